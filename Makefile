@@ -1,0 +1,37 @@
+# Each target creates the environment first when it is missing; nothing but Python 3.11+ and make is needed.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH ?= torch==2.13.0
+# The CPU build of torch keeps several GB of CUDA packages out of the environment. Where the configured
+# index has no such build, set PIP_EXTRA_INDEX_URL to the CPU index that pytorch.org names.
+TORCH_CPU ?= $(TORCH)+cpu
+
+.PHONY: run test check bench clean
+
+run: $(VENV)/.installed
+	$(BIN)/areal-q run configs/quickstart.toml
+
+test: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/pytest
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m bench.quickstart
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "areal-q needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade 'pip>=25.1'
+	$(BIN)/pip install -q '$(TORCH_CPU)' || $(BIN)/pip install -q '$(TORCH)'
+	$(BIN)/pip install -q -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/pip install -q --group dev
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,62 @@
+"""The settings of a run: frozen Structs, one tagged union per choice, loaded from TOML. Imports no torch."""
+
+from areal_q.config.load import dump_toml, load, override
+from areal_q.config.objectives import (
+    Acr,
+    AdvantageConfig,
+    Decoupled,
+    Grpo,
+    Naive,
+    ObjectiveConfig,
+    Ppo,
+    Tis,
+)
+from areal_q.config.run import (
+    BroadcastConfig,
+    BufferConfig,
+    CheckpointConfig,
+    EvalConfig,
+    LearnerConfig,
+    ModelConfig,
+    PretrainedModel,
+    RolloutConfig,
+    Run,
+    Sampling,
+    ScriptedEngine,
+    SmallModel,
+    TorchEngine,
+    WarmStart,
+)
+from areal_q.config.tasks import Arithmetic, Calculator, Gsm8k, TaskConfig
+
+__all__ = [
+    "Acr",
+    "AdvantageConfig",
+    "Arithmetic",
+    "BroadcastConfig",
+    "BufferConfig",
+    "Calculator",
+    "CheckpointConfig",
+    "Decoupled",
+    "EvalConfig",
+    "Grpo",
+    "Gsm8k",
+    "LearnerConfig",
+    "ModelConfig",
+    "Naive",
+    "ObjectiveConfig",
+    "Ppo",
+    "PretrainedModel",
+    "RolloutConfig",
+    "Run",
+    "Sampling",
+    "ScriptedEngine",
+    "SmallModel",
+    "TaskConfig",
+    "Tis",
+    "TorchEngine",
+    "WarmStart",
+    "dump_toml",
+    "load",
+    "override",
+]

@@ -1,0 +1,105 @@
+"""Settings = defaults ← TOML file ← `a.b=c` overrides, merged as plain tables and converted once."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_q.config.run import Run
+from areal_q.errors import ConfigError
+
+Table = dict[str, Any]
+
+
+def load(path: str | Path | None = None, overrides: list[str] | None = None) -> Run:
+    """The settings of a run. Raises ConfigError with the file or dotted path at fault."""
+    table: Table = {}
+    if path is not None:
+        try:
+            table = tomllib.loads(Path(path).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: {error}") from error
+    for text in overrides or []:
+        table = merge(table, _parse_override(text))
+    return _convert(table, source=str(path) if path else "settings")
+
+
+def override(run: Run, *overrides: str) -> Run:
+    """`run` with `a.b=c` settings replaced, checked like a file."""
+    table: Table = msgspec.to_builtins(run)
+    for text in overrides:
+        table = merge(table, _parse_override(text))
+    return _convert(table, source="override")
+
+
+def merge(base: Table, over: Table) -> Table:
+    """Recursive merge of tables; a table whose `type` changes is replaced, since its knobs are others."""
+    out = dict(base)
+    for key, value in over.items():
+        old = out.get(key)
+        if (
+            isinstance(value, dict)
+            and isinstance(old, dict)
+            and value.get("type", old.get("type")) == old.get("type")
+        ):
+            out[key] = merge(old, value)
+        else:
+            out[key] = value
+    return out
+
+
+def _convert(table: Table, source: str) -> Run:
+    table = merge(msgspec.to_builtins(Run()), table)
+    try:
+        return _check(msgspec.convert(table, Run), source)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def _check(run: Run, source: str) -> Run:
+    """Pairs of settings that cannot go together."""
+    learner, rollout = run.learner, run.rollout
+    if learner.groups % learner.updates:
+        raise ConfigError(
+            f"{source}: learner.groups = {learner.groups} is not a multiple of learner.updates = {learner.updates}"
+        )
+    if rollout.sampling.temperature == 0:
+        raise ConfigError(
+            f"{source}: rollout.sampling.temperature = 0 draws the same response for a whole group"
+        )
+    if run.model.__class__.__name__ == "SmallModel" and run.task.__class__.__name__ == "Gsm8k":
+        raise ConfigError(f"{source}: task.type = 'gsm8k' needs model.type = 'pretrained'")
+    return run
+
+
+def _parse_override(text: str) -> Table:
+    """`a.b=1.5` as {"a": {"b": 1.5}}. The value is TOML; a bare word is a string."""
+    path, sep, raw = text.partition("=")
+    if not sep or not path.strip():
+        raise ConfigError(f"{text!r}: an override reads a.b=value")
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    table: Table = {}
+    leaf = table
+    *parents, last = path.strip().split(".")
+    for key in parents:
+        leaf = leaf.setdefault(key, {})
+    leaf[last] = value
+    return table
+
+
+def dump_toml(run: Run) -> str:
+    """The resolved settings as TOML that `load` reads back to an equal Run (None is left out: the default)."""
+    import tomli_w
+
+    def drop_none(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: drop_none(v) for k, v in value.items() if v is not None}
+        return value
+
+    return tomli_w.dumps(drop_none(msgspec.to_builtins(run)))

@@ -1,0 +1,157 @@
+"""The settings of a run, from the model to the sockets. `Run` is the root; a TOML file mirrors it."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct, field
+
+from areal_q.config.bounds import AtLeastOne, Count, Fraction, Index, NonNegative, Positive
+from areal_q.config.objectives import Acr, AdvantageConfig, Aggregation, Grpo, ObjectiveConfig
+from areal_q.config.tasks import Arithmetic, TaskConfig
+
+Format = Literal["bf16", "int8"]
+
+
+class _Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class SmallModel(_Settings, frozen=True, kw_only=True, tag_field="type", tag="small"):
+    """A Qwen3-architecture decoder made from nothing, with a character tokenizer."""
+
+    layers: Count = 3
+    width: Count = 128
+    heads: Count = 4
+    kv_heads: Count = 2
+    mlp: Count = 384
+    max_positions: Count = 256
+
+
+class PretrainedModel(_Settings, frozen=True, kw_only=True, tag_field="type", tag="pretrained"):
+    """A Hugging Face directory (`config.json`, `*.safetensors`, tokenizer) of a Qwen2, Qwen3 or Llama model."""
+
+    path: str
+
+
+ModelConfig = SmallModel | PretrainedModel
+
+
+class WarmStart(_Settings, frozen=True, kw_only=True):
+    """Supervised steps before RL, cached by the hash of everything that they depend on. 0 steps: none."""
+
+    steps: Index = 0
+    batch: Count = 256
+    lr: Positive = 2e-3
+
+
+class Sampling(_Settings, frozen=True, kw_only=True):
+    """How a response is drawn. The recorded log-probs are those of this distribution."""
+
+    temperature: NonNegative = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Index = 0
+    """0 keeps the whole vocabulary."""
+    max_tokens: Count = 16
+
+
+class TorchEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="torch"):
+    """The reference engine: continuous batching over a slotted KV cache, on a CPU or one GPU."""
+
+    slots: Count = 512
+    """Responses generated at once."""
+    device: str = "cpu"
+    kv_on_update: Literal["keep", "recompute"] = "keep"
+    """What becomes of the KV cache of half-finished responses when new weights are swapped in."""
+
+
+class ScriptedEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="scripted"):
+    """Answers from a formula, with no model: for tests of everything else and as the floor of benchmarks."""
+
+    tokens_per_s: Positive = 1e5
+
+
+EngineConfig = TorchEngine | ScriptedEngine
+
+
+class RolloutConfig(_Settings, frozen=True, kw_only=True):
+    workers: Index = 1
+    """Processes started by `areal-q run`; any number more can join by `areal-q rollout`."""
+    format: Format = "int8"
+    """Number format of the published linear weights, as the engine runs them."""
+    engine: EngineConfig = TorchEngine()
+    sampling: Sampling = Sampling()
+    threads: Count = 1
+
+
+class AdamW(_Settings, frozen=True, kw_only=True, tag_field="type", tag="adamw"):
+    lr: Positive = 1.5e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0
+    warmup_steps: Index = 10
+    """Optimizer steps over which lr rises linearly from 0."""
+
+
+class LearnerConfig(_Settings, frozen=True, kw_only=True):
+    groups: Count = 64
+    """Prompts in a step."""
+    group_size: Annotated[int, Meta(ge=2)] = 8
+    """Responses to each prompt."""
+    max_lag: Index = 2
+    """η: versions by which a token may be behind the learner when it is used. 0 is synchronous."""
+    updates: Count = 2
+    """Optimizer steps on each batch, one per equal part of it, all against the same π_prox."""
+    advantage: AdvantageConfig = Grpo()
+    objective: ObjectiveConfig = Acr()
+    aggregation: Aggregation = "token_mean"
+    optimizer: AdamW = AdamW()
+    max_grad_norm: Positive = 1.0
+    uaq: AtLeastOne = 1.5
+    """UAQ's scale s (QuRL §4.3); 1 turns it off."""
+    microbatch_tokens: Count = 16384
+    device: str = "cpu"
+    threads: Count = 1
+
+
+class BufferConfig(_Settings, frozen=True, kw_only=True):
+    claim_timeout_s: Positive = 30.0
+    """A ticket whose worker was silent for so long goes to another."""
+    log: bool = True
+    """Write every consumed group to `runs/NAME/trajectories/` as Parquet."""
+
+
+class BroadcastConfig(_Settings, frozen=True, kw_only=True):
+    """ZeroMQ endpoints that the learner binds; `None` takes sockets in the run's own temporary directory."""
+
+    announce: str | None = None
+    fetch: str | None = None
+    chunk_bytes: Count = 4 << 20
+    credit: Count = 4
+    """Chunks in flight to one worker."""
+
+
+class CheckpointConfig(_Settings, frozen=True, kw_only=True):
+    every: Count = 50
+    keep: Count = 2
+
+
+class EvalConfig(_Settings, frozen=True, kw_only=True):
+    every: Count = 10
+    problems: Count = 256
+
+
+class Run(_Settings, frozen=True, kw_only=True):
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    root: str = "runs"
+    """Everything a run writes goes to `root/name`."""
+    seed: Index = 0
+    steps: Count = 200
+    model: ModelConfig = SmallModel()
+    task: TaskConfig = Arithmetic()
+    warmstart: WarmStart = WarmStart()
+    rollout: RolloutConfig = RolloutConfig()
+    learner: LearnerConfig = LearnerConfig()
+    buffer: BufferConfig = BufferConfig()
+    broadcast: BroadcastConfig = BroadcastConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = field(default_factory=EvalConfig)

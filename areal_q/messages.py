@@ -1,0 +1,313 @@
+"""Every record that crosses a process border, as msgspec Structs on msgpack. Imports no torch.
+
+    learner ──Ticket──▶ Redis ──Ticket──▶ worker ──Group──▶ Redis ──Group──▶ learner
+    learner ──Announce (PUB)──▶ worker ──Fetch (DEALER)──▶ learner ──Manifest, chunks (ROUTER)──▶ worker
+
+Records that outlive a process keep their field names, so that the schema can grow: a new field needs a
+default, and nothing else changes. Arrays travel as raw little-endian bytes with a dtype, never as lists.
+Notation: P prompt tokens, T response tokens, G responses to one prompt.
+"""
+
+import math
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from areal_q.config import Sampling
+from areal_q.errors import RecordError
+
+T = TypeVar("T")
+
+SCHEMA = 1
+MAX_RECORD_BYTES = 256 << 20
+"""The largest record a decoder looks at: 64 responses of 128k tokens stay well below."""
+
+Dtype = Literal["uint8", "int8", "int32", "int64", "float16", "float32"]
+
+
+class Array(msgspec.Struct, frozen=True, array_like=True):
+    """An n-dimensional array as raw little-endian bytes.
+
+    Example: Array.of(np.int32([7, 9])) == Array("int32", (2,), b"\\x07\\0\\0\\0\\x09\\0\\0\\0")
+    """
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, values: Any, dtype: Dtype | None = None) -> "Array":
+        array = np.ascontiguousarray(values, dtype=dtype)
+        return cls(
+            array.dtype.name,
+            array.shape,
+            array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes(),
+        )  # type: ignore[arg-type]
+
+    def numpy(self) -> np.ndarray:
+        """A read-only view. Raises RecordError when the bytes do not fill the shape."""
+        dtype = np.dtype(self.dtype).newbyteorder("<")
+        if (
+            min(self.shape, default=0) < 0
+            or len(self.data) != math.prod(self.shape) * dtype.itemsize
+        ):
+            raise RecordError(
+                f"array of {len(self.data)} bytes cannot be {self.dtype}{list(self.shape)}"
+            )
+        return np.frombuffer(self.data, dtype).reshape(self.shape)
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """One admitted prompt: the right, and the duty, to generate one group.
+
+    Example: number 130 of a run with 64 groups a step and max_lag 2 is admitted at version 0
+    (130 < (0 + 2 + 1) · 64) and will be used by step 2 or, if stragglers pass it, soon after.
+    """
+
+    schema: int = SCHEMA
+    run: str
+    number: int
+    """Position in the run's sequence of prompts; evaluation tickets count for themselves."""
+    purpose: Literal["train", "eval"] = "train"
+    step: int
+    """The learner's version when it admitted the ticket."""
+    prompt: str
+    answer: str
+    """What the reward compares with; never shown to the model."""
+    prompt_ids: Array
+    """int32 [P]"""
+    group_size: int
+    sampling: Sampling
+    seed: int
+    """Response i of the group draws with `seed + i`."""
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """`tokens` consecutive response tokens drawn with weights `version`, whose manifest hashes to `digest`."""
+
+    version: int
+    tokens: int
+    digest: str
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """One response, with all that is needed to compute every ratio again later, offline.
+
+    Example: "46" drawn for "12+34=" reversed, then end of text:
+    response_ids int32 [3], behavior_logprobs float32 [3] such as [-0.1, -0.7, -0.0], loss_mask uint8 [3] = 1,
+    spans [(4, 2, "9f…"), (5, 1, "c2…")] when new weights were swapped in before the last token.
+    """
+
+    index: int
+    """Place in the group, 0 … G-1."""
+    response_ids: Array
+    """int32 [T], the end-of-text token included when it was drawn"""
+    behavior_logprobs: Array
+    """float32 [T] nats: of the distribution that drew the token (temperature and truncation applied)"""
+    loss_mask: Array
+    """uint8 [T]: 1 where the token counts, 0 for tool output"""
+    spans: list[VersionSpan]
+    """Sum of tokens = T"""
+    finish_reason: Literal["stop", "length"]
+    reward: float
+    reward_parts: dict[str, float] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        return self.response_ids.shape[0]
+
+    @property
+    def oldest_version(self) -> int:
+        return min(span.version for span in self.spans)
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """All responses to one ticket: the unit that is committed, consumed and logged."""
+
+    schema: int = SCHEMA
+    ticket: Ticket
+    worker: str
+    engine: str
+    weight_format: str
+    trajectories: list[Trajectory]
+    started_s: float
+    """Unix time at which the worker began with the ticket."""
+    finished_s: float
+
+    def validate(self) -> "Group":
+        """This group, if it keeps its contract. Raises RecordError naming trajectory and token."""
+        where = f"group of ticket {self.ticket.number}"
+        if self.schema > SCHEMA:
+            raise RecordError(f"{where}: schema {self.schema} is newer than {SCHEMA}")
+        if [t.index for t in self.trajectories] != list(range(self.ticket.group_size)):
+            raise RecordError(
+                f"{where}: has not the {self.ticket.group_size} responses asked for, in order"
+            )
+        prompt = self.ticket.prompt_ids
+        if prompt.dtype != "int32" or len(prompt.shape) != 1 or prompt.numpy().size == 0:
+            raise RecordError(f"{where}: prompt_ids is not a non-empty int32 [P]")
+        for t in self.trajectories:
+            _validate_trajectory(t, f"{where}, trajectory {t.index}")
+        return self
+
+
+def _validate_trajectory(t: Trajectory, where: str) -> None:
+    for name, dtype in (
+        ("response_ids", "int32"),
+        ("behavior_logprobs", "float32"),
+        ("loss_mask", "uint8"),
+    ):
+        array: Array = getattr(t, name)
+        if array.dtype != dtype or len(array.shape) != 1 or array.numpy().size != t.num_tokens:
+            raise RecordError(f"{where}: {name} is not {dtype} [{t.num_tokens}]")
+    if t.num_tokens == 0:
+        raise RecordError(f"{where}: empty response")
+    logprobs = t.behavior_logprobs.numpy()
+    # Rounding may carry the log of a probability of 1 slightly above 0.
+    bad = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= 1e-3)))
+    if bad.size:
+        raise RecordError(f"{where}, token {bad[0]}: behaviour log-prob is {logprobs[bad[0]]}")
+    if t.response_ids.numpy().min() < 0:
+        raise RecordError(f"{where}: negative token id")
+    if any(s.tokens < 1 for s in t.spans) or sum(s.tokens for s in t.spans) != t.num_tokens:
+        raise RecordError(
+            f"{where}: version spans cover {sum(s.tokens for s in t.spans)} of {t.num_tokens} tokens"
+        )
+    if not math.isfinite(t.reward):
+        raise RecordError(f"{where}: reward is {t.reward}")
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor of a published version: `nbytes` bytes of the payload from `offset`.
+
+    Example: model.layers.0.mlp.up_proj.weight in int8 is two of them, codes
+    (`….weight`, int8 [384, 128]) and scales (`….weight_scale`, float32 [384, 1]).
+    """
+
+    name: str
+    dtype: str
+    """torch's name without the prefix: int8, float32, bfloat16, float8_e4m3fn, uint8"""
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    digest: str
+    """xxh3-128 of the bytes, hexadecimal"""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a version consists of. Its digest covers every tensor, so two equal digests are equal weights."""
+
+    schema: int = SCHEMA
+    run: str
+    epoch: str
+    """Changes whenever a learner starts, so that a version number is never reused for other weights."""
+    version: int
+    format: str
+    uaq_scale: float
+    model: dict[str, Any]
+    """Hugging Face `config.json`: enough to build the engine's model."""
+    tensors: list[TensorSpec]
+    nbytes: int
+    digest: str
+    """xxh3-128 over the names, dtypes, shapes and digests of all tensors, hexadecimal"""
+    published_s: float
+
+
+class Announce(msgspec.Struct, frozen=True, kw_only=True, tag="announce"):
+    """PUB: version `version` can be fetched. Repeated as a heartbeat, so a late subscriber learns of it."""
+
+    run: str
+    epoch: str
+    version: int
+    digest: str
+
+
+class FetchManifest(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_manifest"):
+    """DEALER → ROUTER: the manifest of the newest version, please."""
+
+
+class FetchChunk(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_chunk"):
+    """DEALER → ROUTER: `nbytes` of the payload of version `digest` from `offset`."""
+
+    digest: str
+    offset: int
+    nbytes: int
+
+
+class ManifestReply(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
+    """ROUTER → DEALER: the newest version, or None before the first."""
+
+    manifest: Manifest | None
+
+
+class ChunkReply(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):
+    """ROUTER → DEALER: the header of a chunk; its bytes are the message's second frame."""
+
+    digest: str
+    offset: int
+    nbytes: int
+
+
+class Gone(msgspec.Struct, frozen=True, kw_only=True, tag="gone"):
+    """ROUTER → DEALER: version `digest` is no longer held; ask for the manifest again."""
+
+    digest: str
+
+
+FetchRequest = FetchManifest | FetchChunk
+FetchReply = ManifestReply | ChunkReply | Gone
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's heartbeat in Redis; expires when the worker falls silent."""
+
+    worker: str
+    pid: int
+    version: int
+    active: int
+    """Responses being generated"""
+    tokens: int
+    """Response tokens drawn since the worker started"""
+    tokens_per_s: float
+    """Over the last heartbeat interval"""
+    idle_share: float
+    """Share of the last interval in which the engine had nothing to do"""
+    groups: int
+    swaps: int
+    swap_s: float
+    """Mean pause of generation for a swap of weights"""
+    time_s: float
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+class Decoder(Generic[T]):
+    """Strict decoding of one type (or union) with a size limit; anything else is a RecordError."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kind)
+
+    def __call__(self, data: bytes | memoryview) -> T:
+        if len(data) > MAX_RECORD_BYTES:
+            raise RecordError(
+                f"record of {len(data)} bytes is over the limit of {MAX_RECORD_BYTES}"
+            )
+        try:
+            return self._decoder.decode(data)
+        except msgspec.DecodeError as error:
+            raise RecordError(f"record refused: {error}") from error
+
+
+decode_ticket: Decoder[Ticket] = Decoder(Ticket)
+decode_group: Decoder[Group] = Decoder(Group)
+decode_announce: Decoder[Announce] = Decoder(Announce)
+decode_manifest: Decoder[Manifest] = Decoder(Manifest)
+decode_request: Decoder[FetchRequest] = Decoder(FetchRequest)
+decode_reply: Decoder[FetchReply] = Decoder(FetchReply)
+decode_status: Decoder[WorkerStatus] = Decoder(WorkerStatus)

@@ -1,0 +1,1 @@
+"""Decoder-only transformers of the Qwen2, Qwen3 and Llama families."""

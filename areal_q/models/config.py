@@ -1,0 +1,130 @@
+"""The shape of a decoder, read from and written to Hugging Face's `config.json`. Imports no torch."""
+
+import math
+from typing import Any
+
+from msgspec import Struct
+
+from areal_q.errors import CheckpointError
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+
+
+class DecoderConfig(Struct, frozen=True, kw_only=True):
+    """Pre-norm decoder: RMSNorm, grouped-query attention with RoPE, SwiGLU.
+
+    Qwen2 has biases on q, k and v; Qwen3 has an RMSNorm over each head of q and k instead; Llama has neither.
+    """
+
+    family: str
+    vocab_size: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    max_positions: int
+    rope_theta: float = 10_000.0
+    rope_scaling: dict[str, Any] | None = None
+    """Llama 3's frequency scaling, as in its config.json; None for plain RoPE"""
+    norm_eps: float = 1e-6
+    tied: bool = True
+    """Output head shares the embedding's weights"""
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
+    qkv_bias: bool = False
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.family == "qwen3"
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any]) -> "DecoderConfig":
+        """Raises CheckpointError for an architecture, or a variant of it, that is not implemented."""
+        family = hf.get("model_type")
+        if family not in FAMILIES:
+            raise CheckpointError(f"model_type {family!r} is none of {', '.join(FAMILIES)}")
+        rope = hf.get("rope_parameters") or {}
+        scaling = {**(hf.get("rope_scaling") or {}), **rope}
+        scaling.pop("rope_theta", None)
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind not in ("default", "llama3"):
+            raise CheckpointError(f"rope type {kind!r} is not implemented")
+        if (
+            hf.get("hidden_act", "silu") != "silu"
+            or hf.get("use_sliding_window")
+            or hf.get("mlp_bias")
+        ):
+            raise CheckpointError(
+                f"{family} with another activation, MLP bias or sliding window is not implemented"
+            )
+        if family != "qwen2" and hf.get("attention_bias"):
+            raise CheckpointError(f"{family} with attention_bias is not implemented")
+        eos = hf.get("eos_token_id")
+        heads = hf["num_attention_heads"]
+        return cls(
+            family=family,
+            vocab_size=hf["vocab_size"],
+            width=hf["hidden_size"],
+            layers=hf["num_hidden_layers"],
+            heads=heads,
+            kv_heads=hf.get("num_key_value_heads") or heads,
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+            mlp=hf["intermediate_size"],
+            max_positions=hf["max_position_embeddings"],
+            rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0),
+            rope_scaling=scaling if kind == "llama3" else None,
+            norm_eps=hf.get("rms_norm_eps", 1e-6),
+            tied=hf.get("tie_word_embeddings", False),
+            bos_id=hf.get("bos_token_id"),
+            eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+            pad_id=hf.get("pad_token_id"),
+            qkv_bias=family == "qwen2",
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """`config.json` as transformers reads it."""
+        arch = {
+            "qwen2": "Qwen2ForCausalLM",
+            "qwen3": "Qwen3ForCausalLM",
+            "llama": "LlamaForCausalLM",
+        }
+        return {
+            "architectures": [arch[self.family]],
+            "model_type": self.family,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.mlp,
+            "max_position_embeddings": self.max_positions,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": self.rope_scaling,
+            "rms_norm_eps": self.norm_eps,
+            "hidden_act": "silu",
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": self.bos_id,
+            "eos_token_id": list(self.eos_ids) if len(self.eos_ids) != 1 else self.eos_ids[0],
+            "pad_token_id": self.pad_id,
+            "torch_dtype": "float32",
+        }
+
+    def inverse_frequencies(self) -> list[float]:
+        """RoPE's [head_dim / 2] angular frequencies, with Llama 3's scaling where it is configured."""
+        freqs = [self.rope_theta ** (-i / self.head_dim) for i in range(0, self.head_dim, 2)]
+        if self.rope_scaling is None:
+            return freqs
+        s = self.rope_scaling
+        factor, low, high = s["factor"], s["low_freq_factor"], s["high_freq_factor"]
+        context = s["original_max_position_embeddings"]
+
+        def scale(freq: float) -> float:
+            turns = context * freq / (2 * math.pi)
+            smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
+            return freq * smooth + freq / factor * (1 - smooth)
+
+        return [scale(f) for f in freqs]

@@ -1,0 +1,1 @@
+"""Number formats: one definition for the engine, the learner and the wire."""

@@ -1,0 +1,1 @@
+"""The Redis replay buffer and the trajectory log."""

@@ -1,0 +1,1 @@
+"""The trainer: its backends, optimizers, checkpoints and the weight broadcaster."""

@@ -1,0 +1,1 @@
+"""The always-on rollout worker and its engines."""

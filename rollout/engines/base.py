@@ -1,0 +1,84 @@
+"""What a rollout worker asks of an engine: the Protocol, and the records that cross it."""
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import numpy as np
+from msgspec import Struct
+
+from areal_q.config import Sampling
+from areal_q.messages import VersionSpan
+from areal_q.weights import WeightVersion
+
+
+class Capabilities(Struct, frozen=True):
+    """What an engine can do; compared with the configuration when the worker starts."""
+
+    formats: frozenset[str]
+    kv_on_update: frozenset[str]
+
+
+class Request(Struct, frozen=True, kw_only=True):
+    """`num_samples` responses to one prompt; the prompt is computed once. Response i draws with `seed + i`."""
+
+    prompt_ids: np.ndarray
+    """int32 [P]"""
+    num_samples: int
+    sampling: Sampling
+    seed: int
+    stop_ids: frozenset[int]
+    """A response ends with the first of these; it is part of the response."""
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    response_ids: np.ndarray
+    """int32 [T]"""
+    logprobs: np.ndarray
+    """float32 [T] nats, of the distribution that drew the token: after temperature, top-k and top-p"""
+    spans: list[VersionSpan]
+    finish_reason: Literal["stop", "length"]
+
+
+TokenCallback = Callable[[int, int, float], None]
+"""(index in the group, token id, log-prob), called for every token as it is drawn"""
+
+
+class Engine(Protocol):
+    """Always on: `load_weights` takes effect between two decoding steps of the requests in flight.
+
+    Cancelling the task that awaits `generate` cancels its request and frees its slots.
+    Before the first `load_weights` requests wait.
+    """
+
+    name: str
+    capabilities: Capabilities
+
+    @property
+    def version(self) -> int:
+        """Version of the weights in use; -1 before the first."""
+        ...
+
+    @property
+    def active(self) -> int:
+        """Responses being generated now."""
+        ...
+
+    @property
+    def tokens_drawn(self) -> int:
+        """Response tokens since the start."""
+        ...
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the start in which the engine had something to generate."""
+        ...
+
+    async def start(self) -> None: ...
+    async def generate(
+        self, request: Request, on_token: TokenCallback | None = None
+    ) -> list[Completion]: ...
+    async def load_weights(self, weights: WeightVersion) -> float:
+        """Swap; returns the pause of generation in seconds."""
+        ...
+
+    async def close(self) -> None: ...
