@@ -1,16 +1,16 @@
 """Every error that this project raises on purpose.
 
     AReaLQError
-    ├── ConfigError (ValueError)        a setting is unknown, ill-typed, out of range or contradicts another
+    ├── ConfigError (ValueError)        a setting is unknown, ill-typed or out of range
     ├── TaskError (ValueError)          a data file or a reward cannot be used
-    ├── CheckpointError (ValueError)    a model or checkpoint directory is missing, torn or of another shape
+    ├── CheckpointError (ValueError)    a model or checkpoint is missing, torn or misshapen
     ├── RecordError (ValueError)        a message or trajectory breaks its contract
-    ├── QuantizationError (ValueError)  a tensor cannot be represented in the format asked for
-    ├── WeightVersionError              a published version is incomplete or does not hash to its manifest
+    ├── QuantizationError (ValueError)  a tensor cannot be represented in a format
+    ├── WeightVersionError              a published version is incomplete or altered
     ├── BufferUnavailable               Redis does not answer, or refuses writes
     └── ChildDied                       a process of a run ended when it should not have
 
-`UserError` groups those that a user can mend; the command line prints them as one line and exits with 2.
+`UserError` groups those that a user can mend: one line on the command line, exit code 2.
 To add one: derive it from the closest class here, say in one line when it is raised.
 """
 

@@ -1,4 +1,4 @@
-"""The settings of a run: frozen Structs, one tagged union per choice, loaded from TOML. Imports no torch."""
+"""The settings of a run: frozen Structs, a tagged union per choice, from TOML. Imports no torch."""
 
 from areal_q.config.load import dump_toml, load, override
 from areal_q.config.objectives import (

@@ -1,4 +1,4 @@
-"""Settings = defaults ← TOML file ← `a.b=c` overrides, merged as plain tables and converted once."""
+"""Settings = defaults ← TOML file ← `a.b=c` overrides: merged as tables, converted once."""
 
 import tomllib
 from pathlib import Path
@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from areal_q.config.run import Run
+from areal_q.config.run import Run, SmallModel
+from areal_q.config.tasks import Gsm8k
 from areal_q.errors import ConfigError
 
 Table = dict[str, Any]
@@ -36,7 +37,7 @@ def override(run: Run, *overrides: str) -> Run:
 
 
 def merge(base: Table, over: Table) -> Table:
-    """Recursive merge of tables; a table whose `type` changes is replaced, since its knobs are others."""
+    """Recursive merge; a table whose `type` changes is replaced, since its knobs are others."""
     out = dict(base)
     for key, value in over.items():
         old = out.get(key)
@@ -61,17 +62,24 @@ def _convert(table: Table, source: str) -> Run:
 
 def _check(run: Run, source: str) -> Run:
     """Pairs of settings that cannot go together."""
-    learner, rollout = run.learner, run.rollout
+    learner, sampling = run.learner, run.rollout.sampling
+    reason = None
     if learner.groups % learner.updates:
-        raise ConfigError(
-            f"{source}: learner.groups = {learner.groups} is not a multiple of learner.updates = {learner.updates}"
+        reason = (
+            f"learner.groups = {learner.groups} is not a multiple of "
+            f"learner.updates = {learner.updates}"
         )
-    if rollout.sampling.temperature == 0:
-        raise ConfigError(
-            f"{source}: rollout.sampling.temperature = 0 draws the same response for a whole group"
-        )
-    if run.model.__class__.__name__ == "SmallModel" and run.task.__class__.__name__ == "Gsm8k":
-        raise ConfigError(f"{source}: task.type = 'gsm8k' needs model.type = 'pretrained'")
+    elif sampling.temperature == 0:
+        reason = "rollout.sampling.temperature = 0 draws the same response for a whole group"
+    elif sampling.top_p < 1 or sampling.top_k:
+        # The learner scores the whole distribution: a truncated one would bias every ratio.
+        reason = "rollout.sampling.top_p and top_k must be 1.0 and 0 in training"
+    elif isinstance(run.model, SmallModel) and isinstance(run.task, Gsm8k):
+        reason = "task.type = 'gsm8k' needs model.type = 'pretrained'"
+    elif isinstance(run.model, SmallModel) and sampling.max_tokens >= run.model.max_positions:
+        reason = "rollout.sampling.max_tokens leaves no room in model.max_positions"
+    if reason:
+        raise ConfigError(f"{source}: {reason}")
     return run
 
 
@@ -94,7 +102,10 @@ def _parse_override(text: str) -> Table:
 
 
 def dump_toml(run: Run) -> str:
-    """The resolved settings as TOML that `load` reads back to an equal Run (None is left out: the default)."""
+    """The resolved settings as TOML that `load` reads back to an equal Run.
+
+    None cannot be written in TOML and is left out; every optional setting defaults to it.
+    """
     import tomli_w
 
     def drop_none(value: Any) -> Any:

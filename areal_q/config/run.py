@@ -1,4 +1,4 @@
-"""The settings of a run, from the model to the sockets. `Run` is the root; a TOML file mirrors it."""
+"""The settings of a run, from model to sockets. `Run` is the root; a TOML file mirrors it."""
 
 from typing import Annotated, Literal
 
@@ -27,7 +27,7 @@ class SmallModel(_Settings, frozen=True, kw_only=True, tag_field="type", tag="sm
 
 
 class PretrainedModel(_Settings, frozen=True, kw_only=True, tag_field="type", tag="pretrained"):
-    """A Hugging Face directory (`config.json`, `*.safetensors`, tokenizer) of a Qwen2, Qwen3 or Llama model."""
+    """A Hugging Face directory (config.json, *.safetensors, tokenizer): Qwen2, Qwen3 or Llama."""
 
     path: str
 
@@ -36,7 +36,7 @@ ModelConfig = SmallModel | PretrainedModel
 
 
 class WarmStart(_Settings, frozen=True, kw_only=True):
-    """Supervised steps before RL, cached by the hash of everything that they depend on. 0 steps: none."""
+    """Supervised steps before RL, cached by the hash of all that they depend on. 0 steps: none."""
 
     steps: Index = 0
     batch: Count = 256
@@ -65,7 +65,7 @@ class TorchEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="t
 
 
 class ScriptedEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="scripted"):
-    """Answers from a formula, with no model: for tests of everything else and as the floor of benchmarks."""
+    """Answers from a formula, with no model: for tests of all else and as the floor of benches."""
 
     tokens_per_s: Positive = 1e5
 
@@ -121,7 +121,7 @@ class BufferConfig(_Settings, frozen=True, kw_only=True):
 
 
 class BroadcastConfig(_Settings, frozen=True, kw_only=True):
-    """ZeroMQ endpoints that the learner binds; `None` takes sockets in the run's own temporary directory."""
+    """ZeroMQ endpoints that the learner binds; None takes sockets in a temporary directory."""
 
     announce: str | None = None
     fetch: str | None = None
