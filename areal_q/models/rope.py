@@ -1,0 +1,36 @@
+"""Rotary position embeddings (RoFormer, arXiv 2104.09864) in Hugging Face's half-rotated layout.
+
+Channel i is paired with channel i + head_dim/2 (not with its neighbour), as Qwen2, Qwen3 and Llama
+checkpoints expect. Pure functions, shared by the learner's decoder and the engine; the angles are
+float32 whatever the weights are.
+"""
+
+import torch
+from torch import Tensor
+
+from areal_q.models.config import DecoderConfig
+
+
+def rope_tables(
+    config: DecoderConfig, length: int | None = None, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each float32 [length, head_dim]; row p belongs to position p.
+
+    `length` defaults to the model's max_positions.
+    """
+    frequencies = torch.tensor(config.inverse_frequencies(), dtype=torch.float32, device=device)
+    positions = torch.arange(
+        config.max_positions if length is None else length, dtype=torch.float32, device=device
+    )
+    angles = torch.outer(positions, frequencies).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` [..., heads, head_dim] rotated by its tokens' angles: rows [..., head_dim] of the tables.
+
+    Example: apply_rope(q, cos[positions], sin[positions]), q [T, heads, head_dim], positions [T].
+    """
+    first, second = x.chunk(2, dim=-1)
+    rotated = torch.cat((-second, first), dim=-1)
+    return (x * cos.unsqueeze(-2) + rotated * sin.unsqueeze(-2)).to(x.dtype)
