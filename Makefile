@@ -13,10 +13,12 @@ run: $(VENV)/.installed
 	$(BIN)/areal-q run configs/quickstart.toml
 
 test: $(VENV)/.installed-dev
+	$(BIN)/pytest
+
+check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/pytest
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench.quickstart

@@ -1,4 +1,4 @@
-"""Bounded number types used by every settings Struct: the bound is in the type, so the error names the path."""
+"""Bounded numbers: the bound is in the type, so that an error names the path of the setting."""
 
 from typing import Annotated
 

@@ -15,17 +15,23 @@ Table = dict[str, Any]
 
 def load(path: str | Path | None = None, overrides: list[str] | None = None) -> Run:
     """The settings of a run. Raises ConfigError with the file or dotted path at fault."""
-    table: Table = {}
-    if path is not None:
-        try:
-            table = tomllib.loads(Path(path).read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path}: {error}") from error
+    if path is None:
+        return parse("", "settings", overrides)
+    try:
+        return parse(Path(path).read_text(), str(path), overrides)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def parse(toml: str, source: str, overrides: list[str] | None = None) -> Run:
+    """Like `load`, from the text of a file; `source` names it in errors."""
+    try:
+        table = tomllib.loads(toml)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source}: {error}") from error
     for text in overrides or []:
         table = merge(table, _parse_override(text))
-    return _convert(table, source=str(path) if path else "settings")
+    return _convert(table, source)
 
 
 def override(run: Run, *overrides: str) -> Run:
@@ -33,7 +39,7 @@ def override(run: Run, *overrides: str) -> Run:
     table: Table = msgspec.to_builtins(run)
     for text in overrides:
         table = merge(table, _parse_override(text))
-    return _convert(table, source="override")
+    return _convert(table, "settings")
 
 
 def merge(base: Table, over: Table) -> Table:

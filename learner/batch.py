@@ -1,0 +1,125 @@
+"""From groups of trajectories to packed tensors: no padding, one row per token.
+
+Notation: N tokens of all sequences (prompts and responses), T response tokens, S sequences.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from areal_q.algorithms import group_advantages
+from areal_q.config import AdvantageConfig
+from areal_q.messages import Group, Trajectory
+from areal_q.models import PackedLayout
+from learner.lineage import Lineage
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence to learn from."""
+
+    prompt_ids: np.ndarray
+    """int32 [P]"""
+    trajectory: Trajectory
+    advantage: float
+    lag: np.ndarray
+    """int64 [T] versions between the weights that drew the token and the learner's"""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + self.trajectory.num_tokens
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Whole sequences, one after the other.
+
+    Example: prompt [5, 6], response [7, 8]: token_ids [5, 6, 7, 8], predict [1, 2] (the position whose
+    output predicts each response token), targets [7, 8].
+    """
+
+    layout: PackedLayout
+    token_ids: torch.Tensor
+    """int64 [N]"""
+    predict: torch.Tensor
+    """int64 [T] indices into N"""
+    targets: torch.Tensor
+    """int64 [T]"""
+    behavior_logprobs: torch.Tensor
+    """float32 [T] nats"""
+    advantages: torch.Tensor
+    """float32 [T]"""
+    mask: torch.Tensor
+    """bool [T]"""
+    version_lag: torch.Tensor
+    """int64 [T]"""
+    sequence_ids: torch.Tensor
+    """int64 [T] in 0 … S-1"""
+    num_sequences: int
+
+
+def samples_of(
+    groups: Sequence[Group], advantage: AdvantageConfig, lineage: Lineage, version: int
+) -> list[Sample]:
+    """Every trajectory of `groups` with its advantage and its tokens' lags, in the groups' order."""
+    rewards = torch.tensor([t.reward for g in groups for t in g.trajectories])
+    ids = torch.tensor([i for i, g in enumerate(groups) for _ in g.trajectories])
+    advantages = iter(group_advantages(rewards, ids, advantage).tolist())
+    return [
+        Sample(
+            prompt_ids=group.ticket.prompt_ids.numpy(),
+            trajectory=t,
+            advantage=next(advantages),
+            lag=np.repeat([lineage.lag(s, version) for s in t.spans], [s.tokens for s in t.spans]),
+        )
+        for group in groups
+        for t in group.trajectories
+    ]
+
+
+def microbatches(samples: Sequence[Sample], max_tokens: int) -> Iterator[Sequence[Sample]]:
+    """Cuts `samples` into runs of at most `max_tokens` tokens; a longer sequence stands alone."""
+    start, tokens = 0, 0
+    for i, sample in enumerate(samples):
+        if i > start and tokens + sample.num_tokens > max_tokens:
+            yield samples[start:i]
+            start, tokens = i, 0
+        tokens += sample.num_tokens
+    if start < len(samples):
+        yield samples[start:]
+
+
+def pack(samples: Sequence[Sample], device: str = "cpu") -> PackedBatch:
+    """Concatenates whole sequences. The result of a step does not depend on how samples are cut."""
+    responses = [s.trajectory.response_ids.numpy() for s in samples]
+    prompt_lens = np.array([len(s.prompt_ids) for s in samples])
+    response_lens = np.array([len(r) for r in responses])
+    lengths = prompt_lens + response_lens
+    starts = np.cumsum(lengths) - lengths
+    # Response token t of a sequence is predicted at its position P - 1 + t.
+    first = np.repeat(starts + prompt_lens - 1, response_lens)
+    within = np.arange(response_lens.sum()) - np.repeat(
+        np.cumsum(response_lens) - response_lens, response_lens
+    )
+
+    def tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device=device, dtype=dtype)
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([getattr(s.trajectory, name).numpy() for s in samples])
+
+    rows = [part for s, r in zip(samples, responses, strict=True) for part in (s.prompt_ids, r)]
+    return PackedBatch(
+        layout=PackedLayout.of(lengths.tolist(), device=device),
+        token_ids=tensor(np.concatenate(rows), torch.int64),
+        predict=tensor(first + within, torch.int64),
+        targets=tensor(np.concatenate(responses), torch.int64),
+        behavior_logprobs=tensor(joined("behavior_logprobs").copy(), torch.float32),
+        advantages=tensor(np.repeat([s.advantage for s in samples], response_lens), torch.float32),
+        mask=tensor(joined("loss_mask").copy(), torch.bool),
+        version_lag=tensor(np.concatenate([s.lag for s in samples]), torch.int64),
+        sequence_ids=tensor(np.repeat(np.arange(len(samples)), response_lens), torch.int64),
+        num_sequences=len(samples),
+    )

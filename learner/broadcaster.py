@@ -1,0 +1,286 @@
+"""Publishes versions of the weights over ZeroMQ, from a thread of its own.
+
+    learner thread ──publish(version)──▶ slot (latest wins) ──▶ broadcaster thread
+                                                                  │ XPUB    announcements, repeated
+                                                                  └ ROUTER  manifests and chunks, on request
+
+The thread waits for one thing only, its poll: unblocked by a request, a new subscriber, `publish`,
+`close`, or the next heartbeat being due. No send on these two kinds of socket ever blocks.
+"""
+
+import logging
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import zmq
+
+from areal_q import messages
+from areal_q.errors import ConfigError, RecordError, WeightVersionError
+from areal_q.messages import (
+    Announce,
+    ChunkReply,
+    FetchChunk,
+    FetchManifest,
+    Gone,
+    ManifestReply,
+)
+from areal_q.weights import WeightVersion
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 4096
+"""A request is about 100 bytes; ZeroMQ hangs up on a peer that sends more than this."""
+MAX_CHUNK_BYTES = 64 << 20
+QUEUED_PER_PEER = 64
+"""Messages that wait for one peer before ZeroMQ drops further ones: above any sensible credit."""
+REQUESTS_PER_TURN = 256
+"""Requests answered before the heartbeat gets its turn again."""
+
+
+class Endpoints(NamedTuple):
+    announce: str
+    fetch: str
+
+
+@dataclass
+class BroadcastStats:
+    """Counts since the start; written by the broadcaster's thread only."""
+
+    published: int = 0
+    """Versions announced"""
+    skipped: int = 0
+    """Versions replaced by a newer one before their turn came"""
+    fetches: int = 0
+    """Manifests served"""
+    chunks: int = 0
+    chunk_bytes: int = 0
+    gone: int = 0
+    """Requests for a version that is no longer held"""
+    refused: int = 0
+    """Frames that were no request"""
+
+
+@dataclass
+class _Held:
+    version: WeightVersion
+    memory: memoryview
+    used_s: float
+    """When a chunk of it was last asked for (monotonic)"""
+
+
+class Broadcaster:
+    """Announces each version to all workers and serves its bytes to whoever asks.
+
+    Delivery, told plainly (each line has its test in tests/test_broadcast*.py):
+    - `publish` never waits for a socket or a worker. A version published before the previous one was
+      announced replaces it: latest wins, versions may be skipped.
+    - Announcements may be lost (slow or absent subscribers). They are repeated every `heartbeat_s` and at
+      once for a new subscriber, so that loss only delays.
+    - A chunk may be lost (peer gone, or over QUEUED_PER_PEER replies behind). The worker asks again.
+    - The newest `hold` versions at most are held. To keep a slow fetch alive, versions that nobody
+      fetched from for `lease_s` go first, then the younger ones: the oldest fetch under way always
+      finishes. Whoever asks for a version that went gets Gone.
+    - Chunks are sent without copying; those queued for a worker keep their version in memory. A worker
+      that answers no ZeroMQ heartbeat for `peer_timeout_s` (stopped, cut off) is dropped with its queue.
+    - A frame that is no request is counted and ignored; ZeroMQ hangs up on a peer that sends one over
+      MAX_REQUEST_BYTES. Nobody is authenticated: bind to loopback or a trusted network.
+    - After a restart of the learner the epoch differs, and workers fetch anew.
+
+    Raises ConfigError when an endpoint cannot be bound. `.endpoints` has the ports that the system chose
+    where an endpoint ended in `:0` or `:*`.
+    """
+
+    def __init__(
+        self,
+        announce: str,
+        fetch: str,
+        *,
+        hold: int = 3,
+        heartbeat_s: float = 0.5,
+        lease_s: float = 2.0,
+        peer_timeout_s: float = 10.0,
+    ) -> None:
+        self.stats = BroadcastStats()
+        self._hold = hold
+        self._heartbeat_s = heartbeat_s
+        self._lease_s = lease_s
+        self._decode = messages.decode_request
+        self._held: list[_Held] = []
+        self._announcement = b""
+        self._next_heartbeat_s = 0.0
+        self._lock = threading.Lock()
+        self._pending: WeightVersion | None = None
+        self._closing = False
+        self._context = zmq.Context()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        try:
+            self._xpub = self._bind(zmq.XPUB, announce, peer_timeout_s)
+            self._router = self._bind(zmq.ROUTER, fetch, peer_timeout_s)
+        except ConfigError:
+            self._release()
+            raise
+        self._xpub.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self.endpoints = Endpoints(_bound_to(self._xpub), _bound_to(self._router))
+        self._thread = threading.Thread(target=self._run, name="broadcaster", daemon=True)
+        self._thread.start()
+
+    def publish(self, version: WeightVersion) -> None:
+        """Hands `version` over and returns at once; its payload must not be written to any more.
+
+        Raises WeightVersionError when the broadcaster is closed or its thread died.
+        """
+        if not self._thread.is_alive():
+            raise WeightVersionError(f"version {version.manifest.version}: the broadcaster stopped")
+        with self._lock:
+            if self._pending is not None:
+                self.stats.skipped += 1
+            self._pending = version
+        self._wake()
+
+    def close(self) -> None:
+        """Stops the thread, drops what is queued, removes ipc files. Idempotent."""
+        self._closing = True
+        if self._thread.is_alive():
+            self._wake()
+            self._thread.join()
+
+    def _bind(self, kind: int, endpoint: str, peer_timeout_s: float) -> zmq.Socket:
+        sock = self._context.socket(kind)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.SNDHWM, QUEUED_PER_PEER)
+        sock.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        sock.setsockopt(zmq.HEARTBEAT_IVL, int(peer_timeout_s * 250))
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(peer_timeout_s * 1000))
+        try:
+            sock.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot bind {endpoint}: {error}") from error
+        return sock
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError, OSError):  # full: awake already; closed: nobody to wake
+            self._wake_in.send(b"\0")
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._xpub, self._router, self._wake_out):
+            poller.register(source, zmq.POLLIN)
+        try:
+            while not self._closing:
+                wait_s = max(0.0, self._next_heartbeat_s - time.monotonic())
+                events = dict(poller.poll(wait_s * 1000))
+                if self._wake_out.fileno() in events:
+                    self._wake_out.recv(4096)
+                    self._take()
+                if self._router in events:
+                    self._answer()
+                if self._xpub in events:
+                    self._welcome()
+                self._announce_if_due()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._context.destroy(linger=0)
+        self._wake_in.close()
+        self._wake_out.close()
+        self._held.clear()
+
+    def _take(self) -> None:
+        with self._lock:
+            version, self._pending = self._pending, None
+        if version is None:
+            return
+        manifest = version.manifest
+        memory = memoryview(version.payload.numpy())
+        self._held.append(_Held(version, memory, time.monotonic()))
+        self._evict()
+        self._announcement = messages.encode(
+            Announce(
+                run=manifest.run,
+                epoch=manifest.epoch,
+                version=manifest.version,
+                digest=manifest.digest,
+            )
+        )
+        self._next_heartbeat_s = 0.0
+        self.stats.published += 1
+
+    def _evict(self) -> None:
+        now = time.monotonic()
+        while len(self._held) > self._hold:
+            older = self._held[:-1]
+            idle = [h for h in older if now - h.used_s > self._lease_s]
+            self._held.remove(idle[0] if idle else older[-1])
+
+    def _welcome(self) -> None:
+        """Announces at once to a new subscriber; whatever else comes up the XPUB socket is refused."""
+        with suppress(zmq.Again):
+            while True:
+                frames = self._xpub.recv_multipart(zmq.NOBLOCK)
+                if len(frames) == 1 and frames[0][:1] == b"\1":
+                    self._next_heartbeat_s = 0.0
+                elif len(frames) != 1 or frames[0][:1] != b"\0":
+                    self.stats.refused += 1
+
+    def _announce_if_due(self) -> None:
+        now = time.monotonic()
+        if now < self._next_heartbeat_s:
+            return
+        self._next_heartbeat_s = now + self._heartbeat_s
+        if self._announcement:
+            self._xpub.send(self._announcement)
+
+    def _answer(self) -> None:
+        with suppress(zmq.Again):
+            for _ in range(REQUESTS_PER_TURN):
+                peer, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+                try:
+                    if len(frames) != 1:
+                        raise RecordError(f"request of {len(frames)} frames")
+                    self._reply(peer, self._decode(frames[0]))
+                except RecordError as error:
+                    self.stats.refused += 1
+                    logger.debug("request refused: %s", error)
+
+    def _reply(self, peer: bytes, request: messages.FetchRequest) -> None:
+        match request:
+            case FetchManifest():
+                newest = self._held[-1].version.manifest if self._held else None
+                self.stats.fetches += newest is not None
+                self._send(peer, messages.encode(ManifestReply(manifest=newest)))
+            case FetchChunk():
+                self._send_chunk(peer, request)
+
+    def _send_chunk(self, peer: bytes, request: FetchChunk) -> None:
+        held = next((h for h in self._held if _digest(h) == request.digest), None)
+        if held is None:
+            self.stats.gone += 1
+            self._send(peer, messages.encode(Gone(digest=request.digest)))
+            return
+        start, end = request.offset, request.offset + request.nbytes
+        if not (0 <= start < end <= len(held.memory) and request.nbytes <= MAX_CHUNK_BYTES):
+            raise RecordError(f"chunk {start}:{end} of {len(held.memory)} bytes")
+        held.used_s = time.monotonic()
+        header = ChunkReply(digest=request.digest, offset=start, nbytes=request.nbytes)
+        self._send(peer, messages.encode(header), held.memory[start:end])
+        self.stats.chunks += 1
+        self.stats.chunk_bytes += request.nbytes
+
+    def _send(self, peer: bytes, *frames: bytes | memoryview) -> None:
+        # A ROUTER drops what it cannot deliver (peer gone or too far behind), so this does not block.
+        self._router.send_multipart([peer, *frames], copy=False)
+
+
+def _digest(held: _Held) -> str:
+    return held.version.manifest.digest
+
+
+def _bound_to(sock: zmq.Socket) -> str:
+    return sock.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -1,0 +1,132 @@
+"""Sets up the parts of a learner, one function a part, so that the loop never asks what was configured."""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from areal_q.config import Run, SmallModel
+from areal_q.metrics import MetricsLog
+from areal_q.models import Decoder, DecoderConfig, init_weights, load_decoder
+from areal_q.quant.uaq import apply_uaq
+from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer
+from buffer.log import TrajectoryLog
+from buffer.redis_buffer import LearnerBuffer
+from learner import checkpoint
+from learner.broadcaster import Broadcaster
+from learner.feeder import Feeder
+from learner.heldout import HeldOut
+from learner.intake import Intake
+from learner.lineage import Lineage
+from learner.loop import Learner
+from learner.publish import Publisher
+from learner.trainer import Trainer
+from learner.warmstart import warm_start
+
+logger = logging.getLogger(__name__)
+
+
+def build_model(run: Run, tokenizer: Tokenizer) -> Decoder:
+    """The model before any training, in float32."""
+    if not isinstance(run.model, SmallModel):
+        return load_decoder(run.model.path)
+    small = run.model
+    config = DecoderConfig(
+        family="qwen3",
+        vocab_size=tokenizer.vocab_size,
+        width=small.width,
+        layers=small.layers,
+        heads=small.heads,
+        kv_heads=small.kv_heads,
+        head_dim=small.width // small.heads,
+        mlp=small.mlp,
+        max_positions=small.max_positions,
+        eos_ids=(tokenizer.eos_id,),
+    )
+    model = Decoder(config)
+    init_weights(model, run.seed)
+    return model
+
+
+def build_trainer(
+    run: Run, directory: Path, resume: bool, task: Task, tokenizer: Tokenizer, metrics: MetricsLog
+) -> tuple[Trainer, checkpoint.State | None]:
+    """The policy at the start of training, or where the newest checkpoint left it."""
+    torch.manual_seed(run.seed)
+    model = build_model(run, tokenizer).to(run.learner.device)
+    if not resume:
+        _warm_start(model, run, task, tokenizer, metrics)
+        if run.learner.uaq > 1:
+            apply_uaq(model, run.learner.uaq)
+    trainer = Trainer(model, run.learner, run.rollout.sampling.temperature)
+    state = checkpoint.restore(directory / "checkpoints", trainer) if resume else None
+    return trainer, state
+
+
+def _warm_start(
+    model: Decoder, run: Run, task: Task, tokenizer: Tokenizer, metrics: MetricsLog
+) -> None:
+    steps = run.warmstart.steps
+
+    def progress(step: int, loss: float) -> None:
+        values = {"warmstart/loss": loss, "warmstart/step": step, "warmstart/steps": steps}
+        metrics.write("warmstart", 0, values)
+
+    cached = warm_start(model, run, task, tokenizer, progress)
+    if cached:
+        metrics.write("warmstart", 0, {"warmstart/step": steps, "warmstart/steps": steps})
+
+
+def build_feeder(
+    run: Run,
+    task: Task,
+    tokenizer: Tokenizer,
+    buffer: LearnerBuffer,
+    state: checkpoint.State | None,
+) -> Feeder:
+    """A feeder that goes on where Redis stands, or, should Redis be lost, where the checkpoint does."""
+    if state:
+        buffer.position = state.position
+    cursor = buffer.cursor()
+    if cursor is not None:
+        outstanding = buffer.open_tickets() | set(buffer.unread())
+        return Feeder(run, task, tokenizer, buffer, cursor, outstanding)
+    feeder = Feeder(run, task, tokenizer, buffer, state.cursor if state else 0, set())
+    if state:
+        buffer.position = "0-0"
+        feeder.issue(state.outstanding, state.step)
+    return feeder
+
+
+def build_learner(
+    run: Run, directory: Path, redis_url: str, announce: str, fetch: str, resume: bool
+) -> Learner:
+    """Everything, in the order in which a failure is cheapest."""
+    torch.set_num_threads(run.learner.threads)
+    task = build_task(run.task)
+    tokenizer = build_tokenizer(run)
+    buffer = LearnerBuffer(redis_url, run.name)
+    metrics = MetricsLog(directory)
+    trainer, state = build_trainer(run, directory, resume, task, tokenizer, metrics)
+    start = state.step if state else 0
+    if resume:
+        metrics.rewind(start)
+    feeder = build_feeder(run, task, tokenizer, buffer, state)
+    keep = run.learner.max_lag + 2
+    lineage = Lineage(keep, state.digests if state else None, fork=start)
+    broadcaster = Broadcaster(announce, fetch)
+    return Learner(
+        run=run,
+        dir=directory,
+        start=start,
+        trainer=trainer,
+        buffer=buffer,
+        feeder=feeder,
+        intake=Intake(buffer, feeder, lineage, run.learner.groups, run.learner.max_lag),
+        heldout=HeldOut(feeder, buffer, tokenizer, metrics),
+        lineage=lineage,
+        publisher=Publisher(run),
+        broadcaster=broadcaster,
+        log=TrajectoryLog(directory / "trajectories", start) if run.buffer.log else None,
+        metrics=metrics,
+    )

@@ -1,0 +1,28 @@
+"""The end of a run: the model in Hugging Face layout, in the parameterisation that others expect."""
+
+import copy
+import logging
+
+from areal_q.models import save_decoder
+from areal_q.quant.uaq import fold_back
+from areal_q.tasks import build_tokenizer
+from learner.loop import Learner
+
+logger = logging.getLogger(__name__)
+
+
+def finish(learner: Learner, step: int) -> None:
+    """Exports `hf/` and writes the `end` record: done, or drained before the last step."""
+    run = learner.run
+    model = copy.deepcopy(learner.trainer.model)
+    if run.learner.uaq > 1:
+        fold_back(model, run.learner.uaq)
+    save_decoder(model, learner.dir / "hf", build_tokenizer(run))
+    accuracy = learner.heldout.accuracy
+    learner.metrics.write(
+        "end",
+        step,
+        {} if accuracy is None else {"eval/accuracy": accuracy},
+        reason="done" if step == run.steps else "drained",
+        model=str(learner.dir / "hf"),
+    )

@@ -1,0 +1,64 @@
+"""The learner's side of the groups stream: B groups a step, none of them too old."""
+
+import logging
+import threading
+
+from areal_q.messages import Group
+from buffer.redis_buffer import LearnerBuffer
+from learner.feeder import Feeder
+from learner.lineage import Lineage
+
+logger = logging.getLogger(__name__)
+POLL_S = 0.2
+
+
+class Intake:
+    """Takes groups in stream order. Admission keeps most of them within the bound; a straggler that was
+    overtaken is dropped here, counted, and its place refilled."""
+
+    def __init__(
+        self,
+        buffer: LearnerBuffer,
+        feeder: Feeder,
+        lineage: Lineage,
+        groups: int,
+        max_lag: int,
+    ) -> None:
+        self._buffer, self._feeder, self._lineage = buffer, feeder, lineage
+        self._groups, self._max_lag = groups, max_lag
+        self._taken: list[Group] = []
+        self.position = buffer.position
+        """Where the stream was after the last step that is over: what a checkpoint records"""
+        self.dropped = 0
+        """Groups dropped for their age since the process started"""
+
+    def take(self, version: int, stop: threading.Event) -> list[Group] | None:
+        """B groups no token of which lags more than η behind `version`; None when `stop` came first."""
+        self._taken = []
+        while len(self._taken) < self._groups:
+            if stop.is_set():
+                return None
+            self._feeder.admit(version)
+            for group in self._buffer.take(self._groups - len(self._taken), timeout_s=POLL_S):
+                lag = self.lag(group, version)
+                if lag <= self._max_lag:
+                    self._taken.append(group)
+                else:
+                    self._drop(group, lag)
+        return self._taken
+
+    def consumed(self) -> None:
+        """The step that used the groups last taken is over: only now do their places become free."""
+        self.position = self._buffer.position
+        for group in self._taken:
+            self._feeder.done(group)
+        self._taken = []
+
+    def lag(self, group: Group, version: int) -> int:
+        """The largest lag of any token in `group`."""
+        return max(self._lineage.lag(s, version) for t in group.trajectories for s in t.spans)
+
+    def _drop(self, group: Group, lag: int) -> None:
+        self._feeder.done(group)
+        self.dropped += 1
+        logger.info("ticket %d dropped: lag %d", group.ticket.number, lag)

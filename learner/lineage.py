@@ -1,0 +1,37 @@
+"""How far behind a token is: its distance, in published versions, from the weights that now learn.
+
+    0 ── 1 ── 2 ── 3 ── 4 ✗            the learner crashed after publishing 4; its checkpoint holds 2
+              └─── 3' ─ 4' ─ 5'        it resumed at 2 and published other weights as 3', 4', 5'
+
+A version number alone is ambiguous after such a fork, so a token's lag is counted along the tree, by the
+digest of the weights that drew it: one drawn by 4' is 1 behind 5', one drawn by the abandoned 4 is
+(4 − 2) + (5 − 2) = 5 steps away from it. That is what the staleness bound is compared with.
+"""
+
+from areal_q.messages import VersionSpan
+
+
+class Lineage:
+    """Digests of this history's newest versions, and where it last forked off an abandoned one."""
+
+    def __init__(self, keep: int, digests: dict[int, str] | None = None, fork: int = 0) -> None:
+        self.keep = keep
+        """Versions older than this are never within the staleness bound"""
+        self.digests = dict(digests or {})
+        self.fork = fork
+
+    def published(self, version: int, digest: str) -> None:
+        self.digests[version] = digest
+        for old in [v for v in self.digests if v <= version - self.keep]:
+            del self.digests[old]
+
+    def lag(self, span: VersionSpan, now: int) -> int:
+        """Versions between the weights that drew `span` and version `now`.
+
+        Example: digests {1: a, 2: b}, fork 1, now 2: (1, a) → 1; an abandoned (3, x) → 3.
+        """
+        if self.digests.get(span.version) == span.digest:
+            return now - span.version
+        if span.version > self.fork:
+            return (span.version - self.fork) + (now - self.fork)
+        return max(now - span.version, self.keep)

@@ -1,0 +1,149 @@
+"""The learner's loop.
+
+    Feeder ──tickets──▶ Redis ──groups──▶ Intake ──▶ Trainer.step ──▶ Publisher ──▶ Broadcaster (own thread)
+       ▲                                     │ too old: dropped, counted, its place refilled       │
+       └──────────── room for new tickets ◀──┴───────────────────── version ◀──────────────────────┘
+
+| wait                 | for                           | unblocked by                                   |
+|----------------------|-------------------------------|------------------------------------------------|
+| Intake.take          | B groups within the bound     | workers' commits; a stop request               |
+| HeldOut.finish       | the last evaluation's answers | workers' commits; a stop request; its timeout  |
+
+Quantizing happens here, after the step; diffing, compressing and sending overlap with the next one.
+"""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_q.config import Run
+from areal_q.messages import Group
+from areal_q.metrics import MetricsLog
+from buffer.log import TrajectoryLog
+from buffer.redis_buffer import LearnerBuffer
+from learner import checkpoint
+from learner.batch import samples_of
+from learner.broadcaster import Broadcaster
+from learner.feeder import Feeder
+from learner.heldout import HeldOut
+from learner.intake import Intake
+from learner.lineage import Lineage
+from learner.publish import Publisher
+from learner.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Learner:
+    """The parts of a learner, built by learner/build.py."""
+
+    run: Run
+    dir: Path
+    start: int
+    """The first step: 0, or where the checkpoint stands"""
+    trainer: Trainer
+    buffer: LearnerBuffer
+    feeder: Feeder
+    intake: Intake
+    heldout: HeldOut
+    lineage: Lineage
+    publisher: Publisher
+    broadcaster: Broadcaster
+    log: TrajectoryLog | None
+    metrics: MetricsLog
+
+    def train(self, stop: threading.Event) -> int:
+        """Runs the steps that remain, or until `stop`. Returns the step that it came to; a checkpoint
+        stands there."""
+        step = self.start
+        self.publish(step)
+        if step == 0:
+            self.heldout.ask(step)
+        while step < self.run.steps and not stop.is_set():
+            began = time.monotonic()
+            taken = self.intake.take(step, stop)
+            if taken is None:
+                break
+            waited = time.monotonic() - began
+            samples = samples_of(taken, self.run.learner.advantage, self.lineage, step)
+            values = self.trainer.step(samples)
+            trained = time.monotonic()
+            self.publish(step + 1)
+            values["weights/publish_s"] = time.monotonic() - trained
+            if self.log:
+                self.log.append(step, step, taken)
+            self.intake.consumed()
+            step += 1
+            self.report(step, values, taken, began, waited)
+            if step % self.run.eval.every == 0 and step < self.run.steps:
+                self.heldout.ask(step)
+            if step % self.run.checkpoint.every == 0 and step < self.run.steps:
+                self.save(step)
+        if step == self.run.steps and not stop.is_set():
+            self.heldout.ask(step)
+            self.heldout.finish(stop, timeout_s=120.0)
+        self.save(step)
+        return step
+
+    def close(self) -> None:
+        """Stops the broadcaster's and the log's threads and leaves no socket behind."""
+        self.broadcaster.close()
+        if self.log:
+            self.log.close()
+        self.metrics.close()
+        self.buffer.close()
+
+    def publish(self, version: int) -> None:
+        """Nothing is born stale: the version is known to the lineage before a worker can draw with it."""
+        made = self.publisher.make(self.trainer.model, version)
+        self.lineage.published(version, made.manifest.digest)
+        self.broadcaster.publish(made)
+
+    def save(self, step: int) -> None:
+        """Order matters: the log is durable before the checkpoint covers its groups, and Redis forgets
+        them only after both."""
+        if self.log:
+            self.log.flush()
+        state = checkpoint.State(
+            step=step,
+            position=self.intake.position,
+            cursor=self.feeder.cursor,
+            outstanding=sorted(self.feeder.outstanding),
+            digests=self.lineage.digests,
+            updates=self.trainer.updates,
+            skipped=self.trainer.skipped,
+        )
+        keep = self.run.checkpoint.keep
+        path = checkpoint.save(self.dir / "checkpoints", state, self.trainer, keep)
+        self.buffer.trim(state.position)
+        logger.info("checkpoint %s", path)
+
+    def report(
+        self, step: int, values: dict[str, float], taken: list[Group], began: float, waited: float
+    ) -> None:
+        """One line of metrics for the step that ended as `step` - 1 and made version `step`."""
+        self.heldout.collect()
+        rewards = [t.reward for g in taken for t in g.trajectories]
+        tokens = sum(t.num_tokens for g in taken for t in g.trajectories)
+        mean = sum(rewards) / len(rewards)
+        total_s = time.monotonic() - began
+        workers = self.buffer.workers()
+        stats = self.broadcaster.stats
+        values |= {
+            "reward/mean": mean,
+            "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
+            "response/tokens_mean": tokens / len(rewards),
+            "learner/step_s": total_s,
+            "learner/wait_s": waited,
+            "learner/idle_share": waited / total_s,
+            "learner/tokens_per_s": tokens / total_s,
+            "rollout/tokens_per_s": sum(w.tokens_per_s for w in workers),
+            "rollout/idle_share": sum(w.idle_share for w in workers) / max(1, len(workers)),
+            "buffer/open_tickets": len(self.feeder.outstanding),
+            "buffer/dropped_stale": self.intake.dropped,
+            "weights/bytes": stats.last_version_bytes,
+        }
+        self.metrics.write("step", step, values, workers=workers)

@@ -1,0 +1,33 @@
+"""From the learner's parameters to a published version: quantized, described, hashed, handed over."""
+
+import time
+import uuid
+
+from areal_q import weights
+from areal_q.config import Run
+from areal_q.models import Decoder
+from areal_q.quant import quantize_state
+from areal_q.weights import WeightVersion
+
+
+class Publisher:
+    """Quantizes the model as engines will run it. UAQ's scaling is already in the learner's weights
+    (learner/build.py), so what is published needs no folding: the function is the same."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._epoch = uuid.uuid4().hex
+
+    def make(self, model: Decoder, version: int) -> WeightVersion:
+        """Version `version` of `model`. Raises QuantizationError naming a tensor that is not finite."""
+        state = {name: p.detach() for name, p in model.state_dict().items()}
+        return weights.pack(
+            quantize_state(state, self._run.rollout.format),
+            run=self._run.name,
+            epoch=self._epoch,
+            version=version,
+            format=self._run.rollout.format,
+            uaq_scale=self._run.learner.uaq,
+            model=model.config.to_hf(),
+            published_s=time.time(),
+        )

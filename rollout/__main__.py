@@ -1,0 +1,53 @@
+"""`python -m rollout`: a rollout worker as a process of its own. All it is told is where Redis is.
+
+SIGTERM or SIGINT: generation stops, its tickets go back to the queue, exit 0.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import Annotated
+
+import typer
+
+from areal_q.errors import UserError
+
+logger = logging.getLogger("rollout")
+
+
+def main(
+    redis: Annotated[str, typer.Option(help="URL of the buffer", envvar="REDIS_URL")],
+    run: Annotated[str, typer.Option(help="name of the run to work for")],
+    id: Annotated[str, typer.Option(help="unique name; default HOST-PID")] = "",
+) -> None:
+    """Generates for a run until it ends or this process is told to stop."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    import uvloop
+
+    from rollout.build import serve
+
+    name = id or f"{socket.gethostname()}-{os.getpid()}"
+    uvloop.run(_until_signal(serve(redis, run, name)))
+
+
+async def _until_signal(work) -> None:
+    """Runs `work`; SIGTERM and SIGINT cancel it, which is its way to end in peace."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        logger.info("stopped")
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except UserError as error:
+        print(f"rollout: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,47 @@
+"""Sets up a worker from what the learner left in Redis."""
+
+import logging
+
+import torch
+
+from areal_q.config import Run, TorchEngine, parse
+from areal_q.tasks import build_score, build_tokenizer
+from buffer.redis_buffer import WorkerBuffer
+from rollout.engines import build_engine
+from rollout.receiver import Receiver
+from rollout.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+
+async def serve(redis_url: str, run_name: str, name: str) -> None:
+    """Joins run `run_name` and works until cancelled."""
+    buffer = WorkerBuffer(redis_url, run_name, name)
+    receiver: Receiver | None = None
+    try:
+        config_toml, endpoints = await buffer.run_info()
+        run = parse(config_toml, f"run {run_name}")
+        torch.set_num_threads(run.rollout.threads)
+        tokenizer = build_tokenizer(run)
+        receiver = Receiver(endpoints["announce"], endpoints["fetch"], run.broadcast.credit)
+        worker = Worker(
+            name=name,
+            engine=build_engine(run.rollout.engine),
+            buffer=buffer,
+            receiver=receiver,
+            tokenizer=tokenizer,
+            score=build_score(run.task),
+            weight_format=run.rollout.format,
+            max_groups=max_groups(run),
+        )
+        await worker.run()
+    finally:
+        if receiver:
+            receiver.close()
+        await buffer.close()
+
+
+def max_groups(run: Run) -> int:
+    """Tickets that a worker claims at once: enough to fill its engine, and a quarter in reserve."""
+    slots = run.rollout.engine.slots if isinstance(run.rollout.engine, TorchEngine) else 256
+    return max(2, slots * 5 // (4 * run.learner.group_size))

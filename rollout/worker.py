@@ -1,0 +1,161 @@
+"""The always-on rollout worker.
+
+    Redis tickets ──claim──▶ [in flight: one task a ticket] ──engine──▶ score ──commit──▶ Redis groups
+                                        ▲
+    learner ──ZeroMQ──▶ receiver thread ┴─ swap: new weights between two decoding steps
+
+| loop    | waits for                              | unblocked by                                  |
+|---------|----------------------------------------|-----------------------------------------------|
+| _claim  | a free place, then a ticket            | a finished ticket; admission; a dead worker   |
+| _handle | the engine; then Redis                 | the last token of the group; the commit       |
+| _swap   | a complete, verified version           | the receiver thread                           |
+| _beat   | the heartbeat interval                 | time                                          |
+
+It never waits for the learner: while the learner trains, tickets admitted ahead keep the engine full.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from areal_q.messages import Array, Group, Ticket, Trajectory, WorkerStatus
+from areal_q.tasks import Problem, Score, Tokenizer
+from buffer.redis_buffer import Claim, WorkerBuffer
+from rollout.engines.base import Completion, Engine, Request
+from rollout.receiver import Receiver
+
+logger = logging.getLogger(__name__)
+HEARTBEAT_S = 1.0
+
+
+class Worker:
+    """Keeps `engine` full of tickets until it is cancelled; then hands back what it had claimed."""
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        buffer: WorkerBuffer,
+        receiver: Receiver,
+        tokenizer: Tokenizer,
+        score: Callable[[Problem, str], Score],
+        weight_format: str,
+        max_groups: int,
+    ) -> None:
+        self.name = name
+        self._engine, self._buffer, self._receiver = engine, buffer, receiver
+        self._tokenizer, self._score, self._format = tokenizer, score, weight_format
+        self._max_groups = max_groups
+        """Tickets in flight: what fills the engine, and one batch of reserve"""
+        self._claims: dict[asyncio.Task[None], Claim] = {}
+        self._place_free = asyncio.Event()
+        self._swapped = asyncio.Event()
+        self._groups = 0
+        self._swaps = 0
+        self._swap_s = 0.0
+
+    async def run(self) -> None:
+        """Until cancelled. Raises what a loop raises: a worker that cannot work must not look alive."""
+        await self._engine.start()
+        try:
+            async with asyncio.TaskGroup() as loops:
+                loops.create_task(self._swap())
+                loops.create_task(self._claim(loops))
+                loops.create_task(self._beat())
+        finally:
+            await self._engine.close()
+            await self._buffer.release(list(self._claims.values()))
+
+    async def _claim(self, loops: asyncio.TaskGroup) -> None:
+        while True:
+            room = self._max_groups - len(self._claims)
+            if room <= 0:
+                self._place_free.clear()
+                await self._place_free.wait()
+                continue
+            for claim in await self._buffer.claim(room, block_s=1.0):
+                self._claims[loops.create_task(self._handle(claim))] = claim
+
+    async def _handle(self, claim: Claim) -> None:
+        """From ticket to committed group. Cancelled, it leaves its claim for `run` to release."""
+        ticket = claim.ticket
+        while ticket.purpose == "eval" and self._engine.version < ticket.step:
+            self._swapped.clear()
+            await self._swapped.wait()
+        started = time.time()
+        completions = await self._engine.generate(
+            Request(
+                prompt_ids=ticket.prompt_ids.numpy(),
+                num_samples=ticket.group_size,
+                sampling=ticket.sampling,
+                seed=ticket.seed,
+                stop_ids=frozenset({self._tokenizer.eos_id}),
+            )
+        )
+        group = Group(
+            ticket=ticket,
+            worker=self.name,
+            engine=self._engine.name,
+            weight_format=self._format,
+            trajectories=[self._trajectory(ticket, i, c) for i, c in enumerate(completions)],
+            started_s=started,
+            finished_s=time.time(),
+        )
+        if await self._buffer.commit(claim, group):
+            self._groups += 1
+        else:
+            logger.warning("ticket %d was taken over; its group is discarded", ticket.number)
+        task = asyncio.current_task()
+        assert task is not None
+        del self._claims[task]
+        self._place_free.set()
+
+    def _trajectory(self, ticket: Ticket, index: int, completion: Completion) -> Trajectory:
+        ids = completion.response_ids
+        text = self._tokenizer.decode([i for i in ids.tolist() if i != self._tokenizer.eos_id])
+        score = self._score(Problem(ticket.prompt, ticket.answer), text)
+        return Trajectory(
+            index=index,
+            response_ids=Array.of(ids, "int32"),
+            behavior_logprobs=Array.of(completion.logprobs, "float32"),
+            loss_mask=Array("uint8", ids.shape, b"\1" * len(ids)),
+            spans=completion.spans,
+            finish_reason=completion.finish_reason,
+            reward=score.reward,
+            reward_parts={**score.parts, "correct": float(score.correct)},
+        )
+
+    async def _swap(self) -> None:
+        while True:
+            weights = await self._receiver.wait()
+            self._swap_s += await self._engine.load_weights(weights)
+            self._swaps += 1
+            self._swapped.set()
+
+    async def _beat(self) -> None:
+        """Tells that it lives, and keeps its claims from being taken over."""
+        engine = self._engine
+        last_s, last_tokens, last_busy = time.monotonic(), 0, 0.0
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            now_s = time.monotonic()
+            span_s = now_s - last_s
+            await self._buffer.renew(list(self._claims.values()))
+            await self._buffer.heartbeat(
+                WorkerStatus(
+                    worker=self.name,
+                    pid=os.getpid(),
+                    version=engine.version,
+                    active=engine.active,
+                    tokens=engine.tokens_drawn,
+                    tokens_per_s=(engine.tokens_drawn - last_tokens) / span_s,
+                    idle_share=max(0.0, 1 - (engine.busy_s - last_busy) / span_s),
+                    groups=self._groups,
+                    swaps=self._swaps,
+                    swap_s=self._swap_s / max(1, self._swaps),
+                    time_s=time.time(),
+                )
+            )
+            last_s, last_tokens, last_busy = now_s, engine.tokens_drawn, engine.busy_s
