@@ -1,0 +1,48 @@
+"""int8: symmetric 8-bit weights, one scale per output channel; activations 8-bit per token (W8A8).
+
+    scale[o] = max(max_i |w[o, i]| / 127, smallest normal float32)     float32 [out, 1]
+    code     = round_half_even(w / scale)                               int8 [out, in], -127 … 127
+
+Range. ±max|w| of each channel, exactly representable up to float32 rounding; -128 is never used,
+so the format is symmetric and negating a weight negates its code.
+Granularity. One scale for a row of W, so it can be taken out of the dot product: the GEMM runs on
+whole numbers and is exact (see `linear.py`). An outlier costs precision in its own channel only.
+Error bound. |w - code · scale| ≤ scale / 2, plus float32 rounding of the product (2⁻²³ · 127
+scales). The floor under the scale defines rows of zeros (codes 0) and rows so small that their
+scale would be subnormal, where 1/127 could no longer be represented to any precision: the bound
+holds there too. Re-quantizing what `dequantize` returns gives the same codes: the largest code of
+a row above the floor is ±127 by construction, and the scale moves by no more than one unit in the
+last place. Against torchao's int8 dynamic-activation layout: the same symmetric per-row scheme,
+but 127 rather than 127.5 levels on each side, and float32 scales whatever the model's dtype.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from areal_q.quant.base import Parts, checked_float32
+from areal_q.quant.linear import Int8Linear, quantize_rows
+
+
+class Int8:
+    name = "int8"
+    suffixes = ("weight", "weight_scale")
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        return 8.0 + 32.0 / in_features
+
+    def quantize(self, weight: Tensor, name: str) -> Parts:
+        codes, scale = quantize_rows(checked_float32(weight, name))
+        return {"weight": codes, "weight_scale": scale}
+
+    def dequantize(self, parts: Parts) -> Tensor:
+        return parts["weight"].to(torch.float32) * parts["weight_scale"]
+
+    def error_bound(self, parts: Parts) -> Tensor:
+        return parts["weight_scale"] * (0.5 + 127 * 2**-23)
+
+    def linear(self, parts: Sequence[Parts]) -> Int8Linear:
+        return Int8Linear(
+            torch.cat([p["weight"] for p in parts]), torch.cat([p["weight_scale"] for p in parts])
+        )
