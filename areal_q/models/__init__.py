@@ -1,1 +1,19 @@
-"""Decoder-only transformers of the Qwen2, Qwen3 and Llama families."""
+"""Decoder-only transformers, and their Hugging Face checkpoints."""
+
+from areal_q.models.config import DecoderConfig
+from areal_q.models.decoder import Decoder, init_weights
+from areal_q.models.hf import load_config, load_decoder, save_decoder
+from areal_q.models.packing import PackedLayout
+from areal_q.models.rope import apply_rope, rope_tables
+
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "PackedLayout",
+    "apply_rope",
+    "init_weights",
+    "load_config",
+    "load_decoder",
+    "rope_tables",
+    "save_decoder",
+]

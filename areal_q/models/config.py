@@ -1,4 +1,4 @@
-"""The shape of a decoder, read from and written to Hugging Face's `config.json`. Imports no torch."""
+"""The shape of a decoder, read from and written to Hugging Face's `config.json`."""
 
 import math
 from typing import Any
@@ -13,7 +13,8 @@ FAMILIES = ("qwen2", "qwen3", "llama")
 class DecoderConfig(Struct, frozen=True, kw_only=True):
     """Pre-norm decoder: RMSNorm, grouped-query attention with RoPE, SwiGLU.
 
-    Qwen2 has biases on q, k and v; Qwen3 has an RMSNorm over each head of q and k instead; Llama has neither.
+    Qwen2 has biases on q, k and v; Qwen3 has an RMSNorm over each head of q and k instead; Llama
+    has neither.
     """
 
     family: str
@@ -42,7 +43,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> "DecoderConfig":
-        """Raises CheckpointError for an architecture, or a variant of it, that is not implemented."""
+        """Raises CheckpointError for an architecture or a variant that is not implemented."""
         family = hf.get("model_type")
         if family not in FAMILIES:
             raise CheckpointError(f"model_type {family!r} is none of {', '.join(FAMILIES)}")
@@ -114,7 +115,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         }
 
     def inverse_frequencies(self) -> list[float]:
-        """RoPE's [head_dim / 2] angular frequencies, with Llama 3's scaling where it is configured."""
+        """RoPE's [head_dim / 2] angular frequencies, scaled like Llama 3's where configured."""
         freqs = [self.rope_theta ** (-i / self.head_dim) for i in range(0, self.head_dim, 2)]
         if self.rope_scaling is None:
             return freqs

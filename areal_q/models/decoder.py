@@ -1,0 +1,140 @@
+"""The decoder that is learnt: Qwen2, Qwen3 or Llama, under Hugging Face's parameter names.
+
+It runs on packed batches: the tokens of all sequences one after the other, no padding. Only
+attention sees sequences, through a `PackedLayout`.
+
+Notation: T tokens of all sequences, S sequences, D model width, V vocabulary.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from areal_q.models.config import DecoderConfig
+from areal_q.models.packing import PackedLayout
+from areal_q.models.rope import apply_rope, rope_tables
+
+
+class Decoder(nn.Module):
+    """`state_dict` has the names and shapes of a checkpoint; no `lm_head` when it is tied."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Trunk(config)
+        self.lm_head = (
+            None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
+        )
+
+    def forward(self, token_ids: Tensor, layout: PackedLayout) -> Tensor:
+        """Hidden states [T, D] after the final norm, for token_ids int64 [T]."""
+        return self.model(token_ids, layout)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., D]: ask only for the positions that are needed."""
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(hidden, head.weight)
+
+
+class Trunk(nn.Module):
+    """Embedding, layers, final norm: all but the output head."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.width)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, config.norm_eps)
+
+    def forward(self, token_ids: Tensor, layout: PackedLayout) -> Tensor:
+        cos, sin = rope_tables(self.config, layout.longest, token_ids.device)
+        cos, sin = cos[layout.positions], sin[layout.positions]
+        x = self.embed_tokens(token_ids)
+        for layer in self.layers:
+            x = layer(x, cos, sin, layout)
+        return self.norm(x)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.width, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.width, config.norm_eps)
+        self.mlp = Mlp(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, layout)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Attention(nn.Module):
+    """Causal attention within each sequence; several query heads share a key and value head."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.width, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.width, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.width, keys, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(queries, config.width, bias=False)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout) -> Tensor:
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        q = apply_rope(self.q_norm(q), cos, sin)
+        k = apply_rope(self.k_norm(k), cos, sin)
+        return self.o_proj(packed_attention(q, k, v, layout).flatten(-2))
+
+
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.width, config.mlp, bias=False)
+        self.up_proj = nn.Linear(config.width, config.mlp, bias=False)
+        self.down_proj = nn.Linear(config.mlp, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
+    """Causal attention of each sequence to itself.
+
+    q [T, heads, head_dim], k and v [T, kv_heads, head_dim] -> [T, heads, head_dim]. Padding
+    stands at the end of a sequence, so that causality alone keeps real tokens from seeing it.
+    """
+    outputs = []
+    for bucket in layout.buckets:
+        padded = [x.index_select(0, bucket.rows.flatten()) for x in (q, k, v)]
+        padded = [x.unflatten(0, bucket.rows.shape).transpose(1, 2) for x in padded]
+        out = F.scaled_dot_product_attention(*padded, is_causal=True, enable_gqa=True)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, layout.unpad)
+
+
+def init_weights(model: Decoder, seed: int) -> None:
+    """Normal(0, 0.02); projections into the residual stream divided by sqrt(2 · layers) (GPT-2).
+
+    Norms start at 1 and biases at 0. Deterministic in `seed`, whatever the global generator holds.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    residual_std = 0.02 / math.sqrt(2 * model.config.layers)
+    for name, p in model.state_dict().items():
+        if p.dim() == 2:
+            into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = residual_std if into_residual else 0.02
+            p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
+        else:
+            p.fill_(0.0 if name.endswith(".bias") else 1.0)

@@ -1,0 +1,133 @@
+"""Checkpoints in Hugging Face's layout: config.json and *.safetensors, one file or sharded."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from areal_q.errors import CheckpointError
+from areal_q.models.config import DecoderConfig
+from areal_q.models.decoder import Decoder
+from areal_q.tasks.base import Tokenizer
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def load_config(path: str | Path) -> DecoderConfig:
+    """The shape of the model in directory `path`. Raises CheckpointError naming the file."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory")
+    file = directory / "config.json"
+    table = _read_object(file)
+    try:
+        config = DecoderConfig.from_hf(table)
+        return msgspec.convert(msgspec.to_builtins(config), DecoderConfig)
+    except KeyError as error:
+        raise CheckpointError(f"{file}: {error.args[0]!r} is missing") from error
+    except (CheckpointError, msgspec.ValidationError, TypeError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def load_decoder(path: str | Path) -> Decoder:
+    """The model in directory `path`, in float32 whatever it was stored in, on the CPU.
+
+    Raises CheckpointError naming the file, and the tensor that is missing, unexpected or misshapen.
+    """
+    config = load_config(path)
+    with torch.device("meta"):
+        model = Decoder(config)
+    wanted = {name: p.shape for name, p in model.state_dict().items()}
+    found: dict[str, torch.Tensor] = {}
+    for file in _weight_files(Path(path)):
+        for name, tensor in _read_tensors(file).items():
+            if name == "lm_head.weight" and config.tied:
+                continue  # transformers 4 wrote it beside the embedding that it equals
+            if name not in wanted:
+                raise CheckpointError(f"{file}: unexpected tensor {name}")
+            if tensor.shape != wanted[name]:
+                raise CheckpointError(
+                    f"{file}: {name} is {list(tensor.shape)}, config.json says {list(wanted[name])}"
+                )
+            found[name] = tensor
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise CheckpointError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
+    model.load_state_dict(found, assign=True)
+    return model.requires_grad_(True)
+
+
+def save_decoder(model: Decoder, path: str | Path, tokenizer: Tokenizer | None = None) -> None:
+    """Writes directory `path` for `transformers.AutoModelForCausalLM`, replacing one that is there.
+
+    It is written beside it under a hidden name and renamed, so that `path` never holds half a model. A
+    crash between the two renames of a replacement leaves old and new complete under hidden names.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        part.chmod(0o755)
+        state = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
+        save_file(state, part / WEIGHTS, metadata={"format": "pt"})
+        (part / "config.json").write_text(json.dumps(model.config.to_hf(), indent=2) + "\n")
+        if tokenizer is not None:
+            tokenizer.save(str(part))
+        _replace(part, target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _replace(part: Path, target: Path) -> None:
+    """A directory cannot be renamed onto one that has files: the old one steps aside first."""
+    if not target.exists():
+        os.rename(part, target)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    os.rename(target, old)
+    os.rename(part, target)
+    shutil.rmtree(old)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / INDEX
+    if not index.exists():
+        return [directory / WEIGHTS]
+    shards = _read_object(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
+        raise CheckpointError(f"{index}: weight_map is not a table of file names")
+    names = sorted(set(shards.values()))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise CheckpointError(f"{index}: {outside[0]!r} is not in this directory")
+    return [directory / name for name in names]
+
+
+def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    if not file.is_file():
+        raise CheckpointError(f"{file}: no such file")
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return {name: tensors.get_tensor(name).float() for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text())
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: not a JSON object")
+    return value
