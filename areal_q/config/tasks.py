@@ -1,5 +1,7 @@
 """What is learnt: one Struct per task, chosen by `type`."""
 
+from typing import Literal
+
 from msgspec import Struct
 
 from areal_q.config.bounds import Count, Fraction
@@ -32,7 +34,7 @@ class Gsm8k(_Task, frozen=True, kw_only=True, tag="gsm8k"):
     path: str
     """A JSONL file, or a Hugging Face dataset id such as `openai/gsm8k` (needs the network)."""
     heldout: Fraction = 0.1
-    template: str = "chat"
+    template: Literal["chat", "plain"] = "chat"
     """`chat`: the tokenizer's own chat template; `plain`: question and answer as bare text."""
 
 

@@ -117,9 +117,11 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> T
     """
     outputs = []
     for bucket in layout.buckets:
-        padded = [x.index_select(0, bucket.rows.flatten()) for x in (q, k, v)]
-        padded = [x.unflatten(0, bucket.rows.shape).transpose(1, 2) for x in padded]
-        out = F.scaled_dot_product_attention(*padded, is_causal=True, enable_gqa=True)
+        q_pad, k_pad, v_pad = (
+            x.index_select(0, bucket.rows.flatten()).unflatten(0, bucket.rows.shape).transpose(1, 2)
+            for x in (q, k, v)
+        )
+        out = F.scaled_dot_product_attention(q_pad, k_pad, v_pad, is_causal=True, enable_gqa=True)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, layout.unpad)
 

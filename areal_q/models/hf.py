@@ -68,8 +68,8 @@ def load_decoder(path: str | Path) -> Decoder:
 def save_decoder(model: Decoder, path: str | Path, tokenizer: Tokenizer | None = None) -> None:
     """Writes directory `path` for `transformers.AutoModelForCausalLM`, replacing one that is there.
 
-    It is written beside it under a hidden name and renamed, so that `path` never holds half a model. A
-    crash between the two renames of a replacement leaves old and new complete under hidden names.
+    It is written beside it under a hidden name and renamed, so that `path` never holds half a model.
+    A crash between the two renames of a replacement leaves old and new, whole, under hidden names.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,74 @@
+"""GSM8K's rows, from its own JSONL or from the Hugging Face Hub, and their split. Imports no torch."""
+
+import importlib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from areal_q.errors import ConfigError, TaskError
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A question and its worked answer, such as "Natalia sold 48/2 = <<48/2=24>>24 …\\n#### 72"."""
+
+    where: str
+    """File and line, for messages: `train.jsonl:12`"""
+    question: str
+    answer: str
+
+
+class _Line(msgspec.Struct, frozen=True):
+    question: str
+    answer: str
+
+
+def read_rows(path: str) -> list[Row]:
+    """Rows of a JSONL file, or of the train split of a Hub data set such as `openai/gsm8k`."""
+    is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not path.endswith((".jsonl", ".json"))
+    return _read_hub(path) if is_id and not Path(path).exists() else read_jsonl(path)
+
+
+def read_jsonl(path: str) -> list[Row]:
+    """Rows of a JSONL file; blank lines are passed over. Raises TaskError naming file and line."""
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise TaskError(f"{path}: {error.strerror}") from error
+    decoder = msgspec.json.Decoder(_Line)
+    rows = []
+    for number, text in enumerate(lines, 1):
+        if text.strip():
+            where = f"{path}:{number}"
+            try:
+                line = decoder.decode(text)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise TaskError(f"{where}: {error}") from error
+            rows.append(Row(where, line.question, line.answer))
+    return rows
+
+
+def split(rows: Sequence[Row], share: float, path: str) -> tuple[Sequence[Row], Sequence[Row]]:
+    """(to train on, held out): the last `share` of the rows is held out. Neither may be empty."""
+    cut = len(rows) - round(share * len(rows))
+    if not 0 < cut < len(rows):
+        lost = "train on" if cut == 0 else "hold out"
+        raise TaskError(f"{path}: task.heldout = {share} of {len(rows)} rows leaves none to {lost}")
+    return rows[:cut], rows[cut:]
+
+
+def _read_hub(name: str) -> list[Row]:
+    try:
+        datasets = importlib.import_module("datasets")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{name}: no such file; a data set of the Hub needs pip install 'areal-q[hf]'"
+        ) from error
+    try:
+        table: Iterable[dict[str, str]] = datasets.load_dataset(name, "main", split="train")
+        return [
+            Row(f"{name}:{i}", row["question"], row["answer"]) for i, row in enumerate(table, 1)
+        ]
+    except (OSError, ValueError, KeyError) as error:
+        raise TaskError(f"{name}: cannot be loaded: {str(error).splitlines()[0]}") from error

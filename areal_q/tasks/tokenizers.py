@@ -1,0 +1,139 @@
+"""Tokenizers: one of characters for the small model, and Hugging Face's. Imports no torch."""
+
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_q.errors import CheckpointError, ConfigError, TaskError
+from areal_q.tasks.base import Tokenizer
+
+CHARACTERS = "0123456789+-*/()=.,% "
+PAD, EOS = "<pad>", "<eos>"
+
+
+class CharTokenizer:
+    """One id a character: <pad> is 0, <eos> is 1, then `CHARACTERS` in order.
+
+    Example: encode("12+34=") == [3, 4, 12, 5, 6, 18]
+    """
+
+    def __init__(self) -> None:
+        self._vocab = {token: i for i, token in enumerate((PAD, EOS, *CHARACTERS))}
+        self._tokens = [*self._vocab]
+        self.vocab_size = len(self._vocab)
+        self.pad_id, self.eos_id = self._vocab[PAD], self._vocab[EOS]
+
+    def encode(self, text: str) -> list[int]:
+        """Raises TaskError naming a character that is not in the vocabulary."""
+        try:
+            return [self._vocab[c] for c in text]
+        except KeyError as error:
+            raise TaskError(
+                f"character {error.args[0]!r} of {text!r} is none of the tokenizer's {CHARACTERS!r}"
+            ) from error
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The characters; <pad> and <eos> are left out."""
+        return "".join(self._tokens[i] for i in ids if i not in (self.pad_id, self.eos_id))
+
+    def save(self, directory: str) -> None:
+        """Writes tokenizer.json and tokenizer_config.json."""
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": PAD,
+            "eos_token": EOS,
+            "clean_up_tokenization_spaces": False,
+            "model_input_names": ["input_ids", "attention_mask"],
+        }
+        for name, value in (
+            ("tokenizer.json", self._pipeline()),
+            ("tokenizer_config.json", settings),
+        ):
+            (Path(directory) / name).write_text(json.dumps(value, indent=2) + "\n")
+
+    def wrote(self, directory: str | Path) -> bool:
+        """Whether `directory` holds this very tokenizer."""
+        try:
+            return json.loads((Path(directory) / "tokenizer.json").read_bytes()) == self._pipeline()
+        except (OSError, ValueError):
+            return False
+
+    def _pipeline(self) -> dict[str, Any]:
+        """The `tokenizers` library's description: split into characters, look each one up."""
+        special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        return {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [
+                {"id": self._vocab[t], "content": t, **special, "special": True} for t in (PAD, EOS)
+            ],
+            "normalizer": None,
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"Regex": r"[\s\S]"},
+                "behavior": "Isolated",
+                "invert": False,
+            },
+            "post_processor": None,
+            "decoder": {"type": "Fuse"},
+            # No unknown token: like `encode`, the library refuses a character that it does not know.
+            "model": {"type": "WordLevel", "vocab": self._vocab, "unk_token": ""},
+        }
+
+
+class HFTokenizer:
+    """A Hugging Face tokenizer. `template` is `chat` (its own chat template) or `plain` (bare text)."""
+
+    def __init__(self, path: str | Path, template: str = "plain") -> None:
+        """Raises ConfigError without the `hf` extra or a template, CheckpointError for the files."""
+        try:
+            transformers = importlib.import_module("transformers")
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{path}: this tokenizer needs transformers: pip install 'areal-q[hf]'"
+            ) from error
+        try:
+            self._hf = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        except (OSError, ValueError) as error:
+            line = str(error).strip().splitlines()[0]
+            raise CheckpointError(f"{path}: no tokenizer can be read: {line}") from error
+        if self._hf.eos_token_id is None:
+            raise CheckpointError(f"{path}: the tokenizer has no end-of-text token")
+        if template == "chat" and not self._hf.chat_template:
+            raise ConfigError(f"{path}: the tokenizer has no chat template; use template 'plain'")
+        self._template = template
+        self.vocab_size: int = len(self._hf)
+        self.eos_id: int = self._hf.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        return self._hf.encode(text, add_special_tokens=False)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """chat: one user message and the start of the reply; plain: with the tokenizer's own <bos>."""
+        if self._template == "plain":
+            return self._hf.encode(text)
+        message = [{"role": "user", "content": text}]
+        rendered = self._hf.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return self._hf.encode(rendered, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._hf.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def save(self, directory: str) -> None:
+        self._hf.save_pretrained(directory)
+
+
+def load_tokenizer(path: str | Path, template: str = "plain") -> Tokenizer:
+    """The tokenizer in directory `path`: our own needs no transformers, any other does."""
+    if not Path(path).is_dir():
+        raise CheckpointError(f"{path}: no such directory")
+    small = CharTokenizer()
+    return small if small.wrote(path) else HFTokenizer(path, template)
