@@ -1,0 +1,84 @@
+"""Clients of Redis that outlive its restarts: bounded patience, growing pauses, then BufferUnavailable."""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from areal_q.errors import BufferUnavailable
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+TRANSIENT = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
+MAX_PAUSE_S = 1.0
+SOCKET_TIMEOUT_S = 30.0
+"""Above any BLOCK that we ask for, and long enough for a large record on a busy server."""
+
+
+def connect(url: str) -> redis.Redis:
+    return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **_OPTIONS)
+
+
+def connect_async(url: str) -> redis.asyncio.Redis:
+    return redis.asyncio.Redis.from_url(url, retry=AsyncRetry(NoBackoff(), 0), **_OPTIONS)
+
+
+_OPTIONS: dict[str, Any] = {
+    "decode_responses": False,
+    "protocol": 2,
+    "socket_timeout": SOCKET_TIMEOUT_S,
+    "health_check_interval": 0,
+}
+
+
+class Patience:
+    """How long one operation is tried. `pause` gives the wait before the next try, or gives up."""
+
+    def __init__(self, url: str, seconds: float) -> None:
+        self._where = re.sub(r"//[^@/]*@", "//…@", url)
+        self._seconds = seconds
+        self._until = time.monotonic() + seconds
+        self._pause_s = 0.05
+
+    def pause(self, error: Exception) -> float:
+        """Seconds. Raises BufferUnavailable once patience is over, and at once for a wrong password."""
+        if isinstance(error, redis.AuthenticationError):
+            raise BufferUnavailable(f"{self._where}: {error}") from error
+        if time.monotonic() >= self._until:
+            raise BufferUnavailable(f"{self._where}: {error} (for {self._seconds:g} s)") from error
+        if self._pause_s == 0.05:
+            logger.warning("redis: %s; trying again", error)
+        self._pause_s = min(MAX_PAUSE_S, self._pause_s * 2)
+        return self._pause_s
+
+
+def insist(patience: Patience, call: Callable[[], T]) -> T:
+    """`call`, repeated while Redis does not answer. It may happen twice: it must be repeatable."""
+    while True:
+        try:
+            return call()
+        except TRANSIENT as error:
+            time.sleep(patience.pause(error))
+
+
+async def insist_async(patience: Patience, call: Callable[[], Awaitable[T]]) -> T:
+    """The same for coroutines."""
+    while True:
+        try:
+            return await call()
+        except TRANSIENT as error:
+            await asyncio.sleep(patience.pause(error))
+
+
+def refuses_writes(error: redis.ResponseError) -> bool:
+    """True when Redis is full under `noeviction`, or cannot write its append-only file."""
+    text = str(error)
+    return "OOM command not allowed" in text or "MISCONF" in text
