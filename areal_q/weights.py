@@ -1,9 +1,10 @@
-"""A published version of the weights: its manifest, its payload, and the hashes that tie them together.
+"""A published version of the weights: manifest, payload, and the hashes that tie them together.
 
-The payload is the tensors' raw bytes, each at a 64-byte boundary, exactly as the engine will use them.
-Pure: no socket here (see learner/broadcaster.py and rollout/receiver.py).
+The payload is the tensors' raw bytes, each at a 64-byte boundary, exactly as the engine will use
+them. Pure: no socket here (see learner/broadcaster.py and rollout/receiver.py).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,29 @@ from areal_q.messages import Manifest, TensorSpec
 
 ALIGNMENT = 64
 
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e8m0fnu,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    )
+}
+
 
 @dataclass(frozen=True)
 class WeightVersion:
-    """A complete, verified version. `tensors` are views into one payload buffer: do not write to them."""
+    """A complete, verified version. `tensors` are views into one buffer: do not write to them."""
 
     manifest: Manifest
     payload: torch.Tensor
@@ -38,10 +58,15 @@ def pack(
     model: dict[str, Any],
     published_s: float,
 ) -> WeightVersion:
-    """Copies `tensors` into one payload and describes it. Names are kept in the order given."""
+    """Copies `tensors` into one payload and describes it. Names are kept in the order given.
+
+    Raises WeightVersionError for a dtype that is not in DTYPES.
+    """
     layout: list[tuple[str, torch.Tensor, int, int]] = []
     end = 0
     for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES.values():
+            raise WeightVersionError(f"{name} has dtype {tensor.dtype}, which cannot be published")
         offset = -(-end // ALIGNMENT) * ALIGNMENT
         end = offset + tensor.nbytes
         layout.append((name, tensor, offset, tensor.nbytes))
@@ -57,7 +82,7 @@ def pack(
                 shape=tuple(tensor.shape),
                 offset=offset,
                 nbytes=nbytes,
-                digest=xxhash.xxh3_128_hexdigest(raw.numpy()),
+                digest=xxhash.xxh3_128_hexdigest(raw.numpy().data),
             )
         )
     manifest = Manifest(
@@ -76,26 +101,55 @@ def pack(
 
 
 def unpack(manifest: Manifest, payload: torch.Tensor) -> WeightVersion:
-    """The version that `manifest` describes, from received bytes. Raises WeightVersionError if a byte differs."""
+    """The version that `manifest` describes, from received bytes.
+
+    Raises WeightVersionError if a tensor's byte differs. The bytes between two tensors (padding)
+    belong to nobody and are not checked.
+    """
+    check(manifest)
     where = f"version {manifest.version}"
     if payload.dtype != torch.uint8 or payload.numel() != manifest.nbytes:
         raise WeightVersionError(f"{where}: {payload.numel()} of {manifest.nbytes} bytes")
-    if digest_of(manifest.tensors) != manifest.digest:
-        raise WeightVersionError(f"{where}: the manifest does not hash to {manifest.digest}")
+    raw = payload.numpy().data
     for spec in manifest.tensors:
-        end = spec.offset + spec.nbytes
-        if spec.offset < 0 or end > manifest.nbytes or spec.offset % ALIGNMENT:
-            raise WeightVersionError(f"{where}: {spec.name} lies outside the payload")
-        if xxhash.xxh3_128_hexdigest(payload[spec.offset : end].numpy()) != spec.digest:
+        if xxhash.xxh3_128_hexdigest(raw[spec.offset : spec.offset + spec.nbytes]) != spec.digest:
             raise WeightVersionError(f"{where}: {spec.name} does not hash to {spec.digest}")
     return WeightVersion(manifest, payload, _views(manifest, payload))
+
+
+def check(manifest: Manifest) -> None:
+    """Raises WeightVersionError unless the manifest agrees with itself.
+
+    Tensors have distinct names, known dtypes, as many bytes as their shape needs, and lie in the
+    payload one after the other; all of them together hash to the manifest's digest. To be asked
+    before a payload is allocated.
+    """
+    where = f"version {manifest.version}"
+    if digest_of(manifest.tensors) != manifest.digest:
+        raise WeightVersionError(f"{where}: the manifest does not hash to {manifest.digest}")
+    if len({spec.name for spec in manifest.tensors}) != len(manifest.tensors):
+        raise WeightVersionError(f"{where}: a tensor is named twice")
+    end = 0
+    for spec in manifest.tensors:
+        dtype = DTYPES.get(spec.dtype)
+        if dtype is None:
+            raise WeightVersionError(f"{where}: {spec.name} has unknown dtype {spec.dtype!r}")
+        if min(spec.shape, default=0) < 0 or math.prod(spec.shape) * dtype.itemsize != spec.nbytes:
+            raise WeightVersionError(
+                f"{where}: {spec.name}, {spec.dtype}{list(spec.shape)}, has {spec.nbytes} bytes"
+            )
+        if spec.offset < end or spec.offset % ALIGNMENT:
+            raise WeightVersionError(f"{where}: {spec.name} is misplaced at {spec.offset}")
+        end = spec.offset + spec.nbytes
+    if end > manifest.nbytes:
+        raise WeightVersionError(f"{where}: tensors end at {end} of {manifest.nbytes} bytes")
 
 
 def digest_of(specs: list[TensorSpec]) -> str:
     """xxh3-128 over every tensor's name, dtype, shape and digest."""
     h = xxhash.xxh3_128()
     for s in specs:
-        h.update(f"{s.name}\0{s.dtype}\0{','.join(map(str, s.shape))}\0{s.digest}\n")
+        h.update(f"{s.name}\0{s.dtype}\0{','.join(map(str, s.shape))}\0{s.digest}\n".encode())
     return h.hexdigest()
 
 
@@ -104,15 +158,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _views(manifest: Manifest, payload: torch.Tensor) -> dict[str, torch.Tensor]:
-    views = {}
-    for s in manifest.tensors:
-        dtype = getattr(torch, s.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise WeightVersionError(
-                f"version {manifest.version}: {s.name} has unknown dtype {s.dtype!r}"
-            )
-        try:
-            views[s.name] = payload[s.offset : s.offset + s.nbytes].view(dtype).reshape(s.shape)
-        except RuntimeError as error:
-            raise WeightVersionError(f"version {manifest.version}: {s.name}: {error}") from error
-    return views
+    return {
+        s.name: payload[s.offset : s.offset + s.nbytes].view(DTYPES[s.dtype]).reshape(s.shape)
+        for s in manifest.tensors
+    }

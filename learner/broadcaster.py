@@ -1,14 +1,16 @@
 """Publishes versions of the weights over ZeroMQ, from a thread of its own.
 
-    learner thread ──publish(version)──▶ slot (latest wins) ──▶ broadcaster thread
-                                                                  │ XPUB    announcements, repeated
-                                                                  └ ROUTER  manifests and chunks, on request
+    learner ──publish(version)──▶ slot (latest wins) ──▶ broadcaster thread
+                                                           │ XPUB    announcements, repeated
+                                                           └ ROUTER  manifests, chunks, on request
 
 The thread waits for one thing only, its poll: unblocked by a request, a new subscriber, `publish`,
 `close`, or the next heartbeat being due. No send on these two kinds of socket ever blocks.
 """
 
 import logging
+import math
+import os
 import socket
 import threading
 import time
@@ -76,22 +78,23 @@ class Broadcaster:
     """Announces each version to all workers and serves its bytes to whoever asks.
 
     Delivery, told plainly (each line has its test in tests/test_broadcast*.py):
-    - `publish` never waits for a socket or a worker. A version published before the previous one was
-      announced replaces it: latest wins, versions may be skipped.
-    - Announcements may be lost (slow or absent subscribers). They are repeated every `heartbeat_s` and at
-      once for a new subscriber, so that loss only delays.
+    - `publish` never waits for a socket or a worker. A version published before the previous one
+      was announced replaces it: latest wins, versions may be skipped.
+    - Announcements may be lost (slow or absent subscribers). They are repeated every `heartbeat_s`
+      and at once for a new subscriber, so that loss only delays.
     - A chunk may be lost (peer gone, or over QUEUED_PER_PEER replies behind). The worker asks again.
-    - The newest `hold` versions at most are held. To keep a slow fetch alive, versions that nobody
-      fetched from for `lease_s` go first, then the younger ones: the oldest fetch under way always
-      finishes. Whoever asks for a version that went gets Gone.
-    - Chunks are sent without copying; those queued for a worker keep their version in memory. A worker
-      that answers no ZeroMQ heartbeat for `peer_timeout_s` (stopped, cut off) is dropped with its queue.
-    - A frame that is no request is counted and ignored; ZeroMQ hangs up on a peer that sends one over
-      MAX_REQUEST_BYTES. Nobody is authenticated: bind to loopback or a trusted network.
+    - At most `hold` versions are held, the newest among them. To keep a slow fetch alive, versions
+      that nobody fetched from for `lease_s` go first, then the younger ones: the oldest fetch under
+      way always finishes. Whoever asks for a version that went gets Gone.
+    - Chunks are sent without copying; those queued for a worker keep their version in memory. A
+      worker that answers no ZeroMQ heartbeat for `peer_timeout_s` (stopped, cut off) is dropped
+      with its queue.
+    - A frame that is no request is counted and ignored; ZeroMQ hangs up on a peer that sends one
+      over MAX_REQUEST_BYTES. Nobody is authenticated: bind to loopback or a trusted network.
     - After a restart of the learner the epoch differs, and workers fetch anew.
 
-    Raises ConfigError when an endpoint cannot be bound. `.endpoints` has the ports that the system chose
-    where an endpoint ended in `:0` or `:*`.
+    Raises ConfigError when an endpoint cannot be bound. `.endpoints` has the ports that the system
+    chose where an endpoint ended in `:0` or `:*`.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class Broadcaster:
         self._lock = threading.Lock()
         self._pending: WeightVersion | None = None
         self._closing = False
+        self._ipc_files: list[tuple[str, int]] = []
         self._context = zmq.Context()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -127,6 +131,7 @@ class Broadcaster:
             raise
         self._xpub.setsockopt(zmq.XPUB_VERBOSE, 1)
         self.endpoints = Endpoints(_bound_to(self._xpub), _bound_to(self._router))
+        self._ipc_files = [f for e in self.endpoints if (f := _ipc_file(e)) is not None]
         self._thread = threading.Thread(target=self._run, name="broadcaster", daemon=True)
         self._thread.start()
 
@@ -174,7 +179,7 @@ class Broadcaster:
         try:
             while not self._closing:
                 wait_s = max(0.0, self._next_heartbeat_s - time.monotonic())
-                events = dict(poller.poll(wait_s * 1000))
+                events = dict(poller.poll(math.ceil(wait_s * 1000)))
                 if self._wake_out.fileno() in events:
                     self._wake_out.recv(4096)
                     self._take()
@@ -191,6 +196,10 @@ class Broadcaster:
         self._wake_in.close()
         self._wake_out.close()
         self._held.clear()
+        for path, inode in self._ipc_files:
+            with suppress(FileNotFoundError):
+                if os.stat(path).st_ino == inode:  # else a successor has bound the same path
+                    os.unlink(path)
 
     def _take(self) -> None:
         with self._lock:
@@ -198,7 +207,7 @@ class Broadcaster:
         if version is None:
             return
         manifest = version.manifest
-        memory = memoryview(version.payload.numpy())
+        memory = version.payload.numpy().data
         self._held.append(_Held(version, memory, time.monotonic()))
         self._evict()
         self._announcement = messages.encode(
@@ -220,7 +229,7 @@ class Broadcaster:
             self._held.remove(idle[0] if idle else older[-1])
 
     def _welcome(self) -> None:
-        """Announces at once to a new subscriber; whatever else comes up the XPUB socket is refused."""
+        """Announces at once to a new subscriber; whatever else comes up here is refused."""
         with suppress(zmq.Again):
             while True:
                 frames = self._xpub.recv_multipart(zmq.NOBLOCK)
@@ -274,7 +283,7 @@ class Broadcaster:
         self.stats.chunk_bytes += request.nbytes
 
     def _send(self, peer: bytes, *frames: bytes | memoryview) -> None:
-        # A ROUTER drops what it cannot deliver (peer gone or too far behind), so this does not block.
+        # A ROUTER drops what it cannot deliver (peer gone or too far behind): this never blocks.
         self._router.send_multipart([peer, *frames], copy=False)
 
 
@@ -284,3 +293,11 @@ def _digest(held: _Held) -> str:
 
 def _bound_to(sock: zmq.Socket) -> str:
     return sock.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _ipc_file(endpoint: str) -> tuple[str, int] | None:
+    """Path and inode of the file behind a bound `ipc://` endpoint: ZeroMQ leaves it behind."""
+    path = endpoint.removeprefix("ipc://")
+    if path == endpoint or path.startswith("@"):
+        return None
+    return path, os.stat(path).st_ino

@@ -23,7 +23,13 @@ async def serve(redis_url: str, run_name: str, name: str) -> None:
         run = parse(config_toml, f"run {run_name}")
         torch.set_num_threads(run.rollout.threads)
         tokenizer = build_tokenizer(run)
-        receiver = Receiver(endpoints["announce"], endpoints["fetch"], run.broadcast.credit)
+        receiver = Receiver(
+            endpoints["announce"],
+            endpoints["fetch"],
+            run=run_name,
+            chunk_bytes=run.broadcast.chunk_bytes,
+            credit=run.broadcast.credit,
+        )
         worker = Worker(
             name=name,
             engine=build_engine(run.rollout.engine),

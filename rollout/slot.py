@@ -1,0 +1,56 @@
+"""Hands the latest of something from a thread to asyncio."""
+
+import asyncio
+import threading
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+from areal_q.errors import WeightVersionError
+
+T = TypeVar("T")
+
+
+class Slot(Generic[T]):
+    """Holds one thing: a newer one replaces it (latest wins), `take` empties it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._content: T | None = None
+        self._closed = False
+        self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+
+    def put(self, content: T) -> None:
+        with self._lock:
+            self._content = content
+            self._wake()
+
+    def take(self) -> T | None:
+        with self._lock:
+            content, self._content = self._content, None
+            return content
+
+    async def wait(self) -> T:
+        """`take`, once there is something. Raises WeightVersionError when closed and empty."""
+        waiter = (asyncio.get_running_loop(), asyncio.Event())
+        with self._lock:
+            self._waiters.add(waiter)
+        try:
+            while (content := self.take()) is None:
+                if self._closed:
+                    raise WeightVersionError("the receiver of weights stopped")
+                await waiter[1].wait()
+                waiter[1].clear()
+            return content
+        finally:
+            with self._lock:
+                self._waiters.discard(waiter)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._wake()
+
+    def _wake(self) -> None:
+        for loop, event in self._waiters:
+            with suppress(RuntimeError):  # that loop is closed: nobody waits there any more
+                loop.call_soon_threadsafe(event.set)

@@ -1,0 +1,231 @@
+"""Learner to worker over real sockets: what is received is bit for bit what was published."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal_q import weights
+from areal_q.errors import ConfigError, WeightVersionError
+from areal_q.weights import WeightVersion
+from learner.broadcaster import Broadcaster
+from rollout.receiver import Receiver
+
+RUN = "test"
+
+
+def make_version(number: int, *, epoch: str = "a", seed: int | None = None) -> WeightVersion:
+    g = torch.Generator().manual_seed(number if seed is None else seed)
+    tensors = {
+        "codes": torch.randint(-128, 128, (301, 77), generator=g, dtype=torch.int8),
+        "scales": torch.rand(301, 1, generator=g),
+        "norm": torch.rand(33, generator=g).bfloat16(),
+        "empty": torch.empty(0, 4),
+        "scalar": torch.rand((), generator=g),
+    }
+    return weights.pack(
+        tensors,
+        run=RUN,
+        epoch=epoch,
+        version=number,
+        format="int8",
+        uaq_scale=1.5,
+        model={"hidden_size": 77},
+        published_s=0.0,
+    )
+
+
+def await_version(receiver: Receiver, number: int, timeout_s: float = 10.0) -> WeightVersion:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        version = receiver.latest()
+        if version is not None and version.manifest.version == number:
+            return version
+        time.sleep(0.005)
+    raise AssertionError(f"version {number} did not arrive: {receiver.stats}")
+
+
+def await_true(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def assert_same(received: WeightVersion, published: WeightVersion) -> None:
+    assert received.manifest == published.manifest
+    assert list(received.tensors) == list(published.tensors)
+    for name, tensor in published.tensors.items():
+        got = received.tensors[name]
+        assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(got.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def broadcaster(request: pytest.FixtureRequest, tmp_path: Path, stack: ExitStack) -> Broadcaster:
+    if request.param == "ipc":
+        made = Broadcaster(f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/f")
+    else:
+        made = Broadcaster("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+    stack.callback(made.close)
+    return made
+
+
+def follow(broadcaster: Broadcaster, stack: ExitStack, **settings: float) -> Receiver:
+    options = {"run": RUN, "chunk_bytes": 1000, "timeout_s": 1.0} | settings
+    receiver = Receiver(*broadcaster.endpoints, **options)  # type: ignore[arg-type]
+    stack.callback(receiver.close)
+    return receiver
+
+
+def test_a_received_version_is_bit_for_bit_the_published_one(
+    broadcaster: Broadcaster, stack: ExitStack
+) -> None:
+    receiver = follow(broadcaster, stack)
+    for number in range(3):
+        published = make_version(number)
+        broadcaster.publish(published)
+        assert_same(await_version(receiver, number), published)
+    assert receiver.latest() is None, "a version is taken once"
+    assert receiver.stats.received == 3
+    assert receiver.stats.fetch.retries == receiver.stats.refused == 0
+
+
+def test_a_late_joiner_gets_the_newest_version(broadcaster: Broadcaster, stack: ExitStack) -> None:
+    for number in range(5):
+        broadcaster.publish(make_version(number))
+    assert_same(await_version(follow(broadcaster, stack), 4), make_version(4))
+
+
+def test_versions_published_faster_than_taken_are_skipped(
+    broadcaster: Broadcaster, stack: ExitStack
+) -> None:
+    receiver = follow(broadcaster, stack)
+    for number in range(50):
+        broadcaster.publish(make_version(number))
+    seen: list[WeightVersion] = []
+
+    def last_arrived() -> bool:
+        if (version := receiver.latest()) is not None:
+            seen.append(version)
+        return bool(seen) and seen[-1].manifest.version == 49
+
+    await_true(last_arrived)
+    numbers = [version.manifest.version for version in seen]
+    assert numbers == sorted(set(numbers))
+    assert_same(seen[-1], make_version(49))
+
+
+def test_wait_returns_the_version_to_an_event_loop(
+    broadcaster: Broadcaster, stack: ExitStack
+) -> None:
+    receiver = follow(broadcaster, stack)
+
+    async def publish_while_waiting() -> WeightVersion:
+        waiting = asyncio.create_task(receiver.wait())
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        broadcaster.publish(make_version(7))
+        return await waiting
+
+    assert_same(asyncio.run(publish_while_waiting()), make_version(7))
+
+
+def test_wait_raises_when_the_receiver_is_closed(
+    broadcaster: Broadcaster, stack: ExitStack
+) -> None:
+    receiver = follow(broadcaster, stack)
+
+    async def close_while_waiting() -> None:
+        waiting = asyncio.create_task(receiver.wait())
+        await asyncio.sleep(0.01)
+        receiver.close()
+        with pytest.raises(WeightVersionError, match="stopped"):
+            await waiting
+
+    asyncio.run(close_while_waiting())
+
+
+def test_a_restarted_learner_is_followed_though_its_numbers_are_lower(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    endpoints = f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/f"
+    first = Broadcaster(*endpoints)
+    receiver = follow(first, stack)
+    first.publish(make_version(9))
+    await_version(receiver, 9)
+    first.close()
+    second = Broadcaster(*endpoints)
+    stack.callback(second.close)
+    second.publish(make_version(3, epoch="b"))
+    assert_same(await_version(receiver, 3), make_version(3, epoch="b"))
+    assert receiver.stats.epochs == 2
+
+
+def test_the_same_bytes_under_a_new_number_are_not_fetched_again(
+    broadcaster: Broadcaster, stack: ExitStack
+) -> None:
+    receiver = follow(broadcaster, stack)
+    broadcaster.publish(make_version(1, seed=5))
+    await_version(receiver, 1)
+    same = weights.pack(
+        make_version(1, seed=5).tensors,
+        run=RUN,
+        epoch="b",
+        version=2,
+        format="int8",
+        uaq_scale=1.5,
+        model={},
+        published_s=0.0,
+    )
+    broadcaster.publish(same)
+    assert_same(await_version(receiver, 2), same)
+    assert receiver.stats.fetch.fetches == 1
+
+
+def test_a_payload_is_never_overwritten_while_a_tensor_views_it(
+    broadcaster: Broadcaster, stack: ExitStack
+) -> None:
+    receiver = follow(broadcaster, stack)
+    kept = []
+    for number in range(6):
+        broadcaster.publish(make_version(number))
+        kept.append(await_version(receiver, number).tensors["codes"])
+    for number, codes in enumerate(kept):
+        assert torch.equal(codes, make_version(number).tensors["codes"])
+    made = receiver._fetcher.pool.made
+    kept.clear()
+    for number in range(6, 30):
+        broadcaster.publish(make_version(number))
+        await_version(receiver, number)
+    assert receiver._fetcher.pool.made == made, "buffers that nobody views are reused"
+
+
+def test_nothing_is_left_behind(tmp_path: Path, stack: ExitStack) -> None:
+    broadcaster = Broadcaster(f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/f")
+    receiver = follow(broadcaster, stack)
+    broadcaster.publish(make_version(1))
+    await_version(receiver, 1)
+    receiver.close()
+    broadcaster.close()
+    broadcaster.close()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(WeightVersionError, match="stopped"):
+        broadcaster.publish(make_version(2))
+
+
+def test_an_endpoint_that_cannot_be_bound_is_a_configuration_error(stack: ExitStack) -> None:
+    first = Broadcaster("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+    stack.callback(first.close)
+    with pytest.raises(ConfigError, match="cannot bind tcp://127"):
+        Broadcaster("tcp://127.0.0.1:0", first.endpoints.fetch)
