@@ -1,10 +1,21 @@
-"""What the learner maximises: one Struct per objective and per advantage estimator, chosen by `type`."""
+"""What the learner maximises: one Struct per choice, chosen by `type`. Equations: areal_q/algorithms.
 
-from typing import Literal
+R = π_θ/π_prox is the policy ratio, which clipping acts on; w = π_prox/π_behav is the mismatch weight,
+which corrects for quantization, engine and staleness and carries no gradient.
+"""
 
-from msgspec import Struct
+from typing import Annotated, Literal
 
-from areal_q.config.bounds import AtLeastOne, Fraction, NonNegative, Positive
+from msgspec import Meta, Struct
+
+from areal_q.config.bounds import AtLeastOne, Count, Fraction, NonNegative, Positive
+
+Level = Literal["token", "product", "geometric"]
+"""What a mismatch weight spans: one token, or a whole response as the product or the geometric mean of
+its tokens' weights. Peers call both of the latter "sequence"."""
+
+Denominator = Literal["all_tokens", "kept_tokens"]
+"""Whether tokens that an objective masks out still count in the mean, or are as if never sampled."""
 
 
 class _Choice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
@@ -12,10 +23,12 @@ class _Choice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
 
 
 class Clip(_Choice, frozen=True, kw_only=True):
-    """The trust region of the policy ratio: [1 - clip_low, 1 + clip_high]."""
+    """The trust region of the policy ratio: [1 - clip_low, 1 + clip_high]. DAPO's clip-higher: 0.2, 0.28."""
 
     clip_low: Fraction = 0.2
     clip_high: Positive = 0.2
+    dual_clip: Annotated[float, Meta(gt=1)] | None = None
+    """Upper bound c of the ratio where A < 0 (Ye et al. 2020, arXiv 1912.09729: 3); None: unbounded."""
 
 
 class Naive(Clip, frozen=True, kw_only=True, tag="naive"):
@@ -23,7 +36,7 @@ class Naive(Clip, frozen=True, kw_only=True, tag="naive"):
 
 
 class Ppo(Clip, frozen=True, kw_only=True, tag="ppo"):
-    """PPO on π_θ/π_prox, blind to π_behav (QuRL eq. 1)."""
+    """PPO on π_θ/π_prox, blind to π_behav (QuRL eq. 1). GRPO is this with `grpo` advantages."""
 
 
 class Decoupled(Clip, frozen=True, kw_only=True, tag="decoupled"):
@@ -34,7 +47,24 @@ class Tis(Clip, frozen=True, kw_only=True, tag="tis"):
     """Decoupled with the mismatch weight truncated at `cap` (QuRL eq. 5)."""
 
     cap: AtLeastOne = 2.0
-    level: Literal["token", "product", "geometric"] = "token"
+    level: Level = "token"
+
+
+class Mis(Clip, frozen=True, kw_only=True, tag="mis"):
+    """Decoupled with tokens or responses masked out where w is outside [cap_low, cap_high]."""
+
+    cap_low: Fraction = 0.0
+    cap_high: AtLeastOne = 2.0
+    level: Level = "token"
+    denominator: Denominator = "all_tokens"
+
+
+class IcePop(Clip, frozen=True, kw_only=True, tag="icepop"):
+    """The two-sided token mask: `mis` on tokens with IcePop's band."""
+
+    cap_low: Fraction = 0.5
+    cap_high: AtLeastOne = 5.0
+    denominator: Denominator = "all_tokens"
 
 
 class Acr(Clip, frozen=True, kw_only=True, tag="acr"):
@@ -45,15 +75,139 @@ class Acr(Clip, frozen=True, kw_only=True, tag="acr"):
     """Ceiling on the widening factor 1/r; None leaves it unbounded, as in the paper."""
 
 
-ObjectiveConfig = Naive | Ppo | Decoupled | Tis | Acr
+class Gspo(Clip, frozen=True, kw_only=True, tag="gspo"):
+    """PPO on the geometric mean of a response's ratios (arXiv 2507.18071); blind to π_behav."""
+
+    clip_low: Fraction = 3e-4
+    clip_high: Positive = 4e-4
+
+
+class Sapo(_Choice, frozen=True, kw_only=True, tag="sapo"):
+    """A sigmoid gate in place of the hard clip (arXiv 2511.20347); blind to π_behav."""
+
+    temperature_positive: Positive = 1.0
+    """τ⁺, for A > 0"""
+    temperature_negative: Positive = 1.05
+    """τ⁻, for A ≤ 0: larger, so that negative tokens fade sooner"""
+
+
+class Cispo(_Choice, frozen=True, kw_only=True, tag="cispo"):
+    """The ratio, truncated at 1 + clip_high, as a constant weight of A·log π_θ (arXiv 2506.13585)."""
+
+    clip_high: Positive = 4.0
+
+
+class Tbpo(_Choice, frozen=True, kw_only=True, tag="tbpo"):
+    """Trust-band policy optimization (QaRL §3.2): sequence level, two-sided band where A < 0.
+
+    The defaults are QaRL's own, for responses of up to 16,384 tokens; see `scaled_to` for shorter
+    ones. QaRL's fifth constant, seq_clip_ratio_low = 3e-4, has no field: it is the lower bound where
+    A ≥ 0, which the minimum of the clipped and the unclipped term never reaches.
+    """
+
+    clip_high: Positive = 4e-4
+    """Upper bound of the response's ratio - 1 where A ≥ 0"""
+    negative_clip_low: Fraction = 3e-4
+    negative_clip_high: Positive = 7e-4
+    cap: AtLeastOne = 2.0
+    """The response's mismatch weight is kept in [1/cap, cap]."""
+    outside: Literal["drop", "clamp"] = "drop"
+    """A response outside the negative band gives no gradient either way. `drop` (the paper's words) also
+    takes it out of the objective's value; `clamp` lets it count with the bound's constant value."""
+
+    def scaled_to(self, max_tokens: int) -> "Tbpo":
+        """These bands widened by √(16384/max_tokens): a mean of T log-ratios fluctuates as 1/√T.
+
+        Example: Tbpo().scaled_to(256).clip_high == 8 * 4e-4
+        """
+        factor = (16384 / max_tokens) ** 0.5
+        return Tbpo(
+            clip_high=self.clip_high * factor,
+            negative_clip_low=min(self.negative_clip_low * factor, 1.0),
+            negative_clip_high=self.negative_clip_high * factor,
+            cap=self.cap,
+            outside=self.outside,
+        )
+
+
+ObjectiveConfig = Naive | Ppo | Decoupled | Tis | Mis | IcePop | Acr | Gspo | Sapo | Cispo | Tbpo
 
 
 class Grpo(_Choice, frozen=True, kw_only=True, tag="grpo"):
     """(r - mean) / (std + eps) over the responses to one prompt."""
 
     eps: NonNegative = 1e-6
+    std: Literal["sample", "population"] = "sample"
+    """Whether the variance is divided by G - 1 (torch's default, and so the field's) or by G."""
 
 
-AdvantageConfig = Grpo
+class DrGrpo(_Choice, frozen=True, kw_only=True, tag="dr_grpo"):
+    """r - mean over the responses to one prompt (arXiv 2503.20783)."""
 
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+
+class Rloo(_Choice, frozen=True, kw_only=True, tag="rloo"):
+    """r - mean over the other responses to the prompt (arXiv 2402.14740)."""
+
+
+class ReinforcePlusPlus(_Choice, frozen=True, kw_only=True, tag="reinforce++"):
+    """(r - baseline), normalised over the responses of the whole batch (arXiv 2501.03262)."""
+
+    eps: NonNegative = 1e-8
+    baseline: Literal["none", "group"] = "none"
+    """`group` subtracts the mean of the prompt's responses first (the paper's "-baseline" variant)."""
+
+
+class Gae(_Choice, frozen=True, kw_only=True, tag="gae"):
+    """Generalised advantage estimation with a critic (arXiv 1506.02438), one advantage per token."""
+
+    discount: Fraction = 1.0
+    """γ"""
+    trace: Fraction = 1.0
+    """λ; 1 is the return minus the value"""
+    normalize: bool = True
+    """Mean 0 and variance 1 over the tokens of the batch"""
+
+
+AdvantageConfig = Grpo | DrGrpo | Rloo | ReinforcePlusPlus | Gae
+
+
+class TokenMean(_Choice, frozen=True, kw_only=True, tag="token_mean"):
+    """Sum over all tokens / number of tokens (DAPO)."""
+
+
+class SeqMeanTokenMean(_Choice, frozen=True, kw_only=True, tag="seq_mean_token_mean"):
+    """Mean over the tokens of each response, then over responses (GRPO)."""
+
+
+class SeqMeanTokenSumNorm(_Choice, frozen=True, kw_only=True, tag="seq_mean_token_sum_norm"):
+    """Sum over the tokens of each response / `length`, then mean over responses (Dr.GRPO)."""
+
+    length: Count
+    """Constant number of tokens, usually the longest response allowed"""
+
+
+AggregationConfig = TokenMean | SeqMeanTokenMean | SeqMeanTokenSumNorm
+
+
+class ReferenceKl(_Choice, frozen=True, kw_only=True):
+    """A penalty for leaving the frozen reference policy."""
+
+    coef: Positive = 1e-3
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """With d = log π_ref - log π_θ: -d, d²/2, exp(d) - d - 1. In the loss, k1's gradient has mean 0."""
+    place: Literal["loss", "reward"] = "loss"
+
+
+class ValueLoss(_Choice, frozen=True, kw_only=True):
+    """The critic's share of the loss."""
+
+    coef: Positive = 0.5
+    clip: Positive | None = 0.2
+    """Half-width of the band around the old value inside which the clipped value moves; None: no clipping."""
+
+
+class Overlong(_Choice, frozen=True, kw_only=True):
+    """DAPO's soft length penalty: 0 up to max_tokens - cache_tokens, falling to -1 at max_tokens."""
+
+    max_tokens: Count
+    cache_tokens: Count

@@ -5,7 +5,14 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, field
 
 from areal_q.config.bounds import AtLeastOne, Count, Fraction, Index, NonNegative, Positive
-from areal_q.config.objectives import Acr, AdvantageConfig, Aggregation, Grpo, ObjectiveConfig
+from areal_q.config.objectives import (
+    Acr,
+    AdvantageConfig,
+    AggregationConfig,
+    Grpo,
+    ObjectiveConfig,
+    TokenMean,
+)
 from areal_q.config.tasks import Arithmetic, TaskConfig
 
 Format = Literal["bf16", "int8"]
@@ -103,7 +110,7 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     """Optimizer steps on each batch, one per equal part of it, all against the same π_prox."""
     advantage: AdvantageConfig = Grpo()
     objective: ObjectiveConfig = Acr()
-    aggregation: Aggregation = "token_mean"
+    aggregation: AggregationConfig = TokenMean()
     optimizer: AdamW = AdamW()
     max_grad_norm: Positive = 1.0
     uaq: AtLeastOne = 1.5

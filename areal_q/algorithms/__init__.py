@@ -1,0 +1,31 @@
+"""Advantages, objectives, their aggregation and diagnostics: pure functions of tensors and settings."""
+
+from areal_q.algorithms.advantages import (
+    gae,
+    group_advantages,
+    informative_groups,
+    overlong_penalty,
+)
+from areal_q.algorithms.aggregation import count
+from areal_q.algorithms.loss import loss_fn, whole_step
+from areal_q.algorithms.objectives import OBJECTIVES
+from areal_q.algorithms.reducers import MetricSums, merge_metrics, reduce_metrics
+from areal_q.algorithms.types import LossInputs, LossOutputs, Surrogate, Totals
+
+__all__ = [
+    "OBJECTIVES",
+    "LossInputs",
+    "LossOutputs",
+    "MetricSums",
+    "Surrogate",
+    "Totals",
+    "count",
+    "gae",
+    "group_advantages",
+    "informative_groups",
+    "loss_fn",
+    "merge_metrics",
+    "overlong_penalty",
+    "reduce_metrics",
+    "whole_step",
+]

@@ -1,0 +1,56 @@
+"""From per-token values to one number, the same however the batch was cut or packed.
+
+A mean becomes a weighted sum whose weights hold the counts of the whole optimizer step (`Totals`).
+"""
+
+import torch
+from torch import Tensor
+
+from areal_q.algorithms.objectives import kept_before_update
+from areal_q.algorithms.ratios import Ratios, ratios, segment_sum
+from areal_q.algorithms.types import LossInputs, Totals
+from areal_q.config.objectives import (
+    AggregationConfig,
+    ObjectiveConfig,
+    SeqMeanTokenMean,
+    SeqMeanTokenSumNorm,
+    TokenMean,
+)
+
+
+def count(inputs: LossInputs, objective: ObjectiveConfig) -> Totals:
+    """What this part of a step adds to its Totals: sum over micro-batches and ranks before the first loss.
+
+    Of the log-probs it reads none, or the proximal and behaviour ones where masked-out tokens are to
+    leave the denominator; `logprobs` may be any finite stand-in, such as the proximal ones.
+    """
+    x = ratios(inputs)
+    counted = counted_tokens(x, objective)
+    lengths = segment_sum(counted.long(), x.sequence_ids, len(x.lengths))
+    return Totals(tokens=int(lengths.sum()), sequences=int((lengths > 0).sum()))
+
+
+def counted_tokens(x: Ratios, objective: ObjectiveConfig) -> Tensor:
+    """bool [T]: the tokens of the denominator."""
+    kept = kept_before_update(x, objective)
+    return x.mask if kept is None else x.mask & kept
+
+
+def token_weights(
+    counted: Tensor, x: Ratios, aggregation: AggregationConfig, totals: Totals
+) -> Tensor:
+    """[T] weights of which Σ weight · value is the aggregate; 0 where `counted` is False.
+
+    token_mean: 1 / tokens; seq_mean_token_mean: 1 / (tokens of the sequence · sequences);
+    seq_mean_token_sum_norm: 1 / (length · sequences). Sequences without a counted token do not count.
+    """
+    dtype = x.advantages.dtype
+    match aggregation:
+        case TokenMean():
+            return counted.to(dtype) / max(totals.tokens, 1)
+        case SeqMeanTokenSumNorm(length=length):
+            return counted.to(dtype) / (length * max(totals.sequences, 1))
+        case SeqMeanTokenMean():
+            lengths = segment_sum(counted.to(dtype), x.sequence_ids, len(x.lengths))
+            per_token = 1 / (lengths.clamp(min=1) * max(totals.sequences, 1))
+            return torch.where(counted, per_token[x.sequence_ids], 0.0)

@@ -1,0 +1,137 @@
+"""What every objective reports, as partial sums, on raw ratios before any truncation.
+
+mismatch/… is about w = π_prox/π_behav: quantization, engine and staleness. policy/… is about
+R = π_θ/π_prox: the updates on this batch. Both are split by version lag (0, 1, 2, 3 and more) into
+mismatch/lag_k/… and policy/lag_k/…: at lag 0 only quantization and the engine can be the cause, beyond
+it staleness as well. KLs are estimates from tokens that π_behav drew: k1 = mean(-log ratio),
+k3 = mean(ratio - 1 - log ratio).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from areal_q.algorithms.ratios import MAX_LOG_RATIO, Ratios
+from areal_q.algorithms.reducers import (
+    BIN_EDGE,
+    BIN_SCALE,
+    BINS,
+    EffectiveSampleShare,
+    Max,
+    Mean,
+    MetricSums,
+    RatioQuantile,
+    Sum,
+)
+from areal_q.algorithms.types import LossInputs, Surrogate
+
+LAGS = 4
+"""Lags 0, 1, 2, and 3 or more"""
+
+
+@torch.no_grad()
+def diagnostics(inputs: LossInputs, x: Ratios, out: Surrogate) -> MetricSums:
+    """The metrics named in this module, one transfer from the device. `x` and `out` belong to `inputs`."""
+    # Masked tokens go to a bucket of their own, which is dropped.
+    bucket = torch.where(x.mask, inputs.version_lag.clamp(0, LAGS - 1), LAGS)
+    raw_w, raw_r = x.log_mismatch, x.log_ratio.detach()
+    log_w = raw_w.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_r = raw_r.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    w, r = log_w.exp(), log_r.exp()
+    columns = {
+        "tokens": x.mask,
+        "w": w,
+        "w_squared": w * w,
+        "mismatch_k1": -raw_w,
+        "mismatch_k3": w - 1 - log_w,
+        "truncated": out.truncated,
+        "r": r,
+        "policy_k1": -raw_r,
+        "policy_k3": r - 1 - log_r,
+        "up": out.clipped_up,
+        "down": out.clipped_down,
+        "dual": out.clipped_dual,
+        "dropped": None if out.kept is None else ~out.kept,
+        "entropy": -x.logprobs.detach() if inputs.entropy is None else inputs.entropy.detach(),
+        "bounded": (raw_w != log_w) | (raw_r != log_r),
+    }
+    sums = [_sums(c, bucket) for c in columns.values() if c is not None]
+    maxima = [_maxima(log_w, bucket), _maxima(log_r, bucket)]
+    rows = iter(torch.stack(sums + maxima).tolist())
+    table = {name: [0.0] * LAGS if c is None else next(rows) for name, c in columns.items()}
+    table["log_w_max"], table["log_r_max"] = rows
+    histograms = {"w": _histogram(log_w, bucket), "r": _histogram(log_r, bucket)}
+    metrics = _named("", range(LAGS), table, histograms)
+    for k in range(LAGS):
+        metrics |= _named(f"lag_{k}/", [k], table, histograms)
+    return metrics
+
+
+def _named(
+    label: str,
+    lags: Sequence[int],
+    table: dict[str, list[float]],
+    histograms: dict[str, list[RatioQuantile]],
+) -> MetricSums:
+    """The metrics of the tokens with these lags."""
+    total = {name: sum(row[k] for k in lags) for name, row in table.items()}
+    tokens = total["tokens"]
+    if not tokens and label:
+        return {}
+
+    def mean(name: str) -> Mean:
+        return Mean(total[name], tokens)
+
+    def largest(name: str) -> Max:
+        # exp(-inf) = 0 would claim a ratio of 0 where there is no token.
+        return Max(math.exp(max(table[name][k] for k in lags)) if tokens else -math.inf)
+
+    def quantile(name: str) -> RatioQuantile:
+        first, *rest = (histograms[name][k] for k in lags)
+        for other in rest:
+            first = first.merge(other)
+        return first
+
+    return {
+        f"mismatch/{label}tokens": Sum(tokens),
+        f"mismatch/{label}weight_mean": mean("w"),
+        f"mismatch/{label}weight_max": largest("log_w_max"),
+        f"mismatch/{label}weight_p99": quantile("w"),
+        f"mismatch/{label}ess": EffectiveSampleShare(total["w"], total["w_squared"], tokens),
+        f"mismatch/{label}kl": mean("mismatch_k1"),
+        f"mismatch/{label}kl_k3": mean("mismatch_k3"),
+        f"mismatch/{label}truncated_fraction": mean("truncated"),
+        f"policy/{label}mask_fraction": mean("dropped"),
+        f"policy/{label}ratio_mean": mean("r"),
+        f"policy/{label}ratio_max": largest("log_r_max"),
+        f"policy/{label}ratio_p99": quantile("r"),
+        f"policy/{label}kl": mean("policy_k1"),
+        f"policy/{label}kl_k3": mean("policy_k3"),
+        f"policy/{label}clip_fraction_up": mean("up"),
+        f"policy/{label}clip_fraction_down": mean("down"),
+        f"policy/{label}clip_fraction_dual": mean("dual"),
+        f"policy/{label}entropy": mean("entropy"),
+        f"policy/{label}bounded_tokens": Sum(total["bounded"]),
+    }
+
+
+def _sums(column: Tensor, bucket: Tensor) -> Tensor:
+    """float64 [LAGS]: float32 would lose the small terms of a KL among 10⁶ tokens."""
+    zeros = torch.zeros(LAGS + 1, dtype=torch.float64, device=column.device)
+    return zeros.index_add_(0, bucket, column.double())[:LAGS]
+
+
+def _maxima(column: Tensor, bucket: Tensor) -> Tensor:
+    """float64 [LAGS], -inf where there is no token."""
+    lowest = torch.full((LAGS + 1,), -torch.inf, dtype=torch.float64, device=column.device)
+    return lowest.scatter_reduce_(0, bucket, column.double(), "amax")[:LAGS]
+
+
+def _histogram(log_ratio: Tensor, bucket: Tensor) -> list[RatioQuantile]:
+    """One histogram per lag; its bins are described in reducers.py."""
+    position = torch.asinh(log_ratio * BIN_SCALE).div_(2 * BIN_EDGE).add_(0.5).mul_(BINS)
+    index = position.long().clamp_(0, BINS - 1).add_(bucket, alpha=BINS)
+    counts = torch.bincount(index, minlength=(LAGS + 1) * BINS)[: LAGS * BINS]
+    return [RatioQuantile(row) for row in counts.reshape(LAGS, BINS).cpu().numpy()]

@@ -1,0 +1,95 @@
+"""The loss of a micro-batch: objective, optional terms, aggregation and metrics put together."""
+
+import torch
+from torch import Tensor
+
+from areal_q.algorithms.aggregation import count, counted_tokens, token_weights
+from areal_q.algorithms.diagnostics import diagnostics
+from areal_q.algorithms.objectives import surrogate
+from areal_q.algorithms.ratios import Ratios, bounded_exp, ratios
+from areal_q.algorithms.reducers import MetricSums, Sum
+from areal_q.algorithms.types import LossInputs, LossOutputs, Totals
+from areal_q.config.objectives import (
+    AggregationConfig,
+    ObjectiveConfig,
+    ReferenceKl,
+    TokenMean,
+    ValueLoss,
+)
+from areal_q.errors import RecordError
+
+
+def loss_fn(
+    inputs: LossInputs,
+    objective: ObjectiveConfig,
+    aggregation: AggregationConfig | None = None,
+    totals: Totals | None = None,
+    *,
+    reference_kl: ReferenceKl | None = None,
+    entropy_coef: float = 0.0,
+    value: ValueLoss | None = None,
+) -> LossOutputs:
+    """-J + coef · KL(π_θ‖π_ref) - entropy_coef · entropy + coef · value loss, aggregated.
+
+    `totals` are the counts of the whole optimizer step; None: this micro-batch is the whole step.
+    Tokens that an objective takes out of the denominator (`kept_tokens`) are out of every term. With no
+    token that counts, the loss is 0 with zero gradient, and `loss/all_masked_count` is 1.
+    Raises RecordError where a log-prob or an advantage of a counted token is not finite.
+    """
+    x = ratios(inputs)
+    totals = totals or count(inputs, objective)
+    counted = counted_tokens(x, objective)
+    weights = token_weights(counted, x, aggregation or TokenMean(), totals)
+    out = surrogate(x, objective)
+    terms = {"policy": -weights.dot(out.objective)}
+    if reference_kl is not None and reference_kl.place == "loss":
+        reference = _given(inputs.reference_logprobs, "reference_logprobs")
+        d = torch.where(x.mask, reference.detach(), 0.0) - x.logprobs
+        terms["reference_kl"] = reference_kl.coef * weights.dot(kl_penalty(d, reference_kl))
+    if entropy_coef:
+        entropy = torch.where(x.mask, _given(inputs.entropy, "entropy"), 0.0)
+        terms["entropy"] = -entropy_coef * weights.dot(entropy.to(weights.dtype))
+    if value is not None:
+        terms["value"] = value.coef * weights.dot(value_loss(inputs, x, value))
+    loss = torch.stack(list(terms.values())).sum()
+    metrics = diagnostics(inputs, x, out) | _parts(terms, loss, empty=not bool(counted.any()))
+    return LossOutputs(loss, metrics)
+
+
+def kl_penalty(d: Tensor, cfg: ReferenceKl) -> Tensor:
+    """[T] estimate of KL(π_θ‖π_ref) per token from d = log π_ref - log π_θ (Schulman, "Approximating KL")."""
+    match cfg.estimator:
+        case "k1":
+            return -d
+        case "k2":
+            return d.square() / 2
+        case "k3":
+            return bounded_exp(d) - d - 1
+
+
+def value_loss(inputs: LossInputs, x: Ratios, cfg: ValueLoss) -> Tensor:
+    """[T] ½ max((V - ret)², (V_old + clip(V - V_old, ±clip) - ret)²), 0 where masked (PPO's code)."""
+    values, old, returns = (
+        torch.where(x.mask, _given(getattr(inputs, name), name), 0.0).to(x.advantages.dtype)
+        for name in ("values", "old_values", "returns")
+    )
+    error = (values - returns.detach()).square()
+    if cfg.clip is not None:
+        clipped = old.detach() + (values - old.detach()).clamp(-cfg.clip, cfg.clip)
+        error = torch.maximum(error, (clipped - returns.detach()).square())
+    return error / 2
+
+
+def _given(tensor: Tensor | None, name: str) -> Tensor:
+    if tensor is None:
+        raise RecordError(f"{name} is needed by the loss and was not given")
+    return tensor
+
+
+def _parts(terms: dict[str, Tensor], loss: Tensor, empty: bool) -> MetricSums:
+    values = torch.stack([*terms.values(), loss]).detach().tolist()
+    metrics: MetricSums = {
+        f"loss/{name}": Sum(v) for name, v in zip([*terms, "total"], values, strict=True)
+    }
+    metrics["loss/all_masked_count"] = Sum(float(empty))
+    return metrics

@@ -1,0 +1,192 @@
+"""One function per objective: (ratios, settings) → J per token, to be maximised.
+
+R = π_θ/π_prox and w = π_prox/π_behav per token; s and w_i their geometric means over a response;
+ε_l, ε_h = clip_low, clip_high; C = cap. `ppo(R)` stands for min(R·A, clip(R, 1-ε_l, 1+ε_h)·A), computed
+as A·min(R, 1+ε_h) where A > 0 and A·max(R, 1-ε_l) where A < 0, which is the same. No function
+here averages anything over tokens: that is areal_q/algorithms/aggregation.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_q.algorithms.ratios import Ratios, bounded_exp
+from areal_q.algorithms.types import Surrogate
+from areal_q.config.objectives import (
+    Acr,
+    Cispo,
+    Clip,
+    Decoupled,
+    Gspo,
+    IcePop,
+    Level,
+    Mis,
+    Naive,
+    ObjectiveConfig,
+    Ppo,
+    Sapo,
+    Tbpo,
+    Tis,
+)
+
+
+def naive(x: Ratios, cfg: Naive) -> Surrogate:
+    """ppo(R·w): π_θ/π_behav in the place of R (QuRL eq. 3)."""
+    return _ppo(bounded_exp(x.log_ratio + x.log_mismatch), x, cfg)
+
+
+def ppo(x: Ratios, cfg: Ppo) -> Surrogate:
+    """ppo(R) (QuRL eq. 1, arXiv 1707.06347)."""
+    return _ppo(bounded_exp(x.log_ratio), x, cfg)
+
+
+def decoupled(x: Ratios, cfg: Decoupled) -> Surrogate:
+    """w · ppo(R) (QuRL eq. 4, arXiv 2110.00641)."""
+    return _ppo(bounded_exp(x.log_ratio), x, cfg, weight=bounded_exp(x.log_mismatch))
+
+
+def tis(x: Ratios, cfg: Tis) -> Surrogate:
+    """min(w, C) · ppo(R) (QuRL eq. 5); w of the token, or of the response at a sequence level."""
+    w = bounded_exp(x.per_sequence(x.log_mismatch, cfg.level))
+    weight, truncated = w.clamp(max=cfg.cap), x.mask & (w > cfg.cap)
+    return _ppo(bounded_exp(x.log_ratio), x, cfg, weight=weight, truncated=truncated)
+
+
+def mis(x: Ratios, cfg: Mis) -> Surrogate:
+    """w · ppo(R) where C_low ≤ w ≤ C_high, else 0; whole responses at a sequence level."""
+    return _masked(x, cfg, cfg.level)
+
+
+def icepop(x: Ratios, cfg: IcePop) -> Surrogate:
+    """w · ppo(R) where C_low ≤ w ≤ C_high, else 0 (arXiv 2510.18855)."""
+    return _masked(x, cfg, "token")
+
+
+def acr(x: Ratios, cfg: Acr) -> Surrogate:
+    """min(w, C) · min(R·A, clip(R, 1-ε_l, (1+ε_h)/r)·A), r = min(1, C/w) (QuRL eq. 9).
+
+    Where w ≤ C it is TIS; beyond, the upper bound is (1+ε_h)·w/C, so that a token whose weight was
+    cut may move up as far as it could without the cut. The lower bound stays.
+    """
+    w = bounded_exp(x.log_mismatch)
+    high = (w / cfg.cap).clamp(1.0, cfg.max_widening) * (1 + cfg.clip_high)
+    weight, truncated = w.clamp(max=cfg.cap), x.mask & (w > cfg.cap)
+    ratio = bounded_exp(x.log_ratio)
+    return _ppo(ratio, x, cfg, high=high, weight=weight, truncated=truncated)
+
+
+def gspo(x: Ratios, cfg: Gspo) -> Surrogate:
+    """ppo(s), shared by all tokens of the response (arXiv 2507.18071)."""
+    return _ppo(bounded_exp(x.per_sequence(x.log_ratio)), x, cfg)
+
+
+def sapo(x: Ratios, cfg: Sapo) -> Surrogate:
+    """(4/τ) · sigmoid(τ(R - 1)) · A, τ by the sign of A (arXiv 2511.20347). Its slope at R = 1 is A."""
+    ratio = bounded_exp(x.log_ratio)
+    tau = torch.where(x.advantages > 0, cfg.temperature_positive, cfg.temperature_negative)
+    return Surrogate(torch.sigmoid(tau * (ratio - 1)) * (4 * x.advantages / tau))
+
+
+def cispo(x: Ratios, cfg: Cispo) -> Surrogate:
+    """sg(min(R, 1+ε_h)) · A · log π_θ: every token keeps a gradient (arXiv 2506.13585)."""
+    ratio = bounded_exp(x.log_ratio.detach())
+    weight = ratio.clamp(max=1 + cfg.clip_high) * x.advantages
+    over = x.mask & (ratio > 1 + cfg.clip_high)
+    return Surrogate(
+        weight * x.logprobs,
+        clipped_up=over & (x.advantages > 0),
+        clipped_dual=over & (x.advantages < 0),
+    )
+
+
+def tbpo(x: Ratios, cfg: Tbpo) -> Surrogate:
+    """clip(w_i, 1/C, C) · J_i, shared by all tokens of the response (QaRL §3.2, appendix E).
+
+    A ≥ 0: J_i = A·min(s, 1+ε_h). A < 0: J_i = A·s inside [1-ε⁻_l, 1+ε⁻_h] and without gradient outside.
+    """
+    s = bounded_exp(x.per_sequence(x.log_ratio))
+    w = bounded_exp(x.per_sequence(x.log_mismatch))
+    low, high = 1 - cfg.negative_clip_low, 1 + cfg.negative_clip_high
+    negative = x.advantages < 0
+    bounded = torch.where(negative, s.clamp(low, high), s.clamp(max=1 + cfg.clip_high))
+    objective = bounded * (w.clamp(1 / cfg.cap, cfg.cap) * x.advantages)
+    s = s.detach()
+    below, above = negative & (s < low), negative & (s > high)
+    kept = None
+    if cfg.outside == "drop":
+        kept = ~(below | above)
+        objective = objective * kept
+    return Surrogate(
+        objective,
+        kept=kept,
+        truncated=x.mask & ((w > cfg.cap) | (w < 1 / cfg.cap)),
+        clipped_up=(x.advantages > 0) & (s > 1 + cfg.clip_high),
+        clipped_down=below,
+        clipped_dual=above,
+    )
+
+
+def kept_before_update(x: Ratios, cfg: ObjectiveConfig) -> Tensor | None:
+    """bool [T]: tokens that stay in the denominator although others are masked out; None: all stay."""
+    if isinstance(cfg, Mis | IcePop) and cfg.denominator == "kept_tokens":
+        return _inside(x, cfg, cfg.level if isinstance(cfg, Mis) else "token")[1]
+    return None
+
+
+def _masked(x: Ratios, cfg: Mis | IcePop, level: Level) -> Surrogate:
+    w, kept = _inside(x, cfg, level)
+    weight, truncated = w * kept, x.mask & ~kept
+    return _ppo(bounded_exp(x.log_ratio), x, cfg, weight=weight, truncated=truncated, kept=kept)
+
+
+def _inside(x: Ratios, cfg: Mis | IcePop, level: Level) -> tuple[Tensor, Tensor]:
+    w = bounded_exp(x.per_sequence(x.log_mismatch, level))
+    return w, (w >= cfg.cap_low) & (w <= cfg.cap_high)
+
+
+def _ppo(
+    ratio: Tensor,
+    x: Ratios,
+    cfg: Clip,
+    *,
+    high: Tensor | float | None = None,
+    weight: Tensor | None = None,
+    **masks: Tensor,
+) -> Surrogate:
+    """weight · A · (the ratio, bounded above where A > 0, below (and above, by `dual_clip`) where A < 0)."""
+    low = 1 - cfg.clip_low
+    high = 1 + cfg.clip_high if high is None else high
+    positive, negative = x.advantages > 0, x.advantages < 0
+    bounded = torch.where(
+        positive, torch.clamp(ratio, max=high), torch.clamp(ratio, low, cfg.dual_clip)
+    )
+    ratio = ratio.detach()
+    dual = None if cfg.dual_clip is None else negative & (ratio > cfg.dual_clip)
+    return Surrogate(
+        bounded * (x.advantages if weight is None else weight * x.advantages),
+        clipped_up=positive & (ratio > high),
+        clipped_down=negative & (ratio < low),
+        clipped_dual=dual,
+        **masks,
+    )
+
+
+OBJECTIVES: dict[type, Callable[[Ratios, Any], Surrogate]] = {
+    Naive: naive,
+    Ppo: ppo,
+    Decoupled: decoupled,
+    Tis: tis,
+    Mis: mis,
+    IcePop: icepop,
+    Acr: acr,
+    Gspo: gspo,
+    Sapo: sapo,
+    Cispo: cispo,
+    Tbpo: tbpo,
+}
+
+
+def surrogate(x: Ratios, cfg: ObjectiveConfig) -> Surrogate:
+    return OBJECTIVES[type(cfg)](x, cfg)

@@ -1,0 +1,96 @@
+"""From log-probabilities to log-ratios: checked, masked, in float32, and bounded before any exp."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from areal_q.algorithms.types import LossInputs
+from areal_q.config.objectives import Level
+from areal_q.errors import RecordError
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to ±20 before exp, so a ratio stays within [2e-9, 4.9e8] and its square finite
+in float32. A policy ratio beyond is a constant there and gives no gradient: within the updates on one
+batch such a move is an error, not information. How many were bounded is a metric."""
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """The log-ratios of T tokens, float32 or float64, 0 (and A = 0) where `mask` is False. Unbounded."""
+
+    log_ratio: Tensor
+    """[T] log R = log π_θ - log π_prox, with gradient"""
+    log_mismatch: Tensor
+    """[T] log w = log π_prox - log π_behav, no gradient"""
+    logprobs: Tensor
+    """[T] log π_θ, with gradient"""
+    advantages: Tensor
+    """[T]"""
+    mask: Tensor
+    """bool [T]"""
+    sequence_ids: Tensor
+    """int64 [T] in 0 … S-1"""
+    lengths: Tensor
+    """[S] number of tokens that count in each sequence"""
+
+    def per_sequence(self, log_ratio: Tensor, level: Level = "geometric") -> Tensor:
+        """[T]: for each token the sum (`product`) or mean (`geometric`) of its sequence's log-ratios."""
+        if level == "token":
+            return log_ratio
+        total = segment_sum(log_ratio, self.sequence_ids, len(self.lengths))
+        if level == "geometric":
+            total = total / self.lengths.clamp(min=1)
+        return total.index_select(0, self.sequence_ids)
+
+
+def ratios(inputs: LossInputs) -> Ratios:
+    """Raises RecordError, naming sequence and token, where a counted log-prob or advantage is not finite."""
+    mask = inputs.mask
+    logprobs, proximal, behavior, advantages = (
+        _at_least_float32(x)
+        for x in (
+            inputs.logprobs,
+            inputs.proximal_logprobs.detach(),
+            inputs.behavior_logprobs.detach(),
+            inputs.advantages.detach(),
+        )
+    )
+    _require_finite(inputs, logprobs.detach() + proximal + behavior + advantages)
+    # Masked tokens may hold anything: replaced before exp, or 0 · inf would put NaN into the gradient.
+    logprobs = torch.where(mask, logprobs, 0.0)
+    return Ratios(
+        log_ratio=logprobs - torch.where(mask, proximal, 0.0),
+        log_mismatch=torch.where(mask, proximal - behavior, 0.0),
+        logprobs=logprobs,
+        advantages=torch.where(mask, advantages, 0.0),
+        mask=mask,
+        sequence_ids=inputs.sequence_ids,
+        lengths=segment_sum(mask.to(logprobs.dtype), inputs.sequence_ids, inputs.num_sequences),
+    )
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def segment_sum(values: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
+    """[N] values → [num_segments]. On a GPU, deterministic only under torch.use_deterministic_algorithms."""
+    return values.new_zeros(num_segments).index_add(0, segment_ids, values)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _require_finite(inputs: LossInputs, total: Tensor) -> None:
+    finite = torch.isfinite(total) | ~inputs.mask
+    if finite.all():
+        return
+    index = int((~finite).nonzero()[0])
+    sequence = int(inputs.sequence_ids[index])
+    token = index - int((inputs.sequence_ids < sequence).sum())
+    names = ("logprobs", "proximal_logprobs", "behavior_logprobs", "advantages")
+    found = {name: getattr(inputs, name)[index].item() for name in names}
+    name = next((n for n in names if not torch.isfinite(getattr(inputs, n)[index])), "the sum")
+    raise RecordError(f"sequence {sequence}, token {token}: {name} is not finite ({found})")
