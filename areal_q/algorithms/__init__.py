@@ -9,14 +9,14 @@ from areal_q.algorithms.advantages import (
 from areal_q.algorithms.aggregation import count
 from areal_q.algorithms.loss import loss_fn, whole_step
 from areal_q.algorithms.objectives import OBJECTIVES
-from areal_q.algorithms.reducers import MetricSums, merge_metrics, reduce_metrics
+from areal_q.algorithms.reducers import Metrics, merge_metrics, reduce_metrics
 from areal_q.algorithms.types import LossInputs, LossOutputs, Surrogate, Totals
 
 __all__ = [
     "OBJECTIVES",
     "LossInputs",
     "LossOutputs",
-    "MetricSums",
+    "Metrics",
     "Surrogate",
     "Totals",
     "count",

@@ -21,7 +21,7 @@ from areal_q.algorithms.reducers import (
     EffectiveSampleShare,
     Max,
     Mean,
-    MetricSums,
+    Metrics,
     RatioQuantile,
     Sum,
 )
@@ -32,7 +32,7 @@ LAGS = 4
 
 
 @torch.no_grad()
-def diagnostics(inputs: LossInputs, x: Ratios, out: Surrogate) -> MetricSums:
+def diagnostics(inputs: LossInputs, x: Ratios, out: Surrogate) -> Metrics:
     """The metrics named in this module, one transfer from the device. `x` and `out` belong to `inputs`."""
     # Masked tokens go to a bucket of their own, which is dropped.
     bucket = torch.where(x.mask, inputs.version_lag.clamp(0, LAGS - 1), LAGS)
@@ -74,7 +74,7 @@ def _named(
     lags: Sequence[int],
     table: dict[str, list[float]],
     histograms: dict[str, list[RatioQuantile]],
-) -> MetricSums:
+) -> Metrics:
     """The metrics of the tokens with these lags."""
     total = {name: sum(row[k] for k in lags) for name, row in table.items()}
     tokens = total["tokens"]

@@ -7,7 +7,7 @@ from areal_q.algorithms.aggregation import count, counted_tokens, token_weights
 from areal_q.algorithms.diagnostics import diagnostics
 from areal_q.algorithms.objectives import surrogate
 from areal_q.algorithms.ratios import Ratios, bounded_exp, ratios
-from areal_q.algorithms.reducers import MetricSums, Sum
+from areal_q.algorithms.reducers import Metrics, Sum
 from areal_q.algorithms.types import LossInputs, LossOutputs, Totals
 from areal_q.config.objectives import (
     AggregationConfig,
@@ -80,15 +80,20 @@ def value_loss(inputs: LossInputs, x: Ratios, cfg: ValueLoss) -> Tensor:
     return error / 2
 
 
+def whole_step(parts: list[LossInputs], objective: ObjectiveConfig) -> Totals:
+    """Totals of one rank's micro-batches, before the first loss: see `count`."""
+    return sum((count(part, objective) for part in parts), Totals(0, 0))
+
+
 def _given(tensor: Tensor | None, name: str) -> Tensor:
     if tensor is None:
         raise RecordError(f"{name} is needed by the loss and was not given")
     return tensor
 
 
-def _parts(terms: dict[str, Tensor], loss: Tensor, empty: bool) -> MetricSums:
+def _parts(terms: dict[str, Tensor], loss: Tensor, empty: bool) -> Metrics:
     values = torch.stack([*terms.values(), loss]).detach().tolist()
-    metrics: MetricSums = {
+    metrics: Metrics = {
         f"loss/{name}": Sum(v) for name, v in zip([*terms, "total"], values, strict=True)
     }
     metrics["loss/all_masked_count"] = Sum(float(empty))

@@ -18,7 +18,7 @@ class Metric(Protocol):
         ...
 
 
-MetricSums = dict[str, Metric]
+Metrics = dict[str, Metric]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +105,16 @@ class RatioQuantile:
         return float(np.exp(np.sinh(middle) / BIN_SCALE))
 
 
-def merge_metrics(parts: Iterable[MetricSums]) -> MetricSums:
+def merge_metrics(parts: Iterable[Metrics]) -> Metrics:
     """One partial result out of many, of micro-batches or of data-parallel ranks."""
-    merged: MetricSums = {}
+    merged: Metrics = {}
     for part in parts:
         for key, metric in part.items():
             merged[key] = merged[key].merge(metric) if key in merged else metric
     return merged
 
 
-def reduce_metrics(parts: Iterable[MetricSums]) -> dict[str, float]:
+def reduce_metrics(parts: Iterable[Metrics]) -> dict[str, float]:
     """The values of a step's metrics. What was never counted is left out, not 0 or NaN."""
     values = {key: metric.value() for key, metric in merge_metrics(parts).items()}
     return {key: value for key, value in values.items() if value is not None}

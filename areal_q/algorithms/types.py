@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from areal_q.algorithms.reducers import MetricSums
+from areal_q.algorithms.reducers import Metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,5 +99,5 @@ class LossOutputs:
 
     loss: Tensor
     """Scalar, to be minimised"""
-    metrics: MetricSums
+    metrics: Metrics
     """Partial sums: combine the micro-batches' by `reduce_metrics`"""
