@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
-from areal_q.config import Run, SmallModel
+from areal_q.config import Run, SmallModel, dump_toml
 from areal_q.metrics import MetricsLog
 from areal_q.models import Decoder, DecoderConfig, init_weights, load_decoder
 from areal_q.quant.uaq import apply_uaq
 from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer
 from buffer.log import TrajectoryLog
-from buffer.redis_buffer import LearnerBuffer
+from buffer.redis_buffer import START, LearnerBuffer
 from learner import checkpoint
 from learner.broadcaster import Broadcaster
 from learner.feeder import Feeder
@@ -93,7 +93,7 @@ def build_feeder(
         return Feeder(run, task, tokenizer, buffer, cursor, outstanding)
     feeder = Feeder(run, task, tokenizer, buffer, state.cursor if state else 0, set())
     if state:
-        buffer.position = "0-0"
+        buffer.position = START
         feeder.issue(state.outstanding, state.step)
     return feeder
 
@@ -115,6 +115,7 @@ def build_learner(
     keep = run.learner.max_lag + 2
     lineage = Lineage(keep, state.digests if state else None, fork=start)
     broadcaster = Broadcaster(announce, fetch)
+    buffer.publish_run(dump_toml(run), broadcaster.endpoints._asdict())
     return Learner(
         run=run,
         dir=directory,

@@ -88,7 +88,8 @@ def restore(directory: Path, trainer: Trainer) -> State:
 
 
 def _tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
-    tensors = {f"model.{k}": v for k, v in trainer.model.named_parameters()}
+    tensors: dict[str, torch.Tensor] = {}
+    tensors |= {f"model.{k}": v for k, v in trainer.model.named_parameters()}
     for i, slot in trainer.optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{i}.{k}": v for k, v in slot.items()}
     tensors["rng"] = torch.get_rng_state()

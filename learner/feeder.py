@@ -11,7 +11,7 @@ import logging
 from areal_q.config import Run, Sampling
 from areal_q.messages import Array, Group, Ticket
 from areal_q.tasks import Problem, Task, Tokenizer, problem_at
-from buffer.memory import LearnerSide
+from buffer.base import LearnerSide
 
 logger = logging.getLogger(__name__)
 

@@ -71,7 +71,7 @@ class Learner:
             samples = samples_of(taken, self.run.learner.advantage, self.lineage, step)
             values = self.trainer.step(samples)
             trained = time.monotonic()
-            self.publish(step + 1)
+            values["weights/bytes"] = self.publish(step + 1)
             values["weights/publish_s"] = time.monotonic() - trained
             if self.log:
                 self.log.append(step, step, taken)
@@ -96,11 +96,13 @@ class Learner:
         self.metrics.close()
         self.buffer.close()
 
-    def publish(self, version: int) -> None:
-        """Nothing is born stale: the version is known to the lineage before a worker can draw with it."""
+    def publish(self, version: int) -> int:
+        """Publishes the present weights; returns their bytes. Nothing is born stale: the lineage knows
+        a version before a worker can draw with it."""
         made = self.publisher.make(self.trainer.model, version)
         self.lineage.published(version, made.manifest.digest)
         self.broadcaster.publish(made)
+        return made.manifest.nbytes
 
     def save(self, step: int) -> None:
         """Order matters: the log is durable before the checkpoint covers its groups, and Redis forgets
@@ -131,7 +133,6 @@ class Learner:
         mean = sum(rewards) / len(rewards)
         total_s = time.monotonic() - began
         workers = self.buffer.workers()
-        stats = self.broadcaster.stats
         values |= {
             "reward/mean": mean,
             "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
@@ -144,6 +145,5 @@ class Learner:
             "rollout/idle_share": sum(w.idle_share for w in workers) / max(1, len(workers)),
             "buffer/open_tickets": len(self.feeder.outstanding),
             "buffer/dropped_stale": self.intake.dropped,
-            "weights/bytes": stats.last_version_bytes,
         }
         self.metrics.write("step", step, values, workers=workers)

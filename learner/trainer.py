@@ -6,7 +6,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from areal_q.algorithms import LossInputs, Metrics, loss_fn, reduce_metrics, whole_step
+from areal_q.algorithms import LossInputs, loss_fn, reduce_metrics
+from areal_q.algorithms.loss import whole_step
+from areal_q.algorithms.reducers import Metrics
 from areal_q.config import LearnerConfig
 from areal_q.models import Decoder
 from learner.batch import PackedBatch, Sample, microbatches, pack

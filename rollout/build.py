@@ -21,6 +21,7 @@ async def serve(redis_url: str, run_name: str, name: str) -> None:
     try:
         config_toml, endpoints = await buffer.run_info()
         run = parse(config_toml, f"run {run_name}")
+        buffer.claim_timeout_s = run.buffer.claim_timeout_s
         torch.set_num_threads(run.rollout.threads)
         tokenizer = build_tokenizer(run)
         receiver = Receiver(

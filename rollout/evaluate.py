@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 
 from areal_q.config import Run, Sampling, TorchEngine, load
@@ -89,7 +90,7 @@ async def _answers(
         async def answer(index: int, problem: Problem) -> dict:
             completions = await engine.generate(
                 Request(
-                    prompt_ids=tokenizer.encode_prompt(problem.prompt),
+                    prompt_ids=np.array(tokenizer.encode_prompt(problem.prompt), np.int32),
                     num_samples=samples,
                     sampling=sampling,
                     seed=run.seed + index * samples,
