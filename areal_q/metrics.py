@@ -55,7 +55,7 @@ class MetricsLog:
             self._sinks["TensorBoard"] = self._tensorboard.write
 
     def write(self, kind: Kind, step: int, values: Mapping[str, float], **extra: Any) -> None:
-        """Appends one record, on disk on return. NaN and ±inf become null, counted as `nonfinite`."""
+        """Appends one record at once. NaN and ±inf become null and are counted as `nonfinite`."""
         record: Record = {
             "kind": kind,
             "step": step,

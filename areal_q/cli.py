@@ -1,0 +1,147 @@
+"""`areal-q`: one command for everything. Heavy modules are imported by the command that needs them.
+
+Exit codes: 0 done or drained, 1 a process of the run died, 2 something that the user can mend (one
+line on stderr), 130 killed by a second Ctrl-C.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from areal_q import __version__
+from areal_q.config import Run, dump_toml, load
+from areal_q.errors import AReaLQError, ConfigError, UserError
+
+app = typer.Typer(
+    name="areal-q",
+    help="Asynchronous off-policy RL for language models with quantized rollouts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+PASS_THROUGH = {
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "help_option_names": [],
+}
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[a.b=c]...", help="settings on top, such as learner.max_lag=4"),
+]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory, such as runs/demo")]
+
+
+@app.command()
+def run(
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="CONFIG", help="a TOML file, or the directory of an earlier run"),
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on from the newest checkpoint")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="name of the run; default: CONFIG's own")] = None,
+) -> None:
+    """Run on this machine: Redis, the learner and its rollout workers, until done or Ctrl-C.
+
+    An earlier run of the same name is moved aside, never overwritten. With --resume and no CONFIG,
+    the run under runs/ that was last active goes on.
+    """
+    from areal_q.launch import launch
+    from areal_q.live import build_view
+
+    overrides = overrides or []
+    if config is not None and "=" in config:
+        config, overrides = None, [config, *overrides]
+    settings = _settings(config, overrides, resume, name)
+    sys.exit(launch(settings, resume, build_view(settings)))
+
+
+def _settings(config: str | None, overrides: list[str], resume: bool, name: str | None) -> Run:
+    from areal_q import rundir
+
+    named = [*overrides, f'name="{name}"'] if name else overrides
+    path = Path(config) if config else None
+    if not resume:
+        if path is None:
+            raise ConfigError("run: a CONFIG is needed, such as configs/quickstart.toml")
+        return load(path / "config.toml" if path.is_dir() else path, named)
+    if path is None:
+        path = Path("runs", name) if name else rundir.newest(Path("runs"))
+    elif not path.is_dir():
+        path = rundir.path_of(load(path, named))
+    return rundir.resumed(path, overrides)
+
+
+@app.command("check-config")
+def check_config(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a TOML file")],
+    overrides: Overrides = None,
+) -> None:
+    """Print the settings that CONFIG resolves to, defaults included."""
+    typer.echo(dump_toml(load(config, overrides)), nl=False)
+
+
+@app.command()
+def watch(directory: RunDir) -> None:
+    """Watch a run that is going on, or that has ended, in a terminal of its own."""
+    from areal_q.live import watch as follow
+
+    follow(load(directory / "config.toml"), directory)
+
+
+@app.command()
+def report(directory: RunDir) -> None:
+    """Print the summary of a run and draw its curves again."""
+    from areal_q.report import report as show
+
+    show(load(directory / "config.toml"), directory)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(f"areal-q {__version__}")
+
+
+@app.command(context_settings=PASS_THROUGH)
+def learner(ctx: typer.Context) -> None:
+    """The learner alone, as a service: the arguments of `python -m learner`."""
+    _become("learner", ctx.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def rollout(ctx: typer.Context) -> None:
+    """A rollout worker alone, as a service: the arguments of `python -m rollout`."""
+    _become("rollout", ctx.args)
+
+
+@app.command("eval", context_settings=PASS_THROUGH)
+def evaluate(ctx: typer.Context) -> None:
+    """Score a run or a model on held-out problems: the arguments of `python -m rollout.evaluate`."""
+    _become("rollout.evaluate", ctx.args)
+
+
+def _become(module: str, args: list[str]) -> None:
+    """Replaces this process, so that signals and exit codes are the module's own."""
+    os.execv(sys.executable, [sys.executable, "-m", module, *args])
+
+
+def main() -> None:
+    try:
+        app()
+    except UserError as error:
+        _fail(" ".join(str(error).split()), 2)
+    except AReaLQError as error:
+        _fail(str(error), 1)
+
+
+def _fail(message: str, code: int) -> None:
+    typer.echo(f"areal-q: error: {message}", err=True)
+    sys.exit(code)

@@ -1,0 +1,160 @@
+"""The curves of a run: one figure, and one HTML page that holds it with the summary."""
+
+import base64
+import html
+from pathlib import Path
+from typing import Any
+
+from areal_q.metrics import FILE_NAME, Record, read_metrics
+from areal_q.summary import Summary, mean, summarize
+
+BLUE, ORANGE, GREEN, RED = "#2f6fb2", "#d9822b", "#3a9a5b", "#b8433f"
+MAX_POINTS = 400
+"""Longer runs are averaged into so many points."""
+
+
+def draw(run_dir: str | Path) -> tuple[Path, Path]:
+    """Writes curves.png and curves.html into `run_dir`, from its metrics; returns their paths.
+
+    Raises OSError if there are no metrics. A run without a step gives empty axes.
+    """
+    run_dir = Path(run_dir)
+    records = read_metrics(run_dir / FILE_NAME)
+    png, page = run_dir / "curves.png", run_dir / "curves.html"
+    _figure(records, run_dir.name).savefig(png, dpi=130)
+    page.write_text(_page(run_dir.name, summarize(records), png.read_bytes()), encoding="utf-8")
+    return png, page
+
+
+def _figure(records: list[Record], name: str) -> Any:
+    # A figure without pyplot: no global state, no display, nothing to close.
+    from matplotlib.figure import Figure
+
+    steps = thinned([r for r in records if r["kind"] == "step"])
+    evals = [r for r in records if r["kind"] == "eval"]
+    figure = Figure(figsize=(12, 6.4), layout="constrained")
+    axes = figure.subplots(2, 3, sharex=True)
+    figure.suptitle(name, fontsize=13, fontweight="bold")
+    reward, accuracy, lag, mismatch, clip, rate = axes.flat
+
+    _panel(reward, "reward", "mean of a step")
+    _panel(accuracy, "held-out accuracy")
+    _panel(lag, "staleness", "versions")
+    _panel(mismatch, "mismatch KL", "nats per token")
+    _panel(clip, "clipped", "% of tokens")
+    _panel(rate, "throughput", "1000 tokens/s")
+
+    _line(reward, steps, "reward/mean", BLUE)
+    _line(accuracy, evals, "eval/accuracy", GREEN, marker="o")
+    _line(lag, steps, "lag/max", ORANGE, "max")
+    _line(lag, steps, "lag/mean", BLUE, "mean")
+    _line(mismatch, steps, "mismatch/kl", RED)
+    _line(clip, steps, "policy/clip_fraction_up", ORANGE, "above", scale=100)
+    _line(clip, steps, "policy/clip_fraction_down", BLUE, "below", scale=100)
+    _line(rate, steps, "rollout/tokens_per_s", GREEN, "rollout", scale=1e-3)
+    _line(rate, steps, "learner/tokens_per_s", BLUE, "learner", scale=1e-3)
+    for axis in (lag, clip, rate):
+        axis.set_ylim(bottom=0)
+    accuracy.set_ylim(0, 1.02)
+    mismatch.ticklabel_format(axis="y", scilimits=(-2, 3))
+
+    for axis in (lag, clip, rate):
+        if axis.lines:
+            axis.legend(frameon=False, fontsize=8, loc="best")
+    for axis in axes[1]:
+        axis.set_xlabel("minutes")
+    for axis in axes[0]:
+        _steps_on_top(axis, steps)
+    return figure
+
+
+def _panel(axis: Any, title: str, unit: str = "") -> None:
+    axis.set_title(title, fontsize=10, loc="left")
+    axis.set_ylabel(unit, fontsize=8)
+    axis.grid(color="#e6e6e6", linewidth=0.7)
+    axis.tick_params(labelsize=8, color="#999999")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _line(
+    axis: Any,
+    records: list[Record],
+    key: str,
+    color: str,
+    label: str = "",
+    *,
+    scale: float = 1.0,
+    marker: str = "",
+) -> None:
+    points = [(r["elapsed_s"] / 60, r[key] * scale) for r in records if r.get(key) is not None]
+    if points:
+        x, y = zip(*points, strict=True)
+        axis.plot(x, y, color=color, label=label, linewidth=1.6, marker=marker, markersize=3.5)
+
+
+def _steps_on_top(axis: Any, steps: list[Record]) -> None:
+    """Steps on the upper edge: time and steps are not proportional, so the ticks are placed."""
+    if len(steps) < 2:
+        return
+    from matplotlib.ticker import MaxNLocator
+
+    ticks = [t for t in MaxNLocator(5, integer=True).tick_values(0, steps[-1]["step"]) if t > 0]
+    placed = [(t, next((r for r in steps if r["step"] >= t), None)) for t in ticks]
+    top = axis.secondary_xaxis("top")
+    top.set_xticks(
+        [r["elapsed_s"] / 60 for _, r in placed if r], [f"{t:.0f}" for t, r in placed if r]
+    )
+    top.tick_params(labelsize=7, colors="#888888", length=2, pad=1)
+    top.spines["top"].set_visible(False)
+    axis.set_title("steps", fontsize=7, loc="right", color="#888888")
+
+
+def thinned(steps: list[Record]) -> list[Record]:
+    """At most MAX_POINTS records: neighbours are averaged, a maximum stays a maximum."""
+    width = -(-len(steps) // MAX_POINTS)
+    if width <= 1:
+        return steps
+    out = []
+    for start in range(0, len(steps), width):
+        part = steps[start : start + width]
+        keys = [k for k, v in part[-1].items() if "/" in k and isinstance(v, float)]
+        point: Record = {"step": part[-1]["step"], "elapsed_s": part[-1]["elapsed_s"]}
+        for key in keys:
+            top = max(r.get(key) or 0.0 for r in part)
+            point[key] = top if key.endswith("max") else mean(part, key)
+        out.append(point)
+    return out
+
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222 }
+img { width: 100% } td, th { padding: .15em 1.2em .15em 0; text-align: left; vertical-align: top }
+th { font-weight: normal; color: #777 } .right { color: #2a7d46 } .wrong { color: #b8433f }
+code { white-space: pre-wrap }
+"""
+
+
+def _page(name: str, summary: Summary, png: bytes) -> str:
+    image = base64.b64encode(png).decode()
+    rows = "".join(f"<tr><th>{_e(k)}</th><td>{_e(v)}</td></tr>" for k, v in summary.rows)
+    answers = "".join(
+        f"<tr><td><code>{_e(a.prompt)}</code></td><td><code>{_e(a.expected)}</code></td>"
+        f"{_cell(a.before, a.correct_before)}{_cell(a.after, a.correct_after)}</tr>"
+        for a in summary.answers
+    )
+    head = "<tr><th>prompt</th><th>expected</th><th>before</th><th>after</th></tr>"
+    table = f"<h2>Held-out answers</h2><table>{head}{answers}</table>" if answers else ""
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{_e(name)}</title>'
+        f"<style>{STYLE}</style><h1>{_e(name)}</h1><p>{_e(summary.title)}</p>"
+        f'<img alt="curves of the run" src="data:image/png;base64,{image}">'
+        f"<table>{rows}</table>{table}</html>\n"
+    )
+
+
+def _cell(text: str, correct: bool) -> str:
+    return f'<td class="{"right" if correct else "wrong"}"><code>{_e(text)}</code></td>'
+
+
+def _e(text: str) -> str:
+    return html.escape(text)

@@ -1,0 +1,303 @@
+"""All processes of a run on this machine: started in order, watched, stopped in order.
+
+    start   redis ─▶ learner ─▶ rollout-0 … rollout-N
+    stop    learner (writes a checkpoint) ─▶ rollout workers (hand back tickets) ─▶ redis
+
+| what happens                     | what follows                                            | result    |
+|----------------------------------|---------------------------------------------------------|-----------|
+| the learner exits with 0         | the others stop                                         | 0         |
+| a child exits with 2             | the others stop; its last line is the error             | UserError |
+| any other process ends by itself | the learner drains, the others stop                     | ChildDied |
+| Ctrl-C, SIGTERM or SIGHUP        | the learner drains, the others stop                     | 0         |
+| a second one                     | everything is killed                                    | 130       |
+| kill -9 of the launcher          | the kernel kills the children; the next launch tidies   |           |
+
+Every child leads a session of its own: a Ctrl-C at the terminal reaches the launcher only, and what
+a child may have started goes with it.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from areal_q.config import Run
+from areal_q.errors import BufferUnavailable, ChildDied, ConfigError, UserError
+from areal_q.processes import die_with_parent
+from areal_q.rundir import claimed, has_checkpoint, try_lock
+
+POLL_S = 0.2
+START_S = 30.0
+"""Redis answers within this, a large append-only file included, or the run fails."""
+DRAIN_S = 60.0
+"""How long a learner may take for its checkpoint after another process died."""
+STOP_S = 10.0
+"""From SIGTERM to SIGKILL for workers and Redis."""
+LOG_LINES = 15
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+MAX_SOCKET_BYTES = 100
+SOCKETS_PREFIX = "areal-q-sockets-"
+
+
+class View(Protocol):
+    """What the user sees meanwhile; see areal_q/live.py."""
+
+    def start(self, run_dir: Path) -> None: ...
+    def refresh(self) -> None: ...
+    def note(self, text: str) -> None:
+        """One line that stays."""
+        ...
+
+    def stop(self) -> None: ...
+    def finish(self) -> None:
+        """The summary and the curves, after all processes have ended."""
+        ...
+
+
+@dataclass(frozen=True)
+class Program:
+    """Example: Program("rollout-0", [python, "-m", "rollout", …], threads=1)"""
+
+    name: str
+    argv: list[str]
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to start. `redis` is None where REDIS_URL names a server that is there already."""
+
+    redis: Program | None
+    redis_url: str
+    learner: Program
+    workers: list[Program]
+
+
+def plan(run: Run, run_dir: Path, sockets: Path, resume: bool) -> Plan:
+    """The processes that `run` asks for; `sockets` is a directory with a short path."""
+    python = [sys.executable, "-m"]
+    redis, url = None, os.environ.get("REDIS_URL", "")
+    if not url:
+        socket = sockets / "redis"
+        url = f"unix://{socket}"
+        argv = ["buffer.server", "--dir", str(run_dir / "redis"), "--socket", str(socket)]
+        redis = Program("redis", [*python, *argv])
+    announce = run.broadcast.announce or f"ipc://{sockets / 'announce'}"
+    fetch = run.broadcast.fetch or f"ipc://{sockets / 'fetch'}"
+    learner = [*python, "learner", "--redis", url, "--run-dir", str(run_dir)]
+    learner += ["--announce", announce, "--fetch", fetch, *(["--resume"] if resume else [])]
+    worker = [*python, "rollout", "--redis", url, "--run", run.name]
+    names = [f"rollout-{i}" for i in range(run.rollout.workers)]
+    return Plan(
+        redis,
+        url,
+        Program("learner", learner, run.learner.threads),
+        [Program(name, [*worker, "--id", name], run.rollout.threads) for name in names],
+    )
+
+
+def launch(
+    run: Run,
+    resume: bool,
+    view: View,
+    plan: Callable[[Run, Path, Path, bool], Plan] = plan,
+) -> int:
+    """Runs until done, drained (0) or killed by a second Ctrl-C (130).
+
+    Raises UserError for what the user can mend, ChildDied with the last lines of a dead child's log.
+    """
+    with (
+        Interrupts() as interrupts,
+        claimed(run, resume) as (run_dir, moved),
+        _sockets() as sockets,
+    ):
+        if moved:
+            view.note(f"an earlier run was in {run_dir}: moved to {moved}")
+        family = Family(run_dir / "logs")
+        view.start(run_dir)
+        try:
+            _run(plan(run, run_dir, sockets, resume), family, view, interrupts)
+        except _Killed:
+            view.note("killed")
+            return 130
+        except ChildDied as error:
+            hint = f"\nto go on: areal-q run {run_dir} --resume" if has_checkpoint(run_dir) else ""
+            raise ChildDied(f"{error}{hint}") from error
+        finally:
+            family.kill()
+            view.stop()
+    view.finish()
+    return 0
+
+
+def _run(plan: Plan, family: "Family", view: View, interrupts: "Interrupts") -> None:
+    """One screen: start, watch, drain, stop."""
+
+    def wait(until: Callable[[], object], timeout_s: float = float("inf")) -> None:
+        """Keeps the view alive until `until`, the first interrupt of a watch or a second one."""
+        deadline = time.monotonic() + timeout_s
+        while not until() and time.monotonic() < deadline:
+            if interrupts.count > 1:
+                raise _Killed
+            view.refresh()
+            time.sleep(POLL_S)
+
+    if plan.redis:
+        family.start(plan.redis)
+        wait(lambda: interrupts.count or family.ended() or _answers(plan.redis_url), START_S)
+    if not interrupts.count and not family.ended() and not _answers(plan.redis_url):
+        raise _no_redis(plan)
+    for program in [] if interrupts.count or family.ended() else [plan.learner, *plan.workers]:
+        family.start(program)
+    wait(lambda: interrupts.count or family.ended())
+
+    first = family.ended()
+    if first is None:
+        view.note("draining: the learner ends its step and writes a checkpoint; Ctrl-C again kills")
+    family.send(["learner"], signal.SIGTERM)
+    wait(lambda: not family.alive(["learner"]), DRAIN_S if first else float("inf"))
+    workers = [program.name for program in plan.workers]
+    for names in (workers, ["redis"]):
+        family.send(names, signal.SIGTERM)
+        wait(lambda names=names: not family.alive(names), STOP_S)
+    family.check(first or "learner")
+
+
+def _no_redis(plan: Plan) -> Exception:
+    if plan.redis:
+        return BufferUnavailable(f"Redis did not answer within {START_S:.0f} s")
+    return ConfigError("REDIS_URL: no Redis answers there")
+
+
+def _answers(url: str) -> bool:
+    import redis
+
+    try:
+        with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5) as client:
+            return bool(client.ping())
+    except redis.RedisError:
+        return False
+    except ValueError as error:
+        raise ConfigError(f"REDIS_URL: {error}") from error
+
+
+class Family:
+    """The child processes, by name, with what they say in `logs/NAME.log`."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, program: Program) -> None:
+        threads = dict.fromkeys(THREAD_VARIABLES, str(program.threads))
+        with (self._logs / f"{program.name}.log").open("ab") as log:
+            self._children[program.name] = subprocess.Popen(
+                program.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **threads, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+                preexec_fn=die_with_parent(signal.SIGKILL),
+            )
+
+    def ended(self) -> str | None:
+        """The name of a child that has ended; of several the one that the others depend on."""
+        return next((n for n, child in self._children.items() if child.poll() is not None), None)
+
+    def alive(self, names: list[str]) -> bool:
+        return any(n in self._children and self._children[n].poll() is None for n in names)
+
+    def send(self, names: list[str], number: signal.Signals) -> None:
+        for name in names:
+            if self.alive([name]):
+                self._children[name].send_signal(number)
+
+    def check(self, name: str) -> None:
+        """Raises what the end of child `name` means; nothing if it is a learner that is done."""
+        child = self._children.get(name)
+        if child is None or (name == "learner" and child.returncode == 0):
+            return
+        log = self._logs / f"{name}.log"
+        lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        speaker, colon, complaint = lines[-1].partition(": ") if lines else ("", "", "")
+        if child.returncode == 2 and colon and name.startswith(speaker):
+            raise UserError(complaint)
+        told = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
+        raise ChildDied(f"{name} {_how(child.returncode)}; the end of {log}:\n{told}")
+
+    def kill(self) -> None:
+        """Ends what is left, children of children included."""
+        for child in self._children.values():
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def _how(returncode: int | None) -> str:
+    if returncode is None:
+        return f"did not stop within {DRAIN_S:.0f} s"
+    if returncode < 0:
+        return f"was killed by {signal.Signals(-returncode).name}"
+    return f"ended with exit code {returncode}"
+
+
+class Interrupts:
+    """Counts the requests to stop instead of raising KeyboardInterrupt somewhere."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> "Interrupts":
+        self._before = {number: signal.signal(number, self._count) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _count(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+
+class _Killed(Exception):
+    """The user asked twice."""
+
+
+@contextmanager
+def _sockets() -> Iterator[Path]:
+    """A private directory whose path is short enough for socket addresses."""
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) + len(f"/{SOCKETS_PREFIX}12345678/announce") > MAX_SOCKET_BYTES:
+        parent = "/tmp"
+    _tidy(Path(parent))
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=SOCKETS_PREFIX, dir=parent))
+        lock = try_lock(directory)
+        if lock is not None:  # else another launcher that tidies took it for an orphan
+            break
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def _tidy(parent: Path) -> None:
+    """Removes the directories of launchers that were killed: those of this user that none holds."""
+    for directory in parent.glob(f"{SOCKETS_PREFIX}*"):
+        with suppress(OSError):
+            if directory.stat().st_uid == os.getuid() and (lock := try_lock(directory)) is not None:
+                shutil.rmtree(directory, ignore_errors=True)
+                os.close(lock)

@@ -1,0 +1,297 @@
+"""What the user sees while a run goes on, read from metrics.jsonl alone: it can follow any run.
+
+On a terminal a picture that redraws itself; elsewhere (a pipe, CI, NO_COLOR, a dumb terminal) one
+plain line every few seconds.
+"""
+
+import os
+import time
+from collections import deque
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from areal_q.config import Run
+from areal_q.metrics import FILE_NAME, Record, Tail
+from areal_q.rundir import path_of
+from areal_q.summary import duration, number, plural, size
+
+PLAIN_EVERY_S = 5.0
+REDRAW_EVERY_S = 0.5
+WINDOW = 20
+"""Steps over which the time left is estimated"""
+
+
+class History:
+    """What the view needs of the records so far. Bounded but for one entry per evaluation.
+
+    Example: after 10 of 40 steps at 2 s each, `eta_s` is 60.
+    """
+
+    def __init__(self, total_steps: int) -> None:
+        self.total_steps = total_steps
+        self.recent: deque[Record] = deque(maxlen=WINDOW)
+        self.evals: list[Record] = []
+        self.warmstart: Record | None = None
+        self.end: Record | None = None
+        self.elapsed_s = 0.0
+
+    def add(self, record: Record) -> None:
+        match record["kind"]:
+            case "step":
+                self.recent.append(record)
+            case "eval":
+                self.evals.append(record)
+            case "warmstart":
+                self.warmstart = record
+            case "end":
+                self.end = record
+        self.elapsed_s = record["elapsed_s"]
+
+    @property
+    def last(self) -> Record | None:
+        return self.recent[-1] if self.recent else None
+
+    @property
+    def step(self) -> int:
+        return self.last["step"] if self.last else 0
+
+    @property
+    def progress(self) -> tuple[float, float]:
+        """(done, total) of the warm start or of the steps."""
+        if self.phase == "warm start" and self.warmstart:
+            return self.warmstart["warmstart/step"], self.warmstart["warmstart/steps"]
+        return self.step, self.total_steps
+
+    @property
+    def phase(self) -> str:
+        if self.end:
+            return str(self.end.get("reason", "ended"))
+        if self.last:
+            return "training" if self.step < self.total_steps else "final evaluation"
+        if self.warmstart is None:
+            return "training" if self.evals else "set-up"
+        done = self.warmstart["warmstart/step"] >= self.warmstart["warmstart/steps"]
+        return "training" if done or self.evals else "warm start"
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until the last step at the pace of the last WINDOW steps."""
+        if self.end or len(self.recent) < 2:
+            return None
+        first, last = self.recent[0], self.recent[-1]
+        pace = (last["elapsed_s"] - first["elapsed_s"]) / max(1, last["step"] - first["step"])
+        return pace * (self.total_steps - self.step)
+
+    @property
+    def best_eval(self) -> Record | None:
+        return max(self.evals, key=lambda r: r.get("eval/accuracy") or 0.0, default=None)
+
+
+class _Following:
+    """The part that both views share: a tail of the metrics folded into a History."""
+
+    def __init__(self, run: Run, console: Console) -> None:
+        self.run, self.console = run, console
+        self.history = History(run.steps)
+        self._tail = Tail(path_of(run) / FILE_NAME)
+
+    def start(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._tail = Tail(run_dir / FILE_NAME)
+        self.began = time.monotonic()
+
+    def note(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)
+
+    def stop(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        """The summary and the curves."""
+        from areal_q.report import report
+
+        report(self.run, self.run_dir, self.console)
+
+    def pull(self) -> list[Record]:
+        """New records, folded in."""
+        records, restarted = self._tail.read()
+        if restarted:
+            self.history = History(self.run.steps)
+        for record in records:
+            self.history.add(record)
+        return records
+
+
+class PlainView(_Following):
+    """One line every PLAIN_EVERY_S seconds of progress, and one for each evaluation."""
+
+    _next_line = 0.0
+
+    def start(self, run_dir: Path) -> None:
+        super().start(run_dir)
+        self.note(f"{self.run.name}: {plural(self.run.steps, 'step')}, writing to {run_dir}")
+
+    def refresh(self) -> None:
+        fresh = self.pull()
+        due = time.monotonic() >= self._next_line
+        for record in fresh:
+            if record["kind"] == "eval" or (due and record is fresh[-1]):
+                self.note(plain_line(record, self.history))
+                self._next_line = time.monotonic() + PLAIN_EVERY_S
+
+
+class LiveView(_Following):
+    """A picture at the bottom of the terminal, redrawn from the launcher's own loop: no thread."""
+
+    _next_draw = 0.0
+
+    def start(self, run_dir: Path) -> None:
+        super().start(run_dir)
+        self._live = Live(console=self.console, auto_refresh=False, get_renderable=self._picture)
+        self._live.start()
+
+    def refresh(self) -> None:
+        if time.monotonic() >= self._next_draw:
+            self._next_draw = time.monotonic() + REDRAW_EVERY_S
+            self.pull()
+            self._live.refresh()
+
+    def stop(self) -> None:
+        self.pull()
+        self._live.refresh()
+        self._live.stop()
+
+    def _picture(self) -> RenderableType:
+        # Before the first record there is nothing to count from but this process's own start.
+        elapsed = self.history.elapsed_s or time.monotonic() - self.began
+        return picture(self.run.name, self.history, elapsed)
+
+
+def build_view(run: Run, console: Console | None = None) -> PlainView | LiveView:
+    console = console or Console()
+    plain = not console.is_terminal or console.is_dumb_terminal
+    plain = plain or any(os.environ.get(name) for name in ("NO_COLOR", "CI"))
+    return PlainView(run, console) if plain else LiveView(run, console)
+
+
+def watch(run: Run, run_dir: Path, console: Console | None = None) -> None:
+    """Follows a run, started by whomever, until it ends or Ctrl-C."""
+    view = build_view(run, console)
+    view.start(run_dir)
+    try:
+        while view.history.end is None:
+            view.refresh()
+            time.sleep(0.1)
+    except KeyboardInterrupt:
+        return
+    finally:
+        view.stop()
+
+
+def plain_line(record: Record, history: History) -> str:
+    """One record as a line of text."""
+    head = f"{record['elapsed_s']:7.1f} s  "
+    match record["kind"]:
+        case "warmstart":
+            of = f"{record['warmstart/step']:.0f}/{record['warmstart/steps']:.0f}"
+            return f"{head}warm start {of}  loss {number(record, 'warmstart/loss', '.3f')}"
+        case "eval":
+            accuracy = number(record, "eval/accuracy", ".3f")
+            return (
+                f"{head}step {record['step']}/{history.total_steps}  held-out accuracy {accuracy}"
+            )
+        case "end":
+            return f"{head}{record.get('reason', 'ended')} at step {record['step']}"
+    eta = "" if history.eta_s is None else f"  left {duration(history.eta_s)}"
+    return (
+        f"{head}step {record['step']}/{history.total_steps}"
+        f"  reward {number(record, 'reward/mean', '.3f')}"
+        f"  lag {number(record, 'lag/mean', '.2f')}/{number(record, 'lag/max', '.0f')}"
+        f"  KL {number(record, 'mismatch/kl', '.1e')}"
+        f"  rollout {number(record, 'rollout/tokens_per_s', ',.0f')} tok/s"
+        f"  learner {number(record, 'learner/tokens_per_s', ',.0f')} tok/s{eta}"
+    )
+
+
+def picture(name: str, history: History, elapsed_s: float) -> RenderableType:
+    """The whole live view. Narrow terminals crop it, none wraps it."""
+    parts: list[RenderableType] = [_header(name, history, elapsed_s)]
+    if history.last or history.evals:
+        parts += [Text(), _figures(history)]
+    if workers := (history.last or {}).get("workers"):
+        parts += [Text(), _workers(workers)]
+    return Group(*parts)
+
+
+def _header(name: str, history: History, elapsed_s: float) -> RenderableType:
+    done, total = history.progress
+    times = duration(elapsed_s)
+    if history.eta_s is not None:
+        times += f", {duration(history.eta_s)} left"
+    grid = Table.grid(padding=(0, 2), expand=True)
+    for ratio in (None, None, 1, None, None):
+        grid.add_column(no_wrap=True, ratio=ratio)
+    bar = ProgressBar(total=max(1.0, total), completed=done)
+    grid.add_row(
+        Text(name, "bold"), Text(history.phase, "cyan"), bar, f"{done:.0f}/{total:.0f}", times
+    )
+    return grid
+
+
+def _figures(history: History) -> RenderableType:
+    """Two columns of labelled numbers."""
+    last, best = history.last, history.best_eval
+
+    def n(key: str, spec: str) -> str:
+        return number(last, key, spec)
+
+    accuracy = number(history.evals[-1] if history.evals else None, "eval/accuracy", ".3f")
+    if best:
+        accuracy += f"  best {number(best, 'eval/accuracy', '.3f')} at step {best['step']}"
+    bytes_ = size(last["weights/bytes"]) if last and last.get("weights/bytes") else "–"
+    publish = (last or {}).get("weights/publish_s")
+    publish_ms = "–" if publish is None else f"{publish * 1e3:.0f} ms"
+    clipped = (
+        f"{n('policy/clip_fraction_up', '.2%')} up, {n('policy/clip_fraction_down', '.2%')} down"
+    )
+    rows = [
+        ("reward", f"{n('reward/mean', '.3f')} ± {n('reward/std', '.3f')}"),
+        ("held-out accuracy", accuracy),
+        ("staleness", f"{n('lag/mean', '.2f')} mean, {n('lag/max', '.0f')} max"),
+        ("mismatch KL", n("mismatch/kl", ".2e")),
+        ("clipped", clipped),
+        ("entropy", f"{n('policy/entropy', '.3f')} nats"),
+        ("rollout", f"{n('rollout/tokens_per_s', ',.0f')} tok/s, idle {n('rollout/idle_share', '.0%')}"),
+        ("learner", f"{n('learner/tokens_per_s', ',.0f')} tok/s, idle {n('learner/idle_share', '.0%')}"),
+        ("buffer", f"{n('buffer/open_tickets', '.0f')} open, {n('buffer/dropped_stale', '.0f')} dropped"),
+        ("weights", f"{bytes_} in {publish_ms}"),
+    ]  # fmt: skip
+    grid = Table.grid(padding=(0, 2))
+    for style in ("dim", "", "dim", ""):
+        grid.add_column(style=style, no_wrap=True)
+    for (left, a), (right, b) in zip(rows[::2], rows[1::2], strict=True):
+        grid.add_row(left, a, right, b)
+    return grid
+
+
+def _workers(workers: list[Record]) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("worker", "version", "active", "tok/s", "idle", "groups", "swaps", "swap"):
+        table.add_column(column, justify="left" if column == "worker" else "right", no_wrap=True)
+    for w in workers:
+        table.add_row(
+            w["worker"],
+            number(w, "version", "d"),
+            number(w, "active", "d"),
+            number(w, "tokens_per_s", ",.0f"),
+            number(w, "idle_share", ".0%"),
+            number(w, "groups", "d"),
+            number(w, "swaps", "d"),
+            f"{(w.get('swap_s') or 0.0) * 1e3:.1f} ms",
+        )
+    return table

@@ -1,0 +1,79 @@
+"""The last screen of a run: what it came to, where everything is, what to type next."""
+
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from areal_q.config import Run
+from areal_q.curves import draw
+from areal_q.metrics import FILE_NAME, TENSORBOARD_DIR, read_metrics
+from areal_q.summary import Answer, Summary, summarize
+
+
+def report(run: Run, run_dir: Path, console: Console | None = None) -> None:
+    """The last screen: what the run came to, a few answers, where everything is, what to type next."""
+    console = console or Console()
+    path = run_dir / FILE_NAME
+    records = read_metrics(path) if path.exists() else []
+    if not records:
+        console.print(f"{run.name}: stopped before its first record", highlight=False)
+        return
+    summary = summarize(records)
+    curves = draw(run_dir)
+    console.print(_screen(run, run_dir, summary, curves), highlight=False)
+
+
+def _screen(run: Run, run_dir: Path, summary: Summary, curves: tuple[Path, Path]) -> RenderableType:
+    parts: list[RenderableType] = [Text(), Text(f"{run.name}: {summary.title}", "bold")]
+    parts.append(_pairs(summary.rows))
+    if summary.answers:
+        parts += [Text(), _answers(summary.answers)]
+    hf = run_dir / "hf"
+    paths = [("model", str(hf))] if hf.is_dir() else []
+    paths += [("checkpoints", str(run_dir / "checkpoints")), ("metrics", str(run_dir / FILE_NAME))]
+    paths += [("curves", str(path)) for path in curves]
+    parts += [Text(), _pairs(paths), Text(), _pairs(_next_commands(run, run_dir, summary))]
+    return Group(*parts)
+
+
+def _next_commands(run: Run, run_dir: Path, summary: Summary) -> list[tuple[str, str]]:
+    more = f" steps={2 * run.steps}" if summary.reason == "done" else ""
+    return [
+        ("evaluate", f"areal-q eval {run_dir}"),
+        ("go on", f"areal-q run {run_dir} --resume{more}"),
+        ("look closer", f"tensorboard --logdir {run_dir / TENSORBOARD_DIR}"),
+    ]
+
+
+def _pairs(rows: list[tuple[str, str]]) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True, min_width=17)
+    # Paths and commands must survive copying: they fold at no word.
+    grid.add_column(overflow="fold")
+    for label, value in rows:
+        grid.add_row(f"  {label}", Text(value))
+    return grid
+
+
+def _answers(answers: list[Answer]) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("  prompt", "expected", "before", "after"):
+        table.add_column(column, max_width=36, no_wrap=True, overflow="ellipsis")
+    for a in answers:
+        row = [_one_line(text) for text in (f"  {a.prompt}", a.expected)]
+        row += [_marked(a.before, a.correct_before), _marked(a.after, a.correct_after)]
+        table.add_row(*row)
+    return table
+
+
+def _marked(text: str, correct: bool) -> Text:
+    mark = Text("✓ ", "green") if correct else Text("✗ ", "red")
+    return mark + _one_line(text)
+
+
+def _one_line(text: str) -> Text:
+    """The end of a long text is what is scored, and what is shown."""
+    flat = text.replace("\n", "⏎")
+    return Text(flat if len(flat) <= 32 else "…" + flat[-31:])

@@ -1,0 +1,149 @@
+"""The directory of a run: never overwritten, used by one launcher at a time.
+
+runs/NAME/
+    config.toml       the settings in force
+    metrics.jsonl     one record per event (areal_q/metrics.py); tensorboard/ holds the same
+    logs/             what each process said
+    checkpoints/      to resume from
+    trajectories/     every consumed group
+    redis/            the buffer's data, when the launcher started Redis itself
+    hf/               the model at the end, as transformers loads it
+    curves.png, curves.html
+"""
+
+import fcntl
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_q.config import Run, dump_toml, load, override
+from areal_q.errors import CheckpointError, ConfigError
+from areal_q.metrics import FILE_NAME
+
+MAY_CHANGE_ON_RESUME = (
+    "steps",
+    "eval.",
+    "checkpoint.",
+    "buffer.",
+    "broadcast.",
+    "rollout.workers",
+    "rollout.threads",
+    "learner.threads",
+)
+"""Settings (or their beginnings) that leave what was learnt so far valid."""
+
+
+def path_of(run: Run) -> Path:
+    return Path(run.root) / run.name
+
+
+@contextmanager
+def claimed(run: Run, resume: bool) -> Iterator[tuple[Path, Path | None]]:
+    """(the run's directory with config.toml in it, where an earlier run of that name went).
+
+    Held against other launchers by a lock that goes with this process, however it ends.
+    Raises ConfigError where a run is going on in it, or it cannot be written.
+    """
+    directory, moved = path_of(run), None
+    try:
+        if directory.exists() and not resume:
+            os.close(_lock(directory))
+            moved = _move_aside(directory)
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+        handle = _lock(directory)
+        (directory / "config.toml").write_text(dump_toml(run))
+    except OSError as error:
+        raise ConfigError(f"{directory}: {error.strerror}") from error
+    try:
+        yield directory, moved
+    finally:
+        os.close(handle)
+
+
+def resumed(directory: Path, overrides: list[str]) -> Run:
+    """The settings saved in `directory`, with `overrides` on top.
+
+    Raises CheckpointError where there is nothing to resume, ConfigError for an override that would
+    change what is being learnt.
+    """
+    if not (directory / "config.toml").is_file():
+        raise CheckpointError(f"{directory}: no such run to resume")
+    if not has_checkpoint(directory):
+        raise CheckpointError(f"{directory}: no checkpoint to resume from; start the run afresh")
+    # A directory that was renamed is the name of its run from now on.
+    place = [f'name="{directory.name}"', f'root="{directory.parent}"']
+    saved = load(directory / "config.toml", place)
+    again = override(saved, *overrides)
+    for key in differences(saved, again):
+        if not key.startswith(MAY_CHANGE_ON_RESUME):
+            raise ConfigError(f"{key}: cannot change when a run resumes")
+    return again
+
+
+def has_checkpoint(directory: Path) -> bool:
+    return any(path.is_dir() for path in (directory / "checkpoints").glob("*"))
+
+
+def newest(root: Path) -> Path:
+    """The run under `root` that was last active. Raises CheckpointError if there is none."""
+    runs = [path.parent for path in root.glob("*/config.toml")]
+    if not runs:
+        raise CheckpointError(f"{root}: no run to resume")
+    return max(runs, key=_last_written)
+
+
+def differences(one: Run, other: Run) -> list[str]:
+    """Dotted paths of the settings in which two runs differ, sorted."""
+    a, b = _flat(msgspec.to_builtins(one)), _flat(msgspec.to_builtins(other))
+    return sorted(key for key in a.keys() | b.keys() if a.get(key) != b.get(key))
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            out |= _flat(value, f"{prefix}{key}.")
+        else:
+            out[prefix + key] = value
+    return out
+
+
+def _last_written(directory: Path) -> float:
+    metrics = directory / FILE_NAME
+    return (metrics if metrics.exists() else directory / "config.toml").stat().st_mtime
+
+
+def _move_aside(directory: Path) -> Path:
+    """runs/demo becomes runs/demo.1, or the next number that is free."""
+    numbered = (directory.with_name(f"{directory.name}.{n}") for n in itertools.count(1))
+    free = next(path for path in numbered if not path.exists())
+    directory.rename(free)
+    return free
+
+
+def try_lock(directory: Path) -> int | None:
+    """A descriptor that holds `directory` until it is closed; None if another holds it, or it went.
+
+    Raises OSError if it cannot be opened.
+    """
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if directory.exists():
+            return handle
+    except BlockingIOError:
+        pass
+    os.close(handle)
+    return None
+
+
+def _lock(directory: Path) -> int:
+    handle = try_lock(directory)
+    if handle is None:
+        raise ConfigError(f"{directory}: a run is going on there; choose another --name")
+    return handle

@@ -1,0 +1,126 @@
+"""What a run came to, from its metrics alone: for the last screen, the HTML page and the tests."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal_q.metrics import Record
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One held-out problem, answered before and after. Example: Answer("12+34=", "64", "46", "64")"""
+
+    prompt: str
+    expected: str
+    before: str
+    after: str
+    correct_before: bool
+    correct_after: bool
+
+
+@dataclass(frozen=True)
+class Summary:
+    title: str
+    rows: list[tuple[str, str]]
+    answers: list[Answer]
+    reason: str
+    """done, drained, or "" where no `end` record was written"""
+
+
+def summarize(records: Sequence[Record]) -> Summary:
+    """Means are over all steps; accuracies are of the first and the last evaluation."""
+    steps = [r for r in records if r["kind"] == "step"]
+    evals = [r for r in records if r["kind"] == "eval"]
+    ends = [r for r in records if r["kind"] == "end"]
+    reason = str(ends[-1].get("reason", "")) if ends else ""
+    last_step = max((r["step"] for r in records), default=0)
+    elapsed = records[-1]["elapsed_s"] if records else 0.0
+    title = f"{reason or 'stopped'} after {plural(last_step, 'step')} in {duration(elapsed)}"
+    rows = [*_accuracy_rows(evals), *_step_rows(steps)]
+    return Summary(title, rows, _answers(evals), reason)
+
+
+def _accuracy_rows(evals: list[Record]) -> Iterable[tuple[str, str]]:
+    if not evals:
+        return
+    first, last = evals[0], evals[-1]
+    best = max(evals, key=lambda r: r.get("eval/accuracy") or 0.0)
+    problems = f"{last.get('eval/problems', 0):.0f} problems"
+    change = f"{number(first, 'eval/accuracy', '.3f')} → {number(last, 'eval/accuracy', '.3f')}"
+    times = f"from {duration(first['elapsed_s'])} to {duration(last['elapsed_s'])}, {problems}"
+    yield "held-out accuracy", f"{change}   ({times})"
+    yield "best", f"{number(best, 'eval/accuracy', '.3f')} at step {best['step']}"
+
+
+def _step_rows(steps: list[Record]) -> Iterable[tuple[str, str]]:
+    if not steps:
+        return
+    tenth = max(1, len(steps) // 10)
+    first, last = mean(steps[:tenth], "reward/mean"), mean(steps[-tenth:], "reward/mean")
+    yield "reward", f"{first:.3f} → {last:.3f}   (first and last tenth of the steps)"
+    lag_max = max(r.get("lag/max") or 0.0 for r in steps)
+    yield "staleness", f"{mean(steps, 'lag/mean'):.2f} versions on average, {lag_max:.0f} at most"
+    up, down = mean(steps, "policy/clip_fraction_up"), mean(steps, "policy/clip_fraction_down")
+    yield "mismatch KL", f"{mean(steps, 'mismatch/kl'):.2e} nats per token"
+    yield "clipped tokens", f"{up:.2%} above, {down:.2%} below"
+    for side in ("rollout", "learner"):
+        rate, idle = mean(steps, f"{side}/tokens_per_s"), mean(steps, f"{side}/idle_share")
+        yield side, f"{rate:,.0f} tokens/s, idle {idle:.1%}"
+    sent = mean(steps, "weights/bytes"), mean(steps, "weights/publish_s")
+    yield "weights", f"{size(sent[0])} a version, {sent[1] * 1e3:.0f} ms of the learner's time"
+
+
+def _answers(evals: list[Record]) -> list[Answer]:
+    """The samples that both the first and the last evaluation hold."""
+    if not evals:
+        return []
+    before = {s["prompt"]: s for s in evals[0].get("samples", [])}
+    answers = []
+    for after in evals[-1].get("samples", []):
+        if old := before.get(after["prompt"]):
+            answers.append(
+                Answer(
+                    prompt=after["prompt"],
+                    expected=after["answer"],
+                    before=old["response"],
+                    after=after["response"],
+                    correct_before=old["correct"],
+                    correct_after=after["correct"],
+                )
+            )
+    return answers
+
+
+def mean(records: Iterable[Record], key: str) -> float:
+    """Of the finite values of `key`; NaN if there is none."""
+    values = [r[key] for r in records if r.get(key) is not None]
+    return sum(values) / len(values) if values else float("nan")
+
+
+def number(record: Record | None, key: str, spec: str, missing: str = "–") -> str:
+    """`record[key]` formatted, or a dash where it is missing or was not finite."""
+    value: Any = None if record is None else record.get(key)
+    return missing if value is None else format(value, spec)
+
+
+def duration(seconds: float) -> str:
+    """Example: 9.25 → "9.2 s", 192 → "3:12", 4000 → "1:06:40"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def size(nbytes: float) -> str:
+    """Example: 1_500_000 → "1.5 MB"."""
+    for unit in ("B", "kB", "MB"):
+        if not nbytes >= 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} GB"
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,288 @@
+"""What the user sees: the live picture, the plain lines, the last screen and the curves of a written run."""
+
+import math
+import random
+import struct
+
+import pytest
+from rich.console import Console
+
+from areal_q import live
+from areal_q.config import Run
+from areal_q.curves import MAX_POINTS, draw, thinned
+from areal_q.live import History, LiveView, PlainView, build_view, picture, plain_line
+from areal_q.metrics import MetricsLog, read_metrics
+from areal_q.report import report
+from areal_q.summary import duration, size, summarize
+
+
+def write_run(run_dir, steps, monkeypatch, total=None):
+    """The metrics of a run of `total` steps, `steps` of them done, at 0.8 s a step after 30 s."""
+    draw = random.Random(0)
+    clock = [1000.0]
+    monkeypatch.setattr("areal_q.metrics.time.monotonic", lambda: clock[0])
+    with MetricsLog(run_dir, tensorboard=False) as log:
+        for step in range(0, 301, 100):
+            clock[0] = 1000.0 + step / 10
+            values = {"warmstart/loss": 2 - step / 200, "warmstart/step": step}
+            log.write("warmstart", 0, values | {"warmstart/steps": 300})
+        for step in range(steps + 1):
+            clock[0] = 1030.0 + 0.8 * step
+            skill = 0.96 - 0.65 * math.exp(-step / 60)
+            if step:
+                log.write("step", step, step_values(draw, skill), workers=[worker(step)])
+            if step % 10 == 0:
+                values = {"eval/accuracy": skill + draw.gauss(0, 0.01), "eval/problems": 512}
+                log.write("eval", step, values, samples=samples(step))
+        if total is None:
+            log.write("end", steps, {}, reason="done")
+
+
+def step_values(draw, skill):
+    return {
+        "reward/mean": skill + draw.gauss(0, 0.02),
+        "reward/std": 0.41,
+        "lag/mean": 1.0 + draw.gauss(0, 0.1),
+        "lag/max": 2.0,
+        "mismatch/kl": 4e-4 * math.exp(draw.gauss(0, 0.2)),
+        "policy/clip_fraction_up": 0.012 + 0.002 * draw.random(),
+        "policy/clip_fraction_down": 0.008 + 0.002 * draw.random(),
+        "policy/entropy": 0.31,
+        "learner/tokens_per_s": 4000 + draw.gauss(0, 100),
+        "learner/idle_share": 0.12,
+        "rollout/tokens_per_s": 12345 + draw.gauss(0, 1),
+        "rollout/idle_share": 0.03,
+        "buffer/open_tickets": 128,
+        "buffer/dropped_stale": 1,
+        "weights/publish_s": 0.021,
+        "weights/bytes": 312_000,
+    }
+
+
+def worker(step):
+    return {
+        "worker": "rollout-0", "version": step - 1, "active": 212, "tokens_per_s": 12345.0,
+        "idle_share": 0.03, "groups": 64 * step, "swaps": step, "swap_s": 0.0042,
+    }  # fmt: skip
+
+
+def samples(step):
+    right = {"prompt": "12+34=", "answer": "64", "response": "64", "correct": True}
+    wrong = {"prompt": "99+01=", "answer": "001", "response": "09", "correct": False}
+    learnt = {**wrong, "response": "001", "correct": True} if step else wrong
+    return [right, learnt]
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(name="demo", root=str(tmp_path), steps=200)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "demo"
+
+
+def recording(**options):
+    return Console(record=True, width=110, file=open("/dev/null", "w"), **options)
+
+
+@pytest.fixture
+def console():
+    console = recording()
+    yield console
+    console.file.close()
+
+
+def history_of(directory, total):
+    history = History(total)
+    for record in read_metrics(directory / "metrics.jsonl"):
+        history.add(record)
+    return history
+
+
+def test_the_picture_shows_progress_time_left_and_every_figure(directory, console, monkeypatch):
+    write_run(directory, 50, monkeypatch, total=200)
+    history = history_of(directory, 200)
+    console.print(picture("demo", history, history.elapsed_s))
+    text = console.export_text()
+    for shown in (
+        "demo", "training", "50/200", "1:10, 2:00 left", "best", "at step 50", "2 max", "± 0.410",
+        "0.310 nats", "12,34", "idle 12%", "128 open, 1 dropped", "312 kB in 21 ms",
+        "rollout-0", "49", "212", "3200", "4.2 ms",
+    ):  # fmt: skip
+        assert shown in text, shown
+
+
+def test_the_time_left_is_the_pace_of_the_last_steps_times_the_steps_to_go(directory, monkeypatch):
+    write_run(directory, 50, monkeypatch, total=200)
+    assert history_of(directory, 200).eta_s == pytest.approx(150 * 0.8, rel=0.01)
+
+
+def test_phases_follow_the_records():
+    history = History(2)
+    record = {"step": 0, "elapsed_s": 1.0}
+    phases = [history.phase]
+    for kind in (
+        {"kind": "warmstart", "warmstart/step": 10, "warmstart/steps": 20},
+        {"kind": "warmstart", "warmstart/step": 20, "warmstart/steps": 20},
+        {"kind": "step", "step": 1},
+        {"kind": "step", "step": 2},
+        {"kind": "end", "step": 2, "reason": "done"},
+    ):
+        history.add(record | kind)
+        phases.append(history.phase)
+    assert phases == ["set-up", "warm start", "training", "training", "final evaluation", "done"]
+
+
+def test_a_picture_can_be_drawn_before_the_first_record_and_with_missing_values(console):
+    history = History(5)
+    console.print(picture("demo", history, 1.0))
+    history.add({"kind": "step", "step": 1, "elapsed_s": 2.0, "reward/mean": None, "workers": []})
+    console.print(picture("demo", history, 2.0))
+    text = console.export_text()
+    assert "set-up" in text and "1/5" in text and "–" in text
+
+
+@pytest.mark.parametrize("variable", ["NO_COLOR", "CI"])
+def test_plain_lines_where_a_picture_would_be_noise(run, monkeypatch, variable):
+    for name in ("NO_COLOR", "CI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    with open("/dev/null", "w") as null:
+        terminal = Console(file=null, force_terminal=True)
+        assert isinstance(build_view(run, terminal), LiveView)
+        assert isinstance(build_view(run, Console(file=null, force_terminal=False)), PlainView)
+        monkeypatch.setenv(variable, "1")
+        assert isinstance(build_view(run, terminal), PlainView)
+        monkeypatch.delenv(variable)
+        monkeypatch.setenv("TERM", "dumb")
+        assert isinstance(build_view(run, Console(file=null, force_terminal=True)), PlainView)
+
+
+def test_plain_view_prints_each_evaluation_and_otherwise_a_line_every_few_seconds(
+    run, directory, console, monkeypatch
+):
+    view = PlainView(run, console)
+    view.start(directory)
+    clock = [0.0]
+    with MetricsLog(directory, tensorboard=False) as log:
+        monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
+        for step in range(1, 21):
+            clock[0] += 1.0
+            log.write("step", step, {"reward/mean": step / 100})
+            view.refresh()
+        log.write("eval", 20, {"eval/accuracy": 0.625})
+        view.refresh()
+    lines = console.export_text().splitlines()
+    steps = [line.split("step ")[1].split("/")[0] for line in lines if "reward" in line]
+    assert steps == ["1", "6", "11", "16"]
+    assert "step 20/200  held-out accuracy 0.625" in lines[-1]
+
+
+def test_plain_line_of_a_step_without_some_values_shows_dashes():
+    line = plain_line(
+        {"kind": "step", "step": 3, "elapsed_s": 1.0, "mismatch/kl": None}, History(9)
+    )
+    assert "step 3/9" in line and "KL –" in line
+
+
+def test_the_live_view_draws_what_was_written_and_starts_over_after_a_rewind(run, directory):
+    console = recording(force_terminal=True)
+    view = LiveView(run, console)
+    view.start(directory)
+    with MetricsLog(directory, tensorboard=False) as log:
+        for step in range(1, 8):
+            log.write("step", step, {"reward/mean": 0.5})
+        view.pull()
+        assert view.history.step == 7
+        log.rewind(4)
+        log.write("step", 5, {})
+        view.stop()
+    assert view.history.step == 5
+    assert "5/200" in console.export_text()
+    console.file.close()
+
+
+def test_the_last_screen_tells_result_answers_paths_and_next_commands(
+    run, directory, console, monkeypatch
+):
+    write_run(directory, 200, monkeypatch)
+    report(run, directory, console)
+    text = console.export_text()
+    records = read_metrics(directory / "metrics.jsonl")
+    evals = [r["eval/accuracy"] for r in records if r["kind"] == "eval"]
+    flat = "".join(text.split())
+    for shown in (
+        "demo: done after 200 steps in 3:10",
+        f"{evals[0]:.3f} → {evals[-1]:.3f}",
+        "512 problems",
+        "2 at most",
+        "nats per token",
+        "12,345 tokens/s, idle 3.0%",
+        "✗ 09",
+        "✓ 001",
+        f"areal-q eval {directory}",
+        f"areal-q run {directory} --resume steps=400",
+        f"tensorboard --logdir {directory}/tensorboard",
+        f"{directory}/curves.png",
+        f"{directory}/metrics.jsonl",
+    ):
+        assert "".join(shown.split()) in flat, shown
+    assert len(text.splitlines()) <= 40
+
+
+def test_a_run_that_stopped_before_its_first_record_has_a_last_screen_too(run, directory, console):
+    report(run, directory, console)
+    assert "stopped before its first record" in console.export_text()
+
+
+def test_a_summary_survives_a_run_of_nothing_but_a_warm_start(directory):
+    with MetricsLog(directory, tensorboard=False) as log:
+        log.write("warmstart", 0, {"warmstart/step": 1, "warmstart/steps": 9})
+        log.write("end", 0, {}, reason="drained")
+    summary = summarize(read_metrics(directory / "metrics.jsonl"))
+    assert summary.title.startswith("drained after 0 steps")
+    assert (summary.rows, summary.answers) == ([], [])
+
+
+def test_curves_are_a_png_and_a_page_that_needs_nothing_else(directory, monkeypatch):
+    write_run(directory, 40, monkeypatch)
+    png, page = draw(directory)
+    signature, (width, height) = png.read_bytes()[:8], struct.unpack(">II", png.read_bytes()[16:24])
+    assert signature == b"\x89PNG\r\n\x1a\n" and width > 1000 and height > 500
+    text = page.read_text()
+    assert "data:image/png;base64," in text and "held-out accuracy" in text
+    assert "http" not in text and "<script" not in text
+
+
+def test_a_response_cannot_put_markup_into_the_page(directory):
+    evil = {"prompt": "p", "answer": "a", "response": "<script>x</script>", "correct": False}
+    with MetricsLog(directory, tensorboard=False) as log:
+        log.write("eval", 0, {"eval/accuracy": 0.0}, samples=[evil])
+    assert "<script>" not in draw(directory)[1].read_text()
+
+
+def test_thinning_keeps_means_maxima_and_the_last_step():
+    steps = [
+        {"step": i + 1, "elapsed_s": float(i), "reward/mean": float(i % 2), "lag/max": float(i % 7)}
+        for i in range(10 * MAX_POINTS)
+    ]
+    thin = thinned(steps)
+    assert len(thin) == MAX_POINTS and thin[-1]["step"] == steps[-1]["step"]
+    assert {r["reward/mean"] for r in thin} == {0.5}
+    assert {r["lag/max"] for r in thin} == {6.0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(9.24, "9.2 s"), (59.99, "60.0 s"), (192, "3:12"), (4000, "1:06:40")]
+)
+def test_durations_read_like_a_clock(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(999, "999 B"), (1_500_000, "1.5 MB"), (2.5e10, "25 GB")]
+)
+def test_sizes_have_a_unit(nbytes, text):
+    assert size(nbytes) == text
