@@ -340,6 +340,7 @@ class WorkerBuffer:
         for stream, mine in _by_stream(claims).items():
             gone = await self._script("RENEW", [stream], *mine) or []
             lost += [mine[entry.decode()] for entry in gone]
+        self._held -= {(claim.stream, claim.entry) for claim in lost}
         return lost
 
     async def release(self, claims: list[Claim]) -> None:

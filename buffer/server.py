@@ -4,6 +4,7 @@ Our own is `redis-server` or `valkey-server` from PATH, else the binary inside t
 (without its wrapper, which binds every interface and turns the append-only file off).
 """
 
+import argparse
 import logging
 import os
 import shutil
@@ -144,3 +145,18 @@ def _options(directory: Path, socket_path: Path, appendfsync: str) -> list[str]:
         "daemonize": "no",
     }
     return [text for name, value in settings.items() for text in (f"--{name}", value)]
+
+
+def main() -> None:
+    """`python -m buffer.server` becomes the server itself: no process of ours stays in front of it."""
+    parser = argparse.ArgumentParser(prog="python -m buffer.server")
+    parser.add_argument("--dir", type=Path, required=True, help="for the append-only file")
+    parser.add_argument("--socket", type=Path, required=True, help="unix socket to listen on")
+    args = parser.parse_args()
+    args.dir.mkdir(parents=True, exist_ok=True)
+    binary = find_binary()
+    os.execv(binary, [binary, *_options(args.dir, args.socket, "everysec")])
+
+
+if __name__ == "__main__":
+    main()

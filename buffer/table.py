@@ -1,0 +1,152 @@
+"""Groups as Parquet rows, one per trajectory, and back without loss.
+
+Of the step:        step, version (the learner's, when it took the group), place (of the group in the batch)
+Of the ticket:      ticket_schema, run, number, purpose, admitted (the ticket's `step`), prompt, answer,
+                    prompt_ids, group_size, seed, sampling
+Of the group:       group_schema, worker, engine, weight_format, started_s, finished_s
+Of the trajectory:  index, response_ids, behavior_logprobs, loss_mask, spans, finish_reason, reward,
+                    reward_parts
+
+The names are those of areal_q.messages, where their units and shapes stand. A column that is added later
+needs a default for the files that lack it, and a higher SCHEMA_VERSION.
+"""
+
+from itertools import groupby, pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from areal_q.config import Sampling
+from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
+
+SCHEMA_VERSION = 1
+METADATA_KEY = b"areal-q-log-schema"
+
+_SAMPLING = pa.struct(
+    [
+        ("temperature", pa.float64()),
+        ("top_p", pa.float64()),
+        ("top_k", pa.int64()),
+        ("max_tokens", pa.int64()),
+    ]
+)
+_SPANS = pa.list_(
+    pa.struct([("version", pa.int64()), ("tokens", pa.int64()), ("digest", pa.string())])
+)
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("version", pa.int64()),
+        ("place", pa.int32()),
+        ("ticket_schema", pa.int32()),
+        ("run", pa.string()),
+        ("number", pa.int64()),
+        ("purpose", pa.string()),
+        ("admitted", pa.int64()),
+        ("prompt", pa.string()),
+        ("answer", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("group_size", pa.int64()),
+        ("seed", pa.int64()),
+        ("sampling", _SAMPLING),
+        ("group_schema", pa.int32()),
+        ("worker", pa.string()),
+        ("engine", pa.string()),
+        ("weight_format", pa.string()),
+        ("started_s", pa.float64()),
+        ("finished_s", pa.float64()),
+        ("index", pa.int64()),
+        ("response_ids", pa.list_(pa.int32())),
+        ("behavior_logprobs", pa.list_(pa.float32())),
+        ("loss_mask", pa.list_(pa.uint8())),
+        ("spans", _SPANS),
+        ("finish_reason", pa.string()),
+        ("reward", pa.float64()),
+        ("reward_parts", pa.map_(pa.string(), pa.float64())),
+    ],
+    metadata={METADATA_KEY: str(SCHEMA_VERSION)},
+)
+
+_TICKET_FIELDS = ("run", "number", "purpose", "prompt", "answer", "group_size", "seed")
+_GROUP_FIELDS = ("worker", "engine", "weight_format", "started_s", "finished_s")
+_TRAJECTORY_FIELDS = ("index", "finish_reason", "reward")
+_TOKEN_FIELDS = ("response_ids", "behavior_logprobs", "loss_mask")
+
+
+def to_table(step: int, version: int, groups: list[Group]) -> pa.Table:
+    """The rows of one step's groups, in order. The groups are valid (Group.validate)."""
+    rows = [(place, g, t) for place, g in enumerate(groups) for t in g.trajectories]
+    tickets = [g.ticket for _, g, _ in rows]
+    columns: dict[str, Any] = {
+        "step": [step] * len(rows),
+        "version": [version] * len(rows),
+        "place": [place for place, _, _ in rows],
+        "ticket_schema": [t.schema for t in tickets],
+        "admitted": [t.step for t in tickets],
+        "prompt_ids": _lists([t.prompt_ids for t in tickets]),
+        "sampling": [msgspec.to_builtins(t.sampling) for t in tickets],
+        "group_schema": [g.schema for _, g, _ in rows],
+        "spans": [msgspec.to_builtins(t.spans) for _, _, t in rows],
+        "reward_parts": [list(t.reward_parts.items()) for _, _, t in rows],
+    }
+    columns |= {name: [getattr(t, name) for t in tickets] for name in _TICKET_FIELDS}
+    columns |= {name: [getattr(g, name) for _, g, _ in rows] for name in _GROUP_FIELDS}
+    columns |= {name: [getattr(t, name) for _, _, t in rows] for name in _TRAJECTORY_FIELDS}
+    columns |= {name: _lists([getattr(t, name) for _, _, t in rows]) for name in _TOKEN_FIELDS}
+    return pa.Table.from_arrays([_column(columns[f.name], f) for f in SCHEMA], schema=SCHEMA)
+
+
+def from_table(table: pa.Table) -> list[Group]:
+    """The groups of one step's rows. Raises RecordError for rows that are no valid group."""
+    arrays = {
+        name: _arrays(table.column(name).combine_chunks())
+        for name in ("prompt_ids", *_TOKEN_FIELDS)
+    }
+    rows = table.drop_columns(list(arrays)).to_pylist()
+    for i, row in enumerate(rows):
+        row.update({name: values[i] for name, values in arrays.items()})
+    by_place = groupby(rows, key=lambda row: row["place"])
+    return [_group(list(members)).validate() for _, members in by_place]
+
+
+def _group(rows: list[dict[str, Any]]) -> Group:
+    first = rows[0]
+    ticket = Ticket(
+        schema=first["ticket_schema"],
+        step=first["admitted"],
+        sampling=Sampling(**first["sampling"]),
+        prompt_ids=first["prompt_ids"],
+        **{name: first[name] for name in _TICKET_FIELDS},
+    )
+    return Group(
+        schema=first["group_schema"],
+        ticket=ticket,
+        trajectories=[_trajectory(row) for row in rows],
+        **{name: first[name] for name in _GROUP_FIELDS},
+    )
+
+
+def _trajectory(row: dict[str, Any]) -> Trajectory:
+    return Trajectory(
+        spans=[VersionSpan(**span) for span in row["spans"]],
+        reward_parts=dict(row["reward_parts"]),
+        **{name: row[name] for name in (*_TRAJECTORY_FIELDS, *_TOKEN_FIELDS)},
+    )
+
+
+def _column(values: Any, field: pa.Field) -> pa.Array:
+    return values if isinstance(values, pa.Array) else pa.array(values, type=field.type)
+
+
+def _lists(arrays: list[Array]) -> pa.ListArray:
+    values = [array.numpy() for array in arrays]
+    offsets = np.cumsum([0, *(v.size for v in values)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(values)))
+
+
+def _arrays(lists: pa.ListArray) -> list[Array]:
+    offsets = lists.offsets.to_numpy()
+    values = lists.values.to_numpy()
+    return [Array.of(values[a:b]) for a, b in pairwise(offsets)]
