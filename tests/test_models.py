@@ -1,0 +1,186 @@
+"""The packed decoder: against sequences run one by one, and against plain definitions."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_q.models import Decoder, DecoderConfig, PackedLayout, init_weights, rope_tables
+from areal_q.models.decoder import packed_attention
+from areal_q.models.rope import apply_rope
+
+SMALL = DecoderConfig(
+    family="qwen3",
+    vocab_size=23,
+    width=16,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    mlp=24,
+    max_positions=64,
+)
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+
+
+def small_model() -> Decoder:
+    model = Decoder(SMALL)
+    init_weights(model, 0)
+    for p in model.parameters():
+        p.data.mul_(5 if p.dim() == 2 else 1)  # far enough from 0 for attention to matter
+    return model
+
+
+# The layout
+
+
+@given(lengths=LENGTHS)
+def test_layout_places_every_token_once(lengths: list[int]) -> None:
+    layout = PackedLayout.of(lengths)
+    assert layout.positions.tolist() == [i for n in lengths for i in range(n)]
+    assert layout.cu_seqlens.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    assert layout.cu_seqlens.dtype == torch.int32
+    rows = torch.cat([b.rows.flatten() for b in layout.buckets])
+    assert rows[layout.unpad].tolist() == list(range(sum(lengths)))
+
+
+@given(lengths=LENGTHS)
+def test_layout_pads_a_sequence_by_at_most_a_third(lengths: list[int]) -> None:
+    layout = PackedLayout.of(lengths)
+    of_token = [i for i, n in enumerate(lengths) for _ in range(n)]
+    for bucket in layout.buckets:
+        for row in bucket.rows.tolist():
+            assert len({of_token[t] for t in row}) == 1
+            assert lengths[of_token[row[0]]] >= 0.75 * len(row)
+
+
+@pytest.mark.parametrize("lengths", [[], [3, 0], [-1]])
+def test_layout_refuses_empty_sequences(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        PackedLayout.of(lengths)
+
+
+# RoPE
+
+
+def test_rope_rotates_channel_pairs_by_position_times_frequency() -> None:
+    cos, sin = rope_tables(SMALL)
+    assert cos.shape == sin.shape == (SMALL.max_positions, SMALL.head_dim)
+    x = torch.randn(SMALL.max_positions, 3, SMALL.head_dim, dtype=torch.float64)
+    half = SMALL.head_dim // 2
+    turned = torch.view_as_complex(torch.stack((x[..., :half], x[..., half:]), -1))
+    angle = torch.outer(torch.arange(64.0), torch.tensor(SMALL.inverse_frequencies())).double()
+    turned = torch.view_as_real(turned * torch.polar(torch.ones_like(angle), angle)[:, None])
+    expected = torch.cat((turned[..., 0], turned[..., 1]), -1)
+    torch.testing.assert_close(apply_rope(x, cos, sin), expected, atol=1e-5, rtol=0)
+
+
+def test_rope_makes_scores_depend_on_distance_only() -> None:
+    cos, sin = rope_tables(SMALL)
+    q, k = torch.randn(2, 1, SMALL.head_dim)
+    scores = [
+        (apply_rope(q, cos[i], sin[i]) * apply_rope(k, cos[i - 5], sin[i - 5])).sum()
+        for i in (5, 20, 63)
+    ]
+    torch.testing.assert_close(scores[0], scores[1], atol=1e-5, rtol=0)
+    torch.testing.assert_close(scores[0], scores[2], atol=1e-5, rtol=0)
+
+
+# Attention and the whole model
+
+
+@settings(deadline=None, max_examples=25)
+@given(lengths=LENGTHS, heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]))
+def test_packed_attention_equals_softmax_of_each_sequence(
+    lengths: list[int], heads: tuple[int, int]
+) -> None:
+    total, (queries, keys) = sum(lengths), heads
+    q = torch.randn(total, queries, 8)
+    k, v = torch.randn(2, total, keys, 8)
+    out = packed_attention(q, k, v, PackedLayout.of(lengths))
+    start = 0
+    for n in lengths:
+        part = slice(start, start + n)
+        wide_k, wide_v = (x[part].repeat_interleave(queries // keys, 1) for x in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q[part], wide_k) / math.sqrt(8)
+        scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
+        expected = torch.einsum("hij,jhd->ihd", scores.softmax(-1), wide_v)
+        torch.testing.assert_close(out[part], expected, atol=1e-5, rtol=0)
+        start += n
+
+
+@pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [3, 40, 1, 9, 10, 38, 2]])
+def test_packed_equals_one_by_one_in_output_and_gradient(lengths: list[int]) -> None:
+    model = small_model()
+    ids = torch.randint(0, SMALL.vocab_size, (sum(lengths),))
+    weights = torch.randn(sum(lengths), SMALL.vocab_size)
+
+    def gradients(logits: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad((logits * weights).sum(), list(model.parameters())))
+
+    packed = model.logits(model(ids, PackedLayout.of(lengths)))
+    singles = torch.cat(
+        [model.logits(model(part, PackedLayout.of([len(part)]))) for part in ids.split(lengths)]
+    )
+    torch.testing.assert_close(packed, singles, atol=1e-5, rtol=0)
+    for ours, theirs in zip(gradients(packed), gradients(singles), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_match_finite_differences() -> None:
+    model = small_model().double()
+    layout = PackedLayout.of([3, 1, 5])
+    ids = torch.randint(0, SMALL.vocab_size, (9,))
+    name = "model.layers.0.self_attn.k_proj.weight"
+
+    def loss(weight: torch.Tensor) -> torch.Tensor:
+        hidden = torch.func.functional_call(model, {name: weight}, (ids, layout))
+        return hidden.square().sin().sum()
+
+    weight = model.get_parameter(name).detach().clone().requires_grad_()
+    assert torch.autograd.gradcheck(loss, (weight,), fast_mode=True)
+
+
+def test_logits_of_chosen_positions_are_rows_of_all_logits() -> None:
+    model = small_model()
+    hidden = model(torch.arange(12), PackedLayout.of([5, 7]))
+    chosen = torch.tensor([3, 4, 11])
+    torch.testing.assert_close(model.logits(hidden[chosen]), model.logits(hidden)[chosen])
+
+
+# Initial weights
+
+
+def test_initial_weights_depend_on_the_seed_alone() -> None:
+    a, b, c = (Decoder(SMALL) for _ in range(3))
+    init_weights(a, 1)
+    torch.manual_seed(99)
+    init_weights(b, 1)
+    init_weights(c, 2)
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+    assert not torch.equal(a.model.embed_tokens.weight, c.model.embed_tokens.weight)
+
+
+def test_initial_weights_have_the_documented_spread() -> None:
+    config = DecoderConfig(
+        family="qwen2",
+        vocab_size=500,
+        width=64,
+        layers=8,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        mlp=128,
+        max_positions=8,
+        qkv_bias=True,
+    )
+    model = Decoder(config)
+    init_weights(model, 0)
+    for name, p in model.named_parameters():
+        if p.dim() == 2:
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            assert p.std().item() == pytest.approx(0.02 / 4 if residual else 0.02, rel=0.1)
+        else:
+            assert torch.equal(p, torch.full_like(p, 0.0 if name.endswith("bias") else 1.0))
