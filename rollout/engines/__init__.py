@@ -1,1 +1,27 @@
-"""Engines behind one Protocol."""
+"""Engines behind one Protocol; the key is the tag of the engine's settings."""
+
+from collections.abc import Callable
+from typing import Any
+
+from areal_q.config.run import EngineConfig
+from rollout.engines.base import Engine
+
+
+def _torch(config: Any) -> Engine:
+    from rollout.engines.torch_engine import torch_engine
+
+    return torch_engine(config)
+
+
+def _scripted(config: Any) -> Engine:
+    from rollout.engines.scripted import scripted_engine
+
+    return scripted_engine(config)
+
+
+ENGINES: dict[str, Callable[[Any], Engine]] = {"torch": _torch, "scripted": _scripted}
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Needs no running event loop; `await engine.start()` before the first request."""
+    return ENGINES[type(config).__struct_config__.tag](config)  # type: ignore[index]

@@ -19,7 +19,8 @@ class Capabilities(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """`num_samples` responses to one prompt; the prompt is computed once. Response i draws with `seed + i`."""
+    """`num_samples` responses to one prompt; the prompt is computed once. Response i draws with
+    `seed + i`."""
 
     prompt_ids: np.ndarray
     """int32 [P]"""
@@ -34,7 +35,8 @@ class Completion(Struct, frozen=True, kw_only=True):
     response_ids: np.ndarray
     """int32 [T]"""
     logprobs: np.ndarray
-    """float32 [T] nats, of the distribution that drew the token: after temperature, top-k and top-p"""
+    """float32 [T] nats, of the distribution that drew the token: after temperature, top-k and
+    top-p"""
     spans: list[VersionSpan]
     finish_reason: Literal["stop", "length"]
 

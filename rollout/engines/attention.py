@@ -1,0 +1,111 @@
+"""Attention over a slotted KV cache: one query per row (decoding), or whole prompts (prefill).
+
+The cache is one tensor [layers, 2, slots, kv_heads, max_len, head_dim]; row r of the batch owns
+slot r, and the first `rows` slots are the ones in use, so that attention reads them in place.
+Notation: R decoding rows, N prompts padded to P tokens, L cached positions looked at.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from areal_q.models.config import DecoderConfig
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [T, heads, head_dim], k and v [T, kv_heads, head_dim]) → [T, heads · head_dim]"""
+
+_LENGTH_STEP = 64
+
+
+class KVCache:
+    def __init__(self, config: DecoderConfig, device: str) -> None:
+        self.config = config
+        # Zeros, not garbage: a masked position has weight 0, and 0 · NaN would be NaN.
+        shape = (config.layers, 2, 0, config.kv_heads, 0, config.head_dim)
+        self.data = torch.zeros(shape, device=device)
+
+    def reserve(self, slots: int, length: int) -> None:
+        """Room for `slots` slots of `length` positions; what is cached stays."""
+        length = min(-(-length // _LENGTH_STEP) * _LENGTH_STEP, self.config.max_positions)
+        self.data = grown(self.data, {2: slots, 4: length})
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copies slots `sources` int64 onto slots `targets`, their first `length` positions."""
+        used = self.data[..., :length, :]
+        used[:, :, targets] = used[:, :, sources]
+
+    def clear(self, slots: Tensor) -> None:
+        self.data[:, :, slots] = 0.0
+
+
+class Decode:
+    """Each of R rows attends to its own slot, to `positions` int64 [R] included; `length` = L."""
+
+    def __init__(self, cache: KVCache, positions: Tensor, length: int) -> None:
+        self.cache, self.length, self.rows = cache, length, positions.shape[0]
+        kv_heads, capacity = cache.data.shape[3], cache.data.shape[4]
+        per_head = positions.repeat_interleave(kv_heads)
+        heads = torch.arange(per_head.shape[0], device=positions.device)
+        self.write_at = heads * capacity + per_head
+        ahead = torch.arange(length, device=positions.device) > per_head.view(-1, 1, 1)
+        self.mask = torch.zeros(ahead.shape, device=positions.device).masked_fill_(
+            ahead, -torch.inf
+        )
+        self.scale = cache.config.head_dim**-0.5
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kv_heads, capacity, dim = self.cache.data.shape[3:]
+        keys, values = self.cache.data[layer]
+        keys.view(-1, dim).index_copy_(0, self.write_at, k.reshape(-1, dim))
+        values.view(-1, dim).index_copy_(0, self.write_at, v.reshape(-1, dim))
+        batch = self.rows * kv_heads
+        keys = keys.view(-1, capacity, dim)[:batch, : self.length]
+        values = values.view(-1, capacity, dim)[:batch, : self.length]
+        # The query heads of one kv head are the rows of one small matrix product.
+        scores = torch.baddbmm(
+            self.mask, q.reshape(batch, -1, dim), keys.transpose(1, 2), alpha=self.scale
+        )
+        return torch.bmm(scores.softmax(-1), values).view(self.rows, -1)
+
+
+class Prefill:
+    """N right-padded prompts attend causally; prompt `source[j]` is cached in slot `first + j`.
+
+    Padding needs no mask: it comes after every real token, and what it leaves in the cache lies
+    beyond the row's length until decoding overwrites it.
+    """
+
+    def __init__(self, cache: KVCache, first: int, source: Tensor, prompts: int) -> None:
+        self.cache, self.source, self.prompts = cache, source, prompts
+        self.slots = slice(first, first + source.shape[0])
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.view(self.prompts, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        length = q.shape[2]
+        for cached, new in zip(self.cache.data[layer], (k, v), strict=True):
+            cached[self.slots, :, :length] = new[self.source]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).reshape(self.prompts * length, -1)
+
+
+def both(decode: Decode, prefill: Prefill) -> Attend:
+    """One forward for the decoding rows followed by the prompts' tokens."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n = decode.rows
+        return torch.cat((decode(layer, q[:n], k[:n], v[:n]), prefill(layer, q[n:], k[n:], v[n:])))
+
+    return attend
+
+
+def grown(old: Tensor, sizes: dict[int, int], fill: float = 0) -> Tensor:
+    """`old`, or a copy that is at least `sizes[dim]` long in each of these dims, filled with
+    `fill`."""
+    shape = [max(n, sizes.get(dim, 0)) for dim, n in enumerate(old.shape)]
+    if shape == list(old.shape):
+        return old
+    new = old.new_full(shape, fill) if fill else old.new_zeros(shape)
+    new[tuple(slice(n) for n in old.shape)] = old
+    return new

@@ -1,0 +1,90 @@
+"""What the torch engine knows of each response in flight: prompt, tokens so far, budget, settings."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_q.config import Sampling
+from rollout.engines.attention import grown
+from rollout.engines.base import Request
+from rollout.engines.sampler import seed_keys
+
+
+class Rows:
+    """The state of the rows, as tensors whose first dimension is the slot."""
+
+    def __init__(self, device: str) -> None:
+        def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.device = device
+        self.ids = empty(0, 0)
+        """int64 [slots, max_len]: prompt and response so far"""
+        self.logprobs = empty(0, 0, dtype=torch.float32)
+        """float32 [slots, max_len], beside `ids`; meaningless over the prompt"""
+        self.length = empty(0)
+        """int64 [slots]: tokens in `ids`; all but the last have keys and values in the cache"""
+        self.end = empty(0)
+        """int64 [slots]: length at which the row's budget is spent"""
+        self.keys = empty(0)
+        """int64 [slots]: the row's stream of random numbers"""
+        self.stops = empty(0, 1)
+        """int64 [slots, S]: ids that end the response, padded with -1"""
+        self.temperature = empty(0, dtype=torch.float32)
+        self.top_k = empty(0)
+        self.top_p = empty(0, dtype=torch.float32)
+
+    def reserve(self, slots: int, length: int) -> None:
+        for name, tensor in vars(self).items():
+            if isinstance(tensor, Tensor):
+                wide = {1: length} if name in ("ids", "logprobs") else {}
+                setattr(self, name, grown(tensor, {0: slots, **wide}, -1 if name == "stops" else 0))
+
+    def fill(self, end: int, requests: list[Request]) -> None:
+        """Sets up the rows of `requests`, the last of which ends at row `end`."""
+        copies = torch.tensor([r.num_samples for r in requests])
+        rows = slice(end - int(copies.sum()), end)
+        widest = max(len(r.stop_ids) for r in requests)
+        self.stops = grown(self.stops, {1: widest}, -1)
+        width = max(len(r.prompt_ids) for r in requests)
+        prompts = np.zeros((len(requests), width), np.int64)
+        stops = np.full((len(requests), self.stops.shape[1]), -1)
+        for i, request in enumerate(requests):
+            prompts[i, : len(request.prompt_ids)] = request.prompt_ids
+            stops[i, : len(request.stop_ids)] = list(request.stop_ids)
+
+        def spread(values: object) -> Tensor:
+            return torch.as_tensor(values).repeat_interleave(copies, 0).to(self.device)
+
+        lengths = np.array([len(r.prompt_ids) for r in requests])
+        sampling: list[Sampling] = [r.sampling for r in requests]
+        self.ids[rows, :width] = spread(prompts)
+        self.stops[rows] = spread(stops)
+        self.length[rows] = spread(lengths)
+        self.end[rows] = spread(lengths + np.array([s.max_tokens for s in sampling]))
+        self.temperature[rows] = spread([s.temperature for s in sampling]).float()
+        self.top_k[rows] = spread([s.top_k for s in sampling])
+        self.top_p[rows] = spread([s.top_p for s in sampling]).float()
+        seeds = [r.seed + i for r in requests for i in range(r.num_samples)]
+        self.keys[rows] = seed_keys(seeds).to(self.device)
+
+    def append(self, rows: int, tokens: Tensor, logprobs: Tensor) -> Tensor:
+        """Adds one token to each of the first `rows` rows; bool [rows]: which are done."""
+        length = self.length[:rows]
+        at = length.unsqueeze(1)
+        self.ids[:rows].scatter_(1, at, tokens.unsqueeze(1))
+        self.logprobs[:rows].scatter_(1, at, logprobs.unsqueeze(1))
+        length += 1
+        stopped = (tokens.unsqueeze(1) == self.stops[:rows]).any(1)
+        return stopped.logical_or_(length >= self.end[:rows])
+
+    def read(self, slots: list[int]) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """(ids, logprobs, lengths) of these slots, on the host."""
+        at = torch.tensor(slots, device=self.device)
+        ids, logprobs = self.ids[at].cpu().numpy(), self.logprobs[at].cpu().numpy()
+        return ids, logprobs, self.length[at].tolist()
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        for tensor in vars(self).values():
+            if isinstance(tensor, Tensor):
+                tensor[targets] = tensor[sources]

@@ -1,0 +1,166 @@
+"""An engine with no model: it answers from a formula, at a set pace, with honest log-probs.
+
+For tests of everything around engines and as the floor of benchmarks. Its distribution: at each
+position the formula's token has probability `certainty(version)`, every other token of the
+vocabulary an equal share of the rest. Draws are seeded as in the torch engine, so the same seed and
+version give the same response.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from areal_q.config import ScriptedEngine
+from areal_q.errors import RecordError, WeightVersionError
+from areal_q.messages import Manifest
+from areal_q.quant import FORMATS
+from areal_q.weights import WeightVersion
+from rollout.engines.base import Capabilities, Completion, Request
+from rollout.engines.loop import EngineLoop, Job, VersionLog
+from rollout.engines.sampler import seed_keys, uniform
+
+Answer = Callable[[Sequence[int]], Sequence[int]]
+"""Prompt ids → the ids that the script means to say, a stop id included"""
+
+
+def reverse(prompt: Sequence[int]) -> Sequence[int]:
+    return prompt[::-1]
+
+
+def rising(version: int) -> float:
+    """Probability of the scripted token: 1/2 at version 0, 2/3 at 1, towards 1."""
+    return 1 - 1 / (version + 2)
+
+
+def scripted_engine(
+    config: ScriptedEngine,
+    answer: Answer = reverse,
+    certainty: Callable[[int], float] = rising,
+    vocab_size: int = 64,
+) -> EngineLoop:
+    """`vocab_size` is that of the weights' manifest once there is one with a `vocab_size`."""
+    return EngineLoop(ScriptedStepper(config, answer, certainty, vocab_size))
+
+
+@dataclass(eq=False)
+class Response:
+    job: Job
+    index: int
+    script: Sequence[int]
+    u: np.ndarray
+    """float64 [max_tokens], two numbers in one: right or wrong, and which wrong token"""
+    ids: list[int]
+    logprobs: list[float]
+
+
+class ScriptedStepper:
+    name = "scripted"
+    capabilities = Capabilities(formats=frozenset(FORMATS), kv_on_update=frozenset({"keep"}))
+    slots = 4096
+
+    def __init__(
+        self,
+        config: ScriptedEngine,
+        answer: Answer,
+        certainty: Callable[[int], float],
+        vocab_size: int,
+    ) -> None:
+        self.tokens_per_s = config.tokens_per_s
+        self.answer, self.certainty, self.vocab_size = answer, certainty, vocab_size
+        self.max_positions = math.inf
+        self.version = -1
+        self.waiting: deque[Job] = deque()
+        self.responses: list[Response] = []
+        self.steps = 0
+        self.versions = VersionLog()
+
+    @property
+    def active(self) -> int:
+        return len(self.responses)
+
+    def check(self, request: Request) -> None:
+        total = len(request.prompt_ids) + request.sampling.max_tokens
+        if total > self.max_positions:
+            raise RecordError(
+                f"{total} tokens exceed the model's max_positions = {self.max_positions}"
+            )
+        if request.num_samples > self.slots:
+            raise RecordError(f"{request.num_samples} responses exceed {self.slots} slots")
+
+    def prepare(self, weights: WeightVersion) -> Manifest:
+        if weights.manifest.format not in FORMATS:
+            raise WeightVersionError(f"format {weights.manifest.format!r} is unknown")
+        return weights.manifest
+
+    def swap(self, prepared: Manifest) -> None:
+        self.version = prepared.version
+        self.vocab_size = prepared.model.get("vocab_size", self.vocab_size)
+        self.max_positions = prepared.model.get("max_position_embeddings", self.max_positions)
+        self.versions.swapped(self.steps, prepared)
+
+    def step(self) -> int:
+        self._admit()
+        certainty = self.certainty(self.version)
+        running, self.responses = self.responses, []
+        for r in running:
+            token, logprob = self._draw(r, certainty)
+            r.ids.append(token)
+            r.logprobs.append(logprob)
+        self.steps += 1
+        for r in running:
+            if r.job.on_token:
+                r.job.on_token(r.index, r.ids[-1], r.logprobs[-1])
+            if not self._ended(r):
+                self.responses.append(r)
+        self.versions.forget_before(
+            min((r.job.started for r in self.responses), default=self.steps)
+        )
+        return len(running)
+
+    def drop(self, job: Job) -> None:
+        if job in self.waiting:
+            self.waiting.remove(job)
+        self.responses = [r for r in self.responses if r.job is not job]
+
+    def _admit(self) -> None:
+        while self.waiting:
+            request = self.waiting[0].request
+            if self.active + request.num_samples > self.slots:
+                break
+            job = self.waiting.popleft()
+            job.started = self.steps
+            script = [int(i) for i in self.answer([int(i) for i in request.prompt_ids])]
+            keys = seed_keys([request.seed + i for i in range(request.num_samples)])
+            for index, key in enumerate(keys):
+                u = uniform(key, torch.arange(request.sampling.max_tokens)).numpy()
+                self.responses.append(Response(job, index, script, u, [], []))
+
+    def _draw(self, r: Response, certainty: float) -> tuple[int, float]:
+        """The scripted token where u < certainty, else one of the others by what is left of u."""
+        at = len(r.ids)
+        scripted = r.script[at] if at < len(r.script) else min(r.job.request.stop_ids, default=0)
+        if r.job.request.sampling.temperature == 0:
+            return scripted, 0.0
+        u, others = float(r.u[at]), self.vocab_size - 1
+        if u < certainty:
+            return scripted, math.log(certainty)
+        rest = min(int((u - certainty) / (1 - certainty) * others), others - 1)
+        return rest + (rest >= scripted), math.log((1 - certainty) / others)
+
+    def _ended(self, r: Response) -> bool:
+        request, tokens = r.job.request, len(r.ids)
+        stopped = r.ids[-1] in request.stop_ids
+        if not stopped and tokens < request.sampling.max_tokens:
+            return False
+        completion = Completion(
+            response_ids=np.array(r.ids, np.int32),
+            logprobs=np.array(r.logprobs, np.float32),
+            spans=self.versions.spans(r.job.started, tokens),
+            finish_reason="stop" if stopped else "length",
+        )
+        r.job.complete(r.index, completion)
+        return True

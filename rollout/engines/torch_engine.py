@@ -1,0 +1,241 @@
+"""The reference engine: continuous batching over a slotted KV cache, on a CPU or one GPU.
+
+A step is one forward over [last tokens of the R rows | the prompts just admitted], one draw, one
+transfer to the host (which rows are done). Rows 0 … R-1 own slots 0 … R-1; when some finish, the
+last rows move into their places. A prompt is computed once, its keys and values are copied to the
+slots of its group. Everything a row needs is in tensors, so the work in Python does not grow with
+the number of rows.
+"""
+
+import math
+from collections import deque
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_q.config import TorchEngine
+from areal_q.errors import RecordError, WeightVersionError
+from areal_q.quant import FORMATS
+from areal_q.weights import WeightVersion
+from rollout.engines.attention import Decode, KVCache, Prefill, both
+from rollout.engines.base import Capabilities, Completion, Request
+from rollout.engines.loop import EngineLoop, Job, VersionLog
+from rollout.engines.rows import Rows
+from rollout.engines.sampler import draw, draw_alike, log_distribution, uniform
+from rollout.engines.torch_model import InferenceModel
+
+PREFILL_TOKENS = 8192
+"""Most padded prompt tokens in one forward (a longer prompt goes alone)"""
+
+
+def torch_engine(config: TorchEngine) -> EngineLoop:
+    return EngineLoop(TorchStepper(config))
+
+
+class TorchStepper:
+    name = "torch"
+    capabilities = Capabilities(
+        formats=frozenset(FORMATS), kv_on_update=frozenset({"keep", "recompute"})
+    )
+    tokens_per_s = math.inf
+
+    def __init__(self, config: TorchEngine) -> None:
+        self.config = config
+        self.waiting: deque[Job] = deque()
+        self.steps = 0
+        self.versions = VersionLog()
+        self.model: InferenceModel | None = None
+        self.owners: list[tuple[Job, int]] = []
+        """(job, index in its group) of each row"""
+        self.rows: Rows
+        self.cache: KVCache
+
+    @property
+    def version(self) -> int:
+        return -1 if self.model is None else self.model.manifest.version
+
+    @property
+    def active(self) -> int:
+        return len(self.owners)
+
+    def check(self, request: Request) -> None:
+        assert self.model is not None
+        config, prompt = self.model.config, np.asarray(request.prompt_ids)
+        total = len(prompt) + request.sampling.max_tokens
+        if total > config.max_positions:
+            raise RecordError(
+                f"a prompt of {len(prompt)} tokens and max_tokens = {request.sampling.max_tokens} "
+                f"exceed the model's max_positions = {config.max_positions}"
+            )
+        if prompt.min() < 0 or prompt.max() >= config.vocab_size:
+            raise RecordError(f"a prompt token is outside the vocabulary of {config.vocab_size}")
+        if request.num_samples > self.config.slots:
+            raise RecordError(
+                f"{request.num_samples} responses at once exceed the engine's {self.config.slots} slots"
+            )
+
+    def prepare(self, weights: WeightVersion) -> InferenceModel:
+        model = InferenceModel(weights, self.config.device)
+        if self.model is not None and model.config != self.model.config:
+            raise WeightVersionError(f"version {model.manifest.version} is of another model")
+        return model
+
+    @torch.inference_mode()
+    def swap(self, prepared: InferenceModel) -> None:
+        model = prepared
+        if self.model is None:
+            self.cache = KVCache(model.config, self.config.device)
+            self.rows = Rows(self.config.device)
+        self.model = model
+        self.versions.swapped(self.steps, model.manifest)
+        if self.config.kv_on_update == "recompute":
+            self._recompute(model)
+
+    @torch.inference_mode()
+    def step(self) -> int:
+        model, old = self.model, self.active
+        assert model is not None
+        jobs = self._admit()
+        new = self.active
+        if not new:
+            return 0
+        logits = self._forward(model, old, jobs)
+        tokens, logprobs = self._draw(logits)
+        done = self.rows.append(new, tokens, logprobs)
+        self.steps += 1
+        self._report(tokens, logprobs)
+        finished = done.nonzero().flatten().tolist()
+        if finished:
+            self._finish(finished)
+        return new
+
+    def drop(self, job: Job) -> None:
+        if job in self.waiting:
+            self.waiting.remove(job)
+        slots = [slot for slot, (owner, _) in enumerate(self.owners) if owner is job]
+        if slots:
+            with torch.inference_mode():
+                self._free(slots)
+
+    def _admit(self) -> list[Job]:
+        """Jobs that now have rows, first come first served, whole groups, one forward's worth."""
+        jobs: list[Job] = []
+        longest = 0
+        while self.waiting:
+            request = self.waiting[0].request
+            longest = max(longest, len(request.prompt_ids))
+            full = self.active + request.num_samples > self.config.slots
+            if full or (jobs and longest * (len(jobs) + 1) > PREFILL_TOKENS):
+                break
+            job = self.waiting.popleft()
+            job.started = self.steps
+            jobs.append(job)
+            self.owners += [(job, index) for index in range(request.num_samples)]
+        if jobs:
+            # Slots double, so that a steady trickle of requests does not copy the cache each time.
+            room = min(self.config.slots, max(16, 1 << (self.active - 1).bit_length()))
+            ends = [len(j.request.prompt_ids) + j.request.sampling.max_tokens for j in jobs]
+            self.rows.reserve(room, max(ends))
+            self.cache.reserve(room, max(ends))
+            self.rows.fill(self.active, [job.request for job in jobs])
+        return jobs
+
+    def _forward(self, model: InferenceModel, old: int, jobs: list[Job]) -> Tensor:
+        """Logits [R, V] of every row's next token; `jobs` own the rows from `old` on."""
+        positions = self.rows.length[:old] - 1
+        tokens = self.rows.ids[:old].gather(1, positions.unsqueeze(1)).squeeze(1)
+        decode = Decode(self.cache, positions, self._longest(old)) if old else None
+        if not jobs:
+            assert decode is not None
+            return model.logits(model.forward(tokens, positions, decode))
+        copies = torch.tensor([job.request.num_samples for job in jobs])
+        source = torch.arange(len(jobs)).repeat_interleave(copies).to(self.config.device)
+        lengths = [len(job.request.prompt_ids) for job in jobs]
+        width, firsts = max(lengths), copies.cumsum(0) - copies + old
+        prompts = self.rows.ids[firsts.to(self.config.device), :width]
+        prefill = Prefill(self.cache, old, source, len(jobs))
+        hidden = model.forward(
+            torch.cat((tokens, prompts.flatten())),
+            torch.cat((positions, torch.arange(width, device=positions.device).repeat(len(jobs)))),
+            both(decode, prefill) if decode else prefill,
+        )
+        last = [old + i * width + length - 1 for i, length in enumerate(lengths)]
+        logits = model.logits(hidden[[*range(old), *last]])
+        return torch.cat((logits[:old], logits[old:][source]))
+
+    def _longest(self, rows: int) -> int:
+        """Most tokens that any of the first `rows` rows has: known without asking the device."""
+        return max(
+            len(job.request.prompt_ids) + self.steps - job.started for job, _ in self.owners[:rows]
+        )
+
+    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        rows, n = self.rows, len(logits)
+        u = uniform(rows.keys[:n], rows.length[:n])
+        settings = {job.request.sampling for job, _ in self.owners}
+        first = next(iter(settings))
+        if len(settings) == 1 and first.top_p == 1 and first.top_k == 0:
+            return draw_alike(logits, first, u)
+        return draw(
+            log_distribution(logits, rows.temperature[:n], rows.top_k[:n], rows.top_p[:n]), u
+        )
+
+    def _report(self, tokens: Tensor, logprobs: Tensor) -> None:
+        listeners = [(r, job, i) for r, (job, i) in enumerate(self.owners) if job.on_token]
+        if listeners:
+            token_list, logprob_list = tokens.tolist(), logprobs.tolist()
+            for row, job, index in listeners:
+                assert job.on_token is not None
+                job.on_token(index, token_list[row], logprob_list[row])
+
+    def _finish(self, slots: list[int]) -> None:
+        ids, logprobs, lengths = self.rows.read(slots)
+        for slot, row_ids, row_logprobs, length in zip(slots, ids, logprobs, lengths, strict=True):
+            job, index = self.owners[slot]
+            start = len(job.request.prompt_ids)
+            response = row_ids[start:length].astype(np.int32)
+            completion = Completion(
+                response_ids=response,
+                logprobs=row_logprobs[start:length].copy(),
+                spans=self.versions.spans(job.started, len(response)),
+                finish_reason="stop" if int(response[-1]) in job.request.stop_ids else "length",
+            )
+            if np.isfinite(completion.logprobs).all():
+                job.complete(index, completion)
+            else:
+                # NaN in a cached value would outlive the row: 0 · NaN is NaN for the slot's next owner.
+                self.cache.clear(torch.tensor([slot]))
+                job.fail(RecordError(f"version {self.version}: a log-prob is not finite"))
+        self._free(slots)
+
+    def _free(self, slots: list[int]) -> None:
+        """Rows `slots` (ascending) end; the last rows move into their places."""
+        length = self._longest(self.active)
+        remaining = self.active - len(slots)
+        gone = set(slots)
+        targets = [slot for slot in slots if slot < remaining]
+        sources = [slot for slot in range(remaining, self.active) if slot not in gone]
+        for source, target in zip(sources, targets, strict=True):
+            self.owners[target] = self.owners[source]
+        del self.owners[remaining:]
+        if targets:
+            device = self.config.device
+            to, frm = torch.tensor(targets, device=device), torch.tensor(sources, device=device)
+            self.cache.move(frm, to, length)
+            self.rows.move(frm, to)
+        oldest = min((job.started for job, _ in self.owners), default=self.steps)
+        self.versions.forget_before(oldest)
+
+    def _recompute(self, model: InferenceModel) -> None:
+        """Rebuilds the keys and values of all rows with the new weights."""
+        if not self.active:
+            return
+        width = self._longest(self.active) - 1
+        rows = max(1, PREFILL_TOKENS // width)
+        for first in range(0, self.active, rows):
+            count = min(rows, self.active - first)
+            tokens = self.rows.ids[first : first + count, :width].flatten()
+            positions = torch.arange(width, device=tokens.device).repeat(count)
+            source = torch.arange(count, device=tokens.device)
+            model.forward(tokens, positions, Prefill(self.cache, first, source, count))

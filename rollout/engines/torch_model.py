@@ -1,0 +1,115 @@
+"""The inference forward, run straight from a published version's tensors: no module, no autograd.
+
+q, k and v are one GEMM, so are gate and up; the quantized linears run as their format says
+(areal_q/quant/linear.py) and everything else in float32. Notation: T tokens, D width.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from areal_q.errors import WeightVersionError
+from areal_q.models.config import DecoderConfig
+from areal_q.models.rope import apply_rope, rope_tables
+from areal_q.quant import FORMATS
+from areal_q.quant.linear import Linear
+from areal_q.quant.plan import parts_of
+from areal_q.weights import WeightVersion
+from rollout.engines.attention import Attend
+
+
+@dataclass(frozen=True)
+class Layer:
+    input_norm: Tensor
+    """[D]"""
+    qkv: Linear
+    qkv_bias: Tensor | None
+    head_norm: Tensor | None
+    """[heads + kv_heads, head_dim]: Qwen3's weights for the norms of q's and k's heads"""
+    o: Linear
+    post_norm: Tensor
+    """[D]"""
+    gate_up: Linear
+    down: Linear
+
+
+class InferenceModel:
+    """Raises WeightVersionError when `weights` lack a tensor or are of an unknown format."""
+
+    def __init__(self, weights: WeightVersion, device: str = "cpu") -> None:
+        manifest = weights.manifest
+        if manifest.format not in FORMATS:
+            raise WeightVersionError(
+                f"version {manifest.version}: format {manifest.format!r} is none of {', '.join(FORMATS)}"
+            )
+        self.manifest = manifest
+        self.config = DecoderConfig.from_hf(manifest.model)
+        self.device = device
+        tensors = {name: tensor.to(device) for name, tensor in weights.tensors.items()}
+        try:
+            self.embedding = tensors["model.embed_tokens.weight"].float()
+            self.norm = tensors["model.norm.weight"].float()
+            tied = self.config.tied or "lm_head.weight" not in tensors
+            self.head = self.embedding if tied else tensors["lm_head.weight"].float()
+            self.layers = [self._layer(tensors, i) for i in range(self.config.layers)]
+        except KeyError as error:
+            raise WeightVersionError(f"version {manifest.version}: no tensor {error}") from error
+        self.cos, self.sin = rope_tables(self.config, device=device)
+
+    def _layer(self, tensors: Mapping[str, Tensor], index: int) -> Layer:
+        layer = f"model.layers.{index}"
+        format = self.manifest.format
+
+        def linear(*names: str) -> Linear:
+            return FORMATS[format].linear(
+                [parts_of(tensors, f"{layer}.{name}", format) for name in names]
+            )
+
+        qkv = [f"self_attn.{x}_proj" for x in "qkv"]
+        head_norm = bias = None
+        if self.config.qk_norm:
+            q_norm = tensors[f"{layer}.self_attn.q_norm.weight"].float()
+            k_norm = tensors[f"{layer}.self_attn.k_norm.weight"].float()
+            head_norm = torch.cat(
+                (q_norm.expand(self.config.heads, -1), k_norm.expand(self.config.kv_heads, -1))
+            )
+        if self.config.qkv_bias:
+            bias = torch.cat([tensors[f"{layer}.{name}.bias"] for name in qkv]).float()
+        return Layer(
+            input_norm=tensors[f"{layer}.input_layernorm.weight"].float(),
+            qkv=linear(*qkv),
+            qkv_bias=bias,
+            head_norm=head_norm,
+            o=linear("self_attn.o_proj"),
+            post_norm=tensors[f"{layer}.post_attention_layernorm.weight"].float(),
+            gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
+            down=linear("mlp.down_proj"),
+        )
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Last hidden states float32 [T, D] of `tokens` int64 [T] at `positions` int64 [T]."""
+        c = self.config
+        cos, sin = self.cos[positions], self.sin[positions]
+        x = F.embedding(tokens, self.embedding)
+        for index, layer in enumerate(self.layers):
+            qkv = layer.qkv(self._rms(x, layer.input_norm), layer.qkv_bias)
+            qkv = qkv.view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
+            qk, v = qkv[:, : -c.kv_heads], qkv[:, -c.kv_heads :]
+            if layer.head_norm is not None:
+                qk = F.rms_norm(qk, (c.head_dim,), eps=c.norm_eps).mul_(layer.head_norm)
+            qk = apply_rope(qk, cos, sin)
+            mixed = attend(index, qk[:, : c.heads], qk[:, c.heads :], v)
+            x = layer.o(mixed, x)
+            gate_up = layer.gate_up(self._rms(x, layer.post_norm))
+            x = layer.down(F.silu(gate_up[:, : c.mlp]).mul_(gate_up[:, c.mlp :]), x)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [R, V] of hidden states [R, D]."""
+        return F.linear(self._rms(hidden, self.norm), self.head)
+
+    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.config.width,), weight, self.config.norm_eps)

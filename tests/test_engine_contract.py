@@ -1,0 +1,322 @@
+"""What every engine promises, on the scripted and the torch engine alike."""
+
+import asyncio
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from areal_q.config import Sampling, ScriptedEngine, TorchEngine
+from areal_q.errors import RecordError, WeightVersionError
+from areal_q.quant import quantize_state
+from areal_q.weights import pack
+from rollout.engines import build_engine
+from rollout.engines.base import Request
+
+VOCAB, POSITIONS = 32, 128
+CONFIGS = {
+    "torch": TorchEngine(slots=64),
+    "scripted": ScriptedEngine(tokens_per_s=1e6),
+}
+
+
+@pytest.fixture(scope="module")
+def published():
+    """`published(v)`: a version v, all with different weights."""
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=POSITIONS,
+        initializer_range=0.3,
+    )
+
+    def make(version, format="int8", **changes):
+        torch.manual_seed(version)
+        model = Qwen3ForCausalLM(config)
+        return pack(
+            quantize_state(model.state_dict(), format),
+            run="r",
+            epoch="e",
+            version=version,
+            format=format,
+            uaq_scale=1.0,
+            model=config.to_dict() | changes,
+            published_s=0.0,
+        )
+
+    return make
+
+
+@pytest.fixture(params=list(CONFIGS))
+def with_engine(request, published):
+    """Runs `body(engine)` on a started engine that has version 0 (or none), and closes it."""
+
+    def run(body, weights=True):
+        async def main():
+            engine = build_engine(CONFIGS[request.param])
+            await engine.start()
+            if weights:
+                await engine.load_weights(published(0))
+            try:
+                return await asyncio.wait_for(body(engine), 30)
+            finally:
+                await engine.close()
+
+        return asyncio.run(main())
+
+    return run
+
+
+def ask(seed=0, samples=2, max_tokens=12, prompt=(3, 1, 2), stop=(), **sampling):
+    return Request(
+        prompt_ids=np.array(prompt, np.int32),
+        num_samples=samples,
+        sampling=Sampling(max_tokens=max_tokens, **sampling),
+        seed=seed,
+        stop_ids=frozenset(stop),
+    )
+
+
+def check(request, completions):
+    assert len(completions) == request.num_samples
+    for c in completions:
+        tokens = len(c.response_ids)
+        assert c.response_ids.dtype == np.int32 and c.logprobs.dtype == np.float32
+        assert 1 <= tokens <= request.sampling.max_tokens and len(c.logprobs) == tokens
+        assert sum(s.tokens for s in c.spans) == tokens and all(s.tokens > 0 for s in c.spans)
+        assert np.isfinite(c.logprobs).all() and (c.logprobs <= 1e-6).all()
+        stops = [i for i, token in enumerate(c.response_ids.tolist()) if token in request.stop_ids]
+        if c.finish_reason == "stop":
+            assert stops == [tokens - 1]
+        else:
+            assert stops == [] and tokens == request.sampling.max_tokens
+
+
+def test_a_response_ends_with_the_first_stop_token_or_at_its_budget(with_engine):
+    async def body(engine):
+        requests = [ask(seed, 4, 1 + seed, stop=(1, 2, 3)) for seed in range(12)]
+        for request, done in zip(
+            requests, await asyncio.gather(*map(engine.generate, requests)), strict=True
+        ):
+            check(request, done)
+            reasons.update(c.finish_reason for c in done)
+        assert engine.active == 0
+
+    reasons = set()
+    with_engine(body)
+    assert reasons == {"stop", "length"}
+
+
+def test_the_same_seed_and_weights_give_the_same_tokens_in_any_company(with_engine):
+    async def body(engine):
+        alone = await engine.generate(ask(7, 3))
+        crowd = [ask(100 + i, 4, prompt=(i % 5, 2, 9)) for i in range(10)]
+        results = await asyncio.gather(*map(engine.generate, [*crowd, ask(7, 3)]))
+        for a, b in zip(alone, results[-1], strict=True):
+            assert a.response_ids.tolist() == b.response_ids.tolist()
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+        return alone
+
+    alone = with_engine(body)
+    assert len({tuple(c.response_ids) for c in alone}) == 3
+
+
+def test_response_i_draws_with_seed_plus_i(with_engine):
+    async def body(engine):
+        group = await engine.generate(ask(50, 4))
+        single = await engine.generate(ask(52, 1))
+        assert group[2].response_ids.tolist() == single[0].response_ids.tolist()
+
+    with_engine(body)
+
+
+def test_other_weights_give_other_log_probs(with_engine, published):
+    async def body(engine):
+        before = await engine.generate(ask(1))
+        await engine.load_weights(published(1))
+        after = await engine.generate(ask(1))
+        assert not np.array_equal(before[0].logprobs, after[0].logprobs)
+
+    with_engine(body)
+
+
+def test_tokens_are_stamped_with_the_version_that_drew_them(with_engine, published):
+    """A swap asked for when the third token is out shows in the spans exactly where it took effect."""
+
+    async def body(engine):
+        swaps, drawn_with = [], []
+
+        def on_token(index, token, logprob):
+            drawn_with.append(engine.version)
+            if len(drawn_with) in (3, 40):
+                weights = published(len(swaps) + 1)
+                swaps.append(asyncio.ensure_future(engine.load_weights(weights)))
+
+        request = ask(samples=1, max_tokens=120)
+        (done,) = await engine.generate(request, on_token)
+        check(request, [done])
+        assert [v for s in done.spans for v in [s.version] * s.tokens] == drawn_with
+        assert [s.version for s in done.spans] == [0, 1, 2]
+        assert [s.digest for s in done.spans] == [published(v).manifest.digest for v in range(3)]
+        assert all(pause >= 0 for pause in await asyncio.gather(*swaps))
+
+    with_engine(body)
+
+
+def test_a_response_that_starts_after_a_swap_holds_only_the_new_version(with_engine, published):
+    async def body(engine):
+        for version in (1, 2):
+            await engine.load_weights(published(version))
+        (done,) = await engine.generate(ask(samples=1))
+        assert [(s.version, s.tokens) for s in done.spans] == [(2, 12)]
+
+    with_engine(body)
+
+
+def test_requests_wait_for_the_first_weights(with_engine, published):
+    async def body(engine):
+        assert engine.version == -1
+        waiting = asyncio.ensure_future(engine.generate(ask()))
+        too_long = asyncio.ensure_future(engine.generate(ask(max_tokens=POSITIONS)))
+        await asyncio.sleep(0.01)
+        assert not waiting.done() and engine.tokens_drawn == 0
+        await engine.load_weights(published(0))
+        check(ask(), await waiting)
+        with pytest.raises(RecordError, match="max_positions"):
+            await too_long
+
+    with_engine(body, weights=False)
+
+
+def test_requests_that_can_never_be_served_are_refused_by_name(with_engine):
+    async def body(engine):
+        with pytest.raises(RecordError, match="max_positions = 128"):
+            await engine.generate(ask(max_tokens=126))
+        with pytest.raises(RecordError, match="prompt"):
+            await engine.generate(ask(prompt=()))
+        with pytest.raises(RecordError, match="slots"):
+            await engine.generate(ask(samples=5000))
+        check(ask(max_tokens=125), await engine.generate(ask(max_tokens=125)))
+
+    with_engine(body)
+
+
+def test_weights_of_an_unknown_format_are_refused_and_the_old_ones_kept(with_engine, published):
+    async def body(engine):
+        bad = published(3)
+        manifest = type(bad.manifest)(
+            **{f: getattr(bad.manifest, f) for f in bad.manifest.__struct_fields__}
+            | {"format": "int3"}
+        )
+        with pytest.raises(WeightVersionError, match="int3"):
+            await engine.load_weights(type(bad)(manifest, bad.payload, bad.tensors))
+        check(ask(), await engine.generate(ask()))
+        assert engine.version == 0
+
+    with_engine(body)
+
+
+def test_cancelling_a_request_frees_its_slots_and_disturbs_nobody(with_engine):
+    async def body(engine):
+        undisturbed = [await engine.generate(ask(seed, 1, 20)) for seed in range(32)]
+        drawn = 0
+        tasks = [asyncio.ensure_future(engine.generate(ask(s, 1, 20))) for s in range(64)]
+
+        def on_token(index, token, logprob):
+            nonlocal drawn
+            drawn += 1
+            if drawn == 5:
+                for task in tasks[32:]:
+                    task.cancel()
+            if drawn == 8:
+                seen.append(engine.active)
+
+        seen: list[int] = []
+        await engine.generate(ask(1000, 1, 10), on_token)
+        results = await asyncio.gather(*tasks[:32])
+        for seed in range(32):
+            check(ask(seed, 1, 20), results[seed])
+            assert (
+                results[seed][0].response_ids.tolist() == undisturbed[seed][0].response_ids.tolist()
+            )
+        assert all(task.cancelled() for task in tasks[32:])
+        assert engine.active == 0 and seen[0] <= 33
+        check(ask(samples=64), await engine.generate(ask(samples=64)))
+
+    with_engine(body)
+
+
+def test_more_requests_than_slots_are_all_served_in_turn(with_engine):
+    async def body(engine):
+        requests = [ask(i, 1 + i % 8, 1 + i % 20, stop=(5,)) for i in range(100)]
+        results = await asyncio.gather(*map(engine.generate, requests))
+        for request, done in zip(requests, results, strict=True):
+            check(request, done)
+        assert engine.tokens_drawn == sum(len(c.response_ids) for done in results for c in done)
+        assert engine.busy_s > 0
+
+    with_engine(body)
+
+
+def test_callbacks_see_every_token_as_it_is_recorded(with_engine):
+    async def body(engine):
+        heard: dict[int, list[tuple[int, float]]] = {0: [], 1: [], 2: []}
+        done = await engine.generate(
+            ask(3, 3, stop=(4, 5, 6)), lambda i, token, lp: heard[i].append((token, lp))
+        )
+        for index, c in enumerate(done):
+            assert [token for token, _ in heard[index]] == c.response_ids.tolist()
+            np.testing.assert_array_equal(
+                np.array([lp for _, lp in heard[index]], np.float32), c.logprobs
+            )
+
+    with_engine(body)
+
+
+def test_greedy_tokens_are_certain(with_engine):
+    async def body(engine):
+        a, b = await engine.generate(ask(1, 2, temperature=0.0))
+        assert a.response_ids.tolist() == b.response_ids.tolist()
+        assert (a.logprobs == 0).all() and (b.logprobs == 0).all()
+
+    with_engine(body)
+
+
+def test_closing_cancels_what_is_in_flight_and_later_requests_are_refused(with_engine):
+    async def body(engine):
+        task = asyncio.ensure_future(engine.generate(ask(max_tokens=100)))
+        await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(RuntimeError, match="not running"):
+            await engine.generate(ask())
+
+    with_engine(body)
+
+
+def test_versions_may_change_at_every_step(with_engine, published):
+    versions = [published(v) for v in range(1, 9)]
+
+    async def body(engine):
+        async def swap():
+            for weights in versions:
+                await engine.load_weights(weights)
+
+        requests = [ask(i, 4, 100) for i in range(6)]
+        swapping = asyncio.ensure_future(swap())
+        results = await asyncio.gather(*map(engine.generate, requests))
+        await swapping
+        for request, done in zip(requests, results, strict=True):
+            check(request, done)
+            for c in done:
+                assert all(a.version < b.version for a, b in pairwise(c.spans))
+
+    with_engine(body)
