@@ -338,7 +338,7 @@ class WorkerBuffer:
     async def renew(self, claims: list[Claim]) -> list[Claim]:
         lost = []
         for stream, mine in _by_stream(claims).items():
-            gone = await self._script("RENEW", [stream], *mine) or []
+            gone = await self._script("RENEW", [stream], *mine)
             lost += [mine[entry.decode()] for entry in gone]
         self._held -= {(claim.stream, claim.entry) for claim in lost}
         return lost
@@ -373,7 +373,7 @@ class WorkerBuffer:
 
     async def _claim_now(self, count: int) -> list[Claim]:
         idle_ms = round(self.claim_timeout_s * 1000)
-        found = await self._script("CLAIM", self._streams, count, idle_ms) or []
+        found = await self._script("CLAIM", self._streams, count, idle_ms)
         entries = [(self._streams[i - 1], entry.decode(), record) for i, entry, record in found]
         return await self._claims(entries)
 
@@ -426,13 +426,13 @@ class WorkerBuffer:
             await self._on_group(functools.partial(script, [stream], [WORKERS_GROUP, idle_ms]))
 
     async def _script(self, name: str, keys: list[str], *args: Any) -> Any:
-        """Runs a script that acts for this consumer. None when the consumer group was lost."""
+        """Runs a script that acts for this consumer."""
         everything = [WORKERS_GROUP, self._consumer, *args]
         return await self._on_group(functools.partial(self._scripts[name], keys, everything))
 
-    async def _on_group(self, call: Callable[[], Awaitable[T]]) -> T | None:
-        """`call`; if the consumer groups are not there (before the learner, or after a loss of Redis's
-        data), creates them and returns None."""
+    async def _on_group(self, call: Callable[[], Awaitable[T]]) -> T:
+        """`call`; where the consumer groups are missing (before the learner's start, or after Redis lost its
+        data) they are created first."""
         try:
             return await self._call(call)
         except redis.ResponseError as error:
@@ -448,7 +448,7 @@ class WorkerBuffer:
             except redis.ResponseError as error:
                 if "BUSYGROUP" not in str(error):
                     raise
-        return None
+        return await self._call(call)
 
     async def _any(self, command: Callable[..., Any], *args: Any) -> Any:
         return await self._call(functools.partial(command, *args))

@@ -1,0 +1,94 @@
+"""Shared fixtures: one real Redis per session on a unix socket, and records that keep the contract."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+from areal_q.config import Sampling
+from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
+from buffer.server import RedisServer
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A temporary directory whose path leaves room for a unix socket's name (pytest's may not)."""
+    path = Path(tempfile.mkdtemp(prefix="aq-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    path = Path(tempfile.mkdtemp(prefix="aq-"))
+    with RedisServer.start(path / "redis", path / "s") as server:
+        yield server
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    """URL of a real and empty Redis."""
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
+    return redis_server.url
+
+
+@pytest.fixture
+def make_ticket() -> Callable[..., Ticket]:
+    """make_ticket(7, run="run") is ticket 7; any field can be given."""
+
+    def make(number: int = 0, **fields) -> Ticket:
+        defaults = {
+            "run": "run",
+            "step": 0,
+            "prompt": f"{number}+1=",
+            "answer": str(number + 1),
+            "prompt_ids": Array.of([1, 2, 3], "int32"),
+            "group_size": 2,
+            "sampling": Sampling(max_tokens=8),
+            "seed": 1000 + number,
+        }
+        return Ticket(number=number, **(defaults | fields))
+
+    return make
+
+
+@pytest.fixture
+def make_group(make_ticket: Callable[..., Ticket]) -> Callable[..., Group]:
+    """make_group(ticket, worker="w") is a valid answer to it: responses of 2, 3, … tokens, drawn from it by
+    the ticket's seed."""
+
+    def make(ticket: Ticket | None = None, **fields) -> Group:
+        ticket = ticket or make_ticket()
+        rng = np.random.default_rng(ticket.seed)
+
+        def trajectory(index: int) -> Trajectory:
+            tokens = index + 2
+            return Trajectory(
+                index=index,
+                response_ids=Array.of(rng.integers(0, 100, tokens), "int32"),
+                behavior_logprobs=Array.of(-rng.random(tokens), "float32"),
+                loss_mask=Array.of(np.ones(tokens), "uint8"),
+                spans=[VersionSpan(0, 1, "a0"), VersionSpan(1, tokens - 1, "b1")],
+                finish_reason="stop",
+                reward=float(index % 2),
+                reward_parts={"correct": float(index % 2)},
+            )
+
+        defaults = {
+            "ticket": ticket,
+            "worker": "worker-0",
+            "engine": "scripted",
+            "weight_format": "int8",
+            "trajectories": [trajectory(i) for i in range(ticket.group_size)],
+            "started_s": 1.0,
+            "finished_s": 2.5,
+        }
+        return Group(**(defaults | fields))
+
+    return make
