@@ -40,7 +40,7 @@ def _figure(records: list[Record], name: str) -> Any:
     _panel(reward, "reward", "mean of a step")
     _panel(accuracy, "held-out accuracy")
     _panel(lag, "staleness", "versions")
-    _panel(mismatch, "mismatch KL", "nats per token")
+    _panel(mismatch, "mismatch KL", "10⁻³ nats per token")
     _panel(clip, "clipped", "% of tokens")
     _panel(rate, "throughput", "1000 tokens/s")
 
@@ -48,15 +48,15 @@ def _figure(records: list[Record], name: str) -> Any:
     _line(accuracy, evals, "eval/accuracy", GREEN, marker="o")
     _line(lag, steps, "lag/max", ORANGE, "max")
     _line(lag, steps, "lag/mean", BLUE, "mean")
-    _line(mismatch, steps, "mismatch/kl", RED)
+    _line(mismatch, steps, "mismatch/kl", RED, scale=1e3)
     _line(clip, steps, "policy/clip_fraction_up", ORANGE, "above", scale=100)
     _line(clip, steps, "policy/clip_fraction_down", BLUE, "below", scale=100)
     _line(rate, steps, "rollout/tokens_per_s", GREEN, "rollout", scale=1e-3)
     _line(rate, steps, "learner/tokens_per_s", BLUE, "learner", scale=1e-3)
-    for axis in (lag, clip, rate):
+    for axis in (lag, mismatch, clip, rate):
         axis.set_ylim(bottom=0)
     accuracy.set_ylim(0, 1.02)
-    mismatch.ticklabel_format(axis="y", scilimits=(-2, 3))
+    reward.set_xlim(left=0)
 
     for axis in (lag, clip, rate):
         if axis.lines:

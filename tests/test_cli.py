@@ -1,0 +1,134 @@
+"""The `areal-q` command as users have it: the installed executable, its answers and its exit codes."""
+
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import areal_q
+from areal_q.config import load
+
+EXECUTABLE = Path(sysconfig.get_path("scripts")) / "areal-q"
+
+
+@pytest.fixture
+def areal_q_command(tmp_path):
+    """Runs `areal-q ARGS` in an empty directory."""
+    environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
+    environment.pop("REDIS_URL", None)
+
+    def call(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [EXECUTABLE, *args],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    return call
+
+
+def toml(tmp_path: Path, text: str) -> str:
+    (tmp_path / "bad.toml").write_text(text)
+    return "bad.toml"
+
+
+BAD_SETTINGS = [
+    pytest.param("stepz = 3", "stepz", id="unknown key"),
+    pytest.param("[learner.optimizer]\ntype = 'adamw'\nlrr = 1.0", "lrr", id="unknown nested key"),
+    pytest.param("steps = 'many'", "steps", id="bad type"),
+    pytest.param("[learner]\nmax_lag = -1", "learner.max_lag", id="out of range"),
+    pytest.param("[task]\ntype = 'chess'", "task", id="unknown choice"),
+    pytest.param("[learner]\ngroups = 3\nupdates = 2", "learner.updates", id="incompatible pair"),
+    pytest.param("steps = = 3", "line 1", id="torn TOML"),
+    pytest.param("name = '../up'", "name", id="a name that leaves the directory"),
+]
+
+
+@pytest.mark.parametrize(("text", "named"), BAD_SETTINGS)
+def test_a_bad_file_is_one_line_with_its_path_and_exit_code_2(
+    areal_q_command, tmp_path, text, named
+):
+    result = areal_q_command("run", toml(tmp_path, text))
+    assert_one_line(result, "bad.toml", named)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("learner.max_lga=1", "max_lga"),
+        ("steps=0", "steps"),
+        ("steps", "steps"),
+        ("learner.objective.type=sft", "learner.objective"),
+    ],
+)
+def test_a_bad_override_is_one_line_with_its_path_and_exit_code_2(
+    areal_q_command, tmp_path, override, named
+):
+    toml(tmp_path, "")
+    assert_one_line(areal_q_command("run", "bad.toml", override), named)
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["run", "none.toml"], "none.toml"),
+        (["run"], "CONFIG"),
+        (["run", "--resume"], "no run to resume"),
+        (["run", "--resume", "--name", "gone"], "runs/gone"),
+        (["check-config", "none.toml"], "none.toml"),
+        (["report", "runs/gone"], "runs/gone"),
+        (["watch", "runs/gone"], "runs/gone"),
+    ],
+)
+def test_a_missing_file_or_run_is_one_line_with_its_path_and_exit_code_2(
+    areal_q_command, args, named
+):
+    assert_one_line(areal_q_command(*args), named)
+
+
+def assert_one_line(result: subprocess.CompletedProcess[str], *named: str) -> None:
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert result.stderr.startswith("areal-q: error: ")
+    for word in named:
+        assert word in result.stderr
+
+
+def test_check_config_prints_settings_that_load_back_equal(areal_q_command, tmp_path):
+    path = toml(tmp_path, "name = 'x'\n[learner]\nmax_lag = 5\n")
+    result = areal_q_command("check-config", path, "steps=7", "learner.objective.type=tis")
+    assert (result.returncode, result.stderr) == (0, "")
+    (tmp_path / "printed.toml").write_text(result.stdout)
+    expected = load(tmp_path / path, ["steps=7", "learner.objective.type=tis"])
+    assert load(tmp_path / "printed.toml") == expected
+
+
+def test_version_is_the_package_version(areal_q_command):
+    assert areal_q_command("version").stdout == f"areal-q {areal_q.__version__}\n"
+
+
+def test_help_names_every_command(areal_q_command):
+    result = areal_q_command("--help")
+    assert result.returncode == 0
+    for name in ("run", "eval", "learner", "rollout", "check-config", "watch", "report", "version"):
+        assert f" {name} " in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "word"), [("learner", "--run-dir"), ("rollout", "--run"), ("eval", "--samples")]
+)
+def test_services_show_the_help_of_their_own_module(areal_q_command, command, word):
+    result = areal_q_command(command, "--help")
+    assert result.returncode == 0 and word in result.stdout
+
+
+def test_an_unknown_option_is_refused_with_exit_code_2(areal_q_command):
+    result = areal_q_command("run", "--fast")
+    assert result.returncode == 2 and "--fast" in result.stderr
