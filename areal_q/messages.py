@@ -300,7 +300,7 @@ class Decoder(Generic[T]):
             )
         try:
             return self._decoder.decode(data)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RecordError(f"record refused: {error}") from error
 
 
