@@ -7,6 +7,7 @@ from areal_q.algorithms.advantages import (
     overlong_penalty,
 )
 from areal_q.algorithms.aggregation import count
+from areal_q.algorithms.kl import reward_penalty
 from areal_q.algorithms.loss import loss_fn, whole_step
 from areal_q.algorithms.objectives import OBJECTIVES
 from areal_q.algorithms.reducers import Metrics, merge_metrics, reduce_metrics
@@ -27,5 +28,6 @@ __all__ = [
     "merge_metrics",
     "overlong_penalty",
     "reduce_metrics",
+    "reward_penalty",
     "whole_step",
 ]

@@ -5,8 +5,9 @@ from torch import Tensor
 
 from areal_q.algorithms.aggregation import count, counted_tokens, token_weights
 from areal_q.algorithms.diagnostics import diagnostics
+from areal_q.algorithms.kl import kl_estimate
 from areal_q.algorithms.objectives import surrogate
-from areal_q.algorithms.ratios import Ratios, bounded_exp, ratios
+from areal_q.algorithms.ratios import Ratios, ratios
 from areal_q.algorithms.reducers import Metrics, Sum
 from areal_q.algorithms.types import LossInputs, LossOutputs, Totals
 from areal_q.config.objectives import (
@@ -45,7 +46,7 @@ def loss_fn(
     if reference_kl is not None and reference_kl.place == "loss":
         reference = _given(inputs.reference_logprobs, "reference_logprobs")
         d = torch.where(x.mask, reference.detach(), 0.0) - x.logprobs
-        terms["reference_kl"] = reference_kl.coef * weights.dot(kl_penalty(d, reference_kl))
+        terms["reference_kl"] = reference_kl.coef * weights.dot(kl_estimate(d, reference_kl))
     if entropy_coef:
         entropy = torch.where(x.mask, _given(inputs.entropy, "entropy"), 0.0)
         terms["entropy"] = -entropy_coef * weights.dot(entropy.to(weights.dtype))
@@ -54,17 +55,6 @@ def loss_fn(
     loss = torch.stack(list(terms.values())).sum()
     metrics = diagnostics(inputs, x, out) | _parts(terms, loss, empty=not bool(counted.any()))
     return LossOutputs(loss, metrics)
-
-
-def kl_penalty(d: Tensor, cfg: ReferenceKl) -> Tensor:
-    """[T] estimate of KL(π_θ‖π_ref) per token from d = log π_ref - log π_θ (Schulman, "Approximating KL")."""
-    match cfg.estimator:
-        case "k1":
-            return -d
-        case "k2":
-            return d.square() / 2
-        case "k3":
-            return bounded_exp(d) - d - 1
 
 
 def value_loss(inputs: LossInputs, x: Ratios, cfg: ValueLoss) -> Tensor:

@@ -47,15 +47,15 @@ class Ratios:
 def ratios(inputs: LossInputs) -> Ratios:
     """Raises RecordError, naming sequence and token, where a counted log-prob or advantage is not finite."""
     mask = inputs.mask
-    logprobs, proximal, behavior, advantages = (
-        _at_least_float32(x)
-        for x in (
-            inputs.logprobs,
-            inputs.proximal_logprobs.detach(),
-            inputs.behavior_logprobs.detach(),
-            inputs.advantages.detach(),
-        )
+    given = (
+        inputs.logprobs,
+        inputs.proximal_logprobs.detach(),
+        inputs.behavior_logprobs.detach(),
+        inputs.advantages.detach(),
     )
+    double = any(x.dtype == torch.float64 for x in given)
+    dtype = torch.float64 if double else torch.float32
+    logprobs, proximal, behavior, advantages = (x.to(dtype) for x in given)
     _require_finite(inputs, logprobs.detach() + proximal + behavior + advantages)
     # Masked tokens may hold anything: replaced before exp, or 0 · inf would put NaN into the gradient.
     logprobs = torch.where(mask, logprobs, 0.0)
@@ -77,10 +77,6 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 def segment_sum(values: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
     """[N] values → [num_segments]. On a GPU, deterministic only under torch.use_deterministic_algorithms."""
     return values.new_zeros(num_segments).index_add(0, segment_ids, values)
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _require_finite(inputs: LossInputs, total: Tensor) -> None:

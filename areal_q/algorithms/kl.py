@@ -1,0 +1,33 @@
+"""The penalty for leaving a frozen reference policy, in the loss or in the reward.
+
+Estimators per token from d = log π_ref - log π_θ: k1 = -d, k2 = d²/2, k3 = exp(d) - d - 1
+(Schulman, "Approximating KL divergence", 2020). k1 is unbiased but may be negative; k3 is both unbiased
+and never negative. In the loss, k2 has the gradient of the true KL and k1 one of mean 0.
+"""
+
+import torch
+from torch import Tensor
+
+from areal_q.algorithms.ratios import bounded_exp
+from areal_q.config.objectives import ReferenceKl
+
+
+def kl_estimate(d: Tensor, cfg: ReferenceKl) -> Tensor:
+    """[T] nats from d = log π_ref - log π_θ [T]; exp(d) is bounded as ratios are."""
+    match cfg.estimator:
+        case "k1":
+            return -d
+        case "k2":
+            return d.square() / 2
+        case "k3":
+            return bounded_exp(d) - d - 1
+
+
+@torch.no_grad()
+def reward_penalty(
+    logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, cfg: ReferenceKl
+) -> Tensor:
+    """[T] coef · KL, 0 where masked: subtract it from the token rewards of GAE, or its sum over a response
+    from that response's reward. `logprobs` are those before the update (π_prox)."""
+    d = torch.where(mask, reference_logprobs - logprobs, 0.0)
+    return cfg.coef * kl_estimate(d, cfg)
