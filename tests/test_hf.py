@@ -17,6 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
+import areal_q.models.hf as hf_module
 from areal_q.errors import CheckpointError
 from areal_q.models import (
     Decoder,
@@ -181,18 +182,73 @@ def test_saving_replaces_a_checkpoint_whole_and_leaves_nothing_beside_it(
 def test_a_failed_save_leaves_the_old_checkpoint(
     tmp_path: Path, make: Callable[[], Decoder]
 ) -> None:
-    class Broken(CharTokenizer):
-        def save(self, directory: str) -> None:
-            raise OSError("disk full")
-
     save_decoder(make(), tmp_path / "out")
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
     other = make()
     init_weights(other, 5)
-    with pytest.raises(OSError, match="disk full"):
-        save_decoder(other, tmp_path / "out", Broken())
+    with pytest.raises(ZeroDivisionError):
+        save_decoder(other, tmp_path / "out", FailingTokenizer())
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_save_killed_at_any_moment_loses_no_checkpoint(
+    tmp_path: Path, make: Callable[[], Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file-system step of a replacement is the last one once; clean-up code does not run."""
+    old, new = make(), make()
+    init_weights(new, 1)
+    for steps in range(20):
+        root = tmp_path / str(steps)
+        save_decoder(old, root / "out")
+        finished = killed_after(
+            steps, monkeypatch, lambda root=root: save_decoder(new, root / "out")
+        )
+        # Whatever the kill left, a save that fails at once must find a whole checkpoint to keep.
+        with pytest.raises(ZeroDivisionError):
+            save_decoder(make(), root / "out", FailingTokenizer())
+        kept = load_decoder(root / "out").model.embed_tokens.weight
+        choices = [new] if finished else [old, new]
+        assert any(torch.equal(kept, m.model.embed_tokens.weight) for m in choices)
+        assert [p.name for p in root.iterdir()] == ["out"]
+        if finished:
+            return
+    raise AssertionError("the save never finished")
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+class FailingTokenizer(CharTokenizer):
+    def save(self, directory: str) -> None:
+        raise ZeroDivisionError
+
+
+def killed_after(steps: int, monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> bool:
+    """Runs `action`, which stops for good after `steps` renames, writes or removals; True if it ended."""
+    left = steps
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= 1
+            return function(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("mkdir", "rename", "write_text"):
+            patch.setattr(Path, name, counted(getattr(Path, name)))
+        patch.setattr(hf_module, "save_file", counted(hf_module.save_file))
+        patch.setattr(hf_module.shutil, "rmtree", counted(hf_module.shutil.rmtree))
+        try:
+            action()
+        except Killed:
+            return False
+    return True
 
 
 # What cannot be loaded is named

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from areal_q.config import PretrainedModel, Run
 from areal_q.errors import CheckpointError, ConfigError, TaskError
 from areal_q.tasks import CharTokenizer, HFTokenizer, build_tokenizer, load_tokenizer
+from areal_q.tasks.calculator import EXPRESSION, parse_number
 from areal_q.tasks.tokenizers import CHARACTERS
 
 TEMPLATE = "{% for m in messages %}({{ m['content'] }}){% endfor %}{% if add_generation_prompt %}={% endif %}"
@@ -54,6 +55,12 @@ def test_transformers_reads_the_same_ids(directory: Path) -> None:
 def test_an_unknown_character_is_named_with_its_text(directory: Path) -> None:
     with pytest.raises(TaskError, match="character 'x' of '12x3='"):
         CharTokenizer().encode_prompt("12x3=")
+
+
+def test_every_well_formed_calculator_annotation_can_be_encoded() -> None:
+    for c in map(chr, range(0x250)):
+        if EXPRESSION.fullmatch(f"{c}1") or parse_number(f"1{c}0") or parse_number(f"{c}1"):
+            assert c.isspace() or c in CHARACTERS
 
 
 def test_load_tokenizer_knows_its_own_without_transformers(

@@ -127,16 +127,19 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> T
 
 
 def init_weights(model: Decoder, seed: int) -> None:
-    """Normal(0, 0.02); projections into the residual stream divided by sqrt(2 · layers) (GPT-2).
+    """Normal(0, 1/√width); projections into the residual stream divided by sqrt(2 · layers) (GPT-2).
+
+    A fixed 0.02 is right near width 2,500; at width 128 it made the warm start three times slower.
 
     Norms start at 1 and biases at 0. Deterministic in `seed`, whatever the global generator holds.
     """
     generator = torch.Generator().manual_seed(seed)
-    residual_std = 0.02 / math.sqrt(2 * model.config.layers)
+    usual_std = model.config.width**-0.5
+    residual_std = usual_std / math.sqrt(2 * model.config.layers)
     for name, p in model.state_dict().items():
         if p.dim() == 2:
             into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            std = residual_std if into_residual else 0.02
+            std = residual_std if into_residual else usual_std
             p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
         else:
             p.fill_(0.0 if name.endswith(".bias") else 1.0)

@@ -1,9 +1,7 @@
 """Checkpoints in Hugging Face's layout: config.json and *.safetensors, one file or sharded."""
 
 import json
-import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -69,32 +67,34 @@ def save_decoder(model: Decoder, path: str | Path, tokenizer: Tokenizer | None =
     """Writes directory `path` for `transformers.AutoModelForCausalLM`, replacing one that is there.
 
     It is written beside it under a hidden name and renamed, so that `path` never holds half a model.
-    A crash between the two renames of a replacement leaves old and new, whole, under hidden names.
+    A crash between the two renames of a replacement leaves both hidden; the next save sees to it.
+    One writer at a time.
     """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    part, old = (target.with_name(f".{target.name}.{kind}") for kind in ("part", "old"))
+    _clear_leftovers(target, part, old)
+    part.mkdir(parents=True)
     try:
-        part.chmod(0o755)
         state = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
         save_file(state, part / WEIGHTS, metadata={"format": "pt"})
         (part / "config.json").write_text(json.dumps(model.config.to_hf(), indent=2) + "\n")
         if tokenizer is not None:
             tokenizer.save(str(part))
-        _replace(part, target)
+        # A directory cannot be renamed onto one that has files: the old one steps aside first.
+        if target.exists():
+            target.rename(old)
+        part.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _replace(part: Path, target: Path) -> None:
-    """A directory cannot be renamed onto one that has files: the old one steps aside first."""
-    if not target.exists():
-        os.rename(part, target)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    os.rename(target, old)
-    os.rename(part, target)
-    shutil.rmtree(old)
+def _clear_leftovers(target: Path, part: Path, old: Path) -> None:
+    """Of a save that was killed. If it came between its renames, `old` is the checkpoint."""
+    if old.exists() and not target.exists():
+        old.rename(target)
+    for leftover in (part, old):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _weight_files(directory: Path) -> list[Path]:
