@@ -27,7 +27,9 @@ class Buffers:
         return made
 
     @asynccontextmanager
-    async def worker(self, name: str = "w", claim_timeout_s: float = 30.0) -> AsyncIterator[WorkerSide]:
+    async def worker(
+        self, name: str = "w", claim_timeout_s: float = 30.0
+    ) -> AsyncIterator[WorkerSide]:
         side: WorkerSide = (
             WorkerBuffer(self._url, "run", name, claim_timeout_s)
             if self._url
@@ -336,7 +338,7 @@ def test_the_learner_sees_the_last_heartbeat_of_each_worker(buffers):
 def test_arrays_come_back_bit_for_bit(buffers, make_ticket, make_group):
     learner = buffers.learner()
     learner.admit([make_ticket(0)], cursor=1)
-    logprobs = np.float32([-0.0, -1e-38, -87.33655])
+    logprobs = np.array([-0.0, -1e-38, -87.33655], np.float32)
 
     async def work():
         async with buffers.worker() as worker:
