@@ -9,7 +9,8 @@
     ├── QuantizationError (ValueError)  a tensor cannot be represented in a format
     ├── WeightVersionError              a published version is incomplete or altered
     ├── BufferUnavailable               Redis does not answer, or refuses writes
-    └── ChildDied                       a process of a run ended when it should not have
+    ├── ChildDied                       a process of a run ended when it should not have
+    └── Stopped                         asked to end before there was anything to keep
 
 To add one: derive it from the closest class here, say in one line when it is raised.
 """
@@ -49,6 +50,10 @@ class WeightVersionError(AReaLQError):
 
 class BufferUnavailable(AReaLQError):
     """Redis does not answer, or refuses writes."""
+
+
+class Stopped(AReaLQError):
+    """Asked to end before there was anything to keep: not a failure."""
 
 
 class ChildDied(AReaLQError):

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from areal_q.config import load
-from areal_q.errors import UserError
+from areal_q.errors import Stopped, UserError
 
 logger = logging.getLogger("learner")
 
@@ -36,7 +36,11 @@ def main(
     from learner.finish import finish
 
     run = load(run_dir / "config.toml")
-    learner = build_learner(run, run_dir, redis, announce, fetch, resume)
+    try:
+        learner = build_learner(run, run_dir, redis, announce, fetch, resume, stop)
+    except Stopped as stopped:
+        logger.info("stopped %s", stopped)
+        return
     try:
         finish(learner, learner.train(stop))
     finally:

@@ -1,11 +1,14 @@
 """Publishes versions of the weights over ZeroMQ, from a thread of its own.
 
     learner ──publish(version)──▶ slot (latest wins) ──▶ broadcaster thread
-                                                           │ XPUB    announcements, repeated
+                                                           │ ▲ delta to the version before
+                                                           │ └─── differ (one more thread)
+                                                           │ XPUB    delta once, announcements again and again
                                                            └ ROUTER  manifests, chunks, on request
 
 The thread waits for one thing only, its poll: unblocked by a request, a new subscriber, `publish`,
-`close`, or the next heartbeat being due. No send on these two kinds of socket ever blocks.
+a finished delta, `close`, or the next heartbeat being due. No send on these two kinds of socket ever
+blocks. The differ waits for work only; requests are answered meanwhile.
 """
 
 import logging
@@ -14,20 +17,23 @@ import os
 import socket
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import zmq
 
-from areal_q import messages
+from areal_q import delta, messages
 from areal_q.errors import ConfigError, RecordError, WeightVersionError
 from areal_q.messages import (
     Announce,
     ChunkReply,
+    Delta,
     FetchChunk,
     FetchManifest,
     Gone,
+    Manifest,
     ManifestReply,
 )
 from areal_q.weights import WeightVersion
@@ -37,8 +43,10 @@ logger = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 4096
 """A request is about 100 bytes; ZeroMQ hangs up on a peer that sends more than this."""
 MAX_CHUNK_BYTES = 64 << 20
-QUEUED_PER_PEER = 64
-"""Messages that wait for one peer before ZeroMQ drops further ones: above any sensible credit."""
+QUEUED_REPLIES = 64
+"""Replies that wait for one worker before ZeroMQ drops further ones: above any sensible credit."""
+QUEUED_BROADCASTS = 8
+"""Deltas and announcements that wait for one worker: what bounds the memory a stuck one costs."""
 REQUESTS_PER_TURN = 256
 """Requests answered before the heartbeat gets its turn again."""
 
@@ -56,6 +64,10 @@ class BroadcastStats:
     """Versions announced"""
     skipped: int = 0
     """Versions replaced by a newer one before their turn came"""
+    last_version_bytes: int = 0
+    """What the newest version costs a worker that follows: its delta, or else its payload"""
+    deltas: int = 0
+    delta_bytes: int = 0
     fetches: int = 0
     """Manifests served"""
     chunks: int = 0
@@ -80,9 +92,12 @@ class Broadcaster:
     Delivery, told plainly (each line has its test in tests/test_broadcast*.py):
     - `publish` never waits for a socket or a worker. A version published before the previous one
       was announced replaces it: latest wins, versions may be skipped.
-    - Announcements may be lost (slow or absent subscribers). They are repeated every `heartbeat_s`
-      and at once for a new subscriber, so that loss only delays.
-    - A chunk may be lost (peer gone, or over QUEUED_PER_PEER replies behind). The worker asks again.
+    - Deltas and announcements may be lost (slow or absent subscribers, more than QUEUED_BROADCASTS
+      behind). A delta is sent once, to all; announcements are repeated every `heartbeat_s` and sent
+      at once for a new subscriber: whoever missed a delta learns of it and fetches.
+    - A version is visible once its delta is ready. A delta over `max_delta_bytes` is not sent, only
+      announced; 0 turns deltas off.
+    - A chunk may be lost (peer gone, or over QUEUED_REPLIES behind). The worker asks again.
     - At most `hold` versions are held, the newest among them. To keep a slow fetch alive, versions
       that nobody fetched from for `lease_s` go first, then the younger ones: the oldest fetch under
       way always finishes. Whoever asks for a version that went gets Gone.
@@ -103,12 +118,14 @@ class Broadcaster:
         fetch: str,
         *,
         hold: int = 3,
+        max_delta_bytes: int = 64 << 20,
         heartbeat_s: float = 0.5,
         lease_s: float = 2.0,
         peer_timeout_s: float = 10.0,
     ) -> None:
         self.stats = BroadcastStats()
         self._hold = hold
+        self._max_delta_bytes = max_delta_bytes
         self._heartbeat_s = heartbeat_s
         self._lease_s = lease_s
         self._decode = messages.decode_request
@@ -117,6 +134,9 @@ class Broadcaster:
         self._next_heartbeat_s = 0.0
         self._lock = threading.Lock()
         self._pending: WeightVersion | None = None
+        self._differ = ThreadPoolExecutor(1, "differ")
+        self._next: tuple[WeightVersion, Future[bytes | None]] | None = None
+        """The version whose delta is being made"""
         self._closing = False
         self._ipc_files: list[tuple[str, int]] = []
         self._context = zmq.Context()
@@ -124,8 +144,8 @@ class Broadcaster:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         try:
-            self._xpub = self._bind(zmq.XPUB, announce, peer_timeout_s)
-            self._router = self._bind(zmq.ROUTER, fetch, peer_timeout_s)
+            self._xpub = self._bind(zmq.XPUB, announce, QUEUED_BROADCASTS, peer_timeout_s)
+            self._router = self._bind(zmq.ROUTER, fetch, QUEUED_REPLIES, peer_timeout_s)
         except ConfigError:
             self._release()
             raise
@@ -155,10 +175,10 @@ class Broadcaster:
             self._wake()
             self._thread.join()
 
-    def _bind(self, kind: int, endpoint: str, peer_timeout_s: float) -> zmq.Socket:
+    def _bind(self, kind: int, endpoint: str, queued: int, peer_timeout_s: float) -> zmq.Socket:
         sock = self._context.socket(kind)
         sock.setsockopt(zmq.LINGER, 0)
-        sock.setsockopt(zmq.SNDHWM, QUEUED_PER_PEER)
+        sock.setsockopt(zmq.SNDHWM, queued)
         sock.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         sock.setsockopt(zmq.HEARTBEAT_IVL, int(peer_timeout_s * 250))
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(peer_timeout_s * 1000))
@@ -182,6 +202,7 @@ class Broadcaster:
                 events = dict(poller.poll(math.ceil(wait_s * 1000)))
                 if self._wake_out.fileno() in events:
                     self._wake_out.recv(4096)
+                    self._finish()
                     self._take()
                 if self._router in events:
                     self._answer()
@@ -192,6 +213,7 @@ class Broadcaster:
             self._release()
 
     def _release(self) -> None:
+        self._differ.shutdown(cancel_futures=True)
         self._context.destroy(linger=0)
         self._wake_in.close()
         self._wake_out.close()
@@ -202,24 +224,58 @@ class Broadcaster:
                     os.unlink(path)
 
     def _take(self) -> None:
+        """Makes what was published last visible: at once, or when its delta is ready."""
+        if self._next is not None:
+            return
         with self._lock:
             version, self._pending = self._pending, None
         if version is None:
             return
-        manifest = version.manifest
+        base = self._held[-1].version if self._held else None
+        if (
+            base is None
+            or base.manifest.epoch != version.manifest.epoch
+            or not self._max_delta_bytes
+        ):
+            self._show(version, None)
+            return
+        future = self._differ.submit(delta.diff, base, version)
+        self._next = version, future
+        future.add_done_callback(lambda _: self._wake())
+
+    def _finish(self) -> None:
+        if self._next is not None and self._next[1].done():
+            version, future = self._next
+            self._next = None
+            self._show(version, future.result())
+
+    def _show(self, version: WeightVersion, body: bytes | None) -> None:
+        new = version.manifest
+        self.stats.published += 1
+        self.stats.last_version_bytes = new.nbytes
+        if body is not None and len(body) <= self._max_delta_bytes:
+            self._send_delta(self._held[-1].version.manifest, new, body)
         memory = version.payload.numpy().data
         self._held.append(_Held(version, memory, time.monotonic()))
         self._evict()
         self._announcement = messages.encode(
-            Announce(
-                run=manifest.run,
-                epoch=manifest.epoch,
-                version=manifest.version,
-                digest=manifest.digest,
-            )
+            Announce(run=new.run, epoch=new.epoch, version=new.version, digest=new.digest)
         )
         self._next_heartbeat_s = 0.0
-        self.stats.published += 1
+
+    def _send_delta(self, base: Manifest, new: Manifest, body: bytes) -> None:
+        header = Delta(
+            run=new.run,
+            epoch=new.epoch,
+            version=new.version,
+            digest=new.digest,
+            base=base.version,
+            base_digest=base.digest,
+        )
+        self._xpub.send_multipart([messages.encode(header), body], copy=False)
+        self.stats.deltas += 1
+        self.stats.delta_bytes += len(body)
+        self.stats.last_version_bytes = len(body)
 
     def _evict(self) -> None:
         now = time.monotonic()

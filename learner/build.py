@@ -1,6 +1,7 @@
 """Sets up the parts of a learner, one function a part, so that the loop never asks what was configured."""
 
 import logging
+import threading
 from pathlib import Path
 
 import torch
@@ -49,13 +50,19 @@ def build_model(run: Run, tokenizer: Tokenizer) -> Decoder:
 
 
 def build_trainer(
-    run: Run, directory: Path, resume: bool, task: Task, tokenizer: Tokenizer, metrics: MetricsLog
+    run: Run,
+    directory: Path,
+    resume: bool,
+    task: Task,
+    tokenizer: Tokenizer,
+    metrics: MetricsLog,
+    stop: threading.Event,
 ) -> tuple[Trainer, checkpoint.State | None]:
     """The policy at the start of training, or where the newest checkpoint left it."""
     torch.manual_seed(run.seed)
     model = build_model(run, tokenizer).to(run.learner.device)
     if not resume:
-        _warm_start(model, run, task, tokenizer, metrics)
+        _warm_start(model, run, task, tokenizer, metrics, stop)
         if run.learner.uaq > 1:
             apply_uaq(model, run.learner.uaq)
     trainer = Trainer(model, run.learner, run.rollout.sampling.temperature)
@@ -64,7 +71,12 @@ def build_trainer(
 
 
 def _warm_start(
-    model: Decoder, run: Run, task: Task, tokenizer: Tokenizer, metrics: MetricsLog
+    model: Decoder,
+    run: Run,
+    task: Task,
+    tokenizer: Tokenizer,
+    metrics: MetricsLog,
+    stop: threading.Event,
 ) -> None:
     steps = run.warmstart.steps
 
@@ -72,7 +84,7 @@ def _warm_start(
         values = {"warmstart/loss": loss, "warmstart/step": step, "warmstart/steps": steps}
         metrics.write("warmstart", 0, values)
 
-    cached = warm_start(model, run, task, tokenizer, progress)
+    cached = warm_start(model, run, task, tokenizer, progress, stop)
     if cached:
         metrics.write("warmstart", 0, {"warmstart/step": steps, "warmstart/steps": steps})
 
@@ -99,7 +111,13 @@ def build_feeder(
 
 
 def build_learner(
-    run: Run, directory: Path, redis_url: str, announce: str, fetch: str, resume: bool
+    run: Run,
+    directory: Path,
+    redis_url: str,
+    announce: str,
+    fetch: str,
+    resume: bool,
+    stop: threading.Event,
 ) -> Learner:
     """Everything, in the order in which a failure is cheapest."""
     torch.set_num_threads(run.learner.threads)
@@ -107,7 +125,7 @@ def build_learner(
     tokenizer = build_tokenizer(run)
     buffer = LearnerBuffer(redis_url, run.name)
     metrics = MetricsLog(directory)
-    trainer, state = build_trainer(run, directory, resume, task, tokenizer, metrics)
+    trainer, state = build_trainer(run, directory, resume, task, tokenizer, metrics, stop)
     start = state.step if state else 0
     if resume:
         metrics.rewind(start)

@@ -4,8 +4,10 @@
 """
 
 import hashlib
+import itertools
 import logging
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,18 +17,29 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from areal_q.config import Run
+from areal_q.errors import Stopped
 from areal_q.models import Decoder, PackedLayout
 from areal_q.tasks import Task, Tokenizer, problem_at
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, float], None]
-"""(step, loss)"""
+"""(step, running mean of the loss)"""
+REVISION = 1
+"""Part of the cache's key: raise it when the same settings come to give other weights"""
+WARMUP_STEPS = 20
+PROGRESS_STEPS = 10
 
 
 def warm_start(
-    model: Decoder, run: Run, task: Task, tokenizer: Tokenizer, progress: Progress
+    model: Decoder,
+    run: Run,
+    task: Task,
+    tokenizer: Tokenizer,
+    progress: Progress,
+    stop: threading.Event,
 ) -> bool:
-    """Trains `model` in place on correct answers, or loads the cached result. True if it was cached."""
+    """Trains `model` in place on correct answers, or loads the cached result. True if it was cached.
+    Raises Stopped when `stop` is set meanwhile."""
     if run.warmstart.steps == 0:
         return False
     path = _cache_dir() / "warmstart" / _key(run, task) / "model.safetensors"
@@ -34,7 +47,7 @@ def warm_start(
         model.load_state_dict(load_file(path))
         logger.info("warm start taken from %s", path.parent)
         return True
-    _train(model, run, task, tokenizer, progress)
+    _train(model, run, task, tokenizer, progress, stop)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{os.getpid()}.tmp")
     save_file({k: v.contiguous() for k, v in model.state_dict().items()}, part)
@@ -42,45 +55,64 @@ def warm_start(
     return False
 
 
-def _train(model: Decoder, run: Run, task: Task, tokenizer: Tokenizer, progress: Progress) -> None:
+def _train(
+    model: Decoder,
+    run: Run,
+    task: Task,
+    tokenizer: Tokenizer,
+    progress: Progress,
+    stop: threading.Event,
+) -> None:
     cfg = run.warmstart
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=(0.9, 0.95), fused=True)
+    numbers = itertools.count()
+    mean_loss = 0.0
     for step in range(cfg.steps):
-        numbers = range(step * cfg.batch, (step + 1) * cfg.batch)
-        rows = []
-        for number in numbers:
-            problem = problem_at(task, number, run.seed)
-            prompt = tokenizer.encode_prompt(problem.prompt)
-            rows.append((prompt, [*tokenizer.encode(problem.answer), tokenizer.eos_id]))
+        if stop.is_set():
+            raise Stopped("during the warm start")
+        rows = [_row(task, next(numbers), run.seed, tokenizer) for _ in range(cfg.batch)]
         loss = supervised_loss(model, rows)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        decay = 1.0 - step / cfg.steps
         for group in optimizer.param_groups:
-            group["lr"] = cfg.lr * min(decay, (step + 1) / 20)
+            group["lr"] = cfg.lr * min(1.0, (step + 1) / WARMUP_STEPS)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if step % 10 == 0 or step == cfg.steps - 1:
-            progress(step + 1, loss.item())
+        mean_loss = loss.item() if step == 0 else 0.9 * mean_loss + 0.1 * loss.item()
+        if step % PROGRESS_STEPS == 0:
+            progress(step, mean_loss)
+        if mean_loss <= cfg.until_loss:
+            break
+    progress(cfg.steps, mean_loss)
+
+
+def _row(task: Task, number: int, seed: int, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    problem = problem_at(task, number, seed)
+    answer = [*tokenizer.encode(problem.answer), tokenizer.eos_id]
+    return tokenizer.encode_prompt(problem.prompt), answer
 
 
 def supervised_loss(model: Decoder, rows: list[tuple[list[int], list[int]]]) -> torch.Tensor:
     """Mean cross-entropy, in nats, of the response tokens of (prompt, response) rows."""
     layout = PackedLayout.of([len(p) + len(r) for p, r in rows])
     ids = torch.tensor([t for p, r in rows for t in (*p, *r)])
-    starts = torch.tensor([0, *(len(p) + len(r) for p, r in rows)]).cumsum(0)
+    starts = layout.cu_seqlens.tolist()
     predict = torch.cat(
-        [torch.arange(len(r)) + starts[i] + len(p) - 1 for i, (p, r) in enumerate(rows)]
+        [
+            torch.arange(start + len(p) - 1, start + len(p) + len(r) - 1)
+            for start, (p, r) in zip(starts, rows, strict=False)
+        ]
     )
     hidden = model(ids, layout)
     return nn.functional.cross_entropy(model.logits(hidden[predict]), ids[predict + 1])
 
 
 def _key(run: Run, task: Task) -> str:
-    """Hash of the settings, and of a sample of the problems themselves: a file may change under its path."""
-    parts = [run.model, run.task, run.warmstart, run.seed, len(task.train)]
-    problems = [problem_at(task, n, run.seed) for n in range(min(len(task.train), 4096))]
-    return hashlib.blake2b(msgspec.msgpack.encode([1, parts, problems]), digest_size=12).hexdigest()
+    """Of the settings and of some of the problems themselves: a file may change under its path."""
+    some = range(min(len(task.train), 4096))
+    parts = [REVISION, run.model, run.task, run.warmstart, run.seed, len(task.train)]
+    parts += [problem_at(task, number, run.seed) for number in some]
+    return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=12).hexdigest()
 
 
 def _cache_dir() -> Path:

@@ -46,7 +46,9 @@ class WarmStart(_Settings, frozen=True, kw_only=True):
     """Supervised steps before RL, cached by the hash of all that they depend on. 0 steps: none."""
 
     steps: Index = 0
-    batch: Count = 256
+    until_loss: NonNegative = 0.0
+    """Stops early once the running mean of the cross-entropy, in nats, is at most this."""
+    batch: Count = 128
     lr: Positive = 2e-3
 
 
