@@ -18,6 +18,8 @@ from areal_q.errors import BufferUnavailable
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 TRANSIENT = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
+PATIENCE_S = 60.0
+"""Covers the restart of a Redis that loads a large append-only file."""
 MAX_PAUSE_S = 1.0
 SOCKET_TIMEOUT_S = 30.0
 """Above any BLOCK that we ask for, and long enough for a large record on a busy server."""

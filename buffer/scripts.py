@@ -4,6 +4,8 @@ Every script may be repeated after a lost answer: the second time it finds nothi
 A write that Redis may refuse when it is full (XADD, SET) comes first where a refusal must change nothing.
 """
 
+from buffer.keys import QUARANTINE_LENGTH, QUARANTINE_RECORD_BYTES
+
 ADMIT = """
 -- KEYS ticket stream, admission, cursor (or none); ARGV admission's name, cursor, records…
 if redis.call('GET', KEYS[2]) == ARGV[1] then return 0 end
@@ -105,3 +107,9 @@ for _, flat in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
 end
 return removed
 """
+
+
+def quarantine_args(entry: str | bytes, reason: Exception, record: bytes, group: str) -> list:
+    """ARGV of QUARANTINE; `group` is the consumer group, or empty for a stream without one."""
+    start = record[:QUARANTINE_RECORD_BYTES]
+    return [entry, str(reason), start, QUARANTINE_LENGTH, group]

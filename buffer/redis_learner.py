@@ -1,0 +1,227 @@
+"""The learner's side of the Redis buffer; see buffer/redis_buffer.py for the whole."""
+
+import functools
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import msgspec
+import redis
+
+from areal_q.errors import BufferUnavailable, RecordError
+from areal_q.messages import (
+    Decoder,
+    Group,
+    Ticket,
+    WorkerStatus,
+    decode_group,
+    decode_status,
+    encode,
+)
+from buffer import scripts
+from buffer.base import START
+from buffer.connection import PATIENCE_S, Patience, connect, insist, refuses_writes
+from buffer.keys import RECORD, WORKERS_GROUP, Keys
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+PAGE = 64
+"""Entries read at once; each may be megabytes."""
+
+
+class _TicketOf(msgspec.Struct):
+    number: int
+
+
+class _GroupOf(msgspec.Struct):
+    """Just enough of a group to know its ticket, without copying its arrays."""
+
+    ticket: _TicketOf
+
+
+_decode_number: Decoder[_TicketOf] = Decoder(_TicketOf)
+_decode_group_number: Decoder[_GroupOf] = Decoder(_GroupOf)
+
+
+class LearnerBuffer:
+    """The learner's side. One learner per run.
+
+    Delivery: `take` reads in stream order without removing, so a learner that resumes at a checkpoint's
+    position gets the same groups again, in the same order, until `trim` (test_a_resumed_learner_takes_the_
+    same_groups_again). `admit` is atomic and happens once, also when its answer is lost. An evaluation
+    group is removed after it was read: a learner killed in between reads it again. What cannot be decoded
+    or breaks the contract goes to the quarantine and its ticket produces nothing.
+    While Redis does not answer, calls are repeated for `patience_s`, then raise BufferUnavailable. A full
+    Redis refuses `admit` at once with BufferUnavailable and admits nothing: only a checkpoint and `trim`
+    make room.
+    """
+
+    def __init__(self, url: str, run: str, patience_s: float = PATIENCE_S) -> None:
+        self.keys = Keys(run)
+        self.position = START
+        self.quarantined = 0
+        self._url, self._patience_s = url, patience_s
+        self._redis = connect(url)
+        self._eval_position = START
+        self._admit = self._redis.register_script(scripts.ADMIT)
+        self._quarantine = self._redis.register_script(scripts.QUARANTINE)
+
+    def publish_run(self, config_toml: str, endpoints: dict[str, str]) -> None:
+        fields: dict[Any, Any] = {
+            "config": config_toml,
+            "endpoints": msgspec.json.encode(endpoints),
+        }
+        self._create_groups()
+        self._write(lambda: self._redis.hset(self.keys.info, mapping=fields))
+        self._write(lambda: self._redis.hdel(self.keys.info, "done"))
+
+    def admit(self, tickets: list[Ticket], cursor: int) -> None:
+        self._admit_to([self.keys.tickets, self.keys.admission, self.keys.cursor], tickets, cursor)
+
+    def admit_eval(self, tickets: list[Ticket]) -> None:
+        self._admit_to([self.keys.eval_tickets, self.keys.admission], tickets, 0)
+
+    def _admit_to(self, keys: list[str], tickets: list[Ticket], cursor: int) -> None:
+        args = [uuid.uuid4().hex, cursor, *map(encode, tickets)]
+        self._write(lambda: self._admit(keys, args))
+
+    def cursor(self) -> int | None:
+        value: Any = self._call(lambda: self._redis.get(self.keys.cursor))
+        return None if value is None else int(value)
+
+    def open_tickets(self) -> set[int]:
+        """See LearnerSide. A poison ticket is set aside by the worker that meets it, and left out here."""
+        return set(self._numbers(self.keys.tickets, START, lambda r: _decode_number(r).number))
+
+    def unread(self) -> list[int]:
+        return list(
+            self._numbers(
+                self.keys.groups, self.position, lambda r: _decode_group_number(r).ticket.number
+            )
+        )
+
+    def take(self, count: int, timeout_s: float) -> list[Group]:
+        groups: list[Group] = []
+        deadline = time.monotonic() + timeout_s
+        while len(groups) < count:
+            left_s = max(0.0, deadline - time.monotonic())
+            entries = self._read(count - len(groups), left_s)
+            for entry, fields in entries:
+                group = self._decoded(self.keys.groups, entry, fields)
+                if group:
+                    groups.append(group)
+                self.position = entry.decode()
+            if not entries and left_s == 0:
+                break
+        return groups
+
+    def take_eval(self) -> list[Group]:
+        groups = []
+        for entry, fields in self._pages(self.keys.eval_groups, self._eval_position):
+            group = self._decoded(self.keys.eval_groups, entry, fields)
+            if group:
+                groups.append(group)
+            # Kept here as well: should the answer to XDEL be lost, this learner reads nothing twice.
+            self._eval_position = entry.decode()
+            self._call(functools.partial(self._redis.xdel, self.keys.eval_groups, entry))
+        return groups
+
+    def trim(self, position: str) -> None:
+        ms, _, sequence = position.partition("-")
+        following = f"{ms}-{int(sequence) + 1}"
+        self._call(lambda: self._redis.xtrim(self.keys.groups, minid=following, approximate=False))
+
+    def workers(self) -> list[WorkerStatus]:
+        names: Any = self._call(lambda: self._redis.smembers(self.keys.workers))
+        if not names:
+            return []
+        names = sorted(names)
+        beats: Any = self._call(
+            lambda: self._redis.mget([self.keys.worker(name.decode()) for name in names])
+        )
+        silent = [name for name, beat in zip(names, beats, strict=True) if beat is None]
+        if silent:  # one that beats again comes back by itself
+            self._call(lambda: self._redis.srem(self.keys.workers, *silent))
+        return [status for beat in beats if beat is not None for status in _statuses(beat)]
+
+    def announce_done(self) -> None:
+        self._write(lambda: self._redis.hset(self.keys.info, "done", "1"))
+
+    def forget(self) -> None:
+        """Deletes every key of the run."""
+        names: Any = self._call(lambda: self._redis.smembers(self.keys.workers))
+        beats = [self.keys.worker(name.decode()) for name in names]
+        self._call(lambda: self._redis.delete(*self.keys.fixed, *beats))
+
+    def close(self) -> None:
+        self._redis.close()
+
+    def _read(self, count: int, wait_s: float) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """Up to `count` entries after `position`; waits up to `wait_s` (in slices of 1 s) for the first."""
+        block_ms = min(1000, round(wait_s * 1000)) or None
+        streams: dict[Any, Any] = {self.keys.groups: self.position}
+        reply: Any = self._call(lambda: self._redis.xread(streams, min(count, PAGE), block_ms))
+        return reply[0][1] if reply else []
+
+    def _pages(self, stream: str, after: str) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
+        while True:
+            start = f"({after}"
+            page: Any = self._call(
+                functools.partial(self._redis.xrange, stream, min=start, count=PAGE)
+            )
+            yield from page
+            if len(page) < PAGE:
+                return
+            after = page[-1][0].decode()
+
+    def _numbers(self, stream: str, after: str, number: Callable[[bytes], int]) -> Iterator[int]:
+        for entry, fields in self._pages(stream, after):
+            try:
+                yield number(fields.get(RECORD, b""))
+            except RecordError as error:
+                logger.warning("%s %s: %s", stream, entry.decode(), error)
+
+    def _decoded(self, stream: str, entry: bytes, fields: dict[bytes, bytes]) -> Group | None:
+        """The entry's group; None if it was poison, and is now in the quarantine."""
+        record = fields.get(RECORD, b"")
+        try:
+            return decode_group(record).validate()
+        except RecordError as error:
+            logger.warning("%s %s goes to the quarantine: %s", stream, entry.decode(), error)
+            args = scripts.quarantine_args(entry, error, record, group="")
+            self._call(lambda: self._quarantine([stream, self.keys.quarantine], args))
+            self.quarantined += 1
+            return None
+
+    def _create_groups(self) -> None:
+        for stream in (self.keys.tickets, self.keys.eval_tickets):
+            try:
+                self._write(
+                    functools.partial(
+                        self._redis.xgroup_create, stream, WORKERS_GROUP, id="0", mkstream=True
+                    )
+                )
+            except redis.ResponseError as error:
+                if "BUSYGROUP" not in str(error):
+                    raise
+
+    def _call(self, call: Callable[[], T]) -> T:
+        return insist(Patience(self._url, self._patience_s), call)
+
+    def _write(self, call: Callable[[], T]) -> T:
+        try:
+            return self._call(call)
+        except redis.ResponseError as error:
+            if not refuses_writes(error):
+                raise
+            raise BufferUnavailable(f"redis refuses writes: {error}") from error
+
+
+def _statuses(beat: bytes) -> list[WorkerStatus]:
+    try:
+        return [decode_status(beat)]
+    except RecordError as error:
+        logger.warning("heartbeat ignored: %s", error)
+        return []

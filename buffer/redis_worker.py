@@ -1,0 +1,244 @@
+"""A worker's side of the Redis buffer; see buffer/redis_buffer.py for the whole."""
+
+import asyncio
+import functools
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+import redis
+
+from areal_q.errors import RecordError
+from areal_q.messages import Group, WorkerStatus, decode_ticket, encode
+from buffer import scripts
+from buffer.base import Claim
+from buffer.connection import PATIENCE_S, Patience, connect_async, insist_async, refuses_writes
+from buffer.keys import (
+    RECORD,
+    RELEASED,
+    RELEASED_IDLE_MS,
+    WORKER_TTL_S,
+    WORKERS_GROUP,
+    Keys,
+)
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+BLOCK_SLICE_S = 0.25
+"""The longest that a claim sleeps in Redis: released and abandoned tickets wake nobody."""
+
+
+class WorkerBuffer:
+    """A worker's side. Safe for many tasks of one event loop.
+
+    Delivery: a claimed ticket is this worker's until `claim_timeout_s` pass without `renew`; then, or
+    after `release`, another gets it (test_kill_9_between_claim_and_commit_gives_the_ticket_to_another).
+    A stale owner's commit is refused. A commit whose answer was lost is repeated and then returns False
+    though the group is in the buffer: it is there once either way. A reply of `claim` that is lost leaves
+    tickets with this worker that it does not know of; the timeout frees them.
+    While Redis does not answer, calls are repeated for `patience_s`, then raise BufferUnavailable. While
+    Redis is full, `commit` waits without end and keeps the group; it renews its claim meanwhile.
+    A poison ticket goes to the quarantine.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        run: str,
+        worker: str,
+        claim_timeout_s: float = 30.0,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self.keys = Keys(run)
+        self.claim_timeout_s = claim_timeout_s
+        """May be set once `run_info` has brought the configuration."""
+        self.quarantined = 0
+        self._worker = worker
+        # A restarted worker must not pass for the dead one of the same name.
+        self._consumer = f"{worker}-{uuid.uuid4().hex[:12]}"
+        self._url, self._patience_s = url, patience_s
+        self._redis = connect_async(url)
+        self._held: set[tuple[str, str]] = set()
+        self._swept_s = time.monotonic()
+        self._scripts = {
+            name: self._redis.register_script(getattr(scripts, name))
+            for name in ("CLAIM", "COMMIT", "RENEW", "RELEASE", "QUARANTINE", "SWEEP")
+        }
+
+    async def run_info(self) -> tuple[str, dict[str, str]]:
+        while True:
+            config, endpoints = await self._any(
+                self._redis.hmget, self.keys.info, ["config", "endpoints"]
+            )
+            if config is not None and endpoints is not None:
+                return config.decode(), msgspec.json.decode(endpoints, type=dict[str, str])
+            await asyncio.sleep(0.1)
+
+    async def done(self) -> bool:
+        return bool(await self._any(self._redis.hexists, self.keys.info, "done"))
+
+    async def claim(self, count: int, block_s: float) -> list[Claim]:
+        await self._sweep()
+        deadline = time.monotonic() + block_s
+        while True:
+            claims = await self._claim_now(count)
+            left_s = deadline - time.monotonic()
+            if claims or left_s <= 0:
+                return claims
+            claims = await self._claim_new(count, min(left_s, BLOCK_SLICE_S))
+            if claims:
+                return claims
+
+    async def commit(self, claim: Claim, group: Group) -> bool:
+        if group.validate().ticket.number != claim.ticket.number:
+            raise RecordError(
+                f"group of ticket {group.ticket.number} for a claim on {claim.ticket.number}"
+            )
+        evaluation = claim.stream == self.keys.eval_tickets
+        target = self.keys.eval_groups if evaluation else self.keys.groups
+        record = encode(group)
+        try:
+            while True:
+                try:
+                    return bool(
+                        await self._script("COMMIT", [claim.stream, target], claim.entry, record)
+                    )
+                except redis.ResponseError as error:
+                    if not refuses_writes(error):
+                        raise
+                    logger.warning("ticket %d waits for room in redis", claim.ticket.number)
+                    await self.renew([claim])
+                    await asyncio.sleep(min(1.0, self.claim_timeout_s / 4))
+        finally:
+            self._held.discard((claim.stream, claim.entry))
+
+    async def renew(self, claims: list[Claim]) -> list[Claim]:
+        lost = []
+        for stream, mine in _by_stream(claims).items():
+            gone = await self._script("RENEW", [stream], *mine)
+            lost += [mine[entry.decode()] for entry in gone]
+        self._held -= {(claim.stream, claim.entry) for claim in lost}
+        return lost
+
+    async def release(self, claims: list[Claim]) -> None:
+        for stream, mine in _by_stream(claims).items():
+            await self._script("RELEASE", [stream], RELEASED, RELEASED_IDLE_MS, *mine)
+            self._held -= {(stream, entry) for entry in mine}
+
+    async def heartbeat(self, status: WorkerStatus) -> None:
+        """Skipped, with a log line, while Redis is full."""
+
+        async def beat() -> None:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.set(self.keys.worker(self._worker), encode(status), ex=WORKER_TTL_S)
+                pipe.sadd(self.keys.workers, self._worker)
+                await pipe.execute()
+
+        try:
+            await self._call(beat)
+        except redis.ResponseError as error:
+            if not refuses_writes(error):
+                raise
+            logger.warning("heartbeat skipped: %s", error)
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    @property
+    def _streams(self) -> list[str]:
+        return [self.keys.eval_tickets, self.keys.tickets]
+
+    async def _claim_now(self, count: int) -> list[Claim]:
+        idle_ms = round(self.claim_timeout_s * 1000)
+        found = await self._script("CLAIM", self._streams, count, idle_ms)
+        entries = [(self._streams[i - 1], entry.decode(), record) for i, entry, record in found]
+        return await self._claims(entries)
+
+    async def _claim_new(self, count: int, wait_s: float) -> list[Claim]:
+        """Sleeps in Redis until there is a new ticket in either stream."""
+        streams: dict[Any, Any] = dict.fromkeys(self._streams, ">")
+        wait_ms = max(1, round(wait_s * 1000))
+        reply: Any = await self._on_group(
+            lambda: self._redis.xreadgroup(
+                WORKERS_GROUP, self._consumer, streams, count=count, block=wait_ms
+            )
+        )
+        entries = [
+            (stream.decode(), entry.decode(), fields.get(RECORD, b""))
+            for stream, page in reply or []
+            for entry, fields in page
+        ]
+        claims = await self._claims(entries)
+        if claims[count:]:  # both streams had some
+            await self.release(claims[count:])
+        return claims[:count]
+
+    async def _claims(self, entries: list[tuple[str, str, bytes]]) -> list[Claim]:
+        claims = []
+        for stream, entry, record in entries:
+            if (stream, entry) in self._held:
+                continue  # our own, renewed too late and taken from ourselves
+            try:
+                claim = Claim(stream, entry, decode_ticket(record))
+            except RecordError as error:
+                logger.warning("%s %s goes to the quarantine: %s", stream, entry, error)
+                args = scripts.quarantine_args(entry, error, record, WORKERS_GROUP)
+                script = self._scripts["QUARANTINE"]
+                keys = [stream, self.keys.quarantine]
+                await self._call(functools.partial(script, keys, args))
+                self.quarantined += 1
+                continue
+            self._held.add((stream, entry))
+            claims.append(claim)
+        return claims
+
+    async def _sweep(self) -> None:
+        """Once per claim timeout: removes the consumers of workers that are gone."""
+        if time.monotonic() - self._swept_s < self.claim_timeout_s:
+            return
+        self._swept_s = time.monotonic()
+        idle_ms = round(self.claim_timeout_s * 1000)
+        script = self._scripts["SWEEP"]
+        for stream in self._streams:
+            await self._on_group(functools.partial(script, [stream], [WORKERS_GROUP, idle_ms]))
+
+    async def _script(self, name: str, keys: list[str], *args: Any) -> Any:
+        """Runs a script that acts for this consumer."""
+        everything = [WORKERS_GROUP, self._consumer, *args]
+        return await self._on_group(functools.partial(self._scripts[name], keys, everything))
+
+    async def _on_group(self, call: Callable[[], Awaitable[T]]) -> T:
+        """`call`; where the consumer groups are missing (before the learner's start, or after Redis lost its
+        data) they are created first."""
+        try:
+            return await self._call(call)
+        except redis.ResponseError as error:
+            if "NOGROUP" not in str(error) and "no such key" not in str(error):
+                raise
+        for stream in self._streams:
+            try:
+                await self._call(
+                    functools.partial(
+                        self._redis.xgroup_create, stream, WORKERS_GROUP, id="0", mkstream=True
+                    )
+                )
+            except redis.ResponseError as error:
+                if "BUSYGROUP" not in str(error):
+                    raise
+        return await self._call(call)
+
+    async def _any(self, command: Callable[..., Any], *args: Any) -> Any:
+        return await self._call(functools.partial(command, *args))
+
+    async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
+        return await insist_async(Patience(self._url, self._patience_s), call)
+
+
+def _by_stream(claims: list[Claim]) -> dict[str, dict[str, Claim]]:
+    out: dict[str, dict[str, Claim]] = {}
+    for claim in claims:
+        out.setdefault(claim.stream, {})[claim.entry] = claim
+    return out
