@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from areal_q.errors import WeightVersionError
+from areal_q.errors import QuantizationError, WeightVersionError
 from areal_q.models.config import DecoderConfig
 from areal_q.models.rope import apply_rope, rope_tables
 from areal_q.quant import FORMATS
@@ -55,8 +55,10 @@ class InferenceModel:
             tied = self.config.tied or "lm_head.weight" not in tensors
             self.head = self.embedding if tied else tensors["lm_head.weight"].float()
             self.layers = [self._layer(tensors, i) for i in range(self.config.layers)]
-        except KeyError as error:
-            raise WeightVersionError(f"version {manifest.version}: no tensor {error}") from error
+        except (KeyError, QuantizationError) as error:
+            raise WeightVersionError(
+                f"version {manifest.version} lacks a tensor: {error}"
+            ) from error
         self.cos, self.sin = rope_tables(self.config, device=device)
 
     def _layer(self, tensors: Mapping[str, Tensor], index: int) -> Layer:
