@@ -1,7 +1,7 @@
 """Every record that crosses a process border, as msgspec Structs on msgpack. Imports no torch.
 
     learner ──Ticket──▶ Redis ──Ticket──▶ worker ──Group──▶ Redis ──Group──▶ learner
-    learner ──Announce (PUB)──▶ worker ──Fetch (DEALER)──▶ learner ──Manifest, chunks (ROUTER)──▶ worker
+    learner ──Announce, Delta (PUB)──▶ worker ──Fetch (DEALER)──▶ learner ──Manifest, chunks (ROUTER)──▶ worker
 
 Records that outlive a process keep their field names, so that the schema can grow: a new field needs a
 default, and nothing else changes. Arrays travel as raw little-endian bytes with a dtype, never as lists.
@@ -223,6 +223,18 @@ class Announce(msgspec.Struct, frozen=True, kw_only=True, tag="announce"):
     digest: str
 
 
+class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
+    """PUB: announces `version`, and the message's second frame turns version `base` of the same epoch
+    into it (areal_q/delta.py). Sent once; whoever misses it fetches."""
+
+    run: str
+    epoch: str
+    version: int
+    digest: str
+    base: int
+    base_digest: str
+
+
 class FetchManifest(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_manifest"):
     """DEALER → ROUTER: the manifest of the newest version, please."""
 
@@ -255,6 +267,7 @@ class Gone(msgspec.Struct, frozen=True, kw_only=True, tag="gone"):
     digest: str
 
 
+Broadcast = Announce | Delta
 FetchRequest = FetchManifest | FetchChunk
 FetchReply = ManifestReply | ChunkReply | Gone
 
@@ -306,7 +319,7 @@ class Decoder(Generic[T]):
 
 decode_ticket: Decoder[Ticket] = Decoder(Ticket)
 decode_group: Decoder[Group] = Decoder(Group)
-decode_announce: Decoder[Announce] = Decoder(Announce)
+decode_broadcast: Decoder[Broadcast] = Decoder(Broadcast)
 decode_manifest: Decoder[Manifest] = Decoder(Manifest)
 decode_request: Decoder[FetchRequest] = Decoder(FetchRequest)
 decode_reply: Decoder[FetchReply] = Decoder(FetchReply)

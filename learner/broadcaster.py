@@ -37,6 +37,7 @@ from areal_q.messages import (
     ManifestReply,
 )
 from areal_q.weights import WeightVersion
+from learner.held import HeldVersions
 
 logger = logging.getLogger(__name__)
 
@@ -78,14 +79,6 @@ class BroadcastStats:
     """Frames that were no request"""
 
 
-@dataclass
-class _Held:
-    version: WeightVersion
-    memory: memoryview
-    used_s: float
-    """When a chunk of it was last asked for (monotonic)"""
-
-
 class Broadcaster:
     """Announces each version to all workers and serves its bytes to whoever asks.
 
@@ -98,9 +91,8 @@ class Broadcaster:
     - A version is visible once its delta is ready. A delta over `max_delta_bytes` is not sent, only
       announced; 0 turns deltas off.
     - A chunk may be lost (peer gone, or over QUEUED_REPLIES behind). The worker asks again.
-    - At most `hold` versions are held, the newest among them. To keep a slow fetch alive, versions
-      that nobody fetched from for `lease_s` go first, then the younger ones: the oldest fetch under
-      way always finishes. Whoever asks for a version that went gets Gone.
+    - At most `hold` versions are held, and the oldest fetch under way finishes (learner/held.py).
+      Whoever asks for a version that went gets Gone.
     - Chunks are sent without copying; those queued for a worker keep their version in memory. A
       worker that answers no ZeroMQ heartbeat for `peer_timeout_s` (stopped, cut off) is dropped
       with its queue.
@@ -124,12 +116,10 @@ class Broadcaster:
         peer_timeout_s: float = 10.0,
     ) -> None:
         self.stats = BroadcastStats()
-        self._hold = hold
         self._max_delta_bytes = max_delta_bytes
         self._heartbeat_s = heartbeat_s
-        self._lease_s = lease_s
         self._decode = messages.decode_request
-        self._held: list[_Held] = []
+        self._held = HeldVersions(hold, lease_s)
         self._announcement = b""
         self._next_heartbeat_s = 0.0
         self._lock = threading.Lock()
@@ -231,7 +221,7 @@ class Broadcaster:
             version, self._pending = self._pending, None
         if version is None:
             return
-        base = self._held[-1].version if self._held else None
+        base = self._held.newest.version if self._held.newest else None
         if (
             base is None
             or base.manifest.epoch != version.manifest.epoch
@@ -253,11 +243,10 @@ class Broadcaster:
         new = version.manifest
         self.stats.published += 1
         self.stats.last_version_bytes = new.nbytes
-        if body is not None and len(body) <= self._max_delta_bytes:
-            self._send_delta(self._held[-1].version.manifest, new, body)
-        memory = version.payload.numpy().data
-        self._held.append(_Held(version, memory, time.monotonic()))
-        self._evict()
+        base = self._held.newest
+        if base is not None and body is not None and len(body) <= self._max_delta_bytes:
+            self._send_delta(base.manifest, new, body)
+        self._held.add(version)
         self._announcement = messages.encode(
             Announce(run=new.run, epoch=new.epoch, version=new.version, digest=new.digest)
         )
@@ -276,13 +265,6 @@ class Broadcaster:
         self.stats.deltas += 1
         self.stats.delta_bytes += len(body)
         self.stats.last_version_bytes = len(body)
-
-    def _evict(self) -> None:
-        now = time.monotonic()
-        while len(self._held) > self._hold:
-            older = self._held[:-1]
-            idle = [h for h in older if now - h.used_s > self._lease_s]
-            self._held.remove(idle[0] if idle else older[-1])
 
     def _welcome(self) -> None:
         """Announces at once to a new subscriber; whatever else comes up here is refused."""
@@ -317,14 +299,15 @@ class Broadcaster:
     def _reply(self, peer: bytes, request: messages.FetchRequest) -> None:
         match request:
             case FetchManifest():
-                newest = self._held[-1].version.manifest if self._held else None
+                newest = self._held.use_newest()
                 self.stats.fetches += newest is not None
-                self._send(peer, messages.encode(ManifestReply(manifest=newest)))
+                manifest = newest.manifest if newest else None
+                self._send(peer, messages.encode(ManifestReply(manifest=manifest)))
             case FetchChunk():
                 self._send_chunk(peer, request)
 
     def _send_chunk(self, peer: bytes, request: FetchChunk) -> None:
-        held = next((h for h in self._held if _digest(h) == request.digest), None)
+        held = self._held.use(request.digest)
         if held is None:
             self.stats.gone += 1
             self._send(peer, messages.encode(Gone(digest=request.digest)))
@@ -332,7 +315,6 @@ class Broadcaster:
         start, end = request.offset, request.offset + request.nbytes
         if not (0 <= start < end <= len(held.memory) and request.nbytes <= MAX_CHUNK_BYTES):
             raise RecordError(f"chunk {start}:{end} of {len(held.memory)} bytes")
-        held.used_s = time.monotonic()
         header = ChunkReply(digest=request.digest, offset=start, nbytes=request.nbytes)
         self._send(peer, messages.encode(header), held.memory[start:end])
         self.stats.chunks += 1
@@ -341,10 +323,6 @@ class Broadcaster:
     def _send(self, peer: bytes, *frames: bytes | memoryview) -> None:
         # A ROUTER drops what it cannot deliver (peer gone or too far behind): this never blocks.
         self._router.send_multipart([peer, *frames], copy=False)
-
-
-def _digest(held: _Held) -> str:
-    return held.version.manifest.digest
 
 
 def _bound_to(sock: zmq.Socket) -> str:

@@ -1,8 +1,9 @@
 """Follows the learner's versions in the background, on a thread of its own.
 
-    SUB ──Announce──▶ newer than what is held? ──▶ Fetcher (rollout/fetch.py) ──▶ verified version
-                                                                                       │
-    engine ◀───── latest() / await wait() ◀───── slot (latest wins) ◀──────────────────┘
+    SUB ──Delta──▶ of the version held? ──▶ applied to a copy ────────────────┐
+     └─Announce──▶ newer than the one held? ──▶ Fetcher (rollout/fetch.py) ──▶ verified version
+                                                                              │
+    engine ◀───── latest() / await wait() ◀───── slot (latest wins) ◀─────────┘
 
 The thread waits for one thing only, its poll: unblocked by a frame, `close`, or the nearest deadline
 (an answer is overdue, a rest is over, the learner fell silent).
@@ -18,16 +19,19 @@ from dataclasses import dataclass
 
 import zmq
 
-from areal_q import messages
-from areal_q.errors import RecordError
-from areal_q.messages import Announce, Manifest
+from areal_q import delta, messages
+from areal_q.errors import RecordError, WeightVersionError
+from areal_q.messages import Announce, Delta, Manifest
 from areal_q.weights import WeightVersion
 from rollout.fetch import Fetcher, FetchStats
 from rollout.slot import Slot
 
 logger = logging.getLogger(__name__)
 
-MAX_ANNOUNCE_BYTES = 4096
+QUEUED_BROADCASTS = 8
+"""Deltas and announcements that wait while the thread is busy; more are dropped, and healed by a fetch."""
+KEPT_DELTAS = 8
+"""Deltas kept for a base that is still being fetched"""
 
 
 @dataclass
@@ -41,10 +45,15 @@ class ReceiverStats:
     """Version numbers of the same epoch that were never received"""
     epochs: int = 0
     """Learners followed: 1, and one more for every restart seen"""
+    deltas: int = 0
+    """Versions received as a delta"""
+    delta_bytes: int = 0
+    mismatches: int = 0
+    """Deltas refused because they were malformed or gave other bytes than the learner's"""
     silences: int = 0
     """Times the learner announced nothing for `silence_s`"""
     refused: int = 0
-    """Frames on the announcement socket that were no announcement of this run"""
+    """Messages on the announcement socket that were neither announcement nor delta of this run"""
 
 
 class Receiver:
@@ -53,8 +62,10 @@ class Receiver:
     Delivery, told plainly (each line has its test in tests/test_broadcast*.py):
     - Latest wins: versions may be skipped, never repeated, never out of order within an epoch. A
       version that was replaced in the slot before it was taken is gone.
-    - Every tensor's hash and the version's are verified before hand-over. A mismatch is counted,
-      logged, and healed by fetching again.
+    - Every tensor's hash and the version's are verified before hand-over, whether fetched or made
+      from a delta. A mismatch is counted, logged, and healed by fetching.
+    - A delta is applied to a copy of the version held, if that is its base. One that came before its
+      base is kept (KEPT_DELTAS at most); one that was lost is replaced by a fetch.
     - A lost or late announcement only delays: the next heartbeat repeats it. An overdue answer is
       asked for again after `timeout_s` over a new connection; chunks that have arrived are kept.
     - A restarted learner is known by its epoch; what it publishes is taken whatever its number.
@@ -76,15 +87,19 @@ class Receiver:
         credit: int = 4,
         timeout_s: float = 5.0,
         silence_s: float = 10.0,
+        max_delta_bytes: int = 64 << 20,
         max_payload_bytes: int = 64 << 30,
     ) -> None:
         self._expected_run = run
         self._silence_s = silence_s
         self._announce_endpoint = announce
+        self._max_delta_bytes = max_delta_bytes
         self._slot: Slot[WeightVersion] = Slot()
         self._held: WeightVersion | None = None
-        self._behind: Announce | None = None
+        self._behind: Announce | Delta | None = None
         """The newest announcement, while it is of something newer than `_held`"""
+        self._deltas: dict[tuple[str, int], tuple[Delta, bytes]] = {}
+        """By epoch and number of their base"""
         self._heard_s = time.monotonic()
         self._silent = False
         self._closing = False
@@ -129,14 +144,17 @@ class Receiver:
                 due_s = min(self._heard_s + self._silence_s, self._fetcher.due_s)
                 wait_ms = math.ceil(max(0.0, due_s - time.monotonic()) * 1000)
                 events = dict(self._poller.poll(wait_ms))
+                # Work below may take long: only what was due before it is overdue.
+                now = time.monotonic()
                 if self._sub in events:
                     self._listen()
-                if self._fetcher.dealer in events and (version := self._fetcher.read()):
-                    self._hand_over(version)
-                if time.monotonic() >= self._fetcher.due_s:
+                if self._fetcher.dealer in events:
+                    self._take_fetched()
+                if now >= self._fetcher.due_s:
                     self._fetcher.on_due()
-                if time.monotonic() >= self._heard_s + self._silence_s:
+                if now >= self._heard_s + self._silence_s:
                     self._on_silence()
+                self._apply_deltas()
                 if self._behind is not None:
                     self._fetcher.start()
         finally:
@@ -150,24 +168,57 @@ class Receiver:
             while True:
                 frames = self._sub.recv_multipart(zmq.NOBLOCK)
                 try:
-                    if len(frames) != 1:
-                        raise RecordError(f"announcement of {len(frames)} frames")
-                    self._on_announce(messages.decode_announce(frames[0]))
+                    self._on_broadcast(messages.decode_broadcast(frames[0]), frames[1:])
                 except RecordError as error:
                     self.stats.refused += 1
-                    logger.debug("announcement refused: %s", error)
+                    logger.debug("broadcast refused: %s", error)
 
-    def _on_announce(self, announce: Announce) -> None:
-        if announce.run != self._expected_run:
-            raise RecordError(f"announcement of run {announce.run!r}")
+    def _on_broadcast(self, told: Announce | Delta, frames: list[bytes]) -> None:
+        if told.run != self._expected_run:
+            raise RecordError(f"announcement of run {told.run!r}")
+        if len(frames) != isinstance(told, Delta):
+            raise RecordError(f"{type(told).__name__} with {len(frames)} further frames")
         self._heard_s = time.monotonic()
         if self._silent:
             self._silent = False
-            logger.info("the learner announces again: version %d", announce.version)
-        if self._is_news(announce):
-            self._behind = announce
+            logger.info("the learner announces again: version %d", told.version)
+        if not self._is_news(told):
+            return
+        self._behind = told
+        if isinstance(told, Delta):
+            self._deltas[told.epoch, told.base] = told, frames[0]
+            while len(self._deltas) > KEPT_DELTAS:
+                self._deltas.pop(next(iter(self._deltas)))
 
-    def _is_news(self, told: Announce | Manifest) -> bool:
+    def _take_fetched(self) -> None:
+        version = self._fetcher.read()
+        # Deltas may have overtaken the fetch.
+        if version is not None and self._is_news(version.manifest):
+            self._hand_over(version)
+
+    def _apply_deltas(self) -> None:
+        """From delta to delta, as long as there is one of the version held."""
+        while held := self._held:
+            key = held.manifest.epoch, held.manifest.version
+            told, body = self._deltas.pop(key, (None, b""))
+            if told is None:
+                return
+            try:
+                if told.base_digest != held.manifest.digest:
+                    raise WeightVersionError(f"delta of another version {told.base}")
+                payload = self._fetcher.pool.lend(held.manifest.nbytes)
+                version = delta.apply(held, body, payload)
+                if version.manifest.digest != told.digest or not self._is_news(version.manifest):
+                    raise WeightVersionError(f"delta to another version than {told.version}")
+            except WeightVersionError as error:
+                self.stats.mismatches += 1
+                logger.warning("delta refused, fetching instead: %s", error)
+                return
+            self.stats.deltas += 1
+            self.stats.delta_bytes += len(body)
+            self._hand_over(version)
+
+    def _is_news(self, told: Announce | Delta | Manifest) -> bool:
         if self._held is None:
             return True
         held = self._held.manifest
@@ -191,6 +242,11 @@ class Receiver:
         else:
             self.stats.skipped += new.version - old.version - 1
         self._held = version
+        self._deltas = {
+            (epoch, base): d
+            for (epoch, base), d in self._deltas.items()
+            if epoch == new.epoch and base >= new.version
+        }
         if self._behind is not None and not self._is_news(self._behind):
             self._behind = None
         self.stats.received += 1
@@ -209,7 +265,8 @@ class Receiver:
     def _subscribe(self) -> zmq.Socket:
         sub = self._context.socket(zmq.SUB)
         sub.setsockopt(zmq.LINGER, 0)
-        sub.setsockopt(zmq.MAXMSGSIZE, MAX_ANNOUNCE_BYTES)
+        sub.setsockopt(zmq.MAXMSGSIZE, max(4096, self._max_delta_bytes))
+        sub.setsockopt(zmq.RCVHWM, QUEUED_BROADCASTS)
         sub.subscribe(b"")
         sub.connect(self._announce_endpoint)
         self._poller.register(sub, zmq.POLLIN)
