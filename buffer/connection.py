@@ -11,6 +11,7 @@ import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
+from redis.exceptions import OutOfMemoryError
 from redis.retry import Retry
 
 from areal_q.errors import BufferUnavailable
@@ -82,5 +83,8 @@ async def insist_async(patience: Patience, call: Callable[[], Awaitable[T]]) -> 
 
 def refuses_writes(error: redis.ResponseError) -> bool:
     """True when Redis is full under `noeviction`, or cannot write its append-only file."""
+    if isinstance(error, OutOfMemoryError):
+        return True
+    # Redis 6 wraps an error inside a script into one of another class.
     text = str(error)
     return "OOM command not allowed" in text or "MISCONF" in text
