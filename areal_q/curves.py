@@ -53,7 +53,7 @@ def _figure(records: list[Record], name: str) -> Any:
     _line(clip, steps, "policy/clip_fraction_down", BLUE, "below", scale=100)
     _line(rate, steps, "rollout/tokens_per_s", GREEN, "rollout", scale=1e-3)
     _line(rate, steps, "learner/tokens_per_s", BLUE, "learner", scale=1e-3)
-    for axis in (lag, mismatch, clip, rate):
+    for axis in (lag, clip, rate):
         axis.set_ylim(bottom=0)
     accuracy.set_ylim(0, 1.02)
     reward.set_xlim(left=0)

@@ -44,6 +44,7 @@ STOP_S = 10.0
 """From SIGTERM to SIGKILL for workers and Redis."""
 LOG_LINES = 15
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+PLAIN_LOGS = {"PYTHONUNBUFFERED": "1", "TYPER_STANDARD_TRACEBACK": "1"}
 MAX_SOCKET_BYTES = 100
 SOCKETS_PREFIX = "areal-q-sockets-"
 
@@ -205,7 +206,7 @@ class Family:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **threads, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, **threads, **PLAIN_LOGS},
                 start_new_session=True,
                 preexec_fn=die_with_parent(signal.SIGKILL),
             )

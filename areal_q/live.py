@@ -106,7 +106,7 @@ class _Following:
         self.began = time.monotonic()
 
     def note(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def stop(self) -> None:
         pass

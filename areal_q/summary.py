@@ -57,18 +57,24 @@ def _step_rows(steps: list[Record]) -> Iterable[tuple[str, str]]:
     if not steps:
         return
     tenth = max(1, len(steps) // 10)
-    first, last = mean(steps[:tenth], "reward/mean"), mean(steps[-tenth:], "reward/mean")
-    yield "reward", f"{first:.3f} → {last:.3f}   (first and last tenth of the steps)"
-    lag_max = max(r.get("lag/max") or 0.0 for r in steps)
-    yield "staleness", f"{mean(steps, 'lag/mean'):.2f} versions on average, {lag_max:.0f} at most"
-    up, down = mean(steps, "policy/clip_fraction_up"), mean(steps, "policy/clip_fraction_down")
-    yield "mismatch KL", f"{mean(steps, 'mismatch/kl'):.2e} nats per token"
-    yield "clipped tokens", f"{up:.2%} above, {down:.2%} below"
+
+    def n(key: str, spec: str, among: Sequence[Record] = steps) -> str:
+        return number({key: mean(among, key)}, key, spec)
+
+    first, last = (n("reward/mean", ".3f", part) for part in (steps[:tenth], steps[-tenth:]))
+    yield "reward", f"{first} → {last}   (first and last tenth of the steps)"
+    lag_max = max((r["lag/max"] for r in steps if r.get("lag/max") is not None), default=None)
+    most = number({"max": lag_max}, "max", ".0f")
+    yield "staleness", f"{n('lag/mean', '.2f')} versions on average, {most} at most"
+    yield "mismatch KL", f"{n('mismatch/kl', '.2e')} nats per token"
+    up, down = n("policy/clip_fraction_up", ".2%"), n("policy/clip_fraction_down", ".2%")
+    yield "clipped tokens", f"{up} above, {down} below"
     for side in ("rollout", "learner"):
-        rate, idle = mean(steps, f"{side}/tokens_per_s"), mean(steps, f"{side}/idle_share")
-        yield side, f"{rate:,.0f} tokens/s, idle {idle:.1%}"
-    sent = mean(steps, "weights/bytes"), mean(steps, "weights/publish_s")
-    yield "weights", f"{size(sent[0])} a version, {sent[1] * 1e3:.0f} ms of the learner's time"
+        rate, idle = n(f"{side}/tokens_per_s", ",.0f"), n(f"{side}/idle_share", ".1%")
+        yield side, f"{rate} tokens/s, idle {idle}"
+    sent, paused = mean(steps, "weights/bytes"), mean(steps, "weights/publish_s")
+    if sent is not None and paused is not None:
+        yield "weights", f"{size(sent)} a version, {paused * 1e3:.0f} ms of the learner's time"
 
 
 def _answers(evals: list[Record]) -> list[Answer]:
@@ -92,10 +98,10 @@ def _answers(evals: list[Record]) -> list[Answer]:
     return answers
 
 
-def mean(records: Iterable[Record], key: str) -> float:
-    """Of the finite values of `key`; NaN if there is none."""
+def mean(records: Iterable[Record], key: str) -> float | None:
+    """Of the values of `key` that are there and finite; None if there is none."""
     values = [r[key] for r in records if r.get(key) is not None]
-    return sum(values) / len(values) if values else float("nan")
+    return sum(values) / len(values) if values else None
 
 
 def number(record: Record | None, key: str, spec: str, missing: str = "–") -> str:
@@ -116,7 +122,7 @@ def duration(seconds: float) -> str:
 def size(nbytes: float) -> str:
     """Example: 1_500_000 → "1.5 MB"."""
     for unit in ("B", "kB", "MB"):
-        if not nbytes >= 1000:
+        if nbytes < 1000:
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1000
     return f"{nbytes:.3g} GB"

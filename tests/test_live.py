@@ -286,3 +286,12 @@ def test_durations_read_like_a_clock(seconds, text):
 )
 def test_sizes_have_a_unit(nbytes, text):
     assert size(nbytes) == text
+
+
+def test_a_summary_shows_dashes_for_what_no_step_reported(directory):
+    with MetricsLog(directory, tensorboard=False) as log:
+        log.write("step", 1, {"reward/mean": 0.5, "mismatch/kl": float("nan")})
+    rows = dict(summarize(read_metrics(directory / "metrics.jsonl")).rows)
+    assert rows["staleness"] == "– versions on average, – at most"
+    assert rows["mismatch KL"] == "– nats per token"
+    assert "nan" not in str(rows)
