@@ -127,10 +127,9 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> T
 
 
 def init_weights(model: Decoder, seed: int) -> None:
-    """Normal(0, 1/√width); projections into the residual stream divided by sqrt(2 · layers) (GPT-2).
+    """Normal(0, 1/√width); projections into the residual stream divided by √(2 · layers) (GPT-2).
 
     A fixed 0.02 is right near width 2,500; at width 128 it made the warm start three times slower.
-
     Norms start at 1 and biases at 0. Deterministic in `seed`, whatever the global generator holds.
     """
     generator = torch.Generator().manual_seed(seed)
