@@ -8,9 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import redis
+import torch
 
+from areal_q import weights
 from areal_q.config import Sampling
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
+from areal_q.weights import WeightVersion
 from buffer.server import RedisServer
 
 
@@ -90,5 +93,33 @@ def make_group(make_ticket: Callable[..., Ticket]) -> Callable[..., Group]:
             "finished_s": 2.5,
         }
         return Group(**(defaults | fields))
+
+    return make
+
+
+@pytest.fixture
+def make_version() -> Callable[..., WeightVersion]:
+    """make_version(7) is version 7 of small weights: a function of the number, and close to version 6."""
+
+    def make(number: int, *, rows: int = 300, **fields) -> WeightVersion:
+        generator = torch.Generator().manual_seed(0)
+        tensors = {
+            "codes": torch.randint(-128, 128, (rows, 77), generator=generator, dtype=torch.int8),
+            "scales": torch.rand(rows, 1, generator=generator),
+            "norm": torch.rand(33, generator=generator).bfloat16(),
+            "empty": torch.empty(0, 4),
+            "scalar": torch.tensor(float(number)),
+        }
+        tensors["codes"].view(-1)[number * 101 % (rows * 77)] += 1
+        tensors["scales"][number % rows] += number
+        defaults = {
+            "run": "run",
+            "epoch": "a",
+            "format": "int8",
+            "uaq_scale": 1.5,
+            "model": {"hidden_size": 77},
+            "published_s": float(number),
+        }
+        return weights.pack(tensors, version=number, **(defaults | fields))
 
     return make

@@ -13,30 +13,10 @@ from areal_q import weights
 from areal_q.errors import ConfigError, WeightVersionError
 from areal_q.weights import WeightVersion
 from learner.broadcaster import Broadcaster
+from learner.held import HeldVersions
 from rollout.receiver import Receiver
 
-RUN = "test"
-
-
-def make_version(number: int, *, epoch: str = "a", seed: int | None = None) -> WeightVersion:
-    g = torch.Generator().manual_seed(number if seed is None else seed)
-    tensors = {
-        "codes": torch.randint(-128, 128, (301, 77), generator=g, dtype=torch.int8),
-        "scales": torch.rand(301, 1, generator=g),
-        "norm": torch.rand(33, generator=g).bfloat16(),
-        "empty": torch.empty(0, 4),
-        "scalar": torch.rand((), generator=g),
-    }
-    return weights.pack(
-        tensors,
-        run=RUN,
-        epoch=epoch,
-        version=number,
-        format="int8",
-        uaq_scale=1.5,
-        model={"hidden_size": 77},
-        published_s=0.0,
-    )
+Make = Callable[..., WeightVersion]
 
 
 def await_version(receiver: Receiver, number: int, timeout_s: float = 10.0) -> WeightVersion:
@@ -72,9 +52,9 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.fixture(params=["ipc", "tcp"])
-def broadcaster(request: pytest.FixtureRequest, tmp_path: Path, stack: ExitStack) -> Broadcaster:
+def broadcaster(request: pytest.FixtureRequest, short_dir: Path, stack: ExitStack) -> Broadcaster:
     if request.param == "ipc":
-        made = Broadcaster(f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/f")
+        made = Broadcaster(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f")
     else:
         made = Broadcaster("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
     stack.callback(made.close)
@@ -82,14 +62,14 @@ def broadcaster(request: pytest.FixtureRequest, tmp_path: Path, stack: ExitStack
 
 
 def follow(broadcaster: Broadcaster, stack: ExitStack, **settings: float) -> Receiver:
-    options = {"run": RUN, "chunk_bytes": 1000, "timeout_s": 1.0} | settings
+    options = {"run": "run", "chunk_bytes": 1000, "timeout_s": 1.0} | settings
     receiver = Receiver(*broadcaster.endpoints, **options)  # type: ignore[arg-type]
     stack.callback(receiver.close)
     return receiver
 
 
 def test_a_received_version_is_bit_for_bit_the_published_one(
-    broadcaster: Broadcaster, stack: ExitStack
+    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
 ) -> None:
     receiver = follow(broadcaster, stack)
     for number in range(3):
@@ -101,14 +81,16 @@ def test_a_received_version_is_bit_for_bit_the_published_one(
     assert receiver.stats.fetch.retries == receiver.stats.refused == 0
 
 
-def test_a_late_joiner_gets_the_newest_version(broadcaster: Broadcaster, stack: ExitStack) -> None:
+def test_a_late_joiner_gets_the_newest_version(
+    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
+) -> None:
     for number in range(5):
         broadcaster.publish(make_version(number))
     assert_same(await_version(follow(broadcaster, stack), 4), make_version(4))
 
 
 def test_versions_published_faster_than_taken_are_skipped(
-    broadcaster: Broadcaster, stack: ExitStack
+    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
 ) -> None:
     receiver = follow(broadcaster, stack)
     for number in range(50):
@@ -127,7 +109,7 @@ def test_versions_published_faster_than_taken_are_skipped(
 
 
 def test_wait_returns_the_version_to_an_event_loop(
-    broadcaster: Broadcaster, stack: ExitStack
+    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
 ) -> None:
     receiver = follow(broadcaster, stack)
 
@@ -157,9 +139,9 @@ def test_wait_raises_when_the_receiver_is_closed(
 
 
 def test_a_restarted_learner_is_followed_though_its_numbers_are_lower(
-    tmp_path: Path, stack: ExitStack
+    short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
-    endpoints = f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/f"
+    endpoints = f"ipc://{short_dir}/a", f"ipc://{short_dir}/f"
     first = Broadcaster(*endpoints)
     receiver = follow(first, stack)
     first.publish(make_version(9))
@@ -173,14 +155,15 @@ def test_a_restarted_learner_is_followed_though_its_numbers_are_lower(
 
 
 def test_the_same_bytes_under_a_new_number_are_not_fetched_again(
-    broadcaster: Broadcaster, stack: ExitStack
+    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
 ) -> None:
     receiver = follow(broadcaster, stack)
-    broadcaster.publish(make_version(1, seed=5))
+    first = make_version(1)
+    broadcaster.publish(first)
     await_version(receiver, 1)
     same = weights.pack(
-        make_version(1, seed=5).tensors,
-        run=RUN,
+        first.tensors,
+        run="run",
         epoch="b",
         version=2,
         format="int8",
@@ -194,7 +177,7 @@ def test_the_same_bytes_under_a_new_number_are_not_fetched_again(
 
 
 def test_a_payload_is_never_overwritten_while_a_tensor_views_it(
-    broadcaster: Broadcaster, stack: ExitStack
+    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
 ) -> None:
     receiver = follow(broadcaster, stack)
     kept = []
@@ -211,15 +194,15 @@ def test_a_payload_is_never_overwritten_while_a_tensor_views_it(
     assert receiver._fetcher.pool.made == made, "buffers that nobody views are reused"
 
 
-def test_nothing_is_left_behind(tmp_path: Path, stack: ExitStack) -> None:
-    broadcaster = Broadcaster(f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/f")
+def test_nothing_is_left_behind(short_dir: Path, stack: ExitStack, make_version: Make) -> None:
+    broadcaster = Broadcaster(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f")
     receiver = follow(broadcaster, stack)
     broadcaster.publish(make_version(1))
     await_version(receiver, 1)
     receiver.close()
     broadcaster.close()
     broadcaster.close()
-    assert list(tmp_path.iterdir()) == []
+    assert list(short_dir.iterdir()) == []
     with pytest.raises(WeightVersionError, match="stopped"):
         broadcaster.publish(make_version(2))
 
@@ -229,3 +212,72 @@ def test_an_endpoint_that_cannot_be_bound_is_a_configuration_error(stack: ExitSt
     stack.callback(first.close)
     with pytest.raises(ConfigError, match="cannot bind tcp://127"):
         Broadcaster("tcp://127.0.0.1:0", first.endpoints.fetch)
+
+
+def test_a_follower_needs_one_fetch_and_then_deltas_only(
+    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
+) -> None:
+    receiver = follow(broadcaster, stack)
+    for number in range(10):
+        broadcaster.publish(make_version(number))
+        assert_same(await_version(receiver, number), make_version(number))
+    assert receiver.stats.fetch.fetches == 1
+    assert receiver.stats.deltas == broadcaster.stats.deltas == 9
+    assert broadcaster.stats.last_version_bytes < make_version(9).manifest.nbytes / 10
+
+
+def test_a_delta_over_the_limit_is_announced_and_fetched(
+    short_dir: Path, stack: ExitStack, make_version: Make
+) -> None:
+    broadcaster = Broadcaster(
+        f"ipc://{short_dir}/a", f"ipc://{short_dir}/f", max_delta_bytes=1000, heartbeat_s=30.0
+    )
+    stack.callback(broadcaster.close)
+    receiver = follow(broadcaster, stack)
+    broadcaster.publish(make_version(1))
+    await_version(receiver, 1)
+    other = weights.pack(
+        {n: torch.zeros_like(t) for n, t in make_version(1).tensors.items()}
+        | {
+            "codes": torch.arange(300 * 77)
+            .mul(40503)
+            .bitwise_right_shift(7)
+            .to(torch.int8)
+            .view(300, 77)
+        },
+        run="run",
+        epoch="a",
+        version=2,
+        format="int8",
+        uaq_scale=1.0,
+        model={},
+        published_s=0.0,
+    )
+    broadcaster.publish(other)
+    assert_same(await_version(receiver, 2), other)
+    assert broadcaster.stats.deltas == 0
+    assert receiver.stats.fetch.fetches == 2
+
+
+def test_sixteen_receivers_are_served_by_the_same_delta(
+    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
+) -> None:
+    receivers = [follow(broadcaster, stack) for _ in range(16)]
+    for number in range(4):
+        broadcaster.publish(make_version(number))
+        for receiver in receivers:
+            assert_same(await_version(receiver, number), make_version(number))
+    assert broadcaster.stats.deltas == 3
+    assert sum(r.stats.fetch.fetches for r in receivers) == 16
+
+
+def test_the_oldest_fetch_under_way_keeps_its_version(make_version: Make) -> None:
+    held = HeldVersions(limit=3, lease_s=60.0)
+    versions = [make_version(number) for number in range(20)]
+    held.add(versions[0])
+    for version in versions[1:]:
+        assert held.use(versions[0].manifest.digest) is not None
+        held.add(version)
+    assert held.newest is not None and held.newest.manifest.version == 19
+    assert held.use(versions[18].manifest.digest) is not None
+    assert held.use(versions[17].manifest.digest) is None
