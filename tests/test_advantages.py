@@ -149,7 +149,10 @@ def test_reward_penalty_is_the_kl_estimate_of_counted_tokens():
     logprobs = torch.tensor([-1.0, -1.0])
     reference = torch.tensor([-1.0 - 0.693147181, torch.nan])
     mask = torch.tensor([True, False])
-    for estimator, nats in (("k1", 0.693147181), ("k2", 0.240226507), ("k3", 0.193147181)):
-        cfg = ReferenceKl(coef=0.5, estimator=estimator, place="reward")
+    for cfg, nats in (
+        (ReferenceKl(coef=0.5, estimator="k1", place="reward"), 0.693147181),
+        (ReferenceKl(coef=0.5, estimator="k2", place="reward"), 0.240226507),
+        (ReferenceKl(coef=0.5, estimator="k3", place="reward"), 0.193147181),
+    ):
         out = reward_penalty(logprobs, reference, mask, cfg)
         assert out.tolist() == pytest.approx([0.5 * nats, 0.0], rel=1e-5)

@@ -93,6 +93,15 @@ def test_policy_metrics_by_hand():
     assert {key: m[f"policy/{key}"] for key in expected} == pytest.approx(expected, abs=1e-12)
 
 
+def test_a_ratio_beyond_the_bound_that_does_not_bind_is_not_clipped():
+    # A > 0 with R = ½, and A < 0 with R = 2: PPO's minimum takes the unclipped term of both.
+    inputs = five_tokens()
+    m = metrics(replace(inputs, advantages=-inputs.advantages), Ppo())
+    # tokens 0 (2, A < 0) and 1 (½, A > 0) pass, token 2 is at 1, token 3 (2, A > 0) is clipped
+    assert m["policy/clip_fraction_down"] == 0.0
+    assert m["policy/clip_fraction_up"] == 0.25
+
+
 def test_acr_widens_what_its_clip_fraction_counts():
     # token 0: R = 2 under 1.2·4/2 = 2.4
     assert metrics(five_tokens(), Acr(cap=2.0))["policy/clip_fraction_up"] == 0.0

@@ -29,12 +29,16 @@ from areal_q.config import (
     ObjectiveConfig,
     Ppo,
     ReferenceKl,
+    Run,
     Sapo,
     Tbpo,
     Tis,
     ValueLoss,
+    dump_toml,
+    override,
+    parse,
 )
-from areal_q.errors import RecordError
+from areal_q.errors import ConfigError, RecordError
 
 R = [1.5, 0.5, 2.0, 4.0, 0.5]
 W = [3.0, 0.5, 3.0, 1.0, 4.0]
@@ -295,8 +299,19 @@ def test_an_empty_micro_batch_is_a_fully_masked_one():
 def test_a_non_finite_input_is_an_error_that_names_sequence_and_token(name, bad):
     values = getattr(batch(), name).detach().clone()
     values[4] = bad
-    with pytest.raises(RecordError, match=rf"sequence 1, token 1: {name} is not finite"):
+    with pytest.raises(RecordError, match=rf"sequence 1, token 1: {name} is (nan|-inf)"):
         loss_fn(batch(**{name: values}), Ppo())
+
+
+def test_a_term_whose_input_is_missing_or_not_finite_is_an_error():
+    cfg = ReferenceKl()
+    with pytest.raises(RecordError, match="reference_logprobs"):
+        loss_fn(batch(), Ppo(), reference_kl=cfg)
+    reference = torch.tensor([0.0, 0.0, -torch.inf, 0.0, 0.0])
+    with pytest.raises(RecordError, match="sequence 0, token 2: reference_logprobs is -inf"):
+        loss_fn(batch(reference_logprobs=reference), Ppo(), reference_kl=cfg)
+    with pytest.raises(RecordError, match="needs values"):
+        loss_fn(batch(), Ppo(), value=ValueLoss())
 
 
 @pytest.mark.parametrize("cfg", ALL, ids=lambda cfg: type(cfg).__name__)
@@ -322,3 +337,22 @@ def test_ratios_are_float32_whatever_the_input_and_float64_stays():
     expected = inputs.logprobs.detach().float() - inputs.proximal_logprobs.float()
     assert torch.equal(x.log_ratio.detach(), expected)
     assert ratios(batch()).log_ratio.dtype == torch.float64
+
+
+@pytest.mark.parametrize("cfg", ALL, ids=lambda cfg: type(cfg).__name__)
+def test_each_objective_is_chosen_by_its_type_in_the_settings(cfg):
+    tag = type(cfg).__struct_config__.tag
+    run = override(Run(), f"learner.objective.type={tag}")
+    assert run.learner.objective == cfg
+    assert parse(dump_toml(run), "run.toml") == run
+
+
+def test_a_bound_or_choice_out_of_range_names_its_path():
+    for setting, path in (
+        ("learner.objective.cap=0.5", r"\$.learner.objective.cap"),
+        ("learner.objective.dual_clip=1.0", r"\$.learner.objective.dual_clip"),
+        ("learner.aggregation.type=seq_mean_token_sum_norm", "length"),
+        ("learner.advantage.std=biased", r"\$.learner.advantage.std"),
+    ):
+        with pytest.raises(ConfigError, match=path):
+            override(Run(), setting)

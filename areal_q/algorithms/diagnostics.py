@@ -8,7 +8,7 @@ k3 = mean(ratio - 1 - log ratio).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -36,37 +36,44 @@ def diagnostics(inputs: LossInputs, x: Ratios, out: Surrogate) -> Metrics:
     """The metrics named in this module, one transfer from the device. `x` and `out` belong to `inputs`."""
     # Masked tokens go to a bucket of their own, which is dropped.
     bucket = torch.where(x.mask, inputs.version_lag.clamp(0, LAGS - 1), LAGS)
-    raw_w, raw_r = x.log_mismatch, x.log_ratio.detach()
-    log_w = raw_w.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    log_r = raw_r.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    w, r = log_w.exp(), log_r.exp()
-    columns = {
-        "tokens": x.mask,
-        "w": w,
-        "w_squared": w * w,
-        "mismatch_k1": -raw_w,
-        "mismatch_k3": w - 1 - log_w,
-        "truncated": out.truncated,
-        "r": r,
-        "policy_k1": -raw_r,
-        "policy_k3": r - 1 - log_r,
-        "up": out.clipped_up,
-        "down": out.clipped_down,
-        "dual": out.clipped_dual,
-        "dropped": None if out.kept is None else ~out.kept,
-        "entropy": -x.logprobs.detach() if inputs.entropy is None else inputs.entropy.detach(),
-        "bounded": (raw_w != log_w) | (raw_r != log_r),
+    log_w = x.log_mismatch.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_r = x.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    sums = {
+        name: None if column is None else _sums(column, bucket)
+        for name, column in _columns(inputs, x, out, log_w, log_r)
     }
-    sums = [_sums(c, bucket) for c in columns.values() if c is not None]
     maxima = [_maxima(log_w, bucket), _maxima(log_r, bucket)]
-    rows = iter(torch.stack(sums + maxima).tolist())
-    table = {name: [0.0] * LAGS if c is None else next(rows) for name, c in columns.items()}
+    rows = iter(torch.stack([*(s for s in sums.values() if s is not None), *maxima]).tolist())
+    table = {name: [0.0] * LAGS if s is None else next(rows) for name, s in sums.items()}
     table["log_w_max"], table["log_r_max"] = rows
     histograms = {"w": _histogram(log_w, bucket), "r": _histogram(log_r, bucket)}
     metrics = _named("", range(LAGS), table, histograms)
     for k in range(LAGS):
         metrics |= _named(f"lag_{k}/", [k], table, histograms)
     return metrics
+
+
+def _columns(
+    inputs: LossInputs, x: Ratios, out: Surrogate, log_w: Tensor, log_r: Tensor
+) -> Iterator[tuple[str, Tensor | None]]:
+    """What is summed over tokens, one [T] at a time so that no more are held; None: 0 everywhere."""
+    raw_w, raw_r = x.log_mismatch, x.log_ratio.detach()
+    w, r = log_w.exp(), log_r.exp()
+    yield "tokens", x.mask
+    yield "w", w
+    yield "w_squared", w * w
+    yield "mismatch_k1", -raw_w
+    yield "mismatch_k3", w - 1 - log_w
+    yield "truncated", out.truncated
+    yield "r", r
+    yield "policy_k1", -raw_r
+    yield "policy_k3", r - 1 - log_r
+    yield "up", out.clipped_up
+    yield "down", out.clipped_down
+    yield "dual", out.clipped_dual
+    yield "dropped", None if out.kept is None else ~out.kept
+    yield "entropy", (-x.logprobs if inputs.entropy is None else inputs.entropy).detach()
+    yield "bounded", (raw_w != log_w) | (raw_r != log_r)
 
 
 def _named(

@@ -7,7 +7,7 @@ from areal_q.algorithms.aggregation import count, counted_tokens, token_weights
 from areal_q.algorithms.diagnostics import diagnostics
 from areal_q.algorithms.kl import kl_estimate
 from areal_q.algorithms.objectives import surrogate
-from areal_q.algorithms.ratios import Ratios, ratios
+from areal_q.algorithms.ratios import Ratios, ratios, require_finite
 from areal_q.algorithms.reducers import Metrics, Sum
 from areal_q.algorithms.types import LossInputs, LossOutputs, Totals
 from areal_q.config.objectives import (
@@ -35,7 +35,7 @@ def loss_fn(
     `totals` are the counts of the whole optimizer step; None: this micro-batch is the whole step.
     Tokens that an objective takes out of the denominator (`kept_tokens`) are out of every term. With no
     token that counts, the loss is 0 with zero gradient, and `loss/all_masked_count` is 1.
-    Raises RecordError where a log-prob or an advantage of a counted token is not finite.
+    Raises RecordError where an input of a counted token is not finite, or one that a term needs is missing.
     """
     x = ratios(inputs)
     totals = totals or count(inputs, objective)
@@ -44,12 +44,10 @@ def loss_fn(
     out = surrogate(x, objective)
     terms = {"policy": -weights.dot(out.objective)}
     if reference_kl is not None and reference_kl.place == "loss":
-        reference = _given(inputs.reference_logprobs, "reference_logprobs")
-        d = torch.where(x.mask, reference.detach(), 0.0) - x.logprobs
+        d = _given(inputs, x, "reference_logprobs").detach() - x.logprobs
         terms["reference_kl"] = reference_kl.coef * weights.dot(kl_estimate(d, reference_kl))
     if entropy_coef:
-        entropy = torch.where(x.mask, _given(inputs.entropy, "entropy"), 0.0)
-        terms["entropy"] = -entropy_coef * weights.dot(entropy.to(weights.dtype))
+        terms["entropy"] = -entropy_coef * weights.dot(_given(inputs, x, "entropy"))
     if value is not None:
         terms["value"] = value.coef * weights.dot(value_loss(inputs, x, value))
     loss = torch.stack(list(terms.values())).sum()
@@ -59,14 +57,13 @@ def loss_fn(
 
 def value_loss(inputs: LossInputs, x: Ratios, cfg: ValueLoss) -> Tensor:
     """[T] ½ max((V - ret)², (V_old + clip(V - V_old, ±clip) - ret)²), 0 where masked (PPO's code)."""
-    values, old, returns = (
-        torch.where(x.mask, _given(getattr(inputs, name), name), 0.0).to(x.advantages.dtype)
-        for name in ("values", "old_values", "returns")
-    )
-    error = (values - returns.detach()).square()
+    values = _given(inputs, x, "values")
+    returns = _given(inputs, x, "returns").detach()
+    error = (values - returns).square()
     if cfg.clip is not None:
-        clipped = old.detach() + (values - old.detach()).clamp(-cfg.clip, cfg.clip)
-        error = torch.maximum(error, (clipped - returns.detach()).square())
+        old = _given(inputs, x, "old_values").detach()
+        clipped = old + (values - old).clamp(-cfg.clip, cfg.clip)
+        error = torch.maximum(error, (clipped - returns).square())
     return error / 2
 
 
@@ -75,10 +72,13 @@ def whole_step(parts: list[LossInputs], objective: ObjectiveConfig) -> Totals:
     return sum((count(part, objective) for part in parts), Totals(0, 0))
 
 
-def _given(tensor: Tensor | None, name: str) -> Tensor:
+def _given(inputs: LossInputs, x: Ratios, name: str) -> Tensor:
+    """An optional input that a term needs: checked, 0 where masked, of the ratios' dtype."""
+    tensor: Tensor | None = getattr(inputs, name)
     if tensor is None:
-        raise RecordError(f"{name} is needed by the loss and was not given")
-    return tensor
+        raise RecordError(f"the loss needs {name}, which was not given")
+    require_finite(inputs, name)
+    return torch.where(x.mask, tensor, 0.0).to(x.advantages.dtype)
 
 
 def _parts(terms: dict[str, Tensor], loss: Tensor, empty: bool) -> Metrics:

@@ -1,6 +1,7 @@
 """From log-probabilities to log-ratios: checked, masked, in float32, and bounded before any exp."""
 
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to ±20 before exp, so a ratio stays within [2e-9, 4.9e8] and its square finite
 in float32. A policy ratio beyond is a constant there and gives no gradient: within the updates on one
 batch such a move is an error, not information. How many were bounded is a metric."""
+
+
+LOGPROBS_AND_ADVANTAGES = ("logprobs", "proximal_logprobs", "behavior_logprobs", "advantages")
 
 
 @dataclass(frozen=True)
@@ -47,16 +51,12 @@ class Ratios:
 def ratios(inputs: LossInputs) -> Ratios:
     """Raises RecordError, naming sequence and token, where a counted log-prob or advantage is not finite."""
     mask = inputs.mask
-    given = (
-        inputs.logprobs,
-        inputs.proximal_logprobs.detach(),
-        inputs.behavior_logprobs.detach(),
-        inputs.advantages.detach(),
-    )
+    require_finite(inputs, *LOGPROBS_AND_ADVANTAGES)
+    given = [getattr(inputs, name) for name in LOGPROBS_AND_ADVANTAGES]
     double = any(x.dtype == torch.float64 for x in given)
     dtype = torch.float64 if double else torch.float32
-    logprobs, proximal, behavior, advantages = (x.to(dtype) for x in given)
-    _require_finite(inputs, logprobs.detach() + proximal + behavior + advantages)
+    logprobs = given[0].to(dtype)
+    proximal, behavior, advantages = (x.detach().to(dtype) for x in given[1:])
     # Masked tokens may hold anything: replaced before exp, or 0 · inf would put NaN into the gradient.
     logprobs = torch.where(mask, logprobs, 0.0)
     return Ratios(
@@ -79,14 +79,18 @@ def segment_sum(values: Tensor, segment_ids: Tensor, num_segments: int) -> Tenso
     return values.new_zeros(num_segments).index_add(0, segment_ids, values)
 
 
-def _require_finite(inputs: LossInputs, total: Tensor) -> None:
-    finite = torch.isfinite(total) | ~inputs.mask
-    if finite.all():
+@torch.no_grad()
+def require_finite(inputs: LossInputs, *names: str) -> None:
+    """Raises RecordError, naming sequence and token, where one of these is not finite and `mask` is True."""
+    given = {name: getattr(inputs, name) for name in names}
+    # One sum finds any culprit: a NaN or infinity does not come back to a finite number.
+    if (torch.isfinite(reduce(torch.add, given.values())) | ~inputs.mask).all():
         return
-    index = int((~finite).nonzero()[0])
-    sequence = int(inputs.sequence_ids[index])
-    token = index - int((inputs.sequence_ids < sequence).sum())
-    names = ("logprobs", "proximal_logprobs", "behavior_logprobs", "advantages")
-    found = {name: getattr(inputs, name)[index].item() for name in names}
-    name = next((n for n in names if not torch.isfinite(getattr(inputs, n)[index])), "the sum")
-    raise RecordError(f"sequence {sequence}, token {token}: {name} is not finite ({found})")
+    for name, values in given.items():
+        bad = (~torch.isfinite(values) & inputs.mask).nonzero()
+        if len(bad):
+            index = int(bad[0])
+            sequence = int(inputs.sequence_ids[index])
+            token = index - int((inputs.sequence_ids < sequence).sum())
+            found = values[index].item()
+            raise RecordError(f"sequence {sequence}, token {token}: {name} is {found}")

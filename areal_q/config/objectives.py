@@ -22,6 +22,10 @@ class _Choice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
     pass
 
 
+class _Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
 class Clip(_Choice, frozen=True, kw_only=True):
     """The trust region of the policy ratio: [1 - clip_low, 1 + clip_high]. DAPO's clip-higher: 0.2, 0.28."""
 
@@ -189,7 +193,7 @@ class SeqMeanTokenSumNorm(_Choice, frozen=True, kw_only=True, tag="seq_mean_toke
 AggregationConfig = TokenMean | SeqMeanTokenMean | SeqMeanTokenSumNorm
 
 
-class ReferenceKl(_Choice, frozen=True, kw_only=True):
+class ReferenceKl(_Settings, frozen=True, kw_only=True):
     """A penalty for leaving the frozen reference policy."""
 
     coef: Positive = 1e-3
@@ -198,7 +202,7 @@ class ReferenceKl(_Choice, frozen=True, kw_only=True):
     place: Literal["loss", "reward"] = "loss"
 
 
-class ValueLoss(_Choice, frozen=True, kw_only=True):
+class ValueLoss(_Settings, frozen=True, kw_only=True):
     """The critic's share of the loss."""
 
     coef: Positive = 0.5
@@ -206,7 +210,7 @@ class ValueLoss(_Choice, frozen=True, kw_only=True):
     """Half-width of the band around the old value inside which the clipped value moves; None: no clipping."""
 
 
-class Overlong(_Choice, frozen=True, kw_only=True):
+class Overlong(_Settings, frozen=True, kw_only=True):
     """DAPO's soft length penalty: 0 up to max_tokens - cache_tokens, falling to -1 at max_tokens."""
 
     max_tokens: Count
