@@ -23,7 +23,7 @@ LN2 = math.log(2)
 
 
 def five_tokens() -> LossInputs:
-    """R 2, ½, 1, 2, ½;  w 4, 1, ½, 1, (masked) 9;  A 1, -1, 1, -1, 1;  lags 0, 0, 1, 7, 0."""
+    """R 2, ½, 1, 2, ½;  w 4, 1, ½, 1, (masked) 9;  A 1, -1, 1, -1, 1;  lags 0, 0, 1, 6, 0."""
     r = torch.tensor([2.0, 0.5, 1.0, 2.0, 0.5], dtype=torch.float64)
     w = torch.tensor([4.0, 1.0, 0.5, 1.0, 9.0], dtype=torch.float64)
     theta = torch.tensor([-1.0, -2.0, -3.0, -4.0, -50.0], dtype=torch.float64)
@@ -35,7 +35,7 @@ def five_tokens() -> LossInputs:
         mask=torch.tensor([True, True, True, True, False]),
         sequence_ids=torch.tensor([0, 0, 0, 1, 1]),
         num_sequences=2,
-        version_lag=torch.tensor([0, 0, 1, 7, 0]),
+        version_lag=torch.tensor([0, 0, 1, 6, 0]),
     )
 
 

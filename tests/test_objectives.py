@@ -31,6 +31,7 @@ from areal_q.config import (
     ReferenceKl,
     Run,
     Sapo,
+    SeqMeanTokenMean,
     Tbpo,
     Tis,
     ValueLoss,
@@ -215,8 +216,12 @@ def test_every_objective_of_the_union_has_a_function():
 def test_kept_tokens_leave_the_denominator_and_all_tokens_do_not():
     # w·ppo over w ≤ 2 keeps 0.5·1 and 1·-4: sum -3.5, over 5 tokens or over 2.
     assert loss_fn(batch(), Mis()).loss.item() == pytest.approx(3.5 / 5)
-    kept = loss_fn(batch(), Mis(denominator="kept_tokens"))
-    assert kept.loss.item() == pytest.approx(3.5 / 2)
+    kept = Mis(denominator="kept_tokens")
+    assert loss_fn(batch(), kept).loss.item() == pytest.approx(3.5 / 2)
+    # One kept token in each sequence: the means are 0.5 / 1 and -4 / 1, else 0.5 / 3 and -4 / 2.
+    by_sequence = SeqMeanTokenMean()
+    assert loss_fn(batch(), kept, by_sequence).loss.item() == pytest.approx(3.5 / 2)
+    assert loss_fn(batch(), Mis(), by_sequence).loss.item() == pytest.approx((2 - 0.5 / 3) / 2)
 
 
 @pytest.mark.parametrize(
