@@ -134,13 +134,18 @@ class PlainView(_Following):
 
     def start(self, run_dir: Path) -> None:
         super().start(run_dir)
+        # What a resumed run wrote before was shown before.
+        self._since_s = time.time() - 1.0
         self.note(f"{self.run.name}: {plural(self.run.steps, 'step')}, writing to {run_dir}")
 
+    def stop(self) -> None:
+        self.refresh()
+
     def refresh(self) -> None:
-        fresh = self.pull()
+        fresh = [r for r in self.pull() if r["time_s"] >= self._since_s]
         due = time.monotonic() >= self._next_line
         for record in fresh:
-            if record["kind"] == "eval" or (due and record is fresh[-1]):
+            if record["kind"] in ("eval", "end") or (due and record is fresh[-1]):
                 self.note(plain_line(record, self.history))
                 self._next_line = time.monotonic() + PLAIN_EVERY_S
 

@@ -180,6 +180,23 @@ def test_plain_view_prints_each_evaluation_and_otherwise_a_line_every_few_second
     assert "step 20/200  held-out accuracy 0.625" in lines[-1]
 
 
+def test_plain_view_of_a_resumed_run_shows_only_what_is_new(run, directory, console, monkeypatch):
+    with MetricsLog(directory, tensorboard=False) as log:
+        monkeypatch.setattr("areal_q.metrics.time.time", lambda: 1000.0)
+        log.write("eval", 10, {"eval/accuracy": 0.125})
+        monkeypatch.undo()
+        view = PlainView(run, console)
+        view.start(directory)
+        view.refresh()
+        log.rewind(10)
+        log.write("eval", 20, {"eval/accuracy": 0.25})
+        log.write("end", 20, {}, reason="drained")
+        view.stop()
+    text = console.export_text()
+    assert "0.125" not in text and "0.250" in text and "drained at step 20" in text
+    assert [e["eval/accuracy"] for e in view.history.evals] == [0.125, 0.25]
+
+
 def test_plain_line_of_a_step_without_some_values_shows_dashes():
     line = plain_line(
         {"kind": "step", "step": 3, "elapsed_s": 1.0, "mismatch/kl": None}, History(9)
