@@ -12,7 +12,8 @@ stage) comes close to the bound of log2(1/p) + 1.44 bits a position at a share p
   byte plane by byte plane, and a sign bit. For floats this is the distance in units in the last
   place. It wraps, so it is exact for every bit pattern.
 
-Tensors with equal digests cost nothing. The new manifest is compressed with the old one as dictionary.
+Tensors with equal digests cost nothing. The new manifest is compressed with the old one as dictionary, and
+has a checksum: its own digest covers the tensors only.
 Pure: no socket here. Tensors are bytes; every format of a given element size is treated alike.
 """
 
@@ -239,7 +240,7 @@ def _parameters() -> zstandard.ZstdCompressionParameters:
 
 def _compress(data: bytes, dictionary: zstandard.ZstdCompressionDict | None = None) -> bytes:
     if dictionary is not None:
-        return zstandard.ZstdCompressor(level=19, dict_data=dictionary).compress(data)
+        return zstandard.ZstdCompressor(19, dictionary, write_checksum=True).compress(data)
     return zstandard.ZstdCompressor(compression_params=_parameters()).compress(data)
 
 

@@ -250,7 +250,10 @@ class FetchChunk(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_chunk"):
 class ManifestReply(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
     """ROUTER → DEALER: the newest version, or None before the first."""
 
-    manifest: Manifest | None
+    manifest: bytes | None
+    """An encoded Manifest"""
+    checksum: str = ""
+    """xxh3-128 of it, hexadecimal: the manifest's own digest covers the tensors only"""
 
 
 class ChunkReply(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import xxhash
 import zmq
 
 from areal_q import delta, messages
@@ -301,8 +302,7 @@ class Broadcaster:
             case FetchManifest():
                 newest = self._held.use_newest()
                 self.stats.fetches += newest is not None
-                manifest = newest.manifest if newest else None
-                self._send(peer, messages.encode(ManifestReply(manifest=manifest)))
+                self._send(peer, messages.encode(_manifest_reply(newest and newest.manifest)))
             case FetchChunk():
                 self._send_chunk(peer, request)
 
@@ -323,6 +323,13 @@ class Broadcaster:
     def _send(self, peer: bytes, *frames: bytes | memoryview) -> None:
         # A ROUTER drops what it cannot deliver (peer gone or too far behind): this never blocks.
         self._router.send_multipart([peer, *frames], copy=False)
+
+
+def _manifest_reply(manifest: Manifest | None) -> ManifestReply:
+    if manifest is None:
+        return ManifestReply(manifest=None)
+    encoded = messages.encode(manifest)
+    return ManifestReply(manifest=encoded, checksum=xxhash.xxh3_128_hexdigest(encoded))
 
 
 def _bound_to(sock: zmq.Socket) -> str:

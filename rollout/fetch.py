@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+import xxhash
 import zmq
 
 from areal_q import messages
@@ -85,6 +86,14 @@ class _Partial:
         if (nbytes := dealer.recv_into(place)) != reply.nbytes:
             raise RecordError(f"{where} has {nbytes} of {reply.nbytes} bytes")
         del self._asked[reply.offset]
+
+
+def _manifest_of(reply: ManifestReply) -> Manifest | None:
+    if reply.manifest is None:
+        return None
+    if xxhash.xxh3_128_hexdigest(reply.manifest) != reply.checksum:
+        raise WeightVersionError("a manifest does not hash to its checksum")
+    return messages.decode_manifest(reply.manifest)
 
 
 class Fetcher:
@@ -166,7 +175,7 @@ class Fetcher:
         partial = self._partial
         match reply:
             case ManifestReply() if partial is None and self.due_s < math.inf:
-                return self._begin(reply.manifest)
+                return self._begin(_manifest_of(reply))
             case Gone() if partial is not None and reply.digest == partial.manifest.digest:
                 self.stats.gone += 1
                 self._ask_manifest()

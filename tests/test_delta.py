@@ -156,7 +156,7 @@ def test_a_damaged_delta_is_refused_or_gives_the_very_same_bytes(data: st.DataOb
         result = applied(base, bytes(damaged))
     except WeightVersionError:
         return
-    assert result.manifest.digest == wanted.manifest.digest
+    assert result.manifest == wanted.manifest
     assert torch.equal(result.payload, wanted.payload)
 
 
