@@ -79,6 +79,12 @@ def samples_of(
     ]
 
 
+def lag_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Mean over tokens, and largest, of the versions by which tokens lag behind the learner."""
+    lags = np.concatenate([sample.lag for sample in samples])
+    return {"lag/mean": float(lags.mean()), "lag/max": int(lags.max())}
+
+
 def microbatches(samples: Sequence[Sample], max_tokens: int) -> Iterator[Sequence[Sample]]:
     """Cuts `samples` into runs of at most `max_tokens` tokens; a longer sequence stands alone."""
     start, tokens = 0, 0

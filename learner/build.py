@@ -96,9 +96,14 @@ def build_feeder(
     buffer: LearnerBuffer,
     state: checkpoint.State | None,
 ) -> Feeder:
-    """A feeder that goes on where Redis stands, or, should Redis be lost, where the checkpoint does."""
+    """A feeder that goes on where Redis stands, or, should Redis be lost, where the checkpoint does.
+
+    A fresh run forgets whatever an earlier one of its name left in Redis.
+    """
     if state:
         buffer.position = state.position
+    else:
+        buffer.forget()
     cursor = buffer.cursor()
     if cursor is not None:
         outstanding = buffer.open_tickets() | set(buffer.unread())

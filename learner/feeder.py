@@ -59,6 +59,13 @@ class Feeder:
         """`group` was consumed or dropped: its place is free."""
         self.outstanding.discard(group.ticket.number)
 
+    def recount(self, alive: set[int]) -> None:
+        """Only tickets in `alive` can still become groups; the places of the others are free."""
+        lost = self.outstanding - alive
+        if lost:
+            logger.warning("%d tickets came to nothing; their places are refilled", len(lost))
+        self.outstanding &= alive
+
     def evaluate(self, version: int) -> int:
         """Asks for one greedy response to each held-out problem; returns their number."""
         problems = self._task.heldout[: self._run.eval.problems]

@@ -6,7 +6,7 @@ import time
 from areal_q.messages import Group
 from areal_q.metrics import MetricsLog
 from areal_q.tasks import Tokenizer
-from buffer.redis_buffer import LearnerBuffer
+from buffer.base import LearnerSide
 from learner.feeder import Feeder
 
 SAMPLES = 5
@@ -19,7 +19,7 @@ class HeldOut:
     """
 
     def __init__(
-        self, feeder: Feeder, buffer: LearnerBuffer, tokenizer: Tokenizer, metrics: MetricsLog
+        self, feeder: Feeder, buffer: LearnerSide, tokenizer: Tokenizer, metrics: MetricsLog
     ) -> None:
         self._feeder, self._buffer = feeder, buffer
         self._tokenizer, self._metrics = tokenizer, metrics

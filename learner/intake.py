@@ -4,7 +4,7 @@ import logging
 import threading
 
 from areal_q.messages import Group
-from buffer.redis_buffer import LearnerBuffer
+from buffer.base import LearnerSide
 from learner.feeder import Feeder
 from learner.lineage import Lineage
 
@@ -14,11 +14,12 @@ POLL_S = 0.2
 
 class Intake:
     """Takes groups in stream order. Admission keeps most of them within the bound; a straggler that was
-    overtaken is dropped here, counted, and its place refilled."""
+    overtaken is dropped here, counted, and its place refilled. It is not in the trajectory log: that holds
+    what was learnt from."""
 
     def __init__(
         self,
-        buffer: LearnerBuffer,
+        buffer: LearnerSide,
         feeder: Feeder,
         lineage: Lineage,
         groups: int,
@@ -39,7 +40,10 @@ class Intake:
             if stop.is_set():
                 return None
             self._feeder.admit(version)
-            for group in self._buffer.take(self._groups - len(self._taken), timeout_s=POLL_S):
+            groups = self._buffer.take(self._groups - len(self._taken), timeout_s=POLL_S)
+            if not groups:
+                self._recount()
+            for group in groups:
                 lag = self.lag(group, version)
                 if lag <= self._max_lag:
                     self._taken.append(group)
@@ -57,6 +61,11 @@ class Intake:
     def lag(self, group: Group, version: int) -> int:
         """The largest lag of any token in `group`."""
         return max(self._lineage.lag(s, version) for t in group.trajectories for s in t.spans)
+
+    def _recount(self) -> None:
+        """Frees the places of tickets and groups that were set aside as poison: the learner starves."""
+        alive = self._buffer.open_tickets() | set(self._buffer.unread())
+        self._feeder.recount(alive | {group.ticket.number for group in self._taken})
 
     def _drop(self, group: Group, lag: int) -> None:
         self._feeder.done(group)

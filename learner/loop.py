@@ -24,7 +24,7 @@ from areal_q.metrics import MetricsLog
 from buffer.log import TrajectoryLog
 from buffer.redis_buffer import LearnerBuffer
 from learner import checkpoint
-from learner.batch import samples_of
+from learner.batch import lag_metrics, samples_of
 from learner.broadcaster import Broadcaster
 from learner.feeder import Feeder
 from learner.heldout import HeldOut
@@ -77,6 +77,7 @@ class Learner:
                 self.log.append(step, step, taken)
             self.intake.consumed()
             step += 1
+            values |= lag_metrics(samples)
             self.report(step, values, taken, began, waited)
             if step % self.run.eval.every == 0 and step < self.run.steps:
                 self.heldout.ask(step)

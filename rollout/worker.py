@@ -7,7 +7,8 @@
 | loop    | waits for                              | unblocked by                                  |
 |---------|----------------------------------------|-----------------------------------------------|
 | _claim  | a free place, then a ticket            | a finished ticket; admission; a dead worker   |
-| _handle | the engine; then Redis                 | the last token of the group; the commit       |
+| _handle | weights as new as the ticket           | _swap                                         |
+|         | the engine; then Redis                 | the last token of the group; the commit       |
 | _swap   | a complete, verified version           | the receiver thread                           |
 | _beat   | the heartbeat interval                 | time                                          |
 
@@ -81,7 +82,9 @@ class Worker:
     async def _handle(self, claim: Claim) -> None:
         """From ticket to committed group. Cancelled, it leaves its claim for `run` to release."""
         ticket = claim.ticket
-        while ticket.purpose == "eval" and self._engine.version < ticket.step:
+        # Admission counted on weights no older than the ticket; with older ones the group could be
+        # too old when its turn comes.
+        while self._engine.version < ticket.step:
             self._swapped.clear()
             await self._swapped.wait()
         started = time.time()
@@ -134,6 +137,13 @@ class Worker:
             self._swaps += 1
             self._swapped.set()
 
+    def _abandon(self, lost: list[Claim]) -> None:
+        """Stops generating for tickets that another worker has taken over."""
+        for task in [task for task, claim in self._claims.items() if claim in lost]:
+            logger.warning("ticket %d was taken over", self._claims.pop(task).ticket.number)
+            task.cancel()
+            self._place_free.set()
+
     async def _beat(self) -> None:
         """Tells that it lives, and keeps its claims from being taken over."""
         engine = self._engine
@@ -142,7 +152,7 @@ class Worker:
             await asyncio.sleep(HEARTBEAT_S)
             now_s = time.monotonic()
             span_s = now_s - last_s
-            await self._buffer.renew(list(self._claims.values()))
+            self._abandon(await self._buffer.renew(list(self._claims.values())))
             await self._buffer.heartbeat(
                 WorkerStatus(
                     worker=self.name,
