@@ -48,6 +48,8 @@ class TorchStepper:
         self.model: InferenceModel | None = None
         self.owners: list[tuple[Job, int]] = []
         """(job, index in its group) of each row"""
+        self.running: dict[Job, int] = {}
+        """Rows that each job still has"""
         self.rows: Rows
         self.cache: KVCache
 
@@ -131,6 +133,7 @@ class TorchStepper:
             job = self.waiting.popleft()
             job.started = self.steps
             jobs.append(job)
+            self.running[job] = request.num_samples
             self.owners += [(job, index) for index in range(request.num_samples)]
         if jobs:
             # Slots double, so that a steady trickle of requests does not copy the cache each time.
@@ -145,7 +148,7 @@ class TorchStepper:
         """Logits [R, V] of every row's next token; `jobs` own the rows from `old` on."""
         positions = self.rows.length[:old] - 1
         tokens = self.rows.ids[:old].gather(1, positions.unsqueeze(1)).squeeze(1)
-        decode = Decode(self.cache, positions, self._longest(old)) if old else None
+        decode = Decode(self.cache, positions, self._longest()) if old else None
         if not jobs:
             assert decode is not None
             return model.logits(model.forward(tokens, positions, decode))
@@ -164,16 +167,14 @@ class TorchStepper:
         logits = model.logits(hidden[[*range(old), *last]])
         return torch.cat((logits[:old], logits[old:][source]))
 
-    def _longest(self, rows: int) -> int:
-        """Most tokens that any of the first `rows` rows has: known without asking the device."""
-        return max(
-            len(job.request.prompt_ids) + self.steps - job.started for job, _ in self.owners[:rows]
-        )
+    def _longest(self) -> int:
+        """Most tokens that any row has: known without asking the device."""
+        return max(len(j.request.prompt_ids) + self.steps - j.started for j in self.running)
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         rows, n = self.rows, len(logits)
         u = uniform(rows.keys[:n], rows.length[:n])
-        settings = {job.request.sampling for job, _ in self.owners}
+        settings = {job.request.sampling for job in self.running}
         first = next(iter(settings))
         if len(settings) == 1 and first.top_p == 1 and first.top_k == 0:
             return draw_alike(logits, first, u)
@@ -182,11 +183,11 @@ class TorchStepper:
         )
 
     def _report(self, tokens: Tensor, logprobs: Tensor) -> None:
-        listeners = [(r, job, i) for r, (job, i) in enumerate(self.owners) if job.on_token]
-        if listeners:
-            token_list, logprob_list = tokens.tolist(), logprobs.tolist()
-            for row, job, index in listeners:
-                assert job.on_token is not None
+        if not any(job.on_token for job in self.running):
+            return
+        token_list, logprob_list = tokens.tolist(), logprobs.tolist()
+        for row, (job, index) in enumerate(self.owners):
+            if job.on_token:
                 job.on_token(index, token_list[row], logprob_list[row])
 
     def _finish(self, slots: list[int]) -> None:
@@ -211,8 +212,13 @@ class TorchStepper:
 
     def _free(self, slots: list[int]) -> None:
         """Rows `slots` (ascending) end; the last rows move into their places."""
-        length = self._longest(self.active)
+        length = self._longest()
         remaining = self.active - len(slots)
+        for slot in slots:
+            job = self.owners[slot][0]
+            self.running[job] -= 1
+            if not self.running[job]:
+                del self.running[job]
         gone = set(slots)
         targets = [slot for slot in slots if slot < remaining]
         sources = [slot for slot in range(remaining, self.active) if slot not in gone]
@@ -224,14 +230,13 @@ class TorchStepper:
             to, frm = torch.tensor(targets, device=device), torch.tensor(sources, device=device)
             self.cache.move(frm, to, length)
             self.rows.move(frm, to)
-        oldest = min((job.started for job, _ in self.owners), default=self.steps)
-        self.versions.forget_before(oldest)
+        self.versions.forget_before(min((j.started for j in self.running), default=self.steps))
 
     def _recompute(self, model: InferenceModel) -> None:
         """Rebuilds the keys and values of all rows with the new weights."""
         if not self.active:
             return
-        width = self._longest(self.active) - 1
+        width = self._longest() - 1
         rows = max(1, PREFILL_TOKENS // width)
         for first in range(0, self.active, rows):
             count = min(rows, self.active - first)
