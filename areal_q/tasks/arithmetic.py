@@ -1,5 +1,6 @@
 """Additions: `12+34=` is answered `64` when digits are reversed, `46` otherwise. Imports no torch."""
 
+import math
 from collections.abc import Sequence
 from typing import overload
 
@@ -15,25 +16,27 @@ SPLIT_KEY = 0
 class ArithmeticTask:
     """All pairs of numbers of up to `digits` digits; `heldout` of them are never trained on.
 
-    `12+34=` and `34+12=` are two problems. None is stored: the pairs are numbered, then shuffled.
+    `12+34=` and `34+12=` are two problems, but both are held out or neither is. None is stored: the
+    unordered pairs are numbered, then shuffled, and each gives its two problems (twice `7+7=`).
     """
 
     def __init__(self, cfg: Arithmetic) -> None:
         """Raises TaskError when nothing would be left to train on."""
-        pairs = 10 ** (2 * cfg.digits)
-        if cfg.heldout >= pairs:
+        additions = 2 * _unordered_pairs(cfg.digits)
+        heldout = cfg.heldout + cfg.heldout % 2
+        if heldout >= additions:
             raise TaskError(
-                f"task.heldout = {cfg.heldout} leaves none of the {pairs} additions to train on"
+                f"task.heldout = {cfg.heldout} leaves none of the {additions} additions to train on"
             )
-        self.heldout: Sequence[Problem] = Additions(cfg, range(cfg.heldout))
-        self.train: Sequence[Problem] = Additions(cfg, range(cfg.heldout, pairs))
+        self.heldout: Sequence[Problem] = Additions(cfg, range(heldout))
+        self.train: Sequence[Problem] = Additions(cfg, range(heldout, additions))
 
     def score(self, problem: Problem, response: str) -> Score:
         return score(problem, response)
 
 
 class Additions(Sequence[Problem]):
-    """The problems that stand in `places` of the shuffled sequence of all pairs."""
+    """The problems that stand in `places` of the shuffled sequence."""
 
     def __init__(self, cfg: Arithmetic, places: range) -> None:
         self._cfg, self._places = cfg, places
@@ -48,10 +51,23 @@ class Additions(Sequence[Problem]):
     def __getitem__(self, index: int | slice) -> Problem | Sequence[Problem]:
         if isinstance(index, slice):
             return Additions(self._cfg, self._places[index])
-        base = 10**self._cfg.digits
-        a, b = divmod(permute(self._places[index], base * base, SPLIT_KEY), base)
+        pair, swapped = divmod(self._places[index], 2)
+        a, b = _pair(permute(pair, _unordered_pairs(self._cfg.digits), SPLIT_KEY))
+        if swapped:
+            a, b = b, a
         answer = str(a + b)
         return Problem(f"{a}+{b}=", answer[::-1] if self._cfg.reversed else answer)
+
+
+def _unordered_pairs(digits: int) -> int:
+    numbers = 10**digits
+    return numbers * (numbers + 1) // 2
+
+
+def _pair(index: int) -> tuple[int, int]:
+    """Unordered pair `index` of (0, 0), (1, 0), (1, 1), (2, 0), …"""
+    a = (math.isqrt(8 * index + 1) - 1) // 2
+    return a, index - a * (a + 1) // 2
 
 
 def score(problem: Problem, response: str) -> Score:
