@@ -16,6 +16,7 @@ Every child leads a session of its own: a Ctrl-C at the terminal reaches the lau
 a child may have started goes with it.
 """
 
+import hashlib
 import os
 import shutil
 import signal
@@ -119,7 +120,7 @@ def launch(
     with (
         Interrupts() as interrupts,
         claimed(run, resume) as (run_dir, moved),
-        _sockets() as sockets,
+        _sockets(run_dir) as sockets,
     ):
         if moved:
             view.note(f"an earlier run was in {run_dir}: moved to {moved}")
@@ -277,17 +278,25 @@ class _Killed(Exception):
 
 
 @contextmanager
-def _sockets() -> Iterator[Path]:
-    """A private directory whose path is short enough for socket addresses."""
-    parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) + len(f"/{SOCKETS_PREFIX}12345678/announce") > MAX_SOCKET_BYTES:
-        parent = "/tmp"
-    _tidy(Path(parent))
-    while True:
-        directory = Path(tempfile.mkdtemp(prefix=SOCKETS_PREFIX, dir=parent))
+def _sockets(run_dir: Path) -> Iterator[Path]:
+    """A private directory whose path is short enough for socket addresses.
+
+    The path is the run's own, the same at every launch: the endpoints that a resumed run finds in
+    Redis, written there before the stop, are the right ones.
+    """
+    digest = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:12]
+    name = f"{SOCKETS_PREFIX}{os.getuid()}-{digest}"
+    parent = Path(tempfile.gettempdir())
+    if len(os.fsencode(parent / name / "announce")) > MAX_SOCKET_BYTES:
+        parent = Path("/tmp")
+    _tidy(parent)
+    directory, lock = parent / name, None
+    while lock is None:  # another launcher that tidies may have taken it for an orphan
+        try:
+            directory.mkdir(mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"TMPDIR: {error.strerror} - {directory}") from error
         lock = try_lock(directory)
-        if lock is not None:  # else another launcher that tidies took it for an orphan
-            break
     try:
         yield directory
     finally:

@@ -54,6 +54,8 @@ from areal_q import cli, launch
 
 def fake(run, run_dir, sockets, resume):
     real = launch.plan(run, run_dir, sockets, resume)
+    with open("endpoints", "a") as file:
+        print(*(a for a in real.learner.argv if "://" in a), file=file)
     def child(name, mode):
         return launch.Program(name, [sys.executable, CHILD, name, mode, EVENTS, str(sockets)])
     workers = [child("rollout-0", WORKER)]
@@ -273,6 +275,15 @@ def test_a_redis_url_that_does_not_answer_is_one_line_without_its_password(launc
     _, err = process.communicate(timeout=30)
     assert (process.returncode, launched.events()) == (2, [])
     assert err == "areal-q: error: REDIS_URL: no Redis answers there\n"
+    launched.assert_nothing_left()
+
+
+def test_a_resumed_run_has_the_endpoints_that_it_had_before(launched):
+    launched.start("finish", "serve").communicate(timeout=30)
+    (launched.root / "runs" / "demo" / "checkpoints" / "step-1").mkdir(parents=True)
+    launched.start("finish", "serve", "demo.toml", "--resume").communicate(timeout=30)
+    first, second = (launched.root / "endpoints").read_text().splitlines()
+    assert first == second and first.count("://") == 3
     launched.assert_nothing_left()
 
 
