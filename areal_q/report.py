@@ -9,6 +9,7 @@ from rich.text import Text
 from areal_q.config import Run
 from areal_q.curves import draw
 from areal_q.metrics import FILE_NAME, TENSORBOARD_DIR, read_metrics
+from areal_q.rundir import has_checkpoint
 from areal_q.summary import Answer, Summary, summarize
 
 
@@ -39,12 +40,12 @@ def _screen(run: Run, run_dir: Path, summary: Summary, curves: tuple[Path, Path]
 
 
 def _next_commands(run: Run, run_dir: Path, summary: Summary) -> list[tuple[str, str]]:
+    """Only those that would work."""
     more = f" steps={2 * run.steps}" if summary.reason == "done" else ""
-    return [
-        ("evaluate", f"areal-q eval {run_dir}"),
-        ("go on", f"areal-q run {run_dir} --resume{more}"),
-        ("look closer", f"tensorboard --logdir {run_dir / TENSORBOARD_DIR}"),
-    ]
+    commands = [("evaluate", f"areal-q eval {run_dir}")] if (run_dir / "hf").is_dir() else []
+    if has_checkpoint(run_dir):
+        commands.append(("go on", f"areal-q run {run_dir} --resume{more}"))
+    return [*commands, ("look closer", f"tensorboard --logdir {run_dir / TENSORBOARD_DIR}")]
 
 
 def _pairs(rows: list[tuple[str, str]]) -> RenderableType:

@@ -225,6 +225,8 @@ def test_the_last_screen_tells_result_answers_paths_and_next_commands(
     run, directory, console, monkeypatch
 ):
     write_run(directory, 200, monkeypatch)
+    (directory / "hf").mkdir()
+    (directory / "checkpoints" / "step-200").mkdir(parents=True)
     report(run, directory, console)
     text = console.export_text()
     records = read_metrics(directory / "metrics.jsonl")
@@ -247,6 +249,14 @@ def test_the_last_screen_tells_result_answers_paths_and_next_commands(
     ):
         assert "".join(shown.split()) in flat, shown
     assert len(text.splitlines()) <= 40
+
+
+def test_the_last_screen_offers_no_command_that_cannot_work(run, directory, console):
+    with MetricsLog(directory, tensorboard=False) as log:
+        log.write("warmstart", 0, {"warmstart/step": 1, "warmstart/steps": 9})
+    report(run, directory, console)
+    text = console.export_text()
+    assert "tensorboard --logdir" in text and "--resume" not in text and "areal-q eval" not in text
 
 
 def test_a_run_that_stopped_before_its_first_record_has_a_last_screen_too(run, directory, console):
