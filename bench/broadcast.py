@@ -1,0 +1,285 @@
+"""Weights from learner to worker: full snapshots beside bare pyzmq, deltas beside the usual ways, latency.
+
+    python -m bench.broadcast
+
+Snapshots and latency are measured between two processes over ipc and tcp on this machine. Bare pyzmq is a
+PUSH socket that sends the same payload in the same chunks, uncopied, to a PULL socket that drops them: no
+request, no buffer, no hash. Both take turns in one run; the median of REPEATS counts.
+
+Deltas are of synthetic weights (normal, standard deviation 0.02) under updates shaped like Adam's: a
+running mean (β₁ = 0.9) of noise over its standard deviation without momentum. They say how the bytes
+depend on the learning rate, not what a real run has. Every delta is applied, and its result compared.
+Prints a table, and writes it to runs/bench/broadcast.{md,json}.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+import zstandard
+
+from areal_q import delta, weights
+from areal_q.quant import quantize_state
+from areal_q.weights import WeightVersion
+from bench.common import commit, device, number, publish, table, versions
+from learner.broadcaster import Broadcaster
+from rollout.receiver import Receiver
+
+SNAPSHOT_BYTES = 256 << 20
+CHUNK_BYTES = 4 << 20
+REPEATS = 7
+FOLLOWED_BYTES = (1 << 20, 64 << 20)
+FOLLOWED = 50
+CHANGED = 1e-3
+"""Share of the codes that changes between two versions that are followed"""
+LEARNING_RATES = (1e-5, 1e-6, 1e-7)
+SHAPES = {
+    "self_attn.q_proj": (2048, 2048),
+    "mlp.up_proj": (4096, 2048),
+    "mlp.down_proj": (2048, 4096),
+}
+WARM_STEPS = 10
+"""Updates after which the running mean is warm; the next one is measured"""
+
+
+def make(number: int, payload: torch.Tensor) -> WeightVersion:
+    return weights.pack(
+        {"t": payload},
+        run="bench",
+        epoch="a",
+        version=number,
+        format="int8",
+        uaq_scale=1.0,
+        model={},
+        published_s=0.0,
+    )
+
+
+def serve(transport: str, directory: str, nbytes: int, deltas: bool) -> None:
+    """The learner's process. Obeys one line at a time, `publish N` or `push`; answers each with one line."""
+    ends = [f"ipc://{directory}/{n}" if transport == "ipc" else "tcp://127.0.0.1:0" for n in "afp"]
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 256, nbytes, np.uint8)
+    broadcaster = Broadcaster(ends[0], ends[1], max_delta_bytes=nbytes if deltas else 0)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as pusher:
+        pusher.bind(ends[2])
+        answer(*broadcaster.endpoints, pusher.getsockopt_string(zmq.LAST_ENDPOINT))
+        for line in sys.stdin:
+            if line.startswith("push"):
+                answer(time.time())
+                for at in range(0, nbytes, CHUNK_BYTES):
+                    pusher.send(noise.data[at : at + CHUNK_BYTES], copy=False)
+                continue
+            if deltas:
+                noise[rng.integers(0, nbytes, int(CHANGED * nbytes))] += 1
+            else:
+                noise += 1
+            version = make(int(line.split()[1]), torch.from_numpy(noise))
+            manifest = msgspec.structs.replace(version.manifest, published_s=time.time())
+            began = time.perf_counter()
+            broadcaster.publish(WeightVersion(manifest, version.payload, version.tensors))
+            answer(time.perf_counter() - began)
+    broadcaster.close()
+
+
+def answer(*values: object) -> None:
+    sys.stdout.write(" ".join(map(str, values)) + "\n")
+    sys.stdout.flush()
+
+
+class Learner:
+    """`serve` in a process of its own."""
+
+    def __init__(self, transport: str, directory: str, nbytes: int, deltas: bool) -> None:
+        arguments = ["serve", transport, directory, str(nbytes), str(int(deltas))]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.broadcast", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.announce, self.fetch, self.push = self._answer()
+
+    def ask(self, line: str) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        return float(self._answer()[0])
+
+    def _answer(self) -> list[str]:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().split()
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+async def received(receiver: Receiver, number: int) -> float:
+    """Seconds from publish to the event loop of the worker."""
+    while True:
+        manifest = (await receiver.wait()).manifest
+        if manifest.version == number:
+            return time.time() - manifest.published_s
+
+
+def snapshot(transport: str) -> dict[str, float]:
+    """MB/s of a snapshot that is fetched and verified, and of bare pyzmq, by turns."""
+    ours, bare = [], []
+    with tempfile.TemporaryDirectory() as directory, zmq.Context() as context:
+        learner = Learner(transport, directory, SNAPSHOT_BYTES, deltas=False)
+        receiver = Receiver(
+            learner.announce, learner.fetch, run="bench", chunk_bytes=CHUNK_BYTES, credit=4
+        )
+        with context.socket(zmq.PULL) as pull:
+            pull.connect(learner.push)
+            for turn in range(REPEATS + 2):
+                learner.ask(f"publish {turn}")
+                ours.append(SNAPSHOT_BYTES / asyncio.run(received(receiver, turn)) / 1e6)
+                began = learner.ask("push")
+                for _ in range(0, SNAPSHOT_BYTES, CHUNK_BYTES):
+                    pull.recv(copy=False)
+                bare.append(SNAPSHOT_BYTES / (time.time() - began) / 1e6)
+        receiver.close()
+        learner.close()
+    # The first two touch fresh memory.
+    return {"ours": median(ours[2:]), "bare": median(bare[2:])}
+
+
+def latency(nbytes: int) -> dict[str, float]:
+    """Milliseconds from publish to the worker's event loop by delta, and of the call of `publish`."""
+    with tempfile.TemporaryDirectory() as directory:
+        learner = Learner("ipc", directory, nbytes, deltas=True)
+        receiver = Receiver(learner.announce, learner.fetch, run="bench")
+        took, calls = [], []
+        for turn in range(FOLLOWED + 2):
+            calls.append(1e3 * learner.ask(f"publish {turn}"))
+            took.append(1e3 * asyncio.run(received(receiver, turn)))
+        deltas = receiver.stats.deltas
+        receiver.close()
+        learner.close()
+    assert deltas == FOLLOWED + 1
+    percent = lambda values, q: float(np.percentile(values[2:], q))  # noqa: E731
+    return {
+        "bytes": nbytes,
+        "received_p50_ms": percent(took, 50),
+        "received_p99_ms": percent(took, 99),
+        "publish_p50_ms": percent(calls, 50),
+        "publish_p99_ms": percent(calls, 99),
+    }
+
+
+def updates(lr: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Float32 weights before and after one update."""
+    generator = torch.Generator().manual_seed(0)
+    before, after = {}, {}
+    for name, shape in SHAPES.items():
+        weight = torch.randn(shape, generator=generator) * 0.02
+        mean, noise = torch.zeros(shape), torch.empty(shape)
+        for _ in range(WARM_STEPS):
+            mean.mul_(0.9).add_(noise.normal_(generator=generator), alpha=0.1)
+        key = f"model.layers.0.{name}.weight"
+        before[key], after[key] = weight, weight - lr * mean
+    return before, after
+
+
+def sizes(lr: float) -> dict[str, float]:
+    """Bytes to bring one update to a worker, each way, and the shares of the codes that change."""
+    before, after = updates(lr)
+    values = sum(t.numel() for t in before.values())
+    result: dict[str, float] = {"lr": lr, "dense BF16": 2.0 * values}
+    old, new = (codes_of(state, "bf16") for state in (before, after))
+    xor = (old ^ new).view(np.uint8).reshape(-1, 2)
+    result["zstd of XOR of BF16"] = len(zstandard.ZstdCompressor(3).compress(xor.T.tobytes()))
+    where = np.flatnonzero(old != new)
+    sparse = np.diff(where, prepend=-1).astype(np.uint32).tobytes() + new[where].tobytes()
+    result["sparse BF16"] = len(sparse)
+    result["sparse BF16, zstd"] = len(zstandard.ZstdCompressor(3).compress(sparse))
+    result["changed BF16"] = len(where) / values
+    for format in ("bf16", "int8"):
+        a, b = (published(state, format, i) for i, state in enumerate((before, after)))
+        body = delta.diff(a, b)
+        assert body is not None
+        assert torch.equal(delta.apply(a, body, torch.empty_like(a.payload)).payload, b.payload)
+        result[f"delta of {format.upper()}"] = len(body)
+    old, new = (codes_of(state, "int8") for state in (before, after))
+    result["changed INT8"] = float(np.mean(old != new))
+    return result
+
+
+def published(state: dict[str, torch.Tensor], format: str, number: int) -> WeightVersion:
+    return weights.pack(
+        quantize_state(state, format),
+        run="bench",
+        epoch="a",
+        version=number,
+        format=format,
+        uaq_scale=1.0,
+        model={},
+        published_s=0.0,
+    )
+
+
+def codes_of(state: dict[str, torch.Tensor], format: str) -> np.ndarray:
+    """All linear weights as published, as unsigned integers."""
+    tensors = [t for n, t in quantize_state(state, format).items() if n.endswith("weight")]
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    return flat.view(torch.uint8).numpy().view(f"<u{flat.itemsize}")
+
+
+def main() -> None:
+    snapshots = {t: snapshot(t) for t in ("ipc", "tcp")}
+    latencies = [latency(nbytes) for nbytes in FOLLOWED_BYTES]
+    deltas = [sizes(lr) for lr in LEARNING_RATES]
+    ways = [k for k in deltas[0] if k != "lr" and not k.startswith("changed")]
+    sections = [
+        f"Broadcast · {device()} · commit {commit()} · {versions('pyzmq', 'zstandard', 'torch')}",
+        f"Full snapshot of {SNAPSHOT_BYTES >> 20} MiB, verified, beside bare pyzmq:",
+        table(
+            ["transport", "ours MB/s", "bare MB/s", "ratio"],
+            [
+                [t, number(v["ours"]), number(v["bare"]), f"{v['ours'] / v['bare']:.2f}"]
+                for t, v in snapshots.items()
+            ],
+        ),
+        f"A delta of {CHANGED:.1%} changed codes, from publish to the worker's event loop (ipc):",
+        table(
+            ["payload MiB", "received p50 ms", "p99", "publish() p50 ms", "p99"],
+            [
+                [number(v["bytes"] / 2**20), *(number(x) for k, x in v.items() if k != "bytes")]
+                for v in latencies
+            ],
+        ),
+        f"Bytes of one update of {deltas[0]['dense BF16'] / 2e6:.0f} million synthetic weights, "
+        "and how many times fewer than dense BF16:",
+        table(
+            ["way", *(f"lr {v['lr']:g}" for v in deltas)],
+            [
+                [way, *(f"{v[way]:,.0f} ({v['dense BF16'] / v[way]:.3g}×)" for v in deltas)]
+                for way in ways
+            ]
+            + [
+                [f"{k} (share)", *(f"{v[k]:.3%}" for v in deltas)]
+                for k in ("changed BF16", "changed INT8")
+            ],
+        ),
+    ]
+    values: dict[str, Any] = {"snapshots": snapshots, "latencies": latencies, "deltas": deltas}
+    publish("broadcast", "\n\n".join(sections), values)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["serve"]:
+        serve(sys.argv[2], sys.argv[3], int(sys.argv[4]), bool(int(sys.argv[5])))
+    else:
+        main()
