@@ -2,6 +2,7 @@
 
 import asyncio
 from itertools import pairwise
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,10 +10,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_q.config import Sampling, ScriptedEngine, TorchEngine
+from areal_q.config.run import EngineConfig
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.quant import quantize_state
 from areal_q.weights import pack
-from rollout.engines import build_engine
+from rollout.engines import ENGINES, build_engine
 from rollout.engines.base import Request
 
 VOCAB, POSITIONS = 32, 128
@@ -320,3 +322,11 @@ def test_versions_may_change_at_every_step(with_engine, published):
                 assert all(a.version < b.version for a, b in pairwise(c.spans))
 
     with_engine(body)
+
+
+def test_every_engine_of_the_settings_can_be_built():
+    for config in CONFIGS.values():
+        engine = build_engine(config)
+        assert engine.name == type(config).__struct_config__.tag
+        assert "int8" in engine.capabilities.formats and engine.version == -1
+    assert set(ENGINES) == set(CONFIGS) == {c.__struct_config__.tag for c in get_args(EngineConfig)}

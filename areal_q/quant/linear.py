@@ -21,6 +21,8 @@ from torch import Tensor
 
 LEVELS = 127
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+# As a tensor: torch would convert a Python number at every call, which costs as much as the division.
+_LEVELS = torch.tensor(float(LEVELS))
 
 
 class Linear(Protocol):
@@ -56,7 +58,7 @@ class Int8Linear:
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Symmetric int8 per row, as in `int8.py`: (codes int8 [T, K], scale float32 [T, 1])."""
-    scale = x.abs().amax(-1, keepdim=True).div_(LEVELS).clamp_(min=SMALLEST_SCALE)
+    scale = x.abs().amax(-1, keepdim=True).div_(_LEVELS).clamp_(min=SMALLEST_SCALE)
     return (x / scale).round_().to(torch.int8), scale
 
 

@@ -85,14 +85,13 @@ class TorchStepper:
 
     @torch.inference_mode()
     def swap(self, prepared: InferenceModel) -> None:
-        model = prepared
         if self.model is None:
-            self.cache = KVCache(model.config, self.config.device)
+            self.cache = KVCache(prepared.config, self.config.device)
             self.rows = Rows(self.config.device)
-        self.model = model
-        self.versions.swapped(self.steps, model.manifest)
+        self.model = prepared
+        self.versions.swapped(self.steps, prepared.manifest)
         if self.config.kv_on_update == "recompute":
-            self._recompute(model)
+            self._recompute(prepared)
 
     @torch.inference_mode()
     def step(self) -> int:
