@@ -178,6 +178,10 @@ def _validate_trajectory(t: Trajectory, where: str) -> None:
         raise RecordError(f"{where}: reward is {t.reward}")
 
 
+MAX_CREDIT = 64
+"""Chunks that a worker may ask for ahead; the learner's queue for one worker is sized by it."""
+
+
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor of a published version: `nbytes` bytes of the payload from `offset`.
 

@@ -45,8 +45,9 @@ logger = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 4096
 """A request is about 100 bytes; ZeroMQ hangs up on a peer that sends more than this."""
 MAX_CHUNK_BYTES = 64 << 20
-QUEUED_REPLIES = 64
-"""Replies that wait for one worker before ZeroMQ drops further ones: above any sensible credit."""
+QUEUED_REPLIES = 4 * messages.MAX_CREDIT
+"""Replies that wait for one worker before ZeroMQ drops further ones. ZeroMQ learns of what was read
+only after half of the queue, so less than twice the credit would drop replies to an honest worker."""
 QUEUED_BROADCASTS = 8
 """Deltas and announcements that wait for one worker: what bounds the memory a stuck one costs."""
 REQUESTS_PER_TURN = 256

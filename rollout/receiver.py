@@ -70,8 +70,9 @@ class Receiver:
       asked for again after `timeout_s` over a new connection; chunks that have arrived are kept.
     - A restarted learner is known by its epoch; what it publishes is taken whatever its number.
     - Silence is counted and logged once; the connection is renewed every `silence_s`.
-    - At most `credit` chunks are asked for ahead. Memory: the version held, the one being fetched,
-      those that an engine still views, and two spare buffers.
+    - At most `credit` chunks, and never more than MAX_CREDIT, are asked for ahead.
+    - Memory: the version held, the one being fetched, those that an engine still views, and two
+      spare buffers.
     - Frames of another run, malformed, duplicate or unasked ones are counted and ignored.
 
     The payload of a version stays untouched for as long as any tensor views it (see PayloadPool).
@@ -114,7 +115,7 @@ class Receiver:
             fetch,
             self._wants,
             chunk_bytes=chunk_bytes,
-            credit=credit,
+            credit=min(credit, messages.MAX_CREDIT),
             timeout_s=timeout_s,
             max_payload_bytes=max_payload_bytes,
         )

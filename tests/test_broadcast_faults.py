@@ -273,6 +273,16 @@ def reply_with(manifest: Manifest) -> ManifestReply:
     return ManifestReply(manifest=encoded, checksum=xxhash.xxh3_128_hexdigest(encoded))
 
 
+def test_the_highest_credit_loses_no_answer(
+    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
+) -> None:
+    receiver = Receiver(*broadcaster.endpoints, run="run", chunk_bytes=500, credit=10_000)
+    stack.callback(receiver.close)
+    broadcaster.publish(make_version(1, rows=10_000))
+    collect(receiver, 1)
+    assert receiver.stats.fetch.retries == 0
+
+
 def raw(kind: int, endpoint: str, stack: ExitStack, bind: bool = False) -> zmq.Socket:
     context = stack.enter_context(zmq.Context())
     sock = stack.enter_context(context.socket(kind))
