@@ -14,12 +14,12 @@ SMOOTHED_STEPS = 5
 
 DEFINITION = f"""\
 Gain per minute: from the value at the start to the goal, divided by the minutes until the goal is first
-reached (linear between two measurements); where it is not reached, the gain up to the end of the time
-limit divided by the limit. Goals: {ACCURACY_GOAL} for held-out accuracy (greedy, the same problems for both),
-{REWARD_GOAL} for mean training reward ({SMOOTHED_STEPS} batches). Both start from the same weights. The clock
-of TRL starts with its first batch and stands still during evaluation; ours starts when the learner has the
-warm-started weights, so it includes the start of the worker and all evaluations, and an accuracy counts
-from when it was known."""
+reached (linear between two measurements); where it is not reached, the gain up to the last measurement
+divided by its time. Goals: {ACCURACY_GOAL} for held-out accuracy (greedy, the same problems for both)
+and {REWARD_GOAL} for training reward (mean of {SMOOTHED_STEPS} batches). Both start from the same weights.
+The clock of TRL starts with its first batch and stands still during evaluation; ours starts when the
+learner has the warm-started weights, so it includes the start of the worker and all evaluations, and an
+accuracy counts from when it was known."""
 
 
 @dataclass
@@ -68,10 +68,8 @@ def gain_per_minute(points: Sequence[Point], goal: float) -> float:
     return (value - start) * 60 / end
 
 
-def value_at(points: Sequence[Point], seconds: float) -> float | None:
-    """The last value known at that time; None after the end."""
-    if seconds > points[-1][0]:
-        return None
+def value_at(points: Sequence[Point], seconds: float) -> float:
+    """The last value that was known at that time."""
     return [v for t, v in points if t <= seconds][-1]
 
 

@@ -26,7 +26,9 @@ class Layout(msgspec.Struct, frozen=True):
     microbatches: int
 
     def __str__(self) -> str:
-        return f"{self.processes} processes x {self.threads} threads x {self.microbatches} micro-batches"
+        return (
+            f"processes {self.processes}, threads {self.threads}, micro-batches {self.microbatches}"
+        )
 
 
 LAYOUTS = [Layout(1, 2, 1), Layout(2, 1, 1), Layout(1, 2, 2), Layout(2, 1, 2), Layout(1, 1, 1)]
