@@ -11,10 +11,11 @@ import redis
 import torch
 
 from areal_q import weights
-from areal_q.config import Sampling
+from areal_q.config import Run, Sampling, load
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from areal_q.weights import WeightVersion
 from buffer.server import RedisServer
+from learner.batch import Sample
 
 
 @pytest.fixture
@@ -121,5 +122,53 @@ def make_version() -> Callable[..., WeightVersion]:
             "published_s": float(number),
         }
         return weights.pack(tensors, version=number, **(defaults | fields))
+
+    return make
+
+
+@pytest.fixture
+def make_run() -> Callable[..., Run]:
+    """make_run("learner.max_lag=0") is a run on one-digit additions whose learner step takes milliseconds."""
+    small = [
+        "model.layers=2",
+        "model.width=32",
+        "model.heads=4",
+        "model.kv_heads=2",
+        "model.mlp=48",
+    ]
+    small += ["model.max_positions=32", "task.digits=1", "task.heldout=20", "steps=4"]
+    small += ["learner.groups=4", "learner.group_size=2", "rollout.sampling.max_tokens=4"]
+
+    def make(*overrides: str) -> Run:
+        return load(None, [*small, *overrides])
+
+    return make
+
+
+@pytest.fixture
+def make_samples() -> Callable[..., list[Sample]]:
+    """make_samples(9, seed=1): sequences of random characters, of several lengths, good and bad ones."""
+
+    def make(count: int, seed: int = 0, vocab: int = 23) -> list[Sample]:
+        rng = np.random.default_rng(seed)
+
+        def sample(index: int) -> Sample:
+            prompt, tokens = rng.integers(1, 7), int(rng.integers(1, 9))
+            return Sample(
+                prompt_ids=rng.integers(0, vocab, prompt).astype(np.int32),
+                trajectory=Trajectory(
+                    index=index,
+                    response_ids=Array.of(rng.integers(0, vocab, tokens), "int32"),
+                    behavior_logprobs=Array.of(-4 * rng.random(tokens), "float32"),
+                    loss_mask=Array.of(rng.random(tokens) < 0.9, "uint8"),
+                    spans=[VersionSpan(0, tokens, "a0")],
+                    finish_reason="stop",
+                    reward=0.0,
+                ),
+                advantage=float(rng.normal()),
+                lag=rng.integers(0, 3, tokens),
+            )
+
+        return [sample(i) for i in range(count)]
 
     return make

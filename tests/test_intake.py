@@ -1,0 +1,176 @@
+"""What the learner takes: nothing too old, nothing twice, and no starving on what went bad."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from areal_q.config import Run
+from areal_q.messages import Group, VersionSpan
+from areal_q.tasks import build_task, build_tokenizer
+from buffer.memory import MemoryBuffer, MemoryLearner
+from learner import intake as intake_module
+from learner.feeder import Feeder
+from learner.intake import Intake
+from learner.lineage import Lineage
+
+MakeRun = Callable[..., Run]
+MakeGroup = Callable[..., Group]
+
+
+def drawn_by(group: Group, *versions: int) -> Group:
+    """`group` with its last response's last tokens drawn by `versions`, all before by version 9."""
+
+    def spans(tokens: int) -> list[VersionSpan]:
+        tail = [VersionSpan(v, 1, f"d{v}") for v in versions]
+        return [VersionSpan(9, tokens - len(tail), "d9"), *tail]
+
+    *others, last = group.trajectories
+    fresh = [msgspec.structs.replace(t, spans=[VersionSpan(9, t.num_tokens, "d9")]) for t in others]
+    last = msgspec.structs.replace(last, spans=spans(last.num_tokens))
+    return msgspec.structs.replace(group, trajectories=[*fresh, last])
+
+
+class Learner:
+    """The learner's side at version 9 with a bound of 2, B = 4, over a buffer in memory."""
+
+    def __init__(self, run: Run, make_group: MakeGroup) -> None:
+        self.store, self.make_group = MemoryBuffer(run.name), make_group
+        self.buffer: MemoryLearner = self.store.learner()
+        self.feeder = Feeder(run, build_task(run.task), build_tokenizer(run), self.buffer, 0, set())
+        lineage = Lineage(keep=run.learner.max_lag + 2)
+        for version in range(6, 10):
+            lineage.published(version, f"d{version}")
+        learner = run.learner
+        self.intake = Intake(self.buffer, self.feeder, lineage, learner.groups, learner.max_lag)
+        self.stop = threading.Event()
+
+    def answer(self, count: int, *versions: int) -> list[int]:
+        """Commits groups for the oldest `count` tickets; returns the tickets' numbers."""
+
+        async def commit() -> list[int]:
+            worker = self.store.worker("w")
+            claims = await worker.claim(count, block_s=0.0)
+            for claim in claims:
+                await worker.commit(claim, drawn_by(self.make_group(claim.ticket), *versions))
+            return [claim.ticket.number for claim in claims]
+
+        return asyncio.run(commit())
+
+    def take(self) -> list[int] | None:
+        taken = self.intake.take(9, self.stop)
+        return None if taken is None else [group.ticket.number for group in taken]
+
+
+@pytest.fixture
+def learner(make_run: MakeRun, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch) -> Learner:
+    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+    learner = Learner(make_run("learner.max_lag=2", "learner.groups=4"), make_group)
+    learner.feeder.admit(9)
+    return learner
+
+
+def test_a_group_goes_when_a_single_token_of_it_is_too_old(learner: Learner):
+    fresh = learner.answer(1)
+    stale = learner.answer(2, 6)
+    fresh += learner.answer(2, 7)
+    stale += learner.answer(1, 8, 6)
+    fresh += learner.answer(1, 8)
+    assert learner.take() == fresh
+    assert learner.intake.dropped == len(stale) == 3
+    # The places of the dropped ones were refilled: 12 were admitted, 3 more now.
+    assert learner.feeder.cursor == 15
+    assert not learner.feeder.outstanding & set(stale)
+
+
+def test_weights_of_another_history_are_as_old_as_the_way_to_them(
+    learner: Learner, make_group: MakeGroup
+):
+    learner.answer(4)
+    group = drawn_by(make_group(), 9)
+    foreign = msgspec.structs.replace(
+        group.trajectories[0], spans=[VersionSpan(9, group.trajectories[0].num_tokens, "other")]
+    )
+    group = msgspec.structs.replace(group, trajectories=[foreign, *group.trajectories[1:]])
+    assert learner.intake.lag(group, 9) > 2
+
+
+def test_the_position_is_that_of_the_last_step_that_is_over(learner: Learner):
+    learner.answer(12)
+    start = learner.intake.position
+    first = learner.take()
+    assert learner.intake.position == start
+    learner.intake.consumed()
+    after_one = learner.intake.position
+    second = learner.take()
+    assert learner.intake.position == after_one
+    assert after_one != start
+
+    # A learner that dies now resumes there, and takes the same groups again.
+    again = learner.store.learner()
+    again.position = after_one
+    assert [g.ticket.number for g in again.take(4, timeout_s=0)] == second
+    assert not set(first or []) & set(second or [])
+
+
+def test_places_become_free_only_when_the_step_is_over(learner: Learner):
+    learner.answer(12)
+    taken = learner.take()
+    assert learner.feeder.outstanding == set(range(12))
+    learner.intake.consumed()
+    assert learner.feeder.outstanding == set(range(12)) - set(taken or [])
+    learner.intake.consumed()
+    assert len(learner.feeder.outstanding) == 8
+
+
+def test_a_stop_while_waiting_takes_nothing_and_loses_nothing(learner: Learner):
+    learner.answer(3)
+    threading.Timer(0.05, learner.stop.set).start()
+    assert learner.take() is None
+    assert learner.feeder.outstanding == set(range(12))
+    again = learner.store.learner()
+    again.position = learner.intake.position
+    assert len(again.take(4, timeout_s=0)) == 3
+
+
+@pytest.fixture
+def worker_thread(learner: Learner) -> Iterator[None]:
+    """Answers every ticket, forever."""
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.wait(0.005):
+            learner.answer(12)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+
+
+def poison_tickets(learner: Learner) -> None:
+    for entry in learner.store.tickets[learner.store.keys.tickets].values():
+        entry.record = b"poison"
+    assert learner.answer(12) == []  # the worker that meets them sets them aside
+
+
+def poison_groups(learner: Learner) -> None:
+    learner.answer(12)
+    groups = learner.store.groups[learner.store.keys.groups]
+    for entry in groups:
+        groups[entry] = b"poison"
+
+
+@pytest.mark.parametrize("poison", [poison_tickets, poison_groups])
+def test_poison_does_not_starve_the_learner(
+    learner: Learner, poison: Callable[[Learner], None], request: pytest.FixtureRequest
+):
+    poison(learner)
+    request.getfixturevalue("worker_thread")
+    assert learner.take() == [12, 13, 14, 15]
+    assert len(learner.store.quarantine) == 12
+    learner.intake.consumed()
+    assert len(learner.feeder.outstanding) <= 12
