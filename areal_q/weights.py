@@ -14,6 +14,7 @@ import xxhash
 
 from areal_q.errors import WeightVersionError
 from areal_q.messages import Manifest, TensorSpec
+from areal_q.payloads import PayloadPool
 
 ALIGNMENT = 64
 
@@ -57,8 +58,11 @@ def pack(
     uaq_scale: float,
     model: dict[str, Any],
     published_s: float,
+    pool: PayloadPool | None = None,
 ) -> WeightVersion:
     """Copies `tensors` into one payload and describes it. Names are kept in the order given.
+
+    Who packs again and again passes a pool, so that payloads are reused.
 
     Raises WeightVersionError for a dtype that is not in DTYPES.
     """
@@ -70,10 +74,13 @@ def pack(
         offset = -(-end // ALIGNMENT) * ALIGNMENT
         end = offset + tensor.nbytes
         layout.append((name, tensor, offset, tensor.nbytes))
-    payload = torch.zeros(end, dtype=torch.uint8)
+    payload = (pool or PayloadPool()).lend(end)
     specs = []
+    padding = 0
     for name, tensor, offset, nbytes in layout:
-        raw = payload[offset : offset + nbytes]
+        payload[padding:offset].zero_()
+        padding = offset + nbytes
+        raw = payload[offset:padding]
         raw.copy_(_bytes(tensor))
         specs.append(
             TensorSpec(

@@ -30,6 +30,7 @@ import zmq
 import zstandard
 
 from areal_q import delta, weights
+from areal_q.payloads import PayloadPool
 from areal_q.quant import quantize_state
 from areal_q.weights import WeightVersion
 from bench.common import commit, device, number, publish, table, versions
@@ -53,7 +54,7 @@ WARM_STEPS = 10
 """Updates after which the running mean is warm; the next one is measured"""
 
 
-def make(number: int, payload: torch.Tensor) -> WeightVersion:
+def make(number: int, payload: torch.Tensor, pool: PayloadPool | None = None) -> WeightVersion:
     return weights.pack(
         {"t": payload},
         run="bench",
@@ -63,6 +64,7 @@ def make(number: int, payload: torch.Tensor) -> WeightVersion:
         uaq_scale=1.0,
         model={},
         published_s=0.0,
+        pool=pool,
     )
 
 
@@ -71,6 +73,7 @@ def serve(transport: str, directory: str, nbytes: int, deltas: bool) -> None:
     ends = [f"ipc://{directory}/{n}" if transport == "ipc" else "tcp://127.0.0.1:0" for n in "afp"]
     rng = np.random.default_rng(0)
     noise = rng.integers(0, 256, nbytes, np.uint8)
+    pool = PayloadPool()
     broadcaster = Broadcaster(ends[0], ends[1], max_delta_bytes=nbytes if deltas else 0)
     with zmq.Context() as context, context.socket(zmq.PUSH) as pusher:
         pusher.bind(ends[2])
@@ -85,7 +88,7 @@ def serve(transport: str, directory: str, nbytes: int, deltas: bool) -> None:
                 noise[rng.integers(0, nbytes, int(CHANGED * nbytes))] += 1
             else:
                 noise += 1
-            version = make(int(line.split()[1]), torch.from_numpy(noise))
+            version = make(int(line.split()[1]), torch.from_numpy(noise), pool)
             manifest = msgspec.structs.replace(version.manifest, published_s=time.time())
             began = time.perf_counter()
             broadcaster.publish(WeightVersion(manifest, version.payload, version.tensors))
@@ -143,7 +146,7 @@ def snapshot(transport: str) -> dict[str, float]:
         )
         with context.socket(zmq.PULL) as pull:
             pull.connect(learner.push)
-            for turn in range(REPEATS + 2):
+            for turn in range(REPEATS + 4):
                 learner.ask(f"publish {turn}")
                 ours.append(SNAPSHOT_BYTES / asyncio.run(received(receiver, turn)) / 1e6)
                 began = learner.ask("push")
@@ -152,8 +155,8 @@ def snapshot(transport: str) -> dict[str, float]:
                 bare.append(SNAPSHOT_BYTES / (time.time() - began) / 1e6)
         receiver.close()
         learner.close()
-    # The first two touch fresh memory.
-    return {"ours": median(ours[2:]), "bare": median(bare[2:])}
+    # The first ones touch fresh memory.
+    return {"ours": median(ours[4:]), "bare": median(bare[4:])}
 
 
 def latency(nbytes: int) -> dict[str, float]:

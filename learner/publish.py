@@ -6,6 +6,7 @@ import uuid
 from areal_q import weights
 from areal_q.config import Run
 from areal_q.models import Decoder
+from areal_q.payloads import PayloadPool
 from areal_q.quant import quantize_state
 from areal_q.weights import WeightVersion
 
@@ -16,6 +17,7 @@ class Publisher:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._pool = PayloadPool()
         self._epoch = uuid.uuid4().hex
 
     def make(self, model: Decoder, version: int) -> WeightVersion:
@@ -30,4 +32,5 @@ class Publisher:
             uaq_scale=self._run.learner.uaq,
             model=model.config.to_hf(),
             published_s=time.time(),
+            pool=self._pool,
         )

@@ -20,8 +20,8 @@ import zmq
 from areal_q import messages
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.messages import ChunkReply, FetchChunk, FetchManifest, Gone, Manifest, ManifestReply
+from areal_q.payloads import PayloadPool
 from areal_q.weights import WeightVersion, check, unpack
-from rollout.payloads import PayloadPool
 
 logger = logging.getLogger(__name__)
 

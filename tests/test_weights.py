@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from areal_q import messages, weights
 from areal_q.errors import WeightVersionError
 from areal_q.messages import Manifest, TensorSpec
+from areal_q.payloads import PayloadPool
 from areal_q.weights import ALIGNMENT, DTYPES, WeightVersion
 
 Make = Callable[..., WeightVersion]
@@ -74,6 +75,18 @@ def test_packing_copies() -> None:
     packed = pack({"t": tensor})
     tensor.fill_(1)
     assert packed.tensors["t"].sum() == 0
+
+
+def test_a_reused_payload_is_as_good_as_a_new_one() -> None:
+    pool = PayloadPool()
+    pool.lend(64 + 12).fill_(0xAA)
+    tensors = {"a": torch.arange(7, dtype=torch.int8), "b": torch.rand(3)}
+    fields: dict[str, Any] = {"run": "run", "epoch": "a", "version": 3, "format": "int8"}
+    fields |= {"uaq_scale": 1.5, "model": {"layers": 2}, "published_s": 0.0}
+    again = weights.pack(tensors, **fields, pool=pool)
+    assert pool.made == 1
+    assert torch.equal(again.payload, pack(tensors).payload)
+    assert again.manifest == pack(tensors).manifest
 
 
 def test_every_altered_byte_of_a_tensor_is_refused() -> None:
