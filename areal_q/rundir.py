@@ -6,6 +6,7 @@ runs/NAME/
     logs/             what each process said
     checkpoints/      to resume from
     trajectories/     every consumed group
+    steps/            every learner step
     redis/            the buffer's data, when the launcher started Redis itself
     hf/               the model at the end, as transformers loads it
     curves.png, curves.html

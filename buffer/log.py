@@ -1,105 +1,32 @@
-"""The trajectory log: every group that the learner consumed, as Parquet in parts.
+"""The trajectory log: every group that the learner consumed, one row group a step (buffer/parts.py).
 
-    append ─▶ queue of 4 steps ─▶ writer thread ─▶ part-000007.parquet.tmp ─▶ part-000007.parquet
-                                                    one row group a step      complete, synced, renamed
-
-A part has its final name only when it is complete and on disk, so what is readable is never torn. The
-columns are described in buffer/table.py; any Parquet reader opens them, and `read_log` gives Groups back.
+The columns are described in buffer/table.py; any Parquet reader opens them, and `read_log` gives Groups
+back.
 """
 
-import logging
-import os
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from areal_q.errors import RecordError
 from areal_q.messages import Group
+from buffer.parts import LogFormat, PartLog, row_groups
 from buffer.table import METADATA_KEY, SCHEMA, SCHEMA_VERSION, from_table, to_table
 
-logger = logging.getLogger(__name__)
-QUEUE_STEPS = 4
-"""Steps that may wait for the writer before `append` waits too."""
-PART_STEPS = 50
-PART_BYTES = 256 << 20
+FORMAT = LogFormat(SCHEMA, METADATA_KEY, SCHEMA_VERSION)
 
 
-class TrajectoryLog:
-    """Appends to the parts in `directory`. One writer per directory.
-
-    Delivery: what was appended before a `flush` that returned is on disk, whatever happens after. What was
-    appended since is lost with the process; its groups are still in Redis, since those are trimmed only
-    after a flush. Reopening with `resume_at` drops the rows of steps ≥ resume_at, which belong to the
-    history that the resume abandons: each group counts once
-    (test_reopening_at_a_step_drops_the_abandoned_steps). An error of the writer (a full disk) is raised by
-    the next `append` or `flush`.
-    """
+class TrajectoryLog(PartLog):
+    """What a crash takes is still in Redis, since groups are trimmed there only after a flush: each group
+    counts once."""
 
     def __init__(self, directory: str | Path, resume_at: int = 0) -> None:
-        self.directory = Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.leftovers = _remove_leftovers(self.directory)
-        """Torn parts of an earlier process, removed"""
-        self.dropped_rows = _drop_from(self.directory, resume_at)
-        parts = _parts(self.directory)
-        self._number = int(parts[-1].stem.removeprefix("part-")) + 1 if parts else 0
-        self._writer: pq.ParquetWriter | None = None
-        self._steps_in_part = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trajectory-log")
-        self._pending: deque[Future[None]] = deque()
+        super().__init__(directory, FORMAT, resume_at)
 
     def append(self, step: int, version: int, groups: list[Group]) -> None:
-        """Queues the groups of one step, valid ones, in the order in which they were used. Steps come in order.
-        Waits only while the writer is QUEUE_STEPS behind."""
-        self._submit(lambda: self._write(step, version, groups))
-        self._reap(QUEUE_STEPS)
-
-    def flush(self) -> None:
-        """Returns when everything appended so far is durable."""
-        self._submit(self._close_part)
-        self._reap(0)
-
-    def close(self) -> None:
-        try:
-            self.flush()
-        finally:
-            self._thread.shutdown()
-
-    def _submit(self, work: Callable[[], None]) -> None:
-        self._pending.append(self._thread.submit(work))
-
-    def _reap(self, allowed: int) -> None:
-        while self._pending and (len(self._pending) > allowed or self._pending[0].done()):
-            self._pending.popleft().result()
-
-    # The rest runs on the writer thread.
-
-    def _write(self, step: int, version: int, groups: list[Group]) -> None:
-        if not groups:
-            return
-        if self._writer is None:
-            self._writer = pq.ParquetWriter(self._temporary, SCHEMA, compression="zstd")
-        self._writer.write_table(to_table(step, version, groups))
-        self._steps_in_part += 1
-        if self._steps_in_part >= PART_STEPS or self._temporary.stat().st_size >= PART_BYTES:
-            self._close_part()
-
-    def _close_part(self) -> None:
-        if self._writer is None:
-            return
-        self._writer.close()
-        self._writer, self._steps_in_part = None, 0
-        _commit(self._temporary)
-        self._number += 1
-
-    @property
-    def _temporary(self) -> Path:
-        return self.directory / f"part-{self._number:06d}.parquet.tmp"
+        """Queues the groups of one step, valid ones, in the order in which they were used. Steps come in
+        order; one without groups leaves no row. Waits only while the writer is QUEUE_STEPS behind."""
+        if groups:
+            self.append_rows(lambda: to_table(step, version, groups))
 
 
 def read_log(
@@ -113,87 +40,15 @@ def read_log(
 
 
 def iter_log(
-    directory: str | Path, from_step: int = 0, to_step: int | None = None
+    directory: str | Path,
+    from_step: int = 0,
+    to_step: int | None = None,
+    *,
+    validate: bool = True,
 ) -> Iterator[tuple[int, list[Group]]]:
-    """Like `read_log`, one step in memory at a time."""
-    steps = groupby(_row_groups(Path(directory)), key=lambda item: item[0])
-    for step, items in steps:
+    """Like `read_log`, one step in memory at a time. Without `validate`, groups that break their contract
+    are given as they are, for whoever looks for what is wrong with them."""
+    steps = groupby(row_groups(Path(directory), FORMAT), key=lambda rows: rows.step)
+    for step, parts in steps:
         if from_step <= step and (to_step is None or step < to_step):
-            groups = [g for _, file, i in items for g in from_table(file.read_row_group(i))]
-            yield step, groups
-
-
-def _row_groups(directory: Path) -> Iterator[tuple[int, pq.ParquetFile, int]]:
-    """(step, file, row group) in order: `append` makes one row group per step."""
-    for path in _parts(directory):
-        with _open(path) as file:
-            for i in range(file.num_row_groups):
-                yield _step_of(file, i), file, i
-
-
-def _open(path: Path) -> pq.ParquetFile:
-    try:
-        file = pq.ParquetFile(path)
-    except pa.ArrowException as error:
-        raise RecordError(f"{path}: {error}") from error
-    found = (file.schema_arrow.metadata or {}).get(METADATA_KEY, b"").decode()
-    if not found.isdecimal() or int(found) > SCHEMA_VERSION:
-        file.close()
-        raise RecordError(f"{path}: log schema {found or 'missing'}, this reads {SCHEMA_VERSION}")
-    return file
-
-
-def _step_of(file: pq.ParquetFile, row_group: int) -> int:
-    return file.metadata.row_group(row_group).column(0).statistics.min
-
-
-def _parts(directory: Path) -> list[Path]:
-    return sorted(directory.glob("part-*.parquet"))
-
-
-def _remove_leftovers(directory: Path) -> int:
-    leftovers = list(directory.glob("part-*.parquet.tmp"))
-    for path in leftovers:
-        logger.info("%s: unfinished, removed", path)
-        path.unlink()
-    return len(leftovers)
-
-
-def _drop_from(directory: Path, step: int) -> int:
-    """Removes the rows of steps ≥ `step`, the last part first, so that a crash leaves a prefix. Returns
-    their number."""
-    dropped = 0
-    for path in reversed(_parts(directory)):
-        temporary = path.with_suffix(".parquet.tmp")
-        with _open(path) as file:
-            numbers = range(file.num_row_groups)
-            keep = [i for i in numbers if _step_of(file, i) < step]
-            if len(keep) == len(numbers):
-                break
-            kept = file.read_row_groups(keep).num_rows if keep else 0
-            dropped += file.metadata.num_rows - kept
-            if keep:
-                with pq.ParquetWriter(temporary, SCHEMA, compression="zstd") as writer:
-                    for i in keep:
-                        writer.write_table(file.read_row_group(i))
-        if keep:
-            _commit(temporary)
-        else:
-            path.unlink()
-            _sync(directory)
-    return dropped
-
-
-def _commit(temporary: Path) -> None:
-    """Makes `x.parquet.tmp` durable as `x.parquet`, replacing what is there."""
-    _sync(temporary)
-    temporary.rename(temporary.with_suffix(""))
-    _sync(temporary.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            yield step, [g for rows in parts for g in from_table(rows.read(), validate)]

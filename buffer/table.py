@@ -98,7 +98,7 @@ def to_table(step: int, version: int, groups: list[Group]) -> pa.Table:
     return pa.Table.from_arrays([_column(columns[f.name], f) for f in SCHEMA], schema=SCHEMA)
 
 
-def from_table(table: pa.Table) -> list[Group]:
+def from_table(table: pa.Table, validate: bool = True) -> list[Group]:
     """The groups of one step's rows. Raises RecordError for rows that are no valid group."""
     arrays = {
         name: _arrays(table.column(name).combine_chunks())
@@ -108,7 +108,8 @@ def from_table(table: pa.Table) -> list[Group]:
     for i, row in enumerate(rows):
         row.update({name: values[i] for name, values in arrays.items()})
     by_place = groupby(rows, key=lambda row: row["place"])
-    return [_group(list(members)).validate() for _, members in by_place]
+    groups = [_group(list(members)) for _, members in by_place]
+    return [group.validate() for group in groups] if validate else groups
 
 
 def _group(rows: list[dict[str, Any]]) -> Group:

@@ -13,6 +13,7 @@ from areal_q.quant.uaq import apply_uaq
 from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer
 from buffer.log import TrajectoryLog
 from buffer.redis_buffer import START, LearnerBuffer
+from buffer.steps import StepLog
 from learner import checkpoint
 from learner.broadcaster import Broadcaster
 from learner.feeder import Feeder
@@ -152,5 +153,6 @@ def build_learner(
         publisher=Publisher(run),
         broadcaster=broadcaster,
         log=TrajectoryLog(directory / "trajectories", start) if run.buffer.log else None,
+        steps=StepLog(directory / "steps", start) if run.buffer.log else None,
         metrics=metrics,
     )

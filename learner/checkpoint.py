@@ -3,14 +3,15 @@
     checkpoints/step-000050/state.json           everything that is not a tensor
                             tensors.safetensors  model.*, optimizer.*, rng
 
-Written beside and renamed, so that a directory of the final name is whole; a crash in the middle leaves a
-temporary one, which the next save removes. The state carries the hash of the tensors' file.
+Written beside and renamed, so that a directory of the final name is whole. A crash in the middle leaves a
+hidden one, which the next save or restore sees to. The state carries a hash of everything.
 """
 
 import logging
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -21,6 +22,8 @@ from areal_q.errors import CheckpointError
 from learner.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+START = "step-000000"
+"""Never removed: a replay can begin there"""
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,17 +42,21 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Of this history's newest versions (learner/lineage.py)"""
     updates: int
     skipped: int
-    tensors_digest: str = ""
+    model: dict[str, Any] = {}
+    """Hugging Face `config.json`; empty in checkpoints of before it was recorded"""
+    digest: str = ""
+    """xxh3-128 of tensors.safetensors and of this state with an empty digest, hexadecimal"""
 
 
 def save(directory: Path, state: State, trainer: Trainer, keep: int) -> Path:
-    """Writes `directory/step-NNNNNN` and removes all but the newest `keep`. Returns its path."""
+    """Writes `directory/step-NNNNNN` and removes all but the start's and the newest `keep`. Returns its
+    path."""
     final = directory / f"step-{state.step:06d}"
     for stale in directory.glob(".tmp-*"):
         shutil.rmtree(stale)
     part = directory / f".tmp-{final.name}"
     part.mkdir(parents=True)
-    save_file(_tensors(trainer), part / "tensors.safetensors")
+    save_file(tensors_of(trainer), part / "tensors.safetensors")
     state = msgspec.structs.replace(state, tensors_digest=_digest(part / "tensors.safetensors"))
     (part / "state.json").write_bytes(msgspec.json.encode(state))
     for file in (*part.iterdir(), part):
@@ -59,7 +66,8 @@ def save(directory: Path, state: State, trainer: Trainer, keep: int) -> Path:
     part.rename(final)
     _sync(directory)
     for old in steps(directory)[:-keep]:
-        shutil.rmtree(old)
+        if old.name != START:
+            shutil.rmtree(old)
     return final
 
 
@@ -71,23 +79,50 @@ def steps(directory: Path) -> list[Path]:
 def restore(directory: Path, trainer: Trainer) -> State:
     """Loads the newest checkpoint into `trainer`. Raises CheckpointError naming what is damaged and,
     where there is one, the checkpoint before it."""
+    _clear_leftovers(directory)
     found = steps(directory)
     if not found:
         raise CheckpointError(f"{directory}: no checkpoint to resume from")
-    path = found[-1]
     try:
-        state = msgspec.json.decode((path / "state.json").read_bytes(), type=State)
-        if _digest(path / "tensors.safetensors") != state.tensors_digest:
-            raise CheckpointError("tensors.safetensors does not match the hash in state.json")
-        _load(trainer, load_file(path / "tensors.safetensors"))
-    except (OSError, msgspec.DecodeError, CheckpointError, KeyError, RuntimeError) as error:
+        state = read_state(found[-1])
+        load(found[-1], state, trainer)
+    except CheckpointError as error:
         before = f"; remove it to resume from {found[-2].name}" if len(found) > 1 else ""
-        raise CheckpointError(f"{path}: {error}{before}") from error
-    trainer.updates, trainer.skipped = state.updates, state.skipped
+        raise CheckpointError(f"{error}{before}") from error
     return state
 
 
-def _tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
+def read_state(path: Path) -> State:
+    """Raises CheckpointError naming the checkpoint."""
+    try:
+        return msgspec.json.decode((path / "state.json").read_bytes(), type=State)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def load(path: Path, state: State, trainer: Trainer) -> None:
+    """Puts checkpoint `path`, whose state is `state`, into `trainer`. Raises CheckpointError naming what
+    is damaged or does not fit."""
+    try:
+        _load(trainer, read_tensors(path, state))
+    except (KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    trainer.updates, trainer.skipped = state.updates, state.skipped
+
+
+def read_tensors(path: Path, state: State) -> dict[str, torch.Tensor]:
+    """Raises CheckpointError unless they hash to what the state says."""
+    file = path / "tensors.safetensors"
+    try:
+        if _digest(file) != state.tensors_digest:
+            raise CheckpointError(f"{file} does not match the hash in state.json")
+        return load_file(file)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Everything of `trainer` that a checkpoint holds as tensors, on the CPU."""
     tensors: dict[str, torch.Tensor] = {}
     tensors |= {f"model.{k}": v for k, v in trainer.model.named_parameters()}
     for i, slot in trainer.optimizer.state_dict()["state"].items():
@@ -110,8 +145,10 @@ def _load(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(tensors["rng"])
 
 
-def _digest(path: Path) -> str:
-    return xxhash.xxh3_128_hexdigest(path.read_bytes())
+def _digest(path: Path, state: State) -> str:
+    tensors = (path / "tensors.safetensors").read_bytes()
+    rest = msgspec.json.encode(msgspec.structs.replace(state, digest=""))
+    return xxhash.xxh3_128_hexdigest(tensors + rest)
 
 
 def _sync(path: Path) -> None:

@@ -18,19 +18,20 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_q.config import Run
+from areal_q.config import Run, settings_hash
 from areal_q.messages import Group
 from areal_q.metrics import MetricsLog
 from buffer.log import TrajectoryLog
 from buffer.redis_buffer import LearnerBuffer
+from buffer.steps import StepLog, StepRecord
 from learner import checkpoint
-from learner.batch import lag_metrics, samples_of
 from learner.broadcaster import Broadcaster
 from learner.feeder import Feeder
 from learner.heldout import HeldOut
 from learner.intake import Intake
 from learner.lineage import Lineage
 from learner.publish import Publisher
+from learner.step import learn, machine
 from learner.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Learner:
     publisher: Publisher
     broadcaster: Broadcaster
     log: TrajectoryLog | None
+    steps: StepLog | None
     metrics: MetricsLog
 
     def train(self, stop: threading.Event) -> int:
@@ -61,6 +63,8 @@ class Learner:
         step = self.start
         self.publish(step)
         if step == 0:
+            if self.run.checkpoint.start:
+                self.save(step)
             self.heldout.ask(step)
         while step < self.run.steps and not stop.is_set():
             began = time.monotonic()
@@ -68,16 +72,14 @@ class Learner:
             if taken is None:
                 break
             waited = time.monotonic() - began
-            samples = samples_of(taken, self.run.learner.advantage, self.lineage, step)
-            values = self.trainer.step(samples)
+            values = learn(self.trainer, taken, self.run.learner.advantage, self.lineage, step)
             trained = time.monotonic()
-            values["weights/bytes"] = self.publish(step + 1)
-            values["weights/publish_s"] = time.monotonic() - trained
-            if self.log:
-                self.log.append(step, step, taken)
+            nbytes = self.publish(step + 1)
+            published_s = time.monotonic() - trained
+            self.record(step, taken, values)
             self.intake.consumed()
             step += 1
-            values |= lag_metrics(samples)
+            values |= {"weights/bytes": nbytes, "weights/publish_s": published_s}
             self.report(step, values, taken, began, waited)
             if step % self.run.eval.every == 0 and step < self.run.steps:
                 self.heldout.ask(step)
@@ -92,8 +94,9 @@ class Learner:
     def close(self) -> None:
         """Stops the broadcaster's and the log's threads and leaves no socket behind."""
         self.broadcaster.close()
-        if self.log:
-            self.log.close()
+        for log in (self.log, self.steps):
+            if log:
+                log.close()
         self.metrics.close()
         self.buffer.close()
 
@@ -105,11 +108,31 @@ class Learner:
         self.broadcaster.publish(made)
         return made.manifest.nbytes
 
+    def record(self, step: int, taken: list[Group], values: dict[str, float]) -> None:
+        """Logs step `step`, which just made version `step` + 1, with all that a replay needs."""
+        if not self.log or not self.steps:
+            return
+        self.log.append(step, step, taken)
+        self.steps.append(
+            StepRecord(
+                step=step,
+                tickets=[group.ticket.number for group in taken],
+                seeds=[group.ticket.seed for group in taken],
+                base_digest=self.lineage.digests[step],
+                digest=self.lineage.digests[step + 1],
+                fork=self.start,
+                settings=settings_hash(self.run),
+                machine=machine(self.run.learner.device),
+                metrics=dict(values),
+            )
+        )
+
     def save(self, step: int) -> None:
         """Order matters: the log is durable before the checkpoint covers its groups, and Redis forgets
         them only after both."""
-        if self.log:
-            self.log.flush()
+        for log in (self.log, self.steps):
+            if log:
+                log.flush()
         state = checkpoint.State(
             step=step,
             position=self.intake.position,
@@ -118,9 +141,11 @@ class Learner:
             digests=self.lineage.digests,
             updates=self.trainer.updates,
             skipped=self.trainer.skipped,
+            model=self.trainer.model.config.to_hf(),
         )
-        keep = self.run.checkpoint.keep
-        path = checkpoint.save(self.dir / "checkpoints", state, self.trainer, keep)
+        path = checkpoint.save(
+            self.dir / "checkpoints", state, self.trainer, self.run.checkpoint.keep
+        )
         self.buffer.trim(state.position)
         logger.info("checkpoint %s", path)
 
@@ -129,15 +154,10 @@ class Learner:
     ) -> None:
         """One line of metrics for the step that ended as `step` - 1 and made version `step`."""
         self.heldout.collect()
-        rewards = [t.reward for g in taken for t in g.trajectories]
         tokens = sum(t.num_tokens for g in taken for t in g.trajectories)
-        mean = sum(rewards) / len(rewards)
         total_s = time.monotonic() - began
         workers = self.buffer.workers()
         values |= {
-            "reward/mean": mean,
-            "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
-            "response/tokens_mean": tokens / len(rewards),
             "learner/step_s": total_s,
             "learner/wait_s": waited,
             "learner/idle_share": waited / total_s,

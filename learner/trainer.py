@@ -37,9 +37,7 @@ class Trainer:
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Learns from `samples`; returns the metrics. Deterministic in weights, samples and their order."""
-        size = -(-len(samples) // self.cfg.updates)
-        # All of π_prox before the first update: it is the policy just before this batch changes it.
-        parts = [self._prepare(samples[i : i + size]) for i in range(0, len(samples), size)]
+        parts = self.prepare(samples)
         metrics: list[Metrics] = []
         norms: list[float] = []
         for part in parts:
@@ -56,7 +54,13 @@ class Trainer:
         values["train/skipped_steps"] = self.skipped
         return values
 
-    def _prepare(self, samples: Sequence[Sample]) -> Part:
+    def prepare(self, samples: Sequence[Sample]) -> list[Part]:
+        """One part for every optimizer step. All of π_prox before the first update: it is the policy just
+        before this batch changes it."""
+        size = -(-len(samples) // self.cfg.updates)
+        return [self._part(samples[i : i + size]) for i in range(0, len(samples), size)]
+
+    def _part(self, samples: Sequence[Sample]) -> Part:
         cuts = microbatches(samples, self.cfg.microbatch_tokens)
         return [(batch, self._inputs(batch)) for batch in (pack(c, self.cfg.device) for c in cuts)]
 

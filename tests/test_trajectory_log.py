@@ -17,6 +17,7 @@ from areal_q.config import Sampling
 from areal_q.errors import RecordError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, encode
 from buffer import log as log_module
+from buffer import parts
 from buffer.log import TrajectoryLog, read_log
 from buffer.table import SCHEMA, from_table, to_table
 
@@ -139,7 +140,7 @@ print("written", flush=True); time.sleep(60)
 def test_reopening_at_a_step_drops_the_abandoned_steps(
     tmp_path, make_ticket, make_group, monkeypatch, resume_at
 ):
-    monkeypatch.setattr(log_module, "PART_STEPS", 3)
+    monkeypatch.setattr(parts, "PART_STEPS", 3)
     log = TrajectoryLog(tmp_path)
     for step in range(7):
         log.append(step, step, [make_group(make_ticket(step))])
@@ -167,7 +168,7 @@ def test_append_does_not_wait_for_the_writer_until_the_queue_is_full(
 
     monkeypatch.setattr(log_module, "to_table", slow)
     log = TrajectoryLog(tmp_path)
-    for step in range(log_module.QUEUE_STEPS):
+    for step in range(parts.QUEUE_STEPS):
         log.append(step, step, [make_group()])
     fifth = threading.Thread(target=log.append, args=(9, 9, [make_group()]))
     fifth.start()
@@ -177,7 +178,7 @@ def test_append_does_not_wait_for_the_writer_until_the_queue_is_full(
     gate.set()
     fifth.join()
     log.close()
-    assert len(read_log(tmp_path)) == log_module.QUEUE_STEPS + 1
+    assert len(read_log(tmp_path)) == parts.QUEUE_STEPS + 1
 
 
 def test_an_error_of_the_writer_reaches_the_learner(tmp_path, make_group, monkeypatch):

@@ -1,6 +1,6 @@
 """The settings of a run: frozen Structs, a tagged union per choice, from TOML. Imports no torch."""
 
-from areal_q.config.load import dump_toml, load, override, parse
+from areal_q.config.load import dump_toml, load, override, parse, settings_hash
 from areal_q.config.objectives import (
     Acr,
     AdvantageConfig,
@@ -94,4 +94,5 @@ __all__ = [
     "load",
     "override",
     "parse",
+    "settings_hash",
 ]

@@ -1,5 +1,6 @@
 """Settings = defaults ← TOML file ← `a.b=c` overrides: merged as tables, converted once."""
 
+import hashlib
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,13 @@ def _parse_override(text: str) -> Table:
         leaf = leaf.setdefault(key, {})
     leaf[last] = value
     return table
+
+
+def settings_hash(run: Run) -> str:
+    """Of all settings but the run's name and place: equal hashes are equal settings."""
+    table = msgspec.to_builtins(run, order="sorted")
+    table = {key: value for key, value in table.items() if key not in ("name", "root")}
+    return hashlib.blake2b(msgspec.json.encode(table), digest_size=16).hexdigest()
 
 
 def dump_toml(run: Run) -> str:

@@ -142,6 +142,8 @@ class BroadcastConfig(_Settings, frozen=True, kw_only=True):
 class CheckpointConfig(_Settings, frozen=True, kw_only=True):
     every: Count = 50
     keep: Count = 2
+    start: bool = True
+    """Keep one of the start as well, so that a replay can begin there."""
 
 
 class EvalConfig(_Settings, frozen=True, kw_only=True):

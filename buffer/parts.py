@@ -1,0 +1,204 @@
+"""Rows of learner steps as Parquet in parts: written off the hot path, never torn, one history.
+
+    append ─▶ queue of 4 steps ─▶ writer thread ─▶ part-000007.parquet.tmp ─▶ part-000007.parquet
+                                                    one row group a step      complete, synced, renamed
+
+A part has its final name only when it is complete and on disk, so what is readable is never torn. The
+first column of every schema is `step`; its metadata holds the schema's name and version.
+"""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from areal_q.errors import RecordError
+
+logger = logging.getLogger(__name__)
+QUEUE_STEPS = 4
+"""Steps that may wait for the writer before `append` waits too."""
+PART_STEPS = 50
+PART_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class LogFormat:
+    """A documented schema. Its metadata holds {key: version}; a reader takes versions up to its own."""
+
+    schema: pa.Schema
+    key: bytes
+    version: int
+
+
+class PartLog:
+    """Appends to the parts in `directory`. One writer per directory.
+
+    Delivery: what was appended before a `flush` that returned is on disk, whatever happens after. What was
+    appended since is lost with the process. Reopening with `resume_at` drops the rows of steps ≥ resume_at,
+    which belong to the history that the resume abandons (test_reopening_at_a_step_drops_the_abandoned_steps).
+    An error of the writer (a full disk) is raised by the next `append` or `flush`.
+    """
+
+    def __init__(self, directory: str | Path, format: LogFormat, resume_at: int = 0) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.leftovers = _remove_leftovers(self.directory)
+        """Torn parts of an earlier process, removed"""
+        self.dropped_rows = _drop_from(self.directory, format, resume_at)
+        found = _parts(self.directory)
+        self._format = format
+        self._number = int(found[-1].stem.removeprefix("part-")) + 1 if found else 0
+        self._writer: pq.ParquetWriter | None = None
+        self._steps_in_part = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.directory.name)
+        self._pending: deque[Future[None]] = deque()
+
+    def append_rows(self, make: Callable[[], pa.Table]) -> None:
+        """Queues the rows of one step; `make` is called on the writer's thread. Steps come in order.
+        Waits only while the writer is QUEUE_STEPS behind."""
+        self._submit(lambda: self._write(make()))
+        self._reap(QUEUE_STEPS)
+
+    def flush(self) -> None:
+        """Returns when everything appended so far is durable."""
+        self._submit(self._close_part)
+        self._reap(0)
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._thread.shutdown()
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        self._pending.append(self._thread.submit(work))
+
+    def _reap(self, allowed: int) -> None:
+        while self._pending and (len(self._pending) > allowed or self._pending[0].done()):
+            self._pending.popleft().result()
+
+    # The rest runs on the writer thread.
+
+    def _write(self, table: pa.Table) -> None:
+        if self._writer is None:
+            self._writer = pq.ParquetWriter(
+                self._temporary, self._format.schema, compression="zstd"
+            )
+        self._writer.write_table(table)
+        self._steps_in_part += 1
+        if self._steps_in_part >= PART_STEPS or self._temporary.stat().st_size >= PART_BYTES:
+            self._close_part()
+
+    def _close_part(self) -> None:
+        if self._writer is None:
+            return
+        self._writer.close()
+        self._writer, self._steps_in_part = None, 0
+        _commit(self._temporary)
+        self._number += 1
+
+    @property
+    def _temporary(self) -> Path:
+        return self.directory / f"part-{self._number:06d}.parquet.tmp"
+
+
+class RowGroup(NamedTuple):
+    """The rows of one step, not read yet."""
+
+    step: int
+    path: Path
+    file: pq.ParquetFile
+    number: int
+
+    def read(self) -> pa.Table:
+        """Raises RecordError naming the file where its bytes do not decode."""
+        try:
+            return self.file.read_row_group(self.number)
+        except (pa.ArrowException, OSError) as error:
+            raise RecordError(f"{self.path}, step {self.step}: {error}") from error
+
+
+def row_groups(directory: Path, format: LogFormat) -> Iterator[RowGroup]:
+    """All steps of a log in order; each is to be read before the next is asked for.
+
+    Raises RecordError for a part that is no log of this format, or of a newer version.
+    """
+    for path in _parts(directory):
+        with _open(path, format) as file:
+            for i in range(file.num_row_groups):
+                yield RowGroup(_step_of(file, i), path, file, i)
+
+
+def _open(path: Path, format: LogFormat) -> pq.ParquetFile:
+    try:
+        file = pq.ParquetFile(path)
+    except pa.ArrowException as error:
+        raise RecordError(f"{path}: {error}") from error
+    found = (file.schema_arrow.metadata or {}).get(format.key, b"").decode()
+    if not found.isdecimal() or int(found) > format.version:
+        file.close()
+        raise RecordError(f"{path}: log schema {found or 'missing'}, this reads {format.version}")
+    return file
+
+
+def _step_of(file: pq.ParquetFile, row_group: int) -> int:
+    return file.metadata.row_group(row_group).column(0).statistics.min
+
+
+def _parts(directory: Path) -> list[Path]:
+    return sorted(directory.glob("part-*.parquet"))
+
+
+def _remove_leftovers(directory: Path) -> int:
+    leftovers = list(directory.glob("part-*.parquet.tmp"))
+    for path in leftovers:
+        logger.info("%s: unfinished, removed", path)
+        path.unlink()
+    return len(leftovers)
+
+
+def _drop_from(directory: Path, format: LogFormat, step: int) -> int:
+    """Removes the rows of steps ≥ `step`, the last part first, so that a crash leaves a prefix. Returns
+    their number."""
+    dropped = 0
+    for path in reversed(_parts(directory)):
+        temporary = path.with_suffix(".parquet.tmp")
+        with _open(path, format) as file:
+            numbers = range(file.num_row_groups)
+            keep = [i for i in numbers if _step_of(file, i) < step]
+            if len(keep) == len(numbers):
+                break
+            kept = file.read_row_groups(keep).num_rows if keep else 0
+            dropped += file.metadata.num_rows - kept
+            if keep:
+                with pq.ParquetWriter(temporary, format.schema, compression="zstd") as writer:
+                    for i in keep:
+                        writer.write_table(file.read_row_group(i))
+        if keep:
+            _commit(temporary)
+        else:
+            path.unlink()
+            _sync(directory)
+    return dropped
+
+
+def _commit(temporary: Path) -> None:
+    """Makes `x.parquet.tmp` durable as `x.parquet`, replacing what is there."""
+    _sync(temporary)
+    temporary.rename(temporary.with_suffix(""))
+    _sync(temporary.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

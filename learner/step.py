@@ -1,0 +1,39 @@
+"""One learner step, a function of weights, groups and lineage alone: the loop does it, a replay repeats it."""
+
+from collections.abc import Sequence
+
+import torch
+
+from areal_q.config import AdvantageConfig
+from areal_q.messages import Group
+from learner.batch import lag_metrics, samples_of
+from learner.lineage import Lineage
+from learner.trainer import Trainer
+
+
+def learn(
+    trainer: Trainer,
+    groups: Sequence[Group],
+    advantage: AdvantageConfig,
+    lineage: Lineage,
+    step: int,
+) -> dict[str, float]:
+    """Step `step` on `groups`, in their order; returns its metrics, none of which depends on time."""
+    samples = samples_of(groups, advantage, lineage, step)
+    rewards = [s.trajectory.reward for s in samples]
+    mean = sum(rewards) / len(rewards)
+    return trainer.step(samples) | {
+        **lag_metrics(samples),
+        "reward/mean": mean,
+        "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
+        "response/tokens_mean": sum(s.trajectory.num_tokens for s in samples) / len(samples),
+    }
+
+
+def machine(device: str) -> str:
+    """What the bits of a step depend on besides its inputs."""
+    where = device
+    if device.startswith("cuda"):
+        where = torch.cuda.get_device_name(device)
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"torch {torch.__version__}, {where}, {capability}, {torch.get_num_threads()} threads"
