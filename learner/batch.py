@@ -5,6 +5,7 @@ Notation: N tokens of all sequences (prompts and responses), T response tokens, 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from learner.lineage import Lineage
 class Sample:
     """One sequence to learn from."""
 
+    group: int
+    """Neighbours of one number share their prompt"""
     prompt_ids: np.ndarray
     """int32 [P]"""
     trajectory: Trajectory
@@ -34,10 +37,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Whole sequences, one after the other.
+    """Whole sequences; those of a group share their prompt's tokens, which are computed once.
 
-    Example: prompt [5, 6], response [7, 8]: token_ids [5, 6, 7, 8], predict [1, 2] (the position whose
-    output predicts each response token), targets [7, 8].
+    The last token of a response predicts nothing and is no input.
+    Example: prompt [5, 6], responses [7, 8] and [9]: token_ids [5, 6, 7], predict [1, 2, 1] (the
+    position whose output predicts each response token), targets [7, 8, 9].
     """
 
     layout: PackedLayout
@@ -69,6 +73,7 @@ def samples_of(
     advantages = iter(group_advantages(rewards, ids, advantage).tolist())
     return [
         Sample(
+            group=group.ticket.number,
             prompt_ids=group.ticket.prompt_ids.numpy(),
             trajectory=t,
             advantage=next(advantages),
@@ -99,33 +104,40 @@ def microbatches(samples: Sequence[Sample], max_tokens: int) -> Iterator[Sequenc
 
 def pack(samples: Sequence[Sample], device: str = "cpu") -> PackedBatch:
     """Concatenates whole sequences. The result of a step does not depend on how samples are cut."""
-    responses = [s.trajectory.response_ids.numpy() for s in samples]
-    prompt_lens = np.array([len(s.prompt_ids) for s in samples])
-    response_lens = np.array([len(r) for r in responses])
-    lengths = prompt_lens + response_lens
-    starts = np.cumsum(lengths) - lengths
-    # Response token t of a sequence is predicted at its position P - 1 + t.
-    first = np.repeat(starts + prompt_lens - 1, response_lens)
-    within = np.arange(response_lens.sum()) - np.repeat(
-        np.cumsum(response_lens) - response_lens, response_lens
-    )
+    rows: list[np.ndarray] = []
+    predict: list[np.ndarray] = []
+    groups: list[tuple[int, list[int]]] = []
+    end = 0
+    for _, members in groupby(samples, key=lambda sample: sample.group):
+        members = list(members)
+        prompt = members[0].prompt_ids
+        rows.append(prompt)
+        end += len(prompt)
+        last = end - 1
+        for sample in members:
+            inputs = sample.trajectory.response_ids.numpy()[:-1]
+            rows.append(inputs)
+            predict.append(np.concatenate(([last], np.arange(end, end + len(inputs)))))
+            end += len(inputs)
+        groups.append((len(prompt), [sample.trajectory.num_tokens - 1 for sample in members]))
+    lengths = [sample.trajectory.num_tokens for sample in samples]
 
-    def tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device=device, dtype=dtype)
+    def tensor(values: Sequence[np.ndarray] | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        array = values if isinstance(values, np.ndarray) else np.concatenate(values)
+        return torch.from_numpy(array.copy()).to(device=device, dtype=dtype)
 
-    def joined(name: str) -> np.ndarray:
-        return np.concatenate([getattr(s.trajectory, name).numpy() for s in samples])
+    def joined(name: str) -> list[np.ndarray]:
+        return [getattr(sample.trajectory, name).numpy() for sample in samples]
 
-    rows = [part for s, r in zip(samples, responses, strict=True) for part in (s.prompt_ids, r)]
     return PackedBatch(
-        layout=PackedLayout.of(lengths.tolist(), device=device),
-        token_ids=tensor(np.concatenate(rows), torch.int64),
-        predict=tensor(first + within, torch.int64),
-        targets=tensor(np.concatenate(responses), torch.int64),
-        behavior_logprobs=tensor(joined("behavior_logprobs").copy(), torch.float32),
-        advantages=tensor(np.repeat([s.advantage for s in samples], response_lens), torch.float32),
-        mask=tensor(joined("loss_mask").copy(), torch.bool),
-        version_lag=tensor(np.concatenate([s.lag for s in samples]), torch.int64),
-        sequence_ids=tensor(np.repeat(np.arange(len(samples)), response_lens), torch.int64),
+        layout=PackedLayout.of_groups(groups, device),
+        token_ids=tensor(rows, torch.int64),
+        predict=tensor(predict, torch.int64),
+        targets=tensor(joined("response_ids"), torch.int64),
+        behavior_logprobs=tensor(joined("behavior_logprobs"), torch.float32),
+        advantages=tensor(np.repeat([s.advantage for s in samples], lengths), torch.float32),
+        mask=tensor(joined("loss_mask"), torch.bool),
+        version_lag=tensor([sample.lag for sample in samples], torch.int64),
+        sequence_ids=tensor(np.repeat(np.arange(len(samples)), lengths), torch.int64),
         num_sequences=len(samples),
     )

@@ -4,11 +4,11 @@
 """
 
 import hashlib
-import itertools
 import logging
 import os
 import threading
 from collections.abc import Callable
+from itertools import accumulate, count
 from pathlib import Path
 
 import msgspec
@@ -65,7 +65,7 @@ def _train(
 ) -> None:
     cfg = run.warmstart
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=(0.9, 0.95), fused=True)
-    numbers = itertools.count()
+    numbers = count()
     mean_loss = 0.0
     for step in range(cfg.steps):
         if stop.is_set():
@@ -96,7 +96,7 @@ def supervised_loss(model: Decoder, rows: list[tuple[list[int], list[int]]]) -> 
     """Mean cross-entropy, in nats, of the response tokens of (prompt, response) rows."""
     layout = PackedLayout.of([len(p) + len(r) for p, r in rows])
     ids = torch.tensor([t for p, r in rows for t in (*p, *r)])
-    starts = layout.cu_seqlens.tolist()
+    starts = [0, *accumulate(layout.lengths)]
     predict = torch.cat(
         [
             torch.arange(start + len(p) - 1, start + len(p) + len(r) - 1)

@@ -38,8 +38,6 @@ def small_model() -> Decoder:
 def test_layout_places_every_token_once(lengths: list[int]) -> None:
     layout = PackedLayout.of(lengths)
     assert layout.positions.tolist() == [i for n in lengths for i in range(n)]
-    assert layout.cu_seqlens.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    assert layout.cu_seqlens.dtype == torch.int32
     rows = torch.cat([b.rows.flatten() for b in layout.buckets])
     assert rows[layout.unpad].tolist() == list(range(sum(lengths)))
 
@@ -52,6 +50,45 @@ def test_layout_pads_a_sequence_by_at_most_a_third(lengths: list[int]) -> None:
         for row in bucket.rows.tolist():
             assert len({of_token[t] for t in row}) == 1
             assert lengths[of_token[row[0]]] >= 0.75 * len(row)
+
+
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 9), st.lists(st.integers(0, 9), min_size=1, max_size=4)),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(groups=GROUPS)
+def test_sequences_that_share_a_prompt_have_the_states_of_sequences_that_do_not(
+    groups: list[tuple[int, list[int]]],
+) -> None:
+    model = small_model()
+    generator = torch.Generator().manual_seed(0)
+    shared: list[torch.Tensor] = []
+    apart: list[torch.Tensor] = []
+    for prompt, responses in groups:
+        first = torch.randint(0, model.config.vocab_size, (prompt,), generator=generator)
+        shared.append(first)
+        for length in responses:
+            own = torch.randint(0, model.config.vocab_size, (length,), generator=generator)
+            shared.append(own)
+            apart.append(torch.cat((first, own)))
+    layout = PackedLayout.of_groups(groups)
+    assert layout.lengths == tuple(map(len, apart))
+    together = model(torch.cat(shared), layout)
+    one_by_one = [model(ids, PackedLayout.of([len(ids)])) for ids in apart]
+    start = number = 0
+    for prompt, responses in groups:
+        torch.testing.assert_close(
+            together[start : start + prompt], one_by_one[number][:prompt], atol=1e-5, rtol=0
+        )
+        start += prompt
+        for length in responses:
+            torch.testing.assert_close(
+                together[start : start + length], one_by_one[number][prompt:], atol=1e-5, rtol=0
+            )
+            start, number = start + length, number + 1
 
 
 @pytest.mark.parametrize("lengths", [[], [3, 0], [-1]])

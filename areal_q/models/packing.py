@@ -20,17 +20,19 @@ class Bucket:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """S sequences of T tokens in all, one after the other.
+    """T tokens of S sequences, one after the other; sequences of a group share their prompt's tokens.
 
-    Example: lengths (4, 3): positions [0, 1, 2, 3, 0, 1, 2], cu_seqlens [0, 4, 7]; one bucket with
-    rows [[0, 1, 2, 3], [4, 5, 6, 6]]; unpad [0, 1, 2, 3, 4, 5, 6].
+    A shared prompt is computed once: what a token attends to does not depend on the tokens after it, so
+    its hidden state is the same in every sequence that starts with it.
+
+    Example: one group with prompt a b and responses c, d e: packed a b c d e, positions [0, 1, 2, 2, 3],
+    sequences a b c and a b d e; one bucket with rows [[0, 1, 2, 2], [0, 1, 3, 4]].
     """
 
     lengths: tuple[int, ...]
+    """Of each sequence, its prompt included"""
     positions: Tensor
     """int64 [T] place of each token in its sequence"""
-    cu_seqlens: Tensor
-    """int32 [S + 1] where each sequence starts, and T"""
     buckets: tuple[Bucket, ...]
     unpad: Tensor
     """int64 [T]: where each packed token stands in the concatenation of all buckets"""
@@ -41,27 +43,54 @@ class PackedLayout:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "PackedLayout":
-        """The layout of sequences of these lengths. Raises ValueError unless all are at least 1."""
-        if not lengths or min(lengths) < 1:
-            raise ValueError("a packed batch needs sequences of at least one token")
-        sizes = torch.tensor(lengths)
-        ends = sizes.cumsum(0)
-        starts = ends - sizes
-        total = int(ends[-1])
-        positions = torch.arange(total) - starts.repeat_interleave(sizes)
+        """Sequences that share nothing. Raises ValueError unless all have at least one token."""
+        return cls.of_groups([(length, (0,)) for length in lengths], device)
+
+    @classmethod
+    def of_groups(
+        cls, groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str = "cpu"
+    ) -> "PackedLayout":
+        """Groups of (prompt length, response lengths): packed as prompt, response, response, …
+
+        Raises ValueError unless every prompt has at least one token and every group a response, which
+        may be empty.
+        """
+        if not groups or min(prompt for prompt, _ in groups) < 1 or not all(r for _, r in groups):
+            raise ValueError("a packed batch needs prompts of at least one token, with responses")
+        sizes = torch.tensor([len(responses) for _, responses in groups])
+        prompts = torch.tensor([prompt for prompt, _ in groups])
+        responses = torch.tensor([length for _, lengths in groups for length in lengths])
+        group_of = torch.arange(len(groups)).repeat_interleave(sizes)
+        first = torch.ones(len(responses), dtype=torch.bool)
+        first[1:] = group_of[1:] != group_of[:-1]
+        prompt_of = prompts[group_of]
+        # Each response's end in the packed order, and from it where it and its group's prompt start.
+        ends = (responses + torch.where(first, prompt_of, 0)).cumsum(0)
+        own = ends - responses
+        shared = (own - prompt_of)[first][group_of]
+        lengths, total = prompt_of + responses, int(ends[-1])
+
+        positions = torch.empty(total, dtype=torch.int64)
         unpad = torch.empty(total, dtype=torch.int64)
         buckets, offset = [], 0
-        for members, longest in _similar(sizes):
-            columns = torch.arange(longest)
-            rows = starts[members, None] + columns.minimum(sizes[members, None] - 1)
-            real = columns < sizes[members, None]
-            unpad[rows[real]] = offset + real.flatten().nonzero().squeeze(-1)
+        for members, longest in _similar(lengths):
+            places = torch.arange(longest)
+            prompt, length = prompt_of[members, None], lengths[members, None]
+            column = places.minimum(length - 1)
+            rows = torch.where(
+                column < prompt,
+                shared[members, None] + column,
+                own[members, None] + column - prompt,
+            )
+            # A prompt's states are taken from the first sequence of its group, the others from their own.
+            mine = (places < length) & ((places >= prompt) | first[members, None])
+            unpad[rows[mine]] = offset + mine.flatten().nonzero().squeeze(-1)
+            positions[rows[mine]] = column[mine]
             offset += rows.numel()
             buckets.append(Bucket(rows.to(device)))
         return cls(
-            lengths=tuple(lengths),
+            lengths=tuple(lengths.tolist()),
             positions=positions.to(device),
-            cu_seqlens=torch.cat((starts, ends[-1:])).to(device, torch.int32),
             buckets=tuple(buckets),
             unpad=unpad.to(device),
         )
