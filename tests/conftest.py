@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import redis
 import torch
+from hypothesis import settings
 
 from areal_q import weights
 from areal_q.config import Run, Sampling, load
@@ -16,6 +17,10 @@ from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from areal_q.weights import WeightVersion
 from buffer.server import RedisServer
 from learner.batch import Sample
+
+# A busy machine is slow, not wrong.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 @pytest.fixture
