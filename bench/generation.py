@@ -31,15 +31,18 @@ class Workload(msgspec.Struct, frozen=True):
 
     name: str
     prompts: int
+    samples: int
+    """Responses to each prompt; `generate` gets the prompt so many times"""
     max_tokens: int
     stop: bool
     """Responses end at end of text; otherwise all are max_tokens long, which suits `generate` best"""
 
 
 def workloads(run: Run) -> list[Workload]:
+    group, max_tokens = run.learner.group_size, run.rollout.sampling.max_tokens
     return [
-        Workload("128 tokens each", SEQUENCES, 128, stop=False),
-        Workload("the task's answers", 8 * SEQUENCES, run.rollout.sampling.max_tokens, stop=True),
+        Workload("128 tokens each", SEQUENCES, 1, 128, stop=False),
+        Workload(f"the task, {group} to a prompt", SEQUENCES, group, max_tokens, stop=True),
     ]
 
 
@@ -55,9 +58,9 @@ async def _ours(run: Run, model: Path, work: Workload) -> list[float]:
     requests = [
         Request(
             prompt_ids=np.array(tokenizer.encode_prompt(p), np.int32),
-            num_samples=1,
+            num_samples=work.samples,
             sampling=Sampling(max_tokens=work.max_tokens),
-            seed=i,
+            seed=i * work.samples,
             stop_ids=stop,
         )
         for i, p in enumerate(_prompts(run, work))
@@ -81,7 +84,7 @@ def hugging_face(python: Path, run: Run, model: Path, work: Workload, spec_file:
     """Tokens a second of `generate` in float32: the median of as many repeats."""
     spec: dict[str, Any] = {
         "model": str(model),
-        "prompts": _prompts(run, work),
+        "prompts": [p for p in _prompts(run, work) for _ in range(work.samples)],
         "sequences": SEQUENCES,
         "max_tokens": work.max_tokens,
         "stop": work.stop,
