@@ -84,7 +84,7 @@ class BroadcastStats:
 class Broadcaster:
     """Announces each version to all workers and serves its bytes to whoever asks.
 
-    Delivery, told plainly (each line has its test in tests/test_broadcast*.py):
+    Delivery, told plainly (shown by tests/test_broadcast*.py):
     - `publish` never waits for a socket or a worker. A version published before the previous one
       was announced replaces it: latest wins, versions may be skipped.
     - Deltas and announcements may be lost (slow or absent subscribers, more than QUEUED_BROADCASTS

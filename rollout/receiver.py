@@ -59,7 +59,7 @@ class ReceiverStats:
 class Receiver:
     """The newest complete version, bit for bit what the learner published, or nothing.
 
-    Delivery, told plainly (each line has its test in tests/test_broadcast*.py):
+    Delivery, told plainly (shown by tests/test_broadcast*.py):
     - Latest wins: versions may be skipped, never repeated, never out of order within an epoch. A
       version that was replaced in the slot before it was taken is gone.
     - Every tensor's hash and the version's are verified before hand-over, whether fetched or made
