@@ -24,6 +24,11 @@ from learner.trainer import Trainer
 logger = logging.getLogger(__name__)
 START = "step-000000"
 """Never removed: a replay can begin there"""
+STATE, TENSORS = "state.json", "tensors.safetensors"
+PART = ".tmp-"
+"""Begins the name of a checkpoint that is being written or removed"""
+REPLACED = ".old-"
+"""Begins the name of one whose successor of the same step is about to take its place"""
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,23 +57,36 @@ def save(directory: Path, state: State, trainer: Trainer, keep: int) -> Path:
     """Writes `directory/step-NNNNNN` and removes all but the start's and the newest `keep`. Returns its
     path."""
     final = directory / f"step-{state.step:06d}"
-    for stale in directory.glob(".tmp-*"):
-        shutil.rmtree(stale)
-    part = directory / f".tmp-{final.name}"
+    _clear_leftovers(directory)
+    part = directory / f"{PART}{final.name}"
     part.mkdir(parents=True)
-    save_file(tensors_of(trainer), part / "tensors.safetensors")
-    state = msgspec.structs.replace(state, tensors_digest=_digest(part / "tensors.safetensors"))
-    (part / "state.json").write_bytes(msgspec.json.encode(state))
+    save_file(tensors_of(trainer), part / TENSORS)
+    state = msgspec.structs.replace(state, digest=_digest(part, state))
+    (part / STATE).write_bytes(msgspec.json.encode(state))
     for file in (*part.iterdir(), part):
         _sync(file)
+    # A directory cannot be renamed onto one that has files: the old one steps aside first.
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(directory / f"{REPLACED}{final.name}")
     part.rename(final)
     _sync(directory)
     for old in steps(directory)[:-keep]:
         if old.name != START:
-            shutil.rmtree(old)
+            old.rename(directory / f"{PART}{old.name}")
+    _clear_leftovers(directory)
     return final
+
+
+def _clear_leftovers(directory: Path) -> None:
+    """Of this save, or of one that was killed: if between its renames, the replaced checkpoint is put back."""
+    for replaced in directory.glob(f"{REPLACED}*"):
+        final = directory / replaced.name.removeprefix(REPLACED)
+        if final.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(final)
+    for part in directory.glob(f"{PART}*"):
+        shutil.rmtree(part)
 
 
 def steps(directory: Path) -> list[Path]:
@@ -95,7 +113,7 @@ def restore(directory: Path, trainer: Trainer) -> State:
 def read_state(path: Path) -> State:
     """Raises CheckpointError naming the checkpoint."""
     try:
-        return msgspec.json.decode((path / "state.json").read_bytes(), type=State)
+        return msgspec.json.decode((path / STATE).read_bytes(), type=State)
     except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -111,12 +129,11 @@ def load(path: Path, state: State, trainer: Trainer) -> None:
 
 
 def read_tensors(path: Path, state: State) -> dict[str, torch.Tensor]:
-    """Raises CheckpointError unless they hash to what the state says."""
-    file = path / "tensors.safetensors"
+    """Raises CheckpointError unless they and the state hash to what the state says."""
     try:
-        if _digest(file) != state.tensors_digest:
-            raise CheckpointError(f"{file} does not match the hash in state.json")
-        return load_file(file)
+        if _digest(path, state) != state.digest:
+            raise CheckpointError(f"{path}: {TENSORS} and {STATE} do not match their hash")
+        return load_file(path / TENSORS)
     except OSError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -146,7 +163,7 @@ def _load(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _digest(path: Path, state: State) -> str:
-    tensors = (path / "tensors.safetensors").read_bytes()
+    tensors = (path / TENSORS).read_bytes()
     rest = msgspec.json.encode(msgspec.structs.replace(state, digest=""))
     return xxhash.xxh3_128_hexdigest(tensors + rest)
 
