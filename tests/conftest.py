@@ -152,15 +152,20 @@ def make_run() -> Callable[..., Run]:
 
 @pytest.fixture
 def make_samples() -> Callable[..., list[Sample]]:
-    """make_samples(9, seed=1): sequences of random characters, of several lengths, good and bad ones."""
+    """make_samples(9, seed=1): random sequences of several lengths, good and bad; three share a prompt."""
 
     def make(count: int, seed: int = 0, vocab: int = 23) -> list[Sample]:
         rng = np.random.default_rng(seed)
 
+        prompts = [
+            rng.integers(0, vocab, rng.integers(1, 7)).astype(np.int32) for _ in range(count)
+        ]
+
         def sample(index: int) -> Sample:
-            prompt, tokens = rng.integers(1, 7), int(rng.integers(1, 9))
+            tokens = int(rng.integers(1, 9))
             return Sample(
-                prompt_ids=rng.integers(0, vocab, prompt).astype(np.int32),
+                group=index // 3,
+                prompt_ids=prompts[index // 3],
                 trajectory=Trajectory(
                     index=index,
                     response_ids=Array.of(rng.integers(0, vocab, tokens), "int32"),

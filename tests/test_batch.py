@@ -22,12 +22,19 @@ shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], d
 def test_packing_equals_the_naive_construction(make_samples: Make, count: int, seed: int):
     samples = make_samples(count, seed)
     token_ids, predict, targets, behavior, advantages, mask, lags, ids = ([] for _ in range(8))
+    positions: list[int] = []
     for number, sample in enumerate(samples):
         t = sample.trajectory
-        token_ids += sample.prompt_ids.tolist()
-        for place, token in enumerate(t.response_ids.numpy().tolist()):
-            predict.append(len(token_ids) - 1)
-            token_ids.append(token)
+        response = t.response_ids.numpy().tolist()
+        if number == 0 or samples[number - 1].group != sample.group:
+            positions += range(len(sample.prompt_ids))
+            token_ids += sample.prompt_ids.tolist()
+            prompt_end = len(token_ids) - 1
+        for place, token in enumerate(response):
+            predict.append(len(token_ids) - 1 if place else prompt_end)
+            if place < len(response) - 1:  # the last token predicts nothing
+                positions.append(len(sample.prompt_ids) + place)
+                token_ids.append(token)
             targets.append(token)
             behavior.append(t.behavior_logprobs.numpy()[place])
             advantages.append(sample.advantage)
@@ -52,10 +59,7 @@ def test_packing_equals_the_naive_construction(make_samples: Make, count: int, s
             tensor.numpy(), np.array(expected).astype(tensor.numpy().dtype)
         )
     assert batch.num_sequences == count
-    assert batch.layout.lengths == tuple(s.num_tokens for s in samples)
-    # What predicts a token stands right before it, in the same sequence.
-    assert torch.equal(batch.token_ids[batch.predict + 1], batch.targets)
-    positions = [p for s in samples for p in range(s.num_tokens)]
+    assert batch.layout.lengths == tuple(s.num_tokens - 1 for s in samples)
     assert batch.layout.positions.tolist() == positions
 
 
