@@ -114,7 +114,7 @@ def read_state(path: Path) -> State:
     """Raises CheckpointError naming the checkpoint."""
     try:
         return msgspec.json.decode((path / STATE).read_bytes(), type=State)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 

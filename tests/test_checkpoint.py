@@ -1,0 +1,267 @@
+"""Checkpoints: bit-exact, whole or absent, and refused by name when damaged."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from areal_q.config import Run
+from areal_q.errors import CheckpointError
+from areal_q.tasks import build_tokenizer
+from learner import checkpoint
+from learner.batch import Sample
+from learner.build import build_model
+from learner.checkpoint import State
+from learner.trainer import Trainer
+
+MakeRun = Callable[..., Run]
+MakeSamples = Callable[..., list[Sample]]
+
+
+def build(run: Run) -> Trainer:
+    return Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+
+
+def state_at(step: int, trainer: Trainer) -> State:
+    return State(
+        step=step,
+        position=f"17-{step}",
+        cursor=100 + step,
+        outstanding=[98, 99, 100],
+        digests={step - 1: "a0", step: "b1"},
+        updates=trainer.updates,
+        skipped=trainer.skipped,
+    )
+
+
+def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
+    tensors = {k: v.detach().clone() for k, v in trainer.model.state_dict().items()}
+    for i, slot in trainer.optimizer.state_dict()["state"].items():
+        tensors |= {f"{i}.{k}": v.clone() for k, v in slot.items()}
+    return tensors | {"random": torch.rand(5)}
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.fixture
+def trainer(make_run: MakeRun, make_samples: MakeSamples) -> Trainer:
+    """After one step, so that the optimizer has something to remember."""
+    trainer = build(make_run())
+    trainer.step(make_samples(4))
+    return trainer
+
+
+def test_a_restored_learner_goes_on_bit_for_bit(
+    make_run: MakeRun, make_samples: MakeSamples, trainer: Trainer, tmp_path: Path
+):
+    torch.manual_seed(5)
+    state = state_at(3, trainer)
+    checkpoint.save(tmp_path, state, trainer, keep=2)
+    for seed in (1, 2):
+        trainer.step(make_samples(6, seed))
+
+    resumed = build(make_run("seed=9"))
+    resumed.step(make_samples(3, 7))  # what it held before does not matter
+    restored = checkpoint.restore(tmp_path, resumed)
+    assert msgspec.structs.replace(restored, digest="") == state
+    assert (resumed.updates, resumed.skipped) == (state.updates, state.skipped)
+    uninterrupted = everything(trainer)
+    torch.manual_seed(0)
+    checkpoint.restore(tmp_path, resumed)
+    for seed in (1, 2):
+        resumed.step(make_samples(6, seed))
+    assert_equal(everything(resumed), uninterrupted)
+    assert resumed.updates == trainer.updates
+
+
+def test_a_checkpoint_before_the_first_step_restores_too(
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
+):
+    fresh, other = build(make_run()), build(make_run("seed=1"))
+    checkpoint.save(tmp_path, state_at(0, fresh), fresh, keep=2)
+    checkpoint.restore(tmp_path, other)
+    for t in (fresh, other):
+        t.step(make_samples(4))
+    torch.manual_seed(1)
+    one = everything(fresh)
+    torch.manual_seed(1)
+    assert_equal(one, everything(other))
+
+
+def test_the_newest_checkpoints_are_kept(trainer: Trainer, tmp_path: Path):
+    for step in (8, 9, 10, 11):
+        path = checkpoint.save(tmp_path, state_at(step, trainer), trainer, keep=2)
+        assert path == tmp_path / f"step-{step:06d}"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000010", "step-000011"]
+    assert checkpoint.restore(tmp_path, trainer).step == 11
+
+
+def test_a_step_saved_again_is_replaced(trainer: Trainer, tmp_path: Path):
+    checkpoint.save(tmp_path, state_at(4, trainer), trainer, keep=2)
+    again = msgspec.structs.replace(state_at(4, trainer), cursor=777)
+    checkpoint.save(tmp_path, again, trainer, keep=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000004"]
+    assert checkpoint.restore(tmp_path, trainer).cursor == 777
+
+
+def test_what_a_killed_save_left_is_removed(trainer: Trainer, tmp_path: Path):
+    checkpoint.save(tmp_path, state_at(1, trainer), trainer, keep=2)
+    torn = tmp_path / ".tmp-step-000002"
+    torn.mkdir()
+    (torn / "tensors.safetensors").write_bytes(b"torn")
+    assert checkpoint.restore(tmp_path, trainer).step == 1
+    assert not torn.exists()
+
+
+def test_no_checkpoint_is_an_error_that_names_the_place(trainer: Trainer, tmp_path: Path):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/none: no checkpoint"):
+        checkpoint.restore(tmp_path / "none", trainer)
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def flip(data: bytes) -> bytes:
+    return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+
+
+@pytest.mark.parametrize("name", ["tensors.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", [cut, flip, lambda data: b"", None])
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(
+    trainer: Trainer, tmp_path: Path, name: str, damage: Callable[[bytes], bytes] | None
+):
+    for step in (1, 2):
+        checkpoint.save(tmp_path, state_at(step, trainer), trainer, keep=2)
+    file = tmp_path / "step-000002" / name
+    if damage is None:
+        file.unlink()
+    else:
+        file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(CheckpointError) as refused:
+        checkpoint.restore(tmp_path, trainer)
+    assert str(tmp_path / "step-000002") in str(refused.value)
+    assert "remove it to resume from step-000001" in str(refused.value)
+
+    (tmp_path / "step-000002").rename(tmp_path / "damaged")
+    assert checkpoint.restore(tmp_path, trainer).step == 1
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_no_flipped_bit_of_the_state_goes_unnoticed(
+    trainer: Trainer, tmp_path: Path, place: float, bit: int
+):
+    path = checkpoint.save(tmp_path, state_at(1, trainer), trainer, keep=2)
+    data = bytearray((path / "state.json").read_bytes())
+    data[int(place * len(data))] ^= 1 << bit
+    (path / "state.json").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"step-000001: ((?!remove).)*$"):
+        checkpoint.restore(tmp_path, trainer)
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    make_run: MakeRun, trainer: Trainer, tmp_path: Path
+):
+    checkpoint.save(tmp_path, state_at(1, trainer), trainer, keep=2)
+    for other in ("model.width=64", "model.layers=3"):
+        with pytest.raises(CheckpointError, match="step-000001"):
+            checkpoint.restore(tmp_path, build(make_run(other)))
+
+
+# Forks a child for each file system operation of a save, and kills it right before that operation.
+KILLED = """
+import itertools, os, shutil, signal, sys
+from pathlib import Path
+import torch
+from areal_q.config import load
+from areal_q.tasks import build_tokenizer
+from learner import checkpoint
+from learner.build import build_model
+from learner.trainer import Trainer
+
+root, settings = Path(sys.argv[1]), sys.argv[2:]
+run = load(None, settings)
+trainer = Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+
+def state(step, cursor):
+    return checkpoint.State(step=step, position="0-0", cursor=cursor, outstanding=[], digests={},
+                            updates=0, skipped=0)
+
+def weights(value):
+    with torch.no_grad():
+        trainer.model.model.norm.weight.fill_(value)
+
+def save_killed_at(directory, operation, new_step):
+    count = itertools.count()
+    def hook(event, args):
+        changes = event in ("os.rename", "os.mkdir", "os.rmdir", "os.remove") or (
+            event == "open" and isinstance(args[2], int) and args[2] & (os.O_CREAT | os.O_WRONLY))
+        if changes and next(count) == operation:
+            os.kill(os.getpid(), signal.SIGKILL)
+    weights(2.0)
+    sys.addaudithook(hook)
+    checkpoint.save(directory, state(new_step, 2), trainer, keep=2)
+
+for new_step in (4, 5):  # the step that is there already, then the next one
+    for operation in itertools.count():
+        directory = root / f"{new_step}-{operation}"
+        weights(1.0)
+        for step in (3, 4):
+            checkpoint.save(directory, state(step, 1), trainer, keep=2)
+        child = os.fork()
+        if child == 0:
+            save_killed_at(directory, operation, new_step)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        weights(0.0)
+        found = checkpoint.restore(directory, trainer)
+        value = trainer.model.model.norm.weight[0].item()
+        print(new_step, operation, os.WIFSIGNALED(status), found.step, found.cursor, value, flush=True)
+        # A save after the crash works and leaves nothing hidden behind.
+        checkpoint.save(directory, state(6, 3), trainer, keep=2)
+        assert all(p.name.startswith("step-") for p in directory.iterdir())
+        shutil.rmtree(directory)
+        if not os.WIFSIGNALED(status):
+            break
+"""
+
+
+def test_a_save_killed_at_any_moment_loses_no_checkpoint(tmp_path: Path):
+    small = [
+        "model.layers=1",
+        "model.width=16",
+        "model.heads=2",
+        "model.kv_heads=1",
+        "model.mlp=16",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path), *small],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    for new_step in ("4", "5"):
+        mine = [row for row in rows if row[0] == new_step]
+        killed = [row[2] == "True" for row in mine]
+        assert killed == [True] * (len(mine) - 1) + [False]
+        assert len(killed) > 6
+        outcomes = [tuple(row[3:]) for row in mine]
+        # The old one or the new one, weights and state together, and after the turn only the new one.
+        old, new = ("4", "1", "1.0"), (new_step, "2", "2.0")
+        turn = outcomes.index(new)
+        assert outcomes == [old] * turn + [new] * (len(outcomes) - turn)
+        assert turn > 0
