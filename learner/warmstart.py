@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -43,8 +44,7 @@ def warm_start(
     if run.warmstart.steps == 0:
         return False
     path = _cache_dir() / "warmstart" / _key(run, task) / "model.safetensors"
-    if path.exists():
-        model.load_state_dict(load_file(path))
+    if _cached(path, model):
         logger.info("warm start taken from %s", path.parent)
         return True
     _train(model, run, task, tokenizer, progress, stop)
@@ -53,6 +53,18 @@ def warm_start(
     save_file({k: v.contiguous() for k, v in model.state_dict().items()}, part)
     part.rename(path)
     return False
+
+
+def _cached(path: Path, model: Decoder) -> bool:
+    """Loads `path` into `model`. False where there is no such file, or a crash of the machine tore it."""
+    try:
+        model.load_state_dict(load_file(path))
+    except FileNotFoundError:
+        return False
+    except SafetensorError as error:
+        logger.warning("%s: %s; it is made again", path, error)
+        return False
+    return True
 
 
 def _train(
