@@ -4,7 +4,8 @@
     ├── UserError (ValueError)          what a user can mend: one line, exit code 2
     │   ├── ConfigError                 a setting is unknown, ill-typed or out of range
     │   ├── TaskError                   a data file or a reward cannot be used
-    │   └── CheckpointError             a model or checkpoint is missing, torn or misshapen
+    │   ├── CheckpointError             a model or checkpoint is missing, torn or misshapen
+    │   └── LogError                    a run's log is missing or lacks a step
     ├── RecordError (ValueError)        a message or trajectory breaks its contract
     ├── QuantizationError (ValueError)  a tensor cannot be represented in a format
     ├── WeightVersionError              a published version is incomplete or altered
@@ -34,6 +35,10 @@ class TaskError(UserError):
 
 class CheckpointError(UserError):
     """A model or checkpoint directory is missing, torn or of another shape; names the file."""
+
+
+class LogError(UserError):
+    """A run's log is missing, or lacks a step that was asked for; names the directory."""
 
 
 class RecordError(AReaLQError, ValueError):

@@ -72,7 +72,7 @@ class Learner:
             if taken is None:
                 break
             waited = time.monotonic() - began
-            values = learn(self.trainer, taken, self.run.learner.advantage, self.lineage, step)
+            values = learn(self.trainer, taken, self.lineage, step)
             trained = time.monotonic()
             nbytes = self.publish(step + 1)
             published_s = time.monotonic() - trained

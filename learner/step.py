@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 
-from areal_q.config import AdvantageConfig
 from areal_q.messages import Group
 from learner.batch import lag_metrics, samples_of
 from learner.lineage import Lineage
@@ -12,14 +11,10 @@ from learner.trainer import Trainer
 
 
 def learn(
-    trainer: Trainer,
-    groups: Sequence[Group],
-    advantage: AdvantageConfig,
-    lineage: Lineage,
-    step: int,
+    trainer: Trainer, groups: Sequence[Group], lineage: Lineage, step: int
 ) -> dict[str, float]:
     """Step `step` on `groups`, in their order; returns its metrics, none of which depends on time."""
-    samples = samples_of(groups, advantage, lineage, step)
+    samples = samples_of(groups, trainer.cfg.advantage, lineage, step)
     rewards = [s.trajectory.reward for s in samples]
     mean = sum(rewards) / len(rewards)
     return trainer.step(samples) | {
