@@ -122,6 +122,18 @@ def rollout(ctx: typer.Context) -> None:
     _become("rollout", ctx.args)
 
 
+@app.command(context_settings=PASS_THROUGH)
+def replay(ctx: typer.Context) -> None:
+    """Re-run logged learner steps offline, as they were or otherwise: `python -m learner.replay`."""
+    _become("learner.replay", ctx.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def doctor(ctx: typer.Context) -> None:
+    """Say where rollouts and learner disagree, and what to change: `python -m learner.doctor`."""
+    _become("learner.doctor", ctx.args)
+
+
 @app.command("eval", context_settings=PASS_THROUGH)
 def evaluate(ctx: typer.Context) -> None:
     """Score a run or a model on held-out problems: the arguments of `python -m rollout.evaluate`."""

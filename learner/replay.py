@@ -76,7 +76,8 @@ def _run(replay, console: Console, until_diverges: bool, debug: bool):
             bar.stop()
             inspect(trainer, number, groups, lineage)
 
-    with Progress(*columns, console=console, transient=True) as bar:
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("", total=len(replay.records))
         for one in replay.steps(before):
             bar.advance(task)
@@ -104,7 +105,6 @@ def inspect(trainer, step: int, groups, lineage) -> None:
         f"step {step}: {len(samples)} samples, {len(parts)} parts; see samples, parts, batch, inputs"
     )
     breakpoint()
-    del batch, inputs
 
 
 def _verdict(replay, done, differing, console: Console) -> None:
@@ -155,12 +155,12 @@ def _show_both(replay, done, console: Console) -> None:
     out = replay.directory / "replay"
     out.mkdir(exist_ok=True)
     steps = ranges([one.record.step for one in done])
-    changed = ", ".join(replay.changes)
-    draw(done, f"{replay.directory.name}, {steps}, other {changed}", out / "replay.png")
+    changed = ", ".join(replay.settings)
+    draw(done, f"{replay.directory.name}, {steps}, with {changed}", out / "replay.png")
     write_csv(done, out / "replay.csv")
-    console.print(f"{steps} with other {changed}: another history, on the samples that were logged")
-    console.print(side_by_side(done))
-    console.print(f"both histories: {out / 'replay.png'}, {out / 'replay.csv'}")
+    console.print(f"{steps} with {changed}: another history, on the samples that were logged")
+    console.print(side_by_side(done, console.width))
+    typer.echo(f"both histories: {out / 'replay.png'}, {out / 'replay.csv'}")
 
 
 if __name__ == "__main__":

@@ -21,17 +21,19 @@ COLUMNS = {
 ROWS = 20
 
 
-def side_by_side(steps: Sequence[Replayed]) -> Table:
-    """At most ROWS steps, evenly spaced, the first and the last among them."""
+def side_by_side(steps: Sequence[Replayed], width: int) -> Table:
+    """At most ROWS steps, evenly spaced, the first and the last among them; as many of COLUMNS as `width`
+    characters take."""
+    columns = dict(list(COLUMNS.items())[: max(2, (width - 6) // 20)])
     table = Table(box=None, padding=(0, 1), header_style="bold")
     table.add_column("step", justify="right")
-    for title in COLUMNS.values():
-        table.add_column(f"{title}\nlogged", justify="right", style="dim")
-        table.add_column("\nnow", justify="right")
+    for title in columns.values():
+        table.add_column(f"{title}\nlogged", justify="right", style="dim", no_wrap=True)
+        table.add_column("\nnow", justify="right", no_wrap=True)
     count = min(ROWS, len(steps))
     chosen = {round(i * (len(steps) - 1) / max(1, count - 1)) for i in range(count)}
     for one in (steps[i] for i in sorted(chosen)):
-        pairs = ((one.record.metrics.get(key), one.metrics.get(key)) for key in COLUMNS)
+        pairs = ((one.record.metrics.get(key), one.metrics.get(key)) for key in columns)
         table.add_row(str(one.record.step), *(_number(x) for pair in pairs for x in pair))
     return table
 
@@ -89,4 +91,4 @@ def _line(
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
+    return "–" if value is None else f"{value:.3g}"

@@ -62,6 +62,7 @@ class Replay:
         stop: int | None = None,
     ) -> None:
         self.directory = directory
+        self.settings = settings or []
         self.recorded = recorded_settings(directory)
         self.run = override(self.recorded, *(settings or []))
         self.changes = _changes(self.recorded, self.run)

@@ -13,7 +13,7 @@ from areal_q.config.objectives import (
     ObjectiveConfig,
     TokenMean,
 )
-from areal_q.config.tasks import Arithmetic, TaskConfig
+from areal_q.config.tasks import Arithmetic, RewardConfig, TaskConfig
 
 Format = Literal["bf16", "int8"]
 
@@ -93,7 +93,7 @@ class RolloutConfig(_Settings, frozen=True, kw_only=True):
 
 
 class AdamW(_Settings, frozen=True, kw_only=True, tag_field="type", tag="adamw"):
-    lr: Positive = 1.5e-4
+    lr: NonNegative = 1.5e-4
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.0
@@ -110,6 +110,9 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     """η: versions by which a token may be behind the learner when it is used. 0 is synchronous."""
     updates: Count = 2
     """Optimizer steps on each batch, one per equal part of it, all against the same π_prox."""
+    drop_uniform: bool = False
+    """DAPO's dynamic sampling: a group whose rewards are all equal carries no gradient; it is dropped and
+    counted, and its place refilled."""
     advantage: AdvantageConfig = Grpo()
     objective: ObjectiveConfig = Acr()
     aggregation: AggregationConfig = TokenMean()
@@ -159,6 +162,7 @@ class Run(_Settings, frozen=True, kw_only=True):
     steps: Count = 200
     model: ModelConfig = SmallModel()
     task: TaskConfig = Arithmetic()
+    reward: RewardConfig = RewardConfig()
     warmstart: WarmStart = WarmStart()
     rollout: RolloutConfig = RolloutConfig()
     learner: LearnerConfig = LearnerConfig()

@@ -1,0 +1,98 @@
+"""What logged groups say about themselves, without any model: contract, settings, endless loops."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from areal_q.config import Sampling
+from areal_q.messages import Group, Trajectory
+
+MAX_PERIOD = 16
+MIN_LOOP_TOKENS = 16
+MIN_REPEATS = 4
+"""A loop is at least so many tokens, the same few again and again at least so often"""
+
+
+@dataclass
+class LogFacts:
+    """Counts over the groups of all steps that were looked at."""
+
+    steps: int = 0
+    responses: int = 0
+    tokens: int = 0
+    missing: int = 0
+    """Behaviour log-probs that are NaN, infinite or absent"""
+    positive: int = 0
+    """Behaviour log-probs above what rounding explains: not of a probability"""
+    after_end: int = 0
+    """Tokens behind an end-of-text token that count nonetheless: padding"""
+    first_bad: str = ""
+    """Where the first of these stands"""
+    loops: int = 0
+    """Responses that repeat themselves to the end of a stretch"""
+    negative: int = 0
+    """Responses that earned less than their group's mean"""
+    negative_loops: int = 0
+    sampling: Counter[Sampling] = field(default_factory=Counter)
+    """Responses by the settings that they were drawn with"""
+    formats: Counter[str] = field(default_factory=Counter)
+
+
+def look_at(steps: Iterable[tuple[int, Sequence[Group]]], end_ids: Sequence[int] = ()) -> LogFacts:
+    """Groups need not be valid. `end_ids` are end-of-text tokens."""
+    facts = LogFacts()
+    for step, groups in steps:
+        facts.steps += 1
+        for group in groups:
+            mean = sum(t.reward for t in group.trajectories) / len(group.trajectories)
+            facts.sampling[group.ticket.sampling] += len(group.trajectories)
+            facts.formats[group.weight_format] += len(group.trajectories)
+            for trajectory in group.trajectories:
+                where = f"step {step}, ticket {group.ticket.number}, response {trajectory.index}"
+                _count(facts, trajectory, end_ids, trajectory.reward < mean, where)
+    return facts
+
+
+def _count(
+    facts: LogFacts, t: Trajectory, end_ids: Sequence[int], negative: bool, where: str
+) -> None:
+    ids, logprobs = t.response_ids.numpy(), t.behavior_logprobs.numpy()
+    counted = t.loss_mask.numpy() != 0
+    missing = int((~np.isfinite(logprobs)).sum()) + max(0, len(ids) - len(logprobs))
+    positive = int((logprobs > 1e-3).sum())
+    ended = np.isin(ids, list(end_ids))
+    after_end = int((counted[1:] & (np.cumsum(ended)[:-1] > 0)).sum())
+    loop = has_loop(ids)
+    facts.responses += 1
+    facts.tokens += len(ids)
+    facts.missing += missing
+    facts.positive += positive
+    facts.after_end += after_end
+    facts.loops += loop
+    facts.negative += negative
+    facts.negative_loops += loop and negative
+    if (missing or positive or after_end) and not facts.first_bad:
+        facts.first_bad = where
+
+
+def has_loop(ids: np.ndarray) -> bool:
+    """Whether some stretch of ids int [T] is a piece of at most MAX_PERIOD tokens over and over.
+
+    Example: 5 6 7 5 6 7 5 6 7 5 6 7 5 6 7 5: period 3, 16 tokens, 5 times.
+    """
+    for period in range(1, min(MAX_PERIOD, len(ids) // MIN_REPEATS) + 1):
+        needed = max(MIN_LOOP_TOKENS, MIN_REPEATS * period) - period
+        if longest_run(ids[period:] == ids[:-period]) >= needed:
+            return True
+    return False
+
+
+def longest_run(flags: np.ndarray) -> int:
+    """Length of the longest stretch of True in bool [T]."""
+    if not flags.any():
+        return 0
+    # Differences between the places of False, with one before the start and one after the end.
+    breaks = np.flatnonzero(~np.concatenate(([False], flags, [False])))
+    return int(np.diff(breaks).max()) - 1

@@ -1,0 +1,87 @@
+"""One examination: the log as it is, then the window of steps replayed with the probe."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from areal_q.config import Run
+from areal_q.diagnosis import TERMS, Case, Finding, LogFacts, TokenTable, diagnose, look_at
+from areal_q.errors import CheckpointError, LogError
+from areal_q.models import DecoderConfig
+from buffer.log import iter_log
+from buffer.steps import iter_steps
+from learner import checkpoint
+from learner.doctor_probe import Probe
+from learner.replay_compare import compare
+from learner.replay_steps import Replay, recorded_settings
+
+WINDOW = 10
+"""Steps looked at unless told: the newest"""
+
+
+@dataclass(frozen=True)
+class Examined:
+    directory: Path
+    run: Run
+    first: int
+    stop: int
+    facts: LogFacts
+    tokens: TokenTable
+    """Empty where the steps could not be replayed"""
+    findings: list[Finding]
+    exact: bool | None
+    """Whether the replay came out as recorded; None: there was none"""
+    note: str
+    """Why there was none"""
+
+
+def examine(directory: Path, first: int | None, stop: int | None, console: Console) -> Examined:
+    """Raises LogError where there is no run or no step in its log."""
+    run = recorded_settings(directory)
+    steps = [record.step for record in iter_steps(directory / "steps", 0, stop)]
+    if not steps:
+        raise LogError(
+            f"{directory / 'steps'}: no step is logged" + (f" before {stop}" if stop else "")
+        )
+    stop = steps[-1] + 1
+    first = max(steps[0], stop - WINDOW) if first is None else first
+    if first >= stop:
+        raise LogError(f"{directory / 'steps'}: no record of step {first}")
+    logged = iter_log(directory / "trajectories", first, stop, validate=False)
+    facts = look_at(logged, _end_ids(directory))
+    probe, exact, note = Probe(run, first), None, ""
+    if facts.missing or facts.positive:
+        note = "the log breaks its contract, so its steps were not replayed"
+    else:
+        try:
+            exact = _replay(directory, first, stop, probe, console)
+        except CheckpointError as error:
+            note = f"no decomposition: {error}"
+    tokens = probe.table() if probe.parts else empty()
+    findings = diagnose(Case(run, facts, tokens))
+    return Examined(directory, run, first, stop, facts, tokens, findings, exact, note)
+
+
+def _replay(directory: Path, first: int, stop: int, probe: Probe, console: Console) -> bool:
+    replay = Replay(directory, None, first, stop)
+    same = True
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        for one in bar.track(replay.steps(probe), len(replay.records), description="replaying"):
+            same = same and not compare(one, replay.exact)
+    return same
+
+
+def _end_ids(directory: Path) -> tuple[int, ...]:
+    found = checkpoint.steps(directory / "checkpoints")
+    model = checkpoint.read_state(found[-1]).model if found else {}
+    return DecoderConfig.from_hf(model).eos_ids if model else ()
+
+
+def empty() -> TokenTable:
+    none = np.zeros(0)
+    whole = dict.fromkeys(("step", "lag", "position", "response"), none.astype(np.int64))
+    real = dict.fromkeys(("advantage", "behavior", "proximal", "entropy"), none)
+    return TokenTable(**whole, **real, terms=np.zeros((0, len(TERMS))))

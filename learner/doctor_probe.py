@@ -1,0 +1,188 @@
+"""The doctor's measurements: every logged token scored again by the policies that lie between behaviour and
+learner (the chain in areal_q/diagnosis/tokens.py), at steps that are replayed for it.
+
+A replay makes every version of its window again, bit for bit, so that the weights of version u are at hand
+though no checkpoint of exactly u was kept. Memory: three copies of the model for each of the newest
+max_lag + 1 versions.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from areal_q.config import Run
+from areal_q.diagnosis import TERMS, TokenTable
+from areal_q.messages import Group
+from areal_q.models import Decoder
+from areal_q.quant import FORMATS, dequantize_state, is_quantized, quantize_state
+from areal_q.quant.linear import Linear
+from areal_q.quant.plan import parts_of
+from learner.batch import Sample, microbatches, pack, samples_of
+from learner.lineage import Lineage
+from learner.trainer import Trainer, token_logprobs
+
+UNKNOWN = -1
+
+
+class EngineLinear(nn.Module):
+    """A linear as the format runs it, quantized activations included."""
+
+    def __init__(self, run: Linear, bias: Tensor | None) -> None:
+        super().__init__()
+        self.run, self.bias = run, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x, self.bias)
+
+
+class Version:
+    """The policies that stand for one version: as learnt, with quantized weights, as the engine runs it."""
+
+    def __init__(self, model: Decoder, format: str) -> None:
+        self.learnt = copy.deepcopy(model).requires_grad_(False)
+        published = quantize_state(self.learnt.state_dict(), format)
+        self.dequantized = copy.deepcopy(self.learnt)
+        self.dequantized.load_state_dict(dequantize_state(published, format))
+        self.engine = copy.deepcopy(self.learnt)
+        for name, module in list(self.engine.named_modules()):
+            if isinstance(module, nn.Linear) and is_quantized(f"{name}.weight"):
+                parent, _, child = name.rpartition(".")
+                run = FORMATS[format].linear([parts_of(published, name, format)])
+                setattr(self.engine.get_submodule(parent), child, EngineLinear(run, module.bias))
+
+
+@dataclass
+class Probe:
+    """Called before every replayed step (`Replay.steps`); measures those from `first` on."""
+
+    run: Run
+    first: int
+    versions: dict[int, Version] = field(default_factory=dict)
+    parts: list[TokenTable] = field(default_factory=list)
+    responses: int = 0
+
+    def __call__(
+        self, trainer: Trainer, step: int, groups: Sequence[Group], lineage: Lineage
+    ) -> None:
+        keep = self.run.learner.max_lag + 1
+        self.versions = {v: self.versions[v] for v in self.versions if v > step - keep}
+        if step > self.first - keep:
+            self.versions[step] = Version(trainer.model, self.run.rollout.format)
+        if step >= self.first:
+            samples = samples_of(groups, trainer.cfg.advantage, lineage, step)
+            sampling = [g.ticket.sampling.temperature for g in groups for _ in g.trajectories]
+            self.parts.append(self._measure(trainer, step, samples, sampling, lineage))
+            self.responses += len(samples)
+
+    def table(self) -> TokenTable:
+        """All tokens that count, with finite log-probs."""
+        return joined(self.parts)
+
+    def _measure(
+        self,
+        trainer: Trainer,
+        step: int,
+        samples: Sequence[Sample],
+        temperatures: list[float],
+        lineage: Lineage,
+    ) -> TokenTable:
+        score = Scorer(trainer)
+        proximal, entropy = score(trainer.model, samples, trainer.temperature)
+        spans = [s.trajectory.spans for s in samples]
+        version = np.concatenate(
+            [np.repeat([self._known(x, lineage) for x in y], [x.tokens for x in y]) for y in spans]
+        )
+        first_span = np.concatenate(
+            [np.arange(s.trajectory.num_tokens) < s.trajectory.spans[0].tokens for s in samples]
+        )
+        behavior = _tokens(samples, "behavior_logprobs").astype(np.float64)
+        lengths = [s.trajectory.num_tokens for s in samples]
+        terms = np.full((len(behavior), len(TERMS)), np.nan)
+        for u in np.unique(version[version != UNKNOWN]):
+            mine = version == u
+            chain = self._chain(score, self.versions[int(u)], samples, mine, temperatures)
+            levels = np.stack([proximal, *chain, behavior])[:, mine]
+            split = -np.diff(levels, axis=0)
+            rest, begun = split[-1], first_span[mine]
+            terms[mine] = np.stack(
+                [*split[:-1], np.where(begun, 0.0, rest), np.where(begun, rest, 0.0)], axis=1
+            )
+        table = TokenTable(
+            step=np.full(len(behavior), step),
+            lag=np.concatenate([s.lag for s in samples]),
+            position=np.concatenate([np.arange(n) for n in lengths]),
+            response=np.repeat(np.arange(len(samples)) + self.responses, lengths),
+            advantage=np.repeat([s.advantage for s in samples], lengths),
+            behavior=behavior,
+            proximal=proximal,
+            entropy=entropy,
+            terms=terms,
+        )
+        return table.where((_tokens(samples, "loss_mask") != 0) & np.isfinite(behavior))
+
+    def _known(self, span, lineage: Lineage) -> int:
+        """The version that drew `span`, if its weights are at hand; a number alone does not tell."""
+        same = lineage.digests.get(span.version) == span.digest
+        return span.version if same and span.version in self.versions else UNKNOWN
+
+    def _chain(
+        self,
+        score: "Scorer",
+        version: Version,
+        samples: Sequence[Sample],
+        mine: np.ndarray,
+        temperatures: list[float],
+    ) -> list[np.ndarray]:
+        """float64 [N] each: log-probs under θ_u, deq Q(θ_u), π_Q, and π_Q at the recorded temperatures; only
+        those of `mine` bool [N] mean anything."""
+        ends = np.cumsum([s.trajectory.num_tokens for s in samples])
+        chosen = [i for i, part in enumerate(np.split(mine, ends[:-1])) if part.any()]
+        some = [samples[i] for i in chosen]
+        places = np.concatenate(
+            [np.arange(ends[i] - samples[i].trajectory.num_tokens, ends[i]) for i in chosen]
+        )
+        learner = score.trainer.temperature
+        models = (version.learnt, version.dequantized, version.engine)
+        found = [score(model, some, learner)[0] for model in models]
+        last = found[-1].copy()
+        recorded = np.repeat(
+            [temperatures[i] for i in chosen], [samples[i].trajectory.num_tokens for i in chosen]
+        )
+        for t in sorted({temperatures[i] for i in chosen} - {learner, 0.0}):
+            last[recorded == t] = score(version.engine, some, t)[0][recorded == t]
+        out = []
+        for values in (*found, last):
+            whole = np.zeros(len(mine))
+            whole[places] = values
+            out.append(whole)
+        return out
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Log-probs and entropies, float64 [N], of the response tokens of samples under any model."""
+
+    trainer: Trainer
+
+    @torch.no_grad()
+    def __call__(
+        self, model: Decoder, samples: Sequence[Sample], temperature: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        cfg = self.trainer.cfg
+        cuts = microbatches(samples, cfg.microbatch_tokens)
+        parts = [token_logprobs(model, pack(cut, cfg.device), temperature) for cut in cuts]
+        logprobs, entropy = (torch.cat(x).double().cpu().numpy() for x in zip(*parts, strict=True))
+        return logprobs, entropy
+
+
+def joined(parts: Sequence[TokenTable]) -> TokenTable:
+    names = TokenTable.__dataclass_fields__
+    return TokenTable(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
+
+
+def _tokens(samples: Sequence[Sample], name: str) -> np.ndarray:
+    return np.concatenate([getattr(s.trajectory, name).numpy() for s in samples])
