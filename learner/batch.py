@@ -62,6 +62,8 @@ class PackedBatch:
     sequence_ids: torch.Tensor
     """int64 [T] in 0 … S-1"""
     num_sequences: int
+    learns: bool
+    """Some advantage is not 0; otherwise the tokens count and are measured, but have no gradient"""
 
 
 def samples_of(
@@ -140,4 +142,5 @@ def pack(samples: Sequence[Sample], device: str = "cpu") -> PackedBatch:
         version_lag=tensor([sample.lag for sample in samples], torch.int64),
         sequence_ids=tensor(np.repeat(np.arange(len(samples)), lengths), torch.int64),
         num_sequences=len(samples),
+        learns=any(sample.advantage for sample in samples),
     )

@@ -1,5 +1,7 @@
 """The optimizer: AdamW with linear warm-up, gradient clipping, and refusal of non-finite steps."""
 
+import math
+
 import torch
 from torch import nn
 
@@ -23,8 +25,13 @@ def build_optimizer(model: nn.Module, cfg: AdamW) -> torch.optim.Optimizer:
 
 
 def learning_rate(cfg: AdamW, update: int) -> float:
-    """Rises linearly over the first `warmup_steps` optimizer steps, then stays."""
-    return cfg.lr * min(1.0, (update + 1) / (cfg.warmup_steps + 1))
+    """Of optimizer step `update`: a linear rise, then a half cosine from lr to final · lr, if any."""
+    if update < cfg.warmup_steps:
+        return cfg.lr * (update + 1) / (cfg.warmup_steps + 1)
+    if cfg.decay_steps == 0:
+        return cfg.lr
+    progress = min(1.0, (update - cfg.warmup_steps) / cfg.decay_steps)
+    return cfg.lr * (1 - (1 - cfg.final) * (1 - math.cos(math.pi * progress)) / 2)
 
 
 def optimizer_step(

@@ -61,7 +61,14 @@ class Trainer:
         return [self._part(samples[i : i + size]) for i in range(0, len(samples), size)]
 
     def _part(self, samples: Sequence[Sample]) -> Part:
-        cuts = microbatches(samples, self.cfg.microbatch_tokens)
+        """Micro-batches with a gradient and without are apart: those of no advantage need no backward."""
+        useful = [sample for sample in samples if sample.advantage]
+        others = [sample for sample in samples if not sample.advantage]
+        cuts = [
+            cut
+            for kind in (useful, others)
+            for cut in microbatches(kind, self.cfg.microbatch_tokens)
+        ]
         return [(batch, self._inputs(batch)) for batch in (pack(c, self.cfg.device) for c in cuts)]
 
     @torch.no_grad()
@@ -85,14 +92,16 @@ class Trainer:
         totals = whole_step([inputs for _, inputs in part], self.cfg.objective)
         metrics = []
         for batch, inputs in part:
-            logprobs, entropy = token_logprobs(self.model, batch, self.temperature)
-            out = loss_fn(
-                replace(inputs, logprobs=logprobs, entropy=entropy),
-                self.cfg.objective,
-                self.cfg.aggregation,
-                totals,
-            )
-            out.loss.backward()
+            with torch.set_grad_enabled(batch.learns):
+                logprobs, entropy = token_logprobs(self.model, batch, self.temperature)
+                out = loss_fn(
+                    replace(inputs, logprobs=logprobs, entropy=entropy),
+                    self.cfg.objective,
+                    self.cfg.aggregation,
+                    totals,
+                )
+            if batch.learns:
+                out.loss.backward()
             metrics.append(out.metrics)
         return metrics
 

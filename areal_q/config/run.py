@@ -99,6 +99,10 @@ class AdamW(_Settings, frozen=True, kw_only=True, tag_field="type", tag="adamw")
     weight_decay: NonNegative = 0.0
     warmup_steps: Index = 10
     """Optimizer steps over which lr rises linearly from 0."""
+    decay_steps: Index = 0
+    """Optimizer steps after the warm-up over which lr falls along a half cosine; 0: it stays."""
+    final: Fraction = 0.1
+    """Share of lr that is left after the decay."""
 
 
 class LearnerConfig(_Settings, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from areal_q.models.config import DecoderConfig
+from areal_q.models.linear import Linear
 from areal_q.models.packing import PackedLayout
 from areal_q.models.rope import apply_rope, rope_tables
 
@@ -24,9 +25,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.model = Trunk(config)
-        self.lm_head = (
-            None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
-        )
+        self.lm_head = None if config.tied else Linear(config.width, config.vocab_size, bias=False)
 
     def forward(self, token_ids: Tensor, layout: PackedLayout) -> Tensor:
         """Hidden states [T, D] after the final norm, for token_ids int64 [T]."""
@@ -77,10 +76,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.width, queries, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.width, keys, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.width, keys, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(queries, config.width, bias=False)
+        self.q_proj = Linear(config.width, queries, bias=config.qkv_bias)
+        self.k_proj = Linear(config.width, keys, bias=config.qkv_bias)
+        self.v_proj = Linear(config.width, keys, bias=config.qkv_bias)
+        self.o_proj = Linear(queries, config.width, bias=False)
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
             self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
@@ -101,9 +100,9 @@ class Mlp(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.width, config.mlp, bias=False)
-        self.up_proj = nn.Linear(config.width, config.mlp, bias=False)
-        self.down_proj = nn.Linear(config.mlp, config.width, bias=False)
+        self.gate_proj = Linear(config.width, config.mlp, bias=False)
+        self.up_proj = Linear(config.width, config.mlp, bias=False)
+        self.down_proj = Linear(config.mlp, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
