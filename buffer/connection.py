@@ -73,12 +73,19 @@ def insist(patience: Patience, call: Callable[[], T]) -> T:
 
 
 async def insist_async(patience: Patience, call: Callable[[], Awaitable[T]]) -> T:
-    """The same for coroutines."""
+    """The same for coroutines. A cancellation always gets through: redis-py awaits `asyncio.wait_for`, which
+    before Python 3.12 forgets one that comes together with the answer."""
+    task = asyncio.current_task()
+    cancellations = task.cancelling() if task else 0
     while True:
         try:
-            return await call()
+            result = await call()
         except TRANSIENT as error:
             await asyncio.sleep(patience.pause(error))
+        else:
+            if task and task.cancelling() > cancellations:
+                raise asyncio.CancelledError
+            return result
 
 
 def refuses_writes(error: redis.ResponseError) -> bool:

@@ -1,0 +1,401 @@
+"""The rollout worker between a real Redis and a real broadcaster, with both engines."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from areal_q.config import Run, ScriptedEngine, dump_toml
+from areal_q.messages import Group, Ticket
+from areal_q.models import Decoder
+from areal_q.quant.plan import is_quantized
+from areal_q.tasks import Problem, build_score, build_task, build_tokenizer
+from buffer.connection import Patience, insist_async
+from buffer.redis_buffer import LearnerBuffer, WorkerBuffer
+from learner.batch import pack, samples_of
+from learner.broadcaster import Broadcaster
+from learner.build import build_model
+from learner.feeder import Feeder
+from learner.lineage import Lineage
+from learner.publish import Publisher
+from learner.trainer import token_logprobs
+from rollout.build import max_groups
+from rollout.engines import build_engine
+from rollout.engines.base import Engine
+from rollout.engines.scripted import scripted_engine
+from rollout.receiver import Receiver
+from rollout.worker import Worker
+
+MakeRun = Callable[..., Run]
+SCRIPTED = "rollout.engine.type=scripted"
+
+
+class LearnerSide:
+    """All of a learner that a worker meets."""
+
+    def __init__(self, run: Run, url: str, sockets: Path) -> None:
+        self.run, self.url = run, url
+        self.buffer = LearnerBuffer(url, run.name)
+        self.tokenizer = build_tokenizer(run)
+        self.feeder = Feeder(run, build_task(run.task), self.tokenizer, self.buffer, 0, set())
+        self.model: Decoder = build_model(run, self.tokenizer)
+        self.lineage = Lineage(keep=100)
+        self.publisher = Publisher(run)
+        self.broadcaster = Broadcaster(f"ipc://{sockets}/announce", f"ipc://{sockets}/fetch")
+        self.buffer.publish_run(dump_toml(run), self.broadcaster.endpoints._asdict())
+
+    def publish(self, version: int) -> None:
+        made = self.publisher.make(self.model, version)
+        self.lineage.published(version, made.manifest.digest)
+        self.broadcaster.publish(made)
+
+    def change(self) -> None:
+        """As an update would, coarsely."""
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.add_(0.02 * torch.randn(p.shape))
+
+    async def take(self, count: int, timeout_s: float = 30.0) -> list[Group]:
+        groups = await asyncio.to_thread(self.buffer.take, count, timeout_s)
+        assert len(groups) == count
+        return groups
+
+    def close(self) -> None:
+        self.broadcaster.close()
+        self.buffer.close()
+
+
+@pytest.fixture
+def learner(redis_url: str, short_dir: Path) -> Iterator[Callable[[Run], LearnerSide]]:
+    made: list[LearnerSide] = []
+
+    def make(run: Run) -> LearnerSide:
+        torch.manual_seed(0)
+        made.append(LearnerSide(run, redis_url, short_dir))
+        return made[-1]
+
+    yield make
+    for side in made:
+        side.close()
+
+
+@asynccontextmanager
+async def working(side: LearnerSide, engine: Engine | None = None) -> AsyncIterator[Engine]:
+    """A worker that works meanwhile, with the engine of the settings if none is given."""
+    run = side.run
+    endpoints = side.broadcaster.endpoints
+    receiver = Receiver(endpoints.announce, endpoints.fetch, run=run.name)
+    buffer = WorkerBuffer(side.url, run.name, "w", run.buffer.claim_timeout_s)
+    engine = engine or build_engine(run.rollout.engine)
+    worker = Worker(
+        name="w",
+        engine=engine,
+        buffer=buffer,
+        receiver=receiver,
+        tokenizer=side.tokenizer,
+        score=build_score(run.task),
+        weight_format=run.rollout.format,
+        max_groups=max_groups(run),
+    )
+    task = asyncio.create_task(worker.run())
+    try:
+        yield engine
+        assert not task.done(), task.exception()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        receiver.close()
+        await buffer.close()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def run_async(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 50))
+
+
+@pytest.mark.parametrize("engine", ["scripted", "torch"])
+def test_every_ticket_becomes_one_valid_group(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], engine: str
+):
+    side = learner(make_run(f"rollout.engine.type={engine}", "learner.group_size=3"))
+    score = build_score(side.run.task)
+
+    async def work() -> None:
+        async with working(side):
+            side.publish(0)
+            side.feeder.admit(0)
+            side.feeder.evaluate(0)
+            for group in await side.take(12):
+                group.validate()
+                ticket = group.ticket
+                assert (group.engine, group.weight_format) == (engine, "int8")
+                assert ticket.number in side.feeder.outstanding
+                side.feeder.done(group)
+                assert 0 < group.started_s <= group.finished_s <= time.time()
+                for t in group.trajectories:
+                    ids = t.response_ids.numpy().tolist()
+                    text = side.tokenizer.decode(ids)
+                    expected = score(Problem(ticket.prompt, ticket.answer), text)
+                    assert (t.reward, t.reward_parts["correct"]) == (
+                        expected.reward,
+                        expected.correct,
+                    )
+                    assert (t.finish_reason == "stop") == (ids[-1] == side.tokenizer.eos_id)
+                    assert t.loss_mask.numpy().all()
+                    assert side.lineage.lag(t.spans[0], 0) == 0
+            assert not side.feeder.outstanding
+            evaluations = []
+            await until(
+                lambda: evaluations.extend(side.buffer.take_eval()) or len(evaluations) == 20
+            )
+            assert {g.ticket.purpose for g in evaluations} == {"eval"}
+            assert side.buffer.open_tickets() == set()
+
+    run_async(work())
+
+
+def test_new_weights_are_stamped_on_the_tokens_that_they_draw(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    settings = [SCRIPTED, "rollout.sampling.max_tokens=24"]
+    side = learner(make_run(*settings, "learner.groups=2", "learner.max_lag=0"))
+    # No stop token is ever drawn: every response has its full length, and takes about a second.
+    talker = scripted_engine(
+        ScriptedEngine(tokens_per_s=100), answer=lambda _: [3] * 24, certainty=lambda _: 1.0
+    )
+
+    async def work() -> None:
+        async with working(side, talker) as engine:
+            side.publish(0)
+            side.feeder.admit(0)
+            await until(lambda: engine.tokens_drawn > 8)
+            side.change()
+            side.publish(1)
+            groups = await side.take(2)
+            for t in [t for group in groups for t in group.trajectories]:
+                assert [span.version for span in t.spans] == [0, 1]
+                assert sum(span.tokens for span in t.spans) == t.num_tokens == 24
+                assert [side.lineage.lag(span, 1) for span in t.spans] == [1, 0]
+                assert {s.digest for s in t.spans} == set(side.lineage.digests.values())
+
+    run_async(work())
+
+
+def test_a_ticket_waits_for_weights_as_new_as_itself(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    side = learner(make_run(SCRIPTED))
+
+    async def work() -> None:
+        async with working(side) as engine:
+            side.publish(0)
+            await until(lambda: engine.version == 0)
+            side.feeder.issue([0, 1], version=2)
+            side.feeder.issue([2], version=0)
+            assert [g.ticket.number for g in await side.take(1)] == [2]
+            side.publish(1)
+            await until(lambda: engine.version == 1)
+            await asyncio.sleep(0.2)
+            assert side.buffer.unread() == []
+            side.publish(3)
+            groups = await side.take(2)
+            assert {g.ticket.number for g in groups} == {0, 1}
+            spans = [s for g in groups for t in g.trajectories for s in t.spans]
+            assert {s.version for s in spans} == {3}
+
+    run_async(work())
+
+
+def test_it_is_full_before_the_learner_asks_again(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    slow = [SCRIPTED, "rollout.engine.tokens_per_s=1", "learner.max_lag=0", "learner.groups=2"]
+    side = learner(make_run(*slow))
+
+    async def work() -> None:
+        async with working(side) as engine:
+            side.publish(0)
+            side.feeder.admit(0)
+            await until(lambda: engine.active == 4)
+            status = []
+            await until(lambda: status.extend(side.buffer.workers()) or status)
+            assert (status[0].worker, status[0].version, status[0].pid) == ("w", 0, os.getpid())
+
+    run_async(work())
+
+
+def test_tickets_that_another_worker_took_over_are_abandoned(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], make_group: Callable[..., Group]
+):
+    slow = [SCRIPTED, "rollout.engine.tokens_per_s=1", "learner.max_lag=0", "learner.groups=2"]
+    side = learner(make_run(*slow))
+
+    async def work() -> None:
+        async with working(side) as engine:
+            side.publish(0)
+            side.feeder.admit(0)
+            await until(lambda: engine.active == 4)
+            thief = WorkerBuffer(side.url, side.run.name, "thief", claim_timeout_s=0.001)
+            await asyncio.sleep(0.01)
+            claims = await thief.claim(10, block_s=0.0)
+            assert {claim.ticket.number for claim in claims} == {0, 1}
+            await until(lambda: engine.active == 0)
+            for claim in claims:
+                assert await thief.commit(claim, make_group(claim.ticket, worker="thief"))
+            await thief.close()
+            assert {g.worker for g in await side.take(2)} == {"thief"}
+            # It is free for other work.
+            side.feeder.issue([7], version=0)
+            await until(lambda: engine.active == 2)
+
+    run_async(work())
+
+
+def test_a_worker_that_ends_hands_its_tickets_back(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    slow = [SCRIPTED, "rollout.engine.tokens_per_s=1", "learner.max_lag=0", "learner.groups=2"]
+    side = learner(make_run(*slow))
+
+    async def work() -> None:
+        async with working(side) as engine:
+            side.publish(0)
+            side.feeder.admit(0)
+            await until(lambda: engine.active == 4)
+        other = WorkerBuffer(side.url, side.run.name, "other", claim_timeout_s=3600)
+        assert {c.ticket.number for c in await other.claim(10, block_s=0.0)} == {0, 1}
+        await other.close()
+
+    run_async(work())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_process_in_peace_and_its_tickets_go_back_at_once(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], number: int
+):
+    slow = [SCRIPTED, "rollout.engine.tokens_per_s=1", "buffer.claim_timeout_s=3600"]
+    side = learner(make_run(*slow))
+    side.publish(0)
+    side.feeder.admit(0)
+    command = [sys.executable, "-m", "rollout", "--redis", side.url, "--run", side.run.name]
+    process = subprocess.Popen([*command, "--id", "mortal"], stderr=subprocess.PIPE, text=True)
+
+    async def work() -> None:
+        active = []
+        await until(lambda: active.extend(w.active for w in side.buffer.workers()) or any(active))
+        process.send_signal(number)
+        _, said = await asyncio.to_thread(process.communicate)
+        assert process.returncode == 0, said
+        assert "Traceback" not in said
+        other = WorkerBuffer(side.url, side.run.name, "other", claim_timeout_s=3600)
+        assert {c.ticket.number for c in await other.claim(100, block_s=0.0)} == set(range(12))
+        await other.close()
+
+    try:
+        run_async(work())
+    finally:
+        process.kill()
+        process.wait()
+
+
+def gaps(side: LearnerSide, groups: list[Group]) -> np.ndarray:
+    """|learner's log-prob − behaviour log-prob| of every token."""
+    samples = samples_of(groups, side.run.learner.advantage, side.lineage, version=0)
+    batch = pack(samples)
+    with torch.no_grad():
+        recomputed, _ = token_logprobs(side.model, batch, side.run.rollout.sampling.temperature)
+    return (recomputed - batch.behavior_logprobs).abs().numpy()
+
+
+@pytest.mark.parametrize("format", ["bf16", "int8"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_engines_log_probs_are_those_that_the_learner_recomputes(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], format: str, temperature: float
+):
+    settings = [f"rollout.format={format}", f"rollout.sampling.temperature={temperature}"]
+    side = learner(make_run(*settings, "rollout.sampling.max_tokens=12", "learner.groups=16"))
+    with torch.no_grad():
+        for name, p in side.model.named_parameters():
+            if is_quantized(name):  # so that rounding to bf16 changes nothing
+                p.copy_(p.bfloat16())
+
+    async def work() -> None:
+        async with working(side):
+            side.publish(0)
+            side.feeder.admit(0)
+            found = gaps(side, await side.take(48))
+            assert found.size > 200
+            if format == "bf16":
+                assert found.max() < 1e-4
+            else:
+                assert 1e-4 < found.mean() < 0.05
+                assert found.max() < 0.5
+
+    run_async(work())
+
+
+def test_recorded_log_probs_are_of_the_temperature_that_drew(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], make_ticket: Callable[..., Ticket]
+):
+    side = learner(make_run("rollout.format=bf16", "rollout.sampling.temperature=0.5"))
+
+    async def work() -> None:
+        async with working(side):
+            side.publish(0)
+            side.feeder.admit(0)
+            groups = await side.take(12)
+            batch = pack(samples_of(groups, side.run.learner.advantage, side.lineage, version=0))
+            with torch.no_grad():
+                at_one, _ = token_logprobs(side.model, batch, 1.0)
+            # Recomputed at another temperature they differ by far more than any rounding.
+            assert (at_one - batch.behavior_logprobs).abs().max() > 0.05
+
+    run_async(work())
+
+
+def test_a_cancellation_that_comes_with_an_answer_of_redis_is_not_forgotten():
+    async def answer() -> str:
+        """As asyncio.wait_for before Python 3.12, where both come in one turn of the loop."""
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            return "answer"
+        return "late"
+
+    async def work() -> None:
+        task = asyncio.create_task(insist_async(Patience("redis://", 1.0), answer))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def clean_up() -> str:
+        """Calls go on working while a cancellation is being dealt with."""
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            task.cancel()
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            return await insist_async(Patience("redis://", 1.0), answered)
+        return "not cancelled"
+
+    async def answered() -> str:
+        return "answer"
+
+    run_async(work())
+    assert asyncio.run(clean_up()) == "answer"
