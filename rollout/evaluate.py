@@ -34,10 +34,10 @@ def main(
     """Scores MODEL on held-out problems: greedy accuracy, or avg@k and pass@k of sampled answers."""
     if samples > 1 and temperature == 0:
         raise ConfigError("--samples above 1 needs --temperature above 0")
-    run, path = _settings(model, task, settings or [])
+    run, path = _settings(model, task, [f"rollout.format={format}", *(settings or [])])
     sampling = Sampling(temperature=temperature, max_tokens=run.rollout.sampling.max_tokens)
     started = time.monotonic()
-    rows = asyncio.run(_answers(run, path, problems, samples, sampling, format))
+    rows = asyncio.run(_answers(run, path, problems, samples, sampling))
     elapsed = time.monotonic() - started
     if out:
         out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
@@ -61,7 +61,7 @@ def _settings(model: Path, task: str | None, overrides: list[str]) -> tuple[Run,
 
 
 async def _answers(
-    run: Run, path: Path, problems: int, samples: int, sampling: Sampling, format: str
+    run: Run, path: Path, problems: int, samples: int, sampling: Sampling
 ) -> list[dict]:
     from areal_q.models import load_decoder
     from areal_q.quant import quantize_state
@@ -76,11 +76,11 @@ async def _answers(
     try:
         await engine.load_weights(
             pack(
-                quantize_state(model.state_dict(), format),
+                quantize_state(model.state_dict(), run.rollout.format),
                 run="eval",
                 epoch="",
                 version=0,
-                format=format,
+                format=run.rollout.format,
                 uaq_scale=1.0,
                 model=model.config.to_hf(),
                 published_s=time.time(),

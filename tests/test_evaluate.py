@@ -1,0 +1,159 @@
+"""Evaluation: counted by hand, and its interval against published tables."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+import rollout.engines
+from areal_q.config import Run, ScriptedEngine, dump_toml
+from areal_q.errors import CheckpointError, ConfigError, TaskError
+from areal_q.models import save_decoder
+from areal_q.tasks import build_task, build_tokenizer
+from learner.build import build_model
+from rollout import evaluate
+from rollout.engines.scripted import scripted_engine
+
+MakeRun = Callable[..., Run]
+
+
+@pytest.fixture
+def run_dir(make_run: MakeRun, tmp_path: Path) -> Path:
+    """A run's directory with a model that was never trained."""
+    run = make_run("name=demo", f'root="{tmp_path}"')
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "config.toml").write_text(dump_toml(run))
+    tokenizer = build_tokenizer(run)
+    save_decoder(build_model(run, tokenizer), tmp_path / "demo" / "hf", tokenizer)
+    return tmp_path / "demo"
+
+
+def main(model: Path, *settings: str, **options) -> None:
+    defaults = {"task": None, "problems": 512, "samples": 1, "temperature": 0.0}
+    defaults |= {"format": "bf16", "show": 0, "out": None}
+    evaluate.main(model, list(settings), **(defaults | options))
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, run: Run, answer: Callable[[str], str]) -> None:
+    """From now on the engine says `answer(prompt)`."""
+    tokenizer = build_tokenizer(run)
+
+    def say(prompt: Sequence[int]) -> Sequence[int]:
+        return [*tokenizer.encode(answer(tokenizer.decode(prompt))), tokenizer.eos_id]
+
+    monkeypatch.setattr(
+        rollout.engines, "build_engine", lambda _: scripted_engine(ScriptedEngine(), say)
+    )
+
+
+def right(prompt: str) -> str:
+    a, b = prompt.removesuffix("=").split("+")
+    return str(int(a) + int(b))[::-1]
+
+
+def test_accuracy_counts_the_answers_that_are_right(
+    make_run: MakeRun,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+):
+    run, out = make_run(), tmp_path / "answers.jsonl"
+    problems = build_task(run.task).heldout
+    answering(monkeypatch, run, right)
+    main(run_dir)
+    assert capsys.readouterr().out.startswith("accuracy 1.000 [0.839, 1.000]  (20 problems")
+
+    known = {p.prompt for p in problems if p.prompt[0] in "13579"}
+    correct = sum(p.prompt in known for p in problems)
+    assert 0 < correct < 20
+    answering(monkeypatch, run, lambda prompt: right(prompt) if prompt in known else "99")
+    main(run_dir, out=out, show=2)
+    said = capsys.readouterr().out
+    assert f"accuracy {correct / 20:.3f} [" in said
+    assert said.count("expected") == 2
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == [p.prompt for p in problems]
+    assert [row["correct"] for row in rows] == [[p.prompt in known] for p in problems]
+    assert [row["responses"] for row in rows if row["prompt"] not in known] == [["99"]] * (
+        20 - correct
+    )
+
+
+def test_of_several_samples_the_mean_and_the_best_are_told(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    out = tmp_path / "answers.jsonl"
+    main(run_dir, samples=64, temperature=1.0, out=out, format="int8", problems=7)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 7
+    right = [sum(row["correct"]) for row in rows]
+    said = capsys.readouterr().out
+    assert f"avg@64 {sum(right) / (7 * 64):.3f} [" in said
+    assert f"pass@64 {sum(n > 0 for n in right) / 7:.3f}" in said
+    assert all(len(set(row["responses"])) > 10 for row in rows)
+
+
+def test_the_model_of_a_run_is_also_found_by_itself(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    main(run_dir)
+    main(run_dir / "hf")
+    one, other = capsys.readouterr().out.splitlines()
+    assert one.split("(")[0] == other.split("(")[0]
+
+
+@pytest.mark.parametrize(
+    ("successes", "n", "low", "high"),
+    [  # Newcombe, Statistics in Medicine 17 (1998), table I, method 3
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0000, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_the_interval_is_wilsons(successes: int, n: int, low: float, high: float):
+    assert evaluate.wilson(successes / n, n) == pytest.approx((low, high), abs=6e-5)
+    assert evaluate.wilson(1 - successes / n, n) == pytest.approx((1 - high, 1 - low), abs=6e-5)
+
+
+def test_wrong_arguments_are_errors_of_the_user(run_dir: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="--task"):
+        main(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="--temperature"):
+        main(run_dir, samples=4)
+    with pytest.raises(ConfigError, match=r"task\.digits"):
+        main(run_dir, "task.digits=0")
+    with pytest.raises(TaskError, match="heldout"):
+        main(run_dir, "task.heldout=2000")
+    (run_dir / "hf" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        main(run_dir)
+
+
+@pytest.mark.parametrize("given", [["nowhere"], ["nowhere", "--task", "arithmetic"], ["demo"]])
+def test_a_missing_model_is_one_line_and_exit_code_2(run_dir: Path, given: list[str]):
+    (run_dir / "hf").rename(run_dir / "lost")
+    command = Path(sys.executable).with_name("areal-q")
+    done = subprocess.run(
+        [command, "eval", *given],
+        cwd=run_dir.parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("areal-q: error: ")
+    assert given[0] in line
+
+
+def test_an_unknown_format_is_an_error_of_the_user(run_dir: Path):
+    with pytest.raises(ConfigError, match=r"rollout\.format"):
+        main(run_dir, format="int3")
