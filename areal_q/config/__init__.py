@@ -44,7 +44,18 @@ from areal_q.config.run import (
     TorchEngine,
     WarmStart,
 )
-from areal_q.config.tasks import Arithmetic, Calculator, Gsm8k, TaskConfig
+from areal_q.config.tasks import (
+    Arithmetic,
+    Calculator,
+    Choice,
+    Countdown,
+    Gsm8k,
+    Jsonl,
+    Math,
+    Python,
+    RewardConfig,
+    TaskConfig,
+)
 
 __all__ = [
     "Acr",
@@ -55,7 +66,9 @@ __all__ = [
     "BufferConfig",
     "Calculator",
     "CheckpointConfig",
+    "Choice",
     "Cispo",
+    "Countdown",
     "Decoupled",
     "DrGrpo",
     "EvalConfig",
@@ -64,7 +77,9 @@ __all__ = [
     "Gsm8k",
     "Gspo",
     "IcePop",
+    "Jsonl",
     "LearnerConfig",
+    "Math",
     "Mis",
     "ModelConfig",
     "Naive",
@@ -72,8 +87,10 @@ __all__ = [
     "Overlong",
     "Ppo",
     "PretrainedModel",
+    "Python",
     "ReferenceKl",
     "ReinforcePlusPlus",
+    "RewardConfig",
     "Rloo",
     "RolloutConfig",
     "Run",

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
+from areal_q.config.objectives import Gae
 from areal_q.config.run import Run, SmallModel
-from areal_q.config.tasks import Gsm8k
+from areal_q.config.tasks import Choice, Gsm8k, Math, Python
 from areal_q.errors import ConfigError
 
 Table = dict[str, Any]
@@ -81,8 +82,15 @@ def _check(run: Run, source: str) -> Run:
     elif sampling.top_p < 1 or sampling.top_k:
         # The learner scores the whole distribution: a truncated one would bias every ratio.
         reason = "rollout.sampling.top_p and top_k must be 1.0 and 0 in training"
-    elif isinstance(run.model, SmallModel) and isinstance(run.task, Gsm8k):
-        reason = "task.type = 'gsm8k' needs model.type = 'pretrained'"
+    elif isinstance(learner.advantage, Gae):
+        reason = "learner.advantage.type = 'gae' needs a critic, which the learner has not"
+    elif isinstance(run.model, SmallModel) and isinstance(run.task, (Gsm8k, Math, Choice)):
+        kind = run.task.__struct_config__.tag
+        reason = f"task.type = {kind!r} needs model.type = 'pretrained'"
+    elif isinstance(run.model, SmallModel) and getattr(run.task, "template", "plain") == "chat":
+        reason = "task.template = 'chat' needs model.type = 'pretrained'"
+    elif isinstance(run.task, Python) and run.reward.path:
+        reason = "reward.path: the reward of task.type = 'python' is in task.path"
     elif isinstance(run.model, SmallModel) and sampling.max_tokens >= run.model.max_positions:
         reason = "rollout.sampling.max_tokens leaves no room in model.max_positions"
     if reason:

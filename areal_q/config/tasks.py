@@ -1,10 +1,14 @@
-"""What is learnt: one Struct per task, chosen by `type`."""
+"""What is learnt: one Struct per task, chosen by `type`. `grader` names what judges its answers."""
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from areal_q.config.bounds import Count, Fraction
+from areal_q.config.bounds import Count, Fraction, Positive
+from areal_q.config.objectives import Overlong
+
+GraderName = Literal["exact", "number", "final_number", "math", "choice"]
+"""How a response is compared with the answer; see areal_q/tasks/graders.py."""
 
 
 class _Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
@@ -13,6 +17,8 @@ class _Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_f
 
 class Arithmetic(_Task, frozen=True, kw_only=True, tag="arithmetic"):
     """Additions `12+34=`, answered least significant digit first (`64`): the small model's first subject."""
+
+    grader: ClassVar[str] = "exact"
 
     digits: Count = 2
     reversed: bool = True
@@ -23,19 +29,113 @@ class Arithmetic(_Task, frozen=True, kw_only=True, tag="arithmetic"):
 class Calculator(_Task, frozen=True, kw_only=True, tag="calculator"):
     """The calculator annotations in GSM8K's own file: `<<16-3-4=9>>` asks `16-3-4=`, expects `9`."""
 
+    grader: ClassVar[str] = "number"
+
     path: str
     heldout: Fraction = 0.1
     """The last share of the problems in the file, never trained on."""
 
 
-class Gsm8k(_Task, frozen=True, kw_only=True, tag="gsm8k"):
-    """GSM8K word problems from JSONL lines with `question` and `answer` (the final line `#### n`)."""
+class Countdown(_Task, frozen=True, kw_only=True, tag="countdown"):
+    """Make a target out of all the given numbers with + - * /, as in `3,5,7 22=` answered `3*5+7`.
+
+    The problems are generated, the same in every run, and every one can be solved.
+    """
+
+    grader: ClassVar[str] = "countdown"
+
+    numbers: Annotated[int, Meta(ge=2, le=6)] = 3
+    largest: Annotated[int, Meta(ge=9)] = 20
+    """Numbers are drawn from 1 to this."""
+    largest_target: Annotated[int, Meta(ge=9)] = 100
+    problems: Count = 100_000
+    """To train on"""
+    heldout: Count = 256
+    """No set of numbers among these is ever trained on."""
+    template: Literal["bare", "chat", "plain"] = "bare"
+    """`bare` is for the small model; the others say in words what to do."""
+
+
+class _Text(_Task, frozen=True, kw_only=True):
+    """Problems from a JSONL file, asked in words."""
 
     path: str
-    """A JSONL file, or a Hugging Face dataset id such as `openai/gsm8k` (needs the network)."""
     heldout: Fraction = 0.1
+    """The last share of the rows, never trained on"""
     template: Literal["chat", "plain"] = "chat"
     """`chat`: the tokenizer's own chat template; `plain`: question and answer as bare text."""
 
 
-TaskConfig = Arithmetic | Calculator | Gsm8k
+class Gsm8k(_Text, frozen=True, kw_only=True, tag="gsm8k"):
+    """GSM8K word problems from JSONL lines with `question` and `answer` (the final line `#### n`).
+
+    `path` is a JSONL file, or a Hugging Face dataset id such as `openai/gsm8k` (needs the network).
+    """
+
+    grader: ClassVar[str] = "final_number"
+
+
+class Math(_Text, frozen=True, kw_only=True, tag="math"):
+    """Problems whose answer goes into \\boxed{}, judged by math-verify (`pip install 'areal-q[math]'`).
+
+    Reads the fields of MATH, MATH-500, AIME, AMC, Minerva and OlympiadBench: areal_q/tasks/layouts.py.
+    """
+
+    grader: ClassVar[str] = "math"
+
+
+class Choice(_Text, frozen=True, kw_only=True, tag="choice"):
+    """Questions with lettered choices. Reads the fields of GPQA, ARC and MMLU-Pro."""
+
+    grader: ClassVar[str] = "choice"
+
+
+class Jsonl(_Text, frozen=True, kw_only=True, tag="jsonl"):
+    """Any JSONL file of prompts and answers."""
+
+    prompt: str = "prompt"
+    """Name of the field"""
+    answer: str = "answer"
+    grader: GraderName = "exact"
+    template: Literal["chat", "plain"] = "plain"
+
+
+class Python(_Task, frozen=True, kw_only=True, tag="python"):
+    """A task of one's own: a file with `problems()` and `reward(prompt, response, answer)`.
+
+    Trusted code: the learner runs `problems`, a process beside each worker runs `reward`.
+    """
+
+    grader: ClassVar[str] = "python"
+
+    path: str
+    heldout: Fraction = 0.1
+    template: Literal["chat", "plain"] = "plain"
+
+
+TaskConfig = Arithmetic | Calculator | Countdown | Gsm8k | Math | Choice | Jsonl | Python
+
+
+class RewardConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """reward = correct · (the task's score) + format · … + length · … + overlong penalty.
+
+    Each term is also logged by its own name.
+    """
+
+    correct: float = 1.0
+    """Weight of the score itself"""
+    format: float = 0.0
+    """Weight of being in the format `style`, 1 or 0"""
+    style: Literal["boxed", "think", "hash"] = "boxed"
+    """`\\boxed{…}`; `<think>…</think><answer>…</answer>` and nothing else; `#### …` on the last line"""
+    length: float = 0.0
+    """Weight of the share of rollout.sampling.max_tokens that a correct response leaves unused"""
+    overlong: Overlong | None = None
+    path: str | None = None
+    """A Python file with a reward in place of the task's own. Trusted code: each worker runs it."""
+    function: str = "reward"
+    """Its name there: (prompt, response, answer) → a number, or a table with `reward` and other numbers"""
+    timeout_s: Positive = 10.0
+    """After so long a slow reward counts as 0 and as an error, and its process is killed."""
+    processes: Count = 2
+    """Beside each worker, for rewards that are slow: `math` and those from a file"""
