@@ -100,7 +100,7 @@ def inspect(trainer, step: int, groups, lineage) -> None:
 
     samples = samples_of(groups, trainer.cfg.advantage, lineage, step)
     parts = trainer.prepare(samples)
-    batch, inputs = parts[0][0]
+    batch, inputs = parts[0][0]  # noqa: RUF059
     typer.echo(
         f"step {step}: {len(samples)} samples, {len(parts)} parts; see samples, parts, batch, inputs"
     )

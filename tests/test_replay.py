@@ -1,0 +1,347 @@
+"""Replay: a real run, then its steps again in other processes, from its directory alone."""
+
+import csv
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import typer
+
+from areal_q.config import load
+from areal_q.errors import CheckpointError, LogError, RecordError, UserError
+from areal_q.messages import Array, VersionSpan
+from areal_q.metrics import read_metrics
+from buffer.log import iter_log
+from buffer.steps import StepLog, iter_steps
+from buffer.table import SCHEMA, from_table, to_table
+from learner import checkpoint
+from learner.replay import main
+from learner.replay_steps import Replay
+
+pytestmark = pytest.mark.timeout(150)  # of the first test, which waits for the run
+EXECUTABLE = Path(sysconfig.get_path("scripts")) / "areal-q"
+ROOT = Path(__file__).parent.parent
+STEPS = 8
+SETTINGS = [
+    f"steps={STEPS}",
+    "model.width=64",
+    "model.layers=1",
+    "model.mlp=128",
+    "warmstart.steps=200",
+    "learner.groups=16",
+    "learner.group_size=8",
+    "checkpoint.every=3",
+    "checkpoint.keep=2",
+    "eval.problems=4",
+]
+
+
+def areal_q(cwd: Path, *args: str, **more) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "COLUMNS": "160",
+        "NO_COLOR": "1",
+        "XDG_CACHE_HOME": str(cwd / "cache"),
+    }
+    environment.pop("REDIS_URL", None)
+    return subprocess.run(
+        [EXECUTABLE, *args],
+        cwd=cwd,
+        env=environment | more.pop("env", {}),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        **more,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """The directory of a run of STEPS steps with checkpoints at 0, 6 and 8."""
+    cwd = tmp_path_factory.mktemp("replay")
+    result = areal_q(cwd, "run", str(ROOT / "configs" / "quickstart.toml"), *SETTINGS)
+    assert result.returncode == 0, result.stderr
+    directory = cwd / "runs" / "quickstart"
+    shutil.rmtree(directory / "redis")
+    return directory
+
+
+@pytest.fixture
+def run_dir(finished, tmp_path) -> Path:
+    """A copy that a test may spoil."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def replay(directory: Path, *args: str, **more) -> subprocess.CompletedProcess[str]:
+    """In a process of its own."""
+    return areal_q(directory.parent, "replay", directory.name, *args, **more)
+
+
+@pytest.fixture
+def here(capsys, monkeypatch):
+    """here(directory, …) is (exit code, output) of the command's function, in this process."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def call(directory: Path, **options) -> tuple[int, str]:
+        with pytest.raises(typer.Exit) as exit:
+            main(directory, **options)
+            raise typer.Exit(0)
+        return exit.value.exit_code, capsys.readouterr().out
+
+    return call
+
+
+def refused(result: subprocess.CompletedProcess[str], *named: str) -> None:
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    for word in named:
+        assert word in result.stderr
+
+
+def rewrite(directory: Path, step: int, change) -> None:
+    """Changes the groups of one logged step: change(groups) gives the new ones."""
+    for path in sorted((directory / "trajectories").glob("*.parquet")):
+        with pq.ParquetFile(path) as file:
+            tables = [file.read_row_group(i) for i in range(file.num_row_groups)]
+        with pq.ParquetWriter(path, SCHEMA) as writer:
+            for table in tables:
+                changed = table["step"][0].as_py() == step
+                writer.write_table(
+                    to_table(step, step, change(from_table(table))) if changed else table
+                )
+
+
+def with_first(groups, index: int, **fields):
+    """`groups` with other fields in the first trajectory of group `index`."""
+    first, *rest = groups[index].trajectories
+    trajectories = [msgspec.structs.replace(first, **fields), *rest]
+    changed = msgspec.structs.replace(groups[index], trajectories=trajectories)
+    return [*groups[:index], changed, *groups[index + 1 :]]
+
+
+def test_every_step_comes_out_bit_for_bit_in_another_process(finished):
+    result = replay(finished)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"steps 0–{STEPS - 1}:" in result.stdout and "weights bit for bit" in result.stdout
+    assert "step-000008: weights and optimizer equal, tensor by tensor" in result.stdout
+
+
+def test_a_replay_from_a_later_checkpoint_ends_in_the_same_bits(finished, here):
+    code, out = here(finished, first=6)
+    assert code == 0 and "steps 6–7:" in out
+    assert "equal, tensor by tensor" in out
+
+
+def test_steps_between_checkpoints_are_led_up_to_from_the_one_before(finished, here):
+    code, out = here(finished, first=2, stop=5)
+    assert code == 0 and "steps 2–4:" in out and "bit for bit" in out
+
+
+def test_lags_and_metrics_are_those_that_the_run_itself_wrote(finished):
+    """Against metrics.jsonl, which the replay does not read."""
+    written = {
+        r["step"]: r for r in read_metrics(finished / "metrics.jsonl") if r["kind"] == "step"
+    }
+    for one in Replay(finished).steps():
+        line = written[one.record.step + 1]
+        for name, value in one.metrics.items():
+            assert line[name] == value, (one.record.step, name)
+    assert max(line["lag/max"] for line in written.values()) == 2
+
+
+def test_tokens_of_an_abandoned_history_keep_their_recorded_lag(run_dir):
+    """As if the learner had crashed, resumed at 4, and a token of the abandoned version 5 came in at step 6."""
+    records = list(iter_steps(run_dir / "steps"))
+    shutil.rmtree(run_dir / "steps")
+    log = StepLog(run_dir / "steps")
+    for record in records:
+        log.append(msgspec.structs.replace(record, fork=4 if record.step >= 4 else 0))
+    log.close()
+
+    def change(groups):
+        tokens = groups[0].trajectories[0].num_tokens
+        return with_first(groups, 0, spans=[VersionSpan(5, tokens, "abandoned")])
+
+    rewrite(run_dir, 6, change)
+    lags = {one.record.step: one.metrics["lag/max"] for one in Replay(run_dir).steps()}
+    assert lags[6] == (5 - 4) + (6 - 4)
+    assert lags[7] == records[7].metrics["lag/max"]
+
+
+def test_the_step_log_names_batch_order_seeds_and_settings(finished):
+    records = list(iter_steps(finished / "steps"))
+    logged = list(iter_log(finished / "trajectories"))
+    assert [r.step for r in records] == list(range(STEPS))
+    for record, (step, groups) in zip(records, logged, strict=True):
+        assert record.step == step
+        assert record.tickets == [g.ticket.number for g in groups]
+        assert record.seeds == [g.ticket.seed for g in groups]
+    assert [r.base_digest for r in records[1:]] == [r.digest for r in records[:-1]]
+    assert len({r.digest for r in records}) == STEPS
+    assert len({r.settings for r in records}) == 1
+
+
+def test_another_objective_is_another_history_and_shown_beside_the_first(run_dir, here):
+    code, out = here(run_dir, first=2, settings=["learner.objective.type=tbpo"])
+    assert code == 0 and "learner.objective.type=tbpo: another history" in out
+    assert (run_dir / "replay" / "replay.png").read_bytes().startswith(b"\x89PNG")
+    with (run_dir / "replay" / "replay.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(2, STEPS))
+    for row, record in zip(rows, iter_steps(run_dir / "steps", 2), strict=True):
+        assert float(row["train/grad_norm"]) == record.metrics["train/grad_norm"]
+        assert row["train/grad_norm, replayed"] != row["train/grad_norm"]
+
+
+def test_other_settings_begin_at_the_first_step_asked_for(run_dir):
+    changed = {
+        one.record.step: one
+        for one in Replay(run_dir, ["learner.optimizer.lr=1e-2"], first=3).steps()
+    }
+    for step in range(3):
+        assert changed[step].metrics == changed[step].record.metrics
+    # The first loss is that of the same weights; the update that follows is another.
+    assert changed[3].metrics["mismatch/kl"] == changed[3].record.metrics["mismatch/kl"]
+    assert changed[4].metrics["mismatch/kl"] != changed[4].record.metrics["mismatch/kl"]
+
+
+def test_only_rounding_is_allowed_where_micro_batches_are_cut_otherwise(finished, here):
+    code, out = here(finished, settings=["learner.microbatch_tokens=64"])
+    assert code == 0, out
+    assert "within tolerances" in out and "bit for bit" not in out
+
+
+def test_a_changed_log_prob_is_found_at_its_step(run_dir, here):
+    def change(groups):
+        t = groups[1].trajectories[0]
+        values = t.behavior_logprobs.numpy().copy()
+        values[0] -= 1e-3
+        return with_first(groups, 1, behavior_logprobs=Array.of(values))
+
+    rewrite(run_dir, 5, change)
+    code, out = here(run_dir, until_diverges=True)
+    assert code == 1
+    assert "steps 0–4:" in out and "step 5 differs" in out
+    assert re.search(r"\S+/\S+ [-\d.e]+ became [-\d.e]+ \([+-]", out)
+
+
+def test_groups_in_another_order_are_not_the_step_that_was_learnt(run_dir):
+    rewrite(run_dir, 4, lambda groups: groups[::-1])
+    with pytest.raises(LogError, match="other groups at step 4"):
+        list(Replay(run_dir).steps())
+
+
+def test_a_part_that_was_never_finished_shortens_the_log(run_dir, here):
+    for log in ("trajectories", "steps"):
+        last = max((run_dir / log).glob("*.parquet"))
+        last.rename(last.with_suffix(".parquet.tmp"))
+    code, out = here(run_dir)
+    assert code == 0 and "steps 0–5:" in out
+    with pytest.raises(LogError, match="no record of step 6"):
+        main(run_dir, stop=STEPS)
+
+
+@pytest.mark.parametrize("log", ["trajectories", "steps"])
+def test_a_torn_part_is_named(run_dir, log):
+    last = max((run_dir / log).glob("*.parquet"))
+    last.write_bytes(last.read_bytes()[:-20])
+    with pytest.raises(RecordError, match=last.name):
+        list(Replay(run_dir).steps())
+
+
+def test_flipped_bytes_in_a_part_are_one_line_and_exit_code_2(run_dir):
+    part = min((run_dir / "trajectories").glob("*.parquet"))
+    data = bytearray(part.read_bytes())
+    data[200:4000] = bytes(b ^ 0xFF for b in data[200:4000])
+    part.write_bytes(data)
+    refused(replay(run_dir), part.name)
+
+
+def test_no_run_is_one_line_and_exit_code_2(run_dir):
+    refused(areal_q(run_dir, "replay", "gone"), "gone")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"first": 99}, "no record of step 8"),
+        ({"stop": 99}, "no record of step 8"),
+        ({"step": 8}, "no record of step 8"),
+        ({"settings": ["task.digits=3"]}, "task.digits"),
+        ({"settings": ["learner.groups=4"]}, "learner.groups"),
+        ({"debug": True}, "--step"),
+    ],
+)
+def test_what_cannot_be_replayed_is_named(finished, options, complaint):
+    with pytest.raises(UserError, match=complaint):
+        main(finished, **options)
+
+
+def test_missing_and_damaged_checkpoints_are_named(run_dir):
+    checkpoints = run_dir / "checkpoints"
+    shutil.rmtree(checkpoints / "step-000000")
+    with pytest.raises(CheckpointError, match="no checkpoint at or before step 3"):
+        Replay(run_dir, first=3)
+    tensors = checkpoints / "step-000006" / "tensors.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="step-000006"):
+        Replay(run_dir)
+    shutil.rmtree(checkpoints)
+    with pytest.raises(CheckpointError, match="no checkpoint to replay from"):
+        Replay(run_dir)
+
+
+def test_a_run_that_logged_no_step_is_named(run_dir):
+    shutil.rmtree(run_dir / "steps")
+    with pytest.raises(LogError, match="no record of step 0"):
+        Replay(run_dir)
+
+
+def test_debug_stops_inside_the_step_with_the_batch_at_hand(finished):
+    script = "p int(batch.version_lag.max()), len(samples), inputs.logprobs.shape\nc\n"
+    result = replay(finished, "--step", "4", "--debug", input=script)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"\(\d+, 128, torch\.Size\(\[\d+\]\)\)", result.stdout)
+    assert "step 4:" in result.stdout and "bit for bit" in result.stdout
+
+
+def test_ctrl_c_ends_it_cleanly(finished):
+    command = [sys.executable, "-m", "learner.replay", str(finished), "--step", "4", "--debug"]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONBREAKPOINT": "signal.pause", "NO_COLOR": "1"},
+    ) as child:
+        assert child.stdout is not None
+        assert any("see samples" in line for line in child.stdout)
+        time.sleep(0.2)
+        child.send_signal(signal.SIGINT)
+        _, errors = child.communicate(timeout=20)
+    assert child.returncode in (130, -signal.SIGINT)
+    assert "Traceback" not in errors
+
+
+def test_the_checkpoint_of_the_start_outlives_the_newest_ones(finished):
+    names = [path.name for path in checkpoint.steps(finished / "checkpoints")]
+    assert names == ["step-000000", "step-000006", "step-000008"]
+    assert load(finished / "config.toml").checkpoint.keep == 2
+
+
+def test_pandas_polars_and_duckdb_need_nothing_of_ours(finished):
+    """Plain Parquet: the columns carry the types that other readers know."""
+    table = pq.read_table(finished / "steps")
+    assert table.num_rows == STEPS
+    assert table.schema.field("metrics").type == pa.map_(pa.string(), pa.float64())
