@@ -3,6 +3,7 @@
 Notation: N tokens of all sequences (prompts and responses), T response tokens, S sequences.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -90,6 +91,16 @@ def lag_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Mean over tokens, and largest, of the versions by which tokens lag behind the learner."""
     lags = np.concatenate([sample.lag for sample in samples])
     return {"lag/mean": float(lags.mean()), "lag/max": int(lags.max())}
+
+
+def part_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """`reward/part_NAME`: mean over responses of each part of the reward, 0 where it has not that part;
+    and `reward/errors`, the number of responses whose reward failed."""
+    sums: Counter[str] = Counter()
+    for sample in samples:
+        sums.update(sample.trajectory.reward_parts)
+    parts = {f"reward/part_{name}": total / len(samples) for name, total in sorted(sums.items())}
+    return {**parts, "reward/errors": float(sums["error"])}
 
 
 def microbatches(samples: Sequence[Sample], max_tokens: int) -> Iterator[Sequence[Sample]]:

@@ -10,7 +10,7 @@ from areal_q.config import Run, SmallModel, dump_toml
 from areal_q.metrics import MetricsLog
 from areal_q.models import Decoder, DecoderConfig, init_weights, load_decoder
 from areal_q.quant.uaq import apply_uaq
-from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer
+from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer, check_reward
 from buffer.log import TrajectoryLog
 from buffer.redis_buffer import START, LearnerBuffer
 from buffer.steps import StepLog
@@ -127,6 +127,7 @@ def build_learner(
 ) -> Learner:
     """Everything, in the order in which a failure is cheapest."""
     torch.set_num_threads(run.learner.threads)
+    check_reward(run)
     task = build_task(run.task)
     tokenizer = build_tokenizer(run)
     buffer = LearnerBuffer(redis_url, run.name)
@@ -147,7 +148,7 @@ def build_learner(
         trainer=trainer,
         buffer=buffer,
         feeder=feeder,
-        intake=Intake(buffer, feeder, lineage, run.learner.groups, run.learner.max_lag),
+        intake=Intake(buffer, feeder, lineage, run.learner),
         heldout=HeldOut(feeder, buffer, tokenizer, metrics),
         lineage=lineage,
         publisher=Publisher(run),

@@ -3,6 +3,7 @@
 import logging
 import threading
 
+from areal_q.config import LearnerConfig
 from areal_q.messages import Group
 from buffer.base import LearnerSide
 from learner.feeder import Feeder
@@ -14,24 +15,29 @@ POLL_S = 0.2
 
 class Intake:
     """Takes groups in stream order. Admission keeps most of them within the bound; a straggler that was
-    overtaken is dropped here, counted, and its place refilled. It is not in the trajectory log: that holds
-    what was learnt from."""
+    overtaken is dropped here, counted, and its place refilled; so is, where `drop_uniform` asks for it, a
+    group whose rewards are all equal. Neither is in the trajectory log: that holds what was learnt from.
+
+    A task on which every group is uniform, solved or hopeless, would be sampled for ever.
+    """
 
     def __init__(
         self,
         buffer: LearnerSide,
         feeder: Feeder,
         lineage: Lineage,
-        groups: int,
-        max_lag: int,
+        cfg: LearnerConfig,
     ) -> None:
         self._buffer, self._feeder, self._lineage = buffer, feeder, lineage
-        self._groups, self._max_lag = groups, max_lag
+        self._groups, self._max_lag = cfg.groups, cfg.max_lag
+        self._drop_uniform = cfg.drop_uniform
         self._taken: list[Group] = []
         self.position = buffer.position
         """Where the stream was after the last step that is over: what a checkpoint records"""
         self.dropped = 0
         """Groups dropped for their age since the process started"""
+        self.uniform = 0
+        """Groups dropped since then because their rewards were all equal"""
 
     def take(self, version: int, stop: threading.Event) -> list[Group] | None:
         """B groups no token of which lags more than η behind `version`; None when `stop` came first."""
@@ -45,10 +51,14 @@ class Intake:
                 self._recount()
             for group in groups:
                 lag = self.lag(group, version)
-                if lag <= self._max_lag:
-                    self._taken.append(group)
+                if lag > self._max_lag:
+                    self.dropped += 1
+                    self._drop(group, f"lag {lag}")
+                elif self._drop_uniform and is_uniform(group):
+                    self.uniform += 1
+                    self._drop(group, f"every reward is {group.trajectories[0].reward}")
                 else:
-                    self._drop(group, lag)
+                    self._taken.append(group)
         return self._taken
 
     def consumed(self) -> None:
@@ -67,7 +77,11 @@ class Intake:
         alive = self._buffer.open_tickets() | set(self._buffer.unread())
         self._feeder.recount(alive | {group.ticket.number for group in self._taken})
 
-    def _drop(self, group: Group, lag: int) -> None:
+    def _drop(self, group: Group, reason: str) -> None:
         self._feeder.done(group)
-        self.dropped += 1
-        logger.info("ticket %d dropped: lag %d", group.ticket.number, lag)
+        logger.info("ticket %d dropped: %s", group.ticket.number, reason)
+
+
+def is_uniform(group: Group) -> bool:
+    """Whether every advantage of the group would be 0 (DAPO's dynamic sampling, arXiv 2503.14476 §3.2)."""
+    return len({t.reward for t in group.trajectories}) == 1

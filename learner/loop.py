@@ -166,5 +166,6 @@ class Learner:
             "rollout/idle_share": sum(w.idle_share for w in workers) / max(1, len(workers)),
             "buffer/open_tickets": len(self.feeder.outstanding),
             "buffer/dropped_stale": self.intake.dropped,
+            "buffer/dropped_uniform": self.intake.uniform,
         }
         self.metrics.write("step", step, values, workers=workers)

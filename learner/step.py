@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from areal_q.messages import Group
-from learner.batch import lag_metrics, samples_of
+from learner.batch import lag_metrics, part_metrics, samples_of
 from learner.lineage import Lineage
 from learner.trainer import Trainer
 
@@ -19,6 +19,7 @@ def learn(
     mean = sum(rewards) / len(rewards)
     return trainer.step(samples) | {
         **lag_metrics(samples),
+        **part_metrics(samples),
         "reward/mean": mean,
         "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
         "response/tokens_mean": sum(s.trajectory.num_tokens for s in samples) / len(samples),

@@ -5,7 +5,7 @@ import logging
 import torch
 
 from areal_q.config import Run, TorchEngine, parse
-from areal_q.tasks import build_score, build_tokenizer
+from areal_q.tasks import build_reward, build_tokenizer
 from buffer.redis_buffer import WorkerBuffer
 from rollout.engines import build_engine
 from rollout.receiver import Receiver
@@ -37,7 +37,7 @@ async def serve(redis_url: str, run_name: str, name: str) -> None:
             buffer=buffer,
             receiver=receiver,
             tokenizer=tokenizer,
-            score=build_score(run.task),
+            reward=build_reward(run),
             weight_format=run.rollout.format,
             max_groups=max_groups(run),
         )

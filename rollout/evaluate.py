@@ -13,7 +13,7 @@ import typer
 
 from areal_q.config import Run, Sampling, TorchEngine, load
 from areal_q.errors import ConfigError, UserError
-from areal_q.tasks import Problem, build_task, build_tokenizer
+from areal_q.tasks import Problem, build_score, build_task, build_tokenizer
 
 
 def main(
@@ -70,6 +70,7 @@ async def _answers(
     from rollout.engines.base import Request
 
     task, tokenizer = build_task(run.task), build_tokenizer(run)
+    score = build_score(run.task)
     model = load_decoder(path)
     engine = build_engine(TorchEngine())
     await engine.start()
@@ -102,7 +103,7 @@ async def _answers(
                 "prompt": problem.prompt,
                 "answer": problem.answer,
                 "responses": texts,
-                "correct": [task.score(problem, text).correct for text in texts],
+                "correct": [score(problem, text).correct for text in texts],
             }
 
         return await asyncio.gather(*(answer(i, p) for i, p in enumerate(task.heldout[:problems])))

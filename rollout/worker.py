@@ -8,7 +8,8 @@
 |---------|----------------------------------------|-----------------------------------------------|
 | _claim  | a free place, then a ticket            | a finished ticket; admission; a dead worker   |
 | _handle | weights as new as the ticket           | _swap                                         |
-|         | the engine; then Redis                 | the last token of the group; the commit       |
+|         | the engine; then a slow reward         | the last token of the group; its timeout      |
+|         | Redis                                  | the commit                                    |
 | _swap   | a complete, verified version           | the receiver thread                           |
 | _beat   | the heartbeat interval                 | time                                          |
 
@@ -19,10 +20,9 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
 
 from areal_q.messages import Array, Group, Ticket, Trajectory, WorkerStatus
-from areal_q.tasks import Problem, Score, Tokenizer
+from areal_q.tasks import Problem, Reward, Tokenizer
 from buffer.redis_buffer import Claim, WorkerBuffer
 from rollout.engines.base import Completion, Engine, Request
 from rollout.receiver import Receiver
@@ -41,13 +41,13 @@ class Worker:
         buffer: WorkerBuffer,
         receiver: Receiver,
         tokenizer: Tokenizer,
-        score: Callable[[Problem, str], Score],
+        reward: Reward,
         weight_format: str,
         max_groups: int,
     ) -> None:
         self.name = name
         self._engine, self._buffer, self._receiver = engine, buffer, receiver
-        self._tokenizer, self._score, self._format = tokenizer, score, weight_format
+        self._tokenizer, self._reward, self._format = tokenizer, reward, weight_format
         self._max_groups = max_groups
         """Tickets in flight: what fills the engine, and one batch of reserve"""
         self._claims: dict[asyncio.Task[None], Claim] = {}
@@ -59,6 +59,7 @@ class Worker:
 
     async def run(self) -> None:
         """Until cancelled. Raises what a loop raises: a worker that cannot work must not look alive."""
+        await self._reward.start()
         await self._engine.start()
         try:
             async with asyncio.TaskGroup() as loops:
@@ -67,6 +68,7 @@ class Worker:
                 loops.create_task(self._beat())
         finally:
             await self._engine.close()
+            await self._reward.close()
             await self._buffer.release(list(self._claims.values()))
 
     async def _claim(self, loops: asyncio.TaskGroup) -> None:
@@ -102,7 +104,9 @@ class Worker:
             worker=self.name,
             engine=self._engine.name,
             weight_format=self._format,
-            trajectories=[self._trajectory(ticket, i, c) for i, c in enumerate(completions)],
+            trajectories=await asyncio.gather(
+                *(self._trajectory(ticket, i, c) for i, c in enumerate(completions))
+            ),
             started_s=started,
             finished_s=time.time(),
         )
@@ -115,10 +119,10 @@ class Worker:
         del self._claims[task]
         self._place_free.set()
 
-    def _trajectory(self, ticket: Ticket, index: int, completion: Completion) -> Trajectory:
+    async def _trajectory(self, ticket: Ticket, index: int, completion: Completion) -> Trajectory:
         ids = completion.response_ids
         text = self._tokenizer.decode([i for i in ids.tolist() if i != self._tokenizer.eos_id])
-        score = self._score(Problem(ticket.prompt, ticket.answer), text)
+        score = await self._reward(Problem(ticket.prompt, ticket.answer), text, len(ids))
         return Trajectory(
             index=index,
             response_ids=Array.of(ids, "int32"),

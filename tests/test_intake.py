@@ -43,8 +43,7 @@ class Learner:
         lineage = Lineage(keep=run.learner.max_lag + 2)
         for version in range(6, 10):
             lineage.published(version, f"d{version}")
-        learner = run.learner
-        self.intake = Intake(self.buffer, self.feeder, lineage, learner.groups, learner.max_lag)
+        self.intake = Intake(self.buffer, self.feeder, lineage, run.learner)
         self.stop = threading.Event()
 
     def answer(self, count: int, *versions: int) -> list[int]:

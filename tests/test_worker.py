@@ -19,7 +19,7 @@ from areal_q.config import Run, ScriptedEngine, dump_toml
 from areal_q.messages import Group, Ticket
 from areal_q.models import Decoder
 from areal_q.quant.plan import is_quantized
-from areal_q.tasks import Problem, build_score, build_task, build_tokenizer
+from areal_q.tasks import Problem, build_reward, build_score, build_task, build_tokenizer
 from buffer.connection import Patience, insist_async
 from buffer.redis_buffer import LearnerBuffer, WorkerBuffer
 from learner.batch import pack, samples_of
@@ -103,7 +103,7 @@ async def working(side: LearnerSide, engine: Engine | None = None) -> AsyncItera
         buffer=buffer,
         receiver=receiver,
         tokenizer=side.tokenizer,
-        score=build_score(run.task),
+        reward=build_reward(run),
         weight_format=run.rollout.format,
         max_groups=max_groups(run),
     )

@@ -1,22 +1,30 @@
 """What is learnt: problems, rewards, tokenizers. Imports no torch."""
 
-from areal_q.tasks.base import Problem, Score, Task, Tokenizer
+from areal_q.tasks.base import Grader, Problem, Score, Task, Tokenizer
+from areal_q.tasks.graders import GRADERS
 from areal_q.tasks.order import permute, problem_at
-from areal_q.tasks.registry import SCORES, TASKS, build_score, build_task, build_tokenizer
+from areal_q.tasks.registry import TASKS, all_problems, build_task, build_tokenizer
+from areal_q.tasks.rewards import Reward, answer_of, build_reward, build_score, check_reward
 from areal_q.tasks.tokenizers import CharTokenizer, HFTokenizer, load_tokenizer
 
 __all__ = [
-    "SCORES",
+    "GRADERS",
     "TASKS",
     "CharTokenizer",
+    "Grader",
     "HFTokenizer",
     "Problem",
+    "Reward",
     "Score",
     "Task",
     "Tokenizer",
+    "all_problems",
+    "answer_of",
+    "build_reward",
     "build_score",
     "build_task",
     "build_tokenizer",
+    "check_reward",
     "load_tokenizer",
     "permute",
     "problem_at",

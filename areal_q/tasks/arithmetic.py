@@ -31,9 +31,6 @@ class ArithmeticTask:
         self.heldout: Sequence[Problem] = Additions(cfg, range(heldout))
         self.train: Sequence[Problem] = Additions(cfg, range(heldout, additions))
 
-    def score(self, problem: Problem, response: str) -> Score:
-        return score(problem, response)
-
 
 class Additions(Sequence[Problem]):
     """The problems that stand in `places` of the shuffled sequence."""

@@ -1,6 +1,6 @@
 """A task: problems to train on, problems held out, and a reward. Imports no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -34,9 +34,20 @@ class Tokenizer(Protocol):
 
 
 class Task(Protocol):
-    """`train` and `heldout` share no problem; `score` is pure and never raises for any response."""
+    """`train` and `heldout` share no problem."""
 
     train: Sequence[Problem]
     heldout: Sequence[Problem]
 
-    def score(self, problem: Problem, response: str) -> Score: ...
+
+class Grader(Struct, frozen=True):
+    """How answers are judged, without the data: all that a worker needs of a task."""
+
+    score: Callable[[Problem, str], Score]
+    """Pure; never raises for any response"""
+    answer: Callable[[str], str | None]
+    """What a response answers, in one spelling for equal answers, for majority votes; None if nothing"""
+    slow: bool = False
+    """It may take long or hang: it runs in a process that can be killed"""
+    needs: str | None = None
+    """A module of the extra that is named like the grader"""

@@ -44,15 +44,23 @@ class CalculatorTask:
             self.skipped,
         )
 
-    def score(self, problem: Problem, response: str) -> Score:
-        return score(problem, response)
-
 
 def score(problem: Problem, response: str) -> Score:
     """1 if the response is a number equal to the answer (`0.2`, `.20`, `1,000`), else 0."""
     found = parse_number(response)
     correct = found is not None and found == parse_number(problem.answer)
     return Score(float(correct), correct)
+
+
+def answer(response: str) -> str | None:
+    """Example: "1,000.50" is "1000.5"."""
+    value = parse_number(response)
+    return None if value is None else plain(value)
+
+
+def plain(value: Decimal) -> str:
+    """One spelling for equal numbers: 9.0 is "9", -0 is "0"."""
+    return f"{value.normalize() + 0:f}"
 
 
 def parse_number(text: str) -> Decimal | None:

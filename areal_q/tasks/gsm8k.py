@@ -2,13 +2,13 @@
 
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
 from decimal import Decimal
 
 from areal_q.config.tasks import Gsm8k
 from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem, Score
-from areal_q.tasks.rows import Row, read_rows, split
+from areal_q.tasks.calculator import plain
+from areal_q.tasks.rows import Row, read_rows
 
 PROMPTS = {
     "chat": "{}\n\nReason step by step, then give the final number after ####.",
@@ -21,22 +21,9 @@ NUMBER = re.compile(
 """A number in running text. A minus sign after a word, a digit or a bracket is a subtraction."""
 
 
-class Gsm8kTask:
-    """The last share of the rows is held out; a question that also appears there is not trained on."""
-
-    def __init__(self, cfg: Gsm8k) -> None:
-        """Raises TaskError naming file and line."""
-        train, heldout = split(read_rows(cfg.path), cfg.heldout, cfg.path)
-        self.heldout: Sequence[Problem] = tuple(_problems(heldout, cfg.template))
-        kept = {p.prompt for p in self.heldout}
-        self.train: Sequence[Problem] = tuple(
-            p for p in _problems(train, cfg.template) if p.prompt not in kept
-        )
-        if not self.train:
-            raise TaskError(f"{cfg.path}: every question to train on is also held out")
-
-    def score(self, problem: Problem, response: str) -> Score:
-        return score(problem, response)
+def problems(cfg: Gsm8k) -> list[Problem]:
+    """All that the file holds. Raises TaskError naming file and line."""
+    return [_problem(row, cfg.template) for row in read_rows(cfg.path)]
 
 
 def score(problem: Problem, response: str) -> Score:
@@ -61,9 +48,13 @@ def final_number(text: str) -> Decimal | None:
     return value.copy_negate() if match[0][0] in "-−" else value
 
 
-def _problems(rows: Sequence[Row], template: str) -> Iterator[Problem]:
-    for row in rows:
-        _, mark, answer = row.answer.rpartition("####")
-        if not mark or final_number(answer) is None:
-            raise TaskError(f"{row.where}: the answer does not end with a line `#### number`")
-        yield Problem(PROMPTS[template].format(row.question), answer.strip())
+def answer(response: str) -> str | None:
+    value = final_number(response)
+    return None if value is None else plain(value)
+
+
+def _problem(row: Row, template: str) -> Problem:
+    _, mark, answer = row.answer.rpartition("####")
+    if not mark or final_number(answer) is None:
+        raise TaskError(f"{row.where}: the answer does not end with a line `#### number`")
+    return Problem(PROMPTS[template].format(row.question), answer.strip())

@@ -3,23 +3,20 @@
 from collections.abc import Callable
 from typing import Any
 
-from areal_q.config import Arithmetic, Calculator, Gsm8k, Run, SmallModel, TaskConfig
-from areal_q.tasks import arithmetic, calculator, gsm8k
-from areal_q.tasks.base import Problem, Score, Task, Tokenizer
+from areal_q.config import Arithmetic, Calculator, Countdown, Run, SmallModel, TaskConfig
+from areal_q.errors import ConfigError
+from areal_q.tasks.arithmetic import ArithmeticTask
+from areal_q.tasks.base import Problem, Task, Tokenizer
+from areal_q.tasks.calculator import CalculatorTask
+from areal_q.tasks.countdown import CountdownTask
+from areal_q.tasks.files import READERS, FileTask
 from areal_q.tasks.tokenizers import CharTokenizer, load_tokenizer
 
-ScoreFn = Callable[[Problem, str], Score]
-
 TASKS: dict[type, Callable[[Any], Task]] = {
-    Arithmetic: arithmetic.ArithmeticTask,
-    Calculator: calculator.CalculatorTask,
-    Gsm8k: gsm8k.Gsm8kTask,
-}
-
-SCORES: dict[type, ScoreFn] = {
-    Arithmetic: arithmetic.score,
-    Calculator: calculator.score,
-    Gsm8k: gsm8k.score,
+    Arithmetic: ArithmeticTask,
+    Calculator: CalculatorTask,
+    Countdown: CountdownTask,
+    **dict.fromkeys(READERS, FileTask),
 }
 
 
@@ -28,14 +25,16 @@ def build_task(cfg: TaskConfig) -> Task:
     return TASKS[type(cfg)](cfg)
 
 
-def build_score(cfg: TaskConfig) -> ScoreFn:
-    """The task's reward alone: a worker needs no data file."""
-    return SCORES[type(cfg)]
+def all_problems(cfg: TaskConfig) -> list[Problem]:
+    """Every row of the task's file: a benchmark has nothing to train on. Raises as `build_task` does."""
+    if type(cfg) not in READERS:
+        raise ConfigError(f"task.type = {cfg.__struct_config__.tag!r} reads no such file")
+    return READERS[type(cfg)](cfg)
 
 
 def build_tokenizer(run: Run) -> Tokenizer:
     """Characters for the small model; whatever a pretrained model's directory holds."""
     if isinstance(run.model, SmallModel):
         return CharTokenizer()
-    template = run.task.template if isinstance(run.task, Gsm8k) else "plain"
-    return load_tokenizer(run.model.path, template)
+    chat = getattr(run.task, "template", "plain") == "chat"
+    return load_tokenizer(run.model.path, "chat" if chat else "plain")

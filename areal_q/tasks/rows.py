@@ -1,13 +1,16 @@
-"""GSM8K's rows, from its own JSONL or from the Hugging Face Hub, and their split. Imports no torch."""
+"""Rows of JSONL files, of GSM8K on the Hugging Face Hub, and their split. Imports no torch."""
 
 import importlib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
 from areal_q.errors import ConfigError, TaskError
+
+T = TypeVar("T")
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -32,24 +35,32 @@ def read_rows(path: str) -> list[Row]:
 
 def read_jsonl(path: str) -> list[Row]:
     """Rows of a JSONL file; blank lines are passed over. Raises TaskError naming file and line."""
+    return [Row(where, line.question, line.answer) for where, line in _lines(path, _Line)]
+
+
+def read_objects(path: str) -> list[tuple[str, dict[str, Any]]]:
+    """(`train.jsonl:12`, the object on that line) of a JSONL file whose fields the caller knows."""
+    return _lines(path, dict[str, Any])
+
+
+def _lines(path: str, kind: type[T]) -> list[tuple[str, T]]:
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
         raise TaskError(f"{path}: {error.strerror}") from error
-    decoder = msgspec.json.Decoder(_Line)
+    decoder = msgspec.json.Decoder(kind)
     rows = []
     for number, text in enumerate(lines, 1):
         if text.strip():
             where = f"{path}:{number}"
             try:
-                line = decoder.decode(text)
+                rows.append((where, decoder.decode(text)))
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise TaskError(f"{where}: {error}") from error
-            rows.append(Row(where, line.question, line.answer))
     return rows
 
 
-def split(rows: Sequence[Row], share: float, path: str) -> tuple[Sequence[Row], Sequence[Row]]:
+def split(rows: Sequence[T], share: float, path: str) -> tuple[Sequence[T], Sequence[T]]:
     """(to train on, held out): the last `share` of the rows is held out. Neither may be empty."""
     cut = len(rows) - round(share * len(rows))
     if not 0 < cut < len(rows):

@@ -1,0 +1,51 @@
+"""Answers in \\boxed{…}, compared by math-verify. Imports no torch; math-verify only where it is used."""
+
+import importlib
+import logging
+
+from areal_q.tasks.base import Problem, Score
+
+MAX_CHARACTERS = 500
+"""A longer answer is no answer: it would only keep the parser busy."""
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands in the last `\\boxed{…}` whose braces balance; None if there is none.
+
+    Example: "so \\boxed{1}, no: \\boxed{\\frac{1}{2}}" is "\\frac{1}{2}".
+    """
+    end = len(text)
+    while (start := text.rfind("\\boxed{", 0, end)) >= 0:
+        depth = 0
+        for i in range(start + len("\\boxed"), len(text)):
+            depth += (text[i] == "{") - (text[i] == "}")
+            if depth == 0:
+                return text[start + len("\\boxed{") : i].strip()
+        end = start
+    return None
+
+
+def answer(response: str) -> str | None:
+    """The last boxed text without spaces and dollar signs; equal values may be spelled in other ways."""
+    boxed = last_boxed(response)
+    return "".join(boxed.replace("$", "").split()) if boxed else None
+
+
+def score(problem: Problem, response: str) -> Score:
+    """1 if the last boxed expression equals the answer in value, else 0. It may take long: see Grader.slow.
+
+    math-verify's own timeouts rely on signals, so they are off; it is killed from outside instead.
+    """
+    given = answer(response)
+    if given is None or len(given) > MAX_CHARACTERS:
+        return Score(0.0, False)
+    if given == "".join(problem.answer.replace("$", "").split()):
+        return Score(1.0, True)
+    math_verify = importlib.import_module("math_verify")
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    expected, found = (
+        math_verify.parse(f"$\\boxed{{{text.strip('$ ')}}}$", parsing_timeout=None)
+        for text in (problem.answer, last_boxed(response) or "")
+    )
+    correct = bool(math_verify.verify(expected, found, timeout_seconds=None))
+    return Score(float(correct), correct)

@@ -1,0 +1,165 @@
+"""Countdown: make a target out of given numbers: `3,5,7 22=` is answered `3*5+7`. Imports no torch."""
+
+import hashlib
+import random
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import overload
+
+from areal_q.config.tasks import Countdown
+from areal_q.errors import TaskError
+from areal_q.tasks.base import Problem, Score
+
+MAX_CHARACTERS = 200
+"""A longer expression is refused unread; six numbers need far fewer."""
+HELD_OUT_SHARE = 8
+"""One set of numbers in so many is held out, by its hash: the same ones in every run"""
+TRIES = 100_000
+PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
+WORDS = (
+    "Using each of the numbers {} exactly once, with + - * / and brackets, write an expression that "
+    "equals {}. Give it between <answer> and </answer>."
+)
+PROMPTS = {"bare": "{} {}=", "chat": WORDS, "plain": WORDS + "\n"}
+ANSWER = re.compile(r"<answer>([^<]*)</answer>")
+
+
+class CountdownTask:
+    """Generated problems; their sets of numbers are split, so that no held-out set is trained on."""
+
+    def __init__(self, cfg: Countdown) -> None:
+        """Raises TaskError where the settings leave too few problems."""
+        distinct: dict[str, Problem] = {}
+        for index in range(100 * cfg.heldout):
+            if len(distinct) == cfg.heldout:
+                break
+            problem = generate(cfg, index, heldout=True)
+            distinct.setdefault(problem.prompt, problem)
+        if len(distinct) < cfg.heldout:
+            raise TaskError(
+                f"task.heldout = {cfg.heldout}: only {len(distinct)} problems to hold out"
+            )
+        self.heldout: Sequence[Problem] = tuple(distinct.values())
+        self.train: Sequence[Problem] = Generated(cfg, range(cfg.problems))
+
+
+class Generated(Sequence[Problem]):
+    """The problems of these numbers, made when they are asked for."""
+
+    def __init__(self, cfg: Countdown, places: range) -> None:
+        self._cfg, self._places = cfg, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Problem]: ...
+    def __getitem__(self, index: int | slice) -> Problem | Sequence[Problem]:
+        if isinstance(index, slice):
+            return Generated(self._cfg, self._places[index])
+        return generate(self._cfg, self._places[index], heldout=False)
+
+
+def generate(cfg: Countdown, index: int, heldout: bool) -> Problem:
+    """Problem `index`: numbers are drawn and combined until the target is in range, so it has a solution."""
+    rng = random.Random(2 * index + heldout)
+    for _ in range(TRIES):
+        numbers = [rng.randint(1, cfg.largest) for _ in range(cfg.numbers)]
+        digest = hashlib.blake2b(repr(sorted(numbers)).encode()).digest()
+        if (digest[0] % HELD_OUT_SHARE == 0) != heldout:
+            continue
+        value, solution = _combine(rng, numbers)
+        if value.denominator == 1 and 1 <= value <= cfg.largest_target:
+            listed = ",".join(map(str, numbers))
+            return Problem(PROMPTS[cfg.template].format(listed, value), solution)
+    raise TaskError(f"task.largest_target = {cfg.largest_target} is hardly ever met: raise it")
+
+
+def _combine(rng: random.Random, numbers: list[int]) -> tuple[Fraction, str]:
+    """A random expression of all the numbers. Two terms at a time, with brackets only where needed."""
+    terms = [(Fraction(n), str(n), 3) for n in numbers]
+    while len(terms) > 1:
+        a, b = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
+        operator = rng.choice("+-*/" if b[0] else "+-*")
+        level = PRECEDENCE[operator]
+        left = a[1] if a[2] >= level else f"({a[1]})"
+        # The right side of - and / needs brackets at equal precedence too.
+        right = b[1] if b[2] > level or (b[2] == level and operator in "+*") else f"({b[1]})"
+        terms.append((apply(operator, a[0], b[0]), left + operator + right, level))
+    return terms[0][0], terms[0][1]
+
+
+def apply(operator: str, a: Fraction, b: Fraction) -> Fraction:
+    """Raises ZeroDivisionError."""
+    match operator:
+        case "+":
+            return a + b
+        case "-":
+            return a - b
+        case "*":
+            return a * b
+        case _:
+            return a / b
+
+
+def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
+    """(value, the numbers in it, sorted) of whole numbers, + - * / and brackets; None for anything else.
+
+    Dijkstra's two stacks: no recursion, and nothing that could be run.
+    """
+    tokens = (
+        re.findall(r"[0-9]+|[-+*/()]|\S", expression) if len(expression) <= MAX_CHARACTERS else []
+    )
+    values: list[Fraction] = []
+    operators: list[str] = []
+    numbers: list[int] = []
+    operand = True
+    """Whether a number or an opening bracket must come next"""
+    try:
+        for token in tokens:
+            if operand and token.isascii() and token.isdigit():
+                numbers.append(int(token))
+                values.append(Fraction(numbers[-1]))
+                operand = False
+            elif operand and token == "(":
+                operators.append(token)
+            elif not operand and token == ")":
+                _reduce(values, operators, 1)
+                if not operators:
+                    return None
+                operators.pop()
+            elif not operand and token in PRECEDENCE:
+                _reduce(values, operators, PRECEDENCE[token])
+                operators.append(token)
+                operand = True
+            else:
+                return None
+        _reduce(values, operators, 1)
+    except ZeroDivisionError:
+        return None
+    return (values[0], sorted(numbers)) if len(values) == 1 and not operators else None
+
+
+def _reduce(values: list[Fraction], operators: list[str], level: int) -> None:
+    """Applies the operators on top that bind at least as strongly as `level`, down to a bracket."""
+    while operators and PRECEDENCE.get(operators[-1], 0) >= level:
+        b, a = values.pop(), values.pop()
+        values.append(apply(operators.pop(), a, b))
+
+
+def answer(response: str) -> str | None:
+    """The expression between the last <answer> tags, else the last line; what follows `=` is left out."""
+    tagged = ANSWER.findall(response)
+    text = tagged[-1] if tagged else (response.strip().splitlines() or [""])[-1]
+    expression = "".join(text.partition("=")[0].split())
+    return expression or None
+
+
+def score(problem: Problem, response: str) -> Score:
+    """1 if the expression has the same numbers and the same value as the known solution, else 0."""
+    expression = answer(response)
+    correct = expression is not None and evaluate(expression) == evaluate(problem.answer)
+    return Score(float(correct), correct)

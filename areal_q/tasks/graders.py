@@ -1,0 +1,24 @@
+"""How answers are judged: one line for each way. A task's settings name theirs. Imports no torch."""
+
+import importlib.util
+
+from areal_q.errors import ConfigError
+from areal_q.tasks import boxed, calculator, choice, countdown, gsm8k
+from areal_q.tasks.arithmetic import score as exact
+from areal_q.tasks.base import Grader
+
+GRADERS: dict[str, Grader] = {
+    "exact": Grader(exact, str.strip),
+    "number": Grader(calculator.score, calculator.answer),
+    "final_number": Grader(gsm8k.score, gsm8k.answer),
+    "math": Grader(boxed.score, boxed.answer, slow=True, needs="math_verify"),
+    "choice": Grader(choice.score, choice.letter),
+    "countdown": Grader(countdown.score, countdown.answer),
+}
+
+
+def check_extra(name: str) -> None:
+    """Raises ConfigError if grader `name` needs an extra that is not installed."""
+    needs = GRADERS[name].needs
+    if needs and importlib.util.find_spec(needs) is None:
+        raise ConfigError(f"grader {name!r} needs {needs}: pip install 'areal-q[{name}]'")
