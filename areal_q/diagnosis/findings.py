@@ -238,6 +238,8 @@ def repetition(case: Case) -> Finding | None:
 def garble(case: Case) -> Finding | None:
     """Bursts of tokens that the learner finds absurd, in responses that are pushed down."""
     x = case.tokens
+    if not len(x):
+        return None
     absurd = -x.proximal - x.entropy > BURST_NATS
     starts = np.flatnonzero(np.diff(x.response, prepend=-1))
     rows = list(zip(starts, np.append(starts[1:], len(x)), strict=True))
