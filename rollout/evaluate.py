@@ -1,19 +1,34 @@
-"""`areal-q eval MODEL`: accuracy of a model on a task's held-out problems, with the reference engine."""
+"""`areal-q eval MODEL`: accuracies of a model on held-out problems or on a benchmark's file.
+
+    areal-q eval runs/quickstart
+    areal-q eval MODEL --task aime --data aime24.jsonl --preset qurl-aime
+
+Answers are written as they come in; Ctrl-C keeps those, and tells what they come to.
+"""
 
 import asyncio
+import contextlib
 import json
-import math
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import numpy as np
+import msgspec
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from areal_q.config import Run, Sampling, TorchEngine, load
-from areal_q.errors import ConfigError, UserError
-from areal_q.tasks import Problem, build_score, build_task, build_tokenizer
+from areal_q.accuracy import Answered, estimates
+from areal_q.benchmarks import BENCHMARKS, PRESETS, Preset
+from areal_q.config import Run, Sampling, load
+from areal_q.errors import ConfigError, RecordError, UserError
+from areal_q.tasks import Problem, all_problems, build_task, check_reward
+
+PLAIN_EVERY = 0.1
+"""Share of the problems after which a line is printed where there is no terminal"""
+INTERRUPTED = 130
 
 
 def main(
@@ -23,31 +38,125 @@ def main(
     settings: Annotated[
         list[str] | None, typer.Argument(help="a.b=c, such as task.digits=3")
     ] = None,
-    task: Annotated[str | None, typer.Option(help="type of task; default the run's own")] = None,
-    problems: Annotated[int, typer.Option(min=1, help="at most so many held-out problems")] = 512,
-    samples: Annotated[int, typer.Option(min=1, help="responses to each problem")] = 1,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
+    task: Annotated[
+        str | None, typer.Option(help="type of task or name of a benchmark; default the run's own")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="a JSONL file: all of its problems, in place of held-out ones"),
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help=f"a paper's sampling settings: {', '.join(PRESETS)}")
+    ] = None,
+    problems: Annotated[int | None, typer.Option(min=1, help="at most so many")] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=0, help="sampled answers to each problem, for avg@k and pass@k"),
+    ] = None,
+    greedy: Annotated[bool, typer.Option(help="also ask for the most likely answer")] = True,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="of samples")] = None,
+    top_p: Annotated[float | None, typer.Option(min=1e-6, max=1.0, help="of samples")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="of an answer")] = None,
     format: Annotated[str, typer.Option(help="number format of the linear weights")] = "bf16",
     show: Annotated[int, typer.Option(min=0, help="print so many answers")] = 5,
-    out: Annotated[Path | None, typer.Option(help="write every answer and score as JSONL")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="file of answers; default RUN/evals/… for a run")
+    ] = None,
 ) -> None:
-    """Scores MODEL on held-out problems: greedy accuracy, or avg@k and pass@k of sampled answers."""
-    if samples > 1 and temperature == 0:
-        raise ConfigError("--samples above 1 needs --temperature above 0")
-    run, path = _settings(model, task, [f"rollout.format={format}", *(settings or [])])
-    sampling = Sampling(temperature=temperature, max_tokens=run.rollout.sampling.max_tokens)
+    """Scores MODEL: greedy accuracy, and avg@k, pass@k and majority@k of sampled answers."""
+    chosen = _preset(preset)
+    run, path = _settings(model, task, data, [f"rollout.format={format}", *(settings or [])])
+    samples = chosen.samples if samples is None else samples
+    sampling = Sampling(
+        temperature=chosen.temperature if temperature is None else temperature,
+        top_p=chosen.top_p if top_p is None else top_p,
+        max_tokens=max_tokens or chosen.max_tokens or run.rollout.sampling.max_tokens,
+    )
+    if samples and sampling.temperature == 0:
+        raise ConfigError("--samples needs --temperature above 0: greedy answers are all the same")
+    if not samples and not greedy:
+        raise ConfigError("--no-greedy needs --samples")
+    check_reward(run)
+    asked = all_problems(run.task) if data else build_task(run.task).heldout
+    asked = asked[: problems or (len(asked) if data else 512)]
     started = time.monotonic()
-    rows = asyncio.run(_answers(run, path, problems, samples, sampling))
-    elapsed = time.monotonic() - started
-    if out:
-        out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    with _answers_file(out or _default_out(model, task, format, preset)) as (write, file):
+        rows = asyncio.run(_collect(run, path, asked, greedy, samples, sampling, write))
+    elapsed_s = time.monotonic() - started
     for row in rows[:show]:
-        mark = "✓" if row["correct"][0] else "✗"
-        typer.echo(f"  {mark} {row['prompt']}{row['responses'][0]}   (expected {row['answer']})")
-    typer.echo(summary(rows, samples) + f"  ({len(rows)} problems, {elapsed:.1f} s)")
+        typer.echo(_shown(row))
+    results = estimates(rows)
+    for estimate in results[:-1]:
+        typer.echo(estimate)
+    typer.echo(f"{results[-1] if results else ''}  ({len(rows)} problems, {elapsed_s:.1f} s)")
+    for remark in remarks(rows):
+        typer.echo(remark, err=True)
+    if file:
+        about = {"model": str(model), "task": task or run.task.__struct_config__.tag}
+        about |= {
+            "data": data and str(data),
+            "preset": preset,
+            "format": format,
+            "asked": len(asked),
+        }
+        about |= {"samples": samples, "sampling": sampling, "answered": len(rows)}
+        about |= {"elapsed_s": elapsed_s, "estimates": results}
+        file.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(about)))
+        typer.echo(f"answers and scores: {file}", err=True)
+    if len(rows) < len(asked):
+        typer.echo(f"stopped after {len(rows)} of {len(asked)} problems", err=True)
+        raise typer.Exit(INTERRUPTED)
 
 
-def _settings(model: Path, task: str | None, overrides: list[str]) -> tuple[Run, Path]:
+async def _collect(
+    run: Run,
+    model: Path,
+    problems: Sequence[Problem],
+    greedy: bool,
+    samples: int,
+    sampling: Sampling,
+    write: Callable[[Answered], Any],
+) -> list[Answered]:
+    """In the problems' order. Cancelled by Ctrl-C, those that are done."""
+    from rollout.answering import answered
+
+    rows: list[Answered] = []
+    answers = answered(run, model, problems, greedy, samples, sampling)
+    try:
+        with _progress(len(problems)) as advance:
+            async for row in answers:
+                rows.append(row)
+                write(row)
+                advance()
+    except asyncio.CancelledError:
+        pass
+    except RecordError as error:  # the engine refuses a prompt that can never fit
+        raise ConfigError(f"--max-tokens {sampling.max_tokens}: {error}") from error
+    finally:
+        await answers.aclose()
+    return sorted(rows, key=lambda row: row.index)
+
+
+def remarks(rows: Sequence[Answered]) -> list[str]:
+    """What a reader of the accuracies must know: answers that were cut off, rewards that failed."""
+    replies = [r for row in rows for r in [*row.samples, *([row.greedy] if row.greedy else [])]]
+    cut = sum(not r.finished for r in replies)
+    failed = sum(r.failed for r in replies)
+    told = [f"{cut} of {len(replies)} answers were cut off at --max-tokens"] if cut else []
+    return told + ([f"{failed} answers could not be scored and count as wrong"] if failed else [])
+
+
+def _preset(name: str | None) -> Preset:
+    if name is None:
+        return Preset(source="")
+    if name not in PRESETS:
+        raise ConfigError(f"--preset {name}: none of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def _settings(
+    model: Path, task: str | None, data: Path | None, overrides: list[str]
+) -> tuple[Run, Path]:
     """The run's own settings where MODEL is a run's directory, defaults elsewhere."""
     config = next(
         (d / "config.toml" for d in (model, model.parent) if (d / "config.toml").is_file()), None
@@ -55,79 +164,78 @@ def _settings(model: Path, task: str | None, overrides: list[str]) -> tuple[Run,
     path = model / "hf" if (model / "hf").is_dir() else model
     if config is None and task is None:
         raise ConfigError(f"{model}: not a run's directory, so --task is needed")
-    choice = [f"task.type={task}"] if task else []
+    choice = [f"task.type={BENCHMARKS.get(task, task)}"] if task else []
+    if data:
+        choice.append(f"task.path={json.dumps(str(data))}")
     pretrained = ["model.type=pretrained", f"model.path={json.dumps(str(path))}"]
     return load(config, [*choice, *pretrained, *overrides]), path
 
 
-async def _answers(
-    run: Run, path: Path, problems: int, samples: int, sampling: Sampling
-) -> list[dict]:
-    from areal_q.models import load_decoder
-    from areal_q.quant import quantize_state
-    from areal_q.weights import pack
-    from rollout.engines import build_engine
-    from rollout.engines.base import Request
+def _default_out(model: Path, task: str | None, format: str, preset: str | None) -> Path | None:
+    """A new file in the run's directory; None where MODEL is not in one."""
+    root = next((d for d in (model, model.parent) if (d / "config.toml").is_file()), None)
+    if root is None:
+        return None
+    name = "-".join(
+        [time.strftime("%Y%m%d-%H%M%S"), task or "heldout", format, *([preset] if preset else [])]
+    )
+    return root / "evals" / f"{name}.jsonl"
 
-    task, tokenizer = build_task(run.task), build_tokenizer(run)
-    score = build_score(run.task)
-    model = load_decoder(path)
-    engine = build_engine(TorchEngine())
-    await engine.start()
+
+@contextlib.contextmanager
+def _answers_file(path: Path | None) -> Iterator[tuple[Callable[[Answered], Any], Path | None]]:
+    """(how to add a line, the file): each line is on disk before the next answer; sorted at the end."""
+    if path is None:
+        yield (lambda row: None), None
+        return
     try:
-        await engine.load_weights(
-            pack(
-                quantize_state(model.state_dict(), run.rollout.format),
-                run="eval",
-                epoch="",
-                version=0,
-                format=run.rollout.format,
-                uaq_scale=1.0,
-                model=model.config.to_hf(),
-                published_s=time.time(),
-            )
-        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("wb", buffering=0)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: {error.strerror}") from error
+    lines: list[tuple[int, bytes]] = []
 
-        async def answer(index: int, problem: Problem) -> dict:
-            completions = await engine.generate(
-                Request(
-                    prompt_ids=np.array(tokenizer.encode_prompt(problem.prompt), np.int32),
-                    num_samples=samples,
-                    sampling=sampling,
-                    seed=run.seed + index * samples,
-                    stop_ids=frozenset({tokenizer.eos_id}),
-                )
-            )
-            texts = [tokenizer.decode(c.response_ids.tolist()) for c in completions]
-            return {
-                "prompt": problem.prompt,
-                "answer": problem.answer,
-                "responses": texts,
-                "correct": [score(problem, text).correct for text in texts],
-            }
+    def write(row: Answered) -> None:
+        lines.append((row.index, msgspec.json.encode(row) + b"\n"))
+        file.write(lines[-1][1])
 
-        return await asyncio.gather(*(answer(i, p) for i, p in enumerate(task.heldout[:problems])))
-    finally:
-        await engine.close()
+    with file:
+        yield write, path
+    part = path.with_suffix(".tmp")
+    part.write_bytes(b"".join(line for _, line in sorted(lines)))
+    part.replace(path)
 
 
-def summary(rows: list[dict], samples: int) -> str:
-    """One line. The interval is Wilson's at 95 % over problems (for avg@k it treats a problem's mean as
-    one draw, which is conservative)."""
-    mean = sum(sum(r["correct"]) / samples for r in rows) / len(rows)
-    low, high = wilson(mean, len(rows))
-    name = "accuracy" if samples == 1 else f"avg@{samples}"
-    line = f"{name} {mean:.3f} [{low:.3f}, {high:.3f}]"
-    if samples > 1:
-        line += f"  pass@{samples} {sum(any(r['correct']) for r in rows) / len(rows):.3f}"
-    return line
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    """On stderr: a bar on a terminal, elsewhere a line every tenth of the way."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        done, step = 0, max(1, round(total * PLAIN_EVERY))
+
+        def count() -> None:
+            nonlocal done
+            done += 1
+            if done % step == 0 and done < total:
+                typer.echo(f"{done} of {total} problems", err=True)
+
+        yield count
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("problems", total=total)
+        yield lambda: bar.advance(task)
 
 
-def wilson(p: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's score interval of a proportion `p` of `n` draws."""
-    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+def _shown(row: Answered) -> str:
+    reply = row.greedy or row.samples[0]
+    mark = "✓" if reply.correct else "✗"
+    return f"  {mark} {row.prompt}{reply.response}   (expected {row.answer})"
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rollout.engines
+from areal_q.accuracy import wilson
 from areal_q.config import Run, ScriptedEngine, dump_toml
 from areal_q.errors import CheckpointError, ConfigError, TaskError
 from areal_q.models import save_decoder
@@ -33,7 +35,8 @@ def run_dir(make_run: MakeRun, tmp_path: Path) -> Path:
 
 
 def main(model: Path, *settings: str, **options) -> None:
-    defaults = {"task": None, "problems": 512, "samples": 1, "temperature": 0.0}
+    defaults: dict[str, Any] = {"task": None, "data": None, "preset": None, "problems": None, "samples": None}
+    defaults |= {"greedy": True, "temperature": None, "top_p": None, "max_tokens": None}
     defaults |= {"format": "bf16", "show": 0, "out": None}
     evaluate.main(model, list(settings), **(defaults | options))
 
@@ -78,10 +81,9 @@ def test_accuracy_counts_the_answers_that_are_right(
     assert said.count("expected") == 2
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["prompt"] for row in rows] == [p.prompt for p in problems]
-    assert [row["correct"] for row in rows] == [[p.prompt in known] for p in problems]
-    assert [row["responses"] for row in rows if row["prompt"] not in known] == [["99"]] * (
-        20 - correct
-    )
+    assert [row["greedy"]["correct"] for row in rows] == [p.prompt in known for p in problems]
+    wrong = [row["greedy"]["response"] for row in rows if row["prompt"] not in known]
+    assert wrong == ["99"] * (20 - correct)
 
 
 def test_of_several_samples_the_mean_and_the_best_are_told(
@@ -91,11 +93,11 @@ def test_of_several_samples_the_mean_and_the_best_are_told(
     main(run_dir, samples=64, temperature=1.0, out=out, format="int8", problems=7)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == 7
-    right = [sum(row["correct"]) for row in rows]
+    right = [sum(s["correct"] for s in row["samples"]) for row in rows]
     said = capsys.readouterr().out
     assert f"avg@64 {sum(right) / (7 * 64):.3f} [" in said
     assert f"pass@64 {sum(n > 0 for n in right) / 7:.3f}" in said
-    assert all(len(set(row["responses"])) > 10 for row in rows)
+    assert all(len({s["response"] for s in row["samples"]}) > 10 for row in rows)
 
 
 def test_the_model_of_a_run_is_also_found_by_itself(
@@ -117,15 +119,15 @@ def test_the_model_of_a_run_is_also_found_by_itself(
     ],
 )
 def test_the_interval_is_wilsons(successes: int, n: int, low: float, high: float):
-    assert evaluate.wilson(successes / n, n) == pytest.approx((low, high), abs=6e-5)
-    assert evaluate.wilson(1 - successes / n, n) == pytest.approx((1 - high, 1 - low), abs=6e-5)
+    assert wilson(successes / n, n) == pytest.approx((low, high), abs=6e-5)
+    assert wilson(1 - successes / n, n) == pytest.approx((1 - high, 1 - low), abs=6e-5)
 
 
 def test_wrong_arguments_are_errors_of_the_user(run_dir: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="--task"):
         main(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="--temperature"):
-        main(run_dir, samples=4)
+        main(run_dir, samples=4, temperature=0.0)
     with pytest.raises(ConfigError, match=r"task\.digits"):
         main(run_dir, "task.digits=0")
     with pytest.raises(TaskError, match="heldout"):

@@ -1,0 +1,126 @@
+"""What an evaluation says: accuracies of a set of answers, each with its 95 % interval. Imports no torch.
+
+Notation: P problems, n answers sampled for each, c of them correct.
+
+    accuracy     share of problems whose greedy answer is correct
+    avg@n        mean over problems of c/n
+    pass@k       chance that at least one of k answers is correct: 1 - C(n-c, k)/C(n, k), without bias
+                 for any k ≤ n (Chen et al., arXiv 2107.03374 eq. 1)
+    majority@n   share of problems whose most frequent answer is correct; a tie counts by its share
+
+Interval: Wilson's where every problem counts 0 or 1, else a percentile bootstrap over problems (10,000
+resamples, fixed seed). It speaks of other problems of the same kind, not of other samples of these.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+
+RESAMPLES = 10_000
+Z = 1.96
+
+
+class Reply(Struct, frozen=True, kw_only=True):
+    """One answer of the model, scored."""
+
+    response: str
+    given: str | None
+    """What the response answers, in the task's one spelling; None if nothing"""
+    correct: bool
+    reward: float
+    tokens: int
+    finished: bool
+    """False where the response was cut off at max_tokens"""
+    failed: bool = False
+    """The reward raised or took too long"""
+
+
+class Answered(Struct, frozen=True, kw_only=True):
+    """One problem: a line of the file of answers."""
+
+    index: int
+    prompt: str
+    answer: str
+    greedy: Reply | None
+    samples: list[Reply]
+
+
+class Estimate(Struct, frozen=True):
+    """Example: Estimate("pass@8", 0.5, 0.31, 0.69) prints as "pass@8 0.500 [0.310, 0.690]"."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def estimates(answered: Sequence[Answered]) -> list[Estimate]:
+    """All that the answers tell: accuracy if there are greedy ones, the rest if there are samples."""
+    if not answered:
+        return []
+    out = []
+    if answered[0].greedy:
+        out.append(_estimate("accuracy", [float(a.greedy.correct) for a in answered if a.greedy]))
+    n = len(answered[0].samples)
+    if n:
+        counts = [sum(s.correct for s in a.samples) for a in answered]
+        out.append(_estimate(f"avg@{n}", [c / n for c in counts]))
+    if n > 1:
+        out += [_estimate(f"pass@{k}", [pass_at_k(n, c, k) for c in counts]) for k in _ks(n)]
+        out.append(_estimate(f"majority@{n}", [majority(a.samples) for a in answered]))
+    return out
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that k of n answers, drawn without replacement, hold one of the c correct ones."""
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def majority(replies: Sequence[Reply]) -> float:
+    """1 if the most frequent answer is correct, else 0; of several most frequent ones, the correct share.
+
+    Correct answers count as one whatever their spelling; wrong ones by their spelling. A response that
+    answers nothing has no vote.
+    """
+    votes = Counter("correct" if r.correct else ("wrong", r.given) for r in replies if _votes(r))
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    winners = [answer for answer, count in votes.items() if count == most]
+    return float("correct" in winners) / len(winners)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the mean of one value in [0, 1] for each problem."""
+    if all(v in (0.0, 1.0) for v in values):
+        return wilson(sum(values) / len(values), len(values))
+    rng, array = np.random.default_rng(0), np.asarray(values)
+    means = [array[rng.integers(0, len(array), len(array))].mean() for _ in range(RESAMPLES)]
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def wilson(p: float, n: int, z: float = Z) -> tuple[float, float]:
+    """Wilson's score interval of a proportion `p` of `n` draws."""
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def _estimate(name: str, values: Sequence[float]) -> Estimate:
+    return Estimate(name, sum(values) / len(values), *interval(values))
+
+
+def _votes(reply: Reply) -> bool:
+    return reply.correct or reply.given is not None
+
+
+def _ks(n: int) -> list[int]:
+    """2, 4, 8, … and n itself."""
+    return sorted({2**i for i in range(1, n.bit_length()) if 2**i < n} | {n})

@@ -1,0 +1,121 @@
+"""Answers of a saved model to problems, under the reference engine, in the order in which they are done."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from areal_q.accuracy import Answered, Reply
+from areal_q.config import Run, Sampling, TorchEngine
+from areal_q.models import load_decoder
+from areal_q.quant import quantize_state
+from areal_q.tasks import Problem, Reward, Tokenizer, answer_of, build_reward, build_tokenizer
+from areal_q.weights import pack
+from rollout import engines
+from rollout.engines.base import Completion, Engine, Request
+
+
+async def answered(
+    run: Run,
+    model: Path,
+    problems: Sequence[Problem],
+    greedy: bool,
+    samples: int,
+    sampling: Sampling,
+) -> AsyncIterator[Answered]:
+    """Each problem once, with its greedy answer if asked for and `samples` drawn ones.
+
+    All are in flight at once: the engine's slots bound what runs. Closing the iterator stops the rest.
+    """
+    reward = build_reward(run)
+    engine = engines.build_engine(_engine_config(run))
+    answering = _Answering(run, engine, build_tokenizer(run), reward)
+    tasks: list[asyncio.Task[Answered]] = []
+    try:
+        await reward.start()
+        await engine.start()
+        await _load(engine, run, model)
+        for index, problem in enumerate(problems):
+            work = answering.one(index, problem, greedy, samples, sampling)
+            tasks.append(asyncio.create_task(work))
+        for done in asyncio.as_completed(tasks):
+            yield await done
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await engine.close()
+        await reward.close()
+
+
+class _Answering:
+    def __init__(self, run: Run, engine: Engine, tokenizer: Tokenizer, reward: Reward) -> None:
+        self._run, self._engine = run, engine
+        self._tokenizer, self._reward = tokenizer, reward
+        self._given = answer_of(run.task)
+
+    async def one(
+        self, index: int, problem: Problem, greedy: bool, samples: int, sampling: Sampling
+    ) -> Answered:
+        most_likely = Sampling(temperature=0.0, max_tokens=sampling.max_tokens)
+        first = await self._replies(index, problem, int(greedy), most_likely)
+        return Answered(
+            index=index,
+            prompt=problem.prompt,
+            answer=problem.answer,
+            greedy=first[0] if first else None,
+            samples=await self._replies(index, problem, samples, sampling),
+        )
+
+    async def _replies(
+        self, index: int, problem: Problem, count: int, sampling: Sampling
+    ) -> list[Reply]:
+        if count == 0:
+            return []
+        completions = await self._engine.generate(
+            Request(
+                prompt_ids=np.array(self._tokenizer.encode_prompt(problem.prompt), np.int32),
+                num_samples=count,
+                sampling=sampling,
+                seed=self._run.seed + index * count,
+                stop_ids=frozenset({self._tokenizer.eos_id}),
+            )
+        )
+        return await asyncio.gather(*(self._reply(problem, c) for c in completions))
+
+    async def _reply(self, problem: Problem, completion: Completion) -> Reply:
+        ids = completion.response_ids.tolist()
+        text = self._tokenizer.decode([i for i in ids if i != self._tokenizer.eos_id])
+        score = await self._reward(problem, text, len(ids))
+        return Reply(
+            response=text,
+            given=self._given(text),
+            correct=score.correct,
+            reward=score.reward,
+            tokens=len(ids),
+            finished=completion.finish_reason == "stop",
+            failed="error" in score.parts,
+        )
+
+
+def _engine_config(run: Run) -> TorchEngine:
+    engine = run.rollout.engine
+    return engine if isinstance(engine, TorchEngine) else TorchEngine()
+
+
+async def _load(engine: Engine, run: Run, path: Path) -> None:
+    model = load_decoder(path)
+    await engine.load_weights(
+        pack(
+            quantize_state(model.state_dict(), run.rollout.format),
+            run="eval",
+            epoch="",
+            version=0,
+            format=run.rollout.format,
+            uaq_scale=1.0,
+            model=model.config.to_hf(),
+            published_s=time.time(),
+        )
+    )
