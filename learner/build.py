@@ -19,7 +19,7 @@ from learner.broadcaster import Broadcaster
 from learner.feeder import Feeder
 from learner.heldout import HeldOut
 from learner.intake import Intake
-from learner.lineage import Lineage
+from learner.lineage import Lineage, forks_at
 from learner.loop import Learner
 from learner.publish import Publisher
 from learner.trainer import Trainer
@@ -138,7 +138,8 @@ def build_learner(
         metrics.rewind(start)
     feeder = build_feeder(run, task, tokenizer, buffer, state)
     keep = run.learner.max_lag + 2
-    lineage = Lineage(keep, state.digests if state else None, fork=start)
+    forks = forks_at(start, state.forks, keep) if state else []
+    lineage = Lineage(keep, state.digests if state else None, min(forks, default=0))
     broadcaster = Broadcaster(announce, fetch)
     buffer.publish_run(dump_toml(run), broadcaster.endpoints._asdict())
     return Learner(
@@ -151,6 +152,7 @@ def build_learner(
         intake=Intake(buffer, feeder, lineage, run.learner),
         heldout=HeldOut(feeder, buffer, tokenizer, metrics),
         lineage=lineage,
+        forks=forks,
         publisher=Publisher(run),
         broadcaster=broadcaster,
         log=TrajectoryLog(directory / "trajectories", start) if run.buffer.log else None,

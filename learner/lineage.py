@@ -12,7 +12,7 @@ from areal_q.messages import VersionSpan
 
 
 class Lineage:
-    """Digests of this history's newest versions, and where it last forked off an abandoned one."""
+    """Digests of this history's newest versions, and where it forked off abandoned ones."""
 
     def __init__(self, keep: int, digests: dict[int, str] | None = None, fork: int = 0) -> None:
         self.keep = keep
@@ -35,3 +35,13 @@ class Lineage:
         if span.version > self.fork:
             return (span.version - self.fork) + (now - self.fork)
         return max(now - span.version, self.keep)
+
+
+def forks_at(start: int, before: list[int], keep: int) -> list[int]:
+    """The forks that still matter after a resumption at `start`; `before` are those until then.
+
+    After crashes close to each other nothing tells which history an abandoned version is of: lags are counted
+    over the oldest of these forks, the longest way, so that no token passes for newer than it is.
+    Example: keep 4, checkpoints at 2 and at 4 → [2, 4]; at 2 and at 50 → [50].
+    """
+    return [fork for fork in before if start - fork < keep] + [start]

@@ -51,6 +51,8 @@ class Learner:
     intake: Intake
     heldout: HeldOut
     lineage: Lineage
+    forks: list[int]
+    """Where this history forked off abandoned ones, as far as it matters (learner/lineage.py)"""
     publisher: Publisher
     broadcaster: Broadcaster
     log: TrajectoryLog | None
@@ -120,7 +122,7 @@ class Learner:
                 seeds=[group.ticket.seed for group in taken],
                 base_digest=self.lineage.digests[step],
                 digest=self.lineage.digests[step + 1],
-                fork=self.start,
+                fork=self.lineage.fork,
                 settings=settings_hash(self.run),
                 machine=machine(self.run.learner.device),
                 metrics=dict(values),
@@ -139,6 +141,7 @@ class Learner:
             cursor=self.feeder.cursor,
             outstanding=sorted(self.feeder.outstanding),
             digests=self.lineage.digests,
+            forks=self.forks,
             updates=self.trainer.updates,
             skipped=self.trainer.skipped,
             model=self.trainer.model.config.to_hf(),

@@ -1,5 +1,6 @@
 """Checkpoints: bit-exact, whole or absent, and refused by name when damaged."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -177,6 +179,18 @@ def test_a_checkpoint_of_another_model_is_refused(
     for other in ("model.width=64", "model.layers=3"):
         with pytest.raises(CheckpointError, match="step-000001"):
             checkpoint.restore(tmp_path, build(make_run(other)))
+
+
+def test_a_checkpoint_from_before_a_field_was_added_restores(trainer: Trainer, tmp_path: Path):
+    path = checkpoint.save(tmp_path, state_at(1, trainer), trainer, keep=2)
+    older = json.loads((path / "state.json").read_bytes())
+    del older["forks"]
+    blank = json.dumps(older | {"digest": ""}, separators=(",", ":")).encode()
+    digest = xxhash.xxh3_128_hexdigest((path / "tensors.safetensors").read_bytes() + blank)
+    (path / "state.json").write_bytes(
+        blank.replace(b'"digest":""', f'"digest":"{digest}"'.encode())
+    )
+    assert checkpoint.restore(tmp_path, trainer).forks == []
 
 
 # Forks a child for each file system operation of a save, and kills it right before that operation.

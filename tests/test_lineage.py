@@ -1,5 +1,8 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
 from areal_q.messages import VersionSpan
-from learner.lineage import Lineage
+from learner.lineage import Lineage, forks_at
 
 
 def test_lag_in_one_history_is_the_difference_of_versions():
@@ -31,3 +34,38 @@ def test_only_the_newest_digests_are_kept():
     for version in range(100):
         lineage.published(version, str(version))
     assert sorted(lineage.digests) == [97, 98, 99]
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), max_size=5), st.integers(2, 5))
+def test_over_any_crashes_no_token_passes_for_newer_than_it_is(
+    crashes: list[tuple[int, int]], keep: int
+):
+    """Each crash: so many versions published since the last start, and how many of them it loses."""
+    now = 0
+    forks: list[int] = []
+    abandoned: list[tuple[int, int]] = []  # (version, where its history left ours)
+    lineage = Lineage(keep)
+    lineage.published(0, "0.0")
+    for life, (published, lost) in enumerate(crashes, start=1):
+        top = now + published
+        for version in range(now + 1, top + 1):
+            lineage.published(version, f"{life}.{version}")
+        start = max(now, top - lost)  # a checkpoint stood there
+        # Nothing that a crash left unread is older than the bound for long: only those are still about.
+        abandoned = [(v, min(f, start)) for v, f in abandoned if start - f < keep]
+        abandoned += [(v, start) for v in range(start + 1, top + 1)]
+        digests = {v: d for v, d in lineage.digests.items() if v <= start}
+        forks = forks_at(start, forks, keep)
+        lineage, now = Lineage(keep, digests, min(forks)), start
+        for ahead in range(keep):
+            for version, left in abandoned:
+                way = (version - left) + (now + ahead - left)
+                span = VersionSpan(version, 1, "of another history")
+                assert min(lineage.lag(span, now + ahead), keep) >= min(way, keep)
+
+
+def test_only_forks_within_the_bound_matter():
+    assert forks_at(2, [], keep=4) == [2]
+    assert forks_at(4, [2], keep=4) == [2, 4]
+    assert forks_at(6, [2, 4], keep=4) == [4, 6]
+    assert forks_at(50, [4, 6], keep=4) == [50]
