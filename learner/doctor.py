@@ -27,7 +27,7 @@ def main(
         typer.Option(
             "--probe",
             min=0,
-            help="go on for so many steps at learning rate 0, in RUN/probe, and look at these",
+            help="go on for so many steps at learning rate 0, beside RUN, and look at these",
         ),
     ] = 0,
 ) -> None:
@@ -44,7 +44,7 @@ def main(
     if probe:
         from learner.doctor_same import same_weights_run
 
-        directory, first, stop = same_weights_run(directory, probe), None, None
+        directory, first, stop = same_weights_run(directory, probe, console), None, None
     examined = examine(directory, first, stop, console)
     write(examined, directory / "doctor.json")
     screen(examined, console)

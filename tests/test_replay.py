@@ -340,8 +340,27 @@ def test_the_checkpoint_of_the_start_outlives_the_newest_ones(finished):
     assert load(finished / "config.toml").checkpoint.keep == 2
 
 
-def test_pandas_polars_and_duckdb_need_nothing_of_ours(finished):
-    """Plain Parquet: the columns carry the types that other readers know."""
+def test_the_step_log_is_plain_parquet_of_standard_types(finished):
     table = pq.read_table(finished / "steps")
     assert table.num_rows == STEPS
     assert table.schema.field("metrics").type == pa.map_(pa.string(), pa.float64())
+    assert table["step"].to_pylist() == list(range(STEPS))
+
+
+def test_a_probe_at_learning_rate_0_has_no_staleness_whatever_the_lag(run_dir):
+    """Through launcher, engine and buffer; the run itself, which learns, has some."""
+    results = {}
+    for name, args in (("run", ()), ("probe", ("--probe", "4"))):
+        result = areal_q(run_dir.parent, "doctor", run_dir.name, *args)
+        assert result.returncode in (0, 1), result.stderr
+        path = Path(result.stdout.splitlines()[-1])
+        results[name] = msgspec.json.decode((run_dir.parent / path).read_bytes())
+    rms = {
+        name: {part["term"]: part["rms"] for part in table["terms"]}
+        for name, table in results.items()
+    }
+    assert results["probe"]["window"]["exact"] and results["run"]["window"]["exact"]
+    assert max(x["lag"] for x in results["probe"]["by_lag"]) == 2
+    assert rms["probe"]["staleness"] == 0.0 < rms["run"]["staleness"]
+    for name in ("run", "probe"):
+        assert rms[name]["engine"] < 0.01 and rms[name]["activations"] > 1e-4
