@@ -123,8 +123,10 @@ def reference_logprobs(model, prompt, response, sampling):
     return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("family", list(MODELS))
-def test_log_probs_are_those_of_transformers_under_every_sampling(family):
+def test_log_probs_are_those_of_transformers_under_every_sampling(family, fused):
+    config = TorchEngine(slots=64, fused=fused)
     model = random_model(family)
     settings = [
         {},
@@ -135,8 +137,8 @@ def test_log_probs_are_those_of_transformers_under_every_sampling(family):
     ]
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [3] * 40, [2, 9]]
     mixed = [ask(p, seed=i, **s) for i, (p, s) in enumerate(zip(prompts, settings, strict=True))]
-    together = generate(publish(model), *mixed)
-    alone = [generate(publish(model), request)[0] for request in mixed]
+    together = generate(publish(model), *mixed, config=config)
+    alone = [generate(publish(model), request, config=config)[0] for request in mixed]
     for results in (together, alone):
         for request, completions in zip(mixed, results, strict=True):
             for c in completions:
@@ -163,8 +165,9 @@ def test_greedy_decoding_is_transformers_generate(family):
         assert (c.logprobs == 0).all()
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @torch.no_grad()
-def test_int8_is_dequantized_activations_times_dequantized_weights():
+def test_int8_is_dequantized_activations_times_dequantized_weights(fused):
     model = random_model("qwen2")
     weights = publish(model, format="int8")
     reference = copy.deepcopy(model)
@@ -178,7 +181,7 @@ def test_int8_is_dequantized_activations_times_dequantized_weights():
         if isinstance(module, nn.Linear) and is_quantized(name + ".weight"):
             module.register_forward_pre_hook(quantize_input)
     request = ask([1, 2, 3], 16)
-    (completions,) = generate(weights, request)
+    (completions,) = generate(weights, request, config=TorchEngine(slots=16, fused=fused))
     gaps = np.concatenate(
         [
             np.abs(
@@ -247,12 +250,13 @@ def test_keeping_the_cache_records_the_honest_log_probs_of_the_mixture():
         assert np.abs(c.logprobs[n:] - pure[n:]).max() > 0.01
 
 
-def test_slots_that_empty_and_fill_again_leave_no_trace_in_the_log_probs():
+@pytest.mark.parametrize("fused", [True, False])
+def test_slots_that_empty_and_fill_again_leave_no_trace_in_the_log_probs(fused):
     model = random_model(seed=4)
     requests = [
         ask([i % VOCAB] * (1 + i % 13), 1 + i % 4, seed=i, stop=(3, 4, 5)) for i in range(40)
     ]
-    results = generate(publish(model), *requests, config=TorchEngine(slots=8))
+    results = generate(publish(model), *requests, config=TorchEngine(slots=8, fused=fused))
     for request, completions in zip(requests, results, strict=True):
         for c in completions:
             want = reference_logprobs(
@@ -261,7 +265,8 @@ def test_slots_that_empty_and_fill_again_leave_no_trace_in_the_log_probs():
             np.testing.assert_allclose(c.logprobs, want, atol=1e-4)
 
 
-def test_diverged_weights_fail_their_requests_and_good_ones_recover():
+@pytest.mark.parametrize("fused", [True, False])
+def test_diverged_weights_fail_their_requests_and_good_ones_recover(fused):
     model = random_model()
     broken = copy.deepcopy(model)
     with torch.no_grad():
@@ -269,7 +274,7 @@ def test_diverged_weights_fail_their_requests_and_good_ones_recover():
         broken.model.layers[0].input_layernorm.weight.fill_(float("nan"))
 
     async def main():
-        engine = build_engine(TorchEngine(slots=4))
+        engine = build_engine(TorchEngine(slots=4, fused=fused))
         await engine.start()
         await engine.load_weights(publish(broken, 0))
         for temperature in (0.0, 1.0):

@@ -71,6 +71,8 @@ class TorchEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="t
     device: str = "cpu"
     kv_on_update: Literal["keep", "recompute"] = "keep"
     """What becomes of the KV cache of half-finished responses when new weights are swapped in."""
+    fused: bool = True
+    """On a CPU: one compiled loop for each chain of small torch operations; false: plain torch."""
 
 
 class ScriptedEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="scripted"):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from areal_q.models.config import DecoderConfig
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [T, heads, head_dim], k and v [T, kv_heads, head_dim]) → [T, heads · head_dim]"""
+Attend = Callable[[int, Tensor], Tensor]
+"""(layer, qkv [T, heads + 2 · kv_heads, head_dim]: q's heads, k's, v's) → [T, heads · head_dim]"""
 
 _LENGTH_STEP = 64
 
@@ -30,6 +30,11 @@ class KVCache:
         """Room for `slots` slots of `length` positions; what is cached stays."""
         length = min(-(-length // _LENGTH_STEP) * _LENGTH_STEP, self.config.max_positions)
         self.data = grown(self.data, {2: slots, 4: length})
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """(q, k, v) of qkv [·, heads + 2 · kv_heads, …]"""
+        c = self.config
+        return qkv.split((c.heads, c.kv_heads, c.kv_heads), 1)
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Copies slots `sources` int64 onto slots `targets`, their first `length` positions."""
@@ -55,9 +60,10 @@ class Decode:
         )
         self.scale = cache.config.head_dim**-0.5
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         kv_heads, capacity, dim = self.cache.data.shape[3:]
         keys, values = self.cache.data[layer]
+        q, k, v = self.cache.split(qkv)
         keys.view(-1, dim).index_copy_(0, self.write_at, k.reshape(-1, dim))
         values.view(-1, dim).index_copy_(0, self.write_at, v.reshape(-1, dim))
         batch = self.rows * kv_heads
@@ -81,8 +87,9 @@ class Prefill:
         self.cache, self.source, self.prompts = cache, source, prompts
         self.slots = slice(first, first + source.shape[0])
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.view(self.prompts, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        by_prompt = qkv.view(self.prompts, -1, *qkv.shape[1:]).transpose(1, 2)
+        q, k, v = self.cache.split(by_prompt)
         length = q.shape[2]
         for cached, new in zip(self.cache.data[layer], (k, v), strict=True):
             cached[self.slots, :, :length] = new[self.source]
@@ -90,12 +97,11 @@ class Prefill:
         return out.transpose(1, 2).reshape(self.prompts * length, -1)
 
 
-def both(decode: Decode, prefill: Prefill) -> Attend:
-    """One forward for the decoding rows followed by the prompts' tokens."""
+def both(decode: Attend, prefill: Prefill, rows: int) -> Attend:
+    """One forward for the `rows` decoding rows followed by the prompts' tokens."""
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n = decode.rows
-        return torch.cat((decode(layer, q[:n], k[:n], v[:n]), prefill(layer, q[n:], k[n:], v[n:])))
+    def attend(layer: int, qkv: Tensor) -> Tensor:
+        return torch.cat((decode(layer, qkv[:rows]), prefill(layer, qkv[rows:])))
 
     return attend
 

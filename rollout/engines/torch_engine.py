@@ -18,11 +18,12 @@ from areal_q.config import TorchEngine
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.quant import FORMATS
 from areal_q.weights import WeightVersion
-from rollout.engines.attention import Decode, KVCache, Prefill, both
+from rollout.engines.attention import KVCache, Prefill, both
 from rollout.engines.base import Capabilities, Completion, Request
 from rollout.engines.loop import EngineLoop, Job, VersionLog
+from rollout.engines.ops import build_ops
 from rollout.engines.rows import Rows
-from rollout.engines.sampler import draw, draw_alike, log_distribution, uniform
+from rollout.engines.sampler import draw, log_distribution
 from rollout.engines.torch_model import InferenceModel
 
 PREFILL_TOKENS = 8192
@@ -42,6 +43,7 @@ class TorchStepper:
 
     def __init__(self, config: TorchEngine) -> None:
         self.config = config
+        self.ops = build_ops(config)
         self.waiting: deque[Job] = deque()
         self.steps = 0
         self.versions = VersionLog()
@@ -78,7 +80,7 @@ class TorchStepper:
             )
 
     def prepare(self, weights: WeightVersion) -> InferenceModel:
-        model = InferenceModel(weights, self.config.device)
+        model = InferenceModel(weights, self.config.device, self.ops)
         if self.model is not None and model.config != self.model.config:
             raise WeightVersionError(f"version {model.manifest.version} is of another model")
         return model
@@ -147,7 +149,7 @@ class TorchStepper:
         """Logits [R, V] of every row's next token; `jobs` own the rows from `old` on."""
         positions = self.rows.length[:old] - 1
         tokens = self.rows.ids[:old].gather(1, positions.unsqueeze(1)).squeeze(1)
-        decode = Decode(self.cache, positions, self._longest()) if old else None
+        decode = self.ops.decode(self.cache, positions, self._longest()) if old else None
         if not jobs:
             assert decode is not None
             return model.logits(model.forward(tokens, positions, decode))
@@ -160,7 +162,7 @@ class TorchStepper:
         hidden = model.forward(
             torch.cat((tokens, prompts.flatten())),
             torch.cat((positions, torch.arange(width, device=positions.device).repeat(len(jobs)))),
-            both(decode, prefill) if decode else prefill,
+            both(decode, prefill, old) if decode else prefill,
         )
         last = [old + i * width + length - 1 for i, length in enumerate(lengths)]
         logits = model.logits(hidden[[*range(old), *last]])
@@ -172,11 +174,11 @@ class TorchStepper:
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         rows, n = self.rows, len(logits)
-        u = uniform(rows.keys[:n], rows.length[:n])
+        u = self.ops.uniform(rows.keys[:n], rows.length[:n])
         settings = {job.request.sampling for job in self.running}
         first = next(iter(settings))
         if len(settings) == 1 and first.top_p == 1 and first.top_k == 0:
-            return draw_alike(logits, first, u)
+            return self.ops.draw(logits, first, u)
         return draw(
             log_distribution(logits, rows.temperature[:n], rows.top_k[:n], rows.top_p[:n]), u
         )

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from areal_q.errors import QuantizationError, WeightVersionError
 from areal_q.models.config import DecoderConfig
-from areal_q.models.rope import apply_rope, rope_tables
+from areal_q.models.rope import rope_tables
 from areal_q.quant import FORMATS
 from areal_q.quant.linear import Linear
 from areal_q.quant.plan import parts_of
 from areal_q.weights import WeightVersion
 from rollout.engines.attention import Attend
+from rollout.engines.ops import Ops
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Layer:
 class InferenceModel:
     """Raises WeightVersionError when `weights` lack a tensor or are of an unknown format."""
 
-    def __init__(self, weights: WeightVersion, device: str = "cpu") -> None:
+    def __init__(self, weights: WeightVersion, device: str, ops: Ops) -> None:
         manifest = weights.manifest
         if manifest.format not in FORMATS:
             raise WeightVersionError(
@@ -47,7 +48,7 @@ class InferenceModel:
             )
         self.manifest = manifest
         self.config = DecoderConfig.from_hf(manifest.model)
-        self.device = device
+        self.ops = ops
         tensors = {name: tensor.to(device) for name, tensor in weights.tensors.items()}
         try:
             self.embedding = tensors["model.embed_tokens.weight"].float()
@@ -66,9 +67,8 @@ class InferenceModel:
         format = self.manifest.format
 
         def linear(*names: str) -> Linear:
-            return FORMATS[format].linear(
-                [parts_of(tensors, f"{layer}.{name}", format) for name in names]
-            )
+            parts = [parts_of(tensors, f"{layer}.{name}", format) for name in names]
+            return self.ops.linear(FORMATS[format].linear(parts))
 
         qkv = [f"self_attn.{x}_proj" for x in "qkv"]
         head_norm = bias = None
@@ -93,25 +93,21 @@ class InferenceModel:
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Last hidden states float32 [T, D] of `tokens` int64 [T] at `positions` int64 [T]."""
-        c = self.config
-        cos, sin = self.cos[positions], self.sin[positions]
+        c, ops = self.config, self.ops
+        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        rotated = c.heads + c.kv_heads
         x = F.embedding(tokens, self.embedding)
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(self._rms(x, layer.input_norm), layer.qkv_bias)
-            qkv = qkv.view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
-            qk, v = qkv[:, : -c.kv_heads], qkv[:, -c.kv_heads :]
-            if layer.head_norm is not None:
-                qk = F.rms_norm(qk, (c.head_dim,), eps=c.norm_eps).mul_(layer.head_norm)
-            qk = apply_rope(qk, cos, sin)
-            mixed = attend(index, qk[:, : c.heads], qk[:, c.heads :], v)
-            x = layer.o(mixed, x)
-            gate_up = layer.gate_up(self._rms(x, layer.post_norm))
-            x = layer.down(F.silu(gate_up[:, : c.mlp]).mul_(gate_up[:, c.mlp :]), x)
+            qkv = layer.qkv(self._norm(x, layer.input_norm), layer.qkv_bias)
+            qkv = qkv.view(-1, rotated + c.kv_heads, c.head_dim)
+            ops.rotate(qkv, rotated, layer.head_norm, c.norm_eps, cos, sin)
+            x = layer.o(attend(index, qkv), x)
+            x = layer.down(ops.swiglu(layer.gate_up(self._norm(x, layer.post_norm))), x)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [R, V] of hidden states [R, D]."""
-        return F.linear(self._rms(hidden, self.norm), self.head)
+        return F.linear(self._norm(hidden, self.norm), self.head)
 
-    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.config.width,), weight, self.config.norm_eps)
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, weight, self.config.norm_eps)

@@ -1,0 +1,86 @@
+"""TorchOps on one CPU core in a fraction of the time: each operation is one loop of kernels.py.
+
+Here tensors become arrays (no copy) and results are allocated; kernels.py holds the arithmetic.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_q.config import Sampling
+from areal_q.quant.linear import Int8Linear, Linear, int8_matmul
+from rollout.engines import kernels
+from rollout.engines.attention import Attend, KVCache
+from rollout.engines.sampler import draw_alike
+
+
+class FusedInt8Linear:
+    """Int8Linear, with the same codes to the bit: the GEMM is torch's, what surrounds it is not."""
+
+    def __init__(self, linear: Int8Linear) -> None:
+        self.codes_t = linear.codes_t
+        self.scale = linear.scale.numpy()
+        self.nothing = np.zeros((1, len(self.scale)), np.float32)
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        codes, x_scale = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
+        kernels.quantize_rows(x.numpy(), codes, x_scale)
+        sums = int8_matmul(torch.from_numpy(codes), self.codes_t).to(torch.int32).numpy()
+        y = torch.empty(sums.shape)
+        added = self.nothing if add is None else add.view(-1, sums.shape[1]).numpy()
+        kernels.dequantize(sums, self.scale, x_scale, added, y.numpy())
+        return y
+
+
+class FusedDecode:
+    """As attention.Decode; a row looks at its own positions only, so there is no mask."""
+
+    def __init__(self, cache: KVCache, positions: Tensor) -> None:
+        self.cache, self.positions = cache.data, positions.numpy()
+        self.heads, self.scale = cache.config.heads, cache.config.head_dim**-0.5
+
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        out = torch.empty(len(qkv), self.heads, qkv.shape[-1])
+        keys, values = self.cache[layer].numpy()
+        kernels.decode_attention(qkv.numpy(), keys, values, self.positions, self.scale, out.numpy())
+        return out.view(len(qkv), -1)
+
+
+class FusedOps:
+    def linear(self, linear: Linear) -> Linear:
+        return FusedInt8Linear(linear) if isinstance(linear, Int8Linear) else linear
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = torch.empty_like(x)
+        kernels.rms_norm(x.numpy(), weight.numpy(), eps, y.numpy())
+        return y
+
+    def rotate(
+        self, qkv: Tensor, heads: int, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor
+    ) -> None:
+        weights = cos if norm is None else norm  # not read without a norm
+        kernels.rotate(
+            qkv.numpy(), heads, norm is not None, weights.numpy(), eps, cos.numpy(), sin.numpy()
+        )
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        y = torch.empty(len(gate_up), gate_up.shape[1] // 2)
+        kernels.swiglu(gate_up.numpy(), y.numpy())
+        return y
+
+    def decode(self, cache: KVCache, positions: Tensor, length: int) -> Attend:
+        return FusedDecode(cache, positions)
+
+    def uniform(self, keys: Tensor, positions: Tensor) -> Tensor:
+        u = torch.empty(len(keys), dtype=torch.float64)
+        kernels.uniform(keys.numpy(), positions.numpy(), u.numpy())
+        return u
+
+    def draw(self, logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
+        if sampling.temperature == 0:
+            return draw_alike(logits, sampling, u)
+        tokens, logprobs = torch.empty(len(u), dtype=torch.int64), torch.empty(len(u))
+        kernels.draw(
+            logits.numpy(), sampling.temperature, u.numpy(), tokens.numpy(), logprobs.numpy()
+        )
+        return tokens, logprobs
