@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 
-from areal_q.config import load
+from areal_q.config import load, settings_hash
 from areal_q.errors import CheckpointError, LogError, RecordError, UserError
 from areal_q.messages import Array, VersionSpan
 from areal_q.metrics import read_metrics
@@ -32,8 +32,9 @@ pytestmark = pytest.mark.timeout(150)  # of the first test, which waits for the 
 EXECUTABLE = Path(sysconfig.get_path("scripts")) / "areal-q"
 ROOT = Path(__file__).parent.parent
 STEPS = 8
+FORK = 5
+"""Where the run was stopped and resumed"""
 SETTINGS = [
-    f"steps={STEPS}",
     "model.width=64",
     "model.layers=1",
     "model.mlp=128",
@@ -67,11 +68,16 @@ def areal_q(cwd: Path, *args: str, **more) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
-    """The directory of a run of STEPS steps with checkpoints at 0, 6 and 8."""
+    """The directory of a run of STEPS steps, resumed at FORK, with checkpoints at 0, 6 and 8."""
     cwd = tmp_path_factory.mktemp("replay")
-    result = areal_q(cwd, "run", str(ROOT / "configs" / "quickstart.toml"), *SETTINGS)
-    assert result.returncode == 0, result.stderr
+    quickstart = str(ROOT / "configs" / "quickstart.toml")
     directory = cwd / "runs" / "quickstart"
+    for args in (
+        [quickstart, *SETTINGS, f"steps={FORK}"],
+        [str(directory), "--resume", f"steps={STEPS}"],
+    ):
+        result = areal_q(cwd, "run", *args)
+        assert result.returncode == 0, result.stderr
     shutil.rmtree(directory / "redis")
     return directory
 
@@ -188,7 +194,10 @@ def test_the_step_log_names_batch_order_seeds_and_settings(finished):
         assert record.seeds == [g.ticket.seed for g in groups]
     assert [r.base_digest for r in records[1:]] == [r.digest for r in records[:-1]]
     assert len({r.digest for r in records}) == STEPS
-    assert len({r.settings for r in records}) == 1
+    assert [r.fork for r in records] == [0] * FORK + [FORK] * (STEPS - FORK)
+    hashes = [r.settings for r in records]
+    assert hashes[-1] == settings_hash(load(finished / "config.toml"))
+    assert len(set(hashes[:FORK])) == len(set(hashes[FORK:])) == 1 < len(set(hashes))
 
 
 def test_another_objective_is_another_history_and_shown_beside_the_first(run_dir, here):
