@@ -8,7 +8,7 @@ Notation: P problems, n answers sampled for each, c of them correct.
                  for any k ≤ n (Chen et al., arXiv 2107.03374 eq. 1)
     majority@n   share of problems whose most frequent answer is correct; a tie counts by its share
 
-Interval: Wilson's where every problem counts 0 or 1, else a percentile bootstrap over problems (10,000
+Interval: Wilson's where every problem counts 0 or 1, else a percentile bootstrap over problems (2,000
 resamples, fixed seed). It speaks of other problems of the same kind, not of other samples of these.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-RESAMPLES = 10_000
+RESAMPLES = 2_000
 Z = 1.96
 
 
@@ -68,8 +68,8 @@ def estimates(answered: Sequence[Answered]) -> list[Estimate]:
     if answered[0].greedy:
         out.append(_estimate("accuracy", [float(a.greedy.correct) for a in answered if a.greedy]))
     n = len(answered[0].samples)
+    counts = [sum(s.correct for s in a.samples) for a in answered]
     if n:
-        counts = [sum(s.correct for s in a.samples) for a in answered]
         out.append(_estimate(f"avg@{n}", [c / n for c in counts]))
     if n > 1:
         out += [_estimate(f"pass@{k}", [pass_at_k(n, c, k) for c in counts]) for k in _ks(n)]

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ async def answered(
     greedy: bool,
     samples: int,
     sampling: Sampling,
-) -> AsyncIterator[Answered]:
+) -> AsyncGenerator[Answered, None]:
     """Each problem once, with its greedy answer if asked for and `samples` drawn ones.
 
     All are in flight at once: the engine's slots bound what runs. Closing the iterator stops the rest.

@@ -2,9 +2,11 @@
 
 import importlib
 import logging
+import re
 
 from areal_q.tasks.base import Problem, Score
 
+BRACE = re.compile(r"\\boxed\{|[{}]")
 MAX_CHARACTERS = 500
 """A longer answer is no answer: it would only keep the parser busy."""
 
@@ -14,15 +16,14 @@ def last_boxed(text: str) -> str | None:
 
     Example: "so \\boxed{1}, no: \\boxed{\\frac{1}{2}}" is "\\frac{1}{2}".
     """
-    end = len(text)
-    while (start := text.rfind("\\boxed{", 0, end)) >= 0:
-        depth = 0
-        for i in range(start + len("\\boxed"), len(text)):
-            depth += (text[i] == "{") - (text[i] == "}")
-            if depth == 0:
-                return text[start + len("\\boxed{") : i].strip()
-        end = start
-    return None
+    opened: list[int] = []
+    start, end = -1, -1
+    for match in BRACE.finditer(text):
+        if match[0] != "}":
+            opened.append(match.end() if match[0] != "{" else -1)
+        elif opened and (begin := opened.pop()) > start:
+            start, end = begin, match.start()
+    return text[start:end].strip() if start >= 0 else None
 
 
 def answer(response: str) -> str | None:

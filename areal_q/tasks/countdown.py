@@ -1,6 +1,7 @@
 """Countdown: make a target out of given numbers: `3,5,7 22=` is answered `3*5+7`. Imports no torch."""
 
 import hashlib
+import itertools
 import random
 import re
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ MAX_CHARACTERS = 200
 """A longer expression is refused unread; six numbers need far fewer."""
 HELD_OUT_SHARE = 8
 """One set of numbers in so many is held out, by its hash: the same ones in every run"""
+MAX_REPEATS = 10
+"""Draws for each distinct problem, on average, before there are held to be no more"""
 TRIES = 100_000
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 WORDS = (
@@ -31,15 +34,14 @@ class CountdownTask:
     def __init__(self, cfg: Countdown) -> None:
         """Raises TaskError where the settings leave too few problems."""
         distinct: dict[str, Problem] = {}
-        for index in range(100 * cfg.heldout):
-            if len(distinct) == cfg.heldout:
-                break
+        for index in itertools.count():
             problem = generate(cfg, index, heldout=True)
             distinct.setdefault(problem.prompt, problem)
-        if len(distinct) < cfg.heldout:
-            raise TaskError(
-                f"task.heldout = {cfg.heldout}: only {len(distinct)} problems to hold out"
-            )
+            if len(distinct) == cfg.heldout:
+                break
+            if index > MAX_REPEATS * len(distinct):
+                few = f"not much more than {len(distinct)} problems to hold out"
+                raise TaskError(f"task.heldout = {cfg.heldout}: {few}")
         self.heldout: Sequence[Problem] = tuple(distinct.values())
         self.train: Sequence[Problem] = Generated(cfg, range(cfg.problems))
 
@@ -137,10 +139,12 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
                 operand = True
             else:
                 return None
+        if operand:
+            return None
         _reduce(values, operators, 1)
     except ZeroDivisionError:
         return None
-    return (values[0], sorted(numbers)) if len(values) == 1 and not operators else None
+    return None if operators else (values[0], sorted(numbers))
 
 
 def _reduce(values: list[Fraction], operators: list[str], level: int) -> None:
