@@ -60,7 +60,7 @@ def spec_of(run: Run, directory: Path, limit_s: float) -> dict[str, Any]:
         "seed": run.seed,
         "groups": learner.groups,
         "group_size": learner.group_size,
-        "updates": learner.updates,
+        "updates": learner.minibatches,
         "max_tokens": run.rollout.sampling.max_tokens,
         "temperature": run.rollout.sampling.temperature,
         "clip_low": objective.clip_low,

@@ -1,4 +1,4 @@
-"""One learner step: π_prox, then `updates` optimizer steps, one on each part of the batch."""
+"""One learner step: π_prox, then `epochs` passes over the batch, an optimizer step for each part of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -40,7 +40,7 @@ class Trainer:
         parts = self.prepare(samples)
         metrics: list[Metrics] = []
         norms: list[float] = []
-        for part in parts:
+        for part in parts * self.cfg.epochs:
             lr = learning_rate(self.cfg.optimizer, self.updates)
             metrics += self._backward(part)
             norm, taken = optimizer_step(self.model, self.optimizer, lr, self.cfg.max_grad_norm)
@@ -48,7 +48,7 @@ class Trainer:
             self.updates += 1
             self.skipped += not taken
         values = reduce_metrics(metrics)
-        values["train/loss"] = values["loss/total"] / len(parts)
+        values["train/loss"] = values["loss/total"] / len(norms)
         values["train/grad_norm"] = sum(norms) / len(norms)
         values["train/lr"] = self.optimizer.param_groups[0]["lr"]
         values["train/skipped_steps"] = self.skipped
@@ -57,7 +57,7 @@ class Trainer:
     def prepare(self, samples: Sequence[Sample]) -> list[Part]:
         """One part for every optimizer step. All of π_prox before the first update: it is the policy just
         before this batch changes it."""
-        size = -(-len(samples) // self.cfg.updates)
+        size = -(-len(samples) // self.cfg.minibatches)
         return [self._part(samples[i : i + size]) for i in range(0, len(samples), size)]
 
     def _part(self, samples: Sequence[Sample]) -> Part:

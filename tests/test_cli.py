@@ -43,7 +43,9 @@ BAD_SETTINGS = [
     pytest.param("steps = 'many'", "steps", id="bad type"),
     pytest.param("[learner]\nmax_lag = -1", "learner.max_lag", id="out of range"),
     pytest.param("[task]\ntype = 'chess'", "task", id="unknown choice"),
-    pytest.param("[learner]\ngroups = 3\nupdates = 2", "learner.updates", id="incompatible pair"),
+    pytest.param(
+        "[learner]\ngroups = 3\nminibatches = 2", "learner.minibatches", id="incompatible pair"
+    ),
     pytest.param("steps = = 3", "line 1", id="torn TOML"),
     pytest.param("name = '../up'", "name", id="a name that leaves the directory"),
 ]

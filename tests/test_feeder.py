@@ -43,7 +43,7 @@ def tickets_in(store: MemoryBuffer) -> list[Ticket]:
 def test_no_interleaving_admits_more_than_the_staleness_bound(
     make_run: MakeRun, make_group: MakeGroup, max_lag: int, moves: list[tuple[str, int]]
 ):
-    run = make_run(f"learner.max_lag={max_lag}", "learner.groups=3", "learner.updates=1")
+    run = make_run(f"learner.max_lag={max_lag}", "learner.groups=3", "learner.minibatches=1")
     size, bound = run.learner.groups, (max_lag + 1) * run.learner.groups
     store = MemoryBuffer(run.name)
     learner, worker = store.learner(), store.worker("w")

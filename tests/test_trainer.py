@@ -96,7 +96,7 @@ def test_the_step_does_not_depend_on_how_the_batch_is_cut(
 def test_the_proximal_policy_is_the_one_before_the_first_update(
     make_run: MakeRun, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch
 ):
-    trainer = build(make_run("learner.updates=4", "learner.optimizer.lr=0.05"))
+    trainer = build(make_run("learner.minibatches=4", "learner.optimizer.lr=0.05"))
     samples = make_samples(8)
     with torch.no_grad():
         before, _ = token_logprobs(trainer.model, pack(samples), 1.0)
@@ -135,7 +135,7 @@ def test_the_same_samples_and_weights_give_the_same_weights_bit_for_bit(
 def test_a_rewarded_response_gets_likelier_and_a_punished_one_less_so(
     make_run: MakeRun, make_samples: MakeSamples
 ):
-    trainer = build(make_run("learner.updates=1", "learner.optimizer.warmup_steps=0"))
+    trainer = build(make_run("learner.minibatches=1", "learner.optimizer.warmup_steps=0"))
     samples = []
     for sample, advantage in zip(make_samples(6), [1.0, -1.0] * 3, strict=True):
         batch = pack([sample])
@@ -168,7 +168,7 @@ def test_masked_tokens_teach_nothing(make_run: MakeRun, make_samples: MakeSample
 def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_counted(
     make_run: MakeRun, make_samples: MakeSamples
 ):
-    trainer = build(make_run("learner.updates=2"))
+    trainer = build(make_run("learner.minibatches=2"))
     before = weights(trainer)
     parameter = trainer.model.model.norm.weight
     hook = parameter.register_hook(lambda grad: grad * math.nan)

@@ -72,10 +72,10 @@ def _check(run: Run, source: str) -> Run:
     """Pairs of settings that cannot go together."""
     learner, sampling = run.learner, run.rollout.sampling
     reason = None
-    if learner.groups % learner.updates:
+    if learner.groups % learner.minibatches:
         reason = (
             f"learner.groups = {learner.groups} is not a multiple of "
-            f"learner.updates = {learner.updates}"
+            f"learner.minibatches = {learner.minibatches}"
         )
     elif sampling.temperature == 0:
         reason = "rollout.sampling.temperature = 0 draws the same response for a whole group"

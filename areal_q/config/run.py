@@ -114,8 +114,10 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     """Responses to each prompt."""
     max_lag: Index = 2
     """η: versions by which a token may be behind the learner when it is used. 0 is synchronous."""
-    updates: Count = 2
-    """Optimizer steps on each batch, one per equal part of it, all against the same π_prox."""
+    epochs: Count = 1
+    """Passes over each batch, all against the same π_prox."""
+    minibatches: Count = 2
+    """Equal parts of a batch, with an optimizer step for each."""
     drop_uniform: bool = False
     """DAPO's dynamic sampling: a group whose rewards are all equal carries no gradient; it is dropped and
     counted, and its place refilled."""
