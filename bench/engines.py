@@ -3,7 +3,10 @@
     python -m bench.engines          # needs the dev dependencies (transformers)
 
 The model has the quickstart's shape; each sequence draws exactly TOKENS tokens after a short prompt. The
-contestants take turns and the best of REPEATS counts, since a shared machine only ever slows one down.
+contestants take turns and the best of REPEATS counts, in seconds of the CPU: all is on one thread, which
+never waits, so on an idle machine these are seconds of the clock, and on a shared one they still are.
+"plain torch" is our engine with `fused = false`. What log-probs cost is bounded from above by all the
+sampling there is: softmax, draw, log-prob, and keeping it.
 Prints a table, and writes it to runs/bench/engines.{md,json}.
 """
 
@@ -25,6 +28,7 @@ from areal_q.weights import WeightVersion, pack
 from bench.common import commit, device, number, publish, table, use_cores, versions
 from rollout.engines import build_engine
 from rollout.engines.base import Request
+from rollout.engines.ops import build_ops
 
 SEQUENCES = (1, 16, 64, 512)
 TOKENS = 32
@@ -66,8 +70,8 @@ def published(model: Qwen3ForCausalLM, format: str) -> WeightVersion:
     )
 
 
-def engine_seconds(weights: WeightVersion, sequences: int) -> float:
-    """Seconds in which a warm engine draws TOKENS tokens for each of `sequences` responses."""
+def engine_seconds(weights: WeightVersion, sequences: int, fused: bool = True) -> float:
+    """CPU seconds in which a warm engine draws TOKENS tokens for each of `sequences` responses."""
     group = min(GROUP, sequences)
 
     def ask(seed: int) -> Request:
@@ -80,14 +84,14 @@ def engine_seconds(weights: WeightVersion, sequences: int) -> float:
         )
 
     async def main() -> float:
-        engine = build_engine(TorchEngine(slots=sequences))
+        engine = build_engine(TorchEngine(slots=sequences, fused=fused))
         await engine.start()
         await engine.load_weights(weights)
         seconds = 0.0
         for _ in range(2):  # the first round warms up
-            began = time.perf_counter()
+            began = time.process_time()
             await asyncio.gather(*[engine.generate(ask(i)) for i in range(sequences // group)])
-            seconds = time.perf_counter() - began
+            seconds = time.process_time() - began
         await engine.close()
         return seconds
 
@@ -97,7 +101,7 @@ def engine_seconds(weights: WeightVersion, sequences: int) -> float:
 @torch.inference_mode()
 def transformers_seconds(model: Any, sequences: int) -> float:
     ids = torch.tensor([PROMPT] * sequences)
-    began = time.perf_counter()
+    began = time.process_time()
     model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -107,7 +111,7 @@ def transformers_seconds(model: Any, sequences: int) -> float:
         min_new_tokens=TOKENS,
         pad_token_id=0,
     )
-    return time.perf_counter() - began
+    return time.process_time() - began
 
 
 def measure(sequences: int) -> dict[str, float]:
@@ -119,6 +123,8 @@ def measure(sequences: int) -> dict[str, float]:
     for format in FORMATS:
         weights = published(model, format)
         contestants[format] = lambda weights=weights: engine_seconds(weights, sequences)
+    weights = published(model, "int8")
+    contestants["int8 plain torch"] = lambda: engine_seconds(weights, sequences, fused=False)
     best = dict.fromkeys(contestants, float("inf"))
     for _ in range(REPEATS):
         for name, run in contestants.items():
@@ -126,18 +132,46 @@ def measure(sequences: int) -> dict[str, float]:
     return {name: sequences * TOKENS / seconds for name, seconds in best.items()}
 
 
+@torch.inference_mode()
+def sampling_seconds(sequences: int) -> float:
+    """What drawing one token for each row and keeping its log-prob takes in a step."""
+    ops, sampling = build_ops(TorchEngine()), Sampling()
+    logits = torch.randn(sequences, VOCAB)
+    keys, at = torch.arange(sequences), torch.full((sequences,), len(PROMPT))
+    kept = torch.zeros(sequences, len(PROMPT) + TOKENS)
+    best = float("inf")
+    for _ in range(200):
+        began = time.process_time()
+        _, logprobs = ops.draw(logits, sampling, ops.uniform(keys, at))
+        kept.scatter_(1, at.unsqueeze(1), logprobs.unsqueeze(1))
+        best = min(best, time.process_time() - began)
+    return best
+
+
 def main() -> None:
     use_cores(1)
     torch.set_num_threads(1)
     results = {sequences: measure(sequences) for sequences in SEQUENCES}
+    sampling = {n: sampling_seconds(n) * r["int8"] / n for n, r in results.items()}
     rows = [
-        [str(n), *[number(r[name]) for name in r], f"{r['int8'] / r['transformers']:.1f}×"]
+        [
+            str(n),
+            *[number(r[name]) for name in r],
+            f"{r['int8'] / r['transformers']:.1f}×",
+            f"{sampling[n]:.1%}",
+        ]
         for n, r in results.items()
     ]
-    header = ["sequences", *[f"{name}, tokens/s" for name in results[1]], "int8 / transformers"]
+    header = [
+        "sequences",
+        *[f"{name}, tokens/s" for name in results[1]],
+        "int8 / transformers",
+        "sampling and log-probs / int8 step",
+    ]
     facts = {"device": device(), "commit": commit(), **versions("torch", "transformers")}
     lines = [", ".join(f"{k} {v}" for k, v in facts.items()), "", table(header, rows)]
-    publish("engines", "\n".join(lines), {"facts": facts, "tokens_per_s": results})
+    values = {"facts": facts, "tokens_per_s": results, "sampling_share": sampling}
+    publish("engines", "\n".join(lines), values)
 
 
 if __name__ == "__main__":
