@@ -39,11 +39,9 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, values: Any, dtype: Dtype | None = None) -> "Array":
         array = np.ascontiguousarray(values, dtype=dtype)
-        return cls(
-            array.dtype.name,
-            array.shape,
-            array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes(),
-        )  # type: ignore[arg-type]
+        name: Any = array.dtype.name
+        little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        return cls(name, array.shape, little_endian.tobytes())
 
     def numpy(self) -> np.ndarray:
         """A read-only view. Raises RecordError when the bytes do not fill the shape."""

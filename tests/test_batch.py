@@ -23,6 +23,7 @@ def test_packing_equals_the_naive_construction(make_samples: Make, count: int, s
     samples = make_samples(count, seed)
     token_ids, predict, targets, behavior, advantages, mask, lags, ids = ([] for _ in range(8))
     positions: list[int] = []
+    prompt_end = -1
     for number, sample in enumerate(samples):
         t = sample.trajectory
         response = t.response_ids.numpy().tolist()
