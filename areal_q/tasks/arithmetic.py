@@ -14,7 +14,7 @@ SPLIT_KEY = 0
 
 
 class ArithmeticTask:
-    """All pairs of numbers of up to `digits` digits; `heldout` of them are never trained on.
+    """All pairs of numbers of `digits` digits; `heldout` of them are never trained on.
 
     `12+34=` and `34+12=` are two problems, but both are held out or neither is. None is stored: the
     unordered pairs are numbered, then shuffled, and each gives its two problems (twice `7+7=`).
@@ -50,6 +50,8 @@ class Additions(Sequence[Problem]):
             return Additions(self._cfg, self._places[index])
         pair, swapped = divmod(self._places[index], 2)
         a, b = _pair(permute(pair, _unordered_pairs(self._cfg.digits), SPLIT_KEY))
+        low = _lowest(self._cfg.digits)
+        a, b = a + low, b + low
         if swapped:
             a, b = b, a
         answer = str(a + b)
@@ -57,8 +59,13 @@ class Additions(Sequence[Problem]):
 
 
 def _unordered_pairs(digits: int) -> int:
-    numbers = 10**digits
+    numbers = 10**digits - _lowest(digits)
     return numbers * (numbers + 1) // 2
+
+
+def _lowest(digits: int) -> int:
+    """0 is the one number of a single digit that starts with 0."""
+    return 10 ** (digits - 1) if digits > 1 else 0
 
 
 def _pair(index: int) -> tuple[int, int]:
