@@ -26,10 +26,10 @@ class FusedInt8Linear:
         codes, x_scale = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
         kernels.quantize_rows(x.numpy(), codes, x_scale)
         sums = int8_matmul(torch.from_numpy(codes), self.codes_t).to(torch.int32).numpy()
-        y = torch.empty(sums.shape)
+        y = np.empty(sums.shape, np.float32)
         added = self.nothing if add is None else add.view(-1, sums.shape[1]).numpy()
-        kernels.dequantize(sums, self.scale, x_scale, added, y.numpy())
-        return y
+        kernels.dequantize(sums, self.scale, x_scale, added, y)
+        return torch.from_numpy(y)
 
 
 class FusedDecode:
@@ -40,10 +40,10 @@ class FusedDecode:
         self.heads, self.scale = cache.config.heads, cache.config.head_dim**-0.5
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
-        out = torch.empty(len(qkv), self.heads, qkv.shape[-1])
+        out = np.empty((len(qkv), self.heads, qkv.shape[-1]), np.float32)
         keys, values = self.cache[layer].numpy()
-        kernels.decode_attention(qkv.numpy(), keys, values, self.positions, self.scale, out.numpy())
-        return out.view(len(qkv), -1)
+        kernels.decode_attention(qkv.numpy(), keys, values, self.positions, self.scale, out)
+        return torch.from_numpy(out).view(len(qkv), -1)
 
 
 class FusedOps:
@@ -51,9 +51,9 @@ class FusedOps:
         return FusedInt8Linear(linear) if isinstance(linear, Int8Linear) else linear
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y = torch.empty_like(x)
-        kernels.rms_norm(x.numpy(), weight.numpy(), eps, y.numpy())
-        return y
+        y = np.empty(x.shape, np.float32)
+        kernels.rms_norm(x.numpy(), weight.numpy(), eps, y)
+        return torch.from_numpy(y)
 
     def rotate(
         self, qkv: Tensor, heads: int, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor
@@ -64,23 +64,21 @@ class FusedOps:
         )
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        y = torch.empty(len(gate_up), gate_up.shape[1] // 2)
-        kernels.swiglu(gate_up.numpy(), y.numpy())
-        return y
+        y = np.empty((len(gate_up), gate_up.shape[1] // 2), np.float32)
+        kernels.swiglu(gate_up.numpy(), y)
+        return torch.from_numpy(y)
 
     def decode(self, cache: KVCache, positions: Tensor, length: int) -> Attend:
         return FusedDecode(cache, positions)
 
     def uniform(self, keys: Tensor, positions: Tensor) -> Tensor:
-        u = torch.empty(len(keys), dtype=torch.float64)
-        kernels.uniform(keys.numpy(), positions.numpy(), u.numpy())
-        return u
+        u = np.empty(len(keys))
+        kernels.uniform(keys.numpy(), positions.numpy(), u)
+        return torch.from_numpy(u)
 
     def draw(self, logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
         if sampling.temperature == 0:
             return draw_alike(logits, sampling, u)
-        tokens, logprobs = torch.empty(len(u), dtype=torch.int64), torch.empty(len(u))
-        kernels.draw(
-            logits.numpy(), sampling.temperature, u.numpy(), tokens.numpy(), logprobs.numpy()
-        )
-        return tokens, logprobs
+        tokens, logprobs = np.empty(len(u), np.int64), np.empty(len(u), np.float32)
+        kernels.draw(logits.numpy(), sampling.temperature, u.numpy(), tokens, logprobs)
+        return torch.from_numpy(tokens), torch.from_numpy(logprobs)
