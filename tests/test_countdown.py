@@ -47,12 +47,7 @@ def test_every_problem_has_the_solution_that_it_comes_with(numbers: int):
         given_numbers, target = asked(problem)
         assert len(given_numbers) == numbers and 1 <= target <= 100
         assert by_python(problem.answer) == target
-        assert (
-            sorted(
-                int(n) for n in "".join(c if c.isdigit() else " " for c in problem.answer).split()
-            )
-            == given_numbers
-        )
+        assert sorted(int(t) for t in _tokens(problem.answer) if t.isdigit()) == given_numbers
         assert score(problem, problem.answer).correct
         CharTokenizer().encode(problem.prompt + problem.answer)
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from areal_q.config import Run
-from areal_q.messages import Group, VersionSpan
+from areal_q.messages import Group, Ticket, VersionSpan
 from areal_q.tasks import build_task, build_tokenizer
 from buffer.memory import MemoryBuffer, MemoryLearner
 from learner import intake as intake_module
@@ -173,3 +173,35 @@ def test_poison_does_not_starve_the_learner(
     assert len(learner.store.quarantine) == 12
     learner.intake.consumed()
     assert len(learner.feeder.outstanding) <= 12
+
+
+def test_groups_of_equal_rewards_are_dropped_counted_and_their_places_refilled(
+    make_run: MakeRun, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+
+    def uneven(ticket: Ticket) -> Group:
+        """Tickets 0, 2, 3 and every tenth have equal rewards."""
+        group = make_group(ticket)
+        if ticket.number in (0, 2, 3) or ticket.number % 10 == 0:
+            same = [msgspec.structs.replace(t, reward=0.5) for t in group.trajectories]
+            return msgspec.structs.replace(group, trajectories=same)
+        return group
+
+    settings = ("learner.max_lag=2", "learner.groups=4")
+    dropping = Learner(make_run(*settings, "learner.drop_uniform=true"), uneven)
+    keeping = Learner(make_run(*settings), uneven)
+    for learner in (dropping, keeping):
+        learner.feeder.admit(9)
+        learner.answer(12, 9)
+    assert keeping.take() == [0, 1, 2, 3]
+    assert keeping.intake.uniform == 0
+
+    assert dropping.take() == [1, 4, 5, 6]
+    assert (dropping.intake.uniform, dropping.intake.dropped) == (3, 0)
+    # 12 were admitted; the 3 dropped ones made room for 3 more, which nobody had to wait for.
+    assert dropping.feeder.cursor == 15
+    assert dropping.feeder.outstanding == set(range(15)) - {0, 2, 3}
+    dropping.intake.consumed()
+    assert dropping.take() == [7, 8, 9, 11]
+    assert dropping.intake.uniform == 4

@@ -19,7 +19,14 @@ from areal_q.config import Run, ScriptedEngine, dump_toml
 from areal_q.messages import Group, Ticket
 from areal_q.models import Decoder
 from areal_q.quant.plan import is_quantized
-from areal_q.tasks import Problem, build_reward, build_score, build_task, build_tokenizer
+from areal_q.tasks import (
+    Problem,
+    build_reward,
+    build_score,
+    build_task,
+    build_tokenizer,
+    problem_at,
+)
 from buffer.connection import Patience, insist_async
 from buffer.redis_buffer import LearnerBuffer, WorkerBuffer
 from learner.batch import pack, samples_of
@@ -399,3 +406,34 @@ def test_a_cancellation_that_comes_with_an_answer_of_redis_is_not_forgotten():
 
     run_async(work())
     assert asyncio.run(clean_up()) == "answer"
+
+
+def test_a_reward_that_hangs_costs_its_response_and_nothing_else(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], tmp_path: Path
+):
+    """Ticket 5's reward hangs, ticket 6's raises: all twelve groups arrive, from a worker that lives on."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def reward(prompt, response, answer):\n"
+        "    while prompt == HANGS: pass\n"
+        "    return 1 / (prompt != RAISES)\n"
+    )
+    run = make_run(f'reward.path="{file}"', "reward.timeout_s=0.5", "learner.group_size=2")
+    task = build_task(run.task)
+    prompts = [problem_at(task, n, run.seed).prompt for n in range(12)]
+    file.write_text(f"HANGS, RAISES = {prompts[5]!r}, {prompts[6]!r}\n" + file.read_text())
+    side = learner(run)
+
+    async def work() -> None:
+        async with working(side):
+            side.publish(0)
+            side.feeder.admit(0)
+            for group in await side.take(12):
+                hangs = group.ticket.prompt == prompts[5]
+                fails = hangs or group.ticket.prompt == prompts[6]
+                for t in group.trajectories:
+                    assert t.reward == (0.0 if fails else 1.0)
+                    assert t.reward_parts.get("error", 0.0) == fails
+                    assert t.reward_parts.get("timeout", 0.0) == hangs
+
+    run_async(work())
