@@ -1,6 +1,7 @@
 """TorchOps on one CPU core in a fraction of the time: each operation is one loop of kernels.py.
 
 Here tensors become arrays (no copy) and results are allocated; kernels.py holds the arithmetic.
+The loops run on one thread whatever `rollout.threads` is; the GEMMs stay torch's and use all.
 """
 
 import numpy as np
