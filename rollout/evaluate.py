@@ -164,6 +164,8 @@ def _settings(
     path = model / "hf" if (model / "hf").is_dir() else model
     if config is None and task is None:
         raise ConfigError(f"{model}: not a run's directory, so --task is needed")
+    if data and task is None and not hasattr(load(config).task, "path"):
+        raise ConfigError(f"--data {data}: the run's own task reads no file, so --task is needed")
     choice = [f"task.type={BENCHMARKS.get(task, task)}"] if task else []
     if data:
         choice.append(f"task.path={json.dumps(str(data))}")

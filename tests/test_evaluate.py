@@ -1,17 +1,21 @@
 """Evaluation: counted by hand, and its interval against published tables."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import typer
 
 import rollout.engines
-from areal_q.accuracy import wilson
+from areal_q.accuracy import Answered, Estimate, estimates, wilson
 from areal_q.config import Run, ScriptedEngine, dump_toml
 from areal_q.errors import CheckpointError, ConfigError, TaskError
 from areal_q.models import save_decoder
@@ -35,7 +39,13 @@ def run_dir(make_run: MakeRun, tmp_path: Path) -> Path:
 
 
 def main(model: Path, *settings: str, **options) -> None:
-    defaults: dict[str, Any] = {"task": None, "data": None, "preset": None, "problems": None, "samples": None}
+    defaults: dict[str, Any] = {
+        "task": None,
+        "data": None,
+        "preset": None,
+        "problems": None,
+        "samples": None,
+    }
     defaults |= {"greedy": True, "temperature": None, "top_p": None, "max_tokens": None}
     defaults |= {"format": "bf16", "show": 0, "out": None}
     evaluate.main(model, list(settings), **(defaults | options))
@@ -159,3 +169,149 @@ def test_a_missing_model_is_one_line_and_exit_code_2(run_dir: Path, given: list[
 def test_an_unknown_format_is_an_error_of_the_user(run_dir: Path):
     with pytest.raises(ConfigError, match=r"rollout\.format"):
         main(run_dir, format="int3")
+
+
+@pytest.fixture
+def additions(tmp_path: Path) -> Path:
+    """A benchmark of five problems in fields of its own."""
+    path = tmp_path / "additions.jsonl"
+    rows = [{"prompt": f"{n}+2=", "answer": n + 2} for n in range(5)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_all_problems_of_a_file_are_asked_with_greedy_and_drawn_answers(
+    make_run: MakeRun,
+    run_dir: Path,
+    additions: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """The scripted engine is right when greedy; drawn, each token is right half of the time."""
+    answering(monkeypatch, make_run(), right)
+    main(run_dir, task="jsonl", data=additions, samples=8, format="int8")
+    said = capsys.readouterr()
+    names = [line.split(" ")[0] for line in said.out.splitlines()]
+    assert names == ["accuracy", "avg@8", "pass@2", "pass@4", "pass@8", "majority@8"]
+    assert said.out.startswith("accuracy 1.000 [0.566, 1.000]\n")
+    assert "(5 problems, " in said.out
+
+    (answers,) = (run_dir / "evals").glob("*-jsonl-int8.jsonl")
+    rows = msgspec.json.Decoder(Answered).decode_lines(answers.read_bytes())
+    assert [(r.index, r.prompt, r.answer) for r in rows] == [
+        (n, f"{n}+2=", str(n + 2)) for n in range(5)
+    ]
+    assert all(r.greedy and r.greedy.correct and r.greedy.given == r.answer for r in rows)
+    assert all(len(r.samples) == 8 for r in rows)
+    assert all(s.correct == (s.response.strip() == r.answer) for r in rows for s in r.samples)
+    about = json.loads(answers.with_suffix(".json").read_text())
+    assert (about["task"], about["format"], about["answered"], about["asked"]) == (
+        "jsonl",
+        "int8",
+        5,
+        5,
+    )
+    assert [Estimate(**e) for e in about["estimates"]] == estimates(rows)
+
+
+def test_a_preset_sets_what_is_not_said_otherwise(
+    make_run: MakeRun,
+    run_dir: Path,
+    additions: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+):
+    answering(monkeypatch, make_run(), right)
+    out = tmp_path / "a.jsonl"
+    about = out.with_suffix(".json")
+    main(run_dir, task="jsonl", data=additions, preset="qurl-aime", max_tokens=3, out=out)
+    settings = json.loads(about.read_text())
+    assert settings["samples"] == 32 and settings["preset"] == "qurl-aime"
+    assert settings["sampling"] == {"temperature": 1.0, "top_p": 0.7, "top_k": 0, "max_tokens": 3}
+    main(
+        run_dir,
+        task="jsonl",
+        data=additions,
+        preset="qurl-aime",
+        max_tokens=3,
+        samples=2,
+        top_p=1.0,
+        out=out,
+    )
+    settings = json.loads(about.read_text())
+    assert (settings["samples"], settings["sampling"]["top_p"]) == (2, 1.0)
+
+
+def test_ctrl_c_keeps_what_is_finished_and_tells_what_it_comes_to(
+    make_run: MakeRun,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+):
+    answering(monkeypatch, make_run(), right)
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if done == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(evaluate, "_progress", lambda total: contextlib.nullcontext(advance))
+    out = tmp_path / "answers.jsonl"
+    with pytest.raises(typer.Exit) as ended:
+        main(run_dir, out=out)
+    assert ended.value.exit_code == 130
+    rows = msgspec.json.Decoder(Answered).decode_lines(out.read_bytes())
+    assert len(rows) == done == 3
+    assert [r.index for r in rows] == sorted(r.index for r in rows)
+    said = capsys.readouterr()
+    assert said.out.startswith("accuracy 1.000 [") and "(3 problems" in said.out
+    assert "stopped after 3 of 20 problems" in said.err
+
+
+def test_answers_that_were_cut_off_are_told(
+    make_run: MakeRun,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    answering(monkeypatch, make_run(), lambda prompt: right(prompt) + "000000")
+    main(run_dir, max_tokens=3)
+    assert "20 of 20 answers were cut off at --max-tokens" in capsys.readouterr().err
+
+
+def test_a_reward_of_ones_own_scores_an_evaluation(
+    make_run: MakeRun,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+):
+    (tmp_path / "mine.py").write_text(
+        "def reward(prompt, response, answer):\n"
+        "    if prompt.startswith('1'): raise KeyError(prompt)\n"
+        "    return 1.0\n"
+    )
+    answering(monkeypatch, make_run(), lambda prompt: "99")
+    main(run_dir, f'reward.path="{tmp_path / "mine.py"}"')
+    said, problems = capsys.readouterr(), build_task(make_run().task).heldout
+    failed = sum(p.prompt.startswith("1") for p in problems)
+    assert f"accuracy {1 - failed / 20:.3f} [" in said.out
+    assert not failed or f"{failed} answers could not be scored" in said.err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"preset": "aime"}, "--preset aime: none of qurl-gsm8k"),
+        ({"greedy": False}, "--no-greedy needs --samples"),
+        ({"data": Path("none.jsonl")}, "task.path|reads no such file"),
+        ({"task": "chess"}, "task"),
+        ({"max_tokens": 10_000}, "--max-tokens 10000: .*max_positions"),
+    ],
+)
+def test_wrong_options_are_errors_of_the_user(run_dir: Path, options: dict, named: str):
+    with pytest.raises(ConfigError, match=named):
+        main(run_dir, **options)
