@@ -264,11 +264,11 @@ def test_ctrl_c_keeps_what_is_finished_and_tells_what_it_comes_to(
         main(run_dir, out=out)
     assert ended.value.exit_code == 130
     rows = msgspec.json.Decoder(Answered).decode_lines(out.read_bytes())
-    assert len(rows) == done == 3
+    assert 3 <= len(rows) == done < 20
     assert [r.index for r in rows] == sorted(r.index for r in rows)
     said = capsys.readouterr()
-    assert said.out.startswith("accuracy 1.000 [") and "(3 problems" in said.out
-    assert "stopped after 3 of 20 problems" in said.err
+    assert said.out.startswith("accuracy 1.000 [") and f"({done} problems" in said.out
+    assert f"stopped after {done} of 20 problems" in said.err
 
 
 def test_answers_that_were_cut_off_are_told(
@@ -307,7 +307,7 @@ def test_a_reward_of_ones_own_scores_an_evaluation(
     [
         ({"preset": "aime"}, "--preset aime: none of qurl-gsm8k"),
         ({"greedy": False}, "--no-greedy needs --samples"),
-        ({"data": Path("none.jsonl")}, "task.path|reads no such file"),
+        ({"data": Path("none.jsonl")}, "the run's own task reads no file"),
         ({"task": "chess"}, "task"),
         ({"max_tokens": 10_000}, "--max-tokens 10000: .*max_positions"),
     ],
