@@ -15,9 +15,14 @@ resamples, fixed seed). It speaks of other problems of the same kind, not of oth
 import math
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
+import msgspec
 import numpy as np
 from msgspec import Struct
+
+from areal_q.config import Sampling
+from areal_q.errors import RecordError
 
 RESAMPLES = 2_000
 Z = 1.96
@@ -58,6 +63,34 @@ class Estimate(Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.name} {self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+class Evaluation(Struct, frozen=True, kw_only=True):
+    """The file beside the answers: what was asked of which model, and what came out."""
+
+    model: str
+    task: str
+    data: str | None
+    preset: str | None
+    format: str
+    samples: int
+    sampling: Sampling
+    asked: int
+    answered: int
+    """Fewer than asked: it was interrupted"""
+    elapsed_s: float
+    estimates: list[Estimate]
+
+
+def read_evaluations(run_dir: Path) -> list[Evaluation]:
+    """Those kept in `evals/` of a run, oldest first. Raises RecordError naming a file that is none."""
+    found = []
+    for path in sorted((run_dir / "evals").glob("*.json")):
+        try:
+            found.append(msgspec.json.decode(path.read_bytes(), type=Evaluation))
+        except msgspec.DecodeError as error:
+            raise RecordError(f"{path}: {error}") from error
+    return found
 
 
 def estimates(answered: Sequence[Answered]) -> list[Estimate]:

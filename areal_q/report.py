@@ -6,6 +6,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from areal_q.accuracy import Evaluation, read_evaluations
 from areal_q.config import Run
 from areal_q.curves import draw
 from areal_q.metrics import FILE_NAME, TENSORBOARD_DIR, read_metrics
@@ -29,6 +30,8 @@ def report(run: Run, run_dir: Path, console: Console | None = None) -> None:
 def _screen(run: Run, run_dir: Path, summary: Summary, curves: tuple[Path, Path]) -> RenderableType:
     parts: list[RenderableType] = [Text(), Text(f"{run.name}: {summary.title}", "bold")]
     parts.append(_pairs(summary.rows))
+    if evaluations := read_evaluations(run_dir):
+        parts += [Text(), _pairs([_evaluation(e) for e in evaluations])]
     if summary.answers:
         parts += [Text(), _answers(summary.answers)]
     hf = run_dir / "hf"
@@ -46,6 +49,15 @@ def _next_commands(run: Run, run_dir: Path, summary: Summary) -> list[tuple[str,
     if has_checkpoint(run_dir):
         commands.append(("go on", f"areal-q run {run_dir} --resume{more}"))
     return [*commands, ("look closer", f"tensorboard --logdir {run_dir / TENSORBOARD_DIR}")]
+
+
+def _evaluation(e: Evaluation) -> tuple[str, str]:
+    """Example: ("eval aime int8", "accuracy 0.333 [0.193, 0.512], avg@32 …   (30 problems, qurl-aime)")."""
+    asked = (
+        f"{e.answered} problems" if e.answered == e.asked else f"{e.answered} of {e.asked} problems"
+    )
+    told = ", ".join(map(str, e.estimates)) or "no answers"
+    return f"eval {e.task} {e.format}", f"{told}   ({asked}{f', {e.preset}' if e.preset else ''})"
 
 
 def _pairs(rows: list[tuple[str, str]]) -> RenderableType:

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from areal_q.accuracy import Answered, estimates
+from areal_q.accuracy import Answered, Evaluation, estimates
 from areal_q.benchmarks import BENCHMARKS, PRESETS, Preset
 from areal_q.config import Run, Sampling, load
 from areal_q.errors import ConfigError, RecordError, UserError
@@ -92,15 +92,19 @@ def main(
     for remark in remarks(rows):
         typer.echo(remark, err=True)
     if file:
-        about = {"model": str(model), "task": task or run.task.__struct_config__.tag}
-        about |= {
-            "data": data and str(data),
-            "preset": preset,
-            "format": format,
-            "asked": len(asked),
-        }
-        about |= {"samples": samples, "sampling": sampling, "answered": len(rows)}
-        about |= {"elapsed_s": elapsed_s, "estimates": results}
+        about = Evaluation(
+            model=str(model),
+            task=task or str(run.task.__struct_config__.tag),
+            data=str(data) if data else None,
+            preset=preset,
+            format=format,
+            samples=samples,
+            sampling=sampling,
+            asked=len(asked),
+            answered=len(rows),
+            elapsed_s=elapsed_s,
+            estimates=results,
+        )
         file.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(about)))
         typer.echo(f"answers and scores: {file}", err=True)
     if len(rows) < len(asked):

@@ -1,6 +1,7 @@
 """Evaluation: counted by hand, and its interval against published tables."""
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -13,12 +14,15 @@ from typing import Any
 import msgspec
 import pytest
 import typer
+from rich.console import Console
 
 import rollout.engines
-from areal_q.accuracy import Answered, Estimate, estimates, wilson
+from areal_q.accuracy import Answered, estimates, read_evaluations, wilson
 from areal_q.config import Run, ScriptedEngine, dump_toml
 from areal_q.errors import CheckpointError, ConfigError, TaskError
+from areal_q.metrics import MetricsLog
 from areal_q.models import save_decoder
+from areal_q.report import report
 from areal_q.tasks import build_task, build_tokenizer
 from learner.build import build_model
 from rollout import evaluate
@@ -204,6 +208,8 @@ def test_all_problems_of_a_file_are_asked_with_greedy_and_drawn_answers(
     assert all(r.greedy and r.greedy.correct and r.greedy.given == r.answer for r in rows)
     assert all(len(r.samples) == 8 for r in rows)
     assert all(s.correct == (s.response.strip() == r.answer) for r in rows for s in r.samples)
+    (kept,) = read_evaluations(run_dir)
+    assert kept.estimates == estimates(rows)
     about = json.loads(answers.with_suffix(".json").read_text())
     assert (about["task"], about["format"], about["answered"], about["asked"]) == (
         "jsonl",
@@ -211,7 +217,12 @@ def test_all_problems_of_a_file_are_asked_with_greedy_and_drawn_answers(
         5,
         5,
     )
-    assert [Estimate(**e) for e in about["estimates"]] == estimates(rows)
+    screen = io.StringIO()
+    console = Console(file=screen, width=200)
+    with MetricsLog(run_dir, tensorboard=False) as metrics:
+        metrics.write("step", 0, {"reward/mean": 0.5})
+    report(make_run(), run_dir, console)
+    assert "eval jsonl int8  accuracy 1.000 [0.566, 1.000], avg@8 " in screen.getvalue()
 
 
 def test_a_preset_sets_what_is_not_said_otherwise(
