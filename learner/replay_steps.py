@@ -29,7 +29,13 @@ from learner.trainer import Trainer
 
 ROUNDING_ONLY = ("learner.device", "learner.threads", "learner.microbatch_tokens")
 """Settings that change a step by rounding alone"""
-FIXED = ("learner.groups", "learner.group_size", "learner.max_lag", "learner.uaq")
+FIXED = (
+    "learner.groups",
+    "learner.group_size",
+    "learner.max_lag",
+    "learner.drop_uniform",
+    "learner.uaq",
+)
 """Settings that are in the logged groups or in the checkpoint's weights"""
 
 Before = Callable[[Trainer, int, list[Group], Lineage], None]
