@@ -124,7 +124,7 @@ def launch(
     ):
         if moved:
             view.note(f"an earlier run was in {run_dir}: moved to {moved}")
-        family = Family(run_dir / "logs")
+        family = Family(run_dir / "logs", sockets)
         view.start(run_dir)
         try:
             _run(plan(run, run_dir, sockets, resume), family, view, interrupts)
@@ -195,8 +195,10 @@ def _answers(url: str) -> bool:
 class Family:
     """The child processes, by name, with what they say in `logs/NAME.log`."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, scratch: Path) -> None:
         self._logs = logs
+        # torch's optimizers make this directory on import, in the temporary one unless told otherwise.
+        self._defaults = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, program: Program) -> None:
@@ -207,7 +209,7 @@ class Family:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **threads, **PLAIN_LOGS},
+                env={**self._defaults, **os.environ, **threads, **PLAIN_LOGS},
                 start_new_session=True,
                 preexec_fn=die_with_parent(signal.SIGKILL),
             )

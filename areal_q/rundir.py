@@ -87,7 +87,9 @@ def resumed(directory: Path, overrides: list[str]) -> Run:
 
 
 def has_checkpoint(directory: Path) -> bool:
-    return any(path.is_dir() for path in (directory / "checkpoints").glob("*"))
+    """Complete, or set aside while one of the same step is being written: a learner restores both."""
+    found = directory / "checkpoints"
+    return any(path.is_dir() for kind in ("step-*", ".old-*") for path in found.glob(kind))
 
 
 def newest(root: Path) -> Path:
