@@ -40,9 +40,9 @@ class Trainer:
         parts = self.prepare(samples)
         metrics: list[Metrics] = []
         norms: list[float] = []
-        for part in parts * self.cfg.epochs:
+        for visit, part in enumerate(parts * self.cfg.epochs):
             lr = learning_rate(self.cfg.optimizer, self.updates)
-            metrics += self._backward(part)
+            metrics += self._backward(part, first=visit == 0)
             norm, taken = optimizer_step(self.model, self.optimizer, lr, self.cfg.max_grad_norm)
             norms.append(norm)
             self.updates += 1
@@ -58,9 +58,9 @@ class Trainer:
         """One part for every optimizer step. All of π_prox before the first update: it is the policy just
         before this batch changes it."""
         size = -(-len(samples) // self.cfg.minibatches)
-        return [self._part(samples[i : i + size]) for i in range(0, len(samples), size)]
+        return [self._part(samples[i : i + size], i == 0) for i in range(0, len(samples), size)]
 
-    def _part(self, samples: Sequence[Sample]) -> Part:
+    def _part(self, samples: Sequence[Sample], first: bool) -> Part:
         """Micro-batches with a gradient and without are apart: those of no advantage need no backward."""
         useful = [sample for sample in samples if sample.advantage]
         others = [sample for sample in samples if not sample.advantage]
@@ -69,15 +69,19 @@ class Trainer:
             for kind in (useful, others)
             for cut in microbatches(kind, self.cfg.microbatch_tokens)
         ]
-        return [(batch, self._inputs(batch)) for batch in (pack(c, self.cfg.device) for c in cuts)]
+        return [
+            (batch, self._inputs(batch, graph=first and number == 0))
+            for number, batch in enumerate(pack(cut, self.cfg.device) for cut in cuts)
+        ]
 
-    @torch.no_grad()
-    def _inputs(self, batch: PackedBatch) -> LossInputs:
-        """The loss's inputs before the update, where π_θ is still π_prox."""
-        proximal, entropy = token_logprobs(self.model, batch, self.temperature)
+    def _inputs(self, batch: PackedBatch, graph: bool) -> LossInputs:
+        """The loss's inputs before the update, where π_θ is still π_prox; with the `graph` of a forward
+        that need not be repeated."""
+        with torch.set_grad_enabled(graph and batch.learns):
+            logprobs, entropy = token_logprobs(self.model, batch, self.temperature)
         return LossInputs(
-            logprobs=proximal,
-            proximal_logprobs=proximal,
+            logprobs=logprobs,
+            proximal_logprobs=logprobs.detach(),
             behavior_logprobs=batch.behavior_logprobs,
             advantages=batch.advantages,
             mask=batch.mask,
@@ -87,19 +91,20 @@ class Trainer:
             entropy=entropy,
         )
 
-    def _backward(self, part: Part) -> list[Metrics]:
-        """Accumulates the gradient of one part; counts span it, so that its cut does not matter."""
+    def _backward(self, part: Part, first: bool) -> list[Metrics]:
+        """Accumulates the gradient of one part; counts span it, so that its cut does not matter.
+
+        Before the `first` update π_θ is π_prox: what has no gradient is not computed again, nor is the
+        first micro-batch. Of the others the graphs would take too much memory.
+        """
         totals = whole_step([inputs for _, inputs in part], self.cfg.objective)
         metrics = []
-        for batch, inputs in part:
+        for number, (batch, inputs) in enumerate(part):
             with torch.set_grad_enabled(batch.learns):
-                logprobs, entropy = token_logprobs(self.model, batch, self.temperature)
-                out = loss_fn(
-                    replace(inputs, logprobs=logprobs, entropy=entropy),
-                    self.cfg.objective,
-                    self.cfg.aggregation,
-                    totals,
-                )
+                if not first or (batch.learns and number > 0):
+                    logprobs, entropy = token_logprobs(self.model, batch, self.temperature)
+                    inputs = replace(inputs, logprobs=logprobs, entropy=entropy)
+                out = loss_fn(inputs, self.cfg.objective, self.cfg.aggregation, totals)
             if batch.learns:
                 out.loss.backward()
             metrics.append(out.metrics)
