@@ -24,11 +24,13 @@ from areal_q.tasks import Task, Tokenizer, problem_at
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, float], None]
-"""(step, running mean of the loss)"""
-REVISION = 1
+"""(step, loss)"""
+REVISION = 2
 """Part of the cache's key: raise it when the same settings come to give other weights"""
 WARMUP_STEPS = 20
 PROGRESS_STEPS = 10
+MEAN_STEPS = 8
+"""Of the running mean of the accuracy"""
 
 
 def warm_start(
@@ -78,24 +80,24 @@ def _train(
     cfg = run.warmstart
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=(0.9, 0.95), fused=True)
     numbers = count()
-    mean_loss = 0.0
+    accuracy = 0.0
     for step in range(cfg.steps):
         if stop.is_set():
             raise Stopped("during the warm start")
         rows = [_row(task, next(numbers), run.seed, tokenizer) for _ in range(cfg.batch)]
-        loss = supervised_loss(model, rows)
+        loss, right = supervised_loss(model, rows)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = cfg.lr * min(1.0, (step + 1) / WARMUP_STEPS)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        mean_loss = loss.item() if step == 0 else 0.9 * mean_loss + 0.1 * loss.item()
+        accuracy += (right - accuracy) / MEAN_STEPS
         if step % PROGRESS_STEPS == 0:
-            progress(step, mean_loss)
-        if mean_loss <= cfg.until_loss:
+            progress(step, loss.item())
+        if accuracy >= cfg.until_accuracy:
             break
-    progress(cfg.steps, mean_loss)
+    progress(cfg.steps, loss.item())
 
 
 def _row(task: Task, number: int, seed: int, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
@@ -104,8 +106,11 @@ def _row(task: Task, number: int, seed: int, tokenizer: Tokenizer) -> tuple[list
     return tokenizer.encode_prompt(problem.prompt), answer
 
 
-def supervised_loss(model: Decoder, rows: list[tuple[list[int], list[int]]]) -> torch.Tensor:
-    """Mean cross-entropy, in nats, of the response tokens of (prompt, response) rows."""
+def supervised_loss(
+    model: Decoder, rows: list[tuple[list[int], list[int]]]
+) -> tuple[torch.Tensor, float]:
+    """Mean cross-entropy, in nats, of the response tokens of (prompt, response) rows; and the share of
+    rows of which every token is the likeliest: those that greedy decoding gets right."""
     layout = PackedLayout.of([len(p) + len(r) for p, r in rows])
     ids = torch.tensor([t for p, r in rows for t in (*p, *r)])
     starts = [0, *accumulate(layout.lengths)]
@@ -115,8 +120,10 @@ def supervised_loss(model: Decoder, rows: list[tuple[list[int], list[int]]]) -> 
             for start, (p, r) in zip(starts, rows, strict=False)
         ]
     )
-    hidden = model(ids, layout)
-    return nn.functional.cross_entropy(model.logits(hidden[predict]), ids[predict + 1])
+    logits = model.logits(model(ids, layout)[predict])
+    hits = (logits.argmax(-1) == ids[predict + 1]).split([len(r) for _, r in rows])
+    right = sum(bool(hit.all()) for hit in hits) / len(rows)
+    return nn.functional.cross_entropy(logits, ids[predict + 1]), right
 
 
 def _key(run: Run, task: Task) -> str:

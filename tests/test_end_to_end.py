@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 SMALL = [
     *("task.digits=1", "task.heldout=20", "model.layers=2", "model.width=64", "model.mlp=128"),
-    *("warmstart.steps=30", "warmstart.until_loss=1.4", "rollout.sampling.max_tokens=4"),
+    *("warmstart.steps=30", "warmstart.until_accuracy=0.3", "rollout.sampling.max_tokens=4"),
     *("learner.groups=16", "learner.optimizer.lr=1e-3", "eval.problems=20", "eval.every=1000"),
 ]
 """The quickstart, made small enough for a step to take a fraction of a second"""

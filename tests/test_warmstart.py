@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import torch
 
-from areal_q.config import Calculator, Run
+from areal_q.config import Arithmetic, Calculator, Run
 from areal_q.errors import Stopped
-from areal_q.models import Decoder
+from areal_q.models import Decoder, PackedLayout
 from areal_q.tasks import build_task, build_tokenizer, problem_at
 from learner.build import build_model
 from learner.warmstart import supervised_loss, warm_start
@@ -80,7 +80,7 @@ def test_the_same_settings_give_the_same_weights_without_the_cache(
         "warmstart.steps=3",
         "warmstart.lr=1e-3",
         "warmstart.batch=9",
-        "warmstart.until_loss=0.1",
+        "warmstart.until_accuracy=0.9",
     ],
 )
 def test_other_settings_are_not_taken_for_these(make_run: MakeRun, other: str):
@@ -106,10 +106,10 @@ def test_a_file_that_changed_under_its_path_is_not_taken_for_the_old_one(
     assert not warmed(run)[1]
 
 
-def test_it_stops_at_the_loss_that_is_enough(make_run: MakeRun):
-    _, _, told = warmed(make_run("warmstart.steps=50", "warmstart.until_loss=100"))
+def test_it_stops_at_the_accuracy_that_is_enough(make_run: MakeRun):
+    _, _, told = warmed(make_run("warmstart.steps=50", "warmstart.until_accuracy=0"))
     assert [step for step, _ in told] == [0, 50]  # nothing in between: the first step was enough
-    assert told[0][1] == told[1][1] < 100
+    assert told[0][1] == told[1][1]
 
 
 def test_a_request_to_stop_raises_and_leaves_nothing_in_the_cache(make_run: MakeRun, cache: Path):
@@ -153,10 +153,33 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_answers_tokens(make_run: Make
         for prompt, answer in rows:
             for place, token in enumerate(answer):
                 # Every token by itself, from all that stands before it.
-                loss = supervised_loss(model, [(prompt + answer[:place], [token])])
+                loss, _ = supervised_loss(model, [(prompt + answer[:place], [token])])
                 losses.append(loss.item())
-        mean = supervised_loss(model, rows).item()
-    assert mean == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+        mean, _ = supervised_loss(model, rows)
+    assert mean.item() == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+
+
+@torch.no_grad()
+def test_the_share_it_has_right_is_that_of_greedy_decoding(make_run: MakeRun):
+    run = make_run("warmstart.steps=60", "warmstart.batch=32", "warmstart.lr=1e-2")
+    run = msgspec.structs.replace(run, task=Arithmetic(digits=1, heldout=20))
+    model, _, _ = warmed(run)
+    tokenizer, task = build_tokenizer(run), build_task(run.task)
+    rows = [
+        (tokenizer.encode(p.prompt), [*tokenizer.encode(p.answer), tokenizer.eos_id])
+        for p in task.train
+    ]
+
+    def greedy(prompt: list[int], length: int) -> list[int]:
+        ids = list(prompt)
+        for _ in range(length):
+            hidden = model(torch.tensor(ids), PackedLayout.of([len(ids)]))
+            ids.append(int(model.logits(hidden[-1]).argmax()))
+        return ids[len(prompt) :]
+
+    right = [greedy(prompt, len(answer)) == answer for prompt, answer in rows]
+    assert 0 < sum(right) < len(rows)
+    assert supervised_loss(model, rows)[1] == sum(right) / len(rows)
 
 
 def test_it_learns(make_run: MakeRun):

@@ -46,8 +46,8 @@ class WarmStart(_Settings, frozen=True, kw_only=True):
     """Supervised steps before RL, cached by the hash of all that they depend on. 0 steps: none."""
 
     steps: Index = 0
-    until_loss: NonNegative = 0.0
-    """Stops early once the running mean of the cross-entropy, in nats, is at most this."""
+    until_accuracy: Fraction = 1.0
+    """Stops early once the running share of answers that greedy decoding would get right is this."""
     batch: Count = 128
     lr: Positive = 2e-3
 
@@ -141,10 +141,14 @@ class BufferConfig(_Settings, frozen=True, kw_only=True):
 
 
 class BroadcastConfig(_Settings, frozen=True, kw_only=True):
-    """ZeroMQ endpoints that the learner binds; None takes sockets in a temporary directory."""
+    """ZeroMQ endpoints that the learner binds; None takes sockets in a temporary directory, or loopback for a
+    learner that was started by itself."""
 
     announce: str | None = None
     fetch: str | None = None
+    host: str | None = None
+    """The name or address under which workers reach endpoints of the form `tcp://…`; None: as they are
+    bound. Needed where that is every interface, such as tcp://0.0.0.0:5551."""
     chunk_bytes: Count = 4 << 20
     credit: Count = 4
     """Chunks in flight to one worker."""
