@@ -80,7 +80,7 @@ def _train(
     cfg = run.warmstart
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=(0.9, 0.95), fused=True)
     numbers = count()
-    accuracy = 0.0
+    accuracy, nats = 0.0, 0.0
     for step in range(cfg.steps):
         if stop.is_set():
             raise Stopped("during the warm start")
@@ -93,11 +93,12 @@ def _train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         accuracy += (right - accuracy) / MEAN_STEPS
+        nats = loss.item()
         if step % PROGRESS_STEPS == 0:
-            progress(step, loss.item())
+            progress(step, nats)
         if accuracy >= cfg.until_accuracy:
             break
-    progress(cfg.steps, loss.item())
+    progress(cfg.steps, nats)
 
 
 def _row(task: Task, number: int, seed: int, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
