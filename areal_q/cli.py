@@ -112,7 +112,7 @@ def version() -> None:
 
 @app.command(context_settings=PASS_THROUGH)
 def learner(ctx: typer.Context) -> None:
-    """The learner alone, as a service: the arguments of `python -m learner`."""
+    """The learner alone, as a service: `areal-q learner --redis URL --config CONFIG [a.b=c]...`"""
     _become("learner", ctx.args)
 
 

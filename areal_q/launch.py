@@ -32,6 +32,7 @@ from types import FrameType
 from typing import Protocol
 
 from areal_q.config import Run
+from areal_q.credentials import redis_password
 from areal_q.errors import BufferUnavailable, ChildDied, ConfigError, UserError
 from areal_q.processes import die_with_parent
 from areal_q.rundir import claimed, has_checkpoint, try_lock
@@ -184,7 +185,8 @@ def _answers(url: str) -> bool:
     import redis
 
     try:
-        with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5) as client:
+        options = {"socket_timeout": 5, "socket_connect_timeout": 5}
+        with redis.Redis.from_url(url, password=redis_password(url), **options) as client:
             return bool(client.ping())
     except redis.RedisError:
         return False

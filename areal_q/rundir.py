@@ -80,10 +80,27 @@ def resumed(directory: Path, overrides: list[str]) -> Run:
     place = [f'name="{directory.name}"', f'root="{directory.parent}"']
     saved = load(directory / "config.toml", place)
     again = override(saved, *overrides)
+    _check_unchanged(saved, again)
+    return again
+
+
+def resumes(run: Run) -> bool:
+    """Whether `run` goes on from a checkpoint in its directory: so a service that restarts finds its way.
+
+    Raises ConfigError where it would go on with settings that change what is being learnt.
+    """
+    directory = path_of(run)
+    if not has_checkpoint(directory):
+        return False
+    place = [f'name="{run.name}"', f'root="{run.root}"']
+    _check_unchanged(load(directory / "config.toml", place), run)
+    return True
+
+
+def _check_unchanged(saved: Run, again: Run) -> None:
     for key in differences(saved, again):
         if not key.startswith(MAY_CHANGE_ON_RESUME):
             raise ConfigError(f"{key}: cannot change when a run resumes")
-    return again
 
 
 def has_checkpoint(directory: Path) -> bool:

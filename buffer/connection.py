@@ -14,6 +14,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import OutOfMemoryError
 from redis.retry import Retry
 
+from areal_q.credentials import redis_password
 from areal_q.errors import BufferUnavailable
 
 T = TypeVar("T")
@@ -27,19 +28,21 @@ SOCKET_TIMEOUT_S = 30.0
 
 
 def connect(url: str) -> redis.Redis:
-    return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **_OPTIONS)
+    return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **_options(url))
 
 
 def connect_async(url: str) -> redis.asyncio.Redis:
-    return redis.asyncio.Redis.from_url(url, retry=AsyncRetry(NoBackoff(), 0), **_OPTIONS)
+    return redis.asyncio.Redis.from_url(url, retry=AsyncRetry(NoBackoff(), 0), **_options(url))
 
 
-_OPTIONS: dict[str, Any] = {
-    "decode_responses": False,
-    "protocol": 2,
-    "socket_timeout": SOCKET_TIMEOUT_S,
-    "health_check_interval": 0,
-}
+def _options(url: str) -> dict[str, Any]:
+    return {
+        "password": redis_password(url),
+        "decode_responses": False,
+        "protocol": 2,
+        "socket_timeout": SOCKET_TIMEOUT_S,
+        "health_check_interval": 0,
+    }
 
 
 class Patience:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import redis
 
+from areal_q.credentials import redis_password
 from areal_q.errors import BufferUnavailable
 from areal_q.processes import die_with_parent
 
@@ -111,7 +112,7 @@ def find_or_start(directory: str | Path, socket_path: str | Path) -> RedisServer
     if not url:
         return RedisServer.start(directory, socket_path)
     try:
-        with redis.Redis.from_url(url, socket_timeout=5.0) as client:
+        with redis.Redis.from_url(url, socket_timeout=5.0, password=redis_password(url)) as client:
             client.ping()
     except (redis.RedisError, ValueError) as error:
         raise BufferUnavailable(f"REDIS_URL: {error}") from error

@@ -1,5 +1,8 @@
 """`python -m learner`: the learner as a process of its own.
 
+    --config CONFIG [a.b=c]...   a service: goes on where the run's directory holds a checkpoint
+    --run-dir DIR [--resume]     under a launcher, which has prepared and locked DIR
+
 SIGTERM or SIGINT: the current step ends, a checkpoint is written, exit 0. Exit 2: a setting, file or
 checkpoint cannot be used (one line on stderr).
 """
@@ -8,36 +11,93 @@ import logging
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from areal_q.config import load
-from areal_q.errors import Stopped, UserError
+from areal_q import rundir
+from areal_q.config import Run, load
+from areal_q.errors import ConfigError, Stopped, UserError
 
 logger = logging.getLogger("learner")
+ANNOUNCE, FETCH = "tcp://127.0.0.1:5551", "tcp://127.0.0.1:5552"
+"""Fixed ports: workers find a learner that restarted where it was."""
 
 
 def main(
     redis: Annotated[str, typer.Option(help="URL of the buffer", envvar="REDIS_URL")],
-    run_dir: Annotated[Path, typer.Option(help="holds config.toml; everything is written here")],
-    announce: Annotated[str, typer.Option(help="ZeroMQ endpoint to announce versions on")],
-    fetch: Annotated[str, typer.Option(help="ZeroMQ endpoint to serve weights on")],
-    resume: Annotated[bool, typer.Option(help="go on from the newest checkpoint")] = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[a.b=c]...", help="settings on top of --config"),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="a TOML file; everything is written to its root/name")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="holds config.toml; everything is written here")
+    ] = None,
+    announce: Annotated[
+        str, typer.Option(help="ZeroMQ endpoint to announce versions on, before the settings'")
+    ] = "",
+    fetch: Annotated[
+        str, typer.Option(help="ZeroMQ endpoint to serve weights on, before the settings'")
+    ] = "",
+    resume: Annotated[
+        bool, typer.Option(help="go on from the newest checkpoint; --config does so by itself")
+    ] = False,
 ) -> None:
     """Learns until the last step, then exports the model in Hugging Face layout."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    if config and not run_dir:
+        claim = _as_service(config, overrides or [])
+    elif run_dir and not config and not overrides:
+        claim = _under_launcher(run_dir, resume)
+    else:
+        raise ConfigError("either --config CONFIG [a.b=c]... or --run-dir DIR is needed")
+    with claim as (run, directory, resume):
+        announce = announce or run.broadcast.announce or ANNOUNCE
+        fetch = fetch or run.broadcast.fetch or FETCH
+        _learn(run, directory, redis, announce, fetch, resume, stop)
+
+
+@contextmanager
+def _as_service(config: Path, overrides: list[str]) -> Iterator[tuple[Run, Path, bool]]:
+    """(settings, the run's directory, whether to resume), the directory held against others."""
+    run = load(config, overrides)
+    resume = rundir.resumes(run)
+    with rundir.claimed(run, resume) as (directory, moved):
+        if moved:
+            logger.info("an earlier run without a checkpoint was in %s: now %s", directory, moved)
+        logger.info("%s in %s", "resuming" if resume else "starting", directory)
+        yield run, directory, resume
+
+
+@contextmanager
+def _under_launcher(directory: Path, resume: bool) -> Iterator[tuple[Run, Path, bool]]:
+    yield load(directory / "config.toml"), directory, resume
+
+
+def _learn(
+    run: Run,
+    directory: Path,
+    redis: str,
+    announce: str,
+    fetch: str,
+    resume: bool,
+    stop: threading.Event,
+) -> None:
     # torch and all that needs it only now, so that a signal during the import finds its handler.
     from learner.build import build_learner
     from learner.finish import finish
 
-    run = load(run_dir / "config.toml")
     try:
-        learner = build_learner(run, run_dir, redis, announce, fetch, resume, stop)
+        learner = build_learner(run, directory, redis, announce, fetch, resume, stop)
     except Stopped as stopped:
         logger.info("stopped %s", stopped)
         return

@@ -116,6 +116,16 @@ def build_feeder(
     return feeder
 
 
+def reached_at(endpoint: str, host: str | None) -> str:
+    """`endpoint` as workers are told it: a TCP one under the name `host`, if there is one.
+
+    Example: reached_at("tcp://0.0.0.0:5551", "learner") is "tcp://learner:5551"
+    """
+    if host is None or not endpoint.startswith("tcp://"):
+        return endpoint
+    return f"tcp://{host}:{endpoint.rpartition(':')[2]}"
+
+
 def build_learner(
     run: Run,
     directory: Path,
@@ -141,7 +151,11 @@ def build_learner(
     forks = forks_at(start, state.forks, keep) if state else []
     lineage = Lineage(keep, state.digests if state else None, min(forks, default=0))
     broadcaster = Broadcaster(announce, fetch)
-    buffer.publish_run(dump_toml(run), broadcaster.endpoints._asdict())
+    endpoints = {
+        kind: reached_at(endpoint, run.broadcast.host)
+        for kind, endpoint in broadcaster.endpoints._asdict().items()
+    }
+    buffer.publish_run(dump_toml(run), endpoints)
     return Learner(
         run=run,
         dir=directory,

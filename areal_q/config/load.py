@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from areal_q.config.objectives import Gae
-from areal_q.config.run import Run, SmallModel
+from areal_q.config.run import BroadcastConfig, Run, SmallModel
 from areal_q.config.tasks import Choice, Gsm8k, Math, Python
 from areal_q.errors import ConfigError
 
@@ -93,9 +93,16 @@ def _check(run: Run, source: str) -> Run:
         reason = "reward.path: the reward of task.type = 'python' is in task.path"
     elif isinstance(run.model, SmallModel) and sampling.max_tokens >= run.model.max_positions:
         reason = "rollout.sampling.max_tokens leaves no room in model.max_positions"
+    elif run.broadcast.host is None and _on_every_interface(run.broadcast):
+        reason = "broadcast.host is needed: workers cannot connect to every interface"
     if reason:
         raise ConfigError(f"{source}: {reason}")
     return run
+
+
+def _on_every_interface(broadcast: BroadcastConfig) -> bool:
+    wildcards = ("tcp://0.0.0.0:", "tcp://*:", "tcp://[::]:")
+    return any((e or "").startswith(wildcards) for e in (broadcast.announce, broadcast.fetch))
 
 
 def _parse_override(text: str) -> Table:

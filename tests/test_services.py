@@ -1,0 +1,214 @@
+"""Learner and worker as services of their own: over TCP, with a password-protected Redis, no launcher."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from areal_q import rundir
+from areal_q.config import dump_toml, load
+from areal_q.credentials import redis_password
+from areal_q.errors import BufferUnavailable, ConfigError
+from areal_q.metrics import read_metrics
+from buffer.keys import Keys
+from buffer.redis_buffer import LearnerBuffer
+from buffer.server import find_binary, find_or_start
+from learner.build import reached_at
+
+PASSWORD = "correct horse"
+TINY = """
+name = "services"
+steps = 3
+[model]
+type = "small"
+layers = 1
+width = 16
+heads = 2
+kv_heads = 1
+mlp = 16
+max_positions = 32
+[task]
+type = "arithmetic"
+digits = 1
+heldout = 4
+[rollout.engine]
+type = "scripted"
+[rollout.sampling]
+max_tokens = 4
+[learner]
+groups = 4
+group_size = 2
+[eval]
+every = 1000
+problems = 4
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.fixture
+def locked_redis(tmp_path: Path) -> Iterator[str]:
+    """URL, without the password, of a real Redis on loopback that asks for it."""
+    port = free_port()
+    settings = f'port {port}\nbind 127.0.0.1\nrequirepass "{PASSWORD}"\nsave ""\ndir {tmp_path}\n'
+    server = subprocess.Popen(
+        [find_binary(), "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    assert server.stdin
+    server.stdin.write(settings.encode())
+    server.stdin.close()
+    deadline = time.monotonic() + 20
+    with redis.Redis(port=port, password=PASSWORD) as client:
+        while True:
+            try:
+                client.ping()
+                break
+            except redis.ConnectionError:
+                assert server.poll() is None and time.monotonic() < deadline
+                time.sleep(0.02)
+    yield f"redis://127.0.0.1:{port}"
+    server.kill()
+    server.wait()
+
+
+@pytest.fixture
+def password_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "password"
+    path.write_text(f"{PASSWORD}\n")
+    monkeypatch.setenv("REDIS_PASSWORD_FILE", str(path))
+    return path
+
+
+def test_the_password_comes_from_a_file(locked_redis, password_file, monkeypatch):
+    monkeypatch.setenv("REDIS_URL", locked_redis)
+    assert find_or_start("unused", "unused").url == locked_redis
+    buffer = LearnerBuffer(locked_redis, "run")
+    assert buffer.cursor() is None
+    buffer.close()
+
+
+@pytest.mark.parametrize("written", [None, "another"])
+def test_without_the_right_password_it_fails_at_once(
+    locked_redis, password_file, monkeypatch, written
+):
+    if written is None:
+        monkeypatch.delenv("REDIS_PASSWORD_FILE")
+    else:
+        password_file.write_text(written)
+    buffer = LearnerBuffer(locked_redis, "run", patience_s=1e6)
+    with pytest.raises(BufferUnavailable) as refused:
+        buffer.cursor()
+    assert "another" not in str(refused.value)
+    buffer.close()
+
+
+def test_a_unix_socket_needs_no_password(redis_url, password_file):
+    buffer = LearnerBuffer(redis_url, "run")
+    assert buffer.cursor() is None
+    buffer.close()
+
+
+@pytest.mark.parametrize(("text", "named"), [(None, "No such file"), (" \n", "is empty")])
+def test_a_password_file_that_cannot_be_used_is_named(password_file, text, named):
+    password_file.unlink()
+    if text is not None:
+        password_file.write_text(text)
+    with pytest.raises(ConfigError, match=f"REDIS_PASSWORD_FILE.*{named}"):
+        redis_password("redis://somewhere")
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5551", "tcp://*:5551", "tcp://[::]:5551"])
+def test_every_interface_needs_a_name_to_be_reached_by(endpoint):
+    with pytest.raises(ConfigError, match=r"broadcast\.host"):
+        load(None, [f"broadcast.fetch={endpoint}"])
+    run = load(None, [f"broadcast.fetch={endpoint}", "broadcast.host=learner"])
+    assert reached_at(endpoint, run.broadcast.host) == "tcp://learner:5551"
+
+
+def test_endpoints_stay_as_they_are_bound_without_a_host():
+    assert reached_at("tcp://127.0.0.1:5551", None) == "tcp://127.0.0.1:5551"
+    assert reached_at("ipc:///tmp/x", "learner") == "ipc:///tmp/x"
+
+
+def test_a_service_resumes_where_there_is_a_checkpoint_with_settings_that_still_fit(tmp_path):
+    run = load(None, [f"root={tmp_path}", "name=demo"])
+    assert not rundir.resumes(run)
+    (tmp_path / "demo" / "checkpoints" / "step-3").mkdir(parents=True)
+    (tmp_path / "demo" / "config.toml").write_text(dump_toml(run))
+    assert rundir.resumes(run)
+    longer = [f"root={tmp_path}", "name=demo", "steps=900", "broadcast.host=elsewhere"]
+    assert rundir.resumes(load(None, longer))
+    with pytest.raises(ConfigError, match=r"learner\.max_lag"):
+        rundir.resumes(load(None, [*longer, "learner.max_lag=0"]))
+
+
+@pytest.mark.parametrize(
+    "args", [[], ["--config", "a", "--run-dir", "b"], ["--run-dir", "b", "steps=3"]]
+)
+def test_a_learner_is_told_either_settings_or_a_directory(args):
+    command = [sys.executable, "-m", "learner", "--redis", "redis://nowhere", *args]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.strip() == (
+        "learner: either --config CONFIG [a.b=c]... or --run-dir DIR is needed"
+    )
+
+
+@pytest.mark.timeout(180)
+def test_learner_and_worker_meet_over_tcp_and_the_worker_outlives_the_learner(
+    locked_redis, password_file, tmp_path
+):
+    """Two lives of the learner, at fixed ports; the second goes on at the first one's checkpoint."""
+    (tmp_path / "tiny.toml").write_text(TINY)
+    ports = free_port(), free_port()
+    settings = [f"root={tmp_path}", "broadcast.host=localhost"]
+    settings += [
+        f"broadcast.{kind}=tcp://127.0.0.1:{port}"
+        for kind, port in zip(("announce", "fetch"), ports, strict=True)
+    ]
+    environment = {**os.environ, "REDIS_URL": locked_redis, "OMP_NUM_THREADS": "1"}
+    said = (tmp_path / "said").open("w+")
+
+    def start(*args: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", *args]
+        return subprocess.Popen(command, env=environment, stdout=said, stderr=said)
+
+    def learn(*overrides: str) -> None:
+        learner = start("learner", "--config", str(tmp_path / "tiny.toml"), *settings, *overrides)
+        try:
+            assert learner.wait(120) == 0, (tmp_path / "said").read_text()
+        finally:
+            learner.kill()
+            learner.wait()
+
+    worker = start("rollout", "--run", "services", "--id", "w")
+    try:
+        learn()
+        learn("steps=5")
+        assert worker.poll() is None
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(60) == 0, (tmp_path / "said").read_text()
+    finally:
+        worker.kill()
+        worker.wait()
+        said.close()
+    records = read_metrics(tmp_path / "services" / "metrics.jsonl")
+    assert [r["step"] for r in records if r["kind"] == "step"] == [1, 2, 3, 4, 5]
+    with redis.Redis.from_url(locked_redis, password=PASSWORD) as client:
+        published = client.hget(Keys("services").info, "endpoints")
+    assert (
+        published
+        == (
+            f'{{"announce":"tcp://localhost:{ports[0]}","fetch":"tcp://localhost:{ports[1]}"}}'
+        ).encode()
+    )
