@@ -51,6 +51,8 @@ class Worker:
         self._max_groups = max_groups
         """Tickets in flight: what fills the engine, and one batch of reserve"""
         self._claims: dict[asyncio.Task[None], Claim] = {}
+        self._committing: set[asyncio.Task[None]] = set()
+        """Their commit tells by itself whether the ticket was lost; a renewal cannot: it is gone either way"""
         self._place_free = asyncio.Event()
         self._swapped = asyncio.Event()
         self._groups = 0
@@ -110,12 +112,14 @@ class Worker:
             started_s=started,
             finished_s=time.time(),
         )
+        task = asyncio.current_task()
+        assert task is not None
+        self._committing.add(task)
+        task.add_done_callback(self._committing.discard)
         if await self._buffer.commit(claim, group):
             self._groups += 1
         else:
             logger.warning("ticket %d was taken over; its group is discarded", ticket.number)
-        task = asyncio.current_task()
-        assert task is not None
         del self._claims[task]
         self._place_free.set()
 
@@ -143,7 +147,8 @@ class Worker:
 
     def _abandon(self, lost: list[Claim]) -> None:
         """Stops generating for tickets that another worker has taken over."""
-        for task in [task for task, claim in self._claims.items() if claim in lost]:
+        generating = self._claims.keys() - self._committing
+        for task in [task for task in generating if self._claims[task] in lost]:
             logger.warning("ticket %d was taken over", self._claims.pop(task).ticket.number)
             task.cancel()
             self._place_free.set()
