@@ -28,7 +28,7 @@ from areal_q.tasks import (
     problem_at,
 )
 from buffer.connection import Patience, insist_async
-from buffer.redis_buffer import LearnerBuffer, WorkerBuffer
+from buffer.redis_buffer import Claim, LearnerBuffer, WorkerBuffer
 from learner.batch import pack, samples_of
 from learner.broadcaster import Broadcaster
 from learner.build import build_model
@@ -268,6 +268,30 @@ def test_tickets_that_another_worker_took_over_are_abandoned(
             # It is free for other work.
             side.feeder.issue([7], version=0)
             await until(lambda: engine.active == 2)
+
+    run_async(work())
+
+
+def test_a_renewal_does_not_take_a_commit_under_way_for_a_lost_ticket(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], monkeypatch: pytest.MonkeyPatch
+):
+    commit = WorkerBuffer.commit
+
+    async def answered_late(self: WorkerBuffer, claim: Claim, group: Group) -> bool:
+        committed = await commit(self, claim, group)
+        await asyncio.sleep(0.05)
+        return committed
+
+    monkeypatch.setattr(WorkerBuffer, "commit", answered_late)
+    monkeypatch.setattr("rollout.worker.HEARTBEAT_S", 0.01)
+    side = learner(make_run(SCRIPTED, "learner.max_lag=2", "learner.groups=4"))
+
+    async def work() -> None:
+        async with working(side):
+            side.publish(0)
+            side.feeder.admit(0)
+            await side.take(12)
+            await until(lambda: [s.groups for s in side.buffer.workers()] == [12])
 
     run_async(work())
 
