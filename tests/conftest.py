@@ -1,6 +1,7 @@
 """Shared fixtures: one real Redis per session on a unix socket, and records that keep the contract."""
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,9 @@ from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from areal_q.weights import WeightVersion
 from buffer.server import RedisServer
 from learner.batch import Sample
+
+# A shell ignores Ctrl-C for what it starts in the background, and children would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is slow, not wrong.
 settings.register_profile("patient", deadline=None)

@@ -189,7 +189,7 @@ def test_transformers_loads_the_result_with_equal_logits(finished: tuple[Runs, s
 
 def test_the_result_can_be_evaluated(finished: tuple[Runs, str]):
     said = finished[0].run("eval", "runs/quickstart", "--problems", "32", "--show", "0")
-    assert said.startswith("accuracy 0.")
+    assert any(line.startswith("accuracy 0.") for line in said.splitlines())
     assert "(32 problems" in said
 
 
@@ -256,5 +256,5 @@ def test_without_lag_and_quantization_both_sides_agree(runs: Runs):
     runs.assert_sound("exact", steps=4, max_lag=0)
     for record in runs.steps("exact"):
         # What is left is the rounding of published weights to bfloat16.
-        assert 0 <= record["mismatch/kl_k3"] < 1e-5
+        assert 0 <= record["mismatch/kl_k3"] < 5e-5
         assert record["mismatch/weight_max"] < 1.1
