@@ -115,10 +115,6 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     def num_tokens(self) -> int:
         return self.response_ids.shape[0]
 
-    @property
-    def oldest_version(self) -> int:
-        return min(span.version for span in self.spans)
-
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """All responses to one ticket: the unit that is committed, consumed and logged."""

@@ -160,6 +160,7 @@ class Learner:
         tokens = sum(t.num_tokens for g in taken for t in g.trajectories)
         total_s = time.monotonic() - began
         workers = self.buffer.workers()
+        sent = self.broadcaster.stats
         values |= {
             "learner/step_s": total_s,
             "learner/wait_s": waited,
@@ -170,5 +171,9 @@ class Learner:
             "buffer/open_tickets": len(self.feeder.outstanding),
             "buffer/dropped_stale": self.intake.dropped,
             "buffer/dropped_uniform": self.intake.uniform,
+            "buffer/quarantined": self.buffer.quarantined,
+            "weights/delta_bytes": sent.delta_bytes,
+            "weights/fetches": sent.fetches,
+            "weights/refused": sent.refused,
         }
         self.metrics.write("step", step, values, workers=workers)

@@ -23,7 +23,7 @@ def main(
     run: Annotated[str, typer.Option(help="name of the run to work for")],
     id: Annotated[str, typer.Option(help="unique name; default HOST-PID")] = "",
 ) -> None:
-    """Generates for a run until it ends or this process is told to stop."""
+    """Generates for a run until it is told to stop."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     import uvloop
 
