@@ -66,10 +66,6 @@ class LearnerSide(Protocol):
         """The workers that sent a heartbeat lately, by name."""
         ...
 
-    def announce_done(self) -> None:
-        """Tells workers that there is nothing more to come."""
-        ...
-
     def close(self) -> None: ...
 
 
@@ -77,8 +73,6 @@ class WorkerSide(Protocol):
     async def run_info(self) -> tuple[str, dict[str, str]]:
         """Configuration and endpoints; waits until a learner has published them."""
         ...
-
-    async def done(self) -> bool: ...
 
     async def claim(self, count: int, block_s: float) -> list[Claim]:
         """Up to `count` tickets: evaluation first, abandoned before new. Waits up to `block_s` for

@@ -33,7 +33,7 @@ class Keys:
 
     @property
     def info(self) -> str:
-        """Hash: `config` (TOML), `endpoints` (JSON) and, at the end, `done`."""
+        """Hash: `config` (TOML) and `endpoints` (JSON)."""
         return f"{self.tag}:run"
 
     @property

@@ -40,7 +40,6 @@ class MemoryBuffer:
     run: str
     lock: threading.Condition = field(default_factory=threading.Condition)
     info: tuple[str, dict[str, str]] | None = None
-    done: bool = False
     cursor: int | None = None
     tickets: dict[str, OrderedDict[str, _Entry]] = field(init=False)
     groups: dict[str, OrderedDict[str, bytes]] = field(init=False)
@@ -75,7 +74,7 @@ class MemoryLearner:
 
     def publish_run(self, config_toml: str, endpoints: dict[str, str]) -> None:
         with self._store.lock:
-            self._store.info, self._store.done = (config_toml, dict(endpoints)), False
+            self._store.info = (config_toml, dict(endpoints))
 
     def admit(self, tickets: list[Ticket], cursor: int) -> None:
         with self._store.lock:
@@ -128,9 +127,6 @@ class MemoryLearner:
             beats = sorted(self._store.beats.items())
             return [status for _, (beat_s, status) in beats if beat_s > since]
 
-    def announce_done(self) -> None:
-        self._store.done = True
-
     def close(self) -> None:
         pass
 
@@ -176,9 +172,6 @@ class MemoryWorker:
         while self._store.info is None:
             await asyncio.sleep(POLL_S)
         return self._store.info
-
-    async def done(self) -> bool:
-        return self._store.done
 
     async def claim(self, count: int, block_s: float) -> list[Claim]:
         deadline = time.monotonic() + block_s

@@ -75,7 +75,6 @@ class LearnerBuffer:
         }
         self._create_groups()
         self._write(lambda: self._redis.hset(self.keys.info, mapping=fields))
-        self._write(lambda: self._redis.hdel(self.keys.info, "done"))
 
     def admit(self, tickets: list[Ticket], cursor: int) -> None:
         self._admit_to([self.keys.tickets, self.keys.admission, self.keys.cursor], tickets, cursor)
@@ -145,9 +144,6 @@ class LearnerBuffer:
         if silent:  # one that beats again comes back by itself
             self._call(lambda: self._redis.srem(self.keys.workers, *silent))
         return [status for beat in beats if beat is not None for status in _statuses(beat)]
-
-    def announce_done(self) -> None:
-        self._write(lambda: self._redis.hset(self.keys.info, "done", "1"))
 
     def forget(self) -> None:
         """Deletes every key of the run."""

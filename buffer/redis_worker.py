@@ -77,9 +77,6 @@ class WorkerBuffer:
                 return config.decode(), msgspec.json.decode(endpoints, type=dict[str, str])
             await asyncio.sleep(0.1)
 
-    async def done(self) -> bool:
-        return bool(await self._any(self._redis.hexists, self.keys.info, "done"))
-
     async def claim(self, count: int, block_s: float) -> list[Claim]:
         await self._sweep()
         deadline = time.monotonic() + block_s

@@ -287,7 +287,7 @@ def test_a_group_that_breaks_its_contract_is_refused_before_it_is_written(
     assert learner.unread() == [0]
 
 
-def test_workers_learn_of_the_run_and_of_its_end(buffers):
+def test_workers_learn_of_the_run(buffers):
     learner = buffers.learner()
 
     async def work():
@@ -297,11 +297,6 @@ def test_workers_learn_of_the_run_and_of_its_end(buffers):
             assert not waiting.done()
             learner.publish_run("steps = 3\n", {"announce": "ipc://a", "fetch": "ipc://b"})
             assert await waiting == ("steps = 3\n", {"announce": "ipc://a", "fetch": "ipc://b"})
-            assert not await worker.done()
-            learner.announce_done()
-            assert await worker.done()
-            learner.publish_run("steps = 4\n", {})
-            assert not await worker.done()
 
     asyncio.run(work())
 

@@ -223,7 +223,6 @@ def test_no_key_is_left_that_keys_py_does_not_name(
     asyncio.run(work())
     learner.take(9, 0.0)
     learner.take_eval()
-    learner.announce_done()
     found = {key.decode() for key in client.keys("*")}
     assert found == {*KEYS.fixed, KEYS.worker("w")}
     assert 0 < client.ttl(KEYS.worker("w")) <= 10
