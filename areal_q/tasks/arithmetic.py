@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import overload
+from functools import partial
 
 from areal_q.config.tasks import Arithmetic
 from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem, Score
+from areal_q.tasks.lazy import Lazy
 from areal_q.tasks.order import permute
 
 SPLIT_KEY = 0
@@ -28,34 +29,21 @@ class ArithmeticTask:
             raise TaskError(
                 f"task.heldout = {cfg.heldout} leaves none of the {additions} additions to train on"
             )
-        self.heldout: Sequence[Problem] = Additions(cfg, range(heldout))
-        self.train: Sequence[Problem] = Additions(cfg, range(heldout, additions))
+        make = partial(addition, cfg)
+        self.heldout: Sequence[Problem] = Lazy(make, range(heldout))
+        self.train: Sequence[Problem] = Lazy(make, range(heldout, additions))
 
 
-class Additions(Sequence[Problem]):
-    """The problems that stand in `places` of the shuffled sequence."""
-
-    def __init__(self, cfg: Arithmetic, places: range) -> None:
-        self._cfg, self._places = cfg, places
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @overload
-    def __getitem__(self, index: int) -> Problem: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Problem]: ...
-    def __getitem__(self, index: int | slice) -> Problem | Sequence[Problem]:
-        if isinstance(index, slice):
-            return Additions(self._cfg, self._places[index])
-        pair, swapped = divmod(self._places[index], 2)
-        a, b = _pair(permute(pair, _unordered_pairs(self._cfg.digits), SPLIT_KEY))
-        low = _lowest(self._cfg.digits)
-        a, b = a + low, b + low
-        if swapped:
-            a, b = b, a
-        answer = str(a + b)
-        return Problem(f"{a}+{b}=", answer[::-1] if self._cfg.reversed else answer)
+def addition(cfg: Arithmetic, place: int) -> Problem:
+    """The problem that stands in `place` of the shuffled sequence."""
+    pair, swapped = divmod(place, 2)
+    a, b = _pair(permute(pair, _unordered_pairs(cfg.digits), SPLIT_KEY))
+    low = _lowest(cfg.digits)
+    a, b = a + low, b + low
+    if swapped:
+        a, b = b, a
+    answer = str(a + b)
+    return Problem(f"{a}+{b}=", answer[::-1] if cfg.reversed else answer)
 
 
 def _unordered_pairs(digits: int) -> int:

@@ -6,11 +6,12 @@ import random
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import overload
+from functools import partial
 
 from areal_q.config.tasks import Countdown
 from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem, Score
+from areal_q.tasks.lazy import Lazy
 
 MAX_CHARACTERS = 200
 """A longer expression is refused unread; six numbers need far fewer."""
@@ -43,26 +44,9 @@ class CountdownTask:
                 few = f"not much more than {len(distinct)} problems to hold out"
                 raise TaskError(f"task.heldout = {cfg.heldout}: {few}")
         self.heldout: Sequence[Problem] = tuple(distinct.values())
-        self.train: Sequence[Problem] = Generated(cfg, range(cfg.problems))
-
-
-class Generated(Sequence[Problem]):
-    """The problems of these numbers, made when they are asked for."""
-
-    def __init__(self, cfg: Countdown, places: range) -> None:
-        self._cfg, self._places = cfg, places
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @overload
-    def __getitem__(self, index: int) -> Problem: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Problem]: ...
-    def __getitem__(self, index: int | slice) -> Problem | Sequence[Problem]:
-        if isinstance(index, slice):
-            return Generated(self._cfg, self._places[index])
-        return generate(self._cfg, self._places[index], heldout=False)
+        self.train: Sequence[Problem] = Lazy(
+            partial(generate, cfg, heldout=False), range(cfg.problems)
+        )
 
 
 def generate(cfg: Countdown, index: int, heldout: bool) -> Problem:
