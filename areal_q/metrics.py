@@ -138,6 +138,12 @@ def read_metrics(path: str | Path) -> list[Record]:
     return _decode(data[: data.rfind(b"\n") + 1], path)
 
 
+def has_ended(run_dir: str | Path) -> bool:
+    """Whether the last record is the run's end. Raises OSError where there is no metrics file."""
+    records = read_metrics(Path(run_dir) / FILE_NAME)
+    return bool(records) and records[-1]["kind"] == "end"
+
+
 class Tail:
     """The records added to a metrics file since the last look; starts over when it was replaced.
 

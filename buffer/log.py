@@ -10,6 +10,7 @@ from pathlib import Path
 
 from areal_q.messages import Group
 from buffer.parts import LogFormat, PartLog, row_groups
+from buffer.steps import FORMAT as STEPS
 from buffer.table import METADATA_KEY, SCHEMA, SCHEMA_VERSION, from_table, to_table
 
 FORMAT = LogFormat(SCHEMA, METADATA_KEY, SCHEMA_VERSION)
@@ -52,3 +53,13 @@ def iter_log(
     for step, parts in steps:
         if from_step <= step and (to_step is None or step < to_step):
             yield step, [g for rows in parts for g in from_table(rows.read(), validate)]
+
+
+def logged_steps(run_dir: Path) -> int:
+    """One more than the last step of which both the record and the groups are in the log of a run, which may be
+    going on; 0 where there is none. Reads no row."""
+    ends = [
+        max((rows.step + 1 for rows in row_groups(run_dir / kind, format)), default=0)
+        for kind, format in (("steps", STEPS), ("trajectories", FORMAT))
+    ]
+    return min(ends)

@@ -6,12 +6,17 @@ stderr), 130 Ctrl-C.
 """
 
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from areal_q.errors import RecordError, UserError
+from areal_q.errors import ConfigError, RecordError, UserError
+from areal_q.metrics import has_ended
+
+POLL_S = 1.0
+"""Between two looks at a log that may have grown"""
 
 
 def main(
@@ -30,6 +35,9 @@ def main(
             help="go on for so many steps at learning rate 0, beside RUN, and look at these",
         ),
     ] = 0,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="again whenever the log has grown, until the run ends")
+    ] = False,
 ) -> None:
     """Splits the gap between behaviour and learner by cause; writes RUN/doctor.json.
 
@@ -37,20 +45,43 @@ def main(
     """
     from rich.console import Console
 
-    from learner.doctor_examine import examine
-    from learner.doctor_show import screen, write
-
+    if follow and (probe or stop is not None):
+        raise ConfigError("--follow: goes on to the log's end, so without --probe and --to")
     console = Console()
     if probe:
         from learner.doctor_same import same_weights_run
 
         directory, first, stop = same_weights_run(directory, probe, console), None, None
+    stop, grave = _look(directory, first, stop, console)
+    while follow and _grows(directory, stop):
+        console.rule(time.strftime("%H:%M:%S"))
+        stop, grave = _look(directory, first, None, console)
+    raise typer.Exit(1 if grave else 0)
+
+
+def _look(directory: Path, first: int | None, stop: int | None, console) -> tuple[int, bool]:
+    """Examines, shows and writes; (the step after the last, whether something is worse than a note)."""
+    from learner.doctor_examine import examine
+    from learner.doctor_show import screen, write
+
     examined = examine(directory, first, stop, console)
     write(examined, directory / "doctor.json")
     screen(examined, console)
     typer.echo(directory / "doctor.json")
-    grave = any(finding.severity != "note" for finding in examined.findings)
-    raise typer.Exit(1 if grave else 0)
+    return examined.stop, any(finding.severity != "note" for finding in examined.findings)
+
+
+def _grows(directory: Path, stop: int) -> bool:
+    """Waits until the log goes beyond step `stop` - 1, or the run has ended without that."""
+    from buffer.log import logged_steps
+
+    while True:
+        ended = has_ended(directory)
+        if logged_steps(directory) > stop:
+            return True
+        if ended:
+            return False
+        time.sleep(POLL_S)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from areal_q.config import Run
 from areal_q.diagnosis import TERMS, Case, Finding, LogFacts, TokenTable, diagnose, look_at
 from areal_q.errors import CheckpointError, LogError
 from areal_q.models import DecoderConfig
-from buffer.log import iter_log
+from buffer.log import iter_log, logged_steps
 from buffer.steps import iter_steps
 from learner import checkpoint
 from learner.doctor_probe import Probe
@@ -41,10 +41,12 @@ class Examined:
 def examine(directory: Path, first: int | None, stop: int | None, console: Console) -> Examined:
     """Raises LogError where there is no run or no step in its log."""
     run = recorded_settings(directory)
+    end = logged_steps(directory)
+    asked, stop = stop, end if stop is None else min(stop, end)
     steps = [record.step for record in iter_steps(directory / "steps", 0, stop)]
     if not steps:
         raise LogError(
-            f"{directory / 'steps'}: no step is logged" + (f" before {stop}" if stop else "")
+            f"{directory / 'steps'}: no step is logged" + (f" before {asked}" if asked else "")
         )
     stop = steps[-1] + 1
     first = max(steps[0], stop - WINDOW) if first is None else first

@@ -230,6 +230,17 @@ def test_only_rounding_is_allowed_where_micro_batches_are_cut_otherwise(finished
     assert "within tolerances" in out and "bit for bit" not in out
 
 
+def test_another_instruction_set_gives_other_bits_within_the_tolerances(finished):
+    """The nearest thing to a log from another device: every kernel of torch without AVX."""
+    plain = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+    result = areal_q(finished.parent, "replay", str(finished), env=plain)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "within tolerances" in result.stdout and "DEFAULT" in result.stdout
+    other = areal_q(finished.parent, "replay", str(finished), "--step", "7", env=plain)
+    loss = re.search(r"train/grad_norm\s+\S+\s+\S+\s+([+-]\S+)", other.stdout)
+    assert loss, "the same bits: nothing was compared with other arithmetic"
+
+
 def test_a_changed_log_prob_is_found_at_its_step(run_dir, here):
     def change(groups):
         t = groups[1].trajectories[0]
@@ -354,6 +365,25 @@ def test_the_step_log_is_plain_parquet_of_standard_types(finished):
     assert table.num_rows == STEPS
     assert table.schema.field("metrics").type == pa.map_(pa.string(), pa.float64())
     assert table["step"].to_pylist() == list(range(STEPS))
+
+
+def test_the_doctor_follows_a_run_until_it_ends(tmp_path):
+    quickstart = str(ROOT / "configs" / "quickstart.toml")
+    command = [EXECUTABLE, "run", quickstart, *SETTINGS, "steps=60", "name=live"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as run:
+        try:
+            parts = tmp_path / "runs" / "live" / "steps"
+            while not list(parts.glob("part-*.parquet")):
+                assert run.poll() is None, "the run ended before its first part"
+                time.sleep(0.05)
+            followed = areal_q(tmp_path, "doctor", "runs/live", "--follow")
+            assert followed.returncode in (0, 1), followed.stderr
+            looks = re.findall(r"steps \d+–(\d+): \d+ responses", followed.stdout)
+            looks = [int(last) for last in looks]
+            assert len(looks) > 1 and looks[0] < looks[-1] == 59, followed.stdout
+            assert run.wait(60) == 0
+        finally:
+            run.kill()
 
 
 def test_a_probe_at_learning_rate_0_has_no_staleness_whatever_the_lag(run_dir):
