@@ -7,6 +7,7 @@ runs/NAME/
     checkpoints/      to resume from
     trajectories/     every consumed group
     steps/            every learner step
+    tokens/           what the learner computed for each token of them
     redis/            the buffer's data, when the launcher started Redis itself
     hf/               the model at the end, as transformers loads it
     curves.png, curves.html

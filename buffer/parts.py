@@ -9,6 +9,7 @@ first column of every schema is `step`; its metadata holds the schema's name and
 
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,8 @@ QUEUE_STEPS = 4
 """Steps that may wait for the writer before `append` waits too."""
 PART_STEPS = 50
 PART_BYTES = 256 << 20
+PART_S = 60.0
+"""Whoever reads along is no more than so long, or one step, behind"""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class PartLog:
         self._number = int(found[-1].stem.removeprefix("part-")) + 1 if found else 0
         self._writer: pq.ParquetWriter | None = None
         self._steps_in_part = 0
+        self._closed_s = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.directory.name)
         self._pending: deque[Future[None]] = deque()
 
@@ -93,7 +97,8 @@ class PartLog:
             )
         self._writer.write_table(table)
         self._steps_in_part += 1
-        if self._steps_in_part >= PART_STEPS or self._temporary.stat().st_size >= PART_BYTES:
+        full = self._steps_in_part >= PART_STEPS or self._temporary.stat().st_size >= PART_BYTES
+        if full or time.monotonic() - self._closed_s >= PART_S:
             self._close_part()
 
     def _close_part(self) -> None:
@@ -101,6 +106,7 @@ class PartLog:
             return
         self._writer.close()
         self._writer, self._steps_in_part = None, 0
+        self._closed_s = time.monotonic()
         _commit(self._temporary)
         self._number += 1
 

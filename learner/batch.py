@@ -63,6 +63,8 @@ class PackedBatch:
     sequence_ids: torch.Tensor
     """int64 [T] in 0 … S-1"""
     num_sequences: int
+    responses: tuple[tuple[int, int], ...]
+    """[S] (ticket, index) of each sequence"""
     learns: bool
     """Some advantage is not 0; otherwise the tokens count and are measured, but have no gradient"""
 
@@ -153,5 +155,6 @@ def pack(samples: Sequence[Sample], device: str = "cpu") -> PackedBatch:
         version_lag=tensor([sample.lag for sample in samples], torch.int64),
         sequence_ids=tensor(np.repeat(np.arange(len(samples)), lengths), torch.int64),
         num_sequences=len(samples),
+        responses=tuple((sample.group, sample.trajectory.index) for sample in samples),
         learns=any(sample.advantage for sample in samples),
     )

@@ -14,6 +14,7 @@ from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer, check_re
 from buffer.log import TrajectoryLog
 from buffer.redis_buffer import START, LearnerBuffer
 from buffer.steps import StepLog
+from buffer.tokens import TokenLog
 from learner import checkpoint
 from learner.broadcaster import Broadcaster
 from learner.feeder import Feeder
@@ -22,6 +23,7 @@ from learner.intake import Intake
 from learner.lineage import Lineage, forks_at
 from learner.loop import Learner
 from learner.publish import Publisher
+from learner.tap import TokenTap
 from learner.trainer import Trainer
 from learner.warmstart import warm_start
 
@@ -144,6 +146,8 @@ def build_learner(
     metrics = MetricsLog(directory)
     trainer, state = build_trainer(run, directory, resume, task, tokenizer, metrics, stop)
     start = state.step if state else 0
+    logs_tokens = run.buffer.log and run.buffer.tokens
+    trainer.tap = TokenTap() if logs_tokens else None
     if resume:
         metrics.rewind(start)
     feeder = build_feeder(run, task, tokenizer, buffer, state)
@@ -171,5 +175,6 @@ def build_learner(
         broadcaster=broadcaster,
         log=TrajectoryLog(directory / "trajectories", start) if run.buffer.log else None,
         steps=StepLog(directory / "steps", start) if run.buffer.log else None,
+        tokens=TokenLog(directory / "tokens", start) if logs_tokens else None,
         metrics=metrics,
     )

@@ -24,6 +24,7 @@ from areal_q.metrics import MetricsLog
 from buffer.log import TrajectoryLog
 from buffer.redis_buffer import LearnerBuffer
 from buffer.steps import StepLog, StepRecord
+from buffer.tokens import TokenLog
 from learner import checkpoint
 from learner.broadcaster import Broadcaster
 from learner.feeder import Feeder
@@ -57,6 +58,7 @@ class Learner:
     broadcaster: Broadcaster
     log: TrajectoryLog | None
     steps: StepLog | None
+    tokens: TokenLog | None
     metrics: MetricsLog
 
     def train(self, stop: threading.Event) -> int:
@@ -96,7 +98,7 @@ class Learner:
     def close(self) -> None:
         """Stops the broadcaster's and the log's threads and leaves no socket behind."""
         self.broadcaster.close()
-        for log in (self.log, self.steps):
+        for log in (self.log, self.steps, self.tokens):
             if log:
                 log.close()
         self.metrics.close()
@@ -115,6 +117,8 @@ class Learner:
         if not self.log or not self.steps:
             return
         self.log.append(step, step, taken)
+        if self.tokens and self.trainer.tap:
+            self.tokens.append(step, self.trainer.tap.scores())
         self.steps.append(
             StepRecord(
                 step=step,
@@ -132,7 +136,7 @@ class Learner:
     def save(self, step: int) -> None:
         """Order matters: the log is durable before the checkpoint covers its groups, and Redis forgets
         them only after both."""
-        for log in (self.log, self.steps):
+        for log in (self.log, self.steps, self.tokens):
             if log:
                 log.flush()
         state = checkpoint.State(

@@ -13,6 +13,7 @@ from areal_q.config import LearnerConfig
 from areal_q.models import Decoder
 from learner.batch import PackedBatch, Sample, microbatches, pack
 from learner.optim import build_optimizer, learning_rate, optimizer_step
+from learner.tap import TokenTap
 
 Part = list[tuple[PackedBatch, LossInputs]]
 """The micro-batches of one optimizer step"""
@@ -30,6 +31,8 @@ class Trainer:
     """Optimizer steps tried since the run began"""
     skipped: int = 0
     """Of these, steps skipped because the gradient was not finite"""
+    tap: TokenTap | None = None
+    """Keeps what the token log holds of a step"""
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -38,6 +41,8 @@ class Trainer:
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Learns from `samples`; returns the metrics. Deterministic in weights, samples and their order."""
         parts = self.prepare(samples)
+        if self.tap:
+            self.tap.begin()
         metrics: list[Metrics] = []
         norms: list[float] = []
         for visit, part in enumerate(parts * self.cfg.epochs):
@@ -99,12 +104,15 @@ class Trainer:
         """
         totals = whole_step([inputs for _, inputs in part], self.cfg.objective)
         metrics = []
-        for number, (batch, inputs) in enumerate(part):
+        for number, (batch, before) in enumerate(part):
+            inputs = before
             with torch.set_grad_enabled(batch.learns):
                 if not first or (batch.learns and number > 0):
                     logprobs, entropy = token_logprobs(self.model, batch, self.temperature)
                     inputs = replace(inputs, logprobs=logprobs, entropy=entropy)
                 out = loss_fn(inputs, self.cfg.objective, self.cfg.aggregation, totals)
+            if self.tap:
+                self.tap.add(batch, before, inputs, out.surrogate)
             if batch.learns:
                 out.loss.backward()
             metrics.append(out.metrics)

@@ -24,9 +24,12 @@ from areal_q.metrics import read_metrics
 from buffer.log import iter_log
 from buffer.steps import StepLog, iter_steps
 from buffer.table import SCHEMA, from_table, to_table
+from buffer.tokens import iter_tokens
+from buffer.tokens import to_table as tokens_to_table
 from learner import checkpoint
 from learner.replay import main
 from learner.replay_steps import Replay
+from learner.tap import TokenTap
 
 pytestmark = pytest.mark.timeout(150)  # of the first test, which waits for the run
 EXECUTABLE = Path(sysconfig.get_path("scripts")) / "areal-q"
@@ -133,6 +136,16 @@ def with_first(groups, index: int, **fields):
     trajectories = [msgspec.structs.replace(first, **fields), *rest]
     changed = msgspec.structs.replace(groups[index], trajectories=trajectories)
     return [*groups[:index], changed, *groups[index + 1 :]]
+
+
+def test_the_logged_tokens_come_out_again_bit_for_bit(finished):
+    replay = Replay(finished)
+    tap = replay.trainer.tap = TokenTap()
+    again = [tokens_to_table(one.record.step, tap.scores()) for one in replay.steps()]
+    logged = [table for _, table in iter_tokens(finished / "tokens")]
+    assert len(again) == len(logged) == STEPS
+    for ours, theirs in zip(again, logged, strict=True):
+        assert ours.equals(theirs)
 
 
 def test_every_step_comes_out_bit_for_bit_in_another_process(finished):

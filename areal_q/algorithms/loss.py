@@ -52,7 +52,7 @@ def loss_fn(
         terms["value"] = value.coef * weights.dot(value_loss(inputs, x, value))
     loss = torch.stack(list(terms.values())).sum()
     metrics = diagnostics(inputs, x, out) | _parts(terms, loss, empty=not bool(counted.any()))
-    return LossOutputs(loss, metrics)
+    return LossOutputs(loss, metrics, out)
 
 
 def value_loss(inputs: LossInputs, x: Ratios, cfg: ValueLoss) -> Tensor:

@@ -101,3 +101,5 @@ class LossOutputs:
     """Scalar, to be minimised"""
     metrics: Metrics
     """Partial sums: combine the micro-batches' by `reduce_metrics`"""
+    surrogate: Surrogate
+    """What the objective did to each token"""

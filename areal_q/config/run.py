@@ -138,6 +138,8 @@ class BufferConfig(_Settings, frozen=True, kw_only=True):
     """A ticket whose worker was silent for so long goes to another."""
     log: bool = True
     """Write every consumed group to `runs/NAME/trajectories/` as Parquet."""
+    tokens: bool = True
+    """With it, what the learner computed for each token (log π_prox, log π_θ, entropy) to `tokens/`."""
 
 
 class BroadcastConfig(_Settings, frozen=True, kw_only=True):
