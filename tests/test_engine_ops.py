@@ -15,7 +15,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from areal_q.config import Sampling, TorchEngine
 from areal_q.models.config import DecoderConfig
 from areal_q.quant import quantize_state
-from areal_q.quant.linear import FloatLinear, Int8Linear, quantize_rows
+from areal_q.quant.linear import FloatLinear, Int8Linear
+from areal_q.quant.rows import quantize_rows
 from areal_q.weights import pack
 from rollout.engines import build_engine, kernels
 from rollout.engines.attention import KVCache

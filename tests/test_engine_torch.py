@@ -26,7 +26,7 @@ from transformers import (
 from areal_q.config import Sampling, TorchEngine
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.quant import dequantize_state, is_quantized, quantize_state
-from areal_q.quant.linear import quantize_rows
+from areal_q.quant.rows import quantize_rows
 from areal_q.weights import pack
 from rollout.engines import build_engine
 from rollout.engines.base import Request

@@ -1,11 +1,10 @@
 """bf16: the baseline, weights rounded to bfloat16 and nothing else.
 
-Range. 8 exponent bits as in float32, so magnitudes up to 3.39e38; a float32 above that would
-round to infinity and is refused. Granularity: none, each number carries its own exponent. Error
-bound. 8 significant bits, rounded to nearest even: half a unit in the last place, at most 2⁻⁸ ·
-|w| for normal numbers and 2⁻¹³⁴ (half the smallest subnormal) below them. The GEMM runs in
-float32 on the rounded weights: on a CPU that is faster than bfloat16 and leaves the rounding of
-the weights as the only difference from the learner.
+Range. 8 exponent bits as in float32, so all that `checked_float32` takes. Granularity: none, each
+number carries its own exponent. Error bound. 8 significant bits, rounded to nearest even: half a unit
+in the last place, at most 2⁻⁸ · |w| for normal numbers and 2⁻¹³⁴ (half the smallest subnormal) below
+them. The GEMM runs in float32 on the rounded weights: on a CPU that is faster than bfloat16 and leaves
+the rounding of the weights as the only difference from the learner.
 """
 
 from collections.abc import Sequence
@@ -13,23 +12,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from areal_q.errors import QuantizationError
-from areal_q.quant.base import Parts, checked_float32
+from areal_q.quant.base import Parts, Ranges, checked_float32
 from areal_q.quant.linear import FloatLinear
 
 
 class Bf16:
     name = "bf16"
     suffixes = ("weight",)
+    shared_scale = False
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
         return 16.0
 
-    def quantize(self, weight: Tensor, name: str) -> Parts:
-        rounded = checked_float32(weight, name).to(torch.bfloat16)
-        if not rounded.isfinite().all():
-            raise QuantizationError(f"{name}: holds a magnitude above bfloat16's 3.39e38")
-        return {"weight": rounded}
+    def ranges(self, weight: Tensor) -> None:
+        return None
+
+    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
+        return {"weight": checked_float32(weight, name).to(torch.bfloat16)}
 
     def dequantize(self, parts: Parts) -> Tensor:
         return parts["weight"].to(torch.float32)

@@ -21,20 +21,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from areal_q.quant.base import Parts, checked_float32
-from areal_q.quant.linear import Int8Linear, quantize_rows
+from areal_q.quant.base import Parts, Ranges, checked_float32, row_ranges, scales_for
+from areal_q.quant.linear import Int8Linear
+from areal_q.quant.rows import INT8_MAX
 
 
 class Int8:
     name = "int8"
     suffixes = ("weight", "weight_scale")
+    shared_scale = False
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
         return 8.0 + 32.0 / in_features
 
-    def quantize(self, weight: Tensor, name: str) -> Parts:
-        codes, scale = quantize_rows(checked_float32(weight, name))
-        return {"weight": codes, "weight_scale": scale}
+    def ranges(self, weight: Tensor) -> Ranges:
+        return row_ranges(weight)
+
+    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
+        w = checked_float32(weight, name)
+        scale = scales_for((ranges or self.ranges(w)).blocks, INT8_MAX)
+        codes = (w / scale).round_().clamp_(-INT8_MAX, INT8_MAX)
+        return {"weight": codes.to(torch.int8), "weight_scale": scale}
 
     def dequantize(self, parts: Parts) -> Tensor:
         return parts["weight"].to(torch.float32) * parts["weight_scale"]

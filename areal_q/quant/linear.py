@@ -10,6 +10,10 @@ does not depend on what else is in the batch. `torch._int_mm` (oneDNN on a CPU, 
 is 7 to 9 times as fast as a float32 linear on a CPU with VNNI; where it is missing, refuses the
 shape or saturates (CPUs without VNNI), the product is computed in floats wide enough to hold it
 exactly.
+
+FP8 W8A8 (`Fp8RowLinear`, `Fp8GroupLinear`) has no GEMM on a CPU: the numbers that E4M3 codes stand for
+are multiplied in float32, which is also what the tensor cores accumulate in. Results agree with theirs
+up to the order of sums. Weight-only formats (`FloatLinear`) are dequantized once, when loaded.
 """
 
 from functools import cache
@@ -19,10 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEVELS = 127
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-# As a tensor: torch would convert a Python number at every call, which costs as much as the division.
-_LEVELS = torch.tensor(float(LEVELS))
+from areal_q.quant.rows import (
+    INT8_MAX,
+    dequantize_groups,
+    quantize_groups_e4m3,
+    quantize_rows,
+    quantize_rows_e4m3,
+)
 
 
 class Linear(Protocol):
@@ -56,10 +63,30 @@ class Int8Linear:
         return y.mul_(x_scale) if add is None else torch.addcmul(add, y, x_scale)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 per row, as in `int8.py`: (codes int8 [T, K], scale float32 [T, 1])."""
-    scale = x.abs().amax(-1, keepdim=True).div_(_LEVELS).clamp_(min=SMALLEST_SCALE)
-    return (x / scale).round_().to(torch.int8), scale
+class Fp8RowLinear:
+    """Activations in E4M3 with a scale per token; the weight is codes float32 [out, in] · scale [out,
+    1]. Products of codes are exact in float32, and the scales multiply the sum."""
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes = codes
+        self.scale = scale.reshape(-1).contiguous()
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        codes, x_scale = quantize_rows_e4m3(x)
+        y = F.linear(codes.to(torch.float32), self.codes).mul_(self.scale)
+        return y.mul_(x_scale) if add is None else torch.addcmul(add, y, x_scale)
+
+
+class Fp8GroupLinear:
+    """Activations in E4M3 with a scale per 128 channels of a token; weight: dequantized float32 [out,
+    in]. A kernel on a GPU scales each group's partial sum instead: equal to float32 rounding."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        y = F.linear(dequantize_groups(*quantize_groups_e4m3(x)), self.weight)
+        return y if add is None else y.add_(add)
 
 
 def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -67,7 +94,7 @@ def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
     if _int_mm_takes(a, b):
         return torch._int_mm(a, b)  # pyright: ignore[reportPrivateImportUsage]
     # Every partial sum is a whole number below K · 127², which float32 holds exactly up to 2²⁴.
-    wide = torch.float32 if a.shape[1] * LEVELS**2 < 2**24 else torch.float64
+    wide = torch.float32 if a.shape[1] * INT8_MAX**2 < 2**24 else torch.float64
     return a.to(wide) @ b.to(wide)
 
 
@@ -85,8 +112,8 @@ def _int_mm_is_exact(device: str) -> bool:
     """Whether `_int_mm` exists and does not saturate (x86 without VNNI adds products in int16)."""
     if not hasattr(torch, "_int_mm") or device not in ("cpu", "cuda"):
         return False
-    a = torch.full((32, 64), LEVELS, dtype=torch.int8, device=device)
-    a[1::2] = -LEVELS
+    a = torch.full((32, 64), INT8_MAX, dtype=torch.int8, device=device)
+    a[1::2] = -INT8_MAX
     exact = a.to(torch.float32) @ a.to(torch.float32).t()
     product = torch._int_mm(a, a.t())  # pyright: ignore[reportPrivateImportUsage]
     return torch.equal(product.to(torch.float32), exact)

@@ -75,7 +75,7 @@ def _dot(a, b):
 
 @kernel(void(F2, I8, F1))
 def quantize_rows(x, codes, scales):
-    """[T, K] → codes, scales [T]: areal_q.quant.linear.quantize_rows, bit for bit."""
+    """[T, K] → codes, scales [T]: areal_q.quant.rows.quantize_rows, bit for bit."""
     bits = x.view(int32)
     for t in range(x.shape[0]):
         # Without their sign bit floats are ordered like integers, with NaN above all.

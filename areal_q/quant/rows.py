@@ -1,0 +1,47 @@
+"""Dynamic quantization of activations: what the W8A8 formats do to x [T, K] before a GEMM.
+
+Per token, or per group of 128 channels of a token; scales are float32 and never stored. The same
+formulas as for weights, and the same floor under a scale, so that a row of zeros stays defined. A row
+that holds NaN or an infinity comes out as NaN, which the engine refuses (rollout/engines).
+"""
+
+import torch
+from torch import Tensor
+
+INT8_MAX = 127
+E4M3_MAX = 448.0
+GROUP = 128
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+# As tensors: torch would convert a Python number at every call, which costs as much as the division.
+_INT8_MAX, _E4M3_MAX = torch.tensor(float(INT8_MAX)), torch.tensor(E4M3_MAX)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 per row, as in `int8.py`: (codes int8 [T, K], scale float32 [T, 1])."""
+    scale = x.abs().amax(-1, keepdim=True).div_(_INT8_MAX).clamp_(min=SMALLEST_SCALE)
+    return (x / scale).round_().to(torch.int8), scale
+
+
+def quantize_rows_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 per row, as in `fp8_channel.py`: (codes float8_e4m3fn [T, K], scale float32 [T, 1])."""
+    scale = x.abs().amax(-1, keepdim=True).div_(_E4M3_MAX).clamp_(min=SMALLEST_SCALE)
+    return to_e4m3(x / scale), scale
+
+
+def quantize_groups_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 per 128 channels of a row: (codes float8_e4m3fn [T, K], scale float32 [T, ⌈K/128⌉])."""
+    rest = -x.shape[1] % GROUP
+    groups = torch.nn.functional.pad(x, (0, rest)).unflatten(1, (-1, GROUP))
+    codes, scale = quantize_rows_e4m3(groups)
+    return codes.flatten(1)[:, : x.shape[1]], scale.squeeze(-1)
+
+
+def dequantize_groups(codes: Tensor, scale: Tensor) -> Tensor:
+    """float32 [T, K] of codes [T, K] with a scale [T, ⌈K/128⌉] per 128 channels."""
+    per_channel = scale.repeat_interleave(GROUP, 1)[:, : codes.shape[1]]
+    return codes.to(torch.float32).mul_(per_channel)
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """Nearest E4M3 number, ties to even; beyond ±448 it saturates. NaN stays NaN."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
