@@ -74,6 +74,10 @@ class MetricsLog:
                 logger.error("%s: %s; the run goes on without it", name, error)
                 del self._sinks[name]
 
+    def also(self, name: str, sink: Callable[[Record], None]) -> None:
+        """Hands every record from now on to `sink` as well."""
+        self._sinks[name] = sink
+
     def rewind(self, step: int) -> int:
         """Resumes at `step`: drops what an abandoned history wrote later, and returns how much."""
         self._file.close()

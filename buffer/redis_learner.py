@@ -5,7 +5,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import redis
@@ -29,6 +29,13 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 PAGE = 64
 """Entries read at once; each may be megabytes."""
+
+
+class Memory(NamedTuple):
+    """Bytes that Redis uses, and its maxmemory (0: none)."""
+
+    used: int
+    limit: int
 
 
 class _TicketOf(msgspec.Struct):
@@ -131,6 +138,10 @@ class LearnerBuffer:
         ms, _, sequence = position.partition("-")
         following = f"{ms}-{int(sequence) + 1}"
         self._call(lambda: self._redis.xtrim(self.keys.groups, minid=following, approximate=False))
+
+    def memory(self) -> Memory:
+        found: Any = self._call(lambda: self._redis.info("memory"))
+        return Memory(int(found["used_memory"]), int(found.get("maxmemory", 0)))
 
     def workers(self) -> list[WorkerStatus]:
         names: Any = self._call(lambda: self._redis.smembers(self.keys.workers))

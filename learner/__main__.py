@@ -18,9 +18,10 @@ from typing import Annotated
 
 import typer
 
-from areal_q import rundir
+from areal_q import logs, rundir
 from areal_q.config import Run, load
 from areal_q.errors import ConfigError, Stopped, UserError
+from areal_q.exporter import LEARNER, Exporter, serve_metrics
 
 logger = logging.getLogger("learner")
 ANNOUNCE, FETCH = "tcp://127.0.0.1:5551", "tcp://127.0.0.1:5552"
@@ -48,9 +49,12 @@ def main(
     resume: Annotated[
         bool, typer.Option(help="go on from the newest checkpoint; --config does so by itself")
     ] = False,
+    metrics: Annotated[
+        str, typer.Option(metavar="[HOST:]PORT", help="serve Prometheus metrics; on loopback")
+    ] = "",
 ) -> None:
     """Learns until the last step, then exports the model in Hugging Face layout."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    logs.set_up("learner")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -63,7 +67,7 @@ def main(
     with claim as (run, directory, resume):
         announce = announce or run.broadcast.announce or ANNOUNCE
         fetch = fetch or run.broadcast.fetch or FETCH
-        _learn(run, directory, redis, announce, fetch, resume, stop)
+        _learn(run, directory, redis, announce, fetch, resume, stop, metrics)
 
 
 @contextmanager
@@ -91,7 +95,11 @@ def _learn(
     fetch: str,
     resume: bool,
     stop: threading.Event,
+    metrics: str,
 ) -> None:
+    exporter = Exporter(LEARNER, {"run": run.name})
+    if metrics:
+        logger.info("metrics on port %d", serve_metrics(metrics, exporter))
     # torch and all that needs it only now, so that a signal during the import finds its handler.
     from learner.build import build_learner
     from learner.finish import finish
@@ -101,6 +109,7 @@ def _learn(
     except Stopped as stopped:
         logger.info("stopped %s", stopped)
         return
+    learner.metrics.also("Prometheus", exporter.update)
     try:
         finish(learner, learner.train(stop))
     finally:

@@ -165,6 +165,7 @@ class Learner:
         total_s = time.monotonic() - began
         workers = self.buffer.workers()
         sent = self.broadcaster.stats
+        memory = self.buffer.memory()
         values |= {
             "learner/step_s": total_s,
             "learner/wait_s": waited,
@@ -179,5 +180,7 @@ class Learner:
             "weights/delta_bytes": sent.delta_bytes,
             "weights/fetches": sent.fetches,
             "weights/refused": sent.refused,
+            "redis/used_bytes": memory.used,
+            "redis/limit_bytes": memory.limit,
         }
         self.metrics.write("step", step, values, workers=workers)

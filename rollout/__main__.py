@@ -13,7 +13,9 @@ from typing import Annotated
 
 import typer
 
+from areal_q import logs
 from areal_q.errors import UserError
+from areal_q.exporter import WORKER, Exporter, serve_metrics
 
 logger = logging.getLogger("rollout")
 
@@ -22,15 +24,21 @@ def main(
     redis: Annotated[str, typer.Option(help="URL of the buffer", envvar="REDIS_URL")],
     run: Annotated[str, typer.Option(help="name of the run to work for")],
     id: Annotated[str, typer.Option(help="unique name; default HOST-PID")] = "",
+    metrics: Annotated[
+        str, typer.Option(metavar="[HOST:]PORT", help="serve Prometheus metrics; on loopback")
+    ] = "",
 ) -> None:
     """Generates for a run until it is told to stop."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    logs.set_up("rollout")
+    name = id or f"{socket.gethostname()}-{os.getpid()}"
+    exporter = Exporter(WORKER, {"run": run, "worker": name})
+    if metrics:
+        logger.info("metrics on port %d", serve_metrics(metrics, exporter))
     import uvloop
 
     from rollout.build import serve
 
-    name = id or f"{socket.gethostname()}-{os.getpid()}"
-    uvloop.run(_until_signal(serve(redis, run, name)))
+    uvloop.run(_until_signal(serve(redis, run, name, exporter.update)))
 
 
 async def _until_signal(work) -> None:

@@ -1,6 +1,8 @@
 """Sets up a worker from what the learner left in Redis."""
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,8 +16,10 @@ from rollout.worker import Worker
 logger = logging.getLogger(__name__)
 
 
-async def serve(redis_url: str, run_name: str, name: str) -> None:
-    """Joins run `run_name` and works until cancelled."""
+async def serve(
+    redis_url: str, run_name: str, name: str, observe: Callable[[dict[str, Any]], None]
+) -> None:
+    """Joins run `run_name` and works until cancelled; `observe` is told every heartbeat."""
     buffer = WorkerBuffer(redis_url, run_name, name)
     receiver: Receiver | None = None
     try:
@@ -40,6 +44,7 @@ async def serve(redis_url: str, run_name: str, name: str) -> None:
             reward=build_reward(run),
             weight_format=run.rollout.format,
             max_groups=max_groups(run),
+            observe=observe,
         )
         await worker.run()
     finally:

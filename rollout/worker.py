@@ -20,6 +20,10 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
 
 from areal_q.messages import Array, Group, Ticket, Trajectory, WorkerStatus
 from areal_q.tasks import Problem, Reward, Tokenizer
@@ -44,10 +48,13 @@ class Worker:
         reward: Reward,
         weight_format: str,
         max_groups: int,
+        observe: Callable[[dict[str, Any]], None] = lambda status: None,
     ) -> None:
         self.name = name
         self._engine, self._buffer, self._receiver = engine, buffer, receiver
         self._tokenizer, self._reward, self._format = tokenizer, reward, weight_format
+        self._observe = observe
+        """Told every heartbeat"""
         self._max_groups = max_groups
         """Tickets in flight: what fills the engine, and one batch of reserve"""
         self._claims: dict[asyncio.Task[None], Claim] = {}
@@ -162,19 +169,19 @@ class Worker:
             now_s = time.monotonic()
             span_s = now_s - last_s
             self._abandon(await self._buffer.renew(list(self._claims.values())))
-            await self._buffer.heartbeat(
-                WorkerStatus(
-                    worker=self.name,
-                    pid=os.getpid(),
-                    version=engine.version,
-                    active=engine.active,
-                    tokens=engine.tokens_drawn,
-                    tokens_per_s=(engine.tokens_drawn - last_tokens) / span_s,
-                    idle_share=max(0.0, 1 - (engine.busy_s - last_busy) / span_s),
-                    groups=self._groups,
-                    swaps=self._swaps,
-                    swap_s=self._swap_s / max(1, self._swaps),
-                    time_s=time.time(),
-                )
+            status = WorkerStatus(
+                worker=self.name,
+                pid=os.getpid(),
+                version=engine.version,
+                active=engine.active,
+                tokens=engine.tokens_drawn,
+                tokens_per_s=(engine.tokens_drawn - last_tokens) / span_s,
+                idle_share=max(0.0, 1 - (engine.busy_s - last_busy) / span_s),
+                groups=self._groups,
+                swaps=self._swaps,
+                swap_s=self._swap_s / max(1, self._swaps),
+                time_s=time.time(),
             )
+            self._observe(msgspec.structs.asdict(status))
+            await self._buffer.heartbeat(status)
             last_s, last_tokens, last_busy = now_s, engine.tokens_drawn, engine.busy_s

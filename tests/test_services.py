@@ -1,6 +1,7 @@
 """Learner and worker as services of their own: over TCP, with a password-protected Redis, no launcher."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -8,15 +9,19 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 import redis
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families as parse
 
 from areal_q import rundir
 from areal_q.config import dump_toml, load
 from areal_q.credentials import redis_password
 from areal_q.errors import BufferUnavailable, ConfigError
-from areal_q.metrics import read_metrics
+from areal_q.exporter import LEARNER, PREFIX, WORKER, Exporter
+from areal_q.metrics import Record, read_metrics
 from buffer.keys import Keys
 from buffer.redis_buffer import LearnerBuffer
 from buffer.server import find_binary, find_or_start
@@ -164,6 +169,15 @@ def test_a_learner_is_told_either_settings_or_a_directory(args):
     )
 
 
+def assert_every_line_is_exported(table, exporter: Exporter, records: list[Record]) -> None:
+    """A real run's records fill every line of the table: none asks for a key that nobody writes."""
+    for record in records:
+        exporter.update(record)
+    page = generate_latest(exporter).decode()  # a Collector is all that it asks for
+    filled = {sample.name for family in parse(page) for sample in family.samples}
+    assert filled == {PREFIX + line.name for line in table}
+
+
 @pytest.mark.timeout(180)
 def test_learner_and_worker_meet_over_tcp_and_the_worker_outlives_the_learner(
     locked_redis, password_file, tmp_path
@@ -191,11 +205,14 @@ def test_learner_and_worker_meet_over_tcp_and_the_worker_outlives_the_learner(
             learner.kill()
             learner.wait()
 
-    worker = start("rollout", "--run", "services", "--id", "w")
+    port = free_port()
+    worker = start("rollout", "--run", "services", "--id", "w", "--metrics", str(port))
     try:
         learn()
         learn("steps=5")
         assert worker.poll() is None
+        with urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+            exported = page.read().decode()
         worker.send_signal(signal.SIGTERM)
         assert worker.wait(60) == 0, (tmp_path / "said").read_text()
     finally:
@@ -204,6 +221,10 @@ def test_learner_and_worker_meet_over_tcp_and_the_worker_outlives_the_learner(
         said.close()
     records = read_metrics(tmp_path / "services" / "metrics.jsonl")
     assert [r["step"] for r in records if r["kind"] == "step"] == [1, 2, 3, 4, 5]
+    assert_every_line_is_exported(LEARNER, Exporter(LEARNER, {"run": "services"}), records)
+    groups = re.search(r'areal_q_worker_groups_total\{run="services",worker="w"\} (\S+)', exported)
+    assert groups and float(groups[1]) >= 5 * 4, exported
+    assert all(PREFIX + line.name in exported for line in WORKER)
     with redis.Redis.from_url(locked_redis, password=PASSWORD) as client:
         published = client.hget(Keys("services").info, "endpoints")
     assert (

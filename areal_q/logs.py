@@ -1,0 +1,47 @@
+"""What a service says of itself, on stderr: lines for people, or one JSON object a line for machines."""
+
+import json
+import logging
+import os
+import time
+from typing import Literal
+
+from areal_q.errors import ConfigError
+
+LOG_FORMAT = "AREAL_Q_LOG"
+"""Environment variable: `text`, the default, or `json`"""
+
+
+class JsonFormatter(logging.Formatter):
+    """Keys: time (RFC 3339, UTC), level, service, logger, message, and trace where there is an exception."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def set_up(service: str, format: Literal["text", "json"] | None = None) -> None:
+    """Sets up logging of this process. `format` None: what AREAL_Q_LOG says.
+
+    Raises ConfigError for a format that there is not.
+    """
+    chosen = format or os.environ.get(LOG_FORMAT) or "text"
+    if chosen not in ("text", "json"):
+        raise ConfigError(f"{LOG_FORMAT}: {chosen!r} is neither text nor json")
+    handler = logging.StreamHandler()
+    text = logging.Formatter("%(asctime)s %(name)s %(message)s")
+    handler.setFormatter(JsonFormatter(service) if chosen == "json" else text)
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
