@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from areal_q.algorithms import group_advantages
-from areal_q.config import AdvantageConfig
+from areal_q.config import AdvantageConfig, Gae
 from areal_q.messages import Group, Trajectory
 from areal_q.models import PackedLayout
 from learner.lineage import Lineage
@@ -28,6 +28,8 @@ class Sample:
     """int32 [P]"""
     trajectory: Trajectory
     advantage: float
+    """From rewards alone (for GAE the reward - its mean). Where it needs the critic's values or the distance
+    to the reference, the real one takes its place before the update: learner/advantages.py"""
     lag: np.ndarray
     """int64 [T] versions between the weights that drew the token and the learner's"""
 
@@ -66,7 +68,7 @@ class PackedBatch:
     responses: tuple[tuple[int, int], ...]
     """[S] (ticket, index) of each sequence"""
     learns: bool
-    """Some advantage is not 0; otherwise the tokens count and are measured, but have no gradient"""
+    """Otherwise the tokens count and are measured, but have no gradient: every advantage is 0"""
 
 
 def samples_of(
@@ -75,13 +77,17 @@ def samples_of(
     """Every trajectory of `groups` with its advantage and its tokens' lags, in the groups' order."""
     rewards = torch.tensor([t.reward for g in groups for t in g.trajectories])
     ids = torch.tensor([i for i, g in enumerate(groups) for _ in g.trajectories])
-    advantages = iter(group_advantages(rewards, ids, advantage).tolist())
+    if isinstance(advantage, Gae):
+        advantages = rewards - rewards.mean()
+    else:
+        advantages = group_advantages(rewards, ids, advantage)
+    each = iter(advantages.tolist())
     return [
         Sample(
             group=group.ticket.number,
             prompt_ids=group.ticket.prompt_ids.numpy(),
             trajectory=t,
-            advantage=next(advantages),
+            advantage=next(each),
             lag=np.repeat([lineage.lag(s, version) for s in t.spans], [s.tokens for s in t.spans]),
         )
         for group in groups
@@ -117,8 +123,11 @@ def microbatches(samples: Sequence[Sample], max_tokens: int) -> Iterator[Sequenc
         yield samples[start:]
 
 
-def pack(samples: Sequence[Sample], device: str = "cpu") -> PackedBatch:
-    """Concatenates whole sequences. The result of a step does not depend on how samples are cut."""
+def pack(samples: Sequence[Sample], device: str = "cpu", learns: bool = False) -> PackedBatch:
+    """Concatenates whole sequences. The result of a step does not depend on how samples are cut.
+
+    `learns` says that they have a gradient whatever their advantages.
+    """
     rows: list[np.ndarray] = []
     predict: list[np.ndarray] = []
     groups: list[tuple[int, list[int]]] = []
@@ -156,5 +165,5 @@ def pack(samples: Sequence[Sample], device: str = "cpu") -> PackedBatch:
         sequence_ids=tensor(np.repeat(np.arange(len(samples)), lengths), torch.int64),
         num_sequences=len(samples),
         responses=tuple((sample.group, sample.trajectory.index) for sample in samples),
-        learns=any(sample.advantage for sample in samples),
+        learns=learns or any(sample.advantage for sample in samples),
     )

@@ -4,9 +4,11 @@ import logging
 import threading
 from pathlib import Path
 
+import msgspec
 import torch
 
 from areal_q.config import Run, SmallModel, dump_toml
+from areal_q.errors import ConfigError
 from areal_q.metrics import MetricsLog
 from areal_q.models import Decoder, DecoderConfig, init_weights, load_decoder
 from areal_q.quant.uaq import apply_uaq
@@ -69,8 +71,20 @@ def build_trainer(
         if run.learner.uaq > 1:
             apply_uaq(model, run.learner.uaq)
     trainer = Trainer(model, run.learner, run.rollout.sampling.temperature)
-    state = checkpoint.restore(directory / "checkpoints", trainer) if resume else None
-    return trainer, state
+    if resume:
+        return trainer, checkpoint.restore(directory / "checkpoints", trainer)
+    if run.learner.reference_kl and run.learner.reference_kl.path:
+        trainer.reference = build_reference(run.learner.reference_kl.path, model)
+    return trainer, None
+
+
+def build_reference(path: str, policy: Decoder) -> Decoder:
+    """The frozen model in directory `path`. Raises ConfigError unless it is shaped like the policy."""
+    reference = load_decoder(path)
+    shapes = [msgspec.structs.replace(m.config, eos_ids=()) for m in (reference, policy)]
+    if shapes[0] != shapes[1]:
+        raise ConfigError(f"learner.reference_kl.path = {path!r}: not shaped like the policy")
+    return reference.to(next(policy.parameters()).device).requires_grad_(False)
 
 
 def _warm_start(

@@ -1,7 +1,8 @@
 """Checkpoints: weights, optimizer, RNG, and the place in the stream of groups. No pickle: safetensors and JSON.
 
     checkpoints/step-000050/state.json           everything that is not a tensor
-                            tensors.safetensors  model.*, optimizer.*, rng
+                            tensors.safetensors  model.*, optimizer.*, rng; critic.*, critic_optimizer.*,
+                                                 reference.* where there are such
 
 Written beside and renamed, so that a directory of the final name is whole. A crash in the middle leaves a
 hidden one, which the next save or restore sees to. The state carries a hash of everything.
@@ -17,6 +18,7 @@ import msgspec
 import torch
 import xxhash
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from areal_q.errors import CheckpointError
 from learner.trainer import Trainer
@@ -146,25 +148,39 @@ def read_tensors(path: Path, state: State) -> dict[str, torch.Tensor]:
 
 def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Everything of `trainer` that a checkpoint holds as tensors, on the CPU."""
-    tensors: dict[str, torch.Tensor] = {}
-    tensors |= {f"model.{k}": v for k, v in trainer.model.named_parameters()}
-    for i, slot in trainer.optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer.{i}.{k}": v for k, v in slot.items()}
-    tensors["rng"] = torch.get_rng_state()
+    tensors: dict[str, torch.Tensor] = {"rng": torch.get_rng_state()}
+    for part, module in _modules(trainer).items():
+        tensors |= {f"{part}.{k}": v for k, v in module.named_parameters()}
+    for part, optimizer in _optimizers(trainer).items():
+        for i, slot in optimizer.state_dict()["state"].items():
+            tensors |= {f"{part}.{i}.{k}": v for k, v in slot.items()}
     return {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+
+
+def _modules(trainer: Trainer) -> dict[str, nn.Module]:
+    """By how the names of their tensors begin."""
+    found = {"model": trainer.model, "critic": trainer.critic, "reference": trainer.reference}
+    return {part: module for part, module in found.items() if module is not None}
+
+
+def _optimizers(trainer: Trainer) -> dict[str, torch.optim.Optimizer]:
+    critic = {"critic_optimizer": trainer.critic.optimizer} if trainer.critic else {}
+    return {"optimizer": trainer.optimizer, **critic}
 
 
 def _load(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
-        for name, parameter in trainer.model.named_parameters():
-            parameter.copy_(tensors[f"model.{name}"])
-    slots: dict[int, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        if name.startswith("optimizer."):
-            _, index, key = name.split(".")
-            slots.setdefault(int(index), {})[key] = tensor
-    groups = trainer.optimizer.state_dict()["param_groups"]
-    trainer.optimizer.load_state_dict({"state": slots, "param_groups": groups})
+        for part, module in _modules(trainer).items():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(tensors[f"{part}.{name}"])
+    for part, optimizer in _optimizers(trainer).items():
+        slots: dict[int, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith(f"{part}."):
+                _, index, key = name.split(".")
+                slots.setdefault(int(index), {})[key] = tensor
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": slots, "param_groups": groups})
     torch.set_rng_state(tensors["rng"])
 
 

@@ -35,6 +35,7 @@ FIXED = (
     "learner.max_lag",
     "learner.drop_uniform",
     "learner.uaq",
+    "learner.reference_kl.path",
 )
 """Settings that are in the logged groups or in the checkpoint's weights"""
 
@@ -150,18 +151,29 @@ def recorded_settings(directory: Path) -> Run:
 
 
 def with_settings(trainer: Trainer, run: Run) -> Trainer:
-    """A trainer that goes on with the weights and moments of `trainer` under the settings of `run`."""
+    """A trainer that goes on with the weights and moments of `trainer` under the settings of `run`.
+
+    A critic or a reference that was not there begins here, with the policy as it is now.
+    """
     new = Trainer(
         trainer.model,
         run.learner,
         run.rollout.sampling.temperature,
         updates=trainer.updates,
         skipped=trainer.skipped,
+        reference=trainer.reference if run.learner.reference_kl else None,
     )
-    moments = trainer.optimizer.state_dict()["state"]
-    groups = new.optimizer.state_dict()["param_groups"]
-    new.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+    take_over(new.optimizer, trainer.optimizer)
+    if new.critic and trainer.critic and new.critic.cfg.trunk == trainer.critic.cfg.trunk:
+        new.critic.load_state_dict(trainer.critic.state_dict())
+        take_over(new.critic.optimizer, trainer.critic.optimizer)
     return new
+
+
+def take_over(new: torch.optim.Optimizer, old: torch.optim.Optimizer) -> None:
+    """The moments of `old`, under the settings of `new`."""
+    moments, groups = old.state_dict()["state"], new.state_dict()["param_groups"]
+    new.load_state_dict({"state": moments, "param_groups": groups})
 
 
 def _changes(recorded: Run, run: Run) -> list[str]:

@@ -1,5 +1,6 @@
 """One learner step: π_prox, then `epochs` passes over the batch, an optimizer step for each part of it."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -8,10 +9,12 @@ from torch import nn
 
 from areal_q.algorithms import LossInputs, loss_fn, reduce_metrics
 from areal_q.algorithms.loss import whole_step
-from areal_q.algorithms.reducers import Metrics
+from areal_q.algorithms.reducers import Mean, Metrics
 from areal_q.config import LearnerConfig
 from areal_q.models import Decoder
+from learner.advantages import needs_policy, with_advantages
 from learner.batch import PackedBatch, Sample, microbatches, pack
+from learner.critic import Critic
 from learner.optim import build_optimizer, learning_rate, optimizer_step
 from learner.tap import TokenTap
 
@@ -21,7 +24,7 @@ Part = list[tuple[PackedBatch, LossInputs]]
 
 @dataclass
 class Trainer:
-    """The policy being learnt and its optimizer."""
+    """The policy being learnt and its optimizer; a critic and a frozen reference where they are asked for."""
 
     model: Decoder
     cfg: LearnerConfig
@@ -30,13 +33,25 @@ class Trainer:
     updates: int = 0
     """Optimizer steps tried since the run began"""
     skipped: int = 0
-    """Of these, steps skipped because the gradient was not finite"""
+    """Of these, steps skipped because a gradient was not finite"""
     tap: TokenTap | None = None
     """Keeps what the token log holds of a step"""
     optimizer: torch.optim.Optimizer = field(init=False)
+    critic: Critic | None = None
+    reference: Decoder | None = None
+    """Frozen; by default the policy as it is now"""
 
     def __post_init__(self) -> None:
-        self.optimizer = build_optimizer(self.model, self.cfg.optimizer)
+        cfg = self.cfg
+        self.optimizer = build_optimizer(self.model, cfg.optimizer)
+        if cfg.critic and self.critic is None:
+            self.critic = Critic(self.model, cfg.critic)
+        if cfg.reference_kl and self.reference is None:
+            self.reset_reference()
+
+    def reset_reference(self) -> None:
+        """The present policy becomes the reference."""
+        self.reference = copy.deepcopy(self.model).requires_grad_(False)
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Learns from `samples`; returns the metrics. Deterministic in weights, samples and their order."""
@@ -44,17 +59,11 @@ class Trainer:
         if self.tap:
             self.tap.begin()
         metrics: list[Metrics] = []
-        norms: list[float] = []
         for visit, part in enumerate(parts * self.cfg.epochs):
-            lr = learning_rate(self.cfg.optimizer, self.updates)
             metrics += self._backward(part, first=visit == 0)
-            norm, taken = optimizer_step(self.model, self.optimizer, lr, self.cfg.max_grad_norm)
-            norms.append(norm)
-            self.updates += 1
-            self.skipped += not taken
+            metrics.append(self._update())
         values = reduce_metrics(metrics)
-        values["train/loss"] = values["loss/total"] / len(norms)
-        values["train/grad_norm"] = sum(norms) / len(norms)
+        values["train/loss"] = values["loss/total"] / (len(parts) * self.cfg.epochs)
         values["train/lr"] = self.optimizer.param_groups[0]["lr"]
         values["train/skipped_steps"] = self.skipped
         return values
@@ -63,12 +72,23 @@ class Trainer:
         """One part for every optimizer step. All of π_prox before the first update: it is the policy just
         before this batch changes it."""
         size = -(-len(samples) // self.cfg.minibatches)
-        return [self._part(samples[i : i + size], i == 0) for i in range(0, len(samples), size)]
+        cuts = (samples[i : i + size] for i in range(0, len(samples), size))
+        parts = [self._part(cut, number == 0) for number, cut in enumerate(cuts)]
+        if needs_policy(self.cfg):
+            found = with_advantages([x for part in parts for _, x in part], samples, self.cfg)
+            each = iter(found)
+            parts = [[(batch, next(each)) for batch, _ in part] for part in parts]
+        return parts
+
+    @property
+    def _all_learn(self) -> bool:
+        """Whether a response has a gradient even without an advantage."""
+        return bool(self.cfg.critic or self.cfg.reference_kl or self.cfg.entropy_coef)
 
     def _part(self, samples: Sequence[Sample], first: bool) -> Part:
         """Micro-batches with a gradient and without are apart: those of no advantage need no backward."""
-        useful = [sample for sample in samples if sample.advantage]
-        others = [sample for sample in samples if not sample.advantage]
+        useful = [sample for sample in samples if sample.advantage or self._all_learn]
+        others = [sample for sample in samples if not (sample.advantage or self._all_learn)]
         cuts = [
             cut
             for kind in (useful, others)
@@ -76,25 +96,44 @@ class Trainer:
         ]
         return [
             (batch, self._inputs(batch, graph=first and number == 0))
-            for number, batch in enumerate(pack(cut, self.cfg.device) for cut in cuts)
+            for number, batch in enumerate(
+                pack(cut, self.cfg.device, learns=self._all_learn) for cut in cuts
+            )
         ]
 
     def _inputs(self, batch: PackedBatch, graph: bool) -> LossInputs:
         """The loss's inputs before the update, where π_θ is still π_prox; with the `graph` of a forward
         that need not be repeated."""
         with torch.set_grad_enabled(graph and batch.learns):
-            logprobs, entropy = token_logprobs(self.model, batch, self.temperature)
+            scores = self._scores(batch)
+        reference = None
+        if self.reference is not None:
+            with torch.no_grad():
+                reference, _ = token_logprobs(self.reference, batch, self.temperature)
+        values = scores.get("values")
         return LossInputs(
-            logprobs=logprobs,
-            proximal_logprobs=logprobs.detach(),
+            **scores,
+            proximal_logprobs=scores["logprobs"].detach(),
             behavior_logprobs=batch.behavior_logprobs,
             advantages=batch.advantages,
             mask=batch.mask,
             sequence_ids=batch.sequence_ids,
             num_sequences=batch.num_sequences,
             version_lag=batch.version_lag,
-            entropy=entropy,
+            reference_logprobs=reference,
+            old_values=None if values is None else values.detach(),
+            labels=tuple(f"ticket {ticket}, response {i}" for ticket, i in batch.responses),
         )
+
+    def _scores(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
+        """What the model, and the critic, say about each response token now."""
+        hidden = self.model(batch.token_ids, batch.layout)[batch.predict]
+        bonus = self.cfg.entropy_coef > 0
+        logprobs, entropy = logprobs_of(self.model, hidden, batch, self.temperature, bonus)
+        scores = {"logprobs": logprobs, "entropy": entropy}
+        if self.critic is not None:
+            scores["values"] = self.critic(hidden, batch)
+        return scores
 
     def _backward(self, part: Part, first: bool) -> list[Metrics]:
         """Accumulates the gradient of one part; counts span it, so that its cut does not matter.
@@ -108,14 +147,36 @@ class Trainer:
             inputs = before
             with torch.set_grad_enabled(batch.learns):
                 if not first or (batch.learns and number > 0):
-                    logprobs, entropy = token_logprobs(self.model, batch, self.temperature)
-                    inputs = replace(inputs, logprobs=logprobs, entropy=entropy)
-                out = loss_fn(inputs, self.cfg.objective, self.cfg.aggregation, totals)
+                    inputs = replace(inputs, **self._scores(batch))
+                out = loss_fn(
+                    inputs,
+                    self.cfg.objective,
+                    self.cfg.aggregation,
+                    totals,
+                    reference_kl=self.cfg.reference_kl,
+                    entropy_coef=self.cfg.entropy_coef,
+                    value=self.cfg.critic.value if self.cfg.critic else None,
+                )
             if self.tap:
                 self.tap.add(batch, before, inputs, out.surrogate)
             if batch.learns:
                 out.loss.backward()
             metrics.append(out.metrics)
+        return metrics
+
+    def _update(self) -> Metrics:
+        """A step of every optimizer on the gradient accumulated."""
+        bound = self.cfg.max_grad_norm
+        lr = learning_rate(self.cfg.optimizer, self.updates)
+        norm, taken = optimizer_step(self.model, self.optimizer, lr, bound)
+        metrics: Metrics = {"train/grad_norm": Mean(norm, 1)}
+        if self.critic is not None:
+            lr = learning_rate(self.critic.cfg.optimizer, self.updates)
+            norm, also = optimizer_step(self.critic, self.critic.optimizer, lr, bound)
+            metrics["value/grad_norm"] = Mean(norm, 1)
+            taken = taken and also
+        self.updates += 1
+        self.skipped += not taken
         return metrics
 
 
@@ -126,9 +187,21 @@ def token_logprobs(
 
     Only the positions that predict a response token reach the output head.
     """
-    hidden = model(batch.token_ids, batch.layout)
-    logits = model.logits(hidden[batch.predict]).float() / temperature
+    hidden = model(batch.token_ids, batch.layout)[batch.predict]
+    return logprobs_of(model, hidden, batch, temperature)
+
+
+def logprobs_of(
+    model: Decoder,
+    hidden: torch.Tensor,
+    batch: PackedBatch,
+    temperature: float,
+    entropy_learns: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same from the hidden states [T, D] that predict the response tokens; the entropy has a gradient
+    where it `entropy_learns`."""
+    logits = model.logits(hidden).float() / temperature
     logp = nn.functional.log_softmax(logits, dim=-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_learns and torch.is_grad_enabled()):
         entropy = -(logp.exp() * logp).sum(-1)
     return logp.gather(-1, batch.targets[:, None]).squeeze(-1), entropy

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -47,6 +48,12 @@ def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
     tensors = {k: v.detach().clone() for k, v in trainer.model.state_dict().items()}
     for i, slot in trainer.optimizer.state_dict()["state"].items():
         tensors |= {f"{i}.{k}": v.clone() for k, v in slot.items()}
+    if trainer.critic:
+        tensors |= {f"critic.{k}": v.clone() for k, v in trainer.critic.state_dict().items()}
+        for i, slot in trainer.critic.optimizer.state_dict()["state"].items():
+            tensors |= {f"critic.{i}.{k}": v.clone() for k, v in slot.items()}
+    if trainer.reference:
+        tensors |= {f"reference.{k}": v.clone() for k, v in trainer.reference.state_dict().items()}
     return tensors | {"random": torch.rand(5)}
 
 
@@ -84,6 +91,48 @@ def test_a_restored_learner_goes_on_bit_for_bit(
         resumed.step(make_samples(6, seed))
     assert_equal(everything(resumed), uninterrupted)
     assert resumed.updates == trainer.updates
+
+
+@pytest.mark.parametrize("trunk", ["separate", "shared"])
+def test_a_critic_and_a_reference_go_on_bit_for_bit_too(
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path, trunk: str
+):
+    settings = ["learner.advantage.type=gae", f"learner.critic.trunk={trunk}"]
+    settings += ["learner.reference_kl.place=reward"]
+
+    def samples(count: int, seed: int) -> list[Sample]:
+        made = make_samples(count, seed)
+        trajectories = [
+            msgspec.structs.replace(s.trajectory, reward=float(i % 3)) for i, s in enumerate(made)
+        ]
+        return [replace(s, trajectory=t) for s, t in zip(made, trajectories, strict=True)]
+
+    trainer = build(make_run(*settings))
+    trainer.step(samples(4, 0))
+    assert trainer.critic
+    assert trainer.critic.head.weight.abs().max() > 0
+    checkpoint.save(tmp_path, state_at(3, trainer), trainer, keep=2)
+    for seed in (1, 2):
+        trainer.step(samples(6, seed))
+
+    resumed = build(make_run(*settings, "seed=9"))
+    resumed.step(samples(3, 7))
+    torch.manual_seed(0)
+    uninterrupted = everything(trainer)
+    checkpoint.restore(tmp_path, resumed)
+    for seed in (1, 2):
+        resumed.step(samples(6, seed))
+    torch.manual_seed(0)
+    assert_equal(everything(resumed), uninterrupted)
+
+
+def test_a_checkpoint_without_the_critic_that_is_asked_for_is_refused(
+    make_run: MakeRun, trainer: Trainer, tmp_path: Path
+):
+    checkpoint.save(tmp_path, state_at(1, trainer), trainer, keep=2)
+    other = build(make_run("learner.advantage.type=gae", "learner.critic={}"))
+    with pytest.raises(CheckpointError, match=r"step-000001: .*critic\."):
+        checkpoint.restore(tmp_path, other)
 
 
 def test_a_checkpoint_before_the_first_step_restores_too(

@@ -119,6 +119,16 @@ def test_every_benchmark_is_read_by_a_task_and_every_preset_names_its_source():
     ("settings", "named"),
     [
         (["learner.advantage.type=gae"], "learner.advantage.type = 'gae' needs a critic"),
+        (["learner.critic={}"], "learner.critic serves learner.advantage.type = 'gae' alone"),
+        (["learner.group_size=1"], "learner.group_size = 1 gives no response an advantage"),
+        (
+            [
+                "learner.group_size=1",
+                "learner.advantage.type=reinforce++",
+                "learner.drop_uniform=true",
+            ],
+            "learner.drop_uniform would drop every group",
+        ),
         (["task.type=math", "task.path=x"], "task.type = 'math' needs model.type"),
         (["task.type=countdown", "task.template=chat"], "task.template = 'chat' needs model.type"),
         (["task.type=python", "task.path=x", "reward.path=y"], r"reward\.path"),

@@ -102,9 +102,9 @@ def test_the_proximal_policy_is_the_one_before_the_first_update(
         before, _ = token_logprobs(trainer.model, pack(samples), 1.0)
     seen = []
 
-    def recording(inputs, *args):
+    def recording(inputs, *args, **more):
         seen.append(inputs)
-        return original(inputs, *args)
+        return original(inputs, *args, **more)
 
     original = trainer_module.loss_fn
     monkeypatch.setattr(trainer_module, "loss_fn", recording)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from areal_q.algorithms.ratios import bounded_exp
+from areal_q.algorithms.reducers import Mean, Metrics
 from areal_q.config.objectives import ReferenceKl
 
 
@@ -31,3 +32,12 @@ def reward_penalty(
     from that response's reward. `logprobs` are those before the update (π_prox)."""
     d = torch.where(mask, reference_logprobs - logprobs, 0.0)
     return cfg.coef * kl_estimate(d, cfg)
+
+
+@torch.no_grad()
+def reference_metrics(d: Tensor, mask: Tensor) -> Metrics:
+    """KL(π_θ‖π_ref) by k1 and k3 from d = log π_ref - log π_θ [T], 0 where masked: means over tokens, of which
+    π_behav drew."""
+    estimates = (kl_estimate(d, ReferenceKl(estimator=kind)) for kind in ("k1", "k3"))
+    k1, k3, tokens = torch.stack([x.double().sum() for x in (*estimates, mask)]).tolist()
+    return {"reference/kl": Mean(k1, tokens), "reference/kl_k3": Mean(k3, tokens)}

@@ -5,11 +5,12 @@ from torch import Tensor
 
 from areal_q.algorithms.aggregation import count, counted_tokens, token_weights
 from areal_q.algorithms.diagnostics import diagnostics
-from areal_q.algorithms.kl import kl_estimate
+from areal_q.algorithms.kl import kl_estimate, reference_metrics
 from areal_q.algorithms.objectives import surrogate
-from areal_q.algorithms.ratios import Ratios, ratios, require_finite
+from areal_q.algorithms.ratios import optional, ratios
 from areal_q.algorithms.reducers import Metrics, Sum
 from areal_q.algorithms.types import LossInputs, LossOutputs, Totals
+from areal_q.algorithms.value import value_loss
 from areal_q.config.objectives import (
     AggregationConfig,
     ObjectiveConfig,
@@ -17,7 +18,6 @@ from areal_q.config.objectives import (
     TokenMean,
     ValueLoss,
 )
-from areal_q.errors import RecordError
 
 
 def loss_fn(
@@ -43,42 +43,26 @@ def loss_fn(
     weights = token_weights(counted, x, aggregation or TokenMean(), totals)
     out = surrogate(x, objective)
     terms = {"policy": -weights.dot(out.objective)}
-    if reference_kl is not None and reference_kl.place == "loss":
-        d = _given(inputs, x, "reference_logprobs").detach() - x.logprobs
-        terms["reference_kl"] = reference_kl.coef * weights.dot(kl_estimate(d, reference_kl))
+    metrics: Metrics = {}
+    if reference_kl is not None:
+        d = optional(inputs, x, "reference_logprobs").detach() - x.logprobs
+        metrics |= reference_metrics(d.detach(), x.mask)
+        if reference_kl.place == "loss":
+            terms["reference_kl"] = reference_kl.coef * weights.dot(kl_estimate(d, reference_kl))
     if entropy_coef:
-        terms["entropy"] = -entropy_coef * weights.dot(_given(inputs, x, "entropy"))
+        terms["entropy"] = -entropy_coef * weights.dot(optional(inputs, x, "entropy"))
     if value is not None:
-        terms["value"] = value.coef * weights.dot(value_loss(inputs, x, value))
+        error, measured = value_loss(inputs, x, value)
+        terms["value"] = value.coef * weights.dot(error)
+        metrics |= measured
     loss = torch.stack(list(terms.values())).sum()
-    metrics = diagnostics(inputs, x, out) | _parts(terms, loss, empty=not bool(counted.any()))
+    metrics |= diagnostics(inputs, x, out) | _parts(terms, loss, empty=not bool(counted.any()))
     return LossOutputs(loss, metrics, out)
-
-
-def value_loss(inputs: LossInputs, x: Ratios, cfg: ValueLoss) -> Tensor:
-    """[T] ½ max((V - ret)², (V_old + clip(V - V_old, ±clip) - ret)²), 0 where masked (PPO's code)."""
-    values = _given(inputs, x, "values")
-    returns = _given(inputs, x, "returns").detach()
-    error = (values - returns).square()
-    if cfg.clip is not None:
-        old = _given(inputs, x, "old_values").detach()
-        clipped = old + (values - old).clamp(-cfg.clip, cfg.clip)
-        error = torch.maximum(error, (clipped - returns).square())
-    return error / 2
 
 
 def whole_step(parts: list[LossInputs], objective: ObjectiveConfig) -> Totals:
     """Totals of one rank's micro-batches, before the first loss: see `count`."""
     return sum((count(part, objective) for part in parts), Totals(0, 0))
-
-
-def _given(inputs: LossInputs, x: Ratios, name: str) -> Tensor:
-    """An optional input that a term needs: checked, 0 where masked, of the ratios' dtype."""
-    tensor: Tensor | None = getattr(inputs, name)
-    if tensor is None:
-        raise RecordError(f"the loss needs {name}, which was not given")
-    require_finite(inputs, name)
-    return torch.where(x.mask, tensor, 0.0).to(x.advantages.dtype)
 
 
 def _parts(terms: dict[str, Tensor], loss: Tensor, empty: bool) -> Metrics:

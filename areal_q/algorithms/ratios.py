@@ -79,9 +79,22 @@ def segment_sum(values: Tensor, segment_ids: Tensor, num_segments: int) -> Tenso
     return values.new_zeros(num_segments).index_add(0, segment_ids, values)
 
 
+def optional(inputs: LossInputs, x: Ratios, name: str) -> Tensor:
+    """[T] an input that only some losses need: checked, 0 where masked, of the ratios' dtype.
+
+    Raises RecordError where it was not given, or where a counted value is not finite.
+    """
+    tensor: Tensor | None = getattr(inputs, name)
+    if tensor is None:
+        raise RecordError(f"the loss needs {name}, which was not given")
+    require_finite(inputs, name)
+    return torch.where(x.mask, tensor, 0.0).to(x.advantages.dtype)
+
+
 @torch.no_grad()
 def require_finite(inputs: LossInputs, *names: str) -> None:
-    """Raises RecordError, naming sequence and token, where one of these is not finite and `mask` is True."""
+    """Raises RecordError, naming sequence (by its label) and token, where one of these is not finite and
+    `mask` is True."""
     given = {name: getattr(inputs, name) for name in names}
     # One sum finds any culprit: a NaN or infinity does not come back to a finite number.
     if (torch.isfinite(reduce(torch.add, given.values())) | ~inputs.mask).all():
@@ -93,4 +106,5 @@ def require_finite(inputs: LossInputs, *names: str) -> None:
             sequence = int(inputs.sequence_ids[index])
             token = index - int((inputs.sequence_ids < sequence).sum())
             found = values[index].item()
-            raise RecordError(f"sequence {sequence}, token {token}: {name} is {found}")
+            where = inputs.labels[sequence] if inputs.labels else f"sequence {sequence}"
+            raise RecordError(f"{where}, token {token}: {name} is {found}")

@@ -78,6 +78,38 @@ class EffectiveSampleShare:
         return self.sum**2 / (self.count * self.sum_of_squares)
 
 
+@dataclass(frozen=True, slots=True)
+class ExplainedVariance:
+    """1 - Var(y - ŷ) / Var(y): 1 where a prediction ŷ is exact up to a constant, 0 where it tells nothing.
+    None where all y are equal."""
+
+    count: float
+    sum: float
+    """Σy"""
+    sum_of_squares: float
+    error: float
+    """Σ(y - ŷ)"""
+    error_of_squares: float
+
+    def merge(self, other: "ExplainedVariance") -> "ExplainedVariance":
+        return ExplainedVariance(
+            self.count + other.count,
+            self.sum + other.sum,
+            self.sum_of_squares + other.sum_of_squares,
+            self.error + other.error,
+            self.error_of_squares + other.error_of_squares,
+        )
+
+    def value(self) -> float | None:
+        if not self.count:
+            return None
+        variance = self.sum_of_squares / self.count - (self.sum / self.count) ** 2
+        if variance <= 1e-12 * self.sum_of_squares / self.count:
+            return None  # equal but for rounding
+        unexplained = self.error_of_squares / self.count - (self.error / self.count) ** 2
+        return 1 - unexplained / variance
+
+
 # Bins are uniform in asinh(1000 log w), from w = e^-20 to e^20: about 1 % of log w wide, and never
 # narrower than 1e-5, so that a p99 of 1.002 and one of 1e5 are both resolved.
 BINS = 2048

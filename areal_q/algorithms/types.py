@@ -47,6 +47,8 @@ class LossInputs:
     """[T] the critic's values before the updates on this batch"""
     returns: Tensor | None = None
     """[T] targets of the critic"""
+    labels: tuple[str, ...] = ()
+    """[S] what each sequence is called in errors; empty: by its number"""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from areal_q.config.objectives import Gae
-from areal_q.config.run import BroadcastConfig, Run, SmallModel
+from areal_q.config.objectives import Gae, ReinforcePlusPlus
+from areal_q.config.run import BroadcastConfig, LearnerConfig, Run, SmallModel
 from areal_q.config.tasks import Choice, Gsm8k, Math, Python
 from areal_q.errors import ConfigError
 
@@ -82,8 +82,15 @@ def _check(run: Run, source: str) -> Run:
     elif sampling.top_p < 1 or sampling.top_k:
         # The learner scores the whole distribution: a truncated one would bias every ratio.
         reason = "rollout.sampling.top_p and top_k must be 1.0 and 0 in training"
-    elif isinstance(learner.advantage, Gae):
-        reason = "learner.advantage.type = 'gae' needs a critic, which the learner has not"
+    elif isinstance(learner.advantage, Gae) and learner.critic is None:
+        reason = "learner.advantage.type = 'gae' needs a critic: learner.critic = {}"
+    elif learner.critic and not isinstance(learner.advantage, Gae):
+        reason = "learner.critic serves learner.advantage.type = 'gae' alone"
+    elif learner.group_size == 1 and not _judged_alone(learner):
+        kind = learner.advantage.__struct_config__.tag
+        reason = f"learner.group_size = 1 gives no response an advantage of type {kind!r}"
+    elif learner.group_size == 1 and learner.drop_uniform:
+        reason = "learner.drop_uniform would drop every group of learner.group_size = 1"
     elif isinstance(run.model, SmallModel) and isinstance(run.task, (Gsm8k, Math, Choice)):
         kind = run.task.__struct_config__.tag
         reason = f"task.type = {kind!r} needs model.type = 'pretrained'"
@@ -98,6 +105,17 @@ def _check(run: Run, source: str) -> Run:
     if reason:
         raise ConfigError(f"{source}: {reason}")
     return run
+
+
+def _judged_alone(learner: LearnerConfig) -> bool:
+    """Whether a response has an advantage without others to the same prompt."""
+    match learner.advantage:
+        case Gae():
+            return True
+        case ReinforcePlusPlus(baseline=baseline):
+            return baseline == "none"
+        case _:
+            return False
 
 
 def _on_every_interface(broadcast: BroadcastConfig) -> bool:

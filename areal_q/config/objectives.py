@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from areal_q.config.bounds import AtLeastOne, Count, Fraction, NonNegative, Positive
+from areal_q.config.bounds import AtLeastOne, Count, Fraction, Index, NonNegative, Positive
 
 Level = Literal["token", "product", "geometric"]
 """What a mismatch weight spans: one token, or a whole response as the product or the geometric mean of
@@ -194,20 +194,26 @@ AggregationConfig = TokenMean | SeqMeanTokenMean | SeqMeanTokenSumNorm
 
 
 class ReferenceKl(_Settings, frozen=True, kw_only=True):
-    """A penalty for leaving the frozen reference policy."""
+    """A penalty for leaving the frozen reference policy, a copy of which the learner holds."""
 
     coef: Positive = 1e-3
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """With d = log π_ref - log π_θ: -d, d²/2, exp(d) - d - 1. In the loss, k1's gradient has mean 0."""
     place: Literal["loss", "reward"] = "loss"
+    """`reward`: coef · KL(π_prox‖π_ref) is subtracted before advantages are computed: token by token for
+    GAE, its sum over the response from the response's reward for all others."""
+    path: str | None = None
+    """A Hugging Face directory of the reference; None: the policy at the start of training"""
+    reset_every: Index = 0
+    """Learner steps after which the present policy becomes the reference; 0: never"""
 
 
 class ValueLoss(_Settings, frozen=True, kw_only=True):
     """The critic's share of the loss."""
 
     coef: Positive = 0.5
-    clip: Positive | None = 0.2
-    """Half-width of the band around the old value inside which the clipped value moves; None: no clipping."""
+    clip: NonNegative = 0.2
+    """Half-width of the band around the old value inside which the clipped value moves; 0: no clipping"""
 
 
 class Overlong(_Settings, frozen=True, kw_only=True):

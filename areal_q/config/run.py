@@ -11,7 +11,9 @@ from areal_q.config.objectives import (
     AggregationConfig,
     Grpo,
     ObjectiveConfig,
+    ReferenceKl,
     TokenMean,
+    ValueLoss,
 )
 from areal_q.config.tasks import Arithmetic, RewardConfig, TaskConfig
 
@@ -107,11 +109,22 @@ class AdamW(_Settings, frozen=True, kw_only=True, tag_field="type", tag="adamw")
     """Share of lr that is left after the decay."""
 
 
+class CriticConfig(_Settings, frozen=True, kw_only=True):
+    """A value for every response token, as `gae` needs it: a linear head on the states of a decoder."""
+
+    trunk: Literal["separate", "shared"] = "separate"
+    """`separate`: a copy of the policy's, at the start of training; `shared`: the policy's own, which the
+    value loss then trains as well"""
+    value: ValueLoss = ValueLoss()
+    optimizer: AdamW = AdamW()
+    """Of the head, and of a separate trunk"""
+
+
 class LearnerConfig(_Settings, frozen=True, kw_only=True):
     groups: Count = 64
     """Prompts in a step."""
-    group_size: Annotated[int, Meta(ge=2)] = 8
-    """Responses to each prompt."""
+    group_size: Count = 8
+    """Responses to each prompt; 1 only where the advantage needs no others to compare with."""
     max_lag: Index = 2
     """η: versions by which a token may be behind the learner when it is used. 0 is synchronous."""
     epochs: Count = 1
@@ -124,6 +137,10 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     advantage: AdvantageConfig = Grpo()
     objective: ObjectiveConfig = Acr()
     aggregation: AggregationConfig = TokenMean()
+    entropy_coef: NonNegative = 0.0
+    """Bonus for the entropy of the policy, in nats per token"""
+    reference_kl: ReferenceKl | None = None
+    critic: CriticConfig | None = None
     optimizer: AdamW = AdamW()
     max_grad_norm: Positive = 1.0
     uaq: AtLeastOne = 1.5

@@ -1,0 +1,35 @@
+"""The critic of PPO: a value for the state before every response token."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from areal_q.config import CriticConfig
+from areal_q.models import Decoder
+from learner.batch import PackedBatch
+from learner.optim import build_optimizer
+
+
+class Critic(nn.Module):
+    """A linear head on the hidden states of a trunk of its own, or on the policy's; with an optimizer.
+
+    It begins at 0 everywhere, so that the first advantages are the returns themselves. It is no part of
+    the policy: neither published nor exported.
+    """
+
+    def __init__(self, policy: Decoder, cfg: CriticConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.trunk = copy.deepcopy(policy.model) if cfg.trunk == "separate" else None
+        device = next(policy.parameters()).device
+        self.head = nn.Linear(policy.config.width, 1, device=device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.optimizer: torch.optim.Optimizer = build_optimizer(self, cfg.optimizer)
+
+    def forward(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
+        """float32 [T] from the policy's hidden states [T, D] at the positions that predict the tokens."""
+        if self.trunk is not None:
+            hidden = self.trunk(batch.token_ids, batch.layout)[batch.predict]
+        return self.head(hidden).squeeze(-1).float()
