@@ -51,6 +51,8 @@ def test_no_port_is_published_beyond_loopback(compose):
     assert "ports" not in compose["services"]["redis"]
     assert not any("network_mode" in service for service in compose["services"].values())
     assert compose["networks"]["cluster"] == {"internal": True}
+    reached = [name for name, x in compose["services"].items() if x["networks"] != ["cluster"]]
+    assert reached == ["grafana"]
 
 
 def test_no_service_has_more_rights_than_it_needs(compose):
@@ -66,9 +68,10 @@ def test_no_service_has_more_rights_than_it_needs(compose):
 
 
 def test_the_password_is_only_ever_a_file(compose):
-    assert compose["secrets"]["redis_password"].keys() == {"file"}
+    assert all(secret.keys() == {"file"} for secret in compose["secrets"].values())
     for name, service in compose["services"].items():
-        assert service["secrets"] == ["redis_password"], name
+        needed = {"grafana": ["grafana_password"], "prometheus": []}
+        assert service.get("secrets", []) == needed.get(name, ["redis_password"]), name
         environment = service.get("environment", {})
         said = [key for key in environment if "PASSWORD" in key and not key.endswith("_FILE")]
         assert said == [], name
@@ -85,9 +88,11 @@ def test_redis_keeps_what_it_answered_to_and_never_evicts(compose):
 
 def test_learner_and_workers_agree_on_run_and_endpoints(compose):
     learner, rollout = (compose["services"][name]["command"] for name in ("learner", "rollout"))
-    option, config, *overrides = learner
-    run = load(ROOT / config, overrides)
-    assert (option, rollout) == ("--config", ["--run", run.name])
+    option, config, *others = learner
+    run = load(ROOT / config, [setting for setting in others if not setting.startswith("--")])
+    metrics = "--metrics=0.0.0.0:9464"
+    assert metrics in others
+    assert (option, rollout) == ("--config", ["--run", run.name, metrics])
     assert run.broadcast.host == "learner"
     assert run.root in [m.split(":")[1] for m in compose["services"]["learner"]["volumes"]]
 
@@ -131,10 +136,14 @@ def password(tmp_path: Path) -> Path:
     return path
 
 
+def secrets_in(password: Path) -> dict[str, str]:
+    return dict.fromkeys(("REDIS_PASSWORD_FILE", "GRAFANA_PASSWORD_FILE"), str(password))
+
+
 def test_compose_accepts_the_file(password):
     if reason := missing("compose", "version"):
         pytest.skip(f"docker compose: {reason}")
-    environment = os.environ | {"REDIS_PASSWORD_FILE": str(password)}
+    environment = os.environ | secrets_in(password)
     result = docker("compose", "-f", str(COMPOSE), "config", "-q", env=environment)
     assert (result.returncode, result.stderr) == (0, "")
 
@@ -145,7 +154,7 @@ class Stack:
     def __init__(self, password: Path, override: Path) -> None:
         self._files = ["-f", str(COMPOSE), "-f", str(override)]
         self._project = f"areal-q-test-{os.getpid()}"
-        self._environment = os.environ | {"REDIS_PASSWORD_FILE": str(password)}
+        self._environment = os.environ | secrets_in(password)
 
     def __call__(self, *args: str) -> str:
         command = ["compose", "-p", self._project, *self._files, *args]
@@ -154,7 +163,8 @@ class Stack:
         return result.stdout
 
     def scale(self, workers: int) -> None:
-        self("up", "-d", "--no-build", "--no-recreate", "--scale", f"rollout={workers}")
+        scale = ["--scale", f"rollout={workers}"]
+        self("up", "-d", "--no-build", "--no-recreate", *scale, "redis", "learner", "rollout")
 
     def records(self) -> list[Record]:
         """Of the metrics, as far as they are written; a last line may be torn."""
