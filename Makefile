@@ -7,13 +7,17 @@ TORCH ?= torch==2.13.0
 # index has no such build, set PIP_EXTRA_INDEX_URL to the CPU index that pytorch.org names.
 TORCH_CPU ?= $(TORCH)+cpu
 
-.PHONY: run test check bench clean
+.PHONY: run test test-formats check bench clean
 
 run: $(VENV)/.installed
 	$(BIN)/areal-q run configs/quickstart.toml
 
 test: $(VENV)/.installed-dev
 	$(BIN)/pytest
+
+# The number formats beside torchao, compressed-tensors and bitsandbytes, and their Triton kernels.
+test-formats: $(VENV)-formats/.installed
+	$(VENV)-formats/bin/python -m pytest tests/test_quant_oracles.py
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -36,5 +40,14 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install -q --group dev
 	touch $@
 
+# More than a gigabyte that only these tests need, on top of what is installed already.
+$(VENV)-formats/.installed: $(VENV)/.installed-dev
+	$(BIN)/python -m venv $(VENV)-formats
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$($(VENV)-formats/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(VENV)-formats/bin/pip install -q --no-deps loguru torchao==0.18.0 compressed-tensors==0.20.0 \
+	  bitsandbytes==0.50.0 triton==3.9.0
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-formats build dist *.egg-info

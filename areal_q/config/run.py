@@ -17,7 +17,7 @@ from areal_q.config.objectives import (
 )
 from areal_q.config.tasks import Arithmetic, RewardConfig, TaskConfig
 
-Format = Literal["bf16", "int8", "fp8", "fp8-channel", "int4"]
+Format = Literal["bf16", "int8", "fp8", "fp8-channel", "int4", "int4-fp8", "nvfp4", "mxfp4", "nf4"]
 
 
 class _Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

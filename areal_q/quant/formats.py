@@ -5,6 +5,12 @@ from areal_q.quant.bf16 import Bf16
 from areal_q.quant.fp8 import Fp8
 from areal_q.quant.fp8_channel import Fp8Channel
 from areal_q.quant.int4 import Int4
+from areal_q.quant.int4_fp8 import Int4Fp8
 from areal_q.quant.int8 import Int8
+from areal_q.quant.mxfp4 import Mxfp4
+from areal_q.quant.nf4 import Nf4
+from areal_q.quant.nvfp4 import Nvfp4
 
-FORMATS: dict[str, Format] = {f.name: f for f in (Bf16(), Int8(), Fp8(), Fp8Channel(), Int4())}
+_ALL = (Bf16(), Int8(), Fp8(), Fp8Channel(), Int4(), Int4Fp8(), Nvfp4(), Mxfp4(), Nf4())
+
+FORMATS: dict[str, Format] = {format.name: format for format in _ALL}

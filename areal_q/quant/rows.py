@@ -1,8 +1,9 @@
 """Dynamic quantization of activations: what the W8A8 formats do to x [T, K] before a GEMM.
 
 Per token, or per group of 128 channels of a token; scales are float32 and never stored. The same
-formulas as for weights, and the same floor under a scale, so that a row of zeros stays defined. A row
-that holds NaN or an infinity comes out as NaN, which the engine refuses (rollout/engines).
+formulas as for weights. The floors under the FP8 scales, which define rows of zeros, are those of
+vLLM's kernels: per token 1 / (448 · 512), per group a largest magnitude of 1e-10. A row that holds NaN
+or an infinity comes out as NaN, which the engine refuses (rollout/engines).
 """
 
 import torch
@@ -12,6 +13,8 @@ INT8_MAX = 127
 E4M3_MAX = 448.0
 GROUP = 128
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+SMALLEST_ROW_SCALE = 1 / (E4M3_MAX * 512)
+SMALLEST_GROUP_RANGE = 1e-10
 # As tensors: torch would convert a Python number at every call, which costs as much as the division.
 _INT8_MAX, _E4M3_MAX = torch.tensor(float(INT8_MAX)), torch.tensor(E4M3_MAX)
 
@@ -24,7 +27,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantize_rows_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     """E4M3 per row, as in `fp8_channel.py`: (codes float8_e4m3fn [T, K], scale float32 [T, 1])."""
-    scale = x.abs().amax(-1, keepdim=True).div_(_E4M3_MAX).clamp_(min=SMALLEST_SCALE)
+    scale = x.abs().amax(-1, keepdim=True).div_(_E4M3_MAX).clamp_(min=SMALLEST_ROW_SCALE)
     return to_e4m3(x / scale), scale
 
 
@@ -32,8 +35,8 @@ def quantize_groups_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     """E4M3 per 128 channels of a row: (codes float8_e4m3fn [T, K], scale float32 [T, ⌈K/128⌉])."""
     rest = -x.shape[1] % GROUP
     groups = torch.nn.functional.pad(x, (0, rest)).unflatten(1, (-1, GROUP))
-    codes, scale = quantize_rows_e4m3(groups)
-    return codes.flatten(1)[:, : x.shape[1]], scale.squeeze(-1)
+    scale = groups.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST_GROUP_RANGE).div_(_E4M3_MAX)
+    return to_e4m3(groups / scale).flatten(1)[:, : x.shape[1]], scale.squeeze(-1)
 
 
 def dequantize_groups(codes: Tensor, scale: Tensor) -> Tensor:

@@ -1,0 +1,48 @@
+"""E2M1, the four-bit float of nvfp4 and mxfp4: 0, ½, 1, 1½, 2, 3, 4, 6 and a sign bit (OCP MX v1.0 §5.3).
+
+A code is sign · 8 + index in that list: its own bits. Two codes share a byte, the first in the low half.
+"""
+
+import torch
+from torch import Tensor
+
+from areal_q.errors import QuantizationError
+
+MAX = 6.0
+_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_REAL = torch.cat((_VALUES, -_VALUES))
+_ERROR = torch.tensor([0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 1.0, 1.0]).repeat(2)
+
+
+def encode(x: Tensor) -> Tensor:
+    """uint8 codes of the nearest values, ties to an even code, beyond ±6 saturated."""
+    a = x.abs()
+    # Between powers of two the values are evenly spaced, so rounding to whole numbers does it.
+    index = torch.where(
+        a < 2, (a * 2).round(), torch.where(a < 4, a.round() + 2, (a / 2).round() + 4)
+    )
+    return (index.clamp(max=7) + 8 * torch.signbit(x)).to(torch.uint8)
+
+
+def decode(codes: Tensor) -> Tensor:
+    """float32 values of uint8 codes."""
+    return _REAL.to(codes.device)[codes.int()]
+
+
+def error(codes: Tensor) -> Tensor:
+    """Largest distance, float32, to what rounds to a code without saturating."""
+    return _ERROR.to(codes.device)[codes.int()]
+
+
+def pack(codes: Tensor, name: str) -> Tensor:
+    """Codes [out, in] → uint8 [out, in / 2]. Raises QuantizationError for an odd `in`."""
+    if codes.shape[1] % 2:
+        raise QuantizationError(
+            f"{name}: two codes share a byte, so {codes.shape[1]} inputs do not fit"
+        )
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Undoes `pack`."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(1)
