@@ -10,6 +10,7 @@
     ├── QuantizationError (ValueError)  a tensor cannot be represented in a format
     ├── WeightVersionError              a published version is incomplete or altered
     ├── BufferUnavailable               Redis does not answer, or refuses writes
+    │   └── BufferFull                  it is at its memory limit: nothing was written, and nothing is lost
     ├── ChildDied                       a process of a run ended when it should not have
     └── Stopped                         asked to end before there was anything to keep
 
@@ -55,6 +56,10 @@ class WeightVersionError(AReaLQError):
 
 class BufferUnavailable(AReaLQError):
     """Redis does not answer, or refuses writes."""
+
+
+class BufferFull(BufferUnavailable):
+    """Redis is at its memory limit (or cannot write its file): nothing was written. Wait, and try again."""
 
 
 class Stopped(AReaLQError):

@@ -292,6 +292,10 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     swap_s: float
     """Mean pause of generation for a swap of weights"""
     time_s: float
+    waiting: int = 0
+    """Finished groups that wait for room in Redis"""
+    full_s: float = 0.0
+    """Seconds that commits waited for room since the worker started"""
 
 
 _encoder = msgspec.msgpack.Encoder()

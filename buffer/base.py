@@ -1,6 +1,6 @@
 """The replay buffer as the learner and as a worker see it: two Protocols, kept by Redis and by memory."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
@@ -19,20 +19,42 @@ class Claim(Struct, frozen=True):
     ticket: Ticket
 
 
+class Entry(NamedTuple):
+    """A group and where it stands in the stream."""
+
+    id: str
+    group: Group
+    nbytes: int
+    """Of its record"""
+
+
+class Memory(NamedTuple):
+    """Of the whole Redis, in bytes."""
+
+    used: int
+    limit: int
+    """0: none"""
+
+    @property
+    def full(self) -> bool:
+        """Commits are refused, or the next ones will be."""
+        return 0 < 0.97 * self.limit <= self.used
+
+
 class LearnerSide(Protocol):
     """One learner per run. Not for several threads at once."""
 
     position: str
     """Everything up to here was taken. A resumed learner sets it to its checkpoint's."""
     quarantined: int
-    """Poison records that this learner has set aside"""
+    """Records set aside by this learner"""
 
     def publish_run(self, config_toml: str, endpoints: dict[str, str]) -> None:
         """Tells workers what to run and where the weights come from."""
         ...
 
     def admit(self, tickets: list[Ticket], cursor: int) -> None:
-        """Adds tickets and sets the cursor, as a whole."""
+        """Adds tickets and sets the cursor, as a whole. Raises BufferFull where there is no room for them."""
         ...
 
     def cursor(self) -> int | None:
@@ -43,9 +65,13 @@ class LearnerSide(Protocol):
         """Numbers of training tickets that have no committed group yet."""
         ...
 
-    def take(self, count: int, timeout_s: float) -> list[Group]:
+    def read(self, count: int, timeout_s: float) -> list[Entry]:
         """The next groups after `position`, in order, which moves behind them. Returns when there are
         `count`, or after `timeout_s` with fewer."""
+        ...
+
+    def take(self, count: int, timeout_s: float) -> list[Group]:
+        """`read`, for whom the groups are enough."""
         ...
 
     def unread(self) -> list[int]:
@@ -62,6 +88,12 @@ class LearnerSide(Protocol):
         """The evaluation groups that have come in since; never waits."""
         ...
 
+    def memory(self) -> Memory: ...
+
+    def set_aside(self) -> int:
+        """Records that anybody has put into the quarantine since the run began."""
+        ...
+
     def workers(self) -> list[WorkerStatus]:
         """The workers that sent a heartbeat lately, by name."""
         ...
@@ -70,6 +102,9 @@ class LearnerSide(Protocol):
 
 
 class WorkerSide(Protocol):
+    max_deliveries: int
+    """Workers that may fall silent over a ticket before it goes to the quarantine"""
+
     async def run_info(self) -> tuple[str, dict[str, str]]:
         """Configuration and endpoints; waits until a learner has published them."""
         ...

@@ -16,9 +16,12 @@ RECORD = b"record"
 WORKER_TTL_S = 10
 """A heartbeat comes every second; after ten missed ones the worker no longer counts."""
 QUARANTINE_LENGTH = 100
-"""Poison records kept for a person to look at; older ones go."""
-QUARANTINE_RECORD_BYTES = 64 << 10
-"""Of each only the start is kept: a flood of large ones must not fill Redis."""
+"""Records kept for a person to look at, and to put back; older ones go."""
+QUARANTINE_BYTES = 64 << 20
+"""Of all of them: a flood must not fill Redis. Older ones go, but for the last."""
+QUARANTINE_RECORD_BYTES = 16 << 20
+"""Of a longer record only the start is kept; it cannot be put back."""
+QUARANTINE_START_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,14 @@ class Keys:
 
     @property
     def quarantine(self) -> str:
-        """Stream of poison records: `source`, `id`, `reason`, `record` (its start)."""
+        """Stream of refused records: `source` stream, `id` there, `reason`, `record`, and `bytes`, which is
+        more than the record has where only its start is kept."""
         return f"{self.tag}:quarantine"
+
+    @property
+    def set_aside(self) -> str:
+        """Number of records that ever went to the quarantine, as text."""
+        return f"{self.tag}:set-aside"
 
     @property
     def workers(self) -> str:
@@ -92,5 +101,6 @@ class Keys:
             self.cursor,
             self.admission,
             self.quarantine,
+            self.set_aside,
             self.workers,
         ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from areal_q.errors import RecordError
 from areal_q.messages import Group, Ticket, WorkerStatus, decode_group, decode_ticket, encode
-from buffer.base import START, Claim, LearnerSide, WorkerSide
+from buffer.base import START, Claim, Entry, LearnerSide, Memory, WorkerSide
 from buffer.keys import WORKER_TTL_S, Keys
 
 __all__ = ["LearnerSide", "MemoryBuffer", "MemoryLearner", "MemoryWorker", "WorkerSide"]
@@ -26,6 +26,7 @@ class _Entry:
     record: bytes
     owner: object | None = None
     since_s: float = 0.0
+    deliveries: int = 0
 
 
 @dataclass
@@ -93,16 +94,19 @@ class MemoryLearner:
             entries = self._store.tickets[self._keys.tickets].values()
             return {decode_ticket(entry.record).number for entry in entries}
 
-    def take(self, count: int, timeout_s: float) -> list[Group]:
-        groups: list[Group] = []
+    def read(self, count: int, timeout_s: float) -> list[Entry]:
+        entries: list[Entry] = []
         deadline = time.monotonic() + timeout_s
         with self._store.lock:
             while True:
-                groups += self._take_now(count - len(groups))
+                entries += self._read_now(count - len(entries))
                 left_s = deadline - time.monotonic()
-                if len(groups) >= count or left_s <= 0:
-                    return groups
+                if len(entries) >= count or left_s <= 0:
+                    return entries
                 self._store.lock.wait(left_s)
+
+    def take(self, count: int, timeout_s: float) -> list[Group]:
+        return [entry.group for entry in self.read(count, timeout_s)]
 
     def unread(self) -> list[int]:
         with self._store.lock:
@@ -121,6 +125,12 @@ class MemoryLearner:
             groups.clear()
         return [g for g in map(self._decoded, records) if g is not None]
 
+    def memory(self) -> Memory:
+        return Memory(0, 0)
+
+    def set_aside(self) -> int:
+        return len(self._store.quarantine)
+
     def workers(self) -> list[WorkerStatus]:
         since = time.monotonic() - WORKER_TTL_S
         with self._store.lock:
@@ -138,16 +148,16 @@ class MemoryLearner:
         groups = self._store.groups[self._keys.groups]
         return [(e, r) for e, r in groups.items() if _order(e) > _order(self.position)]
 
-    def _take_now(self, count: int) -> list[Group]:
-        groups = []
-        for entry, record in self._after():
-            if len(groups) == count:
+    def _read_now(self, count: int) -> list[Entry]:
+        entries = []
+        for id, record in self._after():
+            if len(entries) == count:
                 break
-            self.position = entry
-            group = self._decoded(record, entry)
+            self.position = id
+            group = self._decoded(record, id)
             if group:
-                groups.append(group)
-        return groups
+                entries.append(Entry(id, group, len(record)))
+        return entries
 
     def _decoded(self, record: bytes, entry: str | None = None) -> Group | None:
         try:
@@ -164,6 +174,7 @@ class MemoryLearner:
 class MemoryWorker:
     def __init__(self, store: MemoryBuffer, name: str, claim_timeout_s: float) -> None:
         self.claim_timeout_s = claim_timeout_s
+        self.max_deliveries = 5
         self.quarantined = 0
         self._store, self._name = store, name
         self._held: set[tuple[str, str]] = set()
@@ -210,7 +221,8 @@ class MemoryWorker:
     async def release(self, claims: list[Claim]) -> None:
         with self._store.lock:
             for claim in filter(self._owns, claims):
-                self._store.tickets[claim.stream][claim.entry].owner = None
+                entry = self._store.tickets[claim.stream][claim.entry]
+                entry.owner, entry.deliveries = None, entry.deliveries - 1
         self._held -= {(claim.stream, claim.entry) for claim in claims}
 
     async def heartbeat(self, status: WorkerStatus) -> None:
@@ -236,6 +248,12 @@ class MemoryWorker:
                     if entry.owner is not None and now - entry.since_s < self.claim_timeout_s:
                         continue
                     entry.owner, entry.since_s = self, now
+                    entry.deliveries += 1
+                    if entry.deliveries > self.max_deliveries:
+                        reason = f"{self.max_deliveries} workers fell silent over it"
+                        self._store.quarantine.append((stream, reason, entry.record))
+                        del entries[id]
+                        continue
                     if (stream, id) in self._held:
                         continue  # our own, renewed too late and taken from ourselves
                     try:

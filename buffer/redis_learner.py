@@ -5,12 +5,12 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import redis
 
-from areal_q.errors import BufferUnavailable, RecordError
+from areal_q.errors import BufferFull, RecordError
 from areal_q.messages import (
     Decoder,
     Group,
@@ -21,7 +21,7 @@ from areal_q.messages import (
     encode,
 )
 from buffer import scripts
-from buffer.base import START
+from buffer.base import START, Entry, Memory
 from buffer.connection import PATIENCE_S, Patience, connect, insist, refuses_writes
 from buffer.keys import RECORD, WORKERS_GROUP, Keys
 
@@ -29,13 +29,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 PAGE = 64
 """Entries read at once; each may be megabytes."""
-
-
-class Memory(NamedTuple):
-    """Bytes that Redis uses, and its maxmemory (0: none)."""
-
-    used: int
-    limit: int
 
 
 class _TicketOf(msgspec.Struct):
@@ -61,8 +54,7 @@ class LearnerBuffer:
     group is removed after it was read: a learner killed in between reads it again. What cannot be decoded
     or breaks the contract goes to the quarantine and its ticket produces nothing.
     While Redis does not answer, calls are repeated for `patience_s`, then raise BufferUnavailable. A full
-    Redis refuses `admit` at once with BufferUnavailable and admits nothing: only a checkpoint and `trim`
-    make room.
+    Redis refuses `admit` at once with BufferFull and admits nothing: only a checkpoint and `trim` make room.
     """
 
     def __init__(self, url: str, run: str, patience_s: float = PATIENCE_S) -> None:
@@ -108,20 +100,23 @@ class LearnerBuffer:
             )
         )
 
-    def take(self, count: int, timeout_s: float) -> list[Group]:
-        groups: list[Group] = []
+    def read(self, count: int, timeout_s: float) -> list[Entry]:
+        out: list[Entry] = []
         deadline = time.monotonic() + timeout_s
-        while len(groups) < count:
+        while len(out) < count:
             left_s = max(0.0, deadline - time.monotonic())
-            entries = self._read(count - len(groups), left_s)
+            entries = self._read(count - len(out), left_s)
             for entry, fields in entries:
                 group = self._decoded(self.keys.groups, entry, fields)
                 if group:
-                    groups.append(group)
+                    out.append(Entry(entry.decode(), group, len(fields[RECORD])))
                 self.position = entry.decode()
             if not entries and left_s == 0:
                 break
-        return groups
+        return out
+
+    def take(self, count: int, timeout_s: float) -> list[Group]:
+        return [entry.group for entry in self.read(count, timeout_s)]
 
     def take_eval(self) -> list[Group]:
         groups = []
@@ -142,6 +137,9 @@ class LearnerBuffer:
     def memory(self) -> Memory:
         found: Any = self._call(lambda: self._redis.info("memory"))
         return Memory(int(found["used_memory"]), int(found.get("maxmemory", 0)))
+
+    def set_aside(self) -> int:
+        return int(self._call(lambda: self._redis.get(self.keys.set_aside)) or 0)  # pyright: ignore
 
     def workers(self) -> list[WorkerStatus]:
         names: Any = self._call(lambda: self._redis.smembers(self.keys.workers))
@@ -192,13 +190,13 @@ class LearnerBuffer:
 
     def _decoded(self, stream: str, entry: bytes, fields: dict[bytes, bytes]) -> Group | None:
         """The entry's group; None if it was poison, and is now in the quarantine."""
-        record = fields.get(RECORD, b"")
         try:
-            return decode_group(record).validate()
+            return decode_group(fields.get(RECORD, b"")).validate()
         except RecordError as error:
             logger.warning("%s %s goes to the quarantine: %s", stream, entry.decode(), error)
-            args = scripts.quarantine_args(entry, error, record, group="")
-            self._call(lambda: self._quarantine([stream, self.keys.quarantine], args))
+            keys = [stream, self.keys.quarantine, self.keys.set_aside]
+            args = [entry, str(error), ""]
+            self._call(lambda: self._quarantine(keys, args))
             self.quarantined += 1
             return None
 
@@ -223,7 +221,7 @@ class LearnerBuffer:
         except redis.ResponseError as error:
             if not refuses_writes(error):
                 raise
-            raise BufferUnavailable(f"redis refuses writes: {error}") from error
+            raise BufferFull(f"redis refuses writes: {error}") from error
 
 
 def _statuses(beat: bytes) -> list[WorkerStatus]:

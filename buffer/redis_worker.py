@@ -41,7 +41,8 @@ class WorkerBuffer:
     tickets with this worker that it does not know of; the timeout frees them.
     While Redis does not answer, calls are repeated for `patience_s`, then raise BufferUnavailable. While
     Redis is full, `commit` waits without end and keeps the group; it renews its claim meanwhile.
-    A poison ticket goes to the quarantine.
+    A poison ticket goes to the quarantine; so does one over which `max_deliveries` workers fell silent
+    (test_a_ticket_that_kills_every_worker_goes_to_the_quarantine).
     """
 
     def __init__(
@@ -54,8 +55,14 @@ class WorkerBuffer:
     ) -> None:
         self.keys = Keys(run)
         self.claim_timeout_s = claim_timeout_s
-        """May be set once `run_info` has brought the configuration."""
+        self.max_deliveries = 5
+        """These two may be set once `run_info` has brought the configuration"""
         self.quarantined = 0
+        """Poison tickets met"""
+        self.waiting = 0
+        """Commits that wait for room"""
+        self.full_s = 0.0
+        """Seconds that commits have waited for it"""
         self._worker = worker
         # A restarted worker must not pass for the dead one of the same name.
         self._consumer = f"{worker}-{uuid.uuid4().hex[:12]}"
@@ -106,11 +113,21 @@ class WorkerBuffer:
                 except redis.ResponseError as error:
                     if not refuses_writes(error):
                         raise
-                    logger.warning("ticket %d waits for room in redis", claim.ticket.number)
-                    await self.renew([claim])
-                    await asyncio.sleep(min(1.0, self.claim_timeout_s / 4))
+                    await self._wait_for_room(claim, error)
         finally:
             self._held.discard((claim.stream, claim.entry))
+
+    async def _wait_for_room(self, claim: Claim, error: redis.ResponseError) -> None:
+        if not self.waiting:  # once, however many groups wait
+            logger.warning("ticket %d waits for room: %s", claim.ticket.number, error)
+        began = time.monotonic()
+        self.waiting += 1
+        try:
+            await self.renew([claim])
+            await asyncio.sleep(min(1.0, self.claim_timeout_s / 4))
+        finally:
+            self.waiting -= 1
+            self.full_s += time.monotonic() - began
 
     async def renew(self, claims: list[Claim]) -> list[Claim]:
         lost = []
@@ -150,7 +167,8 @@ class WorkerBuffer:
 
     async def _claim_now(self, count: int) -> list[Claim]:
         idle_ms = round(self.claim_timeout_s * 1000)
-        found = await self._script("CLAIM", self._streams, count, idle_ms)
+        keys = [*self._streams, self.keys.quarantine, self.keys.set_aside]
+        found = await self._script("CLAIM", keys, count, idle_ms, self.max_deliveries)
         entries = [(self._streams[i - 1], entry.decode(), record) for i, entry, record in found]
         return await self._claims(entries)
 
@@ -182,10 +200,9 @@ class WorkerBuffer:
                 claim = Claim(stream, entry, decode_ticket(record))
             except RecordError as error:
                 logger.warning("%s %s goes to the quarantine: %s", stream, entry, error)
-                args = scripts.quarantine_args(entry, error, record, WORKERS_GROUP)
-                script = self._scripts["QUARANTINE"]
-                keys = [stream, self.keys.quarantine]
-                await self._call(functools.partial(script, keys, args))
+                keys = [stream, self.keys.quarantine, self.keys.set_aside]
+                args = [entry, str(error), WORKERS_GROUP]
+                await self._call(functools.partial(self._scripts["QUARANTINE"], keys, args))
                 self.quarantined += 1
                 continue
             self._held.add((stream, entry))

@@ -4,7 +4,35 @@ Every script may be repeated after a lost answer: the second time it finds nothi
 A write that Redis may refuse when it is full (XADD, SET) comes first where a refusal must change nothing.
 """
 
-from buffer.keys import QUARANTINE_LENGTH, QUARANTINE_RECORD_BYTES
+from buffer.keys import (
+    QUARANTINE_BYTES,
+    QUARANTINE_LENGTH,
+    QUARANTINE_RECORD_BYTES,
+    QUARANTINE_START_BYTES,
+)
+
+_SET_ASIDE = f"""
+-- Moves an entry to the quarantine; 0 if it is gone already. The group is '' for a stream without one.
+-- XDEL before XADD: once a script has written, a full Redis lets it finish.
+local function set_aside(stream, quarantine, count, group, id, reason)
+  local found = redis.call('XRANGE', stream, id, id)[1]
+  if group ~= '' then redis.call('XACK', stream, group, id) end
+  if not found then return 0 end
+  local record = found[2][1] == 'record' and found[2][2] or ''
+  local bytes = #record
+  if bytes > {QUARANTINE_RECORD_BYTES} then record = string.sub(record, 1, {QUARANTINE_START_BYTES}) end
+  redis.call('XDEL', stream, id)
+  redis.call('XADD', quarantine, 'MAXLEN', {QUARANTINE_LENGTH}, '*', 'source', stream, 'id', id,
+    'reason', reason, 'bytes', bytes, 'record', record)
+  redis.call('INCR', count)
+  local length = redis.call('XLEN', quarantine)
+  while length > 1 and redis.call('MEMORY', 'USAGE', quarantine, 'SAMPLES', 0) > {QUARANTINE_BYTES} do
+    length = length - 1
+    redis.call('XTRIM', quarantine, 'MAXLEN', length)
+  end
+  return 1
+end
+"""
 
 ADMIT = """
 -- KEYS ticket stream, admission, cursor (or none); ARGV admission's name, cursor, records…
@@ -15,34 +43,45 @@ for i = 3, #ARGV do redis.call('XADD', KEYS[1], '*', 'record', ARGV[i]) end
 return 1
 """
 
-CLAIM = """
--- KEYS ticket streams, the most urgent first; ARGV group, consumer, count, idle ms of an abandoned ticket
+CLAIM = (
+    _SET_ASIDE
+    + """
+-- KEYS ticket streams, the most urgent first, quarantine, its count
+-- ARGV group, consumer, count, idle ms of an abandoned ticket, deliveries that a ticket may have
 -- Returns {number of the stream, entry id, record}: abandoned tickets before new ones, as they are older.
-local group, consumer, left, idle = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+-- A ticket over which too many workers fell silent goes to the quarantine.
+local group, consumer, left, idle, limit = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
+local quarantine, count = KEYS[#KEYS - 1], KEYS[#KEYS]
 local out = {}
-local function add(stream, entries)
+local function add(stream, entries, again)
   for _, entry in ipairs(entries) do
     if entry and entry[2] then
-      local fields = entry[2]
-      out[#out + 1] = {stream, entry[1], fields[1] == 'record' and fields[2] or ''}
-      left = left - 1
+      local key, id, fields = KEYS[stream], entry[1], entry[2]
+      local deliveries = again and redis.call('XPENDING', key, group, id, id, 1)[1][4] or 1
+      if deliveries > limit then
+        set_aside(key, quarantine, count, group, id, limit .. ' workers fell silent over it')
+      else
+        out[#out + 1] = {stream, id, fields[1] == 'record' and fields[2] or ''}
+        left = left - 1
+      end
     end
   end
 end
-for stream, key in ipairs(KEYS) do
-  local cursor = '0-0'
+for stream = 1, #KEYS - 2 do
+  local key, cursor = KEYS[stream], '0-0'
   repeat
     if left <= 0 then return out end
     local reply = redis.call('XAUTOCLAIM', key, group, consumer, idle, cursor, 'COUNT', left)
     cursor = reply[1]
-    add(stream, reply[2])
+    add(stream, reply[2], true)
   until cursor == '0-0'
   if left <= 0 then return out end
   local new = redis.call('XREADGROUP', 'GROUP', group, consumer, 'COUNT', left, 'STREAMS', key, '>')
-  if new then add(stream, new[1][2]) end
+  if new then add(stream, new[1][2], false) end
 end
 return out
 """
+)
 
 COMMIT = """
 -- KEYS ticket stream, group stream; ARGV group, consumer, entry id, record
@@ -73,24 +112,37 @@ return lost
 RELEASE = """
 -- KEYS ticket stream; ARGV group, consumer, consumer of released tickets, idle ms to give them, entry ids…
 -- Hands back those still this consumer's, so that anybody can claim them at once; returns how many.
+-- Their delivery to this consumer is not counted: it has not failed on them.
 local released = 0
 for i = 5, #ARGV do
   local id = ARGV[i]
-  if #redis.call('XPENDING', KEYS[1], ARGV[1], id, id, 1, ARGV[2]) > 0 then
-    redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[3], 0, id, 'IDLE', ARGV[4], 'JUSTID')
+  local mine = redis.call('XPENDING', KEYS[1], ARGV[1], id, id, 1, ARGV[2])[1]
+  if mine then
+    redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[3], 0, id, 'IDLE', ARGV[4],
+      'RETRYCOUNT', math.max(0, mine[4] - 1), 'JUSTID')
     released = released + 1
   end
 end
 return released
 """
 
-QUARANTINE = """
--- KEYS source stream, quarantine stream; ARGV entry id, reason, start of the record, length, group or ''
--- XDEL first: once a script has written, a full Redis lets it finish.
-if ARGV[5] ~= '' then redis.call('XACK', KEYS[1], ARGV[5], ARGV[1]) end
-if redis.call('XDEL', KEYS[1], ARGV[1]) == 0 then return 0 end
-redis.call('XADD', KEYS[2], 'MAXLEN', ARGV[4], '*',
-  'source', KEYS[1], 'id', ARGV[1], 'reason', ARGV[2], 'record', ARGV[3])
+QUARANTINE = (
+    _SET_ASIDE
+    + """
+-- KEYS source stream, quarantine, its count; ARGV entry id, reason, group or ''
+return set_aside(KEYS[1], KEYS[2], KEYS[3], ARGV[3], ARGV[1], ARGV[2])
+"""
+)
+
+REQUEUE = """
+-- KEYS quarantine, stream that the entry came from; ARGV entry id in the quarantine
+-- Puts a record back at the end of its stream; 0 if it is not there any more.
+local found = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])[1]
+if not found then return 0 end
+local record
+for i = 1, #found[2], 2 do if found[2][i] == 'record' then record = found[2][i + 1] end end
+redis.call('XADD', KEYS[2], '*', 'record', record)
+redis.call('XDEL', KEYS[1], ARGV[1])
 return 1
 """
 
@@ -107,9 +159,3 @@ for _, flat in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
 end
 return removed
 """
-
-
-def quarantine_args(entry: str | bytes, reason: Exception, record: bytes, group: str) -> list:
-    """ARGV of QUARANTINE; `group` is the consumer group, or empty for a stream without one."""
-    start = record[:QUARANTINE_RECORD_BYTES]
-    return [entry, str(reason), start, QUARANTINE_LENGTH, group]

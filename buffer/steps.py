@@ -3,6 +3,7 @@
 step         the learner step s; it starts from weights of version s and makes version s + 1
 tickets      numbers of the groups' tickets in the order in which they were used: the batch's composition
 seeds        of these tickets: response i of a group was drawn with seed + i
+weights      of these groups' advantages, given by a sampler with priorities; empty: all are 1 (since 2)
 base_digest  of version s as published (areal_q/weights.py)
 digest       of version s + 1: equal digests are equal weights, bit for bit
 fork         the step at which this process of the learner began (learner/lineage.py)
@@ -19,13 +20,14 @@ import pyarrow as pa
 
 from buffer.parts import LogFormat, PartLog, row_groups
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 METADATA_KEY = b"areal-q-steps-schema"
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
         ("tickets", pa.list_(pa.int64())),
         ("seeds", pa.list_(pa.int64())),
+        ("weights", pa.list_(pa.float64())),
         ("base_digest", pa.string()),
         ("digest", pa.string()),
         ("fork", pa.int64()),
@@ -44,6 +46,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     tickets: list[int]
     seeds: list[int]
+    weights: list[float] = []
     base_digest: str
     digest: str
     fork: int

@@ -27,7 +27,8 @@ def with_advantages(
     """`inputs`, the micro-batches of all `samples` in their order, with advantages and, for GAE, returns.
 
     A token's reward is -coef · KL, where the KL is in the reward, and at the last token that counts the
-    response's reward as well. For all but GAE the response's reward is the sum of these.
+    response's reward as well. For all but GAE the response's reward is the sum of these. Advantages are
+    multiplied by the samples' weights.
     """
     starts = accumulate((x.num_sequences for x in inputs), initial=0)
     ids = torch.cat([x.sequence_ids + start for x, start in zip(inputs, starts, strict=False)])
@@ -39,10 +40,12 @@ def with_advantages(
         proximal, reference = (_joined(inputs, name) for name in names)
         penalty = reward_penalty(proximal, reference, mask, cfg.reference_kl)
     sizes = [len(x.mask) for x in inputs]
+    weights = torch.tensor([s.weight for s in samples], device=mask.device)
     if isinstance(cfg.advantage, Gae):
         per_token = at_last_token(rewards, mask, ids) - penalty
-        found = gae(per_token, _joined(inputs, "old_values"), mask, ids, cfg.advantage)
-        columns = zip(*(x.split(sizes) for x in found), strict=True)
+        found, returns = gae(per_token, _joined(inputs, "old_values"), mask, ids, cfg.advantage)
+        found = found * weights[ids]
+        columns = zip(found.split(sizes), returns.split(sizes), strict=True)
         return [
             replace(x, advantages=advantages, returns=returns)
             for x, (advantages, returns) in zip(inputs, columns, strict=True)
@@ -50,7 +53,7 @@ def with_advantages(
     rewards = rewards - segment_sum(penalty, ids, len(samples))
     groups = torch.tensor([s.group for s in samples], device=mask.device)
     per_response = group_advantages(rewards, groups.unique(return_inverse=True)[1], cfg.advantage)
-    parts = per_response[ids].split(sizes)
+    parts = (per_response * weights)[ids].split(sizes)
     return [replace(x, advantages=part) for x, part in zip(inputs, parts, strict=True)]
 
 

@@ -29,9 +29,12 @@ class Sample:
     trajectory: Trajectory
     advantage: float
     """From rewards alone (for GAE the reward - its mean). Where it needs the critic's values or the distance
-    to the reference, the real one takes its place before the update: learner/advantages.py"""
+    to the reference, the real one takes its place before the update: learner/advantages.py.
+    Times `weight`"""
     lag: np.ndarray
     """int64 [T] versions between the weights that drew the token and the learner's"""
+    weight: float = 1.0
+    """Of its group, by the sampler"""
 
     @property
     def num_tokens(self) -> int:
@@ -72,9 +75,17 @@ class PackedBatch:
 
 
 def samples_of(
-    groups: Sequence[Group], advantage: AdvantageConfig, lineage: Lineage, version: int
+    groups: Sequence[Group],
+    advantage: AdvantageConfig,
+    lineage: Lineage,
+    version: int,
+    weights: Sequence[float] = (),
 ) -> list[Sample]:
-    """Every trajectory of `groups` with its advantage and its tokens' lags, in the groups' order."""
+    """Every trajectory of `groups` with its advantage and its tokens' lags, in the groups' order.
+
+    `weights` multiply the groups' advantages; none: all are 1. Every objective is linear in A for a given
+    sign of it, so this weights the policy's loss of a sample, whatever the objective.
+    """
     rewards = torch.tensor([t.reward for g in groups for t in g.trajectories])
     ids = torch.tensor([i for i, g in enumerate(groups) for _ in g.trajectories])
     if isinstance(advantage, Gae):
@@ -87,10 +98,11 @@ def samples_of(
             group=group.ticket.number,
             prompt_ids=group.ticket.prompt_ids.numpy(),
             trajectory=t,
-            advantage=next(each),
+            advantage=next(each) * weight,
+            weight=weight,
             lag=np.repeat([lineage.lag(s, version) for s in t.spans], [s.tokens for s in t.spans]),
         )
-        for group in groups
+        for group, weight in zip(groups, weights or [1.0] * len(groups), strict=True)
         for t in group.trajectories
     ]
 

@@ -123,8 +123,14 @@ def build_feeder(
         buffer.forget()
     cursor = buffer.cursor()
     if cursor is not None:
-        outstanding = buffer.open_tickets() | set(buffer.unread())
-        return Feeder(run, task, tokenizer, buffer, cursor, outstanding)
+        alive = buffer.open_tickets() | set(buffer.unread())
+        if state is None:
+            return Feeder(run, task, tokenizer, buffer, cursor, alive)
+        # A Redis that lost its last seconds has the cursor of before, and brings back finished tickets.
+        outstanding = {n for n in alive if n >= state.cursor} | (alive & set(state.outstanding))
+        lost = (set(state.outstanding) - alive) | set(state.lost)
+        cursor = max(cursor, state.cursor)
+        return Feeder(run, task, tokenizer, buffer, cursor, outstanding, lost)
     feeder = Feeder(run, task, tokenizer, buffer, state.cursor if state else 0, set())
     if state:
         buffer.position = START
@@ -181,7 +187,7 @@ def build_learner(
         trainer=trainer,
         buffer=buffer,
         feeder=feeder,
-        intake=Intake(buffer, feeder, lineage, run.learner),
+        intake=Intake(buffer, feeder, lineage, run, state.uses if state else None),
         heldout=HeldOut(feeder, buffer, tokenizer, metrics),
         lineage=lineage,
         forks=forks,

@@ -40,11 +40,15 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     step: int
     """The next learner step; equal to the version of the weights"""
     position: str
-    """The last entry of the groups stream that was consumed"""
+    """The last entry of the groups stream up to which all groups are finished"""
     cursor: int
     """Number of the next ticket"""
     outstanding: list[int]
-    """Tickets admitted and not consumed: issued again should Redis be lost"""
+    """Tickets admitted and not finished: issued again should Redis be lost"""
+    uses: dict[int, int] = {}
+    """Of these, steps that groups were used in which may be used again (buffer/pool.py)"""
+    lost: list[int] = []
+    """Tickets that came to nothing: should one be re-admitted, it counts"""
     digests: dict[int, str]
     """Of this history's newest versions (learner/lineage.py)"""
     forks: list[int] = []

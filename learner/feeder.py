@@ -2,13 +2,19 @@
 
 With B groups a step and a bound of η versions, at most (version + η + 1) · B groups may have been admitted
 when the learner is at `version` (AReaL). A step consumes B, so this is the same as: at most (η + 1) · B
-groups are outstanding: admitted, and neither consumed nor dropped. A dropped group frees its place.
+groups are outstanding: admitted, and neither finished nor dropped. A dropped group frees its place.
+
+In Reverb's vocabulary this is the rate limiter, a Queue of size (η + 1) · B: an insert waits while so many
+groups are outstanding, a sample waits until the sampler has B (or `min_groups`) to choose from. It acts on
+tickets, before any work is done, where Reverb's acts on finished items. A group that may be used K times holds
+its place until the K-th use or until it is too old, so samples per insert are K at most.
 """
 
 import hashlib
 import logging
 
 from areal_q.config import Run, Sampling
+from areal_q.errors import BufferFull
 from areal_q.messages import Array, Group, Ticket
 from areal_q.tasks import Problem, Task, Tokenizer, problem_at
 from buffer.base import LearnerSide
@@ -30,11 +36,16 @@ class Feeder:
         buffer: LearnerSide,
         cursor: int,
         outstanding: set[int],
+        lost: set[int] | None = None,
     ) -> None:
         self._run, self._task, self._tokenizer, self._buffer = run, task, tokenizer, buffer
         self.cursor = cursor
         """Number of the next ticket"""
         self.outstanding = outstanding
+        self.lost = lost or set()
+        """Tickets that came to nothing, their places refilled"""
+        self.refused = 0
+        """Admissions that a full Redis put off"""
 
     @property
     def room(self) -> int:
@@ -43,20 +54,36 @@ class Feeder:
         return (learner.max_lag + 1) * learner.groups - len(self.outstanding)
 
     def admit(self, version: int) -> int:
-        """Fills the room; returns how many tickets were admitted."""
+        """Fills the room; returns how many tickets were admitted: none while Redis is full."""
         numbers = range(self.cursor, self.cursor + max(0, self.room))
-        self.issue(numbers, version)
+        try:
+            self.issue(numbers, version)
+        except BufferFull as error:
+            if not self.refused:
+                logger.warning("admission waits for room: %s", error)
+            self.refused += 1
+            return 0
         return len(numbers)
 
     def issue(self, numbers: range | list[int], version: int) -> None:
-        """Puts tickets into the buffer: new ones, or those that a lost Redis took with it."""
-        self.cursor = max([self.cursor, *(n + 1 for n in numbers)])
-        self.outstanding.update(numbers)
+        """Puts tickets into the buffer: new ones, or those that a lost Redis took with it. Raises BufferFull,
+        and nothing happened, where there is no room for them."""
+        cursor = max([self.cursor, *(n + 1 for n in numbers)])
         if numbers:
-            self._buffer.admit([self._ticket(n, version) for n in numbers], self.cursor)
+            self._buffer.admit([self._ticket(n, version) for n in numbers], cursor)
+        self.cursor = cursor
+        self.outstanding.update(numbers)
+
+    def expects(self, number: int) -> bool:
+        """Whether a group of this ticket counts: it is outstanding, or came to nothing and was re-admitted.
+        Any other is of a ticket that is finished, come back from a Redis that lost its last seconds."""
+        if number in self.lost:
+            self.lost.remove(number)
+            self.outstanding.add(number)
+        return number in self.outstanding
 
     def done(self, group: Group) -> None:
-        """`group` was consumed or dropped: its place is free."""
+        """`group` is finished or dropped: its place is free."""
         self.outstanding.discard(group.ticket.number)
 
     def recount(self, alive: set[int]) -> None:
@@ -65,6 +92,7 @@ class Feeder:
         if lost:
             logger.warning("%d tickets came to nothing; their places are refilled", len(lost))
         self.outstanding &= alive
+        self.lost |= lost
 
     def evaluate(self, version: int) -> int:
         """Asks for one greedy response to each held-out problem; returns their number."""

@@ -1,14 +1,17 @@
 """Held-out accuracy during the run: evaluation tickets go to the same workers, which never stop."""
 
+import logging
 import threading
 import time
 
+from areal_q.errors import BufferFull
 from areal_q.messages import Group
 from areal_q.metrics import MetricsLog
 from areal_q.tasks import Tokenizer
 from buffer.base import LearnerSide
 from learner.feeder import Feeder
 
+logger = logging.getLogger(__name__)
 SAMPLES = 5
 
 
@@ -29,7 +32,11 @@ class HeldOut:
         """Of the newest evaluation that is complete"""
 
     def ask(self, version: int) -> None:
-        self._expected[version] = self._feeder.evaluate(version)
+        try:
+            self._expected[version] = self._feeder.evaluate(version)
+        except BufferFull as error:
+            logger.warning("no evaluation at version %d: %s", version, error)
+            return
         self._answers[version] = []
 
     def collect(self) -> None:

@@ -1,11 +1,14 @@
-"""The learner's side of the groups stream: B groups a step, none of them too old."""
+"""The learner's side of the groups stream: B groups a step, none of them too old, chosen by the sampler."""
 
 import logging
 import threading
+from collections.abc import Callable, Iterable
 
-from areal_q.config import LearnerConfig
+from areal_q.config import Run
 from areal_q.messages import Group
-from buffer.base import LearnerSide
+from buffer.base import Entry, LearnerSide
+from buffer.pool import Draw, Pool
+from buffer.samplers import Held
 from learner.feeder import Feeder
 from learner.lineage import Lineage
 
@@ -14,9 +17,10 @@ POLL_S = 0.2
 
 
 class Intake:
-    """Takes groups in stream order. Admission keeps most of them within the bound; a straggler that was
-    overtaken is dropped here, counted, and its place refilled; so is, where `drop_uniform` asks for it, a
-    group whose rewards are all equal. Neither is in the trajectory log: that holds what was learnt from.
+    """Reads groups in stream order into the pool that the sampler draws from. Admission keeps most of them
+    within the bound; what is too old for the present version is dropped before every draw, counted, and its
+    place refilled; so is, where `drop_uniform` asks for it, a group whose rewards are all equal, and what
+    `buffer.removal` does not let stay. None of these is in the trajectory log: that holds what was learnt from.
 
     A task on which every group is uniform, solved or hopeless, would be sampled for ever.
     """
@@ -26,60 +30,108 @@ class Intake:
         buffer: LearnerSide,
         feeder: Feeder,
         lineage: Lineage,
-        cfg: LearnerConfig,
+        run: Run,
+        uses: dict[int, int] | None = None,
     ) -> None:
         self._buffer, self._feeder, self._lineage = buffer, feeder, lineage
-        self._groups, self._max_lag = cfg.groups, cfg.max_lag
-        self._drop_uniform = cfg.drop_uniform
-        self._taken: list[Group] = []
-        self.position = buffer.position
-        """Where the stream was after the last step that is over: what a checkpoint records"""
+        self._max_lag, self._drop_uniform = run.learner.max_lag, run.learner.drop_uniform
+        self._pool = Pool(run, buffer.position, uses)
         self.dropped = 0
-        """Groups dropped for their age since the process started"""
+        """Groups dropped for their age in versions since the process started"""
         self.uniform = 0
         """Groups dropped since then because their rewards were all equal"""
+        self.removed = 0
+        """Groups dropped since then by `buffer.removal`"""
+        self.duplicates = 0
+        """Groups met since then whose ticket had counted already"""
 
-    def take(self, version: int, stop: threading.Event) -> list[Group] | None:
-        """B groups no token of which lags more than η behind `version`; None when `stop` came first."""
-        self._taken = []
-        while len(self._taken) < self._groups:
-            if stop.is_set():
-                return None
+    @property
+    def position(self) -> str:
+        """Up to here all groups are finished: what a checkpoint records"""
+        return self._pool.position
+
+    @property
+    def uses(self) -> dict[int, int]:
+        """What a checkpoint records besides: of unfinished groups that were used, how often"""
+        return {n: k for n, k in self._pool.uses.items() if n in self._feeder.outstanding}
+
+    @property
+    def held(self) -> int:
+        """Groups that were read and are not finished"""
+        return len(self._pool)
+
+    def take(
+        self,
+        version: int,
+        stop: threading.Event,
+        make_room: Callable[[int], None] = lambda version: None,
+    ) -> Draw | None:
+        """B groups no token of which lags more than η behind `version`; None when `stop` came first.
+        `make_room` is called, with `version`, while nothing comes in and Redis is full."""
+        while not stop.is_set():
             self._feeder.admit(version)
-            groups = self._buffer.take(self._groups - len(self._taken), timeout_s=POLL_S)
-            if not groups:
+            entries = self._read()
+            for entry in entries:
+                self._offer(entry)
+            self._remove(version)
+            drawn = self._pool.draw(version)
+            if drawn:
+                return drawn
+            if not entries:
                 self._recount()
-            for group in groups:
-                lag = self.lag(group, version)
-                if lag > self._max_lag:
-                    self.dropped += 1
-                    self._drop(group, f"lag {lag}")
-                elif self._drop_uniform and is_uniform(group):
-                    self.uniform += 1
-                    self._drop(group, f"every reward is {group.trajectories[0].reward}")
-                else:
-                    self._taken.append(group)
-        return self._taken
+                if self._buffer.memory().full:
+                    make_room(version)
+        return None
 
     def consumed(self) -> None:
-        """The step that used the groups last taken is over: only now do their places become free."""
-        self.position = self._buffer.position
-        for group in self._taken:
-            self._feeder.done(group)
-        self._taken = []
+        """The step that used the groups last taken is over: only now do finished ones free their places."""
+        for item in self._pool.used():
+            self._feeder.done(item.group)
 
     def lag(self, group: Group, version: int) -> int:
         """The largest lag of any token in `group`."""
         return max(self._lineage.lag(s, version) for t in group.trajectories for s in t.spans)
 
+    def _read(self) -> list[Entry]:
+        """What the pool wants; waits only while it has too little for a step."""
+        missing, ahead = self._pool.missing, self._pool.ahead
+        entries = self._buffer.read(missing, timeout_s=POLL_S) if missing else []
+        if ahead and len(entries) == missing:
+            entries += self._buffer.read(ahead, timeout_s=0.0)
+        return entries
+
+    def _offer(self, entry: Entry) -> None:
+        group, number = entry.group, entry.group.ticket.number
+        if number in self._pool or not self._feeder.expects(number):
+            self.duplicates += 1
+            self._pool.pass_over(entry)
+            logger.info("ticket %d counted already: its second group is passed over", number)
+        elif self._drop_uniform and is_uniform(group):
+            self.uniform += 1
+            self._pool.pass_over(entry)
+            self._feeder.done(group)
+            reward = group.trajectories[0].reward
+            logger.info("ticket %d dropped: every reward is %s", number, reward)
+        else:
+            self._pool.add(entry)
+
+    def _remove(self, version: int) -> None:
+        old = self._pool.remove_older(lambda group: self.lag(group, version), self._max_lag)
+        self.dropped += len(old)
+        self._drop(old, "too old")
+        excess = self._pool.remove_excess()
+        self.removed += len(excess)
+        self._drop(excess, "over a bound of buffer.removal")
+
+    def _drop(self, items: Iterable[Held], reason: str) -> None:
+        for item in items:
+            self._feeder.done(item.group)
+            logger.info("ticket %d dropped, lag %d: %s", item.number, item.lag, reason)
+
     def _recount(self) -> None:
         """Frees the places of tickets and groups that were set aside as poison: the learner starves."""
         alive = self._buffer.open_tickets() | set(self._buffer.unread())
-        self._feeder.recount(alive | {group.ticket.number for group in self._taken})
-
-    def _drop(self, group: Group, reason: str) -> None:
-        self._feeder.done(group)
-        logger.info("ticket %d dropped: %s", group.ticket.number, reason)
+        self._feeder.recount(alive | self._pool.numbers)
 
 
 def is_uniform(group: Group) -> bool:

@@ -22,7 +22,8 @@ from areal_q.config import Run, settings_hash
 from areal_q.messages import Group
 from areal_q.metrics import MetricsLog
 from buffer.log import TrajectoryLog
-from buffer.redis_buffer import LearnerBuffer
+from buffer.pool import Draw
+from buffer.redis_buffer import START, LearnerBuffer
 from buffer.steps import StepLog, StepRecord
 from buffer.tokens import TokenLog
 from learner import checkpoint
@@ -60,6 +61,10 @@ class Learner:
     steps: StepLog | None
     tokens: TokenLog | None
     metrics: MetricsLog
+    trimmed: str = START
+    """Up to here Redis was asked to forget the groups"""
+    stuck: bool = False
+    """Whether it was said that no checkpoint can make room"""
 
     def train(self, stop: threading.Event) -> int:
         """Runs the steps that remain, or until `stop`. Returns the step that it came to; a checkpoint
@@ -72,11 +77,11 @@ class Learner:
             self.heldout.ask(step)
         while step < self.run.steps and not stop.is_set():
             began = time.monotonic()
-            taken = self.intake.take(step, stop)
+            taken = self.intake.take(step, stop, self.make_room)
             if taken is None:
                 break
             waited = time.monotonic() - began
-            values = learn(self.trainer, taken, self.lineage, step)
+            values = learn(self.trainer, taken.groups, self.lineage, step, taken.weights)
             trained = time.monotonic()
             nbytes = self.publish(step + 1)
             published_s = time.monotonic() - trained
@@ -84,7 +89,7 @@ class Learner:
             self.intake.consumed()
             step += 1
             values |= {"weights/bytes": nbytes, "weights/publish_s": published_s}
-            self.report(step, values, taken, began, waited)
+            self.report(step, values, taken.groups, began, waited)
             if step % self.run.eval.every == 0 and step < self.run.steps:
                 self.heldout.ask(step)
             if step % self.run.checkpoint.every == 0 and step < self.run.steps:
@@ -112,18 +117,19 @@ class Learner:
         self.broadcaster.publish(made)
         return made.manifest.nbytes
 
-    def record(self, step: int, taken: list[Group], values: dict[str, float]) -> None:
+    def record(self, step: int, taken: Draw, values: dict[str, float]) -> None:
         """Logs step `step`, which just made version `step` + 1, with all that a replay needs."""
         if not self.log or not self.steps:
             return
-        self.log.append(step, step, taken)
+        self.log.append(step, step, taken.groups)
         if self.tokens and self.trainer.tap:
             self.tokens.append(step, self.trainer.tap.scores())
         self.steps.append(
             StepRecord(
                 step=step,
-                tickets=[group.ticket.number for group in taken],
-                seeds=[group.ticket.seed for group in taken],
+                tickets=[group.ticket.number for group in taken.groups],
+                seeds=[group.ticket.seed for group in taken.groups],
+                weights=taken.weights,
                 base_digest=self.lineage.digests[step],
                 digest=self.lineage.digests[step + 1],
                 fork=self.lineage.fork,
@@ -144,6 +150,8 @@ class Learner:
             position=self.intake.position,
             cursor=self.feeder.cursor,
             outstanding=sorted(self.feeder.outstanding),
+            uses=self.intake.uses,
+            lost=sorted(self.feeder.lost),
             digests=self.lineage.digests,
             forks=self.forks,
             updates=self.trainer.updates,
@@ -154,7 +162,21 @@ class Learner:
             self.dir / "checkpoints", state, self.trainer, self.run.checkpoint.keep
         )
         self.buffer.trim(state.position)
+        self.trimmed = state.position
         logger.info("checkpoint %s", path)
+
+    def make_room(self, step: int) -> None:
+        """Redis is full and the learner starves, before step `step`: a checkpoint lets Redis forget what was
+        learnt from."""
+        if self.intake.position != self.trimmed:
+            logger.warning("redis is full: a checkpoint before its time makes room")
+            self.save(step)
+        elif not self.stuck:
+            self.stuck = True
+            logger.error(
+                "redis is full of groups that are not learnt from yet: its maxmemory must hold "
+                "(max_lag + 1) x groups of them; waiting"
+            )
 
     def report(
         self, step: int, values: dict[str, float], taken: list[Group], began: float, waited: float
@@ -163,9 +185,8 @@ class Learner:
         self.heldout.collect()
         tokens = sum(t.num_tokens for g in taken for t in g.trajectories)
         total_s = time.monotonic() - began
-        workers = self.buffer.workers()
+        workers, memory = self.buffer.workers(), self.buffer.memory()
         sent = self.broadcaster.stats
-        memory = self.buffer.memory()
         values |= {
             "learner/step_s": total_s,
             "learner/wait_s": waited,
@@ -176,7 +197,13 @@ class Learner:
             "buffer/open_tickets": len(self.feeder.outstanding),
             "buffer/dropped_stale": self.intake.dropped,
             "buffer/dropped_uniform": self.intake.uniform,
-            "buffer/quarantined": self.buffer.quarantined,
+            "buffer/removed": self.intake.removed,
+            "buffer/duplicates": self.intake.duplicates,
+            "buffer/held": self.intake.held,
+            "buffer/quarantined": self.buffer.set_aside(),
+            "buffer/full": float(memory.full),
+            "buffer/refused_admissions": self.feeder.refused,
+            "buffer/waiting_commits": sum(w.waiting for w in workers),
             "weights/delta_bytes": sent.delta_bytes,
             "weights/fetches": sent.fetches,
             "weights/refused": sent.refused,

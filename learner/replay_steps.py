@@ -110,7 +110,7 @@ class Replay:
             lineage.fork = record.fork
             if before:
                 before(self.trainer, record.step, groups, lineage)
-            metrics = learn(self.trainer, groups, lineage, record.step)
+            metrics = learn(self.trainer, groups, lineage, record.step, record.weights)
             lineage.published(record.step + 1, record.digest)
             # Weights of another history have nothing to be compared with, and may be past quantizing.
             made = None if self.what_if else publisher.make(self.trainer.model, record.step + 1)

@@ -11,13 +11,18 @@ from learner.trainer import Trainer
 
 
 def learn(
-    trainer: Trainer, groups: Sequence[Group], lineage: Lineage, step: int
+    trainer: Trainer,
+    groups: Sequence[Group],
+    lineage: Lineage,
+    step: int,
+    weights: Sequence[float] = (),
 ) -> dict[str, float]:
-    """Step `step` on `groups`, in their order; returns its metrics, none of which depends on time."""
+    """Step `step` on `groups`, in their order and with their sampler's weights; returns its metrics, none of
+    which depends on time."""
     kl = trainer.cfg.reference_kl
     if kl and kl.reset_every and step and step % kl.reset_every == 0:
         trainer.reset_reference()
-    samples = samples_of(groups, trainer.cfg.advantage, lineage, step)
+    samples = samples_of(groups, trainer.cfg.advantage, lineage, step, weights)
     rewards = [s.trajectory.reward for s in samples]
     mean = sum(rewards) / len(rewards)
     return trainer.step(samples) | {

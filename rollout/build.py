@@ -26,6 +26,7 @@ async def serve(
         config_toml, endpoints = await buffer.run_info()
         run = parse(config_toml, f"run {run_name}")
         buffer.claim_timeout_s = run.buffer.claim_timeout_s
+        buffer.max_deliveries = run.buffer.max_deliveries
         torch.set_num_threads(run.rollout.threads)
         tokenizer = build_tokenizer(run)
         receiver = Receiver(

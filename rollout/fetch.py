@@ -117,7 +117,7 @@ class Fetcher:
     ) -> None:
         self.stats = FetchStats()
         self.pool = PayloadPool()
-        self._context, self._poller, self._endpoint = context, poller, endpoint
+        self._context, self._poller, self.endpoint = context, poller, endpoint
         self._wanted = wanted
         self._chunk_bytes, self._credit = chunk_bytes, credit
         self._timeout_s = timeout_s
@@ -241,6 +241,6 @@ class Fetcher:
         dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.MAXMSGSIZE, max(self._chunk_bytes, MAX_MANIFEST_BYTES))
-        dealer.connect(self._endpoint)
+        dealer.connect(self.endpoint)
         self._poller.register(dealer, zmq.POLLIN)
         return dealer

@@ -131,6 +131,15 @@ class Receiver:
         """`latest`, once there is one. Raises WeightVersionError when the receiver stops."""
         return await self._slot.wait()
 
+    @property
+    def silent(self) -> bool:
+        """Whether the learner announced nothing for `silence_s`."""
+        return self._silent
+
+    def follow(self, announce: str, fetch: str) -> None:
+        """The learner may have moved there: taken up at the next reconnection, which silence brings."""
+        self._announce_endpoint, self._fetcher.endpoint = announce, fetch
+
     def close(self) -> None:
         """Stops the thread and wakes whoever waits. Idempotent."""
         self._closing = True

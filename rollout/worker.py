@@ -169,6 +169,9 @@ class Worker:
             now_s = time.monotonic()
             span_s = now_s - last_s
             self._abandon(await self._buffer.renew(list(self._claims.values())))
+            if self._receiver.silent:
+                _, endpoints = await self._buffer.run_info()
+                self._receiver.follow(endpoints["announce"], endpoints["fetch"])
             status = WorkerStatus(
                 worker=self.name,
                 pid=os.getpid(),
@@ -181,6 +184,8 @@ class Worker:
                 swaps=self._swaps,
                 swap_s=self._swap_s / max(1, self._swaps),
                 time_s=time.time(),
+                waiting=self._buffer.waiting,
+                full_s=self._buffer.full_s,
             )
             self._observe(msgspec.structs.asdict(status))
             await self._buffer.heartbeat(status)

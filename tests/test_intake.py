@@ -43,7 +43,7 @@ class Learner:
         lineage = Lineage(keep=run.learner.max_lag + 2)
         for version in range(6, 10):
             lineage.published(version, f"d{version}")
-        self.intake = Intake(self.buffer, self.feeder, lineage, run.learner)
+        self.intake = Intake(self.buffer, self.feeder, lineage, run)
         self.stop = threading.Event()
 
     def answer(self, count: int, *versions: int) -> list[int]:
@@ -60,7 +60,7 @@ class Learner:
 
     def take(self) -> list[int] | None:
         taken = self.intake.take(9, self.stop)
-        return None if taken is None else [group.ticket.number for group in taken]
+        return None if taken is None else [group.ticket.number for group in taken.groups]
 
 
 @pytest.fixture

@@ -1,5 +1,14 @@
 """The settings of a run: frozen Structs, a tagged union per choice, from TOML. Imports no torch."""
 
+from areal_q.config.buffer import (
+    BufferConfig,
+    Fifo,
+    Freshest,
+    Prioritized,
+    Removal,
+    SamplerConfig,
+    Uniform,
+)
 from areal_q.config.load import dump_toml, load, override, parse, settings_hash
 from areal_q.config.objectives import (
     Acr,
@@ -30,7 +39,6 @@ from areal_q.config.objectives import (
 )
 from areal_q.config.run import (
     BroadcastConfig,
-    BufferConfig,
     CheckpointConfig,
     CriticConfig,
     EvalConfig,
@@ -74,6 +82,8 @@ __all__ = [
     "Decoupled",
     "DrGrpo",
     "EvalConfig",
+    "Fifo",
+    "Freshest",
     "Gae",
     "Grpo",
     "Gsm8k",
@@ -89,13 +99,16 @@ __all__ = [
     "Overlong",
     "Ppo",
     "PretrainedModel",
+    "Prioritized",
     "Python",
     "ReferenceKl",
     "ReinforcePlusPlus",
+    "Removal",
     "RewardConfig",
     "Rloo",
     "RolloutConfig",
     "Run",
+    "SamplerConfig",
     "Sampling",
     "Sapo",
     "ScriptedEngine",
@@ -107,6 +120,7 @@ __all__ = [
     "Tis",
     "TokenMean",
     "TorchEngine",
+    "Uniform",
     "ValueLoss",
     "WarmStart",
     "dump_toml",

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from areal_q.config.buffer import Prioritized, Uniform
 from areal_q.config.objectives import Gae, ReinforcePlusPlus
 from areal_q.config.run import BroadcastConfig, LearnerConfig, Run, SmallModel
 from areal_q.config.tasks import Choice, Gsm8k, Math, Python
@@ -102,6 +103,7 @@ def _check(run: Run, source: str) -> Run:
         reason = "rollout.sampling.max_tokens leaves no room in model.max_positions"
     elif run.broadcast.host is None and _on_every_interface(run.broadcast):
         reason = "broadcast.host is needed: workers cannot connect to every interface"
+    reason = reason or _starves(run)
     if reason:
         raise ConfigError(f"{source}: {reason}")
     return run
@@ -116,6 +118,22 @@ def _judged_alone(learner: LearnerConfig) -> bool:
             return baseline == "none"
         case _:
             return False
+
+
+def _starves(run: Run) -> str | None:
+    """Why a step could wait for ever: it may draw only from more groups than there can be."""
+    sampler, removal, groups = run.buffer.sampler, run.buffer.removal, run.learner.groups
+    needed = (
+        max(groups, sampler.min_groups) if isinstance(sampler, Uniform | Prioritized) else groups
+    )
+    admitted = (run.learner.max_lag + 1) * groups
+    if needed > admitted:
+        return (
+            f"buffer.sampler.min_groups = {needed}, but only {admitted} groups are admitted at once"
+        )
+    if removal.max_groups is not None and needed > removal.max_groups:
+        return f"buffer.removal.max_groups = {removal.max_groups}, but a step needs {needed} groups"
+    return None
 
 
 def _on_every_interface(broadcast: BroadcastConfig) -> bool:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, field
 
 from areal_q.config.bounds import AtLeastOne, Count, Fraction, Index, NonNegative, Positive
+from areal_q.config.buffer import BufferConfig
 from areal_q.config.objectives import (
     Acr,
     AdvantageConfig,
@@ -148,15 +149,6 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     microbatch_tokens: Count = 16384
     device: str = "cpu"
     threads: Count = 1
-
-
-class BufferConfig(_Settings, frozen=True, kw_only=True):
-    claim_timeout_s: Positive = 30.0
-    """A ticket whose worker was silent for so long goes to another."""
-    log: bool = True
-    """Write every consumed group to `runs/NAME/trajectories/` as Parquet."""
-    tokens: bool = True
-    """With it, what the learner computed for each token (log π_prox, log π_θ, entropy) to `tokens/`."""
 
 
 class BroadcastConfig(_Settings, frozen=True, kw_only=True):

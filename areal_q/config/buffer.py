@@ -1,0 +1,74 @@
+"""The settings of the replay buffer: which groups a step draws, how often, and what leaves unused."""
+
+from msgspec import Struct
+
+from areal_q.config.bounds import Count, Fraction, Index, NonNegative, Positive
+
+
+class _Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Fifo(_Settings, frozen=True, kw_only=True, tag_field="type", tag="fifo"):
+    """In the order of their commits, each once."""
+
+
+class Freshest(_Settings, frozen=True, kw_only=True, tag_field="type", tag="freshest"):
+    """The newest first, each once: by the largest lag of a token, then by the latest commit. What is passed
+    over until it is too old was drawn for nothing."""
+
+
+class Uniform(_Settings, frozen=True, kw_only=True, tag_field="type", tag="uniform"):
+    """Replay: any of the window with equal chance. The window is what `learner.max_lag` and
+    `buffer.removal` leave."""
+
+    max_uses: Count = 2
+    """Steps in which a group may be used (Reverb's max_times_sampled)."""
+    min_groups: Index = 0
+    """Groups that must be there before a step draws (Reverb's MinSize); at least `learner.groups`."""
+
+
+class Prioritized(_Settings, frozen=True, kw_only=True, tag_field="type", tag="prioritized"):
+    """Replay by priority p = mean over responses of |reward − mean reward of the group| + floor, with chance
+    ∝ p^alpha; the advantages of a group drawn with chance P are multiplied by (N·P)^-beta, over the largest
+    of the batch (arXiv 1511.05952 §3.3–3.4)."""
+
+    max_uses: Count = 2
+    """Steps in which a group may be used (Reverb's max_times_sampled)."""
+    min_groups: Index = 0
+    """Groups that must be there before a step draws (Reverb's MinSize); at least `learner.groups`."""
+    alpha: NonNegative = 0.6
+    """0 is uniform."""
+    beta: Fraction = 0.4
+    """At the first step."""
+    beta_final: Fraction = 1.0
+    """At the last one, reached in a straight line; 1 corrects in full."""
+    floor: Positive = 0.01
+    """Keeps a group of equal rewards from never being drawn."""
+
+
+SamplerConfig = Fifo | Freshest | Uniform | Prioritized
+
+
+class Removal(_Settings, frozen=True, kw_only=True):
+    """What leaves the buffer, the oldest first, though it may still be drawn. None: no such bound. It frees its
+    place, is counted, and goes from Redis with the next checkpoint."""
+
+    max_age_s: Positive | None = None
+    """Since the group was finished."""
+    max_groups: Count | None = None
+    max_bytes: Count | None = None
+    """Of records. Never below the groups that a step needs."""
+
+
+class BufferConfig(_Settings, frozen=True, kw_only=True):
+    sampler: SamplerConfig = Fifo()
+    removal: Removal = Removal()
+    claim_timeout_s: Positive = 30.0
+    """A ticket whose worker was silent for so long goes to another."""
+    max_deliveries: Count = 5
+    """Workers that may fall silent over a ticket before it goes to the quarantine."""
+    log: bool = True
+    """Write every consumed group to `runs/NAME/trajectories/` as Parquet."""
+    tokens: bool = True
+    """With it, what the learner computed for each token (log π_prox, log π_θ, entropy) to `tokens/`."""
