@@ -182,14 +182,9 @@ def assert_every_line_is_exported(table, exporter: Exporter, records: list[Recor
 def test_learner_and_worker_meet_over_tcp_and_the_worker_outlives_the_learner(
     locked_redis, password_file, tmp_path
 ):
-    """Two lives of the learner, at fixed ports; the second goes on at the first one's checkpoint."""
+    """Two lives of the learner, the second at other ports; it goes on at the first one's checkpoint."""
     (tmp_path / "tiny.toml").write_text(TINY)
-    ports = free_port(), free_port()
     settings = [f"root={tmp_path}", "broadcast.host=localhost"]
-    settings += [
-        f"broadcast.{kind}=tcp://127.0.0.1:{port}"
-        for kind, port in zip(("announce", "fetch"), ports, strict=True)
-    ]
     environment = {**os.environ, "REDIS_URL": locked_redis, "OMP_NUM_THREADS": "1"}
     said = (tmp_path / "said").open("w+")
 
@@ -197,19 +192,26 @@ def test_learner_and_worker_meet_over_tcp_and_the_worker_outlives_the_learner(
         command = [sys.executable, "-m", *args]
         return subprocess.Popen(command, env=environment, stdout=said, stderr=said)
 
-    def learn(*overrides: str) -> None:
+    def learn(*overrides: str) -> tuple[int, int]:
+        """The ports that it was reached at."""
+        ports = free_port(), free_port()
+        overrides += tuple(
+            f"broadcast.{kind}=tcp://127.0.0.1:{port}"
+            for kind, port in zip(("announce", "fetch"), ports, strict=True)
+        )
         learner = start("learner", "--config", str(tmp_path / "tiny.toml"), *settings, *overrides)
         try:
             assert learner.wait(120) == 0, (tmp_path / "said").read_text()
         finally:
             learner.kill()
             learner.wait()
+        return ports
 
     port = free_port()
     worker = start("rollout", "--run", "services", "--id", "w", "--metrics", str(port))
     try:
         learn()
-        learn("steps=5")
+        ports = learn("steps=5")
         assert worker.poll() is None
         with urlopen(f"http://127.0.0.1:{port}/metrics") as page:
             exported = page.read().decode()
