@@ -134,6 +134,12 @@ def doctor(ctx: typer.Context) -> None:
     _become("learner.doctor", ctx.args)
 
 
+@app.command(context_settings=PASS_THROUGH)
+def check(ctx: typer.Context) -> None:
+    """Say what this machine lacks for a run, and what to do about it: `python -m rollout.check`."""
+    _become("rollout.check", ctx.args)
+
+
 @app.command("eval", context_settings=PASS_THROUGH)
 def evaluate(ctx: typer.Context) -> None:
     """Score a run or a model on held-out problems: the arguments of `python -m rollout.evaluate`."""

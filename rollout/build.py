@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from areal_q.config import Run, TorchEngine, parse
+from areal_q.errors import ConfigError
 from areal_q.tasks import build_reward, build_tokenizer
 from buffer.redis_buffer import WorkerBuffer
 from rollout.engines import build_engine
@@ -36,9 +37,12 @@ async def serve(
             chunk_bytes=run.broadcast.chunk_bytes,
             credit=run.broadcast.credit,
         )
+        engine = build_engine(run.rollout.engine)
+        if problem := engine.capabilities.lacks(run.rollout):
+            raise ConfigError(f"engine {engine.name}: {problem}")
         worker = Worker(
             name=name,
-            engine=build_engine(run.rollout.engine),
+            engine=engine,
             buffer=buffer,
             receiver=receiver,
             tokenizer=tokenizer,

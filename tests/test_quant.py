@@ -219,7 +219,7 @@ def test_the_integer_product_is_exact(shape):
 
 
 def test_the_integer_product_is_exact_without_the_fast_kernel(monkeypatch):
-    monkeypatch.setattr("areal_q.quant.linear._int_mm_is_exact", lambda device: False)
+    monkeypatch.setattr("areal_q.quant.linear.int_mm_is_exact", lambda device: False)
     for k in (128, 1041, 4099):
         a = torch.randint(-127, 128, (5, k), dtype=torch.int8)
         b = torch.full((3, k), 127, dtype=torch.int8)

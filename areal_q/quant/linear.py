@@ -99,7 +99,7 @@ def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _int_mm_takes(a: Tensor, b: Tensor) -> bool:
-    if not _int_mm_is_exact(a.device.type):
+    if not int_mm_is_exact(a.device.type):
         return False
     # cuBLASLt wants more than 16 rows and multiples of 8; oneDNN takes everything.
     return a.device.type == "cpu" or (
@@ -108,7 +108,7 @@ def _int_mm_takes(a: Tensor, b: Tensor) -> bool:
 
 
 @cache
-def _int_mm_is_exact(device: str) -> bool:
+def int_mm_is_exact(device: str) -> bool:
     """Whether `_int_mm` exists and does not saturate (x86 without VNNI adds products in int16)."""
     if not hasattr(torch, "_int_mm") or device not in ("cpu", "cuda"):
         return False

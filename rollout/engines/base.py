@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 import numpy as np
 from msgspec import Struct
 
-from areal_q.config import Sampling
+from areal_q.config import RolloutConfig, Sampling
 from areal_q.messages import VersionSpan
 from areal_q.weights import WeightVersion
 
@@ -16,6 +16,16 @@ class Capabilities(Struct, frozen=True):
 
     formats: frozenset[str]
     kv_on_update: frozenset[str]
+
+    def lacks(self, asked: RolloutConfig) -> str | None:
+        """What the settings ask for and the engine cannot do, in one line; None if there is nothing."""
+        if asked.format not in self.formats:
+            return f"rollout.format: {asked.format} is not among {', '.join(sorted(self.formats))}"
+        kv = getattr(asked.engine, "kv_on_update", None)
+        if kv is not None and kv not in self.kv_on_update:
+            able = ", ".join(sorted(self.kv_on_update))
+            return f"rollout.engine.kv_on_update: {kv} is not among {able}"
+        return None
 
 
 class Request(Struct, frozen=True, kw_only=True):

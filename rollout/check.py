@@ -1,0 +1,96 @@
+"""`areal-q check [CONFIG]`: whether this machine can do what a run asks for, and what to change if not.
+
+Exit codes: 0 nothing is wrong (notes and warnings aside), 1 an error was found, 2 CONFIG is no good.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from areal_q.config import Run, load
+from areal_q.environment import Finding, environment
+from areal_q.errors import UserError
+from areal_q.rundir import path_of
+
+MARKS = {"ok": "[green]✓[/]", "note": "[dim]·[/]", "warning": "[yellow]![/]", "error": "[red]✗[/]"}
+
+
+def main(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="a TOML file; default: the settings'")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[a.b=c]...", help="settings on top")
+    ] = None,
+    redis: Annotated[
+        str | None, typer.Option(help="URL of a Redis to look at", envvar="REDIS_URL")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON list")] = False,
+) -> None:
+    """Looks at Python, torch, GPUs, engines, Redis, ports and disk, and at CONFIG beside them."""
+    if config is not None and "=" in str(config):
+        config, overrides = None, [str(config), *(overrides or [])]
+    run = load(config, overrides)
+    found = list(findings(run, redis))
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+    else:
+        show(found)
+    raise typer.Exit(1 if any(f.level == "error" for f in found) else 0)
+
+
+def findings(run: Run, redis: str | None) -> Iterator[Finding]:
+    from buffer.check import check_redis
+
+    yield from environment(path_of(run))
+    yield from check_redis(redis)
+    yield from engine_of(run)
+
+
+def engine_of(run: Run) -> Iterator[Finding]:
+    """What the configured engine can do, beside what the run asks of it."""
+    from rollout.engines import build_engine
+
+    tag = type(run.rollout.engine).__struct_config__.tag
+    try:
+        engine = build_engine(run.rollout.engine)
+    except (UserError, ImportError) as error:
+        yield Finding(f"engine {tag}", "error", str(error), f"pip install 'areal-q[{tag}]'")
+        return
+    able = engine.capabilities
+    if problem := able.lacks(run.rollout):
+        yield Finding(f"engine {tag}", "error", problem, "another rollout.engine, or setting")
+    else:
+        told = (
+            f"formats {', '.join(sorted(able.formats))}; KV {', '.join(sorted(able.kv_on_update))}"
+        )
+        yield Finding(f"engine {tag}", "ok", told)
+
+
+def show(found: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    table.add_column()
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for one in found:
+        fix = f"\n[dim]→ {escape(one.fix)}[/]" if one.fix else ""
+        table.add_row(MARKS[one.level], escape(one.name), escape(one.says) + fix)
+    Console().print(table)
+    errors = sum(one.level == "error" for one in found)
+    typer.echo(f"in the way: {errors}" if errors else "nothing is in the way")
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except UserError as error:
+        print(f"areal-q: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)

