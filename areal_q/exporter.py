@@ -81,6 +81,9 @@ LEARNER = (
     Exported("weights_delta_bytes_total", "weights/delta_bytes", "Deltas sent"),
     Exported("weights_fetches_total", "weights/fetches", "Snapshots fetched"),
     Exported("weights_refused_total", "weights/refused", "Malformed requests on the weight ports"),
+    Exported("weights_catch_ups_total", "weights/catch_ups", "Deltas fetched by workers behind"),
+    Exported("weights_stalls_total", "weights/stalls", "Deltas that took too long to make"),
+    Exported("weights_behind_seconds", "weights/behind_s", "Longest a live worker is behind"),
 )
 WORKER = (
     Exported("worker_weights_version", "version", "Version that the engine runs"),
@@ -94,6 +97,8 @@ WORKER = (
     Exported("worker_groups_total", "groups", "Groups committed"),
     Exported("worker_swaps_total", "swaps", "Weight versions swapped in"),
     Exported("worker_swap_seconds", "swap_s", "Mean pause of generation for a swap"),
+    Exported("worker_behind_seconds", "behind_s", "Newer weights known, and none arrived"),
+    Exported("worker_stalls_total", "stalls", "Times that this went on for too long"),
 )
 
 

@@ -1,7 +1,7 @@
 """Every record that crosses a process border, as msgspec Structs on msgpack. Imports no torch.
 
     learner ──Ticket──▶ Redis ──Ticket──▶ worker ──Group──▶ Redis ──Group──▶ learner
-    learner ──Announce, Delta (PUB)──▶ worker ──Fetch (DEALER)──▶ learner ──Manifest, chunks (ROUTER)──▶ worker
+    learner ──Announce, Delta (PUB)──▶ worker ──Fetch… (DEALER)──▶ learner ──replies, chunks (ROUTER)──▶ worker
 
 Records that outlive a process keep their field names, so that the schema can grow: a new field needs a
 default, and nothing else changes. Arrays travel as raw little-endian bytes with a dtype, never as lists.
@@ -193,8 +193,20 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """xxh3-128 of the bytes, hexadecimal"""
 
 
+class Noise(msgspec.Struct, frozen=True, kw_only=True):
+    """AQN: the published norms hold noise N(0, sigma²) drawn from `seed` (QeRL); the learner's do not."""
+
+    sigma: float
+    seed: int
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a version consists of. Its digest covers every tensor, so two equal digests are equal weights."""
+    """What a version consists of. Its digest covers every tensor, and the digest of the version beneath it
+    if there is one, so two equal digests are equal weights.
+
+    A version is any set of named tensors: codes, scales, KV scales, norms, adapters. Example: LoRA adapters
+    alone are a version whose `base_digest` names the weights that they are added to.
+    """
 
     schema: int = SCHEMA
     run: str
@@ -208,8 +220,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     tensors: list[TensorSpec]
     nbytes: int
     digest: str
-    """xxh3-128 over the names, dtypes, shapes and digests of all tensors, hexadecimal"""
+    """xxh3-128 over the names, dtypes, shapes and digests of all tensors, and `base_digest`, hexadecimal"""
     published_s: float
+    noise: Noise | None = None
+    base_digest: str = ""
+    """Digest of the version that these tensors are added to; empty where they are the whole model"""
+    extra: dict[str, Any] = {}
+    """Small facts that an engine needs beside the tensors: numbers, words, lists of them"""
 
 
 class Announce(msgspec.Struct, frozen=True, kw_only=True, tag="announce"):
@@ -238,11 +255,23 @@ class FetchManifest(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_manife
 
 
 class FetchChunk(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_chunk"):
-    """DEALER → ROUTER: `nbytes` of the payload of version `digest` from `offset`."""
+    """DEALER → ROUTER: `nbytes` from `offset` of what hashes to `digest`: a version's payload, or deltas."""
 
     digest: str
     offset: int
     nbytes: int
+
+
+class FetchDeltas(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_deltas"):
+    """DEALER → ROUTER: what leads from version `base` of `epoch` to the newest, please."""
+
+    epoch: str
+    base: int
+    base_digest: str
+
+
+class FetchHeld(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_held"):
+    """DEALER → ROUTER: which versions do you remember?"""
 
 
 class ManifestReply(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
@@ -254,6 +283,45 @@ class ManifestReply(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
     """xxh3-128 of it, hexadecimal: the manifest's own digest covers the tensors only"""
 
 
+class DeltasReply(msgspec.Struct, frozen=True, kw_only=True, tag="deltas"):
+    """ROUTER → DEALER: deltas to apply one after the other. None at all: fetch the manifest instead.
+
+    Their bytes, one after the other, are fetched in chunks like a version's, under `digest`.
+    """
+
+    deltas: list[Delta] = []
+    sizes: list[int] = []
+    """Bytes of each"""
+    digest: str = ""
+    """xxh3-128 of all of them, hexadecimal"""
+
+
+class HeldVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """A version that a broadcaster or relay remembers."""
+
+    epoch: str
+    version: int
+    digest: str
+    format: str
+    nbytes: int
+    """Of its payload"""
+    held: bool
+    """Whether the payload can still be fetched"""
+    delta_bytes: int | None
+    """From the version before; None where there is no such delta any more, or never was"""
+    base: int | None
+    base_digest: str | None
+    published_s: float
+
+
+class HeldReply(msgspec.Struct, frozen=True, kw_only=True, tag="held"):
+    """ROUTER → DEALER: the versions remembered, oldest first."""
+
+    versions: list[HeldVersion]
+    stats: dict[str, int]
+    """What the broadcaster counted since it started (areal_q/wire/stats.py)"""
+
+
 class ChunkReply(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):
     """ROUTER → DEALER: the header of a chunk; its bytes are the message's second frame."""
 
@@ -263,14 +331,14 @@ class ChunkReply(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):
 
 
 class Gone(msgspec.Struct, frozen=True, kw_only=True, tag="gone"):
-    """ROUTER → DEALER: version `digest` is no longer held; ask for the manifest again."""
+    """ROUTER → DEALER: what `digest` names is no longer held; ask what there is instead."""
 
     digest: str
 
 
 Broadcast = Announce | Delta
-FetchRequest = FetchManifest | FetchChunk
-FetchReply = ManifestReply | ChunkReply | Gone
+FetchRequest = FetchManifest | FetchDeltas | FetchChunk | FetchHeld
+FetchReply = ManifestReply | DeltasReply | ChunkReply | HeldReply | Gone
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -296,6 +364,12 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Finished groups that wait for room in Redis"""
     full_s: float = 0.0
     """Seconds that commits waited for room since the worker started"""
+    digest: str = ""
+    """Of the weights that the engine runs"""
+    behind_s: float = 0.0
+    """Seconds for which a newer version has been known and none has arrived"""
+    stalls: int = 0
+    """Times that this went on for longer than `broadcast.stall_s`"""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,7 +1,7 @@
 """A published version of the weights: manifest, payload, and the hashes that tie them together.
 
 The payload is the tensors' raw bytes, each at a 64-byte boundary, exactly as the engine will use
-them. Pure: no socket here (see learner/broadcaster.py and rollout/receiver.py).
+them. Pure: no socket here (see areal_q/wire/ and rollout/receiver.py).
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from areal_q.errors import WeightVersionError
-from areal_q.messages import Manifest, TensorSpec
+from areal_q.messages import Manifest, Noise, TensorSpec
 from areal_q.payloads import PayloadPool
 
 ALIGNMENT = 64
@@ -58,11 +58,15 @@ def pack(
     uaq_scale: float,
     model: dict[str, Any],
     published_s: float,
+    noise: Noise | None = None,
+    base_digest: str = "",
+    extra: dict[str, Any] | None = None,
     pool: PayloadPool | None = None,
 ) -> WeightVersion:
     """Copies `tensors` into one payload and describes it. Names are kept in the order given.
 
-    Who packs again and again passes a pool, so that payloads are reused.
+    Who packs again and again passes a pool, so that payloads are reused. `noise`, `base_digest` and
+    `extra` are the manifest's.
 
     Raises WeightVersionError for a dtype that is not in DTYPES.
     """
@@ -101,8 +105,11 @@ def pack(
         model=model,
         tensors=specs,
         nbytes=end,
-        digest=digest_of(specs),
+        digest=digest_of(specs, base_digest),
         published_s=published_s,
+        noise=noise,
+        base_digest=base_digest,
+        extra=extra or {},
     )
     return WeightVersion(manifest, payload, _views(manifest, payload))
 
@@ -113,15 +120,53 @@ def unpack(manifest: Manifest, payload: torch.Tensor) -> WeightVersion:
     Raises WeightVersionError if a tensor's byte differs. The bytes between two tensors (padding)
     belong to nobody and are not checked.
     """
-    check(manifest)
-    where = f"version {manifest.version}"
-    if payload.dtype != torch.uint8 or payload.numel() != manifest.nbytes:
-        raise WeightVersionError(f"{where}: {payload.numel()} of {manifest.nbytes} bytes")
-    raw = payload.numpy().data
-    for spec in manifest.tensors:
-        if xxhash.xxh3_128_hexdigest(raw[spec.offset : spec.offset + spec.nbytes]) != spec.digest:
-            raise WeightVersionError(f"{where}: {spec.name} does not hash to {spec.digest}")
-    return WeightVersion(manifest, payload, _views(manifest, payload))
+    verifier = Verifier(manifest, payload)
+    verifier.advance(manifest.nbytes)
+    return verifier.finish()
+
+
+class Verifier:
+    """Hashes a payload while it arrives from the front, while its bytes are still in the CPU's cache.
+
+    Raises WeightVersionError when made for a manifest that contradicts itself or a payload of
+    another size, and as soon as a tensor does not hash to its digest.
+    """
+
+    def __init__(self, manifest: Manifest, payload: torch.Tensor) -> None:
+        check(manifest)
+        if payload.dtype != torch.uint8 or payload.numel() != manifest.nbytes:
+            raise WeightVersionError(
+                f"version {manifest.version}: {payload.numel()} of {manifest.nbytes} bytes"
+            )
+        self._manifest, self._payload = manifest, payload
+        self._raw = payload.numpy().data
+        self._tensors = iter(manifest.tensors)
+        self._next()
+
+    def advance(self, nbytes: int) -> None:
+        """The first `nbytes` bytes are there."""
+        while (spec := self._spec) is not None:
+            end = spec.offset + spec.nbytes
+            if self._at < (upto := min(end, nbytes)):
+                self._hash.update(self._raw[self._at : upto])
+                self._at = upto
+            if self._at < end:
+                return
+            if self._hash.hexdigest() != spec.digest:
+                raise WeightVersionError(
+                    f"version {self._manifest.version}: {spec.name} does not hash to {spec.digest}"
+                )
+            self._next()
+
+    def finish(self) -> WeightVersion:
+        """The version, once all bytes have been seen."""
+        assert self._spec is None
+        return WeightVersion(self._manifest, self._payload, _views(self._manifest, self._payload))
+
+    def _next(self) -> None:
+        self._spec = next(self._tensors, None)
+        self._at = self._spec.offset if self._spec else 0
+        self._hash = xxhash.xxh3_128()
 
 
 def check(manifest: Manifest) -> None:
@@ -132,7 +177,7 @@ def check(manifest: Manifest) -> None:
     before a payload is allocated.
     """
     where = f"version {manifest.version}"
-    if digest_of(manifest.tensors) != manifest.digest:
+    if digest_of(manifest.tensors, manifest.base_digest) != manifest.digest:
         raise WeightVersionError(f"{where}: the manifest does not hash to {manifest.digest}")
     if len({spec.name for spec in manifest.tensors}) != len(manifest.tensors):
         raise WeightVersionError(f"{where}: a tensor is named twice")
@@ -152,9 +197,9 @@ def check(manifest: Manifest) -> None:
         raise WeightVersionError(f"{where}: tensors end at {end} of {manifest.nbytes} bytes")
 
 
-def digest_of(specs: list[TensorSpec]) -> str:
-    """xxh3-128 over every tensor's name, dtype, shape and digest."""
-    h = xxhash.xxh3_128()
+def digest_of(specs: list[TensorSpec], base_digest: str = "") -> str:
+    """xxh3-128 over every tensor's name, dtype, shape and digest, and the version beneath them, if any."""
+    h = xxhash.xxh3_128(base_digest.encode())
     for s in specs:
         h.update(f"{s.name}\0{s.dtype}\0{','.join(map(str, s.shape))}\0{s.digest}\n".encode())
     return h.hexdigest()

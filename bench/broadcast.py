@@ -33,8 +33,8 @@ from areal_q import delta, weights
 from areal_q.payloads import PayloadPool
 from areal_q.quant import quantize_state
 from areal_q.weights import WeightVersion
+from areal_q.wire.broadcaster import Broadcaster
 from bench.common import commit, device, number, publish, table, versions
-from learner.broadcaster import Broadcaster
 from rollout.receiver import Receiver
 
 SNAPSHOT_BYTES = 256 << 20

@@ -13,12 +13,12 @@ from areal_q.metrics import MetricsLog
 from areal_q.models import Decoder, DecoderConfig, init_weights, load_decoder
 from areal_q.quant.uaq import apply_uaq
 from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer, check_reward
+from areal_q.wire.broadcaster import Broadcaster
 from buffer.log import TrajectoryLog
 from buffer.redis_buffer import START, LearnerBuffer
 from buffer.steps import StepLog
 from buffer.tokens import TokenLog
 from learner import checkpoint
-from learner.broadcaster import Broadcaster
 from learner.feeder import Feeder
 from learner.heldout import HeldOut
 from learner.intake import Intake
@@ -174,7 +174,7 @@ def build_learner(
     keep = run.learner.max_lag + 2
     forks = forks_at(start, state.forks, keep) if state else []
     lineage = Lineage(keep, state.digests if state else None, min(forks, default=0))
-    broadcaster = Broadcaster(announce, fetch)
+    broadcaster = Broadcaster(announce, fetch, run.broadcast)
     endpoints = {
         kind: reached_at(endpoint, run.broadcast.host)
         for kind, endpoint in broadcaster.endpoints._asdict().items()

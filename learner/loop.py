@@ -21,13 +21,13 @@ from pathlib import Path
 from areal_q.config import Run, settings_hash
 from areal_q.messages import Group
 from areal_q.metrics import MetricsLog
+from areal_q.wire.broadcaster import Broadcaster
 from buffer.log import TrajectoryLog
 from buffer.pool import Draw
 from buffer.redis_buffer import START, LearnerBuffer
 from buffer.steps import StepLog, StepRecord
 from buffer.tokens import TokenLog
 from learner import checkpoint
-from learner.broadcaster import Broadcaster
 from learner.feeder import Feeder
 from learner.heldout import HeldOut
 from learner.intake import Intake
@@ -207,6 +207,9 @@ class Learner:
             "weights/delta_bytes": sent.delta_bytes,
             "weights/fetches": sent.fetches,
             "weights/refused": sent.refused,
+            "weights/catch_ups": sent.catch_ups,
+            "weights/stalls": sent.stalls,
+            "weights/behind_s": max((w.behind_s for w in workers), default=0.0),
             "redis/used_bytes": memory.used,
             "redis/limit_bytes": memory.limit,
         }

@@ -27,6 +27,18 @@ def main(
     metrics: Annotated[
         str, typer.Option(metavar="[HOST:]PORT", help="serve Prometheus metrics; on loopback")
     ] = "",
+    announce: Annotated[
+        str | None,
+        typer.Option(help="a relay's, instead of the learner's", envvar="AREAL_Q_ANNOUNCE"),
+    ] = None,
+    fetch: Annotated[
+        str | None, typer.Option(help="a relay's, instead of the learner's", envvar="AREAL_Q_FETCH")
+    ] = None,
+    keys: Annotated[
+        str | None,
+        typer.Option(help="directory of CURVE keys, before the settings'", envvar="AREAL_Q_KEYS"),
+    ] = None,
+    client: Annotated[str, typer.Option(help="whose key in it")] = "worker",
 ) -> None:
     """Generates for a run until it is told to stop."""
     logs.set_up("rollout")
@@ -36,9 +48,10 @@ def main(
         logger.info("metrics on port %d", serve_metrics(metrics, exporter))
     import uvloop
 
-    from rollout.build import serve
+    from rollout.build import Source, serve
 
-    uvloop.run(_until_signal(serve(redis, run, name, exporter.update)))
+    source = Source(announce, fetch, keys, client)
+    uvloop.run(_until_signal(serve(redis, run, name, source, exporter.update)))
 
 
 async def _until_signal(work) -> None:

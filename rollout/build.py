@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from areal_q.config import Run, TorchEngine, parse
 from areal_q.errors import ConfigError
 from areal_q.tasks import build_reward, build_tokenizer
+from areal_q.wire.curve import CLIENT, client_keys
 from buffer.redis_buffer import WorkerBuffer
 from rollout.engines import build_engine
 from rollout.receiver import Receiver
@@ -17,8 +19,22 @@ from rollout.worker import Worker
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where the weights come from, if not from where the learner says: a relay; keys of this machine."""
+
+    announce: str | None = None
+    fetch: str | None = None
+    keys: str | None = None
+    client: str = CLIENT
+
+
 async def serve(
-    redis_url: str, run_name: str, name: str, observe: Callable[[dict[str, Any]], None]
+    redis_url: str,
+    run_name: str,
+    name: str,
+    source: Source,
+    observe: Callable[[dict[str, Any]], None],
 ) -> None:
     """Joins run `run_name` and works until cancelled; `observe` is told every heartbeat."""
     buffer = WorkerBuffer(redis_url, run_name, name)
@@ -30,12 +46,13 @@ async def serve(
         buffer.max_deliveries = run.buffer.max_deliveries
         torch.set_num_threads(run.rollout.threads)
         tokenizer = build_tokenizer(run)
+        keys = source.keys or run.broadcast.keys
         receiver = Receiver(
-            endpoints["announce"],
-            endpoints["fetch"],
+            source.announce or endpoints["announce"],
+            source.fetch or endpoints["fetch"],
             run=run_name,
-            chunk_bytes=run.broadcast.chunk_bytes,
-            credit=run.broadcast.credit,
+            config=run.broadcast,
+            keys=client_keys(keys, source.client) if keys else None,
         )
         engine = build_engine(run.rollout.engine)
         if problem := engine.capabilities.lacks(run.rollout):

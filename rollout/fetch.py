@@ -1,15 +1,15 @@
-"""Fetches the learner's newest version in full: its manifest, then its payload in chunks.
+"""Fetches what a worker lacks: deltas to the version it holds if they are to be had, else a whole version.
 
-idle ──start──▶ manifest asked ──▶ chunks asked, `credit` at a time ──▶ hashes verified ──▶ idle
-  ▲                  ▲  │ ▲                 │ │ overdue: reconnect, ask again
-  └── not wanted ────┼──┘ └───── gone ──────┘ │
-                     └── rest ◀── mismatch ───┘
+idle ──start──▶ deltas asked ──▶ chunks asked, `credit` at a time ──▶ hashes verified ──▶ idle
+  ▲         │        │ none             ▲   │ │ overdue: reconnect, ask again
+  │         └─▶ manifest asked ─────────┘   │ │ gone: the same question again
+  └── not wanted ────┘  ▲                   │
+                        └── rest ◀── mismatch
 """
 
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,13 +18,26 @@ import xxhash
 import zmq
 
 from areal_q import messages
+from areal_q.config import BroadcastConfig
 from areal_q.errors import RecordError, WeightVersionError
-from areal_q.messages import ChunkReply, FetchChunk, FetchManifest, Gone, Manifest, ManifestReply
+from areal_q.messages import (
+    ChunkReply,
+    Delta,
+    DeltasReply,
+    FetchDeltas,
+    FetchManifest,
+    Gone,
+    Manifest,
+    ManifestReply,
+)
 from areal_q.payloads import PayloadPool
-from areal_q.weights import WeightVersion, check, unpack
+from areal_q.weights import WeightVersion, check
+from areal_q.wire.curve import ClientKeys
+from rollout.partial import CatchUp, Partial, Snapshot
 
 logger = logging.getLogger(__name__)
 
+Fetched = WeightVersion | list[tuple[Delta, bytes]]
 MAX_MANIFEST_BYTES = 64 << 20
 FIRST_REST_S = 0.1
 
@@ -36,6 +49,9 @@ class FetchStats:
     fetches: int = 0
     """Payloads fetched in full"""
     fetched_bytes: int = 0
+    catch_ups: int = 0
+    """Deltas to a version several behind, fetched instead of a payload"""
+    catch_up_bytes: int = 0
     retries: int = 0
     """Answers that were overdue, each met by a new connection and a repeated question"""
     gone: int = 0
@@ -44,48 +60,6 @@ class FetchStats:
     """Versions refused because a hash differed or the manifest contradicts itself"""
     refused: int = 0
     """Frames that were no awaited answer"""
-
-
-class _Partial:
-    """A payload under way: chunks to ask for, chunks asked for, and the buffer that they fill."""
-
-    def __init__(self, manifest: Manifest, pool: PayloadPool, chunk_bytes: int) -> None:
-        self.manifest = manifest
-        self.payload = pool.lend(manifest.nbytes)
-        self._memory = self.payload.numpy().data
-        self._chunk_bytes = chunk_bytes
-        self._missing = deque(range(0, manifest.nbytes, chunk_bytes))
-        self._asked: dict[int, int] = {}
-
-    @property
-    def complete(self) -> bool:
-        return not self._missing and not self._asked
-
-    def next_requests(self, credit: int) -> list[FetchChunk]:
-        requests = []
-        while self._missing and len(self._asked) < credit:
-            offset = self._missing.popleft()
-            nbytes = min(self._chunk_bytes, self.manifest.nbytes - offset)
-            self._asked[offset] = nbytes
-            requests.append(FetchChunk(digest=self.manifest.digest, offset=offset, nbytes=nbytes))
-        return requests
-
-    def ask_again(self) -> None:
-        self._missing.extendleft(reversed(self._asked))
-        self._asked.clear()
-
-    def receive(self, reply: ChunkReply, dealer: zmq.Socket) -> None:
-        """Reads the chunk's bytes into place. Raises RecordError for what was not asked for."""
-        where = f"chunk at {reply.offset} of {reply.digest}"
-        known = reply.digest == self.manifest.digest
-        if not known or self._asked.get(reply.offset) != reply.nbytes:
-            raise RecordError(f"{where} was not asked for")
-        if not dealer.getsockopt(zmq.RCVMORE):
-            raise RecordError(f"{where} has no bytes")
-        place = self._memory[reply.offset : reply.offset + reply.nbytes]
-        if (nbytes := dealer.recv_into(place)) != reply.nbytes:
-            raise RecordError(f"{where} has {nbytes} of {reply.nbytes} bytes")
-        del self._asked[reply.offset]
 
 
 def _manifest_of(reply: ManifestReply) -> Manifest | None:
@@ -100,7 +74,8 @@ class Fetcher:
     """One fetch at a time over one DEALER, which it replaces when an answer is overdue.
 
     Not thread-safe: lives on the receiver's thread, and its socket in the receiver's poller.
-    `wanted` is asked before a payload is fetched.
+    `wanted` is asked before a payload is fetched. An answer is overdue after `timeout_s`, which doubles with
+    every failure in a row, up to four times that: a chunk that a slow line needs longer for still arrives.
     """
 
     def __init__(
@@ -109,35 +84,52 @@ class Fetcher:
         poller: zmq.Poller,
         endpoint: str,
         wanted: Callable[[Manifest], bool],
-        *,
-        chunk_bytes: int,
-        credit: int,
-        timeout_s: float,
+        config: BroadcastConfig,
+        keys: ClientKeys | None,
         max_payload_bytes: int,
     ) -> None:
         self.stats = FetchStats()
         self.pool = PayloadPool()
         self._context, self._poller, self.endpoint = context, poller, endpoint
-        self._wanted = wanted
-        self._chunk_bytes, self._credit = chunk_bytes, credit
-        self._timeout_s = timeout_s
+        self._wanted, self._keys = wanted, keys
+        self._chunk_bytes = config.chunk_bytes
+        self._credit = min(config.credit, messages.MAX_CREDIT)
+        self._timeout_s = config.timeout_s
+        self._max_delta_bytes = config.max_delta_bytes
         self._max_payload_bytes = max_payload_bytes
-        self._partial: _Partial | None = None
+        self._work: Snapshot | CatchUp | None = None
+        self._question: FetchManifest | FetchDeltas = FetchManifest()
         self._resting = False
         self._failures = 0
         self.due_s = math.inf
         """Monotonic time by which `on_due` wants to be called; infinite while idle"""
         self.dealer = self._connect()
 
-    def start(self) -> None:
-        """Asks for the newest version, unless a fetch is under way already."""
-        if self.due_s == math.inf:
-            self._ask_manifest()
+    def __str__(self) -> str:
+        if self._work is not None:
+            return f"{self._work.partial.front:,} bytes in order fetched"
+        return "resting" if self._resting else "nothing asked" if self.idle else "no answer"
+
+    @property
+    def idle(self) -> bool:
+        return self.due_s == math.inf
+
+    def start(self, base: Manifest | None) -> None:
+        """Asks for what `base` lacks to be the newest version, or for the newest version.
+
+        Nothing happens while a fetch is under way already.
+        """
+        if not self.idle:
+            return
+        if base is None or not self._max_delta_bytes:
+            self._ask(FetchManifest())
+        else:
+            self._ask(FetchDeltas(epoch=base.epoch, base=base.version, base_digest=base.digest))
 
     def on_due(self) -> None:
         """An answer is overdue, or a rest is over."""
         if self._resting:
-            self._ask_manifest()
+            self._ask(FetchManifest())
             return
         self.stats.retries += 1
         self._failures += 1
@@ -146,20 +138,20 @@ class Fetcher:
         self._poller.unregister(self.dealer)
         self.dealer.close(linger=0)
         self.dealer = self._connect()
-        if self._partial is None:
-            self._ask_manifest()
+        if self._work is None:
+            self._ask(self._question)
         else:
-            self._partial.ask_again()
-            self._ask_chunks(self._partial)
+            self._work.partial.ask_again()
+            self._ask_chunks(self._work.partial)
 
-    def read(self) -> WeightVersion | None:
-        """Reads what has arrived; a complete, verified version if the last chunk was among it."""
+    def read(self) -> Fetched | None:
+        """Reads what has arrived; a verified version or catch-up if the last chunk was among it."""
         with suppress(zmq.Again):
             while True:
                 frame = self.dealer.recv(zmq.NOBLOCK)
                 try:
-                    if (version := self._on_reply(frame)) is not None:
-                        return version
+                    if (result := self._on_reply(frame)) is not None:
+                        return result
                 except RecordError as error:
                     self.stats.refused += 1
                     logger.debug("reply refused: %s", error)
@@ -170,23 +162,27 @@ class Fetcher:
                         self.dealer.recv_into(bytearray())
         return None
 
-    def _on_reply(self, frame: bytes) -> WeightVersion | None:
+    def _on_reply(self, frame: bytes) -> Fetched | None:
         reply = messages.decode_reply(frame)
-        partial = self._partial
+        work = self._work
+        asked = self._question if work is None and not self.idle and not self._resting else None
         match reply:
-            case ManifestReply() if partial is None and self.due_s < math.inf:
+            case ManifestReply() if isinstance(asked, FetchManifest):
                 return self._begin(_manifest_of(reply))
-            case Gone() if partial is not None and reply.digest == partial.manifest.digest:
+            case DeltasReply() if isinstance(asked, FetchDeltas):
+                return self._catch_up(reply)
+            case Gone() if work is not None and reply.digest == work.partial.digest:
                 self.stats.gone += 1
-                self._ask_manifest()
-            case ChunkReply() if partial is not None:
-                partial.receive(reply, self.dealer)
-                return self._advance(partial)
+                self._ask(self._question)
+            case ChunkReply() if work is not None:
+                work.partial.receive(reply, self.dealer)
+                self._failures = min(self._failures, 1)
+                return self._advance(work)
             case _:
                 raise RecordError(f"{type(reply).__name__} was not asked for")
         return None
 
-    def _begin(self, manifest: Manifest | None) -> WeightVersion | None:
+    def _begin(self, manifest: Manifest | None) -> Fetched | None:
         if manifest is None or not self._wanted(manifest):
             self._idle()
             return None
@@ -195,52 +191,74 @@ class Fetcher:
             raise WeightVersionError(
                 f"version {manifest.version}: {manifest.nbytes} bytes are over the limit"
             )
-        self._partial = _Partial(manifest, self.pool, self._chunk_bytes)
-        return self._advance(self._partial)
+        payload = self.pool.lend(manifest.nbytes)
+        work = self._work = Snapshot(manifest, payload, self._chunk_bytes)
+        return self._advance(work)
 
-    def _advance(self, partial: _Partial) -> WeightVersion | None:
+    def _catch_up(self, reply: DeltasReply) -> None:
+        if not reply.deltas:
+            self._ask(FetchManifest())
+            return
+        total = sum(reply.sizes)
+        fits = len(reply.sizes) == len(reply.deltas) and min(reply.sizes) > 0
+        if not fits or total > self._max_delta_bytes:
+            raise WeightVersionError(f"{len(reply.deltas)} deltas of {total} bytes")
+        self._work = CatchUp(reply, self._chunk_bytes)
+        self._ask_chunks(self._work.partial)
+
+    def _advance(self, work: Snapshot | CatchUp) -> Fetched | None:
         """After each chunk: more questions, or the end."""
-        if not partial.complete:
-            self._ask_chunks(partial)
+        self._ask_chunks(work.partial)
+        result = work.advance()
+        if result is None:
             return None
-        version = unpack(partial.manifest, partial.payload)
-        self.stats.fetches += 1
-        self.stats.fetched_bytes += partial.manifest.nbytes
+        if isinstance(result, WeightVersion):
+            self.stats.fetches += 1
+            self.stats.fetched_bytes += result.manifest.nbytes
+        else:
+            self.stats.catch_ups += 1
+            self.stats.catch_up_bytes += sum(len(body) for _, body in result)
         if self._failures:
-            logger.info("the learner answers again: version %d fetched", version.manifest.version)
+            logger.info("the learner answers again about weights")
         self._failures = 0
         self._idle()
-        return version
+        return result
 
-    def _ask_manifest(self) -> None:
-        self._partial, self._resting = None, False
-        self._send(FetchManifest())
+    def _ask(self, question: FetchManifest | FetchDeltas) -> None:
+        self._work, self._resting, self._question = None, False, question
+        self._send(question)
 
-    def _ask_chunks(self, partial: _Partial) -> None:
+    def _ask_chunks(self, partial: Partial) -> None:
         for request in partial.next_requests(self._credit):
             self._send(request)
-        self.due_s = time.monotonic() + self._timeout_s
+        self.due_s = time.monotonic() + self._patience_s
 
     def _send(self, request: messages.FetchRequest) -> None:
-        self.due_s = time.monotonic() + self._timeout_s
+        self.due_s = time.monotonic() + self._patience_s
         with suppress(zmq.Again):  # the queue to a lost peer is full: the answer will be overdue
             self.dealer.send(messages.encode(request), zmq.NOBLOCK)
 
+    @property
+    def _patience_s(self) -> float:
+        return self._timeout_s * 2 ** min(self._failures, 2)
+
     def _idle(self) -> None:
-        self._partial, self._resting, self.due_s = None, False, math.inf
+        self._work, self._resting, self.due_s = None, False, math.inf
 
     def _rest(self, error: WeightVersionError) -> None:
-        """Tries again after a pause that doubles, up to `timeout_s`, while it keeps happening."""
+        """Tries again, in full, after a pause that doubles up to `timeout_s` while it keeps happening."""
         self.stats.mismatches += 1
         logger.warning("fetched weights refused, fetching again: %s", error)
         rest_s = min(self._timeout_s, FIRST_REST_S * 2**self._failures)
         self._failures = min(self._failures + 1, 16)
-        self._partial, self._resting, self.due_s = None, True, time.monotonic() + rest_s
+        self._work, self._resting, self.due_s = None, True, time.monotonic() + rest_s
 
     def _connect(self) -> zmq.Socket:
         dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.MAXMSGSIZE, max(self._chunk_bytes, MAX_MANIFEST_BYTES))
+        if self._keys is not None:
+            self._keys.apply(dealer)
         dealer.connect(self.endpoint)
         self._poller.register(dealer, zmq.POLLIN)
         return dealer

@@ -2,11 +2,11 @@
 
     SUB ──Delta──▶ of the version held? ──▶ applied to a copy ────────────────┐
      └─Announce──▶ newer than the one held? ──▶ Fetcher (rollout/fetch.py) ──▶ verified version
-                                                                              │
+                                                 deltas it lacks, or all of it │
     engine ◀───── latest() / await wait() ◀───── slot (latest wins) ◀─────────┘
 
 The thread waits for one thing only, its poll: unblocked by a frame, `close`, or the nearest deadline
-(an answer is overdue, a rest is over, the learner fell silent).
+(an answer is overdue, a rest is over, the learner fell silent, the sync makes no progress).
 """
 
 import logging
@@ -14,20 +14,24 @@ import math
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 import zmq
 
 from areal_q import delta, messages
+from areal_q.config import BroadcastConfig
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.messages import Announce, Delta, Manifest
 from areal_q.weights import WeightVersion
+from areal_q.wire.curve import ClientKeys
 from rollout.fetch import Fetcher, FetchStats
 from rollout.slot import Slot
 
 logger = logging.getLogger(__name__)
 
+OnVersion = Callable[[WeightVersion, tuple[str, bytes] | None], None]
 QUEUED_BROADCASTS = 8
 """Deltas and announcements that wait while the thread is busy; more are dropped, and healed by a fetch."""
 KEPT_DELTAS = 8
@@ -46,12 +50,14 @@ class ReceiverStats:
     epochs: int = 0
     """Learners followed: 1, and one more for every restart seen"""
     deltas: int = 0
-    """Versions received as a delta"""
+    """Versions received as a delta, those of a catch-up included"""
     delta_bytes: int = 0
     mismatches: int = 0
     """Deltas refused because they were malformed or gave other bytes than the learner's"""
     silences: int = 0
     """Times the learner announced nothing for `silence_s`"""
+    stalls: int = 0
+    """Times a newer version was known and none arrived for `stall_s`"""
     refused: int = 0
     """Messages on the announcement socket that were neither announcement nor delta of this run"""
 
@@ -59,23 +65,34 @@ class ReceiverStats:
 class Receiver:
     """The newest complete version, bit for bit what the learner published, or nothing.
 
-    Delivery, told plainly (shown by tests/test_broadcast*.py):
+    Delivery, told plainly (shown by tests/test_broadcast*.py and tests/test_catch_up.py):
     - Latest wins: versions may be skipped, never repeated, never out of order within an epoch. A
-      version that was replaced in the slot before it was taken is gone.
+      version that was replaced in the slot before it was taken is gone
+      (test_versions_published_faster_than_taken_are_skipped).
     - Every tensor's hash and the version's are verified before hand-over, whether fetched or made
-      from a delta. A mismatch is counted, logged, and healed by fetching.
+      from a delta. A mismatch is counted, logged, and healed by fetching
+      (test_an_altered_delta_is_refused_counted_and_healed).
     - A delta is applied to a copy of the version held, if that is its base. One that came before its
-      base is kept (KEPT_DELTAS at most); one that was lost is replaced by a fetch.
+      base is kept (KEPT_DELTAS at most); what was lost is fetched as deltas, if the learner still holds
+      them, else as a snapshot (test_a_worker_some_versions_behind_fetches_deltas_only).
     - A lost or late announcement only delays: the next heartbeat repeats it. An overdue answer is
-      asked for again after `timeout_s` over a new connection; chunks that have arrived are kept.
-    - A restarted learner is known by its epoch; what it publishes is taken whatever its number.
-    - Silence is counted and logged once; the connection is renewed every `silence_s`.
+      asked for again over a new connection; chunks that have arrived are kept
+      (test_chunks_that_arrived_are_not_asked_for_again).
+    - A restarted learner is known by its epoch; what it publishes is taken whatever its number
+      (test_a_restarted_learner_is_followed_though_its_numbers_are_lower).
+    - Silence is counted and logged once; the connection is renewed every `silence_s`
+      (test_a_silent_learner_is_noticed_once_and_followed_again).
+    - No progress for `stall_s` although a newer version is known is counted and logged
+      (test_a_stalled_sync_is_an_event_and_is_told_when_it_ends); `behind_s` tells it while it lasts.
     - At most `credit` chunks, and never more than MAX_CREDIT, are asked for ahead.
     - Memory: the version held, the one being fetched, those that an engine still views, and two
       spare buffers.
-    - Frames of another run, malformed, duplicate or unasked ones are counted and ignored.
+    - Frames of another run, malformed, duplicate or unasked ones are counted and ignored
+      (test_broadcasts_and_answers_that_are_none_are_counted_and_change_nothing).
 
     The payload of a version stays untouched for as long as any tensor views it (see PayloadPool).
+    `on_version`, if given, gets every version instead of the slot, on the receiver's thread, together with
+    (digest of its base, delta) where it came as one: see rollout/relay.py. `run` None follows any run.
     """
 
     def __init__(
@@ -83,22 +100,29 @@ class Receiver:
         announce: str,
         fetch: str,
         *,
-        run: str,
-        chunk_bytes: int = 4 << 20,
-        credit: int = 4,
-        timeout_s: float = 5.0,
+        run: str | None,
+        config: BroadcastConfig | None = None,
+        keys: ClientKeys | None = None,
         silence_s: float = 10.0,
-        max_delta_bytes: int = 64 << 20,
         max_payload_bytes: int = 64 << 30,
+        on_version: OnVersion | None = None,
     ) -> None:
+        config = config or BroadcastConfig()
         self._expected_run = run
-        self._silence_s = silence_s
-        self._announce_endpoint = announce
-        self._max_delta_bytes = max_delta_bytes
+        self._silence_s, self._stall_s = silence_s, config.stall_s
+        self._announce_endpoint, self._keys = announce, keys
+        self._max_delta_bytes = config.max_delta_bytes
         self._slot: Slot[WeightVersion] = Slot()
+        self._on_version = on_version or (lambda version, _: self._slot.put(version))
         self._held: WeightVersion | None = None
         self._behind: Announce | Delta | None = None
         """The newest announcement, while it is of something newer than `_held`"""
+        self._newest: Announce | Delta | None = None
+        """The newest announcement of all"""
+        self._behind_since_s = math.inf
+        self._stalled = False
+        self._distrusted = ""
+        """Digest of a version held whose deltas gave other bytes: it is replaced in full"""
         self._deltas: dict[tuple[str, int], tuple[Delta, bytes]] = {}
         """By epoch and number of their base"""
         self._heard_s = time.monotonic()
@@ -110,18 +134,16 @@ class Receiver:
         self._poller.register(self._wake_out, zmq.POLLIN)
         self._sub = self._subscribe()
         self._fetcher = Fetcher(
-            self._context,
-            self._poller,
-            fetch,
-            self._wants,
-            chunk_bytes=chunk_bytes,
-            credit=min(credit, messages.MAX_CREDIT),
-            timeout_s=timeout_s,
-            max_payload_bytes=max_payload_bytes,
+            self._context, self._poller, fetch, self._wants, config, keys, max_payload_bytes
         )
         self.stats = ReceiverStats(self._fetcher.stats)
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
         self._thread.start()
+
+    @property
+    def behind_s(self) -> float:
+        """Seconds for which a newer version has been known and none has arrived."""
+        return max(0.0, time.monotonic() - self._behind_since_s)
 
     def latest(self) -> WeightVersion | None:
         """The newest version that was not taken yet, or None. Taken once."""
@@ -151,7 +173,7 @@ class Receiver:
     def _run(self) -> None:
         try:
             while not self._closing:
-                due_s = min(self._heard_s + self._silence_s, self._fetcher.due_s)
+                due_s = min(self._heard_s + self._silence_s, self._fetcher.due_s, self._stall_due_s)
                 wait_ms = math.ceil(max(0.0, due_s - time.monotonic()) * 1000)
                 events = dict(self._poller.poll(wait_ms))
                 # Work below may take long: only what was due before it is overdue.
@@ -164,9 +186,11 @@ class Receiver:
                     self._fetcher.on_due()
                 if now >= self._heard_s + self._silence_s:
                     self._on_silence()
+                if now >= self._stall_due_s:
+                    self._on_stall()
                 self._apply_deltas()
                 if self._behind is not None:
-                    self._fetcher.start()
+                    self._fetcher.start(self._base_for(self._behind))
         finally:
             self._context.destroy(linger=0)
             self._wake_in.close()
@@ -184,7 +208,7 @@ class Receiver:
                     logger.debug("broadcast refused: %s", error)
 
     def _on_broadcast(self, told: Announce | Delta, frames: list[bytes]) -> None:
-        if told.run != self._expected_run:
+        if self._expected_run not in (None, told.run):
             raise RecordError(f"announcement of run {told.run!r}")
         if len(frames) != isinstance(told, Delta):
             raise RecordError(f"{type(told).__name__} with {len(frames)} further frames")
@@ -194,17 +218,34 @@ class Receiver:
             logger.info("the learner announces again: version %d", told.version)
         if not self._is_news(told):
             return
-        self._behind = told
+        self._behind = self._newest = told
+        self._behind_since_s = min(self._behind_since_s, self._heard_s)
         if isinstance(told, Delta):
-            self._deltas[told.epoch, told.base] = told, frames[0]
-            while len(self._deltas) > KEPT_DELTAS:
-                self._deltas.pop(next(iter(self._deltas)))
+            self._keep(told, frames[0])
+
+    def _keep(self, told: Delta, body: bytes) -> None:
+        self._deltas[told.epoch, told.base] = told, body
+        while len(self._deltas) > KEPT_DELTAS:
+            self._deltas.pop(next(iter(self._deltas)))
+
+    def _base_for(self, told: Announce | Delta) -> Manifest | None:
+        """The version held, if deltas may lead from it to what was told."""
+        held = self._held.manifest if self._held else None
+        usable = held and held.epoch == told.epoch and held.digest != self._distrusted
+        return held if usable else None
 
     def _take_fetched(self) -> None:
-        version = self._fetcher.read()
+        fetched = self._fetcher.read()
+        if isinstance(fetched, list):
+            before = self._held
+            for told, body in fetched:
+                self._keep(told, body)
+            self._apply_deltas()
+            if before is not None and self._held is before:
+                self._distrusted = before.manifest.digest
         # Deltas may have overtaken the fetch.
-        if version is not None and self._is_news(version.manifest):
-            self._hand_over(version)
+        elif fetched is not None and self._is_news(fetched.manifest):
+            self._hand_over(fetched, None)
 
     def _apply_deltas(self) -> None:
         """From delta to delta, as long as there is one of the version held."""
@@ -223,11 +264,12 @@ class Receiver:
                     raise WeightVersionError(f"delta to another version than {told.version}")
             except WeightVersionError as error:
                 self.stats.mismatches += 1
+                self._distrusted = held.manifest.digest
                 logger.warning("delta refused, fetching instead: %s", error)
                 return
             self.stats.deltas += 1
             self.stats.delta_bytes += len(body)
-            self._hand_over(version)
+            self._hand_over(version, (told.base_digest, body))
 
     def _is_news(self, told: Announce | Delta | Manifest) -> bool:
         if self._held is None:
@@ -239,14 +281,14 @@ class Receiver:
         """Whether to fetch this. Bytes held already are handed over at once, under their new number."""
         self._behind = None
         held = self._held
-        if manifest.run != self._expected_run or not self._is_news(manifest):
+        if self._expected_run not in (None, manifest.run) or not self._is_news(manifest):
             return False
         if held is not None and manifest.tensors == held.manifest.tensors:
-            self._hand_over(WeightVersion(manifest, held.payload, held.tensors))
+            self._hand_over(WeightVersion(manifest, held.payload, held.tensors), None)
             return False
         return True
 
-    def _hand_over(self, version: WeightVersion) -> None:
+    def _hand_over(self, version: WeightVersion, made_by: tuple[str, bytes] | None) -> None:
         new, old = version.manifest, self._held.manifest if self._held else None
         if old is None or old.epoch != new.epoch:
             self.stats.epochs += 1
@@ -260,8 +302,30 @@ class Receiver:
         }
         if self._behind is not None and not self._is_news(self._behind):
             self._behind = None
+        self._on_progress()
         self.stats.received += 1
-        self._slot.put(version)
+        self._on_version(version, made_by)
+
+    def _on_progress(self) -> None:
+        if self._stalled:
+            self._stalled = False
+            logger.info("weights arrive again, after %.1f s", self.behind_s)
+        still = self._newest is not None and self._is_news(self._newest)
+        self._behind_since_s = time.monotonic() if still else math.inf
+
+    @property
+    def _stall_due_s(self) -> float:
+        return math.inf if self._stalled else self._behind_since_s + self._stall_s
+
+    def _on_stall(self) -> None:
+        self._stalled = True
+        self.stats.stalls += 1
+        told = self._newest.version if self._newest else -1
+        held = self._held.manifest.version if self._held else -1
+        logger.warning(
+            "sync stalled: version %d is known, %d is held, nothing arrived for %.1f s (%s)",
+            *(told, held, self.behind_s, self._fetcher),
+        )
 
     def _on_silence(self) -> None:
         self._heard_s = time.monotonic()
@@ -278,6 +342,8 @@ class Receiver:
         sub.setsockopt(zmq.LINGER, 0)
         sub.setsockopt(zmq.MAXMSGSIZE, max(4096, self._max_delta_bytes))
         sub.setsockopt(zmq.RCVHWM, QUEUED_BROADCASTS)
+        if self._keys is not None:
+            self._keys.apply(sub)
         sub.subscribe(b"")
         sub.connect(self._announce_endpoint)
         self._poller.register(sub, zmq.POLLIN)

@@ -65,6 +65,7 @@ class Worker:
         self._groups = 0
         self._swaps = 0
         self._swap_s = 0.0
+        self._digest = ""
 
     async def run(self) -> None:
         """Until cancelled. Raises what a loop raises: a worker that cannot work must not look alive."""
@@ -150,6 +151,7 @@ class Worker:
             weights = await self._receiver.wait()
             self._swap_s += await self._engine.load_weights(weights)
             self._swaps += 1
+            self._digest = weights.manifest.digest
             self._swapped.set()
 
     def _abandon(self, lost: list[Claim]) -> None:
@@ -186,6 +188,9 @@ class Worker:
                 time_s=time.time(),
                 waiting=self._buffer.waiting,
                 full_s=self._buffer.full_s,
+                digest=self._digest,
+                behind_s=self._receiver.behind_s,
+                stalls=self._receiver.stats.stalls,
             )
             self._observe(msgspec.structs.asdict(status))
             await self._buffer.heartbeat(status)

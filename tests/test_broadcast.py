@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from areal_q import weights
+from areal_q.config import BroadcastConfig
 from areal_q.errors import ConfigError, WeightVersionError
 from areal_q.weights import WeightVersion
-from learner.broadcaster import Broadcaster
-from learner.held import HeldVersions
+from areal_q.wire.broadcaster import Broadcaster
+from areal_q.wire.held import HeldVersions
 from rollout.receiver import Receiver
 
 Make = Callable[..., WeightVersion]
@@ -62,8 +63,8 @@ def broadcaster(request: pytest.FixtureRequest, short_dir: Path, stack: ExitStac
 
 
 def follow(broadcaster: Broadcaster, stack: ExitStack, **settings: float) -> Receiver:
-    options = {"run": "run", "chunk_bytes": 1000, "timeout_s": 1.0} | settings
-    receiver = Receiver(*broadcaster.endpoints, **options)  # type: ignore[arg-type]
+    config = BroadcastConfig(**{"chunk_bytes": 1000, "timeout_s": 1.0} | settings)  # type: ignore[arg-type]
+    receiver = Receiver(*broadcaster.endpoints, run="run", config=config)
     stack.callback(receiver.close)
     return receiver
 
@@ -230,7 +231,9 @@ def test_a_delta_over_the_limit_is_announced_and_fetched(
     short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
     broadcaster = Broadcaster(
-        f"ipc://{short_dir}/a", f"ipc://{short_dir}/f", max_delta_bytes=1000, heartbeat_s=30.0
+        f"ipc://{short_dir}/a",
+        f"ipc://{short_dir}/f",
+        BroadcastConfig(max_delta_bytes=1000, heartbeat_s=30.0),
     )
     stack.callback(broadcaster.close)
     receiver = follow(broadcaster, stack)

@@ -12,18 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from areal_q.config import BroadcastConfig
 from areal_q.weights import WeightVersion
-from learner.broadcaster import Broadcaster
+from areal_q.wire.broadcaster import Broadcaster
 from rollout.receiver import Receiver
 
 Make = Callable[..., WeightVersion]
 
 WORKER = """
 import asyncio, sys
+from areal_q.config import BroadcastConfig
 from rollout.receiver import Receiver
 
 async def main():
-    receiver = Receiver(sys.argv[1], sys.argv[2], run="run", chunk_bytes=int(sys.argv[3]), timeout_s=0.5)
+    config = BroadcastConfig(chunk_bytes=int(sys.argv[3]), timeout_s=0.5)
+    receiver = Receiver(sys.argv[1], sys.argv[2], run="run", config=config)
     print("ready", flush=True)
     while True:
         print((await receiver.wait()).manifest.version, flush=True)
@@ -34,9 +37,10 @@ asyncio.run(main())
 LEARNER = """
 import sys, time, torch
 from areal_q import weights
-from learner.broadcaster import Broadcaster
+from areal_q.config import BroadcastConfig
+from areal_q.wire.broadcaster import Broadcaster
 
-broadcaster = Broadcaster(sys.argv[1], sys.argv[2], heartbeat_s=0.05)
+broadcaster = Broadcaster(sys.argv[1], sys.argv[2], BroadcastConfig(heartbeat_s=0.05))
 number = 0
 while True:
     tensors = {"t": torch.full((1 << 20,), number % 100, dtype=torch.int8)}
@@ -60,7 +64,7 @@ def endpoints(short_dir: Path) -> tuple[str, str]:
 
 @pytest.fixture
 def broadcaster(endpoints: tuple[str, str], stack: ExitStack) -> Broadcaster:
-    made = Broadcaster(*endpoints, heartbeat_s=0.05, peer_timeout_s=2.0)
+    made = Broadcaster(*endpoints, BroadcastConfig(heartbeat_s=0.05), peer_timeout_s=2.0)
     stack.callback(made.close)
     return made
 
@@ -90,7 +94,7 @@ def read_until(process: subprocess.Popen[str], number: int) -> None:
 
 
 def follow(endpoints: tuple[str, str], stack: ExitStack) -> Receiver:
-    receiver = Receiver(*endpoints, run="run", timeout_s=0.5, silence_s=0.5)
+    receiver = Receiver(*endpoints, run="run", config=BroadcastConfig(timeout_s=0.5), silence_s=0.5)
     stack.callback(receiver.close)
     return receiver
 

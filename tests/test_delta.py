@@ -1,5 +1,6 @@
 """A delta applied to its base gives the new version bit for bit, or an error; never other bytes."""
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from areal_q import delta, messages, weights
 from areal_q.errors import WeightVersionError
+from areal_q.messages import Noise
 from areal_q.weights import WeightVersion
 
 DTYPES = [torch.int8, torch.uint8, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
@@ -81,6 +83,63 @@ def test_applied_to_its_base_a_delta_gives_the_new_version_bit_for_bit(
     body = delta.diff(base, wanted)
     assert body is not None
     assert_same(applied(base, body), wanted)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    sizes=st.lists(st.sampled_from([0, 1, 63, 20_000]), min_size=1, max_size=3),
+    dtypes=st.lists(st.sampled_from(DTYPES), min_size=3, max_size=3),
+    densities=st.lists(st.sampled_from([0.0, 1e-5, 0.02, 0.6, 1.0]), min_size=2, max_size=5),
+    small=st.booleans(),
+)
+def test_composed_deltas_are_the_very_bytes_of_the_direct_one(
+    seed: int, sizes: list[int], dtypes: list[torch.dtype], densities: list[float], small: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    states = [{f"t{i}": random_bits(rng, n, dtypes[i]) for i, n in enumerate(sizes)}]
+    for density in densities:
+        last = states[-1]
+        states.append(
+            {
+                k: change_some(rng, t, int(np.ceil(density * t.numel())), small)
+                for k, t in last.items()
+            }
+        )
+    states.append(states[0])  # everything comes back to where it was
+    versions = [make_version(number, state) for number, state in enumerate(states)]
+    bodies = [delta.diff(a, b) or b"" for a, b in itertools.pairwise(versions)]
+    for end in range(2, len(versions)):
+        composed = delta.compose([v.manifest for v in versions[: end + 1]], bodies[:end])
+        assert composed == delta.diff(versions[0], versions[end])
+        assert_same(applied(versions[0], composed), versions[end])
+
+
+def test_changed_tells_the_share_of_every_tensor() -> None:
+    old = {"a": torch.zeros(100, dtype=torch.int8), "b": torch.zeros(7), "c": torch.ones(3)}
+    new = {"a": old["a"].clone(), "b": torch.ones(7), "c": old["c"]}
+    new["a"][[3, 60]] = 1
+    base, wanted = make_version(1, old), make_version(2, new)
+    body = delta.diff(base, wanted)
+    assert body is not None
+    assert delta.changed(wanted.manifest, body) == {"a": (2, 100), "b": (7, 7), "c": (0, 3)}
+
+
+def test_what_is_not_tensors_travels_with_a_delta_too() -> None:
+    tensors = {"a": torch.zeros(10, dtype=torch.int8)}
+    base = make_version(1, tensors)
+    wanted = make_version(
+        2,
+        {"a": torch.ones(10, dtype=torch.int8)},
+        noise=Noise(sigma=0.01, seed=7),
+        base_digest="ab" * 16,
+        extra={"lora_alpha": 16, "kv_scales": [0.5, 2.0]},
+    )
+    body = delta.diff(base, wanted)
+    assert body is not None
+    assert_same(applied(base, body), wanted)
+    other = make_version(2, {"a": torch.ones(10, dtype=torch.int8)}, base_digest="cd" * 16)
+    assert other.manifest.digest != wanted.manifest.digest, "other weights beneath: other weights"
 
 
 @pytest.mark.parametrize("gap", [0, 1, 254, 255, 256, 510, 65_535, 65_536, 255 * 256, 1_000_000])
@@ -165,6 +224,11 @@ def test_a_stream_that_unpacks_to_more_than_it_may_is_refused_unread(stream: str
     base, _, body = PAIR
     bomb = zstandard.ZstdCompressor(level=1).compress(bytes(512 << 20))
     assert len(bomb) < 100_000
-    swollen = msgspec.structs.replace(delta._decode_body(body), **{stream: bomb})
+    swollen = delta._decode_body(body)
+    if stream == "manifest":
+        swollen = msgspec.structs.replace(swollen, manifest=bomb)
+    else:
+        streams = msgspec.structs.replace(swollen.streams, **{stream: bomb})
+        swollen = msgspec.structs.replace(swollen, streams=streams)
     with pytest.raises(WeightVersionError, match="frame of 536870912 bytes"):
         applied(base, messages.encode(swollen))

@@ -163,6 +163,20 @@ class BroadcastConfig(_Settings, frozen=True, kw_only=True):
     chunk_bytes: Count = 4 << 20
     credit: Count = 4
     """Chunks in flight to one worker."""
+    hold: Count = 3
+    """Versions that can be fetched in full; each costs the learner's host the memory of its payload."""
+    hold_deltas: Index = 16
+    """Versions that a worker may be behind and still be brought up to date by deltas."""
+    max_delta_bytes: Index = 64 << 20
+    """A larger delta is not made use of, and all that are held together stay below it; 0: snapshots only."""
+    heartbeat_s: Positive = 0.5
+    """Between two announcements of the same version."""
+    timeout_s: Positive = 5.0
+    """A worker asks again, over a new connection, when an answer has been due for so long."""
+    stall_s: Positive = 30.0
+    """A sync that makes no progress for so long is logged and counted."""
+    keys: str | None = None
+    """A directory made by `areal-q keys`: encrypt, and admit only the workers listed there; None: neither."""
 
 
 class CheckpointConfig(_Settings, frozen=True, kw_only=True):
