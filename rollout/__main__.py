@@ -48,7 +48,8 @@ def main(
         logger.info("metrics on port %d", serve_metrics(metrics, exporter))
     import uvloop
 
-    from rollout.build import Source, serve
+    from rollout.build import serve
+    from rollout.source import Source
 
     source = Source(announce, fetch, keys, client)
     uvloop.run(_until_signal(serve(redis, run, name, source, exporter.update)))

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,23 +9,13 @@ import torch
 from areal_q.config import Run, TorchEngine, parse
 from areal_q.errors import ConfigError
 from areal_q.tasks import build_reward, build_tokenizer
-from areal_q.wire.curve import CLIENT, client_keys
 from buffer.redis_buffer import WorkerBuffer
 from rollout.engines import build_engine
 from rollout.receiver import Receiver
+from rollout.source import Source
 from rollout.worker import Worker
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the weights come from, if not from where the learner says: a relay; keys of this machine."""
-
-    announce: str | None = None
-    fetch: str | None = None
-    keys: str | None = None
-    client: str = CLIENT
 
 
 async def serve(
@@ -46,13 +35,11 @@ async def serve(
         buffer.max_deliveries = run.buffer.max_deliveries
         torch.set_num_threads(run.rollout.threads)
         tokenizer = build_tokenizer(run)
-        keys = source.keys or run.broadcast.keys
         receiver = Receiver(
-            source.announce or endpoints["announce"],
-            source.fetch or endpoints["fetch"],
+            *source.endpoints(endpoints),
             run=run_name,
             config=run.broadcast,
-            keys=client_keys(keys, source.client) if keys else None,
+            keys=source.load_keys(run.broadcast.keys),
         )
         engine = build_engine(run.rollout.engine)
         if problem := engine.capabilities.lacks(run.rollout):
@@ -67,6 +54,7 @@ async def serve(
             weight_format=run.rollout.format,
             max_groups=max_groups(run),
             observe=observe,
+            source=source,
         )
         await worker.run()
     finally:

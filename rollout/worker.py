@@ -30,6 +30,7 @@ from areal_q.tasks import Problem, Reward, Tokenizer
 from buffer.redis_buffer import Claim, WorkerBuffer
 from rollout.engines.base import Completion, Engine, Request
 from rollout.receiver import Receiver
+from rollout.source import Source
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
@@ -49,12 +50,14 @@ class Worker:
         weight_format: str,
         max_groups: int,
         observe: Callable[[dict[str, Any]], None] = lambda status: None,
+        source: Source | None = None,
     ) -> None:
         self.name = name
         self._engine, self._buffer, self._receiver = engine, buffer, receiver
         self._tokenizer, self._reward, self._format = tokenizer, reward, weight_format
         self._observe = observe
         """Told every heartbeat"""
+        self._source = source or Source()
         self._max_groups = max_groups
         """Tickets in flight: what fills the engine, and one batch of reserve"""
         self._claims: dict[asyncio.Task[None], Claim] = {}
@@ -173,7 +176,7 @@ class Worker:
             self._abandon(await self._buffer.renew(list(self._claims.values())))
             if self._receiver.silent:
                 _, endpoints = await self._buffer.run_info()
-                self._receiver.follow(endpoints["announce"], endpoints["fetch"])
+                self._receiver.follow(*self._source.endpoints(endpoints))
             status = WorkerStatus(
                 worker=self.name,
                 pid=os.getpid(),
