@@ -203,10 +203,29 @@ def test_tbpo_defaults_are_the_constants_of_qarl_and_widen_as_one_over_root_leng
         0.0007,
         2.0,
     )
-    short = cfg.scaled_to(64)  # √(16384/64) = 16
-    assert (short.clip_high, short.negative_clip_low, short.negative_clip_high) == pytest.approx(
-        (0.0064, 0.0048, 0.0112)
-    )
+    assert cfg.bands == (0.0004, 0.0003, 0.0007)
+    short = Tbpo(response_tokens=64)  # √(16384/64) = 16
+    assert short.bands == pytest.approx((0.0064, 0.0048, 0.0112))
+    assert Tbpo(response_tokens=16384).bands == cfg.bands
+    assert Tbpo(response_tokens=1, negative_clip_low=0.1).bands[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    "r, a, inside",
+    [
+        # At T = 64 the negative band is [1 - 0.0048, 1 + 0.0112] and the positive bound 1 + 0.0064.
+        (0.9951, -1.0, False),
+        (0.9953, -1.0, True),
+        (1.0111, -1.0, True),
+        (1.0113, -1.0, False),
+        (1.0063, 1.0, True),
+        (1.0065, 1.0, False),
+    ],
+)
+def test_tbpos_bands_act_where_the_response_length_puts_them(r, a, inside):
+    inputs = batch(r=[r] * 5, w=[1.0] * 5, a=[a] * 5)
+    _, gradient = objective_and_gradient(inputs, Tbpo(response_tokens=64))
+    assert gradient == pytest.approx([r * a if inside else 0.0] * 5)
 
 
 def test_every_objective_of_the_union_has_a_function():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from areal_q.benchmarks import BENCHMARKS, PRESETS
-from areal_q.config import Acr, Ppo, Run, Tbpo, Tis, load
+from areal_q.config import Acr, Gae, Ppo, ReferenceKl, Run, Tbpo, Tis, load
 from areal_q.errors import ConfigError
 from areal_q.tasks import TASKS
 
@@ -61,7 +61,13 @@ def test_the_other_papers_constants_are_those_printed():
     assert dapo.learner.drop_uniform and dapo.learner.uaq == 1.5
     ppo = paper("qurl-gsm8k")
     assert (ppo.steps, ppo.rollout.sampling.max_tokens, ppo.learner.uaq) == (435, 512, 1.0)
-    assert ppo.learner.groups * ppo.learner.group_size == 256 and ppo.learner.optimizer.lr == 1e-5
+    assert ppo.steps == 15 * (7473 // 256)  # epochs over GSM8K's training problems
+    assert (ppo.learner.groups, ppo.learner.group_size, ppo.learner.optimizer.lr) == (256, 1, 1e-5)
+    assert isinstance(ppo.learner.advantage, Gae) and ppo.learner.critic is not None
+    for name in ("qurl-deepscaler", "jet-rl"):
+        assert paper(name).learner.reference_kl == ReferenceKl(coef=1e-3, estimator="k3")
+    for name in ("qurl-dapo", "qarl-tbpo", "qerl-gsm8k", "qerl-bigmath"):
+        assert paper(name).learner.reference_kl is None
     scaler = paper("qurl-deepscaler")
     assert (scaler.learner.groups, scaler.learner.group_size, scaler.steps) == (256, 8, 800)
     assert (scaler.rollout.sampling.temperature, scaler.rollout.sampling.max_tokens) == (0.6, 8192)
@@ -78,15 +84,13 @@ def test_the_other_papers_constants_are_those_printed():
     assert (fp8.groups, fp8.group_size, fp8.minibatches) == (32, 16, 1)
 
 
-def test_the_bands_printed_for_shorter_responses_are_those_of_the_helper():
+def test_the_bands_printed_for_shorter_responses_are_those_of_the_setting():
     rows = re.findall(
         r"^#  +(\d+) +(\S+) +(\S+) +(\S+)$", (CONFIGS / "papers/qarl-tbpo.toml").read_text(), re.M
     )
     assert len(rows) == 5
     for tokens, *bands in rows:
-        scaled = Tbpo().scaled_to(int(tokens))
-        expected = (scaled.clip_high, scaled.negative_clip_low, scaled.negative_clip_high)
-        assert tuple(map(float, bands)) == pytest.approx(expected)
+        assert tuple(map(float, bands)) == pytest.approx(Tbpo(response_tokens=int(tokens)).bands)
 
 
 @pytest.mark.parametrize("tokens", [64, 1024])
@@ -96,11 +100,11 @@ def test_a_scaled_band_holds_as_many_short_responses_as_the_papers_holds_long_on
     def outside(cfg: Tbpo, length: int) -> float:
         """Share of 1,000 responses of independent token log-ratios that are above the upper bound."""
         ratios = np.exp([rng.normal(0, 0.05, length).mean() for _ in range(1000)])
-        return float((ratios > 1 + cfg.clip_high).mean())
+        return float((ratios > 1 + cfg.bands[0]).mean())
 
     reference = outside(Tbpo(), 16384)
     assert 0.1 < reference < 0.2  # the bound is one standard deviation: 0.05/128
-    assert outside(Tbpo().scaled_to(tokens), tokens) == pytest.approx(reference, abs=0.06)
+    assert outside(Tbpo(response_tokens=tokens), tokens) == pytest.approx(reference, abs=0.06)
     assert outside(Tbpo(), tokens) > 0.35
 
 

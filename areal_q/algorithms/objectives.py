@@ -108,9 +108,10 @@ def tbpo(x: Ratios, cfg: Tbpo) -> Surrogate:
     """
     s = bounded_exp(x.per_sequence(x.log_ratio))
     w = bounded_exp(x.per_sequence(x.log_mismatch))
-    low, high = 1 - cfg.negative_clip_low, 1 + cfg.negative_clip_high
+    up, down, over = cfg.bands
+    low, high = 1 - down, 1 + over
     negative = x.advantages < 0
-    bounded = torch.where(negative, s.clamp(low, high), s.clamp(max=1 + cfg.clip_high))
+    bounded = torch.where(negative, s.clamp(low, high), s.clamp(max=1 + up))
     objective = bounded * (w.clamp(1 / cfg.cap, cfg.cap) * x.advantages)
     s = s.detach()
     below, above = negative & (s < low), negative & (s > high)
@@ -122,7 +123,7 @@ def tbpo(x: Ratios, cfg: Tbpo) -> Surrogate:
         objective,
         kept=kept,
         truncated=x.mask & ((w > cfg.cap) | (w < 1 / cfg.cap)),
-        clipped_up=(x.advantages > 0) & (s > 1 + cfg.clip_high),
+        clipped_up=(x.advantages > 0) & (s > 1 + up),
         clipped_down=below,
         clipped_dual=above,
     )

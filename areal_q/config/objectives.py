@@ -64,7 +64,11 @@ class Mis(Clip, frozen=True, kw_only=True, tag="mis"):
 
 
 class IcePop(Clip, frozen=True, kw_only=True, tag="icepop"):
-    """The two-sided token mask: `mis` on tokens with IcePop's band."""
+    """The two-sided token mask: `mis` on tokens with IcePop's band (arXiv 2510.18855).
+
+    Its objective was checked, M(w)·ppo(R) with M(w) = w inside [α, β] and else 0. The band [0.5, 5] is that of
+    public reimplementations; the paper's own value was not seen.
+    """
 
     cap_low: Fraction = 0.5
     cap_high: AtLeastOne = 5.0
@@ -80,14 +84,16 @@ class Acr(Clip, frozen=True, kw_only=True, tag="acr"):
 
 
 class Gspo(Clip, frozen=True, kw_only=True, tag="gspo"):
-    """PPO on the geometric mean of a response's ratios (arXiv 2507.18071); blind to π_behav."""
+    """PPO on the geometric mean of a response's ratios (arXiv 2507.18071); blind to π_behav. The bounds are
+    those of its §5.1."""
 
     clip_low: Fraction = 3e-4
     clip_high: Positive = 4e-4
 
 
 class Sapo(_Choice, frozen=True, kw_only=True, tag="sapo"):
-    """A sigmoid gate in place of the hard clip (arXiv 2511.20347); blind to π_behav."""
+    """A sigmoid gate in place of the hard clip (arXiv 2511.20347); blind to π_behav. The temperatures are the
+    paper's, as TRL and AReaL have them too."""
 
     temperature_positive: Positive = 1.0
     """τ⁺, for A > 0"""
@@ -96,7 +102,11 @@ class Sapo(_Choice, frozen=True, kw_only=True, tag="sapo"):
 
 
 class Cispo(_Choice, frozen=True, kw_only=True, tag="cispo"):
-    """The ratio, truncated at 1 + clip_high, as a constant weight of A·log π_θ (arXiv 2506.13585)."""
+    """The ratio, truncated at 1 + clip_high, as a constant weight of A·log π_θ (arXiv 2506.13585).
+
+    The paper has no lower bound and prints no value for the upper one. 4, a weight of at most 5, is what
+    peers' recipes have (as a weight: `epsilon_high=5.0`); it was not checked against a paper.
+    """
 
     clip_high: Positive = 4.0
 
@@ -104,9 +114,9 @@ class Cispo(_Choice, frozen=True, kw_only=True, tag="cispo"):
 class Tbpo(_Choice, frozen=True, kw_only=True, tag="tbpo"):
     """Trust-band policy optimization (QaRL §3.2): sequence level, two-sided band where A < 0.
 
-    The defaults are QaRL's own, for responses of up to 16,384 tokens; see `scaled_to` for shorter
-    ones. QaRL's fifth constant, seq_clip_ratio_low = 3e-4, has no field: it is the lower bound where
-    A ≥ 0, which the minimum of the clipped and the unclipped term never reaches.
+    The defaults are QaRL's own (appendix B), for responses of up to 16,384 tokens; shorter ones want wider
+    bands: `response_tokens`. QaRL's fifth constant, seq_clip_ratio_low = 3e-4, has no field: it is the lower
+    bound where A ≥ 0, which the minimum of the clipped and the unclipped term never reaches.
     """
 
     clip_high: Positive = 4e-4
@@ -118,20 +128,16 @@ class Tbpo(_Choice, frozen=True, kw_only=True, tag="tbpo"):
     outside: Literal["drop", "clamp"] = "drop"
     """A response outside the negative band gives no gradient either way. `drop` (the paper's words) also
     takes it out of the objective's value; `clamp` lets it count with the bound's constant value."""
+    response_tokens: Count | None = None
+    """T of the longest responses: all three bounds are multiplied by √(16384/T), since a mean of T log-ratios
+    fluctuates as 1/√T; None: they hold as they are. At T = 256 the factor is 8."""
 
-    def scaled_to(self, max_tokens: int) -> "Tbpo":
-        """These bands widened by √(16384/max_tokens): a mean of T log-ratios fluctuates as 1/√T.
-
-        Example: Tbpo().scaled_to(256).clip_high == 8 * 4e-4
-        """
-        factor = (16384 / max_tokens) ** 0.5
-        return Tbpo(
-            clip_high=self.clip_high * factor,
-            negative_clip_low=min(self.negative_clip_low * factor, 1.0),
-            negative_clip_high=self.negative_clip_high * factor,
-            cap=self.cap,
-            outside=self.outside,
-        )
+    @property
+    def bands(self) -> tuple[float, float, float]:
+        """(clip_high, negative_clip_low, negative_clip_high) for responses of `response_tokens`."""
+        factor = (16384 / self.response_tokens) ** 0.5 if self.response_tokens else 1.0
+        low = min(self.negative_clip_low * factor, 1.0)
+        return self.clip_high * factor, low, self.negative_clip_high * factor
 
 
 ObjectiveConfig = Naive | Ppo | Decoupled | Tis | Mis | IcePop | Acr | Gspo | Sapo | Cispo | Tbpo
