@@ -25,6 +25,7 @@ from areal_q.tasks import load_tokenizer
 from learner.build import build_learner
 from learner.finish import finish
 from rollout.build import serve
+from rollout.source import Source
 
 pytestmark = pytest.mark.timeout(60)
 PAPERS = sorted((Path(__file__).parent.parent / "configs" / "papers").glob("*.toml"))
@@ -64,7 +65,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def worker(redis_url: str, run: str) -> Iterator[None]:
     loop = asyncio.new_event_loop()
-    task = loop.create_task(serve(redis_url, run, "w", lambda _: None))
+    task = loop.create_task(serve(redis_url, run, "w", Source(), lambda _: None))
 
     def work() -> None:
         asyncio.set_event_loop(loop)
