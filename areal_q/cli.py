@@ -140,6 +140,12 @@ def check(ctx: typer.Context) -> None:
     _become("rollout.check", ctx.args)
 
 
+@app.command(context_settings=PASS_THROUGH)
+def buffer(ctx: typer.Context) -> None:
+    """Look into a run's Redis, live or not: status, peek, export, import, requeue, purge."""
+    _become("buffer", ctx.args)
+
+
 @app.command("eval", context_settings=PASS_THROUGH)
 def evaluate(ctx: typer.Context) -> None:
     """Score a run or a model on held-out problems: the arguments of `python -m rollout.evaluate`."""

@@ -281,9 +281,8 @@ class _Killed(Exception):
     """The user asked twice."""
 
 
-@contextmanager
-def _sockets(run_dir: Path) -> Iterator[Path]:
-    """A private directory whose path is short enough for socket addresses.
+def sockets_of(run_dir: Path) -> Path:
+    """A private directory whose path is short enough for socket addresses; it is there while the run goes on.
 
     The path is the run's own, the same at every launch: the endpoints that a resumed run finds in
     Redis, written there before the stop, are the right ones.
@@ -293,8 +292,13 @@ def _sockets(run_dir: Path) -> Iterator[Path]:
     parent = Path(tempfile.gettempdir())
     if len(os.fsencode(parent / name / "announce")) > MAX_SOCKET_BYTES:
         parent = Path("/tmp")
-    _tidy(parent)
-    directory, lock = parent / name, None
+    return parent / name
+
+
+@contextmanager
+def _sockets(run_dir: Path) -> Iterator[Path]:
+    directory, lock = sockets_of(run_dir), None
+    _tidy(directory.parent)
     while lock is None:  # another launcher that tidies may have taken it for an orphan
         try:
             directory.mkdir(mode=0o700)

@@ -1,0 +1,228 @@
+"""`areal-q buffer COMMAND [RUN]`: look into a run's Redis while it trains, or after it has stopped.
+
+RUN is a run's directory: its live Redis, or, when nothing runs there, a Redis of our own on the data that it
+left. Elsewhere: --redis URL --run NAME. Exit codes: 0 done, 1 records stayed refused, 2 anything that
+the user can mend, one line on stderr.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NoReturn, cast
+
+import msgspec
+import redis
+import typer
+from rich.console import Console
+
+from areal_q.config import load
+from areal_q.errors import AReaLQError, BufferUnavailable, ConfigError
+from areal_q.launch import sockets_of
+from areal_q.rundir import try_lock
+from buffer import admin, look, show
+from buffer.connection import connect
+from buffer.keys import Keys
+from buffer.server import RedisServer
+
+app = typer.Typer(
+    name="areal-q buffer",
+    help="Look into a run's Redis, live or not.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+Directory = Annotated[
+    Path | None, typer.Argument(metavar="[RUN]", help="a run's directory, such as runs/demo")
+]
+Url = Annotated[str | None, typer.Option("--redis", help="URL of the buffer, with --run")]
+Name = Annotated[str | None, typer.Option("--run", help="name of the run, with --redis")]
+Json = Annotated[bool, typer.Option("--json", help="one JSON document instead of tables")]
+Yes = Annotated[bool, typer.Option("--yes", help="do not ask")]
+To = Annotated[Path, typer.Option("--to", help="a new directory")]
+KINDS = ("groups", "tickets", "eval", "quarantine")
+
+
+@app.command()
+def status(directory: Directory = None, url: Url = None, run: Name = None, json: Json = False):
+    """Streams, memory, workers: how much waits where, and since when."""
+    with opened(directory, url, run) as (client, name):
+        found = look.status(client, name)
+    if json:
+        _print_json(found)
+    else:
+        Console().print(show.status_table(found))
+
+
+@app.command()
+def peek(
+    directory: Directory = None,
+    url: Url = None,
+    run: Name = None,
+    what: Annotated[str, typer.Option(help=f"one of {', '.join(KINDS)}")] = "groups",
+    ticket: Annotated[int | None, typer.Option(help="this group in full, token by token")] = None,
+    count: Annotated[int, typer.Option(min=1, help="entries to show")] = 20,
+    json: Json = False,
+):
+    """What is in the buffer; with --ticket N one group: its texts, tokens, log-probs, versions, rewards."""
+    if what not in KINDS:
+        raise ConfigError(f"--what {what}: none of {', '.join(KINDS)}")
+    with opened(directory, url, run) as (client, name):
+        if ticket is not None:
+            found = next(
+                (g for _, g in look.groups(client, name) if g.ticket.number == ticket), None
+            )
+            if found is None:
+                raise ConfigError(f"--ticket {ticket}: no such group in the buffer")
+            tokenizer = show.tokenizer_of(client, name)
+            if json:
+                _print_json(show.group_facts(found))
+            else:
+                Console().print(show.group_view(found, tokenizer))
+        elif json:
+            _print_json(show.facts(client, name, what, count))
+        else:
+            Console().print(show.entries_table(client, name, what, count))
+
+
+@app.command()
+def export(to: To, directory: Directory = None, url: Url = None, run: Name = None) -> None:
+    """Write the committed groups as Parquet, in the format of the trajectory log. They stay in Redis."""
+    with opened(directory, url, run) as (client, name):
+        typer.echo(f"{admin.export(client, name, to)} groups in {to}")
+
+
+@app.command("import")
+def import_(
+    log: Annotated[
+        Path,
+        typer.Option("--from", help="a log's directory: an export, or RUN/trajectories"),
+    ],
+    directory: Directory = None,
+    url: Url = None,
+    run: Name = None,
+    from_step: Annotated[int, typer.Option(min=0, help="first step")] = 0,
+    to_step: Annotated[int | None, typer.Option(min=1, help="step to stop before")] = None,
+) -> None:
+    """Add logged groups to the buffer, bit for bit. Those of tickets that are there are passed over."""
+    with opened(directory, url, run) as (client, name):
+        added, passed = admin.import_(client, name, log, from_step, to_step)
+    typer.echo(f"{added} groups imported, {passed} passed over: they were there")
+
+
+@app.command()
+def requeue(
+    ids: Annotated[list[str] | None, typer.Argument(help="ids of the quarantine; see peek")] = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="a run's directory")] = None,
+    url: Url = None,
+    run: Name = None,
+    everything: Annotated[bool, typer.Option("--all", help="all of the quarantine")] = False,
+) -> None:
+    """Put refused records back where they came from. What would be refused again stays, with the reason."""
+    if bool(ids) == everything:
+        raise ConfigError("either ids of the quarantine, or --all")
+    with opened(directory, url, run) as (client, name):
+        put_back, stayed = admin.requeue(client, name, ids or [])
+    for line in stayed:
+        typer.echo(f"stays: {show.escaped(line)}", err=True)
+    typer.echo(f"{len(put_back)} records put back, {len(stayed)} stay")
+    if stayed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def purge(
+    directory: Directory = None,
+    url: Url = None,
+    run: Name = None,
+    what: Annotated[str, typer.Option(help="quarantine, groups, or all of the run")] = "quarantine",
+    yes: Yes = False,
+) -> None:
+    """Delete from Redis. Groups that are deleted before they were learnt from are lost."""
+    if what not in ("quarantine", "groups", "all"):
+        raise ConfigError(f"--what {what}: none of quarantine, groups, all")
+    with opened(directory, url, run) as (client, name):
+        found = look.status(client, name)
+        if what == "all" and found.workers:
+            raise ConfigError(f"--what all: workers are at work for {name}; stop the run first")
+        if not yes:
+            typer.confirm(f"delete {show.what_goes(found, what)} of run {name}?", abort=True)
+        count = admin.purge(client, name, cast(admin.What, what))
+    typer.echo(f"{count} {'keys' if what == 'all' else 'entries'} deleted")
+
+
+@contextmanager
+def opened(
+    directory: Path | None, url: str | None, run: str | None
+) -> Iterator[tuple[redis.Redis, str]]:
+    """(a client, the run's name). Raises ConfigError, or BufferUnavailable where nothing answers."""
+    if directory is not None and url is None and run is None:
+        name = load(directory / "config.toml").name
+        where = _server_of(directory)
+    elif directory is None and run is not None and (url or os.environ.get("REDIS_URL")):
+        name, where = run, _at(url or os.environ["REDIS_URL"])
+    else:
+        raise ConfigError("say where: a run's directory, or --redis URL and --run NAME")
+    with where as address:
+        try:
+            with connect(address) as client:
+                known = client.exists(*Keys(name).fixed)
+                if not known and directory is None:
+                    raise ConfigError(f"--run {name}: Redis has nothing of such a run")
+                yield client, name
+        except (redis.RedisError, ValueError, OSError) as error:
+            if isinstance(error, AReaLQError):
+                raise
+            raise BufferUnavailable(f"redis: {error}") from error
+
+
+@contextmanager
+def _at(url: str) -> Iterator[str]:
+    yield url
+
+
+@contextmanager
+def _server_of(directory: Path) -> Iterator[str]:
+    """The URL of a run's Redis: where REDIS_URL says, the launcher's, or one that serves what a run left."""
+    if url := os.environ.get("REDIS_URL"):
+        yield url
+        return
+    socket = sockets_of(directory) / "redis"
+    if socket.exists():
+        yield f"unix://{socket}"
+        return
+    if not (directory / "redis").is_dir():
+        raise ConfigError(f"{directory}: no Redis runs there and none left its data; set REDIS_URL")
+    lock = try_lock(directory)
+    if lock is None:
+        raise ConfigError(f"{directory}: a run is going on there, and its Redis does not answer")
+    sockets = Path(tempfile.mkdtemp(prefix="areal-q-buffer-"))
+    try:
+        with RedisServer.start(directory / "redis", sockets / "redis") as server:
+            yield server.url
+    finally:
+        shutil.rmtree(sockets)
+        os.close(lock)
+
+
+def _print_json(value: object) -> None:
+    typer.echo(msgspec.json.format(msgspec.json.encode(value)).decode())
+
+
+def _fail(error: Exception) -> NoReturn:
+    typer.echo(f"areal-q buffer: error: {show.escaped(' '.join(str(error).split()))}", err=True)
+    sys.exit(2)
+
+
+def main() -> None:
+    try:
+        app()
+    except AReaLQError as error:
+        _fail(error)
+
+
+if __name__ == "__main__":
+    main()
