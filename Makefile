@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 # index has no such build, set PIP_EXTRA_INDEX_URL to the CPU index that pytorch.org names.
 TORCH_CPU ?= $(TORCH)+cpu
 
-.PHONY: run test test-formats check bench clean
+.PHONY: run test test-formats test-peers check bench clean
 
 run: $(VENV)/.installed
 	$(BIN)/areal-q run configs/quickstart.toml
@@ -18,6 +18,10 @@ test: $(VENV)/.installed-dev
 # The number formats beside torchao, compressed-tensors and bitsandbytes, and their Triton kernels.
 test-formats: $(VENV)-formats/.installed
 	$(VENV)-formats/bin/python -m pytest tests/test_quant_oracles.py
+
+# The objectives beside verl's, areal's and trl's: docs/agreement.md.
+test-peers: $(VENV)-peers/.installed
+	$(VENV)-peers/bin/python -m pytest -m peers tests/test_peers_*.py
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -49,5 +53,14 @@ $(VENV)-formats/.installed: $(VENV)/.installed-dev
 	  bitsandbytes==0.50.0 triton==3.9.0
 	touch $@
 
+# The peers' packages in front of $(VENV)'s, so that both sides compute with the same torch.
+$(VENV)-peers/.installed: bench/peers/requirements.txt $(VENV)/.installed-dev
+	$(BIN)/python -m venv $(VENV)-peers
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$($(VENV)-peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(VENV)-peers/bin/pip install -q --no-deps -r $< || \
+	  { echo 'The package index lacks something of $<, which only test-peers needs.'; exit 1; }
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-formats build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers build dist *.egg-info

@@ -85,7 +85,8 @@ def gspo(x: Ratios, cfg: Gspo) -> Surrogate:
 def sapo(x: Ratios, cfg: Sapo) -> Surrogate:
     """(4/τ) · sigmoid(τ(R - 1)) · A, τ by the sign of A (arXiv 2511.20347). Its slope at R = 1 is A."""
     ratio = bounded_exp(x.log_ratio)
-    tau = torch.where(x.advantages > 0, cfg.temperature_positive, cfg.temperature_negative)
+    tau = torch.full_like(x.advantages, cfg.temperature_negative)
+    tau.masked_fill_(x.advantages > 0, cfg.temperature_positive)
     return Surrogate(torch.sigmoid(tau * (ratio - 1)) * (4 * x.advantages / tau))
 
 
