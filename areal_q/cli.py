@@ -105,6 +105,30 @@ def report(directory: RunDir) -> None:
 
 
 @app.command()
+def quantize(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="a model in Hugging Face layout")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="a directory that is made")],
+    format: Annotated[str, typer.Option(help="number format of the linears, such as int8")],
+    dtype: Annotated[str, typer.Option(help="of all else: bfloat16 or float32")] = "bfloat16",
+) -> None:
+    """Write SRC as a quantized checkpoint that vLLM loads, with the tensors that rollouts would get."""
+    import torch
+
+    from areal_q.quant import FORMATS
+    from areal_q.quant.checkpoint import QUANTIZATION_CONFIGS
+    from areal_q.quantize import quantize as write
+
+    known = [name for name in FORMATS if name in QUANTIZATION_CONFIGS]
+    if format not in known:
+        raise ConfigError(f"--format {format}: none of {', '.join(known)}")
+    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    if dtype not in dtypes:
+        raise ConfigError(f"--dtype {dtype}: none of {', '.join(dtypes)}")
+    before, after = write(source, target, format, dtypes[dtype])
+    typer.echo(f"{target}: {format}, {after:,} bytes of weights; in {dtype} {before:,}")
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     typer.echo(f"areal-q {__version__}")

@@ -9,6 +9,7 @@
     ├── RecordError (ValueError)        a message or trajectory breaks its contract
     ├── QuantizationError (ValueError)  a tensor cannot be represented in a format
     ├── WeightVersionError              a published version is incomplete or altered
+    ├── EngineDied                      the process of an engine ended, or fell silent
     ├── BufferUnavailable               Redis does not answer, or refuses writes
     │   └── BufferFull                  it is at its memory limit: nothing was written, and nothing is lost
     ├── ChildDied                       a process of a run ended when it should not have
@@ -52,6 +53,10 @@ class QuantizationError(AReaLQError, ValueError):
 
 class WeightVersionError(AReaLQError):
     """A published version is incomplete or does not hash to its manifest."""
+
+
+class EngineDied(AReaLQError):
+    """The process of a rollout engine ended, fell silent, or refused weights half-way."""
 
 
 class BufferUnavailable(AReaLQError):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from areal_q.config import Run, TorchEngine, parse
+from areal_q.config import Run, ScriptedEngine, parse
 from areal_q.errors import ConfigError
 from areal_q.tasks import build_reward, build_tokenizer
 from buffer.redis_buffer import WorkerBuffer
@@ -65,5 +65,6 @@ async def serve(
 
 def max_groups(run: Run) -> int:
     """Tickets that a worker claims at once: enough to fill its engine, and a quarter in reserve."""
-    slots = run.rollout.engine.slots if isinstance(run.rollout.engine, TorchEngine) else 256
+    engine = run.rollout.engine
+    slots = 256 if isinstance(engine, ScriptedEngine) else engine.slots
     return max(2, slots * 5 // (4 * run.learner.group_size))

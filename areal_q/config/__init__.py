@@ -51,6 +51,7 @@ from areal_q.config.run import (
     ScriptedEngine,
     SmallModel,
     TorchEngine,
+    VllmEngine,
     WarmStart,
 )
 from areal_q.config.tasks import (
@@ -122,6 +123,7 @@ __all__ = [
     "TorchEngine",
     "Uniform",
     "ValueLoss",
+    "VllmEngine",
     "WarmStart",
     "dump_toml",
     "load",

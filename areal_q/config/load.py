@@ -9,7 +9,7 @@ import msgspec
 
 from areal_q.config.buffer import Prioritized, Uniform
 from areal_q.config.objectives import Gae, ReinforcePlusPlus
-from areal_q.config.run import BroadcastConfig, LearnerConfig, Run, SmallModel
+from areal_q.config.run import BroadcastConfig, LearnerConfig, Run, SmallModel, VllmEngine
 from areal_q.config.tasks import Choice, Gsm8k, Math, Python
 from areal_q.errors import ConfigError
 
@@ -71,7 +71,7 @@ def _convert(table: Table, source: str) -> Run:
 
 def _check(run: Run, source: str) -> Run:
     """Pairs of settings that cannot go together."""
-    learner, sampling = run.learner, run.rollout.sampling
+    learner, sampling, engine = run.learner, run.rollout.sampling, run.rollout.engine
     reason = None
     if learner.groups % learner.minibatches:
         reason = (
@@ -101,6 +101,14 @@ def _check(run: Run, source: str) -> Run:
         reason = "reward.path: the reward of task.type = 'python' is in task.path"
     elif isinstance(run.model, SmallModel) and sampling.max_tokens >= run.model.max_positions:
         reason = "rollout.sampling.max_tokens leaves no room in model.max_positions"
+    elif (
+        isinstance(engine, VllmEngine)
+        and engine.kv_cache == "fp8"
+        and engine.kv_on_update == "keep"
+    ):
+        reason = "rollout.engine.kv_cache = 'fp8' needs kv_on_update = 'recompute': scales change"
+    elif isinstance(engine, VllmEngine) and engine.kv_cache == "fp8" and engine.compiled:
+        reason = "rollout.engine.kv_cache = 'fp8' needs compiled = false: its scales are observed"
     elif run.broadcast.host is None and _on_every_interface(run.broadcast):
         reason = "broadcast.host is needed: workers cannot connect to every interface"
     reason = reason or _starves(run)

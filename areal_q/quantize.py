@@ -1,0 +1,56 @@
+"""`areal-q quantize SRC DST --format int8`: a checkpoint whose linears are quantized as rollouts have them."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+from areal_q.errors import CheckpointError
+from areal_q.models import load_decoder
+from areal_q.quant import quantize_state
+from areal_q.quant.checkpoint import write_checkpoint
+
+BESIDE_WEIGHTS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+"""What is copied as it is, where SRC has it"""
+
+
+def quantize(source: Path, target: Path, format: str, dtype: torch.dtype) -> tuple[int, int]:
+    """Writes `target`, a new directory; returns the bytes of the weights before and after.
+
+    `dtype` is that of all that stays unquantized (norms, embeddings, head, biases). The quantized
+    tensors are those that a learner with these weights publishes, bit for bit. Raises CheckpointError
+    when `target` exists or `source` is no model.
+    """
+    if target.exists():
+        raise CheckpointError(f"{target}: exists already")
+    model = load_decoder(source)
+    state = model.state_dict()
+    published = quantize_state(state, format)
+    tensors = {
+        name: tensor.to(dtype) if name in state and tensor.dtype == torch.float32 else tensor
+        for name, tensor in published.items()
+    }
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        write_checkpoint(tensors, format, model.config.to_hf(), part)
+        for name in BESIDE_WEIGHTS:
+            if (source / name).is_file():
+                shutil.copy(source / name, part)
+        os.chmod(part, 0o755)
+        part.rename(target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    before = sum(tensor.numel() for tensor in state.values()) * dtype.itemsize
+    return before, sum(tensor.nbytes for tensor in tensors.values())

@@ -1,0 +1,370 @@
+"""An Engine (rollout/engines/base.py) around a backend that generates in processes of its own.
+
+    generate ─▶ room for its responses ─▶ one stream each ─pieces─▶ Drawn ─▶ completions
+    load_weights ─▶ stage (generation goes on) ─▶ pause ─▶ push ─▶ resume
+    a backend that died ─▶ launched again with the current weights ─▶ streams go on where they were
+
+| task           | waits for                                      | unblocked by                       |
+|----------------|------------------------------------------------|------------------------------------|
+| generate       | the first weights; room; its streams           | load_weights; others' ends; tokens |
+| load_weights   | `_changing`: one launch or swap at a time      | the backend's answers, or timeouts |
+| _watch         | time; a token must come within `timeout_s`     | a token; else it kills the backend |
+
+After a death a response keeps the tokens that had arrived, stamped with the version that was loaded
+when they did, and draws the rest after them.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from areal_q.errors import EngineDied, RecordError
+from areal_q.messages import VersionSpan
+from areal_q.weights import WeightVersion
+from rollout.engines.base import Capabilities, Completion, Request, TokenCallback
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 1.0
+
+
+class Piece(Struct, frozen=True, kw_only=True):
+    """What a stream says next."""
+
+    ids: list[int]
+    logprobs: list[float]
+    """nats, one for each id"""
+    spans: list[VersionSpan] | None = None
+    """With the last piece, if the backend stamps tokens itself: of all tokens of the stream"""
+
+
+class Backend(Protocol):
+    """Any method may raise EngineDied; then `launch` begins anew, which ends what is left of it."""
+
+    name: str
+    capabilities: Capabilities
+    slots: int
+    timeout_s: float
+    restarts: int
+
+    async def prepare(self) -> None:
+        """What needs no weights, such as slow imports. Raises ConfigError when it cannot run here."""
+        ...
+
+    def accept(self, weights: WeightVersion) -> None:
+        """Raises WeightVersionError for weights that cannot follow those that are loaded."""
+        ...
+
+    def check(self, request: Request) -> None:
+        """Raises RecordError when the request can never be served. After the first launch."""
+        ...
+
+    async def launch(self, weights: WeightVersion) -> None: ...
+    async def stage(self, weights: WeightVersion) -> None:
+        """Brings `weights` near while generation goes on."""
+        ...
+
+    async def pause(self) -> None:
+        """Returns when no more tokens are drawn, and those drawn have been handed to their streams."""
+        ...
+
+    async def push(self, weights: WeightVersion) -> None:
+        """Loads what was staged, all or nothing."""
+        ...
+
+    async def resume(self) -> None: ...
+    def stream(self, request: Request, seed: int) -> AsyncGenerator[Piece, None]:
+        """One response, to its stop token or its budget; closing the iterator cancels it."""
+        ...
+
+    async def kill(self) -> None:
+        """Its streams raise EngineDied soon."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass
+class Drawn:
+    """One response, as far as it has come."""
+
+    request: Request
+    seed: int
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    kept: list[VersionSpan] = field(default_factory=list)
+    """Spans of what streams that died had drawn"""
+
+    def add(self, piece: Piece, version: int, digest: str) -> None:
+        self.ids += piece.ids
+        self.logprobs += piece.logprobs
+        if piece.spans is not None:
+            self.spans = merged([*self.kept, *piece.spans])
+        elif piece.ids:
+            self.spans = merged([*self.spans, VersionSpan(version, len(piece.ids), digest)])
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length"] | None:
+        if self.ids and self.ids[-1] in self.request.stop_ids:
+            return "stop"
+        return "length" if len(self.ids) >= self.request.sampling.max_tokens else None
+
+    def rest(self) -> Request:
+        """What is still to be drawn, after the tokens that there are."""
+        if not self.ids:
+            return self.request
+        sampling = self.request.sampling
+        return replace(
+            self.request,
+            prompt_ids=np.concatenate((self.request.prompt_ids, np.array(self.ids, np.int32))),
+            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(self.ids)),
+        )
+
+    def completion(self) -> Completion:
+        """Raises RecordError for a log-prob that is not finite."""
+        logprobs = np.array(self.logprobs, np.float32)
+        if self.request.sampling.temperature == 0:
+            logprobs[:] = 0  # greedy: the distribution that drew has one token
+        if not np.isfinite(logprobs).all():
+            raise RecordError(f"version {self.spans[-1].version}: a log-prob is not finite")
+        assert self.finish_reason is not None
+        return Completion(
+            response_ids=np.array(self.ids, np.int32),
+            logprobs=logprobs,
+            spans=self.spans,
+            finish_reason=self.finish_reason,
+        )
+
+
+def merged(spans: list[VersionSpan]) -> list[VersionSpan]:
+    """Neighbours of one version as one: [(v1, 2), (v1, 3), (v2, 1)] → [(v1, 5), (v2, 1)]."""
+    out: list[VersionSpan] = []
+    for span in spans:
+        if out and (out[-1].version, out[-1].digest) == (span.version, span.digest):
+            out[-1] = replace(span, tokens=out[-1].tokens + span.tokens)
+        elif span.tokens:
+            out.append(span)
+    return out
+
+
+class Room:
+    """Places for responses, given out first come first served, all of a group at once."""
+
+    def __init__(self, places: int) -> None:
+        self.free = places
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def enter(self, count: int) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append((count, turn))
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._queue = deque(entry for entry in self._queue if entry[1] is not turn)
+                self._admit()
+            else:
+                self.leave(count)
+            raise
+
+    def leave(self, count: int) -> None:
+        self.free += count
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._queue and self._queue[0][0] <= self.free:
+            count, turn = self._queue.popleft()
+            if not turn.cancelled():
+                self.free -= count
+                turn.set_result(None)
+
+
+class StreamingEngine:
+    """An Engine. Its `load_weights` pauses generation for the swap only, not for the transfer."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.name, self.capabilities = backend.name, backend.capabilities
+        self.backend = backend
+        self.deaths = 0
+        """Since the start"""
+        self._deaths_in_a_row = 0
+        self._weights: WeightVersion | None = None
+        self._room = Room(backend.slots)
+        self._changing = asyncio.Lock()
+        self._ready = asyncio.Event()
+        self._tasks: set[asyncio.Task[list[Completion]]] = set()
+        self._watcher: asyncio.Task[None] | None = None
+        self._active, self._tokens = 0, 0
+        self._busy_s, self._busy_since = 0.0, 0.0
+        self._heard_s = 0.0
+
+    @property
+    def version(self) -> int:
+        return -1 if self._weights is None else self._weights.manifest.version
+
+    @property
+    def active(self) -> int:
+        return self._active
+
+    @property
+    def tokens_drawn(self) -> int:
+        return self._tokens
+
+    @property
+    def busy_s(self) -> float:
+        return self._busy_s + (time.monotonic() - self._busy_since if self._active else 0.0)
+
+    async def start(self) -> None:
+        await self.backend.prepare()
+        self._watcher = asyncio.create_task(self._watch(), name=f"watch-{self.name}")
+
+    async def generate(
+        self, request: Request, on_token: TokenCallback | None = None
+    ) -> list[Completion]:
+        """Raises RecordError when the request can never be served, EngineDied when the backend could
+        not be brought back. `on_token` must not raise."""
+        if self._watcher is None or self._watcher.done():
+            raise RuntimeError(f"engine {self.name} is not running")
+        if (
+            request.num_samples < 1
+            or np.ndim(request.prompt_ids) != 1
+            or not len(request.prompt_ids)
+        ):
+            raise RecordError("a request needs a prompt of at least one token and one response")
+        if request.num_samples > self.backend.slots:
+            raise RecordError(
+                f"{request.num_samples} responses at once exceed the engine's {self.backend.slots} slots"
+            )
+        task = asyncio.create_task(self._group(request, on_token))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await task
+
+    async def load_weights(self, weights: WeightVersion) -> float:
+        """Swap; returns the pause of generation in seconds. Raises WeightVersionError, old
+        weights kept."""
+        async with self._changing:
+            self.backend.accept(weights)
+            if self._weights is None:
+                await self.backend.launch(weights)
+                self._take(weights)
+                return 0.0
+            began = time.perf_counter()
+            try:
+                await self.backend.stage(weights)
+                began = time.perf_counter()
+                await self.backend.pause()
+                await self.backend.push(weights)
+                self._take(weights)
+                await self.backend.resume()
+            except EngineDied as error:
+                await self._launch_again(weights, error)
+            return time.perf_counter() - began
+
+    async def close(self) -> None:
+        """Ends the engine; requests in flight are cancelled."""
+        tasks = [*self._tasks, *([self._watcher] if self._watcher else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.backend.close()
+
+    def _take(self, weights: WeightVersion) -> None:
+        self._weights = weights
+        self._heard_s = time.monotonic()
+        self._ready.set()
+
+    async def _group(self, request: Request, on_token: TokenCallback | None) -> list[Completion]:
+        await self._ready.wait()
+        self.backend.check(request)
+        await self._room.enter(request.num_samples)
+        self._count(request.num_samples)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._response(request, index, on_token))
+                    for index in range(request.num_samples)
+                ]
+                for task in tasks:
+                    task.add_done_callback(self._left)
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    def _left(self, task: "asyncio.Task[Completion]") -> None:
+        """A response's place is free as soon as it ends, whatever its group still does."""
+        self._count(-1)
+        self._room.leave(1)
+
+    async def _response(
+        self, request: Request, index: int, on_token: TokenCallback | None
+    ) -> Completion:
+        drawn = Drawn(request, request.seed + index)
+        while drawn.finish_reason is None:
+            launched = self.deaths
+            try:
+                async with contextlib.aclosing(
+                    self.backend.stream(drawn.rest(), drawn.seed)
+                ) as pieces:
+                    async for piece in pieces:
+                        self._hear(drawn, piece, index, on_token)
+                if drawn.finish_reason is None:
+                    raise EngineDied(f"a response of {len(drawn.ids)} tokens ended unasked")
+            except EngineDied as error:
+                drawn.kept = drawn.spans
+                async with self._changing:
+                    if self.deaths == launched:
+                        assert self._weights is not None
+                        await self._launch_again(self._weights, error)
+        self._deaths_in_a_row = 0
+        return drawn.completion()
+
+    def _hear(self, drawn: Drawn, piece: Piece, index: int, on_token: TokenCallback | None) -> None:
+        assert self._weights is not None
+        manifest = self._weights.manifest
+        drawn.add(piece, manifest.version, manifest.digest)
+        self._tokens += len(piece.ids)
+        self._heard_s = time.monotonic()
+        if on_token:
+            for token, logprob in zip(piece.ids, piece.logprobs, strict=True):
+                on_token(index, token, logprob)
+
+    async def _launch_again(self, weights: WeightVersion, error: EngineDied) -> None:
+        """Raises EngineDied when it keeps dying. Under the lock `_changing`."""
+        self.deaths += 1
+        self._deaths_in_a_row += 1
+        if self._deaths_in_a_row > self.backend.restarts:
+            raise error
+        logger.warning("engine %s is launched again: %s", self.name, error)
+        await self.backend.launch(weights)
+        self._take(weights)
+
+    def _count(self, change: int) -> None:
+        now = time.monotonic()
+        if self._active:
+            self._busy_s += now - self._busy_since
+        elif change > 0:
+            self._heard_s = now
+        self._busy_since = now
+        self._active += change
+
+    async def _watch(self) -> None:
+        """Ends a backend that fell silent, so that it is launched again."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            silent_s = time.monotonic() - self._heard_s
+            if self._active and not self._changing.locked() and silent_s > self.backend.timeout_s:
+                logger.warning("engine %s drew nothing for %.0f s", self.name, silent_s)
+                self._heard_s = time.monotonic()
+                await self.backend.kill()

