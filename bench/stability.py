@@ -1,0 +1,164 @@
+"""Which objectives survive quantized rollouts: every arm from the same warm start, several seeds.
+
+    python -m bench.stability                  # what is missing of arms × seeds, then table and figure
+    python -m bench.stability --shard 0/2      # half of the runs, while another process does 1/2
+    python -m bench.stability --only "int3 acr,bf16 ppo"
+    python -m bench.stability --plot           # table and figure again, from bench/results/stability.csv
+
+An arm runs in this process (bench/lab.py); the result of each is a file in runs/bench/stability, named by arm,
+seed and settings. One that is there is not run again. What it says: docs/stability.md.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from areal_q.config import Gspo, Run, Tbpo, load, settings_hash
+from bench.common import RESULTS, ROOT, commit, device, say
+from bench.int3 import with_format
+from bench.lab import Values, train
+from bench.stability_report import COLUMNS, Row, figure, read, summary, write
+
+RUNS = RESULTS / "stability"
+SETTING = [
+    "steps=150",
+    "warmstart.until_accuracy=0.45",
+    "learner.groups=16",
+    "learner.max_lag=2",
+    "learner.minibatches=2",
+    "learner.optimizer.lr=3e-4",
+    "learner.optimizer.decay_steps=0",
+    "eval.every=25",
+    "eval.problems=256",
+]
+"""What all arms share, on top of configs/quickstart.toml. Chosen on seeds from 100 on, then fixed."""
+BAND = (16384 / 5) ** 0.5
+"""Widens GSPO's band as Tbpo.scaled_to does TBPO's: from 16,384 tokens to the 5 of a response here"""
+_TBPO, _GSPO = Tbpo().scaled_to(5), Gspo()
+OBJECTIVES: dict[str, list[str]] = {
+    "naive": [],
+    "tis": [],
+    "acr": [],
+    "ppo": [],
+    "tbpo": [
+        f"learner.objective.{name}={getattr(_TBPO, name)}"
+        for name in ("clip_high", "negative_clip_low", "negative_clip_high")
+    ],
+    "mis": [],
+    "gspo": [
+        f"learner.objective.{name}={getattr(_GSPO, name) * BAND}"
+        for name in ("clip_low", "clip_high")
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    objective: str
+    format: str = "int3"
+    uaq: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """Example: "int3 acr uaq1.5"; scale 1 is not named."""
+        return f"{self.format} {self.objective}" + (f" uaq{self.uaq:g}" if self.uaq != 1 else "")
+
+    def run(self, seed: int, *overrides: str) -> Run:
+        chosen = [f"learner.objective.type={self.objective}", *OBJECTIVES[self.objective]]
+        base = [*SETTING, *chosen, f"learner.uaq={self.uaq}", f"seed={seed}", *overrides]
+        return with_format(load(ROOT / "configs" / "quickstart.toml", base), self.format)
+
+
+PARTS = [
+    [Arm("ppo", "bf16"), *(Arm(objective) for objective in OBJECTIVES)],
+    [*(Arm(objective, uaq=1.5) for objective in OBJECTIVES), Arm("acr", uaq=2.0)],
+    [*(Arm("naive", format) for format in ("int4", "int8", "fp8-channel", "bf16"))],
+    [Arm("ppo", "bf16", 1.5)],
+]
+"""In the order of their run: all seeds of a part before the next part"""
+ARMS = [arm for part in PARTS for arm in part]
+SEEDS = (0, 1, 2)
+WINDOW = 10
+"""Steps that are one row of the results"""
+
+
+def windows(name: str, seed: int, steps: Sequence[Values]) -> list[Row]:
+    """Means over WINDOW steps each; of what is called max, maxima. `accuracy` is that at the end."""
+    rows: list[Row] = []
+    for start in range(0, len(steps), WINDOW):
+        part = steps[start : start + WINDOW]
+        row: Row = {"arm": name, "seed": seed, "step": start + len(part)}
+        for name, key in COLUMNS.items():
+            found = [v[key] for v in part if key in v]
+            if found:
+                whole = max(found) if key.endswith("max") else sum(found) / len(found)
+                row[name] = float(f"{whole:.4g}")
+        rows.append(row)
+    return rows
+
+
+def run_arm(arm: Arm, seed: int, run: Run) -> list[Row]:
+    """Trains, or reads what an earlier call wrote for the same settings."""
+    path = _path(arm, seed, run)
+    if path.exists():
+        return json.loads(path.read_text())["rows"]
+
+    async def steps() -> list[Values]:
+        return [values async for values in train(run)]
+
+    rows = windows(arm.name, seed, asyncio.run(steps()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps({"commit": commit(), "device": device(), "rows": rows}))
+    part.rename(path)
+    last = rows[-1]
+    say(f"{arm.name}, seed {seed}: reward {last['reward']}, accuracy {last['accuracy']}")
+    return rows
+
+
+def _path(arm: Arm, seed: int, run: Run) -> Path:
+    return RUNS / f"{arm.name.replace(' ', '-')}-{seed}-{settings_hash(run)[:8]}.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    parser.add_argument("--only", help="names of arms, with commas between them")
+    parser.add_argument("--shard", default="0/1", help="K/N: every N-th run from the K-th on")
+    parser.add_argument("--plot", action="store_true", help="train nothing")
+    parser.add_argument(
+        "settings", nargs="*", help="a.b=c, for all arms; nothing is written for them"
+    )
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    wanted = args.only.split(",") if args.only else [arm.name for arm in ARMS]
+    runs = [
+        (arm, seed, arm.run(seed, *args.settings))
+        for part in PARTS
+        for seed in map(int, args.seeds.split(","))
+        for arm in part
+        if arm.name in wanted
+    ]
+    k, n = map(int, args.shard.split("/"))
+    if not args.plot:
+        for arm, seed, run in runs[k::n]:
+            run_arm(arm, seed, run)
+        done = [(a, s, r) for a, s, r in runs if _path(a, s, r).exists()]
+        rows = [row for arm, seed, run in done for row in run_arm(arm, seed, run)]
+        if args.settings or args.seeds != parser.get_default("seeds"):
+            print(summary(rows))
+            return
+        write(rows)
+    rows = read()
+    print(summary(rows))
+    figure(rows)
+
+
+if __name__ == "__main__":
+    main()
