@@ -11,6 +11,7 @@ seed and settings. One that is there is not run again. What it says: docs/stabil
 
 import argparse
 import asyncio
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from areal_q.config import Gspo, Run, Tbpo, load, settings_hash
+from areal_q.config import Gspo, Run, Tbpo, load
 from bench.common import RESULTS, ROOT, commit, device, say
 from bench.int3 import with_format
 from bench.lab import Values, train
@@ -69,9 +70,13 @@ class Arm:
         """Example: "int3 acr uaq1.5"; scale 1 is not named."""
         return f"{self.format} {self.objective}" + (f" uaq{self.uaq:g}" if self.uaq != 1 else "")
 
-    def run(self, seed: int, *overrides: str) -> Run:
+    def settings(self, seed: int) -> list[str]:
+        """On top of configs/quickstart.toml; the format is not among them (bench/int3.py)."""
         chosen = [f"learner.objective.type={self.objective}", *OBJECTIVES[self.objective]]
-        base = [*SETTING, *chosen, f"learner.uaq={self.uaq}", f"seed={seed}", *overrides]
+        return [*SETTING, *chosen, f"learner.uaq={self.uaq}", f"seed={seed}"]
+
+    def run(self, seed: int, *overrides: str) -> Run:
+        base = [*self.settings(seed), *overrides]
         return with_format(load(ROOT / "configs" / "quickstart.toml", base), self.format)
 
 
@@ -103,14 +108,14 @@ def windows(name: str, seed: int, steps: Sequence[Values]) -> list[Row]:
     return rows
 
 
-def run_arm(arm: Arm, seed: int, run: Run) -> list[Row]:
+def run_arm(arm: Arm, seed: int, *overrides: str) -> list[Row]:
     """Trains, or reads what an earlier call wrote for the same settings."""
-    path = _path(arm, seed, run)
+    path = result(arm, seed, *overrides)
     if path.exists():
         return json.loads(path.read_text())["rows"]
 
     async def steps() -> list[Values]:
-        return [values async for values in train(run)]
+        return [values async for values in train(arm.run(seed, *overrides))]
 
     rows = windows(arm.name, seed, asyncio.run(steps()))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,8 +127,17 @@ def run_arm(arm: Arm, seed: int, run: Run) -> list[Row]:
     return rows
 
 
-def _path(arm: Arm, seed: int, run: Run) -> Path:
-    return RUNS / f"{arm.name.replace(' ', '-')}-{seed}-{settings_hash(run)[:8]}.json"
+def result(arm: Arm, seed: int, *overrides: str) -> Path:
+    """Where the result of these settings is kept."""
+    given = "\n".join([*arm.settings(seed), *overrides]).encode()
+    digest = hashlib.blake2b(given, digest_size=4).hexdigest()
+    return RUNS / f"{arm.name.replace(' ', '-')}-{seed}-{digest}.json"
+
+
+def finished(runs: Sequence[tuple[Arm, int]], *overrides: str) -> list[Row]:
+    """The rows of those that have a result."""
+    done = [(arm, seed) for arm, seed in runs if result(arm, seed, *overrides).exists()]
+    return [row for arm, seed in done for row in run_arm(arm, seed, *overrides)]
 
 
 def main() -> None:
@@ -132,32 +146,22 @@ def main() -> None:
     parser.add_argument("--only", help="names of arms, with commas between them")
     parser.add_argument("--shard", default="0/1", help="K/N: every N-th run from the K-th on")
     parser.add_argument("--plot", action="store_true", help="train nothing")
-    parser.add_argument(
-        "settings", nargs="*", help="a.b=c, for all arms; nothing is written for them"
-    )
+    parser.add_argument("settings", nargs="*", help="a.b=c, for all arms; nothing is kept of them")
     args = parser.parse_args()
     torch.set_num_threads(1)
     wanted = args.only.split(",") if args.only else [arm.name for arm in ARMS]
-    runs = [
-        (arm, seed, arm.run(seed, *args.settings))
-        for part in PARTS
-        for seed in map(int, args.seeds.split(","))
-        for arm in part
-        if arm.name in wanted
-    ]
+    seeds = [*map(int, args.seeds.split(","))]
+    runs = [(a, seed) for part in PARTS for seed in seeds for a in part if a.name in wanted]
     k, n = map(int, args.shard.split("/"))
+    for arm, seed in [] if args.plot else runs[k::n]:
+        run_arm(arm, seed, *args.settings)
+    if args.settings or {*seeds} - {*SEEDS}:
+        print(summary(finished(runs, *args.settings)))
+        return
     if not args.plot:
-        for arm, seed, run in runs[k::n]:
-            run_arm(arm, seed, run)
-        done = [(a, s, r) for a, s, r in runs if _path(a, s, r).exists()]
-        rows = [row for arm, seed, run in done for row in run_arm(arm, seed, run)]
-        if args.settings or args.seeds != parser.get_default("seeds"):
-            print(summary(rows))
-            return
-        write(rows)
-    rows = read()
-    print(summary(rows))
-    figure(rows)
+        write(finished([(a, s) for a in ARMS for s in SEEDS]))
+    print(summary(read()))
+    figure(read())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from areal_q.config import Run, override
+from areal_q.config import Run, override, settings_hash
 from areal_q.messages import Group
 from areal_q.quant import FORMATS, quantize_state
 from areal_q.quant.uaq import apply_uaq
@@ -62,10 +62,9 @@ def test_two_arms_are_run_stored_and_not_run_again(tmp_path: Path, monkeypatch: 
     small += ["learner.groups=2", "learner.group_size=2", "eval.problems=4", "eval.every=1"]
     rows = []
     for arm in (stability.Arm("ppo", "bf16"), stability.Arm("acr", uaq=1.5)):
-        run = arm.run(0, *small)
-        rows += stability.run_arm(arm, 0, run)
+        rows += stability.run_arm(arm, 0, *small)
         before = [(p, p.stat().st_mtime_ns) for p in sorted((tmp_path / "runs").iterdir())]
-        assert stability.run_arm(arm, 0, run) == rows[-1:]
+        assert stability.run_arm(arm, 0, *small) == rows[-1:]
         assert before == [(p, p.stat().st_mtime_ns) for p in sorted((tmp_path / "runs").iterdir())]
     assert [(r["arm"], r["step"]) for r in rows] == [("bf16 ppo", 2), ("int3 acr uaq1.5", 2)]
     path = tmp_path / "stability.csv"
@@ -88,7 +87,7 @@ def test_a_final_value_is_the_mean_of_the_last_fifth_of_the_steps():
 
 
 def test_every_arm_has_settings_of_its_own():
-    hashes = {stability.settings_hash(arm.run(0)) for arm in stability.ARMS}
+    hashes = {settings_hash(arm.run(0)) for arm in stability.ARMS}
     assert len(hashes) == len(stability.ARMS) == len({arm.name for arm in stability.ARMS})
 
 
