@@ -43,7 +43,7 @@ COLORS = {
     "gspo": "#8c7a5a",
     "tbpo": "#d06aa8",
 }
-REFERENCE = "bf16 ppo"
+REFERENCE = "bf16 tis"
 Band = tuple[list[float], list[float], list[float], list[float]]
 """Steps, and mean, least and largest over the seeds at each"""
 LAST = 0.2

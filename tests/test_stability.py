@@ -10,12 +10,16 @@ from msgspec.structs import replace
 
 from areal_q.config import Run, override, settings_hash
 from areal_q.messages import Group
+from areal_q.models import Decoder
 from areal_q.quant import FORMATS, quantize_state
-from areal_q.quant.uaq import apply_uaq
+from areal_q.quant.uaq import apply_uaq, fold_back
 from areal_q.tasks import build_task, build_tokenizer
 from bench import stability, stability_report, uaq
 from bench.int3 import with_format
 from bench.lab import Values, train, warm_model
+from learner.lineage import Lineage
+from learner.step import learn
+from learner.trainer import Trainer
 
 MakeRun = Callable[..., Run]
 
@@ -75,6 +79,32 @@ def test_two_arms_are_run_stored_and_not_run_again(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "figure.png").stat().st_size > 0
 
 
+def test_a_window_holds_means_and_maxima_of_its_steps():
+    steps = [
+        {"reward/mean": float(i), "policy/ratio_max": float(i), "eval/accuracy": i / 100}
+        for i in range(12)
+    ]
+    del steps[10]["eval/accuracy"]
+    assert stability.windows("int3 acr", 7, steps) == [
+        {
+            "arm": "int3 acr",
+            "seed": 7,
+            "step": 10,
+            "reward": 4.5,
+            "ratio_max": 9.0,
+            "accuracy": 0.045,
+        },
+        {
+            "arm": "int3 acr",
+            "seed": 7,
+            "step": 12,
+            "reward": 10.5,
+            "ratio_max": 11.0,
+            "accuracy": 0.11,
+        },
+    ]
+
+
 def test_a_final_value_is_the_mean_of_the_last_fifth_of_the_steps():
     rows = [
         {"arm": "a", "seed": 0, "step": 10 * i, "reward": float(i), "weight_max": 100.0 / i}
@@ -123,3 +153,47 @@ def test_uaq_raises_update_over_error_by_a_power_that_the_optimizer_sets(
         for s in (1.0, 2.0)
     ]
     assert ratios[1] / ratios[0] == pytest.approx(2**power, rel=0.02)
+
+
+def test_uaq_under_adam_is_a_learning_rate_of_its_own_for_each_kind_of_weight(make_run: MakeRun):
+    s = 2.0
+    run = make_run("steps=3", "learner.minibatches=1", "learner.max_lag=0", "learner.uaq=1")
+    run = override(run, "learner.max_grad_norm=1e9", "learner.optimizer.eps=1e-20")
+    drawn, digest = asyncio.run(uaq.draw(run))
+    learnt = []
+    for scale in (s, 1.0):
+        model = warm_model(
+            override(run, f"learner.uaq={scale}"), build_task(run.task), build_tokenizer(run)
+        )
+        trainer = Trainer(model, run.learner, 1.0)
+        lr = {"linear": 1.0, "norm": 1.0} if scale > 1 else {"linear": s, "norm": 1 / s}
+        trainer.optimizer = KeptRates(model, {**lr, "other": 1.0}, run.learner.optimizer.lr)
+        for batch in drawn:
+            learn(trainer, [rewarded(g) for g in batch], Lineage(9, {0: digest}), 0)
+        state = model.state_dict()
+        if scale > 1:
+            fold_back(state, scale)
+        learnt.append(state)
+    for name, tensor in learnt[0].items():
+        torch.testing.assert_close(tensor, learnt[1][name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+class KeptRates(torch.optim.Adam):
+    """Each kind of parameter has its own learning rate, whatever the trainer sets."""
+
+    def __init__(self, model: Decoder, factors: dict[str, float], lr: float) -> None:
+        kinds = {name: kind(name) for name, _ in model.named_parameters()}
+        self.rates = [lr * factors[k] for k in factors]
+        groups = [[p for n, p in model.named_parameters() if kinds[n] == k] for k in factors]
+        super().__init__([{"params": g} for g in groups], betas=(0.9, 0.95), eps=1e-20)
+
+    def step(self, closure: None = None) -> None:
+        for group, rate in zip(self.param_groups, self.rates, strict=True):
+            group["lr"] = rate
+        super().step(closure)
+
+
+def kind(name: str) -> str:
+    if name.split(".")[-2] in uaq.RESCALED:
+        return "linear"
+    return "norm" if "_layernorm." in name else "other"
