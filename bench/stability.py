@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from areal_q.config import Gspo, Run, Tbpo, load
+from areal_q.config import Gspo, Run, load
 from bench.common import RESULTS, ROOT, commit, device, say
 from bench.int3 import with_format
 from bench.lab import Values, train
@@ -39,22 +39,20 @@ SETTING = [
     "eval.problems=256",
 ]
 """What all arms share, on top of configs/quickstart.toml. Chosen on seeds from 100 on, then fixed."""
-BAND = (16384 / 5) ** 0.5
-"""Widens GSPO's band as Tbpo.scaled_to does TBPO's: from 16,384 tokens to the 5 of a response here"""
-_TBPO, _GSPO = Tbpo().scaled_to(5), Gspo()
+TOKENS = 5
+"""Of the longest response"""
+BAND = (16384 / TOKENS) ** 0.5
+"""Widens GSPO's bounds as `response_tokens` does TBPO's"""
 OBJECTIVES: dict[str, list[str]] = {
     "naive": [],
     "tis": [],
     "acr": [],
     "ppo": [],
-    "tbpo": [
-        f"learner.objective.{name}={getattr(_TBPO, name)}"
-        for name in ("clip_high", "negative_clip_low", "negative_clip_high")
-    ],
+    "tbpo": [f"learner.objective.response_tokens={TOKENS}"],
     "mis": [],
     "gspo": [
-        f"learner.objective.{name}={getattr(_GSPO, name) * BAND}"
-        for name in ("clip_low", "clip_high")
+        f"learner.objective.clip_low={BAND * Gspo().clip_low}",
+        f"learner.objective.clip_high={BAND * Gspo().clip_high}",
     ],
 }
 

@@ -65,12 +65,12 @@ def test_two_arms_are_run_stored_and_not_run_again(tmp_path: Path, monkeypatch: 
     small = ["steps=2", "warmstart.steps=0", "model.layers=1", "model.width=32", "model.mlp=32"]
     small += ["learner.groups=2", "learner.group_size=2", "eval.problems=4", "eval.every=1"]
     rows = []
-    for arm in (stability.Arm("ppo", "bf16"), stability.Arm("acr", uaq=1.5)):
+    for arm in (stability.Arm("tis", "bf16"), stability.Arm("acr", uaq=1.5)):
         rows += stability.run_arm(arm, 0, *small)
         before = [(p, p.stat().st_mtime_ns) for p in sorted((tmp_path / "runs").iterdir())]
         assert stability.run_arm(arm, 0, *small) == rows[-1:]
         assert before == [(p, p.stat().st_mtime_ns) for p in sorted((tmp_path / "runs").iterdir())]
-    assert [(r["arm"], r["step"]) for r in rows] == [("bf16 ppo", 2), ("int3 acr uaq1.5", 2)]
+    assert [(r["arm"], r["step"]) for r in rows] == [("bf16 tis", 2), ("int3 acr uaq1.5", 2)]
     path = tmp_path / "stability.csv"
     stability_report.write(rows, path)
     assert stability_report.read(path) == rows
