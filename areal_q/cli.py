@@ -89,19 +89,25 @@ def check_config(
 
 
 @app.command()
-def watch(directory: RunDir) -> None:
+def watch(
+    directory: RunDir,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="in a browser: the report, served on loopback")
+    ] = False,
+    port: Annotated[int, typer.Option(help="with --serve; 0: a free one")] = 0,
+) -> None:
     """Watch a run that is going on, or that has ended, in a terminal of its own."""
     from areal_q.live import watch as follow
 
+    if serve:
+        _become("buffer.report", [str(directory), "--serve", "--port", str(port)])
     follow(load(directory / "config.toml"), directory)
 
 
-@app.command()
-def report(directory: RunDir) -> None:
-    """Print the summary of a run and draw its curves again."""
-    from areal_q.report import report as show
-
-    show(load(directory / "config.toml"), directory)
+@app.command(context_settings=PASS_THROUGH)
+def report(ctx: typer.Context) -> None:
+    """Draw a run, or several in comparison, as one HTML file: `python -m buffer.report`."""
+    _become("buffer.report", ctx.args)
 
 
 @app.command()

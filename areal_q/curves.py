@@ -1,29 +1,26 @@
-"""The curves of a run: one figure, and one HTML page that holds it with the summary."""
+"""The curves of a run as one picture, for a look at the end and for a README."""
 
-import base64
-import html
 from pathlib import Path
 from typing import Any
 
 from areal_q.metrics import FILE_NAME, Record, read_metrics
-from areal_q.summary import Summary, mean, summarize
+from areal_q.summary import mean
 
 BLUE, ORANGE, GREEN, RED = "#2f6fb2", "#d9822b", "#3a9a5b", "#b8433f"
 MAX_POINTS = 400
 """Longer runs are averaged into so many points."""
 
 
-def draw(run_dir: str | Path) -> tuple[Path, Path]:
-    """Writes curves.png and curves.html into `run_dir`, from its metrics; returns their paths.
+def draw(run_dir: str | Path) -> Path:
+    """Writes curves.png into `run_dir`, from its metrics; returns its path.
 
     Raises OSError if there are no metrics. A run without a step gives empty axes.
     """
     run_dir = Path(run_dir)
     records = read_metrics(run_dir / FILE_NAME)
-    png, page = run_dir / "curves.png", run_dir / "curves.html"
+    png = run_dir / "curves.png"
     _figure(records, run_dir.name).savefig(png, dpi=130)
-    page.write_text(_page(run_dir.name, summarize(records), png.read_bytes()), encoding="utf-8")
-    return png, page
+    return png
 
 
 def _figure(records: list[Record], name: str) -> Any:
@@ -109,9 +106,9 @@ def _steps_on_top(axis: Any, steps: list[Record]) -> None:
     axis.set_title("steps", fontsize=7, loc="right", color="#888888")
 
 
-def thinned(steps: list[Record]) -> list[Record]:
-    """At most MAX_POINTS records: neighbours are averaged, a maximum stays a maximum."""
-    width = -(-len(steps) // MAX_POINTS)
+def thinned(steps: list[Record], most: int = MAX_POINTS) -> list[Record]:
+    """At most `most` records: neighbours are averaged, a maximum stays a maximum."""
+    width = -(-len(steps) // most)
     if width <= 1:
         return steps
     out = []
@@ -124,37 +121,3 @@ def thinned(steps: list[Record]) -> list[Record]:
             point[key] = top if key.endswith("max") else mean(part, key)
         out.append(point)
     return out
-
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222 }
-img { width: 100% } td, th { padding: .15em 1.2em .15em 0; text-align: left; vertical-align: top }
-th { font-weight: normal; color: #777 } .right { color: #2a7d46 } .wrong { color: #b8433f }
-code { white-space: pre-wrap }
-"""
-
-
-def _page(name: str, summary: Summary, png: bytes) -> str:
-    image = base64.b64encode(png).decode()
-    rows = "".join(f"<tr><th>{_e(k)}</th><td>{_e(v)}</td></tr>" for k, v in summary.rows)
-    answers = "".join(
-        f"<tr><td><code>{_e(a.prompt)}</code></td><td><code>{_e(a.expected)}</code></td>"
-        f"{_cell(a.before, a.correct_before)}{_cell(a.after, a.correct_after)}</tr>"
-        for a in summary.answers
-    )
-    head = "<tr><th>prompt</th><th>expected</th><th>before</th><th>after</th></tr>"
-    table = f"<h2>Held-out answers</h2><table>{head}{answers}</table>" if answers else ""
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{_e(name)}</title>'
-        f"<style>{STYLE}</style><h1>{_e(name)}</h1><p>{_e(summary.title)}</p>"
-        f'<img alt="curves of the run" src="data:image/png;base64,{image}">'
-        f"<table>{rows}</table>{table}</html>\n"
-    )
-
-
-def _cell(text: str, correct: bool) -> str:
-    return f'<td class="{"right" if correct else "wrong"}"><code>{_e(text)}</code></td>'
-
-
-def _e(text: str) -> str:
-    return html.escape(text)

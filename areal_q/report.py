@@ -27,7 +27,7 @@ def report(run: Run, run_dir: Path, console: Console | None = None) -> None:
     console.print(_screen(run, run_dir, summary, curves), highlight=False)
 
 
-def _screen(run: Run, run_dir: Path, summary: Summary, curves: tuple[Path, Path]) -> RenderableType:
+def _screen(run: Run, run_dir: Path, summary: Summary, curves: Path) -> RenderableType:
     parts: list[RenderableType] = [Text(), Text(f"{run.name}: {summary.title}", "bold")]
     parts.append(_pairs(summary.rows))
     if evaluations := read_evaluations(run_dir):
@@ -37,7 +37,7 @@ def _screen(run: Run, run_dir: Path, summary: Summary, curves: tuple[Path, Path]
     hf = run_dir / "hf"
     paths = [("model", str(hf))] if hf.is_dir() else []
     paths += [("checkpoints", str(run_dir / "checkpoints")), ("metrics", str(run_dir / FILE_NAME))]
-    paths += [("curves", str(path)) for path in curves]
+    paths.append(("curves", str(curves)))
     parts += [Text(), _pairs(paths), Text(), _pairs(_next_commands(run, run_dir, summary))]
     return Group(*parts)
 
@@ -48,7 +48,8 @@ def _next_commands(run: Run, run_dir: Path, summary: Summary) -> list[tuple[str,
     commands = [("evaluate", f"areal-q eval {run_dir}")] if (run_dir / "hf").is_dir() else []
     if has_checkpoint(run_dir):
         commands.append(("go on", f"areal-q run {run_dir} --resume{more}"))
-    return [*commands, ("look closer", f"tensorboard --logdir {run_dir / TENSORBOARD_DIR}")]
+    commands.append(("look closer", f"areal-q report {run_dir}"))
+    return [*commands, ("or with", f"tensorboard --logdir {run_dir / TENSORBOARD_DIR}")]
 
 
 def _evaluation(e: Evaluation) -> tuple[str, str]:

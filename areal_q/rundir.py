@@ -10,7 +10,8 @@ runs/NAME/
     tokens/           what the learner computed for each token of them
     redis/            the buffer's data, when the launcher started Redis itself
     hf/               the model at the end, as transformers loads it
-    curves.png, curves.html
+    curves.png
+    report.html       made by `areal-q report`
 """
 
 import fcntl
@@ -120,15 +121,16 @@ def newest(root: Path) -> Path:
 
 def differences(one: Run, other: Run) -> list[str]:
     """Dotted paths of the settings in which two runs differ, sorted."""
-    a, b = _flat(msgspec.to_builtins(one)), _flat(msgspec.to_builtins(other))
+    a, b = flat(msgspec.to_builtins(one)), flat(msgspec.to_builtins(other))
     return sorted(key for key in a.keys() | b.keys() if a.get(key) != b.get(key))
 
 
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Example: {"a": {"b": 1}} → {"a.b": 1}"""
     out: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, dict):
-            out |= _flat(value, f"{prefix}{key}.")
+            out |= flat(value, f"{prefix}{key}.")
         else:
             out[prefix + key] = value
     return out

@@ -1,4 +1,4 @@
-"""What a run came to, from its metrics alone: for the last screen, the HTML page and the tests."""
+"""What a run came to, from its metrics alone: for the last screen, the report and the tests."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -131,12 +131,14 @@ class RowGroup(NamedTuple):
             raise RecordError(f"{self.path}, step {self.step}: {error}") from error
 
 
-def row_groups(directory: Path, format: LogFormat) -> Iterator[RowGroup]:
-    """All steps of a log in order; each is to be read before the next is asked for.
+def row_groups(
+    directory: Path, format: LogFormat, part: str = "part-*.parquet"
+) -> Iterator[RowGroup]:
+    """All steps of a log, or of one part, in order; each is to be read before the next is asked for.
 
     Raises RecordError for a part that is no log of this format, or of a newer version.
     """
-    for path in _parts(directory):
+    for path in sorted(directory.glob(part)):
         with _open(path, format) as file:
             for i in range(file.num_row_groups):
                 yield RowGroup(_step_of(file, i), path, file, i)

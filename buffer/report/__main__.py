@@ -1,0 +1,102 @@
+"""`areal-q report RUN [RUN2 …]`: one HTML file, or the same on loopback; `areal-q watch RUN --serve` is that too.
+
+Exit codes: 0; 2 no such run, or a port or file that cannot be had (one line on stderr).
+"""
+
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from areal_q.errors import ConfigError, LogError, RecordError, UserError
+
+Out = Annotated[
+    Path | None, typer.Option("--out", help="the file; default: report.html in the first RUN")
+]
+Csv = Annotated[
+    Path | None, typer.Option("--csv", help="directory for the data of every plot, one file each")
+]
+MaxMb = Annotated[
+    float, typer.Option("--max-mb", min=0.5, help="size of the file; the rest is left out")
+]
+
+
+def main(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="directories of runs, such as runs/demo")
+    ],
+    out: Out = None,
+    csv: Csv = None,
+    max_mb: MaxMb = 10.0,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="on loopback, live, with every trajectory of the log")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="with --serve; 0: a free one")] = 0,
+) -> None:
+    """Draws the report of a run, or of several in comparison.
+
+    A file holds the curves, the list of all trajectories, and token by token those of as many steps as fit into
+    --max-mb, the telling ones first. Served, every trajectory of the log is there.
+    """
+    # What takes time to import only now, so that a wrong option is answered at once.
+    from buffer.report.runs import read_runs
+
+    if serve:
+        _serve(directories, port)
+        return
+    runs = read_runs(directories)
+    for run in runs:
+        if not run.records:
+            raise LogError(f"{run.directory}: no metrics yet; --serve waits for them")
+    try:
+        _write(runs, out or directories[0] / "report.html", int(max_mb * 1e6), csv)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
+
+
+def _write(runs, out: Path, max_bytes: int, csv: Path | None) -> None:
+    from areal_q.report import report
+    from buffer.report.figures import write_csv
+    from buffer.report.page import whole_file
+
+    began = time.monotonic()
+    for run in runs:
+        report(run.run, run.directory)
+    page = whole_file(runs, max_bytes)
+    scratch = out.with_name(out.name + ".tmp")
+    scratch.write_text(page, encoding="utf-8")
+    scratch.replace(out)
+    took = time.monotonic() - began
+    typer.echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB in {took:.1f} s")
+    if csv:
+        count = write_csv([run.name for run in runs], [run.records for run in runs], csv)
+        typer.echo(f"{csv}: {count} files of CSV")
+
+
+def _serve(directories: list[Path], port: int) -> None:
+    from buffer.report.runs import read_runs
+    from buffer.report.serve import ReportServer
+
+    try:
+        server = ReportServer(read_runs(directories), port)
+    except OSError as error:
+        raise ConfigError(f"port {port}: {error.strerror}") from error
+    typer.echo(f"{server.url}  (Ctrl-C ends)")
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="areal-q report: %(message)s")
+    try:
+        typer.run(main)
+    except (UserError, RecordError) as error:
+        print(f"areal-q: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)

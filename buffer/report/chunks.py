@@ -1,0 +1,46 @@
+"""A chunk: JSON and typed arrays in one piece, for the page. static/data.js reads what `pack` writes.
+
+    gzip( uint32 n | n bytes of JSON {"meta": …, "arrays": [[name, dtype, offset, length], …]} | arrays )
+
+Arrays are little-endian, each at a multiple of 8 bytes behind the JSON, which is padded to one as well.
+"""
+
+import gzip
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+DTYPES = ("uint8", "int32", "float32", "float64")
+LEVEL = 6
+
+
+def pack(meta: Any, arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Raises ValueError for an array of another dtype than DTYPES."""
+    entries, bodies, offset = [], [], 0
+    for name, array in arrays.items():
+        if array.dtype.name not in DTYPES or array.ndim != 1:
+            raise ValueError(f"{name}: {array.dtype.name} {list(array.shape)} cannot be in a chunk")
+        body = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+        entries.append([name, array.dtype.name, offset, len(array)])
+        bodies.append(body + bytes(-len(body) % 8))
+        offset += len(bodies[-1])
+    header = msgspec.json.encode({"meta": meta, "arrays": entries})
+    header += b" " * (-(len(header) + 4) % 8)
+    # A time stamp would make two reports of the same run differ.
+    return gzip.compress(struct.pack("<I", len(header)) + header + b"".join(bodies), LEVEL, mtime=0)
+
+
+def unpack(chunk: bytes) -> tuple[Any, dict[str, np.ndarray]]:
+    """The (meta, arrays) that `pack` was given."""
+    data = gzip.decompress(chunk)
+    (length,) = struct.unpack_from("<I", data)
+    header = msgspec.json.decode(data[4 : 4 + length])
+    start = 4 + length
+    arrays = {
+        name: np.frombuffer(data, np.dtype(dtype).newbyteorder("<"), count, start + offset)
+        for name, dtype, offset, count in header["arrays"]
+    }
+    return header["meta"], arrays

@@ -1,0 +1,195 @@
+"""Every logged trajectory in a few numbers: what the token viewer lists, and where the rest of it stands.
+
+A part of the log never changes once it has its name, so that each is read once; a live run's next ones are
+added as they appear. About 40 bytes a trajectory stay in memory.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from buffer import log, tokens
+from buffer.parts import LogFormat, row_groups
+
+PROMPT_CHARACTERS = 80
+_COLUMNS = [
+    "place", "number", "index", "admitted", "prompt", "reward", "finish_reason", "spans",
+]  # fmt: skip
+_TOKEN_COLUMNS = ["number", "index", "largest_gap", "marked"]
+Stamp = tuple[str, int, int]
+"""Name, size and time of a part: a part that a resumed run wrote anew has another"""
+
+
+@dataclass(frozen=True)
+class Located:
+    """Rows of one step in one part."""
+
+    path: Path
+    row_group: int
+
+    def read(self, columns: list[str] | None = None) -> pa.Table:
+        with pq.ParquetFile(self.path) as file:
+            return file.read_row_group(self.row_group, columns)
+
+
+@dataclass(frozen=True, eq=False)
+class StepIndex:
+    """One step: G groups in the order in which they were used, N trajectories group by group."""
+
+    step: int
+    rows: Located
+    tokens: Located | None
+    prompts: list[str]
+    """[G], cut to PROMPT_CHARACTERS"""
+    place: np.ndarray
+    """int32 [G]"""
+    number: np.ndarray
+    """int32 [G]: tickets"""
+    size: np.ndarray
+    """int32 [G]"""
+    columns: dict[str, np.ndarray]
+    """[N] each: index, length, lag (largest), cut (1: no end was drawn) int32; reward, gap, marked float32, the
+    last two NaN without a token log"""
+    lags: np.ndarray
+    """int64: number of tokens of lag 0, 1, …, by version number"""
+    ages: np.ndarray
+    """int64: number of groups used 0, 1, … versions after they were admitted"""
+
+
+class Index:
+    """The steps of the logs in `run_dir`; `refresh` looks for new ones."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._dir = run_dir
+        self._located: dict[str, dict[Stamp, list[tuple[int, Located]]]] = {}
+        self._read: dict[tuple[Stamp, int, bool], StepIndex] = {}
+        self.steps: dict[int, StepIndex] = {}
+
+    def refresh(self) -> None:
+        """Raises RecordError for a part that is no log of ours."""
+        scored = {
+            step: where for _, step, where in self._locate(self._dir / "tokens", tokens.FORMAT)
+        }
+        read = {}
+        for stamp, step, where in self._locate(self._dir / "trajectories", log.FORMAT):
+            key = (stamp, step, step in scored)
+            read[key] = self._read.get(key) or read_step(step, where, scored.get(step))
+        self._read = read
+        self.steps = {one.step: one for one in read.values()}
+
+    @property
+    def state(self) -> list[Stamp]:
+        """Changes whenever the index does."""
+        return sorted({stamp for stamp, _, _ in self._read})
+
+    @property
+    def num_trajectories(self) -> int:
+        return sum(len(one.columns["index"]) for one in self.steps.values())
+
+    def _locate(self, directory: Path, format: LogFormat) -> Iterator[tuple[Stamp, int, Located]]:
+        known = self._located.get(format.key.decode(), {})
+        found: dict[Stamp, list[tuple[int, Located]]] = {}
+        for path in sorted(directory.glob("part-*.parquet")):
+            stat = path.stat()
+            stamp = (path.name, stat.st_size, stat.st_mtime_ns)
+            found[stamp] = known.get(stamp) or [
+                (r.step, Located(path, r.number)) for r in row_groups(directory, format, path.name)
+            ]
+            for step, where in found[stamp]:
+                yield stamp, step, where
+        self._located[format.key.decode()] = found
+
+
+def read_step(step: int, where: Located, scored: Located | None) -> StepIndex:
+    table = where.read(_COLUMNS).combine_chunks()
+    place = table["place"].to_numpy()
+    starts = np.flatnonzero(np.diff(place, prepend=-1))
+    spans = table["spans"].combine_chunks()
+    version, count = (spans.flatten().field(k).to_numpy() for k in ("version", "tokens"))
+    first_span = spans.offsets.to_numpy()[:-1]
+    length = np.add.reduceat(count, first_span)
+    number, index = (table[name].to_numpy() for name in ("number", "index"))
+    columns = {
+        "index": index.astype(np.int32),
+        "length": length.astype(np.int32),
+        "lag": (step - np.minimum.reduceat(version, first_span)).astype(np.int32),
+        "cut": pc.equal(table["finish_reason"], "length").to_numpy().astype(np.int32),
+        "reward": table["reward"].to_numpy().astype(np.float32),
+        **_scores(number, index, scored),
+    }
+    lag = np.maximum(step - version, 0)
+    age = np.maximum(step - table["admitted"].to_numpy()[starts], 0)
+    return StepIndex(
+        step=step,
+        rows=where,
+        tokens=scored,
+        prompts=[p[:PROMPT_CHARACTERS] for p in table["prompt"].take(starts).to_pylist()],
+        place=place[starts].astype(np.int32),
+        number=number[starts].astype(np.int32),
+        size=np.diff(starts, append=len(place)).astype(np.int32),
+        columns=columns,
+        lags=np.bincount(lag, weights=count).astype(np.int64),
+        ages=np.bincount(age).astype(np.int64),
+    )
+
+
+def matching(number: np.ndarray, index: np.ndarray, scored: pa.Table) -> np.ndarray:
+    """int64 [N]: the row of `scored` for each (number, index), -1 where there is none."""
+    rows = {
+        key: row
+        for row, key in enumerate(
+            zip(scored["number"].to_pylist(), scored["index"].to_pylist(), strict=True)
+        )
+    }
+    return np.array(
+        [rows.get(key, -1) for key in zip(number.tolist(), index.tolist(), strict=True)]
+    )
+
+
+def _scores(number: np.ndarray, index: np.ndarray, where: Located | None) -> dict[str, np.ndarray]:
+    missing = np.full(len(number), np.nan, np.float32)
+    if where is None:
+        return {"gap": missing, "marked": missing}
+    scored = where.read(_TOKEN_COLUMNS)
+    row = matching(number, index, scored)
+
+    def pick(name: str) -> np.ndarray:
+        values = scored[name].to_numpy().astype(np.float32)
+        return np.where(row >= 0, values[np.maximum(row, 0)], missing)
+
+    return {"gap": pick("largest_gap"), "marked": pick("marked")}
+
+
+def summed(counts: list[np.ndarray]) -> np.ndarray:
+    """float64: histograms of different lengths added up."""
+    total = np.zeros(max((len(c) for c in counts), default=0))
+    for one in counts:
+        total[: len(one)] += one
+    return total
+
+
+def to_chunk(steps: list[StepIndex]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """(meta, arrays) of the steps: `group/…` one a group, `trajectory/…` one a trajectory, in order."""
+    groups = {
+        "step": [np.full(len(s.place), s.step, np.int32) for s in steps],
+        "place": [s.place for s in steps],
+        "number": [s.number for s in steps],
+        "size": [s.size for s in steps],
+    }
+    arrays = {f"group/{name}": _joined(parts, np.int32) for name, parts in groups.items()}
+    for name, dtype in (
+        ("index", np.int32), ("length", np.int32), ("lag", np.int32), ("cut", np.int32),
+        ("reward", np.float32), ("gap", np.float32), ("marked", np.float32),
+    ):  # fmt: skip
+        arrays[f"trajectory/{name}"] = _joined([s.columns[name] for s in steps], dtype)
+    return {"prompts": [p for s in steps for p in s.prompts]}, arrays
+
+
+def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)

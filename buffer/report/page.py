@@ -1,0 +1,159 @@
+"""The page: one HTML file out of static/, with the chunks of its runs in it, or with none where it is served.
+
+A browser is forbidden everything but this page's own script and style, which are named by their hashes. Chunks
+are base64, whose alphabet has no character that means anything in HTML.
+"""
+
+import base64
+import hashlib
+import html
+import re
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from itertools import count
+
+import numpy as np
+
+from buffer.report.chunks import pack
+from buffer.report.index import StepIndex, to_chunk
+from buffer.report.runs import Reported, overview
+
+SCRIPTS = ("data.js", "dom.js", "plots.js", "tables.js", "listing.js", "viewer.js", "main.js")
+BLOCK_TRAJECTORIES = 64
+"""Trajectories of a chunk in a file: large enough to compress well, small enough to open at once"""
+INDEX_SHARE = 0.4
+"""Of a file's budget, at most, for the list of all trajectories"""
+
+
+def shell(title: str, chunks: Sequence[tuple[str, bytes]] = (), served: bool = False) -> str:
+    """The page. `chunks` are (name, bytes); without them it asks the server that it came from."""
+    script = "\n".join(_static(name) for name in SCRIPTS)
+    style = _static("report.css")
+    parts = {
+        "policy": policy(script, style, served),
+        "title": html.escape(title),
+        "style": style,
+        "script": script,
+        "source": "served" if served else "file",
+        "chunks": "\n".join(_embedded(name, body) for name, body in chunks),
+    }
+    # In one pass, so that nothing that is filled in is looked at again.
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _static("page.html"))
+
+
+def policy(script: str, style: str, served: bool) -> str:
+    """The content security policy of the page."""
+    connect = "'self'" if served else "'none'"
+    return (
+        f"default-src 'none'; script-src 'sha256-{_sha256(script)}'; "
+        f"style-src 'sha256-{_sha256(style)}'; img-src data:; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+
+
+def whole_file(runs: Sequence[Reported], max_bytes: int) -> str:
+    """The page as one file of at most about `max_bytes`.
+
+    The curves are always in it; the list of all trajectories up to INDEX_SHARE of the budget, the newest steps
+    first; then the groups of as many steps as there is room for, in the order of `interesting`.
+    """
+    chunks = [("overview", pack(*overview(runs)))]
+    room = max_bytes - len(shell(_title(runs), chunks))
+    listed = []
+    for i, run in enumerate(runs):
+        steps, body = _index_within(run, int(room * INDEX_SHARE / len(runs)))
+        listed.append(steps)
+        chunks.append((f"index/{i}", body))
+    room -= sum(_size(body) for _, body in chunks[1:])
+    for i, run in enumerate(runs):
+        share = room // (len(runs) - i)
+        for name, body in _blocks(run, listed[i], share):
+            chunks.append((f"groups/{i}/{name}", body))
+            room -= _size(body)
+    return shell(_title(runs), chunks)
+
+
+def index_chunk(steps: Sequence[StepIndex], total: int) -> bytes:
+    """`total` is the number of steps that are logged, of which `steps` are listed."""
+    meta, arrays = to_chunk(list(steps))
+    return pack(meta | {"logged_steps": total}, arrays)
+
+
+def interesting(run: Reported, steps: Sequence[int]) -> list[int]:
+    """All of `steps`, those first that tell most: the ends; where mismatch KL, gradient norm and clipping were
+    largest and the reward lowest; then halves of halves between the ends.
+
+    Step s of the log is the one whose metrics stand at s + 1.
+    """
+    records = {r["step"] - 1: r for r in run.steps}
+    known = [s for s in steps if s in records]
+    first = [steps[0], steps[-1]] if steps else []
+    for key, sign in (
+        ("mismatch/kl", 1), ("train/grad_norm", 1), ("policy/clip_fraction_up", 1), ("reward/mean", -1),
+    ):  # fmt: skip
+        having = [s for s in known if records[s].get(key) is not None]
+        if having:
+            first.append(max(having, key=lambda s: sign * records[s][key]))
+    return list(dict.fromkeys([*first, *(steps[i] for i in bisection(len(steps)))]))
+
+
+def bisection(length: int) -> Iterator[int]:
+    """0 … length - 1 in an order whose every beginning is spread evenly. Example: 5 → 0, 2, 1, 3, 4."""
+    seen: set[int] = set()
+    for level in count():
+        if len(seen) >= length:
+            return
+        for i in np.unique(np.arange(2**level) * length // 2**level).tolist():
+            if i not in seen:
+                seen.add(i)
+                yield i
+
+
+def _index_within(run: Reported, max_bytes: int) -> tuple[list[StepIndex], bytes]:
+    """The newest steps whose list fits."""
+    steps = [run.index.steps[s] for s in sorted(run.index.steps)]
+    total = len(steps)
+    body = index_chunk(steps, total)
+    while _size(body) > max_bytes and steps:
+        keep = int(len(steps) * max(0, max_bytes) / _size(body) * 0.95)
+        steps = steps[len(steps) - keep :]
+        body = index_chunk(steps, total)
+    return steps, body
+
+
+def _blocks(
+    run: Reported, listed: Sequence[StepIndex], max_bytes: int
+) -> Iterator[tuple[str, bytes]]:
+    """(STEP/FIRST/COUNT, chunk) of consecutive groups, until the next would be too much."""
+    by_step = {one.step: one for one in listed}
+    for step in interesting(run, sorted(by_step)):
+        sizes = by_step[step].size
+        each = max(1, BLOCK_TRAJECTORIES // int(sizes.max()))
+        for first in range(0, len(sizes), each):
+            body = run.groups.chunk(step, first, each)
+            max_bytes -= _size(body)
+            if max_bytes < 0:
+                return
+            yield f"{step}/{first}/{min(each, len(sizes) - first)}", body
+
+
+def _embedded(name: str, body: bytes) -> str:
+    data = base64.b64encode(body).decode()
+    return f'<script type="text/plain" class="chunk" data-name="{html.escape(name)}">{data}</script>'
+
+
+def _size(body: bytes) -> int:
+    """Bytes that a chunk takes in a file."""
+    return len(body) * 4 // 3 + 90
+
+
+def _title(runs: Sequence[Reported]) -> str:
+    return ", ".join(run.name for run in runs)
+
+
+def _static(name: str) -> str:
+    return files("buffer.report").joinpath("static", name).read_text(encoding="utf-8")
+
+
+def _sha256(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,200 @@
+"""What a report says of each run, and of several beside each other: the overview chunk.
+
+meta.runs[i] is run i in words; the arrays of its plots are `i/step/KEY`, `i/eval/KEY` and `i/worker/N/KEY`, each
+beside `…/step` and `…/elapsed_s`; `i/lags` and `i/ages` are histograms (index.py).
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from areal_q import __version__
+from areal_q.accuracy import read_evaluations
+from areal_q.config import Run, load
+from areal_q.curves import thinned
+from areal_q.errors import LogError
+from areal_q.metrics import FILE_NAME, Record, read_metrics
+from areal_q.rundir import flat
+from areal_q.summary import mean, summarize
+from buffer.report.figures import column, plots_for, rows_of
+from buffer.report.index import Index, summed
+from buffer.report.text import Pieces
+from buffer.report.tokens import Groups
+from buffer.tokens import MARKS
+
+MAX_STEPS = 2000
+"""Longer runs are averaged into so many points; CSV files of `--csv` are not"""
+MAX_SAMPLED = 40
+"""Evaluations of which the samples are shown: the first, the last and some between them"""
+TABLE = [
+    ("held-out accuracy", "eval/accuracy", "max"),
+    ("reward", "reward/mean", "max"),
+    ("loss", "train/loss", ""),
+    ("gradient norm", "train/grad_norm", ""),
+    ("mismatch KL", "mismatch/kl", "min"),
+    ("effective sample size of w", "mismatch/ess", "max"),
+    ("largest w", "mismatch/weight_max", ""),
+    ("clipped above", "policy/clip_fraction_up", ""),
+    ("clipped below", "policy/clip_fraction_down", ""),
+    ("truncated weights", "mismatch/truncated_fraction", ""),
+    ("entropy", "policy/entropy", ""),
+    ("response tokens", "response/tokens_mean", ""),
+    ("version lag, mean", "lag/mean", ""),
+    ("version lag, max", "lag/max", ""),
+    ("rollout tokens/s", "rollout/tokens_per_s", "max"),
+    ("learner tokens/s", "learner/tokens_per_s", "max"),
+    ("rollout idle", "rollout/idle_share", "min"),
+    ("learner idle", "learner/idle_share", "min"),
+]
+"""(label, metric, which value is the best)"""
+
+
+class Reported:
+    """One run, read as far as it has come; `refresh` reads on."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises LogError where there is no run, ConfigError for settings that cannot be read."""
+        if not (directory / "config.toml").is_file():
+            raise LogError(f"{directory}: no such run")
+        self.directory = directory
+        self.run: Run = load(directory / "config.toml")
+        self.name = self.run.name
+        self.records: list[Record] = []
+        self.index = Index(directory)
+        self.pieces = Pieces(self.run)
+        self.groups = Groups(self.index, self.pieces)
+
+    def refresh(self) -> None:
+        path = self.directory / FILE_NAME
+        self.records = read_metrics(path) if path.exists() else []
+        self.index.refresh()
+
+    @property
+    def steps(self) -> list[Record]:
+        return [r for r in self.records if r["kind"] == "step"]
+
+    @property
+    def evals(self) -> list[Record]:
+        return [r for r in self.records if r["kind"] == "eval"]
+
+    @property
+    def ended(self) -> bool:
+        return any(r["kind"] == "end" for r in self.records)
+
+
+def read_runs(directories: Sequence[Path]) -> list[Reported]:
+    """Runs of equal name are told apart by their directories."""
+    runs = [Reported(directory) for directory in directories]
+    names = [run.name for run in runs]
+    for run in runs:
+        if names.count(run.name) > 1:
+            run.name = str(run.directory)
+        run.refresh()
+    return runs
+
+
+def overview(runs: Sequence[Reported]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """(meta, arrays) of the chunk."""
+    plots = plots_for([run.records for run in runs])
+    keys = {
+        source: sorted({line.key for p in plots if p.source == source for line in p.lines})
+        for source in ("step", "eval", "worker")
+    }
+    arrays: dict[str, np.ndarray] = {}
+    workers = []
+    for i, run in enumerate(runs):
+        steps = thinned(rows_of(run.records, "step"), MAX_STEPS)
+        arrays |= _columns(f"{i}/step", steps, keys["step"])
+        arrays |= _columns(f"{i}/eval", rows_of(run.records, "eval"), keys["eval"])
+        beats = _by_worker(run)
+        workers.append(list(beats))
+        for n, rows in enumerate(beats.values()):
+            arrays |= _columns(f"{i}/worker/{n}", rows, keys["worker"])
+        arrays[f"{i}/lags"] = summed([s.lags for s in run.index.steps.values()])
+        arrays[f"{i}/ages"] = summed([s.ages for s in run.index.steps.values()])
+    meta = {
+        "made_by": f"areal-q {__version__}",
+        "plots": plots,
+        "marks": MARKS,
+        "runs": [_words(run) | {"workers": w} for run, w in zip(runs, workers, strict=True)],
+        "settings": different_settings([run.run for run in runs]),
+        "table": comparison(runs),
+    }
+    return meta, arrays
+
+
+def comparison(runs: Sequence[Reported]) -> list[dict[str, Any]]:
+    """The lines of TABLE that some run has a value for: for each run the final value (of the steps' last tenth,
+    or the last evaluation) and the best one with its step."""
+    lines = []
+    for label, key, better in TABLE:
+        values = [_final_and_best(run, key, better) for run in runs]
+        if any(v["final"] is not None for v in values):
+            lines.append({"label": label, "key": key, "values": values})
+    return lines
+
+
+def _final_and_best(run: Reported, key: str, better: str) -> dict[str, Any]:
+    records = run.evals if key.startswith("eval/") else run.steps
+    found = [r for r in records if r.get(key) is not None]
+    last = found[-1:] if records is run.evals else found[-max(1, len(found) // 10) :]
+    out: dict[str, Any] = {"final": mean(last, key), "best": None, "step": None}
+    if better and found:
+        best = (max if better == "max" else min)(found, key=lambda r: r[key])
+        out |= {"best": best[key], "step": best["step"]}
+    return out
+
+
+def different_settings(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Settings in which the runs differ, name and place aside: [{"key": …, "values": one a run}]."""
+    tables = [flat(msgspec.to_builtins(run)) for run in runs]
+    keys = sorted({key for table in tables for key in table} - {"name", "root"})
+    rows = [{"key": key, "values": [table.get(key) for table in tables]} for key in keys]
+    return [row for row in rows if any(v != row["values"][0] for v in row["values"])]
+
+
+def _words(run: Reported) -> dict[str, Any]:
+    summary = summarize(run.records)
+    return {
+        "name": run.name,
+        "title": summary.title if run.ended else f"at step {_last(run)} of {run.run.steps}",
+        "ended": run.ended,
+        "rows": summary.rows,
+        "answers": summary.answers,
+        "samples": [{"step": r["step"], "samples": r["samples"]} for r in _sampled(run.evals)],
+        "evaluations": [
+            {"task": e.task, "format": e.format, "says": ", ".join(map(str, e.estimates))}
+            for e in read_evaluations(run.directory)
+        ],
+        "settings": flat(msgspec.to_builtins(run.run)),
+        "thinned": max(1, -(-len(run.steps) // MAX_STEPS)),
+        "note": run.pieces.note,
+        "logged": {"steps": len(run.index.steps), "trajectories": run.index.num_trajectories},
+    }
+
+
+def _last(run: Reported) -> int:
+    return max((r["step"] for r in run.records), default=0)
+
+
+def _sampled(evals: list[Record]) -> list[Record]:
+    evals = [r for r in evals if r.get("samples")]
+    count = min(MAX_SAMPLED, len(evals))
+    chosen = {round(i * (len(evals) - 1) / max(1, count - 1)) for i in range(count)}
+    return [evals[i] for i in sorted(chosen)]
+
+
+def _by_worker(run: Reported) -> dict[str, list[Record]]:
+    rows = sorted(rows_of(run.records, "worker"), key=lambda r: r["worker"])
+    beats = {name: list(some) for name, some in groupby(rows, key=lambda r: r["worker"])}
+    return {name: some[:: -(-len(some) // MAX_STEPS)] for name, some in beats.items()}
+
+
+def _columns(place: str, rows: list[Record], keys: list[str]) -> dict[str, np.ndarray]:
+    """The columns that hold a value somewhere, with `step` and `elapsed_s`."""
+    found = {f"{place}/{key}": column(rows, key) for key in ("step", "elapsed_s", *keys)}
+    return {name: values for name, values in found.items() if np.isfinite(values).any()}

@@ -1,0 +1,326 @@
+// The curves. All plots share the x axis: its unit, its range, and the cursor.
+
+const MARGIN = { left: 54, right: 10, top: 8, bottom: 22 };
+const HEIGHT = 190;
+
+class Curves {
+  constructor(root, openTokens) {
+    this.root = root;
+    this.openTokens = openTokens;
+    this.axis = "step";
+    this.smooth = 0;
+    this.range = null;
+    this.cursor = null;
+    this.hidden = new Set(); // runs that are switched off
+    this.plots = [];
+    this.resize = new ResizeObserver((entries) => entries.forEach((e) => e.target.plot?.draw()));
+  }
+
+  build(data) {
+    this.data = data;
+    const open = this.root.querySelector("details.more-plots")?.open;
+    this.resize.disconnect();
+    this.plots = [];
+    const sections = new Map();
+    for (const plot of data.meta.plots) {
+      if (!sections.has(plot.section)) sections.set(plot.section, []);
+      sections.get(plot.section).push(plot);
+    }
+    const parts = [this.toolbar()];
+    for (const [name, plots] of sections) {
+      const drawn = plots.map((plot) => new Plot(plot, this));
+      this.plots.push(...drawn);
+      const grid = el("div", { class: "grid" }, drawn.map((p) => p.root));
+      if (name === "Staleness") grid.append(...histograms(data));
+      if (name === "Every other metric") {
+        parts.push(el("details", { class: "more-plots", open }, el("summary", {}, `${name} (${plots.length})`), grid));
+      } else parts.push(el("section", { "aria-label": name }, el("h2", {}, name), grid));
+    }
+    this.root.replaceChildren(...parts);
+    for (const plot of this.plots) this.resize.observe(plot.root);
+    this.say();
+  }
+
+  toolbar() {
+    const pick = (label, options, value, change) =>
+      el("label", {}, label, " ", el("select", { onchange: (e) => change(e.target.value) },
+        options.map(([v, text]) => el("option", { value: v, selected: String(v) === String(value) }, text))));
+    this.readout = el("output", { "aria-live": "polite" });
+    this.open = el("button", { onclick: () => this.openTokens(Math.max(0, Math.round(this.cursor) - 1)) });
+    this.reset = el("button", { onclick: () => this.zoom(null) }, "whole range");
+    const runs = this.data.meta.runs;
+    const keys = runs.length < 2 ? [] : runs.map((run, i) =>
+      el("label", { class: `key c${i % 8}` }, el("input", {
+        type: "checkbox", checked: !this.hidden.has(i),
+        onchange: (e) => { this.hidden[e.target.checked ? "delete" : "add"](i); this.redraw(); },
+      }), el("span", { class: "swatch" }), run.name));
+    return el("div", { class: "toolbar" },
+      pick("x axis", [["step", "steps"], ["elapsed_s", "minutes"]], this.axis, (v) => {
+        this.axis = v; this.range = this.cursor = null; this.redraw(); this.say();
+      }),
+      pick("smoothing", [[0, "none"], [5, "5 steps"], [20, "20 steps"]], this.smooth, (v) => { this.smooth = +v; this.redraw(); }),
+      keys, this.reset, this.open, this.readout,
+      el("span", { class: "hint" }, "drag to zoom · Esc resets · focus a plot: ← → read values, Enter opens the tokens"));
+  }
+
+  redraw() {
+    for (const plot of this.plots) plot.draw();
+  }
+
+  zoom(range) {
+    this.range = range;
+    this.redraw();
+    this.say();
+  }
+
+  point(x) {
+    this.cursor = x;
+    if (this.queued) return;
+    this.queued = true;
+    requestAnimationFrame(() => {
+      this.queued = false;
+      for (const plot of this.plots) plot.mark();
+      this.say();
+    });
+  }
+
+  say() {
+    this.reset.hidden = !this.range;
+    const at = this.axis === "step" && this.cursor != null;
+    this.open.hidden = !at;
+    this.open.textContent = at ? `tokens of step ${Math.max(0, Math.round(this.cursor) - 1)}` : "";
+    this.readout.textContent = this.cursor == null ? "" : this.axis === "step" ? `step ${show(this.cursor)}` : `minute ${show(this.cursor)}`;
+  }
+
+  // The lines of a plot: [{run, label, color, dash, x, y}], y as recorded times the plot's scale.
+  lines(plot) {
+    const { meta, arrays } = this.data;
+    const out = [];
+    meta.runs.forEach((run, i) => {
+      const places = plot.source === "worker"
+        ? run.workers.map((name, n) => [`${i}/worker/${n}`, name])
+        : [[`${i}/${plot.source}`, ""]];
+      places.forEach(([place, worker], n) => plot.lines.forEach((line, k) => {
+        const y = arrays.get(`${place}/${line.key}`);
+        const x = arrays.get(`${place}/${this.axis}`);
+        if (!y || !x) return;
+        const several = meta.runs.length > 1;
+        const nth = plot.source === "worker" ? n : k;
+        out.push({
+          run: i, worker, key: line.key, place,
+          label: [several ? run.name : "", worker, line.label].filter(Boolean).join(" · "),
+          color: (several ? i : nth) % 8, dash: several ? nth % 4 : 0,
+          x: this.axis === "step" ? x : x.map((v) => v / 60), y: y.map((v) => v * plot.scale),
+        });
+      }));
+    });
+    return out;
+  }
+
+  csv(plot) {
+    const { meta, arrays } = this.data;
+    const worker = plot.source === "worker";
+    const rows = [["run", ...(worker ? ["worker"] : []), "step", "elapsed_s", ...plot.lines.map((l) => l.key)]];
+    meta.runs.forEach((run, i) => {
+      const places = worker ? run.workers.map((name, n) => [`${i}/worker/${n}`, [run.name, name]]) : [[`${i}/${plot.source}`, [run.name]]];
+      for (const [place, head] of places) {
+        const steps = arrays.get(`${place}/step`) || [];
+        const columns = ["elapsed_s", ...plot.lines.map((l) => l.key)].map((key) => arrays.get(`${place}/${key}`));
+        steps.forEach((step, n) => rows.push([...head, step, ...columns.map((c) => c?.[n])]));
+      }
+    });
+    download(`${plot.id}.csv`, rows);
+  }
+}
+
+class Plot {
+  static count = 0;
+
+  constructor(plot, curves) {
+    this.plot = plot;
+    this.curves = curves;
+    this.clip = `clip-${Plot.count++}`;
+    this.svg = svg("svg", { role: "img", tabindex: 0, "aria-label": `${plot.title}${plot.unit ? `, ${plot.unit}` : ""}` });
+    this.legend = el("div", { class: "legend" });
+    this.root = el("figure", { class: "plot", "data-plot": plot.id },
+      el("figcaption", {}, el("b", {}, plot.title), " ", el("span", { class: "unit" }, plot.unit),
+        el("button", { class: "csv", title: `${plot.title} as CSV`, "aria-label": `${plot.title} as CSV`, onclick: () => curves.csv(plot) }, "CSV")),
+      this.svg, this.legend);
+    this.root.plot = this;
+    this.svg.addEventListener("pointermove", (e) => this.move(e));
+    this.svg.addEventListener("pointerdown", (e) => { this.from = this.at(e); this.svg.setPointerCapture(e.pointerId); });
+    this.svg.addEventListener("pointerup", (e) => this.release(e));
+    this.svg.addEventListener("dblclick", () => curves.zoom(null));
+    this.svg.addEventListener("keydown", (e) => this.press(e));
+  }
+
+  draw() {
+    const width = this.svg.clientWidth;
+    if (!width) return;
+    this.width = width;
+    this.lines = this.curves.lines(this.plot).filter((line) => !this.curves.hidden.has(line.run));
+    const all = this.lines.flatMap((l) => (l.x.length ? [l.x[0], l.x[l.x.length - 1]] : []));
+    const [x0, x1] = this.curves.range || [Math.min(0, ...all), Math.max(1, ...all)];
+    Object.assign(this, { x0, x1 });
+    this.scaleY();
+    const inner = svg("g", { "clip-path": `url(#${this.clip})` });
+    for (const line of this.lines) {
+      const smooth = this.curves.smooth && line.y.length > 10 ? averaged(line.y, this.curves.smooth) : null;
+      const classes = `line c${line.color} d${line.dash}`;
+      if (smooth) inner.append(svg("path", { class: `${classes} faint`, d: this.path(line.x, line.y) }));
+      inner.append(svg("path", { class: classes, d: this.path(line.x, smooth || line.y) }));
+      if (line.y.length < 40) line.y.forEach((y, i) => Number.isNaN(y) || inner.append(svg("circle", { class: `dot c${line.color}`, cx: this.px(line.x[i]), cy: this.py(y), r: 2 })));
+    }
+    this.cursorLine = svg("line", { class: "cursor", y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom });
+    this.selection = svg("rect", { class: "selection", y: MARGIN.top, height: HEIGHT - MARGIN.top - MARGIN.bottom, width: 0 });
+    const clip = svg("clipPath", { id: this.clip }, svg("rect", {
+      x: MARGIN.left, y: 0, width: Math.max(1, width - MARGIN.left - MARGIN.right), height: HEIGHT - MARGIN.bottom + 1 }));
+    this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+    this.svg.replaceChildren(clip, this.axes(), this.selection, inner, this.cursorLine);
+    this.values = this.lines.map(() => el("span", { class: "value" }));
+    this.legend.replaceChildren(...this.lines.map((line, i) =>
+      el("span", { class: `key c${line.color} d${line.dash}` }, el("span", { class: "swatch" }), el("span", { class: "label" }, line.label || this.plot.title.toLowerCase()), this.values[i])));
+    this.mark();
+  }
+
+  scaleY() {
+    let low = Infinity, high = -Infinity;
+    const log = this.plot.log && this.lines.every((l) => l.y.every((v) => Number.isNaN(v) || v > 0));
+    for (const { x, y } of this.lines) {
+      for (let i = 0; i < y.length; i++) {
+        if (x[i] < this.x0 || x[i] > this.x1 || Number.isNaN(y[i])) continue;
+        low = Math.min(low, y[i]);
+        high = Math.max(high, y[i]);
+      }
+    }
+    if (low > high) [low, high] = [0, 1];
+    if (this.plot.zero) [low, high] = [Math.min(low, 0), Math.max(high, 0)];
+    if (log) [low, high] = [Math.log10(low), Math.log10(high)];
+    if (high === low) [low, high] = [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
+    const pad = (high - low) * 0.06;
+    this.log = log;
+    this.y0 = this.plot.zero && low === 0 ? 0 : low - pad;
+    this.y1 = high + pad;
+  }
+
+  px(x) {
+    return MARGIN.left + ((x - this.x0) / (this.x1 - this.x0 || 1)) * (this.width - MARGIN.left - MARGIN.right);
+  }
+
+  py(y) {
+    const v = this.log ? Math.log10(y) : y;
+    return HEIGHT - MARGIN.bottom - ((v - this.y0) / (this.y1 - this.y0)) * (HEIGHT - MARGIN.top - MARGIN.bottom);
+  }
+
+  path(x, y) {
+    let d = "", pen = "M";
+    for (let i = 0; i < y.length; i++) {
+      if (Number.isNaN(y[i])) { pen = "M"; continue; }
+      d += `${pen}${this.px(x[i]).toFixed(1)} ${this.py(y[i]).toFixed(1)}`;
+      pen = "L";
+    }
+    return d;
+  }
+
+  axes() {
+    const g = svg("g", { class: "axes" });
+    let values = ticks(this.y0, this.y1, 4);
+    if (this.log) {
+      const decades = ticks(Math.ceil(this.y0), Math.floor(this.y1), 4).filter(Number.isInteger).map((e) => 10 ** e);
+      values = decades.length > 1 ? decades : ticks(10 ** this.y0, 10 ** this.y1, 4).filter((v) => v > 0);
+    }
+    for (const v of values) {
+      const y = this.py(v);
+      g.append(svg("line", { x1: MARGIN.left, x2: this.width - MARGIN.right, y1: y, y2: y }),
+        svg("text", { x: MARGIN.left - 6, y: y + 3.5, "text-anchor": "end" }, show(v, 3)));
+    }
+    for (const v of ticks(this.x0, this.x1, Math.max(2, this.width / 90))) {
+      g.append(svg("text", { x: this.px(v), y: HEIGHT - 6, "text-anchor": "middle" }, show(v, 3)));
+    }
+    return g;
+  }
+
+  // Moves the cursor, and says the values there.
+  mark() {
+    if (!this.lines || !this.cursorLine) return;
+    const x = this.curves.cursor;
+    const inside = x != null && x >= this.x0 && x <= this.x1;
+    this.cursorLine.classList.toggle("on", inside);
+    if (inside) for (const name of ["x1", "x2"]) this.cursorLine.setAttribute(name, this.px(x));
+    this.lines.forEach((line, i) => {
+      const n = x == null ? lastFinite(line.y) : nearest(line.x, x);
+      this.values[i].textContent = n < 0 ? "–" : show(line.y[n]);
+    });
+  }
+
+  at(event) {
+    const box = this.svg.getBoundingClientRect();
+    const share = (event.clientX - box.left - MARGIN.left) / (box.width - MARGIN.left - MARGIN.right);
+    return this.x0 + Math.max(0, Math.min(1, share)) * (this.x1 - this.x0);
+  }
+
+  move(event) {
+    const x = this.at(event);
+    if (this.from != null && event.buttons) {
+      const [a, b] = [this.px(this.from), this.px(x)].sort((p, q) => p - q);
+      this.selection.setAttribute("x", a);
+      this.selection.setAttribute("width", b - a);
+    }
+    this.curves.point(this.snapped(x));
+  }
+
+  release(event) {
+    const to = this.at(event), from = this.from;
+    this.from = null;
+    if (from == null || !this.selection) return;
+    this.selection.setAttribute("width", 0);
+    if (Math.abs(this.px(to) - this.px(from)) > 6) this.curves.zoom([Math.min(from, to), Math.max(from, to)]);
+  }
+
+  snapped(x) {
+    const line = this.lines.reduce((a, b) => (a && a.x.length >= b.x.length ? a : b), null);
+    return line && line.x.length ? line.x[nearest(line.x, x)] : x;
+  }
+
+  press(event) {
+    const line = this.lines?.reduce((a, b) => (a && a.x.length >= b.x.length ? a : b), null);
+    if (!line || !line.x.length) return;
+    const now = this.curves.cursor == null ? line.x.length - 1 : nearest(line.x, this.curves.cursor);
+    const far = event.shiftKey ? 10 : 1;
+    const to = { ArrowLeft: now - far, ArrowRight: now + far, Home: 0, End: line.x.length - 1 }[event.key];
+    if (to != null) this.curves.point(line.x[Math.max(0, Math.min(line.x.length - 1, to))]);
+    else if (event.key === "Enter" && this.curves.axis === "step" && this.curves.cursor != null) this.curves.open.click();
+    else if (event.key === "Escape") this.curves.zoom(null);
+    else return;
+    event.preventDefault();
+  }
+}
+
+function nearest(xs, x) {
+  let low = 0, high = xs.length - 1;
+  if (high < 0) return -1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] < x) low = middle + 1;
+    else high = middle;
+  }
+  return low > 0 && x - xs[low - 1] < xs[low] - x ? low - 1 : low;
+}
+
+function lastFinite(values) {
+  let i = values.length - 1;
+  while (i >= 0 && Number.isNaN(values[i])) i--;
+  return i;
+}
+
+// Exponential average over about `steps` values, started without bias.
+function averaged(values, steps) {
+  const keep = 1 - 1 / steps;
+  let sum = 0, weight = 0;
+  return values.map((v) => {
+    if (Number.isNaN(v)) return v;
+    sum = sum * keep + v;
+    weight = weight * keep + 1;
+    return sum / weight;
+  });
+}

@@ -1,0 +1,57 @@
+"""The text of single tokens, so that joined they read as the response does."""
+
+from collections.abc import Sequence
+
+from areal_q.config import Run
+from areal_q.errors import UserError
+from areal_q.tasks import Tokenizer, build_tokenizer
+
+BROKEN = "\ufffd"
+
+
+class Pieces:
+    """Token ids to texts; every id is decoded once.
+
+    A token that is part of a character has no text: the character stands with the first of its tokens. A
+    special token, which decodes to nothing, is shown as ‹id›, the end of text as ‹end›. Without a tokenizer
+    (the model's directory is gone, transformers is missing) every token is shown by its id; `note` says why.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.note = ""
+        self._known: dict[int, str] = {}
+        self._tokenizer: Tokenizer | None = None
+        try:
+            self._tokenizer = build_tokenizer(run)
+        except UserError as error:
+            self.note = f"tokens are shown by their ids: {error}"
+            return
+        # Some tokenizers drop a space at the start of a text, so every token is decoded behind another.
+        self._anchor = self._tokenizer.encode("0")[-1:]
+        self._head = len(self._tokenizer.decode(self._anchor))
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        """One text a token."""
+        texts = [self._text(id) for id in ids]
+        start = 0
+        while start < len(texts):
+            stop = start
+            while stop < len(texts) and BROKEN in texts[stop]:
+                stop += 1
+            if stop - start > 1:
+                texts[start:stop] = [self._decode(ids[start:stop]), *[""] * (stop - start - 1)]
+            start = stop + 1
+        return texts
+
+    def _text(self, id: int) -> str:
+        if id not in self._known:
+            self._known[id] = self._decode([id]) or self._special(id)
+        return self._known[id]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        if self._tokenizer is None or max(ids) >= self._tokenizer.vocab_size:
+            return ""
+        return self._tokenizer.decode([*self._anchor, *ids])[self._head :]
+
+    def _special(self, id: int) -> str:
+        return "‹end›" if self._tokenizer and id == self._tokenizer.eos_id else f"‹{id}›"

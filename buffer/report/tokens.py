@@ -1,0 +1,105 @@
+"""Whole groups, token by token, as the viewer shows them: both logs joined, ids turned into texts."""
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from buffer.report.chunks import pack
+from buffer.report.index import Index, StepIndex, matching
+from buffer.report.text import Pieces
+
+HELD_STEPS = 3
+"""Steps whose rows stay in memory: whoever looks at one group looks at its neighbours"""
+_PER_TOKEN = {
+    "proximal_logprobs": np.float32,
+    "logprobs": np.float32,
+    "entropy": np.float32,
+    "advantages": np.float32,
+    "lag": np.int32,
+    "marks": np.uint8,
+}
+_TICKET = ("number", "prompt", "answer", "admitted", "seed", "purpose", "sampling")
+_GROUP = ("worker", "engine", "weight_format", "started_s", "finished_s", "version", "place")
+
+Rows = tuple[pa.Table, pa.Table | None]
+
+
+class Groups:
+    """Chunks of groups, read from the logs that `index` knows."""
+
+    def __init__(self, index: Index, pieces: Pieces) -> None:
+        self._index, self._pieces = index, pieces
+        self._held: OrderedDict[StepIndex, Rows] = OrderedDict()
+
+    def chunk(self, step: int, first: int = 0, count: int = 1) -> bytes:
+        """Groups `first` … of a step, by their number in the index. Raises KeyError where there is no such step
+        or group."""
+        one = self._index.steps[step]
+        if not 0 <= first < len(one.size) or count < 1:
+            raise KeyError(first)
+        ends = np.cumsum(one.size)
+        start, stop = ends[first] - one.size[first], ends[min(first + count, len(ends)) - 1]
+        rows, scored = self._rows(one)
+        rows = rows.slice(start, stop - start)
+        if scored is not None:
+            row = matching(rows["number"].to_numpy(), rows["index"].to_numpy(), scored)
+            scored = scored.take(row) if (row >= 0).all() else None
+        return pack(*self._content(one, rows, scored))
+
+    def _rows(self, one: StepIndex) -> Rows:
+        if one not in self._held:
+            self._held[one] = (one.rows.read(), one.tokens.read() if one.tokens else None)
+            while len(self._held) > HELD_STEPS:
+                self._held.popitem(last=False)
+        return self._held[one]
+
+    def _content(
+        self, one: StepIndex, rows: pa.Table, scored: pa.Table | None
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        ids = _flat(rows, "response_ids")
+        texts, piece = np.unique(self._texts(rows), return_inverse=True)
+        arrays = {
+            "id": ids.astype(np.int32),
+            "piece": piece.astype(np.int32),
+            "behavior_logprobs": _flat(rows, "behavior_logprobs").astype(np.float32),
+            "mask": _flat(rows, "loss_mask").astype(np.uint8),
+        }
+        if scored is not None:
+            arrays |= {name: _flat(scored, name).astype(t) for name, t in _PER_TOKEN.items()}
+        return {"step": one.step, "pieces": texts.tolist(), "groups": self._groups(rows)}, arrays
+
+    def _texts(self, rows: pa.Table) -> np.ndarray:
+        texts = [self._pieces(ids) for ids in rows["response_ids"].to_pylist()]
+        return np.array([text for one in texts for text in one], dtype=object)
+
+    def _groups(self, rows: pa.Table) -> list[dict[str, Any]]:
+        light = rows.drop_columns(["response_ids", "behavior_logprobs", "loss_mask"]).to_pylist()
+        groups: list[dict[str, Any]] = []
+        for row in light:
+            if not groups or groups[-1]["place"] != row["place"]:
+                group = {name: row[name] for name in (*_TICKET, *_GROUP)}
+                group["seed"] = str(
+                    row["seed"]
+                )  # beyond 2^53 a number of JavaScript is another one
+                group["prompt_pieces"] = self._pieces(row["prompt_ids"])
+                groups.append(group | {"trajectories": []})
+            groups[-1]["trajectories"].append(_trajectory(row))
+        return groups
+
+
+def _trajectory(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "index": row["index"],
+        "length": sum(span["tokens"] for span in row["spans"]),
+        "reward": row["reward"],
+        "parts": row["reward_parts"],
+        "finish": row["finish_reason"],
+        "spans": [[s["version"], s["tokens"], s["digest"]] for s in row["spans"]],
+    }
+
+
+def _flat(rows: pa.Table, name: str) -> np.ndarray:
+    """The values of a column of lists, one list after the other."""
+    return rows[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
