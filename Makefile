@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 # index has no such build, set PIP_EXTRA_INDEX_URL to the CPU index that pytorch.org names.
 TORCH_CPU ?= $(TORCH)+cpu
 
-.PHONY: run test test-formats test-peers test-vllm check bench clean
+.PHONY: run test test-formats test-peers test-vllm check bench browser clean
 
 run: $(VENV)/.installed
 	$(BIN)/areal-q run configs/quickstart.toml
@@ -77,6 +77,12 @@ $(VENV)-vllm/.installed: pyproject.toml
 	$(VENV)-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VENV)-vllm/bin/pip install -q --group dev
 	touch $@
+
+# A Chromium for the report's tests: one that is there, Debian's, or Playwright's own.
+browser: $(VENV)/.installed-dev
+	for name in chromium chromium-browser google-chrome; do command -v $$name && exit; done; \
+	{ apt-get update -qq && apt-get install -qqy --no-install-recommends chromium; } \
+	|| $(BIN)/playwright install chromium
 
 clean:
 	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-vllm build dist *.egg-info

@@ -13,10 +13,13 @@ import torch
 from hypothesis import settings
 
 from areal_q import weights
-from areal_q.config import Run, Sampling, load
+from areal_q.config import Run, Sampling, dump_toml, load
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
+from areal_q.metrics import MetricsLog
 from areal_q.weights import WeightVersion
+from buffer.log import TrajectoryLog
 from buffer.server import RedisServer
+from buffer.tokens import TokenLog, TokenScores
 from learner.batch import Sample
 
 # A shell ignores Ctrl-C for what it starts in the background, and children would inherit that.
@@ -186,3 +189,84 @@ def make_samples() -> Callable[..., list[Sample]]:
         return [sample(i) for i in range(count)]
 
     return make
+
+
+@pytest.fixture
+def write_run(make_group, make_ticket) -> Callable[..., Path]:
+    """write_run(directory, steps=4) is the directory of a run of so many steps, with its settings, metrics and
+    logs: 3 groups of 2 responses a step, token scores for each."""
+
+    def write(
+        directory: Path, steps: int = 4, *settings: str, tokens: bool = True, **ticket
+    ) -> Path:
+        run = load(None, [f'name="{directory.name}"', f'root="{directory.parent}"', *settings])
+        directory.mkdir(parents=True)
+        (directory / "config.toml").write_text(dump_toml(run))
+        rng = np.random.default_rng(steps)
+        with MetricsLog(directory, tensorboard=False) as metrics:
+            for step in range(steps + 1):
+                if step:
+                    metrics.write(
+                        "step", step, step_values(rng, step), workers=heartbeats(rng, step)
+                    )
+                if step in (0, steps):
+                    sample = {"prompt": "1+1=", "answer": "2", "response": "3", "correct": step > 0}
+                    metrics.write("eval", step, {"eval/accuracy": step / 10}, samples=[sample])
+            metrics.write("end", steps, {}, reason="done")
+        logs = TrajectoryLog(directory / "trajectories"), TokenLog(directory / "tokens")
+        for step in range(steps):
+            groups = [
+                make_group(make_ticket(3 * step + i, step=max(0, step - 1), **ticket))
+                for i in range(3)
+            ]
+            logs[0].append(step, step, groups)
+            if tokens:
+                logs[1].append(step, scores_of(rng, groups))
+        for log in logs:
+            log.close()
+        return directory
+
+    return write
+
+
+def step_values(rng: np.random.Generator, step: int) -> dict[str, float]:
+    names = (
+        "reward/mean", "train/loss", "train/grad_norm", "mismatch/kl", "mismatch/ess", "mismatch/weight_max",
+        "policy/entropy", "policy/clip_fraction_up", "lag/mean", "learner/tokens_per_s", "other/thing",
+    )  # fmt: skip
+    values = {name: float(rng.random() + 0.01) for name in names}
+    return values | {
+        "weights/delta_bytes": 1000.0 * step,
+        "weights/bytes": 5000.0,
+        "lag/max": float("nan"),
+    }
+
+
+def heartbeats(rng: np.random.Generator, step: int) -> list[dict]:
+    same = {"version": step, "idle_share": 0.25, "swap_s": 0.001}
+    return [
+        {"worker": f"rollout-{n}", "tokens_per_s": float(rng.random()), **same} for n in range(2)
+    ]
+
+
+def scores_of(rng: np.random.Generator, groups: list[Group]) -> TokenScores:
+    """Token scores of the groups' responses, one a token, in another order than the groups'."""
+    pairs = [(g.ticket.number, t) for g in groups for t in g.trajectories][::-1]
+    tokens = sum(t.num_tokens for _, t in pairs)
+    behavior = np.concatenate([t.behavior_logprobs.numpy() for _, t in pairs])
+    proximal = (behavior + rng.normal(0, 0.2, tokens)).astype(np.float32)
+    lengths = [t.num_tokens for _, t in pairs]
+    advantages = np.repeat([t.reward - 0.5 for _, t in pairs], lengths)
+    return TokenScores(
+        number=np.array([number for number, _ in pairs]),
+        index=np.array([t.index for _, t in pairs]),
+        lengths=np.array(lengths),
+        proximal_logprobs=proximal,
+        logprobs=(proximal + rng.normal(0, 0.1, tokens)).astype(np.float32),
+        entropy=rng.random(tokens, np.float32),
+        advantages=advantages.astype(np.float32),
+        lag=np.ones(tokens, np.int32),
+        marks=rng.choice([0, 0, 1, 2, 8, 16], tokens).astype(np.uint8),
+        behavior_logprobs=behavior,
+        mask=np.ones(tokens, bool),
+    )

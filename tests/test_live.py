@@ -273,21 +273,11 @@ def test_a_summary_survives_a_run_of_nothing_but_a_warm_start(directory):
     assert (summary.rows, summary.answers) == ([], [])
 
 
-def test_curves_are_a_png_and_a_page_that_needs_nothing_else(directory, monkeypatch):
+def test_curves_are_a_picture_of_some_size(directory, monkeypatch):
     write_run(directory, 40, monkeypatch)
-    png, page = draw(directory)
-    signature, (width, height) = png.read_bytes()[:8], struct.unpack(">II", png.read_bytes()[16:24])
-    assert signature == b"\x89PNG\r\n\x1a\n" and width > 1000 and height > 500
-    text = page.read_text()
-    assert "data:image/png;base64," in text and "held-out accuracy" in text
-    assert "http" not in text and "<script" not in text
-
-
-def test_a_response_cannot_put_markup_into_the_page(directory):
-    evil = {"prompt": "p", "answer": "a", "response": "<script>x</script>", "correct": False}
-    with MetricsLog(directory, tensorboard=False) as log:
-        log.write("eval", 0, {"eval/accuracy": 0.0}, samples=[evil])
-    assert "<script>" not in draw(directory)[1].read_text()
+    png = draw(directory).read_bytes()
+    width, height = struct.unpack(">II", png[16:24])
+    assert png[:8] == b"\x89PNG\r\n\x1a\n" and width > 1000 and height > 500
 
 
 def test_thinning_keeps_means_maxima_and_the_last_step():

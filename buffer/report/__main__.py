@@ -1,4 +1,4 @@
-"""`areal-q report RUN [RUN2 …]`: one HTML file, or the same on loopback; `areal-q watch RUN --serve` is that too.
+"""`areal-q report RUN [RUN2 …]`: one HTML file, or the same on loopback, as `areal-q watch RUN --serve`.
 
 Exit codes: 0; 2 no such run, or a port or file that cannot be had (one line on stderr).
 """

@@ -139,7 +139,9 @@ def _blocks(
 
 def _embedded(name: str, body: bytes) -> str:
     data = base64.b64encode(body).decode()
-    return f'<script type="text/plain" class="chunk" data-name="{html.escape(name)}">{data}</script>'
+    return (
+        f'<script type="text/plain" class="chunk" data-name="{html.escape(name)}">{data}</script>'
+    )
 
 
 def _size(body: bytes) -> int:

@@ -1,7 +1,7 @@
 """What a report says of each run, and of several beside each other: the overview chunk.
 
-meta.runs[i] is run i in words; the arrays of its plots are `i/step/KEY`, `i/eval/KEY` and `i/worker/N/KEY`, each
-beside `…/step` and `…/elapsed_s`; `i/lags` and `i/ages` are histograms (index.py).
+meta.runs[i] is run i in words; the arrays of its plots are `i/step/KEY`, `i/eval/KEY` and `i/worker/N/KEY`,
+each beside `…/step` and `…/elapsed_s`; `i/lags` and `i/ages` are histograms (index.py).
 """
 
 from collections.abc import Sequence

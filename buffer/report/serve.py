@@ -56,7 +56,7 @@ class ReportServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: ReportServer
+    server: ReportServer  # pyright: ignore[reportIncompatibleVariableOverride]
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "areal-q", ""
     timeout = 30
