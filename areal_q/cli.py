@@ -153,6 +153,31 @@ def rollout(ctx: typer.Context) -> None:
 
 
 @app.command(context_settings=PASS_THROUGH)
+def relay(ctx: typer.Context) -> None:
+    """Pass weights on to the workers of a host or rack, as a service: `python -m rollout.relay`."""
+    _become("rollout.relay", ctx.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def weights(ctx: typer.Context) -> None:
+    """List, verify and follow the published weights of a run: `python -m rollout.weights`."""
+    _become("rollout.weights", ctx.args)
+
+
+@app.command()
+def keys(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="where to keep them")],
+    client: Annotated[str, typer.Option(help="whose; one more each time")] = "worker",
+) -> None:
+    """Make CURVE keys that encrypt the weights on the wire and say who may fetch them."""
+    from areal_q.wire.curve import make_keys
+
+    for path in make_keys(directory, client):
+        typer.echo(f"secret, keep it where it is used: {path}")
+    typer.echo(f"broadcast.keys={directory}")
+
+
+@app.command(context_settings=PASS_THROUGH)
 def replay(ctx: typer.Context) -> None:
     """Re-run logged learner steps offline, as they were or otherwise: `python -m learner.replay`."""
     _become("learner.replay", ctx.args)

@@ -1,6 +1,7 @@
 """Prometheus metrics of a service: a documented table, filled from what the service records anyway.
 
     learner  every record of metrics.jsonl (areal_q/metrics.py)       worker  every heartbeat (WorkerStatus)
+    relay    its health line (rollout/relay.py)
 
 Served over HTTP on loopback unless another host is named; nothing but numbers leaves. To export one more
 number: one line in LEARNER or WORKER.
@@ -99,6 +100,18 @@ WORKER = (
     Exported("worker_swap_seconds", "swap_s", "Mean pause of generation for a swap"),
     Exported("worker_behind_seconds", "behind_s", "Newer weights known, and none arrived"),
     Exported("worker_stalls_total", "stalls", "Times that this went on for too long"),
+)
+RELAY = (
+    Exported("relay_weights_version", "version", "Version that it serves"),
+    Exported("relay_subscribers", "subscribers", "Workers and relays that listen"),
+    Exported("relay_received_total", "received", "Versions verified"),
+    Exported("relay_behind_seconds", "behind_s", "Newer weights known, and none arrived"),
+    Exported("relay_stalls_total", "stalls", "Times that this went on for too long"),
+    Exported("relay_received_bytes_total", "received_bytes", "Deltas and payloads from upstream"),
+    Exported("relay_sent_bytes_total", "sent_bytes", "Deltas (once each) and chunks"),
+    Exported("relay_fetches_total", "fetches", "Snapshots fetched by workers"),
+    Exported("relay_catch_ups_total", "catch_ups", "Deltas fetched by workers behind"),
+    Exported("relay_refused_total", "refused", "Malformed frames and unknown keys"),
 )
 
 
