@@ -192,9 +192,16 @@ def _response(t: Trajectory, tokenizer: Tokenizer | None) -> Text:
     text = Text(f"response {t.index}  ", style="bold")
     text.append(f"reward {t.reward:g} ({parts}), {t.finish_reason}", style="not bold")
     if tokenizer:
-        decoded = escaped(tokenizer.decode(t.response_ids.numpy().tolist()))
+        decoded = _decoded(tokenizer, t.response_ids.numpy().tolist())
         text.append(f"\n{decoded[:MAX_TEXT]}", style="not bold")
     return text
+
+
+def _decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
+    try:
+        return escaped(tokenizer.decode(ids))
+    except (IndexError, KeyError, OverflowError):
+        return "(outside the vocabulary)"
 
 
 def _tokens(t: Trajectory, tokenizer: Tokenizer | None) -> Table:
@@ -203,7 +210,7 @@ def _tokens(t: Trajectory, tokenizer: Tokenizer | None) -> Table:
     columns = (t.response_ids, t.behavior_logprobs, t.loss_mask)
     rows = zip(*(column.numpy().tolist() for column in columns), versions, strict=True)
     for place, (id, logprob, counts, version) in enumerate(rows):
-        text = escaped(tokenizer.decode([id])) if tokenizer else ""
+        text = _decoded(tokenizer, [id]) if tokenizer else ""
         cells = (place, id, Text(f"'{text}'"), f"{logprob:.4f}", version, "" if counts else "no")
         table.add_row(*(c if isinstance(c, Text) else str(c) for c in cells))
     return table
