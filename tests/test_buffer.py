@@ -39,9 +39,10 @@ class Buffers:
         await side.close()
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", "redis 6.2", "redis 7", "valkey 9"])
 def buffers(request):
-    made = Buffers(request.getfixturevalue("redis_url") if request.param == "redis" else None)
+    servers = request.getfixturevalue("servers")
+    made = Buffers(servers(request.param) if request.param != "memory" else None)
     yield made
     for learner in made.learners:
         learner.close()
@@ -353,3 +354,39 @@ def test_arrays_come_back_bit_for_bit(buffers, make_ticket, make_group):
     [group] = learner.take(1, 0.0)
     got = group.trajectories[1].behavior_logprobs.numpy()
     assert got.tobytes() == logprobs.tobytes()
+
+
+def test_a_ticket_that_kills_every_worker_goes_to_the_quarantine(buffers, make_ticket):
+    learner = buffers.learner()
+    learner.admit([make_ticket(0)], cursor=1)
+
+    async def lives(count: int) -> list[list[int]]:
+        seen = []
+        for life in range(count):
+            async with buffers.worker(f"victim-{life}", claim_timeout_s=0.02) as victim:
+                victim.max_deliveries = 3
+                seen.append(numbers(await victim.claim(9, 0.0)))
+                await asyncio.sleep(0.03)
+        return seen
+
+    assert asyncio.run(lives(5)) == [[0], [0], [0], [], []]
+    assert learner.set_aside() == 1
+    learner.admit([make_ticket(1)], cursor=2)
+    assert asyncio.run(lives(1)) == [[1]]
+    assert learner.open_tickets() == {1}
+
+
+def test_handing_a_ticket_back_is_no_failure_on_it(buffers, make_ticket):
+    learner = buffers.learner()
+    learner.admit([make_ticket(0)], cursor=1)
+
+    async def work() -> None:
+        for life in range(9):
+            async with buffers.worker(f"w{life}") as worker:
+                worker.max_deliveries = 2
+                claims = await worker.claim(1, 0.0)
+                assert numbers(claims) == [0]
+                await worker.release(claims)
+
+    asyncio.run(work())
+    assert learner.set_aside() == 0

@@ -163,7 +163,17 @@ def poison_groups(learner: Learner) -> None:
         groups[entry] = b"poison"
 
 
-@pytest.mark.parametrize("poison", [poison_tickets, poison_groups])
+def fall_silent(learner: Learner) -> None:
+    """Every worker that takes a ticket dies."""
+
+    async def die() -> None:
+        for life in range(7):
+            await learner.store.worker(f"w{life}", claim_timeout_s=0.0).claim(12, block_s=0.0)
+
+    asyncio.run(die())
+
+
+@pytest.mark.parametrize("poison", [poison_tickets, poison_groups, fall_silent])
 def test_poison_does_not_starve_the_learner(
     learner: Learner, poison: Callable[[Learner], None], request: pytest.FixtureRequest
 ):
