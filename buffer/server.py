@@ -47,8 +47,11 @@ class RedisServer:
         appendfsync: str = "everysec",
         binary: str | None = None,
     ) -> "RedisServer":
-        """Starts a server, `binary` or the one that is found, that keeps its append-only file and `redis.log` in
-        `directory`, and waits until it answers. Raises BufferUnavailable with the last lines of its log."""
+        """Starts a server, `binary` or the one that is found, and waits until it answers.
+
+        Its append-only file and `redis.log` are in `directory`. Raises BufferUnavailable with the last lines of
+        its log.
+        """
         directory, socket_path = Path(directory), Path(socket_path)
         if len(os.fsencode(socket_path)) > MAX_SOCKET_PATH_BYTES:
             raise BufferUnavailable(f"{socket_path}: too long for a unix socket")
