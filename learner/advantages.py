@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from areal_q.algorithms import LossInputs, gae, group_advantages, reward_penalty, segment_sum
+from areal_q.algorithms.advantages import Combine, alone
 from areal_q.config import Gae, LearnerConfig
 from learner.batch import Sample
 
@@ -22,9 +23,13 @@ def needs_policy(cfg: LearnerConfig) -> bool:
 
 
 def with_advantages(
-    inputs: Sequence[LossInputs], samples: Sequence[Sample], cfg: LearnerConfig
+    inputs: Sequence[LossInputs],
+    samples: Sequence[Sample],
+    cfg: LearnerConfig,
+    combine: Combine = alone,
 ) -> list[LossInputs]:
     """`inputs`, the micro-batches of all `samples` in their order, with advantages and, for GAE, returns.
+    On several ranks each has samples of its own, whole groups; `combine` sums over the ranks.
 
     A token's reward is -coef · KL, where the KL is in the reward, and at the last token that counts the
     response's reward as well. For all but GAE the response's reward is the sum of these. Advantages are
@@ -43,7 +48,9 @@ def with_advantages(
     weights = torch.tensor([s.weight for s in samples], device=mask.device)
     if isinstance(cfg.advantage, Gae):
         per_token = at_last_token(rewards, mask, ids) - penalty
-        found, returns = gae(per_token, _joined(inputs, "old_values"), mask, ids, cfg.advantage)
+        found, returns = gae(
+            per_token, _joined(inputs, "old_values"), mask, ids, cfg.advantage, combine
+        )
         found = found * weights[ids]
         columns = zip(found.split(sizes), returns.split(sizes), strict=True)
         return [
@@ -52,7 +59,8 @@ def with_advantages(
         ]
     rewards = rewards - segment_sum(penalty, ids, len(samples))
     groups = torch.tensor([s.group for s in samples], device=mask.device)
-    per_response = group_advantages(rewards, groups.unique(return_inverse=True)[1], cfg.advantage)
+    ids_of = groups.unique(return_inverse=True)[1]
+    per_response = group_advantages(rewards, ids_of, cfg.advantage, combine)
     parts = (per_response * weights)[ids].split(sizes)
     return [replace(x, advantages=part) for x, part in zip(inputs, parts, strict=True)]
 

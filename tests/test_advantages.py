@@ -1,3 +1,7 @@
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -117,6 +121,48 @@ def test_gae_normalizes_over_counted_tokens_only():
     # mean 2, population standard deviation √(2/3)
     assert advantages.tolist() == pytest.approx([-1.224744871, 0, 0, 1.224744871], rel=1e-6)
     assert returns.tolist() == [1.0, 2.0, 0.0, 3.0]
+
+
+class Ranks:
+    """As many threads; `combine` is an all-reduce among them."""
+
+    def __init__(self, count: int) -> None:
+        self.barrier = threading.Barrier(count)
+        self.given: list[torch.Tensor] = [torch.zeros(0)] * count
+
+    def combine(self, rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def all_reduce(sums: torch.Tensor) -> torch.Tensor:
+            self.given[rank] = sums
+            self.barrier.wait(10)
+            total = torch.stack(self.given).sum(0)
+            self.barrier.wait(10)
+            return total
+
+        return all_reduce
+
+    def run(self, work: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+        with ThreadPoolExecutor(len(self.given)) as pool:
+            return list(pool.map(work, range(len(self.given))))
+
+
+@pytest.mark.parametrize("cut", [0, 3, 7])
+def test_what_is_normalised_over_the_batch_does_not_depend_on_the_ranks(cut):
+    g = torch.Generator().manual_seed(1)
+    rewards, values = torch.randn(2, 10, generator=g)
+    ids = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2, 3])
+    mask = torch.rand(10, generator=g) > 0.2
+    parts = [slice(0, cut), slice(cut, 10)]  # between sequences
+
+    def tokens(p: slice, *combine) -> torch.Tensor:
+        return gae(rewards[p], values[p], mask[p], ids[p], Gae(trace=0.9), *combine)[0]
+
+    def responses(p: slice, *combine) -> torch.Tensor:
+        return group_advantages(rewards[p], ids[p], ReinforcePlusPlus(), *combine)
+
+    for whole in (tokens, responses):
+        ranks = Ranks(2)
+        found = ranks.run(lambda rank, f=whole, r=ranks: f(parts[rank], r.combine(rank)))
+        torch.testing.assert_close(torch.cat(found), whole(slice(0, 10)))
 
 
 def test_gae_of_no_token_is_zero():

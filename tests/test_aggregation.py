@@ -16,12 +16,14 @@ from areal_q.config import (
     Mis,
     Naive,
     Ppo,
+    ReferenceKl,
     Sapo,
     SeqMeanTokenMean,
     SeqMeanTokenSumNorm,
     Tbpo,
     Tis,
     TokenMean,
+    ValueLoss,
 )
 
 CHOICES = [
@@ -64,6 +66,10 @@ def batches(draw) -> LossInputs:
         num_sequences=len(lengths),
         version_lag=torch.randint(0, 6, (len(ids),), generator=g),
         entropy=normal().abs(),
+        reference_logprobs=prox + 0.1 * normal(),
+        values=normal(),
+        old_values=normal(),
+        returns=normal(),
     )
 
 
@@ -81,13 +87,22 @@ def take(inputs: LossInputs, sequences: list[int]) -> tuple[LossInputs, torch.Te
     return cut, index
 
 
-def step(parts, objective, aggregation):
-    """Loss, gradients and metrics of one optimizer step that consists of these micro-batches."""
-    totals = whole_step(parts, objective)
+OTHER_TERMS = {
+    "reference_kl": ReferenceKl(coef=0.3),
+    "entropy_coef": 0.2,
+    "value": ValueLoss(clip=0.4),
+}
+
+
+def step(parts, objective, aggregation, totals=None):
+    """Loss, gradients and metrics of one optimizer step that consists of these micro-batches, or of a rank's
+    share of one with these `totals`; with every term that a loss can have."""
+    totals = totals or whole_step(parts, objective)
     losses, gradients, metrics = [], [], []
     for part in parts:
         theta = part.logprobs.clone().requires_grad_()
-        out = loss_fn(replace(part, logprobs=theta), objective, aggregation, totals)
+        inputs = replace(part, logprobs=theta)
+        out = loss_fn(inputs, objective, aggregation, totals, **OTHER_TERMS)
         gradients.append(torch.autograd.grad(out.loss, theta)[0])
         losses.append(out.loss.item())
         metrics.append(out.metrics)
@@ -112,6 +127,35 @@ def test_order_and_cut_of_micro_batches_change_nothing(inputs, objective, aggreg
     for (_, index), cut_gradient in zip(pieces, cut_gradients, strict=True):
         torch.testing.assert_close(cut_gradient, gradient[index])
     assert_same_metrics(cut_metrics, metrics)
+
+
+@given(batches(), objectives, aggregations, st.integers(1, 3), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_cut_over_data_parallel_ranks_changes_nothing(
+    inputs, objective, aggregation, ranks, data
+):
+    """Each rank has sequences of its own, in two micro-batches; all that ranks exchange are Totals, the sum of
+    gradients and metrics."""
+    owner = data.draw(st.lists(st.integers(0, ranks), min_size=inputs.num_sequences,
+                               max_size=inputs.num_sequences))  # fmt: skip
+    loss, (gradient,), metrics = step([inputs], objective, aggregation)
+    shares = []
+    for rank in range(ranks + 1):
+        mine = [s for s in range(inputs.num_sequences) if owner[s] == rank]
+        pieces = [take(inputs, p) for p in (mine[::2], mine[1::2]) if p]
+        shares.append(([p for p, _ in pieces], [index for _, index in pieces]))
+    totals = sum((whole_step(parts, objective) for parts, _ in shares), Totals(0, 0))
+    total_loss, merged = 0.0, []
+    summed = torch.zeros_like(gradient)
+    for parts, places in shares:
+        losses, gradients, _ = step(parts, objective, aggregation, totals)
+        total_loss += losses
+        for place, part in zip(places, gradients, strict=True):
+            summed[place] += part
+        merged += [loss_fn(p, objective, aggregation, totals, **OTHER_TERMS).metrics for p in parts]
+    assert total_loss == pytest.approx(loss, rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(summed, gradient)
+    assert_same_metrics(reduce_metrics(merged), metrics)
 
 
 @given(batches(), objectives, aggregations)
@@ -139,6 +183,10 @@ def test_padding_with_masked_tokens_of_any_value_changes_nothing(inputs, objecti
         num_sequences=inputs.num_sequences,
         version_lag=pad(inputs.version_lag, -9),
         entropy=pad(inputs.entropy, torch.nan),
+        reference_logprobs=pad(inputs.reference_logprobs, torch.nan),
+        values=pad(inputs.values, torch.nan),
+        old_values=pad(inputs.old_values, torch.inf),
+        returns=pad(inputs.returns, torch.nan),
     )
     loss, (gradient,), metrics = step([inputs], objective, aggregation)
     padded_loss, (padded_gradient,), padded_metrics = step([padded], objective, aggregation)

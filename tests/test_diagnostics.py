@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_q.algorithms import LossInputs, loss_fn, reduce_metrics
+from areal_q.algorithms import OBJECTIVES, LossInputs, loss_fn, reduce_metrics
 from areal_q.algorithms.reducers import (
     BINS,
     EffectiveSampleShare,
@@ -17,7 +17,7 @@ from areal_q.algorithms.reducers import (
     Sum,
     merge_metrics,
 )
-from areal_q.config import Acr, Mis, Ppo, Tbpo
+from areal_q.config import Acr, Mis, Ppo, ReferenceKl, Tbpo, ValueLoss
 
 LN2 = math.log(2)
 
@@ -65,10 +65,67 @@ def test_mismatch_metrics_by_hand():
         "lag_1/weight_max": 0.5,
         "lag_3/kl": 0.0,
         "lag_3/ess": 1.0,
+        # the mean of lag 0 alone, (3 - 2 ln 2 + 0)/2, and what is missing to (2.5 - ln 2)/4
+        "cause/engine_kl_k3": (3 - 2 * LN2) / 2,
+        "cause/staleness_kl_k3": (2.5 - LN2) / 4 - (3 - 2 * LN2) / 2,
     }
     found = {key: m[f"mismatch/{key}"] for key in expected}
     assert found == pytest.approx(expected, abs=1e-12)
     assert not [key for key in m if "lag_2" in key]
+
+
+NAMED = {
+    "mismatch": (
+        "weight_mean",
+        "weight_max",
+        "weight_p99",
+        "ess",
+        "kl",
+        "kl_k3",
+        "truncated_fraction",
+    ),
+    "policy": (
+        *("ratio_mean", "ratio_max", "ratio_p99", "kl", "kl_k3", "entropy", "mask_fraction"),
+        *("clip_fraction_up", "clip_fraction_down", "clip_fraction_dual"),
+    ),
+}
+
+
+@pytest.mark.parametrize("objective", [cfg() for cfg in OBJECTIVES], ids=lambda c: type(c).__name__)
+def test_every_objective_reports_everything_in_all_and_by_lag(objective):
+    m = metrics(five_tokens(), objective)
+    for lag in ("", "lag_0/", "lag_1/", "lag_3/"):
+        for kind, names in NAMED.items():
+            assert {f"{kind}/{lag}{name}" for name in names} <= m.keys()
+    # Of the raw ratios, whatever the objective does with them.
+    assert (m["mismatch/weight_max"], m["policy/ratio_max"]) == pytest.approx((4.0, 2.0))
+    assert m["mismatch/cause/engine_kl_k3"] + m["mismatch/cause/staleness_kl_k3"] == pytest.approx(
+        m["mismatch/kl_k3"]
+    )
+
+
+def test_value_metrics_by_hand():
+    inputs = five_tokens()
+    values = torch.tensor([0.0, 1.0, 1.0, 3.0, 77.0], dtype=torch.float64)
+    old = torch.tensor([0.0, 0.0, 1.0, 1.0, 99.0], dtype=torch.float64)
+    returns = torch.tensor([0.0, 2.0, 0.0, 2.0, math.nan], dtype=torch.float64)
+    inputs = replace(inputs, values=values, old_values=old, returns=returns.nan_to_num(5.0))
+    m = metrics(inputs, Ppo(), value=ValueLoss(coef=2.0, clip=0.5))
+    # Var(returns) = 1; errors 0, 2, -1, 1: mean ½, mean square 1.5, so Var = 1.25
+    expected = {"explained_variance": -0.25, "mean": 0.5, "return_mean": 1.0}
+    # clipped: 0, ½, 1, 1½: squares 0, 2.25, 1, 0.25 against the plain 0, 1, 1, 1: only the second is worse
+    expected |= {"clip_fraction": 0.25}
+    assert {k: m[f"value/{k}"] for k in expected} == pytest.approx(expected)
+    assert m["loss/value"] == pytest.approx(2.0 * (0 + 2.25 + 1 + 1) / 2 / 4)
+
+
+def test_reference_metrics_by_hand():
+    inputs = five_tokens()
+    d = torch.tensor([LN2, 0.0, -LN2, 0.0, math.inf], dtype=torch.float64)  # log π_ref - log π_θ
+    inputs = replace(inputs, reference_logprobs=inputs.logprobs.detach() + d)
+    m = metrics(inputs, Ppo(), reference_kl=ReferenceKl(place="reward"))
+    assert m["reference/kl"] == pytest.approx(0.0)
+    assert m["reference/kl_k3"] == pytest.approx((2 - 1 - LN2 + 0.5 - 1 + LN2) / 4)
 
 
 def test_policy_metrics_by_hand():

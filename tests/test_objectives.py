@@ -353,14 +353,46 @@ def test_huge_log_ratios_give_a_finite_loss_and_gradient(cfg):
     assert inputs.logprobs.grad.isfinite().all()
 
 
-def test_ratios_are_float32_whatever_the_input_and_float64_stays():
-    inputs = batch(dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_ratios_are_float32_whatever_the_input_and_float64_stays(dtype):
+    inputs = batch(dtype=dtype)
     x = ratios(inputs)
     assert x.log_ratio.dtype == x.log_mismatch.dtype == torch.float32
     # The difference of the rounded inputs, itself not rounded to bfloat16.
     expected = inputs.logprobs.detach().float() - inputs.proximal_logprobs.float()
     assert torch.equal(x.log_ratio.detach(), expected)
     assert ratios(batch()).log_ratio.dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cfg", ALL, ids=lambda cfg: type(cfg).__name__)
+def test_a_low_precision_input_gives_the_loss_of_its_rounded_values_in_float32(cfg, dtype):
+    low = batch(dtype=dtype)
+    names = ("logprobs", "proximal_logprobs", "behavior_logprobs", "advantages")
+    rounded = {name: getattr(low, name).detach().float() for name in names}
+    rounded["logprobs"].requires_grad_()
+    one, other = loss_fn(low, cfg), loss_fn(batch(**rounded), cfg)
+    assert one.loss.dtype == torch.float32
+    assert torch.equal(one.loss, other.loss)
+    one.loss.backward()
+    assert low.logprobs.grad is not None and low.logprobs.grad.dtype == dtype
+    assert low.logprobs.grad.isfinite().all()
+
+
+def test_log_ratios_are_bounded_at_20_and_counted():
+    inputs = batch(r=[1e30, 1.0, 1.0, 1.0, 1.0], w=[1.0, 1e30, 1.0, 1.0, 1.0])
+    out = loss_fn(inputs, Decoupled(clip_high=1e12))
+    metrics = reduce_metrics([out.metrics])
+    assert (
+        metrics["policy/ratio_max"]
+        == metrics["mismatch/weight_max"]
+        == pytest.approx(
+            4.85165195e8  # e^20
+        )
+    )
+    assert metrics["policy/bounded_tokens"] == 2
+    (gradient,) = torch.autograd.grad(out.loss, inputs.logprobs)
+    assert gradient[0] == 0 and gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("cfg", ALL, ids=lambda cfg: type(cfg).__name__)

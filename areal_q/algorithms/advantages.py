@@ -2,6 +2,9 @@
 
 Notation: N responses of a batch, K groups (prompts), T response tokens. A group-based advantage is one
 number per response, the same for each of its tokens; GAE gives one per token.
+
+Data-parallel ranks that hold whole groups each compute their own; what is normalised over the batch needs the
+sums of all of them, which `combine` gives.
 """
 
 from collections.abc import Callable
@@ -21,6 +24,14 @@ from areal_q.config.objectives import (
     Rloo,
 )
 from areal_q.errors import ConfigError
+
+Combine = Callable[[Tensor], Tensor]
+"""Sums over data-parallel ranks, such as an all-reduce: float64 [n] → [n]"""
+
+
+def alone(sums: Tensor) -> Tensor:
+    """What one rank has is all there is."""
+    return sums
 
 
 def grpo(rewards: Tensor, group_ids: Tensor, cfg: Grpo) -> Tensor:
@@ -42,36 +53,48 @@ def rloo(rewards: Tensor, group_ids: Tensor, cfg: Rloo) -> Tensor:
     return centered * (sizes / (sizes - 1).clamp(min=1))[group_ids]
 
 
-def reinforce_plus_plus(rewards: Tensor, group_ids: Tensor, cfg: ReinforcePlusPlus) -> Tensor:
+def reinforce_plus_plus(
+    rewards: Tensor, group_ids: Tensor, cfg: ReinforcePlusPlus, combine: Combine = alone
+) -> Tensor:
     """(a - mean) / (std + eps) over the batch, a = r or r - group mean (arXiv 2501.03262).
 
     The mean is over responses; OpenRLHF's is over tokens, which gives long responses more weight.
     """
     raw = rewards if cfg.baseline == "none" else _centered(rewards, group_ids)[0]
-    return _normalized(raw, cfg.eps)
+    return _normalized(raw, cfg.eps, combine)
 
 
 GROUP_ADVANTAGES: dict[type, Callable[[Tensor, Tensor, Any], Tensor]] = {
     Grpo: grpo,
     DrGrpo: dr_grpo,
     Rloo: rloo,
-    ReinforcePlusPlus: reinforce_plus_plus,
 }
+"""Those that look at nothing outside a group"""
 
 
-def group_advantages(rewards: Tensor, group_ids: Tensor, cfg: AdvantageConfig) -> Tensor:
+def group_advantages(
+    rewards: Tensor, group_ids: Tensor, cfg: AdvantageConfig, combine: Combine = alone
+) -> Tensor:
     """rewards float [N], group_ids int64 [N] in 0 … K-1 (any order) → advantages [N], at least float32.
 
-    Pass the whole step's responses: a group must not be cut. Raises ConfigError for GAE, which needs a critic.
+    Pass the whole step's responses, or whole groups on each rank: a group must not be cut. Raises ConfigError
+    for GAE, which needs a critic.
     """
     if isinstance(cfg, Gae):
         raise ConfigError("learner.advantage.type = 'gae' needs a critic: call gae() on tokens")
     rewards = rewards if rewards.dtype == torch.float64 else rewards.float()
+    if isinstance(cfg, ReinforcePlusPlus):
+        return reinforce_plus_plus(rewards, group_ids, cfg, combine)
     return GROUP_ADVANTAGES[type(cfg)](rewards, group_ids, cfg)
 
 
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, sequence_ids: Tensor, cfg: Gae
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    sequence_ids: Tensor,
+    cfg: Gae,
+    combine: Combine = alone,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, both [T] and 0 where masked (arXiv 1506.02438).
 
@@ -81,8 +104,6 @@ def gae(
     """
     index = mask.nonzero().squeeze(-1)
     r, v, ids = rewards[index], values.detach()[index], sequence_ids[index]
-    if not len(index):
-        return torch.zeros_like(values), torch.zeros_like(values)
     goes_on = torch.zeros_like(v)
     goes_on[:-1] = (ids[1:] == ids[:-1]).to(v.dtype)
     following = torch.zeros_like(v)
@@ -90,7 +111,7 @@ def gae(
     a = r + cfg.discount * goes_on * following - v
     a = _discounted_suffix_sums(a, cfg.discount * cfg.trace * goes_on)
     returns = torch.zeros_like(values).index_copy(0, index, a + v)
-    a = _normalized(a, eps=1e-8) if cfg.normalize else a
+    a = _normalized(a, 1e-8, combine) if cfg.normalize else a
     return torch.zeros_like(values).index_copy(0, index, a), returns
 
 
@@ -123,11 +144,17 @@ def _centered(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(informative_groups(rewards, group_ids)[group_ids], centered, 0.0), sizes
 
 
-def _normalized(x: Tensor, eps: float) -> Tensor:
-    """Zero mean and unit (population) variance; 0 where all are equal."""
-    if not len(x) or bool(x.min() == x.max()):
+def _normalized(x: Tensor, eps: float, combine: Combine) -> Tensor:
+    """Zero mean and unit (population) variance over all ranks; 0 where all are equal but for rounding."""
+    d = x.double()
+    count, total = combine(torch.stack([torch.ones_like(d).sum(), d.sum()]))
+    mean = total / count.clamp(min=1)
+    # In two passes: a difference of squares would lose what is small beside the mean.
+    (squares,) = combine((d - mean).square().sum()[None])
+    std = (squares / count.clamp(min=1)).sqrt()
+    if std <= 1e-12 * mean.abs():
         return torch.zeros_like(x)
-    return (x - x.mean()) / (x.std(correction=0) + eps)
+    return ((d - mean) / (std + eps)).to(x.dtype)
 
 
 def _discounted_suffix_sums(x: Tensor, decay: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 mismatch/… is about w = π_prox/π_behav: quantization, engine and staleness. policy/… is about
 R = π_θ/π_prox: the updates on this batch. Both are split by version lag (0, 1, 2, 3 and more) into
 mismatch/lag_k/… and policy/lag_k/…: at lag 0 only quantization and the engine can be the cause, beyond
-it staleness as well. KLs are estimates from tokens that π_behav drew: k1 = mean(-log ratio),
-k3 = mean(ratio - 1 - log ratio).
+it staleness as well. mismatch/cause/… splits the mean KL (k3) accordingly: `engine_kl_k3` is that of the
+tokens at lag 0, `staleness_kl_k3` what the older ones add to it; the two sum up to mismatch/kl_k3.
+KLs are estimates from tokens that π_behav drew: k1 = mean(-log ratio), k3 = mean(ratio - 1 - log ratio).
 """
 
 import math
@@ -21,6 +22,7 @@ from areal_q.algorithms.reducers import (
     EffectiveSampleShare,
     Max,
     Mean,
+    MeanDifference,
     Metrics,
     RatioQuantile,
     Sum,
@@ -50,6 +52,11 @@ def diagnostics(inputs: LossInputs, x: Ratios, out: Surrogate) -> Metrics:
     metrics = _named("", range(LAGS), table, histograms)
     for k in range(LAGS):
         metrics |= _named(f"lag_{k}/", [k], table, histograms)
+    tokens, kl = table["tokens"], table["mismatch_k3"]
+    metrics["mismatch/cause/engine_kl_k3"] = Mean(kl[0], tokens[0])
+    metrics["mismatch/cause/staleness_kl_k3"] = MeanDifference(
+        sum(kl), sum(tokens), kl[0], tokens[0]
+    )
     return metrics
 
 

@@ -79,6 +79,29 @@ class EffectiveSampleShare:
 
 
 @dataclass(frozen=True, slots=True)
+class MeanDifference:
+    """A mean less the mean of a part of the same samples: how much the others raise it."""
+
+    sum: float
+    count: float
+    part_sum: float
+    part_count: float
+
+    def merge(self, other: "MeanDifference") -> "MeanDifference":
+        return MeanDifference(
+            self.sum + other.sum,
+            self.count + other.count,
+            self.part_sum + other.part_sum,
+            self.part_count + other.part_count,
+        )
+
+    def value(self) -> float | None:
+        if not self.part_count:
+            return None
+        return self.sum / self.count - self.part_sum / self.part_count
+
+
+@dataclass(frozen=True, slots=True)
 class ExplainedVariance:
     """1 - Var(y - ŷ) / Var(y): 1 where a prediction ŷ is exact up to a constant, 0 where it tells nothing.
     None where all y are equal."""
