@@ -187,12 +187,10 @@ def test_final_and_best_values_are_those_of_the_records(run_dir):
     run = read_runs([run_dir])[0]
     meta, _ = overview([run])
     lines = {line["key"]: line["values"][0] for line in meta["table"]}
-    kl = [r["mismatch/kl"] for r in run.steps]
-    assert lines["mismatch/kl"] == {
-        "final": kl[-1],
-        "best": min(kl),
-        "step": kl.index(min(kl)) + 1,
-    }
+    ess = [r["mismatch/ess"] for r in run.steps]
+    best = {"best": max(ess), "step": ess.index(max(ess)) + 1}
+    assert lines["mismatch/ess"] == {"final": ess[-1], **best}
+    assert lines["mismatch/kl"]["best"] is None
     assert lines["eval/accuracy"] == {"final": 0.4, "best": 0.4, "step": 4}
 
 

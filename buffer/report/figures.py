@@ -52,6 +52,8 @@ PLOTS = [
     _plot("Learning", "grad_norm", "Gradient norm", "before clipping", "train/grad_norm", zero=True),
     _plot("Learning", "entropy", "Entropy", "nats per token", "policy/entropy", zero=True),
     _plot("Learning", "length", "Response length", "tokens", "response/tokens_mean", zero=True),
+    _plot("Learning", "reward_std", "Spread of rewards", "std of a step", "reward/std", zero=True),
+    _plot("Learning", "lr", "Learning rate", "", "train/lr", zero=True),
     _plot("Mismatch", "mismatch_kl", "Mismatch KL", "nats per token", "mismatch/kl|k1", "mismatch/kl_k3|k3"),
     _plot(
         "Mismatch", "mismatch_kl_lag", "Mismatch KL by version lag", "nats per token",

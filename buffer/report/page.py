@@ -9,6 +9,7 @@ import hashlib
 import html
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib.resources import files
 from itertools import count
 
@@ -18,7 +19,17 @@ from buffer.report.chunks import pack
 from buffer.report.index import StepIndex, to_chunk
 from buffer.report.runs import Reported, overview
 
-SCRIPTS = ("data.js", "dom.js", "plots.js", "tables.js", "listing.js", "viewer.js", "main.js")
+SCRIPTS = (
+    "data.js",
+    "dom.js",
+    "plots.js",
+    "tables.js",
+    "listing.js",
+    "shades.js",
+    "details.js",
+    "viewer.js",
+    "main.js",
+)
 BLOCK_TRAJECTORIES = 64
 """Trajectories of a chunk in a file: large enough to compress well, small enough to open at once"""
 INDEX_SHARE = 0.4
@@ -153,6 +164,7 @@ def _title(runs: Sequence[Reported]) -> str:
     return ", ".join(run.name for run in runs)
 
 
+@cache
 def _static(name: str) -> str:
     return files("buffer.report").joinpath("static", name).read_text(encoding="utf-8")
 

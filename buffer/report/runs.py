@@ -35,7 +35,7 @@ TABLE = [
     ("reward", "reward/mean", "max"),
     ("loss", "train/loss", ""),
     ("gradient norm", "train/grad_norm", ""),
-    ("mismatch KL", "mismatch/kl", "min"),
+    ("mismatch KL", "mismatch/kl", ""),
     ("effective sample size of w", "mismatch/ess", "max"),
     ("largest w", "mismatch/weight_max", ""),
     ("clipped above", "policy/clip_fraction_up", ""),

@@ -1,25 +1,8 @@
 // The token viewer: a step, a group, a trajectory; its tokens, coloured by what the learner made of them.
 
 const PAGE_TOKENS = 2000;
-const SHADES = {
-  ratio: { says: "policy ratio R = π_θ/π_prox", signed: true, exp: true, of: (t, i) => minus(t, "logprobs", "proximal_logprobs", i) },
-  mismatch: { says: "mismatch w = π_prox/π_behav", signed: true, exp: true, of: (t, i) => minus(t, "proximal_logprobs", "behavior_logprobs", i) },
-  advantage: { says: "advantage", signed: true, of: (t, i) => t.get("advantages")?.[i] },
-  entropy: { says: "entropy, nats", of: (t, i) => t.get("entropy")?.[i] },
-  version: { says: "version that drew it", discrete: true, of: (t, i, versions) => versions[i] },
-  surprise: { says: "−log π_behav, nats", of: (t, i) => -t.get("behavior_logprobs")[i] },
-};
-const MARK_SAYS = {
-  clipped_up: "clipped: ratio over its bound, A > 0",
-  clipped_down: "clipped: ratio under its bound, A < 0",
-  clipped_dual: "clipped: ratio over its bound, A < 0",
-  truncated: "mismatch weight truncated",
-  dropped: "masked out by the objective",
-};
-
-function minus(t, a, b, i) {
-  return t.has(a) && t.has(b) ? t.get(a)[i] - t.get(b)[i] : undefined;
-}
+const OTHERS = 32; // responses of the group that are drawn below the chosen one, and tokens of each
+const OTHERS_TOKENS = 300;
 
 class Viewer {
   constructor(root, source) {
@@ -54,6 +37,7 @@ class Viewer {
     this.text.addEventListener("keydown", (e) => this.press(e));
     this.text.addEventListener("click", (e) => { const t = e.target.closest(".tok"); if (t) this.goToken(+t.dataset.at); });
     this.pages = el("div", { class: "toolbar" });
+    this.others = el("div", { class: "others" });
     this.facts = el("div", { class: "facts", "aria-live": "polite" });
     this.about = el("div", { class: "facts" });
     this.notice = el("p", { class: "notice", role: "status" });
@@ -68,7 +52,7 @@ class Viewer {
         this.groups.root, this.trajectories.root),
       el("div", { class: "reading" }, this.where, this.notice,
         el("div", { class: "toolbar" }, el("label", {}, "colour ", this.shadePick), this.legend, this.marksLegend()),
-        this.prompt, this.text, this.pages),
+        this.prompt, this.text, this.pages, this.others),
       el("aside", { "aria-label": "details" }, this.facts, this.about,
         el("p", { class: "hint" }, "← → or h l: between lists, and from token to token · ↑ ↓ or j k: in a list; from response to response · n p: next, previous marked token · [ ]: steps")));
     this.root.addEventListener("keydown", (e) => {
@@ -213,13 +197,22 @@ class Viewer {
     return held.length ? `Steps it holds: ${held.slice(0, 40).join(", ")}${held.length > 40 ? " …" : ""}.` : "";
   }
 
-  goTrajectory(at) {
-    if (!this.group?.tokens) return;
+  // Response `at` of the group with its own stretch of the arrays.
+  response(at) {
     const { trajectories, tokens } = this.group;
     const start = trajectories.slice(0, at).reduce((sum, t) => sum + t.length, 0);
     const t = trajectories[at];
-    this.t = { ...t, at, tokens: new Map([...tokens].map(([name, a]) => [name, a.subarray(start, start + t.length)])) };
-    this.t.versions = t.spans.flatMap(([version, count]) => Array(count).fill(version));
+    return {
+      ...t, at,
+      tokens: new Map([...tokens].map(([name, a]) => [name, a.subarray(start, start + t.length)])),
+      versions: t.spans.flatMap(([version, count]) => Array(count).fill(version)),
+    };
+  }
+
+  goTrajectory(at) {
+    if (!this.group?.tokens) return;
+    const { tokens } = this.group;
+    this.t = this.response(at);
     this.page = 0;
     this.token = 0;
     this.say(this.meta.runs[this.run].note || (tokens.has("logprobs") ? "" : "This run has no token log: ratios, entropy and marks are not known. buffer.tokens = true writes one."));
@@ -233,21 +226,19 @@ class Viewer {
   paint() {
     if (!this.t) return;
     const shade = SHADES[this.shade];
-    const { tokens, length, versions } = this.t;
-    const values = Array.from({ length }, (_, i) => shade.of(tokens, i, versions));
+    const { length } = this.t;
     const scale = this.scale(shade);
     drawScale(this.legend, shade, scale);
     const from = this.page * PAGE_TOKENS, to = Math.min(length, from + PAGE_TOKENS);
-    const spans = [];
-    for (let i = from; i < to; i++) {
-      const text = this.group.pieces[tokens.get("piece")[i]];
-      const span = el("span", { class: this.classes(i, values[i], text), role: "option", id: `tok-${i}`, "data-at": i, "aria-selected": "false" }, text === "" ? "·" : text.replaceAll("\n", "⏎\n"));
-      const share = scale.share(values[i]);
-      if (share) span.style.setProperty("--share", `${Math.round(Math.min(1, Math.abs(share)) * 100)}%`);
-      if (share < 0) span.classList.add("negative");
-      spans.push(span);
-    }
+    const spans = this.spans(this.t, from, to, scale);
+    spans.forEach((span, n) => fill(span, { role: "option", id: `tok-${from + n}`, "data-at": from + n, "aria-selected": "false" }, []));
     this.text.replaceChildren(...spans);
+    this.others.replaceChildren(...this.group.trajectories.slice(0, OTHERS).flatMap((other, at) => {
+      if (at === this.t.at) return [];
+      const mine = this.response(at);
+      return [el("span", { class: "small" }, `#${other.index} · r ${show(other.reward, 3)}`),
+        el("div", { class: "mini", onclick: () => this.trajectories.choose(at) }, this.spans(mine, 0, Math.min(OTHERS_TOKENS, other.length), scale))];
+    }));
     const pages = Math.ceil(length / PAGE_TOKENS);
     const turn = (by) => () => { this.page += by; this.token = this.page * PAGE_TOKENS; this.paint(); };
     this.pages.replaceChildren(...(pages < 2 ? [] : [
@@ -257,8 +248,21 @@ class Viewer {
     this.goToken(this.token, false);
   }
 
-  classes(i, value, text) {
-    const { tokens, versions } = this.t;
+  // Tokens `from` … `to` of a response, coloured and marked.
+  spans(response, from, to, scale) {
+    const { tokens, versions } = response;
+    return Array.from({ length: to - from }, (_, n) => {
+      const i = from + n;
+      const text = this.group.pieces[tokens.get("piece")[i]];
+      const span = el("span", { class: this.classes(response, i, text) }, text === "" ? "·" : text.replaceAll("\n", "⏎\n"));
+      const share = scale.share(SHADES[this.shade].of(tokens, i, versions));
+      if (share) span.style.setProperty("--share", `${Math.round(Math.min(1, Math.abs(share)) * 100)}%`);
+      if (share < 0) span.classList.add("negative");
+      return span;
+    });
+  }
+
+  classes({ tokens, versions }, i, text) {
     const marks = tokens.get("marks")?.[i] || 0;
     const names = { clipped_up: "up", clipped_down: "down", clipped_dual: "dual", truncated: "truncated", dropped: "dropped" };
     const has = Object.entries(this.meta.marks).filter(([, bit]) => marks & bit).map(([name]) => names[name]);
@@ -299,39 +303,16 @@ class Viewer {
   }
 
   explain(i) {
-    const { tokens, versions } = this.t;
-    const get = (name) => tokens.get(name)?.[i];
-    const marks = Object.entries(this.meta.marks).filter(([, bit]) => (get("marks") || 0) & bit).map(([name]) => MARK_SAYS[name]);
-    const ratio = SHADES.ratio.of(tokens, i), mismatch = SHADES.mismatch.of(tokens, i);
-    this.facts.replaceChildren(el("h3", {}, "Token ", el("code", {}, JSON.stringify(this.group.pieces[get("piece")]))), facts([
-      ["position, id", `${i}, ${get("id")}`],
-      ["log π_behav", show(get("behavior_logprobs"))], ["log π_prox", show(get("proximal_logprobs"))], ["log π_θ", show(get("logprobs"))],
-      ["mismatch w", ratioText(mismatch)], ["policy ratio R", ratioText(ratio)],
-      ["entropy", show(get("entropy"))], ["advantage", show(get("advantages"))],
-      ["version, lag", `${versions[i]}, ${show(get("lag") ?? this.step - versions[i])}`],
-      ["marks", get("mask") ? marks.join("; ") || "none" : "not counted (loss mask)"],
-    ]));
+    this.facts.replaceChildren(...tokenFacts(this.meta.marks, this.group, this.t, i));
   }
 
   describe() {
-    const { group, t } = this;
-    const s = group.sampling;
-    this.about.replaceChildren(el("h3", {}, `Response #${t.index}`), facts([
-      ["reward", show(t.reward)], ...t.parts.map(([name, value]) => [`· ${name}`, show(value)]),
-      ["expected", group.answer], ["finish", t.finish], ["tokens", show(t.length)],
-      ["versions", t.spans.map(([v, n, digest]) => `${v} × ${n} (${digest.slice(0, 8)})`).join(", ")],
-      ["ticket", `${group.number}, admitted at ${group.admitted}, used at ${this.step}`],
-      ["seed", `${group.seed} + ${t.index}`],
-      ["worker", `${group.worker}, ${group.engine} ${group.weight_format}`],
-      ["sampling", `T ${s.temperature}, top-p ${s.top_p}, top-k ${s.top_k}, ≤ ${s.max_tokens} tokens`],
-      ["generated", `${new Date(group.started_s * 1000).toISOString().slice(0, 19).replace("T", " ")} UTC, in ${show(group.finished_s - group.started_s, 3)} s`],
-      ["look inside", `areal-q replay RUN --step ${this.step} --debug`],
-    ]));
+    this.about.replaceChildren(...responseFacts(this.group, this.t));
   }
 
   clear() {
     this.t = null;
-    for (const part of [this.prompt, this.text, this.pages, this.facts, this.about, this.legend]) part.replaceChildren();
+    for (const part of [this.prompt, this.text, this.pages, this.others, this.facts, this.about, this.legend]) part.replaceChildren();
   }
 
   say(text) {
@@ -339,35 +320,6 @@ class Viewer {
   }
 }
 
-function facts(rows) {
-  return el("dl", {}, rows.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
-}
-
-function ratioText(log) {
-  return log == null ? "–" : `${show(Math.exp(log))}  (log ${show(log, 3)})`;
-}
-
 function oneLine(text) {
   return text.replaceAll("\n", "⏎");
-}
-
-// Where on the scale a value is: -1 … 1, or 0 … 1. Its end is the 99th percentile, so that one token does not
-// take the colour of all others.
-function scaleOf(values, shade) {
-  const finite = values.filter((v) => v != null && !Number.isNaN(v));
-  if (!finite.length) return { known: false, share: () => 0 };
-  if (shade.discrete) {
-    const low = Math.min(...finite), high = Math.max(...finite);
-    return { known: true, low, high, share: (v) => (high === low ? 0.5 : 0.15 + (0.85 * (v - low)) / (high - low)) };
-  }
-  const sizes = finite.map(Math.abs).sort((a, b) => a - b);
-  const end = sizes[Math.ceil((sizes.length - 1) * 0.99)] || sizes[sizes.length - 1] || 1e-9;
-  return { known: true, low: shade.signed ? -end : 0, high: end, share: (v) => (v == null || Number.isNaN(v) ? 0 : v / end) };
-}
-
-function drawScale(root, shade, scale) {
-  const text = (v) => (shade.exp ? show(Math.exp(v), 3) : show(v, 3));
-  root.replaceChildren(...(scale.known
-    ? [el("span", {}, text(scale.low)), el("span", { class: `ramp ${shade.signed ? "signed" : ""}` }), el("span", {}, text(scale.high))]
-    : [el("span", {}, "not logged")]));
 }
