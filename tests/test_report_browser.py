@@ -24,6 +24,7 @@ from buffer.report.serve import ReportServer
 from buffer.table import to_table
 
 pytestmark = pytest.mark.timeout(120)
+expect.set_options(timeout=30_000)  # a busy machine is slow, not wrong
 EVIL = [
     "<script>window.pwned = 1</script>",
     "</script><img src=x onerror=window.pwned=1>",
@@ -307,7 +308,7 @@ def test_served_every_trajectory_is_there_and_a_live_run_grows(
         log = TrajectoryLog(directory / "trajectories", resume_at=100)
         log.append(100, 100, [make_group(make_ticket(99_999, step=100))])
         log.close()
-        expect(page.locator("#status")).to_contain_text("100,002 trajectories", timeout=30_000)
+        expect(page.locator("#status")).to_contain_text("100,002 trajectories")
         page.get_by_label("step", exact=True).fill("100")
         page.keyboard.press("Enter")
         expect(page.locator("#tokens h2").first).to_have_text("Step 100, group 0, ticket 99999")

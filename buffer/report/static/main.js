@@ -55,12 +55,12 @@ async function main() {
     const news = await source.overview();
     if (!news) return;
     data = news;
-    header();
     curves.build(data);
     buildAnswers(document.getElementById("answers"), data);
     viewer.build(data.meta);
     curves.redraw();
     if (opened) await viewer.refresh();
+    header();
   }
 
   const tabs = document.getElementById("tabs");
