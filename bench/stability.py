@@ -1,16 +1,17 @@
 """Which objectives survive quantized rollouts: every arm from the same warm start, several seeds.
 
     python -m bench.stability                  # what is missing of arms × seeds, then table and figure
-    python -m bench.stability --shard 0/2      # half of the runs, while another process does 1/2
     python -m bench.stability --only "int3 acr,bf16 ppo"
     python -m bench.stability --plot           # table and figure again, from bench/results/stability.csv
 
 An arm runs in this process (bench/lab.py); the result of each is a file in runs/bench/stability, named by arm,
-seed and settings. One that is there is not run again. What it says: docs/stability.md.
+seed and settings. One that is there is not run again, nor is one that another process has begun: several may
+be started beside each other. What came out: docs/stability.md.
 """
 
 import argparse
 import asyncio
+import fcntl
 import hashlib
 import json
 import os
@@ -28,12 +29,12 @@ from bench.stability_report import COLUMNS, Row, figure, read, summary, write
 
 RUNS = RESULTS / "stability"
 SETTING = [
-    "steps=150",
+    "steps=100",
     "warmstart.until_accuracy=0.45",
-    "learner.groups=16",
+    "learner.groups=32",
     "learner.max_lag=1",
     "learner.minibatches=2",
-    "learner.optimizer.lr=3e-4",
+    "learner.optimizer.lr=2e-4",
     "learner.optimizer.decay_steps=0",
     "eval.every=25",
     "eval.problems=256",
@@ -79,14 +80,16 @@ class Arm:
 
 
 PARTS = [
-    [Arm("tis", "bf16"), *(Arm(objective) for objective in OBJECTIVES)],
-    [*(Arm(objective, uaq=1.5) for objective in OBJECTIVES), Arm("acr", uaq=2.0)],
-    [*(Arm("naive", format) for format in ("int4", "int8", "fp8-channel", "bf16"))],
-    [Arm("tis", "bf16", 1.5)],
+    [Arm("tis", "bf16"), *(Arm(x) for x in ("naive", "tis", "acr", "ppo", "tbpo"))],
+    [Arm("mis"), Arm("gspo"), Arm("acr", uaq=1.5), Arm("naive", uaq=1.5)],
+    [Arm("acr", uaq=2.0), *(Arm(x, uaq=1.5) for x in ("tis", "ppo", "tbpo"))],
+    [Arm("tis", "bf16", 1.5), *(Arm("naive", x) for x in ("int4", "int8", "fp8-channel", "bf16"))],
+    [Arm("mis", uaq=1.5), Arm("gspo", uaq=1.5)],
 ]
 """In the order of their run: all seeds of a part before the next part"""
 ARMS = [arm for part in PARTS for arm in part]
-SEEDS = (1, 2, 3)
+SEEDS = (4, 5, 6)
+"""Not looked at before the setting was fixed: docs/stability.md"""
 WINDOW = 10
 """Steps that are one row of the results"""
 
@@ -107,7 +110,7 @@ def windows(name: str, seed: int, steps: Sequence[Values]) -> list[Row]:
 
 
 def run_arm(arm: Arm, seed: int, *overrides: str) -> list[Row]:
-    """Trains, or reads what an earlier call wrote for the same settings."""
+    """Trains and keeps the result, or reads one that is there."""
     path = result(arm, seed, *overrides)
     if path.exists():
         return json.loads(path.read_text())["rows"]
@@ -123,6 +126,19 @@ def run_arm(arm: Arm, seed: int, *overrides: str) -> list[Row]:
     last = rows[-1]
     say(f"{arm.name}, seed {seed}: reward {last['reward']}, accuracy {last['accuracy']}")
     return rows
+
+
+def work(runs: Sequence[tuple[Arm, int]], *overrides: str) -> None:
+    """Those that have no result and that no process is at: the file lock dies with its process."""
+    for arm, seed in runs:
+        path = result(arm, seed, *overrides)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            run_arm(arm, seed, *overrides)
 
 
 def result(arm: Arm, seed: int, *overrides: str) -> Path:
@@ -142,7 +158,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--only", help="names of arms, with commas between them")
-    parser.add_argument("--shard", default="0/1", help="K/N: every N-th run from the K-th on")
     parser.add_argument("--plot", action="store_true", help="train nothing")
     parser.add_argument("settings", nargs="*", help="a.b=c, for all arms; nothing is kept of them")
     args = parser.parse_args()
@@ -150,9 +165,8 @@ def main() -> None:
     wanted = args.only.split(",") if args.only else [arm.name for arm in ARMS]
     seeds = [*map(int, args.seeds.split(","))]
     runs = [(a, seed) for part in PARTS for seed in seeds for a in part if a.name in wanted]
-    k, n = map(int, args.shard.split("/"))
-    for arm, seed in [] if args.plot else runs[k::n]:
-        run_arm(arm, seed, *args.settings)
+    if not args.plot:
+        work(runs, *args.settings)
     if args.settings or {*seeds} - {*SEEDS}:
         print(summary(finished(runs, *args.settings)))
         return
