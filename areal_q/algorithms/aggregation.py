@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from areal_q.algorithms.objectives import kept_before_update
-from areal_q.algorithms.ratios import Ratios, ratios, segment_sum
+from areal_q.algorithms.ratios import Ratios, ratios
 from areal_q.algorithms.types import LossInputs, Totals
 from areal_q.config.objectives import (
     AggregationConfig,
@@ -25,9 +25,13 @@ def count(inputs: LossInputs, objective: ObjectiveConfig) -> Totals:
     leave the denominator; `logprobs` may be any finite stand-in, such as the proximal ones.
     """
     x = ratios(inputs)
-    counted = counted_tokens(x, objective)
-    lengths = segment_sum(counted.long(), x.sequence_ids, len(x.lengths))
-    return Totals(tokens=int(lengths.sum()), sequences=int((lengths > 0).sum()))
+    return totals_of(counted_tokens(x, objective), x)
+
+
+def totals_of(counted: Tensor, x: Ratios) -> Totals:
+    """The counts of these tokens, where they are the whole step."""
+    lengths = x.sequence_sum(counted.to(x.advantages.dtype))
+    return Totals(tokens=int(counted.sum()), sequences=int((lengths > 0).sum()))
 
 
 def counted_tokens(x: Ratios, objective: ObjectiveConfig) -> Tensor:
@@ -51,6 +55,6 @@ def token_weights(
         case SeqMeanTokenSumNorm(length=length):
             return counted.to(dtype) / (length * max(totals.sequences, 1))
         case SeqMeanTokenMean():
-            lengths = segment_sum(counted.to(dtype), x.sequence_ids, len(x.lengths))
+            lengths = x.sequence_sum(counted.to(dtype))
             per_token = 1 / (lengths.clamp(min=1) * max(totals.sequences, 1))
-            return torch.where(counted, per_token[x.sequence_ids], 0.0)
+            return torch.where(counted, per_token.index_select(0, x.sequence_ids), 0.0)

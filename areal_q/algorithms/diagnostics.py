@@ -38,10 +38,11 @@ def diagnostics(inputs: LossInputs, x: Ratios, out: Surrogate) -> Metrics:
     """The metrics named in this module, one transfer from the device. `x` and `out` belong to `inputs`."""
     # Masked tokens go to a bucket of their own, which is dropped.
     bucket = torch.where(x.mask, inputs.version_lag.clamp(0, LAGS - 1), LAGS)
+    runs = torch.unique_consecutive(bucket, return_counts=True)
     log_w = x.log_mismatch.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     log_r = x.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     sums = {
-        name: None if column is None else _sums(column, bucket)
+        name: None if column is None else _sums(column, *runs)
         for name, column in _columns(inputs, x, out, log_w, log_r)
     }
     maxima = [_maxima(log_w, bucket), _maxima(log_r, bucket)]
@@ -131,10 +132,13 @@ def _named(
     }
 
 
-def _sums(column: Tensor, bucket: Tensor) -> Tensor:
-    """float64 [LAGS]: float32 would lose the small terms of a KL among 10⁶ tokens."""
-    zeros = torch.zeros(LAGS + 1, dtype=torch.float64, device=column.device)
-    return zeros.index_add_(0, bucket, column.double())[:LAGS]
+def _sums(column: Tensor, buckets: Tensor, lengths: Tensor) -> Tensor:
+    """float64 [LAGS], from runs of tokens of one bucket: far fewer than tokens, since versions come in spans.
+
+    float32 would lose the small terms of a KL among 10⁶ tokens.
+    """
+    runs = torch.segment_reduce(column.double(), "sum", lengths=lengths, unsafe=True)
+    return runs.new_zeros(LAGS + 1).index_add_(0, buckets, runs)[:LAGS]
 
 
 def _maxima(column: Tensor, bucket: Tensor) -> Tensor:
@@ -145,7 +149,9 @@ def _maxima(column: Tensor, bucket: Tensor) -> Tensor:
 
 def _histogram(log_ratio: Tensor, bucket: Tensor) -> list[RatioQuantile]:
     """One histogram per lag; its bins are described in reducers.py."""
-    position = torch.asinh(log_ratio * BIN_SCALE).div_(2 * BIN_EDGE).add_(0.5).mul_(BINS)
+    z = (log_ratio * BIN_SCALE).abs_()
+    asinh = (z * z).add_(1).sqrt_().add_(z).log_().copysign_(log_ratio)  # torch's takes ten times as long
+    position = asinh.div_(2 * BIN_EDGE).add_(0.5).mul_(BINS)
     index = position.long().clamp_(0, BINS - 1).add_(bucket, alpha=BINS)
     counts = torch.bincount(index, minlength=(LAGS + 1) * BINS)[: LAGS * BINS]
     return [RatioQuantile(row) for row in counts.reshape(LAGS, BINS).cpu().numpy()]

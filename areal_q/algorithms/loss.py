@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from areal_q.algorithms.aggregation import count, counted_tokens, token_weights
+from areal_q.algorithms.aggregation import count, counted_tokens, token_weights, totals_of
 from areal_q.algorithms.diagnostics import diagnostics
 from areal_q.algorithms.kl import kl_estimate, reference_metrics
 from areal_q.algorithms.objectives import surrogate
@@ -38,8 +38,8 @@ def loss_fn(
     Raises RecordError where an input of a counted token is not finite, or one that a term needs is missing.
     """
     x = ratios(inputs)
-    totals = totals or count(inputs, objective)
     counted = counted_tokens(x, objective)
+    totals = totals or totals_of(counted, x)
     weights = token_weights(counted, x, aggregation or TokenMean(), totals)
     out = surrogate(x, objective)
     terms = {"policy": -weights.dot(out.objective)}

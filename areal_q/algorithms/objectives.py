@@ -161,15 +161,16 @@ def _ppo(
     low = 1 - cfg.clip_low
     high = 1 + cfg.clip_high if high is None else high
     positive, negative = x.advantages > 0, x.advantages < 0
-    bounded = torch.where(
-        positive, torch.clamp(ratio, max=high), torch.clamp(ratio, low, cfg.dual_clip)
-    )
-    ratio = ratio.detach()
-    dual = None if cfg.dual_clip is None else negative & (ratio > cfg.dual_clip)
+    value = ratio.detach()
+    up, down, dual = positive & (value > high), negative & (value < low), None
+    bounded = torch.where(up, high, torch.where(down, low, ratio))
+    if cfg.dual_clip is not None:
+        dual = negative & (value > cfg.dual_clip)
+        bounded = torch.where(dual, cfg.dual_clip, bounded)
     return Surrogate(
         bounded * (x.advantages if weight is None else weight * x.advantages),
-        clipped_up=positive & (ratio > high),
-        clipped_down=negative & (ratio < low),
+        clipped_up=up,
+        clipped_down=down,
         clipped_dual=dual,
         **masks,
     )
