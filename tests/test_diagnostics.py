@@ -245,3 +245,9 @@ def test_a_metric_without_a_count_is_left_out():
         "d": RatioQuantile(np.zeros(BINS, dtype=np.int64)),
     }
     assert reduce_metrics([empty]) == {}
+
+
+def test_metrics_do_not_depend_on_how_many_tokens_are_looked_at_together(monkeypatch):
+    whole = metrics(five_tokens(), Acr(cap=2.0))
+    monkeypatch.setattr("areal_q.algorithms.diagnostics.CHUNK", 2)
+    assert metrics(five_tokens(), Acr(cap=2.0)) == pytest.approx(whole, rel=1e-12, abs=1e-15)

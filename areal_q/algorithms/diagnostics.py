@@ -10,6 +10,8 @@ KLs are estimates from tokens that π_behav drew: k1 = mean(-log ratio), k3 = me
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,23 +35,21 @@ LAGS = 4
 """Lags 0, 1, 2, and 3 or more"""
 
 
+CHUNK = 1 << 16
+"""Tokens that are looked at together, so that what is computed about them stays in a processor's cache"""
+
+
 @torch.no_grad()
 def diagnostics(inputs: LossInputs, x: Ratios, out: Surrogate) -> Metrics:
-    """The metrics named in this module, one transfer from the device. `x` and `out` belong to `inputs`."""
-    # Masked tokens go to a bucket of their own, which is dropped.
-    bucket = torch.where(x.mask, inputs.version_lag.clamp(0, LAGS - 1), LAGS)
-    runs = torch.unique_consecutive(bucket, return_counts=True)
-    log_w = x.log_mismatch.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    log_r = x.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    sums = {
-        name: None if column is None else _sums(column, *runs)
-        for name, column in _columns(inputs, x, out, log_w, log_r)
-    }
-    maxima = [_maxima(log_w, bucket), _maxima(log_r, bucket)]
-    rows = iter(torch.stack([*(s for s in sums.values() if s is not None), *maxima]).tolist())
-    table = {name: [0.0] * LAGS if s is None else next(rows) for name, s in sums.items()}
-    table["log_w_max"], table["log_r_max"] = rows
-    histograms = {"w": _histogram(log_w, bucket), "r": _histogram(log_r, bucket)}
+    """The metrics named in this module. `x` and `out` belong to `inputs`."""
+    cuts = [slice(i, i + CHUNK) for i in range(0, max(1, len(x.mask)), CHUNK)]
+    parts = [_Sums.of(_cut(inputs, cut), _cut(x, cut), _cut(out, cut)) for cut in cuts]
+    names = parts[0].names
+    rows = torch.stack([part.sums for part in parts]).sum(0)
+    maxima = torch.stack([part.maxima for part in parts]).amax(0)
+    table = dict(zip(names, torch.cat([rows, maxima]).tolist(), strict=True))
+    counts = torch.stack([part.counts for part in parts]).sum(0).cpu().numpy()
+    histograms = {name: [RatioQuantile(row) for row in counts[i]] for i, name in enumerate("wr")}
     metrics = _named("", range(LAGS), table, histograms)
     for k in range(LAGS):
         metrics |= _named(f"lag_{k}/", [k], table, histograms)
@@ -59,6 +59,45 @@ def diagnostics(inputs: LossInputs, x: Ratios, out: Surrogate) -> Metrics:
         sum(kl), sum(tokens), kl[0], tokens[0]
     )
     return metrics
+
+
+def _cut(record: Any, cut: slice) -> Any:
+    """The same record of some of its tokens."""
+    tensors = {f.name: getattr(record, f.name) for f in fields(record)}
+    return replace(record, **{k: v[cut] for k, v in tensors.items() if isinstance(v, Tensor)})
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What a few tokens add to the metrics, by lag."""
+
+    names: list[str]
+    """Of the rows of `sums`, then of `maxima`"""
+    sums: Tensor
+    """float64 [columns, LAGS]"""
+    maxima: Tensor
+    """float64 [2, LAGS], -inf where there is no token"""
+    counts: Tensor
+    """int64 [2, LAGS, BINS] histograms of w and R"""
+
+    @classmethod
+    def of(cls, inputs: LossInputs, x: Ratios, out: Surrogate) -> "_Sums":
+        # Masked tokens go to a bucket of their own, which is dropped.
+        bucket = torch.where(x.mask, inputs.version_lag.clamp(0, LAGS - 1), LAGS)
+        runs = torch.unique_consecutive(bucket, return_counts=True)
+        log_w = x.log_mismatch.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_r = x.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        zeros = torch.zeros(LAGS, dtype=torch.float64, device=bucket.device)
+        sums = {
+            name: zeros if column is None else _sums(column, *runs)
+            for name, column in _columns(inputs, x, out, log_w, log_r)
+        }
+        return cls(
+            names=[*sums, "log_w_max", "log_r_max"],
+            sums=torch.stack(list(sums.values())),
+            maxima=torch.stack([_maxima(log_w, bucket), _maxima(log_r, bucket)]),
+            counts=torch.stack([_histogram(log_w, bucket), _histogram(log_r, bucket)]),
+        )
 
 
 def _columns(
@@ -147,11 +186,13 @@ def _maxima(column: Tensor, bucket: Tensor) -> Tensor:
     return lowest.scatter_reduce_(0, bucket, column.double(), "amax")[:LAGS]
 
 
-def _histogram(log_ratio: Tensor, bucket: Tensor) -> list[RatioQuantile]:
-    """One histogram per lag; its bins are described in reducers.py."""
+def _histogram(log_ratio: Tensor, bucket: Tensor) -> Tensor:
+    """int64 [LAGS, BINS]: one histogram per lag; its bins are described in reducers.py."""
     z = (log_ratio * BIN_SCALE).abs_()
-    asinh = (z * z).add_(1).sqrt_().add_(z).log_().copysign_(log_ratio)  # torch's takes ten times as long
+    asinh = (
+        (z * z).add_(1).sqrt_().add_(z).log_().copysign_(log_ratio)
+    )  # torch's takes ten times as long
     position = asinh.div_(2 * BIN_EDGE).add_(0.5).mul_(BINS)
     index = position.long().clamp_(0, BINS - 1).add_(bucket, alpha=BINS)
     counts = torch.bincount(index, minlength=(LAGS + 1) * BINS)[: LAGS * BINS]
-    return [RatioQuantile(row) for row in counts.reshape(LAGS, BINS).cpu().numpy()]
+    return counts.reshape(LAGS, BINS)

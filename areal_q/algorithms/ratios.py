@@ -71,12 +71,17 @@ def ratios(inputs: LossInputs) -> Ratios:
     logprobs = given[0].to(dtype)
     proximal, behavior, advantages = (x.detach().to(dtype) for x in given[1:])
     # Masked tokens may hold anything: replaced before exp, or 0 · inf would put NaN into the gradient.
-    logprobs = torch.where(mask, logprobs, 0.0)
+    all_count = bool(mask.all())
+
+    def counted(values: Tensor) -> Tensor:
+        return values if all_count else torch.where(mask, values, 0.0)
+
+    logprobs = counted(logprobs)
     return Ratios(
-        log_ratio=logprobs - torch.where(mask, proximal, 0.0),
-        log_mismatch=torch.where(mask, proximal - behavior, 0.0),
+        log_ratio=logprobs - counted(proximal),
+        log_mismatch=counted(proximal - behavior),
         logprobs=logprobs,
-        advantages=torch.where(mask, advantages, 0.0),
+        advantages=counted(advantages),
         mask=mask,
         sequence_ids=inputs.sequence_ids,
         num_sequences=inputs.num_sequences,
@@ -109,9 +114,9 @@ def require_finite(inputs: LossInputs, *names: str) -> None:
     """Raises RecordError, naming sequence (by its label) and token, where one of these is not finite and
     `mask` is True."""
     given = {name: getattr(inputs, name) for name in names}
-    # One sum finds any culprit: a NaN or infinity does not come back to a finite number. Where it is only
-    # the sum that is too large, the search below finds none.
-    total = torch.where(inputs.mask, reduce(torch.add, given.values()), 0.0)
+    # One sum finds any culprit: a NaN or infinity does not come back to a finite number. Where that was a
+    # masked token's, or only the sum was too large, the search below finds none.
+    total = reduce(torch.add, given.values())
     if total.sum(dtype=torch.promote_types(total.dtype, torch.float32)).isfinite():
         return
     for name, values in given.items():

@@ -1,8 +1,10 @@
-"""Ours and the peers' loss and gradient, turn by turn in one process: `python -m bench.peers.time_losses SPEC.json`.
+"""Ours and the peers' loss and gradient, turn by turn: `python -m bench.peers.time_losses SPEC.json`.
 
 Runs in the environment of requirements.txt, started by bench/objectives.py. Prints one JSON object:
 {"versions": …, "rows": {objective: {side: {"cpu_ms": [one for each repeat], "peak_bytes": …, "loss": …}}}}.
 """
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 
 import json
 import sys
@@ -18,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from areal_q.algorithms import loss, loss_fn
+from areal_q.algorithms import Totals, loss, loss_fn
 from areal_q.config import Acr, Cispo, Gspo, Ppo, Sapo, SeqMeanTokenMean, Tbpo, Tis
-from bench.peers.losses import Padded, areal, areal_loss, trl_loss, trl_trainer, verl_correction
+from bench.peers.losses import Padded, areal, areal_loss, trl_loss, verl_correction
 from bench.peers.losses import verl_loss as verl
 
 
@@ -45,6 +47,7 @@ def responses(sequences: int, tokens: int, seed: int) -> Padded:
 def contestants(batch: Padded) -> dict[str, dict[str, Callable[[], Tensor]]]:
     """The same number by each side, where it has it. What is constant over the updates on a batch is given."""
     packed = replace(batch.pack(), logprobs=batch.logprobs.detach().flatten().requires_grad_())
+    totals = Totals(tokens=batch.mask.sum().item(), sequences=len(batch.mask))
     weights, _ = verl_correction(batch, rollout_is="token", rollout_is_threshold=2.0)
     assert weights is not None
     clamp = {"action": "clamp", "upper": 2.0}
@@ -56,7 +59,7 @@ def contestants(batch: Padded) -> dict[str, dict[str, Callable[[], Tensor]]]:
     def mine(objective, aggregation=None) -> dict[str, Callable[[], Tensor]]:
         def both() -> Tensor:
             packed.logprobs.grad = None
-            return loss_fn(packed, objective, aggregation).loss
+            return loss_fn(packed, objective, aggregation, totals).loss
 
         def alone() -> Tensor:
             with patch.object(loss, "diagnostics", lambda *_: {}):
@@ -109,7 +112,7 @@ def step(batch: Padded, side: Callable[[], Tensor]) -> float:
 
 
 def peak_bytes(batch: Padded, side: Callable[[], Tensor]) -> int:
-    """The most that the step held at one moment beyond its inputs: from every allocation and release of torch."""
+    """The most that a step held at one moment beyond its inputs, by torch's record of allocations."""
     batch.logprobs.grad = None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         side().backward()
