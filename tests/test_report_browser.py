@@ -51,37 +51,42 @@ def browser():
 
 
 @pytest.fixture
-def show(browser: Browser, tmp_path):
-    """show(directories, hash) is the page of the report as a file; it must end without an error, without a
-    request and with no hostile script run."""
+def new_page(browser: Browser):
+    """new_page() is a page that must end without an error, without a request to anywhere else, and with no
+    hostile script run."""
     context = browser.new_context(viewport={"width": 1400, "height": 900}, accept_downloads=True)
     said: list[str] = []
     asked: list[str] = []
 
-    def watched() -> Page:
+    def make() -> Page:
         page = context.new_page()
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
         return page
 
+    yield make
+    own = ("file:", "data:", "blob:", "http://127.0.0.1:")
+    assert said == []
+    assert [url for url in asked if not url.startswith(own)] == []
+    for page in context.pages:
+        assert page.evaluate("window.pwned") is None
+    context.close()
+
+
+@pytest.fixture
+def show(new_page, tmp_path):
+    """show(directories, hash) is the page of their report as a file."""
+
     def open_file(directories: list[Path], place: str = "", max_bytes: int = 10**7) -> Page:
         path = tmp_path / "report.html"
         path.write_text(whole_file(read_runs(directories), max_bytes), encoding="utf-8")
-        page = watched()
+        page = new_page()
         page.goto(f"{path.as_uri()}{place}")
         page.wait_for_selector("body[data-ready]")
         return page
 
-    open_file.watched = watched
-    yield open_file
-    assert said == []
-    assert [
-        u for u in asked if not u.startswith(("file:", "data:", "blob:", "http://127.0.0.1:"))
-    ] == []
-    for page in context.pages:
-        assert page.evaluate("window.pwned") is None
-    context.close()
+    return open_file
 
 
 def rows_of(path: Path) -> list[list[str]]:
@@ -289,7 +294,7 @@ def test_100_000_trajectories_open_within_the_budget_and_are_paged(
 
 
 def test_served_every_trajectory_is_there_and_a_live_run_grows(
-    show, write_run, make_group, make_ticket, tmp_path
+    new_page, write_run, make_group, make_ticket, tmp_path
 ):
     directory = write_run(tmp_path / "large", 1)
     shutil.rmtree(directory / "trajectories")
@@ -298,7 +303,7 @@ def test_served_every_trajectory_is_there_and_a_live_run_grows(
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:
-        page = show.watched()
+        page = new_page()
         page.goto(f"{server.url}#tokens/0/37/124/5")
         expect(page.locator("#tokens h2").first).to_have_text(
             "Step 37, group 124, ticket 4749", timeout=30_000
