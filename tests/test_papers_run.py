@@ -22,6 +22,7 @@ from areal_q.metrics import read_metrics
 from areal_q.models import Decoder, DecoderConfig, init_weights, load_decoder, save_decoder
 from areal_q.rundir import claimed
 from areal_q.tasks import load_tokenizer
+from buffer.log import iter_log
 from learner.build import build_learner
 from learner.finish import finish
 from rollout.build import serve
@@ -33,6 +34,10 @@ FAMILIES = {"fp8-rl": "qwen3", "qarl-tbpo": "qwen3"}
 """Of the model in the file; the others' are Qwen2.5"""
 TEMPLATE = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
 REWARD = "def reward(prompt, response, answer): return len(response) % 2"
+UNEVEN = (
+    "def reward(prompt, response, answer): return len(response) % 2 if int(answer) % 2 else -9.0"
+)
+"""Every other problem gives all of its responses the same reward"""
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +64,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(50)]
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (root / "reward.py").write_text(REWARD)
+    (root / "uneven.py").write_text(UNEVEN)
     return root
 
 
@@ -86,8 +92,9 @@ def tiny_settings(path: Path, tiny: Path, root: Path) -> list[str]:
     settings = {
         "root": root, "model.path": tiny / FAMILIES.get(path.stem, "qwen2"),
         "task.path": tiny / "rows.jsonl", "task.heldout": 0.1, "steps": 2, "eval.problems": 2,
-        "reward.path": tiny / "reward.py", "reward.processes": 1, "rollout.engine.slots": 16,
-        "rollout.engine.device": "cpu", "rollout.sampling.max_tokens": 12, "learner.device": "cpu",
+        "reward.path": tiny / ("uneven.py" if cfg.drop_uniform else "reward.py"),
+        "reward.processes": 1, "rollout.engine.slots": 16, "rollout.engine.device": "cpu",
+        "rollout.sampling.max_tokens": 12, "learner.device": "cpu",
         "learner.groups": 4, "learner.group_size": min(cfg.group_size, 4),
         "learner.minibatches": min(cfg.minibatches, 2), "learner.microbatch_tokens": 300,
         "learner.optimizer.lr": 1e-3, "learner.optimizer.warmup_steps": 0,
@@ -138,6 +145,15 @@ def test_a_papers_settings_take_two_real_steps(
         assert values["train/grad_norm"] > 0
         assert values["mismatch/tokens"] > 0
     last = steps[-1]
+    if run.learner.drop_uniform:
+        learnt_from = iter_log(directory / "trajectories")
+        rewards = [
+            {t.reward for t in group.trajectories} for _, groups in learnt_from for group in groups
+        ]
+        assert len(rewards) == 2 * run.learner.groups and min(map(len, rewards)) > 1
+        assert run.reward.overlong or last["buffer/dropped_uniform"] > 0
+    else:
+        assert last["buffer/dropped_uniform"] == 0
     assert ("reference/kl" in last) == (run.learner.reference_kl is not None)
     assert ("value/explained_variance" in last) == isinstance(run.learner.advantage, Gae)
     exported = load_decoder(directory / "hf").state_dict()
