@@ -112,6 +112,23 @@ def redis_url(redis_server: RedisServer) -> str:
     return redis_server.url
 
 
+@pytest.fixture(scope="session")
+def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a Hugging Face tokenizer with a token for every byte and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("bytes")
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    hf.chat_template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+    hf.save_pretrained(path)
+    return path
+
+
 @pytest.fixture
 def make_ticket() -> Callable[..., Ticket]:
     """make_ticket(7, run="run") is ticket 7; any field can be given."""

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from areal_q.config import Gae, Run, load
 from areal_q.metrics import read_metrics
@@ -32,7 +30,6 @@ pytestmark = pytest.mark.timeout(60)
 PAPERS = sorted((Path(__file__).parent.parent / "configs" / "papers").glob("*.toml"))
 FAMILIES = {"fp8-rl": "qwen3", "qarl-tbpo": "qwen3"}
 """Of the model in the file; the others' are Qwen2.5"""
-TEMPLATE = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
 REWARD = "def reward(prompt, response, answer): return len(response) % 2"
 UNEVEN = (
     "def reward(prompt, response, answer): return len(response) % 2 if int(answer) % 2 else -9.0"
@@ -41,17 +38,10 @@ UNEVEN = (
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Path) -> Path:
     """Model directories by family, with a tokenizer of bytes; problems and a reward that varies."""
     root = tmp_path_factory.mktemp("tiny")
-    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
-    hf.chat_template = TEMPLATE
-    hf.save_pretrained(root / "tokenizer")
-    tokenizer = load_tokenizer(root / "tokenizer", "chat")
+    tokenizer = load_tokenizer(byte_tokenizer, "chat")
     for family in ("qwen2", "qwen3"):
         config = DecoderConfig(
             family=family, vocab_size=tokenizer.vocab_size, width=128, layers=1, heads=2, kv_heads=1,
