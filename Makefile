@@ -41,7 +41,8 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install -q --upgrade 'pip>=25.1'
 	$(BIN)/pip install -q '$(TORCH_CPU)' || $(BIN)/pip install -q '$(TORCH)'
 	$(BIN)/pip install -q -e .
-	$(BIN)/python -c 'import rollout.engines.kernels'  # compiles the engine's loops now, not at the first run
+	# Compiles the loops of the engine and of the number formats now, not at the first run.
+	$(BIN)/python -c 'import areal_q.quant.kernels, rollout.engines.kernels'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -89,6 +89,7 @@ class Learner:
             self.intake.consumed()
             step += 1
             values |= {"weights/bytes": nbytes, "weights/publish_s": published_s}
+            values["weights/codes_moved"] = self.publisher.codes_moved
             self.report(step, values, taken.groups, began, waited)
             if step % self.run.eval.every == 0 and step < self.run.steps:
                 self.heldout.ask(step)

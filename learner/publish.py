@@ -8,6 +8,8 @@ from areal_q.config import Run
 from areal_q.models import Decoder
 from areal_q.payloads import PayloadPool
 from areal_q.quant import quantize_state
+from areal_q.quant.metrics import codes_moved
+from areal_q.quant.sticky import StickyRanges
 from areal_q.weights import WeightVersion
 
 
@@ -19,12 +21,17 @@ class Publisher:
         self._run = run
         self._pool = PayloadPool()
         self._epoch = uuid.uuid4().hex
+        drift = run.rollout.sticky_scales
+        self._ranges = StickyRanges(drift) if drift else None
+        self._last: WeightVersion | None = None
+        self.codes_moved = 0.0
+        """Share of the codes that differ between the last two versions made"""
 
     def make(self, model: Decoder, version: int) -> WeightVersion:
         """Version `version` of `model`. Raises QuantizationError naming a tensor that is not finite."""
         state = {name: p.detach() for name, p in model.state_dict().items()}
-        return weights.pack(
-            quantize_state(state, self._run.rollout.format),
+        made = weights.pack(
+            quantize_state(state, self._run.rollout.format, self._ranges),
             run=self._run.name,
             epoch=self._epoch,
             version=version,
@@ -34,3 +41,8 @@ class Publisher:
             published_s=time.time(),
             pool=self._pool,
         )
+        if self._last is not None:
+            format = self._run.rollout.format
+            self.codes_moved = codes_moved(self._last.tensors, made.tensors, format)
+        self._last = made
+        return made

@@ -117,7 +117,10 @@ def _verdict(replay, done, differing, console: Console) -> None:
         console.print(f"other arithmetic, so compared within tolerances: {bounds}")
         how = "within tolerances"
     numbers = f"every metric ({len(done[0].record.metrics)}), loss and gradient norm among them,"
-    numbers = f"{numbers} and weights" if replay.exact else "loss, gradient norm, KL, entropy"
+    if all(one.digest for one in done):
+        numbers = f"{numbers} and weights"
+    if not replay.exact:
+        numbers = "loss, gradient norm, KL, entropy"
     steps = [one.record.step for one in done]
     if not differing:
         console.print(f"[green]{ranges(steps)}: {numbers} {how}[/]")

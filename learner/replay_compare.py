@@ -47,7 +47,7 @@ def compare(one: Replayed, exact: bool) -> list[Difference]:
         for name in names
         if not _same(name, recorded[name], one.metrics.get(name), exact)
     ]
-    if exact and one.digest != one.record.digest:
+    if exact and one.digest and one.digest != one.record.digest:
         out.append(Difference(one.record.step, WEIGHTS, None, None))
     return out
 

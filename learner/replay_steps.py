@@ -112,8 +112,10 @@ class Replay:
                 before(self.trainer, record.step, groups, lineage)
             metrics = learn(self.trainer, groups, lineage, record.step, record.weights)
             lineage.published(record.step + 1, record.digest)
-            # Weights of another history have nothing to be compared with, and may be past quantizing.
-            made = None if self.what_if else publisher.make(self.trainer.model, record.step + 1)
+            # Weights of another history have nothing to be compared with, and may be past quantizing;
+            # sticky scales depend on versions from before the checkpoint.
+            comparable = not self.what_if and not self.run.rollout.sticky_scales
+            made = publisher.make(self.trainer.model, record.step + 1) if comparable else None
             yield Replayed(record, groups, metrics, made.manifest.digest if made else "")
 
     def unequal_tensors(self, step: int) -> list[str] | None:

@@ -7,10 +7,16 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from areal_q.quant import FORMATS
@@ -108,5 +114,73 @@ def test_uaq_works_on_a_state_dict_too(model):
 def test_uaq_refuses_a_scale_or_a_state_that_makes_no_sense():
     with pytest.raises(ValueError, match="positive"):
         apply_uaq({}, 0.0)
-    with pytest.raises(ValueError, match="no decoder norm"):
+    with pytest.raises(ValueError, match="no decoder layers"):
         apply_uaq({"lm_head.weight": torch.ones(2, 2)}, 1.5)
+
+
+EXPERTS = {
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
+    "qwen2_moe": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig,
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4}),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", list(EXPERTS))
+def test_uaq_preserves_the_logits_of_a_mixture_of_experts(family):
+    torch.manual_seed(0)
+    kind, config, experts = EXPERTS[family]
+    model = kind(config(**SHAPE, **experts)).eval()
+    ids = torch.randint(0, 31, (3, 17))
+    before, original = model(ids).logits, copy.deepcopy(model.state_dict())
+    apply_uaq(model, 1.5)
+    torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-4)
+    changed = {n for n, t in model.state_dict().items() if not torch.equal(t, original[n])}
+    assert any(name.endswith("mlp.gate.weight") for name in changed)
+    assert not any("down_proj" in name or "o_proj" in name for name in changed)
+    fold_back(model, 1.5)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, original[name], rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("gate", "experts.0.gate_proj", "experts.0.up_proj", "shared_experts.up_proj"),
+        ("gate", "experts.0.w1", "experts.0.w3"),
+    ],
+)
+def test_every_reader_of_a_norm_is_divided_in_the_layout_of_checkpoints(names):
+    layer, block = "model.layers.0", "block_sparse_moe" if "experts.0.w1" in names else "mlp"
+    state = {f"{layer}.post_attention_layernorm.weight": torch.ones(4)}
+    state |= {f"{layer}.{block}.{name}.weight": torch.ones(4, 4) for name in names}
+    down = f"{layer}.{block}.experts.0.{'w2' if block != 'mlp' else 'down_proj'}.weight"
+    state[down] = torch.ones(4, 4)
+    apply_uaq(state, 2.0)
+    assert torch.equal(state.pop(down), torch.ones(4, 4))
+    assert torch.equal(state.pop(f"{layer}.post_attention_layernorm.weight"), torch.full((4,), 2.0))
+    assert all(torch.equal(tensor, torch.full((4, 4), 0.5)) for tensor in state.values())
+
+
+def test_uaq_refuses_a_layer_with_a_parameter_of_an_unknown_kind():
+    state = {
+        "model.layers.0.post_attention_layernorm.weight": torch.ones(4),
+        "model.layers.0.mlp.up_proj.weight": torch.ones(4, 4),
+        "model.layers.0.mlp.side_proj.weight": torch.ones(4, 4),
+    }
+    with pytest.raises(ValueError, match="side_proj"):
+        apply_uaq(state, 1.5)
+    assert torch.equal(state["model.layers.0.mlp.up_proj.weight"], torch.ones(4, 4))

@@ -118,6 +118,8 @@ class RolloutConfig(_Settings, frozen=True, kw_only=True):
     """Processes started by `areal-q run`; any number more can join by `areal-q rollout`."""
     format: Format = "int8"
     """Number format of the published linear weights, as the engine runs them."""
+    sticky_scales: NonNegative = 0.0
+    """Scales stay from version to version until the weights drift by this share; 0: always recomputed."""
     engine: EngineConfig = TorchEngine()
     sampling: Sampling = Sampling()
     threads: Count = 1

@@ -14,7 +14,7 @@ and error bound in the docstring; then its line in `formats.py` and its name in
 `areal_q.config.run.Format`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from areal_q.errors import QuantizationError
+from areal_q.quant import once
 from areal_q.quant.linear import Linear
+from areal_q.quant.once import LARGEST, TOO_LARGE
 
 Parts = dict[str, Tensor]
 
@@ -48,6 +50,9 @@ class Format(Protocol):
     def suffixes(self) -> tuple[str, ...]:
         """Keys of the parts; the codes come first."""
         ...
+
+    @property
+    def code_bits(self) -> int: ...
 
     @property
     def shared_scale(self) -> bool:
@@ -81,24 +86,33 @@ class Format(Protocol):
         ...
 
 
-LARGEST = 2.0**127
-"""A code times its scale may round to a little more than the range, which must not be infinite."""
-
-
 def checked_float32(weight: Tensor, name: str) -> Tensor:
     """`weight` as float32 [out, in].
 
     Raises QuantizationError for another rank, NaN, an infinity or a magnitude above LARGEST.
     """
+    w = as_float32(weight, name)
+    low, high = w.aminmax() if w.numel() else (w.sum(), w.sum())
+    if not (low >= -LARGEST and high <= LARGEST):
+        raise QuantizationError(f"{name}: {TOO_LARGE}")
+    return w
+
+
+def as_float32(weight: Tensor, name: str) -> Tensor:
+    """`weight` as float32 [out, in]. Raises QuantizationError for another rank or dtype."""
     if weight.dim() != 2 or not weight.is_floating_point():
         raise QuantizationError(
             f"{name}: {weight.dtype} {list(weight.shape)} is not a float [out, in]"
         )
-    w = weight.detach().to(torch.float32)
-    low, high = w.aminmax() if w.numel() else (w.sum(), w.sum())
-    if not (low >= -LARGEST and high <= LARGEST):
-        raise QuantizationError(f"{name}: holds NaN, an infinity or a magnitude above 2^127")
-    return w
+    return weight.detach().to(torch.float32)
+
+
+def checked_ranges(measure: Callable[[Tensor], Ranges], w: Tensor, name: str) -> Ranges:
+    """Ranges of `w`. Raises QuantizationError for NaN, an infinity or a magnitude above LARGEST."""
+    ranges = measure(w)
+    if not ranges.whole <= LARGEST:
+        raise QuantizationError(f"{name}: {TOO_LARGE}")
+    return ranges
 
 
 def blocked(x: Tensor, size: int) -> Tensor:
@@ -115,8 +129,11 @@ def unblocked(x: Tensor, width: int) -> Tensor:
 
 def row_ranges(weight: Tensor, size: int | None = None) -> Ranges:
     """Ranges of rows [out, 1], or of blocks of `size` along each row [out, ⌈in / size⌉]."""
-    x = weight.detach().to(torch.float32).abs()
-    blocks = x.amax(1, keepdim=True) if size is None else blocked(x, size).amax(2)
+    x = weight.detach().to(torch.float32)
+    size = size or max(1, x.shape[1])
+    blocks = once.row_blocks(x, size)
+    if blocks is None:
+        blocks = blocked(x.abs(), size).amax(2)
     return Ranges(blocks, blocks.amax())
 
 

@@ -19,6 +19,7 @@ from areal_q.quant.linear import FloatLinear
 class Bf16:
     name = "bf16"
     suffixes = ("weight",)
+    code_bits = 16
     shared_scale = False
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:

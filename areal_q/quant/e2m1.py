@@ -1,12 +1,14 @@
 """E2M1, the four-bit float of nvfp4 and mxfp4: 0, ½, 1, 1½, 2, 3, 4, 6 and a sign bit (OCP MX v1.0 §5.3).
 
-A code is sign · 8 + index in that list: its own bits. Two codes share a byte, the first in the low half.
+A code is sign · 8 + index in that list: its own bits.
 """
 
 import torch
 from torch import Tensor
 
 from areal_q.errors import QuantizationError
+from areal_q.quant import once
+from areal_q.quant.base import blocked, unblocked
 
 MAX = 6.0
 _VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -34,12 +36,23 @@ def error(codes: Tensor) -> Tensor:
     return _ERROR.to(codes.device)[codes.int()]
 
 
-def pack(codes: Tensor, name: str) -> Tensor:
-    """Codes [out, in] → uint8 [out, in / 2]. Raises QuantizationError for an odd `in`."""
-    if codes.shape[1] % 2:
+def quantize(w: Tensor, scale: Tensor, block: int, name: str) -> Tensor:
+    """Packed codes uint8 [out, in / 2] of w float32 [out, in] / scale float32 [out, ⌈in / block⌉].
+
+    Raises QuantizationError for an odd `in`.
+    """
+    if w.shape[1] % 2:
         raise QuantizationError(
-            f"{name}: two codes share a byte, so {codes.shape[1]} inputs do not fit"
+            f"{name}: two codes share a byte, so {w.shape[1]} inputs do not fit"
         )
+    packed = once.four_bits(w, scale, block, w.shape[1] // 2, kind="e2m1")
+    if packed is not None:
+        return packed
+    return pack(encode(unblocked(blocked(w, block) / scale.unsqueeze(-1), w.shape[1])))
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Codes [out, in] → uint8 [out, in / 2], the first in the low half."""
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from areal_q.quant.base import Parts, Ranges, checked_float32, scales_for
+from areal_q.quant import once
+from areal_q.quant.base import Parts, Ranges, as_float32, checked_float32, row_ranges, scales_for
 from areal_q.quant.linear import Fp8GroupLinear
 from areal_q.quant.rows import E4M3_MAX, to_e4m3
 
@@ -30,6 +31,7 @@ BLOCK = 128
 class Fp8:
     name = "fp8"
     suffixes = ("weight", "weight_scale_inv")
+    code_bits = 8
     shared_scale = False
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
@@ -37,14 +39,18 @@ class Fp8:
         return 8.0 + 32.0 * blocks / (out_features * in_features)
 
     def ranges(self, weight: Tensor) -> Ranges:
-        magnitudes = weight.detach().to(torch.float32).abs()
-        rows = [x.amax(0) for x in magnitudes.split(BLOCK)]
-        columns = torch.stack(rows).split(BLOCK, 1)
-        blocks = torch.stack([x.amax(1) for x in columns], 1)
-        return Ranges(blocks, blocks.amax())
+        rows = row_ranges(weight, BLOCK)
+        blocks = torch.stack([x.amax(0) for x in rows.blocks.split(BLOCK)])
+        return Ranges(blocks, rows.whole)
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        w = checked_float32(weight, name)
+        w = as_float32(weight, name)
+        fast = once.eight_bits(
+            w, name, torch.float8_e4m3fn, (BLOCK, BLOCK), ranges and ranges.blocks
+        )
+        if fast is not None:
+            return {"weight": fast[0], "weight_scale_inv": fast[1]}
+        w = checked_float32(w, name)
         scale = scales_for((ranges or self.ranges(w)).blocks, E4M3_MAX)
         return {"weight": to_e4m3(w / expanded(scale, w.shape)), "weight_scale_inv": scale}
 

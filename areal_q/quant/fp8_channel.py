@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from areal_q.quant.base import Parts, Ranges, checked_float32, row_ranges, scales_for
+from areal_q.quant import once
+from areal_q.quant.base import Parts, Ranges, as_float32, checked_float32, row_ranges, scales_for
 from areal_q.quant.fp8 import e4m3_error
 from areal_q.quant.linear import Fp8RowLinear
 from areal_q.quant.rows import E4M3_MAX, to_e4m3
@@ -26,6 +27,7 @@ from areal_q.quant.rows import E4M3_MAX, to_e4m3
 class Fp8Channel:
     name = "fp8-channel"
     suffixes = ("weight", "weight_scale")
+    code_bits = 8
     shared_scale = False
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
@@ -35,7 +37,13 @@ class Fp8Channel:
         return row_ranges(weight)
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        w = checked_float32(weight, name)
+        w = as_float32(weight, name)
+        fast = once.eight_bits(
+            w, name, torch.float8_e4m3fn, (1, w.shape[1]), ranges and ranges.blocks
+        )
+        if fast is not None:
+            return {"weight": fast[0], "weight_scale": fast[1]}
+        w = checked_float32(w, name)
         scale = scales_for((ranges or self.ranges(w)).blocks, E4M3_MAX)
         return {"weight": to_e4m3(w / scale), "weight_scale": scale}
 

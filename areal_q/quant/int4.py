@@ -22,11 +22,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from areal_q.quant import once
 from areal_q.quant.base import (
     Parts,
     Ranges,
+    as_float32,
     blocked,
     checked_float32,
+    checked_ranges,
     row_ranges,
     scales_for,
     unblocked,
@@ -40,6 +43,7 @@ GROUP = 128
 class Int4:
     name = "int4"
     suffixes = ("weight_packed", "weight_scale", "weight_shape")
+    code_bits = 4
     shared_scale = False
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
@@ -50,12 +54,17 @@ class Int4:
         return row_ranges(weight, GROUP)
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        w = checked_float32(weight, name)
-        scale = self.scales((ranges or self.ranges(w)).blocks)
-        codes = blocked(w, GROUP) / self.effective(scale).unsqueeze(-1)
-        codes = unblocked(codes, w.shape[1]).round_().clamp_(-8, 7)
+        w = checked_float32(weight, name) if ranges else as_float32(weight, name)
+        scale = self.scales((ranges or checked_ranges(self.ranges, w, name)).blocks)
+        effective = self.effective(scale)
+        divisor = torch.where(effective > 0, effective, torch.inf)
+        words = -(-w.shape[1] // 8)
+        packed = once.four_bits(w, divisor, GROUP, 4 * words, kind="int4")
+        if packed is None:
+            codes = unblocked(blocked(w, GROUP) / divisor.unsqueeze(-1), w.shape[1])
+            packed = pack_words(codes.round_().clamp_(-8, 7) + 8)
         return {
-            "weight_packed": pack_words(codes + 8),
+            "weight_packed": packed.view(torch.int32),
             "weight_scale": scale,
             "weight_shape": torch.tensor(w.shape),
         }

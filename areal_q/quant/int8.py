@@ -21,7 +21,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from areal_q.quant.base import Parts, Ranges, checked_float32, row_ranges, scales_for
+from areal_q.quant import once
+from areal_q.quant.base import Parts, Ranges, as_float32, checked_float32, row_ranges, scales_for
 from areal_q.quant.linear import Int8Linear
 from areal_q.quant.rows import INT8_MAX
 
@@ -29,6 +30,7 @@ from areal_q.quant.rows import INT8_MAX
 class Int8:
     name = "int8"
     suffixes = ("weight", "weight_scale")
+    code_bits = 8
     shared_scale = False
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
@@ -38,7 +40,11 @@ class Int8:
         return row_ranges(weight)
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        w = checked_float32(weight, name)
+        w = as_float32(weight, name)
+        fast = once.eight_bits(w, name, torch.int8, (1, w.shape[1]), ranges and ranges.blocks)
+        if fast is not None:
+            return {"weight": fast[0], "weight_scale": fast[1]}
+        w = checked_float32(w, name)
         scale = scales_for((ranges or self.ranges(w)).blocks, INT8_MAX)
         codes = (w / scale).round_().clamp_(-INT8_MAX, INT8_MAX)
         return {"weight": codes.to(torch.int8), "weight_scale": scale}

@@ -22,11 +22,19 @@ import torch
 from torch import Tensor
 
 from areal_q.quant import e2m1
-from areal_q.quant.base import Parts, Ranges, blocked, checked_float32, row_ranges, unblocked
+from areal_q.quant.base import (
+    Parts,
+    Ranges,
+    as_float32,
+    blocked,
+    checked_float32,
+    checked_ranges,
+    row_ranges,
+    unblocked,
+)
 from areal_q.quant.linear import FloatLinear
 
 BLOCK = 32
-BIAS = 127
 TOP_POWER = 2
 """log2 of the largest power of two in E2M1"""
 
@@ -34,6 +42,7 @@ TOP_POWER = 2
 class Mxfp4:
     name = "mxfp4"
     suffixes = ("weight_packed", "weight_scale")
+    code_bits = 4
     shared_scale = False
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
@@ -43,11 +52,12 @@ class Mxfp4:
         return row_ranges(weight, BLOCK)
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        w = checked_float32(weight, name)
-        exponents = (ranges or self.ranges(w)).blocks.view(torch.int32) >> 23  # BIAS included
-        scale = (exponents - TOP_POWER).clamp_(min=0).to(torch.uint8)
-        codes = e2m1.encode(unblocked(blocked(w, BLOCK) / _real_scale(scale), w.shape[1]))
-        return {"weight_packed": e2m1.pack(codes, name), "weight_scale": scale}
+        w = checked_float32(weight, name) if ranges else as_float32(weight, name)
+        blocks = (ranges or checked_ranges(self.ranges, w, name)).blocks
+        biased = blocks.contiguous().view(torch.int32) >> 23  # the exponent's bits of a float32
+        scale = (biased - TOP_POWER).clamp_(min=0).to(torch.uint8)
+        packed = e2m1.quantize(w, _real_scale(scale).squeeze(-1), BLOCK, name)
+        return {"weight_packed": packed, "weight_scale": scale}
 
     def dequantize(self, parts: Parts) -> Tensor:
         values = e2m1.decode(e2m1.unpack(parts["weight_packed"]))

@@ -21,7 +21,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from areal_q.quant.base import SMALLEST_SCALE, Parts, Ranges, checked_float32
+from areal_q.quant import once
+from areal_q.quant.base import (
+    SMALLEST_SCALE,
+    Parts,
+    Ranges,
+    as_float32,
+    checked_float32,
+    checked_ranges,
+    row_ranges,
+)
 from areal_q.quant.linear import FloatLinear
 
 BLOCK = 64
@@ -31,13 +40,14 @@ TABLE = torch.tensor(
      0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
      0.7229568362236023, 1.0]
 )  # fmt: skip
-_BORDERS = (TABLE[1:] + TABLE[:-1]) / 2
+BORDERS = (TABLE[1:] + TABLE[:-1]) / 2
 _STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
 class Nf4:
     name = "nf4"
     suffixes = ("weight", "weight.absmax", "weight.quant_map", _STATE)
+    code_bits = 4
     shared_scale = False
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
@@ -46,17 +56,20 @@ class Nf4:
         return (8.0 * -(-n // 2) + 32.0 * -(-n // BLOCK) + constants) / n
 
     def ranges(self, weight: Tensor) -> Ranges:
-        blocks = _blocks(weight.detach().to(torch.float32)).abs().amax(1)
-        return Ranges(blocks, blocks.amax())
+        rows = row_ranges(_blocks(weight.detach().to(torch.float32)), BLOCK)
+        return Ranges(rows.blocks.squeeze(1), rows.whole)
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        w = checked_float32(weight, name)
-        scale = (ranges or self.ranges(w)).blocks.clamp(min=SMALLEST_SCALE)
-        scaled = _blocks(w) * (1.0 / scale).unsqueeze(-1)
-        codes = torch.bucketize(scaled, _BORDERS.to(w.device), out_int32=True).to(torch.uint8)
-        pairs = codes.flatten()[: w.numel() + w.numel() % 2].view(-1, 2)
+        w = checked_float32(weight, name) if ranges else as_float32(weight, name)
+        blocks = (ranges or checked_ranges(self.ranges, w, name)).blocks
+        scale, x = blocks.clamp(min=SMALLEST_SCALE), _blocks(w)
+        packed = once.four_bits(x, scale.unsqueeze(1), BLOCK, BLOCK // 2, kind="nf4")
+        if packed is None:
+            scaled = x * (1.0 / scale).unsqueeze(-1)
+            codes = torch.bucketize(scaled, BORDERS.to(w.device), out_int32=True).to(torch.uint8)
+            packed = codes[:, ::2] << 4 | codes[:, 1::2]
+        packed = packed.view(-1, 1)[: -(-w.numel() // 2)]
         state = torch.tensor(list(_state(*w.shape)), dtype=torch.uint8)
-        packed = (pairs[:, 0] << 4 | pairs[:, 1]).unsqueeze(1)
         return dict(zip(self.suffixes, (packed, scale, TABLE.clone(), state), strict=True))
 
     def dequantize(self, parts: Parts) -> Tensor:

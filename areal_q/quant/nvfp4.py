@@ -24,7 +24,16 @@ import torch
 from torch import Tensor
 
 from areal_q.quant import e2m1
-from areal_q.quant.base import Parts, Ranges, blocked, checked_float32, row_ranges, unblocked
+from areal_q.quant.base import (
+    Parts,
+    Ranges,
+    as_float32,
+    blocked,
+    checked_float32,
+    checked_ranges,
+    row_ranges,
+    unblocked,
+)
 from areal_q.quant.linear import FloatLinear
 from areal_q.quant.rows import E4M3_MAX, to_e4m3
 
@@ -35,6 +44,7 @@ WHERE_ZERO = 0.125
 class Nvfp4:
     name = "nvfp4"
     suffixes = ("weight_packed", "weight_scale", "weight_global_scale")
+    code_bits = 4
     shared_scale = True
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
@@ -44,16 +54,15 @@ class Nvfp4:
         return row_ranges(weight, BLOCK)
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        w = checked_float32(weight, name)
-        ranges = ranges or self.ranges(w)
+        w = checked_float32(weight, name) if ranges else as_float32(weight, name)
+        ranges = ranges or checked_ranges(self.ranges, w, name)
         divisor = torch.nan_to_num(E4M3_MAX * e2m1.MAX / ranges.whole, posinf=1.0).reshape(1)
         scale = to_e4m3(ranges.blocks / torch.tensor(e2m1.MAX, device=w.device) * divisor)
         real = scale.to(torch.float32)
         real = torch.where(real == 0, WHERE_ZERO, real)
         scale, real = real.to(torch.float8_e4m3fn), real / divisor
-        codes = e2m1.encode(unblocked(blocked(w, BLOCK) / real.unsqueeze(-1), w.shape[1]))
         return {
-            "weight_packed": e2m1.pack(codes, name),
+            "weight_packed": e2m1.quantize(w, real, BLOCK, name),
             "weight_scale": scale,
             "weight_global_scale": divisor,
         }

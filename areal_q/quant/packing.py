@@ -13,7 +13,7 @@ def pack_words(codes: Tensor) -> Tensor:
     """
     rest = -codes.shape[1] % _PER_WORD
     wide = torch.nn.functional.pad(codes.to(torch.int32), (0, rest)).unflatten(1, (-1, _PER_WORD))
-    word = wide[..., 0].clone()
+    word = wide[..., 0].clone(memory_format=torch.contiguous_format)
     for i in range(1, _PER_WORD):
         word |= wide[..., i] << (4 * i)
     return word

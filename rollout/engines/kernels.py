@@ -11,12 +11,11 @@ from then on: beside this file, or in the user's cache where that is read-only. 
 contiguous. Notation: T tokens or rows, K channels, V vocabulary.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
-from numba import njit, void
 from numba import types as nt
+from numba import void
+
+from areal_q.compiled import kernel
 
 float32, int32 = np.float32, np.int32
 F1, F2, F3, F4 = (nt.Array(nt.float32, n, "C") for n in (1, 2, 3, 4))
@@ -28,20 +27,6 @@ _TINY = float32(np.finfo(np.float32).tiny)
 _ROUND = float32(1.5 * 2**23)
 # What LLVM may change: fused multiply-add, and the order of sums. NaN and infinity keep their meaning.
 _FMA, _SUMS = {"contract"}, {"contract", "reassoc"}
-
-
-def kernel(signature: Any = None, **options: Any) -> Callable[[Any], Any]:
-    """`njit`, cached on disk where some directory can be written to; compiled here and now if there
-    is a signature."""
-    options = {"nogil": True, "error_model": "numpy", **options}
-
-    def compiled(function: Any) -> Any:
-        try:
-            return njit(signature, cache=True, **options)(function)
-        except RuntimeError:  # numba's "cannot cache function: no locator available"
-            return njit(signature, **options)(function)
-
-    return compiled
 
 
 @kernel(fastmath=_FMA)
