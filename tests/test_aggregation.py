@@ -158,6 +158,31 @@ def test_a_cut_over_data_parallel_ranks_changes_nothing(
     assert_same_metrics(reduce_metrics(merged), metrics)
 
 
+@given(batches(), objectives, aggregations, st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_cut_over_ranks_that_each_cut_into_micro_batches_changes_nothing(
+    inputs, objective, aggregation, data
+):
+    rank_of = [data.draw(st.integers(0, 2)) for _ in range(inputs.num_sequences)]
+    ranks = [[s for s, r in enumerate(rank_of) if r == rank] for rank in range(3)]
+    parts = [[take(inputs, [s]) for s in sequences] for sequences in ranks]
+    counts = [whole_step([part for part, _ in rank], objective) for rank in parts]
+    totals = sum(counts, Totals(0, 0))
+
+    def loss_and_gradient(part):
+        theta = part.logprobs.clone().requires_grad_()
+        out = loss_fn(replace(part, logprobs=theta), objective, aggregation, totals)
+        return out.loss.item(), torch.autograd.grad(out.loss, theta)[0]
+
+    loss, gradient = loss_and_gradient(inputs)
+    cut_loss = 0.0
+    for part, index in (piece for rank in parts for piece in rank):
+        share, cut_gradient = loss_and_gradient(part)
+        cut_loss += share
+        torch.testing.assert_close(cut_gradient, gradient[index])
+    assert cut_loss == pytest.approx(loss, rel=1e-9, abs=1e-12)
+
+
 @given(batches(), objectives, aggregations)
 @settings(max_examples=100, deadline=None)
 def test_padding_with_masked_tokens_of_any_value_changes_nothing(inputs, objective, aggregation):
