@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 
-from areal_q.messages import Array
+from areal_q.messages import Array, VersionSpan
 from areal_q.metrics import MetricsLog
 from buffer.log import TrajectoryLog
 from buffer.report.chunks import unpack
@@ -196,6 +196,56 @@ def test_the_viewer_is_walked_by_keyboard_alone(show, write_run, tmp_path):
     assert page.evaluate(outline) == "solid"
     page.keyboard.press("]")
     expect(title).to_contain_text("Step 3")
+
+
+def test_axis_and_smoothing_redraw_every_line_and_a_run_can_be_switched_off(
+    show, write_run, tmp_path
+):
+    page = show([write_run(tmp_path / "a", 30), write_run(tmp_path / "b", 30, "seed=1")])
+    line = page.locator("figure[data-plot=loss] path.line")
+    expect(line).to_have_count(2)
+    drawn = line.first.get_attribute("d")
+    page.get_by_label("smoothing").select_option("5")
+    expect(line).to_have_count(4)  # and the raw ones, faint
+    assert line.first.get_attribute("d") == drawn != line.nth(1).get_attribute("d")
+    page.get_by_label("smoothing").select_option("0")
+    page.get_by_label("x axis").select_option("elapsed_s")
+    assert line.first.get_attribute("d") != drawn
+    page.get_by_role("checkbox", name="a").uncheck()
+    expect(line).to_have_count(1)
+    page.get_by_role("tab", name="Tokens").click()
+    page.get_by_label("run", exact=True).select_option("1")
+    page.get_by_role("button", name="next step").click()
+    assert page.evaluate("location.hash") == "#tokens/1/1/0/0"
+
+
+def test_a_long_response_is_shown_page_by_page(show, write_run, make_group, make_ticket, tmp_path):
+    directory = write_run(tmp_path / "long", 1)
+    tokens = 4500
+    group = make_group(make_ticket(9, step=0))
+    long = msgspec.structs.replace(
+        group.trajectories[0],
+        response_ids=Array.of(np.arange(tokens) % 10 + 2, "int32"),
+        behavior_logprobs=Array.of(-np.ones(tokens), "float32"),
+        loss_mask=Array.of(np.ones(tokens), "uint8"),
+        spans=[VersionSpan(0, 3000, "a0"), VersionSpan(1, 1500, "b1")],
+    )
+    group = msgspec.structs.replace(group, trajectories=[long, group.trajectories[1]])
+    log = TrajectoryLog(directory / "trajectories", resume_at=1)
+    log.append(1, 1, [group])
+    log.close()
+    page = show([directory], "#tokens/0/1/0/0")
+    shown = page.locator(".response .tok")
+    expect(shown).to_have_count(2000)
+    page.get_by_role("button", name="tokens after").click()
+    expect(shown.first).to_have_attribute("data-at", "2000")
+    expect(page.locator(".response .swap")).to_have_attribute("data-at", "3000")
+    page.locator(".response").focus()
+    page.keyboard.press("End")
+    expect(shown).to_have_count(500)
+    expect(page.locator(".response [aria-selected=true]")).to_have_attribute("data-at", "4499")
+    expect(page.locator("#tokens aside")).to_contain_text("0 × 3000 (a0), 1 × 1500 (b1)")
+    expect(page.locator(".notice")).to_contain_text("no token log")
 
 
 @pytest.fixture

@@ -20,6 +20,12 @@ async function main() {
       button.tabIndex = on ? 0 : -1;
     }
     if (tab === "curves") curves.redraw();
+    if (tab === "answers") answers();
+  }
+
+  // When they are turned to; whoever reads them is not disturbed by news.
+  function answers() {
+    buildAnswers(document.getElementById("answers"), data);
   }
 
   async function openTokens(run, step, group = 0, trajectory = 0) {
@@ -56,7 +62,6 @@ async function main() {
     if (!news) return;
     data = news;
     curves.build(data);
-    buildAnswers(document.getElementById("answers"), data);
     viewer.build(data.meta);
     curves.redraw();
     if (opened) await viewer.refresh();

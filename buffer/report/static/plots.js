@@ -13,11 +13,17 @@ class Curves {
     this.cursor = null;
     this.hidden = new Set(); // runs that are switched off
     this.plots = [];
+    this.bars = el("div", { class: "contents" });
     this.resize = new ResizeObserver((entries) => entries.forEach((e) => e.target.plot?.draw()));
   }
 
+  // News of the same plots are drawn into those that stand, so that neither focus nor place is lost.
   build(data) {
     this.data = data;
+    this.bars.replaceChildren(...histograms(data));
+    const shape = JSON.stringify([data.meta.plots, data.meta.runs.map((run) => [run.name, run.workers])]);
+    if (shape === this.shape) return;
+    this.shape = shape;
     const open = this.root.querySelector("details.more-plots")?.open;
     this.resize.disconnect();
     this.plots = [];
@@ -31,7 +37,7 @@ class Curves {
       const drawn = plots.map((plot) => new Plot(plot, this));
       this.plots.push(...drawn);
       const grid = el("div", { class: "grid" }, drawn.map((p) => p.root));
-      if (name === "Staleness") grid.append(...histograms(data));
+      if (name === "Staleness") grid.append(this.bars);
       if (name === "Every other metric") {
         parts.push(el("details", { class: "more-plots", open }, el("summary", {}, `${name} (${plots.length})`), grid));
       } else parts.push(el("section", { "aria-label": name }, el("h2", {}, name), grid));
