@@ -3,7 +3,8 @@
 Shapes: a weight is [out, in]; `parts` are the tensors published for it, by the suffix that
 follows the parameter's prefix. So `model.layers.0.mlp.up_proj` in int8 is {"weight": codes,
 "weight_scale": scales}, published as `….up_proj.weight` and `….up_proj.weight_scale`. Suffixes and
-layouts are those of the checkpoints that vLLM loads, so that an engine takes the tensors unchanged.
+layouts are those of public checkpoints (DeepSeek's FP8, compressed-tensors, bitsandbytes), so that an
+engine takes the tensors unchanged.
 
 A format divides a weight into blocks that share a scale, and derives the scale from the largest
 magnitude of the block: its *range*. Ranges are a step of their own, because they may come from

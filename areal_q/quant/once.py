@@ -41,10 +41,15 @@ def eight_bits(
     ranges in the shape of the scales, in place of the measured ones. Raises QuantizationError for what
     is not finite or above LARGEST.
     """
+    height, width = block[0], min(block[1], max(1, weight.shape[1]))
+    if weight.is_cuda and weight.is_contiguous() and weight.numel() and (gpu := _gpu_kernels()):
+        *result, worst = gpu.quantize(weight, fold, dtype, (height, width), given, previous)
+        if worst > _LARGEST_BITS:
+            raise QuantizationError(f"{name}: {TOO_LARGE}")
+        return tuple(result)
     kernels = _for(weight)
     if kernels is None:
         return None
-    height, width = block[0], min(block[1], max(1, weight.shape[1]))
     codes = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     scales = weight.new_empty((-(-weight.shape[0] // height), -(-weight.shape[1] // width)))
     moved, worst = kernels.quantize(
@@ -104,6 +109,16 @@ def _kernels() -> ModuleType | None:
         logger.warning("quantizing in plain torch, which is slower: %s", error)
         return None
     return kernels
+
+
+@cache
+def _gpu_kernels() -> ModuleType | None:
+    try:
+        from areal_q.quant import triton_kernels
+    except ImportError as error:
+        logger.warning("quantizing in plain torch, which is slower: %s", error)
+        return None
+    return triton_kernels
 
 
 @cache
