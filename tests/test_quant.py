@@ -278,3 +278,15 @@ def test_a_state_survives_the_round_trip_within_the_bound(name, layers):
             assert ((restored[key] - tensor).abs() <= bound).all()
         else:
             assert torch.equal(restored[key], tensor) and published[key].dtype == torch.float32
+
+
+def test_int4_fp8_chooses_codes_for_the_scales_that_the_engine_derives_by_hand():
+    # Group scales 448, 57 and 2⁻¹² times 2⁻¹⁰: the row's is 2⁻¹⁰, and E4M3 has 56 beside 448, not 57.
+    weight = torch.zeros(1, 384)
+    weight[0, [0, 128, 256]] = torch.tensor([448.0, 57.0, 2.0**-12]) * 7 * 2**-10
+    weight[0, 129] = 2.5 * 56 * 2**-10
+    parts = FORMATS["int4-fp8"].quantize(weight, "w")
+    assert parts["weight_scale"].tolist() == [[448 * 2.0**-10, 57 * 2.0**-10, 2.0**-22]]
+    real = FORMATS["int4-fp8"].dequantize(parts)
+    assert real[0, [0, 128, 129, 256]].tolist() == [0.4375 * 7, 7 * 56 / 1024, 2 * 56 / 1024, 0.0]
+    assert (real != 0).sum() == 3
