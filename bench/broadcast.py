@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,18 +29,31 @@ import numpy as np
 import torch
 import zmq
 import zstandard
+from safetensors.torch import load_file, save_file
 
 from areal_q import delta, weights
+from areal_q.config import BroadcastConfig, load
 from areal_q.payloads import PayloadPool
 from areal_q.quant import quantize_state
+from areal_q.tasks import build_task, build_tokenizer
 from areal_q.weights import WeightVersion
 from areal_q.wire.broadcaster import Broadcaster
-from bench.common import commit, device, number, publish, table, versions
+from areal_q.wire.curve import ClientKeys, client_keys, make_keys
+from bench.common import ROOT, commit, device, number, publish, table, versions
+from learner.build import build_model
+from learner.publish import Publisher
+from rollout.engines import build_engine
+from rollout.engines.base import Request
 from rollout.receiver import Receiver
 
 SNAPSHOT_BYTES = 256 << 20
 CHUNK_BYTES = 4 << 20
+CREDIT = 16
 REPEATS = 7
+CONFIG = BroadcastConfig(chunk_bytes=CHUNK_BYTES, credit=CREDIT)
+FAN_OUT = (1, 4, 16)
+FAN_OUT_BYTES = 32 << 20
+FAN_OUT_TURNS = 15
 FOLLOWED_BYTES = (1 << 20, 64 << 20)
 FOLLOWED = 50
 CHANGED = 1e-3
@@ -68,17 +82,22 @@ def make(number: int, payload: torch.Tensor, pool: PayloadPool | None = None) ->
     )
 
 
-def serve(transport: str, directory: str, nbytes: int, deltas: bool) -> None:
-    """The learner's process. Obeys one line at a time, `publish N` or `push`; answers each with one line."""
+def serve(transport: str, directory: str, nbytes: int, deltas: bool, keys: str) -> None:
+    """The learner's process. Obeys one line at a time, `publish N`, `push` or `cpu`; answers each with one
+    line."""
     ends = [f"ipc://{directory}/{n}" if transport == "ipc" else "tcp://127.0.0.1:0" for n in "afp"]
     rng = np.random.default_rng(0)
     noise = rng.integers(0, 256, nbytes, np.uint8)
     pool = PayloadPool()
-    broadcaster = Broadcaster(ends[0], ends[1], max_delta_bytes=nbytes if deltas else 0)
+    config = BroadcastConfig(max_delta_bytes=nbytes if deltas else 0, keys=keys or None)
+    broadcaster = Broadcaster(ends[0], ends[1], config)
     with zmq.Context() as context, context.socket(zmq.PUSH) as pusher:
         pusher.bind(ends[2])
         answer(*broadcaster.endpoints, pusher.getsockopt_string(zmq.LAST_ENDPOINT))
         for line in sys.stdin:
+            if line.startswith("cpu"):
+                answer(time.process_time())
+                continue
             if line.startswith("push"):
                 answer(time.time())
                 for at in range(0, nbytes, CHUNK_BYTES):
@@ -104,8 +123,10 @@ def answer(*values: object) -> None:
 class Learner:
     """`serve` in a process of its own."""
 
-    def __init__(self, transport: str, directory: str, nbytes: int, deltas: bool) -> None:
-        arguments = ["serve", transport, directory, str(nbytes), str(int(deltas))]
+    def __init__(
+        self, transport: str, directory: str, nbytes: int, deltas: bool, keys: str = ""
+    ) -> None:
+        arguments = ["serve", transport, directory, str(nbytes), str(int(deltas)), keys]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bench.broadcast", *arguments],
             stdin=subprocess.PIPE,
@@ -136,13 +157,20 @@ async def received(receiver: Receiver, number: int) -> float:
             return time.time() - manifest.published_s
 
 
-def snapshot(transport: str) -> dict[str, float]:
+def worker_keys(keys: str) -> ClientKeys | None:
+    return client_keys(keys) if keys else None
+
+
+def snapshot(transport: str, curve: bool = False) -> dict[str, float]:
     """MB/s of a snapshot that is fetched and verified, and of bare pyzmq, by turns."""
     ours, bare = [], []
     with tempfile.TemporaryDirectory() as directory, zmq.Context() as context:
-        learner = Learner(transport, directory, SNAPSHOT_BYTES, deltas=False)
+        keys = directory if curve else ""
+        if curve:
+            make_keys(Path(directory))
+        learner = Learner(transport, directory, SNAPSHOT_BYTES, deltas=False, keys=keys)
         receiver = Receiver(
-            learner.announce, learner.fetch, run="bench", chunk_bytes=CHUNK_BYTES, credit=4
+            learner.announce, learner.fetch, run="bench", config=CONFIG, keys=worker_keys(keys)
         )
         with context.socket(zmq.PULL) as pull:
             pull.connect(learner.push)
@@ -156,7 +184,13 @@ def snapshot(transport: str) -> dict[str, float]:
         receiver.close()
         learner.close()
     # The first ones touch fresh memory.
-    return {"ours": median(ours[4:]), "bare": median(bare[4:])}
+    ours, bare = ours[4:], bare[4:]
+    return {
+        "ours": median(ours),
+        "bare": median(bare),
+        "best_ours": max(ours),
+        "best_bare": max(bare),
+    }
 
 
 def latency(nbytes: int) -> dict[str, float]:
@@ -179,6 +213,109 @@ def latency(nbytes: int) -> dict[str, float]:
         "received_p99_ms": percent(took, 99),
         "publish_p50_ms": percent(calls, 50),
         "publish_p99_ms": percent(calls, 99),
+    }
+
+
+def fan_out(workers: int) -> dict[str, float]:
+    """`workers` receivers in this process: a snapshot to all, then deltas, and what they cost the learner."""
+    with tempfile.TemporaryDirectory() as directory:
+        learner = Learner("ipc", directory, FAN_OUT_BYTES, deltas=True)
+        receivers = [
+            Receiver(learner.announce, learner.fetch, run="bench", config=CONFIG)
+            for _ in range(workers)
+        ]
+
+        async def all_received(turn: int) -> float:
+            return max(await asyncio.gather(*(received(r, turn) for r in receivers)))
+
+        learner.ask("publish 0")
+        whole_s = asyncio.run(all_received(0))
+        took, before = [], learner.ask("cpu")
+        for turn in range(1, FAN_OUT_TURNS + 1):
+            learner.ask(f"publish {turn}")
+            took.append(1e3 * asyncio.run(all_received(turn)))
+        cpu_ms = 1e3 * (learner.ask("cpu") - before) / FAN_OUT_TURNS
+        for receiver in receivers:
+            receiver.close()
+        learner.close()
+    return {
+        "workers": workers,
+        "snapshot_s": whole_s,
+        "snapshot_mb_s": workers * FAN_OUT_BYTES / whole_s / 1e6,
+        "delta_last_p50_ms": median(took),
+        "learner_cpu_ms": cpu_ms,
+    }
+
+
+def on_disk() -> dict[str, float]:
+    """Seconds to write and to load the same bytes as safetensors in a directory that workers would share."""
+    wrote, read = [], []
+    tensors = {"t": torch.randint(-128, 128, (SNAPSHOT_BYTES,), dtype=torch.int8)}
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
+        path = Path(directory) / "weights.safetensors"
+        for _ in range(3):
+            began = time.perf_counter()
+            save_file(tensors, path)
+            os.sync()
+            wrote.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            load_file(path)["t"].clone()
+            read.append(time.perf_counter() - began)
+    return {"write_s": median(wrote), "load_s": median(read)}
+
+
+async def first_token() -> dict[str, float]:
+    """With the quickstart's model, its engine full: from `publish` to the first token drawn with the new
+    version, and the pause of generation at the swap."""
+    run = load(ROOT / "configs" / "quickstart.toml")
+    task, tokenizer = build_task(run.task), build_tokenizer(run)
+    model = build_model(run, tokenizer)
+    publisher = Publisher(run)
+    engine = build_engine(run.rollout.engine)
+    made_ms, first_ms, pauses_ms = [], [], []
+    seen: dict[int, float] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        broadcaster = Broadcaster(f"ipc://{directory}/a", f"ipc://{directory}/f")
+        receiver = Receiver(*broadcaster.endpoints, run=run.name)
+        await engine.start()
+        request = Request(
+            prompt_ids=np.array(tokenizer.encode_prompt(task.train[0].prompt), np.int32),
+            num_samples=64,
+            sampling=msgspec.structs.replace(run.rollout.sampling, max_tokens=200),
+            seed=0,
+            stop_ids=frozenset(),
+        )
+
+        def drawn(*_: object) -> None:
+            seen.setdefault(engine.version, time.perf_counter())
+
+        async def generate() -> None:
+            while True:
+                await engine.generate(request, drawn)
+
+        drawing = [asyncio.create_task(generate()) for _ in range(4)]
+        for version in range(FOLLOWED + 3):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(torch.randn_like(p), alpha=1e-4)
+            began = time.perf_counter()
+            broadcaster.publish(publisher.make(model, version))
+            made_ms.append(1e3 * (time.perf_counter() - began))
+            pauses_ms.append(1e3 * await engine.load_weights(await receiver.wait()))
+            while version not in seen:
+                await asyncio.sleep(0.001)
+            first_ms.append(1e3 * (seen[version] - began))
+        for task_ in drawing:
+            task_.cancel()
+        await asyncio.gather(*drawing, return_exceptions=True)
+        await engine.close()
+        receiver.close()
+        broadcaster.close()
+    values = {"learner": made_ms, "first token": first_ms, "pause": pauses_ms}
+    return {
+        f"{name} p{q}": float(np.percentile(ms[3:], q))
+        for name, ms in values.items()
+        for q in (50, 99)
     }
 
 
@@ -241,7 +378,12 @@ def codes_of(state: dict[str, torch.Tensor], format: str) -> np.ndarray:
 
 
 def main() -> None:
+    torch.set_num_threads(1)
     snapshots = {t: snapshot(t) for t in ("ipc", "tcp")}
+    snapshots["tcp, CURVE"] = snapshot("tcp", curve=True)
+    disk = on_disk()
+    fans = [fan_out(workers) for workers in FAN_OUT]
+    tokens = asyncio.run(first_token())
     latencies = [latency(nbytes) for nbytes in FOLLOWED_BYTES]
     deltas = [sizes(lr) for lr in LEARNING_RATES]
     ways = [k for k in deltas[0] if k != "lr" and not k.startswith("changed")]
@@ -249,12 +391,36 @@ def main() -> None:
         f"Broadcast · {device()} · commit {commit()} · {versions('pyzmq', 'zstandard', 'torch')}",
         f"Full snapshot of {SNAPSHOT_BYTES >> 20} MiB, verified, beside bare pyzmq:",
         table(
-            ["transport", "ours MB/s", "bare MB/s", "ratio"],
+            ["transport", "ours MB/s", "bare MB/s", "ratio", "best of each", "ratio"],
             [
-                [t, number(v["ours"]), number(v["bare"]), f"{v['ours'] / v['bare']:.2f}"]
+                [
+                    t,
+                    number(v["ours"]),
+                    number(v["bare"]),
+                    f"{v['ours'] / v['bare']:.2f}",
+                    f"{number(v['best_ours'])} of {number(v['best_bare'])}",
+                    f"{v['best_ours'] / v['best_bare']:.2f}",
+                ]
                 for t, v in snapshots.items()
             ],
         ),
+        f"The same bytes as safetensors on disk: written in {disk['write_s']:.2f} s "
+        f"({SNAPSHOT_BYTES / disk['write_s'] / 1e6:,.0f} MB/s), "
+        f"loaded in {disk['load_s']:.2f} s ({SNAPSHOT_BYTES / disk['load_s'] / 1e6:,.0f} MB/s).",
+        f"{FAN_OUT_BYTES >> 20} MiB to several workers in one process (ipc), then deltas of "
+        f"{CHANGED:.1%}:",
+        table(
+            [
+                "workers",
+                "snapshot to all, s",
+                "MB/s in all",
+                "delta, last worker p50 ms",
+                "learner CPU ms",
+            ],
+            [[number(v) for v in fan.values()] for fan in fans],
+        ),
+        "The quickstart's model and engine, ms: "
+        + ", ".join(f"{name} {ms:.1f}" for name, ms in tokens.items()),
         f"A delta of {CHANGED:.1%} changed codes, from publish to the worker's event loop (ipc):",
         table(
             ["payload MiB", "received p50 ms", "p99", "publish() p50 ms", "p99"],
@@ -278,11 +444,12 @@ def main() -> None:
         ),
     ]
     values: dict[str, Any] = {"snapshots": snapshots, "latencies": latencies, "deltas": deltas}
+    values |= {"disk": disk, "fan_out": fans, "tokens": tokens}
     publish("broadcast", "\n\n".join(sections), values)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
-        serve(sys.argv[2], sys.argv[3], int(sys.argv[4]), bool(int(sys.argv[5])))
+        serve(sys.argv[2], sys.argv[3], int(sys.argv[4]), bool(int(sys.argv[5])), sys.argv[6])
     else:
         main()

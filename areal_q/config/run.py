@@ -189,8 +189,8 @@ class BroadcastConfig(_Settings, frozen=True, kw_only=True):
     """The name or address under which workers reach endpoints of the form `tcp://…`; None: as they are
     bound. Needed where that is every interface, such as tcp://0.0.0.0:5551."""
     chunk_bytes: Count = 4 << 20
-    credit: Count = 4
-    """Chunks in flight to one worker."""
+    credit: Count = 16
+    """Chunks in flight to one worker: many, so that a busy machine need not wake both sides for each."""
     hold: Count = 3
     """Versions that can be fetched in full; each costs the learner's host the memory of its payload."""
     hold_deltas: Index = 16
