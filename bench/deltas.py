@@ -8,8 +8,8 @@ before and after one step at lr 1e-6 and 1e-5; LAYERS of its 14 layers are taken
 format, all other tensors in BF16. Every delta is applied, and its result compared byte for byte.
 
 Peers: dense BF16; sparse BF16 (positions and new values of the numbers that changed, by zstd, as PULSE's
-patches); zstd of the XOR of BF16, byte planes apart. "grid": ranges rounded up to 8 significant bits before
-scales are chosen (a RangePolicy), so that they stand still between steps instead of moving all together.
+patches); zstd of the XOR of BF16, byte planes apart. "sticky": with `rollout.sticky_scales` = DRIFT, scales
+stand still between steps instead of moving all together.
 The last table extrapolates: bits a weight, times the weights of a larger model.
 Prints tables, and writes them to runs/bench/deltas.{md,json}.
 """
@@ -29,9 +29,9 @@ from torch import Tensor
 
 from areal_q import delta, weights
 from areal_q.quant import quantize_state
-from areal_q.quant.base import Ranges
 from areal_q.quant.formats import FORMATS
 from areal_q.quant.plan import is_quantized
+from areal_q.quant.sticky import StickyRanges
 from areal_q.weights import WeightVersion
 from bench.common import RESULTS, commit, device, publish, say, table
 from bench.training import LEARNING_RATES
@@ -39,6 +39,7 @@ from bench.training import LEARNING_RATES
 LAYERS = (0, 3, 6, 9, 12)
 MODELS = {"7B (Qwen2.5)": (6.53e9, 1.09e9), "32B (Qwen2.5)": (31.2e9, 1.56e9)}
 """Weights in linears, and in embedding and head"""
+DRIFT = 0.05
 State = dict[str, Tensor]
 
 
@@ -48,16 +49,6 @@ def load(kind: str, lr: str) -> State:
     with safe_open(RESULTS / "training" / f"{kind}-{lr}.safetensors", "pt") as file:
         names = [n for n in file.keys() if not any(s in n for s in skip)]  # noqa: SIM118
         return {name: file.get_tensor(name) for name in names}
-
-
-def grid(name: str, ranges: Ranges) -> Ranges:
-    """Rounded up to 8 significant bits, as bfloat16 has; float32 still."""
-
-    def up(x: Tensor) -> Tensor:
-        bits = x.contiguous().view(torch.int32)
-        return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32)
-
-    return Ranges(up(ranges.blocks), up(ranges.whole))
 
 
 def published(state: Mapping[str, Tensor], format: str, number: int, policy: Any) -> WeightVersion:
@@ -157,14 +148,16 @@ def main() -> None:
     for lr in LEARNING_RATES:
         before, after = load("before", lr), load("after", lr)
         others = peers(before, after)
-        results[lr] = {"peers": others, "formats": {}, "grid": {}}
+        results[lr] = {"peers": others, "formats": {}, "sticky": {}}
         for way, nbytes in others.items():
             rows.append([lr, way, f"{others['dense BF16'] / nbytes:,.0f}", "", "", "", ""])
         for format in FORMATS:
             plain = results[lr]["formats"][format] = measure(before, after, format)
-            coarse = None
+            sticky = None
             if format != "bf16":
-                coarse = results[lr]["grid"][format] = measure(before, after, format, grid)
+                sticky = results[lr]["sticky"][format] = measure(
+                    before, after, format, StickyRanges(DRIFT)
+                )
             say(f"{lr} {format} {plain['times']:.0f} {plain['linears_times']:.0f}")
             rows.append(
                 [
@@ -172,7 +165,7 @@ def main() -> None:
                     f"delta of {format}",
                     f"{plain['times']:,.0f}",
                     f"{plain['linears_times']:,.0f}",
-                    f"{coarse['linears_times']:,.0f}" if coarse else "",
+                    f"{sticky['linears_times']:,.0f}" if sticky else "",
                     f"{plain['codes']:.4%}",
                     f"{plain['scales']:.1%}" if plain["scales"] else "",
                 ]
@@ -181,18 +174,18 @@ def main() -> None:
     for name, (linears, rest) in MODELS.items():
         for lr in LEARNING_RATES:
             for format in ("int8", "fp8", "int4"):
-                m = results[lr]["grid"][format]
+                m = results[lr]["sticky"][format]
                 nbytes = (linears * m["linears_bits"] + rest * m["rest_bits"]) / 8
                 dense = 2 * (linears + rest)
                 larger.append(
                     [name, lr, format, f"{nbytes / 1e6:,.1f} MB", f"{dense / nbytes:,.0f}"]
                 )
-    header = ["lr", "way", "all ×", "linears ×", "with grid ×", "codes changed", "scales changed"]
+    header = ["lr", "way", "all ×", "linears ×", "sticky ×", "codes changed", "scales changed"]
     sections = [
         f"Deltas of real training · {device()} · commit {commit()}",
         "Times smaller than dense BF16; one Adam step of a 100M-parameter decoder:",
         table(header, rows),
-        "Extrapolated, not measured (with grid; the rest in BF16):",
+        "Extrapolated, not measured (sticky scales; the rest in BF16):",
         table(["model", "lr", "format", "a step", "×"], larger),
     ]
     publish("deltas", "\n\n".join(sections), results)
