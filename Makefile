@@ -21,7 +21,7 @@ test-formats: $(VENV)-formats/.installed
 
 # The tests of vLLM as the engine, in an environment of its own (3.4 GB).
 test-vllm: $(VENV)-vllm/.installed
-	$(VENV)-vllm/bin/pytest -m vllm
+	$(VENV)-vllm/bin/pytest -m vllm -p no:unraisableexception  # vLLM leaves contexts to the collector
 
 # The objectives beside verl's, areal's and trl's: docs/agreement.md.
 test-peers: $(VENV)-peers/.installed

@@ -40,6 +40,7 @@ from rollout.build import max_groups
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
 from rollout.engines.scripted import scripted_engine
+from rollout.engines.streaming import StreamingEngine
 from rollout.receiver import Receiver
 from rollout.worker import Worker
 
@@ -173,6 +174,34 @@ def test_every_ticket_becomes_one_valid_group(
             assert side.buffer.open_tickets() == set()
 
     run_async(work())
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+@pytest.mark.filterwarnings("ignore")
+def test_vllm_killed_in_mid_request_comes_back_and_no_ticket_is_lost(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    pytest.importorskip("vllm")
+    shape = ["model.width=64", "model.heads=2", "model.kv_heads=1", "model.max_positions=512"]
+    long = ["rollout.sampling.max_tokens=400", "learner.groups=4", "learner.max_lag=0"]
+    side = learner(make_run("rollout.engine.type=vllm", *shape, *long))
+
+    async def work() -> None:
+        async with working(side) as engine:
+            assert isinstance(engine, StreamingEngine)
+            side.publish(0)
+            side.feeder.admit(0)
+            await until(lambda: engine.tokens_drawn > 8)
+            await engine.backend.kill()
+            side.feeder.issue([4, 5], version=0)
+            groups = await side.take(6, timeout_s=300)
+            assert {g.ticket.number for g in groups} == set(range(6))
+            assert (engine.deaths, engine.version) == (1, 0)
+            for t in [t for group in groups for t in group.validate().trajectories]:
+                assert [side.lineage.lag(span, 0) for span in t.spans] == [0]
+
+    asyncio.run(asyncio.wait_for(work(), 390))
 
 
 def test_new_weights_are_stamped_on_the_tokens_that_they_draw(

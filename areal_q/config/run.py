@@ -90,7 +90,8 @@ class VllmEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="vl
     slots: Count = 256
     """Responses generated at once (vLLM's max_num_seqs)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of activations and of weights that are not quantized; auto: float32 on a CPU, else bfloat16."""
+    """Of activations and of weights that are not quantized; auto: bfloat16, and on a CPU float32 (its
+    INT4 product has only bfloat16)."""
     kv_on_update: Literal["keep", "recompute"] = "keep"
     """What becomes of the KV cache of half-finished responses when new weights are loaded."""
     kv_cache: Literal["auto", "fp8"] = "auto"

@@ -257,8 +257,11 @@ class StreamingEngine:
         async with self._changing:
             self.backend.accept(weights)
             if self._weights is None:
-                await self.backend.launch(weights)
-                self._take(weights)
+                try:
+                    await self.backend.launch(weights)
+                    self._take(weights)
+                except EngineDied as error:
+                    await self._launch_again(weights, error)
                 return 0.0
             began = time.perf_counter()
             try:

@@ -119,7 +119,7 @@ class VllmBackend:
         self._directory = directory = Path(tempfile.mkdtemp(prefix="areal-q-vllm-"))
         try:
             await asyncio.to_thread(self._write, weights, directory)
-            self._llm = await self._construct(str(directory))
+            self._llm = await self._construct(str(directory), manifest.format)
             self._stager = Stager(directory)
             await self._connect(self._llm, self._stager, manifest.format)
             await self._stamp(manifest)
@@ -143,8 +143,7 @@ class VllmBackend:
         llm, manifest = self._running(), weights.manifest
         await self._answer(llm.collective_rpc("areal_swap", args=(manifest.digest,)), "swap")
         if self.config.kv_cache == "fp8":
-            scales = await self._answer(llm.collective_rpc("areal_rescale"), "rescale")
-            logger.debug("version %d: scales of the KV cache %s", manifest.version, scales)
+            await self._answer(llm.collective_rpc("areal_rescale"), "rescale")
         await self._stamp(manifest)
 
     async def resume(self) -> None:
@@ -196,9 +195,9 @@ class VllmBackend:
         except (CheckpointError, KeyError) as error:
             raise WeightVersionError(f"version {manifest.version}: {error}") from error
 
-    async def _construct(self, path: str) -> "AsyncLLM":
+    async def _construct(self, path: str, format: str) -> "AsyncLLM":
         """In a thread, since it takes seconds. Cancelled, it is waited for, so that nothing stays behind."""
-        starting = asyncio.ensure_future(asyncio.to_thread(_start_vllm, self.config, path))
+        starting = asyncio.ensure_future(asyncio.to_thread(_start_vllm, self.config, path, format))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -272,19 +271,20 @@ def _import_vllm() -> None:
     import vllm  # noqa: F401
 
 
-def _start_vllm(config: VllmEngine, path: str) -> "AsyncLLM":
+def _start_vllm(config: VllmEngine, path: str, format: str) -> "AsyncLLM":
     import torch
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
     cpu = not torch.cuda.is_available()
-    dtype = ("float32" if cpu else "bfloat16") if config.dtype == "auto" else config.dtype
+    # vLLM's INT4 product on a CPU has no float32.
+    best = "float32" if cpu and format != "int4" else "bfloat16"
     cache = config.kv_cache_bytes or (CPU_CACHE_BYTES if cpu else None)
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             path,
-            dtype=dtype,
+            dtype=best if config.dtype == "auto" else config.dtype,
             enforce_eager=not config.compiled,
             max_num_seqs=config.slots,
             max_model_len=config.max_positions or None,

@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -163,6 +164,11 @@ class WorkerExtension:
             self.start_weight_update()
             self.update_weights({"digest": digest})
             self.finish_weight_update()
+            for module in self.model_runner.model.modules():
+                # A head tied to the embedding has no weights of its own to load, but on a CPU a packed
+                # copy of them, which the reload leaves as it was.
+                if isinstance(module, ParallelLMHead):
+                    module.quant_method.process_weights_after_loading(module)
 
     def areal_linears(self) -> dict[str, str]:
         """How each linear of the decoder layers really computes: the class of its scheme or method."""
@@ -178,17 +184,20 @@ class WorkerExtension:
             layer.areal_largest = [0.0, 0.0]
             layer.register_forward_pre_hook(_observe)
 
-    def areal_rescale(self) -> dict[str, list[float]]:
+    def areal_rescale(self) -> None:
         """Scales of the FP8 KV cache such that what was seen since the last call fits into E4M3.
 
-        Only over an empty cache: what is in it was written with the scales before. Returns (k, v).
+        Only over an empty cache: what is in it was written with the scales before.
         """
         for _, layer in self._attention():
             for kind, largest in zip("kv", layer.areal_largest, strict=True):
                 if largest > 0:
                     _set_scale(layer, kind, largest / E4M3_MAX)
             layer.areal_largest = [0.0, 0.0]
-        return {n: [layer._k_scale_float, layer._v_scale_float] for n, layer in self._attention()}
+
+    def areal_scales(self) -> dict[str, tuple[float, float]]:
+        """Of keys and values, in each layer's cache."""
+        return {n: (layer._k_scale_float, layer._v_scale_float) for n, layer in self._attention()}
 
     def _attention(self) -> Iterator[tuple[str, Any]]:
         for name, module in self.model_runner.model.named_modules():

@@ -1,0 +1,408 @@
+"""vLLM as the engine, for real, on a CPU: exact log-probs, updates in flight, and every trap known of it.
+
+Needs vLLM, so it runs in an environment of its own: `make test-vllm`.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from areal_q.config import Sampling, VllmEngine
+from areal_q.errors import EngineDied, WeightVersionError
+from areal_q.models import Decoder, DecoderConfig, init_weights, save_decoder
+from areal_q.quant import dequantize_state, quantize_state
+from areal_q.quantize import quantize
+from areal_q.weights import pack
+from rollout.engines.base import Request
+from rollout.engines.vllm_engine import check_quantized, vllm_engine
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # of vLLM's and its dependencies' own
+]
+pytest.importorskip("vllm")
+
+CONFIG = DecoderConfig(
+    family="qwen3",
+    vocab_size=48,
+    width=128,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    mlp=256,
+    max_positions=512,
+)
+PROMPT = [int(i) for i in np.random.default_rng(0).integers(0, 48, 150)]
+"""Longer than a block of vLLM's cache, so that its prefix is kept"""
+
+
+@cache
+def published(version, format):
+    """Version `version`: weights that are a function of its number."""
+    model = Decoder(CONFIG)
+    init_weights(model, version)
+    # Away from uniform, so that other weights mean quite other log-probs.
+    state = {name: 2 * t if t.dim() == 2 else t for name, t in model.state_dict().items()}
+    return pack(
+        quantize_state(state, format),
+        run="r",
+        epoch="e",
+        version=version,
+        format=format,
+        uaq_scale=1.0,
+        model=CONFIG.to_hf(),
+        published_s=0.0,
+    )
+
+
+@cache
+def transformers_model(version, format):
+    """What the version stands for, in float32, in transformers."""
+    model = Qwen3ForCausalLM(Qwen3Config(**CONFIG.to_hf())).eval()
+    state = dequantize_state(published(version, format).tensors, format)
+    state = {name: tensor.float() for name, tensor in state.items()}
+    model.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]})
+    return model
+
+
+def expected(version, format, prompt, ids, temperature=1.0, top_k=0, top_p=1.0):
+    """float32 [T]: log-probs of `ids` after `prompt`, from the distribution that is drawn from."""
+    with torch.no_grad():
+        tokens = torch.tensor([[*prompt, *ids]])
+        logits = transformers_model(version, format)(tokens).logits[0, len(prompt) - 1 : -1]
+    logits = logits / temperature
+    if top_k:
+        logits[logits < logits.topk(top_k).values[:, -1:]] = -torch.inf
+    probs, order = logits.softmax(-1).sort(descending=True)
+    beyond = probs.cumsum(-1) - probs > top_p
+    logits[torch.zeros_like(beyond).scatter(1, order, beyond)] = -torch.inf
+    logprobs = logits.log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
+
+
+def gap(completion, version, format, first=0, last=None, **sampling):
+    """Largest difference to transformers' log-probs over the tokens from `first` to `last`."""
+    reference = expected(version, format, PROMPT, completion.response_ids.tolist(), **sampling)
+    return np.abs(completion.logprobs - reference)[first:last].max()
+
+
+def ask(prompt=PROMPT, seed=0, samples=1, max_tokens=40, **sampling):
+    return Request(
+        prompt_ids=np.array(prompt, np.int32),
+        num_samples=samples,
+        sampling=Sampling(max_tokens=max_tokens, **sampling),
+        seed=seed,
+        stop_ids=frozenset(),
+    )
+
+
+@pytest.fixture(scope="module")
+def live():
+    """`live(format, setting=…)(body)` runs `body(engine)` on an engine that has version 0.
+
+    It is that of the last call where the settings are the same; only one is alive.
+    """
+    with contextlib.ExitStack() as stack:
+        asked, current = None, None
+
+        def start(format, **settings):
+            nonlocal asked, current
+            if asked != (format, settings):
+                stack.close()
+                runner = stack.enter_context(asyncio.Runner())
+                engine = vllm_engine(VllmEngine(slots=64, **settings))
+                stack.callback(lambda: runner.run(engine.close()))
+                runner.run(engine.start())
+                asked, current = (format, settings), (runner, engine)
+            assert current is not None
+            runner, engine = current
+
+            async def bounded(body):
+                await engine.load_weights(published(0, format))
+                return await asyncio.wait_for(body(engine), 200)
+
+            return lambda body: runner.run(bounded(body))
+
+        yield start
+
+
+async def swapped_after(engine, weights, tokens, request):
+    """The completion of `request` with `weights` loaded once `tokens` tokens were out."""
+    loading = []
+
+    def on_token(index, token, logprob):
+        nonlocal tokens
+        tokens -= 1
+        if tokens == 0:
+            loading.append(asyncio.ensure_future(engine.load_weights(weights)))
+
+    (completion,) = await engine.generate(request, on_token)
+    assert await loading[0] >= 0
+    return completion
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"temperature": 1.3, "top_k": 9, "top_p": 0.9},
+    ],
+)
+def test_log_probs_are_of_the_distribution_that_drew(live, sampling):
+    async def body(engine):
+        for completion in await engine.generate(ask(samples=4, **sampling)):
+            assert gap(completion, 0, "bf16", **sampling) < 2e-4
+            if sampling:
+                assert gap(completion, 0, "bf16") > 0.05
+
+    live("bf16")(body)
+
+
+TOLERANCE = {"bf16": 2e-4, "int4": 0.3, "fp8-channel": 0.5, "int8": 0.3}
+"""Activations are rounded (int4: to bfloat16), which transformers does not; other weights differ by far more"""
+
+
+def test_kept_keys_and_values_are_stale_and_the_recorded_log_probs_say_so(live):
+    async def body(engine):
+        done = await swapped_after(engine, published(1, "bf16"), 30, ask(max_tokens=350))
+        at = done.spans[0].tokens
+        assert gap(done, 0, "bf16", last=at) < 2e-4
+        assert gap(done, 1, "bf16", first=at) > 0.05
+        assert np.isfinite(done.logprobs).all()
+
+    live("bf16")(body)
+
+
+def test_a_prompt_that_was_cached_is_computed_again_under_new_weights(live):
+    async def body(engine):
+        await engine.generate(ask())
+        await engine.load_weights(published(1, "bf16"))
+        (done,) = await engine.generate(ask())
+        assert gap(done, 1, "bf16") < 2e-4
+
+    live("bf16")(body)
+
+
+def test_half_of_a_fused_layer_is_refused_and_the_old_weights_kept(live):
+    async def body(engine):
+        whole = published(1, "bf16")
+        part = {n: t for n, t in whole.tensors.items() if "k_proj" not in n and "v_proj" not in n}
+        m = whole.manifest
+        half = pack(
+            part, run="r", epoch="e", version=1, format="bf16", uaq_scale=1.0, model=m.model,
+            published_s=0.0,
+        )  # fmt: skip
+        with pytest.raises(WeightVersionError, match=r"lacks .*k_proj"):
+            await engine.load_weights(half)
+        (done,) = await engine.generate(ask())
+        assert done.spans[0].version == 0
+        assert gap(done, 0, "bf16") < 2e-4
+
+    live("bf16")(body)
+
+
+def test_sixty_four_requests_with_cancellations_and_updates_in_flight(live):
+    async def body(engine):
+        tasks = [
+            asyncio.ensure_future(engine.generate(ask(seed=i, max_tokens=100))) for i in range(64)
+        ]
+        for version in (1, 2, 3, 4):
+            await asyncio.sleep(0.1)
+            for task in tasks[version::8]:
+                task.cancel()
+            await engine.load_weights(published(version, "bf16"))
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        cancelled = [r for r in results if isinstance(r, asyncio.CancelledError)]
+        done = [r[0] for r in results if isinstance(r, list)]
+        assert len(cancelled) + len(done) == 64 and len(done) >= 32
+        assert all(len(c.response_ids) == 100 for c in done)
+        assert engine.active == 0 and engine.deaths == 0
+
+    live("bf16")(body)
+
+
+def test_a_killed_engine_comes_back_with_the_same_version_and_goes_on_where_it_was(live):
+    async def body(engine):
+        deaths, pid, drawn = engine.deaths, engine.backend.pid, []
+
+        def on_token(index, token, logprob):
+            drawn.append(token)
+            if len(drawn) == 20:
+                os.kill(pid, signal.SIGKILL)
+
+        (done,) = await engine.generate(ask(max_tokens=200), on_token)
+        assert engine.deaths == deaths + 1 and engine.backend.pid != pid
+        assert drawn == done.response_ids.tolist() and len(drawn) == 200
+        assert [(s.version, s.tokens) for s in done.spans] == [(0, 200)]
+        assert gap(done, 0, "bf16") < 2e-4
+        await engine.load_weights(published(1, "bf16"))
+        (done,) = await engine.generate(ask())
+        assert gap(done, 1, "bf16") < 2e-4
+
+    live("bf16")(body)
+
+
+def test_an_engine_that_falls_silent_is_replaced(live, monkeypatch):
+    async def body(engine):
+        deaths, stopped = engine.deaths, []
+
+        def on_token(index, token, logprob):
+            if not stopped:
+                stopped.append(engine.backend.pid)
+                os.kill(engine.backend.pid, signal.SIGSTOP)
+                monkeypatch.setattr(engine.backend, "timeout_s", 3.0)
+            elif engine.deaths > deaths:
+                monkeypatch.undo()
+
+        (done,) = await engine.generate(ask(max_tokens=200), on_token)
+        assert engine.deaths == deaths + 1
+        assert gap(done, 0, "bf16") < 2e-4
+
+    live("bf16")(body)
+
+
+@pytest.mark.parametrize("format", list(TOLERANCE))
+def test_an_update_in_flight_is_exact_before_and_after(live, format):
+    async def body(engine):
+        weights = published(1, format)
+        done = await swapped_after(engine, weights, 30, ask(max_tokens=350))
+        assert [(s.version, s.digest) for s in done.spans] == [
+            (v, published(v, format).manifest.digest) for v in (0, 1)
+        ]
+        at = done.spans[0].tokens
+        assert gap(done, 0, format, last=at) < TOLERANCE[format]
+        assert gap(done, 1, format, first=at) < TOLERANCE[format]
+        assert gap(done, 0, format, first=at) > 1
+        assert gap(done, 1, format, last=at) > 1
+
+    live(format, kv_on_update="recompute")(body)
+
+
+def test_int8_stays_finite_and_right_after_many_reloads(live):
+    """oneDNN keeps a bare pointer to the scales, which a reload frees: without the copy, NaN."""
+
+    async def body(engine):
+        for version in (1, 2, 3, 4, 5):
+            await engine.load_weights(published(version, "int8"))
+            (done,) = await engine.generate(ask(seed=version))
+            assert gap(done, version, "int8") < TOLERANCE["int8"]
+            assert gap(done, version - 1, "int8") > 1
+
+    live("int8", kv_on_update="recompute")(body)
+
+
+def test_a_format_that_vllm_runs_in_full_precision_is_not_taken_for_quantized(live):
+    async def body(engine):
+        return (await engine.backend._llm.collective_rpc("areal_linears"))[0]
+
+    linears = live("int8", kv_on_update="recompute")(body)
+    assert len(linears) == 4 * CONFIG.layers
+    check_quantized(linears, "int8")
+    with pytest.raises(EngineDied, match="bf16: vLLM runs"):
+        check_quantized(linears, "bf16")
+    one_is_not = linears | {next(iter(linears)): "UnquantizedLinearMethod"}
+    with pytest.raises(EngineDied, match=r"int8: vLLM runs .* as UnquantizedLinearMethod"):
+        check_quantized(one_is_not, "int8")
+    with pytest.raises(EngineDied, match="nothing"):
+        check_quantized({}, "int8")
+
+
+def test_an_fp8_cache_is_rescaled_for_every_version(live):
+    async def body(engine):
+        scales = await engine.backend._llm.collective_rpc("areal_scales")
+        await engine.generate(ask())
+        await engine.load_weights(published(1, "int8"))
+        after = await engine.backend._llm.collective_rpc("areal_scales")
+        assert all(0 < s < 0.2 for layer in after[0].values() for s in layer)
+        assert scales != after
+        (done,) = await engine.generate(ask())
+        assert 1e-3 < gap(done, 1, "int8") < 0.6
+
+    live("int8", kv_on_update="recompute", kv_cache="fp8")(body)
+
+
+CHILD = """
+import asyncio, sys
+sys.path[:0] = [{tests!r}]
+import test_vllm
+from areal_q.config import VllmEngine
+
+async def main():
+    engine = test_vllm.vllm_engine(VllmEngine(slots=4))
+    await engine.start()
+    await engine.load_weights(test_vllm.published(0, "bf16"))
+    print(engine.backend.pid, flush=True)
+    await asyncio.sleep(300)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_kill_9_of_the_worker_leaves_no_engine_behind(tmp_path):
+    script = tmp_path / "child.py"
+    script.write_text(CHILD.format(tests=os.path.dirname(__file__)))
+    child = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        pid = int(child.stdout.readline())
+        child.kill()
+        child.wait()
+        deadline = time.monotonic() + 60
+        while os.path.exists(f"/proc/{pid}"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_plain_vllm_loads_what_areal_q_quantize_writes(tmp_path, format):
+    torch.manual_seed(0)
+    model = Decoder(CONFIG)
+    init_weights(model, 0)
+    save_decoder(model, tmp_path / "source")
+    quantize(tmp_path / "source", tmp_path / "made", format, torch.bfloat16)
+    program = f"""
+        from vllm import LLM, SamplingParams
+        if __name__ == "__main__":
+            llm = LLM({str(tmp_path / "made")!r}, enforce_eager=True, kv_cache_memory_bytes=64 << 20,
+                      skip_tokenizer_init=True)
+            params = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
+            print("DRAWN", llm.generate([dict(prompt_token_ids={PROMPT})], params)[0].outputs[0].token_ids)
+    """
+    script = tmp_path / "plain.py"
+    script.write_text(textwrap.dedent(program))
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment |= {"TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    said = subprocess.run(
+        [sys.executable, script], env=os.environ | environment, capture_output=True, text=True
+    )
+    assert said.returncode == 0, said.stderr[-2000:]
+    ids = [int(x) for x in re.findall(r"\d+", said.stdout.partition("DRAWN ")[2])]
+    reference = Qwen3ForCausalLM(Qwen3Config(**CONFIG.to_hf())).eval()
+    state = dequantize_state(quantize_state(model.state_dict(), format), format)
+    state = {name: tensor.float() for name, tensor in state.items()}
+    reference.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]})
+    with torch.no_grad():
+        logits = reference(torch.tensor([[*PROMPT, *ids]])).logits[0, len(PROMPT) - 1 : -1]
+    # Activations are rounded by some formats: the token drawn is the most likely one, or all but.
+    assert (logits.max(-1).values - logits.gather(1, torch.tensor(ids)[:, None])[:, 0]).max() < 0.1
