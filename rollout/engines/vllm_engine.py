@@ -47,6 +47,8 @@ ENVIRONMENT = {
 }
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
 """The threads are counted by OMP_NUM_THREADS; binding them to cores would fight with the learner's"""
+NOT_ON_A_CPU = {"fp8"}
+"""vLLM's product of FP8 blocks needs AMX there"""
 EXTENSION = "rollout.engines.vllm_worker"
 
 
@@ -56,12 +58,13 @@ def vllm_engine(config: VllmEngine) -> StreamingEngine:
 
 class VllmBackend:
     name = "vllm"
-    capabilities = Capabilities(
-        formats=frozenset(QUANTIZATION_CONFIGS), kv_on_update=frozenset({"keep", "recompute"})
-    )
 
     def __init__(self, config: VllmEngine) -> None:
         self.config = config
+        self.capabilities = Capabilities(
+            formats=frozenset(QUANTIZATION_CONFIGS) - (set() if _gpu() else NOT_ON_A_CPU),
+            kv_on_update=frozenset({"keep", "recompute"}),
+        )
         self.slots, self.timeout_s = config.slots, config.timeout_s
         self.restarts = config.restarts
         self.pid = 0
@@ -245,6 +248,12 @@ class VllmBackend:
             raise EngineDied(f"vLLM failed ({what}): {error}") from error
 
 
+def _gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def check_quantized(linears: dict[str, str], format: str) -> None:
     """Raises EngineDied where a linear is not computed as the format says: some quantized settings of
     vLLM start without complaint and stay in full precision."""
@@ -263,21 +272,18 @@ def _shapes(manifest: Manifest) -> set[tuple[str, str, tuple[int, ...]]]:
 
 
 def _import_vllm() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
+    if not _gpu():
         for name, value in CPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     import vllm  # noqa: F401
 
 
 def _start_vllm(config: VllmEngine, path: str, format: str) -> "AsyncLLM":
-    import torch
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    cpu = not torch.cuda.is_available()
+    cpu = not _gpu()
     # vLLM's INT4 product on a CPU has no float32.
     best = "float32" if cpu and format != "int4" else "bfloat16"
     cache = config.kv_cache_bytes or (CPU_CACHE_BYTES if cpu else None)
