@@ -35,6 +35,21 @@ check: $(VENV)/.installed-dev
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench.quickstart
 
+# The peers of the buffer, whose requirements exclude each other; about 3 GB, a few minutes.
+bench-buffer: $(VENV)/.installed .venv-reverb/.installed .venv-buffer-peers/.installed
+	$(BIN)/python -m bench.buffer
+
+.venv-reverb/.installed:
+	$(PYTHON) -m venv .venv-reverb
+	.venv-reverb/bin/pip install -q 'dm-reverb[tensorflow]==0.14.0' 'numpy<2'
+	touch $@
+
+.venv-buffer-peers/.installed:
+	$(PYTHON) -m venv .venv-buffer-peers
+	.venv-buffer-peers/bin/pip install -q '$(TORCH_CPU)' || .venv-buffer-peers/bin/pip install -q '$(TORCH)'
+	.venv-buffer-peers/bin/pip install -q 'torchrl==0.14.*' 'TransferQueue==0.1.11'
+	touch $@
+
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "areal-q needs Python 3.11 or newer, this is " + sys.version.split()[0])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

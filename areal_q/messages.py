@@ -9,7 +9,7 @@ Notation: P prompt tokens, T response tokens, G responses to one prompt.
 """
 
 import math
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ MAX_RECORD_BYTES = 256 << 20
 """The largest record a decoder looks at: 64 responses of 128k tokens stay well below."""
 
 Dtype = Literal["uint8", "int8", "int32", "int64", "float16", "float32"]
+_LITTLE_ENDIAN = {name: np.dtype(name).newbyteorder("<") for name in get_args(Dtype)}
 
 
 class Array(msgspec.Struct, frozen=True, array_like=True):
@@ -45,15 +46,13 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
 
     def numpy(self) -> np.ndarray:
         """A read-only view. Raises RecordError when the bytes do not fill the shape."""
-        dtype = np.dtype(self.dtype).newbyteorder("<")
-        if (
-            min(self.shape, default=0) < 0
-            or len(self.data) != math.prod(self.shape) * dtype.itemsize
-        ):
+        dtype, shape = _LITTLE_ENDIAN[self.dtype], self.shape
+        if min(shape, default=0) < 0 or len(self.data) != math.prod(shape) * dtype.itemsize:
             raise RecordError(
-                f"array of {len(self.data)} bytes cannot be {self.dtype}{list(self.shape)}"
+                f"array of {len(self.data)} bytes cannot be {self.dtype}{list(shape)}"
             )
-        return np.frombuffer(self.data, dtype).reshape(self.shape)
+        flat = np.frombuffer(self.data, dtype)
+        return flat if len(shape) == 1 else flat.reshape(shape)
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,23 +145,28 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return self
 
 
+_COLUMNS = (("response_ids", "int32"), ("behavior_logprobs", "float32"), ("loss_mask", "uint8"))
+
+
+def _column(array: Array, name: str, dtype: str, t: Trajectory, where: str) -> np.ndarray:
+    if array.dtype == dtype and len(array.shape) == 1:
+        values = array.numpy()
+        if values.size == t.num_tokens:
+            return values
+    raise RecordError(f"{where}: {name} is not {dtype} [{t.num_tokens}]")
+
+
 def _validate_trajectory(t: Trajectory, where: str) -> None:
-    for name, dtype in (
-        ("response_ids", "int32"),
-        ("behavior_logprobs", "float32"),
-        ("loss_mask", "uint8"),
-    ):
-        array: Array = getattr(t, name)
-        if array.dtype != dtype or len(array.shape) != 1 or array.numpy().size != t.num_tokens:
-            raise RecordError(f"{where}: {name} is not {dtype} [{t.num_tokens}]")
-    if t.num_tokens == 0:
+    ids, logprobs, _ = (
+        _column(getattr(t, name), name, dtype, t, where) for name, dtype in _COLUMNS
+    )
+    if not ids.size:
         raise RecordError(f"{where}: empty response")
-    logprobs = t.behavior_logprobs.numpy()
-    # Rounding may carry the log of a probability of 1 slightly above 0.
-    bad = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= 1e-3)))
-    if bad.size:
-        raise RecordError(f"{where}, token {bad[0]}: behaviour log-prob is {logprobs[bad[0]]}")
-    if t.response_ids.numpy().min() < 0:
+    # Rounding may carry the log of a probability of 1 slightly above 0. A NaN fails either comparison.
+    if not (logprobs.min() > -np.inf and logprobs.max() <= 1e-3):
+        bad = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= 1e-3)))[0]
+        raise RecordError(f"{where}, token {bad}: behaviour log-prob is {logprobs[bad]}")
+    if ids.min() < 0:
         raise RecordError(f"{where}: negative token id")
     if any(s.tokens < 1 for s in t.spans) or sum(s.tokens for s in t.spans) != t.num_tokens:
         raise RecordError(
@@ -377,6 +381,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
+
+
+def encode_into(message: msgspec.Struct, buffer: bytearray) -> None:
+    """`encode`, into memory that was used before: fresh pages cost more than the encoding of a large record."""
+    _encoder.encode_into(message, buffer)
 
 
 class Decoder(Generic[T]):

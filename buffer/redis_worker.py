@@ -12,7 +12,7 @@ import msgspec
 import redis
 
 from areal_q.errors import RecordError
-from areal_q.messages import Group, WorkerStatus, decode_ticket, encode
+from areal_q.messages import Group, WorkerStatus, decode_ticket, encode, encode_into
 from buffer import scripts
 from buffer.base import Claim
 from buffer.connection import PATIENCE_S, Patience, connect_async, insist_async, refuses_writes
@@ -26,6 +26,7 @@ from buffer.keys import (
 )
 
 T = TypeVar("T")
+KEPT_BUFFERS = 4
 logger = logging.getLogger(__name__)
 BLOCK_SLICE_S = 0.25
 """The longest that a claim sleeps in Redis: released and abandoned tickets wake nobody."""
@@ -69,6 +70,8 @@ class WorkerBuffer:
         self._url, self._patience_s = url, patience_s
         self._redis = connect_async(url)
         self._held: set[tuple[str, str]] = set()
+        self._buffers: list[bytearray] = []
+        """Memory of records that were sent, for the next ones"""
         self._swept_s = time.monotonic()
         self._scripts = {
             name: self._redis.register_script(getattr(scripts, name))
@@ -103,19 +106,28 @@ class WorkerBuffer:
             )
         evaluation = claim.stream == self.keys.eval_tickets
         target = self.keys.eval_groups if evaluation else self.keys.groups
-        record = encode(group)
+        buffer = self._buffers.pop() if self._buffers else bytearray()
+        encode_into(group, buffer)
         try:
-            while True:
-                try:
-                    return bool(
-                        await self._script("COMMIT", [claim.stream, target], claim.entry, record)
-                    )
-                except redis.ResponseError as error:
-                    if not refuses_writes(error):
-                        raise
-                    await self._wait_for_room(claim, error)
+            with memoryview(buffer) as record:
+                committed = await self._commit(claim, target, record)
         finally:
             self._held.discard((claim.stream, claim.entry))
+        # Only now: a commit that was cut short may have left its record with the connection.
+        if len(self._buffers) < KEPT_BUFFERS:
+            self._buffers.append(buffer)
+        return committed
+
+    async def _commit(self, claim: Claim, target: str, record: memoryview) -> bool:
+        while True:
+            try:
+                return bool(
+                    await self._script("COMMIT", [claim.stream, target], claim.entry, record)
+                )
+            except redis.ResponseError as error:
+                if not refuses_writes(error):
+                    raise
+                await self._wait_for_room(claim, error)
 
     async def _wait_for_room(self, claim: Claim, error: redis.ResponseError) -> None:
         if not self.waiting:  # once, however many groups wait

@@ -1,0 +1,302 @@
+"""The buffer beside bare redis-py, dm-reverb, TransferQueue and torchrl, and the log beside plain pyarrow.
+
+    make bench-buffer          or: python -m bench.buffer [--reverb-python …] [--peers-python …]
+
+Each system gets the same groups of 8 responses, one producer and one consumer, one call after the other; the
+systems take turns, and the best of the rounds counts. CPU time is that of the client and of Redis together: on
+a busy machine it says more than the clock. "Durable" is the time until kill -9 of everything loses
+nothing of it: ours and bare Redis write an append-only file with every commit (fsync every second, or with
+`always` before the answer), the others save everything at the end.
+"""
+
+import argparse
+import asyncio
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow.parquet as pq
+import redis
+import redis.asyncio
+
+from areal_q.config import Sampling
+from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, encode
+from bench.common import ROOT, commit, device, number, peer_env, publish, say, table, versions
+from bench.peers.buffer_rows import make_group, nbytes_of, summary
+from buffer.log import TrajectoryLog, read_log
+from buffer.redis_buffer import LearnerBuffer, WorkerBuffer
+from buffer.server import RedisServer
+from buffer.table import SCHEMA, to_table
+
+RESPONSES = 8
+SIZES = {1024: 200, 16384: 40}
+"""Groups for each length of a response"""
+PEERS = {"dm-reverb": "reverb", "TransferQueue": "transferqueue", "torchrl": "torchrl"}
+Result = dict[str, float]
+
+
+def ticket_of(number: int) -> Ticket:
+    return Ticket(
+        run="bench",
+        number=number,
+        step=0,
+        prompt="p",
+        answer="a",
+        prompt_ids=Array.of([1, 2, 3], "int32"),
+        group_size=RESPONSES,
+        sampling=Sampling(),
+        seed=number,
+    )
+
+
+def group_of(ticket: Ticket, tokens: int) -> Group:
+    arrays = make_group(ticket.number, tokens, RESPONSES)
+    trajectories = [
+        Trajectory(
+            index=i,
+            spans=[VersionSpan(0, tokens, "d")],
+            finish_reason="stop",
+            reward=0.0,
+            **{name: Array.of(array[i]) for name, array in arrays.items()},
+        )
+        for i in range(RESPONSES)
+    ]
+    return Group(
+        ticket=ticket,
+        worker="w",
+        engine="e",
+        weight_format="int8",
+        trajectories=trajectories,
+        started_s=0.0,
+        finished_s=0.0,
+    )
+
+
+def ours(tokens: int, count: int, fsync: str) -> Result:
+    """WorkerBuffer.commit, then LearnerBuffer.read: validated, encoded, decoded and validated again."""
+    with _server(fsync) as server, redis.Redis.from_url(server.url) as client:
+        learner = LearnerBuffer(server.url, "bench")
+        learner.publish_run("", {})
+        learner.admit([ticket_of(n) for n in range(count)], count)
+        groups = [group_of(ticket_of(n), tokens) for n in range(count)]
+
+        async def produce() -> list[float]:
+            worker = WorkerBuffer(server.url, "bench", "w")
+            times = []
+            for claim in await worker.claim(count, 0.0):
+                began = time.perf_counter()
+                assert await worker.commit(claim, groups[claim.ticket.number])
+                times.append(time.perf_counter() - began)
+            await worker.close()
+            return times
+
+        found = _measured(client, produce, lambda: learner.read(count, 0.0))
+        learner.close()
+    return found
+
+
+def bare(tokens: int, count: int, fsync: str) -> Result:
+    """redis-py's XADD and XREAD of the same bytes, made before and never looked at."""
+    records = [encode(group_of(ticket_of(n), tokens)) for n in range(count)]
+    with _server(fsync) as server, redis.Redis.from_url(server.url) as client:
+
+        async def produce() -> list[float]:
+            connection = redis.asyncio.Redis.from_url(server.url)
+            times = []
+            for record in records:
+                began = time.perf_counter()
+                await connection.xadd("groups", {b"record": record})
+                times.append(time.perf_counter() - began)
+            await connection.aclose()
+            return times
+
+        def consume() -> None:
+            last: Any = b"0-0"
+            for _ in range(0, count, 64):
+                reply: Any = client.xread({"groups": last}, count=64)
+                last = reply[0][1][-1][0]
+
+        return _measured(client, produce, consume)
+
+
+def peer(name: str, python: Path, tokens: int, count: int) -> Result:
+    """One of bench/peers/buffer_*.py in its own environment."""
+    script = ROOT / "bench" / "peers" / f"buffer_{PEERS[name]}.py"
+    directory = Path(tempfile.mkdtemp(prefix="aq-bench-"))
+    command = [str(python), str(script), *map(str, (tokens, RESPONSES, count, directory))]
+    try:
+        done = subprocess.run(command, env=peer_env(1), capture_output=True, text=True, timeout=300)
+    finally:
+        shutil.rmtree(directory)
+    told = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not told:
+        raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
+    return msgspec.json.decode(told[0].removeprefix("RESULT "), type=Result)
+
+
+def log_results(tokens: int, count: int) -> Result:
+    """Seconds of wall time to write and read `count` groups, a step each of 8: ours and plain pyarrow's."""
+    groups = [group_of(ticket_of(n), tokens) for n in range(count)]
+    steps = [groups[i : i + 8] for i in range(0, count, 8)]
+    tables = [to_table(step, step, batch) for step, batch in enumerate(steps)]
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+
+        def write() -> None:
+            log = TrajectoryLog(directory / "log")
+            for step, batch in enumerate(steps):
+                log.append(step, step, batch)
+            log.close()
+
+        def plain() -> None:
+            with pq.ParquetWriter(directory / "plain", SCHEMA, compression="zstd") as writer:
+                for rows in tables:
+                    writer.write_table(rows)
+
+        return {
+            "write": _elapsed(write),
+            "plain_write": _elapsed(plain),
+            "read": _elapsed(lambda: read_log(directory / "log")),
+            "plain_read": _elapsed(lambda: pq.read_table(directory / "plain")),
+        }
+
+
+def _server(fsync: str) -> Any:
+    root = Path(tempfile.mkdtemp(prefix="aq-"))
+    return _Server(root, RedisServer.start(root / "redis", root / "s", appendfsync=fsync))
+
+
+class _Server:
+    """A Redis of its own whose files go when it stops."""
+
+    def __init__(self, root: Path, server: RedisServer) -> None:
+        self._root, self._server = root, server
+
+    def __enter__(self) -> RedisServer:
+        return self._server
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop()
+        shutil.rmtree(self._root)
+
+
+def _elapsed(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _measured(
+    client: redis.Redis,
+    produce: Callable[[], Coroutine[Any, Any, list[float]]],
+    consume: Callable[[], Any],
+) -> Result:
+    def cpu() -> float:
+        info: Any = client.info("cpu")
+        return time.process_time() + info["used_cpu_sys"] + info["used_cpu_user"]
+
+    memory: Any = client.info("memory")
+    cpu_s = [cpu()]
+    times = asyncio.run(produce())
+    cpu_s.append(cpu())
+    after: Any = client.info("memory")
+    out_s = _elapsed(consume)
+    cpu_s.append(cpu())
+    in_s, p99_s = summary(times)
+    return {
+        "in_s": in_s,
+        "p99_s": p99_s,
+        "out_s": out_s,
+        "persist_s": 0.0,
+        "grown": float(after["used_memory"] - memory["used_memory"]),
+        "cpu_in_s": cpu_s[1] - cpu_s[0],
+        "cpu_out_s": cpu_s[2] - cpu_s[1],
+    }
+
+
+def best(results: list[Result]) -> Result:
+    """The smallest of each figure over the rounds."""
+    return {key: min(r[key] for r in results) for key in results[0]}
+
+
+def measure(pythons: dict[str, Path], rounds: int) -> dict[int, dict[str, Result]]:
+    """{tokens: {system: result}}; the systems take turns."""
+    systems: dict[str, Callable[[int, int], Result]] = {
+        "ours": lambda t, n: ours(t, n, "everysec"),
+        "bare Redis": lambda t, n: bare(t, n, "everysec"),
+        "ours, fsync always": lambda t, n: ours(t, n, "always"),
+        "bare Redis, fsync always": lambda t, n: bare(t, n, "always"),
+    }
+    for name in PEERS:
+        if pythons[name].exists():
+            systems[name] = lambda t, n, name=name: peer(name, pythons[name], t, n)
+        else:
+            say(f"{name} is left out: no {pythons[name]}; `make` can make it")
+    found: dict[int, dict[str, list[Result]]] = {}
+    for tokens, count in SIZES.items():
+        for turn in range(rounds):
+            for name, system in systems.items():
+                say(f"{tokens} tokens, round {turn + 1}: {name}")
+                found.setdefault(tokens, {}).setdefault(name, []).append(system(tokens, count))
+    return {t: {name: best(r) for name, r in by.items()} for t, by in found.items()}
+
+
+def rows_of(tokens: int, results: dict[str, Result]) -> list[list[str]]:
+    count = SIZES[tokens]
+    payload = nbytes_of(make_group(0, tokens, RESPONSES))
+    rows = []
+    for name, r in results.items():
+        durable_s = r["in_s"] + r["persist_s"]
+        overhead = (r["grown"] - count * payload) / (count * RESPONSES)
+        figures = [
+            count / r["in_s"],
+            count * payload / r["in_s"] / 1e6,
+            count / durable_s,
+            count / r["out_s"],
+            count * payload / r["out_s"] / 1e6,
+            r["p99_s"] * 1e3,
+        ]
+        rows.append([name, *map(number, figures), f"{overhead:,.0f}"])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--reverb-python", type=Path, default=ROOT / ".venv-reverb/bin/python")
+    parser.add_argument("--peers-python", type=Path, default=ROOT / ".venv-buffer-peers/bin/python")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    pythons = dict.fromkeys(PEERS, args.peers_python) | {"dm-reverb": args.reverb_python}
+    results = measure(pythons, args.rounds)
+    logs = {t: best([log_results(t, n) for _ in range(args.rounds)]) for t, n in SIZES.items()}
+    about = versions("redis", "msgspec", "pyarrow")
+    lines = [f"{device()}, commit {commit()}, {', '.join(f'{k} {v}' for k, v in about.items())}"]
+    header = ["system", "groups/s in", "MB/s in", "groups/s in, durable", "groups/s out"]
+    header += ["MB/s out", "p99 commit, ms", "bytes over the payload, a response"]
+    for tokens, by_system in results.items():
+        lines += ["", f"8 responses of {tokens:,} tokens a group", ""]
+        lines.append(table(header, rows_of(tokens, by_system)))
+        mine, theirs = by_system["ours"], by_system["bare Redis"]
+        keys = ("in_s", "out_s", "cpu_in_s", "cpu_out_s")
+        shares = [f"{theirs[key] / mine[key]:.2f}" for key in keys]
+        lines.append(
+            f"\nOurs of bare Redis, in and out: by the clock {shares[0]} and {shares[1]}, by CPU"
+        )
+        lines[-1] += f" time {shares[2]} and {shares[3]}"
+    lines += ["", "The log: ours as a share of plain pyarrow's speed", ""]
+    shares = [
+        [f"{t:,}", number(r["plain_write"] / r["write"]), number(r["plain_read"] / r["read"])]
+        for t, r in logs.items()
+    ]
+    lines.append(table(["tokens", "writing", "reading"], shares))
+    values = {"results": {str(t): r for t, r in results.items()}, "log": logs}
+    publish("buffer", "\n".join(lines), {"device": device(), "commit": commit(), **values})
+
+
+if __name__ == "__main__":
+    main()
