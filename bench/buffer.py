@@ -271,7 +271,8 @@ def main() -> None:
     parser.add_argument("--peers-python", type=Path, default=ROOT / ".venv-buffer-peers/bin/python")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    pythons = dict.fromkeys(PEERS, args.peers_python) | {"dm-reverb": args.reverb_python}
+    pythons: dict[str, Path] = dict.fromkeys(PEERS, args.peers_python)
+    pythons["dm-reverb"] = args.reverb_python
     results = measure(pythons, args.rounds)
     logs = {t: best([log_results(t, n) for _ in range(args.rounds)]) for t, n in SIZES.items()}
     about = versions("redis", "msgspec", "pyarrow")

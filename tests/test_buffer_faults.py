@@ -19,6 +19,7 @@ import redis
 
 from areal_q.config import Run
 from areal_q.messages import Group
+from areal_q.metrics import read_metrics
 from areal_q.tasks import build_task, build_tokenizer
 from buffer.keys import Keys
 from buffer.redis_buffer import LearnerBuffer, WorkerBuffer
@@ -323,3 +324,28 @@ def test_a_group_that_is_put_back_counts_though_its_place_was_refilled(
     assert learner.intake.duplicates == 0
     assert learner.feeder.lost == set()
     learner.buffer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_run_in_a_redis_that_is_too_small_checkpoints_before_its_time_and_ends(
+    short_dir: Path, tmp_path: Path
+):
+    """Without the early checkpoints it would wait for ever: the next regular one is after the last step."""
+    settings = ["model.width=32", "model.layers=1", "model.mlp=48", "warmstart.steps=0"]
+    settings += ["steps=40", "checkpoint.every=1000", "eval.problems=2", f"root={tmp_path}"]
+    settings += ["learner.groups=16", "learner.group_size=16", "learner.max_lag=1"]
+    config = Path(__file__).parent.parent / "configs" / "quickstart.toml"
+    with (
+        RedisServer.start(short_dir / "redis", short_dir / "s") as server,
+        redis.Redis.from_url(server.url) as client,
+    ):
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + (500 << 10))
+        command = [sys.executable, "-m", "areal_q", "run", str(config), *settings]
+        environment = {**os.environ, "REDIS_URL": server.url}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    said = (tmp_path / "quickstart" / "logs" / "learner.log").read_text()
+    assert ended.returncode == 0, ended.stderr + said
+    assert "a checkpoint before its time makes room" in said
+    metrics = read_metrics(tmp_path / "quickstart" / "metrics.jsonl")
+    assert [r["step"] for r in metrics if r["kind"] == "step"] == list(range(1, 41))
