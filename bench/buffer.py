@@ -62,7 +62,9 @@ def group_of(ticket: Ticket, tokens: int) -> Group:
             spans=[VersionSpan(0, tokens, "d")],
             finish_reason="stop",
             reward=0.0,
-            **{name: Array.of(array[i]) for name, array in arrays.items()},
+            response_ids=Array.of(arrays["response_ids"][i]),
+            behavior_logprobs=Array.of(arrays["behavior_logprobs"][i]),
+            loss_mask=Array.of(arrays["loss_mask"][i]),
         )
         for i in range(RESPONSES)
     ]
@@ -271,8 +273,8 @@ def main() -> None:
     parser.add_argument("--peers-python", type=Path, default=ROOT / ".venv-buffer-peers/bin/python")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    pythons: dict[str, Path] = dict.fromkeys(PEERS, args.peers_python)
-    pythons["dm-reverb"] = args.reverb_python
+    peers_python: Path = args.peers_python
+    pythons = dict.fromkeys(PEERS, peers_python) | {"dm-reverb": args.reverb_python}
     results = measure(pythons, args.rounds)
     logs = {t: best([log_results(t, n) for _ in range(args.rounds)]) for t, n in SIZES.items()}
     about = versions("redis", "msgspec", "pyarrow")
