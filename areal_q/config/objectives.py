@@ -85,15 +85,15 @@ class Acr(Clip, frozen=True, kw_only=True, tag="acr"):
 
 class Gspo(Clip, frozen=True, kw_only=True, tag="gspo"):
     """PPO on the geometric mean of a response's ratios (arXiv 2507.18071); blind to π_behav. The bounds are
-    those of its §5.1."""
+    those that TRL's and verl's documentation give for the paper."""
 
     clip_low: Fraction = 3e-4
     clip_high: Positive = 4e-4
 
 
 class Sapo(_Choice, frozen=True, kw_only=True, tag="sapo"):
-    """A sigmoid gate in place of the hard clip (arXiv 2511.20347); blind to π_behav. The temperatures are the
-    paper's, as TRL and AReaL have them too."""
+    """A sigmoid gate in place of the hard clip (arXiv 2511.20347); blind to π_behav. The temperatures are
+    those of TRL and AReaL."""
 
     temperature_positive: Positive = 1.0
     """τ⁺, for A > 0"""
