@@ -253,15 +253,16 @@ def test_weights_that_come_back_need_no_bytes_of_theirs(
 
     broadcaster = serve(short_dir, stack)
     receiver = follow(herald, broadcaster.endpoints.fetch, stack)
-    versions = [version(0, 5), version(1, 9), version(2, 5)]
+    versions = [version(0, 5), version(1, 9), version(2, 5), version(3, 5)]
     for v in versions:
         publish(broadcaster, v)
         if v is versions[0]:
             herald.tell(v)
             arrive(receiver, v)
-    herald.tell(versions[2])
-    arrive(receiver, versions[2])
+    herald.tell(versions[3])
+    arrive(receiver, versions[3])
     assert receiver.stats.fetch.catch_up_bytes < 200
+    assert (receiver.stats.fetch.fetches, receiver.stats.fetch.catch_ups) == (1, 1)
 
 
 def test_workers_that_join_while_versions_are_published_follow_at_once(

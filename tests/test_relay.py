@@ -111,7 +111,7 @@ def test_a_relay_serves_those_that_are_behind(
     held = middle._broadcaster._desk
     assert held is not None
     first = make_version(0).manifest
-    links = held._deltas.since(first.epoch, first.digest)
+    links = held._deltas.since(first.epoch, first.version, first.digest)
     assert [link.new.version for link in links] == [1, 2, 3, 4]
 
 

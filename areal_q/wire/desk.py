@@ -71,8 +71,8 @@ class Desk:
         self._history: list[Manifest] = []
         self._history_length = history
         self._composer = ThreadPoolExecutor(1, "composer")
-        self._catch_ups: dict[tuple[str, str], Future[CatchUp]] = {}
-        """By digests of the versions they lead from and to, the last KEPT_CATCH_UPS"""
+        self._catch_ups: dict[tuple[str, int, int], Future[CatchUp]] = {}
+        """By epoch and the versions they lead from and to, the last KEPT_CATCH_UPS"""
         self._waiting: list[tuple[bytes, Future[CatchUp]]] = []
 
     def show(self, version: WeightVersion, base: Manifest | None, body: bytes | None) -> None:
@@ -121,11 +121,11 @@ class Desk:
                 self._send(peer, messages.encode(reply))
 
     def _catch_up(self, peer: bytes, request: FetchDeltas) -> None:
-        links = self._deltas.since(request.epoch, request.base_digest)
+        links = self._deltas.since(request.epoch, request.base, request.base_digest)
         if not links or len(self._waiting) >= WAITING_WORKERS:
             self._send(peer, messages.encode(DeltasReply()))
             return
-        key = links[0].base.digest, links[-1].new.digest
+        key = request.epoch, request.base, links[-1].new.version
         made = self._catch_ups.pop(key, None)
         if made is None:
             made = self._composer.submit(catch_up, links)

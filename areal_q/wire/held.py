@@ -113,12 +113,13 @@ class HeldDeltas:
         while len(self._chain) > self._limit or self._nbytes > self._limit_bytes:
             self._nbytes -= len(self._chain.popleft().body)
 
-    def since(self, epoch: str, digest: str) -> list[Link]:
-        """What leads from version `digest` to the newest; empty if that is not known."""
+    def since(self, epoch: str, version: int, digest: str) -> list[Link]:
+        """What leads from that version to the newest; empty if it is not known."""
         links: list[Link] = []
         for link in reversed(self._chain):
             links.insert(0, link)
-            if link.base.digest == digest and link.base.epoch == epoch:
+            base = link.base
+            if (base.epoch, base.version, base.digest) == (epoch, version, digest):
                 return links
         return []
 
