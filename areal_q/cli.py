@@ -164,17 +164,10 @@ def weights(ctx: typer.Context) -> None:
     _become("rollout.weights", ctx.args)
 
 
-@app.command()
-def keys(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="where to keep them")],
-    client: Annotated[str, typer.Option(help="whose; one more each time")] = "worker",
-) -> None:
-    """Make CURVE keys that encrypt the weights on the wire and say who may fetch them."""
-    from areal_q.wire.curve import make_keys
-
-    for path in make_keys(directory, client):
-        typer.echo(f"secret, keep it where it is used: {path}")
-    typer.echo(f"broadcast.keys={directory}")
+@app.command(context_settings=PASS_THROUGH)
+def keys(ctx: typer.Context) -> None:
+    """Make CURVE keys that encrypt the weights and say who may fetch them: `python -m buffer.wire.keys`."""
+    _become("buffer.wire.keys", ctx.args)
 
 
 @app.command(context_settings=PASS_THROUGH)

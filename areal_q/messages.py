@@ -323,7 +323,7 @@ class HeldReply(msgspec.Struct, frozen=True, kw_only=True, tag="held"):
 
     versions: list[HeldVersion]
     stats: dict[str, int]
-    """What the broadcaster counted since it started (areal_q/wire/stats.py)"""
+    """What the broadcaster counted since it started (buffer/wire/stats.py)"""
 
 
 class ChunkReply(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):

@@ -1,7 +1,7 @@
 """A published version of the weights: manifest, payload, and the hashes that tie them together.
 
 The payload is the tensors' raw bytes, each at a 64-byte boundary, exactly as the engine will use
-them. Pure: no socket here (see areal_q/wire/ and rollout/receiver.py).
+them. Pure: no socket here (see buffer/wire/ and rollout/receiver.py).
 """
 
 import math

@@ -37,9 +37,9 @@ from areal_q.payloads import PayloadPool
 from areal_q.quant import quantize_state
 from areal_q.tasks import build_task, build_tokenizer
 from areal_q.weights import WeightVersion
-from areal_q.wire.broadcaster import Broadcaster
-from areal_q.wire.curve import ClientKeys, client_keys, make_keys
 from bench.common import ROOT, commit, device, number, publish, table, versions
+from buffer.wire.broadcaster import Broadcaster
+from buffer.wire.curve import ClientKeys, client_keys, make_keys
 from learner.build import build_model
 from learner.publish import Publisher
 from rollout.engines import build_engine

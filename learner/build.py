@@ -13,11 +13,11 @@ from areal_q.metrics import MetricsLog
 from areal_q.models import Decoder, DecoderConfig, init_weights, load_decoder
 from areal_q.quant.uaq import apply_uaq
 from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer, check_reward
-from areal_q.wire.broadcaster import Broadcaster
 from buffer.log import TrajectoryLog
 from buffer.redis_buffer import START, LearnerBuffer
 from buffer.steps import StepLog
 from buffer.tokens import TokenLog
+from buffer.wire.broadcaster import Broadcaster
 from learner import checkpoint
 from learner.feeder import Feeder
 from learner.heldout import HeldOut

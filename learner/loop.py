@@ -21,12 +21,12 @@ from pathlib import Path
 from areal_q.config import Run, settings_hash
 from areal_q.messages import Group
 from areal_q.metrics import MetricsLog
-from areal_q.wire.broadcaster import Broadcaster
 from buffer.log import TrajectoryLog
 from buffer.pool import Draw
 from buffer.redis_buffer import START, LearnerBuffer
 from buffer.steps import StepLog, StepRecord
 from buffer.tokens import TokenLog
+from buffer.wire.broadcaster import Broadcaster
 from learner import checkpoint
 from learner.feeder import Feeder
 from learner.heldout import HeldOut

@@ -19,7 +19,7 @@ from areal_q.messages import (
     Manifest,
     ManifestReply,
 )
-from areal_q.wire.curve import ClientKeys
+from buffer.wire.curve import ClientKeys
 
 TIMEOUT_S = 5.0
 CHUNK_BYTES = 4 << 20

@@ -32,7 +32,7 @@ from areal_q.messages import (
 )
 from areal_q.payloads import PayloadPool
 from areal_q.weights import WeightVersion, check
-from areal_q.wire.curve import ClientKeys
+from buffer.wire.curve import ClientKeys
 from rollout.partial import CatchUp, Partial, Snapshot
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from areal_q.config import BroadcastConfig
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.messages import Announce, Delta, Manifest
 from areal_q.weights import WeightVersion
-from areal_q.wire.curve import ClientKeys
+from buffer.wire.curve import ClientKeys
 from rollout.fetch import Fetcher, FetchStats
 from rollout.slot import Slot
 

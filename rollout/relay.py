@@ -19,7 +19,7 @@ from areal_q.config import BroadcastConfig, load
 from areal_q.errors import UserError
 from areal_q.exporter import RELAY, Exporter, serve_metrics
 from areal_q.weights import WeightVersion
-from areal_q.wire.broadcaster import Broadcaster, Endpoints
+from buffer.wire.broadcaster import Broadcaster, Endpoints
 from rollout.receiver import Receiver
 from rollout.source import Source
 
@@ -31,7 +31,7 @@ class Relay:
 
     Delivery, told plainly (shown by tests/test_relay.py):
     - Upstream it is a worker like any other (rollout/receiver.py), downstream a learner like any other
-      (areal_q/wire/broadcaster.py); all that is said there holds, also over relays of relays
+      (buffer/wire/broadcaster.py); all that is said there holds, also over relays of relays
       (test_a_tree_of_relays_gives_the_same_bytes).
     - A delta is passed on as it came. Versions that it skipped itself are skipped for all behind it, and a
       delta between those it has is made here.

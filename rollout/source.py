@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from areal_q.wire.curve import CLIENT, ClientKeys, client_keys
+from buffer.wire.curve import CLIENT, ClientKeys, client_keys
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from areal_q import weights
 from areal_q.config import BroadcastConfig
 from areal_q.errors import ConfigError, WeightVersionError
 from areal_q.weights import WeightVersion
-from areal_q.wire.broadcaster import Broadcaster
-from areal_q.wire.held import HeldVersions
+from buffer.wire.broadcaster import Broadcaster
+from buffer.wire.held import HeldVersions
 from rollout.receiver import Receiver
 
 Make = Callable[..., WeightVersion]

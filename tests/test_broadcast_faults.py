@@ -17,7 +17,7 @@ from areal_q import messages
 from areal_q.config import BroadcastConfig
 from areal_q.messages import Announce, FetchChunk, FetchManifest, Manifest, ManifestReply
 from areal_q.weights import WeightVersion
-from areal_q.wire.broadcaster import Broadcaster
+from buffer.wire.broadcaster import Broadcaster
 from rollout.receiver import Receiver
 
 Frames = list[bytes]

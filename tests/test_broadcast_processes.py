@@ -14,7 +14,7 @@ import torch
 
 from areal_q.config import BroadcastConfig
 from areal_q.weights import WeightVersion
-from areal_q.wire.broadcaster import Broadcaster
+from buffer.wire.broadcaster import Broadcaster
 from rollout.receiver import Receiver
 
 Make = Callable[..., WeightVersion]
@@ -38,7 +38,7 @@ LEARNER = """
 import sys, time, torch
 from areal_q import weights
 from areal_q.config import BroadcastConfig
-from areal_q.wire.broadcaster import Broadcaster
+from buffer.wire.broadcaster import Broadcaster
 
 broadcaster = Broadcaster(sys.argv[1], sys.argv[2], BroadcastConfig(heartbeat_s=0.05))
 number = 0

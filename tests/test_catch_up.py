@@ -14,7 +14,7 @@ from areal_q import messages, weights
 from areal_q.config import BroadcastConfig
 from areal_q.messages import Announce, DeltasReply, FetchDeltas, FetchHeld, HeldReply
 from areal_q.weights import WeightVersion
-from areal_q.wire.broadcaster import Broadcaster
+from buffer.wire.broadcaster import Broadcaster
 from rollout.receiver import Receiver
 
 Make = Callable[..., WeightVersion]

@@ -17,8 +17,8 @@ from areal_q.config import BroadcastConfig
 from areal_q.errors import ConfigError
 from areal_q.messages import FetchManifest
 from areal_q.weights import WeightVersion
-from areal_q.wire.broadcaster import Broadcaster, Endpoints
-from areal_q.wire.curve import ClientKeys, client_keys, make_keys, server_keys
+from buffer.wire.broadcaster import Broadcaster, Endpoints
+from buffer.wire.curve import ClientKeys, client_keys, make_keys, server_keys
 from rollout.receiver import Receiver
 from rollout.relay import Relay
 from rollout.source import Source

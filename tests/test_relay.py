@@ -16,7 +16,7 @@ import torch
 
 from areal_q.config import BroadcastConfig
 from areal_q.weights import WeightVersion
-from areal_q.wire.broadcaster import Broadcaster, Endpoints
+from buffer.wire.broadcaster import Broadcaster, Endpoints
 from rollout.receiver import Receiver
 from rollout.relay import Relay
 from rollout.source import Source

@@ -21,7 +21,7 @@ from areal_q.errors import ConfigError, WeightVersionError
 from areal_q.messages import WorkerStatus
 from areal_q.metrics import MetricsLog
 from areal_q.weights import WeightVersion
-from areal_q.wire.broadcaster import Broadcaster
+from buffer.wire.broadcaster import Broadcaster
 from rollout.weights import main
 
 Make = Callable[..., WeightVersion]

@@ -27,9 +27,9 @@ from areal_q.tasks import (
     build_tokenizer,
     problem_at,
 )
-from areal_q.wire.broadcaster import Broadcaster
 from buffer.connection import Patience, insist_async
 from buffer.redis_buffer import Claim, LearnerBuffer, WorkerBuffer
+from buffer.wire.broadcaster import Broadcaster
 from learner.batch import pack, samples_of
 from learner.build import build_model
 from learner.feeder import Feeder

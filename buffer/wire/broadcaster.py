@@ -4,7 +4,7 @@
                                                   │ ▲ delta to the version before
                                                   │ └─── differ (one more thread)
                                                   │ XPUB    delta once, announcements again and again
-                                                  └ ROUTER  areal_q/wire/desk.py: manifests, deltas, chunks
+                                                  └ ROUTER  buffer/wire/desk.py: manifests, deltas, chunks
 
 The thread waits for one thing only, its poll: unblocked by a request, a new subscriber, `publish`,
 a finished delta, `close`, the next heartbeat being due, or a delta that takes too long. No send on these
@@ -27,11 +27,11 @@ from areal_q.config import BroadcastConfig
 from areal_q.errors import ConfigError, WeightVersionError
 from areal_q.messages import Announce, Manifest
 from areal_q.weights import WeightVersion
-from areal_q.wire.curve import server_keys
-from areal_q.wire.desk import QUEUED_REPLIES, Desk
-from areal_q.wire.held import HeldDeltas, HeldVersions, header_of
-from areal_q.wire.sockets import IpcFiles, bind, bound_to
-from areal_q.wire.stats import BroadcastStats
+from buffer.wire.curve import server_keys
+from buffer.wire.desk import QUEUED_REPLIES, Desk
+from buffer.wire.held import HeldDeltas, HeldVersions, header_of
+from buffer.wire.sockets import IpcFiles, bind, bound_to
+from buffer.wire.stats import BroadcastStats
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Broadcaster:
       counted (test_a_delta_that_takes_too_long_is_left_out). A delta over `max_delta_bytes` is not sent,
       only announced (test_a_delta_over_the_limit_is_announced_and_fetched); 0 turns deltas off.
     - At most `hold` versions are held, and the oldest fetch under way finishes; at most `hold_deltas` deltas,
-      of `max_delta_bytes` together (areal_q/wire/held.py). Memory is flat
+      of `max_delta_bytes` together (buffer/wire/held.py). Memory is flat
       (test_memory_does_not_grow_over_a_thousand_versions).
     - A worker that answers no ZeroMQ heartbeat for `peer_timeout_s` (stopped, cut off) is dropped with its
       queue.

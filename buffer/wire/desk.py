@@ -25,8 +25,8 @@ from areal_q.messages import (
     ManifestReply,
 )
 from areal_q.weights import WeightVersion
-from areal_q.wire.held import CatchUp, HeldDeltas, HeldVersions, catch_up
-from areal_q.wire.stats import BroadcastStats
+from buffer.wire.held import CatchUp, HeldDeltas, HeldVersions, catch_up
+from buffer.wire.stats import BroadcastStats
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 import zmq
 
 from areal_q.errors import ConfigError
-from areal_q.wire.curve import ServerKeys
+from buffer.wire.curve import ServerKeys
 
 MAX_REQUEST_BYTES = 4096
 """A request is about 100 bytes; ZeroMQ hangs up on a peer that sends more than this."""
