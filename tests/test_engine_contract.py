@@ -26,7 +26,7 @@ CONFIGS = {
     "vllm": VllmEngine(slots=64),
     "scripted": ScriptedEngine(tokens_per_s=1e6),
 }
-VLLM = [pytest.mark.vllm, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+VLLM = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def with_engine(request, published, shared):
         pytest.importorskip("vllm")
 
     async def bounded(engine, body):
-        return await asyncio.wait_for(body(engine), 120)
+        return await asyncio.wait_for(body(engine), 600 if kind == "vllm" else 30)
 
     async def alone(body, weights):
         engine = build_engine(CONFIGS[kind])

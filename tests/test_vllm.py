@@ -30,7 +30,7 @@ from rollout.engines.vllm_engine import check_quantized, vllm_engine
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),  # of vLLM's and its dependencies' own
 ]
 pytest.importorskip("vllm")
@@ -133,7 +133,7 @@ def live():
 
             async def bounded(body):
                 await engine.load_weights(published(0, format))
-                return await asyncio.wait_for(body(engine), 200)
+                return await asyncio.wait_for(body(engine), 600)
 
             return lambda body: runner.run(bounded(body))
 
@@ -365,7 +365,7 @@ def test_kill_9_of_the_worker_leaves_no_engine_behind(tmp_path):
         pid = int(child.stdout.readline())
         child.kill()
         child.wait()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while os.path.exists(f"/proc/{pid}"):
             assert time.monotonic() < deadline
             time.sleep(0.1)
