@@ -135,7 +135,8 @@ class VllmBackend:
         self._first, self._model = manifest, DecoderConfig.from_hf(manifest.model)
 
     async def stage(self, weights: WeightVersion) -> None:
-        assert self._stager is not None
+        if self._stager is None:  # a launch was cancelled, or failed
+            raise EngineDied("vLLM is not running")
         await self._stager.send(weights, self.timeout_s)
 
     async def pause(self) -> None:
