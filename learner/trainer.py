@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
 
 from areal_q.algorithms import LossInputs, loss_fn, reduce_metrics
 from areal_q.algorithms.loss import whole_step
 from areal_q.algorithms.reducers import Mean, Metrics
 from areal_q.config import LearnerConfig
 from areal_q.models import Decoder
+from areal_q.models.logprobs import head_logprobs
 from learner.advantages import needs_policy, with_advantages
 from learner.batch import PackedBatch, Sample, microbatches, pack
 from learner.critic import Critic
@@ -200,8 +200,4 @@ def logprobs_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same from the hidden states [T, D] that predict the response tokens; the entropy has a gradient
     where it `entropy_learns`."""
-    logits = model.logits(hidden).float() / temperature
-    logp = nn.functional.log_softmax(logits, dim=-1)
-    with torch.set_grad_enabled(entropy_learns and torch.is_grad_enabled()):
-        entropy = -(logp.exp() * logp).sum(-1)
-    return logp.gather(-1, batch.targets[:, None]).squeeze(-1), entropy
+    return head_logprobs(hidden, model.head, batch.targets, temperature, entropy_learns)

@@ -31,10 +31,14 @@ class Decoder(nn.Module):
         """Hidden states [T, D] after the final norm, for token_ids int64 [T]."""
         return self.model(token_ids, layout)
 
+    @property
+    def head(self) -> Tensor:
+        """The output head's weight [V, D]; the embedding's where they are tied."""
+        return (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D]: ask only for the positions that are needed."""
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden, head.weight)
+        return F.linear(hidden, self.head)
 
 
 class Trunk(nn.Module):

@@ -18,10 +18,10 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from areal_q.algorithms import Totals, loss, loss_fn
 from areal_q.config import Acr, Cispo, Gspo, Ppo, Sapo, SeqMeanTokenMean, Tbpo, Tis
+from bench import memory
 from bench.peers.losses import Padded, areal, areal_loss, trl_loss, verl_correction
 from bench.peers.losses import verl_loss as verl
 
@@ -114,15 +114,7 @@ def step(batch: Padded, side: Callable[[], Tensor]) -> float:
 def peak_bytes(batch: Padded, side: Callable[[], Tensor]) -> int:
     """The most that a step held at one moment beyond its inputs, by torch's record of allocations."""
     batch.logprobs.grad = None
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        side().backward()
-    assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
-    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    return memory.peak_bytes(lambda: side().backward())
 
 
 def main(path: str) -> None:

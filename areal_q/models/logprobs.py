@@ -1,0 +1,153 @@
+"""Log-probs and entropies of the output head's distribution, with or without the [T, V] logits in memory.
+
+With: plain torch, several tensors of [T, V] at once. Without: the vocabulary in blocks, V's softmax summed up
+as blocks come by (online softmax, arXiv 1805.02867); the backward pass computes each block again from the
+hidden states and three numbers a token (arXiv 2411.09009 does so in one kernel). Each block of the head's
+weight is read once a pass, and its gradient written once.
+
+Notation: T tokens, D model width, V vocabulary, B columns of a block; l = logits / temperature, in float32 or
+better whatever the model's dtype. A token's H is its entropy, lse its log Σ exp l.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from areal_q.models.linear import product
+
+BLOCK = 1 << 22
+"""Logits held at once"""
+WHOLE = 1 << 24
+"""Up to so many logits plain torch is used: which of the two depends on shapes alone, so that a step computed
+again takes the same one"""
+
+
+def head_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    entropy_learns: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(log-prob of each target, entropy) in nats, both float32 [T] (float64 of float64).
+
+    hidden [T, D], weight [V, D], targets int64 [T]. Gradients reach hidden and weight from the log-probs, and
+    from the entropy where it `entropy_learns`.
+    """
+    if len(hidden) * len(weight) <= WHOLE:
+        return whole(hidden, weight, targets, temperature, entropy_learns)
+    return blockwise(hidden, weight, targets, temperature, entropy_learns)
+
+
+def whole(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy_learns: bool
+) -> tuple[Tensor, Tensor]:
+    """The definition; needs memory for several [T, V]."""
+    logits = _wide(torch.nn.functional.linear(hidden, weight)) / temperature
+    logp = torch.log_softmax(logits, dim=-1)
+    with torch.set_grad_enabled(entropy_learns and torch.is_grad_enabled()):
+        entropy = -(logp.exp() * logp).sum(-1)
+    return logp.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+
+def blockwise(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropy_learns: bool,
+    block: int = BLOCK,
+) -> tuple[Tensor, Tensor]:
+    """The same with at most `block` logits at once (but at least 256 columns)."""
+    columns = max(256, block // max(1, len(hidden)))
+    logprobs, entropy = _Blockwise.apply(hidden, weight, targets, temperature, columns)  # type: ignore[misc]
+    return logprobs, entropy if entropy_learns else entropy.detach()
+
+
+class _Blockwise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, columns: int
+    ) -> tuple[Tensor, Tensor]:
+        # Of l shifted by the largest so far: Σ exp and Σ exp · l, which move along when that grows.
+        largest = _wide(hidden.new_full((len(hidden),), -torch.inf))
+        total, weighted = torch.zeros_like(largest), torch.zeros_like(largest)
+        chosen = torch.zeros_like(largest)
+        for start in range(0, len(weight), columns):
+            logits = _logits(hidden, weight[start : start + columns], temperature)
+            rows, places = _inside(targets, start, logits.shape[1])
+            chosen[rows] = logits[rows, places]
+            above = torch.maximum(largest, logits.amax(-1))
+            grown = torch.where(total > 0, above - largest, 0.0)
+            weighted = (weighted - grown * total) * (-grown).exp()
+            total = total * (-grown).exp()
+            logits -= above[:, None]
+            exps = logits.exp()
+            total += exps.sum(-1)
+            weighted += exps.mul_(logits).sum(-1)
+            largest = above
+        lse = largest + total.log()
+        entropy = total.log() - weighted / total
+        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
+        ctx.temperature, ctx.columns = temperature, columns
+        return chosen - lse, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """∂log p_y/∂l_j = [j = y] - p_j and ∂H/∂l_j = -p_j (log p_j + H)."""
+        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        of_logprobs, of_entropy = grads
+        to_hidden, to_weight = ctx.needs_input_grad[:2]
+        wide = _wide(hidden)
+        grad_hidden = torch.zeros_like(wide) if to_hidden else None
+        grad_weight = torch.empty_like(weight) if to_weight else None
+        entropy_learns = bool(of_entropy.any())
+        for start in range(0, len(weight), ctx.columns):
+            part = weight[start : start + ctx.columns]
+            logp = _logits(hidden, part, ctx.temperature).sub_(lse[:, None])
+            rows, places = _inside(targets, start, logp.shape[1])
+            if entropy_learns:
+                slope = of_logprobs[:, None] + of_entropy[:, None] * (logp + entropy[:, None])
+                grad = logp.exp_().mul_(slope).neg_()
+            else:
+                grad = logp.exp_().mul_(-of_logprobs[:, None])
+            grad[rows, places] += of_logprobs[rows]
+            grad /= ctx.temperature
+            if grad_hidden is not None:
+                grad_hidden += _product(grad, part.t(), hidden.dtype)
+            if grad_weight is not None:
+                grad_weight[start : start + ctx.columns] = _product(
+                    grad.t(), hidden.t(), hidden.dtype
+                )
+        return (
+            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
+            grad_weight,
+            None,
+            None,
+            None,
+        )
+
+
+def _logits(hidden: Tensor, part: Tensor, temperature: float) -> Tensor:
+    return _product(hidden, part, hidden.dtype).div_(temperature)
+
+
+def _product(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [n, k] · w [m, k]ᵀ, summed and returned in float32 or better; factors of `dtype` on a GPU."""
+    if x.is_cuda and dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(x.to(dtype), w.to(dtype).t(), out_dtype=torch.float32)
+    return product(_wide(x), _wide(w))
+
+
+def _inside(targets: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
+    """(rows whose target is in the block, its column there)."""
+    places = targets - start
+    rows = ((places >= 0) & (places < columns)).nonzero().squeeze(-1)
+    return rows, places[rows]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
