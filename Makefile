@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 # index has no such build, set PIP_EXTRA_INDEX_URL to the CPU index that pytorch.org names.
 TORCH_CPU ?= $(TORCH)+cpu
 
-.PHONY: run test test-formats test-peers test-vllm check bench bench-buffer browser clean
+.PHONY: run test test-formats test-peers test-vllm check bench bench-buffer chaos browser clean
 
 run: $(VENV)/.installed
 	$(BIN)/areal-q run configs/quickstart.toml
@@ -34,6 +34,10 @@ check: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench.quickstart
+
+# 200 random faults on real processes, then the promises: docs/survival.md. Root may do more of them.
+chaos: $(VENV)/.installed
+	$(BIN)/python -m bench.chaos
 
 # The peers of the buffer, whose requirements exclude each other; about 3 GB, a few minutes.
 bench-buffer: $(VENV)/.installed .venv-reverb/.installed .venv-buffer-peers/.installed

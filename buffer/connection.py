@@ -66,12 +66,17 @@ class Patience:
         return self._pause_s
 
 
-def insist(patience: Patience, call: Callable[[], T]) -> T:
-    """`call`, repeated while Redis does not answer. It may happen twice: it must be repeatable."""
+def insist(patience: Patience, call: Callable[[], T], *, disk: bool = True) -> T:
+    """`call`, repeated while Redis does not answer or, with `disk`, cannot write its append-only file. It may
+    happen twice: it must be repeatable."""
     while True:
         try:
             return call()
         except TRANSIENT as error:
+            time.sleep(patience.pause(error))
+        except redis.ResponseError as error:
+            if not (disk and cannot_persist(error)):
+                raise
             time.sleep(patience.pause(error))
 
 
@@ -85,6 +90,10 @@ async def insist_async(patience: Patience, call: Callable[[], Awaitable[T]]) -> 
             result = await call()
         except TRANSIENT as error:
             await asyncio.sleep(patience.pause(error))
+        except redis.ResponseError as error:
+            if not cannot_persist(error):
+                raise
+            await asyncio.sleep(patience.pause(error))
         else:
             if task and task.cancelling() > cancellations:
                 raise asyncio.CancelledError
@@ -93,8 +102,11 @@ async def insist_async(patience: Patience, call: Callable[[], Awaitable[T]]) -> 
 
 def refuses_writes(error: redis.ResponseError) -> bool:
     """True when Redis is full under `noeviction`, or cannot write its append-only file."""
-    if isinstance(error, OutOfMemoryError):
-        return True
     # Redis 6 wraps an error inside a script into one of another class.
-    text = str(error)
-    return "OOM command not allowed" in text or "MISCONF" in text
+    full = isinstance(error, OutOfMemoryError) or "OOM command not allowed" in str(error)
+    return full or cannot_persist(error)
+
+
+def cannot_persist(error: redis.ResponseError) -> bool:
+    """True while its disk is full or gone: then it refuses also what needs no memory, such as claims."""
+    return "MISCONF" in str(error)

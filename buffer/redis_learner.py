@@ -217,7 +217,7 @@ class LearnerBuffer:
 
     def _write(self, call: Callable[[], T]) -> T:
         try:
-            return self._call(call)
+            return insist(Patience(self._url, self._patience_s), call, disk=False)
         except redis.ResponseError as error:
             if not refuses_writes(error):
                 raise

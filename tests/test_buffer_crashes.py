@@ -3,14 +3,16 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import redis
 
-from areal_q.errors import BufferUnavailable
+from areal_q.errors import BufferFull, BufferUnavailable
 from areal_q.messages import WorkerStatus, encode
 from buffer.keys import Keys
 from buffer.redis_buffer import LearnerBuffer, WorkerBuffer
@@ -154,6 +156,52 @@ def test_a_full_redis_makes_commit_wait_and_loses_nothing(
 
     asyncio.run(work())
     assert learner.unread() == [0]
+
+
+def test_a_redis_whose_disk_is_gone_is_waited_for_by_both_sides(short_dir, make_ticket, make_group):
+    with RedisServer.start(short_dir / "redis", short_dir / "s") as server:
+        learner = LearnerBuffer(server.url, "run", patience_s=30.0)
+        learner.publish_run("x = 1", {})
+        learner.admit([make_ticket(n) for n in range(2)], cursor=2)
+        with redis.Redis.from_url(server.url) as client:
+
+            async def work():
+                worker = WorkerBuffer(server.url, "run", "w", patience_s=30.0)
+                [claim] = await worker.claim(1, 0.0)
+                lose_disk(client, short_dir / "redis")
+                with pytest.raises(BufferFull):
+                    learner.admit([make_ticket(2)], cursor=3)
+                waiting = [
+                    asyncio.create_task(work)
+                    for work in (
+                        worker.claim(1, 0.0),
+                        worker.renew([claim]),
+                        worker.commit(claim, make_group(claim.ticket)),
+                        asyncio.to_thread(learner.trim, "1-0"),
+                    )
+                ]
+                await asyncio.sleep(0.5)
+                assert not [task for task in waiting if task.done()]
+                (short_dir / "new").mkdir()
+                client.config_set("dir", str(short_dir / "new"))
+                client.bgsave()
+                claims, _, committed, _ = await asyncio.gather(*waiting)
+                assert ([c.ticket.number for c in claims], committed) == ([1], True)  # pyright: ignore
+                await worker.close()
+
+            asyncio.run(work())
+        assert learner.unread() == [0]
+        learner.close()
+
+
+def lose_disk(client, directory):
+    """Until it can save again, this Redis refuses every write (MISCONF)."""
+    client.config_set("appendonly", "no")
+    client.config_set("save", "3600 1")
+    shutil.rmtree(directory)
+    client.bgsave()
+    while client.info("persistence")["rdb_last_bgsave_status"] == "ok":
+        time.sleep(0.02)
 
 
 def test_poison_groups_go_to_the_quarantine_and_do_not_count(
