@@ -24,6 +24,7 @@ from learner.heldout import HeldOut
 from learner.intake import Intake
 from learner.lineage import Lineage, forks_at
 from learner.loop import Learner
+from learner.precision import set_precision
 from learner.publish import Publisher
 from learner.tap import TokenTap
 from learner.trainer import Trainer
@@ -70,11 +71,13 @@ def build_trainer(
         _warm_start(model, run, task, tokenizer, metrics, stop)
         if run.learner.uaq > 1:
             apply_uaq(model, run.learner.uaq)
+    set_precision(model, run)
     trainer = Trainer(model, run.learner, run.rollout.sampling.temperature)
     if resume:
         return trainer, checkpoint.restore(directory / "checkpoints", trainer)
     if run.learner.reference_kl and run.learner.reference_kl.path:
         trainer.reference = build_reference(run.learner.reference_kl.path, model)
+        set_precision(trainer.reference, run)
     return trainer, None
 
 

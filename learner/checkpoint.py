@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from areal_q.errors import CheckpointError
+from areal_q.models.aligned import materialise
 from learner.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -177,6 +178,7 @@ def _load(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> None:
         for part, module in _modules(trainer).items():
             for name, parameter in module.named_parameters():
                 parameter.copy_(tensors[f"{part}.{name}"])
+            materialise(module)
     for part, optimizer in _optimizers(trainer).items():
         slots: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors.items():

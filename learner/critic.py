@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from areal_q.config import CriticConfig
 from areal_q.models import Decoder
+from areal_q.models.aligned import use
+from areal_q.models.linear import Linear
 from learner.batch import PackedBatch
 from learner.optim import build_optimizer
 
@@ -22,6 +24,8 @@ class Critic(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.trunk = copy.deepcopy(policy.model) if cfg.trunk == "separate" else None
+        if self.trunk is not None:
+            use(Linear, self.trunk, "")  # its own weights are published nowhere
         device = next(policy.parameters()).device
         self.head = nn.Linear(policy.config.width, 1, device=device)
         nn.init.zeros_(self.head.weight)

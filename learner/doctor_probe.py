@@ -12,15 +12,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from areal_q.config import Run
 from areal_q.diagnosis import TERMS, TokenTable
 from areal_q.messages import Group
 from areal_q.models import Decoder
-from areal_q.quant import FORMATS, dequantize_state, is_quantized, quantize_state
-from areal_q.quant.linear import Linear
-from areal_q.quant.plan import parts_of
+from areal_q.models.aligned import QuantLinear, published_state, use
+from areal_q.quant import dequantize_state
 from learner.batch import Sample, microbatches, pack, samples_of
 from learner.lineage import Lineage
 from learner.trainer import Trainer, token_logprobs
@@ -28,31 +26,16 @@ from learner.trainer import Trainer, token_logprobs
 UNKNOWN = -1
 
 
-class EngineLinear(nn.Module):
-    """A linear as the format runs it, quantized activations included."""
-
-    def __init__(self, run: Linear, bias: Tensor | None) -> None:
-        super().__init__()
-        self.run, self.bias = run, bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(x, self.bias)
-
-
 class Version:
     """The policies that stand for one version: as learnt, with quantized weights, as the engine runs it."""
 
     def __init__(self, model: Decoder, format: str) -> None:
         self.learnt = copy.deepcopy(model).requires_grad_(False)
-        published = quantize_state(self.learnt.state_dict(), format)
+        published = published_state(self.learnt, format)
         self.dequantized = copy.deepcopy(self.learnt)
         self.dequantized.load_state_dict(dequantize_state(published, format))
         self.engine = copy.deepcopy(self.learnt)
-        for name, module in list(self.engine.named_modules()):
-            if isinstance(module, nn.Linear) and is_quantized(f"{name}.weight"):
-                parent, _, child = name.rpartition(".")
-                run = FORMATS[format].linear([parts_of(published, name, format)])
-                setattr(self.engine.get_submodule(parent), child, EngineLinear(run, module.bias))
+        use(QuantLinear, self.engine, format)
 
 
 @dataclass

@@ -6,8 +6,8 @@ import uuid
 from areal_q import weights
 from areal_q.config import Run
 from areal_q.models import Decoder
+from areal_q.models.aligned import published_state
 from areal_q.payloads import PayloadPool
-from areal_q.quant import quantize_state
 from areal_q.quant.metrics import codes_moved
 from areal_q.quant.sticky import StickyRanges
 from areal_q.weights import WeightVersion
@@ -29,9 +29,8 @@ class Publisher:
 
     def make(self, model: Decoder, version: int) -> WeightVersion:
         """Version `version` of `model`. Raises QuantizationError naming a tensor that is not finite."""
-        state = {name: p.detach() for name, p in model.state_dict().items()}
         made = weights.pack(
-            quantize_state(state, self._run.rollout.format, self._ranges),
+            published_state(model, self._run.rollout.format, self._ranges),
             run=self._run.name,
             epoch=self._epoch,
             version=version,

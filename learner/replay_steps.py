@@ -23,6 +23,7 @@ from buffer.log import iter_log
 from buffer.steps import StepRecord, iter_steps
 from learner import checkpoint
 from learner.lineage import Lineage
+from learner.precision import set_precision
 from learner.publish import Publisher
 from learner.step import learn, machine
 from learner.trainer import Trainer
@@ -140,6 +141,7 @@ class Replay:
             f'learner.device="{cfg.device}"',
             f"learner.microbatch_tokens={cfg.microbatch_tokens}",
         )
+        set_precision(model, self.recorded)
         trainer = Trainer(model, start.learner, self.recorded.rollout.sampling.temperature)
         checkpoint.load(self.checkpoint, self.state, trainer)
         return trainer
@@ -157,6 +159,7 @@ def with_settings(trainer: Trainer, run: Run) -> Trainer:
 
     A critic or a reference that was not there begins here, with the policy as it is now.
     """
+    set_precision(trainer.model, run)
     new = Trainer(
         trainer.model,
         run.learner,

@@ -11,6 +11,7 @@ from areal_q.algorithms.loss import whole_step
 from areal_q.algorithms.reducers import Mean, Metrics
 from areal_q.config import LearnerConfig
 from areal_q.models import Decoder
+from areal_q.models.aligned import materialise
 from areal_q.models.logprobs import head_logprobs
 from learner.advantages import needs_policy, with_advantages
 from learner.batch import PackedBatch, Sample, microbatches, pack
@@ -175,6 +176,8 @@ class Trainer:
             norm, also = optimizer_step(self.critic, self.critic.optimizer, lr, bound)
             metrics["value/grad_norm"] = Mean(norm, 1)
             taken = taken and also
+        if self.cfg.precision != "full":
+            materialise(self.model)
         self.updates += 1
         self.skipped += not taken
         return metrics

@@ -109,6 +109,13 @@ def _check(run: Run, source: str) -> Run:
         reason = "rollout.engine.kv_cache = 'fp8' needs kv_on_update = 'recompute': scales change"
     elif isinstance(engine, VllmEngine) and engine.kv_cache == "fp8" and engine.compiled:
         reason = "rollout.engine.kv_cache = 'fp8' needs compiled = false: its scales are observed"
+    elif learner.precision != "full" and run.rollout.sticky_scales:
+        # The learner's step would depend on scales that no checkpoint holds.
+        reason = "rollout.sticky_scales must be 0 where learner.precision is not 'full'"
+    elif learner.precision == "jet" and run.rollout.format != "fp8":
+        reason = (
+            f"learner.precision = 'jet' needs rollout.format = 'fp8', not {run.rollout.format!r}"
+        )
     elif run.broadcast.host is None and _on_every_interface(run.broadcast):
         reason = "broadcast.host is needed: workers cannot connect to every interface"
     reason = reason or _starves(run)

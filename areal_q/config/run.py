@@ -20,6 +20,8 @@ from areal_q.config.tasks import Arithmetic, RewardConfig, TaskConfig
 
 Format = Literal["bf16", "int8", "fp8", "fp8-channel", "int4", "int4-fp8", "nvfp4", "mxfp4", "nf4"]
 
+Precision = Literal["full", "qarl", "jet"]
+
 
 class _Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
@@ -175,6 +177,8 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     max_grad_norm: Positive = 1.0
     uaq: AtLeastOne = 1.5
     """UAQ's scale s (QuRL §4.3); 1 turns it off."""
+    precision: Precision = "full"
+    """`full`; `qarl`: forward on the rollouts' own numbers, backward in full precision; `jet`: both in FP8."""
     microbatch_tokens: Count = 16384
     device: str = "cpu"
     threads: Count = 1

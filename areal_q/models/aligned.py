@@ -1,0 +1,120 @@
+"""The learner's forward on the numbers that rollouts use (QaRL).
+
+    weights θ ──quantize_state──▶ parts ──┬──▶ Format.linear ──▶ the forward of π_prox and π_θ
+                                          └──▶ published_state ──▶ the version that engines run
+
+`QuantLinear` runs the format's own linear, activations quantized as the engine quantizes them, on parts that
+`materialise` makes once for each state of the weights. What is published are these very tensors: nothing is
+quantized twice. The backward is that of the full-precision layer (a straight-through estimator):
+
+    y = Q(x) · Q(W)ᵀ + b,    ∂x = ∂y · W,    ∂W = ∂yᵀ · x,    ∂b = Σ ∂y
+
+with the master weights W, which alone the optimizer sees.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from areal_q.models.linear import Linear
+from areal_q.quant.base import Parts
+from areal_q.quant.formats import FORMATS
+from areal_q.quant.linear import Linear as Product
+from areal_q.quant.plan import RangePolicy, is_quantized, parts_of, quantize_state
+
+
+class QuantLinear(Linear):
+    """A linear whose forward runs on quantized parts; `weight` is the master copy. Before the first
+    `materialise` it cannot run."""
+
+    format: str
+    parts: Parts
+    product: Product
+
+    def take(self, parts: Parts) -> None:
+        """The weights changed: these are the tensors that stand for them."""
+        self.parts, self.product = parts, FORMATS[self.format].linear([parts])
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _StraightThrough.apply(input, self.weight, self.bias, self.product)  # type: ignore[return-value]
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Any:
+        ctx.save_for_backward(x, weight)
+        return product(x, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad = grads[0]
+        needed = ctx.needs_input_grad
+        return (
+            grad @ weight if needed[0] else None,
+            grad.t() @ x if needed[1] else None,
+            grad.sum(0) if needed[2] else None,
+            None,
+        )
+
+
+def linears(model: nn.Module) -> dict[str, Linear]:
+    """The linears of `model` that a format applies to, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and is_quantized(f"{name}.weight")
+    }
+
+
+def use(kind: type[Linear], model: nn.Module, format: str) -> None:
+    """Makes the quantized linears of `model` ones of class `kind`, with the parameters that they have; on
+    `format`, ready to run, where the class is quantized."""
+    for name, linear in linears(model).items():
+        with torch.device("meta"):
+            new = kind(linear.in_features, linear.out_features, linear.bias is not None)
+        new.weight, new.bias = linear.weight, linear.bias
+        if isinstance(new, QuantLinear):
+            new.format = format
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, new)
+    materialise(model)
+
+
+@torch.no_grad()
+def materialise(model: nn.Module) -> None:
+    """Quantizes the present weights for the forward; to be called whenever they have changed.
+
+    Raises QuantizationError naming a tensor that is not finite.
+    """
+    found = {n: m for n, m in linears(model).items() if isinstance(m, QuantLinear)}
+    if not found:
+        return
+    format = next(iter(found.values())).format
+    published = quantize_state({f"{n}.weight": m.weight for n, m in found.items()}, format)
+    for name, linear in found.items():
+        linear.take(parts_of(published, name, format))
+
+
+def published_state(
+    model: nn.Module, format: str, policy: RangePolicy | None = None
+) -> dict[str, Tensor]:
+    """The tensors to publish for `model`: those of its forward where that is quantized, else as
+    `quantize_state` makes them. In the order of its state dict."""
+    state: Mapping[str, Tensor] = model.state_dict()
+    aligned = {n: m for n, m in linears(model).items() if isinstance(m, QuantLinear)}
+    if not aligned:
+        return quantize_state(state, format, policy)
+    published: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        linear = aligned.get(name.removesuffix(".weight"))
+        if linear is None:
+            published[name] = tensor.detach()
+        else:
+            prefix = name.removesuffix("weight")
+            published |= {
+                prefix + suffix: linear.parts[suffix] for suffix in FORMATS[format].suffixes
+            }
+    return published
