@@ -153,6 +153,7 @@ def spread(values: Sequence[float]) -> str:
 
 PANELS: dict[str, tuple[str, str]] = {
     "reward": ("reward of the rollouts", "linear"),
+    "accuracy": ("held-out accuracy in bf16", "linear"),
     "kl": ("mismatch KL, nats per token", "linear"),
     "weight_max": ("largest w in 10 steps", "log"),
 }
@@ -167,9 +168,10 @@ The reference is in each."""
 
 def figure(rows: Sequence[Row], path: Path = FIGURE) -> None:
     from matplotlib.figure import Figure
+    from PIL import Image
 
     results = Results(rows)
-    drawing = Figure(figsize=(12, 8), layout="constrained")
+    drawing = Figure(figsize=(12, 10), layout="constrained")
     axes = drawing.subplots(len(PANELS), len(VIEWS), sharex=True, sharey="row")
     for line, (column, (label, scale)) in zip(axes, PANELS.items(), strict=True):
         line[0].set_ylabel(label, fontsize=9)
@@ -187,7 +189,8 @@ def figure(rows: Sequence[Row], path: Path = FIGURE) -> None:
     for axis in axes[-1]:
         axis.set_xlabel("learner steps", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(path, dpi=85)
+    drawing.savefig(path, dpi=80)
+    Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
 
 
 def _band(axis: Any, values: Band, name: str) -> None:

@@ -1,6 +1,7 @@
 """The laboratory: two steps of two arms, and what its numbers must obey."""
 
 import asyncio
+import fcntl
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,6 +78,19 @@ def test_two_arms_are_run_stored_and_not_run_again(tmp_path: Path, monkeypatch: 
     assert "int3 acr uaq1.5" in stability_report.summary(rows)
     stability_report.figure(rows, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 0
+
+
+def test_a_run_that_another_process_is_at_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(stability, "RUNS", tmp_path)
+    begun: list[str] = []
+    monkeypatch.setattr(stability, "run_arm", lambda arm, seed: begun.append(arm.name))
+    first, second = stability.ARMS[:2]
+    with stability.result(first, 4).with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stability.work([(first, 4), (second, 4)])
+    assert begun == [second.name]
 
 
 def test_a_window_holds_means_and_maxima_of_its_steps():

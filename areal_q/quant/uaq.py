@@ -10,8 +10,9 @@ all of them are divided, quantized or not, since a norm cannot be scaled for som
 The function is preserved exactly in real arithmetic: W·(n ⊙ x) = (W/s)·((s n) ⊙ x). Biases act
 after the product and stay; so do the per-head norms of q and k (Qwen3), which see the same input
 as before. W is s times smaller, hence its absolute quantization error too, while its gradient is
-s times larger: relative to the error an update grows by s² under SGD and by s under Adam, whose
-step does not depend on the gradient's scale.
+s times larger: relative to the error an update grows by s² under SGD and by s under Adam and Muon,
+whose steps do not depend on the gradient's scale. The codes stay the same where scales are real
+numbers, so that under Adam this is a choice of learning rates (docs/stability.md, with measurements).
 """
 
 import re
