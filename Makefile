@@ -17,7 +17,7 @@ test: $(VENV)/.installed-dev
 
 # The number formats beside torchao, compressed-tensors and bitsandbytes, and their Triton kernels.
 test-formats: $(VENV)-formats/.installed
-	TRITON_INTERPRET=1 $(VENV)-formats/bin/python -m pytest tests/test_quant_oracles.py tests/test_quant_triton.py
+	TRITON_INTERPRET=1 $(VENV)-formats/bin/python -m pytest tests/test_quant_oracles.py tests/test_quant_triton.py tests/test_optim.py
 
 # The tests of vLLM as the engine, in an environment of its own (3.4 GB).
 test-vllm: $(VENV)-vllm/.installed

@@ -5,7 +5,8 @@
     │   ├── ConfigError                 a setting is unknown, ill-typed or out of range
     │   ├── TaskError                   a data file or a reward cannot be used
     │   ├── CheckpointError             a model or checkpoint is missing, torn or misshapen
-    │   └── LogError                    a run's log is missing or lacks a step
+    │   ├── LogError                    a run's log is missing or lacks a step
+    │   └── DivergedError               gradients are not finite, step after step
     ├── RecordError (ValueError)        a message or trajectory breaks its contract
     ├── QuantizationError (ValueError)  a tensor cannot be represented in a format
     ├── WeightVersionError              a published version is incomplete or altered
@@ -41,6 +42,10 @@ class CheckpointError(UserError):
 
 class LogError(UserError):
     """A run's log is missing, or lacks a step that was asked for; names the directory."""
+
+
+class DivergedError(UserError):
+    """So many optimizer steps in a row had a gradient that is not finite; the weights are those of before."""
 
 
 class RecordError(AReaLQError, ValueError):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from areal_q.config.run import AdamW
+from areal_q.config import AdamW
 from areal_q.models import Decoder, DecoderConfig, init_weights
 from areal_q.models.packing import PackedLayout
 from bench.common import say

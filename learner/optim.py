@@ -1,37 +1,103 @@
-"""The optimizer: AdamW with linear warm-up, gradient clipping, and refusal of non-finite steps."""
+"""Optimizers: built from their settings, warmed up and decayed, clipped, and kept from non-finite steps."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-from areal_q.config.run import AdamW
+from areal_q.config.optimizers import AdamW, AdamW8bit, Muon, OptimizerConfig
+from learner import adamw8bit
+
+NOT_HIDDEN = ("embed_tokens.weight", "lm_head.weight", "head.weight")
+"""Matrices that stand at the ends of the model"""
 
 
-def build_optimizer(model: nn.Module, cfg: AdamW) -> torch.optim.Optimizer:
-    """Weight decay acts on matrices only, not on norms and biases."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    return torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": cfg.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ],
+def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:
+    """For the parameters that learn; weight decay acts on matrices only, not on norms and biases."""
+    return OPTIMIZERS[type(cfg)](model, cfg)
+
+
+def _groups(model: nn.Module, cfg: OptimizerConfig, without: set[nn.Parameter]) -> list[dict]:
+    learning = [p for p in model.parameters() if p.requires_grad and p not in without]
+    return [
+        {"params": [p for p in learning if p.ndim >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in learning if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def _adamw(model: nn.Module, cfg: AdamW) -> torch.optim.Optimizer:
+    groups = _groups(model, cfg, set())
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+
+
+def _adamw8bit(model: nn.Module, cfg: AdamW8bit) -> torch.optim.Optimizer:
+    groups = _groups(model, cfg, set())
+    return adamw8bit.AdamW8bit(groups, cfg.lr, cfg.betas, cfg.eps, cfg.small)
+
+
+def _muon(model: nn.Module, cfg: Muon) -> torch.optim.Optimizer:
+    hidden = [
+        p
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.ndim == 2 and not name.endswith(NOT_HIDDEN)
+    ]
+    if not hidden:
+        return _adamw(model, AdamW(lr=cfg.lr, betas=cfg.betas, eps=cfg.eps))
+    muon = torch.optim.Muon(
+        hidden,
         lr=cfg.lr,
-        betas=cfg.betas,
-        eps=cfg.eps,
-        fused=True,
+        weight_decay=cfg.weight_decay,
+        momentum=cfg.momentum,
+        ns_steps=cfg.iterations,
+        adjust_lr_fn="match_rms_adamw",
     )
+    others = _groups(model, cfg, set(hidden))
+    adamw = torch.optim.AdamW(others, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+    return Several(muon, adamw)
 
 
-def learning_rate(cfg: AdamW, update: int) -> float:
-    """Of optimizer step `update`: a linear rise, then a half cosine from lr to final · lr, if any."""
+OPTIMIZERS: dict[type, Callable[[nn.Module, Any], torch.optim.Optimizer]] = {
+    AdamW: _adamw,
+    AdamW8bit: _adamw8bit,
+    Muon: _muon,
+}
+
+
+class Several(torch.optim.Optimizer):
+    """Optimizers of different parameters as one: groups and state are shared with them."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._parts = parts
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for part in self._parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for part in self._parts:
+            part.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+
+def learning_rate(cfg: OptimizerConfig, update: int) -> float:
+    """Of optimizer step `update`: a linear rise, then along half a cosine or a line from lr to final · lr,
+    if any."""
     if update < cfg.warmup_steps:
         return cfg.lr * (update + 1) / (cfg.warmup_steps + 1)
     if cfg.decay_steps == 0:
         return cfg.lr
     progress = min(1.0, (update - cfg.warmup_steps) / cfg.decay_steps)
-    return cfg.lr * (1 - (1 - cfg.final) * (1 - math.cos(math.pi * progress)) / 2)
+    fallen = progress if cfg.decay == "linear" else (1 - math.cos(math.pi * progress)) / 2
+    return cfg.lr * (1 - (1 - cfg.final) * fallen)
 
 
 def optimizer_step(
@@ -40,10 +106,10 @@ def optimizer_step(
     """Clips and steps. Returns the gradient norm before clipping, and whether the step was taken:
     one whose gradient is not finite is skipped, so that a single bad batch cannot poison the weights."""
     norm = float(nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm))
-    taken = torch.isfinite(torch.tensor(norm)).item()
+    taken = math.isfinite(norm)
     if taken:
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return norm, bool(taken)
+    return norm, taken

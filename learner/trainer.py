@@ -10,6 +10,7 @@ from areal_q.algorithms import LossInputs, loss_fn, reduce_metrics
 from areal_q.algorithms.loss import whole_step
 from areal_q.algorithms.reducers import Mean, Metrics
 from areal_q.config import LearnerConfig
+from areal_q.errors import DivergedError
 from areal_q.models import Decoder
 from areal_q.models.aligned import materialise
 from areal_q.models.logprobs import head_logprobs
@@ -35,6 +36,8 @@ class Trainer:
     """Optimizer steps tried since the run began"""
     skipped: int = 0
     """Of these, steps skipped because a gradient was not finite"""
+    skipped_in_row: int = 0
+    """Of these, the latest, without one taken since; a resumed run counts anew"""
     tap: TokenTap | None = None
     """Keeps what the token log holds of a step"""
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -180,6 +183,12 @@ class Trainer:
             materialise(self.model)
         self.updates += 1
         self.skipped += not taken
+        self.skipped_in_row = 0 if taken else self.skipped_in_row + 1
+        if self.skipped_in_row >= self.cfg.max_skipped:
+            raise DivergedError(
+                f"optimizer step {self.updates}: the gradient was not finite {self.skipped_in_row} times in "
+                "a row (learner.max_skipped); a smaller learner.optimizer.lr may help"
+            )
         return metrics
 
 

@@ -37,6 +37,7 @@ from areal_q.config.objectives import (
     TokenMean,
     ValueLoss,
 )
+from areal_q.config.optimizers import AdamW, AdamW8bit, Muon, OptimizerConfig
 from areal_q.config.run import (
     BroadcastConfig,
     CheckpointConfig,
@@ -69,6 +70,8 @@ from areal_q.config.tasks import (
 
 __all__ = [
     "Acr",
+    "AdamW",
+    "AdamW8bit",
     "AdvantageConfig",
     "AggregationConfig",
     "Arithmetic",
@@ -95,8 +98,10 @@ __all__ = [
     "Math",
     "Mis",
     "ModelConfig",
+    "Muon",
     "Naive",
     "ObjectiveConfig",
+    "OptimizerConfig",
     "Overlong",
     "Ppo",
     "PretrainedModel",

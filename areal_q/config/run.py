@@ -16,6 +16,7 @@ from areal_q.config.objectives import (
     TokenMean,
     ValueLoss,
 )
+from areal_q.config.optimizers import AdamW, OptimizerConfig
 from areal_q.config.tasks import Arithmetic, RewardConfig, TaskConfig
 
 Format = Literal["bf16", "int8", "fp8", "fp8-channel", "int4", "int4-fp8", "nvfp4", "mxfp4", "nf4"]
@@ -128,19 +129,6 @@ class RolloutConfig(_Settings, frozen=True, kw_only=True):
     threads: Count = 1
 
 
-class AdamW(_Settings, frozen=True, kw_only=True, tag_field="type", tag="adamw"):
-    lr: NonNegative = 1.5e-4
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.0
-    warmup_steps: Index = 10
-    """Optimizer steps over which lr rises linearly from 0."""
-    decay_steps: Index = 0
-    """Optimizer steps after the warm-up over which lr falls along a half cosine; 0: it stays."""
-    final: Fraction = 0.1
-    """Share of lr that is left after the decay."""
-
-
 class CriticConfig(_Settings, frozen=True, kw_only=True):
     """A value for every response token, as `gae` needs it: a linear head on the states of a decoder."""
 
@@ -148,7 +136,7 @@ class CriticConfig(_Settings, frozen=True, kw_only=True):
     """`separate`: a copy of the policy's, at the start of training; `shared`: the policy's own, which the
     value loss then trains as well"""
     value: ValueLoss = ValueLoss()
-    optimizer: AdamW = AdamW()
+    optimizer: OptimizerConfig = AdamW()
     """Of the head, and of a separate trunk"""
 
 
@@ -173,8 +161,10 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     """Bonus for the entropy of the policy, in nats per token"""
     reference_kl: ReferenceKl | None = None
     critic: CriticConfig | None = None
-    optimizer: AdamW = AdamW()
+    optimizer: OptimizerConfig = AdamW()
     max_grad_norm: Positive = 1.0
+    max_skipped: Count = 20
+    """Optimizer steps skipped in a row, for gradients that are not finite, before the learner gives up."""
     uaq: AtLeastOne = 1.5
     """UAQ's scale s (QuRL §4.3); 1 turns it off."""
     precision: Precision = "full"

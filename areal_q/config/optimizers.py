@@ -1,0 +1,46 @@
+"""Optimizers and their learning rate over time: a tagged union, `learner.optimizer.type`."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from areal_q.config.bounds import Count, Fraction, Index, NonNegative, Positive
+
+
+class _Optimizer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    lr: NonNegative = 1.5e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0
+    """Of matrices; norms and biases have none."""
+    warmup_steps: Index = 10
+    """Optimizer steps over which lr rises linearly from 0."""
+    decay_steps: Index = 0
+    """Optimizer steps after the warm-up over which lr falls; 0: it stays."""
+    decay: Literal["cosine", "linear"] = "cosine"
+    """Along half a cosine, or a line."""
+    final: Fraction = 0.1
+    """Share of lr that is left after the decay."""
+
+
+class AdamW(_Optimizer, frozen=True, kw_only=True, tag_field="type", tag="adamw"):
+    """torch's, with moments in float32 (arXiv 1711.05101)."""
+
+
+class AdamW8bit(_Optimizer, frozen=True, kw_only=True, tag_field="type", tag="adamw8bit"):
+    """AdamW with moments of 8 bits in blocks (arXiv 2110.02861): 2 bytes a weight instead of 8."""
+
+    small: Index = 4096
+    """Parameters of fewer elements keep moments in float32."""
+
+
+class Muon(_Optimizer, frozen=True, kw_only=True, tag_field="type", tag="muon"):
+    """Orthogonalised momentum for the matrices of the hidden layers, AdamW for all else; updates are scaled to
+    AdamW's usual size, so that one lr serves both (arXiv 2502.16982)."""
+
+    momentum: Fraction = 0.95
+    iterations: Count = 5
+    """Newton–Schulz steps."""
+
+
+OptimizerConfig = AdamW | AdamW8bit | Muon
