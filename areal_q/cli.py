@@ -189,6 +189,12 @@ def check(ctx: typer.Context) -> None:
 
 
 @app.command(context_settings=PASS_THROUGH)
+def status(ctx: typer.Context) -> None:
+    """Learner, workers, buffer and weights of a running cluster: `python -m rollout.status`."""
+    _become("rollout.status", ctx.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
 def buffer(ctx: typer.Context) -> None:
     """Look into a run's Redis, live or not: status, peek, export, import, requeue, purge."""
     _become("buffer", ctx.args)

@@ -5,28 +5,17 @@ left. Elsewhere: --redis URL --run NAME. Exit codes: 0 done, 1 records stayed re
 the user can mend, one line on stderr.
 """
 
-import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn, cast
 
 import msgspec
-import redis
 import typer
 from rich.console import Console
 
-from areal_q.config import load
-from areal_q.errors import AReaLQError, BufferUnavailable, ConfigError
-from areal_q.launch import sockets_of
-from areal_q.rundir import try_lock
+from areal_q.errors import AReaLQError, ConfigError
 from buffer import admin, look, show
-from buffer.connection import connect
-from buffer.keys import Keys
-from buffer.server import RedisServer
+from buffer.opened import opened
 
 app = typer.Typer(
     name="areal-q buffer",
@@ -152,60 +141,6 @@ def purge(
             typer.confirm(f"delete {show.what_goes(found, what)} of run {name}?", abort=True)
         count = admin.purge(client, name, cast(admin.What, what))
     typer.echo(f"{count} {'keys' if what == 'all' else 'entries'} deleted")
-
-
-@contextmanager
-def opened(
-    directory: Path | None, url: str | None, run: str | None
-) -> Iterator[tuple[redis.Redis, str]]:
-    """(a client, the run's name). Raises ConfigError, or BufferUnavailable where nothing answers."""
-    if directory is not None and url is None and run is None:
-        name = load(directory / "config.toml").name
-        where = _server_of(directory)
-    elif directory is None and run is not None and (url or os.environ.get("REDIS_URL")):
-        name, where = run, _at(url or os.environ["REDIS_URL"])
-    else:
-        raise ConfigError("say where: a run's directory, or --redis URL and --run NAME")
-    with where as address:
-        try:
-            with connect(address) as client:
-                known = client.exists(*Keys(name).fixed)
-                if not known and directory is None:
-                    raise ConfigError(f"--run {name}: Redis has nothing of such a run")
-                yield client, name
-        except (redis.RedisError, ValueError, OSError) as error:
-            if isinstance(error, AReaLQError):
-                raise
-            raise BufferUnavailable(f"redis: {error}") from error
-
-
-@contextmanager
-def _at(url: str) -> Iterator[str]:
-    yield url
-
-
-@contextmanager
-def _server_of(directory: Path) -> Iterator[str]:
-    """The URL of a run's Redis: where REDIS_URL says, the launcher's, or one that serves what a run left."""
-    if url := os.environ.get("REDIS_URL"):
-        yield url
-        return
-    socket = sockets_of(directory) / "redis"
-    if socket.exists():
-        yield f"unix://{socket}"
-        return
-    if not (directory / "redis").is_dir():
-        raise ConfigError(f"{directory}: no Redis runs there and none left its data; set REDIS_URL")
-    lock = try_lock(directory)
-    if lock is None:
-        raise ConfigError(f"{directory}: a run is going on there, and its Redis does not answer")
-    sockets = Path(tempfile.mkdtemp(prefix="areal-q-buffer-"))
-    try:
-        with RedisServer.start(directory / "redis", sockets / "redis") as server:
-            yield server.url
-    finally:
-        shutil.rmtree(sockets)
-        os.close(lock)
 
 
 def _print_json(value: object) -> None:

@@ -46,7 +46,8 @@ class PartLog:
     Delivery: what was appended before a `flush` that returned is on disk, whatever happens after. What was
     appended since is lost with the process. Reopening with `resume_at` drops the rows of steps ≥ resume_at,
     which belong to the history that the resume abandons (test_reopening_at_a_step_drops_the_abandoned_steps).
-    An error of the writer (a full disk) is raised by the next `append` or `flush`.
+    An error of the writer (a full disk) is raised by the next `append` or `flush`, and by all after it: a part
+    that lacks a step never gets its final name (test_a_full_disk_leaves_no_torn_part).
     """
 
     def __init__(self, directory: str | Path, format: LogFormat, resume_at: int = 0) -> None:
@@ -63,6 +64,7 @@ class PartLog:
         self._closed_s = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.directory.name)
         self._pending: deque[Future[None]] = deque()
+        self._error: Exception | None = None
 
     def append_rows(self, make: Callable[[], pa.Table]) -> None:
         """Queues the rows of one step; `make` is called on the writer's thread. Steps come in order.
@@ -82,13 +84,22 @@ class PartLog:
             self._thread.shutdown()
 
     def _submit(self, work: Callable[[], None]) -> None:
-        self._pending.append(self._thread.submit(work))
+        self._pending.append(self._thread.submit(self._unless_failed, work))
 
     def _reap(self, allowed: int) -> None:
         while self._pending and (len(self._pending) > allowed or self._pending[0].done()):
             self._pending.popleft().result()
 
     # The rest runs on the writer thread.
+
+    def _unless_failed(self, work: Callable[[], None]) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            work()
+        except (OSError, pa.ArrowException) as error:
+            self._error = error
+            raise
 
     def _write(self, table: pa.Table) -> None:
         if self._writer is None:

@@ -19,6 +19,7 @@ from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, enco
 from buffer import log as log_module
 from buffer import parts
 from buffer.log import TrajectoryLog, read_log
+from buffer.steps import StepLog, iter_steps
 from buffer.table import SCHEMA, from_table, to_table
 
 INT64 = st.integers(0, 2**63 - 1)
@@ -191,7 +192,8 @@ def test_an_error_of_the_writer_reaches_the_learner(tmp_path, make_group, monkey
     with pytest.raises(OSError, match="No space left"):
         log.append(0, 0, [make_group()])
         log.flush()
-    log.close()
+    with pytest.raises(OSError, match="No space"):
+        log.close()
     assert read_log(tmp_path) == []
 
 
@@ -205,3 +207,45 @@ def test_a_part_of_a_newer_schema_or_of_somebody_else_is_refused(tmp_path, make_
     (tmp_path / "part-000000.parquet").write_bytes(b"PAR1 torn")
     with pytest.raises(RecordError, match="part-000000"):
         read_log(tmp_path)
+
+
+FULL_DISK = """
+import resource, sys
+import pyarrow as pa
+from pathlib import Path
+from buffer.steps import StepLog, StepRecord
+
+def record(step):
+    numbers = {f"metric/{i}": step * i / 7 for i in range(2000)}
+    return StepRecord(step=step, tickets=[step], seeds=[step], base_digest="a", digest="b", fork=0, settings="",
+                      machine="", metrics=numbers)
+
+log = StepLog(sys.argv[1])
+log.append(record(0))
+log.flush()
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), hard))
+failures = 0
+for step in range(1, 4):
+    try:
+        log.append(record(step))
+        log.flush()
+    except OSError:
+        failures += 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))  # the disk has room again
+try:
+    log.close()
+except OSError:
+    failures += 1
+print(failures)
+"""
+
+
+@pytest.mark.parametrize("room", [1, 4, 1000, 5000, 10000])
+def test_a_full_disk_leaves_no_torn_part(tmp_path, room):
+    argv = [sys.executable, "-c", FULL_DISK, str(tmp_path), str(room)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["4"]
+    assert [r.step for r in iter_steps(tmp_path)] == [0]
+    StepLog(tmp_path, resume_at=1).close()
+    assert [p.name for p in tmp_path.iterdir()] == ["part-000000.parquet"]

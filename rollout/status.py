@@ -1,0 +1,200 @@
+"""`areal-q status [RUN]`: a running cluster on one screen, from what it tells anyway.
+
+    Redis         heartbeats of the workers, streams, memory        (buffer/look.py)
+    the learner   its newest versions, asked over ZeroMQ            (rollout/ask.py)
+
+A step publishes a version, so the newest version's age is the time since the last step. Exit codes: 0 all
+well; 1 something is wrong, each named in a line; 2 for what cannot be asked.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import redis
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from areal_q.errors import AReaLQError, UserError, WeightVersionError
+from areal_q.messages import HeldVersion, WorkerStatus, decode_status
+from buffer import look, show
+from buffer.keys import Keys
+from buffer.opened import opened
+from rollout.ask import Client
+from rollout.source import Source
+
+SILENT_S = 120.0
+"""Without a new version for so long, the learner is said to be stuck; --silent-s"""
+FULL = 0.9
+"""Share of Redis's memory from which it is said to fill up"""
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """What `areal-q status --json` prints."""
+
+    run: str
+    version: int | None
+    """The newest that the learner serves: its steps done. None: it does not answer"""
+    digest: str = ""
+    since_step_s: float | None = None
+    """Since that version was published"""
+    weights_bytes: int = 0
+    delta_bytes: int | None = None
+    subscribers: int = 0
+    workers: list[WorkerStatus]
+    redis: look.Status
+    wrong: list[str]
+
+
+def gather(client: redis.Redis, run: str, source: Source, silent_s: float = SILENT_S) -> Cluster:
+    """Raises redis.RedisError where Redis does not answer, ConfigError for keys that cannot be used."""
+    beats = _workers(client, run)
+    buffer = look.status(client, run)
+    newest, subscribers = _learner(client, run, source)
+    since = None if newest is None else max(0.0, time.time() - newest.published_s)
+    return Cluster(
+        run=run,
+        version=newest.version if newest else None,
+        digest=newest.digest if newest else "",
+        since_step_s=since,
+        weights_bytes=newest.nbytes if newest else 0,
+        delta_bytes=newest.delta_bytes if newest else None,
+        subscribers=subscribers,
+        workers=beats,
+        redis=buffer,
+        wrong=list(_wrong(since, silent_s, newest, beats, buffer)),
+    )
+
+
+def _workers(client: redis.Redis, run: str) -> list[WorkerStatus]:
+    keys = Keys(run)
+    names: Any = client.smembers(keys.workers)
+    beats: Any = client.mget([keys.worker(n.decode()) for n in sorted(names)]) if names else []
+    return [decode_status(beat) for beat in beats if beat is not None]
+
+
+def _learner(client: redis.Redis, run: str, source: Source) -> tuple[HeldVersion | None, int]:
+    """(its newest version, how many listen); (None, 0) where it does not answer or has none yet."""
+    told: Any = client.hget(Keys(run).info, "endpoints")
+    if told is None:
+        return None, 0
+    ends = source.endpoints(msgspec.json.decode(told, type=dict[str, str]))
+    asked = Client(*ends, source.load_keys(None))
+    try:
+        held = asked.held()
+    except WeightVersionError:
+        return None, 0
+    finally:
+        asked.close()
+    return held.versions[-1] if held.versions else None, held.stats.get("subscribers", 0)
+
+
+def _wrong(
+    since_s: float | None,
+    silent_s: float,
+    newest: HeldVersion | None,
+    workers: list[WorkerStatus],
+    buffer: look.Status,
+):
+    if since_s is None:
+        yield "the learner does not answer"
+    elif since_s > silent_s:
+        yield f"no new version for {show.age(since_s)}"
+    if not workers:
+        yield "no worker has sent a heartbeat"
+    for w in workers:
+        if w.behind_s > silent_s:
+            yield f"{w.worker}: newer weights known for {show.age(w.behind_s)}, and none arrived"
+        if newest and w.version == newest.version and w.digest not in ("", newest.digest):
+            yield f"{w.worker}: runs other bytes than version {w.version} was published with"
+    if buffer.limit_bytes and buffer.used_bytes > FULL * buffer.limit_bytes:
+        yield f"redis is {buffer.used_bytes / buffer.limit_bytes:.0%} full"
+    if buffer.policy != "noeviction":
+        yield f"redis may lose groups: maxmemory-policy is {buffer.policy}"
+
+
+def screen(found: Cluster) -> RenderableType:
+    return Group(
+        _head(found),
+        _worker_table(found),
+        show.status_table(found.redis),
+        *(Text(f"WRONG: {show.escaped(line)}", style="bold red") for line in found.wrong),
+    )
+
+
+def _head(found: Cluster) -> Text:
+    if found.version is None:
+        return Text("learner: no answer")
+    delta = "" if found.delta_bytes is None else f", delta {show.size(found.delta_bytes)}"
+    return Text(
+        f"learner: step {found.version}, the last one {show.age(found.since_step_s)} ago\n"
+        f"weights: version {found.version}, {found.digest}, {show.size(found.weights_bytes)}{delta}; "
+        f"{found.subscribers} listen\n"
+    )
+
+
+def _worker_table(found: Cluster) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("worker", "version", "behind", "tok/s", "idle", "active", "groups", "waiting"):
+        table.add_column(name, justify="left" if name == "worker" else "right")
+    for w in found.workers:
+        behind = "–" if found.version is None else str(found.version - w.version)
+        numbers = (f"{w.tokens_per_s:,.0f}", f"{w.idle_share:.0%}", w.active, w.groups, w.waiting)
+        table.add_row(show.escaped(w.worker), str(w.version), behind, *map(str, numbers))
+    total = sum(w.tokens_per_s for w in found.workers)
+    table.add_row(f"{len(found.workers)} workers", "", "", f"{total:,.0f}", style="dim")
+    return table
+
+
+def main(
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="a run's directory, such as runs/demo")
+    ] = None,
+    url: Annotated[str | None, typer.Option("--redis", help="its Redis, with --run")] = None,
+    run: Annotated[str | None, typer.Option(help="its name, with --redis")] = None,
+    fetch: Annotated[
+        str | None, typer.Option(help="the learner's endpoint as seen from here")
+    ] = None,
+    keys: Annotated[
+        str | None, typer.Option(help="directory of CURVE keys", envvar="AREAL_Q_KEYS")
+    ] = None,
+    client: Annotated[str, typer.Option(help="whose key in it")] = "worker",
+    silent_s: Annotated[
+        float, typer.Option(min=0, help="seconds without a new version that are too many")
+    ] = SILENT_S,
+    watch: Annotated[
+        float | None, typer.Option(metavar="S", min=0.1, help="again every S seconds, until Ctrl-C")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="one JSON document a look")] = False,
+) -> None:
+    """Learner, workers, buffer and weights of a running cluster; exit code 1 when something is wrong."""
+    console = Console()
+    with opened(directory, url, run) as (connected, name):
+        while True:
+            found = gather(connected, name, Source(None, fetch, keys, client), silent_s)
+            if json:
+                typer.echo(msgspec.json.encode(found))
+            else:
+                if watch:
+                    console.clear()
+                console.print(screen(found))
+            if not watch:
+                raise typer.Exit(int(bool(found.wrong)))
+            time.sleep(watch)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except UserError as error:
+        print(f"status: {error}", file=sys.stderr)
+        sys.exit(2)
+    except AReaLQError as error:
+        print(f"status: {error}", file=sys.stderr)
+        sys.exit(1)
