@@ -1,34 +1,31 @@
-"""docker/: what the files promise, read as YAML; the schema, by compose; the whole of it, on a real engine.
-
-The last needs an engine and its images, which it does not build:
-    docker compose -f docker/compose.yaml build
-"""
+"""docker/: what the files promise, read as YAML; the schema, by compose. On a real engine: test_engine.py"""
 
 import json
 import os
 import re
-import shlex
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import yaml
 
 from areal_q.config import load
-from areal_q.metrics import Record
+from areal_q.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPOSE = ROOT / "docker" / "compose.yaml"
-SMALL = [
-    *("steps=100000", "task.digits=1", "task.heldout=20", "warmstart.steps=30"),
-    *("model.layers=2", "model.width=64", "model.mlp=128", "rollout.sampling.max_tokens=4"),
-    *("learner.groups=16", "eval.problems=20", "eval.every=1000", "checkpoint.every=20"),
-]
-"""The quickstart, made small enough for a step to take a fraction of a second, and without an end"""
+DOCKER = ROOT / "docker"
+COMPOSE = DOCKER / "compose.yaml"
+GPU, HEAD, WORKERS = (DOCKER / f"compose.{name}.yaml" for name in ("gpu", "head", "workers"))
+HOSTS = {"HEAD_HOST": "head.example", "HEAD_ADDRESS": "10.0.0.1"}
+TARGETS = {
+    "rollout": ["areal-q", "rollout"],
+    "learner": ["areal-q", "learner"],
+    "tools": ["areal-q"],
+    "rollout-vllm": ["areal-q", "rollout"],
+}
+Resolve = Callable[..., dict[str, Any]]
 
 
 def settings() -> dict[str, str]:
@@ -70,7 +67,7 @@ def test_no_service_has_more_rights_than_it_needs(compose):
 def test_the_password_is_only_ever_a_file(compose):
     assert all(secret.keys() == {"file"} for secret in compose["secrets"].values())
     for name, service in compose["services"].items():
-        needed = {"grafana": ["grafana_password"], "prometheus": []}
+        needed = {"grafana": ["grafana_password"], "prometheus": [], "relay": []}
         assert service.get("secrets", []) == needed.get(name, ["redis_password"]), name
         environment = service.get("environment", {})
         said = [key for key in environment if "PASSWORD" in key and not key.endswith("_FILE")]
@@ -107,12 +104,15 @@ def test_images_run_as_a_user_and_pass_signals_to_the_process(compose):
             stage = stages[name] = list(stages.get(base, []))
         else:
             stage.append(words)
-    for name in ("learner", "rollout"):
-        assert compose["services"][name]["build"]["target"] == name
+    for name, command in TARGETS.items():
         users = [rest for word, rest in stages[name] if word == "USER"]
         assert users and users[-1] not in ("root", "0")
         (entry,) = [rest for word, rest in stages[name] if word == "ENTRYPOINT"]
-        assert json.loads(entry) == ["areal-q", name]
+        assert json.loads(entry) == command
+    for name, service in compose["services"].items():
+        if "build" in service:
+            assert service["build"]["target"] == name
+            assert service["image"] == f"areal-q/{name}"
 
 
 def docker(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -129,95 +129,105 @@ def missing(*args: str) -> str | None:
 
 
 @pytest.fixture
-def password(tmp_path: Path) -> Path:
-    path = tmp_path / "password"
-    path.write_text("a-password-of-tests")
-    path.chmod(0o644)
-    return path
-
-
-def secrets_in(password: Path) -> dict[str, str]:
-    return dict.fromkeys(("REDIS_PASSWORD_FILE", "GRAFANA_PASSWORD_FILE"), str(password))
-
-
-def test_compose_accepts_the_file(password):
+def resolved(tmp_path: Path) -> Resolve:
+    """What compose makes of files and profiles, with every variable filled in and `extends` followed."""
     if reason := missing("compose", "version"):
         pytest.skip(f"docker compose: {reason}")
-    environment = os.environ | secrets_in(password)
-    result = docker("compose", "-f", str(COMPOSE), "config", "-q", env=environment)
-    assert (result.returncode, result.stderr) == (0, "")
+
+    def resolve(files: list[Path], profiles: list[str], **hosts: str) -> dict[str, Any]:
+        named = [part for path in files for part in ("-f", str(path))]
+        wanted = [part for profile in profiles for part in ("--profile", profile)]
+        environment = {**os.environ, "COMPOSE_PROJECT_NAME": "", **hosts}
+        result = docker("compose", *named, *wanted, "config", "--format=json", env=environment)
+        if result.returncode:
+            raise ConfigError(result.stderr)
+        assert "warning" not in result.stderr.lower()
+        return json.loads(result.stdout)
+
+    return resolve
 
 
-class Stack:
-    """The real compose file under a project name of its own, with the quickstart made small."""
-
-    def __init__(self, password: Path, override: Path) -> None:
-        self._files = ["-f", str(COMPOSE), "-f", str(override)]
-        self._project = f"areal-q-test-{os.getpid()}"
-        self._environment = os.environ | secrets_in(password)
-
-    def __call__(self, *args: str) -> str:
-        command = ["compose", "-p", self._project, *self._files, *args]
-        result = docker(*command, env=self._environment)
-        assert result.returncode == 0, f"{shlex.join(args)}: {result.stderr}"
-        return result.stdout
-
-    def scale(self, workers: int) -> None:
-        scale = ["--scale", f"rollout={workers}"]
-        self("up", "-d", "--no-build", "--no-recreate", *scale, "redis", "learner", "rollout")
-
-    def records(self) -> list[Record]:
-        """Of the metrics, as far as they are written; a last line may be torn."""
-        text = self("exec", "-T", "learner", "sh", "-c", "cat /runs/*/metrics.jsonl || true")
-        return [msgspec.json.decode(line) for line in text.splitlines() if line.endswith("}")]
-
-    def wait(self, until: Callable[[list[Record]], bool], what: str) -> list[Record]:
-        """The records of steps, once `until` holds for them."""
-        deadline = time.monotonic() + 180
-        while not until(steps := [r for r in self.records() if r["kind"] == "step"]):
-            assert time.monotonic() < deadline, f"no {what}:\n{self('logs', '--tail=30')}"
-            time.sleep(0.5)
-        return steps
+@pytest.mark.parametrize(
+    ("files", "profiles", "services"),
+    [
+        ([COMPOSE], [], {"redis", "learner", "rollout", "prometheus", "grafana"}),
+        ([COMPOSE], ["relay", "tools"], {"relay", "tools", "learner"}),
+        ([COMPOSE, GPU], ["gpus-2"], {"learner", "rollout-gpu1"}),
+        ([COMPOSE, GPU], ["gpus-8"], {"learner", *(f"rollout-gpu{n}" for n in range(1, 8))}),
+        ([COMPOSE, HEAD], ["relay"], {"redis", "learner", "rollout", "relay"}),
+        ([WORKERS], ["relay"], {"rollout", "relay"}),
+    ],
+)
+def test_compose_accepts_each_file_and_keeps_it_locked(resolved, files, profiles, services):
+    found = resolved(files, profiles, **HOSTS)["services"]
+    assert services <= found.keys()
+    for name, service in found.items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["read_only"] is True, name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert not {"privileged", "cap_add", "network_mode"} & service.keys(), name
 
 
-@pytest.fixture
-def stack(password: Path, tmp_path: Path) -> Iterator[Stack]:
-    for image in ("areal-q/learner", "areal-q/rollout", "redis:7-bookworm"):
-        if reason := missing("image", "inspect", image):
-            pytest.skip(f"no engine, or not built: {reason}")
-    if reason := missing("compose", "version"):
-        pytest.skip(f"docker compose: {reason}")
-    learner = yaml.safe_load(COMPOSE.read_text())["services"]["learner"]
-    override = tmp_path / "small.yaml"
-    command = [*learner["command"], *SMALL]
-    override.write_text(yaml.safe_dump({"services": {"learner": {"command": command}}}))
-    stack = Stack(password, override)
-    yield stack
-    stack("down", "--volumes", "--timeout", "20")
+def test_every_gpu_has_one_service_and_the_workers_without_one_stay_away(resolved):
+    found = resolved([COMPOSE, GPU], ["gpus-8"])["services"]
+    assert "rollout" not in found
+    taken = [
+        device["device_ids"]
+        for service in found.values()
+        for device in service.get("deploy", {})
+        .get("resources", {})
+        .get("reservations", {})
+        .get("devices", [])
+    ]
+    assert sorted(taken) == [[str(gpu)] for gpu in range(8)]
+    assert "learner.device=cuda" in found["learner"]["command"]
+    for name, service in found.items():
+        if name.startswith("rollout-gpu"):
+            assert service["build"]["target"] == "rollout-vllm"
+            assert "rollout" in service["networks"]["cluster"]["aliases"]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_stack_trains_while_workers_come_and_go_and_drains(stack):
-    def workers(count: int) -> Callable[[list[Record]], bool]:
-        return lambda steps: bool(steps) and len(steps[-1]["workers"]) == count
+def test_a_port_is_open_to_other_hosts_only_with_tls_and_keys(resolved):
+    found = resolved([COMPOSE, HEAD], [], **HOSTS)
+    ports = {
+        (name, port["target"], port["host_ip"])
+        for name, service in found["services"].items()
+        for port in service.get("ports", [])
+        if not port["host_ip"].startswith("127.")
+    }
+    address = HOSTS["HEAD_ADDRESS"]
+    assert ports == {
+        ("redis", 6380, address),
+        ("learner", 5551, address),
+        ("learner", 5552, address),
+    }
+    assert "broadcast.keys=/keys" in found["services"]["learner"]["command"]
+    (mounted,) = [c for c in found["services"]["redis"]["configs"] if "redis.d" in c["target"]]
+    said = dict(
+        line.split() for line in found["configs"][mounted["source"]]["content"].splitlines()
+    )
+    secrets = {secret["target"] for secret in found["services"]["redis"]["secrets"]}
+    assert said["tls-port"] == "6380" and "port" not in said
+    assert {said["tls-cert-file"], said["tls-key-file"]} <= secrets
 
-    stack.scale(1)
-    stack.wait(lambda steps: len(steps) >= 3, "training")
-    stack.scale(2)
-    stack.wait(workers(2), "second worker")
-    stack.scale(1)
-    steps = stack.wait(workers(1), "worker that left")
-    steps = stack.wait(lambda now: len(now) >= len(steps) + 10, "training with one again")
+    workers = resolved([WORKERS], ["relay"], **HOSTS)["services"]
+    assert not any("ports" in service for service in workers.values())
+    assert workers["rollout"]["environment"]["REDIS_URL"].startswith("rediss://head.example:6380?")
+    keys = {secret["target"] for secret in workers["rollout"]["secrets"]}
+    assert {"/keys/server.key", "/keys/worker.key_secret"} <= keys
+    assert "/keys/server.key_secret" not in keys
+    assert "--keys=/keys" in workers["relay"]["command"]
 
-    stack("stop", "learner")
-    state = json.loads(stack("ps", "--all", "--format", "json", "learner").splitlines()[0])
-    assert state["ExitCode"] == 0
-    stack("start", "learner")
-    steps = stack.wait(lambda now: len(now) >= len(steps) + 10, "training after a restart")
-    assert [r["step"] for r in steps] == list(range(1, len(steps) + 1))
-    assert max(r["lag/max"] for r in steps) <= 2
-    assert "resuming in /runs" in stack("logs", "learner")
-    stack("stop", "rollout")
-    state = json.loads(stack("ps", "--all", "--format", "json", "rollout").splitlines()[0])
-    assert state["ExitCode"] == 0
+
+def test_the_files_for_several_hosts_ask_for_the_hosts(resolved):
+    with pytest.raises(ConfigError, match="HEAD_ADDRESS"):
+        resolved([COMPOSE, HEAD], [], HEAD_HOST="head.example")
+    with pytest.raises(ConfigError, match="HEAD_HOST"):
+        resolved([WORKERS], [])
+
+
+def test_the_learner_of_each_file_understands_its_settings(resolved):
+    for files in ([COMPOSE], [COMPOSE, GPU], [COMPOSE, HEAD]):
+        _, config, *others = resolved(files, [], **HOSTS)["services"]["learner"]["command"]
+        run = load(ROOT / config, [text for text in others if not text.startswith("--")])
+        assert (run.root, run.broadcast.fetch) == ("/runs", "tcp://0.0.0.0:5552")
