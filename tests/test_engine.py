@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,11 +19,11 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from test_compose import COMPOSE, docker, missing
 
 from areal_q.metrics import Record
 from buffer.log import read_log
 
+COMPOSE = Path(__file__).resolve().parent.parent / "docker" / "compose.yaml"
 SMALL = [
     *("steps=100000", "task.digits=1", "task.heldout=20", "warmstart.steps=30"),
     *("model.layers=2", "model.width=64", "model.mlp=128", "rollout.sampling.max_tokens=4"),
@@ -36,6 +37,19 @@ IMAGES = (
     *("redis:7-bookworm", "prom/prometheus:v2.55.1"),
 )
 Steps = list[Record]
+
+
+def docker(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["docker", *args], capture_output=True, text=True, **options)
+
+
+def missing(*args: str) -> str | None:
+    """Why `docker ARGS` cannot be used; None if it can."""
+    try:
+        result = docker(*args, timeout=20)
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return (result.stderr.strip() or "it failed") if result.returncode else None
 
 
 class Stack:
