@@ -2,7 +2,7 @@
 learner (the chain in areal_q/diagnosis/tokens.py), at steps that are replayed for it.
 
 A replay makes every version of its window again, bit for bit, so that the weights of version u are at hand
-though no checkpoint of exactly u was kept. Memory: three copies of the model for each of the newest
+though no checkpoint of exactly u was kept. Memory: three or four copies of the model for each of the newest
 max_lag + 1 versions.
 """
 
@@ -19,6 +19,7 @@ from areal_q.messages import Group
 from areal_q.models import Decoder
 from areal_q.models.aligned import QuantLinear, published_state, use
 from areal_q.quant import dequantize_state
+from areal_q.quant.aqn import noise_of, with_noise
 from learner.batch import Sample, microbatches, pack, samples_of
 from learner.lineage import Lineage
 from learner.trainer import Trainer, token_logprobs
@@ -27,14 +28,21 @@ UNKNOWN = -1
 
 
 class Version:
-    """The policies that stand for one version: as learnt, with quantized weights, as the engine runs it."""
+    """The policies that stand for one version: as learnt, with the published noise, with quantized
+    weights, as the engine runs it."""
 
-    def __init__(self, model: Decoder, format: str) -> None:
+    def __init__(self, model: Decoder, run: Run, number: int) -> None:
+        format = run.rollout.format
+        noise = noise_of(run.rollout.aqn, number, run.steps, run.seed)
         self.learnt = copy.deepcopy(model).requires_grad_(False)
-        published = published_state(self.learnt, format)
-        self.dequantized = copy.deepcopy(self.learnt)
+        self.noisy = self.learnt
+        if noise:
+            self.noisy = copy.deepcopy(self.learnt)
+            self.noisy.load_state_dict(with_noise(model.state_dict(), noise, run.learner.uaq))
+        published = published_state(self.noisy, format)
+        self.dequantized = copy.deepcopy(self.noisy)
         self.dequantized.load_state_dict(dequantize_state(published, format))
-        self.engine = copy.deepcopy(self.learnt)
+        self.engine = copy.deepcopy(self.noisy)
         use(QuantLinear, self.engine, format)
 
 
@@ -54,7 +62,7 @@ class Probe:
         keep = self.run.learner.max_lag + 1
         self.versions = {v: self.versions[v] for v in self.versions if v > step - keep}
         if step > self.first - keep:
-            self.versions[step] = Version(trainer.model, self.run.rollout.format)
+            self.versions[step] = Version(trainer.model, self.run, step)
         if step >= self.first:
             samples = samples_of(groups, trainer.cfg.advantage, lineage, step)
             sampling = [g.ticket.sampling.temperature for g in groups for _ in g.trajectories]
@@ -120,8 +128,8 @@ class Probe:
         mine: np.ndarray,
         temperatures: list[float],
     ) -> list[np.ndarray]:
-        """float64 [N] each: log-probs under θ_u, deq Q(θ_u), π_Q, and π_Q at the recorded temperatures; only
-        those of `mine` bool [N] mean anything."""
+        """float64 [N] each: log-probs under θ_u, θ_u + Z, deq Q, π_Q, and π_Q at the recorded temperatures;
+        only those of `mine` bool [N] mean anything."""
         ends = np.cumsum([s.trajectory.num_tokens for s in samples])
         chosen = [i for i, part in enumerate(np.split(mine, ends[:-1])) if part.any()]
         some = [samples[i] for i in chosen]
@@ -129,8 +137,10 @@ class Probe:
             [np.arange(ends[i] - samples[i].trajectory.num_tokens, ends[i]) for i in chosen]
         )
         learner = score.trainer.temperature
-        models = (version.learnt, version.dequantized, version.engine)
-        found = [score(model, some, learner)[0] for model in models]
+        found = [score(version.learnt, some, learner)[0]]
+        quiet = version.noisy is version.learnt
+        found.append(found[0] if quiet else score(version.noisy, some, learner)[0])
+        found += [score(m, some, learner)[0] for m in (version.dequantized, version.engine)]
         last = found[-1].copy()
         recorded = np.repeat(
             [temperatures[i] for i in chosen], [samples[i].trajectory.num_tokens for i in chosen]

@@ -8,6 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from areal_q.config import dump_toml, override
@@ -38,6 +39,8 @@ def same_weights_run(directory: Path, steps: int, console: Console) -> Path:
         "checkpoint.keep=1000",
         "rollout.workers=1",
     )
+    # Noise would differ from version to version, whose weights are to be the same.
+    run = msgspec.structs.replace(run, rollout=msgspec.structs.replace(run.rollout, aqn=None))
     probe = directory / run.name
     if probe.exists():
         shutil.rmtree(probe)

@@ -14,6 +14,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 COLORS = {"error": "red", "warning": "yellow", "note": "dim"}
 MEANING = {
     "staleness": "learner's weights − those of the version that drew",
+    "noise": "these − the same with the published noise (AQN)",
     "weights": "these − what was published for them",
     "activations": "published weights − the format's own arithmetic",
     "sampling": "learner's temperature − the recorded one",

@@ -8,6 +8,7 @@ from areal_q.config import Run
 from areal_q.models import Decoder
 from areal_q.models.aligned import published_state
 from areal_q.payloads import PayloadPool
+from areal_q.quant.aqn import noise_of, with_noise
 from areal_q.quant.metrics import codes_moved
 from areal_q.quant.sticky import StickyRanges
 from areal_q.weights import WeightVersion
@@ -29,8 +30,11 @@ class Publisher:
 
     def make(self, model: Decoder, version: int) -> WeightVersion:
         """Version `version` of `model`. Raises QuantizationError naming a tensor that is not finite."""
+        run, format = self._run, self._run.rollout.format
+        noise = noise_of(run.rollout.aqn, version, run.steps, run.seed)
+        published = published_state(model, format, self._ranges)
         made = weights.pack(
-            published_state(model, self._run.rollout.format, self._ranges),
+            with_noise(published, noise, run.learner.uaq),
             run=self._run.name,
             epoch=self._epoch,
             version=version,
@@ -38,6 +42,7 @@ class Publisher:
             uaq_scale=self._run.learner.uaq,
             model=model.config.to_hf(),
             published_s=time.time(),
+            noise=noise,
             pool=self._pool,
         )
         if self._last is not None:

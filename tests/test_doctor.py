@@ -88,7 +88,7 @@ class World:
         steps = StepLog(self.directory / "steps")
         versions: list[Version] = []
         for step in range(STEPS):
-            versions.append(Version(model, self.run.rollout.format))
+            versions.append(Version(model, self.run, step))
             drawn_by = max(0, step - self.lag)
             groups = [
                 self._group(trainer, versions[drawn_by], lineage, drawn_by, step, n)

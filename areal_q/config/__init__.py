@@ -39,6 +39,7 @@ from areal_q.config.objectives import (
 )
 from areal_q.config.optimizers import AdamW, AdamW8bit, Muon, OptimizerConfig
 from areal_q.config.run import (
+    Aqn,
     BroadcastConfig,
     CheckpointConfig,
     CriticConfig,
@@ -74,6 +75,7 @@ __all__ = [
     "AdamW8bit",
     "AdvantageConfig",
     "AggregationConfig",
+    "Aqn",
     "Arithmetic",
     "BroadcastConfig",
     "BufferConfig",

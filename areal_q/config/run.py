@@ -117,6 +117,19 @@ class VllmEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="vl
 EngineConfig = TorchEngine | VllmEngine | ScriptedEngine
 
 
+class Aqn(_Settings, frozen=True, kw_only=True):
+    """QeRL's adaptive quantization noise: in the norms of what is published, less from stage to stage."""
+
+    sigma_start: Positive = 1e-2
+    sigma_end: Positive = 5e-4
+    stages: Annotated[int, Meta(ge=3)] = 10
+    """Equal parts of the run; the first is without noise."""
+    schedule: Literal["exponential", "exponential-attained", "linear", "cosine", "logarithmic"] = (
+        "exponential"
+    )
+    """`exponential` is the printed one, which ends above sigma_end; the others reach it."""
+
+
 class RolloutConfig(_Settings, frozen=True, kw_only=True):
     workers: Index = 1
     """Processes started by `areal-q run`; any number more can join by `areal-q rollout`."""
@@ -124,6 +137,7 @@ class RolloutConfig(_Settings, frozen=True, kw_only=True):
     """Number format of the published linear weights, as the engine runs them."""
     sticky_scales: NonNegative = 0.0
     """Scales stay from version to version until the weights drift by this share; 0: always recomputed."""
+    aqn: Aqn | None = None
     engine: EngineConfig = TorchEngine()
     sampling: Sampling = Sampling()
     threads: Count = 1

@@ -5,14 +5,16 @@ Q(θ) what was published for them. The gap is split along a chain of policies, e
 engine, so that the terms add up to log w exactly:
 
     log w = log π(θ_v) - log π(θ_u)                                   staleness
-          + log π(θ_u) - log π(deq Q(θ_u))                            weights
-          + log π(deq Q(θ_u)) - log π_Q(θ_u)                          activations
-          + log π_Q(θ_u) - log π_Q(θ_u) at the recorded temperature   sampling
+          + log π(θ_u) - log π(θ_u + Z)                               noise
+          + log π(θ_u + Z) - log π(deq Q(θ_u + Z))                    weights
+          + log π(deq Q(θ_u + Z)) - log π_Q(θ_u + Z)                  activations
+          + log π_Q(θ_u + Z) - the same at the recorded temperature   sampling
           + the rest, up to log π_behav                               cache, or engine
 
-π(deq Q): weights that were quantized, in the learner's own forward. π_Q: the format's own linears, as
-areal_q/quant defines them, hence with quantized activations. The rest is `cache` where the response had
-begun with other weights (its keys and values are theirs) and `engine` elsewhere.
+Z: the noise of AQN in the published norms, 0 without it. π(deq Q): weights that were quantized, in the
+learner's own forward. π_Q: the format's own linears, as areal_q/quant defines them, hence with quantized
+activations. The rest is `cache` where the response had begun with other weights (its keys and values are
+theirs) and `engine` elsewhere.
 
 Attribution. Both sums over terms are exact: the KL, mean(-log w) = Σ mean(-term), in which terms of
 opposite sign cancel; and the square, mean(log² w) = Σ mean(term · log w), whose shares add up to 1.
@@ -23,7 +25,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-TERMS = ("staleness", "weights", "activations", "sampling", "cache", "engine")
+TERMS = ("staleness", "noise", "weights", "activations", "sampling", "cache", "engine")
 BINS = 31
 
 
