@@ -26,7 +26,7 @@ class Exported:
     name: str
     """Without PREFIX; ends with its unit, a counter's with `_total`"""
     key: str
-    """Of the record; with `lag_*` in it there is one series for each lag"""
+    """Of the record; with `lag_*` in it there is one series for each lag, with `engine_*` for each engine"""
     help: str
 
     @property
@@ -34,8 +34,10 @@ class Exported:
         return "counter" if self.name.endswith("_total") else "gauge"
 
     @property
-    def by_lag(self) -> bool:
-        return "lag_*" in self.key
+    def label(self) -> str | None:
+        """What its series are split by"""
+        found = re.search(r"(\w+)_\*", self.key)
+        return found[1] if found else None
 
 
 LEARNER = (
@@ -51,6 +53,13 @@ LEARNER = (
     Exported("mismatch_weight_p99", "mismatch/weight_p99", "99th percentile of w, raw"),
     Exported("mismatch_ess_ratio", "mismatch/ess", "Effective sample size of w, share of tokens"),
     Exported("mismatch_kl_by_lag_nats", "mismatch/lag_*/kl", "mismatch_kl_nats by staleness"),
+    Exported(
+        "fidelity_gap_mean_nats", "fidelity/engine_*/gap_mean_nats", "Engine - rescored, a token"
+    ),
+    Exported("fidelity_gap_max_nats", "fidelity/engine_*/gap_max_nats", "The same, largest"),
+    Exported(
+        "fidelity_bound_nats", "fidelity/bound_nats", "Mean gap that is too much, by the settings"
+    ),
     Exported("policy_kl_nats", "policy/kl", "KL(proximal || policy), a token"),
     Exported("policy_ratio_max", "policy/ratio_max", "Largest policy ratio R"),
     Exported("policy_entropy_nats", "policy/entropy", "Entropy of the policy, a token"),
@@ -130,12 +139,12 @@ class Exporter(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         values = self._values
         for line in self._table:
-            names = [*self._labels, "lag"] if line.by_lag else list(self._labels)
+            names = [*self._labels, line.label] if line.label else list(self._labels)
             family = CounterMetricFamily if line.kind == "counter" else GaugeMetricFamily
             metric = family(PREFIX + line.name, line.help, labels=names)
-            for lag, value in _series(line, values):
+            for split, value in _series(line, values):
                 labels = list(self._labels.values())
-                metric.add_metric([*labels, lag] if line.by_lag else labels, value)
+                metric.add_metric([*labels, split] if line.label else labels, value)
             yield metric
 
 
@@ -159,9 +168,9 @@ def serve_metrics(address: str, exporter: Exporter) -> int:
 
 
 def _series(line: Exported, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """(lag, value) of each series that has a number; lag is empty unless the line is split by it."""
-    if line.by_lag:
-        pattern = re.compile(re.escape(line.key).replace(r"\*", r"(\d+)"))
+    """(label's value, value) of each series that has a number; the first is empty unless the line is split."""
+    if line.label:
+        pattern = re.compile(re.escape(line.key).replace(r"\*", r"([^/]+)"))
         found = ((pattern.fullmatch(key), value) for key, value in values.items())
         yield from ((m[1], float(v)) for m, v in found if m and v is not None)
         return

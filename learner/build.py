@@ -20,6 +20,7 @@ from buffer.tokens import TokenLog
 from buffer.wire.broadcaster import Broadcaster
 from learner import checkpoint
 from learner.feeder import Feeder
+from learner.fidelity import FidelityMeter
 from learner.heldout import HeldOut
 from learner.intake import Intake
 from learner.lineage import Lineage, forks_at
@@ -195,6 +196,7 @@ def build_learner(
         lineage=lineage,
         forks=forks,
         publisher=Publisher(run),
+        fidelity=FidelityMeter(run),
         broadcaster=broadcaster,
         log=TrajectoryLog(directory / "trajectories", start) if run.buffer.log else None,
         steps=StepLog(directory / "steps", start) if run.buffer.log else None,

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from areal_q.config import Run
 from areal_q.diagnosis import TERMS, TokenTable
@@ -20,9 +19,10 @@ from areal_q.models import Decoder
 from areal_q.models.aligned import QuantLinear, published_state, use
 from areal_q.quant import dequantize_state
 from areal_q.quant.aqn import noise_of, with_noise
-from learner.batch import Sample, microbatches, pack, samples_of
+from learner.batch import Sample, samples_of
 from learner.lineage import Lineage
-from learner.trainer import Trainer, token_logprobs
+from learner.rescore import Scorer
+from learner.trainer import Trainer
 
 UNKNOWN = -1
 
@@ -81,7 +81,7 @@ class Probe:
         temperatures: list[float],
         lineage: Lineage,
     ) -> TokenTable:
-        score = Scorer(trainer)
+        score = Scorer(trainer.cfg)
         proximal, entropy = score(trainer.model, samples, trainer.temperature)
         spans = [s.trajectory.spans for s in samples]
         version = np.concatenate(
@@ -95,7 +95,9 @@ class Probe:
         terms = np.full((len(behavior), len(TERMS)), np.nan)
         for u in np.unique(version[version != UNKNOWN]):
             mine = version == u
-            chain = self._chain(score, self.versions[int(u)], samples, mine, temperatures)
+            chain = self._chain(
+                score, self.versions[int(u)], samples, mine, temperatures, trainer.temperature
+            )
             levels = np.stack([proximal, *chain, behavior])[:, mine]
             split = -np.diff(levels, axis=0)
             rest, begun = split[-1], first_span[mine]
@@ -122,21 +124,21 @@ class Probe:
 
     def _chain(
         self,
-        score: "Scorer",
+        score: Scorer,
         version: Version,
         samples: Sequence[Sample],
         mine: np.ndarray,
         temperatures: list[float],
+        learner: float,
     ) -> list[np.ndarray]:
         """float64 [N] each: log-probs under θ_u, θ_u + Z, deq Q, π_Q, and π_Q at the recorded temperatures;
-        only those of `mine` bool [N] mean anything."""
+        only those of `mine` bool [N] mean anything. `learner` is the learner's own temperature."""
         ends = np.cumsum([s.trajectory.num_tokens for s in samples])
         chosen = [i for i, part in enumerate(np.split(mine, ends[:-1])) if part.any()]
         some = [samples[i] for i in chosen]
         places = np.concatenate(
             [np.arange(ends[i] - samples[i].trajectory.num_tokens, ends[i]) for i in chosen]
         )
-        learner = score.trainer.temperature
         found = [score(version.learnt, some, learner)[0]]
         quiet = version.noisy is version.learnt
         found.append(found[0] if quiet else score(version.noisy, some, learner)[0])
@@ -153,23 +155,6 @@ class Probe:
             whole[places] = values
             out.append(whole)
         return out
-
-
-@dataclass(frozen=True)
-class Scorer:
-    """Log-probs and entropies, float64 [N], of the response tokens of samples under any model."""
-
-    trainer: Trainer
-
-    @torch.no_grad()
-    def __call__(
-        self, model: Decoder, samples: Sequence[Sample], temperature: float
-    ) -> tuple[np.ndarray, np.ndarray]:
-        cfg = self.trainer.cfg
-        cuts = microbatches(samples, cfg.microbatch_tokens)
-        parts = [token_logprobs(model, pack(cut, cfg.device), temperature) for cut in cuts]
-        logprobs, entropy = (torch.cat(x).double().cpu().numpy() for x in zip(*parts, strict=True))
-        return logprobs, entropy
 
 
 def joined(parts: Sequence[TokenTable]) -> TokenTable:

@@ -29,6 +29,7 @@ from buffer.tokens import TokenLog
 from buffer.wire.broadcaster import Broadcaster
 from learner import checkpoint
 from learner.feeder import Feeder
+from learner.fidelity import FidelityMeter
 from learner.heldout import HeldOut
 from learner.intake import Intake
 from learner.lineage import Lineage
@@ -56,6 +57,7 @@ class Learner:
     forks: list[int]
     """Where this history forked off abandoned ones, as far as it matters (learner/lineage.py)"""
     publisher: Publisher
+    fidelity: FidelityMeter
     broadcaster: Broadcaster
     log: TrajectoryLog | None
     steps: StepLog | None
@@ -90,6 +92,7 @@ class Learner:
             step += 1
             values |= {"weights/bytes": nbytes, "weights/publish_s": published_s}
             values["weights/codes_moved"] = self.publisher.codes_moved
+            values |= self.fidelity.measure(taken.groups)
             self.report(step, values, taken.groups, began, waited)
             if step % self.run.eval.every == 0 and step < self.run.steps:
                 self.heldout.ask(step)
@@ -115,6 +118,7 @@ class Learner:
         a version before a worker can draw with it."""
         made = self.publisher.make(self.trainer.model, version)
         self.lineage.published(version, made.manifest.digest)
+        self.fidelity.published(made)
         self.broadcaster.publish(made)
         return made.manifest.nbytes
 

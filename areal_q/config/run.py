@@ -154,6 +154,15 @@ class CriticConfig(_Settings, frozen=True, kw_only=True):
     """Of the head, and of a separate trunk"""
 
 
+class FidelityConfig(_Settings, frozen=True, kw_only=True):
+    """The fidelity meter: logged log-probs beside what the same published weights give here, in float32."""
+
+    share: Fraction = 0.0625
+    """Of the groups, chosen by ticket number: their responses' first version is scored again. 0: none."""
+    bound_nats: Positive = 0.03
+    """A mean gap beyond this is warned of once, and an alert."""
+
+
 class LearnerConfig(_Settings, frozen=True, kw_only=True):
     groups: Count = 64
     """Prompts in a step."""
@@ -184,6 +193,7 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     precision: Precision = "full"
     """`full`; `qarl`: forward on the rollouts' own numbers, backward in full precision; `jet`: both in FP8."""
     microbatch_tokens: Count = 16384
+    fidelity: FidelityConfig = FidelityConfig()
     device: str = "cpu"
     threads: Count = 1
 

@@ -1,0 +1,54 @@
+"""Any model's log-probs of logged responses; and the model that an engine runs, made from published tensors."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_q.config import LearnerConfig
+from areal_q.models import Decoder, DecoderConfig
+from areal_q.models.aligned import QuantLinear, linears
+from areal_q.quant import is_quantized
+from areal_q.quant.plan import parts_of
+from learner.batch import Sample, microbatches, pack
+from learner.trainer import token_logprobs
+
+
+def engine_policy(
+    config: DecoderConfig, published: Mapping[str, Tensor], format: str, device: str = "cpu"
+) -> Decoder:
+    """π_Q: the policy as an engine runs the tensors `published` in `format`, everything else in float32.
+
+    There are no master weights beneath it, so nothing can be learnt. Draws no random number.
+    """
+    with torch.device("meta"):
+        model = Decoder(config)
+    for name, linear in linears(model).items():
+        with torch.device("meta"):
+            new = QuantLinear(linear.in_features, linear.out_features, linear.bias is not None)
+        new.format = format
+        new.take({k: t.to(device) for k, t in parts_of(published, name, format).items()})
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, new)
+    names = [name for name in model.state_dict() if not is_quantized(name)]
+    rest = {name: published[name].to(device).float() for name in names}
+    model.load_state_dict(rest, strict=False, assign=True)
+    return model.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Log-probs and entropies, float64 [N], of the response tokens of samples under any model."""
+
+    cfg: LearnerConfig
+
+    @torch.no_grad()
+    def __call__(
+        self, model: Decoder, samples: Sequence[Sample], temperature: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        cuts = microbatches(samples, self.cfg.microbatch_tokens)
+        parts = [token_logprobs(model, pack(cut, self.cfg.device), temperature) for cut in cuts]
+        logprobs, entropy = (torch.cat(x).double().cpu().numpy() for x in zip(*parts, strict=True))
+        return logprobs, entropy
