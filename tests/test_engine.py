@@ -158,10 +158,11 @@ class Stack:
         """(numbers of the tickets whose groups the learner used, groups that it dropped as too old)."""
         target = self._directory / "run"
         self("cp", "learner:/runs/quickstart", str(target))
-        last = (target / "metrics.jsonl").read_text().splitlines()[-1]
+        lines = (target / "metrics.jsonl").read_text().splitlines()
+        *_, last = [r for r in map(msgspec.json.decode, lines) if r["kind"] == "step"]
         log = read_log(target / "trajectories")
         numbers = [group.ticket.number for _, groups in log for group in groups]
-        return numbers, msgspec.json.decode(last)["buffer/dropped_stale"]
+        return numbers, last["buffer/dropped_stale"]
 
     def in_redis(self) -> set[int]:
         """Numbers of the tickets that are open, or whose groups are not trimmed yet."""
