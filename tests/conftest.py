@@ -98,6 +98,12 @@ def servers() -> Iterator[Callable[[str], str]]:
     shutil.rmtree(root)
 
 
+@pytest.fixture(scope="session")
+def binary_of() -> Callable[[str], str]:
+    """binary_of("redis 7") is the path of that server; skips where there is none."""
+    return lambda kind: BINARIES[kind]()
+
+
 @pytest.fixture(params=BINARIES)
 def binary(request: pytest.FixtureRequest) -> str:
     """Path of a server; each kind that the buffer has to serve with."""
