@@ -17,7 +17,9 @@ from areal_q.errors import ConfigError
 ROOT = Path(__file__).resolve().parent.parent
 DOCKER = ROOT / "docker"
 COMPOSE = DOCKER / "compose.yaml"
-GPU, HEAD, WORKERS = (DOCKER / f"compose.{name}.yaml" for name in ("gpu", "head", "workers"))
+GPU, HEAD, WORKERS, ACL = (
+    DOCKER / f"compose.{name}.yaml" for name in ("gpu", "head", "workers", "acl")
+)
 HOSTS = {"HEAD_HOST": "head.example", "HEAD_ADDRESS": "10.0.0.1"}
 TARGETS = {
     "rollout": ["areal-q", "rollout"],
@@ -152,6 +154,7 @@ def resolved(tmp_path: Path) -> Resolve:
     [
         ([COMPOSE], [], {"redis", "learner", "rollout", "prometheus", "grafana"}),
         ([COMPOSE], ["relay", "tools"], {"relay", "tools", "learner"}),
+        ([COMPOSE, ACL], [], {"redis", "learner", "rollout", "prometheus", "grafana"}),
         ([COMPOSE, GPU], ["gpus-2"], {"learner", "rollout-gpu1"}),
         ([COMPOSE, GPU], ["gpus-8"], {"learner", *(f"rollout-gpu{n}" for n in range(1, 8))}),
         ([COMPOSE, HEAD], ["relay"], {"redis", "learner", "rollout", "relay"}),

@@ -1,7 +1,6 @@
 """Redis by name and over TLS: each side works with the rights of docker/users.acl, and is refused all else."""
 
 import asyncio
-import hashlib
 import socket
 import subprocess
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import redis
+import yaml
 from redis.exceptions import NoPermissionError
 
 from areal_q.errors import BufferUnavailable
@@ -60,13 +60,26 @@ def modern(request: pytest.FixtureRequest, binary_of) -> str:
 @pytest.fixture
 def url(modern: str, start, tmp_path: Path) -> str:
     """Of a server with docker/users.acl, without a user; each user's password is its name backwards."""
-    text = "".join(line for line in ACL.read_text().splitlines(True) if not line.startswith("#"))
-    for user in USERS:
-        text = text.replace(f"@{user.upper()}@", hashlib.sha256(user[::-1].encode()).hexdigest())
-    (tmp_path / "users.acl").write_text(text)
+    _fill_in_as_compose_does(tmp_path)
     port = free_port()
     start(modern, port=str(port), aclfile=str(tmp_path / "users.acl"))
     return f"redis://{{}}127.0.0.1:{port}"
+
+
+def _fill_in_as_compose_does(directory: Path) -> None:
+    """Runs the entry point of compose.acl.yaml with the paths of this machine."""
+    for user in USERS:
+        (directory / f"redis_{user}").write_text(f"{user[::-1]}\n")
+    overlay = yaml.safe_load((ACL.parent / "compose.acl.yaml").read_text())
+    shell = overlay["services"]["redis"]["entrypoint"][2].replace("$$", "$")
+    for there, here in (
+        ("/run/secrets/", f"{directory}/"),
+        ("/etc/redis/users.acl", str(ACL)),
+        ("/tmp/users.acl", f"{directory}/users.acl"),
+    ):
+        shell = shell.replace(there, here, 1)
+    done = subprocess.run(["sh", "-ec", shell, "echo", "started"], capture_output=True, check=True)
+    assert done.stdout == b"started\n"
 
 
 @pytest.fixture
