@@ -74,6 +74,7 @@ def build_trainer(
             apply_uaq(model, run.learner.uaq)
     set_precision(model, run)
     trainer = Trainer(model, run.learner, run.rollout.sampling.temperature)
+    trainer.calibrate = run.rollout.kv_scales
     if resume:
         return trainer, checkpoint.restore(directory / "checkpoints", trainer)
     if run.learner.reference_kl and run.learner.reference_kl.path:

@@ -27,6 +27,7 @@ from learner.trainer import Trainer
 logger = logging.getLogger(__name__)
 START = "step-000000"
 """Never removed: a replay can begin there"""
+KV = "kv_scales."
 STATE, TENSORS = "state.json", "tensors.safetensors"
 PART = ".tmp-"
 """Begins the name of a checkpoint that is being written or removed"""
@@ -159,6 +160,7 @@ def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     for part, optimizer in _optimizers(trainer).items():
         for i, slot in optimizer.state_dict()["state"].items():
             tensors |= {f"{part}.{i}.{k}": v for k, v in slot.items()}
+    tensors |= {f"{KV}{k}": v for k, v in trainer.kv_scales.items()}
     return {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
 
 
@@ -187,6 +189,9 @@ def _load(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> None:
                 slots.setdefault(int(index), {})[key] = tensor
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": slots, "param_groups": groups})
+    trainer.kv_scales = {
+        k.removeprefix(KV): v.to(trainer.cfg.device) for k, v in tensors.items() if k.startswith(KV)
+    }
     torch.set_rng_state(tensors["rng"])
 
 

@@ -116,7 +116,7 @@ class Learner:
     def publish(self, version: int) -> int:
         """Publishes the present weights; returns their bytes. Nothing is born stale: the lineage knows
         a version before a worker can draw with it."""
-        made = self.publisher.make(self.trainer.model, version)
+        made = self.publisher.make(self.trainer.model, version, self.trainer.kv_scales)
         self.lineage.published(version, made.manifest.digest)
         self.fidelity.published(made)
         self.broadcaster.publish(made)

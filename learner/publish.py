@@ -2,6 +2,9 @@
 
 import time
 import uuid
+from collections.abc import Mapping
+
+from torch import Tensor
 
 from areal_q import weights
 from areal_q.config import Run
@@ -28,13 +31,18 @@ class Publisher:
         self.codes_moved = 0.0
         """Share of the codes that differ between the last two versions made"""
 
-    def make(self, model: Decoder, version: int) -> WeightVersion:
-        """Version `version` of `model`. Raises QuantizationError naming a tensor that is not finite."""
+    def make(
+        self, model: Decoder, version: int, beside: Mapping[str, Tensor] | None = None
+    ) -> WeightVersion:
+        """Version `version` of `model`, and the tensors `beside`, such as KV scales.
+
+        Raises QuantizationError naming a tensor that is not finite.
+        """
         run, format = self._run, self._run.rollout.format
         noise = noise_of(run.rollout.aqn, version, run.steps, run.seed)
         published = published_state(model, format, self._ranges)
         made = weights.pack(
-            with_noise(published, noise, run.learner.uaq),
+            with_noise(published, noise, run.learner.uaq) | dict(sorted((beside or {}).items())),
             run=self._run.name,
             epoch=self._epoch,
             version=version,

@@ -19,6 +19,7 @@ from areal_q.errors import CheckpointError, ConfigError, LogError
 from areal_q.messages import Group
 from areal_q.models import Decoder, DecoderConfig
 from areal_q.rundir import differences
+from areal_q.weights import WeightVersion
 from buffer.log import iter_log
 from buffer.steps import StepRecord, iter_steps
 from learner import checkpoint
@@ -116,8 +117,11 @@ class Replay:
             # Weights of another history have nothing to be compared with, and may be past quantizing;
             # sticky scales depend on versions from before the checkpoint.
             comparable = not self.what_if and not self.run.rollout.sticky_scales
-            made = publisher.make(self.trainer.model, record.step + 1) if comparable else None
+            made = self._publish(publisher, record.step + 1) if comparable else None
             yield Replayed(record, groups, metrics, made.manifest.digest if made else "")
+
+    def _publish(self, publisher: Publisher, version: int) -> WeightVersion:
+        return publisher.make(self.trainer.model, version, self.trainer.kv_scales)
 
     def unequal_tensors(self, step: int) -> list[str] | None:
         """Names of the tensors in which the trainer, at `step`, differs from the checkpoint there, or None
@@ -143,6 +147,7 @@ class Replay:
         )
         set_precision(model, self.recorded)
         trainer = Trainer(model, start.learner, self.recorded.rollout.sampling.temperature)
+        trainer.calibrate = self.recorded.rollout.kv_scales
         checkpoint.load(self.checkpoint, self.state, trainer)
         return trainer
 

@@ -9,7 +9,7 @@ import torch
 from areal_q.algorithms import LossInputs, loss_fn, reduce_metrics
 from areal_q.algorithms.loss import whole_step
 from areal_q.algorithms.reducers import Mean, Metrics
-from areal_q.config import LearnerConfig
+from areal_q.config import KvScales, LearnerConfig
 from areal_q.errors import DivergedError
 from areal_q.models import Decoder
 from areal_q.models.aligned import materialise
@@ -17,6 +17,7 @@ from areal_q.models.logprobs import head_logprobs
 from learner.advantages import needs_policy, with_advantages
 from learner.batch import PackedBatch, Sample, microbatches, pack
 from learner.critic import Critic
+from learner.kv_scales import kv_scales
 from learner.optim import build_optimizer, learning_rate, optimizer_step
 from learner.tap import TokenTap
 
@@ -38,6 +39,10 @@ class Trainer:
     """Of these, steps skipped because a gradient was not finite"""
     skipped_in_row: int = 0
     """Of these, the latest, without one taken since; a resumed run counts anew"""
+    calibrate: KvScales | None = None
+    """How to measure `kv_scales`; None: not at all"""
+    kv_scales: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of an FP8 KV cache, for the weights after the last step; to be published with them"""
     tap: TokenTap | None = None
     """Keeps what the token log holds of a step"""
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -66,6 +71,8 @@ class Trainer:
         for visit, part in enumerate(parts * self.cfg.epochs):
             metrics += self._backward(part, first=visit == 0)
             metrics.append(self._update())
+        if self.calibrate:
+            self.kv_scales = kv_scales(self.model, samples, self.calibrate, self.cfg.device)
         values = reduce_metrics(metrics)
         values["train/loss"] = values["loss/total"] / (len(parts) * self.cfg.epochs)
         values["train/lr"] = self.optimizer.param_groups[0]["lr"]

@@ -109,6 +109,8 @@ def _check(run: Run, source: str) -> Run:
         reason = "rollout.engine.kv_cache = 'fp8' needs kv_on_update = 'recompute': scales change"
     elif isinstance(engine, VllmEngine) and engine.kv_cache == "fp8" and engine.compiled:
         reason = "rollout.engine.kv_cache = 'fp8' needs compiled = false: its scales are observed"
+    elif run.rollout.kv_scales and getattr(engine, "kv_cache", "auto") != "fp8":
+        reason = "rollout.kv_scales needs rollout.engine.kv_cache = 'fp8'"
     elif learner.precision != "full" and run.rollout.sticky_scales:
         # The learner's step would depend on scales that no checkpoint holds.
         reason = "rollout.sticky_scales must be 0 where learner.precision is not 'full'"

@@ -77,6 +77,10 @@ class TorchEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="t
     device: str = "cpu"
     kv_on_update: Literal["keep", "recompute"] = "keep"
     """What becomes of the KV cache of half-finished responses when new weights are swapped in."""
+    kv_cache: Literal["auto", "fp8"] = "auto"
+    """auto: float32; fp8: E4M3, a quarter of the memory."""
+    kv_margin: AtLeastOne = 1.5
+    """Room of an FP8 cache above the largest key and value of the first prompts under a version."""
     fused: bool = True
     """On a CPU: one compiled loop for each chain of small torch operations; false: plain torch."""
 
@@ -117,6 +121,17 @@ class VllmEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="vl
 EngineConfig = TorchEngine | VllmEngine | ScriptedEngine
 
 
+class KvScales(_Settings, frozen=True, kw_only=True):
+    """The learner measures keys and values in a part of its last batch, and publishes the scales of an FP8 KV
+    cache with the weights."""
+
+    percentile: Annotated[float, Meta(gt=0, le=100)] = 100.0
+    """Of the magnitudes; what lies above it and beyond the margin saturates."""
+    margin: AtLeastOne = 1.5
+    tokens: Count = 2048
+    """Of the batch that are looked at, at least: whole sequences."""
+
+
 class Aqn(_Settings, frozen=True, kw_only=True):
     """QeRL's adaptive quantization noise: in the norms of what is published, less from stage to stage."""
 
@@ -138,6 +153,8 @@ class RolloutConfig(_Settings, frozen=True, kw_only=True):
     sticky_scales: NonNegative = 0.0
     """Scales stay from version to version until the weights drift by this share; 0: always recomputed."""
     aqn: Aqn | None = None
+    kv_scales: KvScales | None = None
+    """Of an FP8 KV cache, by the learner; None: the engine measures them, for every version anew."""
     engine: EngineConfig = TorchEngine()
     sampling: Sampling = Sampling()
     threads: Count = 1

@@ -7,6 +7,7 @@ Notation: T tokens of all sequences, S sequences, D model width, V vocabulary.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +80,8 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.observe: Callable[[Tensor, Tensor, Tensor], None] | None = None
+        """Called with q, k and v as they are attended to, where somebody measures them"""
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.q_proj = Linear(config.width, queries, bias=config.qkv_bias)
         self.k_proj = Linear(config.width, keys, bias=config.qkv_bias)
@@ -96,6 +99,8 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         q = apply_rope(self.q_norm(q), cos, sin)
         k = apply_rope(self.k_norm(k), cos, sin)
+        if self.observe:
+            self.observe(q, k, v)
         return self.o_proj(packed_attention(q, k, v, layout).flatten(-2))
 
 

@@ -36,6 +36,32 @@ class KVCache:
         c = self.config
         return qkv.split((c.heads, c.kv_heads, c.kv_heads), 1)
 
+    def new_version(self, scales: Tensor | None) -> None:
+        """Other weights write into the cache from now on; `scales`: the learner's for them."""
+
+    def put_tokens(self, layer: int, k: Tensor, v: Tensor, at: Tensor) -> None:
+        """Caches k and v [R, kv_heads, dim] of one token a row at places `at` int64 [R · kv_heads] of the
+        flattened (slot, head, position)."""
+        for cached, new in zip(self.data[layer], (k, v), strict=True):
+            cached.view(-1, cached.shape[-1]).index_copy_(0, at, new.reshape(-1, new.shape[-1]))
+
+    def put_prompts(
+        self, layer: int, k: Tensor, v: Tensor, slots: slice, source: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Caches k and v [N, kv_heads, P, dim]: prompt source[j] in the j-th of `slots`. Returns k and v as
+        they are to be attended to."""
+        for cached, new in zip(self.data[layer], (k, v), strict=True):
+            cached[slots, :, : new.shape[2]] = new[source]
+        return k, v
+
+    def read(self, layer: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [rows · kv_heads, length, dim] of the first slots."""
+        kv_heads, capacity, dim = self.data.shape[3:]
+        keys, values = (
+            x.view(-1, capacity, dim)[: rows * kv_heads, :length] for x in self.data[layer]
+        )
+        return keys, values
+
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Copies slots `sources` int64 onto slots `targets`, their first `length` positions."""
         used = self.data[..., :length, :]
@@ -61,17 +87,12 @@ class Decode:
         self.scale = cache.config.head_dim**-0.5
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
-        kv_heads, capacity, dim = self.cache.data.shape[3:]
-        keys, values = self.cache.data[layer]
         q, k, v = self.cache.split(qkv)
-        keys.view(-1, dim).index_copy_(0, self.write_at, k.reshape(-1, dim))
-        values.view(-1, dim).index_copy_(0, self.write_at, v.reshape(-1, dim))
-        batch = self.rows * kv_heads
-        keys = keys.view(-1, capacity, dim)[:batch, : self.length]
-        values = values.view(-1, capacity, dim)[:batch, : self.length]
+        self.cache.put_tokens(layer, k, v, self.write_at)
+        keys, values = self.cache.read(layer, self.rows, self.length)
         # The query heads of one kv head are the rows of one small matrix product.
         scores = torch.baddbmm(
-            self.mask, q.reshape(batch, -1, dim), keys.transpose(1, 2), alpha=self.scale
+            self.mask, q.reshape(len(keys), -1, q.shape[-1]), keys.transpose(1, 2), alpha=self.scale
         )
         return torch.bmm(scores.softmax(-1), values).view(self.rows, -1)
 
@@ -91,8 +112,7 @@ class Prefill:
         by_prompt = qkv.view(self.prompts, -1, *qkv.shape[1:]).transpose(1, 2)
         q, k, v = self.cache.split(by_prompt)
         length = q.shape[2]
-        for cached, new in zip(self.cache.data[layer], (k, v), strict=True):
-            cached[self.slots, :, :length] = new[self.source]
+        k, v = self.cache.put_prompts(layer, k, v, self.slots, self.source)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2).reshape(self.prompts * length, -1)
 

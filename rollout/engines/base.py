@@ -16,6 +16,9 @@ class Capabilities(Struct, frozen=True):
 
     formats: frozenset[str]
     kv_on_update: frozenset[str]
+    kv_cache: frozenset[str] = frozenset({"auto"})
+    kv_scales: bool = False
+    """Whether it takes an FP8 cache's scales from the learner"""
 
     def lacks(self, asked: RolloutConfig) -> str | None:
         """What the settings ask for and the engine cannot do, in one line; None if there is nothing."""
@@ -25,6 +28,12 @@ class Capabilities(Struct, frozen=True):
         if kv is not None and kv not in self.kv_on_update:
             able = ", ".join(sorted(self.kv_on_update))
             return f"rollout.engine.kv_on_update: {kv} is not among {able}"
+        cache = getattr(asked.engine, "kv_cache", "auto")
+        if cache not in self.kv_cache:
+            able = ", ".join(sorted(self.kv_cache))
+            return f"rollout.engine.kv_cache: {cache} is not among {able}"
+        if asked.kv_scales and not self.kv_scales:
+            return "rollout.kv_scales: it measures the scales of its KV cache itself"
         return None
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from areal_q.config import Sampling
 from areal_q.quant.linear import Int8Linear, Linear, int8_matmul
 from rollout.engines import kernels
-from rollout.engines.attention import Attend, KVCache
+from rollout.engines.attention import Attend, Decode, KVCache
+from rollout.engines.fp8_cache import Fp8KVCache
 from rollout.engines.sampler import draw_alike
 
 
@@ -70,6 +71,8 @@ class FusedOps:
         return torch.from_numpy(y)
 
     def decode(self, cache: KVCache, positions: Tensor, length: int) -> Attend:
+        if isinstance(cache, Fp8KVCache):
+            return Decode(cache, positions, length)
         return FusedDecode(cache, positions)
 
     def uniform(self, keys: Tensor, positions: Tensor) -> Tensor:

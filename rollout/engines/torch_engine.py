@@ -20,6 +20,7 @@ from areal_q.quant import FORMATS
 from areal_q.weights import WeightVersion
 from rollout.engines.attention import KVCache, Prefill, both
 from rollout.engines.base import Capabilities, Completion, Request
+from rollout.engines.fp8_cache import build_cache
 from rollout.engines.loop import EngineLoop, Job, VersionLog
 from rollout.engines.ops import build_ops
 from rollout.engines.rows import Rows
@@ -37,7 +38,10 @@ def torch_engine(config: TorchEngine) -> EngineLoop:
 class TorchStepper:
     name = "torch"
     capabilities = Capabilities(
-        formats=frozenset(FORMATS), kv_on_update=frozenset({"keep", "recompute"})
+        formats=frozenset(FORMATS),
+        kv_on_update=frozenset({"keep", "recompute"}),
+        kv_cache=frozenset({"auto", "fp8"}),
+        kv_scales=True,
     )
     tokens_per_s = math.inf
 
@@ -88,9 +92,10 @@ class TorchStepper:
     @torch.inference_mode()
     def swap(self, prepared: InferenceModel) -> None:
         if self.model is None:
-            self.cache = KVCache(prepared.config, self.config.device)
+            self.cache = build_cache(prepared.config, self.config)
             self.rows = Rows(self.config.device)
         self.model = prepared
+        self.cache.new_version(prepared.kv_scales)
         self.versions.swapped(self.steps, prepared.manifest)
         if self.config.kv_on_update == "recompute":
             self._recompute(prepared)

@@ -15,6 +15,7 @@ from areal_q.errors import QuantizationError, WeightVersionError
 from areal_q.models.config import DecoderConfig
 from areal_q.models.rope import rope_tables
 from areal_q.quant import FORMATS
+from areal_q.quant.kv import kv_scales_of
 from areal_q.quant.linear import Linear
 from areal_q.quant.plan import parts_of
 from areal_q.weights import WeightVersion
@@ -60,6 +61,7 @@ class InferenceModel:
             raise WeightVersionError(
                 f"version {manifest.version} lacks a tensor: {error}"
             ) from error
+        self.kv_scales = kv_scales_of(tensors, self.config.layers)
         self.cos, self.sin = rope_tables(self.config, device=device)
 
     def _layer(self, tensors: Mapping[str, Tensor], index: int) -> Layer:

@@ -64,6 +64,7 @@ class VllmBackend:
         self.capabilities = Capabilities(
             formats=frozenset(QUANTIZATION_CONFIGS) - (set() if _gpu() else NOT_ON_A_CPU),
             kv_on_update=frozenset({"keep", "recompute"}),
+            kv_cache=frozenset({"auto", "fp8"}),
         )
         self.slots, self.timeout_s = config.slots, config.timeout_s
         self.restarts = config.restarts
