@@ -143,7 +143,7 @@ def test_int3_has_seven_levels_and_errs_by_half_a_step():
     assert (error <= weight.abs().amax(1, keepdim=True) / 6 * (1 + 1e-6)).all()
 
 
-@pytest.mark.parametrize("format", ["int8", "fp8-channel", "int3"])
+@pytest.mark.parametrize("format", ["int8", "fp8", "fp8-channel", "int3"])
 def test_uaq_alone_changes_no_code_where_scales_are_real_numbers(make_run: MakeRun, format: str):
     run = make_run("learner.uaq=1")
     model = warm_model(run, build_task(run.task), build_tokenizer(run))
