@@ -1,9 +1,11 @@
 """With keys, only whoever is listed gets weights, and nobody in between can read them. Real sockets."""
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -94,6 +96,28 @@ def test_a_secret_that_others_can_read_is_refused(keys: Path) -> None:
     (keys / "server.key_secret").write_text("nonsense")
     with pytest.raises(ConfigError, match=r"server\.key_secret"):
         server_keys(keys)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files away, which needs root")
+@pytest.mark.parametrize(("mode", "accepted"), [(0o440, True), (0o400, False), (0o444, False)])
+def test_a_secret_mounted_into_a_pod_is_one_of_root_that_our_group_reads(
+    keys: Path, mode: int, accepted: bool
+) -> None:
+    """As Kubernetes mounts them under an fsGroup: owner root, group ours."""
+    mounted = Path(tempfile.mkdtemp()) / "keys"
+    shutil.copytree(keys, mounted)
+    for path in [mounted.parent, mounted, *mounted.rglob("*")]:
+        os.chown(path, 0, 10001)
+        os.chmod(path, 0o750 if path.is_dir() else mode)
+    code = (
+        "import os, sys; from buffer.wire.curve import client_keys;"
+        "os.setgroups([]); os.setgid(10001); os.setuid(10001); client_keys(sys.argv[1])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(mounted)], capture_output=True, text=True
+    )
+    shutil.rmtree(mounted.parent)
+    assert (result.returncode == 0) is accepted, result.stderr
 
 
 def test_a_listed_worker_follows_over_encrypted_sockets(

@@ -122,7 +122,7 @@ def client_keys(directory: str | Path, name: str = CLIENT) -> ClientKeys:
 
 def _pair(path: Path) -> tuple[bytes, bytes]:
     try:
-        if path.stat().st_mode & 0o077:
+        if _exposed(path.stat()):
             raise ConfigError(f"keys: {path} can be read by others; chmod 600 it")
         public, secret = load_certificate(path)
     except OSError as error:
@@ -132,6 +132,13 @@ def _pair(path: Path) -> tuple[bytes, bytes]:
     if secret is None:
         raise ConfigError(f"keys: {path} holds no secret key")
     return public, secret
+
+
+def _exposed(found: os.stat_result) -> bool:
+    """Whether others may read or write the file. To a service that is not root, the group that root gave it to
+    does not count: so are secrets mounted into a pod."""
+    mine = 0o740 if found.st_uid == 0 and os.geteuid() != 0 else 0o700
+    return bool(found.st_mode & 0o777 & ~mine)
 
 
 def _public(path: Path) -> bytes | None:
