@@ -107,3 +107,10 @@ def test_a_worker_is_well_while_its_heart_beats():
 
 def test_a_service_that_does_not_answer_is_not_well():
     assert "no metrics on port 1" in (complaint(1, now_s=0.0) or "")
+
+
+def test_the_page_on_operating_says_what_to_do_for_every_alert():
+    page = (DOCKER.parent / "docs" / "operating.md").read_text()
+    rows = {line.split("|")[1].strip() for line in page.splitlines() if line.count("|") == 4}
+    alerts = {rule["alert"] for group in ALERTS["groups"] for rule in group["rules"]}
+    assert alerts and alerts <= rows
