@@ -18,7 +18,7 @@ import pytest
 import redis
 
 from areal_q.config import Run
-from areal_q.messages import Group
+from areal_q.messages import Group, Ticket
 from areal_q.metrics import read_metrics
 from areal_q.tasks import build_task, build_tokenizer
 from buffer.keys import Keys
@@ -251,11 +251,15 @@ def test_tickets_that_a_power_cut_brings_back_do_not_count_again(
     where = (short_dir / "redis", short_dir / "s")
     server = RedisServer.start(*where, appendfsync="always")
 
+    left = 8
+    """Groups of two steps: of what is admitted beyond, nothing is committed before the copy is made"""
+
     def work() -> None:
         async def commit() -> None:
+            nonlocal left
             worker = WorkerBuffer(server.url, run.name, "w", claim_timeout_s=0.01)
-            for claim in await worker.claim(6, block_s=0.0):
-                await worker.commit(claim, fresh(make_group(claim.ticket)))
+            for claim in await worker.claim(min(6, left), block_s=0.0) if left else []:
+                left -= await worker.commit(claim, fresh(make_group(claim.ticket)))
             await worker.close()
 
         asyncio.run(commit())
@@ -263,6 +267,7 @@ def test_tickets_that_a_power_cut_brings_back_do_not_count_again(
     learner = Learning(run, server.url)
     counted = learner.step(work) + learner.step(work)
     shutil.copytree(where[0], short_dir / "before")
+    left = 1000
     counted += learner.step(work) + learner.step(work)
     state = learner.state()
     assert server.process is not None
@@ -324,6 +329,36 @@ def test_a_group_that_is_put_back_counts_though_its_place_was_refilled(
     assert learner.intake.duplicates == 0
     assert learner.feeder.lost == set()
     learner.buffer.close()
+
+
+@pytest.mark.parametrize("kind", ["redis 6.2", "redis 7", "valkey 9"])
+def test_a_worker_in_a_full_redis_leaves_the_consumers_of_the_dead_for_later(
+    servers: Callable[[str], str], make_ticket: Callable[..., Ticket], kind: str
+):
+    url = servers(kind)
+    learner = LearnerBuffer(url, "run")
+    learner.publish_run("", {})
+    learner.admit([make_ticket(0)], cursor=1)
+
+    async def scenario(client: redis.Redis) -> None:
+        gone = WorkerBuffer(url, "run", "gone", claim_timeout_s=0.01)
+        await gone.release(await gone.claim(1, block_s=0.0))
+        await gone.close()
+        client.config_set("maxmemory", 1)
+        worker = WorkerBuffer(url, "run", "w", claim_timeout_s=0.01)
+        await asyncio.sleep(0.02)
+        (claim,) = await worker.claim(1, block_s=0.0)
+        client.config_set("maxmemory", 0)
+        await worker.release([claim])
+        await asyncio.sleep(0.02)
+        await worker.claim(1, block_s=0.0)
+        await worker.close()
+
+    with redis.Redis.from_url(url) as client:
+        asyncio.run(scenario(client))
+        names = [c["name"] for c in client.xinfo_consumers(Keys("run").tickets, "workers")]
+    assert not any(name.startswith(b"gone") for name in names)
+    learner.close()
 
 
 @pytest.mark.slow
