@@ -160,10 +160,12 @@ PANELS: dict[str, tuple[str, str]] = {
 VIEWS: dict[str, Callable[[list[str]], str | None]] = {
     "int3, no UAQ": lambda arm: arm[1] if arm[0] == "int3" and len(arm) == 2 else None,
     "int3, UAQ 1.5": lambda arm: arm[1] if arm[0] == "int3" and arm[2:] == ["uaq1.5"] else None,
-    "naive in other formats": lambda arm: arm[0] if arm[1:] == ["naive"] else None,
+    "naive in other formats": lambda arm: (
+        arm[0] if arm[1:] == ["naive"] and arm[0] != "int3" else None
+    ),
 }
 """Columns of the figure: what an arm, by the words of its name, is called there; None: it is not shown.
-The reference is in each."""
+The reference is in each; a column without any other is left out."""
 
 
 def figure(rows: Sequence[Row], path: Path = FIGURE) -> None:
@@ -171,11 +173,17 @@ def figure(rows: Sequence[Row], path: Path = FIGURE) -> None:
     from PIL import Image
 
     results = Results(rows)
-    drawing = Figure(figsize=(12, 10), layout="constrained")
-    axes = drawing.subplots(len(PANELS), len(VIEWS), sharex=True, sharey="row")
+    views = {
+        title: called
+        for title, called in VIEWS.items()
+        if any(called(arm.split()) for arm in results.runs)
+    }
+    drawing = Figure(figsize=(4 * max(2, len(views)), 10), layout="constrained")
+    shape = len(PANELS), len(views)
+    axes = drawing.subplots(*shape, sharex=True, sharey="row", squeeze=False)
     for line, (column, (label, scale)) in zip(axes, PANELS.items(), strict=True):
         line[0].set_ylabel(label, fontsize=9)
-        for axis, (title, called) in zip(line, VIEWS.items(), strict=True):
+        for axis, (title, called) in zip(line, views.items(), strict=True):
             for arm in results.runs:
                 name = "reference" if arm == REFERENCE else called(arm.split())
                 if name:
