@@ -178,7 +178,7 @@ def figure(rows: Sequence[Row], path: Path = FIGURE) -> None:
         for title, called in VIEWS.items()
         if any(called(arm.split()) for arm in results.runs)
     }
-    drawing = Figure(figsize=(4 * max(2, len(views)), 10), layout="constrained")
+    drawing = Figure(figsize=(5 * max(2, len(views)), 10), layout="constrained")
     shape = len(PANELS), len(views)
     axes = drawing.subplots(*shape, sharex=True, sharey="row", squeeze=False)
     for line, (column, (label, scale)) in zip(axes, PANELS.items(), strict=True):
@@ -193,12 +193,12 @@ def figure(rows: Sequence[Row], path: Path = FIGURE) -> None:
             axis.spines[["top", "right"]].set_visible(False)
             if column == "reward":
                 axis.set_title(title, fontsize=10, loc="left")
-                axis.legend(frameon=False, fontsize=7, ncols=2)
+                axis.legend(frameon=False, fontsize=7, ncols=4)
     for axis in axes[-1]:
         axis.set_xlabel("learner steps", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     drawing.savefig(path, dpi=80)
-    Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
+    Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
 
 
 def _band(axis: Any, values: Band, name: str) -> None:
