@@ -25,7 +25,7 @@ test-vllm: $(VENV)-vllm/.installed
 
 # The objectives beside verl's, areal's and trl's: docs/agreement.md.
 test-peers: $(VENV)-peers/.installed
-	$(VENV)-peers/bin/python -m pytest -m peers tests/test_peers_*.py
+	$(VENV)-peers/bin/python -m pytest -m peers tests/test_peers_*.py tests/test_lora.py
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -156,7 +156,7 @@ def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Everything of `trainer` that a checkpoint holds as tensors, on the CPU."""
     tensors: dict[str, torch.Tensor] = {"rng": torch.get_rng_state()}
     for part, module in _modules(trainer).items():
-        tensors |= {f"{part}.{k}": v for k, v in module.named_parameters()}
+        tensors |= {f"{part}.{k}": v for k, v in module.state_dict().items()}
     for part, optimizer in _optimizers(trainer).items():
         for i, slot in optimizer.state_dict()["state"].items():
             tensors |= {f"{part}.{i}.{k}": v for k, v in slot.items()}
@@ -178,7 +178,7 @@ def _optimizers(trainer: Trainer) -> dict[str, torch.optim.Optimizer]:
 def _load(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for part, module in _modules(trainer).items():
-            for name, parameter in module.named_parameters():
+            for name, parameter in module.state_dict().items():
                 parameter.copy_(tensors[f"{part}.{name}"])
             materialise(module)
     for part, optimizer in _optimizers(trainer).items():

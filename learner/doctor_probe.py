@@ -16,7 +16,9 @@ from areal_q.config import Run
 from areal_q.diagnosis import TERMS, TokenTable
 from areal_q.messages import Group
 from areal_q.models import Decoder
-from areal_q.models.aligned import QuantLinear, published_state, use
+from areal_q.models.aligned import QuantLinear, use
+from areal_q.models.lora import adapted
+from areal_q.models.published import published_state
 from areal_q.quant import dequantize_state
 from areal_q.quant.aqn import noise_of, with_noise
 from learner.batch import Sample, samples_of
@@ -39,6 +41,9 @@ class Version:
         if noise:
             self.noisy = copy.deepcopy(self.learnt)
             self.noisy.load_state_dict(with_noise(model.state_dict(), noise, run.learner.uaq))
+        if adapted(self.noisy):  # runs on the published tensors as the engine does
+            self.dequantized = self.engine = self.noisy
+            return
         published = published_state(self.noisy, format)
         self.dequantized = copy.deepcopy(self.noisy)
         self.dequantized.load_state_dict(dequantize_state(published, format))

@@ -17,6 +17,7 @@ import numpy as np
 from areal_q.config import Run
 from areal_q.messages import Group
 from areal_q.models import Decoder, DecoderConfig
+from areal_q.models.lora import LORA_SCALE
 from areal_q.weights import WeightVersion
 from learner.batch import Sample
 from learner.rescore import Scorer, engine_policy
@@ -86,7 +87,11 @@ class FidelityMeter:
             version = self._versions[digest]
             config = DecoderConfig.from_hf(version.manifest.model)
             self._policies[digest] = engine_policy(
-                config, version.tensors, self._format, self._config.device
+                config,
+                version.tensors,
+                self._format,
+                self._config.device,
+                float(version.manifest.extra.get(LORA_SCALE, 0.0)),
             )
         return self._policies[digest]
 

@@ -4,6 +4,7 @@ import copy
 import logging
 
 from areal_q.models import save_decoder
+from areal_q.models.peft import save_adapted
 from areal_q.quant.uaq import fold_back
 from areal_q.tasks import build_tokenizer
 from learner.loop import Learner
@@ -14,10 +15,14 @@ logger = logging.getLogger(__name__)
 def finish(learner: Learner, step: int) -> None:
     """Exports `hf/` and writes the `end` record: done, or drained before the last step."""
     run = learner.run
-    model = copy.deepcopy(learner.trainer.model)
-    if run.learner.uaq > 1:
-        fold_back(model, run.learner.uaq)
-    save_decoder(model, learner.dir / "hf", build_tokenizer(run))
+    policy, tokenizer = learner.trainer.model, build_tokenizer(run)
+    if run.learner.lora:
+        save_adapted(policy, learner.dir, run.learner.lora, run.learner.uaq, tokenizer)
+    else:
+        model = copy.deepcopy(policy)
+        if run.learner.uaq > 1:
+            fold_back(model, run.learner.uaq)
+        save_decoder(model, learner.dir / "hf", tokenizer)
     accuracy = learner.heldout.accuracy
     learner.metrics.write(
         "end",

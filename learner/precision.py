@@ -4,12 +4,18 @@ from areal_q.config import Run
 from areal_q.models import Decoder
 from areal_q.models.aligned import QuantLinear, linears, use
 from areal_q.models.linear import Linear
+from areal_q.models.lora import adapt, adapted
 
 LINEARS: dict[str, type[Linear]] = {"full": Linear, "qarl": QuantLinear}
 
 
 def set_precision(model: Decoder, run: Run) -> None:
-    """Makes the linears of `model` those of `learner.precision`; its parameters stay as they are."""
+    """Makes the linears of `model` those of `learner.precision`, with the parameters that they have; or, for
+    `learner.lora`, frozen ones with adapters."""
+    if run.learner.lora:
+        if not adapted(model):
+            adapt(model, run.rollout.format, run.learner.lora, run.seed)
+        return
     kind = LINEARS[run.learner.precision]
     if any(type(linear) is not kind for linear in linears(model).values()):
         use(kind, model, run.rollout.format)

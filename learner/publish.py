@@ -9,7 +9,8 @@ from torch import Tensor
 from areal_q import weights
 from areal_q.config import Run
 from areal_q.models import Decoder
-from areal_q.models.aligned import published_state
+from areal_q.models.lora import LORA_SCALE
+from areal_q.models.published import published_state
 from areal_q.payloads import PayloadPool
 from areal_q.quant.aqn import noise_of, with_noise
 from areal_q.quant.metrics import codes_moved
@@ -39,6 +40,7 @@ class Publisher:
         Raises QuantizationError naming a tensor that is not finite.
         """
         run, format = self._run, self._run.rollout.format
+        lora = run.learner.lora
         noise = noise_of(run.rollout.aqn, version, run.steps, run.seed)
         published = published_state(model, format, self._ranges)
         made = weights.pack(
@@ -51,6 +53,7 @@ class Publisher:
             model=model.config.to_hf(),
             published_s=time.time(),
             noise=noise,
+            extra={LORA_SCALE: lora.alpha / lora.rank} if lora else None,
             pool=self._pool,
         )
         if self._last is not None:

@@ -37,6 +37,7 @@ FIXED = (
     "learner.max_lag",
     "learner.drop_uniform",
     "learner.uaq",
+    "learner.lora",
     "learner.reference_kl.path",
 )
 """Settings that are in the logged groups or in the checkpoint's weights"""
@@ -190,7 +191,7 @@ def _changes(recorded: Run, run: Run) -> list[str]:
     changes = differences(recorded, run)
     for key in changes:
         replayable = key.startswith("learner.") or key == "rollout.sampling.temperature"
-        if not replayable or key in FIXED:
+        if not replayable or key.startswith(FIXED):
             raise ConfigError(
                 f"{key}: cannot change in a replay, which learns from what was logged"
             )

@@ -10,6 +10,7 @@ from torch import Tensor
 from areal_q.config import LearnerConfig
 from areal_q.models import Decoder, DecoderConfig
 from areal_q.models.aligned import QuantLinear, linears
+from areal_q.models.lora import AdaptedLinear, adapter_of
 from areal_q.quant import is_quantized
 from areal_q.quant.plan import parts_of
 from learner.batch import Sample, microbatches, pack
@@ -17,7 +18,11 @@ from learner.trainer import token_logprobs
 
 
 def engine_policy(
-    config: DecoderConfig, published: Mapping[str, Tensor], format: str, device: str = "cpu"
+    config: DecoderConfig,
+    published: Mapping[str, Tensor],
+    format: str,
+    device: str = "cpu",
+    lora_scale: float = 0.0,
 ) -> Decoder:
     """π_Q: the policy as an engine runs the tensors `published` in `format`, everything else in float32.
 
@@ -30,6 +35,9 @@ def engine_policy(
             new = QuantLinear(linear.in_features, linear.out_features, linear.bias is not None)
         new.format = format
         new.take({k: t.to(device) for k, t in parts_of(published, name, format).items()})
+        if adapter := adapter_of(published, name):
+            pair = adapter[0].to(device), adapter[1].to(device)
+            new.product = AdaptedLinear(new.product, [pair], [len(pair[1])], lora_scale)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, new)
     names = [name for name in model.state_dict() if not is_quantized(name)]

@@ -14,6 +14,7 @@ from areal_q.errors import DivergedError
 from areal_q.models import Decoder
 from areal_q.models.aligned import materialise
 from areal_q.models.logprobs import head_logprobs
+from areal_q.models.lora import adapters_off
 from learner.advantages import needs_policy, with_advantages
 from learner.batch import PackedBatch, Sample, microbatches, pack
 from learner.critic import Critic
@@ -48,14 +49,14 @@ class Trainer:
     optimizer: torch.optim.Optimizer = field(init=False)
     critic: Critic | None = None
     reference: Decoder | None = None
-    """Frozen; by default the policy as it is now"""
+    """Frozen; by default the policy as it is now. None with LoRA: the base is in the policy itself"""
 
     def __post_init__(self) -> None:
         cfg = self.cfg
         self.optimizer = build_optimizer(self.model, cfg.optimizer)
         if cfg.critic and self.critic is None:
             self.critic = Critic(self.model, cfg.critic)
-        if cfg.reference_kl and self.reference is None:
+        if cfg.reference_kl and self.reference is None and not cfg.lora:
             self.reset_reference()
 
     def reset_reference(self) -> None:
@@ -121,6 +122,9 @@ class Trainer:
         if self.reference is not None:
             with torch.no_grad():
                 reference, _ = token_logprobs(self.reference, batch, self.temperature)
+        elif self.cfg.reference_kl:
+            with torch.no_grad(), adapters_off(self.model):
+                reference, _ = token_logprobs(self.model, batch, self.temperature)
         values = scores.get("values")
         return LossInputs(
             **scores,

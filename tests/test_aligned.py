@@ -12,8 +12,9 @@ from torch import nn
 from areal_q.config import Run, Sampling, TorchEngine
 from areal_q.errors import ConfigError
 from areal_q.messages import Array, Trajectory, VersionSpan
-from areal_q.models.aligned import QuantLinear, linears, published_state, use
+from areal_q.models.aligned import QuantLinear, linears, use
 from areal_q.models.linear import Linear
+from areal_q.models.published import published_state
 from areal_q.quant import FORMATS, quantize_state
 from areal_q.tasks import build_tokenizer
 from areal_q.weights import WeightVersion

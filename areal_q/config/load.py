@@ -111,6 +111,14 @@ def _check(run: Run, source: str) -> Run:
         reason = "rollout.engine.kv_cache = 'fp8' needs compiled = false: its scales are observed"
     elif run.rollout.kv_scales and getattr(engine, "kv_cache", "auto") != "fp8":
         reason = "rollout.kv_scales needs rollout.engine.kv_cache = 'fp8'"
+    elif learner.lora and learner.precision != "full":
+        reason = (
+            "learner.lora runs on the rollouts' numbers already: learner.precision must be 'full'"
+        )
+    elif learner.lora and isinstance(engine, VllmEngine):
+        reason = "learner.lora needs rollout.engine.type = 'torch', which adds adapters to its base"
+    elif learner.lora and (kl := learner.reference_kl) and (kl.path or kl.reset_every):
+        reason = "learner.reference_kl: with learner.lora the reference is its base: no path, no reset_every"
     elif learner.precision != "full" and run.rollout.sticky_scales:
         # The learner's step would depend on scales that no checkpoint holds.
         reason = "rollout.sticky_scales must be 0 where learner.precision is not 'full'"

@@ -22,6 +22,7 @@ from areal_q.config.tasks import Arithmetic, RewardConfig, TaskConfig
 Format = Literal["bf16", "int8", "fp8", "fp8-channel", "int4", "int4-fp8", "nvfp4", "mxfp4", "nf4"]
 
 Precision = Literal["full", "qarl", "jet"]
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 class _Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -180,6 +181,23 @@ class FidelityConfig(_Settings, frozen=True, kw_only=True):
     """A mean gap beyond this is warned of once, and an alert."""
 
 
+class Lora(_Settings, frozen=True, kw_only=True):
+    """Adapters on a frozen base in `rollout.format` (QeRL): they alone are trained and sent."""
+
+    rank: Count = 32
+    alpha: Positive = 32.0
+    """The update is alpha / rank · B · A."""
+    targets: tuple[Target, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+
+
 class LearnerConfig(_Settings, frozen=True, kw_only=True):
     groups: Count = 64
     """Prompts in a step."""
@@ -209,6 +227,7 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     """UAQ's scale s (QuRL §4.3); 1 turns it off."""
     precision: Precision = "full"
     """`full`; `qarl`: forward on the rollouts' own numbers, backward in full precision; `jet`: both in FP8."""
+    lora: Lora | None = None
     microbatch_tokens: Count = 16384
     fidelity: FidelityConfig = FidelityConfig()
     device: str = "cpu"

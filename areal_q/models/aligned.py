@@ -12,7 +12,6 @@ quantized twice. The backward is that of the full-precision layer (a straight-th
 with the master weights W, which alone the optimizer sees.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from areal_q.models.linear import Linear
 from areal_q.quant.base import Parts
 from areal_q.quant.formats import FORMATS
 from areal_q.quant.linear import Linear as Product
-from areal_q.quant.plan import RangePolicy, is_quantized, parts_of, quantize_state
+from areal_q.quant.plan import is_quantized, parts_of, quantize_state
 
 
 class QuantLinear(Linear):
@@ -96,25 +95,3 @@ def materialise(model: nn.Module) -> None:
     published = quantize_state({f"{n}.weight": m.weight for n, m in found.items()}, format)
     for name, linear in found.items():
         linear.take(parts_of(published, name, format))
-
-
-def published_state(
-    model: nn.Module, format: str, policy: RangePolicy | None = None
-) -> dict[str, Tensor]:
-    """The tensors to publish for `model`: those of its forward where that is quantized, else as
-    `quantize_state` makes them. In the order of its state dict."""
-    state: Mapping[str, Tensor] = model.state_dict()
-    aligned = {n: m for n, m in linears(model).items() if isinstance(m, QuantLinear)}
-    if not aligned:
-        return quantize_state(state, format, policy)
-    published: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        linear = aligned.get(name.removesuffix(".weight"))
-        if linear is None:
-            published[name] = tensor.detach()
-        else:
-            prefix = name.removesuffix("weight")
-            published |= {
-                prefix + suffix: linear.parts[suffix] for suffix in FORMATS[format].suffixes
-            }
-    return published

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from areal_q.errors import QuantizationError, WeightVersionError
 from areal_q.models.config import DecoderConfig
+from areal_q.models.lora import LORA_SCALE, AdaptedLinear, adapter_of
 from areal_q.models.rope import rope_tables
 from areal_q.quant import FORMATS
 from areal_q.quant.kv import kv_scales_of
@@ -70,7 +71,12 @@ class InferenceModel:
 
         def linear(*names: str) -> Linear:
             parts = [parts_of(tensors, f"{layer}.{name}", format) for name in names]
-            return self.ops.linear(FORMATS[format].linear(parts))
+            run = self.ops.linear(FORMATS[format].linear(parts))
+            pairs = [adapter_of(tensors, f"{layer}.{name}") for name in names]
+            if not any(pairs):
+                return run
+            outs = [self._out_features(name) for name in names]
+            return AdaptedLinear(run, pairs, outs, float(self.manifest.extra[LORA_SCALE]))
 
         qkv = [f"self_attn.{x}_proj" for x in "qkv"]
         head_norm = bias = None
@@ -92,6 +98,12 @@ class InferenceModel:
             gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
             down=linear("mlp.down_proj"),
         )
+
+    def _out_features(self, name: str) -> int:
+        c = self.config
+        by_name = {"q_proj": c.heads * c.head_dim, "gate_proj": c.mlp, "up_proj": c.mlp}
+        by_name |= dict.fromkeys(("k_proj", "v_proj"), c.kv_heads * c.head_dim)
+        return by_name.get(name.rpartition(".")[2], c.width)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Last hidden states float32 [T, D] of `tokens` int64 [T] at `positions` int64 [T]."""
