@@ -177,6 +177,12 @@ def replay(ctx: typer.Context) -> None:
 
 
 @app.command(context_settings=PASS_THROUGH)
+def export(ctx: typer.Context) -> None:
+    """Write a checkpoint's model in Hugging Face layout, at any time: `python -m learner.export`."""
+    _become("learner.export", ctx.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
 def doctor(ctx: typer.Context) -> None:
     """Say where rollouts and learner disagree, and what to change: `python -m learner.doctor`."""
     _become("learner.doctor", ctx.args)

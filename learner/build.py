@@ -19,6 +19,7 @@ from buffer.steps import StepLog
 from buffer.tokens import TokenLog
 from buffer.wire.broadcaster import Broadcaster
 from learner import checkpoint
+from learner.checkpoint_writer import Writer
 from learner.feeder import Feeder
 from learner.fidelity import FidelityMeter
 from learner.heldout import HeldOut
@@ -203,4 +204,5 @@ def build_learner(
         steps=StepLog(directory / "steps", start) if run.buffer.log else None,
         tokens=TokenLog(directory / "tokens", start) if logs_tokens else None,
         metrics=metrics,
+        checkpoints=Writer(directory / "checkpoints", run.checkpoint.keep),
     )

@@ -35,6 +35,9 @@ REPLACED = ".old-"
 """Begins the name of one whose successor of the same step is about to take its place"""
 
 
+Tensors = dict[str, torch.Tensor]
+
+
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a checkpoint holds besides tensors. Example: step 50 stands before learner step 50."""
 
@@ -64,13 +67,18 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def save(directory: Path, state: State, trainer: Trainer, keep: int) -> Path:
+    """`write` with what `trainer` holds now."""
+    return write(directory, state, tensors_of(trainer), keep)
+
+
+def write(directory: Path, state: State, tensors: Tensors, keep: int) -> Path:
     """Writes `directory/step-NNNNNN` and removes all but the start's and the newest `keep`. Returns its
     path."""
     final = directory / f"step-{state.step:06d}"
     _clear_leftovers(directory)
     part = directory / f"{PART}{final.name}"
     part.mkdir(parents=True)
-    save_file(tensors_of(trainer), part / TENSORS)
+    save_file(tensors, part / TENSORS)
     digest = _digest(part, msgspec.json.encode(state))
     state = msgspec.structs.replace(state, digest=digest)
     (part / STATE).write_bytes(msgspec.json.encode(state))

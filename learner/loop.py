@@ -7,6 +7,7 @@
 | wait                 | for                           | unblocked by                                   |
 |----------------------|-------------------------------|------------------------------------------------|
 | Intake.take          | B groups within the bound     | workers' commits; a stop request               |
+| Learner.settle       | a checkpoint on disk          | its thread; before the next, and at the end    |
 | HeldOut.finish       | the last evaluation's answers | workers' commits; a stop request; its timeout  |
 
 Quantizing happens here, after the step; diffing, compressing and sending overlap with the next one.
@@ -28,6 +29,7 @@ from buffer.steps import StepLog, StepRecord
 from buffer.tokens import TokenLog
 from buffer.wire.broadcaster import Broadcaster
 from learner import checkpoint
+from learner.checkpoint_writer import Writer
 from learner.feeder import Feeder
 from learner.fidelity import FidelityMeter
 from learner.heldout import HeldOut
@@ -63,6 +65,7 @@ class Learner:
     steps: StepLog | None
     tokens: TokenLog | None
     metrics: MetricsLog
+    checkpoints: Writer
     trimmed: str = START
     """Up to here Redis was asked to forget the groups"""
     stuck: bool = False
@@ -98,15 +101,18 @@ class Learner:
                 self.heldout.ask(step)
             if step % self.run.checkpoint.every == 0 and step < self.run.steps:
                 self.save(step)
+            self.settle()
         if step == self.run.steps and not stop.is_set():
             self.heldout.ask(step)
             self.heldout.finish(stop, timeout_s=120.0)
         self.save(step)
+        self.settle(wait=True)
         return step
 
     def close(self) -> None:
-        """Stops the broadcaster's and the log's threads and leaves no socket behind."""
+        """Stops the broadcaster's, the checkpoints' and the log's threads and leaves no socket behind."""
         self.broadcaster.close()
+        self.checkpoints.close()
         for log in (self.log, self.steps, self.tokens):
             if log:
                 log.close()
@@ -145,8 +151,9 @@ class Learner:
         )
 
     def save(self, step: int) -> None:
-        """Order matters: the log is durable before the checkpoint covers its groups, and Redis forgets
-        them only after both."""
+        """Begins a checkpoint. Order matters: the log is durable before the checkpoint covers its groups, and
+        Redis forgets them only after both (`settle`)."""
+        self.settle(wait=True)
         for log in (self.log, self.steps, self.tokens):
             if log:
                 log.flush()
@@ -163,19 +170,26 @@ class Learner:
             skipped=self.trainer.skipped,
             model=self.trainer.model.config.to_hf(),
         )
-        path = checkpoint.save(
-            self.dir / "checkpoints", state, self.trainer, self.run.checkpoint.keep
-        )
-        self.buffer.trim(state.position)
-        self.trimmed = state.position
-        logger.info("checkpoint %s", path)
+        self.checkpoints.save(state, self.trainer)
+
+    def settle(self, wait: bool = False) -> None:
+        """Redis forgets the groups that a checkpoint covers which has come to stand on disk; `wait` until the
+        one that was begun does. Raises what writing it raised."""
+        stands = self.checkpoints.finish() if wait else self.checkpoints.settle()
+        if stands:
+            state, path = stands
+            self.buffer.trim(state.position)
+            self.trimmed = state.position
+            logger.info("checkpoint %s", path)
 
     def make_room(self, step: int) -> None:
         """Redis is full and the learner starves, before step `step`: a checkpoint lets Redis forget what was
         learnt from."""
+        self.settle(wait=True)
         if self.intake.position != self.trimmed:
             logger.warning("redis is full: a checkpoint before its time makes room")
             self.save(step)
+            self.settle(wait=True)
         elif not self.stuck:
             self.stuck = True
             logger.error(

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from learner import checkpoint
 from learner.batch import Sample
 from learner.build import build_model
 from learner.checkpoint import State
+from learner.checkpoint_writer import Writer
 from learner.trainer import Trainer
 
 MakeRun = Callable[..., Run]
@@ -242,6 +244,58 @@ def test_a_checkpoint_from_before_a_field_was_added_restores(trainer: Trainer, t
     assert checkpoint.restore(tmp_path, trainer).forks == []
 
 
+def test_a_checkpoint_holds_what_the_learner_held_when_it_began(
+    make_samples: MakeSamples, trainer: Trainer, tmp_path: Path
+):
+    writer = Writer(tmp_path, keep=2)
+    before = everything(trainer)
+    writer.save(state_at(1, trainer), trainer)
+    trainer.step(make_samples(6, 1))
+    stands = writer.finish()
+    assert stands
+    assert (stands[0].step, stands[1]) == (1, tmp_path / "step-000001")
+    assert writer.finish() is None and writer.settle() is None
+    checkpoint.restore(tmp_path, trainer)
+    del before["random"]
+    after = everything(trainer)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    writer.close()
+
+
+def test_a_checkpoint_is_reported_only_once_it_stands_on_disk(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    gate, sync = threading.Event(), checkpoint._sync
+
+    def slow_disk(path: Path) -> None:
+        gate.wait(30)
+        sync(path)
+
+    monkeypatch.setattr(checkpoint, "_sync", slow_disk)
+    writer = Writer(tmp_path, keep=2)
+    writer.save(state_at(1, trainer), trainer)
+    assert writer.settle() is None
+    assert checkpoint.steps(tmp_path) == []
+    gate.set()
+    stands = writer.finish()
+    assert stands and stands[1].is_dir()
+    writer.close()
+
+
+def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(
+    trainer: Trainer, tmp_path: Path
+):
+    (tmp_path / "checkpoints").write_text("in the way")
+    writer = Writer(tmp_path / "checkpoints", keep=2)
+    writer.save(state_at(1, trainer), trainer)
+    with pytest.raises(OSError, match="checkpoints"):
+        writer.finish()
+    (tmp_path / "checkpoints").unlink()
+    writer.save(state_at(1, trainer), trainer)
+    assert writer.finish()
+    writer.close()
+
+
 # Forks a child for each file system operation of a save, and kills it right before that operation.
 KILLED = """
 import itertools, os, shutil, signal, sys
@@ -251,9 +305,10 @@ from areal_q.config import load
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.build import build_model
+from learner.checkpoint_writer import Writer
 from learner.trainer import Trainer
 
-root, settings = Path(sys.argv[1]), sys.argv[2:]
+root, background, settings = Path(sys.argv[1]), sys.argv[2] == "background", sys.argv[3:]
 run = load(None, settings)
 trainer = Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0)
 
@@ -274,7 +329,13 @@ def save_killed_at(directory, operation, new_step):
             os.kill(os.getpid(), signal.SIGKILL)
     weights(2.0)
     sys.addaudithook(hook)
-    checkpoint.save(directory, state(new_step, 2), trainer, keep=2)
+    if background:
+        writer = Writer(directory, keep=2)
+        writer.save(state(new_step, 2), trainer)
+        weights(3.0)  # what comes after is no part of it
+        writer.finish()
+    else:
+        checkpoint.save(directory, state(new_step, 2), trainer, keep=2)
 
 for new_step in (4, 5):  # the step that is there already, then the next one
     for operation in itertools.count():
@@ -300,7 +361,9 @@ for new_step in (4, 5):  # the step that is there already, then the next one
 """
 
 
-def test_a_save_killed_at_any_moment_loses_no_checkpoint(tmp_path: Path):
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("where", ["foreground", "background"])
+def test_a_save_killed_at_any_moment_loses_no_checkpoint(tmp_path: Path, where: str):
     small = [
         "model.layers=1",
         "model.width=16",
@@ -309,7 +372,7 @@ def test_a_save_killed_at_any_moment_loses_no_checkpoint(tmp_path: Path):
         "model.mlp=16",
     ]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path), *small],
+        [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path), where, *small],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -1,0 +1,67 @@
+"""`areal-q export RUN DIR [--step N]`: a checkpoint's policy in Hugging Face layout, also while RUN goes on.
+
+Exit codes: 0 written; 2 no such run or checkpoint, a damaged one, or DIR is there already.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from areal_q.errors import CheckpointError, ConfigError, UserError
+
+
+def main(
+    directory: Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory")],
+    target: Annotated[Path, typer.Argument(metavar="DIR", help="a directory that is made")],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="of this checkpoint; default: the newest")
+    ] = None,
+) -> None:
+    """Writes what a run had learnt by a checkpoint as a model directory that transformers and vLLM load."""
+    if target.exists():
+        raise ConfigError(f"{target}: is there already")
+    # torch and all that needs it only now, so that a wrong option is answered at once.
+    found = export(directory, target, step)
+    typer.echo(f"{target}: {found.name}")
+
+
+def export(directory: Path, target: Path, step: int | None = None) -> Path:
+    """Writes `target`, as at the end of a run; returns the checkpoint taken. Raises CheckpointError where it
+    is missing or damaged, LogError where there is no run."""
+    import torch
+
+    from areal_q.models import Decoder, DecoderConfig, save_decoder
+    from areal_q.quant.uaq import fold_back
+    from areal_q.tasks import build_tokenizer
+    from learner import checkpoint
+    from learner.replay_steps import recorded_settings
+
+    run = recorded_settings(directory)
+    found = {
+        int(p.name.removeprefix("step-")): p for p in checkpoint.steps(directory / "checkpoints")
+    }
+    chosen = max(found, default=None) if step is None else step
+    if chosen not in found:
+        kept = ", ".join(map(str, found)) or "none"
+        raise CheckpointError(f"{directory}: no checkpoint of step {chosen}; there are: {kept}")
+    state = checkpoint.read_state(found[chosen])
+    tensors = checkpoint.read_tensors(found[chosen], state)
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig.from_hf(state.model))
+    weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
+    model.load_state_dict(weights, assign=True)
+    if run.learner.uaq > 1:
+        with torch.no_grad():
+            fold_back(model, run.learner.uaq)
+    save_decoder(model, target, build_tokenizer(run))
+    return found[chosen]
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except UserError as error:
+        print(f"areal-q: error: {error}", file=sys.stderr)
+        sys.exit(2)
