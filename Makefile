@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 # index has no such build, set PIP_EXTRA_INDEX_URL to the CPU index that pytorch.org names.
 TORCH_CPU ?= $(TORCH)+cpu
 
-.PHONY: run test test-formats test-peers test-vllm check bench bench-buffer chaos browser clean
+.PHONY: run test test-formats test-peers test-vllm check bench bench-buffer chaos fuzz browser clean
 
 run: $(VENV)/.installed
 	$(BIN)/areal-q run configs/quickstart.toml
@@ -38,6 +38,10 @@ bench: $(VENV)/.installed
 # 200 random faults on real processes, then the promises: docs/survival.md. Root may do more of them.
 chaos: $(VENV)/.installed
 	$(BIN)/python -m bench.chaos
+
+# Every decoder of what comes from a socket or a file, a million mutated inputs in all: docs/survival.md.
+fuzz: $(VENV)/.installed
+	$(BIN)/python -m bench.fuzz
 
 # The peers of the buffer, whose requirements exclude each other; about 3 GB, a few minutes.
 bench-buffer: $(VENV)/.installed .venv-reverb/.installed .venv-buffer-peers/.installed

@@ -149,11 +149,12 @@ _COLUMNS = (("response_ids", "int32"), ("behavior_logprobs", "float32"), ("loss_
 
 
 def _column(array: Array, name: str, dtype: str, t: Trajectory, where: str) -> np.ndarray:
-    if array.dtype == dtype and len(array.shape) == 1:
+    if array.dtype == dtype and len(array.shape) == len(t.response_ids.shape) == 1:
         values = array.numpy()
         if values.size == t.num_tokens:
             return values
-    raise RecordError(f"{where}: {name} is not {dtype} [{t.num_tokens}]")
+    shape = list(t.response_ids.shape)
+    raise RecordError(f"{where}: {name} is not {dtype} {shape}, one for each response token")
 
 
 def _validate_trajectory(t: Trajectory, where: str) -> None:

@@ -206,6 +206,6 @@ def _decode(data: bytes, path: str | Path) -> list[Record]:
     for number, line in enumerate(data.splitlines(), start=1):
         try:
             records.append(msgspec.json.decode(line, type=Record))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RecordError(f"{path}, line {number}: {error}") from error
     return records

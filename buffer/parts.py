@@ -137,9 +137,14 @@ class RowGroup(NamedTuple):
     def read(self) -> pa.Table:
         """Raises RecordError naming the file where its bytes do not decode."""
         try:
-            return self.file.read_row_group(self.number)
+            table = self.file.read_row_group(self.number)
+            table.validate(full=True)
         except (pa.ArrowException, OSError) as error:
             raise RecordError(f"{self.path}, step {self.step}: {error}") from error
+        empty = [name for name in table.column_names if table.column(name).null_count]
+        if empty:
+            raise RecordError(f"{self.path}, step {self.step}: {empty[0]} lacks values")
+        return table
 
 
 def row_groups(
@@ -158,17 +163,40 @@ def row_groups(
 def _open(path: Path, format: LogFormat) -> pq.ParquetFile:
     try:
         file = pq.ParquetFile(path)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
         raise RecordError(f"{path}: {error}") from error
-    found = (file.schema_arrow.metadata or {}).get(format.key, b"").decode()
-    if not found.isdecimal() or int(found) > format.version:
+    try:
+        _check_schema(file.schema_arrow, format)
+    except (RecordError, UnicodeDecodeError) as error:
         file.close()
-        raise RecordError(f"{path}: log schema {found or 'missing'}, this reads {format.version}")
+        raise RecordError(f"{path}: {error}") from error
     return file
 
 
+def _check_schema(found: pa.Schema, format: LogFormat) -> None:
+    version = (found.metadata or {}).get(format.key, b"").decode()
+    if not version.isdecimal() or int(version) > format.version:
+        raise RecordError(f"log schema {version or 'missing'}, this reads {format.version}")
+    if strange := _strange(found, format, int(version)):
+        raise RecordError(f"column {strange!r} is not as its schema says")
+
+
+def _strange(found: pa.Schema, format: LogFormat, version: int) -> str | None:
+    """A column that the format has not, or has of another type, or that is missing (an older version may lack
+    some, except `step`)."""
+    types = dict(zip(format.schema.names, format.schema.types, strict=True))
+    present = dict(zip(found.names, found.types, strict=True))
+    needed = types if version == format.version else types.keys() & {format.schema.names[0]}
+    unknown = (name for name, type in present.items() if types.get(name) != type)
+    twice = (name for name in found.names if found.names.count(name) > 1)
+    return next(iter([*unknown, *twice, *sorted(set(needed) - present.keys())]), None)
+
+
 def _step_of(file: pq.ParquetFile, row_group: int) -> int:
-    return file.metadata.row_group(row_group).column(0).statistics.min
+    found = file.metadata.row_group(row_group).column(0).statistics
+    if found is None or not isinstance(found.min, int):
+        raise RecordError(f"row group {row_group} does not say which step it is")
+    return found.min
 
 
 def _parts(directory: Path) -> list[Path]:

@@ -31,7 +31,7 @@ def load_config(path: str | Path) -> DecoderConfig:
         return msgspec.convert(msgspec.to_builtins(config), DecoderConfig)
     except KeyError as error:
         raise CheckpointError(f"{file}: {error.args[0]!r} is missing") from error
-    except (CheckpointError, msgspec.ValidationError, TypeError) as error:
+    except (ValueError, msgspec.ValidationError, TypeError, OverflowError) as error:
         raise CheckpointError(f"{file}: {error}") from error
 
 
