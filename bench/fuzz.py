@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 
 from areal_q import delta, messages, weights
-from areal_q.config import Run, Sampling, dump_toml, parse
+from areal_q.config import Run, Sampling, dump_toml, load
 from areal_q.errors import (
     CheckpointError,
     ConfigError,
@@ -231,9 +231,7 @@ def _text_targets(place: Path) -> Iterator[Target]:
 
         return decode
 
-    def toml(data: bytes) -> Run:
-        return parse(data.decode(errors="surrogateescape"), "x.toml")
-
+    toml = file(place / "x.toml", lambda: load(place / "x.toml"))
     yield Target("settings, TOML", toml, [dump_toml(Run()).encode()], (ConfigError,), "toml", 0.3)
     where = place / checkpoint.STATE
     read_state = file(where, lambda: checkpoint.read_state(place))
