@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 # index has no such build, set PIP_EXTRA_INDEX_URL to the CPU index that pytorch.org names.
 TORCH_CPU ?= $(TORCH)+cpu
 
-.PHONY: run test test-formats test-peers test-vllm check bench bench-buffer chaos fuzz browser clean
+.PHONY: run test test-formats test-peers test-vllm test-engine check bench bench-buffer chaos fuzz browser clean
 
 run: $(VENV)/.installed
 	$(BIN)/areal-q run configs/quickstart.toml
@@ -26,6 +26,12 @@ test-vllm: $(VENV)-vllm/.installed
 # The objectives beside verl's, areal's and trl's: docs/agreement.md.
 test-peers: $(VENV)-peers/.installed
 	$(VENV)-peers/bin/python -m pytest -m peers tests/test_peers_*.py tests/test_lora.py
+
+# The real compose file on a real Docker engine of its own, in .engine: Debian, as root, ten minutes or more.
+test-engine: $(VENV)/.installed-dev
+	docker/engine.sh up .engine
+	. .engine/env && docker/engine.sh build && $(BIN)/pytest -m slow tests/test_engine.py; \
+	status=$$?; docker/engine.sh down .engine; exit $$status
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
