@@ -3,10 +3,15 @@
 from areal_q.config import Run
 from areal_q.models import Decoder
 from areal_q.models.aligned import QuantLinear, linears, use
+from areal_q.models.jet import JetLinear
 from areal_q.models.linear import Linear
 from areal_q.models.lora import adapt, adapted
 
-LINEARS: dict[str, type[Linear]] = {"full": Linear, "qarl": QuantLinear}
+LINEARS: dict[str, type[Linear]] = {
+    "full": Linear,
+    "qarl": QuantLinear,
+    "jet": JetLinear,
+}
 
 
 def set_precision(model: Decoder, run: Run) -> None:

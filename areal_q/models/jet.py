@@ -1,0 +1,56 @@
+"""One FP8 precision flow for forward and backward (Jet-RL): three products, all of E4M3 codes.
+
+    FProp   y  = x · Wᵀ      x 1×128 along in    W 128×128
+    DGrad   ∂x = ∂y · W      ∂y 1×128 along out  W 128×128, the same codes
+    WGrad   ∂W = ∂yᵀ · x     ∂y 1×128 along T    x 128×1 along T, requantized from what was saved
+
+The weights are the codes and scales of format `fp8`, which are the published ones (aligned.py). Of the
+activations only their FP8 codes are kept for the backward. Gradients between operators are rounded to
+bfloat16; ∂W stays float32, for the master weights.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_q.models.aligned import QuantLinear
+from areal_q.quant.base import Parts
+from areal_q.quant.fp8_gemm import Operand, fp8_gemm
+from areal_q.quant.rows import quantize_groups_e4m3
+
+
+class JetLinear(QuantLinear):
+    """`format` must be `fp8`."""
+
+    def take(self, parts: Parts) -> None:
+        self.parts = parts
+        codes, scale = parts["weight"], parts["weight_scale_inv"]
+        self.rows = Operand(codes, scale, blocks=True)
+        self.columns = Operand(codes.t().contiguous(), scale.t().contiguous(), blocks=True)
+
+    def forward(self, input: Tensor) -> Tensor:
+        y: Tensor = _Fp8Flow.apply(input, self.weight, self.rows, self.columns)  # type: ignore[assignment]
+        return y if self.bias is None else y + self.bias
+
+
+class _Fp8Flow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Operand, columns: Operand) -> Tensor:
+        saved = Operand(*quantize_groups_e4m3(x))
+        ctx.save_for_backward(saved.codes, saved.scale)
+        ctx.columns = columns
+        return fp8_gemm(x.device)(saved, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad, product = grads[0].contiguous(), fp8_gemm(grads[0].device)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = product(Operand(*quantize_groups_e4m3(grad)), ctx.columns)
+            dx = dx.to(torch.bfloat16).to(grad.dtype)
+        if ctx.needs_input_grad[1]:
+            x = Operand(*ctx.saved_tensors).numbers()
+            along_tokens = (Operand(*quantize_groups_e4m3(t.t().contiguous())) for t in (grad, x))
+            dw = product(*along_tokens)
+        return dx, dw, None, None

@@ -1,0 +1,109 @@
+"""The FP8 flow: each product against its definition in float64, and what of it is kept."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from areal_q.config import Run
+from areal_q.models.aligned import linears, use
+from areal_q.models.jet import JetLinear
+from areal_q.models.linear import Linear
+from areal_q.models.published import published_state
+from areal_q.quant import quantize_state
+from areal_q.quant.fp8_gemm import emulated, fp8_gemm
+from areal_q.tasks import build_tokenizer
+from learner.build import build_model
+from learner.precision import set_precision
+from learner.publish import Publisher
+from learner.trainer import Trainer
+
+MakeRun = Callable[..., Run]
+JET = ["learner.precision=jet", "rollout.format=fp8"]
+SHAPES = [(7, 32, 48), (130, 160, 96), (256, 256, 128)]
+
+
+def rounded(x: Tensor, rows: int, columns: int) -> Tensor:
+    """x, float64, by way of E4M3 with one scale for every block of rows × columns: a plain loop."""
+    out = torch.empty_like(x)
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], columns):
+            block = x[i : i + rows, j : j + columns]
+            scale = (block.abs().max().float().clamp(min=1e-10) / torch.tensor(448.0)).float()
+            codes = (block.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            out[i : i + rows, j : j + columns] = codes.double() * scale.double()
+    return out
+
+
+def layer(tokens: int, inputs: int, outputs: int) -> tuple[Linear, Tensor, Tensor]:
+    torch.manual_seed(0)
+    attention = nn.ModuleDict({"q_proj": Linear(inputs, outputs)})
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"self_attn": attention})])})
+    use(JetLinear, model, "fp8")
+    x = torch.randn(tokens, inputs).requires_grad_()
+    return linears(model)["layers.0.self_attn.q_proj"], x, torch.randn(tokens, outputs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_three_products_are_those_of_the_definition(shape: tuple[int, int, int]):
+    linear, x, upstream = layer(*shape)
+    y = linear(x)
+    (y * upstream).sum().backward()
+    xq, wq = (
+        rounded(x.detach().double(), 1, 128),
+        rounded(linear.weight.detach().double(), 128, 128),
+    )
+    bias = linear.bias.detach().double()
+    torch.testing.assert_close(y.detach().double(), xq @ wq.t() + bias, atol=1e-4, rtol=1e-4)
+    dgrad = rounded(upstream.double(), 1, 128) @ wq
+    assert x.grad is not None and torch.equal(x.grad, x.grad.bfloat16().float())
+    torch.testing.assert_close(x.grad.double(), dgrad, atol=1e-3, rtol=2**-8 * 1.1)
+    wgrad = rounded(upstream.double(), 128, 1).t() @ rounded(xq, 128, 1)
+    assert linear.weight.grad is not None
+    torch.testing.assert_close(linear.weight.grad.double(), wgrad, atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(linear.bias.grad, upstream.sum(0))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_are_near_those_of_full_precision(shape: tuple[int, int, int]):
+    linear, x, upstream = layer(*shape)
+    (linear(x) * upstream).sum().backward()
+    assert x.grad is not None and linear.weight.grad is not None
+    for got, exact in (
+        (x.grad, upstream @ linear.weight.detach()),
+        (linear.weight.grad, upstream.t() @ x.detach()),
+    ):
+        assert 0 < (got - exact).norm() < 0.08 * exact.norm()
+
+
+def test_of_activations_only_fp8_codes_and_scales_are_kept():
+    linear, x, _ = layer(64, 256, 128)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        linear(x)
+    assert sorted(str(t.dtype) for t in kept) == ["torch.float32", "torch.float8_e4m3fn"]
+    assert sum(t.nbytes for t in kept) == 64 * 256 + 64 * 2 * 4
+
+
+def test_the_weights_of_the_flow_are_the_ones_published(make_run: MakeRun, make_samples):
+    run = make_run(*JET, "learner.optimizer.lr=0.01")
+    model = build_model(run, build_tokenizer(run))
+    set_precision(model, run)
+    trainer = Trainer(model, run.learner, 1.0)
+    first = Publisher(run).make(model, 0).manifest.digest
+    trainer.step(make_samples(12))
+    published = published_state(model, "fp8")
+    for name, linear in linears(model).items():
+        assert isinstance(linear, JetLinear)
+        assert published[f"{name}.weight"] is linear.parts["weight"] is linear.rows.codes
+    fresh = quantize_state(model.state_dict(), "fp8")
+    assert all(
+        torch.equal(fresh[k].contiguous().view(torch.uint8), v.contiguous().view(torch.uint8))
+        for k, v in published.items()
+    )
+    assert Publisher(run).make(model, 1).manifest.digest != first
+
+
+def test_without_a_gpu_the_products_are_emulated():
+    assert fp8_gemm(torch.device("cpu")) is emulated
