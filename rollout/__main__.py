@@ -38,6 +38,21 @@ def main(
         str | None,
         typer.Option(help="directory of CURVE keys, before the settings'", envvar="AREAL_Q_KEYS"),
     ] = None,
+    serve_at: Annotated[
+        str,
+        typer.Option(
+            "--serve",
+            metavar="[HOST:]PORT",
+            help="serve OpenAI's API; on loopback",
+            envvar="AREAL_Q_SERVE",
+        ),
+    ] = "",
+    serve_token: Annotated[
+        str | None,
+        typer.Option(
+            help="file with the bearer token it asks for", envvar="AREAL_Q_SERVE_TOKEN_FILE"
+        ),
+    ] = None,
     client: Annotated[str, typer.Option(help="whose key in it")] = "worker",
 ) -> None:
     """Generates for a run until it is told to stop."""
@@ -52,7 +67,9 @@ def main(
     from rollout.source import Source
 
     source = Source(announce, fetch, keys, client)
-    uvloop.run(_until_signal(serve(redis, run, name, source, exporter.update)))
+    uvloop.run(
+        _until_signal(serve(redis, run, name, source, exporter.update, serve_at, serve_token))
+    )
 
 
 async def _until_signal(work) -> None:

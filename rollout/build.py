@@ -6,11 +6,15 @@ from typing import Any
 
 import torch
 
-from areal_q.config import Run, ScriptedEngine, parse
+from areal_q.config import CalculatorTool, EnvironmentConfig, External, Run, ScriptedEngine, parse
 from areal_q.errors import ConfigError
-from areal_q.tasks import build_reward, build_tokenizer
+from areal_q.tasks import Tokenizer, build_reward, build_tokenizer
 from buffer.redis_buffer import WorkerBuffer
+from rollout.endpoint import Endpoint
 from rollout.engines import build_engine
+from rollout.engines.base import Engine
+from rollout.environments import Calculator, Environment, SingleTurn
+from rollout.episodes import Episodes
 from rollout.receiver import Receiver
 from rollout.source import Source
 from rollout.worker import Worker
@@ -24,8 +28,12 @@ async def serve(
     name: str,
     source: Source,
     observe: Callable[[dict[str, Any]], None],
+    address: str = "",
+    token_file: str | None = None,
 ) -> None:
-    """Joins run `run_name` and works until cancelled; `observe` is told every heartbeat."""
+    """Joins run `run_name` and works until cancelled; `observe` is told every heartbeat. At `address`, if
+    there is one, the OpenAI-compatible endpoint is served."""
+    endpoint: Endpoint | None = None
     buffer = WorkerBuffer(redis_url, run_name, name)
     receiver: Receiver | None = None
     try:
@@ -44,6 +52,20 @@ async def serve(
         engine = build_engine(run.rollout.engine)
         if problem := engine.capabilities.lacks(run.rollout):
             raise ConfigError(f"engine {engine.name}: {problem}")
+        environment = build_environment(run.rollout.environment, engine, tokenizer)
+        external = isinstance(environment, Episodes)
+        if external and not address:
+            raise ConfigError("rollout.environment.type = 'external' needs --serve [HOST:]PORT")
+        if address:
+            endpoint = Endpoint(
+                engine=engine,
+                tokenizer=tokenizer,
+                model=run_name,
+                episodes=environment if isinstance(environment, Episodes) else None,
+                sampling=run.rollout.sampling,
+                address=address,
+                token_file=token_file,
+            )
         worker = Worker(
             name=name,
             engine=engine,
@@ -55,12 +77,31 @@ async def serve(
             max_groups=max_groups(run),
             observe=observe,
             source=source,
+            environment=environment,
+            evaluation=None if external else environment,
         )
+        if endpoint:
+            await endpoint.start()
         await worker.run()
     finally:
+        if endpoint:
+            await endpoint.close()
         if receiver:
             receiver.close()
         await buffer.close()
+
+
+def build_environment(
+    config: EnvironmentConfig, engine: Engine, tokenizer: Tokenizer
+) -> Environment:
+    """Raises ConfigError for a tool that the tokenizer cannot spell."""
+    match config:
+        case CalculatorTool():
+            return Calculator(engine, tokenizer, config)
+        case External():
+            return Episodes(engine, config)
+        case _:
+            return SingleTurn(engine, tokenizer.eos_id)
 
 
 def max_groups(run: Run) -> int:

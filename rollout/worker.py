@@ -25,10 +25,11 @@ from typing import Any
 
 import msgspec
 
-from areal_q.messages import Array, Group, Ticket, Trajectory, WorkerStatus
+from areal_q.messages import Group, Ticket, Trajectory, WorkerStatus
 from areal_q.tasks import Problem, Reward, Tokenizer
 from buffer.redis_buffer import Claim, WorkerBuffer
-from rollout.engines.base import Completion, Engine, Request
+from rollout.engines.base import Engine
+from rollout.environments import Environment, Response, SingleTurn
 from rollout.receiver import Receiver
 from rollout.source import Source
 
@@ -51,6 +52,8 @@ class Worker:
         max_groups: int,
         observe: Callable[[dict[str, Any]], None] = lambda status: None,
         source: Source | None = None,
+        environment: Environment | None = None,
+        evaluation: Environment | None = None,
     ) -> None:
         self.name = name
         self._engine, self._buffer, self._receiver = engine, buffer, receiver
@@ -58,6 +61,9 @@ class Worker:
         self._observe = observe
         """Told every heartbeat"""
         self._source = source or Source()
+        single = SingleTurn(engine, tokenizer.eos_id)
+        self._environments = {"train": environment or single, "eval": evaluation or single}
+        """By the ticket's purpose"""
         self._max_groups = max_groups
         """Tickets in flight: what fills the engine, and one batch of reserve"""
         self._claims: dict[asyncio.Task[None], Claim] = {}
@@ -103,22 +109,14 @@ class Worker:
             self._swapped.clear()
             await self._swapped.wait()
         started = time.time()
-        completions = await self._engine.generate(
-            Request(
-                prompt_ids=ticket.prompt_ids.numpy(),
-                num_samples=ticket.group_size,
-                sampling=ticket.sampling,
-                seed=ticket.seed,
-                stop_ids=frozenset({self._tokenizer.eos_id}),
-            )
-        )
+        responses = await self._environments[ticket.purpose](ticket)
         group = Group(
             ticket=ticket,
             worker=self.name,
             engine=self._engine.name,
             weight_format=self._format,
             trajectories=await asyncio.gather(
-                *(self._trajectory(ticket, i, c) for i, c in enumerate(completions))
+                *(self._trajectory(ticket, i, r) for i, r in enumerate(responses))
             ),
             started_s=started,
             finished_s=time.time(),
@@ -134,20 +132,13 @@ class Worker:
         del self._claims[task]
         self._place_free.set()
 
-    async def _trajectory(self, ticket: Ticket, index: int, completion: Completion) -> Trajectory:
-        ids = completion.response_ids
-        text = self._tokenizer.decode([i for i in ids.tolist() if i != self._tokenizer.eos_id])
-        score = await self._reward(Problem(ticket.prompt, ticket.answer), text, len(ids))
-        return Trajectory(
-            index=index,
-            response_ids=Array.of(ids, "int32"),
-            behavior_logprobs=Array.of(completion.logprobs, "float32"),
-            loss_mask=Array("uint8", ids.shape, b"\1" * len(ids)),
-            spans=completion.spans,
-            finish_reason=completion.finish_reason,
-            reward=score.reward,
-            reward_parts={**score.parts, "correct": float(score.correct)},
-        )
+    async def _trajectory(self, ticket: Ticket, index: int, response: Response) -> Trajectory:
+        score = response.score
+        if score is None:
+            text = self._tokenizer.decode([i for i in response.ids if i != self._tokenizer.eos_id])
+            problem = Problem(ticket.prompt, ticket.answer)
+            score = await self._reward(problem, text, response.drawn)
+        return response.trajectory(index, score)
 
     async def _swap(self) -> None:
         while True:

@@ -23,6 +23,7 @@ from areal_q.config import (
     Math,
     Python,
     TaskConfig,
+    ToolCalculator,
 )
 from areal_q.errors import ConfigError, TaskError
 from areal_q.tasks import (
@@ -47,6 +48,7 @@ ALL_CONFIGS = [
     Jsonl(path="x"),
     Math(path="x"),
     Python(path="x"),
+    ToolCalculator(),
 ]
 QUICK = [c for c in ALL_CONFIGS if c.grader in GRADERS and not GRADERS[c.grader].slow]
 

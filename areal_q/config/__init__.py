@@ -9,6 +9,7 @@ from areal_q.config.buffer import (
     SamplerConfig,
     Uniform,
 )
+from areal_q.config.environments import CalculatorTool, EnvironmentConfig, External, SingleTurn
 from areal_q.config.load import dump_toml, load, override, parse, settings_hash
 from areal_q.config.objectives import (
     Acr,
@@ -69,6 +70,7 @@ from areal_q.config.tasks import (
     Python,
     RewardConfig,
     TaskConfig,
+    ToolCalculator,
 )
 
 __all__ = [
@@ -82,6 +84,7 @@ __all__ = [
     "BroadcastConfig",
     "BufferConfig",
     "Calculator",
+    "CalculatorTool",
     "CheckpointConfig",
     "Choice",
     "Cispo",
@@ -89,7 +92,9 @@ __all__ = [
     "CriticConfig",
     "Decoupled",
     "DrGrpo",
+    "EnvironmentConfig",
     "EvalConfig",
+    "External",
     "Fifo",
     "Freshest",
     "Gae",
@@ -126,11 +131,13 @@ __all__ = [
     "ScriptedEngine",
     "SeqMeanTokenMean",
     "SeqMeanTokenSumNorm",
+    "SingleTurn",
     "SmallModel",
     "TaskConfig",
     "Tbpo",
     "Tis",
     "TokenMean",
+    "ToolCalculator",
     "TorchEngine",
     "Uniform",
     "ValueLoss",

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from areal_q.config.buffer import Prioritized, Uniform
+from areal_q.config.environments import CalculatorTool
 from areal_q.config.objectives import Gae, ReinforcePlusPlus
 from areal_q.config.run import BroadcastConfig, LearnerConfig, Run, SmallModel, VllmEngine
 from areal_q.config.tasks import Choice, Gsm8k, Math, Python
@@ -101,6 +102,8 @@ def _check(run: Run, source: str) -> Run:
         reason = "reward.path: the reward of task.type = 'python' is in task.path"
     elif isinstance(run.model, SmallModel) and sampling.max_tokens >= run.model.max_positions:
         reason = "rollout.sampling.max_tokens leaves no room in model.max_positions"
+    elif isinstance(run.model, SmallModel) and _longest(run) >= run.model.max_positions:
+        reason = "rollout.environment's results leave no room in model.max_positions"
     elif (
         isinstance(engine, VllmEngine)
         and engine.kv_cache == "fp8"
@@ -132,6 +135,13 @@ def _check(run: Run, source: str) -> Run:
     if reason:
         raise ConfigError(f"{source}: {reason}")
     return run
+
+
+def _longest(run: Run) -> int:
+    """Tokens that can follow a prompt."""
+    tool = run.rollout.environment
+    results = tool.max_calls * tool.max_result_tokens if isinstance(tool, CalculatorTool) else 0
+    return run.rollout.sampling.max_tokens + results
 
 
 def _judged_alone(learner: LearnerConfig) -> bool:

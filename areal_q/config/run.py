@@ -6,6 +6,7 @@ from msgspec import Meta, Struct, field
 
 from areal_q.config.bounds import AtLeastOne, Count, Fraction, Index, NonNegative, Positive
 from areal_q.config.buffer import BufferConfig
+from areal_q.config.environments import EnvironmentConfig, SingleTurn
 from areal_q.config.objectives import (
     Acr,
     AdvantageConfig,
@@ -158,6 +159,7 @@ class RolloutConfig(_Settings, frozen=True, kw_only=True):
     """Of an FP8 KV cache, by the learner; None: the engine measures them, for every version anew."""
     engine: EngineConfig = TorchEngine()
     sampling: Sampling = Sampling()
+    environment: EnvironmentConfig = SingleTurn()
     threads: Count = 1
 
 

@@ -36,6 +36,17 @@ class Calculator(_Task, frozen=True, kw_only=True, tag="calculator"):
     """The last share of the problems in the file, never trained on."""
 
 
+class ToolCalculator(_Task, frozen=True, kw_only=True, tag="tool-calculator"):
+    """Additions to be solved with the calculator of `rollout.environment`: `12+34=` is answered
+    `(12+34)46 46`, where the tool wrote `46 `. Only what follows the last space is judged."""
+
+    grader: ClassVar[str] = "tool"
+
+    digits: Count = 2
+    heldout: Count = 128
+    """Problems kept for evaluation, never trained on."""
+
+
 class Countdown(_Task, frozen=True, kw_only=True, tag="countdown"):
     """Make a target out of all the given numbers with + - * /, as in `3,5,7 22=` answered `3*5+7`.
 
@@ -113,7 +124,9 @@ class Python(_Task, frozen=True, kw_only=True, tag="python"):
     template: Literal["chat", "plain"] = "plain"
 
 
-TaskConfig = Arithmetic | Calculator | Countdown | Gsm8k | Math | Choice | Jsonl | Python
+TaskConfig = (
+    Arithmetic | Calculator | ToolCalculator | Countdown | Gsm8k | Math | Choice | Jsonl | Python
+)
 
 
 class RewardConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -21,6 +21,10 @@ class Score(Struct, frozen=True):
     parts: dict[str, float] = {}
 
 
+Message = dict[str, str]
+"""`role` and `content`"""
+
+
 class Tokenizer(Protocol):
     """Text to ids and back; `save` writes what `transformers.AutoTokenizer` loads."""
 
@@ -29,6 +33,15 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
     def encode_prompt(self, text: str) -> list[int]: ...
+    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+        """A whole conversation, and the start of the reply to it."""
+        ...
+
+    def encode_turn(self, messages: Sequence[Message], ended: bool) -> list[int]:
+        """What stands between the end of an assistant's message and the start of its next one, with
+        `messages` in between; `ended`: the first one's end-of-text token is there already."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str: ...
     def save(self, directory: str) -> None: ...
 

@@ -3,7 +3,7 @@
 import importlib.util
 
 from areal_q.errors import ConfigError
-from areal_q.tasks import boxed, calculator, choice, countdown, gsm8k
+from areal_q.tasks import boxed, calculator, choice, countdown, gsm8k, tool_calculator
 from areal_q.tasks.arithmetic import score as exact
 from areal_q.tasks.base import Grader
 
@@ -14,6 +14,7 @@ GRADERS: dict[str, Grader] = {
     "math": Grader(boxed.score, boxed.answer, slow=True, needs="math_verify"),
     "choice": Grader(choice.score, choice.letter),
     "countdown": Grader(countdown.score, countdown.answer),
+    "tool": Grader(tool_calculator.score, tool_calculator.answer),
 }
 
 

@@ -3,7 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
-from areal_q.config import Arithmetic, Calculator, Countdown, Run, SmallModel, TaskConfig
+from areal_q.config import (
+    Arithmetic,
+    Calculator,
+    Countdown,
+    Run,
+    SmallModel,
+    TaskConfig,
+    ToolCalculator,
+)
 from areal_q.errors import ConfigError
 from areal_q.tasks.arithmetic import ArithmeticTask
 from areal_q.tasks.base import Problem, Task, Tokenizer
@@ -11,11 +19,13 @@ from areal_q.tasks.calculator import CalculatorTask
 from areal_q.tasks.countdown import CountdownTask
 from areal_q.tasks.files import READERS, FileTask
 from areal_q.tasks.tokenizers import CharTokenizer, load_tokenizer
+from areal_q.tasks.tool_calculator import ToolCalculatorTask
 
 TASKS: dict[type, Callable[[Any], Task]] = {
     Arithmetic: ArithmeticTask,
     Calculator: CalculatorTask,
     Countdown: CountdownTask,
+    ToolCalculator: ToolCalculatorTask,
     **dict.fromkeys(READERS, FileTask),
 }
 

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from areal_q.errors import CheckpointError, ConfigError, TaskError
-from areal_q.tasks.base import Tokenizer
+from areal_q.tasks.base import Message, Tokenizer
 
 CHARACTERS = "0123456789+-*/()=.,% "
 PAD, EOS = "<pad>", "<eos>"
+MARK = "\x02the assistant\x03"
+"""No template changes it, and no conversation has it"""
 
 
 class CharTokenizer:
@@ -36,6 +38,13 @@ class CharTokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         return self.encode(text)
+
+    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+        """It knows no roles: the contents, one after the other."""
+        return self.encode("".join(m["content"] for m in messages))
+
+    def encode_turn(self, messages: Sequence[Message], ended: bool) -> list[int]:
+        return self.encode_messages(messages)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The characters; <pad> and <eos> are left out."""
@@ -118,9 +127,26 @@ class HFTokenizer:
         """chat: one user message and the start of the reply; plain: with the tokenizer's own <bos>."""
         if self._template == "plain":
             return self._hf.encode(text)
-        message = [{"role": "user", "content": text}]
-        rendered = self._hf.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        return self._hf.encode(rendered, add_special_tokens=False)
+        return self.encode_messages([{"role": "user", "content": text}])
+
+    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+        """By the chat template; without one the contents, one after the other."""
+        if self._template == "plain":
+            return self._hf.encode("".join(m["content"] for m in messages))
+        return self._hf.encode(self._rendered(messages), add_special_tokens=False)
+
+    def encode_turn(self, messages: Sequence[Message], ended: bool) -> list[int]:
+        """What the template puts after the content of an assistant's message that stands before them."""
+        if self._template == "plain":
+            return self.encode("".join(m["content"] for m in messages))
+        first = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
+        tail = self._rendered([*first, *messages]).rpartition(MARK)[2]
+        return self.encode(tail.removeprefix(self._hf.eos_token) if ended else tail)
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
+        return self._hf.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._hf.decode(

@@ -1,0 +1,40 @@
+"""How a ticket becomes responses: one turn, turns with a tool, or an agent of the user's own."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from areal_q.config.bounds import Count, Positive
+
+
+class _Environment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    pass
+
+
+class SingleTurn(_Environment, frozen=True, kw_only=True, tag="single"):
+    """The model answers the prompt, once."""
+
+
+class CalculatorTool(_Environment, frozen=True, kw_only=True, tag="calculator"):
+    """What the model writes between `open` and `close` is worked out and put behind, and it goes on. The
+    inserted tokens have loss mask 0."""
+
+    open: Annotated[str, Meta(min_length=1)] = "<<"
+    close: Annotated[str, Meta(min_length=1)] = ">>"
+    """One token of the tokenizer"""
+    after: str = ""
+    """Follows the result"""
+    max_calls: Count = 4
+    max_result_tokens: Count = 12
+    """A longer result is an error, as a malformed expression is"""
+
+
+class External(_Environment, frozen=True, kw_only=True, tag="external"):
+    """Agents of the user's own roll out against the worker's OpenAI-compatible endpoint (docs/endpoint.md).
+    Evaluation stays with the worker: one turn."""
+
+    episode_timeout_s: Positive = 600.0
+    """An episode whose agent was silent for so long begins again, with another one."""
+
+
+EnvironmentConfig = SingleTurn | CalculatorTool | External

@@ -1,0 +1,111 @@
+"""What the endpoint takes and gives: OpenAI's fields, and beside them `token_ids` and `versions`."""
+
+import math
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from areal_q.errors import RecordError
+
+Stops = str | list[str] | None
+MAX_CHOICES = 64
+
+
+class _Body(Struct, kw_only=True):
+    """Fields that are not here are passed over, as OpenAI's own clients send many."""
+
+    model: str = ""
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    seed: Annotated[int, Meta(ge=0, lt=2**62)] | None = None
+    stop: Stops = None
+    stop_token_ids: list[int] | None = None
+    stream: bool = False
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+
+class CompletionBody(_Body, kw_only=True):
+    prompt: str | list[int]
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+
+class Message(Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str = ""
+
+    def plain(self) -> dict[str, str]:
+        return {"role": self.role, "content": self.content}
+
+
+class ChatBody(_Body, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    logprobs: bool | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+class Begin(Struct):
+    timeout_s: Annotated[float, Meta(ge=0, le=60)] = 10.0
+    """How long to wait for a ticket"""
+
+
+class RewardBody(Struct):
+    reward: float
+    parts: dict[str, float] = {}
+    """Averaged into the metrics; `correct` is what counts as accuracy"""
+
+    def check(self) -> None:
+        for name, value in {"reward": self.reward, **self.parts}.items():
+            if not math.isfinite(value):
+                raise RecordError(f"{name} is {value}")
+
+
+class Told(Struct, frozen=True, kw_only=True):
+    """One choice's new tokens, as text and as they are."""
+
+    index: int
+    text: str
+    ids: list[int]
+    pieces: list[str]
+    """The text of each token by itself"""
+    logprobs: list[float]
+    versions: list[int]
+    """Of the weights that drew each token"""
+    finish_reason: str | None
+
+
+def completion_choice(told: Told, logprobs: bool) -> dict[str, Any]:
+    found = {"tokens": told.pieces, "token_logprobs": told.logprobs, "top_logprobs": None}
+    found["text_offset"] = [0] * len(told.ids)
+    return {**_common(told), "text": told.text, "logprobs": found if logprobs else None}
+
+
+def chat_choice(told: Told, logprobs: bool) -> dict[str, Any]:
+    content = [
+        {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
+        for piece, logprob in zip(told.pieces, told.logprobs, strict=True)
+    ]
+    found = {"content": content, "refusal": None}
+    message = {"role": "assistant", "content": told.text}
+    return {**_common(told), "message": message, "logprobs": found if logprobs else None}
+
+
+def _common(told: Told) -> dict[str, Any]:
+    return {
+        "index": told.index,
+        "finish_reason": told.finish_reason,
+        "token_ids": told.ids,
+        "versions": told.versions,
+    }
+
+
+def usage(prompt: int, drawn: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
