@@ -139,7 +139,7 @@ class RowGroup(NamedTuple):
         try:
             table = self.file.read_row_group(self.number)
             table.validate(full=True)
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise RecordError(f"{self.path}, step {self.step}: {error}") from error
         empty = [name for name in table.column_names if table.column(name).null_count]
         if empty:
@@ -163,7 +163,7 @@ def row_groups(
 def _open(path: Path, format: LogFormat) -> pq.ParquetFile:
     try:
         file = pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise RecordError(f"{path}: {error}") from error
     try:
         _check_schema(file.schema_arrow, format)
