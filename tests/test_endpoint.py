@@ -109,7 +109,7 @@ def test_a_stream_says_what_the_whole_reply_says(make_run: MakeRun, chat: bool):
                 create = client.completions.create
                 asked["prompt"] = "1+2="
             whole = (await create(**asked)).choices[0]
-            text, ids, last = "", [], None
+            text, ids, last = "", [], whole
             async for chunk in await create(**asked, stream=True):
                 (last,) = chunk.choices
                 text += last.delta.content if chat else last.text
@@ -156,13 +156,14 @@ def test_an_endpoint_that_is_not_safe_or_not_possible_is_refused(
 def test_what_a_request_gets_wrong_is_told(make_run: MakeRun):
     async def work() -> None:
         async with asking(make_run()) as client:
-            for wrong in (
+            refused: list[dict[str, Any]] = [
                 {"prompt": "1+2=", "max_tokens": 10_000},
                 {"prompt": ""},
                 {"prompt": [10_000]},
                 {"prompt": "1+2=", "n": 1000},
                 {"prompt": "1+2=", "extra_headers": {"X-Episode": "none"}},
-            ):
+            ]
+            for wrong in refused:
                 with pytest.raises(openai.BadRequestError):
                     await client.completions.create(model="run", **wrong)
             assert (await client.completions.create(model="run", prompt="1+2=")).choices
