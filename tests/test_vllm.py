@@ -12,7 +12,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from areal_q.config import Sampling, VllmEngine
 from areal_q.errors import EngineDied, WeightVersionError
 from areal_q.models import Decoder, DecoderConfig, init_weights, save_decoder
-from areal_q.quant import dequantize_state, quantize_state
+from areal_q.quant import FORMATS, dequantize_state, is_quantized, quantize_state
+from areal_q.quant.plan import parts_of
 from areal_q.quantize import quantize
 from areal_q.weights import pack
 from rollout.engines.base import Request
@@ -71,12 +73,23 @@ def published(version, format):
 
 @cache
 def transformers_model(version, format):
-    """What the version stands for, in float32, in transformers."""
+    """The version as its format runs it, in transformers."""
     model = Qwen3ForCausalLM(Qwen3Config(**CONFIG.to_hf())).eval()
     state = dequantize_state(published(version, format).tensors, format)
     state = {name: tensor.float() for name, tensor in state.items()}
     model.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]})
+    for name, linear in model.named_modules():
+        if is_quantized(f"{name}.weight"):
+            run = FORMATS[format].linear(
+                [parts_of(published(version, format).tensors, name, format)]
+            )
+            linear.forward = partial(as_the_engine_runs_it, run)
     return model
+
+
+def as_the_engine_runs_it(run, x):
+    """With quantized activations where the format has them."""
+    return run(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
 
 def expected(version, format, prompt, ids, temperature=1.0, top_k=0, top_p=1.0):
@@ -356,6 +369,15 @@ if __name__ == "__main__":
 """
 
 
+def is_running(pid: int) -> bool:
+    """A process that has ended stays in /proc until its parent asks; an init may never do so."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
 def test_kill_9_of_the_worker_leaves_no_engine_behind(tmp_path):
     script = tmp_path / "child.py"
     script.write_text(CHILD.format(tests=os.path.dirname(__file__)))
@@ -366,7 +388,7 @@ def test_kill_9_of_the_worker_leaves_no_engine_behind(tmp_path):
         child.kill()
         child.wait()
         deadline = time.monotonic() + 120
-        while os.path.exists(f"/proc/{pid}"):
+        while is_running(pid):
             assert time.monotonic() < deadline
             time.sleep(0.1)
     finally:
