@@ -133,7 +133,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         where = f"group of ticket {self.ticket.number}"
         if self.schema > SCHEMA:
             raise RecordError(f"{where}: schema {self.schema} is newer than {SCHEMA}")
-        if [t.index for t in self.trajectories] != list(range(self.ticket.group_size)):
+        in_order = all(t.index == i for i, t in enumerate(self.trajectories))
+        if not in_order or len(self.trajectories) != self.ticket.group_size:
             raise RecordError(
                 f"{where}: has not the {self.ticket.group_size} responses asked for, in order"
             )

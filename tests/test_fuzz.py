@@ -76,6 +76,14 @@ def test_a_group_whose_response_has_no_dimension_is_refused(make_group):
         broken.validate()
 
 
+def test_a_group_that_claims_any_number_of_responses_costs_no_memory(make_group, make_ticket):
+    """It once took all memory that there was."""
+    group = make_group()
+    ticket = msgspec.structs.replace(group.ticket, group_size=2**60)
+    with pytest.raises(RecordError, match="has not the"):
+        msgspec.structs.replace(group, ticket=ticket).validate()
+
+
 def test_metrics_that_are_not_utf_8_are_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"kind":"st\x80ep"}\n')
     with pytest.raises(RecordError, match="line 1"):
