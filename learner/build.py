@@ -129,7 +129,9 @@ def build_feeder(
         buffer.forget()
     cursor = buffer.cursor()
     if cursor is not None:
-        alive = buffer.open_tickets() | set(buffer.unread())
+        # A group of a ticket that was never admitted, forged or of another history, is nobody's.
+        admitted = max(cursor, state.cursor if state else 0)
+        alive = {n for n in buffer.open_tickets() | set(buffer.unread()) if n < admitted}
         if state is None:
             return Feeder(run, task, tokenizer, buffer, cursor, alive)
         # A Redis that lost its last seconds has the cursor of before, and brings back finished tickets.
