@@ -3,11 +3,15 @@
     --config CONFIG [a.b=c]...   a service: goes on where the run's directory holds a checkpoint
     --run-dir DIR [--resume]     under a launcher, which has prepared and locked DIR
 
+With torchrun in place of python (`-m torch.distributed.run --nproc-per-node N -m learner …`) the model is
+sharded over N processes; the first does all that is described here, the others follow it.
+
 SIGTERM or SIGINT: the current step ends, a checkpoint is written, exit 0. Exit 2: a setting, file or
 checkpoint cannot be used (one line on stderr).
 """
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -58,6 +62,10 @@ def main(
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    if config and not run_dir and is_follower():
+        return _follow(load(config, overrides))
+    if run_dir and not config and not overrides and is_follower():
+        return _follow(load(run_dir / "config.toml"))
     if config and not run_dir:
         claim = _as_service(config, overrides or [])
     elif run_dir and not config and not overrides:
@@ -68,6 +76,20 @@ def main(
         announce = announce or run.broadcast.announce or ANNOUNCE
         fetch = fetch or run.broadcast.fetch or FETCH
         _learn(run, directory, redis, announce, fetch, resume, stop, metrics)
+
+
+def is_follower() -> bool:
+    """Whether torchrun started this process and another of them leads."""
+    return os.environ.get("RANK", "0") != "0"
+
+
+def _follow(run: Run) -> None:
+    import torch
+
+    from learner.sharded import follow, join
+
+    torch.set_num_threads(run.learner.threads)
+    follow(run.learner, join(run.learner))
 
 
 @contextmanager
@@ -103,11 +125,21 @@ def _learn(
     # torch and all that needs it only now, so that a signal during the import finds its handler.
     from learner.build import build_learner
     from learner.finish import finish
+    from learner.ranks import ALONE
 
+    ranks = ALONE
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        from learner.sharded import join
+
+        ranks = join(run.learner)
     try:
-        learner = build_learner(run, directory, redis, announce, fetch, resume, stop)
+        learner = build_learner(run, directory, redis, announce, fetch, resume, stop, ranks)
     except Stopped as stopped:
         logger.info("stopped %s", stopped)
+        if ranks.size > 1:
+            from learner.sharded import dismiss
+
+            dismiss(ranks)
         return
     learner.metrics.also("Prometheus", exporter.update)
     try:

@@ -72,6 +72,8 @@ class PackedBatch:
     """[S] (ticket, index) of each sequence"""
     learns: bool
     """Otherwise the tokens count and are measured, but have no gradient: every advantage is 0"""
+    counts: bool = True
+    """Otherwise it only keeps pace with other ranks' micro-batches"""
 
 
 def samples_of(
@@ -135,7 +137,9 @@ def microbatches(samples: Sequence[Sample], max_tokens: int) -> Iterator[Sequenc
         yield samples[start:]
 
 
-def pack(samples: Sequence[Sample], device: str = "cpu", learns: bool = False) -> PackedBatch:
+def pack(
+    samples: Sequence[Sample], device: str = "cpu", learns: bool = False, counts: bool = True
+) -> PackedBatch:
     """Concatenates whole sequences. The result of a step does not depend on how samples are cut.
 
     `learns` says that they have a gradient whatever their advantages.
@@ -178,4 +182,5 @@ def pack(samples: Sequence[Sample], device: str = "cpu", learns: bool = False) -
         num_sequences=len(samples),
         responses=tuple((sample.group, sample.trajectory.index) for sample in samples),
         learns=learns or any(sample.advantage for sample in samples),
+        counts=counts,
     )

@@ -28,6 +28,7 @@ from learner.lineage import Lineage, forks_at
 from learner.loop import Learner
 from learner.precision import set_precision
 from learner.publish import Publisher
+from learner.ranks import ALONE, Ranks
 from learner.tap import TokenTap
 from learner.trainer import Trainer
 from learner.warmstart import warm_start
@@ -164,6 +165,7 @@ def build_learner(
     fetch: str,
     resume: bool,
     stop: threading.Event,
+    ranks: Ranks = ALONE,
 ) -> Learner:
     """Everything, in the order in which a failure is cheapest."""
     torch.set_num_threads(run.learner.threads)
@@ -174,7 +176,12 @@ def build_learner(
     metrics = MetricsLog(directory)
     trainer, state = build_trainer(run, directory, resume, task, tokenizer, metrics, stop)
     start = state.step if state else 0
-    logs_tokens = run.buffer.log and run.buffer.tokens
+    if ranks.size > 1:
+        from learner.sharded import Leader
+
+        trainer = Leader(trainer, ranks)
+    # Token scores stay on the rank that computed them.
+    logs_tokens = run.buffer.log and run.buffer.tokens and ranks.size == 1
     trainer.tap = TokenTap() if logs_tokens else None
     if resume:
         metrics.rewind(start)

@@ -162,6 +162,7 @@ def read_tensors(path: Path, state: State) -> dict[str, torch.Tensor]:
 
 def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Everything of `trainer` that a checkpoint holds as tensors, on the CPU."""
+    trainer.collect()
     tensors: dict[str, torch.Tensor] = {"rng": torch.get_rng_state()}
     for part, module in _modules(trainer).items():
         tensors |= {f"{part}.{k}": v for k, v in module.state_dict().items()}

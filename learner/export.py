@@ -29,7 +29,7 @@ def main(
 
 def export(directory: Path, target: Path, step: int | None = None) -> Path:
     """Writes `target`, as at the end of a run; returns the checkpoint taken. Raises CheckpointError where it
-    is missing or damaged, LogError where there is no run."""
+    is missing or damaged, LogError where there is no run, ConfigError for one that learns adapters."""
     import torch
 
     from areal_q.models import Decoder, DecoderConfig, save_decoder
@@ -39,6 +39,10 @@ def export(directory: Path, target: Path, step: int | None = None) -> Path:
     from learner.replay_steps import recorded_settings
 
     run = recorded_settings(directory)
+    if run.learner.lora:
+        raise ConfigError(
+            f"{directory}: adapters (learner.lora) are exported at the end of the run only"
+        )
     found = {
         int(p.name.removeprefix("step-")): p for p in checkpoint.steps(directory / "checkpoints")
     }

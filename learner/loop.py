@@ -112,6 +112,7 @@ class Learner:
     def close(self) -> None:
         """Stops the broadcaster's, the checkpoints' and the log's threads and leaves no socket behind."""
         self.broadcaster.close()
+        self.trainer.close()
         self.checkpoints.close()
         for log in (self.log, self.steps, self.tokens):
             if log:

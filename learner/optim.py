@@ -105,7 +105,9 @@ def optimizer_step(
 ) -> tuple[float, bool]:
     """Clips and steps. Returns the gradient norm before clipping, and whether the step was taken:
     one whose gradient is not finite is skipped, so that a single bad batch cannot poison the weights."""
-    norm = float(nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm))
+    total = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    # Of a sharded model it is spread over the ranks. (DTensor's import takes a second of the CPU.)
+    norm = float(total.full_tensor() if hasattr(total, "full_tensor") else total)  # type: ignore[attr-defined]
     taken = math.isfinite(norm)
     if taken:
         for group in optimizer.param_groups:

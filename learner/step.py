@@ -1,5 +1,6 @@
 """One learner step, a function of weights, groups and lineage alone: the loop does it, a replay repeats it."""
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -40,4 +41,6 @@ def machine(device: str) -> str:
     if device.startswith("cuda"):
         where = torch.cuda.get_device_name(device)
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"torch {torch.__version__}, {where}, {capability}, {torch.get_num_threads()} threads"
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    several = f", {ranks} ranks" if ranks != "1" else ""
+    return f"torch {torch.__version__}, {where}, {capability}, {torch.get_num_threads()} threads{several}"

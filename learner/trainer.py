@@ -16,10 +16,11 @@ from areal_q.models.aligned import materialise
 from areal_q.models.logprobs import head_logprobs
 from areal_q.models.lora import adapters_off
 from learner.advantages import needs_policy, with_advantages
-from learner.batch import PackedBatch, Sample, microbatches, pack
+from learner.batch import PackedBatch, Sample, pack
 from learner.critic import Critic
 from learner.kv_scales import kv_scales
 from learner.optim import build_optimizer, learning_rate, optimizer_step
+from learner.ranks import ALONE, Ranks, filler, reshard, summed
 from learner.tap import TokenTap
 
 Part = list[tuple[PackedBatch, LossInputs]]
@@ -44,6 +45,8 @@ class Trainer:
     """How to measure `kv_scales`; None: not at all"""
     kv_scales: dict[str, torch.Tensor] = field(default_factory=dict)
     """Of an FP8 KV cache, for the weights after the last step; to be published with them"""
+    ranks: Ranks = ALONE
+    """With others, `model` is sharded over them (learner/sharded.py)"""
     tap: TokenTap | None = None
     """Keeps what the token log holds of a step"""
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -53,11 +56,18 @@ class Trainer:
 
     def __post_init__(self) -> None:
         cfg = self.cfg
+        self.model.recompute_layers(cfg.recompute)
         self.optimizer = build_optimizer(self.model, cfg.optimizer)
         if cfg.critic and self.critic is None:
             self.critic = Critic(self.model, cfg.critic)
         if cfg.reference_kl and self.reference is None and not cfg.lora:
             self.reset_reference()
+
+    def collect(self) -> None:
+        """Called before all that a checkpoint holds is read."""
+
+    def close(self) -> None:
+        """Lets go of other processes, if there are any."""
 
     def reset_reference(self) -> None:
         """The present policy becomes the reference."""
@@ -74,7 +84,7 @@ class Trainer:
             metrics.append(self._update())
         if self.calibrate:
             self.kv_scales = kv_scales(self.model, samples, self.calibrate, self.cfg.device)
-        values = reduce_metrics(metrics)
+        values = reduce_metrics(self.ranks.metrics(metrics))
         values["train/loss"] = values["loss/total"] / (len(parts) * self.cfg.epochs)
         values["train/lr"] = self.optimizer.param_groups[0]["lr"]
         values["train/skipped_steps"] = self.skipped
@@ -101,16 +111,16 @@ class Trainer:
         """Micro-batches with a gradient and without are apart: those of no advantage need no backward."""
         useful = [sample for sample in samples if sample.advantage or self._all_learn]
         others = [sample for sample in samples if not (sample.advantage or self._all_learn)]
-        cuts = [
-            cut
-            for kind in (useful, others)
-            for cut in microbatches(kind, self.cfg.microbatch_tokens)
+        batches = [
+            pack(cut or [filler(samples[0])], self.cfg.device, learns, counts=bool(cut))
+            for kind, learns in ((useful, True), (others, False))
+            for cut in self.ranks.cuts(kind, self.cfg.microbatch_tokens)
         ]
+        # A sharded model's graph would not survive the forwards that follow.
+        graph = first and self.ranks.size == 1
         return [
-            (batch, self._inputs(batch, graph=first and number == 0))
-            for number, batch in enumerate(
-                pack(cut, self.cfg.device, learns=self._all_learn) for cut in cuts
-            )
+            (batch, self._inputs(batch, graph=graph and number == 0))
+            for number, batch in enumerate(batches)
         ]
 
     def _inputs(self, batch: PackedBatch, graph: bool) -> LossInputs:
@@ -156,12 +166,13 @@ class Trainer:
         Before the `first` update π_θ is π_prox: what has no gradient is not computed again, nor is the
         first micro-batch. Of the others the graphs would take too much memory.
         """
-        totals = whole_step([inputs for _, inputs in part], self.cfg.objective)
+        own = whole_step([x for batch, x in part if batch.counts], self.cfg.objective)
+        totals = self.ranks.total(own)
         metrics = []
-        for number, (batch, before) in enumerate(part):
+        for batch, before in part:
             inputs = before
             with torch.set_grad_enabled(batch.learns):
-                if not first or (batch.learns and number > 0):
+                if not first or (batch.learns and not before.logprobs.requires_grad):
                     inputs = replace(inputs, **self._scores(batch))
                 out = loss_fn(
                     inputs,
@@ -172,15 +183,19 @@ class Trainer:
                     entropy_coef=self.cfg.entropy_coef,
                     value=self.cfg.critic.value if self.cfg.critic else None,
                 )
+            if batch.learns:
+                summed(out.loss, self.ranks).backward()
+            if not batch.counts:
+                continue
             if self.tap:
                 self.tap.add(batch, before, inputs, out.surrogate)
-            if batch.learns:
-                out.loss.backward()
             metrics.append(out.metrics)
         return metrics
 
     def _update(self) -> Metrics:
         """A step of every optimizer on the gradient accumulated."""
+        if self.ranks.size > 1:
+            reshard(self.model)
         bound = self.cfg.max_grad_norm
         lr = learning_rate(self.cfg.optimizer, self.updates)
         norm, taken = optimizer_step(self.model, self.optimizer, lr, bound)

@@ -200,6 +200,13 @@ class Lora(_Settings, frozen=True, kw_only=True):
     )
 
 
+class FsdpConfig(_Settings, frozen=True, kw_only=True):
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations while computing; weights at rest and sums of gradients are float32."""
+    offload: bool = False
+    """Weights, gradients and moments rest in the host's memory; needs a GPU."""
+
+
 class LearnerConfig(_Settings, frozen=True, kw_only=True):
     groups: Count = 64
     """Prompts in a step."""
@@ -231,6 +238,10 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     """`full`; `qarl`: forward on the rollouts' own numbers, backward in full precision; `jet`: both in FP8."""
     lora: Lora | None = None
     microbatch_tokens: Count = 16384
+    recompute: bool = False
+    """Activation checkpointing: a layer keeps its input alone and runs again in the backward pass."""
+    fsdp: FsdpConfig = FsdpConfig()
+    """Where torchrun starts several learner processes."""
     fidelity: FidelityConfig = FidelityConfig()
     device: str = "cpu"
     threads: Count = 1

@@ -8,10 +8,12 @@ Notation: T tokens of all sequences, S sequences, D model width, V vocabulary.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from areal_q.models.config import DecoderConfig
 from areal_q.models.linear import Linear
@@ -27,6 +29,12 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Trunk(config)
         self.lm_head = None if config.tied else Linear(config.width, config.vocab_size, bias=False)
+
+    def recompute_layers(self, on: bool) -> None:
+        """Whether the backward pass runs each layer again, so that only its input is kept."""
+        for layer in self.model.layers:
+            assert isinstance(layer, Layer)
+            layer.recompute = on
 
     def forward(self, token_ids: Tensor, layout: PackedLayout) -> Tensor:
         """Hidden states [T, D] after the final norm, for token_ids int64 [T]."""
@@ -64,12 +72,19 @@ class Trunk(nn.Module):
 class Layer(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
+        self.recompute = False
         self.input_layernorm = nn.RMSNorm(config.width, config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.width, config.norm_eps)
         self.mlp = Mlp(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            out: Any = checkpoint(self._run, x, cos, sin, layout, use_reentrant=False)
+            return out
+        return self._run(x, cos, sin, layout)
+
+    def _run(self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, layout)
         return x + self.mlp(self.post_attention_layernorm(x))
 

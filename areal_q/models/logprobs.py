@@ -96,7 +96,7 @@ class _Blockwise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
         """∂log p_y/∂l_j = [j = y] - p_j and ∂H/∂l_j = -p_j (log p_j + H)."""
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         of_logprobs, of_entropy = grads
