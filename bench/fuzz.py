@@ -170,7 +170,7 @@ def _message_targets() -> Iterator[Target]:
     ]
     numbers = dict.fromkeys(("pid", "version", "active", "tokens", "groups", "swaps"), 1)
     rates = dict.fromkeys(("tokens_per_s", "idle_share", "swap_s", "time_s"), 0.5)
-    given: dict[str, Any] = numbers | rates
+    given: dict[str, Any] = {**numbers, **rates}
     beat = WorkerStatus(worker="w", **given)
 
     def manifest(data: bytes) -> None:
