@@ -79,7 +79,7 @@ def transformers_model(version, format):
     state = {name: tensor.float() for name, tensor in state.items()}
     model.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]})
     for name, linear in model.named_modules():
-        if is_quantized(f"{name}.weight"):
+        if isinstance(linear, torch.nn.Linear) and is_quantized(f"{name}.weight"):
             run = FORMATS[format].linear(
                 [parts_of(published(version, format).tensors, name, format)]
             )
@@ -87,9 +87,9 @@ def transformers_model(version, format):
     return model
 
 
-def as_the_engine_runs_it(run, x):
+def as_the_engine_runs_it(run, input):
     """With quantized activations where the format has them."""
-    return run(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+    return run(input.reshape(-1, input.shape[-1])).reshape(*input.shape[:-1], -1)
 
 
 def expected(version, format, prompt, ids, temperature=1.0, top_k=0, top_p=1.0):

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-import reverb
+import reverb  # pyright: ignore[reportMissingImports]
 from buffer_rows import arguments, make_group, report, resident_bytes, summary, timed
 
 

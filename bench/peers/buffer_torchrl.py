@@ -10,9 +10,9 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 from buffer_rows import arguments, make_group, report, resident_bytes, summary, timed  # noqa: E402
-from tensordict import TensorDict  # noqa: E402
-from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer  # noqa: E402
-from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement  # noqa: E402
+from tensordict import TensorDict  # noqa: E402  # pyright: ignore[reportMissingImports]
+from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer  # noqa: E402  # pyright: ignore[reportMissingImports]
+from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 
 def main() -> None:

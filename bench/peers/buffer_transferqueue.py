@@ -9,11 +9,11 @@ import warnings
 
 warnings.filterwarnings("ignore")
 
-import ray  # noqa: E402
+import ray  # noqa: E402  # pyright: ignore[reportMissingImports]
 import torch  # noqa: E402
-import transfer_queue as tq  # noqa: E402
+import transfer_queue as tq  # noqa: E402  # pyright: ignore[reportMissingImports]
 from buffer_rows import arguments, make_group, report, resident_bytes, summary, timed  # noqa: E402
-from tensordict import TensorDict  # noqa: E402
+from tensordict import TensorDict  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 
 def main() -> None:
