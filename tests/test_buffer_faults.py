@@ -375,7 +375,7 @@ def test_a_run_in_a_redis_that_is_too_small_checkpoints_before_its_time_and_ends
         RedisServer.start(short_dir / "redis", short_dir / "s") as server,
         redis.Redis.from_url(server.url) as client,
     ):
-        client.config_set("maxmemory", client.info("memory")["used_memory"] + (500 << 10))
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + (1200 << 10))
         command = [sys.executable, "-m", "areal_q", "run", str(config), *settings]
         environment = {**os.environ, "REDIS_URL": server.url}
         ended = subprocess.run(command, env=environment, capture_output=True, text=True)
