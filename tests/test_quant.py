@@ -150,7 +150,8 @@ def test_what_lies_beyond_given_ranges_is_clamped(name):
         return
     beyond = chosen.dequantize(chosen.quantize(1000 * weight, "w", ranges)).abs()
     inside = chosen.dequantize(chosen.quantize(weight, "w", ranges)).abs()
-    assert beyond.isfinite().all() and beyond.max() <= 1.2 * inside.max()
+    # A power of two as scale, rounded down, reaches up to 6/4 of the largest weight that asked for it.
+    assert beyond.isfinite().all() and beyond.max() <= 1.5 * inside.max()
 
 
 @every_format

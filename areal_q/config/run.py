@@ -170,7 +170,7 @@ class CriticConfig(_Settings, frozen=True, kw_only=True):
     """`separate`: a copy of the policy's, at the start of training; `shared`: the policy's own, which the
     value loss then trains as well"""
     value: ValueLoss = ValueLoss()
-    optimizer: OptimizerConfig = AdamW()
+    optimizer: AdamW = AdamW()
     """Of the head, and of a separate trunk"""
 
 
