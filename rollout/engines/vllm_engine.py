@@ -216,7 +216,7 @@ class VllmBackend:
     async def _connect(self, llm: "AsyncLLM", stager: Stager, format: str) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        address = WeightTransferInitRequest({"endpoint": stager.endpoint})
+        address = WeightTransferInitRequest({"endpoint": stager.endpoint, "adapter": os.getpid()})
         await self._answer(llm.init_weight_transfer_engine(address), "connection")
         await stager.meet(self.config.tensor_parallel, self.timeout_s)
         pids = await self._answer(llm.collective_rpc("areal_pid"), "process id")

@@ -12,9 +12,12 @@ backend. Method names must not be those of vLLM's own Worker.
 import contextlib
 import logging
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +53,8 @@ E4M3_MAX = 448.0
 @dataclass
 class Address(WeightTransferInitInfo):
     endpoint: str
+    adapter: int
+    """Process of the rollout worker"""
 
 
 @dataclass
@@ -57,12 +62,27 @@ class Staged(WeightTransferUpdateInfo):
     digest: str
 
 
+def ancestors(pid: int) -> Iterator[int]:
+    """Parent, its parent and so on, without init; a process whose parent dies gets another at once."""
+    while True:
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text()
+        except FileNotFoundError:
+            return
+        pid = int(status.rpartition(")")[2].split()[1])
+        if pid <= 1:
+            return
+        yield pid
+
+
 class Stage(threading.Thread):
     """Receives one version after the other and keeps the newest, verified."""
 
     def __init__(self, address: Address) -> None:
         super().__init__(name="areal-q-stage", daemon=True)
-        self._parent = os.getppid()
+        self._adapter = address.adapter
+        self._between = list(takewhile(lambda pid: pid != self._adapter, ancestors(os.getpid())))
+        """vLLM's own processes between this one and the rollout worker"""
         self._pool = PayloadPool()
         self._lock = threading.Lock()
         self._version: WeightVersion | None = None
@@ -91,10 +111,17 @@ class Stage(threading.Thread):
             while not self._closing:
                 if self._socket.poll(int(PARENT_S * 1000)):
                     self._receive()
-                elif os.getppid() != self._parent:
-                    os._exit(1)  # the adapter was killed: nobody else would ever end this process
+                elif self._adapter not in ancestors(os.getpid()):
+                    self._end()
         finally:
             self._context.destroy(linger=0)
+
+    def _end(self) -> None:
+        """The rollout worker was killed: nobody else would ever end vLLM's processes."""
+        for pid in self._between:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        os._exit(1)
 
     def _receive(self) -> None:
         digest = b""
