@@ -89,8 +89,8 @@ class Viewer {
 
   async open(run, step, nth, index) {
     if (run !== this.run || !this.listing) {
-      this.run = run;
-      this.listing = await this.load(run);
+      const listing = await this.load(run);
+      [this.run, this.listing] = [run, listing]; // together: a click that comes meanwhile finds the one or the other
     }
     const { steps } = this.listing;
     if (!steps.length) return this.say(this.source.live ? "No step can be read yet; this page looks again by itself." : "The log of this run holds no trajectory.");
@@ -100,10 +100,9 @@ class Viewer {
   }
 
   async goRun(run) {
-    this.run = run;
-    this.listing = null;
     this.group = null;
-    await this.open(run, 0);
+    this.opening = this.open(run, 0);
+    await this.opening;
   }
 
   async goStep(step, nth = 0, index = 0) {
@@ -115,7 +114,8 @@ class Viewer {
     await this.goGroup(this.groups.items[this.groups.at], index);
   }
 
-  stepBy(by) {
+  async stepBy(by) {
+    await this.opening; // a click right after a choice of run counts from that run's first step
     const { steps } = this.listing;
     return this.goStep(steps[Math.max(0, Math.min(steps.length - 1, steps.indexOf(this.step) + by))]);
   }
@@ -224,7 +224,7 @@ class Viewer {
 
   // Colours and marks of one page of tokens.
   paint() {
-    if (!this.t) return;
+    if (!this.group?.tokens) return;
     const shade = SHADES[this.shade];
     const { length } = this.t;
     const scale = this.scale(shade);
