@@ -113,9 +113,9 @@ class _Following:
 
     def finish(self) -> None:
         """The summary and the curves."""
-        from areal_q.report import report
+        from areal_q.last_screen import last_screen
 
-        report(self.run, self.run_dir, self.console)
+        last_screen(self.run, self.run_dir, self.console)
 
     def pull(self) -> list[Record]:
         """New records, folded in."""

@@ -105,7 +105,6 @@ async def _beats(server: RedisServer) -> float:
 
 
 def _cpu_s(server: RedisServer) -> float:
-    assert server.process is not None
     fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

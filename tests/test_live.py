@@ -10,9 +10,9 @@ from rich.console import Console
 from areal_q import live
 from areal_q.config import Run
 from areal_q.curves import MAX_POINTS, draw, thinned
+from areal_q.last_screen import last_screen
 from areal_q.live import History, LiveView, PlainView, build_view, picture, plain_line
 from areal_q.metrics import MetricsLog, read_metrics
-from areal_q.report import report
 from areal_q.summary import duration, size, summarize
 
 
@@ -227,7 +227,7 @@ def test_the_last_screen_tells_result_answers_paths_and_next_commands(
     write_run(directory, 200, monkeypatch)
     (directory / "hf").mkdir()
     (directory / "checkpoints" / "step-200").mkdir(parents=True)
-    report(run, directory, console)
+    last_screen(run, directory, console)
     text = console.export_text()
     records = read_metrics(directory / "metrics.jsonl")
     evals = [r["eval/accuracy"] for r in records if r["kind"] == "eval"]
@@ -254,13 +254,13 @@ def test_the_last_screen_tells_result_answers_paths_and_next_commands(
 def test_the_last_screen_offers_no_command_that_cannot_work(run, directory, console):
     with MetricsLog(directory, tensorboard=False) as log:
         log.write("warmstart", 0, {"warmstart/step": 1, "warmstart/steps": 9})
-    report(run, directory, console)
+    last_screen(run, directory, console)
     text = console.export_text()
     assert "tensorboard --logdir" in text and "--resume" not in text and "areal-q eval" not in text
 
 
 def test_a_run_that_stopped_before_its_first_record_has_a_last_screen_too(run, directory, console):
-    report(run, directory, console)
+    last_screen(run, directory, console)
     assert "stopped before its first record" in console.export_text()
 
 

@@ -12,7 +12,7 @@ import redis
 
 from areal_q.errors import BufferUnavailable
 from areal_q.processes import die_with_parent
-from buffer.server import RedisServer, find_or_start
+from buffer.server import RedisServer
 
 
 def test_the_server_listens_on_its_unix_socket_only_and_keeps_an_append_only_file(short_dir):
@@ -75,21 +75,6 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(short_dir):
 def test_a_socket_path_too_long_for_the_kernel_is_refused(short_dir):
     with pytest.raises(BufferUnavailable, match="too long"):
         RedisServer.start(short_dir / "redis", short_dir / ("s" * 120))
-
-
-def test_redis_url_takes_precedence_and_is_not_stopped(redis_url, short_dir, monkeypatch):
-    monkeypatch.setenv("REDIS_URL", redis_url)
-    with find_or_start(short_dir / "redis", short_dir / "s") as server:
-        assert (server.url, server.process) == (redis_url, None)
-    with redis.Redis.from_url(redis_url) as client:
-        assert client.ping()
-    assert not (short_dir / "redis").exists()
-
-
-def test_a_redis_url_that_does_not_answer_is_an_error(short_dir, monkeypatch):
-    monkeypatch.setenv("REDIS_URL", f"unix://{short_dir}/nobody")
-    with pytest.raises(BufferUnavailable, match="REDIS_URL"):
-        find_or_start(short_dir / "redis", short_dir / "s")
 
 
 LAUNCHER = """

@@ -24,7 +24,7 @@ from areal_q.exporter import LEARNER, PREFIX, WORKER, Exporter
 from areal_q.metrics import Record, read_metrics
 from buffer.keys import Keys
 from buffer.redis_buffer import LearnerBuffer
-from buffer.server import find_binary, find_or_start
+from buffer.server import find_binary
 from learner.build import reached_at
 
 PASSWORD = "correct horse"
@@ -94,9 +94,7 @@ def password_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_password_comes_from_a_file(locked_redis, password_file, monkeypatch):
-    monkeypatch.setenv("REDIS_URL", locked_redis)
-    assert find_or_start("unused", "unused").url == locked_redis
+def test_the_password_comes_from_a_file(locked_redis, password_file):
     buffer = LearnerBuffer(locked_redis, "run")
     assert buffer.cursor() is None
     buffer.close()

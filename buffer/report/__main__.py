@@ -58,13 +58,13 @@ def main(
 
 
 def _write(runs, out: Path, max_bytes: int, csv: Path | None) -> None:
-    from areal_q.report import report
+    from areal_q.last_screen import last_screen
     from buffer.report.figures import write_csv
     from buffer.report.page import whole_file
 
     began = time.monotonic()
     for run in runs:
-        report(run.run, run.directory)
+        last_screen(run.run, run.directory)
     page = whole_file(runs, max_bytes)
     scratch = out.with_name(out.name + ".tmp")
     scratch.write_text(page, encoding="utf-8")

@@ -14,8 +14,8 @@ from areal_q.rundir import has_checkpoint
 from areal_q.summary import Answer, Summary, summarize
 
 
-def report(run: Run, run_dir: Path, console: Console | None = None) -> None:
-    """The last screen: what the run came to, a few answers, where everything is, what to type next."""
+def last_screen(run: Run, run_dir: Path, console: Console | None = None) -> None:
+    """Print it; one line where the run has no record yet."""
     console = console or Console()
     path = run_dir / FILE_NAME
     records = read_metrics(path) if path.exists() else []
