@@ -12,7 +12,7 @@ from areal_q.models.jet import JetLinear
 from areal_q.models.linear import Linear
 from areal_q.models.published import published_state
 from areal_q.quant import quantize_state
-from areal_q.quant.fp8_gemm import emulated, fp8_gemm
+from areal_q.quant.fp8_gemm import agrees, emulated, fp8_gemm, scales_for_cublas
 from areal_q.tasks import build_tokenizer
 from learner.build import build_model
 from learner.precision import set_precision
@@ -107,3 +107,30 @@ def test_the_weights_of_the_flow_are_the_ones_published(make_run: MakeRun, make_
 
 def test_without_a_gpu_the_products_are_emulated():
     assert fp8_gemm(torch.device("cpu")) is emulated
+
+
+def refuses(a, b):
+    raise RuntimeError("only for compute capability 10.0")
+
+
+def test_a_kernel_that_refuses_or_reads_scales_in_another_order_is_passed_over(caplog):
+    cpu = torch.device("cpu")
+    assert agrees(lambda a, b: emulated(a, b).to(torch.bfloat16).float(), cpu, "bf16 out")
+    assert not caplog.records
+    assert not agrees(refuses, cpu, "first")
+    assert "first refuses: only for compute capability" in caplog.text
+    swapped = lambda a, b: emulated(a, b._replace(scale=b.scale.flip(1)))  # noqa: E731
+    assert not agrees(swapped, cpu, "second")
+    assert "second disagrees" in caplog.text
+
+
+@pytest.mark.parametrize(("rows", "k"), [(256, 3), (160, 8), (16, 1)])
+def test_scales_lie_in_memory_as_cublas_reads_them(rows, k):
+    single = scales_for_cublas(torch.rand(rows - 3, k), rows, blocks=False)
+    assert single.shape == (rows, k) and single.stride(0) == 1
+    assert k == 1 or single.stride(1) == rows
+    whole = torch.rand(-(-rows // 128), k)
+    square = scales_for_cublas(whole, rows, blocks=True)
+    longest = -(-k // 4) * 4
+    assert square.shape == (longest, whole.shape[0]) and square.stride() == (1, longest)
+    assert torch.equal(square.t()[:, :k], whole) and not square.t()[:, k:].any()

@@ -1,15 +1,17 @@
 """FP8 products with block scales: a · bᵀ of E4M3 codes, accumulated in float32.
 
 A scale stands for 128 numbers along the contraction, of one row (1×128) or of a block of 128 rows (128×128).
-On a Hopper GPU the first of these that can be had is taken, and logged: deep_gemm, the copy that vLLM ships,
-torch's own scaled_mm; anywhere else the codes are dequantized and multiplied in float32, which is what the
-kernels compute up to the order of sums. The kernels' adapters have not run on a GPU yet.
+On a Hopper GPU the first of these that can be had, and that agrees with the emulation on a small product, is
+taken, and logged: deep_gemm, the copy that vLLM ships, torch's own scaled_mm; anywhere else the codes are
+dequantized and multiplied in float32, which is what the kernels compute up to the order of sums. The kernels'
+adapters have not run on a GPU yet.
 """
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal_q.quant.fp8 import expanded
-from areal_q.quant.rows import dequantize_groups
+from areal_q.quant.rows import dequantize_groups, quantize_groups_e4m3
 
 logger = logging.getLogger(__name__)
 
@@ -53,39 +55,82 @@ def fp8_gemm(device: torch.device) -> Gemm:
 @cache
 def _chosen(kind: str, index: int | None) -> Gemm:
     if kind == "cuda" and torch.cuda.get_device_capability(index)[0] == 9:
-        for module in ("deep_gemm", "vllm.third_party.deep_gemm"):
-            try:
-                found = importlib.import_module(module)
-            except ImportError:
-                continue
-            logger.info("FP8 products: %s", module)
-            return _deep_gemm(found)
-        if hasattr(F, "scaled_mm"):
-            logger.info("FP8 products: torch.nn.functional.scaled_mm")
-            return _scaled_mm
+        for name, gemm in candidates():
+            if agrees(gemm, torch.device(f"{kind}:{index}"), name):
+                logger.info("FP8 products: %s", name)
+                return gemm
     logger.info("FP8 products: emulated in float32 on %s", kind)
     return emulated
 
 
-def _deep_gemm(module) -> Gemm:
+def candidates() -> Iterator[tuple[str, Gemm]]:
+    """What is installed, fastest first."""
+    for module in ("deep_gemm", "vllm.third_party.deep_gemm"):
+        try:
+            yield module, _deep_gemm(importlib.import_module(module))
+        except ImportError:
+            continue
+    if hasattr(F, "scaled_mm"):
+        yield "torch.nn.functional.scaled_mm", _scaled_mm
+
+
+def agrees(gemm: Gemm, device: torch.device, name: str) -> bool:
+    """Whether a product of both kinds of scales is the emulation's within bfloat16's rounding; a kernel
+    that refuses this GPU, or reads the scales in another order, is logged and passed over."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(256, 384, generator=generator).exp().to(device) for _ in range(2))
+    left, right = (Operand(*quantize_groups_e4m3(x)) for x in (a, b))
+    square = Operand(right.codes, 1.0 + torch.arange(6.0, device=device).view(2, 3), blocks=True)
+    for other in (right, square):
+        want = emulated(left, other)
+        try:
+            got = gemm(left, other)
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            logger.warning("FP8 products: %s refuses: %s", name, error)
+            return False
+        if not torch.allclose(got, want, rtol=1e-2, atol=1e-2 * float(want.abs().mean())):
+            logger.warning("FP8 products: %s disagrees with the emulation", name)
+            return False
+    return True
+
+
+def _padded(operand: Operand, rows: int = 1) -> Tensor:
+    """Codes [R′, K′], contiguous: zeros up to a multiple of `rows`, and of 128 along the contraction."""
+    height, width = operand.codes.shape
+    codes = operand.codes.view(torch.uint8)  # padding FP8 itself is not implemented everywhere
+    codes = F.pad(codes, (0, -width % 128, 0, -height % rows)).contiguous()
+    return codes.view(torch.float8_e4m3fn)
+
+
+def _deep_gemm(module: ModuleType) -> Gemm:
     def product(a: Operand, b: Operand) -> Tensor:
-        if a.codes.shape[1] % 128:
-            return emulated(a, b)
         out = a.codes.new_empty(a.codes.shape[0], b.codes.shape[0], dtype=torch.float32)
         recipe = (1, 128, 128) if b.blocks else (1, 1, 128)
-        module.fp8_gemm_nt((a.codes, a.scale), (b.codes, b.scale), out, recipe=recipe)
+        module.fp8_gemm_nt((_padded(a), a.scale), (_padded(b), b.scale), out, recipe=recipe)
         return out
 
     return product
 
 
 def _scaled_mm(a: Operand, b: Operand) -> Tensor:
-    if a.codes.shape[1] % 128 or b.codes.shape[0] % 16:
-        return emulated(a, b)
     kinds = F.ScalingType
-    of_b = kinds.BlockWise128x128 if b.blocks else kinds.BlockWise1x128
+    rows = -(-b.codes.shape[0] // 16) * 16
     out = F.scaled_mm(
-        a.codes, b.codes.t(), a.scale, kinds.BlockWise1x128, b.scale.t(), of_b,
+        _padded(a), _padded(b, 16).t(),
+        scales_for_cublas(a.scale, a.codes.shape[0], a.blocks), kinds.BlockWise1x128,
+        scales_for_cublas(b.scale, rows, b.blocks),
+        kinds.BlockWise128x128 if b.blocks else kinds.BlockWise1x128,
         output_dtype=torch.bfloat16,
     )  # fmt: skip
-    return out.float()
+    return out[:, : b.codes.shape[0]].float()
+
+
+def scales_for_cublas(scale: Tensor, rows: int, blocks: bool) -> Tensor:
+    """Scales in the order in which cuBLAS reads them (its manual: element 1D and 128×128 2D block scaling).
+
+    1×128: [rows, K/128], with the rows next to each other in memory. 128×128: [L, ⌈rows/128⌉] where L is
+    K/128 up to a multiple of 4, and runs fastest.
+    """
+    if blocks:
+        return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()
+    return F.pad(scale, (0, 0, 0, rows - scale.shape[0])).t().contiguous().t()
