@@ -23,14 +23,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from areal_q.config import VllmEngine
-from areal_q.errors import CheckpointError, ConfigError, EngineDied, RecordError, WeightVersionError
+from areal_q.errors import ConfigError, EngineDied
 from areal_q.messages import Manifest, VersionSpan
 from areal_q.models import DecoderConfig
-from areal_q.quant.checkpoint import QUANTIZATION_CONFIGS, write_checkpoint
+from areal_q.quant.checkpoint import QUANTIZATION_CONFIGS
 from areal_q.weights import WeightVersion
+from rollout.engines import served
+from rollout.engines.backend import Piece
 from rollout.engines.base import Capabilities, Request
 from rollout.engines.stager import Stager
-from rollout.engines.streaming import Piece, StreamingEngine
+from rollout.engines.streaming import StreamingEngine
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -62,7 +64,7 @@ class VllmBackend:
     def __init__(self, config: VllmEngine) -> None:
         self.config = config
         self.capabilities = Capabilities(
-            formats=frozenset(QUANTIZATION_CONFIGS) - (set() if _gpu() else NOT_ON_A_CPU),
+            formats=frozenset(QUANTIZATION_CONFIGS) - (set() if served.has_gpu() else NOT_ON_A_CPU),
             kv_on_update=frozenset({"keep", "recompute"}),
             kv_cache=frozenset({"auto", "fp8"}),
         )
@@ -90,39 +92,18 @@ class VllmBackend:
         await asyncio.to_thread(_import_vllm)
 
     def accept(self, weights: WeightVersion) -> None:
-        manifest = weights.manifest
-        where = f"version {manifest.version}"
-        if manifest.format not in QUANTIZATION_CONFIGS:
-            known = ", ".join(QUANTIZATION_CONFIGS)
-            raise WeightVersionError(f"{where}: format {manifest.format!r} is none of {known}")
-        if self._first is None:
-            return
-        if (manifest.model, manifest.format) != (self._first.model, self._first.format):
-            raise WeightVersionError(f"{where} is of another model or format")
-        # Half of a fused layer (q without k and v) would be loaded without a word.
-        if lacking := _shapes(self._first) - _shapes(manifest):
-            raise WeightVersionError(f"{where} lacks {min(lacking)[0]}, or has it in another shape")
+        served.accept(weights, self._first)
 
     def check(self, request: Request) -> None:
         assert self._model is not None
-        prompt, sampling = np.asarray(request.prompt_ids), request.sampling
-        most = self.config.max_positions or self._model.max_positions
-        if len(prompt) + sampling.max_tokens > most:
-            raise RecordError(
-                f"a prompt of {len(prompt)} tokens and max_tokens = {sampling.max_tokens} "
-                f"exceed max_positions = {most}"
-            )
-        if prompt.min() < 0 or prompt.max() >= self._model.vocab_size:
-            raise RecordError(
-                f"a prompt token is outside the vocabulary of {self._model.vocab_size}"
-            )
+        served.check(request, self._model, self.config.max_positions)
 
     async def launch(self, weights: WeightVersion) -> None:
         await self.close()
         manifest = weights.manifest
         self._directory = directory = Path(tempfile.mkdtemp(prefix="areal-q-vllm-"))
         try:
-            await asyncio.to_thread(self._write, weights, directory)
+            await asyncio.to_thread(served.write, weights, directory)
             self._llm = await self._construct(str(directory), manifest.format)
             self._stager = Stager(directory)
             await self._connect(self._llm, self._stager, manifest.format)
@@ -193,13 +174,6 @@ class VllmBackend:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
-    def _write(self, weights: WeightVersion, directory: Path) -> None:
-        manifest = weights.manifest
-        try:
-            write_checkpoint(weights.tensors, manifest.format, manifest.model, directory)
-        except (CheckpointError, KeyError) as error:
-            raise WeightVersionError(f"version {manifest.version}: {error}") from error
-
     async def _construct(self, path: str, format: str) -> "AsyncLLM":
         """In a thread, since it takes seconds. Cancelled, it is waited for, so that nothing stays behind."""
         starting = asyncio.ensure_future(asyncio.to_thread(_start_vllm, self.config, path, format))
@@ -228,7 +202,7 @@ class VllmBackend:
 
     async def _stamp(self, manifest: Manifest) -> None:
         """Tokens drawn from now on carry this version."""
-        self._salt = f"{manifest.version}:{manifest.digest}"
+        self._salt = served.stamp(manifest)
         await self._answer(self._running().update_weight_version(self._salt), "version")
 
     def _running(self) -> "AsyncLLM":
@@ -250,12 +224,6 @@ class VllmBackend:
             raise EngineDied(f"vLLM failed ({what}): {error}") from error
 
 
-def _gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def check_quantized(linears: dict[str, str], format: str) -> None:
     """Raises EngineDied where a linear is not computed as the format says: some quantized settings of
     vLLM start without complaint and stay in full precision."""
@@ -269,12 +237,8 @@ def check_quantized(linears: dict[str, str], format: str) -> None:
 UNQUANTIZED = ("UnquantizedLinearMethod",)
 
 
-def _shapes(manifest: Manifest) -> set[tuple[str, str, tuple[int, ...]]]:
-    return {(spec.name, spec.dtype, spec.shape) for spec in manifest.tensors}
-
-
 def _import_vllm() -> None:
-    if not _gpu():
+    if not served.has_gpu():
         for name, value in CPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     import vllm  # noqa: F401
@@ -285,7 +249,7 @@ def _start_vllm(config: VllmEngine, path: str, format: str) -> "AsyncLLM":
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    cpu = not _gpu()
+    cpu = not served.has_gpu()
     # vLLM's INT4 product on a CPU has no float32.
     best = "float32" if cpu and format != "int4" else "bfloat16"
     cache = config.kv_cache_bytes or (CPU_CACHE_BYTES if cpu else None)

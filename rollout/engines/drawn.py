@@ -1,0 +1,76 @@
+"""A response as far as its streams have brought it."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from msgspec.structs import replace
+
+from areal_q.errors import RecordError
+from areal_q.messages import VersionSpan
+from rollout.engines.backend import Piece
+from rollout.engines.base import Completion, Request
+
+
+@dataclass
+class Drawn:
+    """One response, as far as it has come."""
+
+    request: Request
+    seed: int
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    kept: list[VersionSpan] = field(default_factory=list)
+    """Spans of what streams that died had drawn"""
+
+    def add(self, piece: Piece, version: int, digest: str) -> None:
+        self.ids += piece.ids
+        self.logprobs += piece.logprobs
+        if piece.spans is not None:
+            self.spans = merged([*self.kept, *piece.spans])
+        elif piece.ids:
+            self.spans = merged([*self.spans, VersionSpan(version, len(piece.ids), digest)])
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length"] | None:
+        if self.ids and self.ids[-1] in self.request.stop_ids:
+            return "stop"
+        return "length" if len(self.ids) >= self.request.sampling.max_tokens else None
+
+    def rest(self) -> Request:
+        """What is still to be drawn, after the tokens that there are."""
+        if not self.ids:
+            return self.request
+        sampling = self.request.sampling
+        return replace(
+            self.request,
+            prompt_ids=np.concatenate((self.request.prompt_ids, np.array(self.ids, np.int32))),
+            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(self.ids)),
+        )
+
+    def completion(self) -> Completion:
+        """Raises RecordError for a log-prob that is not finite."""
+        logprobs = np.array(self.logprobs, np.float32)
+        if self.request.sampling.temperature == 0:
+            logprobs[:] = 0  # greedy: the distribution that drew has one token
+        if not np.isfinite(logprobs).all():
+            raise RecordError(f"version {self.spans[-1].version}: a log-prob is not finite")
+        assert self.finish_reason is not None
+        return Completion(
+            response_ids=np.array(self.ids, np.int32),
+            logprobs=logprobs,
+            spans=self.spans,
+            finish_reason=self.finish_reason,
+        )
+
+
+def merged(spans: list[VersionSpan]) -> list[VersionSpan]:
+    """Neighbours of one version as one: [(v1, 2), (v1, 3), (v2, 1)] → [(v1, 5), (v2, 1)]."""
+    out: list[VersionSpan] = []
+    for span in spans:
+        if out and (out[-1].version, out[-1].digest) == (span.version, span.digest):
+            out[-1] = replace(span, tokens=out[-1].tokens + span.tokens)
+        elif span.tokens:
+            out.append(span)
+    return out
