@@ -205,10 +205,8 @@ def _sharded(begin: Begin, cfg: LearnerConfig, ranks: Ranks, whole: Trainer | No
 
 def shard(model: Decoder, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
     """Every layer on its own, the ends of the model together. Master weights and sums of gradients are float32,
-    whatever `learner.fsdp.dtype` computes with."""
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, cfg.fsdp.dtype), reduce_dtype=torch.float32
-    )
+    whatever `learner.dtype` computes with."""
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, cfg.dtype), reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if cfg.fsdp.offload else OffloadPolicy()
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)

@@ -57,6 +57,8 @@ class Trainer:
     def __post_init__(self) -> None:
         cfg = self.cfg
         self.model.recompute_layers(cfg.recompute)
+        if self.ranks.size == 1:  # a sharded model has its own way to compute in another type
+            self.model.dtype = getattr(torch, cfg.dtype)
         self.optimizer = build_optimizer(self.model, cfg.optimizer)
         if cfg.critic and self.critic is None:
             self.critic = Critic(self.model, cfg.critic)

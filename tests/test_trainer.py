@@ -199,3 +199,33 @@ def test_weight_decay_spares_norms(make_run: MakeRun):
     }
     for name, parameter in trainer.model.named_parameters():
         assert decays[id(parameter)] == (0.0 if "norm" in name else 0.1), name
+
+
+@pytest.mark.parametrize("precision", ["full", "qarl", "jet"])
+def test_in_bfloat16_only_the_products_are_coarser(
+    make_run: MakeRun, make_samples: MakeSamples, precision: str
+):
+    format = "int8" if precision == "qarl" else "fp8"
+    settings = [f"learner.precision={precision}", f"rollout.format={format}"]
+    fine = build(make_run(*settings))
+    coarse = build(make_run(*settings, "learner.dtype=bfloat16"))
+    samples = make_samples(9)
+    with torch.no_grad():
+        a, b = (token_logprobs(t.model, pack(samples), 1.0) for t in (fine, coarse))
+    for exact, rounded in zip(a, b, strict=True):
+        assert rounded.dtype == torch.float32
+        gap = (exact - rounded).abs().max()
+        assert 0 < gap < 0.1
+    before, metrics = weights(coarse), coarse.step(samples)
+    fine.step(samples)
+    assert math.isfinite(metrics["train/loss"]) and metrics["train/grad_norm"] > 0
+    moves = []
+    for trainer in (fine, coarse):
+        after = weights(trainer)
+        assert all(w.dtype == torch.float32 for w in after.values())
+        moves.append(torch.cat([(after[k] - w).flatten() for k, w in before.items()]))
+    assert (
+        torch.cosine_similarity(*moves, dim=0) > 0.9
+    )  # Adam's first step is a sign: small ones may turn
+    state = coarse.optimizer.state[coarse.model.head]
+    assert state["exp_avg"].dtype == torch.float32

@@ -201,8 +201,6 @@ class Lora(_Settings, frozen=True, kw_only=True):
 
 
 class FsdpConfig(_Settings, frozen=True, kw_only=True):
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and activations while computing; weights at rest and sums of gradients are float32."""
     offload: bool = False
     """Weights, gradients and moments rest in the host's memory; needs a GPU."""
 
@@ -243,6 +241,8 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     fsdp: FsdpConfig = FsdpConfig()
     """Where torchrun starts several learner processes."""
     fidelity: FidelityConfig = FidelityConfig()
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What layers multiply in. Weights at rest, gradients, log-probs and losses are float32 all the same."""
     device: str = "cpu"
     threads: Count = 1
 

@@ -44,19 +44,23 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Any:
         ctx.save_for_backward(x, weight)
-        return product(x, bias)
+        kind = x.device.type
+        ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, enabled=False):  # as the engine computes it, to the bit
+            return product(x.float(), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         grad = grads[0]
         needed = ctx.needs_input_grad
-        return (
-            grad @ weight if needed[0] else None,
-            grad.t() @ x if needed[1] else None,
-            grad.sum(0) if needed[2] else None,
-            None,
-        )
+        with torch.autocast(*ctx.autocast):
+            return (
+                grad @ weight if needed[0] else None,
+                grad.t() @ x if needed[1] else None,
+                grad.sum(0) if needed[2] else None,
+                None,
+            )
 
 
 def linears(model: nn.Module) -> dict[str, Linear]:

@@ -29,6 +29,8 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Trunk(config)
         self.lm_head = None if config.tied else Linear(config.width, config.vocab_size, bias=False)
+        self.dtype = torch.float32
+        """Of the products within, and of the hidden states; sums along the residual stream stay float32"""
 
     def recompute_layers(self, on: bool) -> None:
         """Whether the backward pass runs each layer again, so that only its input is kept."""
@@ -38,7 +40,10 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids: Tensor, layout: PackedLayout) -> Tensor:
         """Hidden states [T, D] after the final norm, for token_ids int64 [T]."""
-        return self.model(token_ids, layout)
+        if self.dtype == torch.float32:
+            return self.model(token_ids, layout)
+        with torch.autocast(token_ids.device.type, self.dtype):
+            return self.model(token_ids, layout).to(self.dtype)
 
     @property
     def head(self) -> Tensor:
@@ -103,8 +108,8 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.width, keys, bias=config.qkv_bias)
         self.o_proj = Linear(queries, config.width, bias=False)
         if config.qk_norm:
-            self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
-            self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
+            self.q_norm = HeadNorm(config.head_dim, config.norm_eps)
+            self.k_norm = HeadNorm(config.head_dim, config.norm_eps)
         else:
             self.q_norm = self.k_norm = nn.Identity()
 
@@ -117,6 +122,13 @@ class Attention(nn.Module):
         if self.observe:
             self.observe(q, k, v)
         return self.o_proj(packed_attention(q, k, v, layout).flatten(-2))
+
+
+class HeadNorm(nn.RMSNorm):
+    """In the type of its weight, whatever the projection before it computes in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
 
 
 class Mlp(nn.Module):

@@ -37,10 +37,11 @@ class JetLinear(QuantLinear):
 class _Fp8Flow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Operand, columns: Operand) -> Tensor:
-        saved = Operand(*quantize_groups_e4m3(x))
+        saved = Operand(*quantize_groups_e4m3(x.float()))
         ctx.save_for_backward(saved.codes, saved.scale)
         ctx.columns = columns
-        return fp8_gemm(x.device)(saved, rows)
+        with torch.autocast(x.device.type, enabled=False):
+            return fp8_gemm(x.device)(saved, rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -20,7 +20,7 @@ class Linear(nn.Linear):
     """`nn.Linear` by another kernel: x [T, in] → [T, out]."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if _linear is None or input.device.type != "cpu" or input.dtype != torch.float32:
+        if _linear is None or not _suits(input) or torch.is_autocast_enabled("cpu"):
             return F.linear(input, self.weight, self.bias)
         out: Tensor = _OneDnn.apply(input, self.weight)  # type: ignore[assignment]
         return out if self.bias is None else out + self.bias
@@ -43,6 +43,10 @@ class _OneDnn(torch.autograd.Function):
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., in] · weight [out, in]ᵀ by the kernel that is fastest here; no gradient."""
-    if _linear is None or x.device.type != "cpu" or x.dtype != torch.float32:
+    if _linear is None or not _suits(x):
         return F.linear(x, weight)
     return _linear(x, weight, None, "none", [], "")
+
+
+def _suits(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.float32

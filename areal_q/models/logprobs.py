@@ -36,7 +36,8 @@ def head_logprobs(
     hidden [T, D], weight [V, D], targets int64 [T]. Gradients reach hidden and weight from the log-probs, and
     from the entropy where it `entropy_learns`.
     """
-    if len(hidden) * len(weight) <= WHOLE:
+    exact = hidden.dtype == weight.dtype  # else logits would be rounded to the coarser of the two
+    if exact and len(hidden) * len(weight) <= WHOLE:
         return whole(hidden, weight, targets, temperature, entropy_learns)
     return blockwise(hidden, weight, targets, temperature, entropy_learns)
 
