@@ -9,6 +9,7 @@ from areal_q.config import CriticConfig
 from areal_q.models import Decoder
 from areal_q.models.aligned import use
 from areal_q.models.linear import Linear
+from areal_q.models.rounding import round_rest
 from learner.batch import PackedBatch
 from learner.optim import build_optimizer
 
@@ -26,6 +27,7 @@ class Critic(nn.Module):
         self.trunk = copy.deepcopy(policy.model) if cfg.trunk == "separate" else None
         if self.trunk is not None:
             use(Linear, self.trunk, "")  # its own weights are published nowhere
+            round_rest(self.trunk, False)
         device = next(policy.parameters()).device
         self.head = nn.Linear(policy.config.width, 1, device=device)
         nn.init.zeros_(self.head.weight)

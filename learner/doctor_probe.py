@@ -19,8 +19,10 @@ from areal_q.models import Decoder
 from areal_q.models.aligned import QuantLinear, use
 from areal_q.models.lora import adapted
 from areal_q.models.published import published_state
+from areal_q.models.rounding import round_frozen, round_rest
 from areal_q.quant import dequantize_state
 from areal_q.quant.aqn import noise_of, with_noise
+from areal_q.quant.plan import rest_in_bf16
 from learner.batch import Sample, samples_of
 from learner.lineage import Lineage
 from learner.rescore import Scorer
@@ -41,14 +43,20 @@ class Version:
         if noise:
             self.noisy = copy.deepcopy(self.learnt)
             self.noisy.load_state_dict(with_noise(model.state_dict(), noise, run.learner.uaq))
+        rounds = run.rollout.unquantized == "bf16"
         if adapted(self.noisy):  # runs on the published tensors as the engine does
+            if noise and rounds:
+                round_frozen(self.noisy)
             self.dequantized = self.engine = self.noisy
             return
         published = published_state(self.noisy, format)
+        if rounds:
+            published = rest_in_bf16(published, format)
         self.dequantized = copy.deepcopy(self.noisy)
         self.dequantized.load_state_dict(dequantize_state(published, format))
         self.engine = copy.deepcopy(self.noisy)
         use(QuantLinear, self.engine, format)
+        round_rest(self.engine, rounds)
 
 
 @dataclass

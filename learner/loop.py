@@ -1,16 +1,18 @@
 """The learner's loop.
 
-    Feeder ──tickets──▶ Redis ──groups──▶ Intake ──▶ Trainer.step ──▶ Publisher ──▶ Broadcaster (own thread)
-       ▲                                     │ too old: dropped, counted, its place refilled       │
-       └──────────── room for new tickets ◀──┴───────────────────── version ◀──────────────────────┘
+    Feeder ──tickets──▶ Redis ──groups──▶ Intake ──▶ Trainer.step ──▶ Outlet ──▶ Broadcaster (a thread each)
+       ▲                                     │ too old: dropped, counted, its place refilled   │
+       └──────────── room for new tickets ◀──┴───────────────────── version ◀──────────────────┘
 
 | wait                 | for                           | unblocked by                                   |
 |----------------------|-------------------------------|------------------------------------------------|
 | Intake.take          | B groups within the bound     | workers' commits; a stop request               |
 | Learner.settle       | a checkpoint on disk          | its thread; before the next, and at the end    |
 | HeldOut.finish       | the last evaluation's answers | workers' commits; a stop request; its timeout  |
+| Outlet.release       | weights that are still read   | its thread; before the optimizer writes to them |
+| Outlet.finish        | the version begun last        | its thread; after the next step                |
 
-Quantizing happens here, after the step; diffing, compressing and sending overlap with the next one.
+Quantizing, diffing, compressing and sending overlap with the next step (learner/outlet.py).
 """
 
 import logging
@@ -19,9 +21,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from areal_q.config import Run, settings_hash
 from areal_q.messages import Group
 from areal_q.metrics import MetricsLog
+from areal_q.weights import WeightVersion
 from buffer.log import TrajectoryLog
 from buffer.pool import Draw
 from buffer.redis_buffer import START, LearnerBuffer
@@ -35,6 +40,7 @@ from learner.fidelity import FidelityMeter
 from learner.heldout import HeldOut
 from learner.intake import Intake
 from learner.lineage import Lineage
+from learner.outlet import Outlet
 from learner.publish import Publisher
 from learner.step import learn, machine
 from learner.trainer import Trainer
@@ -66,10 +72,18 @@ class Learner:
     tokens: TokenLog | None
     metrics: MetricsLog
     checkpoints: Writer
+    nbytes: int = 0
+    """Of the newest version that is out"""
+    unpublished: StepRecord | None = None
+    """Of the last step, while the digest of the version that it made is not known"""
     trimmed: str = START
     """Up to here Redis was asked to forget the groups"""
     stuck: bool = False
     """Whether it was said that no checkpoint can make room"""
+
+    def __post_init__(self) -> None:
+        self.outlet = Outlet(self.publisher, self.announce)
+        self.trainer.before_write = self.outlet.release
 
     def train(self, stop: threading.Event) -> int:
         """Runs the steps that remain, or until `stop`. Returns the step that it came to; a checkpoint
@@ -87,14 +101,12 @@ class Learner:
                 break
             waited = time.monotonic() - began
             values = learn(self.trainer, taken.groups, self.lineage, step, taken.weights)
-            trained = time.monotonic()
-            nbytes = self.publish(step + 1)
-            published_s = time.monotonic() - trained
+            self.published()
             self.record(step, taken, values)
+            values |= self.publishing()
+            self.publish(step + 1)
             self.intake.consumed()
             step += 1
-            values |= {"weights/bytes": nbytes, "weights/publish_s": published_s}
-            values["weights/codes_moved"] = self.publisher.codes_moved
             values |= self.fidelity.measure(taken.groups)
             self.report(step, values, taken.groups, began, waited)
             if step % self.run.eval.every == 0 and step < self.run.steps:
@@ -110,7 +122,9 @@ class Learner:
         return step
 
     def close(self) -> None:
-        """Stops the broadcaster's, the checkpoints' and the log's threads and leaves no socket behind."""
+        """Stops the outlet's, the broadcaster's, the checkpoints' and the log's threads and leaves no socket
+        behind."""
+        self.outlet.close()
         self.broadcaster.close()
         self.trainer.close()
         self.checkpoints.close()
@@ -120,41 +134,63 @@ class Learner:
         self.metrics.close()
         self.buffer.close()
 
-    def publish(self, version: int) -> int:
-        """Publishes the present weights; returns their bytes. Nothing is born stale: the lineage knows
-        a version before a worker can draw with it."""
-        made = self.publisher.make(self.trainer.model, version, self.trainer.kv_scales)
-        self.lineage.published(version, made.manifest.digest)
-        self.fidelity.published(made)
+    def publish(self, version: int) -> None:
+        """Begins to publish the present weights."""
+        self.outlet.begin(self.trainer.model, version, self.trainer.kv_scales)
+
+    def announce(self, made: WeightVersion) -> None:
+        """On the outlet's thread. Nothing is born stale: the lineage knows a version before a worker can draw
+        with it."""
+        self.lineage.published(made.manifest.version, made.manifest.digest)
         self.broadcaster.publish(made)
-        return made.manifest.nbytes
+
+    def published(self) -> None:
+        """Returns once the version begun last is out; what its digest was needed for follows."""
+        made = self.outlet.finish()
+        if made is None:
+            return
+        self.nbytes = made.manifest.nbytes
+        self.fidelity.published(made)
+        if self.steps and self.unpublished:
+            digest = made.manifest.digest
+            self.steps.append(msgspec.structs.replace(self.unpublished, digest=digest))
+            self.unpublished = None
+
+    def publishing(self) -> dict[str, float]:
+        """Metrics of the newest version that is out: the one that the last step began with."""
+        waited_s, self.outlet.waited_s = self.outlet.waited_s, 0.0
+        return {
+            "weights/bytes": self.nbytes,
+            "weights/publish_s": waited_s,
+            "weights/make_s": self.publisher.make_s,
+            "weights/codes_moved": self.publisher.codes_moved,
+        }
 
     def record(self, step: int, taken: Draw, values: dict[str, float]) -> None:
-        """Logs step `step`, which just made version `step` + 1, with all that a replay needs."""
+        """Logs step `step`, which is about to make version `step` + 1, with all that a replay needs."""
         if not self.log or not self.steps:
             return
         self.log.append(step, step, taken.groups)
         if self.tokens and self.trainer.tap:
             self.tokens.append(step, self.trainer.tap.scores())
-        self.steps.append(
-            StepRecord(
-                step=step,
-                tickets=[group.ticket.number for group in taken.groups],
-                seeds=[group.ticket.seed for group in taken.groups],
-                weights=taken.weights,
-                base_digest=self.lineage.digests[step],
-                digest=self.lineage.digests[step + 1],
-                fork=self.lineage.fork,
-                settings=settings_hash(self.run),
-                machine=machine(self.run.learner.device),
-                metrics=dict(values),
-            )
+        self.unpublished = StepRecord(
+            step=step,
+            tickets=[group.ticket.number for group in taken.groups],
+            seeds=[group.ticket.seed for group in taken.groups],
+            weights=taken.weights,
+            base_digest=self.lineage.digests[step],
+            digest="",
+            fork=self.lineage.fork,
+            settings=settings_hash(self.run),
+            machine=machine(self.run.learner.device),
+            metrics=dict(values),
         )
 
     def save(self, step: int) -> None:
         """Begins a checkpoint. Order matters: the log is durable before the checkpoint covers its groups, and
         Redis forgets them only after both (`settle`)."""
         self.settle(wait=True)
+        self.published()
         for log in (self.log, self.steps, self.tokens):
             if log:
                 log.flush()
@@ -165,7 +201,7 @@ class Learner:
             outstanding=sorted(self.feeder.outstanding),
             uses=self.intake.uses,
             lost=sorted(self.feeder.lost),
-            digests=self.lineage.digests,
+            digests=dict(self.lineage.digests),
             forks=self.forks,
             updates=self.trainer.updates,
             skipped=self.trainer.skipped,

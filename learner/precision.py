@@ -6,6 +6,7 @@ from areal_q.models.aligned import QuantLinear, linears, use
 from areal_q.models.jet import JetLinear
 from areal_q.models.linear import Linear
 from areal_q.models.lora import adapt, adapted
+from areal_q.models.rounding import round_frozen, round_rest
 
 LINEARS: dict[str, type[Linear]] = {
     "full": Linear,
@@ -16,11 +17,15 @@ LINEARS: dict[str, type[Linear]] = {
 
 def set_precision(model: Decoder, run: Run) -> None:
     """Makes the linears of `model` those of `learner.precision`, with the parameters that they have; or, for
-    `learner.lora`, frozen ones with adapters."""
+    `learner.lora`, frozen ones with adapters. Where those are the rollouts', so is everything else."""
+    rounds = run.rollout.unquantized == "bf16"
     if run.learner.lora:
         if not adapted(model):
             adapt(model, run.rollout.format, run.learner.lora, run.seed)
+        if rounds:
+            round_frozen(model)
         return
     kind = LINEARS[run.learner.precision]
     if any(type(linear) is not kind for linear in linears(model).values()):
         use(kind, model, run.rollout.format)
+    round_rest(model, rounds and kind is not Linear)

@@ -14,6 +14,7 @@ from areal_q.models.published import published_state
 from areal_q.payloads import PayloadPool
 from areal_q.quant.aqn import noise_of, with_noise
 from areal_q.quant.metrics import codes_moved
+from areal_q.quant.plan import rest_in_bf16
 from areal_q.quant.sticky import StickyRanges
 from areal_q.weights import WeightVersion
 
@@ -31,6 +32,8 @@ class Publisher:
         self._last: WeightVersion | None = None
         self.codes_moved = 0.0
         """Share of the codes that differ between the last two versions made"""
+        self.make_s = 0.0
+        """What the last version took"""
 
     def make(
         self, model: Decoder, version: int, beside: Mapping[str, Tensor] | None = None
@@ -39,17 +42,21 @@ class Publisher:
 
         Raises QuantizationError naming a tensor that is not finite.
         """
+        began = time.perf_counter()
         run, format = self._run, self._run.rollout.format
         lora = run.learner.lora
         noise = noise_of(run.rollout.aqn, version, run.steps, run.seed)
         published = published_state(model, format, self._ranges)
+        published = with_noise(published, noise, run.learner.uaq)
+        if run.rollout.unquantized == "bf16":
+            published = rest_in_bf16(published, format)
         made = weights.pack(
-            with_noise(published, noise, run.learner.uaq) | dict(sorted((beside or {}).items())),
-            run=self._run.name,
+            published | dict(sorted((beside or {}).items())),
+            run=run.name,
             epoch=self._epoch,
             version=version,
-            format=self._run.rollout.format,
-            uaq_scale=self._run.learner.uaq,
+            format=format,
+            uaq_scale=run.learner.uaq,
             model=model.config.to_hf(),
             published_s=time.time(),
             noise=noise,
@@ -57,7 +64,7 @@ class Publisher:
             pool=self._pool,
         )
         if self._last is not None:
-            format = self._run.rollout.format
             self.codes_moved = codes_moved(self._last.tensors, made.tensors, format)
         self._last = made
+        self.make_s = time.perf_counter() - began
         return made

@@ -148,6 +148,7 @@ class Leader(Trainer):
         self._broken = True
         say(self._ranks, Step([Piece.of(sample) for sample in samples]))
         values = self._shard.step(samples)
+        self.before_write()
         gather_weights(self._shard, self)
         self._broken = False
         if self.calibrate:

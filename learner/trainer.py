@@ -1,7 +1,7 @@
 """One learner step: π_prox, then `epochs` passes over the batch, an optimizer step for each part of it."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -49,6 +49,8 @@ class Trainer:
     """With others, `model` is sharded over them (learner/sharded.py)"""
     tap: TokenTap | None = None
     """Keeps what the token log holds of a step"""
+    before_write: Callable[[], None] = lambda: None
+    """Called before the weights change: returns once nobody else reads them"""
     optimizer: torch.optim.Optimizer = field(init=False)
     critic: Critic | None = None
     reference: Decoder | None = None
@@ -196,6 +198,7 @@ class Trainer:
 
     def _update(self) -> Metrics:
         """A step of every optimizer on the gradient accumulated."""
+        self.before_write()
         if self.ranks.size > 1:
             reshard(self.model)
         bound = self.cfg.max_grad_norm

@@ -11,6 +11,7 @@ from areal_q.accuracy import Answered, Reply
 from areal_q.config import Run, Sampling, TorchEngine
 from areal_q.models import load_decoder
 from areal_q.quant import quantize_state
+from areal_q.quant.plan import rest_in_bf16
 from areal_q.tasks import Problem, Reward, Tokenizer, answer_of, build_reward, build_tokenizer
 from areal_q.weights import pack
 from rollout import engines
@@ -107,9 +108,12 @@ def _engine_config(run: Run) -> TorchEngine:
 
 async def _load(engine: Engine, run: Run, path: Path) -> None:
     model = load_decoder(path)
+    published = quantize_state(model.state_dict(), run.rollout.format)
+    if run.rollout.unquantized == "bf16":
+        published = rest_in_bf16(published, run.rollout.format)
     await engine.load_weights(
         pack(
-            quantize_state(model.state_dict(), run.rollout.format),
+            published,
             run="eval",
             epoch="",
             version=0,

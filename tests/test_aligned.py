@@ -14,8 +14,10 @@ from areal_q.errors import ConfigError
 from areal_q.messages import Array, Trajectory, VersionSpan
 from areal_q.models.aligned import QuantLinear, linears, use
 from areal_q.models.linear import Linear
+from areal_q.models.packing import PackedLayout
 from areal_q.models.published import published_state
-from areal_q.quant import FORMATS, quantize_state
+from areal_q.models.rounding import round_rest
+from areal_q.quant import FORMATS, is_quantized, quantize_state
 from areal_q.tasks import build_tokenizer
 from areal_q.weights import WeightVersion
 from learner import checkpoint
@@ -118,14 +120,51 @@ def gap_to_plain_engine(weights: WeightVersion, samples: list[Sample]) -> np.nda
 LARGER = ["model.width=128", "model.mlp=384", "model.layers=3", "model.max_positions=64"]
 
 
+@pytest.mark.parametrize("rest", ["fp32", "bf16"])
 @pytest.mark.parametrize("format", ["int4", "nvfp4", "nf4"])
 def test_the_aligned_learners_log_probs_are_those_that_the_engine_recorded(
-    make_run: MakeRun, format: str
+    make_run: MakeRun, format: str, rest: str
 ):
-    run = make_run(QARL, f"rollout.format={format}", *LARGER)
+    run = make_run(QARL, f"rollout.format={format}", f"rollout.unquantized={rest}", *LARGER)
     trainer = build(run)
     gap = gap_to_learner(trainer, drawn_tokens(Publisher(run).make(trainer.model, 0)))
     assert gap.max() < 1e-4
+
+
+def test_what_is_not_quantized_travels_in_bfloat16_where_that_is_asked_for(make_run: MakeRun):
+    model = build(make_run()).model
+    kv = {"kv": torch.ones(2)}
+    wide, narrow = (
+        Publisher(make_run(f"rollout.unquantized={rest}")).make(model, 0, kv).tensors
+        for rest in ("fp32", "bf16")
+    )
+    assert wide.keys() == narrow.keys()
+    for name, tensor in wide.items():
+        quantized = name.endswith("_proj.weight") or name.endswith("_scale") or name == "kv"
+        assert torch.equal(narrow[name], tensor if quantized else tensor.bfloat16())
+        assert narrow[name].dtype == (tensor.dtype if quantized else torch.bfloat16)
+
+
+def test_a_forward_on_rounded_tensors_has_the_gradient_of_the_masters(make_run: MakeRun):
+    run = make_run(QARL, "rollout.unquantized=bf16")
+    model = build(run).model
+    ids, layout = torch.arange(10), PackedLayout.of([6, 4])
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model.logits(model(ids, layout)).square().sum().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    rounding = gradients()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if not is_quantized(name):
+                p.copy_(p.bfloat16())
+    round_rest(model, False)
+    plain = gradients()
+    assert rounding.keys() == plain.keys() == dict(model.named_parameters()).keys()
+    for name, grad in plain.items():
+        torch.testing.assert_close(rounding[name], grad)
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])

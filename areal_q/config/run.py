@@ -152,6 +152,9 @@ class RolloutConfig(_Settings, frozen=True, kw_only=True):
     """Processes started by `areal-q run`; any number more can join by `areal-q rollout`."""
     format: Format = "int8"
     """Number format of the published linear weights, as the engine runs them."""
+    unquantized: Literal["fp32", "bf16"] = "fp32"
+    """Embeddings, norms, biases and output head as published. bf16: half the bytes, and nothing lost where
+    the engine computes in bfloat16."""
     sticky_scales: NonNegative = 0.0
     """Scales stay from version to version until the weights drift by this share; 0: always recomputed."""
     aqn: Aqn | None = None

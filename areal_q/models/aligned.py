@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from areal_q.models.linear import Linear
+from areal_q.models.rounding import straight
 from areal_q.quant.base import Parts
 from areal_q.quant.formats import FORMATS
 from areal_q.quant.linear import Linear as Product
@@ -36,8 +37,12 @@ class QuantLinear(Linear):
         """The weights changed: these are the tensors that stand for them."""
         self.parts, self.product = parts, FORMATS[self.format].linear([parts])
 
+    @property
+    def acting_bias(self) -> Tensor | None:
+        return straight(self.bias) if self.rounds_rest and self.bias is not None else self.bias
+
     def forward(self, input: Tensor) -> Tensor:
-        return _StraightThrough.apply(input, self.weight, self.bias, self.product)  # type: ignore[return-value]
+        return _StraightThrough.apply(input, self.weight, self.acting_bias, self.product)  # type: ignore[return-value]
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -79,6 +84,7 @@ def use(kind: type[Linear], model: nn.Module, format: str) -> None:
         with torch.device("meta"):
             new = kind(linear.in_features, linear.out_features, linear.bias is not None)
         new.weight, new.bias = linear.weight, linear.bias
+        new.rounds_rest = linear.rounds_rest
         if isinstance(new, QuantLinear):
             new.format = format
         parent, _, child = name.rpartition(".")

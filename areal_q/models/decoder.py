@@ -19,6 +19,7 @@ from areal_q.models.config import DecoderConfig
 from areal_q.models.linear import Linear
 from areal_q.models.packing import PackedLayout
 from areal_q.models.rope import apply_rope, rope_tables
+from areal_q.models.rounding import RoundedEmbedding, straight
 
 
 class Decoder(nn.Module):
@@ -47,8 +48,13 @@ class Decoder(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """The output head's weight [V, D]; the embedding's where they are tied."""
-        return (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
+        """The output head's weight [V, D] as it acts; the embedding's where they are tied."""
+        if self.lm_head is not None:
+            rounds, weight = self.lm_head.rounds_rest, self.lm_head.weight
+        else:
+            embedding = self.model.embed_tokens
+            rounds, weight = isinstance(embedding, RoundedEmbedding), embedding.weight
+        return straight(weight) if rounds else weight
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D]: ask only for the positions that are needed."""

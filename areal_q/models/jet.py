@@ -31,7 +31,8 @@ class JetLinear(QuantLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         y: Tensor = _Fp8Flow.apply(input, self.weight, self.rows, self.columns)  # type: ignore[assignment]
-        return y if self.bias is None else y + self.bias
+        bias = self.acting_bias
+        return y if bias is None else y + bias
 
 
 class _Fp8Flow(torch.autograd.Function):

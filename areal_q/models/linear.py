@@ -19,6 +19,9 @@ _linear = (
 class Linear(nn.Linear):
     """`nn.Linear` by another kernel: x [T, in] → [T, out]."""
 
+    rounds_rest = False
+    """Whether a bias, or the weight of an output head, acts rounded (areal_q/models/rounding.py)"""
+
     def forward(self, input: Tensor) -> Tensor:
         if _linear is None or not _suits(input) or torch.is_autocast_enabled("cpu"):
             return F.linear(input, self.weight, self.bias)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from areal_q.config import Lora
 from areal_q.models.aligned import linears
+from areal_q.models.rounding import straight
 from areal_q.quant.base import Parts
 from areal_q.quant.formats import FORMATS
 from areal_q.quant.linear import Linear
@@ -68,8 +69,8 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = _Base.apply(x, self)  # type: ignore[assignment]
         if self.on:
-            low = F.linear(x, _rounded(self.lora_A.weight))
-            y = y + F.linear(low, _rounded(self.lora_B.weight)) * self.scale
+            low = F.linear(x, straight(self.lora_A.weight))
+            y = y + F.linear(low, straight(self.lora_B.weight)) * self.scale
         return y
 
     @property
@@ -79,7 +80,7 @@ class LoraLinear(nn.Module):
     @torch.no_grad()
     def factors(self) -> tuple[Tensor, Tensor]:
         """A and B as they act, float32."""
-        return _rounded(self.lora_A.weight), _rounded(self.lora_B.weight)
+        return straight(self.lora_A.weight), straight(self.lora_B.weight)
 
     @torch.no_grad()
     def merged(self) -> Tensor:
@@ -103,11 +104,6 @@ class _Base(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         linear: LoraLinear = ctx.linear
         return grads[0] @ FORMATS[linear.format].dequantize(linear.parts), None
-
-
-def _rounded(weight: Tensor) -> Tensor:
-    """To bfloat16, as published; the gradient goes straight through."""
-    return weight + (weight.detach().to(torch.bfloat16).to(weight.dtype) - weight.detach())
 
 
 def adapt(model: nn.Module, format: str, cfg: Lora, seed: int) -> None:

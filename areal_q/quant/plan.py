@@ -76,6 +76,15 @@ def quantize_state(
     return published
 
 
+def rest_in_bf16(published: Mapping[str, Tensor], format: str) -> dict[str, Tensor]:
+    """`published` with the float32 tensors that are no part of a quantized weight rounded to bfloat16."""
+
+    def rest(name: str, tensor: Tensor) -> bool:
+        return tensor.dtype == torch.float32 and _split(name, FORMATS[format])[1] is None
+
+    return {n: t.to(torch.bfloat16) if rest(n, t) else t for n, t in published.items()}
+
+
 def dequantize_state(published: Mapping[str, Tensor], format: str) -> dict[str, Tensor]:
     """The state that `published` stands for: float32 where it was quantized, else as it is."""
     chosen = FORMATS[format]
