@@ -60,6 +60,11 @@ LEARNER = (
     Exported(
         "fidelity_bound_nats", "fidelity/bound_nats", "Mean gap that is too much, by the settings"
     ),
+    Exported(
+        "routing_disagreement_ratio",
+        "routing/disagreement",
+        "Routes that the learner would not take",
+    ),
     Exported("policy_kl_nats", "policy/kl", "KL(proximal || policy), a token"),
     Exported("policy_ratio_max", "policy/ratio_max", "Largest policy ratio R"),
     Exported("policy_entropy_nats", "policy/entropy", "Entropy of the policy, a token"),

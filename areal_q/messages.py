@@ -23,7 +23,7 @@ SCHEMA = 1
 MAX_RECORD_BYTES = 256 << 20
 """The largest record a decoder looks at: 64 responses of 128k tokens stay well below."""
 
-Dtype = Literal["uint8", "int8", "int32", "int64", "float16", "float32"]
+Dtype = Literal["uint8", "int8", "uint16", "int32", "int64", "float16", "float32"]
 _LITTLE_ENDIAN = {name: np.dtype(name).newbyteorder("<") for name in get_args(Dtype)}
 
 
@@ -109,6 +109,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: Literal["stop", "length"]
     reward: float
     reward_parts: dict[str, float] = {}
+    routes: Array | None = None
+    """uint8 or uint16 [N, L, K]: the K experts that each of L sparse layers sent the first N tokens of prompt
+    and response to, N ≤ P + T - 1; None: no experts, or not recorded. L · K bytes a token: 6 for the small
+    model of configs/quickstart-moe.toml, 384 for Qwen3-30B-A3B, 700k tokens of which fill MAX_RECORD_BYTES"""
 
     @property
     def num_tokens(self) -> int:
@@ -143,6 +147,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             raise RecordError(f"{where}: prompt_ids is not a non-empty int32 [P]")
         for t in self.trajectories:
             _validate_trajectory(t, f"{where}, trajectory {t.index}")
+            _validate_routes(t, prompt.shape[0], f"{where}, trajectory {t.index}")
         return self
 
 
@@ -176,6 +181,20 @@ def _validate_trajectory(t: Trajectory, where: str) -> None:
         )
     if not math.isfinite(t.reward):
         raise RecordError(f"{where}: reward is {t.reward}")
+
+
+def _validate_routes(t: Trajectory, prompt_tokens: int, where: str) -> None:
+    """Whether the numbers are those of experts depends on the model: learner/routing.py."""
+    routes = t.routes
+    if routes is None:
+        return
+    fits = routes.dtype in ("uint8", "uint16") and len(routes.shape) == 3 and min(routes.shape) > 0
+    if not fits or routes.shape[0] >= prompt_tokens + t.num_tokens:
+        raise RecordError(
+            f"{where}: routes {routes.dtype}{list(routes.shape)} are not uint8 or uint16 [N, L, K] with "
+            f"N < {prompt_tokens + t.num_tokens} tokens"
+        )
+    routes.numpy()
 
 
 MAX_CREDIT = 64

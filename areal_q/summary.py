@@ -67,6 +67,8 @@ def _step_rows(steps: list[Record]) -> Iterable[tuple[str, str]]:
     most = number({"max": lag_max}, "max", ".0f")
     yield "staleness", f"{n('lag/mean', '.2f')} versions on average, {most} at most"
     yield "mismatch KL", f"{n('mismatch/kl', '.2e')} nats per token"
+    if mean(steps, "routing/disagreement") is not None:
+        yield "other experts", f"{n('routing/disagreement', '.2%')} of the routes, without replay"
     up, down = n("policy/clip_fraction_up", ".2%"), n("policy/clip_fraction_down", ".2%")
     yield "clipped tokens", f"{up} above, {down} below"
     for side in ("rollout", "learner"):

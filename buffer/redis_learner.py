@@ -61,6 +61,8 @@ class LearnerBuffer:
         self.keys = Keys(run)
         self.position = START
         self.quarantined = 0
+        self.check: Callable[[Group], None] = lambda group: None
+        """Raises RecordError for a valid group that does not fit the model"""
         self._url, self._patience_s = url, patience_s
         self._redis = connect(url)
         self._eval_position = START
@@ -191,7 +193,9 @@ class LearnerBuffer:
     def _decoded(self, stream: str, entry: bytes, fields: dict[bytes, bytes]) -> Group | None:
         """The entry's group; None if it was poison, and is now in the quarantine."""
         try:
-            return decode_group(fields.get(RECORD, b"")).validate()
+            group = decode_group(fields.get(RECORD, b"")).validate()
+            self.check(group)
+            return group
         except RecordError as error:
             logger.warning("%s %s goes to the quarantine: %s", stream, entry.decode(), error)
             keys = [stream, self.keys.quarantine, self.keys.set_aside]

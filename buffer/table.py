@@ -5,12 +5,14 @@ Of the ticket:      ticket_schema, run, number, purpose, admitted (the ticket's 
                     prompt_ids, group_size, seed, sampling
 Of the group:       group_schema, worker, engine, weight_format, started_s, finished_s
 Of the trajectory:  index, response_ids, behavior_logprobs, loss_mask, spans, finish_reason, reward,
-                    reward_parts
+                    reward_parts, routes (raw little-endian bytes, empty where there are none), routes_shape
+                    ([N, L, K]; [] where there are none)
 
 The names are those of areal_q.messages, where their units and shapes stand. A column that is added later
 needs a default for the files that lack it, and a higher SCHEMA_VERSION.
 """
 
+import math
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -21,7 +23,7 @@ import pyarrow as pa
 from areal_q.config import Sampling
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 METADATA_KEY = b"areal-q-log-schema"
 
 _SAMPLING = pa.struct(
@@ -65,6 +67,8 @@ SCHEMA = pa.schema(
         ("finish_reason", pa.string()),
         ("reward", pa.float64()),
         ("reward_parts", pa.map_(pa.string(), pa.float64())),
+        ("routes", pa.binary()),
+        ("routes_shape", pa.list_(pa.int32())),
     ],
     metadata={METADATA_KEY: str(SCHEMA_VERSION)},
 )
@@ -90,6 +94,8 @@ def to_table(step: int, version: int, groups: list[Group]) -> pa.Table:
         "group_schema": [g.schema for _, g, _ in rows],
         "spans": [msgspec.to_builtins(t.spans) for _, _, t in rows],
         "reward_parts": [list(t.reward_parts.items()) for _, _, t in rows],
+        "routes": [t.routes.data if t.routes else b"" for _, _, t in rows],
+        "routes_shape": [list(t.routes.shape) if t.routes else [] for _, _, t in rows],
     }
     columns |= {name: [getattr(t, name) for t in tickets] for name in _TICKET_FIELDS}
     columns |= {name: [getattr(g, name) for _, g, _ in rows] for name in _GROUP_FIELDS}
@@ -133,8 +139,18 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
     return Trajectory(
         spans=[VersionSpan(**span) for span in row["spans"]],
         reward_parts=dict(row["reward_parts"]),
+        routes=_routes(row),
         **{name: row[name] for name in (*_TRAJECTORY_FIELDS, *_TOKEN_FIELDS)},
     )
+
+
+def _routes(row: dict[str, Any]) -> Array | None:
+    """The log of before version 2 lacks them."""
+    shape = tuple(row.get("routes_shape") or ())
+    if not shape:
+        return None
+    wide = len(row["routes"]) == 2 * math.prod(shape)
+    return Array("uint16" if wide else "uint8", shape, row["routes"])
 
 
 def _column(values: Any, field: pa.Field) -> pa.Array:

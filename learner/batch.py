@@ -15,6 +15,7 @@ from areal_q.algorithms import group_advantages
 from areal_q.config import AdvantageConfig, Gae
 from areal_q.messages import Group, Trajectory
 from areal_q.models import PackedLayout
+from areal_q.models.moe import UNRECORDED
 from learner.lineage import Lineage
 
 
@@ -72,6 +73,8 @@ class PackedBatch:
     """[S] (ticket, index) of each sequence"""
     learns: bool
     """Otherwise the tokens count and are measured, but have no gradient: every advantage is 0"""
+    routes: torch.Tensor | None = None
+    """int16 [N, L, K]: the experts that the rollout sent each token to, or UNRECORDED; None: none recorded"""
     counts: bool = True
     """Otherwise it only keeps pace with other ranks' micro-batches"""
 
@@ -147,20 +150,24 @@ def pack(
     rows: list[np.ndarray] = []
     predict: list[np.ndarray] = []
     groups: list[tuple[int, list[int]]] = []
+    origins: list[tuple[Trajectory, int, int]] = []
     end = 0
     for _, members in groupby(samples, key=lambda sample: sample.group):
         members = list(members)
         prompt = members[0].prompt_ids
         rows.append(prompt)
+        origins.append((members[0].trajectory, 0, len(prompt)))
         end += len(prompt)
         last = end - 1
         for sample in members:
             inputs = sample.trajectory.response_ids.numpy()[:-1]
             rows.append(inputs)
+            origins.append((sample.trajectory, len(prompt), len(prompt) + len(inputs)))
             predict.append(np.concatenate(([last], np.arange(end, end + len(inputs)))))
             end += len(inputs)
         groups.append((len(prompt), [sample.trajectory.num_tokens - 1 for sample in members]))
     lengths = [sample.trajectory.num_tokens for sample in samples]
+    routes = _routes(origins)
 
     def tensor(values: Sequence[np.ndarray] | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         array = values if isinstance(values, np.ndarray) else np.concatenate(values)
@@ -182,5 +189,22 @@ def pack(
         num_sequences=len(samples),
         responses=tuple((sample.group, sample.trajectory.index) for sample in samples),
         learns=learns or any(sample.advantage for sample in samples),
+        routes=None if routes is None else torch.from_numpy(routes).to(device),
         counts=counts,
     )
+
+
+def _routes(origins: Sequence[tuple[Trajectory, int, int]]) -> np.ndarray | None:
+    """int16 [N, L, K] of packed tokens, which are the tokens [start, stop) of these trajectories."""
+    shapes = {t.routes.shape[1:] for t, _, _ in origins if t.routes}
+    if not shapes:
+        return None
+    (shape,) = shapes
+    total = sum(stop - start for _, start, stop in origins)
+    out, end = np.full((total, *shape), UNRECORDED, np.int16), 0
+    for trajectory, start, stop in origins:
+        if trajectory.routes:
+            known = trajectory.routes.numpy()[start:stop]
+            out[end : end + len(known)] = known
+        end += stop - start
+    return out

@@ -10,7 +10,7 @@ import torch
 from areal_q.config import Run, SmallModel, dump_toml
 from areal_q.errors import ConfigError
 from areal_q.metrics import MetricsLog
-from areal_q.models import Decoder, DecoderConfig, init_weights, load_decoder
+from areal_q.models import Decoder, DecoderConfig, Experts, init_weights, load_decoder
 from areal_q.quant.uaq import apply_uaq
 from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer, check_reward
 from buffer.log import TrajectoryLog
@@ -19,6 +19,7 @@ from buffer.steps import StepLog
 from buffer.tokens import TokenLog
 from buffer.wire.broadcaster import Broadcaster
 from learner import checkpoint
+from learner.admissible import check_experts, fits
 from learner.checkpoint_writer import Writer
 from learner.feeder import Feeder
 from learner.fidelity import FidelityMeter
@@ -42,7 +43,7 @@ def build_model(run: Run, tokenizer: Tokenizer) -> Decoder:
         return load_decoder(run.model.path)
     small = run.model
     config = DecoderConfig(
-        family="qwen3",
+        family="qwen3_moe" if small.experts else "qwen3",
         vocab_size=tokenizer.vocab_size,
         width=small.width,
         layers=small.layers,
@@ -52,6 +53,9 @@ def build_model(run: Run, tokenizer: Tokenizer) -> Decoder:
         mlp=small.mlp,
         max_positions=small.max_positions,
         eos_ids=(tokenizer.eos_id,),
+        experts=Experts(count=small.experts, per_token=small.experts_per_token, mlp=small.mlp)
+        if small.experts
+        else None,
     )
     model = Decoder(config)
     init_weights(model, run.seed)
@@ -70,6 +74,7 @@ def build_trainer(
     """The policy at the start of training, or where the newest checkpoint left it."""
     torch.manual_seed(run.seed)
     model = build_model(run, tokenizer).to(run.learner.device)
+    check_experts(model.config, run.learner)
     if not resume:
         _warm_start(model, run, task, tokenizer, metrics, stop)
         if run.learner.uaq > 1:
@@ -175,6 +180,7 @@ def build_learner(
     buffer = LearnerBuffer(redis_url, run.name)
     metrics = MetricsLog(directory)
     trainer, state = build_trainer(run, directory, resume, task, tokenizer, metrics, stop)
+    buffer.check = fits(trainer.model.config)
     start = state.step if state else 0
     if ranks.size > 1:
         from learner.sharded import Leader

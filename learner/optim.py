@@ -10,8 +10,8 @@ from torch import nn
 from areal_q.config.optimizers import AdamW, AdamW8bit, Muon, OptimizerConfig
 from learner import adamw8bit
 
-NOT_HIDDEN = ("embed_tokens.weight", "lm_head.weight", "head.weight")
-"""Matrices that stand at the ends of the model"""
+NOT_HIDDEN = ("embed_tokens.weight", "lm_head.weight", "head.weight", "mlp.gate.weight")
+"""Matrices at the ends of the model, and routers of experts, whose rows are classes as those of a head are"""
 
 
 def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:

@@ -52,6 +52,12 @@ class Ranks:
         tokens, sequences = counts.tolist()
         return Totals(tokens, sequences)
 
+    def add(self, own: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        if self.size > 1:
+            dist.all_reduce(own)
+        return own
+
     def metrics(self, own: Sequence[Metrics]) -> list[Metrics]:
         """Of all ranks, on each of them."""
         if self.size == 1:

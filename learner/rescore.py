@@ -57,6 +57,9 @@ class Scorer:
         self, model: Decoder, samples: Sequence[Sample], temperature: float
     ) -> tuple[np.ndarray, np.ndarray]:
         cuts = microbatches(samples, self.cfg.microbatch_tokens)
-        parts = [token_logprobs(model, pack(cut, self.cfg.device), temperature) for cut in cuts]
+        replay = self.cfg.routing_replay
+        parts = [
+            token_logprobs(model, pack(cut, self.cfg.device), temperature, replay) for cut in cuts
+        ]
         logprobs, entropy = (torch.cat(x).double().cpu().numpy() for x in zip(*parts, strict=True))
         return logprobs, entropy

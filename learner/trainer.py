@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from learner.critic import Critic
 from learner.kv_scales import kv_scales
 from learner.optim import build_optimizer, learning_rate, optimizer_step
 from learner.ranks import ALONE, Ranks, filler, reshard, summed
+from learner.routing import balance_weights, routed, routing_for
 from learner.tap import TokenTap
 
 Part = list[tuple[PackedBatch, LossInputs]]
@@ -109,7 +111,8 @@ class Trainer:
     @property
     def _all_learn(self) -> bool:
         """Whether a response has a gradient even without an advantage."""
-        return bool(self.cfg.critic or self.cfg.reference_kl or self.cfg.entropy_coef)
+        cfg = self.cfg
+        return bool(cfg.critic or cfg.reference_kl or cfg.entropy_coef or cfg.router_aux_coef)
 
     def _part(self, samples: Sequence[Sample], first: bool) -> Part:
         """Micro-batches with a gradient and without are apart: those of no advantage need no backward."""
@@ -154,12 +157,15 @@ class Trainer:
             labels=tuple(f"ticket {ticket}, response {i}" for ticket, i in batch.responses),
         )
 
-    def _scores(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
+    def _scores(self, batch: PackedBatch) -> dict[str, Any]:
         """What the model, and the critic, say about each response token now."""
-        hidden = self.model(batch.token_ids, batch.layout)[batch.predict]
+        routing = routing_for(self.model, batch, self.cfg.routing_replay)
+        hidden = self.model(batch.token_ids, batch.layout, routing)[batch.predict]
         bonus = self.cfg.entropy_coef > 0
         logprobs, entropy = logprobs_of(self.model, hidden, batch, self.temperature, bonus)
-        scores = {"logprobs": logprobs, "entropy": entropy}
+        scores: dict[str, Any] = {"logprobs": logprobs, "entropy": entropy}
+        if routing is not None:
+            scores["routed"] = routed(routing, batch, self.model.config)
         if self.critic is not None:
             scores["values"] = self.critic(hidden, batch)
         return scores
@@ -172,6 +178,11 @@ class Trainer:
         """
         own = whole_step([x for batch, x in part if batch.counts], self.cfg.objective)
         totals = self.ranks.total(own)
+        balance = None
+        if self.cfg.router_aux_coef:
+            done = [x.routed for batch, x in part if batch.counts and x.routed]
+            balance = balance_weights(done, self.model.config, self.ranks)
+            balance *= self.cfg.router_aux_coef
         metrics = []
         for batch, before in part:
             inputs = before
@@ -186,6 +197,7 @@ class Trainer:
                     reference_kl=self.cfg.reference_kl,
                     entropy_coef=self.cfg.entropy_coef,
                     value=self.cfg.critic.value if self.cfg.critic else None,
+                    balance=balance if batch.counts else None,
                 )
             if batch.learns:
                 summed(out.loss, self.ranks).backward()
@@ -224,13 +236,15 @@ class Trainer:
 
 
 def token_logprobs(
-    model: Decoder, batch: PackedBatch, temperature: float
+    model: Decoder, batch: PackedBatch, temperature: float, replay: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each response token, and entropy of its distribution (no gradient); float32 [T] nats.
 
-    Only the positions that predict a response token reach the output head.
+    Only the positions that predict a response token reach the output head. With `replay`, experts are those
+    recorded.
     """
-    hidden = model(batch.token_ids, batch.layout)[batch.predict]
+    routing = routing_for(model, batch, replay)
+    hidden = model(batch.token_ids, batch.layout, routing)[batch.predict]
     return logprobs_of(model, hidden, batch, temperature)
 
 

@@ -50,7 +50,7 @@ async def serve(
             keys=source.load_keys(run.broadcast.keys),
         )
         engine = build_engine(run.rollout.engine)
-        if problem := engine.capabilities.lacks(run.rollout):
+        if problem := engine.capabilities.lacks(run.rollout, run.learner.routing_replay):
             raise ConfigError(f"engine {engine.name}: {problem}")
         environment = build_environment(run.rollout.environment, engine, tokenizer)
         external = isinstance(environment, Episodes)
@@ -79,6 +79,7 @@ async def serve(
             source=source,
             environment=environment,
             evaluation=None if external else environment,
+            routes=run.learner.routing_replay,
         )
         if endpoint:
             await endpoint.start()

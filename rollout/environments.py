@@ -32,6 +32,8 @@ class Response:
     score: Score | None = None
     """By who played the episode; None: the task's reward judges the text"""
     turns: int = 0
+    routes: np.ndarray | None = None
+    """As in Completion: of all tokens that the engine was given, turn after turn"""
 
     @property
     def drawn(self) -> int:
@@ -46,6 +48,10 @@ class Response:
         self.turns += 1
         for span in completion.spans:
             self._span(span)
+        if completion.routes is not None:
+            # What an earlier turn had seen stays as it was when it mattered.
+            seen = completion.routes[:0] if self.routes is None else self.routes
+            self.routes = np.concatenate((seen, completion.routes[len(seen) :]))
 
     def add_given(self, ids: Sequence[int], version: VersionSpan) -> None:
         """Tokens that nobody drew; `version` says at which weights they came."""
@@ -56,7 +62,8 @@ class Response:
         self.mask += [0] * len(ids)
         self._span(VersionSpan(version.version, len(ids), version.digest))
 
-    def trajectory(self, index: int, score: Score) -> Trajectory:
+    def trajectory(self, index: int, score: Score, *, routes: bool = False) -> Trajectory:
+        """The record of it; with `routes`, if the engine told them."""
         return Trajectory(
             index=index,
             response_ids=Array.of(self.ids, "int32"),
@@ -66,6 +73,7 @@ class Response:
             finish_reason=self.finish_reason,
             reward=score.reward,
             reward_parts={**score.parts, "correct": float(score.correct)},
+            routes=Array.of(self.routes) if routes and self.routes is not None else None,
         )
 
     def _span(self, span: VersionSpan) -> None:

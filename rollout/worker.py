@@ -54,6 +54,7 @@ class Worker:
         source: Source | None = None,
         environment: Environment | None = None,
         evaluation: Environment | None = None,
+        routes: bool = False,
     ) -> None:
         self.name = name
         self._engine, self._buffer, self._receiver = engine, buffer, receiver
@@ -64,6 +65,8 @@ class Worker:
         single = SingleTurn(engine, tokenizer.eos_id)
         self._environments = {"train": environment or single, "eval": evaluation or single}
         """By the ticket's purpose"""
+        self._routes = routes
+        """Whether the learner wants to know the experts that tokens were sent to"""
         self._max_groups = max_groups
         """Tickets in flight: what fills the engine, and one batch of reserve"""
         self._claims: dict[asyncio.Task[None], Claim] = {}
@@ -138,7 +141,8 @@ class Worker:
             text = self._tokenizer.decode([i for i in response.ids if i != self._tokenizer.eos_id])
             problem = Problem(ticket.prompt, ticket.answer)
             score = await self._reward(problem, text, response.drawn)
-        return response.trajectory(index, score)
+        wanted = self._routes and ticket.purpose == "train"
+        return response.trajectory(index, score, routes=wanted)
 
     async def _swap(self) -> None:
         while True:

@@ -316,7 +316,7 @@ def test_a_truncated_file_is_named(saved: Path, keep: int) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"model_type": "gpt2"}, "'gpt2' is none of qwen2, qwen3, llama"),
+        ({"model_type": "gpt2"}, "'gpt2' is none of qwen2, qwen3, qwen3_moe, llama"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"hidden_size": "wide"}, "Expected `int`, got `str`"),
         ({"hidden_act": "gelu"}, "another activation"),

@@ -12,13 +12,14 @@ from areal_q.algorithms.loss import loss_fn, whole_step
 from areal_q.algorithms.objectives import OBJECTIVES
 from areal_q.algorithms.ratios import segment_sum
 from areal_q.algorithms.reducers import Metrics, merge_metrics, reduce_metrics
-from areal_q.algorithms.types import LossInputs, LossOutputs, Surrogate, Totals
+from areal_q.algorithms.types import LossInputs, LossOutputs, Routed, Surrogate, Totals
 
 __all__ = [
     "OBJECTIVES",
     "LossInputs",
     "LossOutputs",
     "Metrics",
+    "Routed",
     "Surrogate",
     "Totals",
     "count",

@@ -29,8 +29,10 @@ def loss_fn(
     reference_kl: ReferenceKl | None = None,
     entropy_coef: float = 0.0,
     value: ValueLoss | None = None,
+    balance: Tensor | None = None,
 ) -> LossOutputs:
-    """-J + coef · KL(π_θ‖π_ref) - entropy_coef · entropy + coef · value loss, aggregated.
+    """-J + coef · KL(π_θ‖π_ref) - entropy_coef · entropy + coef · value loss, aggregated, + the load-balancing
+    loss of experts, whose weights are `balance` [L, E] (`balance_weights`).
 
     `totals` are the counts of the whole optimizer step; None: this micro-batch is the whole step.
     Tokens that an objective takes out of the denominator (`kept_tokens`) are out of every term. With no
@@ -55,6 +57,10 @@ def loss_fn(
         error, measured = value_loss(inputs, x, value)
         terms["value"] = value.coef * weights.dot(error)
         metrics |= measured
+    if inputs.routed is not None:
+        metrics |= inputs.routed.metrics
+        if balance is not None:
+            terms["router"] = (balance * inputs.routed.probs).sum()
     loss = torch.stack(list(terms.values())).sum()
     metrics |= diagnostics(inputs, x, out) | _parts(terms, loss, empty=not bool(counted.any()))
     return LossOutputs(loss, metrics, out)

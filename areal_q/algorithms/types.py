@@ -12,6 +12,18 @@ from torch import Tensor
 from areal_q.algorithms.reducers import Metrics
 
 
+@dataclass(frozen=True)
+class Routed:
+    """What the routers of a mixture of experts did in the forward behind the log-probs, where tokens that count
+    are predicted. L sparse layers, E experts."""
+
+    metrics: Metrics
+    probs: Tensor
+    """float32 [L, E] with gradient: probabilities summed over the tokens"""
+    taken: Tensor
+    """float32 [L, E]: how often each expert was run"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
     """The response tokens of whole sequences, one after the other.
@@ -47,6 +59,8 @@ class LossInputs:
     """[T] the critic's values before the updates on this batch"""
     returns: Tensor | None = None
     """[T] targets of the critic"""
+    routed: Routed | None = None
+    """None: no experts"""
     labels: tuple[str, ...] = ()
     """[S] what each sequence is called in errors; empty: by its number"""
 

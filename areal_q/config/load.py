@@ -122,6 +122,8 @@ def _check(run: Run, source: str) -> Run:
         reason = "learner.lora needs rollout.engine.type = 'torch', which adds adapters to its base"
     elif learner.lora and (kl := learner.reference_kl) and (kl.path or kl.reset_every):
         reason = "learner.reference_kl: with learner.lora the reference is its base: no path, no reset_every"
+    elif isinstance(run.model, SmallModel) and (problem := _experts(run.model, learner)):
+        reason = problem
     elif learner.precision != "full" and run.rollout.sticky_scales:
         # The learner's step would depend on scales that no checkpoint holds.
         reason = "rollout.sticky_scales must be 0 where learner.precision is not 'full'"
@@ -142,6 +144,20 @@ def _longest(run: Run) -> int:
     tool = run.rollout.environment
     results = tool.max_calls * tool.max_result_tokens if isinstance(tool, CalculatorTool) else 0
     return run.rollout.sampling.max_tokens + results
+
+
+def _experts(model: SmallModel, learner: LearnerConfig) -> str | None:
+    """What a small model's experts, or their absence, do not go with."""
+    if model.experts == 0:
+        asked = learner.routing_replay or learner.router_aux_coef
+        return (
+            "learner.routing_replay and router_aux_coef need model.experts above 0"
+            if asked
+            else None
+        )
+    if model.experts_per_token > model.experts:
+        return f"model.experts_per_token = {model.experts_per_token} of {model.experts} experts"
+    return None
 
 
 def _judged_alone(learner: LearnerConfig) -> bool:

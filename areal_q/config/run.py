@@ -31,18 +31,23 @@ class _Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class SmallModel(_Settings, frozen=True, kw_only=True, tag_field="type", tag="small"):
-    """A Qwen3-architecture decoder made from nothing, with a character tokenizer."""
+    """A Qwen3-architecture decoder made from nothing, with a character tokenizer; a mixture of experts where
+    there are any."""
 
     layers: Count = 3
     width: Count = 128
     heads: Count = 4
     kv_heads: Count = 2
     mlp: Count = 384
+    """Width of the MLP, or of each expert."""
+    experts: Index = 0
+    """In every layer; 0: dense."""
+    experts_per_token: Count = 2
     max_positions: Count = 256
 
 
 class PretrainedModel(_Settings, frozen=True, kw_only=True, tag_field="type", tag="pretrained"):
-    """A Hugging Face directory (config.json, *.safetensors, tokenizer): Qwen2, Qwen3 or Llama."""
+    """A Hugging Face directory (config.json, *.safetensors, tokenizer): Qwen2, Qwen3, Qwen3-MoE or Llama."""
 
     path: str
 
@@ -241,6 +246,11 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     microbatch_tokens: Count = 16384
     recompute: bool = False
     """Activation checkpointing: a layer keeps its input alone and runs again in the backward pass."""
+    routing_replay: bool = False
+    """R3: tokens go to the experts that the rollout sent them to, which workers then record."""
+    router_aux_coef: NonNegative = 0.0
+    """Of the load-balancing loss of experts (Switch, arXiv 2101.03961). 0: RL starts from a router that is
+    balanced already, and this gradient moves the policy without any reward asking for it."""
     fsdp: FsdpConfig = FsdpConfig()
     """Where torchrun starts several learner processes."""
     fidelity: FidelityConfig = FidelityConfig()

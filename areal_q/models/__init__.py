@@ -1,15 +1,18 @@
 """Decoder-only transformers, and their Hugging Face checkpoints."""
 
-from areal_q.models.config import DecoderConfig
+from areal_q.models.config import DecoderConfig, Experts
 from areal_q.models.decoder import Decoder, init_weights
 from areal_q.models.hf import load_config, load_decoder, save_decoder
+from areal_q.models.moe import Routing
 from areal_q.models.packing import PackedLayout
 from areal_q.models.rope import apply_rope, rope_tables
 
 __all__ = [
     "Decoder",
     "DecoderConfig",
+    "Experts",
     "PackedLayout",
+    "Routing",
     "apply_rope",
     "init_weights",
     "load_config",

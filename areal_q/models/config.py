@@ -7,14 +7,35 @@ from msgspec import Struct
 
 from areal_q.errors import CheckpointError
 
-FAMILIES = ("qwen2", "qwen3", "llama")
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
+
+
+class Experts(Struct, frozen=True, kw_only=True):
+    """The sparse layers of a mixture: a router gives each token `per_token` of `count` MLPs.
+
+    Example: with 4 layers, step 2 and dense_layers (3,), layer 1 alone is sparse.
+    """
+
+    count: int
+    per_token: int
+    mlp: int
+    """Width of one expert"""
+    normalised: bool = True
+    """Whether the gates of a token's experts are divided by their sum"""
+    step: int = 1
+    """Every so many layers one is sparse, the last of them"""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that are dense nonetheless"""
+
+    def has(self, layer: int) -> bool:
+        return layer not in self.dense_layers and (layer + 1) % self.step == 0
 
 
 class DecoderConfig(Struct, frozen=True, kw_only=True):
     """Pre-norm decoder: RMSNorm, grouped-query attention with RoPE, SwiGLU.
 
     Qwen2 has biases on q, k and v; Qwen3 has an RMSNorm over each head of q and k instead; Llama
-    has neither.
+    has neither. Qwen3-MoE has experts in place of some, or all, of Qwen3's MLPs.
     """
 
     family: str
@@ -36,10 +57,16 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
     qkv_bias: bool = False
+    experts: Experts | None = None
 
     @property
     def qk_norm(self) -> bool:
-        return self.family == "qwen3"
+        return self.family in ("qwen3", "qwen3_moe")
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Those that have experts"""
+        return tuple(i for i in range(self.layers) if self.experts and self.experts.has(i))
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> "DecoderConfig":
@@ -83,6 +110,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
             pad_id=hf.get("pad_token_id"),
             qkv_bias=family == "qwen2",
+            experts=_experts(hf) if family == "qwen3_moe" else None,
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -90,6 +118,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         arch = {
             "qwen2": "Qwen2ForCausalLM",
             "qwen3": "Qwen3ForCausalLM",
+            "qwen3_moe": "Qwen3MoeForCausalLM",
             "llama": "LlamaForCausalLM",
         }
         return {
@@ -112,6 +141,19 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             "eos_token_id": list(self.eos_ids) if len(self.eos_ids) != 1 else self.eos_ids[0],
             "pad_token_id": self.pad_id,
             "torch_dtype": "float32",
+            **self._experts_to_hf(),
+        }
+
+    def _experts_to_hf(self) -> dict[str, Any]:
+        if self.experts is None:
+            return {}
+        return {
+            "num_experts": self.experts.count,
+            "num_experts_per_tok": self.experts.per_token,
+            "moe_intermediate_size": self.experts.mlp,
+            "norm_topk_prob": self.experts.normalised,
+            "decoder_sparse_step": self.experts.step,
+            "mlp_only_layers": list(self.experts.dense_layers),
         }
 
     def inverse_frequencies(self) -> list[float]:
@@ -129,3 +171,21 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             return freq * smooth + freq / factor * (1 - smooth)
 
         return [scale(f) for f in freqs]
+
+
+def _experts(hf: dict[str, Any]) -> Experts:
+    """Raises CheckpointError unless a token can have its experts."""
+    count = hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"]
+    experts = Experts(
+        count=count,
+        per_token=hf["num_experts_per_tok"],
+        mlp=hf["moe_intermediate_size"],
+        normalised=hf.get("norm_topk_prob", False),
+        step=hf.get("decoder_sparse_step", 1),
+        dense_layers=tuple(hf.get("mlp_only_layers") or ()),
+    )
+    if not 1 <= experts.per_token <= experts.count or experts.step < 1:
+        raise CheckpointError(
+            f"{experts.per_token} of {experts.count} experts a token in every {experts.step}th layer"
+        )
+    return experts

@@ -1,4 +1,4 @@
-"""The decoder that is learnt: Qwen2, Qwen3 or Llama, under Hugging Face's parameter names.
+"""The decoder that is learnt: Qwen2, Qwen3 (dense or with experts) or Llama, under Hugging Face's names.
 
 It runs on packed batches: the tokens of all sequences one after the other, no padding. Only
 attention sees sequences, through a `PackedLayout`.
@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from areal_q.models.config import DecoderConfig
 from areal_q.models.linear import Linear
+from areal_q.models.mlp import Mlp
+from areal_q.models.moe import Routing, SparseMlp
 from areal_q.models.packing import PackedLayout
 from areal_q.models.rope import apply_rope, rope_tables
 from areal_q.models.rounding import RoundedEmbedding, straight
@@ -39,12 +41,15 @@ class Decoder(nn.Module):
             assert isinstance(layer, Layer)
             layer.recompute = on
 
-    def forward(self, token_ids: Tensor, layout: PackedLayout) -> Tensor:
-        """Hidden states [T, D] after the final norm, for token_ids int64 [T]."""
+    def forward(
+        self, token_ids: Tensor, layout: PackedLayout, routing: Routing | None = None
+    ) -> Tensor:
+        """Hidden states [T, D] after the final norm, for token_ids int64 [T]. `routing` tells the sparse
+        layers which experts to take, and is told which they would."""
         if self.dtype == torch.float32:
-            return self.model(token_ids, layout)
+            return self.model(token_ids, layout, routing)
         with torch.autocast(token_ids.device.type, self.dtype):
-            return self.model(token_ids, layout).to(self.dtype)
+            return self.model(token_ids, layout, routing).to(self.dtype)
 
     @property
     def head(self) -> Tensor:
@@ -68,36 +73,47 @@ class Trunk(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.width)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.layers))
         self.norm = nn.RMSNorm(config.width, config.norm_eps)
 
-    def forward(self, token_ids: Tensor, layout: PackedLayout) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, layout: PackedLayout, routing: Routing | None = None
+    ) -> Tensor:
         cos, sin = rope_tables(self.config, layout.longest, token_ids.device)
         cos, sin = cos[layout.positions], sin[layout.positions]
         x = self.embed_tokens(token_ids)
         for layer in self.layers:
-            x = layer(x, cos, sin, layout)
+            x = layer(x, cos, sin, layout, routing)
         return self.norm(x)
 
 
 class Layer(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         self.recompute = False
         self.input_layernorm = nn.RMSNorm(config.width, config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.width, config.norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp: Mlp | SparseMlp
+        if config.experts and config.experts.has(index):
+            self.mlp = SparseMlp(config, config.experts, config.sparse_layers.index(index))
+        else:
+            self.mlp = Mlp(config.width, config.mlp)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout, routing: Routing | None
+    ) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
-            out: Any = checkpoint(self._run, x, cos, sin, layout, use_reentrant=False)
+            out: Any = checkpoint(self._run, x, cos, sin, layout, routing, use_reentrant=False)
             return out
-        return self._run(x, cos, sin, layout)
+        return self._run(x, cos, sin, layout, routing)
 
-    def _run(self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout) -> Tensor:
+    def _run(
+        self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout, routing: Routing | None
+    ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, layout)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        h = self.post_attention_layernorm(x)
+        return x + (self.mlp(h, routing) if isinstance(self.mlp, SparseMlp) else self.mlp(h))
 
 
 class Attention(nn.Module):
@@ -135,19 +151,6 @@ class HeadNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
-
-
-class Mlp(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.gate_proj = Linear(config.width, config.mlp, bias=False)
-        self.up_proj = Linear(config.width, config.mlp, bias=False)
-        self.down_proj = Linear(config.mlp, config.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:

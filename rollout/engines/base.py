@@ -19,9 +19,12 @@ class Capabilities(Struct, frozen=True):
     kv_cache: frozenset[str] = frozenset({"auto"})
     kv_scales: bool = False
     """Whether it takes an FP8 cache's scales from the learner"""
+    routes: bool = False
+    """Whether it records the experts that tokens were sent to"""
 
-    def lacks(self, asked: RolloutConfig) -> str | None:
-        """What the settings ask for and the engine cannot do, in one line; None if there is nothing."""
+    def lacks(self, asked: RolloutConfig, routes: bool = False) -> str | None:
+        """What the settings, or a learner that replays `routes`, ask for and the engine cannot do, in one line;
+        None if there is nothing."""
         if asked.format not in self.formats:
             return f"rollout.format: {asked.format} is not among {', '.join(sorted(self.formats))}"
         kv = getattr(asked.engine, "kv_on_update", None)
@@ -34,6 +37,8 @@ class Capabilities(Struct, frozen=True):
             return f"rollout.engine.kv_cache: {cache} is not among {able}"
         if asked.kv_scales and not self.kv_scales:
             return "rollout.kv_scales: it measures the scales of its KV cache itself"
+        if routes and not self.routes:
+            return "learner.routing_replay: it does not tell which experts tokens were sent to"
         return None
 
 
@@ -58,6 +63,9 @@ class Completion(Struct, frozen=True, kw_only=True):
     top-p"""
     spans: list[VersionSpan]
     finish_reason: Literal["stop", "length"]
+    routes: np.ndarray | None = None
+    """uint8 or uint16 [N, L, K]: the experts that each of the first N tokens of prompt and response was sent to
+    by each sparse layer; the last token drawn was sent nowhere. None: not recorded, or no sparse layer"""
 
 
 TokenCallback = Callable[[int, int, float], None]

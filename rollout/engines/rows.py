@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from areal_q.config import Sampling
+from areal_q.models.config import DecoderConfig
 from rollout.engines.attention import grown
 from rollout.engines.base import Request
 from rollout.engines.sampler import seed_keys
@@ -13,7 +14,7 @@ from rollout.engines.sampler import seed_keys
 class Rows:
     """The state of the rows, as tensors whose first dimension is the slot."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, config: DecoderConfig, device: str) -> None:
         def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -22,6 +23,12 @@ class Rows:
         """int64 [slots, max_len]: prompt and response so far"""
         self.logprobs = empty(0, 0, dtype=torch.float32)
         """float32 [slots, max_len], beside `ids`; meaningless over the prompt"""
+        experts = config.experts
+        self.routes = empty(
+            *(0, 0, len(config.sparse_layers), experts.per_token if experts else 0),
+            dtype=torch.uint8 if not experts or experts.count <= 256 else torch.int16,
+        )
+        """[slots, max_len, L, K], beside `ids`: the experts that each token was sent to by each sparse layer"""
         self.length = empty(0)
         """int64 [slots]: tokens in `ids`; all but the last have keys and values in the cache"""
         self.end = empty(0)
@@ -37,7 +44,7 @@ class Rows:
     def reserve(self, slots: int, length: int) -> None:
         for name, tensor in vars(self).items():
             if isinstance(tensor, Tensor):
-                wide = {1: length} if name in ("ids", "logprobs") else {}
+                wide = {1: length} if name in ("ids", "logprobs", "routes") else {}
                 setattr(self, name, grown(tensor, {0: slots, **wide}, -1 if name == "stops" else 0))
 
     def fill(self, end: int, requests: list[Request]) -> None:
@@ -77,6 +84,21 @@ class Rows:
         length += 1
         stopped = (tokens.unsqueeze(1) == self.stops[:rows]).any(1)
         return stopped.logical_or_(length >= self.end[:rows])
+
+    def put_routes(self, first: int, taken: Tensor) -> None:
+        """The experts [rows, tokens, L, K] of the first tokens of the rows from `first` on."""
+        rows, tokens = taken.shape[:2]
+        self.routes[first : first + rows, :tokens] = taken.to(self.routes.dtype)
+
+    def add_routes(self, at: Tensor, taken: Tensor) -> None:
+        """The experts [rows, L, K] of the tokens at places `at` int64 [rows] of the first rows."""
+        rows = torch.arange(len(at), device=at.device)
+        self.routes[rows, at] = taken.to(self.routes.dtype)
+
+    def read_routes(self, slot: int, length: int) -> np.ndarray | None:
+        """[length, L, K] of the first tokens of a row; None where no layer is sparse."""
+        found = self.routes[slot, :length].cpu().numpy()
+        return found.astype(np.uint8 if found.itemsize == 1 else np.uint16) if found.size else None
 
     def read(self, slots: list[int]) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """(ids, logprobs, lengths) of these slots, on the host."""

@@ -42,6 +42,7 @@ class TorchStepper:
         kv_on_update=frozenset({"keep", "recompute"}),
         kv_cache=frozenset({"auto", "fp8"}),
         kv_scales=True,
+        routes=True,
     )
     tokens_per_s = math.inf
 
@@ -93,7 +94,7 @@ class TorchStepper:
     def swap(self, prepared: InferenceModel) -> None:
         if self.model is None:
             self.cache = build_cache(prepared.config, self.config)
-            self.rows = Rows(self.config.device)
+            self.rows = Rows(prepared.config, self.config.device)
         self.model = prepared
         self.cache.new_version(prepared.kv_scales)
         self.versions.swapped(self.steps, prepared.manifest)
@@ -155,9 +156,12 @@ class TorchStepper:
         positions = self.rows.length[:old] - 1
         tokens = self.rows.ids[:old].gather(1, positions.unsqueeze(1)).squeeze(1)
         decode = self.ops.decode(self.cache, positions, self._longest()) if old else None
+        routes: list[Tensor] | None = [] if model.config.experts else None
         if not jobs:
             assert decode is not None
-            return model.logits(model.forward(tokens, positions, decode))
+            hidden = model.forward(tokens, positions, decode, routes)
+            self._record(routes, positions)
+            return model.logits(hidden)
         copies = torch.tensor([job.request.num_samples for job in jobs])
         source = torch.arange(len(jobs)).repeat_interleave(copies).to(self.config.device)
         lengths = [len(job.request.prompt_ids) for job in jobs]
@@ -168,10 +172,28 @@ class TorchStepper:
             torch.cat((tokens, prompts.flatten())),
             torch.cat((positions, torch.arange(width, device=positions.device).repeat(len(jobs)))),
             both(decode, prefill, old) if decode else prefill,
+            routes,
         )
+        self._record(routes, positions, source, width)
         last = [old + i * width + length - 1 for i, length in enumerate(lengths)]
         logits = model.logits(hidden[[*range(old), *last]])
         return torch.cat((logits[:old], logits[old:][source]))
+
+    def _record(
+        self,
+        routes: list[Tensor] | None,
+        positions: Tensor,
+        source: Tensor | None = None,
+        width: int = 0,
+    ) -> None:
+        """Keeps the experts of the rows' last tokens, at `positions`, and of the prompts after them, `width`
+        tokens each: prompt source[j] is that of the j-th row admitted."""
+        if not routes:
+            return
+        old, taken = len(positions), torch.stack(routes, 1)
+        self.rows.add_routes(positions, taken[:old])
+        if source is not None:
+            self.rows.put_routes(old, taken[old:].unflatten(0, (-1, width))[source])
 
     def _longest(self) -> int:
         """Most tokens that any row has: known without asking the device."""
@@ -207,6 +229,7 @@ class TorchStepper:
                 logprobs=row_logprobs[start:length].copy(),
                 spans=self.versions.spans(job.started, len(response)),
                 finish_reason="stop" if int(response[-1]) in job.request.stop_ids else "length",
+                routes=self.rows.read_routes(slot, length - 1),
             )
             if np.isfinite(completion.logprobs).all():
                 job.complete(index, completion)

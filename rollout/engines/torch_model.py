@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal_q.errors import QuantizationError, WeightVersionError
-from areal_q.models.config import DecoderConfig
+from areal_q.models.config import DecoderConfig, Experts
 from areal_q.models.lora import LORA_SCALE, AdaptedLinear, adapter_of
+from areal_q.models.moe import gates_of, mixed
 from areal_q.models.rope import rope_tables
 from areal_q.quant import FORMATS
 from areal_q.quant.kv import kv_scales_of
@@ -35,8 +36,34 @@ class Layer:
     o: Linear
     post_norm: Tensor
     """[D]"""
+    mlp: "Mlp | SparseMlp"
+
+
+@dataclass(frozen=True)
+class Mlp:
     gate_up: Linear
     down: Linear
+    ops: Ops
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        return self.down(self.ops.swiglu(self.gate_up(x)), add)
+
+
+@dataclass(frozen=True)
+class SparseMlp:
+    """As areal_q.models.moe.SparseMlp; the router is in float32."""
+
+    router: Tensor
+    """[E, D]"""
+    experts: list[Mlp]
+    shape: Experts
+
+    def __call__(self, x: Tensor, add: Tensor, routes: list[Tensor] | None) -> Tensor:
+        probs = F.linear(x, self.router).softmax(-1)
+        taken = probs.topk(self.shape.per_token, dim=-1).indices
+        if routes is not None:
+            routes.append(taken)
+        return add + mixed(x, taken, gates_of(probs, taken, self.shape), self.experts)
 
 
 class InferenceModel:
@@ -78,6 +105,16 @@ class InferenceModel:
             outs = [self._out_features(name) for name in names]
             return AdaptedLinear(run, pairs, outs, float(self.manifest.extra[LORA_SCALE]))
 
+        def mlp(prefix: str) -> Mlp:
+            gate_up = linear(f"{prefix}.gate_proj", f"{prefix}.up_proj")
+            return Mlp(gate_up, linear(f"{prefix}.down_proj"), self.ops)
+
+        def sparse(experts: Experts) -> SparseMlp:
+            router = tensors[f"{layer}.mlp.gate.weight"].float()
+            each = [mlp(f"mlp.experts.{i}") for i in range(experts.count)]
+            return SparseMlp(router, each, experts)
+
+        experts = self.config.experts
         qkv = [f"self_attn.{x}_proj" for x in "qkv"]
         head_norm = bias = None
         if self.config.qk_norm:
@@ -95,18 +132,25 @@ class InferenceModel:
             head_norm=head_norm,
             o=linear("self_attn.o_proj"),
             post_norm=tensors[f"{layer}.post_attention_layernorm.weight"].float(),
-            gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
-            down=linear("mlp.down_proj"),
+            mlp=sparse(experts) if experts and experts.has(index) else mlp("mlp"),
         )
 
     def _out_features(self, name: str) -> int:
         c = self.config
-        by_name = {"q_proj": c.heads * c.head_dim, "gate_proj": c.mlp, "up_proj": c.mlp}
+        mlp = c.experts.mlp if c.experts and ".experts." in name else c.mlp
+        by_name = {"q_proj": c.heads * c.head_dim, "gate_proj": mlp, "up_proj": mlp}
         by_name |= dict.fromkeys(("k_proj", "v_proj"), c.kv_heads * c.head_dim)
         return by_name.get(name.rpartition(".")[2], c.width)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Last hidden states float32 [T, D] of `tokens` int64 [T] at `positions` int64 [T]."""
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        routes: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Last hidden states float32 [T, D] of `tokens` int64 [T] at `positions` int64 [T]. To `routes` every
+        sparse layer adds the experts that it took, int64 [T, K]."""
         c, ops = self.config, self.ops
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         rotated = c.heads + c.kv_heads
@@ -116,7 +160,8 @@ class InferenceModel:
             qkv = qkv.view(-1, rotated + c.kv_heads, c.head_dim)
             ops.rotate(qkv, rotated, layer.head_norm, c.norm_eps, cos, sin)
             x = layer.o(attend(index, qkv), x)
-            x = layer.down(ops.swiglu(layer.gate_up(self._norm(x, layer.post_norm))), x)
+            h = self._norm(x, layer.post_norm)
+            x = layer.mlp(h, x, routes) if isinstance(layer.mlp, SparseMlp) else layer.mlp(h, x)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

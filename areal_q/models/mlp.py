@@ -1,0 +1,19 @@
+"""The MLP of a dense layer, and of one expert."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from areal_q.models.linear import Linear
+
+
+class Mlp(nn.Module):
+    """SwiGLU: x [T, width] → [T, width]."""
+
+    def __init__(self, width: int, mlp: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(width, mlp, bias=False)
+        self.up_proj = Linear(width, mlp, bias=False)
+        self.down_proj = Linear(mlp, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

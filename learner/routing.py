@@ -1,0 +1,70 @@
+"""Routing replay (R3) and the load-balancing loss, as the trainer uses them.
+
+The balancing loss is Switch's (arXiv 2101.03961, eq. 4-6), a mean over layers, 1 where the load is even:
+
+    E · Σ_e f_e · P_e        f_e: share of the tokens' choices that expert e got (no gradient)
+                             P_e: mean probability of e
+
+f is counted over the whole optimizer step, and the rest is linear in the tokens, so that the gradient does not
+depend on how the step was cut into micro-batches and ranks. Notation: T response tokens, L sparse layers,
+E experts, K experts a token.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from areal_q.algorithms import Metrics, Routed
+from areal_q.algorithms.reducers import Mean
+from areal_q.models import Decoder, DecoderConfig, Routing
+from areal_q.models.moe import UNRECORDED
+from learner.batch import PackedBatch
+from learner.ranks import Ranks
+
+
+def routing_for(model: Decoder, batch: PackedBatch, replay: bool) -> Routing | None:
+    """None for a model without experts. With `replay`, tokens take the experts recorded in `batch`."""
+    if not model.config.sparse_layers:
+        return None
+    return Routing(batch.routes if replay else None)
+
+
+def routed(routing: Routing, batch: PackedBatch, config: DecoderConfig) -> Routed:
+    """What the forward of `batch` left in `routing`, at the positions that predict a token that counts."""
+    assert config.experts
+    at = batch.predict[batch.mask]
+    layers = sorted(routing.own)
+    probs = torch.stack([routing.probs[layer][at].sum(0) for layer in layers])
+    taken = torch.stack(
+        [
+            torch.bincount(routing.taken[layer][at].flatten(), minlength=config.experts.count)
+            for layer in layers
+        ]
+    )
+    own = torch.stack([routing.own[layer][at] for layer in layers], 1)
+    return Routed(_disagreement(own, batch, at), probs, taken.float())
+
+
+def _disagreement(own: Tensor, batch: PackedBatch, at: Tensor) -> Metrics:
+    """`routing/disagreement`: share of (token, layer) at which the router's own choice, int64 [T, L, K], is
+    another set of experts than the recorded one."""
+    if batch.routes is None:
+        return {}
+    recorded = batch.routes[at]
+    known = (recorded != UNRECORDED).all(-1)
+    differ = (own.sort(-1).values != recorded.sort(-1).values).any(-1)
+    return {"routing/disagreement": Mean(int((differ & known).sum()), int(known.sum()))}
+
+
+def balance_weights(parts: Sequence[Routed], config: DecoderConfig, ranks: Ranks) -> Tensor:
+    """float32 [L, E]: multiplied with a micro-batch's sums of probabilities they give its share of the
+    balancing loss. `parts` are this rank's micro-batches of the step."""
+    assert config.experts
+    shape = len(config.sparse_layers), config.experts.count
+    device = parts[0].taken.device if parts else None
+    taken = sum((part.taken for part in parts), torch.zeros(shape, device=device))
+    taken = ranks.add(taken)
+    choices = taken.sum(-1, keepdim=True).clamp(min=1)
+    tokens = choices / config.experts.per_token
+    return config.experts.count * (taken / choices) / tokens / shape[0]

@@ -1,0 +1,220 @@
+"""Mixtures of experts as models: against transformers, and against the definition."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from areal_q.errors import CheckpointError
+from areal_q.models import Decoder, DecoderConfig, PackedLayout, Routing, load_decoder, save_decoder
+from areal_q.models.moe import UNRECORDED, SparseMlp, gates_of
+from areal_q.quant.uaq import apply_uaq, fold_back
+
+LENGTHS = [5, 17, 1, 40]
+SHAPE: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 256,
+}
+KINDS = {
+    "all sparse": {},
+    "every second": {"decoder_sparse_step": 2},
+    "one dense": {"mlp_only_layers": [1]},
+    "gates not divided": {"norm_topk_prob": False},
+    "one expert a token": {"num_experts_per_tok": 1},
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def hf_model(kind: str = "all sparse") -> Any:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**{**SHAPE, **KINDS[kind]})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.2)
+    return model.eval()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Decoder:
+    hf_model().save_pretrained(tmp_path / "theirs")
+    return load_decoder(tmp_path / "theirs")
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 40, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model: Decoder, routing: Routing | None = None) -> torch.Tensor:
+    return model.logits(model(tokens(), PackedLayout.of(LENGTHS), routing))
+
+
+@every_kind
+def test_logits_and_gradients_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    hf = hf_model(kind)
+    hf.save_pretrained(tmp_path)
+    ours = load_decoder(tmp_path)
+    theirs = torch.cat([hf(part[None]).logits[0] for part in tokens().split(LENGTHS)])
+    mine = logits(ours)
+    assert theirs.std() > 0.1
+    torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+    weights = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(2))
+    for out in (mine, theirs):
+        (out * weights).sum().backward()
+    wanted = dict(hf.named_parameters())
+    for name, p in ours.named_parameters():
+        assert p.grad is not None
+        layer, fused, rest = name.partition("mlp.experts.")
+        if not fused:
+            expected = wanted[name].grad
+        else:
+            index, linear, _ = rest.split(".")
+            if linear == "down_proj":
+                expected = wanted[f"{layer}{fused}down_proj"].grad[int(index)]
+            else:
+                both = wanted[f"{layer}{fused}gate_up_proj"].grad[int(index)]
+                expected = both.chunk(2)[linear == "up_proj"]
+        torch.testing.assert_close(p.grad, expected, atol=2e-4, rtol=1e-4)
+
+
+@every_kind
+def test_a_checkpoint_is_read_and_written_back_identically(kind: str, tmp_path: Path) -> None:
+    hf = hf_model(kind)
+    hf.save_pretrained(tmp_path / "theirs")
+    model = load_decoder(tmp_path / "theirs")
+    save_decoder(model, tmp_path / "ours")
+    theirs, ours = (load_file(tmp_path / who / "model.safetensors") for who in ("theirs", "ours"))
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+    ids = tokens()[None]
+    assert torch.equal(again(ids).logits, hf(ids).logits)
+    written = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert DecoderConfig.from_hf(written) == model.config
+
+
+def test_routing_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    hf_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 7}))
+    with pytest.raises(CheckpointError, match="7 of 6 experts"):
+        load_decoder(tmp_path)
+
+
+@torch.no_grad()
+def test_a_sparse_layer_is_the_weighted_sum_of_its_experts(model: Decoder) -> None:
+    layer = model.model.layers[0].mlp
+    assert isinstance(layer, SparseMlp)
+    x = torch.randn(9, 32)
+    p = F.linear(x, layer.gate.weight).softmax(-1)
+    for row, out in zip(range(9), layer(x), strict=True):
+        top = p[row].topk(2)
+        gates = top.values / top.values.sum()
+        wanted = sum(
+            g * layer.experts[int(e)](x[row : row + 1])[0]
+            for g, e in zip(gates, top.indices, strict=True)
+        )
+        torch.testing.assert_close(out, wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_experts_without_a_token_have_a_gradient_of_zero(model: Decoder) -> None:
+    layer = model.model.layers[0].mlp
+    assert isinstance(layer, SparseMlp)
+    layer(torch.randn(1, 32)).sum().backward()
+    grads = [p.grad for p in layer.experts.parameters()]
+    assert sum(bool(g is not None and g.any()) for g in grads) == 2 * 3
+    assert all(g is not None for g in grads)
+
+
+@torch.no_grad()
+def test_the_result_does_not_depend_on_what_is_packed_together(model: Decoder) -> None:
+    together = logits(model)
+    apart = [
+        model.logits(model(part, PackedLayout.of([len(part)]))) for part in tokens().split(LENGTHS)
+    ]
+    torch.testing.assert_close(together, torch.cat(apart), atol=1e-5, rtol=0)
+
+
+def test_activation_checkpointing_changes_no_bit(model: Decoder) -> None:
+    grads = []
+    for recompute in (False, True):
+        model.recompute_layers(recompute)
+        model.zero_grad()
+        routing = Routing()
+        (logits(model, routing).square().mean() + routing.probs[0].square().sum()).backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+# Replay
+
+
+def recorded(routing: Routing) -> torch.Tensor:
+    return torch.stack([routing.own[layer] for layer in sorted(routing.own)], 1)
+
+
+def test_replaying_the_own_choice_changes_no_bit(model: Decoder) -> None:
+    first = Routing()
+    plain = logits(model, first)
+    routes = recorded(first)
+    assert routes.shape == (sum(LENGTHS), 4, 2)
+    assert torch.equal(logits(model, Routing(routes)), plain)
+    nothing = torch.full_like(routes, UNRECORDED)
+    assert torch.equal(logits(model, Routing(nothing)), plain)
+
+
+def test_replayed_experts_run_with_gates_of_the_present_router(model: Decoder) -> None:
+    layer = model.model.layers[0].mlp
+    assert isinstance(layer, SparseMlp)
+    x, other = torch.randn(3, 32), torch.tensor([[[5, 1]], [[0, 3]], [[2, 4]]], dtype=torch.int16)
+    out = layer(x, Routing(other))
+    p = F.linear(x, layer.gate.weight).softmax(-1)
+    for row in range(3):
+        a, b = other[row, 0].tolist()
+        total = p[row, a] + p[row, b]
+        wanted = (
+            p[row, a] * layer.experts[a](x[row : row + 1])[0]
+            + p[row, b] * layer.experts[b](x[row : row + 1])[0]
+        ) / total
+        torch.testing.assert_close(out[row], wanted, atol=1e-6, rtol=1e-5)
+    out.sum().backward()
+    assert layer.gate.weight.grad is not None and layer.gate.weight.grad.abs().max() > 0
+
+
+def test_gates_over_replayed_experts_are_a_softmax_of_their_logits(model: Decoder) -> None:
+    shape = model.config.experts
+    assert shape is not None
+    scores = torch.randn(11, 6)
+    taken = torch.stack([torch.randperm(6)[:2] for _ in range(11)])
+    gates = gates_of(scores.softmax(-1), taken, shape)
+    torch.testing.assert_close(gates, scores.gather(-1, taken).softmax(-1))
+
+
+# Formats
+
+
+@torch.no_grad()
+def test_uaq_keeps_the_function_and_is_undone(model: Decoder) -> None:
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    plain = logits(model)
+    apply_uaq(model, 2.0)
+    layer = model.model.layers[0].mlp
+    assert isinstance(layer, SparseMlp)
+    assert torch.equal(layer.gate.weight, before["model.layers.0.mlp.gate.weight"] / 2)
+    torch.testing.assert_close(logits(model), plain, atol=1e-5, rtol=0)
+    fold_back(model, 2.0)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
