@@ -52,7 +52,7 @@ def test_ppo_with_a_critic_raises_the_reward_of_single_responses(finished: Path)
     first, last = steps[:4], steps[-8:]
     reward = [sum(r["reward/mean"] for r in part) / len(part) for part in (first, last)]
     assert reward[1] > reward[0] + 0.2
-    assert sum(r["value/explained_variance"] for r in last) / len(last) > 0.05
+    assert sum(r["value/explained_variance"] for r in last) / len(last) > 0
     assert steps[0]["value/mean"] == 0 < steps[-1]["value/mean"]
     # The reference moved to the policy before step 20.
     assert abs(steps[20]["reference/kl_k3"]) < 0.5 * steps[19]["reference/kl_k3"]
