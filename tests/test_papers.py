@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from areal_q.benchmarks import BENCHMARKS, PRESETS
-from areal_q.config import Acr, Gae, Ppo, ReferenceKl, Run, Tbpo, Tis, load
+from areal_q.config import Acr, AdamW8bit, Gae, Lora, Ppo, ReferenceKl, Run, Tbpo, Tis, load
 from areal_q.errors import ConfigError
 from areal_q.tasks import TASKS
 
@@ -74,6 +74,9 @@ def test_the_other_papers_constants_are_those_printed():
     qerl = paper("qerl-gsm8k").learner
     assert isinstance(qerl.objective, Ppo)
     assert (qerl.groups, qerl.group_size, qerl.minibatches, qerl.optimizer.lr) == (128, 8, 4, 1e-5)
+    assert isinstance(qerl.optimizer, AdamW8bit) and qerl.lora == Lora(rank=32)
+    noise = paper("qerl-gsm8k").rollout.aqn
+    assert noise and (noise.sigma_start, noise.sigma_end, noise.stages) == (1e-2, 5e-4, 10)
     jet = paper("jet-rl")
     assert (jet.learner.groups, jet.learner.group_size, jet.eval.every) == (256, 4, 5)
     fp8 = paper("fp8-rl").learner

@@ -105,8 +105,10 @@ def kept(run: Run) -> dict[str, Any]:
         "reference_kl",
         "uaq",
         "drop_uniform",
+        "lora",
     )
-    return {name: getattr(cfg, name) for name in parts} | {"format": run.rollout.format}
+    rollout = {"format": run.rollout.format, "aqn": run.rollout.aqn}
+    return {name: getattr(cfg, name) for name in parts} | rollout
 
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda p: p.stem)
@@ -147,4 +149,6 @@ def test_a_papers_settings_take_two_real_steps(
     assert ("reference/kl" in last) == (run.learner.reference_kl is not None)
     assert ("value/explained_variance" in last) == isinstance(run.learner.advantage, Gae)
     exported = load_decoder(directory / "hf").state_dict()
-    assert exported.keys() == before.keys()
+    start = load_decoder(run.model.path).state_dict()
+    assert exported.keys() == start.keys()
+    assert any(not torch.equal(start[k], v) for k, v in exported.items())
