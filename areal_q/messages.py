@@ -23,6 +23,8 @@ SCHEMA = 1
 MAX_RECORD_BYTES = 256 << 20
 """The largest record a decoder looks at: 64 responses of 128k tokens stay well below."""
 
+FinishReason = Literal["stop", "length", "timeout"]
+"""A stop was drawn; the budget of tokens was spent; `rollout.request_timeout_s` had passed"""
 Dtype = Literal["uint8", "int8", "uint16", "int32", "int64", "float16", "float32"]
 _LITTLE_ENDIAN = {name: np.dtype(name).newbyteorder("<") for name in get_args(Dtype)}
 
@@ -106,7 +108,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """uint8 [T]: 1 where the token counts, 0 for tool output"""
     spans: list[VersionSpan]
     """Sum of tokens = T"""
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
     reward: float
     reward_parts: dict[str, float] = {}
     routes: Array | None = None
@@ -117,6 +119,53 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_tokens(self) -> int:
         return self.response_ids.shape[0]
+
+
+class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """A response as far as a worker came with it; the first fields are those of Trajectory."""
+
+    response_ids: Array
+    behavior_logprobs: Array
+    loss_mask: Array
+    spans: list[VersionSpan]
+    finish_reason: FinishReason
+    """Of the last turn that ended"""
+    turns: int
+    """That ended"""
+    pending: int
+    """Tokens at the end that belong to one that has not"""
+    ended: bool
+    routes: Array | None = None
+
+    def validate(self) -> "PartialResponse":
+        """This, if it keeps its contract. Raises RecordError."""
+        size = self.response_ids.shape[0] if len(self.response_ids.shape) == 1 else -1
+        for array, dtype in (
+            (self.response_ids, "int32"),
+            (self.behavior_logprobs, "float32"),
+            (self.loss_mask, "uint8"),
+        ):
+            if array.dtype != dtype or array.shape != (size,) or array.numpy().size != size:
+                raise RecordError("partial response: its columns do not fit")
+        if size and not np.isfinite(self.behavior_logprobs.numpy()).all():
+            raise RecordError("partial response: a log-prob is not finite")
+        if any(s.tokens < 1 for s in self.spans) or sum(s.tokens for s in self.spans) != size:
+            raise RecordError("partial response: version spans do not cover it")
+        if not (0 <= self.pending <= size and self.turns >= 0):
+            raise RecordError("partial response: impossible counts")
+        if self.routes is not None and len(self.routes.shape) != 3:
+            raise RecordError("partial response: routes are not [N, L, K]")
+        return self
+
+
+class PartialGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker that ended had drawn of a ticket; whoever claims the ticket goes on from there."""
+
+    schema: int = SCHEMA
+    ticket: int
+    """Its number"""
+    responses: list[PartialResponse]
+    """One for each of the group, in order; empty ones had not begun"""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -395,6 +444,12 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for which a newer version has been known and none has arrived"""
     stalls: int = 0
     """Times that this went on for longer than `broadcast.stall_s`"""
+    slots: int = 0
+    """Responses that the engine can generate at once"""
+    timeouts: int = 0
+    """Responses cut by `rollout.request_timeout_s`"""
+    resumed: int = 0
+    """Responses that went on from where another worker had to leave them"""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -427,6 +482,7 @@ class Decoder(Generic[T]):
 
 
 decode_ticket: Decoder[Ticket] = Decoder(Ticket)
+decode_partial: Decoder[PartialGroup] = Decoder(PartialGroup)
 decode_group: Decoder[Group] = Decoder(Group)
 decode_broadcast: Decoder[Broadcast] = Decoder(Broadcast)
 decode_manifest: Decoder[Manifest] = Decoder(Manifest)

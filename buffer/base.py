@@ -4,7 +4,7 @@ from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
-from areal_q.messages import Group, Ticket, WorkerStatus
+from areal_q.messages import Group, PartialGroup, Ticket, WorkerStatus
 
 START = "0-0"
 """The position before the first group."""
@@ -17,6 +17,8 @@ class Claim(Struct, frozen=True):
     entry: str
     """Id in the stream"""
     ticket: Ticket
+    partial: PartialGroup | None = None
+    """What a worker before this one had drawn; `release` hands it on"""
 
 
 class Entry(NamedTuple):
@@ -124,7 +126,7 @@ class WorkerSide(Protocol):
         ...
 
     async def release(self, claims: list[Claim]) -> None:
-        """Hands tickets back: others can claim them at once."""
+        """Hands tickets back, with what has been drawn of them: others can claim them at once."""
         ...
 
     async def heartbeat(self, status: WorkerStatus) -> None: ...

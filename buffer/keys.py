@@ -50,6 +50,12 @@ class Keys:
         return f"{self.tag}:eval-tickets"
 
     @property
+    def partials(self) -> str:
+        """Hash from `STREAM:ENTRY` of a ticket that was handed back to what had been drawn of it; a field goes
+        with its ticket."""
+        return f"{self.tag}:partials"
+
+    @property
     def groups(self) -> str:
         """Stream of committed groups; trimmed once a checkpoint and the trajectory log cover them."""
         return f"{self.tag}:groups"
@@ -96,6 +102,7 @@ class Keys:
             self.info,
             self.tickets,
             self.eval_tickets,
+            self.partials,
             self.groups,
             self.eval_groups,
             self.cursor,

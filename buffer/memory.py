@@ -11,7 +11,15 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from areal_q.errors import RecordError
-from areal_q.messages import Group, Ticket, WorkerStatus, decode_group, decode_ticket, encode
+from areal_q.messages import (
+    Group,
+    PartialGroup,
+    Ticket,
+    WorkerStatus,
+    decode_group,
+    decode_ticket,
+    encode,
+)
 from buffer.base import START, Claim, Entry, LearnerSide, Memory, WorkerSide
 from buffer.keys import WORKER_TTL_S, Keys
 
@@ -27,6 +35,7 @@ class _Entry:
     owner: object | None = None
     since_s: float = 0.0
     deliveries: int = 0
+    partial: PartialGroup | None = None
 
 
 @dataclass
@@ -223,6 +232,7 @@ class MemoryWorker:
             for claim in filter(self._owns, claims):
                 entry = self._store.tickets[claim.stream][claim.entry]
                 entry.owner, entry.deliveries = None, entry.deliveries - 1
+                entry.partial = claim.partial
         self._held -= {(claim.stream, claim.entry) for claim in claims}
 
     async def heartbeat(self, status: WorkerStatus) -> None:
@@ -257,7 +267,8 @@ class MemoryWorker:
                     if (stream, id) in self._held:
                         continue  # our own, renewed too late and taken from ourselves
                     try:
-                        claims.append(Claim(stream, id, decode_ticket(entry.record)))
+                        ticket = decode_ticket(entry.record)
+                        claims.append(Claim(stream, id, ticket, entry.partial))
                     except RecordError as error:
                         self._store.quarantine.append((stream, str(error), entry.record))
                         self.quarantined += 1

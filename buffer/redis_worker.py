@@ -12,7 +12,16 @@ import msgspec
 import redis
 
 from areal_q.errors import RecordError
-from areal_q.messages import Group, WorkerStatus, decode_ticket, encode, encode_into
+from areal_q.messages import (
+    Group,
+    PartialGroup,
+    Ticket,
+    WorkerStatus,
+    decode_partial,
+    decode_ticket,
+    encode,
+    encode_into,
+)
 from buffer import scripts
 from buffer.base import Claim
 from buffer.connection import PATIENCE_S, Patience, connect_async, insist_async, refuses_writes
@@ -122,7 +131,9 @@ class WorkerBuffer:
         while True:
             try:
                 return bool(
-                    await self._script("COMMIT", [claim.stream, target], claim.entry, record)
+                    await self._script(
+                        "COMMIT", [claim.stream, target, self.keys.partials], claim.entry, record
+                    )
                 )
             except redis.ResponseError as error:
                 if not refuses_writes(error):
@@ -151,7 +162,13 @@ class WorkerBuffer:
 
     async def release(self, claims: list[Claim]) -> None:
         for stream, mine in _by_stream(claims).items():
-            await self._script("RELEASE", [stream], RELEASED, RELEASED_IDLE_MS, *mine)
+            pairs = [
+                part
+                for entry, claim in mine.items()
+                for part in (entry, encode(claim.partial) if claim.partial else b"")
+            ]
+            keys = [stream, self.keys.partials]
+            await self._script("RELEASE", keys, RELEASED, RELEASED_IDLE_MS, *pairs)
             self._held -= {(stream, entry) for entry in mine}
 
     async def heartbeat(self, status: WorkerStatus) -> None:
@@ -179,9 +196,9 @@ class WorkerBuffer:
 
     async def _claim_now(self, count: int) -> list[Claim]:
         idle_ms = round(self.claim_timeout_s * 1000)
-        keys = [*self._streams, self.keys.quarantine, self.keys.set_aside]
+        keys = [*self._streams, self.keys.partials, self.keys.quarantine, self.keys.set_aside]
         found = await self._script("CLAIM", keys, count, idle_ms, self.max_deliveries)
-        entries = [(self._streams[i - 1], entry.decode(), record) for i, entry, record in found]
+        entries = [(self._streams[i - 1], entry.decode(), *records) for i, entry, *records in found]
         return await self._claims(entries)
 
     async def _claim_new(self, count: int, wait_s: float) -> list[Claim]:
@@ -194,7 +211,7 @@ class WorkerBuffer:
             )
         )
         entries = [
-            (stream.decode(), entry.decode(), fields.get(RECORD, b""))
+            (stream.decode(), entry.decode(), fields.get(RECORD, b""), b"")
             for stream, page in reply or []
             for entry, fields in page
         ]
@@ -203,13 +220,14 @@ class WorkerBuffer:
             await self.release(claims[count:])
         return claims[:count]
 
-    async def _claims(self, entries: list[tuple[str, str, bytes]]) -> list[Claim]:
+    async def _claims(self, entries: list[tuple[str, str, bytes, bytes]]) -> list[Claim]:
         claims = []
-        for stream, entry, record in entries:
+        for stream, entry, record, partial in entries:
             if (stream, entry) in self._held:
                 continue  # our own, renewed too late and taken from ourselves
             try:
-                claim = Claim(stream, entry, decode_ticket(record))
+                ticket = decode_ticket(record)
+                claim = Claim(stream, entry, ticket, _partial(ticket, partial))
             except RecordError as error:
                 logger.warning("%s %s goes to the quarantine: %s", stream, entry, error)
                 keys = [stream, self.keys.quarantine, self.keys.set_aside]
@@ -266,6 +284,22 @@ class WorkerBuffer:
 
     async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
         return await insist_async(Patience(self._url, self._patience_s), call)
+
+
+def _partial(ticket: Ticket, record: bytes) -> PartialGroup | None:
+    """What was drawn of `ticket`; a record that does not fit it is passed over: it can be drawn again."""
+    if not record:
+        return None
+    try:
+        partial = decode_partial(record)
+        for response in partial.responses:
+            response.validate()
+        if (partial.ticket, len(partial.responses)) != (ticket.number, ticket.group_size):
+            raise RecordError("partial group: of another ticket")
+    except RecordError as error:
+        logger.warning("ticket %d begins anew: %s", ticket.number, error)
+        return None
+    return partial
 
 
 def _by_stream(claims: list[Claim]) -> dict[str, dict[str, Claim]]:

@@ -46,12 +46,13 @@ return 1
 CLAIM = (
     _SET_ASIDE
     + """
--- KEYS ticket streams, the most urgent first, quarantine, its count
+-- KEYS ticket streams, the most urgent first, partials, quarantine, its count
 -- ARGV group, consumer, count, idle ms of an abandoned ticket, deliveries that a ticket may have
--- Returns {number of the stream, entry id, record}: abandoned tickets before new ones, as they are older.
+-- Returns {number of the stream, entry id, record, partial or ''}: abandoned tickets before new ones, as
+-- they are older.
 -- A ticket over which too many workers fell silent goes to the quarantine.
 local group, consumer, left, idle, limit = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
-local quarantine, count = KEYS[#KEYS - 1], KEYS[#KEYS]
+local partials, quarantine, count = KEYS[#KEYS - 2], KEYS[#KEYS - 1], KEYS[#KEYS]
 local out = {}
 local function add(stream, entries, again)
   for _, entry in ipairs(entries) do
@@ -60,14 +61,16 @@ local function add(stream, entries, again)
       local deliveries = again and redis.call('XPENDING', key, group, id, id, 1)[1][4] or 1
       if deliveries > limit then
         set_aside(key, quarantine, count, group, id, limit .. ' workers fell silent over it')
+        redis.call('HDEL', partials, key .. ':' .. id)
       else
-        out[#out + 1] = {stream, id, fields[1] == 'record' and fields[2] or ''}
+        local partial = again and redis.call('HGET', partials, key .. ':' .. id) or ''
+        out[#out + 1] = {stream, id, fields[1] == 'record' and fields[2] or '', partial}
         left = left - 1
       end
     end
   end
 end
-for stream = 1, #KEYS - 2 do
+for stream = 1, #KEYS - 3 do
   local key, cursor = KEYS[stream], '0-0'
   repeat
     if left <= 0 then return out end
@@ -84,13 +87,14 @@ return out
 )
 
 COMMIT = """
--- KEYS ticket stream, group stream; ARGV group, consumer, entry id, record
+-- KEYS ticket stream, group stream, partials; ARGV group, consumer, entry id, record
 -- 1 if the ticket was still this consumer's, else 0 and nothing happens.
 local id = ARGV[3]
 if #redis.call('XPENDING', KEYS[1], ARGV[1], id, id, 1, ARGV[2]) == 0 then return 0 end
 redis.call('XADD', KEYS[2], '*', 'record', ARGV[4])
 redis.call('XACK', KEYS[1], ARGV[1], id)
 redis.call('XDEL', KEYS[1], id)
+redis.call('HDEL', KEYS[3], KEYS[1] .. ':' .. id)
 return 1
 """
 
@@ -110,16 +114,20 @@ return lost
 """
 
 RELEASE = """
--- KEYS ticket stream; ARGV group, consumer, consumer of released tickets, idle ms to give them, entry ids…
+-- KEYS ticket stream, partials; ARGV group, consumer, consumer of released tickets, idle ms to give them,
+-- then of each ticket its entry id, and what has been drawn of it or ''
 -- Hands back those still this consumer's, so that anybody can claim them at once; returns how many.
--- Their delivery to this consumer is not counted: it has not failed on them.
+-- Their delivery to this consumer is not counted: it has not failed on them. A full Redis takes no partial.
 local released = 0
-for i = 5, #ARGV do
-  local id = ARGV[i]
+for i = 5, #ARGV, 2 do
+  local id, partial = ARGV[i], ARGV[i + 1]
   local mine = redis.call('XPENDING', KEYS[1], ARGV[1], id, id, 1, ARGV[2])[1]
   if mine then
     redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[3], 0, id, 'IDLE', ARGV[4],
       'RETRYCOUNT', math.max(0, mine[4] - 1), 'JUSTID')
+    local field = KEYS[1] .. ':' .. id
+    redis.call('HDEL', KEYS[2], field)
+    if partial ~= '' then redis.pcall('HSET', KEYS[2], field, partial) end
     released = released + 1
   end
 end

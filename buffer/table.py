@@ -2,7 +2,8 @@
 
 Of the step:        step, version (the learner's, when it took the group), place (of the group in the batch)
 Of the ticket:      ticket_schema, run, number, purpose, admitted (the ticket's `step`), prompt, answer,
-                    prompt_ids, group_size, seed, sampling
+                    prompt_ids, group_size, seed, sampling, since schema 3 min_p and stop (both of the sampling;
+                    stop is JSON)
 Of the group:       group_schema, worker, engine, weight_format, started_s, finished_s
 Of the trajectory:  index, response_ids, behavior_logprobs, loss_mask, spans, finish_reason, reward,
                     reward_parts, routes (raw little-endian bytes, empty where there are none), routes_shape
@@ -21,9 +22,10 @@ import numpy as np
 import pyarrow as pa
 
 from areal_q.config import Sampling
+from areal_q.errors import RecordError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 METADATA_KEY = b"areal-q-log-schema"
 
 _SAMPLING = pa.struct(
@@ -69,6 +71,8 @@ SCHEMA = pa.schema(
         ("reward_parts", pa.map_(pa.string(), pa.float64())),
         ("routes", pa.binary()),
         ("routes_shape", pa.list_(pa.int32())),
+        ("min_p", pa.float64()),
+        ("stop", pa.string()),
     ],
     metadata={METADATA_KEY: str(SCHEMA_VERSION)},
 )
@@ -91,6 +95,8 @@ def to_table(step: int, version: int, groups: list[Group]) -> pa.Table:
         "admitted": [t.step for t in tickets],
         "prompt_ids": _lists([t.prompt_ids for t in tickets]),
         "sampling": [msgspec.to_builtins(t.sampling) for t in tickets],
+        "min_p": [t.sampling.min_p for t in tickets],
+        "stop": [msgspec.json.encode(t.sampling.stop).decode() for t in tickets],
         "group_schema": [g.schema for _, g, _ in rows],
         "spans": [msgspec.to_builtins(t.spans) for _, _, t in rows],
         "reward_parts": [list(t.reward_parts.items()) for _, _, t in rows],
@@ -123,7 +129,7 @@ def _group(rows: list[dict[str, Any]]) -> Group:
     ticket = Ticket(
         schema=first["ticket_schema"],
         step=first["admitted"],
-        sampling=Sampling(**first["sampling"]),
+        sampling=_sampling(first),
         prompt_ids=first["prompt_ids"],
         **{name: first[name] for name in _TICKET_FIELDS},
     )
@@ -133,6 +139,15 @@ def _group(rows: list[dict[str, Any]]) -> Group:
         trajectories=[_trajectory(row) for row in rows],
         **{name: first[name] for name in _GROUP_FIELDS},
     )
+
+
+def _sampling(row: dict[str, Any]) -> Sampling:
+    try:
+        stop = msgspec.json.decode(row.get("stop") or "[]")
+        table = {**row["sampling"], "min_p": row.get("min_p") or 0.0, "stop": stop}
+        return msgspec.convert(table, Sampling)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise RecordError(f"sampling settings of ticket {row['number']}: {error}") from error
 
 
 def _trajectory(row: dict[str, Any]) -> Trajectory:

@@ -13,7 +13,9 @@ its place until the K-th use or until it is too old, so samples per insert are K
 import hashlib
 import logging
 
-from areal_q.config import Run, Sampling
+from msgspec.structs import replace
+
+from areal_q.config import Run
 from areal_q.errors import BufferFull
 from areal_q.messages import Array, Group, Ticket
 from areal_q.tasks import Problem, Task, Tokenizer, problem_at
@@ -97,7 +99,7 @@ class Feeder:
     def evaluate(self, version: int) -> int:
         """Asks for one greedy response to each held-out problem; returns their number."""
         problems = self._task.heldout[: self._run.eval.problems]
-        sampling = Sampling(temperature=0.0, max_tokens=self._run.rollout.sampling.max_tokens)
+        sampling = replace(self._run.rollout.sampling, temperature=0.0)
         self._buffer.admit_eval(
             [
                 self._make(p, i, version, purpose="eval", group_size=1, sampling=sampling)

@@ -16,6 +16,7 @@ from areal_q.tasks import Problem, Reward, Tokenizer, answer_of, build_reward, b
 from areal_q.weights import pack
 from rollout import engines
 from rollout.engines.base import Completion, Engine, Request
+from rollout.engines.stops import cut, strings
 
 
 async def answered(
@@ -60,7 +61,7 @@ class _Answering:
     async def one(
         self, index: int, problem: Problem, greedy: bool, samples: int, sampling: Sampling
     ) -> Answered:
-        most_likely = Sampling(temperature=0.0, max_tokens=sampling.max_tokens)
+        most_likely = Sampling(temperature=0.0, max_tokens=sampling.max_tokens, stop=sampling.stop)
         first = await self._replies(index, problem, int(greedy), most_likely)
         return Answered(
             index=index,
@@ -82,13 +83,15 @@ class _Answering:
                 sampling=sampling,
                 seed=self._run.seed + index * count,
                 stop_ids=frozenset({self._tokenizer.eos_id}),
+                decode=self._tokenizer.decode,
             )
         )
-        return await asyncio.gather(*(self._reply(problem, c) for c in completions))
+        return await asyncio.gather(*(self._reply(problem, sampling, c) for c in completions))
 
-    async def _reply(self, problem: Problem, completion: Completion) -> Reply:
+    async def _reply(self, problem: Problem, sampling: Sampling, completion: Completion) -> Reply:
         ids = completion.response_ids.tolist()
         text = self._tokenizer.decode([i for i in ids if i != self._tokenizer.eos_id])
+        text = cut(text, strings(sampling))
         score = await self._reward(problem, text, len(ids))
         return Reply(
             response=text,

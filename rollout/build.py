@@ -8,16 +8,15 @@ import torch
 
 from areal_q.config import CalculatorTool, EnvironmentConfig, External, Run, ScriptedEngine, parse
 from areal_q.errors import ConfigError
-from areal_q.tasks import Tokenizer, build_reward, build_tokenizer
+from areal_q.tasks import build_reward, build_tokenizer
 from buffer.redis_buffer import WorkerBuffer
 from rollout.endpoint import Endpoint
 from rollout.engines import build_engine
-from rollout.engines.base import Engine
-from rollout.environments import Calculator, Environment, SingleTurn
+from rollout.environments import Calculator, Environment, Player, SingleTurn
 from rollout.episodes import Episodes
 from rollout.receiver import Receiver
 from rollout.source import Source
-from rollout.worker import Worker
+from rollout.worker import Room, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,8 @@ async def serve(
         engine = build_engine(run.rollout.engine)
         if problem := engine.capabilities.lacks(run.rollout, run.learner.routing_replay):
             raise ConfigError(f"engine {engine.name}: {problem}")
-        environment = build_environment(run.rollout.environment, engine, tokenizer)
+        player = Player(engine, tokenizer, run.rollout.request_timeout_s)
+        environment = build_environment(run.rollout.environment, player)
         external = isinstance(environment, Episodes)
         if external and not address:
             raise ConfigError("rollout.environment.type = 'external' needs --serve [HOST:]PORT")
@@ -74,11 +74,12 @@ async def serve(
             tokenizer=tokenizer,
             reward=build_reward(run),
             weight_format=run.rollout.format,
-            max_groups=max_groups(run),
+            room=room(run),
+            max_lag=run.learner.max_lag,
             observe=observe,
             source=source,
             environment=environment,
-            evaluation=None if external else environment,
+            evaluation=SingleTurn(player) if external else environment,
             routes=run.learner.routing_replay,
         )
         if endpoint:
@@ -92,21 +93,19 @@ async def serve(
         await buffer.close()
 
 
-def build_environment(
-    config: EnvironmentConfig, engine: Engine, tokenizer: Tokenizer
-) -> Environment:
+def build_environment(config: EnvironmentConfig, player: Player) -> Environment:
     """Raises ConfigError for a tool that the tokenizer cannot spell."""
     match config:
         case CalculatorTool():
-            return Calculator(engine, tokenizer, config)
+            return Calculator(player, config)
         case External():
-            return Episodes(engine, config)
+            return Episodes(player, config)
         case _:
-            return SingleTurn(engine, tokenizer.eos_id)
+            return SingleTurn(player)
 
 
-def max_groups(run: Run) -> int:
-    """Tickets that a worker claims at once: enough to fill its engine, and a quarter in reserve."""
-    engine = run.rollout.engine
+def room(run: Run) -> Room:
+    """What fills the engine, and a quarter in reserve; two groups at least."""
+    engine, size = run.rollout.engine, run.learner.group_size
     slots = 256 if isinstance(engine, ScriptedEngine) else engine.slots
-    return max(2, slots * 5 // (4 * run.learner.group_size))
+    return Room(max(2 * size, slots * 5 // 4), slots, size)

@@ -7,7 +7,6 @@ header `X-Episode`) each turn must extend, token for token, what is recorded: on
 import asyncio
 import hmac
 import logging
-import time
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -19,21 +18,21 @@ import numpy as np
 from areal_q.config import Sampling
 from areal_q.errors import ConfigError, RecordError
 from areal_q.tasks import Tokenizer
+from rollout.endpoint_reply import Reply
 from rollout.endpoint_schema import (
     Begin,
     ChatBody,
     CompletionBody,
     RewardBody,
     Told,
-    chat_choice,
-    completion_choice,
-    usage,
 )
 from rollout.engines.base import Completion, Engine, Request, TokenCallback
+from rollout.engines.stops import strings
 from rollout.episodes import Episode, Episodes
 
 logger = logging.getLogger(__name__)
 HEADER = "X-Episode"
+KNOBS = ("temperature", "top_k", "top_p", "min_p")
 MAX_BODY_BYTES = 16 << 20
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -187,19 +186,23 @@ class Endpoint:
         if not prompt or not all(type(i) is int and i >= 0 for i in prompt):
             raise RecordError("the prompt is empty, or has an id that is none")
         sampling = self._sampling_of(body, episode)
-        stops = frozenset({self._tokenizer.eos_id, *self._stop_ids(body)})
-        reply = _Reply(body, prompt, self._model, self._tokenizer)
+        stops = frozenset([self._tokenizer.eos_id, *(body.stop_token_ids or ())])
+        # In an episode the text must say all that is recorded, or the next turn could not extend it.
+        kept = body.include_stop_str_in_output or episode is not None
+        hidden = () if kept else strings(sampling)
+        reply = Reply(body, prompt, self._model, self._tokenizer, hidden)
 
         async def generate(on_token: TokenCallback | None) -> list[Completion]:
             if episode is not None:
-                turn = self._required().turn(episode, given, stops, body.limit, on_token)
-                return [await turn]
+                turn = self._required().turn
+                return [await turn(episode, given, stops, body.limit, body.stops, on_token)]
             asked = Request(
                 prompt_ids=np.array(prompt, np.int32),
                 num_samples=body.n,
                 sampling=sampling,
                 seed=body.seed if body.seed is not None else uuid.uuid4().int >> 66,
                 stop_ids=stops,
+                decode=self._tokenizer.decode,
             )
             return await self._engine.generate(asked, on_token)
 
@@ -209,7 +212,7 @@ class Endpoint:
         record(told[0])
         return self._json(reply.whole(told))
 
-    async def _stream(self, request: Any, reply: "_Reply", generate: Any, record: Any) -> Any:
+    async def _stream(self, request: Any, reply: Reply, generate: Any, record: Any) -> Any:
         """Server-sent events: a chunk a token, then one with the reason and the versions."""
         tokens: asyncio.Queue[tuple[int, int, float] | None] = asyncio.Queue()
         task = asyncio.ensure_future(
@@ -243,26 +246,19 @@ class Endpoint:
     def _sampling_of(self, body: CompletionBody | ChatBody, episode: Episode | None) -> Sampling:
         """Raises RecordError where an episode's settings, which its ticket fixes, are asked to be others."""
         if episode is None:
-            asked = {"temperature": body.temperature, "top_p": body.top_p, "max_tokens": body.limit}
+            asked = {name: getattr(body, name) for name in KNOBS}
+            asked |= {"max_tokens": body.limit, "stop": body.stops or None}
             given = {k: v for k, v in asked.items() if v is not None}
             table = {**msgspec.structs.asdict(self._sampling), **given}
             return msgspec.convert(table, Sampling)
         fixed = episode.ticket.sampling
-        for name in ("temperature", "top_p"):
+        for name in KNOBS:
             value = getattr(body, name)
             if value is not None and value != getattr(fixed, name):
                 raise RecordError(f"{name} = {value}: an episode draws with {getattr(fixed, name)}")
         if body.n != 1:
             raise RecordError("n must be 1 in an episode")
         return fixed
-
-    def _stop_ids(self, body: CompletionBody | ChatBody) -> list[int]:
-        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        found = [self._tokenizer.encode(stop) for stop in stops]
-        for stop, ids in zip(stops, found, strict=True):
-            if len(ids) != 1:
-                raise RecordError(f"stop {stop!r} is {len(ids)} tokens, not one")
-        return [*(ids[0] for ids in found), *(body.stop_token_ids or [])]
 
     async def _begin(self, request: Any) -> Any:
         data = await request.read()
@@ -307,84 +303,6 @@ class Endpoint:
 
     def _refused(self, status: int, kind: str, message: str) -> Any:
         return self._json({"error": {"message": message, "type": kind, "code": None}}, status)
-
-
-class _Reply:
-    """Builds the answers to one request, whole or in chunks."""
-
-    def __init__(
-        self, body: CompletionBody | ChatBody, prompt: list[int], model: str, tokenizer: Tokenizer
-    ) -> None:
-        self._chat = isinstance(body, ChatBody)
-        self._prompt, self._tokenizer = prompt, tokenizer
-        self._logprobs = bool(body.logprobs) or (self._chat is False and body.logprobs == 0)
-        kind = "chat.completion" if self._chat else "text_completion"
-        self._head = {
-            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._drawn: dict[int, list[int]] = {}
-        self._sent: dict[int, int] = {}
-
-    def told(self, completion: Completion, index: int) -> Told:
-        ids = completion.response_ids.tolist()
-        return Told(
-            index=index,
-            text=self._text(ids),
-            ids=ids,
-            pieces=[self._tokenizer.decode([i]) for i in ids],
-            logprobs=completion.logprobs.tolist(),
-            versions=[s.version for s in completion.spans for _ in range(s.tokens)],
-            finish_reason=completion.finish_reason,
-        )
-
-    def whole(self, told: list[Told]) -> dict[str, Any]:
-        make = chat_choice if self._chat else completion_choice
-        choices = [make(t, self._logprobs) for t in told]
-        found = usage(len(self._prompt), sum(len(t.ids) for t in told))
-        return {
-            **self._head,
-            "choices": choices,
-            "usage": found,
-            "prompt_token_ids": self._prompt,
-        }
-
-    def chunk(self, index: int, token: int, logprob: float) -> dict[str, Any] | None:
-        """One token's; its text waits while it ends in the middle of a character."""
-        ids = self._drawn.setdefault(index, [])
-        ids.append(token)
-        text = self._text(ids)
-        new = "" if text.endswith("�") else text[self._sent.get(index, 0) :]
-        self._sent[index] = self._sent.get(index, 0) + len(new)
-        one = Told(
-            index=index,
-            text=new,
-            ids=[token],
-            pieces=[self._tokenizer.decode([token])],
-            logprobs=[logprob],
-            versions=[],
-            finish_reason=None,
-        )
-        return self._chunk(one)
-
-    def last(self, told: Told) -> dict[str, Any]:
-        rest = told.text[self._sent.get(told.index, 0) :]
-        return self._chunk(msgspec.structs.replace(told, text=rest, ids=[], pieces=[], logprobs=[]))
-
-    def _chunk(self, told: Told) -> dict[str, Any]:
-        make = chat_choice if self._chat else completion_choice
-        choice = make(told, self._logprobs)
-        if self._chat:
-            choice["delta"] = choice.pop("message")
-        head = dict(self._head)
-        if self._chat:
-            head["object"] = "chat.completion.chunk"
-        return {**head, "choices": [choice]}
-
-    def _text(self, ids: list[int]) -> str:
-        return self._tokenizer.decode([i for i in ids if i != self._tokenizer.eos_id])
 
 
 async def _event(response: Any, value: dict[str, Any]) -> None:

@@ -7,7 +7,8 @@ from msgspec import Meta, Struct
 
 from areal_q.errors import RecordError
 
-Stops = str | list[str] | None
+Stop = Annotated[str, Meta(min_length=1)]
+Stops = Stop | list[Stop] | None
 MAX_CHOICES = 64
 
 
@@ -17,12 +18,19 @@ class _Body(Struct, kw_only=True):
     model: str = ""
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    min_p: Annotated[float, Meta(ge=0, lt=1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     seed: Annotated[int, Meta(ge=0, lt=2**62)] | None = None
     stop: Stops = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
     stream: bool = False
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 class CompletionBody(_Body, kw_only=True):

@@ -19,8 +19,8 @@ from areal_q.config import External
 from areal_q.errors import RecordError
 from areal_q.messages import Ticket, VersionSpan
 from areal_q.tasks import Score
-from rollout.engines.base import Completion, Engine, TokenCallback
-from rollout.environments import Response, go_on
+from rollout.engines.base import Completion, TokenCallback
+from rollout.environments import Player, Response
 
 UNDRAWN = VersionSpan(-1, 0, "")
 """Of tokens that came before the first one was drawn"""
@@ -53,18 +53,19 @@ class Episode:
 class Episodes:
     """An Environment (rollout/environments.py): its turns come from outside."""
 
-    def __init__(self, engine: Engine, cfg: External) -> None:
-        self.engine, self._cfg = engine, cfg
+    def __init__(self, player: Player, cfg: External) -> None:
+        self._player, self._cfg = player, cfg
         self._free: list[Episode] = []
         self._played: dict[str, Episode] = {}
         self._changed = asyncio.Event()
 
-    async def __call__(self, ticket: Ticket) -> list[Response]:
+    async def __call__(self, ticket: Ticket, responses: list[Response]) -> None:
+        """Each response is put in its place when its episode is rewarded; half an episode is not kept."""
         loop = asyncio.get_running_loop()
         mine = [Episode(ticket, i, loop.create_future()) for i in range(ticket.group_size)]
         self._offer(mine)
         try:
-            return list(await asyncio.gather(*(episode.done for episode in mine)))
+            responses[:] = await asyncio.gather(*(episode.done for episode in mine))
         finally:
             self._free = [e for e in self._free if e not in mine]
             self._played = {i: e for i, e in self._played.items() if e not in mine}
@@ -103,6 +104,7 @@ class Episodes:
         given: list[int],
         stop_ids: frozenset[int],
         max_tokens: int | None,
+        stop: tuple[str, ...] = (),
         on_token: TokenCallback | None = None,
     ) -> Completion:
         """Appends `given`, tokens that nobody drew, and draws on. A turn that fails or is cancelled leaves the
@@ -119,8 +121,14 @@ class Episodes:
         episode.busy = True
         try:
             budget = min(max_tokens or episode.left, episode.left)
-            done = await go_on(
-                self.engine, episode.ticket, episode.index, response, stop_ids, budget, on_token
+            done = await self._player.turn(
+                episode.ticket,
+                episode.index,
+                response,
+                stop_ids,
+                budget,
+                stop=stop,
+                on_token=on_token,
             )
         finally:
             episode.busy, episode.seen_s = False, time.monotonic()
@@ -139,7 +147,7 @@ class Episodes:
             raise RecordError("the episode has no finished turn")
         correct = bool(parts.get("correct", reward >= 1))
         others = {name: value for name, value in parts.items() if name != "correct"}
-        episode.response.score = Score(reward, correct, others)
+        episode.response.score, episode.response.ended = Score(reward, correct, others), True
         del self._played[episode.id]
         if not episode.done.done():
             episode.done.set_result(episode.response)

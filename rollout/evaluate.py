@@ -71,6 +71,7 @@ def main(
         temperature=chosen.temperature if temperature is None else temperature,
         top_p=chosen.top_p if top_p is None else top_p,
         max_tokens=max_tokens or chosen.max_tokens or run.rollout.sampling.max_tokens,
+        stop=run.rollout.sampling.stop,
     )
     if samples and sampling.temperature == 0:
         raise ConfigError("--samples needs --temperature above 0: greedy answers are all the same")

@@ -6,14 +6,16 @@
 
 | loop    | waits for                              | unblocked by                                  |
 |---------|----------------------------------------|-----------------------------------------------|
-| _claim  | a free place, then a ticket            | a finished ticket; admission; a dead worker   |
+| _claim  | room for a group, then a ticket        | ended responses; admission; a dead worker     |
 | _handle | weights as new as the ticket           | _swap                                         |
 |         | the engine; then a slow reward         | the last token of the group; its timeout      |
 |         | Redis                                  | the commit                                    |
 | _swap   | a complete, verified version           | the receiver thread                           |
 | _beat   | the heartbeat interval                 | time                                          |
 
-It never waits for the learner: while the learner trains, tickets admitted ahead keep the engine full.
+It never waits for the learner: while the learner trains, tickets admitted ahead keep the engine full. Nor for
+a group's last straggler: what counts against its room are responses that have not ended, so that new groups
+fill the rows that the others of the group have left.
 """
 
 import asyncio
@@ -21,24 +23,62 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
-from areal_q.messages import Group, Ticket, Trajectory, WorkerStatus
+from areal_q.messages import Group, PartialGroup, Ticket, Trajectory, WorkerStatus
 from areal_q.tasks import Problem, Reward, Tokenizer
 from buffer.redis_buffer import Claim, WorkerBuffer
 from rollout.engines.base import Engine
-from rollout.environments import Environment, Response, SingleTurn
+from rollout.engines.stops import cut, strings
+from rollout.environments import Environment, Player, Response, SingleTurn
 from rollout.receiver import Receiver
 from rollout.source import Source
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
+LOOK_S = 0.05
+"""Between two looks for room that ended responses of unfinished groups have left"""
+
+
+class Room(NamedTuple):
+    """How much a worker claims."""
+
+    responses: int
+    """That are not ended, at most: what fills the engine, and a reserve"""
+    slots: int
+    """Of the engine"""
+    group_size: int
+    """Of the tickets to come"""
+
+
+@dataclass
+class Work:
+    """A claimed ticket and its responses as far as they are."""
+
+    claim: Claim
+    responses: list[Response]
+
+    @property
+    def open(self) -> int:
+        """Responses still to come. A group that waits for a reward or for Redis counts in full: there must
+        be an end to those."""
+        return sum(not r.ended for r in self.responses) or len(self.responses)
+
+    def partial(self) -> PartialGroup | None:
+        if not any(r.ids for r in self.responses):
+            return None
+        number = self.claim.ticket.number
+        return PartialGroup(ticket=number, responses=[r.partial() for r in self.responses])
 
 
 class Worker:
-    """Keeps `engine` full of tickets until it is cancelled; then hands back what it had claimed."""
+    """Keeps `engine` full of tickets until it is cancelled; then hands back what it had claimed, with the
+    tokens that were drawn, so that whoever comes next goes on from there."""
 
     def __init__(
         self,
@@ -49,7 +89,8 @@ class Worker:
         tokenizer: Tokenizer,
         reward: Reward,
         weight_format: str,
-        max_groups: int,
+        room: Room,
+        max_lag: int,
         observe: Callable[[dict[str, Any]], None] = lambda status: None,
         source: Source | None = None,
         environment: Environment | None = None,
@@ -62,19 +103,22 @@ class Worker:
         self._observe = observe
         """Told every heartbeat"""
         self._source = source or Source()
-        single = SingleTurn(engine, tokenizer.eos_id)
+        single = SingleTurn(Player(engine, tokenizer))
         self._environments = {"train": environment or single, "eval": evaluation or single}
         """By the ticket's purpose"""
         self._routes = routes
         """Whether the learner wants to know the experts that tokens were sent to"""
-        self._max_groups = max_groups
-        """Tickets in flight: what fills the engine, and one batch of reserve"""
-        self._claims: dict[asyncio.Task[None], Claim] = {}
+        self._limit = room
+        self._max_lag = max_lag
+        """Versions by which tokens of another worker may be behind to be gone on from"""
+        self._works: dict[asyncio.Task[None], Work] = {}
         self._committing: set[asyncio.Task[None]] = set()
         """Their commit tells by itself whether the ticket was lost; a renewal cannot: it is gone either way"""
         self._place_free = asyncio.Event()
         self._swapped = asyncio.Event()
         self._groups = 0
+        self._timeouts = 0
+        self._resumed = 0
         self._swaps = 0
         self._swap_s = 0.0
         self._digest = ""
@@ -91,35 +135,40 @@ class Worker:
         finally:
             await self._engine.close()
             await self._reward.close()
-            await self._buffer.release(list(self._claims.values()))
+            works = self._works.values()
+            await self._buffer.release([replace(w.claim, partial=w.partial()) for w in works])
 
     async def _claim(self, loops: asyncio.TaskGroup) -> None:
         while True:
-            room = self._max_groups - len(self._claims)
-            if room <= 0:
+            free = self._limit.responses - sum(work.open for work in self._works.values())
+            if free < self._limit.group_size:
                 self._place_free.clear()
-                await self._place_free.wait()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._place_free.wait(), LOOK_S)
                 continue
-            for claim in await self._buffer.claim(room, block_s=1.0):
-                self._claims[loops.create_task(self._handle(claim))] = claim
+            for claim in await self._buffer.claim(free // self._limit.group_size, block_s=1.0):
+                work = Work(claim, [Response() for _ in range(claim.ticket.group_size)])
+                self._works[loops.create_task(self._handle(work))] = work
 
-    async def _handle(self, claim: Claim) -> None:
-        """From ticket to committed group. Cancelled, it leaves its claim for `run` to release."""
-        ticket = claim.ticket
+    async def _handle(self, work: Work) -> None:
+        """From ticket to committed group. Cancelled, it leaves its work for `run` to release."""
+        claim, ticket = work.claim, work.claim.ticket
         # Admission counted on weights no older than the ticket; with older ones the group could be
         # too old when its turn comes.
         while self._engine.version < ticket.step:
             self._swapped.clear()
             await self._swapped.wait()
         started = time.time()
-        responses = await self._environments[ticket.purpose](ticket)
+        self._take_up(work)
+        await self._environments[ticket.purpose](ticket, work.responses)
+        self._timeouts += sum(r.finish_reason == "timeout" for r in work.responses)
         group = Group(
             ticket=ticket,
             worker=self.name,
             engine=self._engine.name,
             weight_format=self._format,
             trajectories=await asyncio.gather(
-                *(self._trajectory(ticket, i, r) for i, r in enumerate(responses))
+                *(self._trajectory(ticket, i, r) for i, r in enumerate(work.responses))
             ),
             started_s=started,
             finished_s=time.time(),
@@ -132,13 +181,24 @@ class Worker:
             self._groups += 1
         else:
             logger.warning("ticket %d was taken over; its group is discarded", ticket.number)
-        del self._claims[task]
+        del self._works[task]
         self._place_free.set()
+
+    def _take_up(self, work: Work) -> None:
+        """Goes on from another worker's tokens, where they are not too old, nor of weights still to come."""
+        newest = self._engine.version
+        partial = work.claim.partial
+        for index, half in enumerate(partial.responses if partial else []):
+            versions = [span.version for span in half.spans]
+            if versions and newest - self._max_lag <= min(versions) and max(versions) <= newest:
+                work.responses[index] = Response.of(half)
+                self._resumed += 1
 
     async def _trajectory(self, ticket: Ticket, index: int, response: Response) -> Trajectory:
         score = response.score
         if score is None:
             text = self._tokenizer.decode([i for i in response.ids if i != self._tokenizer.eos_id])
+            text = cut(text, strings(ticket.sampling))
             problem = Problem(ticket.prompt, ticket.answer)
             score = await self._reward(problem, text, response.drawn)
         wanted = self._routes and ticket.purpose == "train"
@@ -154,9 +214,10 @@ class Worker:
 
     def _abandon(self, lost: list[Claim]) -> None:
         """Stops generating for tickets that another worker has taken over."""
-        generating = self._claims.keys() - self._committing
-        for task in [task for task in generating if self._claims[task] in lost]:
-            logger.warning("ticket %d was taken over", self._claims.pop(task).ticket.number)
+        generating = self._works.keys() - self._committing
+        for task in [task for task in generating if self._works[task].claim in lost]:
+            number = self._works.pop(task).claim.ticket.number
+            logger.warning("ticket %d was taken over", number)
             task.cancel()
             self._place_free.set()
 
@@ -168,7 +229,7 @@ class Worker:
             await asyncio.sleep(HEARTBEAT_S)
             now_s = time.monotonic()
             span_s = now_s - last_s
-            self._abandon(await self._buffer.renew(list(self._claims.values())))
+            self._abandon(await self._buffer.renew([w.claim for w in self._works.values()]))
             if self._receiver.silent:
                 _, endpoints = await self._buffer.run_info()
                 self._receiver.follow(*self._source.endpoints(endpoints))
@@ -189,6 +250,9 @@ class Worker:
                 digest=self._digest,
                 behind_s=self._receiver.behind_s,
                 stalls=self._receiver.stats.stalls,
+                slots=self._limit.slots,
+                timeouts=self._timeouts,
+                resumed=self._resumed,
             )
             self._observe(msgspec.structs.asdict(status))
             await self._buffer.heartbeat(status)

@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from areal_q.errors import RecordError
-from areal_q.messages import Array, WorkerStatus
+from areal_q.messages import Array, PartialGroup, PartialResponse, VersionSpan, WorkerStatus
 from buffer.base import START, Claim, LearnerSide, WorkerSide
 from buffer.memory import MemoryBuffer
 from buffer.redis_buffer import LearnerBuffer, WorkerBuffer
@@ -143,6 +144,56 @@ def test_a_renewed_ticket_stays_with_its_worker(buffers, make_ticket):
                 await asyncio.sleep(0.05)
                 assert await long.renew(claims) == []
                 assert await other.claim(1, 0.0) == []
+
+    asyncio.run(work())
+
+
+def half(ticket):
+    """What may have been drawn of `ticket`: some of its first response, nothing of the others."""
+
+    def one(ids):
+        return PartialResponse(
+            response_ids=Array.of(ids, "int32"),
+            behavior_logprobs=Array.of([-0.5] * len(ids), "float32"),
+            loss_mask=Array.of([1] * len(ids), "uint8"),
+            spans=[VersionSpan(3, len(ids), "d")] if ids else [],
+            finish_reason="length",
+            turns=0,
+            pending=len(ids),
+            ended=False,
+        )
+
+    return PartialGroup(
+        ticket=ticket.number, responses=[one([7, 9]), *[one([])] * (ticket.group_size - 1)]
+    )
+
+
+def test_what_was_drawn_of_a_ticket_is_handed_on_with_it_until_it_is_committed(
+    buffers, make_ticket, make_group
+):
+    learner = buffers.learner()
+    learner.admit([make_ticket(n) for n in range(2)], cursor=2)
+
+    async def work():
+        async with buffers.worker("a") as a, buffers.worker("b") as b:
+            first, second = await a.claim(2, block_s=0.0)
+            assert first.partial is None
+            kept = half(first.ticket)
+            await a.release([replace(first, partial=kept), second])
+            first, second = await b.claim(2, block_s=0.0)
+            assert (first.partial, second.partial) == (kept, None)
+            await b.release([first, second])  # before it had begun: on it goes
+            first, second = await a.claim(2, block_s=0.0)
+            assert first.partial == kept
+            await a.release([replace(first, partial=None), replace(second, partial=None)])
+            first, second = await b.claim(2, block_s=0.0)
+            assert first.partial is None
+            # Only the owner's word counts.
+            await a.release([replace(first, partial=kept)])
+            assert await b.commit(first, make_group(first.ticket))
+            await b.release([replace(second, partial=half(second.ticket))])
+            (again,) = await a.claim(2, block_s=0.0)
+            assert again.partial == half(second.ticket)
 
     asyncio.run(work())
 

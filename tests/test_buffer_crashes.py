@@ -11,9 +11,10 @@ import time
 
 import pytest
 import redis
+from msgspec.structs import replace
 
 from areal_q.errors import BufferFull, BufferUnavailable
-from areal_q.messages import WorkerStatus, encode
+from areal_q.messages import PartialGroup, WorkerStatus, encode
 from buffer.keys import Keys
 from buffer.redis_buffer import LearnerBuffer, WorkerBuffer
 from buffer.server import RedisServer
@@ -264,8 +265,10 @@ def test_no_key_is_left_that_keys_py_does_not_name(
 
     async def work():
         worker = WorkerBuffer(redis_url, "run", "w")
-        for claim in (await worker.claim(9, 0.0))[:3]:
+        *claims, last = await worker.claim(9, 0.0)
+        for claim in claims:
             await worker.commit(claim, make_group(claim.ticket))
+        await worker.release([replace(last, partial=PartialGroup(ticket=0, responses=[]))])
         await worker.heartbeat(status)
         await worker.close()
 

@@ -28,10 +28,11 @@ from learner.build import build_model
 from learner.feeder import Feeder
 from learner.fidelity import FidelityMeter
 from learner.publish import Publisher
-from rollout.build import max_groups
+from rollout.build import room
 from rollout.endpoint import Endpoint
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
+from rollout.environments import Player, Response
 from rollout.episodes import Episodes
 from rollout.receiver import Receiver
 from rollout.worker import Worker
@@ -93,6 +94,46 @@ def test_completions_have_log_probs_ids_and_versions(make_run: MakeRun):
             )
             found = [c.token_ids for c in by_ids.choices]
             assert found == [c.token_ids for c in reply.choices]
+
+    run_async(work())
+
+
+def test_strings_to_stop_at_are_not_said_though_their_tokens_are_recorded(make_run: MakeRun):
+    async def work() -> None:
+        async with asking(make_run()) as client:
+            create: Any = client.completions.create
+            asked: dict[str, Any] = {"model": "run", "prompt": "1+2=", "max_tokens": 24}
+            found = [(await create(**asked, seed=seed)).choices[0] for seed in range(30)]
+            seed, free = next((s, c) for s, c in enumerate(found) if len(c.text) == 24)
+            asked["seed"] = seed
+            asked["stop"] = [free.text[7:10], free.text[3:6]]
+            cut = (await create(**asked)).choices[0]
+            assert len(free.text) == 24 and free.text.index(free.text[3:6]) == 3
+            assert (cut.text, cut.finish_reason) == (free.text[:3], "stop")
+            assert cut.token_ids == free.token_ids[:6]
+            shown = {"include_stop_str_in_output": True}
+            kept = (await create(**asked, extra_body=shown)).choices[0]
+            assert (kept.text, kept.token_ids) == (free.text[:6], free.token_ids[:6])
+            text, ids = "", []
+            async for chunk in await create(**asked, stream=True):
+                text, ids = text + chunk.choices[0].text, ids + chunk.choices[0].token_ids
+            assert (text, ids) == (cut.text, cut.token_ids)
+
+    run_async(work())
+
+
+def test_min_p_near_1_leaves_the_most_likely_token(make_run: MakeRun):
+    async def work() -> None:
+        async with asking(make_run()) as client:
+            asked: dict[str, Any] = {"model": "run", "prompt": "1+2=", "max_tokens": 9, "seed": 4}
+            greedy: Any = await client.completions.create(**asked, temperature=0)
+            drawn: Any = await client.completions.create(
+                **asked, extra_body={"min_p": 0.999}, logprobs=0
+            )
+            assert drawn.choices[0].token_ids == greedy.choices[0].token_ids
+            assert drawn.choices[0].logprobs.token_logprobs == [0.0] * len(
+                drawn.choices[0].token_ids
+            )
 
     run_async(work())
 
@@ -187,7 +228,7 @@ async def playing(
     feeder.admit(0)
     engine = build_engine(run.rollout.engine)
     assert isinstance(run.rollout.environment, External)
-    episodes = Episodes(engine, run.rollout.environment)
+    episodes = Episodes(Player(engine, tokenizer), run.rollout.environment)
     receiver = Receiver(ends.announce, ends.fetch, run=run.name)
     mine = WorkerBuffer(redis_url, run.name, "w")
     worker = Worker(
@@ -198,7 +239,8 @@ async def playing(
         tokenizer=tokenizer,
         reward=build_reward(run),
         weight_format=run.rollout.format,
-        max_groups=max_groups(run),
+        room=room(run),
+        max_lag=run.learner.max_lag,
         environment=episodes,
     )
     task = asyncio.create_task(worker.run())
@@ -286,9 +328,11 @@ def test_an_episode_given_up_begins_again_with_whoever_asks_next(
         engine = build_engine(TorchEngine(slots=8))
         await engine.start()
         await engine.load_weights(Publisher(run).make(build_model(run, build_tokenizer(run)), 0))
-        episodes = Episodes(engine, External(episode_timeout_s=0.05))
+        player = Player(engine, build_tokenizer(run))
+        episodes = Episodes(player, External(episode_timeout_s=0.05))
         ticket = make_ticket(group_size=1, sampling=run.rollout.sampling)
-        task = asyncio.create_task(episodes(ticket))
+        responses = [Response()]
+        task = asyncio.create_task(episodes(ticket, responses))
         first = await episodes.begin(5.0)
         assert first is not None
         await episodes.turn(first, [], frozenset(), 2)
@@ -299,7 +343,8 @@ def test_an_episode_given_up_begins_again_with_whoever_asks_next(
         await episodes.turn(second, [5], frozenset(), 2)
         assert [second.response.mask, second.response.spans[0].tokens] == [[0, 1, 1], 3]
         episodes.end(second, 1.0, {})
-        assert (await task)[0].ids == second.response.ids
+        await task
+        assert responses[0].ids == second.response.ids and responses[0].ended
         await engine.close()
 
     run_async(work())

@@ -107,13 +107,16 @@ def with_engine(request, published, shared):
     return run
 
 
-def ask(seed=0, samples=2, max_tokens=12, prompt=(3, 1, 2), stop=(), **sampling):
+def ask(
+    seed=0, samples=2, max_tokens=12, prompt=(3, 1, 2), stop=(), stops=(), temperature=1.0, **fields
+):
     return Request(
         prompt_ids=np.array(prompt, np.int32),
         num_samples=samples,
-        sampling=Sampling(max_tokens=max_tokens, **sampling),
+        sampling=Sampling(max_tokens=max_tokens, temperature=temperature, stop=stops),
         seed=seed,
         stop_ids=frozenset(stop),
+        **fields,
     )
 
 
@@ -145,6 +148,126 @@ def test_a_response_ends_with_the_first_stop_token_or_at_its_budget(with_engine)
     reasons = set()
     with_engine(body)
     assert reasons == {"stop", "length"}
+
+
+def spelled(ids):
+    """A letter for each id but 0, 7, …, which have none; the text of 3 is two letters."""
+    return "".join("" if i % 7 == 0 else "xy" if i == 3 else chr(97 + i % 26) for i in ids)
+
+
+@pytest.mark.parametrize("by", ["ids", "text"])
+def test_a_response_ends_with_the_first_token_that_completes_a_stop_of_several(with_engine, by):
+    """The stops are pieces of what is drawn without them; all else stays as it is, token for token."""
+
+    async def body(engine):
+        decode = spelled if by == "text" else None
+        plain = await engine.generate(ask(21, 8, 40))
+        drawn = [c.response_ids.tolist() for c in plain]
+        texts = [spelled(ids) for ids in drawn]
+        pieces = tuple(text[len(text) // 3 :][:2] for text in texts)
+        stops = pieces if by == "text" else tuple(tuple(ids[10:13]) for ids in drawn)
+        request = ask(21, 8, 40, stop=(), decode=decode, stops=stops)
+        for free, cut in zip(plain, await engine.generate(request), strict=True):
+            ids = free.response_ids.tolist()
+            end = next(
+                end
+                for end in range(1, 41)
+                if any(
+                    s in spelled(ids[:end]) if isinstance(s, str) else ids[:end][-len(s) :] == [*s]
+                    for s in stops
+                )
+            )
+            assert cut.finish_reason == "stop"
+            assert cut.response_ids.tolist() == ids[:end]
+            np.testing.assert_allclose(cut.logprobs, free.logprobs[:end], atol=1e-5)
+            assert sum(s.tokens for s in cut.spans) == end
+        assert engine.active == 0
+
+    with_engine(body)
+
+
+def test_a_stop_may_begin_in_what_an_earlier_request_drew(with_engine):
+    async def body(engine):
+        (free,) = await engine.generate(ask(5, 1, 12))
+        ids = free.response_ids.tolist()
+        stop = (tuple(ids[3:6]),)
+        whole = ask(5, 1, 12, stops=stop)
+        rest = ask(5, 1, 7, prompt=(3, 1, 2, *ids[:5]), stops=stop, drawn=5)
+        (first,), (second,) = await engine.generate(whole), await engine.generate(rest)
+        assert [*ids[:5], *second.response_ids.tolist()] == first.response_ids.tolist()
+        assert first.finish_reason == second.finish_reason == "stop"
+        # What only stands in the prompt is no stop.
+        stop_in_prompt = ask(5, 1, 12, stops=((2, ids[0]),))
+        assert len((await engine.generate(stop_in_prompt))[0].response_ids) == 12
+
+    with_engine(body)
+
+
+def test_strings_to_stop_at_without_a_tokenizer_are_refused(with_engine):
+    async def body(engine):
+        with pytest.raises(RecordError, match="need a tokenizer"):
+            await engine.generate(ask(stops=("x",)))
+
+    with_engine(body)
+
+
+def test_a_response_that_takes_too_long_ends_with_the_tokens_it_has(with_engine):
+    async def body(engine):
+        (whole,) = await engine.generate(ask(9, 1, 400))
+        request = ask(9, 1, 400, timeout_s=1e-6)
+        (cut,) = await engine.generate(request)
+        tokens = len(cut.response_ids)
+        assert cut.finish_reason == "timeout" and 1 <= tokens < 400
+        assert cut.response_ids.tolist() == whole.response_ids.tolist()[:tokens]
+        np.testing.assert_allclose(cut.logprobs, whole.logprobs[:tokens], atol=1e-5)
+        assert sum(s.tokens for s in cut.spans) == tokens
+        (patient,) = await engine.generate(ask(9, 1, 400, timeout_s=3600))
+        assert patient.finish_reason == "length" and engine.active == 0
+
+    with_engine(body)
+
+
+def test_a_cancelled_request_tells_what_there_is_and_another_goes_on_token_for_token(
+    with_engine, published
+):
+    async def body(engine):
+        whole = await engine.generate(ask(31, 3, 60))
+        told, drawn = {}, 0
+        cut_at = 3 * 20
+
+        def on_token(index, token, logprob):
+            nonlocal drawn
+            drawn += 1
+            if drawn == cut_at:
+                task.cancel()
+
+        request = ask(31, 3, 60)
+        task = asyncio.ensure_future(engine.generate(request, on_token, told.__setitem__))
+        await asyncio.wait([task])
+        assert task.cancelled() and engine.active == 0
+        assert sorted(told) == [0, 1, 2]
+        for index, half in told.items():
+            ids, want = half.response_ids.tolist(), whole[index]
+            assert half.finish_reason is None and 0 < len(ids) < 60
+            assert ids == want.response_ids.tolist()[: len(ids)]
+            assert sum(s.tokens for s in half.spans) == len(ids)
+            if engine.name == "vllm":  # its random numbers begin anew with each request
+                continue
+            rest = ask(31 + index, 1, 60 - len(ids), prompt=(3, 1, 2, *ids), drawn=len(ids))
+            (done,) = await engine.generate(rest)
+            assert [*ids, *done.response_ids.tolist()] == want.response_ids.tolist()
+            np.testing.assert_allclose([*half.logprobs, *done.logprobs], want.logprobs, atol=1e-5)
+
+    with_engine(body)
+
+
+def test_responses_are_told_as_they_end(with_engine):
+    async def body(engine):
+        told = {}
+        done = await engine.generate(ask(3, 4, stop=(4, 5)), None, told.__setitem__)
+        assert [told[i] for i in range(4)] == done
+
+    with_engine(body)
 
 
 def test_the_same_seed_and_weights_give_the_same_tokens_in_any_company(with_engine):

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MinPLogitsWarper,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -120,6 +121,8 @@ def reference_logprobs(model, prompt, response, sampling):
         logits = TopKLogitsWarper(sampling.top_k)(ids, logits)
     if sampling.top_p < 1:
         logits = TopPLogitsWarper(sampling.top_p)(ids, logits)
+    if sampling.min_p:
+        logits = MinPLogitsWarper(sampling.min_p)(ids, logits)
     return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
@@ -134,8 +137,10 @@ def test_log_probs_are_those_of_transformers_under_every_sampling(family, fused)
         {"temperature": 1.6, "top_k": 5},
         {"top_p": 0.8},
         {"temperature": 1.3, "top_k": 9, "top_p": 0.6},
+        {"min_p": 0.2},
+        {"temperature": 1.5, "top_k": 12, "top_p": 0.95, "min_p": 0.1},
     ]
-    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [3] * 40, [2, 9]]
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [3] * 40, [2, 9], [8, 8], [11]]
     mixed = [ask(p, seed=i, **s) for i, (p, s) in enumerate(zip(prompts, settings, strict=True))]
     together = generate(publish(model), *mixed, config=config)
     alone = [generate(publish(model), request, config=config)[0] for request in mixed]
@@ -318,12 +323,19 @@ def test_frequencies_of_drawn_tokens_match_their_probabilities():
     logits = torch.randn(vocab).mul_(1.5).expand(rows, vocab).contiguous()
     u = uniform(seed_keys(list(range(rows))), torch.full((rows,), 5))
     ones = torch.ones(rows)
-    for sampling in (Sampling(), Sampling(temperature=0.6), Sampling(top_k=5), Sampling(top_p=0.9)):
+    for sampling in (
+        Sampling(),
+        Sampling(temperature=0.6),
+        Sampling(top_k=5),
+        Sampling(top_p=0.9),
+        Sampling(min_p=0.15),
+    ):
         distribution = log_distribution(
             logits,
             ones * sampling.temperature,
             torch.full((rows,), sampling.top_k),
             ones * sampling.top_p,
+            ones * sampling.min_p,
         )
         tokens, logprobs = draw(distribution, u)
         p = distribution[0].exp().double()
@@ -335,7 +347,7 @@ def test_frequencies_of_drawn_tokens_match_their_probabilities():
         chi2 = ((counts - rows * p)[kept] ** 2 / (rows * p[kept])).sum().item()
         degrees = int(kept.sum()) - 1
         assert chi2 < degrees + 4 * math.sqrt(2 * degrees)
-        if sampling.top_k == 0 and sampling.top_p == 1:
+        if (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1, 0):
             alike = draw_alike(logits, sampling, u)
             assert torch.equal(alike[0], tokens)
             torch.testing.assert_close(alike[1], logprobs)
@@ -344,10 +356,9 @@ def test_frequencies_of_drawn_tokens_match_their_probabilities():
 def test_truncation_keeps_what_it_should_by_hand():
     probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
 
-    def support(top_k=0, top_p=1.0, temperature=1.0):
-        lp = log_distribution(
-            probs.log(), torch.tensor([temperature]), torch.tensor([top_k]), torch.tensor([top_p])
-        )
+    def support(top_k=0, top_p=1.0, temperature=1.0, min_p=0.0):
+        knobs = (temperature, top_k, top_p, min_p)
+        lp = log_distribution(probs.log(), *(torch.tensor([knob]) for knob in knobs))
         return lp.exp()[0].tolist()
 
     assert support() == pytest.approx([0.5, 0.3, 0.15, 0.05])
@@ -355,6 +366,12 @@ def test_truncation_keeps_what_it_should_by_hand():
     assert support(top_p=0.4) == [1, 0, 0, 0]
     assert support(top_p=0.6) == pytest.approx([0.625, 0.375, 0, 0])
     assert support(top_k=3, top_p=0.9) == pytest.approx([0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0])
+    assert support(min_p=0.31) == pytest.approx([0.5 / 0.8, 0.3 / 0.8, 0, 0])
+    assert support(min_p=0.29) == pytest.approx([0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0])
+    assert support(min_p=0.29, top_p=0.6) == pytest.approx([0.625, 0.375, 0, 0])
+    assert support(min_p=0.99) == [1, 0, 0, 0]
+    # of the scaled probabilities: 0.15 / 0.5 is 0.09 at temperature 0.5
+    assert support(min_p=0.1, temperature=0.5) == pytest.approx([0.25 / 0.34, 0.09 / 0.34, 0, 0])
     assert support(top_k=9) == pytest.approx([0.5, 0.3, 0.15, 0.05])
     assert support(temperature=0.0) == [1, 0, 0, 0]
     assert support(temperature=0.5) == pytest.approx(

@@ -20,7 +20,7 @@ from learner.trainer import Trainer
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
 from rollout.engines.scripted import scripted_engine
-from rollout.environments import Calculator, Response
+from rollout.environments import Calculator, Player, Response
 
 MakeRun = Callable[..., Run]
 TOOL = CalculatorTool(open="(", close=")", after=" ", max_calls=2)
@@ -32,7 +32,9 @@ def played(engine: Engine, run: Run, ticket: Ticket, tool: CalculatorTool = TOOL
         await engine.start()
         await engine.load_weights(Publisher(run).make(build_model(run, CHARS), 0))
         try:
-            return await Calculator(engine, CHARS, tool)(ticket)
+            responses = [Response() for _ in range(ticket.group_size)]
+            await Calculator(Player(engine, CHARS), tool)(ticket, responses)
+            return responses
         finally:
             await engine.close()
 
@@ -138,7 +140,8 @@ def test_nothing_is_learnt_from_what_the_tool_said(make_run: MakeRun, make_ticke
 def test_a_close_of_several_tokens_is_refused():
     with pytest.raises(ConfigError, match=r"close = '\)\)' is 2 tokens"):
         Calculator(
-            scripted_engine(ScriptedEngine()), CHARS, msgspec.structs.replace(TOOL, close="))")
+            Player(scripted_engine(ScriptedEngine()), CHARS),
+            msgspec.structs.replace(TOOL, close="))"),
         )
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 import rollout.engines
 from areal_q.accuracy import Answered, estimates, read_evaluations, wilson
-from areal_q.config import Run, ScriptedEngine, dump_toml
+from areal_q.config import Run, Sampling, ScriptedEngine, dump_toml
 from areal_q.errors import CheckpointError, ConfigError, TaskError
 from areal_q.last_screen import last_screen
 from areal_q.metrics import MetricsLog
@@ -238,7 +238,8 @@ def test_a_preset_sets_what_is_not_said_otherwise(
     main(run_dir, task="jsonl", data=additions, preset="qurl-aime", max_tokens=3, out=out)
     settings = json.loads(about.read_text())
     assert settings["samples"] == 32 and settings["preset"] == "qurl-aime"
-    assert settings["sampling"] == {"temperature": 1.0, "top_p": 0.7, "top_k": 0, "max_tokens": 3}
+    want = Sampling(temperature=1.0, top_p=0.7, max_tokens=3)
+    assert msgspec.convert(settings["sampling"], Sampling) == want
     main(
         run_dir,
         task="jsonl",

@@ -60,7 +60,11 @@ def groups(draw) -> Group:
         prompt_ids=Array.of(draw(st.lists(st.integers(0, 999), min_size=1, max_size=5)), "int32"),
         group_size=size,
         sampling=Sampling(
-            temperature=draw(st.floats(0, 2)), top_p=0.9, top_k=draw(st.integers(0, 50))
+            temperature=draw(st.floats(0, 2)),
+            top_p=0.9,
+            top_k=draw(st.integers(0, 50)),
+            min_p=draw(st.sampled_from([0.0, 0.05])),
+            stop=draw(st.sampled_from([(), ("\n\n", (5, 6)), ("’",)])),
         ),
         seed=draw(INT64),
     )
@@ -106,7 +110,7 @@ def test_log_probs_keep_every_bit_and_columns_their_types(tmp_path, make_group):
     table = pq.read_table(path)
     assert table.schema.field("behavior_logprobs").type == pa.list_(pa.float32())
     assert table.schema.field("response_ids").type == pa.list_(pa.int32())
-    assert table.schema.metadata[b"areal-q-log-schema"] == b"2"
+    assert table.schema.metadata[b"areal-q-log-schema"] == b"3"
     assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
     values = np.float32(table["behavior_logprobs"][1].as_py())
     assert values.tobytes() == group.trajectories[1].behavior_logprobs.data
@@ -205,9 +209,18 @@ def test_a_log_of_before_there_were_routes_is_read(tmp_path, make_group):
     assert read_log(tmp_path) == [(0, [group])]
 
 
+def test_a_part_from_before_min_p_and_stop_is_read_as_without_them(tmp_path, make_group):
+    group = make_group()
+    table = to_table(0, 0, [group]).drop_columns(["min_p", "stop"])
+    older = table.replace_schema_metadata({b"areal-q-log-schema": b"2"})
+    pq.write_table(older, tmp_path / "part-000000.parquet")
+    assert read_log(tmp_path) == [(0, [group])]
+    assert group.ticket.sampling.stop == () and group.ticket.sampling.min_p == 0
+
+
 def test_a_part_of_a_newer_schema_or_of_somebody_else_is_refused(tmp_path, make_group):
     table = to_table(0, 0, [make_group()])
-    newer = {b"areal-q-log-schema": b"3"}
+    newer = {b"areal-q-log-schema": b"4"}
     for metadata in (newer, None):
         pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "part-000000.parquet")
         with pytest.raises(RecordError, match="log schema"):

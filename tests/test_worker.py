@@ -36,7 +36,7 @@ from learner.feeder import Feeder
 from learner.lineage import Lineage
 from learner.publish import Publisher
 from learner.trainer import token_logprobs
-from rollout.build import max_groups
+from rollout.build import room
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
 from rollout.engines.scripted import scripted_engine
@@ -113,7 +113,8 @@ async def working(side: LearnerSide, engine: Engine | None = None) -> AsyncItera
         tokenizer=side.tokenizer,
         reward=build_reward(run),
         weight_format=run.rollout.format,
-        max_groups=max_groups(run),
+        room=room(run),
+        max_lag=run.learner.max_lag,
     )
     task = asyncio.create_task(worker.run())
     try:

@@ -81,9 +81,9 @@ def _check(run: Run, source: str) -> Run:
         )
     elif sampling.temperature == 0:
         reason = "rollout.sampling.temperature = 0 draws the same response for a whole group"
-    elif sampling.top_p < 1 or sampling.top_k:
+    elif sampling.top_p < 1 or sampling.top_k or sampling.min_p:
         # The learner scores the whole distribution: a truncated one would bias every ratio.
-        reason = "rollout.sampling.top_p and top_k must be 1.0 and 0 in training"
+        reason = "rollout.sampling.top_p, top_k and min_p must be 1.0, 0 and 0.0 in training"
     elif isinstance(learner.advantage, Gae) and learner.critic is None:
         reason = "learner.advantage.type = 'gae' needs a critic: learner.critic = {}"
     elif learner.critic and not isinstance(learner.advantage, Gae):

@@ -65,6 +65,10 @@ class WarmStart(_Settings, frozen=True, kw_only=True):
     lr: Positive = 2e-3
 
 
+StopText = Annotated[str, Meta(min_length=1)]
+StopIds = Annotated[tuple[int, ...], Meta(min_length=1)]
+
+
 class Sampling(_Settings, frozen=True, kw_only=True):
     """How a response is drawn. The recorded log-probs are those of this distribution."""
 
@@ -73,7 +77,12 @@ class Sampling(_Settings, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Index = 0
     """0 keeps the whole vocabulary."""
+    min_p: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Drops tokens less probable than this share of the most probable one; 0 drops none."""
     max_tokens: Count = 16
+    stop: tuple[StopText | StopIds, ...] = ()
+    """A response ends with the token that completes one of these strings in its text, or one of these
+    sequences of ids; both are part of it."""
 
 
 class TorchEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="torch"):
@@ -168,6 +177,8 @@ class RolloutConfig(_Settings, frozen=True, kw_only=True):
     engine: EngineConfig = TorchEngine()
     sampling: Sampling = Sampling()
     environment: EnvironmentConfig = SingleTurn()
+    request_timeout_s: NonNegative = 0.0
+    """A response that has been drawn for so long ends with the tokens that it has; 0: never."""
     threads: Count = 1
 
 

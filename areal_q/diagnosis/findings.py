@@ -112,13 +112,13 @@ def sampling_settings(case: Case) -> Finding | None:
     """Log-probs on both sides must be of the same distribution."""
     temperature = case.run.rollout.sampling.temperature
     other = {s: n for s, n in case.facts.sampling.items() if s.temperature != temperature}
-    cut = {s: n for s, n in case.facts.sampling.items() if s.top_p < 1 or s.top_k}
+    cut = {s: n for s, n in case.facts.sampling.items() if s.top_p < 1 or s.top_k or s.min_p}
     if not other and not cut:
         return None
     share = sum({**other, **cut}.values()) / max(1, case.facts.responses)
     what = [f"temperature {s.temperature:g}, the learner's is {temperature:g}" for s in other]
     what += [
-        f"top_p {s.top_p:g} and top_k {s.top_k}, the learner scores the whole vocabulary"
+        f"top_p {s.top_p:g}, top_k {s.top_k}, min_p {s.min_p:g}; the learner scores the whole vocabulary"
         for s in cut
     ]
     return Finding(
@@ -126,7 +126,7 @@ def sampling_settings(case: Case) -> Finding | None:
         "error",
         share,
         f"{share:.0%} of the responses were drawn with {'; '.join(dict.fromkeys(what))}",
-        "draw with rollout.sampling.temperature of the run, top_p 1.0 and top_k 0",
+        "draw with rollout.sampling.temperature of the run, top_p 1.0, top_k 0 and min_p 0",
     )
 
 

@@ -118,7 +118,7 @@ def read_step(step: int, where: Located, scored: Located | None) -> StepIndex:
         "index": index.astype(np.int32),
         "length": length.astype(np.int32),
         "lag": (step - np.minimum.reduceat(version, first_span)).astype(np.int32),
-        "cut": (table["finish_reason"].to_numpy() == "length").astype(np.int32),
+        "cut": (table["finish_reason"].to_numpy() != "stop").astype(np.int32),
         "reward": table["reward"].to_numpy().astype(np.float32),
         **_scores(number, index, scored),
     }

@@ -1,13 +1,14 @@
 """What a rollout worker asks of an engine: the Protocol, and the records that cross it."""
 
-from collections.abc import Callable
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 from msgspec import Struct
 
 from areal_q.config import RolloutConfig, Sampling
-from areal_q.messages import VersionSpan
+from areal_q.errors import RecordError
+from areal_q.messages import FinishReason, VersionSpan
 from areal_q.weights import WeightVersion
 
 
@@ -52,17 +53,26 @@ class Request(Struct, frozen=True, kw_only=True):
     sampling: Sampling
     seed: int
     stop_ids: frozenset[int]
-    """A response ends with the first of these; it is part of the response."""
+    """A response ends with the first of these, or with a stop of `sampling`; it is part of the response."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """The tokenizer's, needed where `sampling.stop` has strings"""
+    drawn: int = 0
+    """So many ids at the end of the prompt are the response's first, drawn by a request before this one;
+    with the same seed this one goes on as that would have done."""
+    timeout_s: float = 0.0
+    """A response that has been drawn for so long ends with the tokens that it has, of which there is at
+    least one; 0: never"""
 
 
 class Completion(Struct, frozen=True, kw_only=True):
     response_ids: np.ndarray
     """int32 [T]"""
     logprobs: np.ndarray
-    """float32 [T] nats, of the distribution that drew the token: after temperature, top-k and
-    top-p"""
+    """float32 [T] nats, of the distribution that drew the token: after temperature, top-k, top-p and
+    min-p"""
     spans: list[VersionSpan]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason | None
+    """None: its request was cancelled before it ended"""
     routes: np.ndarray | None = None
     """uint8 or uint16 [N, L, K]: the experts that each of the first N tokens of prompt and response was sent to
     by each sparse layer; the last token drawn was sent nowhere. None: not recorded, or no sparse layer"""
@@ -70,6 +80,9 @@ class Completion(Struct, frozen=True, kw_only=True):
 
 TokenCallback = Callable[[int, int, float], None]
 """(index in the group, token id, log-prob), called for every token as it is drawn"""
+ResponseCallback = Callable[[int, Completion], None]
+"""(index in the group, response), called for every response as it ends; where the request is cancelled, for
+each that has not ended but has tokens. It must not raise."""
 
 
 class Engine(Protocol):
@@ -104,10 +117,25 @@ class Engine(Protocol):
 
     async def start(self) -> None: ...
     async def generate(
-        self, request: Request, on_token: TokenCallback | None = None
+        self,
+        request: Request,
+        on_token: TokenCallback | None = None,
+        on_response: ResponseCallback | None = None,
     ) -> list[Completion]: ...
     async def load_weights(self, weights: WeightVersion) -> float:
         """Swap; returns the pause of generation in seconds."""
         ...
 
     async def close(self) -> None: ...
+
+
+def check_shape(request: Request, slots: int) -> None:
+    """Raises RecordError for what no engine can serve, whatever its weights."""
+    if request.num_samples < 1 or np.ndim(request.prompt_ids) != 1 or not len(request.prompt_ids):
+        raise RecordError("a request needs a prompt of at least one token and one response")
+    if request.num_samples > slots:
+        raise RecordError(
+            f"{request.num_samples} responses at once exceed the engine's {slots} slots"
+        )
+    if request.decode is None and any(isinstance(s, str) for s in request.sampling.stop):
+        raise RecordError("stop strings need a tokenizer, which this request has not")

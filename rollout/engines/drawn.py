@@ -1,15 +1,15 @@
 """A response as far as its streams have brought it."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 from msgspec.structs import replace
 
 from areal_q.errors import RecordError
-from areal_q.messages import VersionSpan
+from areal_q.messages import FinishReason, VersionSpan
 from rollout.engines.backend import Piece
 from rollout.engines.base import Completion, Request
+from rollout.engines.stops import stopper
 
 
 @dataclass
@@ -23,20 +23,46 @@ class Drawn:
     spans: list[VersionSpan] = field(default_factory=list)
     kept: list[VersionSpan] = field(default_factory=list)
     """Spans of what streams that died had drawn"""
+    deadline_s: float | None = None
+    """Time of the event loop at which it is cut; None before its first token, and without a limit"""
+    late: bool = False
+    """That time has come"""
 
-    def add(self, piece: Piece, version: int, digest: str) -> None:
-        self.ids += piece.ids
-        self.logprobs += piece.logprobs
-        if piece.spans is not None:
+    def __post_init__(self) -> None:
+        request = self.request
+        before = request.prompt_ids[len(request.prompt_ids) - request.drawn :].tolist()
+        self._stopper = stopper(request.sampling, request.decode, before)
+
+    def add(self, piece: Piece, version: int, digest: str) -> Piece:
+        """Takes `piece` up to the token that ends the response; returns what was taken."""
+        taken = self._until_stop(piece.ids)
+        self.ids += piece.ids[:taken]
+        self.logprobs += piece.logprobs[:taken]
+        if piece.spans is not None and taken == len(piece.ids):
             self.spans = merged([*self.kept, *piece.spans])
-        elif piece.ids:
-            self.spans = merged([*self.spans, VersionSpan(version, len(piece.ids), digest)])
+        elif taken:
+            self.spans = merged([*self.spans, VersionSpan(version, taken, digest)])
+        return Piece(ids=piece.ids[:taken], logprobs=piece.logprobs[:taken])
+
+    def _until_stop(self, ids: list[int]) -> int:
+        if self._stopper is not None:
+            for i, token in enumerate(ids):
+                if self._stopper(token):
+                    return i + 1
+        return len(ids)
 
     @property
-    def finish_reason(self) -> Literal["stop", "length"] | None:
-        if self.ids and self.ids[-1] in self.request.stop_ids:
+    def stopped(self) -> bool:
+        """By a stop that the backend does not know of"""
+        return self._stopper is not None and self._stopper.stopped
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        if self.stopped or (self.ids and self.ids[-1] in self.request.stop_ids):
             return "stop"
-        return "length" if len(self.ids) >= self.request.sampling.max_tokens else None
+        if len(self.ids) >= self.request.sampling.max_tokens:
+            return "length"
+        return "timeout" if self.late and self.ids else None
 
     def rest(self) -> Request:
         """What is still to be drawn, after the tokens that there are."""
@@ -56,7 +82,6 @@ class Drawn:
             logprobs[:] = 0  # greedy: the distribution that drew has one token
         if not np.isfinite(logprobs).all():
             raise RecordError(f"version {self.spans[-1].version}: a log-prob is not finite")
-        assert self.finish_reason is not None
         return Completion(
             response_ids=np.array(self.ids, np.int32),
             logprobs=logprobs,

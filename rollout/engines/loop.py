@@ -12,17 +12,25 @@ Everything runs on one event loop and a step never awaits, so nothing changes in
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-
 from areal_q.errors import RecordError
-from areal_q.messages import Manifest, VersionSpan
+from areal_q.messages import FinishReason, Manifest, VersionSpan
 from areal_q.weights import WeightVersion
-from rollout.engines.base import Capabilities, Completion, Request, TokenCallback
+from rollout.engines.base import (
+    Capabilities,
+    Completion,
+    Request,
+    ResponseCallback,
+    TokenCallback,
+    check_shape,
+)
+from rollout.engines.stops import Stopper, stopper
 
 
 @dataclass(eq=False)
@@ -32,12 +40,40 @@ class Job:
     request: Request
     future: "asyncio.Future[list[Completion]]"
     on_token: TokenCallback | None = None
+    on_response: ResponseCallback | None = None
     started: int = -1
     """Step that draws its first tokens; -1 while it waits"""
+    deadline_s: float = math.inf
+    """Monotonic time at which its responses are cut"""
+    stoppers: list[Stopper] = field(default_factory=list)
+    """One for each response, or none"""
     completions: dict[int, Completion] = field(default_factory=dict)
+
+    def start(self, step: int) -> None:
+        self.started = step
+        request = self.request
+        if request.timeout_s:
+            self.deadline_s = time.monotonic() + request.timeout_s
+        drawn = request.prompt_ids[len(request.prompt_ids) - request.drawn :].tolist()
+        watch = [
+            stopper(request.sampling, request.decode, drawn) for _ in range(request.num_samples)
+        ]
+        self.stoppers = [w for w in watch if w is not None]
+
+    def finish_reason(self, index: int, ids: Sequence[int]) -> FinishReason | None:
+        """Why the response of tokens `ids` has ended; None if it has not."""
+        if int(ids[-1]) in self.request.stop_ids:
+            return "stop"
+        if self.stoppers and self.stoppers[index].stopped:
+            return "stop"
+        if len(ids) >= self.request.sampling.max_tokens:
+            return "length"
+        return "timeout" if time.monotonic() >= self.deadline_s else None
 
     def complete(self, index: int, completion: Completion) -> None:
         self.completions[index] = completion
+        if self.on_response:
+            self.on_response(index, completion)
         if len(self.completions) == self.request.num_samples and not self.future.done():
             self.future.set_result([self.completions[i] for i in sorted(self.completions)])
 
@@ -80,6 +116,7 @@ class Stepper(Protocol):
 
     name: str
     capabilities: Capabilities
+    slots: int
     waiting: deque[Job]
     tokens_per_s: float
     """Pace of generation; infinite for as fast as it goes"""
@@ -96,6 +133,10 @@ class Stepper(Protocol):
 
     def step(self) -> int:
         """Admits waiting jobs, draws one token for every response; returns how many."""
+        ...
+
+    def unfinished(self, job: Job) -> dict[int, Completion]:
+        """What a job's responses that have not ended have so far, by their index."""
         ...
 
     def drop(self, job: Job) -> None:
@@ -142,25 +183,28 @@ class EngineLoop:
         self._task.add_done_callback(self._stopped)
 
     async def generate(
-        self, request: Request, on_token: TokenCallback | None = None
+        self,
+        request: Request,
+        on_token: TokenCallback | None = None,
+        on_response: ResponseCallback | None = None,
     ) -> list[Completion]:
         """Raises RecordError when the request can never be served. `on_token` must not raise."""
         if self._task is None or self._task.done():
             raise RuntimeError(f"engine {self.name} is not running")
-        if (
-            request.num_samples < 1
-            or np.ndim(request.prompt_ids) != 1
-            or not len(request.prompt_ids)
-        ):
-            raise RecordError("a request needs a prompt of at least one token and one response")
+        check_shape(request, self._stepper.slots)
         if self.version >= 0:
             self._stepper.check(request)
-        job = Job(request, asyncio.get_running_loop().create_future(), on_token)
+        job = Job(request, asyncio.get_running_loop().create_future(), on_token, on_response)
         self._jobs.add(job)
         self._stepper.waiting.append(job)
         self._wake.set()
         try:
             return await job.future
+        except asyncio.CancelledError:
+            for index, completion in self._stepper.unfinished(job).items():
+                if on_response:
+                    on_response(index, completion)
+            raise
         finally:
             self._jobs.discard(job)
             if len(job.completions) < request.num_samples:

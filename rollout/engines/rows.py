@@ -40,6 +40,7 @@ class Rows:
         self.temperature = empty(0, dtype=torch.float32)
         self.top_k = empty(0)
         self.top_p = empty(0, dtype=torch.float32)
+        self.min_p = empty(0, dtype=torch.float32)
 
     def reserve(self, slots: int, length: int) -> None:
         for name, tensor in vars(self).items():
@@ -72,6 +73,7 @@ class Rows:
         self.temperature[rows] = spread([s.temperature for s in sampling]).float()
         self.top_k[rows] = spread([s.top_k for s in sampling])
         self.top_p[rows] = spread([s.top_p for s in sampling]).float()
+        self.min_p[rows] = spread([s.min_p for s in sampling]).float()
         seeds = [r.seed + i for r in requests for i in range(r.num_samples)]
         self.keys[rows] = seed_keys(seeds).to(self.device)
 

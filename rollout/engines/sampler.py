@@ -1,4 +1,4 @@
-"""Drawing tokens: temperature, top-k, top-p, and the log-prob of exactly the distribution drawn
+"""Drawing tokens: temperature, top-k, top-p, min-p, and the log-prob of exactly the distribution drawn
 from.
 
 Randomness is counter-based: the uniform number for a token is a hash of (the response's seed, the
@@ -39,12 +39,15 @@ def uniform(keys: Tensor, positions: Tensor) -> Tensor:
     return (bits & ((1 << 53) - 1)).to(torch.float64).mul_(2.0**-53)
 
 
-def log_distribution(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def log_distribution(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
     """Log-probs float32 [R, V] of what is drawn from `logits` [R, V]; -inf where a token cannot be.
 
-    temperature, top_p float32 [R]; top_k int64 [R]. The order is temperature, then the `top_k`
+    temperature, top_p, min_p float32 [R]; top_k int64 [R]. The order is temperature, then the `top_k`
     largest (0: all), then among those the fewest largest whose probabilities sum to at least
-    `top_p`. A temperature of 0 puts all mass on the first largest logit.
+    `top_p`, then those with at least `min_p` times the largest probability. A temperature of 0
+    puts all mass on the first largest logit.
     """
     greedy = (temperature == 0).unsqueeze(-1)
     scaled = logits / torch.where(greedy, 1.0, temperature.unsqueeze(-1))
@@ -57,6 +60,7 @@ def log_distribution(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: 
     before = probs.cumsum(-1) - probs
     # The largest always stays; where top_p is 1 nothing goes, whatever rounding made of the sum.
     cut = (before >= top_p.unsqueeze(-1)) & (rank > 0) & (top_p < 1).unsqueeze(-1)
+    cut |= probs < min_p.unsqueeze(-1) * probs[:, :1]  # never the largest, since min_p < 1
     kept = ordered.masked_fill(cut, -torch.inf).log_softmax(-1)
     return torch.empty_like(kept).scatter_(-1, order, kept)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from areal_q.config import ScriptedEngine
 from areal_q.errors import RecordError, WeightVersionError
@@ -88,8 +89,6 @@ class ScriptedStepper:
             raise RecordError(
                 f"{total} tokens exceed the model's max_positions = {self.max_positions}"
             )
-        if request.num_samples > self.slots:
-            raise RecordError(f"{request.num_samples} responses exceed {self.slots} slots")
 
     def prepare(self, weights: WeightVersion) -> Manifest:
         if weights.manifest.format not in FORMATS:
@@ -121,6 +120,13 @@ class ScriptedStepper:
         )
         return len(running)
 
+    def unfinished(self, job: Job) -> dict[int, Completion]:
+        return {
+            r.index: replace(self._completion(r), finish_reason=None)
+            for r in self.responses
+            if r.job is job
+        }
+
     def drop(self, job: Job) -> None:
         if job in self.waiting:
             self.waiting.remove(job)
@@ -132,11 +138,12 @@ class ScriptedStepper:
             if self.active + request.num_samples > self.slots:
                 break
             job = self.waiting.popleft()
-            job.started = self.steps
-            script = [int(i) for i in self.answer([int(i) for i in request.prompt_ids])]
+            job.start(self.steps)
+            ids, drawn = request.prompt_ids.tolist(), request.drawn
+            script = [int(i) for i in self.answer(ids[: len(ids) - drawn])][drawn:]
             keys = seed_keys([request.seed + i for i in range(request.num_samples)])
             for index, key in enumerate(keys):
-                u = uniform(key, torch.arange(request.sampling.max_tokens)).numpy()
+                u = uniform(key, drawn + torch.arange(request.sampling.max_tokens)).numpy()
                 self.responses.append(Response(job, index, script, u, [], []))
 
     def _draw(self, r: Response, certainty: float) -> tuple[int, float]:
@@ -152,15 +159,17 @@ class ScriptedStepper:
         return rest + (rest >= scripted), math.log((1 - certainty) / others)
 
     def _ended(self, r: Response) -> bool:
-        request, tokens = r.job.request, len(r.ids)
-        stopped = r.ids[-1] in request.stop_ids
-        if not stopped and tokens < request.sampling.max_tokens:
+        if r.job.stoppers:
+            r.job.stoppers[r.index](r.ids[-1])
+        if r.job.finish_reason(r.index, r.ids) is None:
             return False
-        completion = Completion(
+        r.job.complete(r.index, self._completion(r))
+        return True
+
+    def _completion(self, r: Response) -> Completion:
+        return Completion(
             response_ids=np.array(r.ids, np.int32),
             logprobs=np.array(r.logprobs, np.float32),
-            spans=self.versions.spans(r.job.started, tokens),
-            finish_reason="stop" if stopped else "length",
+            spans=self.versions.spans(r.job.started, len(r.ids)),
+            finish_reason=r.job.finish_reason(r.index, r.ids),
         )
-        r.job.complete(r.index, completion)
-        return True

@@ -21,11 +21,18 @@ import time
 from collections import deque
 
 import numpy as np
+from msgspec.structs import replace
 
-from areal_q.errors import EngineDied, RecordError
+from areal_q.errors import EngineDied
 from areal_q.weights import WeightVersion
 from rollout.engines.backend import Backend, Piece
-from rollout.engines.base import Completion, Request, TokenCallback
+from rollout.engines.base import (
+    Completion,
+    Request,
+    ResponseCallback,
+    TokenCallback,
+    check_shape,
+)
 from rollout.engines.drawn import Drawn
 
 logger = logging.getLogger(__name__)
@@ -106,23 +113,17 @@ class StreamingEngine:
         self._watcher = asyncio.create_task(self._watch(), name=f"watch-{self.name}")
 
     async def generate(
-        self, request: Request, on_token: TokenCallback | None = None
+        self,
+        request: Request,
+        on_token: TokenCallback | None = None,
+        on_response: ResponseCallback | None = None,
     ) -> list[Completion]:
         """Raises RecordError when the request can never be served, EngineDied when the backend could
         not be brought back. `on_token` must not raise."""
         if self._watcher is None or self._watcher.done():
             raise RuntimeError(f"engine {self.name} is not running")
-        if (
-            request.num_samples < 1
-            or np.ndim(request.prompt_ids) != 1
-            or not len(request.prompt_ids)
-        ):
-            raise RecordError("a request needs a prompt of at least one token and one response")
-        if request.num_samples > self.backend.slots:
-            raise RecordError(
-                f"{request.num_samples} responses at once exceed the engine's {self.backend.slots} slots"
-            )
-        task = asyncio.create_task(self._group(request, on_token))
+        check_shape(request, self.backend.slots)
+        task = asyncio.create_task(self._group(request, on_token, on_response))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await task
@@ -164,7 +165,12 @@ class StreamingEngine:
         self._heard_s = time.monotonic()
         self._ready.set()
 
-    async def _group(self, request: Request, on_token: TokenCallback | None) -> list[Completion]:
+    async def _group(
+        self,
+        request: Request,
+        on_token: TokenCallback | None,
+        on_response: ResponseCallback | None,
+    ) -> list[Completion]:
         await self._ready.wait()
         self.backend.check(request)
         await self._room.enter(request.num_samples)
@@ -172,7 +178,7 @@ class StreamingEngine:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._response(request, index, on_token))
+                    group.create_task(self._told(request, index, on_token, on_response))
                     for index in range(request.num_samples)
                 ]
                 for task in tasks:
@@ -186,18 +192,32 @@ class StreamingEngine:
         self._count(-1)
         self._room.leave(1)
 
-    async def _response(
-        self, request: Request, index: int, on_token: TokenCallback | None
+    async def _told(
+        self,
+        request: Request,
+        index: int,
+        on_token: TokenCallback | None,
+        on_response: ResponseCallback | None,
     ) -> Completion:
+        """A response, of which `on_response` hears what there is even if it is cancelled."""
         drawn = Drawn(request, request.seed + index)
+        try:
+            completion = await self._response(drawn, index, on_token)
+        except asyncio.CancelledError:
+            if on_response and drawn.ids and np.isfinite(drawn.logprobs).all():
+                on_response(index, replace(drawn.completion(), finish_reason=None))
+            raise
+        if on_response:
+            on_response(index, completion)
+        return completion
+
+    async def _response(
+        self, drawn: Drawn, index: int, on_token: TokenCallback | None
+    ) -> Completion:
         while drawn.finish_reason is None:
             launched = self.deaths
             try:
-                async with contextlib.aclosing(
-                    self.backend.stream(drawn.rest(), drawn.seed)
-                ) as pieces:
-                    async for piece in pieces:
-                        self._hear(drawn, piece, index, on_token)
+                await self._draw(drawn, index, on_token)
                 if drawn.finish_reason is None:
                     raise EngineDied(f"a response of {len(drawn.ids)} tokens ended unasked")
             except EngineDied as error:
@@ -209,10 +229,29 @@ class StreamingEngine:
         self._deaths_in_a_row = 0
         return drawn.completion()
 
+    async def _draw(self, drawn: Drawn, index: int, on_token: TokenCallback | None) -> None:
+        """As far as one stream, or the response's time, goes."""
+        stream = self.backend.stream(drawn.rest(), drawn.seed)
+        clock = asyncio.timeout_at(drawn.deadline_s)
+        try:
+            async with clock, contextlib.aclosing(stream) as pieces:
+                async for piece in pieces:
+                    self._hear(drawn, piece, index, on_token)
+                    if drawn.stopped:
+                        return
+                    if drawn.deadline_s is None and drawn.ids and drawn.request.timeout_s:
+                        now_s = asyncio.get_running_loop().time()
+                        drawn.deadline_s = now_s + drawn.request.timeout_s
+                        clock.reschedule(drawn.deadline_s)
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            drawn.late = True
+
     def _hear(self, drawn: Drawn, piece: Piece, index: int, on_token: TokenCallback | None) -> None:
         assert self._weights is not None
         manifest = self._weights.manifest
-        drawn.add(piece, manifest.version, manifest.digest)
+        piece = drawn.add(piece, manifest.version, manifest.digest)
         self._tokens += len(piece.ids)
         self._heard_s = time.monotonic()
         if on_token:

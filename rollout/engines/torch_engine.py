@@ -8,8 +8,10 @@ the number of rows.
 """
 
 import math
+import time
 from collections import deque
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -47,7 +49,7 @@ class TorchStepper:
     tokens_per_s = math.inf
 
     def __init__(self, config: TorchEngine) -> None:
-        self.config = config
+        self.config, self.slots = config, config.slots
         self.ops = build_ops(config)
         self.waiting: deque[Job] = deque()
         self.steps = 0
@@ -79,10 +81,6 @@ class TorchStepper:
             )
         if prompt.min() < 0 or prompt.max() >= config.vocab_size:
             raise RecordError(f"a prompt token is outside the vocabulary of {config.vocab_size}")
-        if request.num_samples > self.config.slots:
-            raise RecordError(
-                f"{request.num_samples} responses at once exceed the engine's {self.config.slots} slots"
-            )
 
     def prepare(self, weights: WeightVersion) -> InferenceModel:
         model = InferenceModel(weights, self.config.device, self.ops)
@@ -114,7 +112,7 @@ class TorchStepper:
         done = self.rows.append(new, tokens, logprobs)
         self.steps += 1
         self._report(tokens, logprobs)
-        finished = done.nonzero().flatten().tolist()
+        finished = sorted({*done.nonzero().flatten().tolist(), *self._stopped(tokens)})
         if finished:
             self._finish(finished)
         return new
@@ -138,7 +136,7 @@ class TorchStepper:
             if full or (jobs and longest * (len(jobs) + 1) > PREFILL_TOKENS):
                 break
             job = self.waiting.popleft()
-            job.started = self.steps
+            job.start(self.steps)
             jobs.append(job)
             self.running[job] = request.num_samples
             self.owners += [(job, index) for index in range(request.num_samples)]
@@ -204,11 +202,10 @@ class TorchStepper:
         u = self.ops.uniform(rows.keys[:n], rows.length[:n])
         settings = {job.request.sampling for job in self.running}
         first = next(iter(settings))
-        if len(settings) == 1 and first.top_p == 1 and first.top_k == 0:
+        if len(settings) == 1 and (first.top_k, first.top_p, first.min_p) == (0, 1, 0):
             return self.ops.draw(logits, first, u)
-        return draw(
-            log_distribution(logits, rows.temperature[:n], rows.top_k[:n], rows.top_p[:n]), u
-        )
+        knobs = (rows.temperature[:n], rows.top_k[:n], rows.top_p[:n], rows.min_p[:n])
+        return draw(log_distribution(logits, *knobs), u)
 
     def _report(self, tokens: Tensor, logprobs: Tensor) -> None:
         if not any(job.on_token for job in self.running):
@@ -218,7 +215,22 @@ class TorchStepper:
             if job.on_token:
                 job.on_token(index, token_list[row], logprob_list[row])
 
-    def _finish(self, slots: list[int]) -> None:
+    def _stopped(self, tokens: Tensor) -> list[int]:
+        """Rows that end for a reason that the tensors do not know: a stop of several tokens, or time."""
+        watched = {job for job in self.running if job.stoppers or job.deadline_s < math.inf}
+        if not watched:
+            return []
+        now_s, found = time.monotonic(), []
+        token_list = tokens.tolist()
+        for row, (job, index) in enumerate(self.owners):
+            stopped = job.stoppers and job.stoppers[index](token_list[row])
+            if stopped or now_s >= job.deadline_s:
+                found.append(row)
+        return found
+
+    def _drawn(self, slots: list[int]) -> list[tuple[Job, int, Completion]]:
+        """(job, index, what there is of its response) of these slots."""
+        found = []
         ids, logprobs, lengths = self.rows.read(slots)
         for slot, row_ids, row_logprobs, length in zip(slots, ids, logprobs, lengths, strict=True):
             job, index = self.owners[slot]
@@ -228,9 +240,24 @@ class TorchStepper:
                 response_ids=response,
                 logprobs=row_logprobs[start:length].copy(),
                 spans=self.versions.spans(job.started, len(response)),
-                finish_reason="stop" if int(response[-1]) in job.request.stop_ids else "length",
+                finish_reason=job.finish_reason(index, response),
                 routes=self.rows.read_routes(slot, length - 1),
             )
+            found.append((job, index, completion))
+        return found
+
+    @torch.inference_mode()
+    def unfinished(self, job: Job) -> dict[int, Completion]:
+        slots = [slot for slot, (owner, _) in enumerate(self.owners) if owner is job]
+        found = {index: done for _, index, done in self._drawn(slots)} if slots else {}
+        return {
+            index: msgspec.structs.replace(completion, finish_reason=None)
+            for index, completion in found.items()
+            if np.isfinite(completion.logprobs).all()
+        }
+
+    def _finish(self, slots: list[int]) -> None:
+        for slot, (job, index, completion) in zip(slots, self._drawn(slots), strict=True):
             if np.isfinite(completion.logprobs).all():
                 job.complete(index, completion)
             else:

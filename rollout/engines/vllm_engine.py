@@ -290,6 +290,7 @@ def _parameters(request: Request, seed: int) -> Any:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         seed=seed & (2**63 - 1),
         max_tokens=sampling.max_tokens,
         stop_token_ids=sorted(request.stop_ids),
