@@ -2,6 +2,7 @@
 
     python -m bench.chaos --faults 200                 the scripted engine: docs/survival.md
     python -m bench.chaos --engine torch --steps 120   the reward, beside an undisturbed run's
+    python -m bench.chaos --soak-min 30                no fault that ends a process: does any of them grow?
 
 | promise                                                  | how it is checked (bench/chaos_promises.py)   |
 |----------------------------------------------------------|-----------------------------------------------|
@@ -30,7 +31,7 @@ import msgspec
 
 from areal_q.metrics import read_metrics
 from bench.chaos_cluster import Cluster, cluster
-from bench.chaos_faults import faults, schedule, usage
+from bench.chaos_faults import Fault, faults, mild, schedule, usage
 from bench.chaos_promises import Growth, Left, Witness, broken, growth
 
 MAX_LAG = 2
@@ -122,9 +123,9 @@ class Outcome(msgspec.Struct, kw_only=True):
 class Storm:
     """Faults at random intervals, each undone when its time has come."""
 
-    def __init__(self, made: Cluster, seed: int, gap_s: float) -> None:
+    def __init__(self, found: list[Fault], made: Cluster, seed: int, gap_s: float) -> None:
         self._cluster, self._rng, self._gap_s = made, random.Random(seed), gap_s
-        self._schedule = schedule(faults(made), self._rng)
+        self._schedule = schedule(found, self._rng)
         self._next_s = time.monotonic()
         self._undo: list[tuple[float, int, Callable[[], None]]] = []
         self.count: Counter[str] = Counter()
@@ -153,9 +154,16 @@ class Storm:
 
 
 def survive(
-    config: str, seed: int, count: int, gap_s: float, until_step: int = 0, **options
+    config: str,
+    seed: int,
+    count: int,
+    gap_s: float,
+    until_step: int = 0,
+    soak_min: float = 0.0,
+    **options,
 ) -> Outcome:
-    """Runs `config` under `count` faults, `gap_s` apart on average, and on to step `until_step`."""
+    """Runs `config` under `count` faults, `gap_s` apart on average, and on to step `until_step`; or, to
+    soak, for so many minutes under faults that end no process, after which none may have grown."""
     began = time.monotonic()
     outcome = Outcome(seed=seed)
     samples: dict[str, list[tuple[float, int, int, int]]] = {}
@@ -172,8 +180,9 @@ def survive(
         witness = Witness(made)
         try:
             until(made, samples, witness, lambda: witness.version >= 1, outcome, "the first step")
-            storm = Storm(made, seed, gap_s)
-            while storm.count.total() < count:
+            storm = Storm(mild(made) if soak_min else faults(made), made, seed, gap_s)
+            end = time.monotonic() + 60 * soak_min
+            while storm.count.total() < count or time.monotonic() < end:
                 storm.blow(another=True)
                 tend(made, samples)
             storm.calm()
@@ -193,6 +202,8 @@ def survive(
         outcome.starts = {name: s.starts for name, s in made.services.items()}
         outcome.deaths = [death for s in made.services.values() for death in s.deaths]
         outcome.growth = [g for name, s in samples.items() if (g := growth(name, s))]
+        if soak_min:
+            outcome.breaches += [f"{g.service} grew" for g in outcome.growth if not g.flat]
         outcome.rewards = [
             r["reward/mean"]
             for r in read_metrics(made.run_dir / "metrics.jsonl")
@@ -278,11 +289,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", choices=("scripted", "torch"), default="scripted")
     parser.add_argument("--steps", type=int, default=0, help="at least so many")
+    parser.add_argument("--soak-min", type=float, default=0.0, help="minutes without a kill")
     parser.add_argument("--faketime", default=find_faketime(), help="path of libfaketime")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unmounts, and removes the namespace
     config = SCRIPTED if args.engine == "scripted" else TORCH
-    storm = survive(config, args.seed, args.faults, args.gap_s, args.steps, faketime=args.faketime)
+    count = 0 if args.soak_min else args.faults
+    storm = survive(
+        config, args.seed, count, args.gap_s, args.steps, args.soak_min, faketime=args.faketime
+    )
     print("\n".join(lines_of(storm)))
     if args.engine == "torch":
         calm = survive(config, args.seed, 0, 1.0, args.steps, faketime=None)

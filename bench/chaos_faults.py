@@ -35,6 +35,11 @@ class Fault(NamedTuple):
 
 def faults(cluster: Cluster) -> list[Fault]:
     """Those that this machine allows."""
+    return [*deadly(cluster), *mild(cluster)]
+
+
+def deadly(cluster: Cluster) -> list[Fault]:
+    """By which processes end, or may."""
     hit = [
         Fault(f"kill -9 {name}", 1.0, (0, 0), partial(_signal, name, signal.SIGKILL))
         for name in KILLED
@@ -44,13 +49,18 @@ def faults(cluster: Cluster) -> list[Fault]:
         for name in KILLED
     ]
     hit += [
-        Fault(f"stop {name}", 0.7, (1, 8), partial(_freeze, name))
-        for name in (*KILLED, "rollout-0")
-    ]
-    hit += [
         Fault(f"full disk: {name}", 0.8, (2, 6), partial(_fill, name)) for name in cluster.disks
     ]
     hit += [Fault(f"clock of {name}", 1.0, (0, 0), partial(_jump, name)) for name in cluster.clocks]
+    return hit
+
+
+def mild(cluster: Cluster) -> list[Fault]:
+    """Which every process must outlive."""
+    hit = [
+        Fault(f"stop {name}", 0.7, (1, 8), partial(_freeze, name))
+        for name in (*KILLED, "rollout-0")
+    ]
     if cluster.network:
         hit.append(Fault("cut network", 2.0, (1, 12), _cut))
     return [

@@ -222,6 +222,12 @@ class Growth(msgspec.Struct, frozen=True):
     """Median of the second and of the last quarter of its life, 10^6 bytes"""
     files: tuple[float, float]
 
+    @property
+    def flat(self) -> bool:
+        """Within what caches, buffers and a connection more or less come to."""
+        (before, after), (few, many) = self.resident_mb, self.files
+        return after <= 1.1 * before + 20 and many <= few + 16
+
 
 def growth(service: str, samples: list[tuple[float, int, int, int]]) -> Growth | None:
     """`samples` are (time s, pid, bytes, files); None for a process that was seen fewer than 8 times."""

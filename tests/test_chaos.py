@@ -121,3 +121,5 @@ def test_growth_is_that_of_the_process_that_lived_longest():
     assert found and found.minutes == 19
     assert found.resident_mb == (11.0, 21.0)
     assert growth("learner", samples[:5]) is None
+    assert found.flat and not msgspec.structs.replace(found, resident_mb=(11.0, 33.0)).flat
+    assert not msgspec.structs.replace(found, files=(5.0, 22.0)).flat
