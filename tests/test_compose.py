@@ -157,6 +157,7 @@ def resolved(tmp_path: Path) -> Resolve:
         ([COMPOSE, ACL], [], {"redis", "learner", "rollout", "prometheus", "grafana"}),
         ([COMPOSE, GPU], ["gpus-2"], {"learner", "rollout-gpu1"}),
         ([COMPOSE, GPU], ["gpus-8"], {"learner", *(f"rollout-gpu{n}" for n in range(1, 8))}),
+        ([COMPOSE, GPU], ["half-4"], {"learner", "rollout-gpu2", "rollout-gpu3"}),
         ([COMPOSE, HEAD], ["relay"], {"redis", "learner", "rollout", "relay"}),
         ([COMPOSE, ACL], [], {"redis", "learner", "rollout"}),
         ([WORKERS], ["relay"], {"rollout", "relay"}),
@@ -175,18 +176,28 @@ def test_compose_accepts_each_file_and_keeps_it_locked(resolved, files, profiles
         assert not {"privileged", "cap_add", "network_mode"} & service.keys(), name
 
 
-def test_every_gpu_has_one_service_and_the_workers_without_one_stay_away(resolved):
-    found = resolved([COMPOSE, GPU], ["gpus-8"])["services"]
+@pytest.mark.parametrize(
+    ("profile", "gpus", "learning"),
+    [("gpus-2", 2, 1), ("gpus-4", 4, 1), ("gpus-8", 8, 1), ("half-4", 4, 2), ("half-8", 8, 4)],
+)
+def test_every_gpu_has_one_service_and_the_workers_without_one_stay_away(
+    resolved, profile, gpus, learning
+):
+    found = resolved([COMPOSE, GPU], [profile], LEARNER_GPUS=str(learning))["services"]
     assert "rollout" not in found
-    taken = [
-        device["device_ids"]
-        for service in found.values()
-        for device in service.get("deploy", {})
-        .get("resources", {})
-        .get("reservations", {})
-        .get("devices", [])
+    devices = {
+        name: service["deploy"]["resources"]["reservations"]["devices"]
+        for name, service in found.items()
+        if service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices")
+    }
+    assert [d["count"] for d in devices.pop("learner")] == [learning]
+    taken = sorted(d["device_ids"] for found in devices.values() for d in found)
+    assert taken == [[str(gpu)] for gpu in range(learning, gpus)]
+    assert found["learner"]["entrypoint"][:3] == [
+        "torchrun",
+        "--standalone",
+        "--nproc-per-node=gpu",
     ]
-    assert sorted(taken) == [[str(gpu)] for gpu in range(8)]
     assert "learner.device=cuda" in found["learner"]["command"]
     for name, service in found.items():
         if name.startswith("rollout-gpu"):

@@ -227,6 +227,14 @@ def test_the_overlay_for_gpus_asks_for_one_each_and_for_vllm(built):
         found = container(objects, name)
         assert found["resources"]["limits"]["nvidia.com/gpu"] == "1"
         assert found["image"].partition(":")[0] == image
-    assert "learner.device=cuda" in container(objects, "learner")["args"]
+    learner = container(objects, "learner")
+    assert "learner.device=cuda" in learner["args"]
+    assert learner["command"] == [
+        "torchrun",
+        "--standalone",
+        "--nproc-per-node=gpu",
+        "-m",
+        "learner",
+    ]
     (settings,) = [x["data"] for x in objects if x["kind"] == "ConfigMap"]
     assert type(load(ROOT / settings["CONFIG"]).rollout.engine).__struct_config__.tag == "vllm"
