@@ -34,6 +34,7 @@ from areal_q.config import AdamW, LearnerConfig
 from areal_q.errors import ConfigError
 from areal_q.messages import Array, Trajectory
 from areal_q.models import Decoder, DecoderConfig
+from areal_q.models.moe import Router
 from learner.batch import Sample
 from learner.kv_scales import kv_scales
 from learner.ranks import Ranks
@@ -209,6 +210,9 @@ def shard(model: Decoder, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
     whatever `learner.dtype` computes with."""
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, cfg.dtype), reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if cfg.fsdp.offload else OffloadPolicy()
+    for module in model.modules():
+        if isinstance(module, Router):
+            fully_shard(module, mesh=mesh, offload_policy=offload)  # stays float32
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)

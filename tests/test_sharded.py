@@ -15,6 +15,7 @@ import torch
 
 from areal_q.algorithms import reducers
 from areal_q.config import Run, dump_toml
+from areal_q.messages import Array
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.batch import Sample
@@ -108,6 +109,37 @@ SETTINGS = [
 def some_without_advantage(samples: list[Sample]) -> list[Sample]:
     """The first group has none, so that both kinds of micro-batches occur."""
     return [replace(s, advantage=0.0) if s.group == 0 else s for s in samples]
+
+
+def with_routes(samples: list[Sample], layers: int = 2, experts: int = 5) -> list[Sample]:
+    """Each token sent to two experts of each layer, at random, a group's prompt to the same; those of the first
+    group were not recorded."""
+
+    def routed(sample: Sample) -> Sample:
+        of_prompt, rng = (np.random.default_rng(n) for n in (sample.group, len(sample.lag)))
+        rows = [(len(sample.prompt_ids), of_prompt), (sample.trajectory.num_tokens - 1, rng)]
+        scores = np.concatenate([draw.random((n, layers, experts)) for n, draw in rows])
+        routes = Array.of(scores.argsort(-1)[..., :2], "uint8")
+        trajectory = msgspec.structs.replace(sample.trajectory, routes=routes)
+        return replace(sample, trajectory=trajectory)
+
+    return [sample if sample.group == 0 else routed(sample) for sample in samples]
+
+
+@pytest.mark.timeout(240)
+def test_two_ranks_learn_experts_and_replay_routes_as_one_does(
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
+):
+    experts = ["model.experts=5", "learner.routing_replay=true", "learner.router_aux_coef=0.1"]
+    run = make_run(*SETTINGS, *experts, "learner.recompute=true")
+    steps = [with_routes(make_samples(15, seed)) for seed in range(2)]
+    alone = build(make_run(*SETTINGS, *experts))
+    expected = [alone.step(samples) for samples in steps]
+    found = on_two_ranks(tmp_path / "two", run, steps)
+    assert_close(tmp_path / "two" / "checkpoints" / "step-000009", alone, 1e-4)
+    for one, two in zip(expected, found, strict=True):
+        assert one["routing/disagreement"] == two["routing/disagreement"] > 0
+        assert two["loss/router"] == pytest.approx(one["loss/router"], rel=1e-4)
 
 
 @pytest.mark.timeout(240)

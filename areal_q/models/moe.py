@@ -18,7 +18,6 @@ Notation: T tokens, D width, E experts, K experts a token, L sparse layers.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -33,18 +32,21 @@ UNRECORDED = -1
 """In place of an expert's number, where nobody wrote down which it was"""
 
 
-@dataclass
 class Routing:
-    """What the sparse layers of one forward are told, and tell. By sparse layer, 0 … L - 1."""
+    """What the sparse layers of one forward are told, and tell. By sparse layer, 0 … L - 1.
 
-    recorded: Tensor | None = None
-    """int [T, L, K]: experts to take; UNRECORDED for tokens that take the router's own"""
-    own: dict[int, Tensor] = field(default_factory=dict)
-    """int64 [T, K]: the router's choice"""
-    taken: dict[int, Tensor] = field(default_factory=dict)
-    """int64 [T, K]: the experts that were run"""
-    probs: dict[int, Tensor] = field(default_factory=dict)
-    """float32 [T, E] with gradient: the router's distribution"""
+    No dataclass: FSDP2 would hand each layer a copy.
+    """
+
+    def __init__(self, recorded: Tensor | None = None) -> None:
+        self.recorded = recorded
+        """int [T, L, K]: experts to take; UNRECORDED for tokens that take the router's own"""
+        self.own: dict[int, Tensor] = {}
+        """int64 [T, K]: the router's choice"""
+        self.taken: dict[int, Tensor] = {}
+        """int64 [T, K]: the experts that were run"""
+        self.probs: dict[int, Tensor] = {}
+        """float32 [T, E] with gradient: the router's distribution"""
 
     def choose(self, layer: int, probs: Tensor, own: Tensor) -> Tensor:
         """The experts to run, int64 [T, K]. A layer that runs again (activation checkpointing) says the same
