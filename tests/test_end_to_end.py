@@ -250,6 +250,25 @@ def test_reward_rises(runs: Runs):
     assert np.mean(rewards[-20:]) > np.mean(rewards[:5]) + 0.25
 
 
+def test_a_mixture_of_experts_learns_with_replayed_routes(runs: Runs):
+    settings = ["steps=60", "name=moe", "learner.groups=32", "model.experts=4", "model.mlp=64"]
+    config = QUICKSTART.with_name("quickstart-moe.toml")
+    runs.run("run", str(config), *SMALL, *settings)
+    runs.assert_sound("moe", steps=60, groups=32)
+    steps = runs.steps("moe")
+    rewards = [r["reward/mean"] for r in steps]
+    assert np.mean(rewards[-10:]) > np.mean(rewards[:5]) + 0.1
+    assert all(0 <= r["routing/disagreement"] < 0.25 for r in steps)
+    logged = read_log(runs.root / "runs" / "moe" / "trajectories", 59)
+    [(_, groups)] = logged
+    for group in groups:
+        for t in group.trajectories:
+            assert t.routes is not None
+            assert t.routes.shape == (group.ticket.prompt_ids.shape[0] + t.num_tokens - 1, 2, 2)
+    assert "bit for bit" in runs.run("replay", "runs/moe", "--from", "50", "--to", "54")
+    runs.run("replay", "runs/moe", "--to", "2", "--set", "learner.routing_replay=false")
+
+
 def test_without_lag_and_quantization_both_sides_agree(runs: Runs):
     exact = ["learner.max_lag=0", "rollout.format=bf16", "learner.uaq=1", "steps=4"]
     runs.run("run", str(QUICKSTART), *SMALL, *exact, "name=exact")
