@@ -113,6 +113,7 @@ def samples(
 
 
 def trajectory(index: int, c: Completion) -> Trajectory:
+    assert c.finish_reason is not None
     return Trajectory(
         index=index,
         response_ids=Array.of(c.response_ids),
