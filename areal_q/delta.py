@@ -2,7 +2,8 @@
 
 Tensors with equal digests cost nothing; areal_q/deltacode.py says how the others are coded. The new
 manifest is compressed with the old one as dictionary, and has a checksum: its own digest covers the
-tensors only. Pure: no socket here. Tensors are bytes; every format of a given element size is treated alike.
+tensors only. Tensors' digests are left out of it and found again from the bytes that a delta gives.
+Pure: no socket here.
 """
 
 import math
@@ -16,10 +17,22 @@ import torch
 import zstandard
 
 from areal_q import deltacode, messages
-from areal_q.deltacode import Moves, Streams
+from areal_q.deltacode import Classes, ClassesOf, Moves, Streams
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.messages import Manifest, TensorSpec
-from areal_q.weights import DTYPES, WeightVersion, unpack
+from areal_q.weights import DTYPES, WeightVersion, unpack_unnamed, without_digests
+
+SIGNED_FLOATS = frozenset(
+    {
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
+)
+"""Stepped through in the order of their values"""
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True):
@@ -44,8 +57,11 @@ def diff(base: WeightVersion, new: WeightVersion) -> bytes | None:
         if old_spec.digest != new_spec.digest:
             old, now = _elements(base.payload, old_spec), _elements(new.payload, new_spec)
             where = _changed(old, now)
-            moves.append(Moves(index, len(old), where, now[where] - old[where]))
-    return _encode(base.manifest, new.manifest, moves)
+            old, now = old[where], now[where]
+            if DTYPES[new_spec.dtype] in SIGNED_FLOATS:
+                old, now = deltacode.ordered(old), deltacode.ordered(now)
+            moves.append(Moves(index, math.prod(new_spec.shape), where, now - old))
+    return _encode(base.manifest, new.manifest, moves, _classes_of(base))
 
 
 def apply(base: WeightVersion, delta: bytes, payload: torch.Tensor) -> WeightVersion:
@@ -56,23 +72,44 @@ def apply(base: WeightVersion, delta: bytes, payload: torch.Tensor) -> WeightVer
     try:
         body = _decode_body(delta)
         limit = messages.MAX_RECORD_BYTES
-        plain = deltacode.decompress(body.manifest, limit, _dictionary(base.manifest))
-        manifest = messages.decode_manifest(plain)
+        encoded = deltacode.decompress(body.manifest, limit, _dictionary(base.manifest))
+        manifest = messages.decode_manifest(encoded)
     except (RecordError, zstandard.ZstdError) as error:
         raise WeightVersionError(f"delta refused: {error}") from error
     if not same_layout(base.manifest, manifest):
         raise WeightVersionError(f"delta to version {manifest.version}: of another layout")
     payload.copy_(base.payload)
-    for moves in _moves(manifest, body.streams):
-        _elements(payload, manifest.tensors[moves.index])[moves.where] += moves.step
-    return unpack(manifest, payload)
+    for moves in _moves(manifest, body.streams, _classes_of(base)):
+        spec = manifest.tensors[moves.index]
+        elements = _elements(payload, spec)
+        if DTYPES[spec.dtype] in SIGNED_FLOATS:
+            moved = deltacode.ordered(elements[moves.where]) + moves.step
+            elements[moves.where] = deltacode.unordered(moved)
+        else:
+            elements[moves.where] += moves.step
+    return unpack_unnamed(manifest, payload)
+
+
+def plain(base: WeightVersion, delta: bytes) -> bytes:
+    """The same delta in the form that `compose` takes, which can be read without its base; it may be larger.
+
+    Raises WeightVersionError for a delta that is malformed.
+    """
+    try:
+        body = _decode_body(delta)
+    except RecordError as error:
+        raise WeightVersionError(f"delta refused: {error}") from error
+    if all(len(change.counts) == 1 for change in body.streams.changes):
+        return delta
+    moves = _moves(base.manifest, body.streams, _classes_of(base))
+    return messages.encode(_Body(body.manifest, deltacode.encode(moves)))
 
 
 def compose(manifests: Sequence[Manifest], deltas: Sequence[bytes]) -> bytes:
-    """One delta from the first of `manifests` to the last, the same bytes that `diff` would give.
+    """One delta from the first of `manifests` to the last, the same bytes that `diff` and `plain` would give.
 
-    `deltas[i]` leads from manifests[i] to manifests[i + 1]. Needs no payload, only time and memory in
-    proportion to what changed. Raises WeightVersionError for deltas that are malformed.
+    `deltas[i]`, in `plain`'s form, leads from manifests[i] to manifests[i + 1]. Needs no payload, only time
+    and memory in proportion to what changed. Raises WeightVersionError for deltas that are malformed.
     """
     by_tensor: dict[int, list[Moves]] = defaultdict(list)
     for manifest, delta in zip(manifests[1:], deltas, strict=True):
@@ -110,15 +147,28 @@ def same_layout(a: Manifest, b: Manifest) -> bool:
     return same_size and [layout(s) for s in a.tensors] == [layout(s) for s in b.tensors]
 
 
-def _encode(base: Manifest, new: Manifest, moves: list[Moves]) -> bytes:
-    manifest = deltacode.compress(messages.encode(new), _dictionary(base))
-    return messages.encode(_Body(manifest, deltacode.encode(moves)))
+def _encode(
+    base: Manifest, new: Manifest, moves: list[Moves], classes_of: ClassesOf | None = None
+) -> bytes:
+    manifest = deltacode.compress(messages.encode(without_digests(new)), _dictionary(base))
+    return messages.encode(_Body(manifest, deltacode.encode(moves, classes_of)))
 
 
-def _moves(manifest: Manifest, streams: Streams) -> list[Moves]:
+def _classes_of(base: WeightVersion) -> ClassesOf:
+    def classes(index: int) -> Classes | None:
+        spec = base.manifest.tensors[index]
+        table = deltacode.tables().get(spec.dtype)
+        return None if table is None else Classes(_elements(base.payload, spec), table)
+
+    return classes
+
+
+def _moves(
+    manifest: Manifest, streams: Streams, classes_of: ClassesOf | None = None
+) -> list[Moves]:
     sizes = [(math.prod(s.shape), DTYPES[s.dtype].itemsize) for s in manifest.tensors]
     try:
-        return deltacode.decode(streams, sizes)
+        return deltacode.decode(streams, sizes, classes_of)
     except (ValueError, zstandard.ZstdError) as error:
         raise WeightVersionError(f"delta to version {manifest.version}: {error}") from error
 
@@ -148,5 +198,5 @@ def _rows(values: np.ndarray, per_row: int, rows: np.ndarray) -> np.ndarray:
 
 def _dictionary(manifest: Manifest) -> zstandard.ZstdCompressionDict:
     return zstandard.ZstdCompressionDict(
-        messages.encode(manifest), dict_type=zstandard.DICT_TYPE_RAWCONTENT
+        messages.encode(without_digests(manifest)), dict_type=zstandard.DICT_TYPE_RAWCONTENT
     )

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 import xxhash
 
@@ -123,6 +124,31 @@ def unpack(manifest: Manifest, payload: torch.Tensor) -> WeightVersion:
     verifier = Verifier(manifest, payload)
     verifier.advance(manifest.nbytes)
     return verifier.finish()
+
+
+def unpack_unnamed(manifest: Manifest, payload: torch.Tensor) -> WeightVersion:
+    """The same where the manifest lacks the tensors' own digests, which it then gets: the version's digest
+    covers them all. Raises WeightVersionError if that differs."""
+    if payload.dtype != torch.uint8 or payload.numel() != manifest.nbytes:
+        raise WeightVersionError(
+            f"version {manifest.version}: {payload.numel()} of {manifest.nbytes} bytes"
+        )
+    raw = payload.numpy().data
+    specs = [
+        msgspec.structs.replace(
+            s, digest=xxhash.xxh3_128_hexdigest(raw[s.offset : s.offset + s.nbytes])
+        )
+        for s in manifest.tensors
+    ]
+    manifest = msgspec.structs.replace(manifest, tensors=specs)
+    check(manifest)
+    return WeightVersion(manifest, payload, _views(manifest, payload))
+
+
+def without_digests(manifest: Manifest) -> Manifest:
+    """`manifest`, its tensors' digests left out: what they add to a delta is no information."""
+    specs = [msgspec.structs.replace(s, digest="") for s in manifest.tensors]
+    return msgspec.structs.replace(manifest, tensors=specs)
 
 
 class Verifier:

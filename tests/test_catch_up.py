@@ -1,5 +1,6 @@
 """Workers some versions behind get the deltas they lack; what does not get on is told."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -233,9 +234,12 @@ def test_a_stalled_sync_is_an_event_and_is_told_when_it_ends(
 def test_a_delta_that_takes_too_long_is_left_out(
     short_dir: Path, herald: Herald, stack: ExitStack, make_version: Make
 ) -> None:
-    broadcaster = serve(short_dir, stack, msgspec.structs.replace(CONFIG, stall_s=1e-9))
-    versions = [make_version(number, rows=100_000) for number in range(2)]
-    receiver = follow(herald, broadcaster.endpoints.fetch, stack, chunk_bytes=1 << 20)
+    broadcaster = serve(short_dir, stack, msgspec.structs.replace(CONFIG, stall_s=0.01))
+    versions = [make_version(number) for number in range(2)]
+    receiver = follow(herald, broadcaster.endpoints.fetch, stack)
+    late = threading.Event()
+    stack.callback(late.set)
+    broadcaster._differ.submit(late.wait)  # what is in its way before the delta
     for version in versions:
         publish(broadcaster, version)
         herald.tell(version)

@@ -231,13 +231,13 @@ class Broadcaster:
 
     def _show(self, desk: Desk, version: WeightVersion, body: bytes | None) -> None:
         new = version.manifest
-        base = self._newest.manifest if self._newest else None
+        base = self._newest
         if body is not None and len(body) > self._config.max_delta_bytes:
             body = None
         self.stats.published += 1
         self.stats.last_version_bytes = new.nbytes if body is None else len(body)
         if base is not None and body is not None:
-            header = messages.encode(header_of(base, new))
+            header = messages.encode(header_of(base.manifest, new))
             self._xpub.send_multipart([header, body], copy=False)
             self.stats.deltas += 1
             self.stats.delta_bytes += len(body)

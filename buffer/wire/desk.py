@@ -9,7 +9,7 @@ from dataclasses import asdict
 import xxhash
 import zmq
 
-from areal_q import messages
+from areal_q import delta, messages
 from areal_q.errors import RecordError
 from areal_q.messages import (
     ChunkReply,
@@ -25,7 +25,7 @@ from areal_q.messages import (
     ManifestReply,
 )
 from areal_q.weights import WeightVersion
-from buffer.wire.held import CatchUp, HeldDeltas, HeldVersions, catch_up
+from buffer.wire.held import CatchUp, HeldDeltas, HeldVersions, Link, catch_up
 from buffer.wire.stats import BroadcastStats
 
 logger = logging.getLogger(__name__)
@@ -75,10 +75,15 @@ class Desk:
         """By epoch and the versions they lead from and to, the last KEPT_CATCH_UPS"""
         self._waiting: list[tuple[bytes, Future[CatchUp]]] = []
 
-    def show(self, version: WeightVersion, base: Manifest | None, body: bytes | None) -> None:
+    def show(self, version: WeightVersion, base: WeightVersion | None, body: bytes | None) -> None:
         """From now on `version` is the newest; `body` leads to it from `base`."""
         self._versions.add(version)
-        self._deltas.add(base, version.manifest, body)
+        link = None
+        if base is not None and body is not None:
+            # On the thread that will add deltas up, which so never waits for it.
+            plain = self._composer.submit(delta.plain, base, body)
+            link = Link(base.manifest, version.manifest, len(body), plain)
+        self._deltas.add(link)
         self._history = [*self._history, version.manifest][-self._history_length :]
 
     def answer(self) -> None:
@@ -178,7 +183,7 @@ class Desk:
             format=manifest.format,
             nbytes=manifest.nbytes,
             held=self._versions.has(manifest.digest),
-            delta_bytes=len(link.body) if link else None,
+            delta_bytes=link.nbytes if link else None,
             base=link.base.version if link else None,
             base_digest=link.base.digest if link else None,
             published_s=manifest.published_s,

@@ -3,6 +3,7 @@
 import math
 import time
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import xxhash
@@ -76,7 +77,10 @@ class Link:
 
     base: Manifest
     new: Manifest
-    body: bytes
+    nbytes: int
+    """As it was sent"""
+    plain: Future[bytes]
+    """In the form that can be added up without its base (areal_q/delta.py)"""
 
     @property
     def header(self) -> Delta:
@@ -95,23 +99,24 @@ def header_of(base: Manifest, new: Manifest) -> Delta:
 
 
 class HeldDeltas:
-    """The unbroken chain of deltas up to the newest version: at most `limit`, `limit_bytes` together."""
+    """The unbroken chain of deltas up to the newest version: at most `limit`, `limit_bytes` together as they
+    were sent. In memory they may be half as large again: BF16 and FP8 are (areal_q/deltacode.py)."""
 
     def __init__(self, limit: int, limit_bytes: int) -> None:
         self._limit, self._limit_bytes = limit, limit_bytes
         self._chain: deque[Link] = deque()
         self._nbytes = 0
 
-    def add(self, base: Manifest | None, new: Manifest, body: bytes | None) -> None:
-        """`body` leads from `base` to `new`; None breaks the chain."""
-        if base is None or body is None:
+    def add(self, link: Link | None) -> None:
+        """`link` leads to the newest version; None breaks the chain."""
+        if link is None:
             self._chain.clear()
             self._nbytes = 0
             return
-        self._chain.append(Link(base, new, body))
-        self._nbytes += len(body)
+        self._chain.append(link)
+        self._nbytes += link.nbytes
         while len(self._chain) > self._limit or self._nbytes > self._limit_bytes:
-            self._nbytes -= len(self._chain.popleft().body)
+            self._nbytes -= self._chain.popleft().nbytes
 
     def since(self, epoch: str, version: int, digest: str) -> list[Link]:
         """What leads from that version to the newest; empty if it is not known."""
@@ -145,7 +150,7 @@ def catch_up(links: list[Link]) -> CatchUp:
 
     One delta saves a code that moves back and forth, and the worker a pass over its weights for each.
     """
-    bodies = [link.body for link in links]
+    bodies = [link.plain.result() for link in links]
     headers = [link.header for link in links]
     if len(links) > 1:
         try:
