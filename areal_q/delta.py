@@ -6,7 +6,6 @@ tensors only. Tensors' digests are left out of it and found again from the bytes
 Pure: no socket here.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -17,22 +16,21 @@ import torch
 import zstandard
 
 from areal_q import deltacode, messages
-from areal_q.deltacode import Classes, ClassesOf, Moves, Streams
+from areal_q.deltabits import compress, decompress, ordered, unordered
+from areal_q.deltacode import Floats, FloatsOf, Moves, Streams
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.messages import Manifest, TensorSpec
 from areal_q.weights import DTYPES, WeightVersion, unpack_unnamed, without_digests
 
-SIGNED_FLOATS = frozenset(
-    {
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-    }
-)
-"""Stepped through in the order of their values"""
+MANTISSA = {
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 2,
+    torch.float16: 10,
+    torch.bfloat16: 7,
+    torch.float32: 23,
+    torch.float64: 52,
+}
+"""Bits of it, of the floats that are stepped through in the order of their values"""
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True):
@@ -58,10 +56,10 @@ def diff(base: WeightVersion, new: WeightVersion) -> bytes | None:
             old, now = _elements(base.payload, old_spec), _elements(new.payload, new_spec)
             where = _changed(old, now)
             old, now = old[where], now[where]
-            if DTYPES[new_spec.dtype] in SIGNED_FLOATS:
-                old, now = deltacode.ordered(old), deltacode.ordered(now)
-            moves.append(Moves(index, math.prod(new_spec.shape), where, now - old))
-    return _encode(base.manifest, new.manifest, moves, _classes_of(base))
+            if DTYPES[new_spec.dtype] in MANTISSA:
+                old, now = ordered(old), ordered(now)
+            moves.append(Moves(index, new_spec.nbytes // now.itemsize, where, now - old))
+    return _encode(base.manifest, new.manifest, moves, _floats_of(base))
 
 
 def apply(base: WeightVersion, delta: bytes, payload: torch.Tensor) -> WeightVersion:
@@ -72,19 +70,19 @@ def apply(base: WeightVersion, delta: bytes, payload: torch.Tensor) -> WeightVer
     try:
         body = _decode_body(delta)
         limit = messages.MAX_RECORD_BYTES
-        encoded = deltacode.decompress(body.manifest, limit, _dictionary(base.manifest))
+        encoded = decompress(body.manifest, limit, _dictionary(base.manifest))
         manifest = messages.decode_manifest(encoded)
     except (RecordError, zstandard.ZstdError) as error:
         raise WeightVersionError(f"delta refused: {error}") from error
     if not same_layout(base.manifest, manifest):
         raise WeightVersionError(f"delta to version {manifest.version}: of another layout")
     payload.copy_(base.payload)
-    for moves in _moves(manifest, body.streams, _classes_of(base)):
+    for moves in _moves(manifest, body.streams, _floats_of(base)):
         spec = manifest.tensors[moves.index]
         elements = _elements(payload, spec)
-        if DTYPES[spec.dtype] in SIGNED_FLOATS:
-            moved = deltacode.ordered(elements[moves.where]) + moves.step
-            elements[moves.where] = deltacode.unordered(moved)
+        if DTYPES[spec.dtype] in MANTISSA:
+            moved = ordered(elements[moves.where]) + moves.step
+            elements[moves.where] = unordered(moved)
         else:
             elements[moves.where] += moves.step
     return unpack_unnamed(manifest, payload)
@@ -99,9 +97,9 @@ def plain(base: WeightVersion, delta: bytes) -> bytes:
         body = _decode_body(delta)
     except RecordError as error:
         raise WeightVersionError(f"delta refused: {error}") from error
-    if all(len(change.counts) == 1 for change in body.streams.changes):
+    if not body.streams.based:
         return delta
-    moves = _moves(base.manifest, body.streams, _classes_of(base))
+    moves = _moves(base.manifest, body.streams, _floats_of(base))
     return messages.encode(_Body(body.manifest, deltacode.encode(moves)))
 
 
@@ -124,7 +122,8 @@ def compose(manifests: Sequence[Manifest], deltas: Sequence[bytes]) -> bytes:
 
 
 def changed(manifest: Manifest, delta: bytes) -> dict[str, tuple[int, int]]:
-    """(elements that the delta changes, elements) of every tensor of the version that it leads to.
+    """(elements that the delta changes, elements) of every tensor of the version that it leads to; of whole
+    numbers, which may be packed codes, bytes.
 
     Raises RecordError for what is no delta, WeightVersionError for one of another version.
     """
@@ -132,7 +131,7 @@ def changed(manifest: Manifest, delta: bytes) -> dict[str, tuple[int, int]]:
     if any(index >= len(manifest.tensors) for index in counts):
         raise WeightVersionError(f"delta of another version than {manifest.version}")
     return {
-        spec.name: (counts.get(index, 0), math.prod(spec.shape))
+        spec.name: (counts.get(index, 0), spec.nbytes // _unit(spec))
         for index, spec in enumerate(manifest.tensors)
     }
 
@@ -148,35 +147,39 @@ def same_layout(a: Manifest, b: Manifest) -> bool:
 
 
 def _encode(
-    base: Manifest, new: Manifest, moves: list[Moves], classes_of: ClassesOf | None = None
+    base: Manifest, new: Manifest, moves: list[Moves], floats_of: FloatsOf | None = None
 ) -> bytes:
-    manifest = deltacode.compress(messages.encode(without_digests(new)), _dictionary(base))
-    return messages.encode(_Body(manifest, deltacode.encode(moves, classes_of)))
+    manifest = compress(messages.encode(without_digests(new)), _dictionary(base))
+    return messages.encode(_Body(manifest, deltacode.encode(moves, floats_of)))
 
 
-def _classes_of(base: WeightVersion) -> ClassesOf:
-    def classes(index: int) -> Classes | None:
+def _floats_of(base: WeightVersion) -> FloatsOf:
+    def floats(index: int) -> Floats | None:
         spec = base.manifest.tensors[index]
-        table = deltacode.tables().get(spec.dtype)
-        return None if table is None else Classes(_elements(base.payload, spec), table)
+        mantissa = MANTISSA.get(DTYPES[spec.dtype])
+        return None if mantissa is None else Floats(_elements(base.payload, spec), mantissa)
 
-    return classes
+    return floats
 
 
-def _moves(
-    manifest: Manifest, streams: Streams, classes_of: ClassesOf | None = None
-) -> list[Moves]:
-    sizes = [(math.prod(s.shape), DTYPES[s.dtype].itemsize) for s in manifest.tensors]
+def _moves(manifest: Manifest, streams: Streams, floats_of: FloatsOf | None = None) -> list[Moves]:
+    sizes = [(s.nbytes // _unit(s), _unit(s)) for s in manifest.tensors]
     try:
-        return deltacode.decode(streams, sizes, classes_of)
+        return deltacode.decode(streams, sizes, floats_of)
     except (ValueError, zstandard.ZstdError) as error:
         raise WeightVersionError(f"delta to version {manifest.version}: {error}") from error
 
 
 def _elements(payload: torch.Tensor, spec: TensorSpec) -> np.ndarray:
-    """A flat view of the tensor's bytes as unsigned integers of its element size."""
+    """A flat view of the tensor's bytes as unsigned integers."""
     raw = payload[spec.offset : spec.offset + spec.nbytes].numpy()
-    return raw.view(f"<u{DTYPES[spec.dtype].itemsize}")
+    return raw.view(f"<u{_unit(spec)}")
+
+
+def _unit(spec: TensorSpec) -> int:
+    """Bytes that move together: a float's; of whole numbers, which may be packed codes, single ones."""
+    dtype = DTYPES[spec.dtype]
+    return dtype.itemsize if dtype in MANTISSA else 1
 
 
 def _changed(old: np.ndarray, now: np.ndarray) -> np.ndarray:

@@ -275,11 +275,10 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a version consists of. Its digest covers every tensor, and the digest of the version beneath it
-    if there is one, so two equal digests are equal weights.
+    """What a version consists of. Its digest covers every tensor, so two equal digests are equal weights.
 
-    A version is any set of named tensors: codes, scales, KV scales, norms, adapters. Example: LoRA adapters
-    alone are a version whose `base_digest` names the weights that they are added to.
+    A version is any set of named tensors: codes, scales, KV scales, norms; adapters together with the frozen
+    weights that they are added to, which no delta between versions then holds.
     """
 
     schema: int = SCHEMA
@@ -294,11 +293,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     tensors: list[TensorSpec]
     nbytes: int
     digest: str
-    """xxh3-128 over the names, dtypes, shapes and digests of all tensors, and `base_digest`, hexadecimal"""
+    """xxh3-128 over the names, dtypes, shapes and digests of all tensors, hexadecimal"""
     published_s: float
     noise: Noise | None = None
-    base_digest: str = ""
-    """Digest of the version that these tensors are added to; empty where they are the whole model"""
     extra: dict[str, Any] = {}
     """Small facts that an engine needs beside the tensors: numbers, words, lists of them"""
 

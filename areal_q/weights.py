@@ -60,14 +60,13 @@ def pack(
     model: dict[str, Any],
     published_s: float,
     noise: Noise | None = None,
-    base_digest: str = "",
     extra: dict[str, Any] | None = None,
     pool: PayloadPool | None = None,
 ) -> WeightVersion:
     """Copies `tensors` into one payload and describes it. Names are kept in the order given.
 
-    Who packs again and again passes a pool, so that payloads are reused. `noise`, `base_digest` and
-    `extra` are the manifest's.
+    Who packs again and again passes a pool, so that payloads are reused. `noise` and `extra` are the
+    manifest's.
 
     Raises WeightVersionError for a dtype that is not in DTYPES.
     """
@@ -106,10 +105,9 @@ def pack(
         model=model,
         tensors=specs,
         nbytes=end,
-        digest=digest_of(specs, base_digest),
+        digest=digest_of(specs),
         published_s=published_s,
         noise=noise,
-        base_digest=base_digest,
         extra=extra or {},
     )
     return WeightVersion(manifest, payload, _views(manifest, payload))
@@ -203,7 +201,7 @@ def check(manifest: Manifest) -> None:
     before a payload is allocated.
     """
     where = f"version {manifest.version}"
-    if digest_of(manifest.tensors, manifest.base_digest) != manifest.digest:
+    if digest_of(manifest.tensors) != manifest.digest:
         raise WeightVersionError(f"{where}: the manifest does not hash to {manifest.digest}")
     if len({spec.name for spec in manifest.tensors}) != len(manifest.tensors):
         raise WeightVersionError(f"{where}: a tensor is named twice")
@@ -223,9 +221,9 @@ def check(manifest: Manifest) -> None:
         raise WeightVersionError(f"{where}: tensors end at {end} of {manifest.nbytes} bytes")
 
 
-def digest_of(specs: list[TensorSpec], base_digest: str = "") -> str:
-    """xxh3-128 over every tensor's name, dtype, shape and digest, and the version beneath them, if any."""
-    h = xxhash.xxh3_128(base_digest.encode())
+def digest_of(specs: list[TensorSpec]) -> str:
+    """xxh3-128 over every tensor's name, dtype, shape and digest."""
+    h = xxhash.xxh3_128()
     for s in specs:
         h.update(f"{s.name}\0{s.dtype}\0{','.join(map(str, s.shape))}\0{s.digest}\n".encode())
     return h.hexdigest()

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import typer
 from typer.testing import CliRunner, Result
 
-from areal_q import delta, weights
+from areal_q import delta
 from areal_q.config import BroadcastConfig, dump_toml, load
 from areal_q.errors import ConfigError, WeightVersionError
 from areal_q.messages import WorkerStatus
@@ -171,26 +170,3 @@ def test_what_cannot_be_used_is_one_line_and_exit_code_2(tmp_path: Path) -> None
     process = [sys.executable, "-m", "areal_q", "weights"]
     result = subprocess.run(process, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (2, "weights: RUN is needed\n")
-
-
-def test_adapters_alone_are_a_version_like_any_other(
-    run: Path, broadcaster: Broadcaster, make_version: Make
-) -> None:
-    base = make_version(0)
-    publish(broadcaster, base)
-    lora = weights.pack(
-        {"q_proj.lora_A": torch.rand(8, 64), "q_proj.lora_B": torch.zeros(64, 8)},
-        run="run",
-        epoch="a",
-        version=1,
-        format="lora",
-        uaq_scale=1.0,
-        model={},
-        published_s=0.0,
-        base_digest=base.manifest.digest,
-    )
-    publish(broadcaster, lora)
-    assert [(r["format"], r["bytes"]) for r in listed(run)] == [
-        ("int8", base.manifest.nbytes),
-        ("lora", lora.manifest.nbytes),
-    ]
