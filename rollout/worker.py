@@ -144,7 +144,8 @@ class Worker:
             if free < self._limit.group_size:
                 self._place_free.clear()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._place_free.wait(), LOOK_S)
+                    async with asyncio.timeout(LOOK_S):
+                        await self._place_free.wait()
                 continue
             for claim in await self._buffer.claim(free // self._limit.group_size, block_s=1.0):
                 work = Work(claim, [Response() for _ in range(claim.ticket.group_size)])

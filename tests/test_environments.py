@@ -10,7 +10,7 @@ import torch
 
 from areal_q.config import CalculatorTool, Run, Sampling, ScriptedEngine, TorchEngine
 from areal_q.errors import ConfigError
-from areal_q.messages import Array, Ticket, VersionSpan
+from areal_q.messages import Array, Decoder, PartialResponse, Ticket, VersionSpan, encode
 from areal_q.tasks import CharTokenizer, Problem, build_score, build_task, build_tokenizer
 from learner.batch import Sample, pack
 from learner.build import build_model
@@ -73,6 +73,42 @@ def test_the_tools_result_goes_in_with_mask_0_and_the_model_goes_on(
     assert "".join(map(str, response.mask)) == mask
     assert response.finish_reason == reason
     assert sum(s.tokens for s in response.spans) == len(response.ids) == len(response.logprobs)
+
+
+def test_turns_cut_off_anywhere_go_on_as_if_nothing_had_happened(
+    make_run: MakeRun, make_ticket: Callable[..., Ticket]
+):
+    """Cancelled again and again, each time after a few more tokens, on the way over a record and back."""
+    run = make_run("model.max_positions=128")
+    sampling = Sampling(max_tokens=40)
+    ticket = make_ticket(group_size=3, sampling=sampling, seed=11)
+    whole = played(build_engine(TorchEngine(slots=8)), run, ticket)
+
+    async def work() -> list[Response]:
+        engine = build_engine(TorchEngine(slots=8))
+        await engine.start()
+        await engine.load_weights(Publisher(run).make(build_model(run, CHARS), 0))
+        environment = Calculator(Player(engine, CHARS), TOOL)
+        responses = [Response() for _ in range(3)]
+        while not all(r.ended for r in responses):
+            before = engine.tokens_drawn
+            task = asyncio.create_task(environment(ticket, responses))
+            while not task.done() and engine.tokens_drawn < before + 7:
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            records = [decode_partial_response(encode(r.partial())) for r in responses]
+            responses = [Response.of(record.validate()) for record in records]
+        await engine.close()
+        return responses
+
+    decode_partial_response = Decoder(PartialResponse)
+    pieces = asyncio.run(work())
+    assert max(r.turns for r in whole) > 1
+    for piece, want in zip(pieces, whole, strict=True):
+        assert (piece.ids, piece.mask, piece.turns) == (want.ids, want.mask, want.turns)
+        assert (piece.finish_reason, piece.spans) == (want.finish_reason, want.spans)
+        np.testing.assert_allclose(piece.logprobs, want.logprobs, atol=1e-3)
 
 
 def test_the_budget_counts_what_was_drawn_over_all_turns(

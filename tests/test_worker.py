@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_q.config import Run, ScriptedEngine, dump_toml
+from areal_q.config import Run, ScriptedEngine, TorchEngine, dump_toml
 from areal_q.messages import Group, Ticket
 from areal_q.models import Decoder
 from areal_q.quant.plan import is_quantized
@@ -36,16 +36,21 @@ from learner.feeder import Feeder
 from learner.lineage import Lineage
 from learner.publish import Publisher
 from learner.trainer import token_logprobs
-from rollout.build import room
+from rollout.build import build_environment, room
 from rollout.engines import build_engine
-from rollout.engines.base import Engine
+from rollout.engines.base import Engine, Request
+from rollout.engines.loop import EngineLoop
 from rollout.engines.scripted import scripted_engine
 from rollout.engines.streaming import StreamingEngine
+from rollout.engines.torch_engine import TorchStepper
+from rollout.environments import Environment, Player, Response
 from rollout.receiver import Receiver
-from rollout.worker import Worker
+from rollout.worker import Room, Worker
 
 MakeRun = Callable[..., Run]
 SCRIPTED = "rollout.engine.type=scripted"
+LONG = "model.max_positions=256"
+ONE = ["learner.groups=1", "learner.minibatches=1", LONG]
 
 
 class LearnerSide:
@@ -98,13 +103,19 @@ def learner(redis_url: str, short_dir: Path) -> Iterator[Callable[[Run], Learner
 
 
 @asynccontextmanager
-async def working(side: LearnerSide, engine: Engine | None = None) -> AsyncIterator[Engine]:
-    """A worker that works meanwhile, with the engine of the settings if none is given."""
+async def working(
+    side: LearnerSide,
+    engine: Engine | None = None,
+    environment: Environment | None = None,
+    limit: Room | None = None,
+) -> AsyncIterator[Engine]:
+    """A worker that works meanwhile, with the engine and environment of the settings if none are given."""
     run = side.run
     endpoints = side.broadcaster.endpoints
     receiver = Receiver(endpoints.announce, endpoints.fetch, run=run.name)
     buffer = WorkerBuffer(side.url, run.name, "w", run.buffer.claim_timeout_s)
     engine = engine or build_engine(run.rollout.engine)
+    player = Player(engine, side.tokenizer, run.rollout.request_timeout_s)
     worker = Worker(
         name="w",
         engine=engine,
@@ -113,8 +124,9 @@ async def working(side: LearnerSide, engine: Engine | None = None) -> AsyncItera
         tokenizer=side.tokenizer,
         reward=build_reward(run),
         weight_format=run.rollout.format,
-        room=room(run),
+        room=limit or room(run),
         max_lag=run.learner.max_lag,
+        environment=environment or build_environment(run.rollout.environment, player),
     )
     task = asyncio.create_task(worker.run())
     try:
@@ -365,6 +377,189 @@ def test_a_signal_ends_the_process_in_peace_and_its_tickets_go_back_at_once(
         other = WorkerBuffer(side.url, side.run.name, "other", claim_timeout_s=3600)
         assert {c.ticket.number for c in await other.claim(100, block_s=0.0)} == set(range(12))
         await other.close()
+
+    try:
+        run_async(work())
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def uninterrupted(side: LearnerSide, ticket: Ticket, engine: Engine) -> list[Any]:
+    """What an engine that nobody stops draws for `ticket`."""
+    await engine.start()
+    await engine.load_weights(side.publisher.make(side.model, 0))
+    try:
+        return await engine.generate(
+            Request(
+                prompt_ids=ticket.prompt_ids.numpy(),
+                num_samples=ticket.group_size,
+                sampling=ticket.sampling,
+                seed=ticket.seed,
+                stop_ids=frozenset({side.tokenizer.eos_id}),
+            )
+        )
+    finally:
+        await engine.close()
+
+
+def test_the_next_worker_goes_on_from_the_tokens_of_one_that_ended(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    settings = ["rollout.format=bf16", "rollout.sampling.max_tokens=200", LONG]
+    side = learner(make_run(*settings, "learner.max_lag=0", "learner.group_size=4"))
+    config = side.run.rollout.engine
+    assert isinstance(config, TorchEngine)
+    slow = TorchStepper(config)
+    slow.tokens_per_s = 400
+
+    async def work() -> None:
+        async with working(side, EngineLoop(slow)) as engine:
+            side.publish(0)
+            side.feeder.admit(0)
+            await until(lambda: engine.tokens_drawn > 100)
+        done = side.buffer.take(4, 0.0)
+        other = WorkerBuffer(side.url, side.run.name, "other", claim_timeout_s=3600)
+        claims = await other.claim(4, block_s=0.0)
+        assert len(claims) == 4 - len(done)
+        drawn = {c.ticket.number: c.partial.responses for c in claims if c.partial}
+        await other.release(claims)
+        await other.close()
+        async with working(side) as engine:
+            groups = await side.take(len(claims))
+            tokens = sum(t.num_tokens for g in groups for t in g.trajectories)
+            kept = sum(r.response_ids.shape[0] for half in drawn.values() for r in half)
+            assert kept > 0 and engine.tokens_drawn == tokens - kept
+        for group in groups:
+            engine = build_engine(config)
+            want = await uninterrupted(side, group.ticket, engine)
+            for t, completion in zip(group.trajectories, want, strict=True):
+                assert t.response_ids.numpy().tolist() == completion.response_ids.tolist()
+                assert t.finish_reason == completion.finish_reason
+                assert [s.version for s in t.spans] == [0]
+                found = t.behavior_logprobs.numpy()
+                np.testing.assert_allclose(found, completion.logprobs, atol=1e-4)
+                if group.ticket.number in drawn:
+                    before = drawn[group.ticket.number][t.index].behavior_logprobs.numpy()
+                    assert found[: len(before)].tolist() == before.tolist()
+
+    run_async(work())
+
+
+@pytest.mark.parametrize("max_lag, versions", [(1, [0, 1]), (0, [1])])
+def test_tokens_that_are_too_old_are_drawn_again_and_others_keep_their_version(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], max_lag: int, versions: list[int]
+):
+    slow = [SCRIPTED, "rollout.engine.tokens_per_s=30", "rollout.sampling.max_tokens=60"]
+    side = learner(make_run(*slow, *ONE, f"learner.max_lag={max_lag}"))
+
+    async def work() -> None:
+        side.publish(0)
+        side.feeder.admit(0)
+        fast = ScriptedEngine(tokens_per_s=1e6)
+
+        def silent(prompt: Any) -> list[int]:
+            return [5] * 1000
+
+        async with working(side, scripted_engine(side.run.rollout.engine, silent)) as engine:  # type: ignore[arg-type]
+            await until(lambda: engine.tokens_drawn > 8)
+        side.publish(1)
+        async with working(side, scripted_engine(fast, silent)):
+            (group,) = await side.take(1)
+        found = {tuple(s.version for s in t.spans) for t in group.trajectories}
+        assert tuple(versions) in found
+        assert all(set(spans) <= set(versions) for spans in found)
+
+    run_async(work())
+
+
+def test_a_response_that_takes_too_long_is_cut_kept_and_counted(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    slow = [SCRIPTED, "rollout.engine.tokens_per_s=50", "rollout.sampling.max_tokens=100"]
+    side = learner(make_run(*slow, "rollout.request_timeout_s=0.2", *ONE))
+
+    async def work() -> None:
+        def silent(prompt: Any) -> list[int]:
+            return [5] * 1000
+
+        async with working(side, scripted_engine(side.run.rollout.engine, silent)):  # type: ignore[arg-type]
+            side.publish(0)
+            side.feeder.admit(0)
+            (group,) = await side.take(1)
+            late = [t for t in group.trajectories if t.finish_reason == "timeout"]
+            assert late and all(1 <= t.num_tokens < 100 for t in late)
+            await until(lambda: any(w.timeouts >= len(late) for w in side.buffer.workers()))
+
+    run_async(work())
+
+
+def test_a_groups_last_straggler_leaves_room_for_new_groups(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    """Room for 8 responses, groups of 4: two groups at once while all are open, five where each has but one
+    response to come."""
+    side = learner(make_run(SCRIPTED, "learner.group_size=4", "learner.groups=8"))
+
+    async def work() -> None:
+        begun: list[int] = []
+        tail, last = asyncio.Event(), asyncio.Event()
+
+        async def straggling(ticket: Ticket, responses: list[Response]) -> None:
+            begun.append(ticket.number)
+            want = await uninterrupted(side, ticket, build_engine(ScriptedEngine()))
+            for response, completion in zip(responses, want, strict=True):
+                response.add_drawn(completion)
+            await tail.wait()
+            for response in responses[:3]:
+                response.ended = True
+            await last.wait()
+            responses[3].ended = True
+
+        async with working(side, environment=straggling, limit=Room(8, 8, 4)):
+            side.publish(0)
+            side.feeder.admit(0)
+            await until(lambda: len(begun) == 2)
+            await asyncio.sleep(0.3)
+            assert len(begun) == 2
+            tail.set()
+            await until(lambda: len(begun) == 5)
+            await asyncio.sleep(0.3)
+            assert len(begun) == 5
+            last.set()
+            assert len(await side.take(8)) == 8
+
+    run_async(work())
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_process_that_is_terminated_leaves_its_tokens_and_one_that_is_killed_its_tickets(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], signal_number: int
+):
+    slow = [SCRIPTED, "rollout.engine.tokens_per_s=60", "rollout.sampling.max_tokens=40", LONG]
+    side = learner(make_run(*slow, "learner.groups=4", "buffer.claim_timeout_s=1"))
+    side.publish(0)
+    side.feeder.admit(0)
+    command = [sys.executable, "-m", "rollout", "--redis", side.url, "--run", side.run.name]
+    process = subprocess.Popen([*command, "--id", "mortal"], stderr=subprocess.DEVNULL)
+
+    async def work() -> None:
+        tokens: list[int] = []
+        await until(lambda: tokens.extend(w.tokens for w in side.buffer.workers()) or any(tokens))
+        process.send_signal(signal_number)
+        await asyncio.to_thread(process.wait)
+        groups = len(side.buffer.take(100, 0.0))
+        async with working(side, scripted_engine(ScriptedEngine(tokens_per_s=1e6))) as engine:
+            taken = await side.take(12 - groups)
+            resumed = [w.resumed for w in side.buffer.workers() if w.worker == "w"]
+            await until(lambda: resumed.extend(w.resumed for w in side.buffer.workers()) or resumed)
+            drawn = sum(t.num_tokens for g in taken for t in g.trajectories)
+            assert (engine.tokens_drawn < drawn) == (signal_number == signal.SIGTERM)
+        for group in taken:
+            engine = scripted_engine(ScriptedEngine(tokens_per_s=1e6))
+            want = await uninterrupted(side, group.ticket, engine)
+            for trajectory, completion in zip(group.trajectories, want, strict=True):
+                assert trajectory.response_ids.numpy().tolist() == completion.response_ids.tolist()
 
     try:
         run_async(work())
