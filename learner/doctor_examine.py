@@ -11,6 +11,7 @@ from areal_q.config import Run
 from areal_q.diagnosis import TERMS, Case, Finding, LogFacts, TokenTable, diagnose, look_at
 from areal_q.errors import CheckpointError, LogError
 from areal_q.models import DecoderConfig
+from areal_q.summary import mean
 from buffer.log import iter_log, logged_steps
 from buffer.steps import iter_steps
 from learner import checkpoint
@@ -43,7 +44,8 @@ def examine(directory: Path, first: int | None, stop: int | None, console: Conso
     run = recorded_settings(directory)
     end = logged_steps(directory)
     asked, stop = stop, end if stop is None else min(stop, end)
-    steps = [record.step for record in iter_steps(directory / "steps", 0, stop)]
+    records = list(iter_steps(directory / "steps", 0, stop))
+    steps = [record.step for record in records]
     if not steps:
         raise LogError(
             f"{directory / 'steps'}: no step is logged" + (f" before {asked}" if asked else "")
@@ -53,7 +55,8 @@ def examine(directory: Path, first: int | None, stop: int | None, console: Conso
     if first >= stop:
         raise LogError(f"{directory / 'steps'}: no record of step {first}")
     logged = iter_log(directory / "trajectories", first, stop, validate=False)
-    facts = look_at(logged, _end_ids(directory))
+    model = _model(directory)
+    facts = look_at(logged, model.eos_ids if model else ())
     probe, exact, note = Probe(run, first), None, ""
     if facts.missing or facts.positive:
         note = "the log breaks its contract, so its steps were not replayed"
@@ -63,7 +66,9 @@ def examine(directory: Path, first: int | None, stop: int | None, console: Conso
         except CheckpointError as error:
             note = f"no decomposition: {error}"
     tokens = probe.table() if probe.parts else empty()
-    findings = diagnose(Case(run, facts, tokens))
+    disagreement = mean([r.metrics for r in records if r.step >= first], "routing/disagreement")
+    experts = bool(model and model.sparse_layers)
+    findings = diagnose(Case(run, facts, tokens, disagreement, experts))
     return Examined(directory, run, first, stop, facts, tokens, findings, exact, note)
 
 
@@ -76,10 +81,10 @@ def _replay(directory: Path, first: int, stop: int, probe: Probe, console: Conso
     return same
 
 
-def _end_ids(directory: Path) -> tuple[int, ...]:
+def _model(directory: Path) -> DecoderConfig | None:
     found = checkpoint.steps(directory / "checkpoints")
     model = checkpoint.read_state(found[-1]).model if found else {}
-    return DecoderConfig.from_hf(model).eos_ids if model else ()
+    return DecoderConfig.from_hf(model) if model else None
 
 
 def empty() -> TokenTable:

@@ -310,6 +310,22 @@ def test_garble_is_found_where_bursts_are_absurd():
         assert ("garble" in {f.name for f in diagnose(case)}) == found
 
 
+@pytest.mark.parametrize(
+    ("experts", "replayed", "share", "found"),
+    [
+        (False, False, None, ""),
+        (True, False, None, "routes are not replayed"),
+        (True, True, None, ""),
+        (True, True, 0.01, ""),
+        (True, True, 0.12, "routes"),
+    ],
+)
+def test_routes_are_named_where_experts_disagree(experts, replayed, share, found):
+    run = override(RUN, "model.experts=4", f"learner.routing_replay={str(replayed).lower()}")
+    named = [f.name for f in diagnose(Case(run, look_at([]), empty(), share, experts))]
+    assert named == ([found] if found else [])
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.booleans(), max_size=30))
 def test_longest_run_equals_a_plain_loop(flags):

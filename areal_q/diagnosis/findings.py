@@ -23,6 +23,8 @@ BURST_TOKENS = 4
 BURST_NATS = 3.0
 """A burst: so many tokens in a row, each so much less probable than the distribution's own entropy. A
 policy that draws from itself does that about once in e^(4·3) = 160,000 places"""
+MUCH_ROUTING = 0.05
+"""of (token, layer)"""
 SOME_SHARE = 0.01
 """of responses"""
 
@@ -34,6 +36,10 @@ class Case:
     run: Run
     facts: LogFacts
     tokens: TokenTable
+    disagreement: float | None = None
+    """Share of routes (token, layer) that the learner would not have taken; None: none was recorded"""
+    experts: bool = False
+    """Whether the model has any"""
 
 
 @dataclass(frozen=True)
@@ -159,6 +165,29 @@ def quantization(case: Case) -> Finding | None:
     )
 
 
+def routes(case: Case) -> Finding | None:
+    share = case.disagreement
+    if not case.experts or (share is not None and share < MUCH_ROUTING):
+        return None
+    if share is None and case.run.learner.routing_replay:
+        return None
+    if share is None:
+        return Finding(
+            "routes are not replayed",
+            "note",
+            0.0,
+            "rollouts may have sent tokens to other experts than the learner does; nobody recorded it",
+            "learner.routing_replay=true",
+        )
+    return Finding(
+        "routes",
+        "note",
+        share,
+        f"the learner's router would have chosen other experts on {share:.1%} of the recorded routes",
+        "a finer rollout.format, or a lower learner.max_lag",
+    )
+
+
 def engine(case: Case) -> Finding | None:
     x = _main(case, "engine")
     if x is None:
@@ -277,6 +306,7 @@ RULES: tuple[Callable[[Case], Finding | None], ...] = (
     sampling_settings,
     engine,
     quantization,
+    routes,
     staleness,
     cache,
     growth,
