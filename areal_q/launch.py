@@ -104,8 +104,18 @@ def plan(run: Run, run_dir: Path, sockets: Path, resume: bool) -> Plan:
         redis,
         url,
         Program("learner", learner, run.learner.threads),
-        [Program(name, [*worker, "--id", name], run.rollout.threads) for name in names],
+        [
+            Program(name, [*worker, "--id", name, *_serve(run, i)], run.rollout.threads)
+            for i, name in enumerate(names)
+        ],
     )
+
+
+def _serve(run: Run, index: int) -> list[str]:
+    if run.rollout.serve is None:
+        return []
+    host, colon, port = run.rollout.serve.rpartition(":")
+    return ["--serve", f"{host}{colon}{int(port) + index if int(port) else 0}"]
 
 
 def launch(

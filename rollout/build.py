@@ -55,7 +55,9 @@ async def serve(
         environment = build_environment(run.rollout.environment, player)
         external = isinstance(environment, Episodes)
         if external and not address:
-            raise ConfigError("rollout.environment.type = 'external' needs --serve [HOST:]PORT")
+            raise ConfigError(
+                "rollout.environment.type = 'external' needs rollout.serve, or --serve [HOST:]PORT"
+            )
         if address:
             endpoint = Endpoint(
                 engine=engine,

@@ -153,6 +153,28 @@ def test_log_probs_are_those_of_transformers_under_every_sampling(family, fused)
                 np.testing.assert_allclose(c.logprobs, want, atol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_compiled_the_engine_draws_the_same_tokens(family):
+    weights = publish(random_model(family))
+    requests = [
+        ask([1, 2, 3], 4, seed=1),
+        ask([5] * 20, 2, seed=3, temperature=0.7),
+        ask([7], 1, seed=9, temperature=1.3, top_p=0.9, min_p=0.02),
+        ask([8, 9], 1, temperature=0.0),
+    ]
+    plain, compiled = (
+        generate(weights, *requests, config=TorchEngine(slots=16, fused=False, compiled=c))
+        for c in (False, True)
+    )
+    for want, found in zip(plain, compiled, strict=True):
+        for a, b in zip(want, found, strict=True):
+            assert a.response_ids.tolist() == b.response_ids.tolist()
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", list(MODELS))
 def test_greedy_decoding_is_transformers_generate(family):
     model = random_model(family, seed=1)

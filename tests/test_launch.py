@@ -287,6 +287,19 @@ def test_a_resumed_run_has_the_endpoints_that_it_had_before(launched):
     launched.assert_nothing_left()
 
 
+def test_workers_serve_on_ports_one_after_the_other(tmp_path):
+    def served(address):
+        run = load(None, ["rollout.workers=2", f'rollout.serve="{address}"'])
+        argvs = [w.argv for w in plan(run, tmp_path, tmp_path, resume=False).workers]
+        return [argv[argv.index("--serve") + 1] for argv in argvs]
+
+    assert served("8000") == ["8000", "8001"]
+    assert served("[::1]:8000") == ["[::1]:8000", "[::1]:8001"]
+    assert served("localhost:0") == ["localhost:0", "localhost:0"]
+    with pytest.raises(ConfigError, match=r"rollout\.serve"):
+        served("here")
+
+
 def test_the_plan_starts_the_modules_with_the_threads_of_the_settings(tmp_path, monkeypatch):
     monkeypatch.delenv("REDIS_URL", raising=False)
     run = load(None, ["rollout.workers=2", "learner.threads=3", "rollout.threads=2"])

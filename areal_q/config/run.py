@@ -99,6 +99,8 @@ class TorchEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="t
     """Room of an FP8 cache above the largest key and value of the first prompts under a version."""
     fused: bool = True
     """On a CPU: one compiled loop for each chain of small torch operations; false: plain torch."""
+    compiled: bool = False
+    """torch.compile in place of both, on any device; takes a C++ compiler on a CPU, and a minute at first."""
 
 
 class ScriptedEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="scripted"):
@@ -177,6 +179,9 @@ class RolloutConfig(_Settings, frozen=True, kw_only=True):
     engine: EngineConfig = TorchEngine()
     sampling: Sampling = Sampling()
     environment: EnvironmentConfig = SingleTurn()
+    serve: Annotated[str, Meta(pattern=r"^(.+:)?[0-9]{1,5}$")] | None = None
+    """[HOST:]PORT of the OpenAI-compatible endpoint of the first worker that `areal-q run` starts; the next
+    ones take the ports after it (0: any). On loopback; beyond it AREAL_Q_SERVE_TOKEN_FILE must name a token."""
     request_timeout_s: NonNegative = 0.0
     """A response that has been drawn for so long ends with the tokens that it has; 0: never."""
     threads: Count = 1

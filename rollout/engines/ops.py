@@ -82,6 +82,10 @@ class TorchOps:
 
 
 def build_ops(config: TorchEngine) -> Ops:
+    if config.compiled:
+        from rollout.engines.compiled_ops import CompiledOps
+
+        return CompiledOps()
     if config.device != "cpu" or not config.fused:
         return TorchOps()
     try:
