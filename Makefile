@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 # index has no such build, set PIP_EXTRA_INDEX_URL to the CPU index that pytorch.org names.
 TORCH_CPU ?= $(TORCH)+cpu
 
-.PHONY: run test test-formats test-peers test-vllm test-engine check bench bench-buffer chaos fuzz browser clean
+.PHONY: run test test-formats test-peers test-vllm test-sglang test-engine check bench bench-buffer chaos fuzz browser clean
 
 run: $(VENV)/.installed
 	$(BIN)/areal-q run configs/quickstart.toml
@@ -22,6 +22,10 @@ test-formats: $(VENV)-formats/.installed
 # The tests of vLLM as the engine, in an environment of its own (3.4 GB).
 test-vllm: $(VENV)-vllm/.installed
 	$(VENV)-vllm/bin/pytest -m vllm -p no:unraisableexception  # vLLM leaves contexts to the collector
+
+# The tests of SGLang as the engine, in an environment of its own (1.4 GB on top of what is installed).
+test-sglang: $(VENV)-sglang/.installed
+	$(VENV)-sglang/bin/python -m pytest -m sglang tests/test_sglang.py tests/test_engine_contract.py
 
 # The objectives beside verl's, areal's and trl's: docs/agreement.md.
 test-peers: $(VENV)-peers/.installed
@@ -108,6 +112,16 @@ $(VENV)-vllm/.installed: pyproject.toml
 	$(VENV)-vllm/bin/pip install -q --group dev
 	touch $@
 
+# In front of $(VENV)'s packages, with what SGLang lacks on a CPU: tests/sglang_cpu.
+$(VENV)-sglang/.installed: tests/sglang_cpu/requirements.txt $(VENV)/.installed-dev
+	$(BIN)/python -m venv $(VENV)-sglang
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$($(VENV)-sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(VENV)-sglang/bin/pip install -q --no-deps -r $< || \
+	  { echo 'The package index lacks something of $<, which only test-sglang needs.'; exit 1; }
+	cp tests/sglang_cpu/*.py $$($(VENV)-sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/
+	touch $@
+
 # A Chromium for the report's tests: one that is there, Debian's, or Playwright's own.
 browser: $(VENV)/.installed-dev
 	for name in chromium chromium-browser google-chrome; do command -v $$name && exit; done; \
@@ -115,4 +129,4 @@ browser: $(VENV)/.installed-dev
 	|| $(BIN)/playwright install chromium
 
 clean:
-	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-vllm build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-vllm $(VENV)-sglang build dist *.egg-info

@@ -12,14 +12,22 @@ def redis_password(url: str) -> str | None:
     None where it is unset, and for a unix socket, which its permissions guard. redis-py lets a password
     in the URL itself go before this one. Raises ConfigError if the file cannot be read or is empty.
     """
-    name = os.environ.get("REDIS_PASSWORD_FILE")
-    if not name or not url.startswith(("redis://", "rediss://")):
+    return secret("REDIS_PASSWORD_FILE") if url.startswith(("redis://", "rediss://")) else None
+
+
+def secret(variable: str) -> str | None:
+    """What the file that this environment variable names holds, white space around it left out.
+
+    None where it is unset. Raises ConfigError if the file cannot be read or is empty.
+    """
+    name = os.environ.get(variable)
+    if not name:
         return None
     try:
-        password = Path(name).read_text().strip()
+        held = Path(name).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"REDIS_PASSWORD_FILE: {reason} - {name}") from error
-    if not password:
-        raise ConfigError(f"REDIS_PASSWORD_FILE: {name} is empty")
-    return password
+        raise ConfigError(f"{variable}: {reason} - {name}") from error
+    if not held:
+        raise ConfigError(f"{variable}: {name} is empty")
+    return held

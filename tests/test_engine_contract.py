@@ -1,9 +1,9 @@
-"""What every engine promises: the scripted and the torch engine, and vLLM where it is installed
-(`make test-vllm`)."""
+"""What every engine promises: the scripted and the torch engine, vLLM and SGLang where they are installed
+(`make test-vllm`, `make test-sglang`)."""
 
 import asyncio
 import contextlib
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import get_args
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from areal_q.config import Sampling, ScriptedEngine, TorchEngine, VllmEngine
+from areal_q.config import Sampling, ScriptedEngine, SglangEngine, TorchEngine, VllmEngine
 from areal_q.config.run import EngineConfig
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.quant import quantize_state
@@ -24,14 +24,37 @@ VOCAB, POSITIONS = 32, 512
 CONFIGS = {
     "torch": TorchEngine(slots=64),
     "vllm": VllmEngine(slots=64),
+    "sglang": SglangEngine(slots=64),
     "scripted": ScriptedEngine(tokens_per_s=1e6),
 }
-VLLM = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+FORMATS = {"sglang": "bf16"}
+"""int8, but for engines that run no quantized one on a CPU"""
+SERVED = [pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+"""Marks of engines that have processes of their own and take long to start"""
+KINDS = [
+    "torch",
+    "scripted",
+    pytest.param("vllm", marks=[pytest.mark.vllm, *SERVED]),
+    pytest.param("sglang", marks=[pytest.mark.sglang, *SERVED]),
+]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    """Tag of an engine that is installed."""
+    if request.param in ("vllm", "sglang"):
+        pytest.importorskip(request.param)
+    return request.param
+
+
+@pytest.fixture
+def published(kind, make_published):
+    """`published(v)`: a version v, all with different weights, in a format of the engine."""
+    return partial(make_published, format=FORMATS.get(kind, "int8"))
 
 
 @pytest.fixture(scope="module")
-def published():
-    """`published(v)`: a version v, all with different weights."""
+def make_published():
     config = Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -44,7 +67,7 @@ def published():
         initializer_range=0.3,
     )
 
-    def make(version, format="int8", **changes):
+    def make(version, format, **changes):
         torch.manual_seed(version)
         model = Qwen3ForCausalLM(config)
         return pack(
@@ -77,15 +100,13 @@ def shared():
         yield start
 
 
-@pytest.fixture(params=["torch", "scripted", pytest.param("vllm", marks=VLLM)])
-def with_engine(request, published, shared):
+@pytest.fixture
+def with_engine(kind, published, shared):
     """Runs `body(engine)` on a started engine that has version 0, or on a new one that has none."""
-    kind = request.param
-    if kind == "vllm":
-        pytest.importorskip("vllm")
+    own_processes = kind in ("vllm", "sglang")
 
     async def bounded(engine, body):
-        return await asyncio.wait_for(body(engine), 600 if kind == "vllm" else 30)
+        return await asyncio.wait_for(body(engine), 600 if own_processes else 30)
 
     async def alone(body, weights):
         engine = build_engine(CONFIGS[kind])
@@ -98,7 +119,7 @@ def with_engine(request, published, shared):
             await engine.close()
 
     def run(body, weights=True, closes=False):
-        if kind != "vllm" or closes or not weights:
+        if not own_processes or closes or not weights:
             return asyncio.run(alone(body, weights))
         runner, engine = shared(kind)
         runner.run(engine.load_weights(published(0)))
@@ -483,5 +504,5 @@ def test_every_engine_of_the_settings_can_be_built():
     for config in CONFIGS.values():
         engine = build_engine(config)
         assert engine.name == type(config).__struct_config__.tag
-        assert "int8" in engine.capabilities.formats and engine.version == -1
+        assert "bf16" in engine.capabilities.formats and engine.version == -1
     assert set(ENGINES) == set(CONFIGS) == {c.__struct_config__.tag for c in get_args(EngineConfig)}

@@ -28,7 +28,8 @@ from areal_q.quant.plan import parts_of
 from areal_q.quantize import quantize
 from areal_q.weights import pack
 from rollout.engines.base import Request
-from rollout.engines.vllm_engine import check_quantized, vllm_engine
+from rollout.engines.served import check_quantized
+from rollout.engines.vllm_engine import vllm_engine
 
 pytestmark = [
     pytest.mark.vllm,
@@ -327,14 +328,14 @@ def test_a_format_that_vllm_runs_in_full_precision_is_not_taken_for_quantized(li
 
     linears = live("int8", kv_on_update="recompute")(body)
     assert len(linears) == 4 * CONFIG.layers
-    check_quantized(linears, "int8")
+    check_quantized("vLLM", linears, "int8")
     with pytest.raises(EngineDied, match="bf16: vLLM runs"):
-        check_quantized(linears, "bf16")
+        check_quantized("vLLM", linears, "bf16")
     one_is_not = linears | {next(iter(linears)): "UnquantizedLinearMethod"}
     with pytest.raises(EngineDied, match=r"int8: vLLM runs .* as UnquantizedLinearMethod"):
-        check_quantized(one_is_not, "int8")
+        check_quantized("vLLM", one_is_not, "int8")
     with pytest.raises(EngineDied, match="nothing"):
-        check_quantized({}, "int8")
+        check_quantized("vLLM", {}, "int8")
 
 
 def test_an_fp8_cache_is_rescaled_for_every_version(live):

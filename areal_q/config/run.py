@@ -136,7 +136,38 @@ class VllmEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="vl
     """Deaths in a row, no response finished in between, that are survived."""
 
 
-EngineConfig = TorchEngine | VllmEngine | ScriptedEngine
+class SglangEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="sglang"):
+    """SGLang in processes of its own, or a server that runs already: `pip install 'areal-q[sglang]'`."""
+
+    url: str | None = None
+    """Of a running server, which this worker alone gives weights to; None: one of its own."""
+    directory: str | None = None
+    """Where versions are handed over; for a server at `url`, one that it sees as well under this name. None:
+    /dev/shm, or the temporary directory."""
+    slots: Count = 256
+    """Responses generated at once (SGLang's max_running_requests)."""
+    kv_on_update: Literal["keep", "recompute"] = "keep"
+    """What becomes of the KV cache of half-finished responses when new weights are loaded."""
+    seeded: bool = True
+    """The same seed gives the same response: SGLang's deterministic inference, slower on a GPU."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of a server of our own. auto: bfloat16, and float32 on a CPU."""
+    kv_cache_tokens: Index = 0
+    """0: as many as fit into 256 MiB on a CPU, and what SGLang finds free on a GPU."""
+    max_positions: Index = 0
+    """Most tokens of prompt and response together; 0: the model's own."""
+    prefix_cache: bool = True
+    tensor_parallel: Count = 1
+    compiled: bool = False
+    """CUDA graphs; false starts faster."""
+    start_timeout_s: Positive = 300.0
+    timeout_s: Positive = 60.0
+    """Without an answer, or a token while there is work, for so long, the process is replaced."""
+    restarts: Index = 3
+    """Deaths in a row, no response finished in between, that are survived."""
+
+
+EngineConfig = TorchEngine | VllmEngine | SglangEngine | ScriptedEngine
 
 
 class KvScales(_Settings, frozen=True, kw_only=True):

@@ -25,9 +25,16 @@ def _vllm(config: Any) -> Engine:
     return vllm_engine(config)
 
 
+def _sglang(config: Any) -> Engine:
+    from rollout.engines.sglang_engine import sglang_engine
+
+    return sglang_engine(config)
+
+
 ENGINES: dict[str, Callable[[Any], Engine]] = {
     "torch": _torch,
     "vllm": _vllm,
+    "sglang": _sglang,
     "scripted": _scripted,
 }
 

@@ -1,15 +1,20 @@
 """What backends share that serve a checkpoint of the first version: vLLM and SGLang."""
 
+import logging
 from pathlib import Path
 
 import numpy as np
 
-from areal_q.errors import CheckpointError, RecordError, WeightVersionError
+from areal_q.errors import CheckpointError, EngineDied, RecordError, WeightVersionError
 from areal_q.messages import Manifest
 from areal_q.models import DecoderConfig
 from areal_q.quant.checkpoint import QUANTIZATION_CONFIGS, write_checkpoint
 from areal_q.weights import WeightVersion
 from rollout.engines.base import Request
+
+logger = logging.getLogger(__name__)
+
+UNQUANTIZED = ("UnquantizedLinearMethod",)
 
 
 def accept(weights: WeightVersion, first: Manifest | None) -> None:
@@ -48,6 +53,16 @@ def write(weights: WeightVersion, directory: Path) -> None:
         write_checkpoint(weights.tensors, manifest.format, manifest.model, directory)
     except (CheckpointError, KeyError) as error:
         raise WeightVersionError(f"version {manifest.version}: {error}") from error
+
+
+def check_quantized(engine: str, linears: dict[str, str], format: str) -> None:
+    """Raises EngineDied where a linear is not computed as the format says: some quantized settings start
+    without complaint and stay in full precision. `linears`: by name, the class that computes it."""
+    wrong = [name for name, how in linears.items() if (how in UNQUANTIZED) != (format == "bf16")]
+    if wrong or not linears:
+        how = linears[wrong[0]] if wrong else "nothing"
+        raise EngineDied(f"format {format}: {engine} runs {wrong[:1]} as {how}")
+    logger.info("%s runs %s by %s", engine, format, ", ".join(sorted(set(linears.values()))))
 
 
 def stamp(manifest: Manifest) -> str:

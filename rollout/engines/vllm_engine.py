@@ -196,7 +196,7 @@ class VllmBackend:
         pids = await self._answer(llm.collective_rpc("areal_pid"), "process id")
         self.pid = pids[0]
         linears = (await self._answer(llm.collective_rpc("areal_linears"), "linears"))[0]
-        check_quantized(linears, format)
+        served.check_quantized("vLLM", linears, format)
         if self.config.kv_cache == "fp8":
             await self._answer(llm.collective_rpc("areal_observe"), "observers")
 
@@ -222,19 +222,6 @@ class VllmBackend:
             raise EngineDied(f"vLLM died ({what})") from error
         except Exception as error:  # whatever the worker raised comes as a bare Exception
             raise EngineDied(f"vLLM failed ({what}): {error}") from error
-
-
-def check_quantized(linears: dict[str, str], format: str) -> None:
-    """Raises EngineDied where a linear is not computed as the format says: some quantized settings of
-    vLLM start without complaint and stay in full precision."""
-    wrong = [name for name, how in linears.items() if (how in UNQUANTIZED) != (format == "bf16")]
-    if wrong or not linears:
-        how = linears[wrong[0]] if wrong else "nothing"
-        raise EngineDied(f"format {format}: vLLM runs {wrong[:1]} as {how}")
-    logger.info("vLLM runs %s by %s", format, ", ".join(sorted(set(linears.values()))))
-
-
-UNQUANTIZED = ("UnquantizedLinearMethod",)
 
 
 def _import_vllm() -> None:

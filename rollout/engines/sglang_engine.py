@@ -1,0 +1,316 @@
+"""SGLang behind our Protocol, over its HTTP interface: a server of our own, or one that runs already.
+
+    stage ─▶ a checkpoint of the version, in memory (/dev/shm) ; generation goes on
+    pause ─▶ in place, or retracted: the KV cache of what is half done is kept, or computed again
+    push  ─▶ SGLang reads the checkpoint and stamps the tokens from then on
+
+Log-probs are of the distribution that drew: after temperature as SGLang reports them; with top-k or top-p
+on, those of its sampling mask, since the others are of the whole distribution. Written against 0.5.23.
+"""
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal_q.config import Sampling, SglangEngine
+from areal_q.credentials import secret
+from areal_q.errors import ConfigError, EngineDied, RecordError
+from areal_q.messages import Manifest, VersionSpan
+from areal_q.models import DecoderConfig
+from areal_q.weights import WeightVersion
+from rollout.engines import served, sglang_checks
+from rollout.engines.backend import Piece
+from rollout.engines.base import Capabilities, Request
+from rollout.engines.sglang_client import Chunk, Client, Meta
+from rollout.engines.sglang_process import OwnServer, server_settings
+from rollout.engines.streaming import StreamingEngine
+
+logger = logging.getLogger(__name__)
+
+CPU_FORMATS = frozenset({"bf16"})
+"""SGLang's quantized products need AMX, or a GPU"""
+GPU_FORMATS = CPU_FORMATS | {"fp8", "fp8-channel", "int8"}
+MEMORY = Path("/dev/shm")
+PAUSES = {"keep": "in_place", "recompute": "retract"}
+
+
+def sglang_engine(config: SglangEngine) -> StreamingEngine:
+    return StreamingEngine(SglangBackend(config))
+
+
+class SglangBackend:
+    name = "sglang"
+
+    def __init__(self, config: SglangEngine) -> None:
+        self.config = config
+        here = GPU_FORMATS if config.url or served.has_gpu() else CPU_FORMATS
+        self.capabilities = Capabilities(formats=here, kv_on_update=frozenset(PAUSES))
+        self.slots, self.timeout_s = config.slots, config.timeout_s
+        self.restarts = config.restarts
+        self._server: OwnServer | None = None
+        self._client: Client | None = None
+        self._directory: Path | None = None
+        self._staged: Path | None = None
+        self._first: Manifest | None = None
+        self._model: DecoderConfig | None = None
+        self._positions = config.max_positions
+        self._most_masked = 0
+        """Tokens of a truncated distribution whose log-probs the server reports"""
+        self._salt = ""
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    @property
+    def pid(self) -> int:
+        """Of the server of our own; 0 without one."""
+        return self._server.pid if self._server else 0
+
+    async def prepare(self) -> None:
+        needed = ("aiohttp",) if self.config.url else ("aiohttp", "sglang")
+        if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
+            raise ConfigError(
+                f"rollout.engine.type = 'sglang' needs {' and '.join(lacking)}: "
+                "pip install 'areal-q[sglang]'"
+            )
+        if self.config.directory and not Path(self.config.directory).is_dir():
+            raise ConfigError(f"rollout.engine.directory: no directory {self.config.directory}")
+
+    def accept(self, weights: WeightVersion) -> None:
+        served.accept(weights, self._first)
+
+    def check(self, request: Request) -> None:
+        assert self._model is not None
+        served.check(request, self._model, self._positions)
+        if request.sampling.min_p and self.config.seeded:
+            raise RecordError("min_p: SGLang draws it without seeds only: rollout.engine.seeded")
+        kept = _kept_tokens(request.sampling, self._model.vocab_size)
+        if kept > self._most_masked:
+            raise RecordError(
+                f"top_p, top_k and min_p keep up to {kept} tokens; the server reports log-probs of a "
+                f"truncated distribution for {self._most_masked}: --sampling-mask-max-tokens"
+            )
+
+    async def launch(self, weights: WeightVersion) -> None:
+        await self.close()
+        manifest = weights.manifest
+        model = DecoderConfig.from_hf(manifest.model)
+        self._directory = Path(tempfile.mkdtemp(prefix="areal-q-sglang-", dir=self._room()))
+        if self.config.url:
+            # Of another user, perhaps, which only reads. A server of our own is ours.
+            self._directory.chmod(0o755)
+        try:
+            if self.config.url:
+                info = await self._join(self.config.url, weights)
+            else:
+                info = await self._start(weights, model)
+            linears = await sglang_checks.linears(self._running(), info, manifest.format)
+            served.check_quantized("SGLang", linears, manifest.format)
+        except BaseException:
+            await self.close()
+            raise
+        own = self.config.max_positions or model.max_positions
+        self._positions = min(own, info["max_req_input_len"])
+        self._most_masked = info["sampling_mask_max_tokens"]
+        self._salt = served.stamp(manifest)
+        self._first, self._model = manifest, model
+
+    async def stage(self, weights: WeightVersion) -> None:
+        if self._directory is None:  # a launch was cancelled, or failed
+            raise EngineDied("SGLang is not running")
+        self._unstage()
+        self._staged = self._directory / weights.manifest.digest
+        self._staged.mkdir()
+        await asyncio.to_thread(served.write, weights, self._staged)
+
+    async def pause(self) -> None:
+        client = self._running()
+        await client.post("/pause_generation", {"mode": PAUSES[self.config.kv_on_update]})
+        # The pause is not waited for, but questions are answered in turn, after all tokens drawn before:
+        # by the second answer those have been read here as well.
+        for _ in range(2):
+            await client.get("/server_info")
+
+    async def push(self, weights: WeightVersion) -> None:
+        stamp = served.stamp(weights.manifest)
+        update = {
+            "model_path": str(self._staged),
+            "load_format": "safetensors",
+            "weight_version": stamp,
+            "flush_cache": self.config.kv_on_update == "recompute",
+        }
+        await self._running().post("/update_weights_from_disk", update)
+        self._salt = stamp
+        self._unstage()
+
+    async def resume(self) -> None:
+        await self._running().post("/continue_generation", {"torch_empty_cache": False})
+
+    async def stream(self, request: Request, seed: int) -> AsyncGenerator[Piece, None]:
+        assert self._model is not None
+        client, rid, heard, done = self._running(), uuid.uuid4().hex, 0, False
+        kept = _kept_tokens(request.sampling, self._model.vocab_size)
+        body = {
+            "rid": rid,
+            "input_ids": np.asarray(request.prompt_ids).tolist(),
+            "sampling_params": _parameters(request, seed, kept),
+            "return_logprob": True,
+            "return_sampling_mask": kept > 0,
+            # Blocks of keys and values are shared between requests of one version only.
+            "extra_key": self._salt,
+        }
+        try:
+            async with contextlib.aclosing(client.generate(body)) as chunks:
+                async for chunk in chunks:
+                    meta = chunk.meta_info
+                    if meta is None:
+                        raise EngineDied("SGLang: a chunk says nothing of its tokens")
+                    done = meta.finish_reason is not None
+                    _check_end(chunk, meta, request)
+                    yield _piece(chunk, meta, meta.completion_tokens - heard, kept > 0)
+                    heard = meta.completion_tokens
+        finally:
+            if not done:
+                self._abort(client, rid)
+
+    async def kill(self) -> None:
+        if self._server is not None:
+            self._server.kill()
+        elif self._client is not None:
+            await self._client.close()
+
+    async def close(self) -> None:
+        """Ends the server if it is our own; else what it was asked for."""
+        if self._aborts:
+            await asyncio.wait(self._aborts)
+        client, self._client = self._client, None
+        server, self._server = self._server, None
+        if client is not None:
+            await client.close()
+        if server is not None:
+            await server.close()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = self._staged = None
+
+    async def _start(self, weights: WeightVersion, model: DecoderConfig) -> dict[str, Any]:
+        """A server of our own, that begins with `weights`."""
+        await self.stage(weights)
+        assert self._directory is not None
+        stamp = served.stamp(weights.manifest)
+        settings = server_settings(self.config, str(self._staged), model, stamp)
+        self._server = server = await OwnServer.start(settings, self._directory)
+        self._client = Client(server.url, server.key, self.timeout_s)
+        info = await server.up(self._client, self.config.start_timeout_s)
+        self._unstage()
+        return info
+
+    async def _join(self, url: str, weights: WeightVersion) -> dict[str, Any]:
+        """A server that runs, or will before long: asked whether it is as it must be, and given `weights`."""
+        self._client = Client(url, secret("SGLANG_KEY_FILE"), self.timeout_s)
+        info = await self._client.up(self.config.start_timeout_s)
+        sglang_checks.check_settings(info, self.config)
+        await self.stage(weights)
+        await self._client.post("/pause_generation", {"mode": "retract"})
+        await self._client.post("/abort_request", {"abort_all": True})
+        await self.push(weights)
+        await self._client.post("/flush_cache")
+        await self.resume()
+        await sglang_checks.check_logprobs(self._client, info["sampling_mask_max_tokens"])
+        return info
+
+    def _room(self) -> str | None:
+        """Where versions are handed over: in memory, where there is such a place."""
+        if self.config.directory:
+            return self.config.directory
+        return str(MEMORY) if os.access(MEMORY, os.W_OK) else None
+
+    def _running(self) -> Client:
+        if self._client is None:
+            raise EngineDied("SGLang is not running")
+        return self._client
+
+    def _unstage(self) -> None:
+        if self._staged is not None:
+            shutil.rmtree(self._staged, ignore_errors=True)
+            self._staged = None
+
+    def _abort(self, client: Client, rid: str) -> None:
+        """Asks for it and goes on: SGLang also sees that nobody listens, but only seconds later."""
+
+        async def ask() -> None:
+            with contextlib.suppress(EngineDied, RuntimeError):
+                await client.post("/abort_request", {"rid": rid})
+
+        task = asyncio.create_task(ask())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+
+def _kept_tokens(sampling: Sampling, vocab_size: int) -> int:
+    """How many tokens top-k, top-p and min-p may leave to draw from; 0 where none is on, or T is 0."""
+    whole = sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0
+    if sampling.temperature == 0 or whole:
+        return 0
+    return min(sampling.top_k or vocab_size, vocab_size)
+
+
+def _parameters(request: Request, seed: int, kept: int) -> dict[str, Any]:
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": kept or -1,
+        "min_p": sampling.min_p,
+        "sampling_seed": seed & (2**63 - 1),
+        "max_new_tokens": sampling.max_tokens,
+        "stop_token_ids": sorted(request.stop_ids),
+        "ignore_eos": not request.stop_ids,  # which ignores stop_token_ids as well
+        # A running server may prefer others.
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
+
+
+def _check_end(chunk: Chunk, meta: Meta, request: Request) -> None:
+    """Raises RecordError for a request that SGLang refuses, or a response that it ended unasked; EngineDied
+    for one that it gave up."""
+    end = meta.finish_reason
+    if end is not None and end.type == "abort" and end.status_code == 400:
+        raise RecordError(f"SGLang refuses the request: {end.message}")
+    if end is not None and end.type == "abort":
+        raise EngineDied(f"SGLang gave a response up: {end.message}")
+    if end is not None and end.type == "stop" and chunk.output_ids[-1] not in request.stop_ids:
+        raise RecordError(
+            f"SGLang ends responses with {chunk.output_ids[-1]}, a token that the request does not name: "
+            """start it with --json-model-override-args '{"eos_token_id": null}'"""
+        )
+
+
+def _piece(chunk: Chunk, meta: Meta, new: int, masked: bool) -> Piece:
+    """The last `new` tokens of a chunk. Raises EngineDied when their log-probs are not there."""
+    start = len(chunk.output_ids) - new
+    if masked:
+        logprobs = meta.output_token_sampling_logprobs[start:]
+    else:
+        logprobs = [np.nan if v is None else v for v, *_ in meta.output_token_logprobs[start:]]
+    if start < 0 or len(logprobs) != new:
+        raise EngineDied(f"SGLang: {len(logprobs)} log-probs for {new} tokens")
+    spans = [_span(s.version, s.end - s.start) for s in meta.weight_versions]
+    return Piece(ids=chunk.output_ids[start:], logprobs=logprobs, spans=spans or None)
+
+
+def _span(stamp: str, tokens: int) -> VersionSpan:
+    version, _, digest = stamp.partition(":")
+    if not version.isdigit() or not digest:
+        raise EngineDied(f"SGLang's tokens are of weights {stamp!r}, which are not ours")
+    return VersionSpan(int(version), tokens, digest)
