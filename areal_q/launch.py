@@ -114,7 +114,7 @@ def plan(run: Run, run_dir: Path, sockets: Path, resume: bool) -> Plan:
 def _serve(run: Run, index: int) -> list[str]:
     if run.rollout.serve is None:
         return []
-    host, colon, port = run.rollout.serve.rpartition(":")
+    host, colon, port = str(run.rollout.serve).rpartition(":")
     return ["--serve", f"{host}{colon}{int(port) + index if int(port) else 0}"]
 
 

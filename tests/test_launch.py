@@ -289,12 +289,12 @@ def test_a_resumed_run_has_the_endpoints_that_it_had_before(launched):
 
 def test_workers_serve_on_ports_one_after_the_other(tmp_path):
     def served(address):
-        run = load(None, ["rollout.workers=2", f'rollout.serve="{address}"'])
+        run = load(None, ["rollout.workers=2", f"rollout.serve={address}"])
         argvs = [w.argv for w in plan(run, tmp_path, tmp_path, resume=False).workers]
         return [argv[argv.index("--serve") + 1] for argv in argvs]
 
     assert served("8000") == ["8000", "8001"]
-    assert served("[::1]:8000") == ["[::1]:8000", "[::1]:8001"]
+    assert served('"[::1]:8000"') == ["[::1]:8000", "[::1]:8001"]
     assert served("localhost:0") == ["localhost:0", "localhost:0"]
     with pytest.raises(ConfigError, match=r"rollout\.serve"):
         served("here")

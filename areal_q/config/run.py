@@ -210,7 +210,7 @@ class RolloutConfig(_Settings, frozen=True, kw_only=True):
     engine: EngineConfig = TorchEngine()
     sampling: Sampling = Sampling()
     environment: EnvironmentConfig = SingleTurn()
-    serve: Annotated[str, Meta(pattern=r"^(.+:)?[0-9]{1,5}$")] | None = None
+    serve: Annotated[str, Meta(pattern=r"^(.+:)?[0-9]{1,5}$")] | Index | None = None
     """[HOST:]PORT of the OpenAI-compatible endpoint of the first worker that `areal-q run` starts; the next
     ones take the ports after it (0: any). On loopback; beyond it AREAL_Q_SERVE_TOKEN_FILE must name a token."""
     request_timeout_s: NonNegative = 0.0
