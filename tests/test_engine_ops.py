@@ -15,8 +15,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from areal_q.config import Sampling, TorchEngine
 from areal_q.models.config import DecoderConfig
 from areal_q.quant import quantize_state
-from areal_q.quant.linear import FloatLinear, Int8Linear
-from areal_q.quant.rows import quantize_rows
+from areal_q.quant.linear import FloatLinear, Fp8GroupLinear, Fp8RowLinear, Int8Linear
+from areal_q.quant.rows import (
+    dequantize_groups,
+    quantize_groups_e4m3,
+    quantize_rows,
+    quantize_rows_e4m3,
+)
 from areal_q.weights import pack
 from rollout.engines import build_engine, kernels
 from rollout.engines.attention import KVCache
@@ -46,6 +51,53 @@ def test_codes_and_scales_are_those_of_quantize_rows_to_the_bit(x):
     want_codes, want_scales = quantize_rows(torch.from_numpy(x))
     assert (codes == want_codes.numpy()).all()
     assert (scales == want_scales[:, 0].numpy()).all()
+
+
+ANY_ROWS = hnp.arrays(
+    np.float32,
+    hnp.array_shapes(min_dims=2, max_dims=2, max_side=300),
+    elements=st.floats(width=32) | st.floats(-1, 1, width=32) | st.sampled_from([0.0, 1e-9, 448.0]),
+)
+
+
+@given(ANY_ROWS)
+def test_activations_in_e4m3_are_those_of_the_plain_formats_to_the_bit(x):
+    """NaN and infinity included: they must reach the log-prob."""
+    numbers, scales = np.empty(x.shape, np.float32), np.empty(len(x), np.float32)
+    with np.errstate(all="ignore"):
+        kernels.e4m3_rows(x, numbers, scales)
+        grouped = np.empty(x.shape, np.float32)
+        kernels.e4m3_groups(x, grouped)
+    codes, want = quantize_rows_e4m3(torch.from_numpy(x))
+    np.testing.assert_array_equal(numbers, codes.float().numpy())
+    np.testing.assert_array_equal(scales, want[:, 0].numpy())
+    want_grouped = dequantize_groups(*quantize_groups_e4m3(torch.from_numpy(x)))
+    np.testing.assert_array_equal(grouped, want_grouped.numpy())
+
+
+def test_every_e4m3_number_and_every_middle_between_two_is_rounded_as_torch_does():
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    every = every[every.isfinite()].sort().values
+    middles = (every[1:] + every[:-1]) / 2
+    x = torch.cat((every, middles, torch.tensor([448.0])))[None]
+    numbers, scales = np.empty(x.shape, np.float32), np.empty(1, np.float32)
+    kernels.e4m3_rows(x.numpy(), numbers, scales)
+    assert scales.tolist() == [1.0]
+    assert torch.equal(torch.from_numpy(numbers), x.to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("added", ["nothing", "bias", "residual"])
+@pytest.mark.parametrize("kind", [Fp8RowLinear, Fp8GroupLinear])
+def test_an_fp8_linear_is_the_plain_one(kind, added):
+    torch.manual_seed(1)
+    weight = torch.randn(48, 160).to(torch.float8_e4m3fn)
+    plain = (
+        kind(weight.float(), torch.rand(48, 1)) if kind is Fp8RowLinear else kind(weight.float())
+    )
+    x = torch.randn(5, 160)
+    add = {"nothing": None, "bias": torch.randn(48), "residual": torch.randn(5, 48)}[added]
+    assert FUSED.linear(plain) is not plain
+    torch.testing.assert_close(FUSED.linear(plain)(x, add), plain(x, add), rtol=1e-5, atol=1e-5)
 
 
 def test_halves_are_rounded_to_even():

@@ -6,10 +6,17 @@ The loops run on one thread whatever `rollout.threads` is; the GEMMs stay torch'
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from areal_q.config import Sampling
-from areal_q.quant.linear import Int8Linear, Linear, int8_matmul
+from areal_q.quant.linear import (
+    Fp8GroupLinear,
+    Fp8RowLinear,
+    Int8Linear,
+    Linear,
+    int8_matmul,
+)
 from rollout.engines import kernels
 from rollout.engines.attention import Attend, Decode, KVCache
 from rollout.engines.fp8_cache import Fp8KVCache
@@ -34,6 +41,37 @@ class FusedInt8Linear:
         return torch.from_numpy(y)
 
 
+class FusedFp8RowLinear:
+    """Fp8RowLinear, with the same rounded activations to the bit."""
+
+    def __init__(self, linear: Fp8RowLinear) -> None:
+        self.codes = linear.codes
+        self.scale = linear.scale.numpy()
+        self.nothing = np.zeros((1, len(self.scale)), np.float32)
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        numbers, x_scale = np.empty(x.shape, np.float32), np.empty(len(x), np.float32)
+        kernels.e4m3_rows(x.numpy(), numbers, x_scale)
+        sums = F.linear(torch.from_numpy(numbers), self.codes).numpy()
+        y = np.empty(sums.shape, np.float32)
+        added = self.nothing if add is None else add.view(-1, sums.shape[1]).numpy()
+        kernels.rescale(sums, self.scale, x_scale, added, y)
+        return torch.from_numpy(y)
+
+
+class FusedFp8GroupLinear:
+    """Fp8GroupLinear, with the same rounded activations to the bit."""
+
+    def __init__(self, linear: Fp8GroupLinear) -> None:
+        self.weight = linear.weight
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        rounded = np.empty(x.shape, np.float32)
+        kernels.e4m3_groups(x.numpy(), rounded)
+        y = F.linear(torch.from_numpy(rounded), self.weight)
+        return y if add is None else y.add_(add)
+
+
 class FusedDecode:
     """As attention.Decode; a row looks at its own positions only, so there is no mask."""
 
@@ -50,7 +88,15 @@ class FusedDecode:
 
 class FusedOps:
     def linear(self, linear: Linear) -> Linear:
-        return FusedInt8Linear(linear) if isinstance(linear, Int8Linear) else linear
+        match linear:
+            case Int8Linear():
+                return FusedInt8Linear(linear)
+            case Fp8RowLinear():
+                return FusedFp8RowLinear(linear)
+            case Fp8GroupLinear():
+                return FusedFp8GroupLinear(linear)
+            case _:
+                return linear
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = np.empty(x.shape, np.float32)
