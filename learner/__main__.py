@@ -23,7 +23,7 @@ from typing import Annotated
 import typer
 
 from areal_q import logs, rundir
-from areal_q.config import Run, load
+from areal_q.config import MegatronBackend, Run, load
 from areal_q.errors import ConfigError, Stopped, UserError
 from areal_q.exporter import LEARNER, Exporter, serve_metrics
 
@@ -89,7 +89,7 @@ def _follow(run: Run) -> None:
     from learner.sharded import follow, join
 
     torch.set_num_threads(run.learner.threads)
-    follow(run.learner, join(run.learner))
+    follow(run, join(run))
 
 
 @contextmanager
@@ -128,15 +128,15 @@ def _learn(
     from learner.ranks import ALONE
 
     ranks = ALONE
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if os.environ.get("WORLD_SIZE", "1") != "1" or isinstance(run.learner.backend, MegatronBackend):
         from learner.sharded import join
 
-        ranks = join(run.learner)
+        ranks = join(run)
     try:
         learner = build_learner(run, directory, redis, announce, fetch, resume, stop, ranks)
     except Stopped as stopped:
         logger.info("stopped %s", stopped)
-        if ranks.size > 1:
+        if ranks is not ALONE:
             from learner.sharded import dismiss
 
             dismiss(ranks)

@@ -182,12 +182,12 @@ def build_learner(
     trainer, state = build_trainer(run, directory, resume, task, tokenizer, metrics, stop)
     buffer.check = fits(trainer.model.config)
     start = state.step if state else 0
-    if ranks.size > 1:
+    if ranks is not ALONE:
         from learner.sharded import Leader
 
-        trainer = Leader(trainer, ranks)
+        trainer = Leader(trainer, run, ranks)
     # Token scores stay on the rank that computed them.
-    logs_tokens = run.buffer.log and run.buffer.tokens and ranks.size == 1
+    logs_tokens = run.buffer.log and run.buffer.tokens and ranks is ALONE
     trainer.tap = TokenTap() if logs_tokens else None
     if resume:
         metrics.rewind(start)

@@ -31,10 +31,12 @@ KINDS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `size`; one alone needs no process group."""
+    """This process among `size` that share samples out; one alone needs no process group."""
 
     rank: int = 0
     size: int = 1
+    group: dist.ProcessGroup | None = None
+    """None: all that torchrun started"""
 
     def cuts(self, samples: Sequence[Sample], max_tokens: int) -> list[Sequence[Sample]]:
         """This rank's micro-batches. All ranks have as many, as sharding needs all to keep pace: where a rank
@@ -47,31 +49,29 @@ class Ranks:
         """Of all ranks."""
         if self.size == 1:
             return own
-        counts = torch.tensor([own.tokens, own.sequences])
-        dist.all_reduce(counts)
-        tokens, sequences = counts.tolist()
+        tokens, sequences = self.add(torch.tensor([own.tokens, own.sequences])).tolist()
         return Totals(tokens, sequences)
 
     def add(self, own: Tensor) -> Tensor:
-        """The sum over all ranks."""
+        """Over all ranks, on each of them."""
         if self.size > 1:
-            dist.all_reduce(own)
+            dist.all_reduce(own, group=self.group)
         return own
 
     def metrics(self, own: Sequence[Metrics]) -> list[Metrics]:
         """Of all ranks, on each of them."""
         if self.size == 1:
             return list(own)
-        data = _encoded(r.merge_metrics(own))
-        return [_decoded(self.broadcast(data, rank)) for rank in range(self.size)]
+        data = encoded(r.merge_metrics(own))
+        return [decoded(self.broadcast(data, rank)) for rank in range(self.size)]
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """What rank `source` calls this with."""
         length = torch.tensor([len(data)])
-        dist.broadcast(length, source)
+        dist.broadcast(length, group=self.group, group_src=source)
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == source else None
         buffer = torch.empty(int(length), dtype=torch.uint8) if own is None else own
-        dist.broadcast(buffer, source)
+        dist.broadcast(buffer, group=self.group, group_src=source)
         return buffer.numpy().tobytes()
 
 
@@ -115,7 +115,7 @@ def reshard(model: torch.nn.Module) -> None:
     model.reshard()
 
 
-def _encoded(metrics: Metrics) -> bytes:
+def encoded(metrics: Metrics) -> bytes:
     def plain(value: Any) -> Any:
         return Array.of(value) if isinstance(value, np.ndarray) else value
 
@@ -126,7 +126,7 @@ def _encoded(metrics: Metrics) -> bytes:
     return msgspec.msgpack.encode(rows)
 
 
-def _decoded(data: bytes) -> Metrics:
+def decoded(data: bytes) -> Metrics:
     found: Metrics = {}
     for key, name, values in msgspec.msgpack.decode(data, type=list[tuple[str, str, list[Any]]]):
         kind = KINDS[name]

@@ -17,6 +17,7 @@ from areal_q.tasks import build_tokenizer
 from learner.advantages import at_last_token, with_advantages
 from learner.batch import Sample, pack
 from learner.build import build_model, build_reference
+from learner.take_step import inputs_of, visit_part
 from learner.trainer import Trainer, token_logprobs
 
 MakeRun = Callable[..., Run]
@@ -70,7 +71,7 @@ def two_responses(make_samples: MakeSamples):
         prox = torch.full((n,), -1.0)
         inputs.append(
             replace(
-                trainer._inputs(batch, graph=False),
+                inputs_of(batch, *trainer.scores([batch]), None),
                 mask=torch.ones(n, dtype=torch.bool),
                 proximal_logprobs=prox,
                 reference_logprobs=prox - torch.tensor([LN2] + [0.0] * (n - 1)),
@@ -159,7 +160,7 @@ def test_the_value_loss_trains_the_policy_only_where_the_trunk_is_shared(
         trainer.cfg = override(
             make_run(*GAE, f"learner.critic.trunk={trunk}"), f"learner.critic.value.coef={coef}"
         ).learner
-        trainer._backward(trainer.prepare(samples)[0], first=True)
+        visit_part(trainer, trainer.prepare(samples)[0], first=True)
         gradients.append([p.grad for p in trainer.model.parameters()])
     same = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert same == (trunk == "separate")

@@ -21,7 +21,7 @@ from learner import checkpoint
 from learner.batch import Sample
 from learner.build import build_model
 from learner.checkpoint import State
-from learner.ranks import KINDS, _decoded, _encoded, filler, shares
+from learner.ranks import KINDS, decoded, encoded, filler, shares
 from learner.sharded import Piece
 from learner.trainer import Trainer
 
@@ -36,20 +36,23 @@ from areal_q.config import load
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.build import build_model
+from learner.precision import set_precision
 from learner.sharded import Leader, Piece, follow, join
 from learner.trainer import Trainer
 
 directory = Path(sys.argv[1])
 run = load(directory / "config.toml")
 torch.set_num_threads(1)
-ranks = join(run.learner)
+ranks = join(run)
 if ranks.rank:
-    follow(run.learner, ranks)
+    follow(run, ranks)
     sys.exit()
-whole = Trainer(build_model(run, build_tokenizer(run)), run.learner, 0.7)
+model = build_model(run, build_tokenizer(run))
+set_precision(model, run)
+whole = Trainer(model, run.learner, 0.7)
 if list(directory.glob("checkpoints/step-*")):
     checkpoint.restore(directory / "checkpoints", whole)
-leader = Leader(whole, ranks)
+leader = Leader(whole, run, ranks)
 steps = msgspec.msgpack.decode((directory / "samples").read_bytes(), type=list[list[Piece]])
 found = [leader.step([piece.sample() for piece in pieces]) for pieces in steps]
 state = checkpoint.State(step=9, position="0-1", cursor=1, outstanding=[], digests={},
@@ -218,9 +221,9 @@ def test_every_kind_of_metric_arrives_as_it_was_sent():
     }
     assert set(KINDS) == defined
     sent = {"mean": reducers.Mean(0.1, 3), "max": reducers.Max(-np.inf)}
-    assert _decoded(_encoded(sent)) == sent
+    assert decoded(encoded(sent)) == sent
     counts = np.arange(reducers.BINS)
-    quantile = _decoded(_encoded({"q": reducers.RatioQuantile(counts, 0.5)}))["q"]
+    quantile = decoded(encoded({"q": reducers.RatioQuantile(counts, 0.5)}))["q"]
     assert quantile.value() == reducers.RatioQuantile(counts, 0.5).value()
 
 

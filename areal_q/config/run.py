@@ -255,9 +255,23 @@ class Lora(_Settings, frozen=True, kw_only=True):
     )
 
 
-class FsdpConfig(_Settings, frozen=True, kw_only=True):
+class TorchBackend(_Settings, frozen=True, kw_only=True, tag_field="type", tag="torch"):
+    """One device; or FSDP2, where torchrun starts several learner processes, which alone heed these."""
+
     offload: bool = False
     """Weights, gradients and moments rest in the host's memory; needs a GPU."""
+
+
+class MegatronBackend(_Settings, frozen=True, kw_only=True, tag_field="type", tag="megatron"):
+    """Megatron-core: `pip install 'areal-q[megatron]'`. Processes = tensor · pipeline · data parallel ones."""
+
+    tensor: Count = 1
+    """Processes that share each matrix"""
+    pipeline: Count = 1
+    """Processes that share the layers"""
+
+
+BackendConfig = TorchBackend | MegatronBackend
 
 
 class LearnerConfig(_Settings, frozen=True, kw_only=True):
@@ -298,8 +312,8 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     router_aux_coef: NonNegative = 0.0
     """Of the load-balancing loss of experts (Switch, arXiv 2101.03961). 0: RL starts from a router that is
     balanced already, and this gradient moves the policy without any reward asking for it."""
-    fsdp: FsdpConfig = FsdpConfig()
-    """Where torchrun starts several learner processes."""
+    backend: BackendConfig = TorchBackend()
+    """What computes the steps."""
     fidelity: FidelityConfig = FidelityConfig()
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What layers multiply in. Weights at rest, gradients, log-probs and losses are float32 all the same."""

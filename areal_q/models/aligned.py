@@ -12,6 +12,7 @@ quantized twice. The backward is that of the full-precision layer (a straight-th
 with the master weights W, which alone the optimizer sees.
 """
 
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -94,7 +95,8 @@ def use(kind: type[Linear], model: nn.Module, format: str) -> None:
 
 @torch.no_grad()
 def materialise(model: nn.Module) -> None:
-    """Quantizes the present weights for the forward; to be called whenever they have changed.
+    """Quantizes the present weights for the forward; to be called whenever they have changed. Of a sharded
+    model they are gathered, and every rank quantizes them for itself.
 
     Raises QuantizationError naming a tensor that is not finite.
     """
@@ -102,6 +104,16 @@ def materialise(model: nn.Module) -> None:
     if not found:
         return
     format = next(iter(found.values())).format
-    published = quantize_state({f"{n}.weight": m.weight for n, m in found.items()}, format)
-    for name, linear in found.items():
-        linear.take(parts_of(published, name, format))
+    # Layer by layer: no more than one is whole in memory.
+    for _, names in groupby(found, key=lambda name: name.partition("layers.")[2].partition(".")[0]):
+        layer = {name: found[name] for name in names}
+        published = quantize_state(
+            {f"{n}.weight": _whole(m.weight) for n, m in layer.items()}, format
+        )
+        for name, linear in layer.items():
+            linear.take(parts_of(published, name, format))
+
+
+def _whole(weight: Tensor) -> Tensor:
+    # (DTensor's import takes a second of the CPU.)
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # type: ignore[operator]

@@ -62,16 +62,23 @@ def blockwise(
     block: int = BLOCK,
 ) -> tuple[Tensor, Tensor]:
     """The same with at most `block` logits at once (but at least 256 columns)."""
+    chosen, lse, entropy = blocks(hidden, weight, targets, temperature, block)
+    return chosen - lse, entropy if entropy_learns else entropy.detach()
+
+
+def blocks(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, block: int = BLOCK
+) -> tuple[Tensor, Tensor, Tensor]:
+    """([T] l of each target, lse, entropy) over the rows of `weight`; 0 for a target that is none of them."""
     columns = max(256, block // max(1, len(hidden)))
-    logprobs, entropy = _Blockwise.apply(hidden, weight, targets, temperature, columns)  # type: ignore[misc]
-    return logprobs, entropy if entropy_learns else entropy.detach()
+    return _Blockwise.apply(hidden, weight, targets, temperature, columns)  # type: ignore[return-value]
 
 
 class _Blockwise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, columns: int
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         # Of l shifted by the largest so far: Σ exp and Σ exp · l, which move along when that grows.
         largest = _wide(hidden.new_full((len(hidden),), -torch.inf))
         total, weighted = torch.zeros_like(largest), torch.zeros_like(largest)
@@ -93,14 +100,14 @@ class _Blockwise(torch.autograd.Function):
         entropy = total.log() - weighted / total
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.temperature, ctx.columns = temperature, columns
-        return chosen - lse, entropy
+        return chosen, lse, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
-        """∂log p_y/∂l_j = [j = y] - p_j and ∂H/∂l_j = -p_j (log p_j + H)."""
+        """∂l_y/∂l_j = [j = y], ∂lse/∂l_j = p_j and ∂H/∂l_j = -p_j (log p_j + H)."""
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
-        of_logprobs, of_entropy = grads
+        of_chosen, of_lse, of_entropy = grads
         to_hidden, to_weight = ctx.needs_input_grad[:2]
         wide = _wide(hidden)
         grad_hidden = torch.zeros_like(wide) if to_hidden else None
@@ -111,11 +118,11 @@ class _Blockwise(torch.autograd.Function):
             logp = _logits(hidden, part, ctx.temperature).sub_(lse[:, None])
             rows, places = _inside(targets, start, logp.shape[1])
             if entropy_learns:
-                slope = of_logprobs[:, None] + of_entropy[:, None] * (logp + entropy[:, None])
-                grad = logp.exp_().mul_(slope).neg_()
+                slope = of_entropy[:, None] * (logp + entropy[:, None])
+                grad = logp.exp_().mul_(of_lse[:, None] - slope)
             else:
-                grad = logp.exp_().mul_(-of_logprobs[:, None])
-            grad[rows, places] += of_logprobs[rows]
+                grad = logp.exp_().mul_(of_lse[:, None])
+            grad[rows, places] += of_chosen[rows]
             grad /= ctx.temperature
             if grad_hidden is not None:
                 grad_hidden += _product(grad, part.t(), hidden.dtype)

@@ -1,0 +1,52 @@
+"""What Megatron asks of CUDA, answered by the CPU: it names the device outright in many places.
+
+Only where there is no CUDA, and only inside `cuda_or_cpu`; on a GPU nothing is touched. Tried on gloo with
+Megatron's schedules, its DDP and its distributed optimizer, tensor and pipeline parallel.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class _OnCpu(TorchFunctionMode):
+    """`device="cuda"` and `.cuda()` mean the CPU, and a CPU tensor's type is told as CUDA's."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        out = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(out, str):
+            return out.replace("torch.", "torch.cuda.", 1)
+        return out
+
+
+@contextmanager
+def cuda_or_cpu() -> Iterator[None]:
+    """Megatron's code runs in here, whatever the machine."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from megatron.core.tensor_parallel import random
+
+    stands_for = {
+        (torch.cuda, "current_device"): lambda: torch.device("cpu"),
+        (torch.cuda, "synchronize"): lambda *_, **__: None,
+        (random, "_get_cuda_rng_state"): lambda *_, **__: torch.get_rng_state(),
+        (random, "_set_cuda_rng_state"): lambda state, *_, **__: torch.set_rng_state(state),
+    }
+    with ExitStack() as stack:
+        for (module, name), function in stands_for.items():
+            stack.enter_context(patch.object(module, name, function))
+        stack.enter_context(_OnCpu())
+        yield

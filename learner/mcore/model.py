@@ -1,0 +1,176 @@
+"""Megatron's GPTModel for packed batches, shaped by our configuration.
+
+Attention is ours, through Megatron's own place for it: sequences of a group share their prompt's tokens, as
+in areal_q/models/packing.py, and nothing is padded. So are the norms, which need neither Apex nor Transformer
+Engine, and the angles of RoPE. All that is split among ranks is Megatron's.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from areal_q.config import LearnerConfig, MegatronBackend
+from areal_q.errors import ConfigError
+from areal_q.models import DecoderConfig, PackedLayout
+from areal_q.models.decoder import packed_attention
+from learner.batch import PackedBatch
+from learner.mcore.names import padded
+
+
+@dataclass
+class Packed(PackedSeqParams):
+    """Carries the layout to attention. `qkv_format` stays unset: Megatron's own packing restarts positions at
+    every sequence, ours continues them after a shared prompt."""
+
+    layout: PackedLayout | None = None
+
+
+class Attention(nn.Module):
+    """Of this rank's heads: q [N, 1, heads, head_dim], k and v [N, 1, kv_heads, head_dim] → [N, 1, …]."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: Packed,
+        **_: Any,
+    ) -> Tensor:
+        assert packed_seq_params.layout is not None
+        q, k, v = (x.squeeze(1) for x in (query, key, value))
+        return packed_attention(q, k, v, packed_seq_params.layout).flatten(-2).unsqueeze(1)
+
+
+class Norm(nn.RMSNorm):
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
+
+
+class Policy(GPTModel):
+    """This rank's part of a stage of the decoder."""
+
+    def __init__(self, shape: DecoderConfig, config: TransformerConfig, stage: int) -> None:
+        first, last = stage == 0, stage == config.pipeline_model_parallel_size - 1
+        super().__init__(
+            config,
+            _block(shape, config),  # type: ignore[arg-type]
+            vocab_size=padded(shape.vocab_size, config.tensor_model_parallel_size),
+            max_sequence_length=shape.max_positions,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="none",
+        )
+        self.shape = shape
+        self.frequencies = torch.tensor(shape.inverse_frequencies(), dtype=torch.float32)
+
+    def forward(self, batch: PackedBatch) -> Tensor:  # type: ignore[override]
+        """Hidden states [N, 1, D] that leave this stage; after the final norm, if it is the last."""
+        positions = batch.layout.positions
+        x = None
+        if self.pre_process:
+            x = self.embedding(batch.token_ids[None], positions[None])
+        angles = torch.outer(positions.float(), self.frequencies.to(positions.device))
+        return self.decoder(
+            hidden_states=x,
+            attention_mask=None,
+            rotary_pos_emb=angles.repeat(1, 2)[:, None, None],
+            packed_seq_params=Packed(layout=batch.layout),
+        )
+
+    @property
+    def head(self) -> Tensor:
+        """This rank's rows of the output head, the padding's among them."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def transformer_config(
+    shape: DecoderConfig, cfg: LearnerConfig, backend: MegatronBackend
+) -> TransformerConfig:
+    """Raises ConfigError for a mixture of experts, and where ranks cannot share out the model equally."""
+    if shape.sparse_layers:
+        raise ConfigError("learner.backend.type = 'megatron': not with a mixture of experts")
+    for name, ranks, what, count in (
+        ("tensor", backend.tensor, "key and value heads", shape.kv_heads),
+        ("tensor", backend.tensor, "channels in the MLP", shape.mlp),
+        ("pipeline", backend.pipeline, "layers", shape.layers),
+    ):
+        if count % ranks:
+            raise ConfigError(
+                f"learner.backend.{name} = {ranks} does not divide the model's {count} {what}"
+            )
+    dtype = getattr(torch, cfg.dtype)
+    again: dict[str, Any] = {}
+    if cfg.recompute:
+        again = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.width,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.mlp,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=backend.tensor,
+        pipeline_model_parallel_size=backend.pipeline,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Its fusions need Apex, Transformer Engine or CUDA.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        use_cpu_initialization=not cfg.device.startswith("cuda"),
+        # Micro-batches are of many lengths; the dispatcher is asked for even without experts.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        batch_p2p_sync=False,
+        deallocate_pipeline_outputs=False,
+        **again,
+    )
+
+
+def _block(shape: DecoderConfig, config: TransformerConfig) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = Attention
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    layers = [layer] * get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)

@@ -1,0 +1,110 @@
+"""Which of Hugging Face's tensors make up each of Megatron's, and how ranks share it.
+
+    q, k, v       ▶ linear_qkv     one group of query heads after the other, each with its key and value head
+    gate, up      ▶ linear_fc1     on every rank its part of gate, then its part of up
+    embedding, head                rows by rank; the vocabulary padded to a multiple of the ranks
+    o, down       ▶ linear_proj, linear_fc2     columns by rank
+    norms                          whole on every rank
+
+All are rearrangements of numbers, so that the moments of an optimizer travel in the same way.
+Notation: r is a rank of n tensor-parallel ones.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from areal_q.models import DecoderConfig
+
+Tensors = Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter of Megatron's."""
+
+    stage: int
+    """Of the pipeline"""
+    name: str
+    """In the module of that stage"""
+    sources: tuple[str, ...]
+    """Hugging Face names"""
+    part: Callable[[Tensors, int, int], Tensor]
+    """(sources whole, r, n) → what rank r holds"""
+    whole: Callable[[Tensors], Tensors]
+    """What ranks 0 … n-1 hold → the sources"""
+    copy: bool = False
+    """Whether another stage has the same: the head of tied embeddings"""
+
+
+def entries(config: DecoderConfig, stages: int) -> Iterator[Entry]:
+    """Of all stages, in the model's order. Layers are shared out equally."""
+    last, each = stages - 1, config.layers // stages
+    embedding = ("model.embed_tokens.weight",)
+    yield Entry(0, "embedding.word_embeddings.weight", embedding, *_rows(config.vocab_size))
+    for layer in range(config.layers):
+        yield from _layer(config, layer // each, layer % each, f"model.layers.{layer}")
+    yield Entry(last, "decoder.final_layernorm.weight", ("model.norm.weight",), *_SAME)
+    if not config.tied:
+        yield Entry(last, "output_layer.weight", ("lm_head.weight",), *_rows(config.vocab_size))
+    elif stages > 1:
+        rows = _rows(config.vocab_size)
+        yield Entry(last, "output_layer.weight", embedding, *rows, copy=True)
+
+
+def _layer(config: DecoderConfig, stage: int, index: int, hf: str) -> Iterator[Entry]:
+    ours = f"decoder.layers.{index}"
+
+    def entry(name: str, sources: tuple[str, ...], rule: tuple) -> Entry:
+        return Entry(stage, f"{ours}.{name}", tuple(f"{hf}.{s}" for s in sources), *rule)
+
+    yield entry("input_layernorm.weight", ("input_layernorm.weight",), _SAME)
+    for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
+        sources = tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv")
+        yield entry(f"self_attention.linear_qkv.{kind}", sources, _qkv(config))
+    if config.qk_norm:
+        for x in "qk":
+            yield entry(
+                f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), _SAME
+            )
+    yield entry("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), _COLUMNS)
+    yield entry("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), _SAME)
+    yield entry("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), _GATE_UP)
+    yield entry("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), _COLUMNS)
+
+
+_SAME = (lambda whole, r, n: whole[0], lambda parts: parts[:1])
+_COLUMNS = (lambda whole, r, n: whole[0].chunk(n, 1)[r], lambda parts: [torch.cat(parts, 1)])
+_GATE_UP = (
+    lambda whole, r, n: torch.cat([w.chunk(n)[r] for w in whole]),
+    lambda parts: [torch.cat(halves) for halves in zip(*(p.chunk(2) for p in parts), strict=True)],
+)
+
+
+def padded(vocab_size: int, n: int) -> int:
+    """Rows of the embedding over n ranks. Example: 23 over 2 is 24."""
+    return -(-vocab_size // n) * n
+
+
+def _rows(vocab_size: int) -> tuple:
+    def part(whole: Tensors, r: int, n: int) -> Tensor:
+        more = padded(vocab_size, n) - vocab_size
+        return torch.nn.functional.pad(whole[0], (0, 0, 0, more)).chunk(n)[r]
+
+    return part, lambda parts: [torch.cat(parts)[:vocab_size]]
+
+
+def _qkv(config: DecoderConfig) -> tuple:
+    each, keys = config.heads // config.kv_heads * config.head_dim, config.head_dim
+
+    def part(whole: Tensors, r: int, n: int) -> Tensor:
+        groups = [w.unflatten(0, (config.kv_heads, -1)) for w in whole]
+        return torch.cat(groups, 1).flatten(0, 1).chunk(n)[r]
+
+    def back(parts: Tensors) -> Tensors:
+        groups = torch.cat(parts).unflatten(0, (config.kv_heads, -1))
+        return [w.flatten(0, 1) for w in groups.split([each, keys, keys], 1)]
+
+    return part, back

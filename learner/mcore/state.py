@@ -1,0 +1,144 @@
+"""Rank 0's whole trainer, scattered over Megatron's ranks and gathered again, tensor by tensor.
+
+    scatter   rank 0 broadcasts a tensor; each rank keeps its part, and of that its optimizer's
+    gather    all-reduce over data-parallel ranks ─▶ all-gather over tensor-parallel ones ─▶ sent to rank 0
+
+The distributed optimizer holds float32 masters and moments of a range of each parameter, flattened; the other
+data-parallel ranks hold the rest.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
+
+from learner.mcore.names import Entry
+from learner.trainer import Trainer
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Read = Callable[[Tensor], Tensor]
+
+
+class Places:
+    """Where this rank stands, and which of the model's parameters it has."""
+
+    def __init__(self, plan: list[Entry], module: nn.Module) -> None:
+        self.plan = plan
+        self.stage = ps.get_pipeline_model_parallel_rank()
+        self.rank, self.size = (
+            ps.get_tensor_model_parallel_rank(),
+            ps.get_tensor_model_parallel_world_size(),
+        )
+        self.speaks = self.rank == 0 and ps.get_data_parallel_rank() == 0
+        """Of its stage to rank 0, whose pipeline it is in"""
+        self.own = dict(module.named_parameters())
+
+    def scatter(
+        self, whole: Mapping[str, Tensor] | None, shapes: Mapping[str, torch.Size]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """(parameter, this rank's part of the float32 tensor in rank 0's `whole`) for each that is here.
+        Collective."""
+        for entry in self.plan:
+            sources = [_spread(name, whole, shapes) for name in entry.sources]
+            if entry.stage == self.stage:
+                yield self.own[entry.name], entry.part(sources, self.rank, self.size)
+
+    def gather(self, read: Read, whole: Mapping[str, Tensor] | None) -> None:
+        """What `read` gives for each parameter, of its shape and float32, into rank 0's `whole`. Collective."""
+        for entry in self.plan:
+            if entry.copy:
+                continue
+            if entry.stage == self.stage:
+                parts = self._shards(read(self.own[entry.name]))
+                tensors = [t.contiguous() for t in entry.whole(parts)]
+                if whole is not None:
+                    for name, t in zip(entry.sources, tensors, strict=True):
+                        whole[name].copy_(t)
+                elif self.speaks and entry.stage:
+                    for t in tensors:
+                        dist.send(t.cpu(), 0)
+            elif whole is not None:
+                source = dist.get_global_rank(ps.get_pipeline_model_parallel_group(), entry.stage)
+                for name in entry.sources:
+                    buffer = torch.empty(whole[name].shape, dtype=torch.float32)
+                    dist.recv(buffer, source)
+                    whole[name].copy_(buffer)
+
+    def _shards(self, own: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(parts, own.contiguous(), group=ps.get_tensor_model_parallel_group())
+        return parts
+
+
+def _spread(
+    name: str, whole: Mapping[str, Tensor] | None, shapes: Mapping[str, torch.Size]
+) -> Tensor:
+    known = whole[name].detach().float().cpu().contiguous() if whole else None
+    tensor = torch.empty(shapes[name]) if known is None else known
+    dist.broadcast(tensor, 0)
+    return tensor
+
+
+class OptimizerState:
+    """This rank's ranges of masters and moments in Megatron's distributed optimizer."""
+
+    def __init__(self, optimizer: DistributedOptimizer) -> None:
+        self._of = optimizer
+
+    def range_of(self, p: Tensor) -> tuple[slice, nn.Parameter] | None:
+        """(the range of flat `p`, its master), or None where other ranks have all of it."""
+        if p not in self._of.model_param_group_index_map:
+            return None
+        found = self._of._get_model_param_range_map(p)["param"]
+        group, order = self._of.model_param_group_index_map[p]
+        return slice(found.start, found.end), self._of.optimizer.param_groups[group]["params"][
+            order
+        ]
+
+    def set(self, p: Tensor, name: str, whole: Tensor) -> None:
+        """The master, for name "param", or a moment of `p`, from a tensor of its shape."""
+        if (found := self.range_of(p)) is None:
+            return
+        part, master = found
+        value = whole.flatten()[part].to(master.device)
+        if name == "param":
+            master.data.copy_(value)
+        else:
+            self._of.optimizer.state[master][name] = value.clone().view_as(master)
+
+    def set_steps(self, p: Tensor, count: Tensor) -> None:
+        if found := self.range_of(p):
+            self._of.optimizer.state[found[1]]["step"] = count.clone()
+
+    def read(self, name: str) -> Read:
+        """Reads the masters or the moments whole. Collective over data-parallel ranks."""
+
+        def read(p: Tensor) -> Tensor:
+            flat = torch.zeros(p.numel(), dtype=torch.float32, device=p.device)
+            if found := self.range_of(p):
+                part, master = found
+                value = master if name == "param" else self._of.optimizer.state[master][name]
+                flat[part].copy_(value.flatten())
+            dist.all_reduce(flat, group=ps.get_data_parallel_group())
+            return flat.view_as(p)
+
+        return read
+
+    def steps(self) -> Tensor:
+        """Updates that parameters have seen, the same for all; collective over all ranks, as a stage's share
+        may be empty."""
+        counts = [float(slot["step"]) for slot in self._of.optimizer.state.values() if slot]
+        most = torch.tensor(max(counts, default=0.0))
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return most
+
+
+def named_moments(whole: Trainer, name: str) -> dict[str, Tensor]:
+    """Rank 0's moments by the names of their parameters, made where there are none."""
+    state = whole.optimizer.state
+    return {
+        n: state[p].setdefault(name, torch.zeros_like(p)) for n, p in whole.model.named_parameters()
+    }
