@@ -21,6 +21,7 @@ from datetime import timedelta
 
 import msgspec
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from areal_q.config import AdamW, MegatronBackend, Run, TorchBackend
 from areal_q.errors import ConfigError
@@ -125,7 +126,7 @@ def join(run: Run) -> Ranks:
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return Ranks(dist.get_rank(), size)
 
 

@@ -51,7 +51,13 @@ def prepare(b: Backend, samples: Sequence[Sample]) -> list[Part]:
     own = [sample for share in shares for cut, batch in share if batch.counts for sample in cut]
     inputs = [x for part in parts for batch, x in part if batch.counts]
     each = iter(with_advantages(inputs, own, b.cfg, b.ranks.add))
-    return [[(batch, next(each) if batch.counts else x) for batch, x in part] for part in parts]
+    return [
+        [
+            (batch, next(each) if batch.counts else replace(x, returns=x.old_values))
+            for batch, x in part
+        ]
+        for part in parts
+    ]
 
 
 def _fits(samples: Sequence[Sample], cfg: LearnerConfig) -> None:

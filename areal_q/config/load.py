@@ -104,6 +104,11 @@ def _check(run: Run, source: str) -> Run:
         reason = "rollout.sampling.max_tokens leaves no room in model.max_positions"
     elif isinstance(run.model, SmallModel) and _longest(run) >= run.model.max_positions:
         reason = "rollout.environment's results leave no room in model.max_positions"
+    elif _longest(run) >= learner.microbatch_tokens:
+        reason = (
+            f"learner.microbatch_tokens = {learner.microbatch_tokens} has no room for a prompt and the "
+            f"{_longest(run)} tokens that may follow it"
+        )
     elif (
         isinstance(engine, VllmEngine)
         and engine.kv_cache == "fp8"
