@@ -86,10 +86,11 @@ def is_follower() -> bool:
 def _follow(run: Run) -> None:
     import torch
 
-    from learner.sharded import follow, join
+    from learner.sharded import follow, join, leave
 
     torch.set_num_threads(run.learner.threads)
     follow(run, join(run))
+    leave()
 
 
 @contextmanager
@@ -137,15 +138,20 @@ def _learn(
     except Stopped as stopped:
         logger.info("stopped %s", stopped)
         if ranks is not ALONE:
-            from learner.sharded import dismiss
+            from learner.sharded import dismiss, leave
 
             dismiss(ranks)
+            leave()
         return
     learner.metrics.also("Prometheus", exporter.update)
     try:
         finish(learner, learner.train(stop))
     finally:
         learner.close()
+    if ranks is not ALONE:
+        from learner.sharded import leave
+
+        leave()
 
 
 if __name__ == "__main__":

@@ -89,3 +89,7 @@ class Shard(Backend, Protocol):
     def reset_reference(self) -> None:
         """The present policy becomes the reference."""
         ...
+
+    def close(self) -> None:
+        """Lets go of process groups of its own."""
+        ...

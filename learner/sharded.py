@@ -16,8 +16,10 @@ nor Redis, nor the run's directory.
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import NoReturn
 
 import msgspec
 import torch.distributed as dist
@@ -162,6 +164,15 @@ def dismiss(ranks: Ranks) -> None:
         dist.destroy_process_group()
 
 
+def leave() -> NoReturn:
+    """Ends this process well, but without the interpreter's own end: a thread of a collective that lets go of
+    its last tensor in the middle of that aborts the process, and torchrun would call the run failed."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def hear(ranks: Ranks) -> Word:
     return _decoder.decode(ranks.broadcast(b""))
 
@@ -209,6 +220,7 @@ class Leader(Trainer):
     def close(self) -> None:
         """After a failure nothing is said: this process ends with an error, and torchrun ends the others."""
         if not self._broken:
+            self._shard.close()
             dismiss(self._ranks)
 
 
@@ -229,5 +241,6 @@ def follow(run: Run, ranks: Ranks) -> None:
             case Reset():
                 shard.reset_reference()
             case _:
+                shard.close()
                 dist.destroy_process_group()
                 return

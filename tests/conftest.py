@@ -287,7 +287,7 @@ from learner import checkpoint
 from learner.build import build_model
 from learner.precision import set_precision
 from learner.publish import Publisher
-from learner.sharded import Leader, Piece, follow, join
+from learner.sharded import Leader, Piece, follow, join, leave
 from learner.trainer import Trainer
 
 torch.set_num_threads(1)
@@ -315,6 +315,7 @@ for job in sys.argv[1:]:
     made = Publisher(run).make(leader.model, 1)
     leader.close()
     (directory / "found.json").write_text(json.dumps([found, made.manifest.digest]))
+leave()
 """
 
 

@@ -3,6 +3,7 @@
 Only where there is no CUDA, and only inside `cuda_or_cpu`; on a GPU nothing is touched. Tried on gloo with
 Megatron's schedules, its DDP and its distributed optimizer, tensor and pipeline parallel.
 """
+# pyright: reportMissingImports=false
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

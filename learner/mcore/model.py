@@ -4,6 +4,7 @@ Attention is ours, through Megatron's own place for it: sequences of a group sha
 in areal_q/models/packing.py, and nothing is padded. So are the norms, which need neither Apex nor Transformer
 Engine, and the angles of RoPE. All that is split among ranks is Megatron's.
 """
+# pyright: reportMissingImports=false
 
 from dataclasses import dataclass
 from typing import Any

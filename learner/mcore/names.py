@@ -10,7 +10,7 @@ All are rearrangements of numbers, so that the moments of an optimizer travel in
 Notation: r is a rank of n tensor-parallel ones.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from areal_q.models import DecoderConfig
 
-Tensors = Sequence[Tensor]
+Tensors = list[Tensor]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ Tensor-parallel ranks, and the stages of a pipeline, work on the same micro-batc
 data-parallel ones, which share the samples out. A micro-batch's loss is already a part of the whole step's, so
 that gradients are summed, where Megatron would average them over micro-batches and ranks.
 """
+# pyright: reportMissingImports=false
 
 import logging
 import math
@@ -272,6 +273,9 @@ class MegatronShard:
         assert self.frozen is not None
         for frozen, own in zip(self.frozen.parameters(), self.policy.parameters(), strict=True):
             frozen.copy_(own)
+
+    def close(self) -> None:
+        ps.destroy_model_parallel()
 
 
 def megatron_shard(begin: Begin, run: Run, ranks: Ranks, whole: Trainer | None) -> MegatronShard:

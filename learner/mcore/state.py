@@ -6,6 +6,7 @@
 The distributed optimizer holds float32 masters and moments of a range of each parameter, flattened; the other
 data-parallel ranks hold the rest.
 """
+# pyright: reportMissingImports=false
 
 from collections.abc import Callable, Iterator, Mapping
 

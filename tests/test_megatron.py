@@ -1,0 +1,266 @@
+"""Megatron-core on real gloo processes: the losses, log-probs, weights and moments of the torch backend.
+
+`make test-megatron`; elsewhere all of it that needs Megatron is skipped.
+"""
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal_q.config import Run
+from areal_q.errors import ConfigError
+from areal_q.models import Decoder, DecoderConfig, init_weights, load_decoder, save_decoder
+from areal_q.tasks import build_tokenizer
+from learner import checkpoint
+from learner.batch import Sample
+from learner.build import build_model
+from learner.mcore import require
+from learner.mcore.names import Entry, entries, padded
+from learner.trainer import Trainer
+
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="make test-megatron"
+)
+SHAPE = DecoderConfig(
+    family="qwen3", vocab_size=257, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48,
+    max_positions=64, norm_eps=1e-6,
+)  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def shaped(**fields) -> DecoderConfig:
+    from msgspec.structs import replace
+
+    return replace(SHAPE, **fields)
+
+
+SHAPES = {
+    "qwen3": SHAPE,
+    "qwen2": shaped(family="qwen2", qkv_bias=True, tied=False),
+    "llama": shaped(family="llama", tied=False, rope_scaling=LLAMA3),
+}
+SETTINGS = [
+    # A large eps makes AdamW's step smooth in the gradient; at 1e-8 rounding alone could turn its sign.
+    "learner.optimizer={eps=1e-3, lr=1e-2, weight_decay=0.1}",
+    "learner.microbatch_tokens=24",
+]
+JOBS = {
+    "tensor": ("qwen2", ["learner.backend.tensor=2"]),
+    "tensor, all terms": (
+        "qwen3",
+        [
+            "learner.backend.tensor=2",
+            "learner.recompute=true",
+            "learner.entropy_coef=0.01",
+            "learner.reference_kl={coef=0.1, reset_every=1}",
+        ],
+    ),
+    "pipeline": ("qwen3", ["learner.backend.pipeline=2"]),
+    "data": ("llama", ["learner.epochs=2"]),
+}
+
+
+def model_of(shape: DecoderConfig, seed: int = 0) -> Decoder:
+    """With norms and biases that are not 1 and 0."""
+    model = Decoder(shape)
+    init_weights(model, seed)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 1:
+                p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+@pytest.fixture
+def run_of(make_run, byte_tokenizer: Path, tmp_path: Path) -> Callable[..., Run]:
+    """run_of("qwen2", "learner.epochs=2") learns a model in Hugging Face layout, on Megatron."""
+
+    def make(shape: str, *settings: str) -> Run:
+        path = tmp_path / f"hf-{shape}"
+        if not path.exists():
+            save_decoder(model_of(SHAPES[shape]), path)
+            for file in byte_tokenizer.iterdir():
+                shutil.copy(file, path)
+        model = f"model={{type='pretrained', path='{path}'}}"
+        return make_run(model, "learner.backend.type=megatron", *SETTINGS, *settings)
+
+    return make
+
+
+def alone(run: Run) -> Trainer:
+    """The torch backend, in this process."""
+    return Trainer(build_model(run, build_tokenizer(run)), run.learner, 0.7)
+
+
+def start(directory: Path, trainer: Trainer) -> None:
+    """Leaves a checkpoint of `trainer` to go on from."""
+    state = checkpoint.State(
+        step=1,
+        position="0-1",
+        cursor=1,
+        outstanding=[],
+        digests={},
+        updates=trainer.updates,
+        skipped=0,
+    )
+    checkpoint.save(directory / "checkpoints", state, trainer, keep=5)
+
+
+def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
+    path = directory / "checkpoints" / "step-000009"
+    return checkpoint.read_tensors(path, checkpoint.read_state(path))
+
+
+def check(run: Run, trainer: Trainer, steps: list[list[Sample]], found, directory: Path) -> None:
+    """`trainer` takes the same steps: metrics, weights, moments and counts are the same."""
+    for values, samples in zip(found, steps, strict=True):
+        if run.learner.reference_kl and run.learner.reference_kl.reset_every:
+            trainer.reset_reference()
+        expected = trainer.step(samples)
+        assert values.keys() == expected.keys()
+        for name, value in expected.items():
+            assert values[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    tensors, expected = tensors_in(directory), checkpoint.tensors_of(trainer)
+    assert tensors.keys() == expected.keys()
+    for name in expected.keys() - {"rng"}:
+        torch.testing.assert_close(
+            tensors[name], expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@needs_megatron
+@pytest.mark.timeout(300)
+def test_two_ranks_of_every_kind_learn_what_torch_does_from_its_checkpoint(
+    run_of: Callable[..., Run], make_samples, on_ranks, tmp_path: Path
+):
+    """And what torch has of theirs, it exports to what transformers computes."""
+    steps = [make_samples(15, seed) for seed in range(3)]
+    # The first group has no advantage, so that both kinds of micro-batches occur.
+    steps = [[replace(s, advantage=0.0) if s.group == 0 else s for s in step] for step in steps]
+    jobs, trainers = {}, {}
+    for name, (shape, settings) in JOBS.items():
+        run = run_of(shape, *settings)
+        trainers[name] = alone(run)
+        trainers[name].step(steps[0])
+        start(tmp_path / name, trainers[name])
+        jobs[tmp_path / name] = run, steps[1:]
+    # A learning rate too small to move a float32: weights went to the ranks and back.
+    still = run_of("qwen2", "learner.backend.tensor=2", "learner.optimizer={lr=1e-30}")
+    jobs[tmp_path / "still"] = still, steps[1:2]
+    found = on_ranks(2, jobs)
+    for (name, trainer), (values, _) in zip(trainers.items(), found, strict=False):
+        run = jobs[tmp_path / name][0]
+        check(run, trainer, steps[1:], values, tmp_path / name)
+    before, after = alone(still).model.state_dict(), tensors_in(tmp_path / "still")
+    assert all(torch.equal(after[f"model.{name}"], p) for name, p in before.items())
+    same_as_transformers(tensors_in(tmp_path / "tensor"), tmp_path)
+
+
+def same_as_transformers(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = Decoder(SHAPES["qwen2"])
+    model.load_state_dict(
+        {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
+    )
+    save_decoder(model, tmp_path / "export")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    ids = torch.randint(0, 257, (11,), generator=torch.Generator().manual_seed(0))
+    from areal_q.models import PackedLayout
+
+    with torch.no_grad():
+        ours = load_decoder(tmp_path / "export")
+        logits = ours.logits(ours(ids, PackedLayout.of([11])))
+        torch.testing.assert_close(logits, theirs(ids[None]).logits[0], rtol=1e-4, atol=1e-4)
+
+
+@needs_megatron
+@pytest.mark.timeout(120)
+def test_one_rank_learns_what_torch_does_also_in_bfloat16(
+    run_of: Callable[..., Run], make_samples, on_ranks, tmp_path: Path
+):
+    steps = [make_samples(15, seed) for seed in range(2)]
+    exact, coarse = run_of("qwen3"), run_of("qwen3", "learner.dtype=bfloat16")
+    jobs = {tmp_path / "float32": (exact, steps), tmp_path / "bfloat16": (coarse, steps)}
+    (values, _), (rounded, _) = on_ranks(1, jobs)
+    check(exact, alone(exact), steps, values, tmp_path / "float32")
+    # Rounded as Megatron rounds: near the others, and masters move by less than bfloat16 could tell.
+    for one, other in zip(rounded, values, strict=True):
+        assert one["train/loss"] == pytest.approx(other["train/loss"], abs=0.05)
+        assert one["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=0.1)
+    master = tensors_in(tmp_path / "bfloat16")["model.model.layers.0.mlp.up_proj.weight"]
+    assert not torch.equal(master, master.bfloat16().float())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (2, 2)])
+def test_parts_of_all_ranks_make_up_every_tensor_of_hugging_face_once(
+    shape: str, ranks: int, stages: int
+):
+    config = SHAPES[shape]
+    state = dict(model_of(config).named_parameters())
+    found: dict[str, torch.Tensor] = {}
+    for entry in entries(config, stages):
+        sources = [state[name].detach() for name in entry.sources]
+        parts = [entry.part(sources, rank, ranks) for rank in range(ranks)]
+        assert len({part.shape for part in parts}) == 1
+        for name, tensor in zip(entry.sources, entry.whole(parts), strict=True):
+            assert entry.copy == (name in found)
+            found[name] = tensor
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], p) for name, p in state.items())
+
+
+def test_each_key_head_stands_beside_its_queries_and_each_gate_beside_its_up_on_a_rank():
+    config = shaped(heads=4, kv_heads=2, head_dim=1)
+    plan: dict[str, Entry] = {entry.name: entry for entry in entries(config, 1)}
+    q, k, v = (
+        torch.tensor([[0.0], [1], [2], [3]]),
+        torch.tensor([[10.0], [11]]),
+        torch.tensor([[20.0], [21]]),
+    )
+    qkv = plan["decoder.layers.0.self_attention.linear_qkv.weight"]
+    assert qkv.part([q, k, v], 0, 1).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    assert qkv.part([q, k, v], 1, 2).flatten().tolist() == [2, 3, 11, 21]
+    gate, up = torch.tensor([[0.0], [1]]), torch.tensor([[10.0], [11]])
+    fc1 = plan["decoder.layers.0.mlp.linear_fc1.weight"]
+    assert [fc1.part([gate, up], r, 2).flatten().tolist() for r in (0, 1)] == [[0, 10], [1, 11]]
+    assert padded(257, 2) == 258
+
+
+def test_ranks_that_do_not_fill_the_processes_are_refused(make_run, monkeypatch):
+    backend = make_run("learner.backend={type='megatron', tensor=2, pipeline=2}").learner.backend
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    with pytest.raises(ConfigError, match="tensor = 2 times pipeline = 2 does not divide 6"):
+        require(backend, 6)
+    require(backend, 8)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install 'areal-q\[megatron\]'"):
+        require(backend, 4)
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        ("learner.precision=qarl", "learner.precision"),
+        ("learner.lora={}", "learner.lora"),
+        ("learner.advantage.type=gae learner.critic={}", "learner.critic"),
+        ("learner.optimizer.type=muon", "learner.optimizer.type"),
+    ],
+)
+def test_what_megatron_does_not_do_is_refused_by_name(
+    make_run, monkeypatch: pytest.MonkeyPatch, setting: str, name: str
+):
+    from learner.sharded import join
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=f"{name}: not with 2 processes of backend megatron"):
+        join(make_run("learner.backend.type=megatron", *setting.split()))
