@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 # index has no such build, set PIP_EXTRA_INDEX_URL to the CPU index that pytorch.org names.
 TORCH_CPU ?= $(TORCH)+cpu
 
-.PHONY: run test test-formats test-peers test-vllm test-sglang test-engine check bench bench-buffer chaos fuzz browser clean
+.PHONY: run test test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz browser clean
 
 run: $(VENV)/.installed
 	$(BIN)/areal-q run configs/quickstart.toml
@@ -30,6 +30,10 @@ test-sglang: $(VENV)-sglang/.installed
 # The objectives beside verl's, areal's and trl's: docs/agreement.md.
 test-peers: $(VENV)-peers/.installed
 	$(VENV)-peers/bin/python -m pytest -m peers tests/test_peers_*.py tests/test_lora.py
+
+# The learner's Megatron backend beside torch's, on gloo: docs/sharding.md.
+test-megatron: $(VENV)-megatron/.installed
+	$(VENV)-megatron/bin/python -m pytest tests/test_megatron.py tests/test_learner_ranks.py
 
 # The real compose file on a real Docker engine of its own, in .engine: Debian, as root, ten minutes or more.
 test-engine: $(VENV)/.installed-dev
@@ -100,6 +104,14 @@ $(VENV)-peers/.installed: bench/peers/requirements.txt $(VENV)/.installed-dev
 	  { echo 'The package index lacks something of $<, which only test-peers needs.'; exit 1; }
 	touch $@
 
+# Alone: its requirements name CUDA's packages, none of which is imported on a CPU.
+$(VENV)-megatron/.installed: pyproject.toml $(VENV)/.installed-dev
+	$(BIN)/python -m venv $(VENV)-megatron
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$($(VENV)-megatron/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(VENV)-megatron/bin/pip install -q --no-deps megatron-core==0.16.1 einops
+	touch $@
+
 # torchvision and the like are no use here, and an index may have only their CUDA builds, with which
 # transformers cannot be imported beside a CPU torch.
 $(VENV)-vllm/.installed: pyproject.toml
@@ -129,4 +141,4 @@ browser: $(VENV)/.installed-dev
 	|| $(BIN)/playwright install chromium
 
 clean:
-	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-vllm $(VENV)-sglang build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-vllm $(VENV)-sglang $(VENV)-megatron build dist *.egg-info
