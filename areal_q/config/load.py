@@ -10,7 +10,14 @@ import msgspec
 from areal_q.config.buffer import Prioritized, Uniform
 from areal_q.config.environments import CalculatorTool
 from areal_q.config.objectives import Gae, ReinforcePlusPlus
-from areal_q.config.run import BroadcastConfig, LearnerConfig, Run, SmallModel, VllmEngine
+from areal_q.config.run import (
+    BroadcastConfig,
+    LearnerConfig,
+    Run,
+    SglangEngine,
+    SmallModel,
+    VllmEngine,
+)
 from areal_q.config.tasks import Choice, Gsm8k, Math, Python
 from areal_q.errors import ConfigError
 
@@ -117,13 +124,15 @@ def _check(run: Run, source: str) -> Run:
         reason = "rollout.engine.kv_cache = 'fp8' needs kv_on_update = 'recompute': scales change"
     elif isinstance(engine, VllmEngine) and engine.kv_cache == "fp8" and engine.compiled:
         reason = "rollout.engine.kv_cache = 'fp8' needs compiled = false: its scales are observed"
+    elif isinstance(engine, SglangEngine) and engine.url and run.rollout.workers > 1:
+        reason = "rollout.engine.url: a server takes weights from one worker: rollout.workers = 1"
     elif run.rollout.kv_scales and getattr(engine, "kv_cache", "auto") != "fp8":
         reason = "rollout.kv_scales needs rollout.engine.kv_cache = 'fp8'"
     elif learner.lora and learner.precision != "full":
         reason = (
             "learner.lora runs on the rollouts' numbers already: learner.precision must be 'full'"
         )
-    elif learner.lora and isinstance(engine, VllmEngine):
+    elif learner.lora and isinstance(engine, (VllmEngine, SglangEngine)):
         reason = "learner.lora needs rollout.engine.type = 'torch', which adds adapters to its base"
     elif learner.lora and (kl := learner.reference_kl) and (kl.path or kl.reset_every):
         reason = "learner.reference_kl: with learner.lora the reference is its base: no path, no reset_every"

@@ -51,9 +51,13 @@ CHUNKS = msgspec.json.Decoder(Chunk)
 
 
 class Client:
-    """Every method raises EngineDied when the server does not answer, or not what it should."""
+    """Every method raises EngineDied when the server does not answer, or not what it should.
 
-    def __init__(self, url: str, key: str | None, timeout_s: float) -> None:
+    `reuse` connections only of a server that never ends one first: a request that goes out on a connection
+    which is being closed would look like a server that died.
+    """
+
+    def __init__(self, url: str, key: str | None, timeout_s: float, *, reuse: bool = False) -> None:
         import aiohttp
 
         self.url = url.rstrip("/")
@@ -61,7 +65,7 @@ class Client:
         self._error = aiohttp.ClientError
         self._no_timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, force_close=not reuse),
             headers={"Authorization": f"Bearer {key}"} if key else None,
             read_bufsize=MAX_LINE_BYTES,
         )

@@ -208,7 +208,7 @@ class SglangBackend:
         stamp = served.stamp(weights.manifest)
         settings = server_settings(self.config, str(self._staged), model, stamp)
         self._server = server = await OwnServer.start(settings, self._directory)
-        self._client = Client(server.url, server.key, self.timeout_s)
+        self._client = Client(server.url, server.key, self.timeout_s, reuse=True)
         info = await server.up(self._client, self.config.start_timeout_s)
         self._unstage()
         return info
