@@ -7,7 +7,7 @@ nobody generates. GRPO advantages, token mean, clipped ratio, AdamW, float32. Th
 in their gradient norms. Time is the process's CPU time. Memory is its peak RSS, in all and beyond what it had
 before the first step (model loaded, libraries imported, no optimizer state yet).
 
-**Log-probs.** Of T tokens over V = 152k with D = 896 (Qwen2.5-0.5B's), forward and backward.
+**Log-probs.** Of T = 2,048 tokens over V = 152k, forward and backward; D as Qwen2.5-0.5B has it, or `--width`.
 """
 
 import json
@@ -52,8 +52,8 @@ CONFIG = DecoderConfig(
     mlp=1152,
     max_positions=512,
 )
-LOGPROBS = (2048, 151_936, 896)
-"""T, V, D"""
+LOGPROBS = (2048, 151_936)
+"""T, V"""
 
 
 def main(
@@ -61,6 +61,7 @@ def main(
     trl_python: Annotated[
         Path | None, typer.Option(envvar="TRL_PYTHON", help="a Python with trl; default .venv-trl")
     ] = None,
+    width: Annotated[int, typer.Option(help="D of the log-probs")] = 896,
     child: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     torch.set_num_threads(1)
@@ -85,7 +86,7 @@ def main(
         f"{device()}; commit {commit()}; one thread, CPU time, best of {rounds * (STEPS - 1)} steps; "
         f"{sum(p.numel() for p in Decoder(CONFIG).parameters()):,} parameters, {tokens:,} response tokens.",
         steps,
-        logprobs_table(),
+        logprobs_table(width),
     ]
     publish("learner", "\n\n".join(parts), found)
 
@@ -204,9 +205,9 @@ def step_table(found: dict[str, list[dict[str, Any]]], spec: dict[str, Any]) -> 
     return table(header, rows), tokens
 
 
-def logprobs_table() -> str:
+def logprobs_table(width: int) -> str:
     """Peak memory beyond the inputs, and CPU time, of log-probs and entropies with their gradients."""
-    tokens, vocabulary, width = LOGPROBS
+    tokens, vocabulary = LOGPROBS
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, width, generator=generator).requires_grad_()
     weight = (torch.randn(vocabulary, width, generator=generator) * 0.02).requires_grad_()
