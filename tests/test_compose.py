@@ -25,7 +25,7 @@ TARGETS = {
     "rollout": ["areal-q", "rollout"],
     "learner": ["areal-q", "learner"],
     "tools": ["areal-q"],
-    "rollout-vllm": ["areal-q", "rollout"],
+    "rollout-engine": ["areal-q", "rollout"],
 }
 Resolve = Callable[..., dict[str, Any]]
 
@@ -201,7 +201,7 @@ def test_every_gpu_has_one_service_and_the_workers_without_one_stay_away(
     assert "learner.device=cuda" in found["learner"]["command"]
     for name, service in found.items():
         if name.startswith("rollout-gpu"):
-            assert service["build"]["target"] == "rollout-vllm"
+            assert service["build"]["target"] == "rollout-engine"
             assert "rollout" in service["networks"]["cluster"]["aliases"]
 
 
