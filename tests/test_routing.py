@@ -28,8 +28,8 @@ from learner.ranks import ALONE
 from learner.rescore import engine_policy
 from learner.routing import balance_weights, routed, routing_for
 from learner.trainer import Trainer, token_logprobs
-from rollout.engines import build_engine
-from rollout.engines.base import Capabilities, Completion, Request
+from rollout.engines import ENGINES, build_engine
+from rollout.engines.base import Completion, Request
 
 EXPERTS = Experts(count=8, per_token=2, mlp=32, dense_layers=(1,))
 CONFIG = DecoderConfig(
@@ -190,11 +190,12 @@ def test_more_than_256_experts_take_two_bytes() -> None:
     torch.testing.assert_close(logprobs, batch.behavior_logprobs, atol=1e-4, rtol=0)
 
 
-def test_an_engine_that_does_not_record_is_refused_by_name() -> None:
-    asked = load(None, ["model.experts=4"]).rollout
-    mute = Capabilities(formats=frozenset(FORMATS), kv_on_update=frozenset({"keep"}))
-    assert mute.lacks(asked) is None
-    assert "routing_replay" in (mute.lacks(asked, routes=True) or "")
+@pytest.mark.parametrize("kind", sorted(ENGINES.keys() - {"torch"}))
+def test_an_engine_that_does_not_record_is_refused_by_name(kind: str) -> None:
+    run = load(None, ["model.experts=4", "rollout.format=bf16", f"rollout.engine.type={kind}"])
+    engine = build_engine(run.rollout.engine)
+    assert "routing_replay" in (engine.capabilities.lacks(run.rollout, routes=True) or "")
+    assert "routing_replay" not in (engine.capabilities.lacks(run.rollout) or "")
 
 
 # The record
@@ -262,6 +263,12 @@ def test_settings_about_experts_need_experts(asked: str) -> None:
         ConfigError, match=f"learner.{asked.partition('=')[0]}: qwen3 has no experts"
     ):
         check_experts(dense, cfg)
+
+
+def test_adapters_on_experts_are_refused_by_name() -> None:
+    cfg = load(None, ["model.experts=4", "learner.lora={}"]).learner
+    with pytest.raises(ConfigError, match=r"learner\.lora: not with a mixture of experts"):
+        check_experts(CONFIG, cfg)
 
 
 # The learner
