@@ -33,7 +33,7 @@ test-peers: $(VENV)-peers/.installed
 
 # The learner's Megatron backend beside torch's, on gloo: docs/sharding.md.
 test-megatron: $(VENV)-megatron/.installed
-	$(VENV)-megatron/bin/python -m pytest tests/test_megatron.py tests/test_learner_ranks.py
+	$(VENV)-megatron/bin/python -m pytest tests/test_megatron.py tests/test_learner_ranks.py -k megatron
 
 # The real compose file on a real Docker engine of its own, in .engine: Debian, as root, ten minutes or more.
 test-engine: $(VENV)/.installed-dev

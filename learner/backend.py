@@ -86,6 +86,11 @@ class Shard(Backend, Protocol):
         """What else a checkpoint holds: moments, the critic."""
         ...
 
+    def share_of_rest(self, whole) -> dict[str, Tensor]:
+        """Of the same, this rank's share by its names in a checkpoint; with the other ranks' it is all that
+        `gather_rest` gathers."""
+        ...
+
     def reset_reference(self) -> None:
         """The present policy becomes the reference."""
         ...

@@ -3,6 +3,8 @@
     checkpoints/step-000050/state.json           everything that is not a tensor
                             tensors.safetensors  model.*, optimizer.*, rng; critic.*, critic_optimizer.*,
                                                  reference.* where there are such
+                            tensors-00001.safetensors, …   with `checkpoint.sharded`: shares of *optimizer.*,
+                                                 whole tensors each, written by the ranks of that number
 
 Written beside and renamed, so that a directory of the final name is whole. A crash in the middle leaves a
 hidden one, which the next save or restore sees to. The state carries a hash of everything.
@@ -11,6 +13,8 @@ hidden one, which the next save or restore sees to. The state carries a hash of 
 import logging
 import os
 import shutil
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +32,11 @@ logger = logging.getLogger(__name__)
 START = "step-000000"
 """Never removed: a replay can begin there"""
 KV = "kv_scales."
-STATE, TENSORS = "state.json", "tensors.safetensors"
+STATE, TENSORS, SHARE = "state.json", "tensors.safetensors", "tensors-{:05d}.safetensors"
 PART = ".tmp-"
 """Begins the name of a checkpoint that is being written or removed"""
+STAGED = ".shares-"
+"""Begins the name of a directory in which other ranks leave their shares of a checkpoint"""
 REPLACED = ".old-"
 """Begins the name of one whose successor of the same step is about to take its place"""
 
@@ -63,7 +69,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     model: dict[str, Any] = {}
     """Hugging Face `config.json`; empty in checkpoints of before it was recorded"""
     digest: str = ""
-    """xxh3-128 of tensors.safetensors and of state.json with an empty digest, hexadecimal"""
+    """xxh3-128 of tensors.safetensors, of shares in their order and of state.json with an empty digest,
+    hexadecimal"""
 
 
 def save(directory: Path, state: State, trainer: Trainer, keep: int) -> Path:
@@ -71,14 +78,40 @@ def save(directory: Path, state: State, trainer: Trainer, keep: int) -> Path:
     return write(directory, state, tensors_of(trainer), keep)
 
 
-def write(directory: Path, state: State, tensors: Tensors, keep: int) -> Path:
+def stage(directory: Path, step: int) -> Path:
+    """An empty directory for the shares of other ranks, the same for all who ask for it at `step`."""
+    for left in directory.glob(f"{STAGED}*"):
+        shutil.rmtree(left)
+    staged = directory / f"{STAGED}step-{step:06d}"
+    staged.mkdir(parents=True)
+    return staged
+
+
+def write_share(staged: Path, rank: int, tensors: Tensors) -> None:
+    """What rank `rank` has of a checkpoint. A file of the final name is whole."""
+    file = staged / SHARE.format(rank)
+    part = file.with_name(f".{file.name}")
+    save_file(tensors, part)
+    _sync(part)
+    part.rename(file)
+
+
+def write(
+    directory: Path, state: State, tensors: Tensors, keep: int, shares: Sequence[Path] = ()
+) -> Path:
     """Writes `directory/step-NNNNNN` and removes all but the start's and the newest `keep`. Returns its
-    path."""
+    path. Waits for the files `shares`, which other ranks are writing, and takes them along."""
     final = directory / f"step-{state.step:06d}"
     _clear_leftovers(directory)
     part = directory / f"{PART}{final.name}"
     part.mkdir(parents=True)
     save_file(tensors, part / TENSORS)
+    for share in shares:
+        while not share.exists():  # should its rank die, torchrun ends this process, too
+            time.sleep(0.02)
+        share.rename(part / share.name)
+        if share is shares[-1]:
+            share.parent.rmdir()
     digest = _digest(part, msgspec.json.encode(state))
     state = msgspec.structs.replace(state, digest=digest)
     (part / STATE).write_bytes(msgspec.json.encode(state))
@@ -155,15 +188,15 @@ def read_tensors(path: Path, state: State) -> dict[str, torch.Tensor]:
         blank = written.replace(f'"digest":"{state.digest}"'.encode(), b'"digest":""')
         if _digest(path, blank) != state.digest:
             raise CheckpointError(f"{path}: {TENSORS} and {STATE} do not match their hash")
-        return load_file(path / TENSORS)
+        return {name: t for file in _files(path) for name, t in load_file(file).items()}
     except OSError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Everything of `trainer` that a checkpoint holds as tensors, on the CPU."""
-    trainer.collect()
-    tensors: dict[str, torch.Tensor] = {"rng": torch.get_rng_state()}
+def tensors_of(trainer: Trainer, staged: Path | None = None) -> dict[str, torch.Tensor]:
+    """Everything of `trainer` that a checkpoint holds as tensors, on the CPU; but for what other ranks leave in
+    `staged`."""
+    tensors: dict[str, torch.Tensor] = {"rng": torch.get_rng_state(), **trainer.collect(staged)}
     for part, module in _modules(trainer).items():
         tensors |= {f"{part}.{k}": v for k, v in module.state_dict().items()}
     for part, optimizer in _optimizers(trainer).items():
@@ -205,7 +238,16 @@ def _load(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _digest(path: Path, state: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest((path / TENSORS).read_bytes() + state)
+    digest = xxhash.xxh3_128()
+    for file in _files(path):
+        digest.update(file.read_bytes())
+    digest.update(state)
+    return digest.hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    """Of the tensors: rank 0's, then the shares."""
+    return [path / TENSORS, *sorted(path.glob(SHARE.replace("{:05d}", "*")))]
 
 
 def _sync(path: Path) -> None:

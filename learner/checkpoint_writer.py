@@ -30,11 +30,20 @@ class Writer:
     def save(self, state: State, trainer: Trainer) -> None:
         """Copies `trainer` as it is now, and returns while the copy is written. Call `finish` before."""
         assert self._pending is None, "one at a time"
-        tensors = {name: t.clone() for name, t in checkpoint.tensors_of(trainer).items()}
-        self._pending = self._thread.submit(self._write, state, tensors)
+        staged = checkpoint.stage(self._directory, state.step) if trainer.shares else None
+        found = checkpoint.tensors_of(trainer, staged)
+        tensors = {name: t.clone() for name, t in found.items()}
+        files = (
+            [staged / checkpoint.SHARE.format(i + 1) for i in range(trainer.shares)]
+            if staged
+            else []
+        )
+        self._pending = self._thread.submit(self._write, state, tensors, files)
 
-    def _write(self, state: State, tensors: checkpoint.Tensors) -> tuple[State, Path]:
-        return state, checkpoint.write(self._directory, state, tensors, self._keep)
+    def _write(
+        self, state: State, tensors: checkpoint.Tensors, shares: list[Path]
+    ) -> tuple[State, Path]:
+        return state, checkpoint.write(self._directory, state, tensors, self._keep, shares)
 
     def settle(self) -> tuple[State, Path] | None:
         """The checkpoint that has come to stand on disk since the last call, if any. Raises what writing

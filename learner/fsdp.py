@@ -59,6 +59,21 @@ class FsdpShard(Trainer):
             _gather_moments(self.critic.optimizer, theirs.optimizer if theirs else None)
 
     @torch.no_grad()
+    def share_of_rest(self, whole: Trainer | None) -> dict[str, Tensor]:
+        optimizers = {"optimizer": self.optimizer}
+        if self.critic is not None:
+            _gather_parameters(self.critic, whole.critic if whole else None)
+            optimizers["critic_optimizer"] = self.critic.optimizer
+        kept: dict[str, Tensor] = {}
+        for part, optimizer in optimizers.items():
+            for i, (_, slot) in enumerate(_slots(optimizer)):
+                for name, value in slot.items():
+                    tensor = value.full_tensor() if isinstance(value, DTensor) else value
+                    if i % self.ranks.size == self.ranks.rank:
+                        kept[f"{part}.{i}.{name}"] = tensor.detach().cpu().contiguous()
+        return kept
+
+    @torch.no_grad()
     def reset_reference(self) -> None:
         assert self.reference is not None
         pairs = zip(self.reference.parameters(), self.model.parameters(), strict=True)

@@ -19,10 +19,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from areal_q.config import AdamW, MegatronBackend, Run, TorchBackend
@@ -31,11 +33,10 @@ from areal_q.messages import Array, Trajectory
 from learner.advantages import needs_policy
 from learner.backend import Shard
 from learner.batch import Sample
+from learner.checkpoint import write_share
 from learner.kv_scales import kv_scales
 from learner.ranks import Ranks
 from learner.trainer import Trainer
-
-logger = logging.getLogger(__name__)
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
@@ -75,7 +76,10 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Collect(msgspec.Struct, frozen=True, tag="collect"):
-    """What a checkpoint holds besides the weights is wanted on rank 0."""
+    """What a checkpoint holds besides the weights is wanted on rank 0; or, but for rank 0's share, in this
+    directory."""
+
+    staged: str = ""
 
 
 class Reset(msgspec.Struct, frozen=True, tag="reset"):
@@ -138,6 +142,7 @@ def _refused(run: Run, size: int) -> dict[str, bool]:
     found = {"learner.optimizer.type": not isinstance(cfg.optimizer, AdamW)}
     if isinstance(backend, MegatronBackend):
         return found | {
+            "checkpoint.sharded": run.checkpoint.sharded,
             "learner.critic": cfg.critic is not None,
             "learner.precision": cfg.precision != "full",
             "learner.lora": cfg.lora is not None,
@@ -195,6 +200,12 @@ class Leader(Trainer):
         say(ranks, begin)
         self._shard = BACKENDS[type(run.learner.backend)](begin, run, ranks, self)
         self._broken = False
+        if run.checkpoint.sharded:
+            self.shares = ranks.size - 1  # type: ignore[misc]
+            # Theirs from now on.
+            self.optimizer.state.clear()
+            if self.critic is not None:
+                self.critic.optimizer.state.clear()
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         self._broken = True
@@ -208,9 +219,12 @@ class Leader(Trainer):
         self.updates, self.skipped = self._shard.updates, self._shard.skipped
         return values
 
-    def collect(self) -> None:
-        say(self._ranks, Collect())
+    def collect(self, staged: Path | None = None) -> dict[str, Tensor]:
+        say(self._ranks, Collect(str(staged or "")))
+        if staged:
+            return self._shard.share_of_rest(self)
         self._shard.gather_rest(self)
+        return {}
 
     def reset_reference(self) -> None:
         say(self._ranks, Reset())
@@ -236,8 +250,10 @@ def follow(run: Run, ranks: Ranks) -> None:
             case Step(pieces):
                 shard.step([piece.sample() for piece in pieces])
                 shard.gather_weights(None)
-            case Collect():
+            case Collect(""):
                 shard.gather_rest(None)
+            case Collect(staged):
+                write_share(Path(staged), ranks.rank, shard.share_of_rest(None))
             case Reset():
                 shard.reset_reference()
             case _:

@@ -3,6 +3,8 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -63,8 +65,13 @@ class Trainer:
         if cfg.reference_kl and self.reference is None and not cfg.lora:
             self.reset_reference()
 
-    def collect(self) -> None:
-        """Called before all that a checkpoint holds is read."""
+    shares: ClassVar[int] = 0
+    """Other ranks that write a share of a checkpoint themselves"""
+
+    def collect(self, staged: Path | None = None) -> dict[str, torch.Tensor]:
+        """Called before all that a checkpoint holds is read. Where other ranks write shares, they do so into
+        `staged`, and this rank's own is returned, by its names in a checkpoint."""
+        return {}
 
     def close(self) -> None:
         """Lets go of other processes, if there are any."""

@@ -285,6 +285,7 @@ from areal_q.config import load
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.build import build_model
+from learner.checkpoint_writer import Writer
 from learner.precision import set_precision
 from learner.publish import Publisher
 from learner.sharded import Leader, Piece, follow, join, leave
@@ -311,7 +312,10 @@ for job in sys.argv[1:]:
         found.append(leader.step([piece.sample() for piece in pieces]))
     state = checkpoint.State(step=9, position="0-1", cursor=1, outstanding=[], digests={},
                              updates=leader.updates, skipped=leader.skipped, model=model.config.to_hf())
-    checkpoint.save(directory / "checkpoints", state, leader, keep=5)
+    writer = Writer(directory / "checkpoints", 5)
+    writer.save(state, leader)
+    writer.finish()
+    writer.close()
     made = Publisher(run).make(leader.model, 1)
     leader.close()
     (directory / "found.json").write_text(json.dumps([found, made.manifest.digest]))

@@ -1,5 +1,6 @@
 """The learner over two real processes on gloo, with FSDP2: the same losses and weights as one process."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from areal_q.algorithms import reducers
 from areal_q.config import Run
+from areal_q.errors import CheckpointError
 from areal_q.messages import Array
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
@@ -104,7 +106,7 @@ def test_two_ranks_learn_experts_and_replay_routes_as_one_does(
 def test_two_ranks_learn_what_one_does_and_resume_from_each_other(
     make_run: MakeRun, make_samples: MakeSamples, on_ranks: OnRanks, tmp_path: Path
 ):
-    run = make_run(*SETTINGS, "learner.recompute=true")
+    run = make_run(*SETTINGS, "learner.recompute=true", "checkpoint.sharded=true")
     steps = [some_without_advantage(make_samples(15, seed)) for seed in range(4)]
     alone = build(make_run(*SETTINGS))
     expected = [alone.step(samples) for samples in steps[:3]]
@@ -128,13 +130,45 @@ def test_two_ranks_learn_what_one_does_and_resume_from_each_other(
         skipped=0,
     )
     checkpoint.save(tmp_path / "one" / "checkpoints", state, alone, keep=5)
-    on_ranks(2, {tmp_path / "one": (run, steps[3:])})
+    shutil.copytree(path, tmp_path / "again" / "checkpoints" / path.name)
+    on_ranks(2, {tmp_path / name: (run, steps[3:]) for name in ("one", "again")})
     alone.step(steps[3])
+    assert_close(tmp_path / "again" / "checkpoints" / "step-000009", alone, 1e-5)
     assert_close(tmp_path / "one" / "checkpoints" / "step-000009", alone, 1e-5)
     for (name, a), b in zip(
         resumed.model.named_parameters(), alone.model.parameters(), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_a_checkpoint_whose_share_is_damaged_is_refused_by_name(
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path, damage: str
+):
+    """And the one before it is offered."""
+    trainer = build(make_run())
+    trainer.step(make_samples(6))
+    for step in (1, 2):
+        state = State(
+            step=step, position="0-1", cursor=1, outstanding=[], digests={}, updates=2, skipped=0
+        )
+        tensors = checkpoint.tensors_of(trainer)
+        moved = {n: tensors.pop(n) for n in list(tensors) if n.startswith("optimizer.1.")}
+        staged = checkpoint.stage(tmp_path, step)
+        checkpoint.write_share(staged, 1, moved)
+        share = staged / checkpoint.SHARE.format(1)
+        path = checkpoint.write(tmp_path, state, tensors, 2, [share])
+        assert not share.exists()
+    checkpoint.restore(tmp_path, build(make_run("seed=3")))
+    share = path / checkpoint.SHARE.format(1)
+    if damage == "missing":
+        share.unlink()
+    else:
+        share.write_bytes(share.read_bytes()[:-1])
+    with pytest.raises(
+        CheckpointError, match=r"step-000002: .*remove it to resume from step-000001"
+    ):
+        checkpoint.restore(tmp_path, trainer)
 
 
 def rewarded(samples: list[Sample], seed: int) -> list[Sample]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from areal_q.config import Run
+from areal_q.errors import ConfigError
 from areal_q.messages import Array
 from areal_q.models import save_decoder
 from areal_q.tasks import build_tokenizer
@@ -91,6 +92,23 @@ def test_the_step_does_not_depend_on_how_the_batch_is_cut(
             torch.testing.assert_close(tensor, results[-1][name], atol=1e-3 * moved, rtol=0)
         for key in ("train/loss", "train/grad_norm", "mismatch/kl", "policy/kl_k3"):
             assert values[key] == pytest.approx(metrics[-1][key], rel=1e-3, abs=1e-6)
+
+
+def test_a_response_that_no_micro_batch_has_room_for_is_refused_by_name(
+    make_run: MakeRun, make_samples: MakeSamples
+):
+    samples = make_samples(9)
+    longest = max(samples, key=lambda s: s.num_tokens)
+    fits = build(make_run(f"learner.microbatch_tokens={longest.num_tokens}"))
+    fits.step(samples)
+    trainer = build(make_run(f"learner.microbatch_tokens={longest.num_tokens - 1}"))
+    before = weights(trainer)
+    where = f"ticket {longest.group}, response {longest.trajectory.index} has {longest.num_tokens}"
+    with pytest.raises(ConfigError, match=rf"learner.microbatch_tokens = \d+: {where} tokens"):
+        trainer.step(samples)
+    assert all(torch.equal(p, before[name]) for name, p in weights(trainer).items())
+    with pytest.raises(ConfigError, match="learner.microbatch_tokens = 4 has no room"):
+        make_run("learner.microbatch_tokens=4", "rollout.sampling.max_tokens=4")
 
 
 def test_the_proximal_policy_is_the_one_before_the_first_update(

@@ -354,6 +354,9 @@ class CheckpointConfig(_Settings, frozen=True, kw_only=True):
     keep: Count = 2
     start: bool = True
     """Keep one of the start as well, so that a replay can begin there."""
+    sharded: bool = False
+    """With FSDP2 every process writes its share of the optimizers' moments itself; all of them then need the
+    run's directory."""
 
 
 class EvalConfig(_Settings, frozen=True, kw_only=True):

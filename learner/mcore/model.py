@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -21,7 +22,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from areal_q.config import LearnerConfig, MegatronBackend
+from areal_q.config import AdamW, LearnerConfig, MegatronBackend
 from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig, PackedLayout
 from areal_q.models.decoder import packed_attention
@@ -163,6 +164,24 @@ def transformer_config(
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=False,
         **again,
+    )
+
+
+def optimizer_config(cfg: LearnerConfig) -> OptimizerConfig:
+    """Of Megatron's distributed AdamW."""
+    assert isinstance(cfg.optimizer, AdamW)
+    dtype = getattr(torch, cfg.dtype)
+    return OptimizerConfig(
+        optimizer="adam",  # decoupled weight decay is its default
+        lr=cfg.optimizer.lr,
+        weight_decay=cfg.optimizer.weight_decay,
+        adam_beta1=cfg.optimizer.betas[0],
+        adam_beta2=cfg.optimizer.betas[1],
+        adam_eps=cfg.optimizer.eps,
+        clip_grad=cfg.max_grad_norm,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_distributed_optimizer=True,
     )
 
 

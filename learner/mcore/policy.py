@@ -10,7 +10,6 @@ that gradients are summed, where Megatron would average them over micro-batches 
 """
 # pyright: reportMissingImports=false
 
-import logging
 import math
 import os
 import warnings
@@ -48,13 +47,11 @@ with warnings.catch_warnings():
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from learner.mcore.model import Policy, transformer_config
-    from learner.mcore.state import MOMENTS, OptimizerState, Places, named_moments
-
-logger = logging.getLogger(__name__)
+    from learner.mcore.model import Policy, optimizer_config, transformer_config
+    from learner.mcore.state import MOMENTS, OptimizerState, Places, named_moments, shapes_of
 
 
 class MegatronShard:
@@ -93,7 +90,7 @@ class MegatronShard:
         )
         config.no_sync_func = self._ddp.no_sync
         config.finalize_model_grads_func = finalize_model_grads
-        self.optimizer = get_megatron_optimizer(_optimizer_config(cfg), [self._ddp])
+        self.optimizer = get_megatron_optimizer(optimizer_config(cfg), [self._ddp])
         (inner,) = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         self._state = OptimizerState(inner)
         plan = list(entries(shape, backend.pipeline))
@@ -226,7 +223,7 @@ class MegatronShard:
     @torch.no_grad()
     def load(self, begin: Begin, whole: Trainer | None) -> None:
         """Rank 0's weights and moments. Collective."""
-        shapes = _shapes(self.policy.shape)
+        shapes = shapes_of(self.policy.shape)
         weights = dict(whole.model.named_parameters()) if whole else None
         for p, value in self._places.scatter(weights, shapes):
             p.data.copy_(value)
@@ -268,6 +265,11 @@ class MegatronShard:
             for slot in whole.optimizer.state.values():
                 slot["step"] = steps.clone()
 
+    def share_of_rest(self, whole: Trainer | None) -> dict[str, Tensor]:
+        """Rank 0 has all of it."""
+        self.gather_rest(whole)
+        return {}
+
     @torch.no_grad()
     def reset_reference(self) -> None:
         assert self.frozen is not None
@@ -296,27 +298,3 @@ def megatron_shard(begin: Begin, run: Run, ranks: Ranks, whole: Trainer | None) 
 
 def _finished(finish: Callable, batch: PackedBatch, hidden: Tensor, non_loss_data: bool = False):
     return finish(batch, hidden)
-
-
-def _optimizer_config(cfg: LearnerConfig) -> OptimizerConfig:
-    assert isinstance(cfg.optimizer, AdamW)
-    dtype = getattr(torch, cfg.dtype)
-    return OptimizerConfig(
-        optimizer="adam",  # decoupled weight decay is its default
-        lr=cfg.optimizer.lr,
-        weight_decay=cfg.optimizer.weight_decay,
-        adam_beta1=cfg.optimizer.betas[0],
-        adam_beta2=cfg.optimizer.betas[1],
-        adam_eps=cfg.optimizer.eps,
-        clip_grad=cfg.max_grad_norm,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        use_distributed_optimizer=True,
-    )
-
-
-def _shapes(shape: DecoderConfig) -> dict[str, torch.Size]:
-    from areal_q.models import Decoder
-
-    with torch.device("meta"):
-        return {name: p.shape for name, p in Decoder(shape).named_parameters()}

@@ -16,6 +16,7 @@ from megatron.core import parallel_state as ps
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
+from areal_q.models import Decoder, DecoderConfig
 from learner.mcore.names import Entry
 from learner.trainer import Trainer
 
@@ -143,3 +144,9 @@ def named_moments(whole: Trainer, name: str) -> dict[str, Tensor]:
     return {
         n: state[p].setdefault(name, torch.zeros_like(p)) for n, p in whole.model.named_parameters()
     }
+
+
+def shapes_of(shape: DecoderConfig) -> dict[str, torch.Size]:
+    """Of all Hugging Face tensors, by name."""
+    with torch.device("meta"):
+        return {name: p.shape for name, p in Decoder(shape).named_parameters()}
