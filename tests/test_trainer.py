@@ -107,7 +107,7 @@ def test_a_response_that_no_micro_batch_has_room_for_is_refused_by_name(
     with pytest.raises(ConfigError, match=rf"learner.microbatch_tokens = \d+: {where} tokens"):
         trainer.step(samples)
     assert all(torch.equal(p, before[name]) for name, p in weights(trainer).items())
-    with pytest.raises(ConfigError, match="learner.microbatch_tokens = 4 has no room"):
+    with pytest.raises(ConfigError, match=r"learner\.microbatch_tokens = 4 has no room"):
         make_run("learner.microbatch_tokens=4", "rollout.sampling.max_tokens=4")
 
 
