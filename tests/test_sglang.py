@@ -224,6 +224,25 @@ def test_sixty_four_requests_with_cancellations_and_updates_in_flight(live):
     live()(body)
 
 
+def test_no_response_begins_on_old_keys_and_values(live):
+    """Requests that wait in SGLang while weights change, their prompt cached under the old ones."""
+
+    async def body(engine):
+        tasks = [
+            asyncio.ensure_future(engine.generate(ask(seed=i, max_tokens=8))) for i in range(300)
+        ]
+        for version in (1, 2, 3, 4, 5):
+            await asyncio.sleep(0.1)
+            await engine.load_weights(published(version))
+        done = [completion for (completion,) in await asyncio.gather(*tasks)]
+        assert len({c.spans[0].version for c in done}) > 2
+        for completion in done:
+            first = completion.spans[0]
+            assert gap(completion, first.version, last=first.tokens) < 2e-4
+
+    live()(body)
+
+
 def test_what_a_cancelled_request_would_have_drawn_is_not_drawn(live):
     """SGLang is told: it has nothing to do soon after, not only when the response would be complete."""
 
@@ -367,7 +386,7 @@ def test_a_running_server_is_given_our_weights_and_asked_whether_it_keeps_our_pr
 
 def test_a_format_that_sglang_accepts_and_does_not_run_is_not_taken_for_quantized(tmp_path):
     """modelopt_fp4 starts on a CPU, and stays in full precision."""
-    with running(tmp_path, quantization="modelopt_fp4") as (runner, server):
+    with running(tmp_path, quantization="modelopt_fp4", dtype="bfloat16") as (runner, server):
 
         async def body():
             client = Client(server.url, server.key, 60)

@@ -71,6 +71,7 @@ class Client:
         )
 
     async def post(self, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+        """What the JSON of the answer holds, or its text."""
         return await self._call("POST", path, {} if body is None else body, timeout_s)
 
     async def get(self, path: str, timeout_s: float | None = None) -> Any:
@@ -89,6 +90,7 @@ class Client:
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
         """Chunks as they come. Raises RecordError when the server refuses the request."""
+        self._check_open()
         try:
             async with self._session.post(
                 f"{self.url}/generate", json=body | {"stream": True}, timeout=self._no_timeout
@@ -109,6 +111,10 @@ class Client:
     async def close(self) -> None:
         await self._session.close()
 
+    def _check_open(self) -> None:
+        if self._session.closed:
+            raise EngineDied("SGLang: the connection was given up")
+
     def _refuse(self, status: int, said: str) -> None:
         """The request's fault, or the server's."""
         if status in (401, 403):
@@ -120,6 +126,7 @@ class Client:
     async def _call(
         self, method: Literal["GET", "POST"], path: str, body: Any, timeout_s: float | None
     ) -> Any:
+        self._check_open()
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -133,4 +140,4 @@ class Client:
             raise ConfigError(f"SGLang at {self.url} asks for another key")
         if answer.status >= 400:
             raise EngineDied(f"SGLang, {path}: status {answer.status}: {text}")
-        return json.loads(text) if text else None
+        return json.loads(text) if answer.content_type == "application/json" else text

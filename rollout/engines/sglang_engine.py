@@ -22,16 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from areal_q.config import Sampling, SglangEngine
+from areal_q.config import SglangEngine
 from areal_q.credentials import secret
 from areal_q.errors import ConfigError, EngineDied, RecordError
-from areal_q.messages import Manifest, VersionSpan
+from areal_q.messages import Manifest
 from areal_q.models import DecoderConfig
 from areal_q.weights import WeightVersion
-from rollout.engines import served, sglang_checks
+from rollout.engines import served, sglang_checks, sglang_requests
 from rollout.engines.backend import Piece
 from rollout.engines.base import Capabilities, Request
-from rollout.engines.sglang_client import Chunk, Client, Meta
+from rollout.engines.sglang_client import Client
 from rollout.engines.sglang_process import OwnServer, server_settings
 from rollout.engines.streaming import StreamingEngine
 
@@ -41,6 +41,8 @@ CPU_FORMATS = frozenset({"bf16"})
 """SGLang's quantized products need AMX, or a GPU"""
 GPU_FORMATS = CPU_FORMATS | {"fp8", "fp8-channel", "int8"}
 MEMORY = Path("/dev/shm")
+ABORTS_S = 1.0
+"""For which the end of a server waits until it has heard what is not wanted any more"""
 PAUSES = {"keep": "in_place", "recompute": "retract"}
 
 
@@ -92,7 +94,7 @@ class SglangBackend:
         served.check(request, self._model, self._positions)
         if request.sampling.min_p and self.config.seeded:
             raise RecordError("min_p: SGLang draws it without seeds only: rollout.engine.seeded")
-        kept = _kept_tokens(request.sampling, self._model.vocab_size)
+        kept = sglang_requests.kept_tokens(request.sampling, self._model.vocab_size)
         if kept > self._most_masked:
             raise RecordError(
                 f"top_p, top_k and min_p keep up to {kept} tokens; the server reports log-probs of a "
@@ -155,27 +157,43 @@ class SglangBackend:
         await self._running().post("/continue_generation", {"torch_empty_cache": False})
 
     async def stream(self, request: Request, seed: int) -> AsyncGenerator[Piece, None]:
+        salt, begun = "", False
+        while not begun and salt != self._salt:
+            salt = self._salt
+            async with contextlib.aclosing(self._attempt(request, seed)) as pieces:
+                async for piece in pieces:
+                    begun = True
+                    yield piece
+
+    async def _attempt(self, request: Request, seed: int) -> AsyncGenerator[Piece, None]:
+        """One response; or nothing, where weights changed before its first token and old keys and values were
+        kept: it would rest on those of its prompt, whole or in part, without a token that tells so."""
         assert self._model is not None
         client, rid, heard, done = self._running(), uuid.uuid4().hex, 0, False
-        kept = _kept_tokens(request.sampling, self._model.vocab_size)
+        salt, keeps = self._salt, self.config.kv_on_update == "keep"
+        kept = sglang_requests.kept_tokens(request.sampling, self._model.vocab_size)
         body = {
             "rid": rid,
             "input_ids": np.asarray(request.prompt_ids).tolist(),
-            "sampling_params": _parameters(request, seed, kept),
+            "sampling_params": sglang_requests.parameters(request, seed, kept),
             "return_logprob": True,
             "return_sampling_mask": kept > 0,
             # Blocks of keys and values are shared between requests of one version only.
-            "extra_key": self._salt,
+            "extra_key": salt,
         }
         try:
             async with contextlib.aclosing(client.generate(body)) as chunks:
                 async for chunk in chunks:
+                    if keeps and heard == 0 and salt != self._salt:
+                        return
                     meta = chunk.meta_info
                     if meta is None:
                         raise EngineDied("SGLang: a chunk says nothing of its tokens")
                     done = meta.finish_reason is not None
-                    _check_end(chunk, meta, request)
-                    yield _piece(chunk, meta, meta.completion_tokens - heard, kept > 0)
+                    sglang_requests.check_end(chunk, meta, request)
+                    yield sglang_requests.piece(
+                        chunk, meta, meta.completion_tokens - heard, kept > 0
+                    )
                     heard = meta.completion_tokens
         finally:
             if not done:
@@ -190,7 +208,7 @@ class SglangBackend:
     async def close(self) -> None:
         """Ends the server if it is our own; else what it was asked for."""
         if self._aborts:
-            await asyncio.wait(self._aborts)
+            await asyncio.wait(self._aborts, timeout=ABORTS_S)
         client, self._client = self._client, None
         server, self._server = self._server, None
         if client is not None:
@@ -247,70 +265,9 @@ class SglangBackend:
         """Asks for it and goes on: SGLang also sees that nobody listens, but only seconds later."""
 
         async def ask() -> None:
-            with contextlib.suppress(EngineDied, RuntimeError):
+            with contextlib.suppress(EngineDied):
                 await client.post("/abort_request", {"rid": rid})
 
         task = asyncio.create_task(ask())
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
-
-
-def _kept_tokens(sampling: Sampling, vocab_size: int) -> int:
-    """How many tokens top-k, top-p and min-p may leave to draw from; 0 where none is on, or T is 0."""
-    whole = sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0
-    if sampling.temperature == 0 or whole:
-        return 0
-    return min(sampling.top_k or vocab_size, vocab_size)
-
-
-def _parameters(request: Request, seed: int, kept: int) -> dict[str, Any]:
-    sampling = request.sampling
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": kept or -1,
-        "min_p": sampling.min_p,
-        "sampling_seed": seed & (2**63 - 1),
-        "max_new_tokens": sampling.max_tokens,
-        "stop_token_ids": sorted(request.stop_ids),
-        "ignore_eos": not request.stop_ids,  # which ignores stop_token_ids as well
-        # A running server may prefer others.
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-    }
-
-
-def _check_end(chunk: Chunk, meta: Meta, request: Request) -> None:
-    """Raises RecordError for a request that SGLang refuses, or a response that it ended unasked; EngineDied
-    for one that it gave up."""
-    end = meta.finish_reason
-    if end is not None and end.type == "abort" and end.status_code == 400:
-        raise RecordError(f"SGLang refuses the request: {end.message}")
-    if end is not None and end.type == "abort":
-        raise EngineDied(f"SGLang gave a response up: {end.message}")
-    if end is not None and end.type == "stop" and chunk.output_ids[-1] not in request.stop_ids:
-        raise RecordError(
-            f"SGLang ends responses with {chunk.output_ids[-1]}, a token that the request does not name: "
-            """start it with --json-model-override-args '{"eos_token_id": null}'"""
-        )
-
-
-def _piece(chunk: Chunk, meta: Meta, new: int, masked: bool) -> Piece:
-    """The last `new` tokens of a chunk. Raises EngineDied when their log-probs are not there."""
-    start = len(chunk.output_ids) - new
-    if masked:
-        logprobs = meta.output_token_sampling_logprobs[start:]
-    else:
-        logprobs = [np.nan if v is None else v for v, *_ in meta.output_token_logprobs[start:]]
-    if start < 0 or len(logprobs) != new:
-        raise EngineDied(f"SGLang: {len(logprobs)} log-probs for {new} tokens")
-    spans = [_span(s.version, s.end - s.start) for s in meta.weight_versions]
-    return Piece(ids=chunk.output_ids[start:], logprobs=logprobs, spans=spans or None)
-
-
-def _span(stamp: str, tokens: int) -> VersionSpan:
-    version, _, digest = stamp.partition(":")
-    if not version.isdigit() or not digest:
-        raise EngineDied(f"SGLang's tokens are of weights {stamp!r}, which are not ours")
-    return VersionSpan(int(version), tokens, digest)
