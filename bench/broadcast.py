@@ -1,14 +1,11 @@
-"""Weights from learner to worker: full snapshots beside bare pyzmq, deltas beside the usual ways, latency.
+"""Weights from learner to worker: full snapshots beside bare pyzmq and a disk, fan-out, deltas.
 
     python -m bench.broadcast
 
-Snapshots and latency are measured between two processes over ipc and tcp on this machine. Bare pyzmq is a
-PUSH socket that sends the same payload in the same chunks, uncopied, to a PULL socket that drops them: no
-request, no buffer, no hash. Both take turns in one run; the median of REPEATS counts.
-
-Deltas are of synthetic weights (normal, standard deviation 0.02) under updates shaped like Adam's: a
-running mean (β₁ = 0.9) of noise over its standard deviation without momentum. They say how the bytes
-depend on the learning rate, not what a real run has. Every delta is applied, and its result compared.
+Measured between two processes over ipc and tcp on this machine. Bare pyzmq is a PUSH socket that sends the
+same payload in the same chunks, uncopied, to a PULL socket that drops them: no request, no buffer, no hash.
+Both take turns in one run; the median of REPEATS counts, and the CPU time of both processes beside it.
+bench/deltas.py has the bytes of deltas, bench/swap.py what a version costs learner and engine.
 Prints a table, and writes it to runs/bench/broadcast.{md,json}.
 """
 
@@ -28,22 +25,15 @@ import msgspec
 import numpy as np
 import torch
 import zmq
-import zstandard
 from safetensors.torch import load_file, save_file
 
-from areal_q import delta, weights
-from areal_q.config import BroadcastConfig, load
+from areal_q import weights
+from areal_q.config import BroadcastConfig
 from areal_q.payloads import PayloadPool
-from areal_q.quant import quantize_state
-from areal_q.tasks import build_task, build_tokenizer
 from areal_q.weights import WeightVersion
-from bench.common import ROOT, commit, device, number, publish, table, versions
+from bench.common import commit, device, number, publish, table, versions
 from buffer.wire.broadcaster import Broadcaster
 from buffer.wire.curve import ClientKeys, client_keys, make_keys
-from learner.build import build_model
-from learner.publish import Publisher
-from rollout.engines import build_engine
-from rollout.engines.base import Request
 from rollout.receiver import Receiver
 
 SNAPSHOT_BYTES = 256 << 20
@@ -58,14 +48,6 @@ FOLLOWED_BYTES = (1 << 20, 64 << 20)
 FOLLOWED = 50
 CHANGED = 1e-3
 """Share of the codes that changes between two versions that are followed"""
-LEARNING_RATES = (1e-5, 1e-6, 1e-7)
-SHAPES = {
-    "self_attn.q_proj": (2048, 2048),
-    "mlp.up_proj": (4096, 2048),
-    "mlp.down_proj": (2048, 4096),
-}
-WARM_STEPS = 10
-"""Updates after which the running mean is warm; the next one is measured"""
 
 
 def make(number: int, payload: torch.Tensor, pool: PayloadPool | None = None) -> WeightVersion:
@@ -264,129 +246,13 @@ def on_disk() -> dict[str, float]:
     return {"write_s": median(wrote), "load_s": median(read)}
 
 
-async def first_token() -> dict[str, float]:
-    """With the quickstart's model, its engine full: from `publish` to the first token drawn with the new
-    version, and the pause of generation at the swap."""
-    run = load(ROOT / "configs" / "quickstart.toml")
-    task, tokenizer = build_task(run.task), build_tokenizer(run)
-    model = build_model(run, tokenizer)
-    publisher = Publisher(run)
-    engine = build_engine(run.rollout.engine)
-    made_ms, first_ms, pauses_ms = [], [], []
-    seen: dict[int, float] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        broadcaster = Broadcaster(f"ipc://{directory}/a", f"ipc://{directory}/f")
-        receiver = Receiver(*broadcaster.endpoints, run=run.name)
-        await engine.start()
-        request = Request(
-            prompt_ids=np.array(tokenizer.encode_prompt(task.train[0].prompt), np.int32),
-            num_samples=64,
-            sampling=msgspec.structs.replace(run.rollout.sampling, max_tokens=200),
-            seed=0,
-            stop_ids=frozenset(),
-        )
-
-        def drawn(*_: object) -> None:
-            seen.setdefault(engine.version, time.perf_counter())
-
-        async def generate() -> None:
-            while True:
-                await engine.generate(request, drawn)
-
-        drawing = [asyncio.create_task(generate()) for _ in range(4)]
-        for version in range(FOLLOWED + 3):
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.add_(torch.randn_like(p), alpha=1e-4)
-            began = time.perf_counter()
-            broadcaster.publish(publisher.make(model, version))
-            made_ms.append(1e3 * (time.perf_counter() - began))
-            pauses_ms.append(1e3 * await engine.load_weights(await receiver.wait()))
-            while version not in seen:
-                await asyncio.sleep(0.001)
-            first_ms.append(1e3 * (seen[version] - began))
-        for task_ in drawing:
-            task_.cancel()
-        await asyncio.gather(*drawing, return_exceptions=True)
-        await engine.close()
-        receiver.close()
-        broadcaster.close()
-    values = {"learner": made_ms, "first token": first_ms, "pause": pauses_ms}
-    return {
-        f"{name} p{q}": float(np.percentile(ms[3:], q))
-        for name, ms in values.items()
-        for q in (50, 99)
-    }
-
-
-def updates(lr: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Float32 weights before and after one update."""
-    generator = torch.Generator().manual_seed(0)
-    before, after = {}, {}
-    for name, shape in SHAPES.items():
-        weight = torch.randn(shape, generator=generator) * 0.02
-        mean, noise = torch.zeros(shape), torch.empty(shape)
-        for _ in range(WARM_STEPS):
-            mean.mul_(0.9).add_(noise.normal_(generator=generator), alpha=0.1)
-        key = f"model.layers.0.{name}.weight"
-        before[key], after[key] = weight, weight - lr * mean
-    return before, after
-
-
-def sizes(lr: float) -> dict[str, float]:
-    """Bytes to bring one update to a worker, each way, and the shares of the codes that change."""
-    before, after = updates(lr)
-    values = sum(t.numel() for t in before.values())
-    result: dict[str, float] = {"lr": lr, "dense BF16": 2.0 * values}
-    old, new = (codes_of(state, "bf16") for state in (before, after))
-    xor = (old ^ new).view(np.uint8).reshape(-1, 2)
-    result["zstd of XOR of BF16"] = len(zstandard.ZstdCompressor(3).compress(xor.T.tobytes()))
-    where = np.flatnonzero(old != new)
-    sparse = np.diff(where, prepend=-1).astype(np.uint32).tobytes() + new[where].tobytes()
-    result["sparse BF16"] = len(sparse)
-    result["sparse BF16, zstd"] = len(zstandard.ZstdCompressor(3).compress(sparse))
-    result["changed BF16"] = len(where) / values
-    for format in ("bf16", "int8"):
-        a, b = (published(state, format, i) for i, state in enumerate((before, after)))
-        body = delta.diff(a, b)
-        assert body is not None
-        assert torch.equal(delta.apply(a, body, torch.empty_like(a.payload)).payload, b.payload)
-        result[f"delta of {format.upper()}"] = len(body)
-    old, new = (codes_of(state, "int8") for state in (before, after))
-    result["changed INT8"] = float(np.mean(old != new))
-    return result
-
-
-def published(state: dict[str, torch.Tensor], format: str, number: int) -> WeightVersion:
-    return weights.pack(
-        quantize_state(state, format),
-        run="bench",
-        epoch="a",
-        version=number,
-        format=format,
-        uaq_scale=1.0,
-        model={},
-        published_s=0.0,
-    )
-
-
-def codes_of(state: dict[str, torch.Tensor], format: str) -> np.ndarray:
-    """All linear weights as published, as unsigned integers."""
-    tensors = [t for n, t in quantize_state(state, format).items() if n.endswith("weight")]
-    flat = torch.cat([t.reshape(-1) for t in tensors])
-    return flat.view(torch.uint8).numpy().view(f"<u{flat.itemsize}")
-
-
 def main() -> None:
     torch.set_num_threads(1)
     snapshots = {t: snapshot(t) for t in ("ipc", "tcp")}
     snapshots["tcp, CURVE"] = snapshot("tcp", curve=True)
     disk = on_disk()
     fans = [fan_out(workers) for workers in FAN_OUT]
-    tokens = asyncio.run(first_token())
     latencies = [latency(nbytes) for nbytes in FOLLOWED_BYTES]
-    deltas = [sizes(lr) for lr in LEARNING_RATES]
-    ways = [k for k in deltas[0] if k != "lr" and not k.startswith("changed")]
     sections = [
         f"Broadcast · {device()} · commit {commit()} · {versions('pyzmq', 'zstandard', 'torch')}",
         f"Full snapshot of {SNAPSHOT_BYTES >> 20} MiB, verified, beside bare pyzmq:",
@@ -419,8 +285,6 @@ def main() -> None:
             ],
             [[number(v) for v in fan.values()] for fan in fans],
         ),
-        "The quickstart's model and engine, ms: "
-        + ", ".join(f"{name} {ms:.1f}" for name, ms in tokens.items()),
         f"A delta of {CHANGED:.1%} changed codes, from publish to the worker's event loop (ipc):",
         table(
             ["payload MiB", "received p50 ms", "p99", "publish() p50 ms", "p99"],
@@ -429,22 +293,9 @@ def main() -> None:
                 for v in latencies
             ],
         ),
-        f"Bytes of one update of {deltas[0]['dense BF16'] / 2e6:.0f} million synthetic weights, "
-        "and how many times fewer than dense BF16:",
-        table(
-            ["way", *(f"lr {v['lr']:g}" for v in deltas)],
-            [
-                [way, *(f"{v[way]:,.0f} ({v['dense BF16'] / v[way]:.3g}×)" for v in deltas)]
-                for way in ways
-            ]
-            + [
-                [f"{k} (share)", *(f"{v[k]:.3%}" for v in deltas)]
-                for k in ("changed BF16", "changed INT8")
-            ],
-        ),
     ]
-    values: dict[str, Any] = {"snapshots": snapshots, "latencies": latencies, "deltas": deltas}
-    values |= {"disk": disk, "fan_out": fans, "tokens": tokens}
+    values: dict[str, Any] = {"snapshots": snapshots, "latencies": latencies}
+    values |= {"disk": disk, "fan_out": fans}
     publish("broadcast", "\n\n".join(sections), values)
 
 
