@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import xxhash
 import zmq
@@ -34,32 +33,13 @@ from areal_q.payloads import PayloadPool
 from areal_q.weights import WeightVersion, check
 from buffer.wire.curve import ClientKeys
 from rollout.partial import CatchUp, Partial, Snapshot
+from rollout.wire_stats import FetchStats
 
 logger = logging.getLogger(__name__)
 
 Fetched = WeightVersion | list[tuple[Delta, bytes]]
 MAX_MANIFEST_BYTES = 64 << 20
 FIRST_REST_S = 0.1
-
-
-@dataclass
-class FetchStats:
-    """Counts since the start; written by the receiver's thread only."""
-
-    fetches: int = 0
-    """Payloads fetched in full"""
-    fetched_bytes: int = 0
-    catch_ups: int = 0
-    """Deltas to a version several behind, fetched instead of a payload"""
-    catch_up_bytes: int = 0
-    retries: int = 0
-    """Answers that were overdue, each met by a new connection and a repeated question"""
-    gone: int = 0
-    """Fetches that began again because the learner no longer held the version"""
-    mismatches: int = 0
-    """Versions refused because a hash differed or the manifest contradicts itself"""
-    refused: int = 0
-    """Frames that were no awaited answer"""
 
 
 def _manifest_of(reply: ManifestReply) -> Manifest | None:
@@ -72,6 +52,13 @@ def _manifest_of(reply: ManifestReply) -> Manifest | None:
 
 class Fetcher:
     """One fetch at a time over one DEALER, which it replaces when an answer is overdue.
+
+    Delivery, told plainly: a question or an answer may be lost, and is asked for again; what answers no
+    question is refused and counted (test_broadcasts_and_answers_that_are_none_are_counted_and_change_nothing). At most
+    `credit` chunks are on their way (test_the_highest_credit_loses_no_answer), none is fetched twice
+    (test_chunks_that_arrived_are_not_asked_for_again), and nothing is allocated for a manifest that contradicts
+    itself or is over `max_payload_bytes`. A payload that does not hash to its manifest is fetched anew, after
+    rests that double (test_an_altered_payload_is_refused_counted_and_healed).
 
     Not thread-safe: lives on the receiver's thread, and its socket in the receiver's poller.
     `wanted` is asked before a payload is fetched. An answer is overdue after `timeout_s`, which doubles with

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import zmq
 
@@ -26,8 +25,9 @@ from areal_q.errors import RecordError, WeightVersionError
 from areal_q.messages import Announce, Delta, Manifest
 from areal_q.weights import WeightVersion
 from buffer.wire.curve import ClientKeys
-from rollout.fetch import Fetcher, FetchStats
+from rollout.fetch import Fetcher
 from rollout.slot import Slot
+from rollout.wire_stats import ReceiverStats
 
 logger = logging.getLogger(__name__)
 
@@ -38,34 +38,12 @@ KEPT_DELTAS = 8
 """Deltas kept for a base that is still being fetched"""
 
 
-@dataclass
-class ReceiverStats:
-    """Counts since the start; written by the receiver's thread only."""
-
-    fetch: FetchStats
-    received: int = 0
-    """Versions verified and handed over"""
-    skipped: int = 0
-    """Version numbers of the same epoch that were never received"""
-    epochs: int = 0
-    """Learners followed: 1, and one more for every restart seen"""
-    deltas: int = 0
-    """Versions received as a delta, those of a catch-up included"""
-    delta_bytes: int = 0
-    mismatches: int = 0
-    """Deltas refused because they were malformed or gave other bytes than the learner's"""
-    silences: int = 0
-    """Times the learner announced nothing for `silence_s`"""
-    stalls: int = 0
-    """Times a newer version was known and none arrived for `stall_s`"""
-    refused: int = 0
-    """Messages on the announcement socket that were neither announcement nor delta of this run"""
-
-
 class Receiver:
     """The newest complete version, bit for bit what the learner published, or nothing.
 
     Delivery, told plainly (shown by tests/test_broadcast*.py and tests/test_catch_up.py):
+    - It begins with nothing and fetches the newest version, after every start and wherever it ended before
+      (test_a_worker_that_ends_anywhere_disturbs_nobody_and_has_the_newest_once_it_is_back).
     - Latest wins: versions may be skipped, never repeated, never out of order within an epoch. A
       version that was replaced in the slot before it was taken is gone
       (test_versions_published_faster_than_taken_are_skipped).

@@ -11,7 +11,11 @@ T = TypeVar("T")
 
 
 class Slot(Generic[T]):
-    """Holds one thing: a newer one replaces it (latest wins), `take` empties it. Thread-safe."""
+    """Holds one thing: a newer one replaces it (latest wins), `take` empties it. Thread-safe.
+
+    What was replaced before it was taken is gone (test_versions_published_faster_than_taken_are_skipped); who
+    waits when it is closed is told so (test_wait_raises_when_the_receiver_is_closed).
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

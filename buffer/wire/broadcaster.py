@@ -74,7 +74,8 @@ class Broadcaster:
       and everything is encrypted (tests/test_curve.py); without, nobody is authenticated: bind to loopback
       or a trusted network.
     - After a restart of the learner the epoch differs, and workers fetch anew
-      (test_a_learner_killed_and_started_again_is_followed).
+      (test_a_learner_killed_and_started_again_is_followed), wherever in the protocol it ended
+      (test_a_learner_that_ends_anywhere_is_followed_once_it_is_back).
 
     Raises ConfigError when an endpoint cannot be bound or a key cannot be used. `.endpoints` has the ports
     that the system chose where an endpoint ended in `:0` or `:*`.
