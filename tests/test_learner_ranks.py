@@ -21,7 +21,7 @@ from learner import checkpoint
 
 STEPS = 8
 BACKENDS = {
-    "fsdp": ["learner.minibatches=1", "learner.reference_kl={coef=0.01}"],
+    "fsdp": ["learner.reference_kl={coef=0.01}", "checkpoint.sharded=true"],
     "megatron": ["learner.backend={type='megatron', tensor=2}"],
 }
 
