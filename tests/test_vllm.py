@@ -93,12 +93,14 @@ def as_the_engine_runs_it(run, input):
     return run(input.reshape(-1, input.shape[-1])).reshape(*input.shape[:-1], -1)
 
 
-def expected(version, format, prompt, ids, temperature=1.0, top_k=0, top_p=1.0):
+def expected(version, format, prompt, ids, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """float32 [T]: log-probs of `ids` after `prompt`, from the distribution that is drawn from."""
     with torch.no_grad():
         tokens = torch.tensor([[*prompt, *ids]])
         logits = transformers_model(version, format)(tokens).logits[0, len(prompt) - 1 : -1]
     logits = logits / temperature
+    likely = logits.softmax(-1)
+    logits[likely < min_p * likely.amax(-1, keepdim=True)] = -torch.inf
     if top_k:
         logits[logits < logits.topk(top_k).values[:, -1:]] = -torch.inf
     probs, order = logits.softmax(-1).sort(descending=True)
@@ -177,6 +179,8 @@ async def swapped_after(engine, weights, tokens, request):
         {"top_k": 5},
         {"top_p": 0.8},
         {"temperature": 1.3, "top_k": 9, "top_p": 0.9},
+        {"min_p": 0.1},
+        {"temperature": 1.4, "top_k": 20, "min_p": 0.05},
     ],
 )
 def test_log_probs_are_of_the_distribution_that_drew(live, sampling):
@@ -397,7 +401,7 @@ def test_kill_9_of_the_worker_leaves_no_engine_behind(tmp_path):
         child.wait()
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", ["bf16", "int8", "int4", "fp8-channel"])
 def test_plain_vllm_loads_what_areal_q_quantize_writes(tmp_path, format):
     torch.manual_seed(0)
     model = Decoder(CONFIG)
