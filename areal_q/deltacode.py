@@ -103,8 +103,10 @@ class Streams(msgspec.Struct, frozen=True, array_like=True):
 def encode(moves: Sequence[Moves], floats_of: FloatsOf | None = None) -> Streams:
     """Equal moves give equal bytes."""
     changes, gaps, shifts, flags, keys = [], [], [], [], []
+    based = False
     for m in moves:
         floats = floats_of(m.index) if floats_of and len(m.where) >= FEW else None
+        based = based or floats is not None
         listed, counts, sizes = _listed(m, floats)
         changes.append(Change(m.index, counts.tolist() if len(counts) > 1 else len(m.where)))
         keys.append(_keys(m.step.itemsize, floats, m.where))
@@ -133,7 +135,7 @@ def encode(moves: Sequence[Moves], floats_of: FloatsOf | None = None) -> Streams
         bits.compress(b"".join(flags)),
         symbols,
         bits.packed(np.concatenate(values), np.concatenate(widths)),
-        floats_of is not None,
+        based,
     )
 
 

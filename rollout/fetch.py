@@ -54,11 +54,12 @@ class Fetcher:
     """One fetch at a time over one DEALER, which it replaces when an answer is overdue.
 
     Delivery, told plainly: a question or an answer may be lost, and is asked for again; what answers no
-    question is refused and counted (test_broadcasts_and_answers_that_are_none_are_counted_and_change_nothing). At most
-    `credit` chunks are on their way (test_the_highest_credit_loses_no_answer), none is fetched twice
-    (test_chunks_that_arrived_are_not_asked_for_again), and nothing is allocated for a manifest that contradicts
-    itself or is over `max_payload_bytes`. A payload that does not hash to its manifest is fetched anew, after
-    rests that double (test_an_altered_payload_is_refused_counted_and_healed).
+    question is refused and counted
+    (test_broadcasts_and_answers_that_are_none_are_counted_and_change_nothing). At most `credit` chunks are on
+    their way (test_the_highest_credit_loses_no_answer), none is fetched twice
+    (test_chunks_that_arrived_are_not_asked_for_again), and nothing is allocated for a manifest that
+    contradicts itself or is over `max_payload_bytes`. A payload that does not hash to its manifest is fetched
+    anew, after rests that double (test_an_altered_payload_is_refused_counted_and_healed).
 
     Not thread-safe: lives on the receiver's thread, and its socket in the receiver's poller.
     `wanted` is asked before a payload is fetched. An answer is overdue after `timeout_s`, which doubles with
