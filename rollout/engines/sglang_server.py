@@ -37,11 +37,7 @@ def run_scheduler(*args: Any, **more: Any) -> None:
     """The process that holds the model: SGLang's own, which also tells what it runs, and where seeds work on
     a CPU too."""
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
-    from sglang.srt.model_loader import weight_utils
 
-    bar = weight_utils.tqdm
-    # One for every version would fill the worker's log.
-    weight_utils.tqdm = lambda *args, **more: bar(*args, **more | {"disable": True})
     tell = Scheduler.get_init_info
 
     def tell_more(scheduler: Any) -> dict[str, Any]:
