@@ -32,6 +32,7 @@ from areal_q.weights import pack
 from rollout.engines import build_engine
 from rollout.engines.base import Request
 from rollout.engines.sampler import draw, draw_alike, log_distribution, mix64, seed_keys, uniform
+from rollout.engines.torch_model import InferenceModel
 
 VOCAB = 29
 SHAPE = {
@@ -173,6 +174,24 @@ def test_compiled_the_engine_draws_the_same_tokens(family):
         for a, b in zip(want, found, strict=True):
             assert a.response_ids.tolist() == b.response_ids.tolist()
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+def test_the_prompt_of_a_group_is_computed_once(monkeypatch):
+    """The model is given the 40 tokens of the prompt once for 6 samples, and then one token a row a step."""
+    seen = []
+    forward = InferenceModel.forward
+
+    def counting(self, tokens, *rest):
+        seen.append(len(tokens))
+        return forward(self, tokens, *rest)
+
+    monkeypatch.setattr(InferenceModel, "forward", counting)
+    model = random_model()
+    ((*group,),) = generate(publish(model), ask([3] * 40, 6, max_tokens=5))
+    assert seen == [40, 6, 6, 6, 6]
+    for c in group:
+        want = reference_logprobs(model, [3] * 40, c.response_ids, Sampling())
+        np.testing.assert_allclose(c.logprobs, want, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", list(MODELS))
