@@ -1,6 +1,6 @@
 """`python -m rollout`: a rollout worker as a process of its own. All it is told is where Redis is.
 
-SIGTERM or SIGINT: generation stops, its tickets go back to the queue, exit 0.
+SIGTERM or SIGINT: generation stops, its tickets go back to the queue with what was drawn of them, exit 0.
 """
 
 import asyncio
