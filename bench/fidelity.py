@@ -61,7 +61,7 @@ async def group(engine: Engine, ticket: Ticket) -> Group:
             behavior_logprobs=Array.of(c.logprobs, "float32"),
             loss_mask=Array("uint8", c.response_ids.shape, b"\1" * len(c.response_ids)),
             spans=c.spans,
-            finish_reason=c.finish_reason,
+            finish_reason=c.finish_reason or "length",
             reward=float(i % 2),
         )
         for i, c in enumerate(done)

@@ -112,7 +112,7 @@ class Drawer:
             behavior_logprobs=Array.of(completion.logprobs, "float32"),
             loss_mask=Array.of(np.ones(len(ids)), "uint8"),
             spans=completion.spans,
-            finish_reason=completion.finish_reason,
+            finish_reason=completion.finish_reason or "length",
             reward=score.reward,
             reward_parts={**score.parts, "correct": float(score.correct)},
         )

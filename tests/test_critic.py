@@ -71,7 +71,7 @@ def two_responses(make_samples: MakeSamples):
         prox = torch.full((n,), -1.0)
         inputs.append(
             replace(
-                inputs_of(batch, *trainer.scores([batch]), None),
+                inputs_of(batch, trainer.scores([batch])[0], None),
                 mask=torch.ones(n, dtype=torch.bool),
                 proximal_logprobs=prox,
                 reference_logprobs=prox - torch.tensor([LN2] + [0.0] * (n - 1)),

@@ -50,7 +50,7 @@ def group_of(ticket: Ticket, completions: list[Completion], engine: str, off: fl
             behavior_logprobs=Array.of(c.logprobs - off, "float32"),
             loss_mask=Array.of(np.ones(len(c.logprobs)), "uint8"),
             spans=c.spans,
-            finish_reason=c.finish_reason,
+            finish_reason=c.finish_reason or "length",
             reward=0.0,
         )
         for i, c in enumerate(completions)
