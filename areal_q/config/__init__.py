@@ -9,6 +9,7 @@ from areal_q.config.buffer import (
     SamplerConfig,
     Uniform,
 )
+from areal_q.config.engines import ScriptedEngine, SglangEngine, TorchEngine, VllmEngine
 from areal_q.config.environments import CalculatorTool, EnvironmentConfig, External, SingleTurn
 from areal_q.config.load import dump_toml, load, override, parse, settings_hash
 from areal_q.config.objectives import (
@@ -55,12 +56,8 @@ from areal_q.config.run import (
     RolloutConfig,
     Run,
     Sampling,
-    ScriptedEngine,
-    SglangEngine,
     SmallModel,
     TorchBackend,
-    TorchEngine,
-    VllmEngine,
     WarmStart,
 )
 from areal_q.config.tasks import (

@@ -8,15 +8,14 @@ from typing import Any
 import msgspec
 
 from areal_q.config.buffer import Prioritized, Uniform
+from areal_q.config.engines import SglangEngine, VllmEngine
 from areal_q.config.environments import CalculatorTool
 from areal_q.config.objectives import Gae, ReinforcePlusPlus
 from areal_q.config.run import (
     BroadcastConfig,
     LearnerConfig,
     Run,
-    SglangEngine,
     SmallModel,
-    VllmEngine,
 )
 from areal_q.config.tasks import Choice, Gsm8k, Math, Python
 from areal_q.errors import ConfigError
