@@ -24,6 +24,7 @@ sides) nobody does, which is what lets deltas be added up.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -75,11 +76,14 @@ FloatsOf = Callable[[int], Floats | None]
 """Of the tensor at an index; None where it holds no floats"""
 
 
+Amount = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+
+
 class Change(msgspec.Struct, frozen=True, array_like=True):
     """Tensor `index` of the manifest differs in `counts` elements: in all, or of each class."""
 
-    index: int
-    counts: int | list[int]
+    index: Amount
+    counts: Amount | list[Amount]
 
     @property
     def count(self) -> int:

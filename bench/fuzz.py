@@ -35,7 +35,17 @@ from areal_q.errors import (
     RecordError,
     WeightVersionError,
 )
-from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, WorkerStatus, encode
+from areal_q.messages import (
+    Array,
+    Group,
+    PartialGroup,
+    PartialResponse,
+    Ticket,
+    Trajectory,
+    VersionSpan,
+    WorkerStatus,
+    encode,
+)
 from areal_q.metrics import FILE_NAME, read_metrics
 from areal_q.models import DecoderConfig
 from areal_q.models.hf import load_config, load_decoder
@@ -181,6 +191,8 @@ def _message_targets() -> Iterator[Target]:
     yield Target(
         "group", lambda d: messages.decode_group(d).validate(), [encode(group)], refused, "msgpack"
     )
+    partial = PartialGroup(ticket=7, responses=[_partial(t) for t in group.trajectories])
+    yield Target("partial group", _partials, [encode(partial)], refused, "msgpack")
     yield Target("heartbeat", messages.decode_status, [encode(beat)], refused, "msgpack")
     yield Target(
         "broadcast", messages.decode_broadcast, [encode(told), encode(announce)], refused, "msgpack"
@@ -191,6 +203,17 @@ def _message_targets() -> Iterator[Target]:
     yield Target("fetch reply", messages.decode_reply, [*map(encode, replies)], refused, "msgpack")
     both = (RecordError, WeightVersionError)
     yield Target("manifest", manifest, [encode(new.manifest)], both, "msgpack")
+
+
+def _partial(t: Trajectory) -> PartialResponse:
+    names = ("response_ids", "behavior_logprobs", "loss_mask", "spans", "finish_reason")
+    known = {name: getattr(t, name) for name in names}
+    return PartialResponse(**known, turns=1, pending=1, ended=False)
+
+
+def _partials(data: bytes) -> None:
+    for response in messages.decode_partial(data).responses:
+        response.validate()
 
 
 def _ticket(data: bytes) -> None:

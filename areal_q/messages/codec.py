@@ -1,0 +1,52 @@
+"""Records to bytes and back, in msgpack."""
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from areal_q.errors import RecordError
+from areal_q.messages.records import Group, PartialGroup, Ticket, WorkerStatus
+from areal_q.messages.wire import Broadcast, FetchReply, FetchRequest, Manifest
+
+T = TypeVar("T")
+
+MAX_RECORD_BYTES = 256 << 20
+"""The largest record a decoder looks at: 64 responses of 128k tokens stay well below."""
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+def encode_into(message: msgspec.Struct, buffer: bytearray) -> None:
+    """`encode`, into memory that was used before: fresh pages cost more than the encoding of a large record."""
+    _encoder.encode_into(message, buffer)
+
+
+class Decoder(Generic[T]):
+    """Strict decoding of one type (or union) with a size limit; anything else is a RecordError."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kind)
+
+    def __call__(self, data: bytes | memoryview) -> T:
+        if len(data) > MAX_RECORD_BYTES:
+            raise RecordError(
+                f"record of {len(data)} bytes is over the limit of {MAX_RECORD_BYTES}"
+            )
+        try:
+            return self._decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise RecordError(f"record refused: {error}") from error
+
+
+decode_ticket: Decoder[Ticket] = Decoder(Ticket)
+decode_partial: Decoder[PartialGroup] = Decoder(PartialGroup)
+decode_group: Decoder[Group] = Decoder(Group)
+decode_broadcast: Decoder[Broadcast] = Decoder(Broadcast)
+decode_manifest: Decoder[Manifest] = Decoder(Manifest)
+decode_request: Decoder[FetchRequest] = Decoder(FetchRequest)
+decode_reply: Decoder[FetchReply] = Decoder(FetchReply)
+decode_status: Decoder[WorkerStatus] = Decoder(WorkerStatus)
