@@ -56,9 +56,9 @@ def test_every_exported_number_of_a_run_is_on_the_dashboard_or_in_an_alert():
         "train_learning_rate",
         "train_loss",
         "weights_bytes",
-        "worker_active_responses",
         "worker_groups_total",
         "worker_record_timestamp_seconds",
+        "worker_resumed_total",
         "worker_swaps_total",
         "worker_tokens_total",
     }

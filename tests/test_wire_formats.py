@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 from areal_q.config import Run
-from areal_q.quant import FORMATS
+from areal_q.config.run import Format
 from areal_q.tasks import build_tokenizer
 from areal_q.weights import WeightVersion
 from buffer.wire.broadcaster import Broadcaster
@@ -23,7 +24,7 @@ from rollout.receiver import Receiver
 MakeRun = Callable[..., Run]
 MakeSamples = Callable[..., list[Sample]]
 
-SETTINGS = {format: [f"rollout.format={format}"] for format in FORMATS} | {
+SETTINGS = {format: [f"rollout.format={format}"] for format in get_args(Format)} | {
     "unquantized in bf16": ["rollout.unquantized=bf16", "rollout.sticky_scales=0.05"],
     "adapters": ["learner.lora.rank=4", "rollout.format=nvfp4"],
     "noised norms": ["rollout.aqn.stages=4", "rollout.aqn.sigma_start=0.1"],
