@@ -89,7 +89,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 # More than a gigabyte that only these tests need, on top of what is installed already.
 $(VENV)-formats/.installed: $(VENV)/.installed-dev
 	$(BIN)/python -m venv $(VENV)-formats
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)", sep="\n")' \
 	  > $$($(VENV)-formats/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	$(VENV)-formats/bin/pip install -q --no-deps loguru torchao==0.18.0 compressed-tensors==0.20.0 \
 	  bitsandbytes==0.50.0 triton==3.9.0
@@ -98,7 +98,7 @@ $(VENV)-formats/.installed: $(VENV)/.installed-dev
 # The peers' packages in front of $(VENV)'s, so that both sides compute with the same torch.
 $(VENV)-peers/.installed: bench/peers/requirements.txt $(VENV)/.installed-dev
 	$(BIN)/python -m venv $(VENV)-peers
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)", sep="\n")' \
 	  > $$($(VENV)-peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	$(VENV)-peers/bin/pip install -q --no-deps -r $< || \
 	  { echo 'The package index lacks something of $<, which only test-peers needs.'; exit 1; }
@@ -107,7 +107,7 @@ $(VENV)-peers/.installed: bench/peers/requirements.txt $(VENV)/.installed-dev
 # Alone: its requirements name CUDA's packages, none of which is imported on a CPU.
 $(VENV)-megatron/.installed: pyproject.toml $(VENV)/.installed-dev
 	$(BIN)/python -m venv $(VENV)-megatron
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)", sep="\n")' \
 	  > $$($(VENV)-megatron/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	$(VENV)-megatron/bin/pip install -q --no-deps megatron-core==0.16.1 einops
 	touch $@
@@ -127,7 +127,7 @@ $(VENV)-vllm/.installed: pyproject.toml
 # In front of $(VENV)'s packages, with what SGLang lacks on a CPU: tests/sglang_cpu.
 $(VENV)-sglang/.installed: tests/sglang_cpu/requirements.txt $(VENV)/.installed-dev
 	$(BIN)/python -m venv $(VENV)-sglang
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)", sep="\n")' \
 	  > $$($(VENV)-sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	$(VENV)-sglang/bin/pip install -q --no-deps -r $< || \
 	  { echo 'The package index lacks something of $<, which only test-sglang needs.'; exit 1; }
