@@ -1,6 +1,7 @@
 """What backends share that serve a checkpoint of the first version: vLLM and SGLang."""
 
 import logging
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -66,8 +67,15 @@ def check_quantized(engine: str, linears: dict[str, str], format: str) -> None:
 
 
 def stamp(manifest: Manifest) -> str:
-    """What an engine writes on the tokens of a version, and salts its prefix cache with."""
+    """What an engine writes on the tokens of a version."""
     return f"{manifest.version}:{manifest.digest}"
+
+
+def fresh_salt() -> str:
+    """For the prefix cache while one loading of weights lasts. Never the version itself: requests that waited
+    while newer weights came may have left those's keys and values under the old salt, and a version comes
+    twice where a learner begins again at a checkpoint."""
+    return uuid.uuid4().hex
 
 
 def has_gpu() -> bool:

@@ -122,7 +122,7 @@ class SglangBackend:
         own = self.config.max_positions or model.max_positions
         self._positions = min(own, info["max_req_input_len"])
         self._most_masked = info["sampling_mask_max_tokens"]
-        self._salt = served.stamp(manifest)
+        self._salt = served.fresh_salt()
         self._first, self._model = manifest, model
 
     async def stage(self, weights: WeightVersion) -> None:
@@ -142,15 +142,14 @@ class SglangBackend:
             await client.get("/server_info")
 
     async def push(self, weights: WeightVersion) -> None:
-        stamp = served.stamp(weights.manifest)
         update = {
             "model_path": str(self._staged),
             "load_format": "safetensors",
-            "weight_version": stamp,
+            "weight_version": served.stamp(weights.manifest),
             "flush_cache": self.config.kv_on_update == "recompute",
         }
         await self._running().post("/update_weights_from_disk", update)
-        self._salt = stamp
+        self._salt = served.fresh_salt()
         self._unstage()
 
     async def resume(self) -> None:

@@ -202,8 +202,9 @@ class VllmBackend:
 
     async def _stamp(self, manifest: Manifest) -> None:
         """Tokens drawn from now on carry this version."""
-        self._salt = served.stamp(manifest)
-        await self._answer(self._running().update_weight_version(self._salt), "version")
+        self._salt = served.fresh_salt()
+        stamp = served.stamp(manifest)
+        await self._answer(self._running().update_weight_version(stamp), "version")
 
     def _running(self) -> "AsyncLLM":
         if self._llm is None:
