@@ -23,9 +23,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_q.config import Sampling, SmallModel, TorchEngine
-from areal_q.quant import FORMATS, quantize_state
-from areal_q.weights import WeightVersion, pack
+from areal_q.quant import FORMATS
+from areal_q.weights import WeightVersion
 from bench.common import commit, device, number, publish, table, use_cores, versions
+from bench.packed import packed
 from rollout.engines import build_engine
 from rollout.engines.base import Request
 from rollout.engines.ops import build_ops
@@ -58,16 +59,7 @@ def random_model() -> Qwen3ForCausalLM:
 
 
 def published(model: Qwen3ForCausalLM, format: str) -> WeightVersion:
-    return pack(
-        quantize_state(model.state_dict(), format),
-        run="bench",
-        epoch="0",
-        version=0,
-        format=format,
-        uaq_scale=1.0,
-        model=model.config.to_dict(),
-        published_s=0.0,
-    )
+    return packed(model.state_dict(), format, model.config.to_dict())
 
 
 def engine_seconds(weights: WeightVersion, sequences: int, fused: bool = True) -> float:

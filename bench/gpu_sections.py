@@ -16,9 +16,9 @@ from areal_q.errors import AReaLQError
 from areal_q.messages import Array, Trajectory, VersionSpan
 from areal_q.models import Decoder, DecoderConfig
 from areal_q.models.aligned import use
-from areal_q.quant import FORMATS, fp8_gemm, quantize_state
+from areal_q.quant import FORMATS, fp8_gemm
 from areal_q.quant.rows import quantize_groups_e4m3, quantize_rows
-from areal_q.weights import pack
+from bench.packed import packed
 from learner.batch import Sample
 from learner.precision import LINEARS
 from learner.trainer import Trainer
@@ -160,10 +160,7 @@ def generation(device: torch.device, small: bool) -> Iterator[Row]:
     for engine, settings in kinds.items():
         first = None
         for format in ("bf16", "int8", "fp8", "int4", "nvfp4"):
-            weights = pack(
-                quantize_state(state, format), run="bench", epoch="0", version=0, format=format,
-                uaq_scale=1.0, model=config.to_hf(), published_s=0.0,
-            )  # fmt: skip
+            weights = packed(state, format, config.to_hf())
             try:
                 rate = asyncio.run(drawn(settings, weights, sequences, tokens))
             except AReaLQError as error:

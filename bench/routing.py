@@ -8,7 +8,6 @@ ones. Nothing is stale, so what is left is quantization.
 """
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -19,10 +18,11 @@ import typer
 from areal_q.config import Run, load
 from areal_q.messages import Array, Trajectory
 from areal_q.models import Decoder, load_decoder
-from areal_q.quant import FORMATS, quantize_state
+from areal_q.quant import FORMATS
 from areal_q.tasks import build_task, build_tokenizer
-from areal_q.weights import WeightVersion, pack
+from areal_q.weights import WeightVersion
 from bench.common import commit, device, number, publish, say, table
+from bench.packed import packed
 from learner.batch import PackedBatch, Sample
 from learner.batch import pack as pack_samples
 from learner.routing import routed, routing_for
@@ -108,16 +108,7 @@ def drawn(run: Run, model: Decoder, format: str, prompts: int, samples: int) -> 
 
 
 def published(model: Decoder, format: str) -> WeightVersion:
-    return pack(
-        quantize_state(model.state_dict(), format),
-        run="bench",
-        epoch="",
-        version=0,
-        format=format,
-        uaq_scale=1.0,
-        model=model.config.to_hf(),
-        published_s=time.time(),
-    )
+    return packed(model.state_dict(), format, model.config.to_hf())
 
 
 async def _generate(
