@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from areal_q.processes import die_with_parent
 from buffer.server import find_binary
@@ -140,7 +142,9 @@ class Cluster:
         return self.root / "runs" / RUN
 
     def client(self) -> redis.Redis:
-        return redis.Redis(host=self.host, port=self.ports["redis"], socket_timeout=5.0)
+        """Of no second try: a stopped Redis must not hold up the storm, which is to wake it."""
+        once = Retry(NoBackoff(), 0)
+        return redis.Redis(self.host, self.ports["redis"], socket_timeout=5.0, retry=once)
 
     def endpoint(self, name: str) -> str:
         return f"tcp://{self.host}:{self.ports[name]}"

@@ -123,11 +123,13 @@ class Left:
         first = {0: self.steps[0].base_digest} if self.steps else {}
         return first | {r.step + 1: r.digest for r in self.steps}
 
-    def lag(self, span: VersionSpan, record: StepRecord) -> int:
-        """Versions between the weights that drew `span` and those that `record`'s step began with."""
+    def lag(self, span: VersionSpan, step: int) -> int:
+        """Versions between the weights that drew `span` and those that `step` begins with; `step` may be
+        the next one, for which the learner was drawing when it was stopped."""
         if self.digests.get(span.version) == span.digest:
-            return record.step - span.version
-        return (span.version - record.fork) + (record.step - record.fork)
+            return step - span.version
+        fork = next((r.fork for r in reversed(self.steps) if r.step <= step), 0)
+        return (span.version - fork) + (step - fork)
 
 
 def broken(left: Left, seen: Seen) -> Iterator[str]:
@@ -166,17 +168,15 @@ def _counted_once(left: Left) -> Iterator[str]:
 
 def _none_lost(left: Left, seen: Seen) -> Iterator[str]:
     """A committed group was learnt from, is still to be, or was too old when the next in line was used."""
-    records = {r.step: r for r in left.steps}
     used = {g.ticket.number: step for step, taken in left.log for g in taken}
     following = left.state.step
     for number in reversed(seen.order):
         if number in used:
             following = used[number]
         elif number not in left.open | left.unread:
-            record = records.get(following, left.steps[-1])
             spans = seen.committed[number]
             foreign = any(left.digests.get(s.version) != s.digest for s in spans)
-            if not foreign and max(left.lag(s, record) for s in spans) <= left.max_lag:
+            if not foreign and max(left.lag(s, following) for s in spans) <= left.max_lag:
                 yield f"ticket {number}: its group was committed in time, and is lost"
     for number in left.state.outstanding:
         if number not in left.open | left.unread:
@@ -184,11 +184,10 @@ def _none_lost(left: Left, seen: Seen) -> Iterator[str]:
 
 
 def _bound(left: Left) -> Iterator[str]:
-    records = {r.step: r for r in left.steps}
     for step, taken in left.log:
         for group in taken:
             spans = [s for t in group.validate().trajectories for s in t.spans]
-            worst = max(left.lag(s, records[step]) for s in spans)
+            worst = max(left.lag(s, step) for s in spans)
             if worst > left.max_lag:
                 yield f"step {step}, ticket {group.ticket.number}: a token {worst} versions old"
 
