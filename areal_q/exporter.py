@@ -83,6 +83,7 @@ LEARNER = (
     Exported("buffer_open_tickets", "buffer/open_tickets", "Admitted and not yet learnt from"),
     Exported("buffer_dropped_stale_total", "buffer/dropped_stale", "Groups too old to be used"),
     Exported("buffer_dropped_uniform_total", "buffer/dropped_uniform", "Groups of equal rewards"),
+    Exported("buffer_reward_errors_total", "buffer/reward_errors", "Rewards that failed"),
     Exported("buffer_removed_total", "buffer/removed", "Groups over a bound of buffer.removal"),
     Exported("buffer_duplicates_total", "buffer/duplicates", "Groups whose ticket had counted"),
     Exported("buffer_held_groups", "buffer/held", "Groups that a step can choose from"),

@@ -40,6 +40,8 @@ class Intake:
         """Groups dropped for their age in versions since the process started"""
         self.uniform = 0
         """Groups dropped since then because their rewards were all equal"""
+        self.errors = 0
+        """Responses read since then whose reward failed, those of dropped groups among them"""
         self.removed = 0
         """Groups dropped since then by `buffer.removal`"""
         self.duplicates = 0
@@ -106,7 +108,9 @@ class Intake:
             self.duplicates += 1
             self._pool.pass_over(entry)
             logger.info("ticket %d counted already: its second group is passed over", number)
-        elif self._drop_uniform and is_uniform(group):
+            return
+        self.errors += sum(t.reward_parts.get("error", 0) > 0 for t in group.trajectories)
+        if self._drop_uniform and is_uniform(group):
             self.uniform += 1
             self._pool.pass_over(entry)
             self._feeder.done(group)

@@ -253,6 +253,7 @@ class Learner:
             "buffer/open_tickets": len(self.feeder.outstanding),
             "buffer/dropped_stale": self.intake.dropped,
             "buffer/dropped_uniform": self.intake.uniform,
+            "buffer/reward_errors": self.intake.errors,
             "buffer/removed": self.intake.removed,
             "buffer/duplicates": self.intake.duplicates,
             "buffer/held": self.intake.held,

@@ -5,6 +5,7 @@ log to replay (one line on stderr); 130 Ctrl-C.
 """
 
 import sys
+from bdb import BdbQuit
 from pathlib import Path
 from typing import Annotated
 
@@ -57,7 +58,7 @@ def main(
     if step is not None:
         console.print(every_metric(done[-1]))
     if replay.what_if:
-        _show_both(replay, done, console)
+        _show_both(replay, done, differing, console)
     else:
         _verdict(replay, done, differing, console)
         raise typer.Exit(1 if differing else 0)
@@ -74,7 +75,10 @@ def _run(replay, console: Console, until_diverges: bool, debug: bool):
     def before(trainer, number, groups, lineage) -> None:
         if number == stops_in:
             bar.stop()
-            inspect(trainer, number, groups, lineage)
+            try:
+                inspect(trainer, number, groups, lineage)
+            except BdbQuit:
+                raise typer.Exit from None
 
     hidden = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
@@ -84,8 +88,7 @@ def _run(replay, console: Console, until_diverges: bool, debug: bool):
             if one.record.step < replay.first:
                 continue
             done.append(one)
-            differences = [] if replay.what_if else compare(one, replay.exact)
-            if differences:
+            if differences := compare(one, replay.exact):
                 differing[one.record.step] = differences
                 if until_diverges:
                     break
@@ -151,7 +154,7 @@ def _compare_checkpoint(replay, console: Console) -> None:
         console.print(f"[green]{name}: weights and optimizer equal, tensor by tensor[/]")
 
 
-def _show_both(replay, done, console: Console) -> None:
+def _show_both(replay, done, differing, console: Console) -> None:
     from learner.replay_compare import ranges
     from learner.replay_show import draw, side_by_side, write_csv
 
@@ -163,6 +166,8 @@ def _show_both(replay, done, console: Console) -> None:
     write_csv(done, out / "replay.csv")
     console.print(f"{steps} with {changed}: another history, on the samples that were logged")
     console.print(side_by_side(done, console.width))
+    for step, differences in sorted(differing.items())[:1]:
+        console.print(f"step {step} is the first that differs: {differences[0]}")
     typer.echo(f"both histories: {out / 'replay.png'}, {out / 'replay.csv'}")
 
 

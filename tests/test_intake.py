@@ -191,10 +191,11 @@ def test_groups_of_equal_rewards_are_dropped_counted_and_their_places_refilled(
     monkeypatch.setattr(intake_module, "POLL_S", 0.01)
 
     def uneven(ticket: Ticket) -> Group:
-        """Tickets 0, 2, 3 and every tenth have equal rewards."""
+        """Tickets 0, 2, 3 and every tenth have equal rewards, for all of them failed."""
         group = make_group(ticket)
         if ticket.number in (0, 2, 3) or ticket.number % 10 == 0:
-            same = [msgspec.structs.replace(t, reward=0.5) for t in group.trajectories]
+            failed = {"reward": 0.0, "reward_parts": {"error": 1.0}}
+            same = [msgspec.structs.replace(t, **failed) for t in group.trajectories]
             return msgspec.structs.replace(group, trajectories=same)
         return group
 
@@ -209,6 +210,7 @@ def test_groups_of_equal_rewards_are_dropped_counted_and_their_places_refilled(
 
     assert dropping.take() == [1, 4, 5, 6]
     assert (dropping.intake.uniform, dropping.intake.dropped) == (3, 0)
+    assert dropping.intake.errors == keeping.intake.errors == 3 * 2
     # 12 were admitted; the 3 dropped ones made room for 3 more, which nobody had to wait for.
     assert dropping.feeder.cursor == 15
     assert dropping.feeder.outstanding == set(range(15)) - {0, 2, 3}

@@ -237,6 +237,13 @@ def test_other_settings_begin_at_the_first_step_asked_for(run_dir):
     assert changed[4].metrics["mismatch/kl"] != changed[4].record.metrics["mismatch/kl"]
 
 
+def test_other_settings_stop_at_the_first_step_that_differs_if_asked(run_dir, here):
+    code, out = here(run_dir, until_diverges=True, settings=["learner.optimizer.lr=1e-2"])
+    assert code == 0, out
+    assert "step 0 with" in out
+    assert re.search(r"step 0 is the first that differs: \S+/\S+ [-\d.e]+ became", out)
+
+
 def test_only_rounding_is_allowed_where_micro_batches_are_cut_otherwise(finished, here):
     code, out = here(finished, settings=["learner.microbatch_tokens=64"])
     assert code == 0, out
@@ -346,6 +353,13 @@ def test_debug_stops_inside_the_step_with_the_batch_at_hand(finished):
     assert result.returncode == 0, result.stderr
     assert re.search(r"\(\d+, 128, torch\.Size\(\[\d+\]\)\)", result.stdout)
     assert "step 4:" in result.stdout and "bit for bit" in result.stdout
+
+
+@pytest.mark.parametrize("script", ["q\n", ""], ids=["q", "end of input"])
+def test_leaving_the_debugger_ends_it_cleanly(finished, script):
+    result = replay(finished, "--step", "4", "--debug", input=script)
+    assert result.returncode == 0, result.stderr
+    assert "BdbQuit" not in result.stdout + result.stderr
 
 
 def test_ctrl_c_ends_it_cleanly(finished):

@@ -92,7 +92,7 @@ PLOTS = [
         "learner/step_s|step", "learner/wait_s|waiting", zero=True),
     _plot("Throughput", "buffer", "Buffer", "tickets and groups", "buffer/open_tickets|open tickets",
         "buffer/dropped_stale|dropped, too old", "buffer/dropped_uniform|dropped, uniform",
-        "buffer/quarantined|quarantined", zero=True,
+        "buffer/quarantined|quarantined", "buffer/reward_errors|rewards failed", zero=True,
     ),
     _plot("Workers", "worker_rate", "Throughput of a worker", "1000 tokens/s",
         "tokens_per_s", source="worker", scale=1e-3, zero=True),
