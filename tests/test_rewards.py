@@ -114,23 +114,22 @@ def test_a_reward_that_fails_gives_0_and_an_error_and_the_next_one_is_scored(
 
 @pytest.mark.parametrize("bad", ["hang", "sleep"])
 def test_a_reward_that_hangs_is_killed_and_stalls_nobody(tmp_path: Path, bad: str):
-    run = settings(tmp_path, "reward.timeout_s=0.5", "reward.processes=2")
+    run = settings(tmp_path, "reward.timeout_s=4", "reward.processes=2")
 
     async def work(reward: Reward) -> None:
-        pid = int((await reward(PROBLEM, "pid", 1)).reward)
+        async def both_pids() -> set[int]:
+            scores = await asyncio.gather(*(reward(PROBLEM, "pid", 1) for _ in range(2)))
+            return {int(score.reward) for score in scores}
+
+        before = await both_pids()
         hanging = asyncio.create_task(reward(PROBLEM, bad, 1))
-        await asyncio.sleep(0)  # it takes the process that is there; the others start one
-        ticks = 0
-        while not hanging.done():
-            # The loop goes on, and so do other scores.
+        await asyncio.sleep(0)  # it has taken one of the two processes
+        for _ in range(3):
             assert (await reward(PROBLEM, "4", 1)).correct
-            await asyncio.sleep(0.01)
-            ticks += 1
-        assert ticks > 3
+        assert not hanging.done()
         assert await hanging == Score(0.0, False, {"error": 1.0, "timeout": 1.0})
-        pids = {int((await reward(PROBLEM, "pid", 1)).reward) for _ in range(4)}
-        assert pid not in pids
-        while not gone(pid):
+        (killed,) = before - await both_pids()
+        while not gone(killed):
             await asyncio.sleep(0.01)
 
     using(run, work)
