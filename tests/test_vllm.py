@@ -265,10 +265,10 @@ def test_a_killed_engine_comes_back_with_the_same_version_and_goes_on_where_it_w
             if len(drawn) == 20:
                 os.kill(pid, signal.SIGKILL)
 
-        (done,) = await engine.generate(ask(max_tokens=200), on_token)
-        assert engine.deaths == deaths + 1 and engine.backend.pid != pid
-        assert drawn == done.response_ids.tolist() and len(drawn) == 200
-        assert [(s.version, s.tokens) for s in done.spans] == [(0, 200)]
+        (done,) = await engine.generate(ask(max_tokens=350), on_token)
+        assert engine.deaths > deaths and engine.backend.pid != pid
+        assert drawn == done.response_ids.tolist() and len(drawn) == 350
+        assert [(s.version, s.tokens) for s in done.spans] == [(0, 350)]
         assert gap(done, 0, "bf16") < 2e-4
         await engine.load_weights(published(1, "bf16"))
         (done,) = await engine.generate(ask())
@@ -294,6 +294,28 @@ def test_an_engine_that_falls_silent_is_replaced(live, monkeypatch):
         assert gap(done, 0, "bf16") < 2e-4
 
     live("bf16")(body)
+
+
+def test_no_response_begins_on_old_keys_and_values(live):
+    """Requests that wait in vLLM while weights change, their prompt cached under the old ones: its cache holds
+    some eight of them."""
+
+    async def body(engine):
+        tasks = [
+            asyncio.ensure_future(engine.generate(ask(seed=i, max_tokens=8))) for i in range(200)
+        ]
+        for version in (1, 2, 3, 4):
+            enough = engine.tokens_drawn + 200
+            while engine.tokens_drawn < enough and engine.active:
+                await asyncio.sleep(0.01)
+            await engine.load_weights(published(version, "bf16"))
+        done = [completion for (completion,) in await asyncio.gather(*tasks)]
+        assert len({c.spans[0].version for c in done}) > 1
+        for completion in done:
+            first = completion.spans[0]
+            assert gap(completion, first.version, "bf16", last=first.tokens) < 2e-4
+
+    live("bf16", kv_cache_bytes=2 << 20)(body)
 
 
 @pytest.mark.parametrize("format", list(TOLERANCE))

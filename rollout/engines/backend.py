@@ -28,6 +28,8 @@ class Backend(Protocol):
     slots: int
     timeout_s: float
     restarts: int
+    keeps: bool
+    """Whether keys and values outlive the weights that they were computed with"""
 
     async def prepare(self) -> None:
         """What needs no weights, such as slow imports. Raises ConfigError when it cannot run here."""

@@ -58,7 +58,7 @@ class SglangBackend:
         here = GPU_FORMATS if config.url or served.has_gpu() else CPU_FORMATS
         self.capabilities = Capabilities(formats=here, kv_on_update=frozenset(PAUSES))
         self.slots, self.timeout_s = config.slots, config.timeout_s
-        self.restarts = config.restarts
+        self.restarts, self.keeps = config.restarts, config.kv_on_update == "keep"
         self._server: OwnServer | None = None
         self._client: Client | None = None
         self._directory: Path | None = None
@@ -66,6 +66,8 @@ class SglangBackend:
         self._first: Manifest | None = None
         self._model: DecoderConfig | None = None
         self._positions = config.max_positions
+        self._seeded = True
+        """Whether the server draws in its deterministic mode, asked or not"""
         self._most_masked = 0
         """Tokens of a truncated distribution whose log-probs the server reports"""
         self._salt = ""
@@ -92,8 +94,11 @@ class SglangBackend:
     def check(self, request: Request) -> None:
         assert self._model is not None
         served.check(request, self._model, self._positions)
-        if request.sampling.min_p and self.config.seeded:
-            raise RecordError("min_p: SGLang draws it without seeds only: rollout.engine.seeded")
+        if request.sampling.min_p and self._seeded:
+            raise RecordError(
+                "min_p: SGLang draws it without seeds only, and dies otherwise: "
+                "rollout.engine.seeded = false"
+            )
         kept = sglang_requests.kept_tokens(request.sampling, self._model.vocab_size)
         if kept > self._most_masked:
             raise RecordError(
@@ -122,6 +127,7 @@ class SglangBackend:
         own = self.config.max_positions or model.max_positions
         self._positions = min(own, info["max_req_input_len"])
         self._most_masked = info["sampling_mask_max_tokens"]
+        self._seeded = info["enable_deterministic_inference"]
         self._salt = served.fresh_salt()
         self._first, self._model = manifest, model
 
@@ -146,7 +152,7 @@ class SglangBackend:
             "model_path": str(self._staged),
             "load_format": "safetensors",
             "weight_version": served.stamp(weights.manifest),
-            "flush_cache": self.config.kv_on_update == "recompute",
+            "flush_cache": not self.keeps,
         }
         await self._running().post("/update_weights_from_disk", update)
         self._salt = served.fresh_salt()
@@ -156,20 +162,8 @@ class SglangBackend:
         await self._running().post("/continue_generation", {"torch_empty_cache": False})
 
     async def stream(self, request: Request, seed: int) -> AsyncGenerator[Piece, None]:
-        salt, begun = "", False
-        while not begun and salt != self._salt:
-            salt = self._salt
-            async with contextlib.aclosing(self._attempt(request, seed)) as pieces:
-                async for piece in pieces:
-                    begun = True
-                    yield piece
-
-    async def _attempt(self, request: Request, seed: int) -> AsyncGenerator[Piece, None]:
-        """One response; or nothing, where weights changed before its first token and old keys and values were
-        kept: it would rest on those of its prompt, whole or in part, without a token that tells so."""
         assert self._model is not None
         client, rid, heard, done = self._running(), uuid.uuid4().hex, 0, False
-        salt, keeps = self._salt, self.config.kv_on_update == "keep"
         kept = sglang_requests.kept_tokens(request.sampling, self._model.vocab_size)
         body = {
             "rid": rid,
@@ -177,14 +171,12 @@ class SglangBackend:
             "sampling_params": sglang_requests.parameters(request, seed, kept),
             "return_logprob": True,
             "return_sampling_mask": kept > 0,
-            # Blocks of keys and values are shared between requests of one version only.
-            "extra_key": salt,
+            # Blocks of keys and values are shared between requests of one loading only.
+            "extra_key": self._salt,
         }
         try:
             async with contextlib.aclosing(client.generate(body)) as chunks:
                 async for chunk in chunks:
-                    if keeps and heard == 0 and salt != self._salt:
-                        return
                     meta = chunk.meta_info
                     if meta is None:
                         raise EngineDied("SGLang: a chunk says nothing of its tokens")

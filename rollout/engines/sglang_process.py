@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import random
 import secrets
 import signal
 import socket
@@ -30,6 +31,9 @@ CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
 CPU_CACHE_BYTES = 256 << 20
 RESERVED_POSITIONS = 16
 """SGLang admits prompts some tokens shorter than its context"""
+GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+FIRST_PORT = 20_000
+PORTS_TRIED = 64
 
 
 class OwnServer:
@@ -128,6 +132,12 @@ def server_settings(
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One that is still free when the server has loaded and binds it, a minute later: not among those that
+    the kernel gives to everybody's connections meanwhile."""
+    first_given = int(GIVEN_PORTS.read_text().split()[0])
+    others = range(min(FIRST_PORT, first_given), first_given)
+    for port in [*random.sample(others, min(PORTS_TRIED, len(others))), 0]:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return probe.getsockname()[1]
+    raise EngineDied("SGLang: no port is free on loopback")

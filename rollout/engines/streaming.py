@@ -83,6 +83,8 @@ class StreamingEngine:
         """Since the start"""
         self._deaths_in_a_row = 0
         self._weights: WeightVersion | None = None
+        self._loadings = 0
+        """Since the start; the same version may be loaded twice"""
         self._room = Room(backend.slots)
         self._changing = asyncio.Lock()
         self._ready = asyncio.Event()
@@ -162,6 +164,7 @@ class StreamingEngine:
 
     def _take(self, weights: WeightVersion) -> None:
         self._weights = weights
+        self._loadings += 1
         self._heard_s = time.monotonic()
         self._ready.set()
 
@@ -217,8 +220,8 @@ class StreamingEngine:
         while drawn.finish_reason is None:
             launched = self.deaths
             try:
-                await self._draw(drawn, index, on_token)
-                if drawn.finish_reason is None:
+                begun = await self._draw(drawn, index, on_token)
+                if begun and drawn.finish_reason is None:
                     raise EngineDied(f"a response of {len(drawn.ids)} tokens ended unasked")
             except EngineDied as error:
                 drawn.kept = drawn.spans
@@ -229,16 +232,22 @@ class StreamingEngine:
         self._deaths_in_a_row = 0
         return drawn.completion()
 
-    async def _draw(self, drawn: Drawn, index: int, on_token: TokenCallback | None) -> None:
-        """As far as one stream, or the response's time, goes."""
+    async def _draw(self, drawn: Drawn, index: int, on_token: TokenCallback | None) -> bool:
+        """As far as one stream, or the response's time, goes. False: it must begin anew. Weights changed before
+        its first token, which may rest on the keys and values that the old ones gave its prompt, from a cache
+        or computed in part, and nothing would tell."""
+        loadings, before = self._loadings, len(drawn.ids)
         stream = self.backend.stream(drawn.rest(), drawn.seed)
         clock = asyncio.timeout_at(drawn.deadline_s)
         try:
             async with clock, contextlib.aclosing(stream) as pieces:
                 async for piece in pieces:
+                    waited = len(drawn.ids) == before and self._loadings != loadings
+                    if waited and self.backend.keeps:
+                        return False
                     self._hear(drawn, piece, index, on_token)
                     if drawn.stopped:
-                        return
+                        return True
                     if drawn.deadline_s is None and drawn.ids and drawn.request.timeout_s:
                         now_s = asyncio.get_running_loop().time()
                         drawn.deadline_s = now_s + drawn.request.timeout_s
@@ -247,6 +256,7 @@ class StreamingEngine:
             if not clock.expired():
                 raise
             drawn.late = True
+        return True
 
     def _hear(self, drawn: Drawn, piece: Piece, index: int, on_token: TokenCallback | None) -> None:
         assert self._weights is not None
@@ -259,14 +269,21 @@ class StreamingEngine:
                 on_token(index, token, logprob)
 
     async def _launch_again(self, weights: WeightVersion, error: EngineDied) -> None:
-        """Raises EngineDied when it keeps dying. Under the lock `_changing`."""
-        self.deaths += 1
-        self._deaths_in_a_row += 1
-        if self._deaths_in_a_row > self.backend.restarts:
-            raise error
-        logger.warning("engine %s is launched again: %s", self.name, error)
-        await self.backend.launch(weights)
-        self._take(weights)
+        """A launch that fails is a death too. Raises EngineDied when it keeps dying. Under the lock
+        `_changing`."""
+        while True:
+            self.deaths += 1
+            self._deaths_in_a_row += 1
+            if self._deaths_in_a_row > self.backend.restarts:
+                raise error
+            logger.warning("engine %s is launched again: %s", self.name, error)
+            try:
+                await self.backend.launch(weights)
+            except EngineDied as again:
+                error = again
+            else:
+                self._take(weights)
+                return
 
     def _count(self, change: int) -> None:
         now = time.monotonic()

@@ -69,7 +69,7 @@ class VllmBackend:
             kv_cache=frozenset({"auto", "fp8"}),
         )
         self.slots, self.timeout_s = config.slots, config.timeout_s
-        self.restarts = config.restarts
+        self.restarts, self.keeps = config.restarts, config.kv_on_update == "keep"
         self.pid = 0
         """Of the process that holds the model"""
         self._llm: AsyncLLM | None = None
@@ -122,8 +122,8 @@ class VllmBackend:
         await self._stager.send(weights, self.timeout_s)
 
     async def pause(self) -> None:
-        llm, clear = self._running(), self.config.kv_on_update == "recompute"
-        await self._answer(llm.pause_generation(mode="keep", clear_cache=clear), "pause")
+        stop = self._running().pause_generation(mode="keep", clear_cache=not self.keeps)
+        await self._answer(stop, "pause")
 
     async def push(self, weights: WeightVersion) -> None:
         llm, manifest = self._running(), weights.manifest
@@ -142,7 +142,7 @@ class VllmBackend:
         self._requests += 1
         prompt: Any = {
             "prompt_token_ids": np.asarray(request.prompt_ids).tolist(),
-            # Blocks of keys and values are shared between requests of one version only.
+            # Blocks of keys and values are shared between requests of one loading only.
             "cache_salt": self._salt,
         }
         outputs = llm.generate(prompt, _parameters(request, seed), str(self._requests))
