@@ -144,7 +144,8 @@ def _refused(run: Run, size: int) -> dict[str, bool]:
         return found | {
             "checkpoint.sharded": run.checkpoint.sharded,
             "learner.critic": cfg.critic is not None,
-            "learner.precision": cfg.precision != "full",
+            # The forward's own numbers are those of the format.
+            "learner.dtype": cfg.dtype != "float32" and cfg.precision != "full",
             "learner.lora": cfg.lora is not None,
         }
     too_few = cfg.groups // cfg.minibatches < size

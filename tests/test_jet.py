@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from areal_q.config import Run
 from areal_q.models.aligned import linears, use
-from areal_q.models.jet import JetLinear
+from areal_q.models.jet import JetLinear, operands
 from areal_q.models.linear import Linear
 from areal_q.models.published import published_state
-from areal_q.quant import quantize_state
+from areal_q.quant import FORMATS, quantize_state
 from areal_q.quant.fp8_gemm import agrees, emulated, fp8_gemm, scales_for_cublas
 from areal_q.tasks import build_tokenizer
 from learner.build import build_model
@@ -103,6 +103,14 @@ def test_the_weights_of_the_flow_are_the_ones_published(make_run: MakeRun, make_
         for k, v in published.items()
     )
     assert Publisher(run).make(model, 1).manifest.digest != first
+
+
+def test_rows_of_an_operand_are_its_numbers_wherever_blocks_begin():
+    parts, index = FORMATS["fp8"].quantize(torch.randn(200, 300), "w"), torch.tensor([130, 5, 127])
+    for operand in operands(parts):
+        alone = operand.rows(index)
+        assert torch.equal(alone.numbers(), operand.numbers()[index])
+        assert torch.equal(alone.rows(torch.tensor([2])).numbers(), alone.numbers()[2:])
 
 
 def test_without_a_gpu_the_products_are_emulated():

@@ -178,6 +178,14 @@ def test_a_linear_multiplies_with_the_dequantized_weights_of_all_its_parts(name)
 
 
 @every_format
+def test_some_outputs_of_a_linear_alone_are_what_they_are_among_all(name):
+    chosen = FORMATS[name]
+    linear = chosen.linear([chosen.quantize(torch.randn(n, 160), "w") for n in (130, 40)])
+    x, index = torch.randn(5, 160), torch.tensor([129, 3, 169, 0])
+    torch.testing.assert_close(linear.rows(index)(x), linear(x)[:, index])
+
+
+@every_format
 def test_a_row_that_is_not_finite_spoils_itself_only(name):
     linear = FORMATS[name].linear([FORMATS[name].quantize(torch.randn(8, 160), "w")])
     x = torch.randn(4, 160)

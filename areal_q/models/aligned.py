@@ -43,7 +43,12 @@ class QuantLinear(Linear):
         return straight(self.bias) if self.rounds_rest and self.bias is not None else self.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        return _StraightThrough.apply(input, self.weight, self.acting_bias, self.product)  # type: ignore[return-value]
+        return straight_through(input, self.weight, self.acting_bias, self.product)
+
+
+def straight_through(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    """`product(x, bias)`, with the gradients of x · weightᵀ + bias."""
+    return _StraightThrough.apply(x, weight, bias, product)  # type: ignore[return-value]
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from areal_q.models.config import DecoderConfig
+from areal_q.models.headnorm import HeadNorm
 from areal_q.models.linear import Linear
 from areal_q.models.mlp import Mlp
 from areal_q.models.moe import Routing, SparseMlp
@@ -144,13 +145,6 @@ class Attention(nn.Module):
         if self.observe:
             self.observe(q, k, v)
         return self.o_proj(packed_attention(q, k, v, layout).flatten(-2))
-
-
-class HeadNorm(nn.RMSNorm):
-    """In the type of its weight, whatever the projection before it computes in."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:

@@ -25,9 +25,7 @@ class JetLinear(QuantLinear):
 
     def take(self, parts: Parts) -> None:
         self.parts = parts
-        codes, scale = parts["weight"], parts["weight_scale_inv"]
-        self.rows = Operand(codes, scale, blocks=True)
-        self.columns = Operand(codes.t().contiguous(), scale.t().contiguous(), blocks=True)
+        self.rows, self.columns = operands(parts)
 
     def forward(self, input: Tensor) -> Tensor:
         y: Tensor = _Fp8Flow.apply(input, self.weight, self.rows, self.columns)  # type: ignore[assignment]
@@ -41,18 +39,39 @@ class _Fp8Flow(torch.autograd.Function):
         saved = Operand(*quantize_groups_e4m3(x.float()))
         ctx.save_for_backward(saved.codes, saved.scale)
         ctx.columns = columns
-        with torch.autocast(x.device.type, enabled=False):
-            return fp8_gemm(x.device)(saved, rows)
+        return fprop(saved, rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad, product = grads[0].contiguous(), fp8_gemm(grads[0].device)
+        grad = grads[0].contiguous()
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = product(Operand(*quantize_groups_e4m3(grad)), ctx.columns)
-            dx = dx.to(torch.bfloat16).to(grad.dtype)
+            dx = dgrad(grad, ctx.columns)
         if ctx.needs_input_grad[1]:
-            x = Operand(*ctx.saved_tensors).numbers()
-            along_tokens = (Operand(*quantize_groups_e4m3(t.t().contiguous())) for t in (grad, x))
-            dw = product(*along_tokens)
+            dw = wgrad(grad, Operand(*ctx.saved_tensors).numbers())
         return dx, dw, None, None
+
+
+def operands(parts: Parts) -> tuple[Operand, Operand]:
+    """W's rows [out, in], and its columns [in, out]."""
+    codes, scale = parts["weight"], parts["weight_scale_inv"]
+    columns = Operand(codes.t().contiguous(), scale.t().contiguous(), blocks=True)
+    return Operand(codes, scale, blocks=True), columns
+
+
+def fprop(x: Operand, rows: Operand) -> Tensor:
+    """x [T, in], W's rows [out, in] → float32 [T, out]"""
+    with torch.autocast(x.codes.device.type, enabled=False):
+        return fp8_gemm(x.codes.device)(x, rows)
+
+
+def dgrad(grad: Tensor, columns: Operand) -> Tensor:
+    """∂y [T, out], W's columns [in, out] → ∂x [T, in], rounded to bfloat16"""
+    dx = fp8_gemm(grad.device)(Operand(*quantize_groups_e4m3(grad)), columns)
+    return dx.to(torch.bfloat16).to(grad.dtype)
+
+
+def wgrad(grad: Tensor, x: Tensor) -> Tensor:
+    """∂y [T, out], x [T, in] → ∂W float32 [out, in]"""
+    along_tokens = (Operand(*quantize_groups_e4m3(t.t().contiguous())) for t in (grad, x))
+    return fp8_gemm(grad.device)(*along_tokens)

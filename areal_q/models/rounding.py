@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from areal_q.models.headnorm import HeadNorm
 from areal_q.models.linear import Linear
 
 
@@ -26,7 +27,16 @@ class RoundedNorm(nn.RMSNorm):
         return F.rms_norm(x, list(self.normalized_shape), straight(self.weight), self.eps)
 
 
-_KINDS: dict[type, type] = {nn.Embedding: RoundedEmbedding, nn.RMSNorm: RoundedNorm}
+class RoundedHeadNorm(RoundedNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+_KINDS: dict[type, type] = {
+    nn.Embedding: RoundedEmbedding,
+    nn.RMSNorm: RoundedNorm,
+    HeadNorm: RoundedHeadNorm,
+}
 _PLAIN = {rounded: plain for plain, rounded in _KINDS.items()}
 
 

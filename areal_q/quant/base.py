@@ -24,7 +24,7 @@ from torch import Tensor
 
 from areal_q.errors import QuantizationError
 from areal_q.quant import once
-from areal_q.quant.linear import Linear
+from areal_q.quant.linear import Stacked
 from areal_q.quant.once import LARGEST, TOO_LARGE
 
 Parts = dict[str, Tensor]
@@ -82,7 +82,7 @@ class Format(Protocol):
         in]."""
         ...
 
-    def linear(self, parts: Sequence[Parts]) -> Linear:
+    def linear(self, parts: Sequence[Parts]) -> Stacked:
         """x ↦ x · Wᵀ as the engine runs it; W: the weights of `parts`, stacked over outputs."""
         ...
 

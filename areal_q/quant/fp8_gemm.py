@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from areal_q.quant.fp8 import expanded
+from areal_q.quant.fp8 import BLOCK, expanded
 from areal_q.quant.rows import dequantize_groups, quantize_groups_e4m3
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,11 @@ class Operand(NamedTuple):
         if self.blocks:
             return self.codes.float() * expanded(self.scale, self.codes.shape)
         return dequantize_groups(self.codes, self.scale)
+
+    def rows(self, index: Tensor) -> "Operand":
+        """Of these rows alone, int64 [R′], wherever blocks begin."""
+        scale = self.scale.repeat_interleave(BLOCK, 0) if self.blocks else self.scale
+        return Operand(self.codes[index], scale[index])
 
 
 Gemm = Callable[[Operand, Operand], Tensor]

@@ -34,7 +34,7 @@ from areal_q.quant.base import (
     scales_for,
     unblocked,
 )
-from areal_q.quant.linear import FloatLinear, Linear
+from areal_q.quant.linear import FloatLinear, Stacked
 from areal_q.quant.packing import pack_words, unpack_words
 
 GROUP = 128
@@ -79,7 +79,7 @@ class Int4:
         scale = self.effective(parts["weight_scale"]).repeat_interleave(GROUP, 1)
         return scale[:, : int(parts["weight_shape"][1])] * 0.53
 
-    def linear(self, parts: Sequence[Parts]) -> Linear:
+    def linear(self, parts: Sequence[Parts]) -> Stacked:
         return FloatLinear(torch.cat([self.dequantize(p) for p in parts]))
 
     def scales(self, ranges: Tensor) -> Tensor:

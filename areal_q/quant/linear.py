@@ -39,6 +39,12 @@ class Linear(Protocol):
         ...
 
 
+class Stacked(Linear, Protocol):
+    def rows(self, index: Tensor) -> Linear:
+        """The same, of the outputs `index` alone: int64 [out′], in that order."""
+        ...
+
+
 class FloatLinear:
     """weight float32 [out, in]"""
 
@@ -48,6 +54,9 @@ class FloatLinear:
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         y = F.linear(x, self.weight)
         return y if add is None else y.add_(add)
+
+    def rows(self, index: Tensor) -> "FloatLinear":
+        return FloatLinear(self.weight[index])
 
 
 class Int8Linear:
@@ -61,6 +70,9 @@ class Int8Linear:
         codes, x_scale = quantize_rows(x)
         y = int8_matmul(codes, self.codes_t).to(torch.float32).mul_(self.scale)
         return y.mul_(x_scale) if add is None else torch.addcmul(add, y, x_scale)
+
+    def rows(self, index: Tensor) -> "Int8Linear":
+        return Int8Linear(self.codes_t.t()[index], self.scale[index])
 
 
 class Fp8RowLinear:
@@ -76,6 +88,9 @@ class Fp8RowLinear:
         y = F.linear(codes.to(torch.float32), self.codes).mul_(self.scale)
         return y.mul_(x_scale) if add is None else torch.addcmul(add, y, x_scale)
 
+    def rows(self, index: Tensor) -> "Fp8RowLinear":
+        return Fp8RowLinear(self.codes[index], self.scale[index])
+
 
 class Fp8GroupLinear:
     """Activations in E4M3 with a scale per 128 channels of a token; weight: dequantized float32 [out,
@@ -87,6 +102,9 @@ class Fp8GroupLinear:
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         y = F.linear(dequantize_groups(*quantize_groups_e4m3(x)), self.weight)
         return y if add is None else y.add_(add)
+
+    def rows(self, index: Tensor) -> "Fp8GroupLinear":
+        return Fp8GroupLinear(self.weight[index])
 
 
 def int8_matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -23,10 +23,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from areal_q.config import AdamW, LearnerConfig, MegatronBackend
+from areal_q.config.run import Precision
 from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig, PackedLayout
 from areal_q.models.decoder import packed_attention
+from areal_q.models.rounding import RoundedNorm, straight
 from learner.batch import PackedBatch
+from learner.mcore.aligned import Column, Row
 from learner.mcore.names import padded
 
 
@@ -59,21 +62,34 @@ class Attention(nn.Module):
         return packed_attention(q, k, v, packed_seq_params.layout).flatten(-2).unsqueeze(1)
 
 
-class Norm(nn.RMSNorm):
+class Norm(RoundedNorm):
+    rounds_rest = False
+
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
     ) -> None:
         super().__init__(hidden_size, eps, dtype=config.params_dtype)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.rounds_rest else nn.RMSNorm.forward(self, x)
+
 
 class Policy(GPTModel):
-    """This rank's part of a stage of the decoder."""
+    """This rank's part of a stage of the decoder. Its forward is that of `precision`; unless "full", it cannot
+    run before the first `materialise`. `rounds_rest`: see areal_q/models/rounding.py."""
 
-    def __init__(self, shape: DecoderConfig, config: TransformerConfig, stage: int) -> None:
+    def __init__(
+        self,
+        shape: DecoderConfig,
+        config: TransformerConfig,
+        stage: int,
+        precision: Precision = "full",
+        rounds_rest: bool = False,
+    ) -> None:
         first, last = stage == 0, stage == config.pipeline_model_parallel_size - 1
         super().__init__(
             config,
-            _block(shape, config),  # type: ignore[arg-type]
+            _block(shape, config, precision),  # type: ignore[arg-type]
             vocab_size=padded(shape.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=shape.max_positions,
             pre_process=first,
@@ -82,6 +98,12 @@ class Policy(GPTModel):
             position_embedding_type="none",
         )
         self.shape = shape
+        self.rounds_rest = rounds_rest
+        for module in self.modules():
+            if isinstance(module, Norm | Column):
+                module.rounds_rest = rounds_rest
+            if isinstance(module, Column | Row):
+                module.flow = precision == "jet"
         self.frequencies = torch.tensor(shape.inverse_frequencies(), dtype=torch.float32)
 
     def forward(self, batch: PackedBatch) -> Tensor:  # type: ignore[override]
@@ -89,7 +111,7 @@ class Policy(GPTModel):
         positions = batch.layout.positions
         x = None
         if self.pre_process:
-            x = self.embedding(batch.token_ids[None], positions[None])
+            x = self._acting(self.embedding(batch.token_ids[None], positions[None]))
         angles = torch.outer(positions.float(), self.frequencies.to(positions.device))
         return self.decoder(
             hidden_states=x,
@@ -100,10 +122,13 @@ class Policy(GPTModel):
 
     @property
     def head(self) -> Tensor:
-        """This rank's rows of the output head, the padding's among them."""
+        """This rank's rows of the output head as it acts, the padding's among them."""
         if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+            return self._acting(self.shared_embedding_or_output_weight())
+        return self._acting(self.output_layer.weight)
+
+    def _acting(self, x: Tensor) -> Tensor:
+        return straight(x) if self.rounds_rest else x
 
 
 def transformer_config(
@@ -116,6 +141,7 @@ def transformer_config(
         ("tensor", backend.tensor, "key and value heads", shape.kv_heads),
         ("tensor", backend.tensor, "channels in the MLP", shape.mlp),
         ("pipeline", backend.pipeline, "layers", shape.layers),
+        ("tensor", backend.tensor, "channels", shape.width if cfg.precision != "full" else 0),
     ):
         if count % ranks:
             raise ConfigError(
@@ -185,12 +211,18 @@ def optimizer_config(cfg: LearnerConfig) -> OptimizerConfig:
     )
 
 
-def _block(shape: DecoderConfig, config: TransformerConfig) -> TransformerBlockSubmodules:
+def _block(
+    shape: DecoderConfig, config: TransformerConfig, precision: Precision
+) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = Attention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = Norm
+    if precision != "full":
+        mlp = layer.submodules.mlp.submodules
+        attention.linear_qkv = mlp.linear_fc1 = Column
+        attention.linear_proj = mlp.linear_fc2 = Row
     layers = [layer] * get_num_layers_to_build(config)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_q.algorithms.reducers import Mean, Metrics
-from areal_q.config import AdamW, LearnerConfig, MegatronBackend, Run
+from areal_q.config import AdamW, MegatronBackend, Run
 from areal_q.models import DecoderConfig
 from learner.backend import LossOf, Scores
 from learner.batch import PackedBatch, Sample
@@ -50,6 +50,7 @@ with warnings.catch_warnings():
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from learner.mcore.aligned import gather_parts, materialise
     from learner.mcore.model import Policy, optimizer_config, transformer_config
     from learner.mcore.state import MOMENTS, OptimizerState, Places, named_moments, shapes_of
 
@@ -59,10 +60,10 @@ class MegatronShard:
 
     tap: TokenTap | None = None
 
-    def __init__(
-        self, shape: DecoderConfig, begin: Begin, cfg: LearnerConfig, backend: MegatronBackend
-    ) -> None:
-        assert isinstance(cfg.optimizer, AdamW)
+    def __init__(self, shape: DecoderConfig, begin: Begin, run: Run) -> None:
+        cfg, backend = run.learner, run.learner.backend
+        assert isinstance(cfg.optimizer, AdamW) and isinstance(backend, MegatronBackend)
+        self._format, self._rounds = run.rollout.format, run.rollout.unquantized == "bf16"
         self.shape, self.cfg, self.temperature = shape, cfg, begin.temperature
         self.updates, self.skipped, self.skipped_in_row = begin.updates, begin.skipped, 0
         self.lr = 0.0
@@ -100,9 +101,15 @@ class MegatronShard:
         """Whether there is a gradient"""
 
     def _stage(self, shape: DecoderConfig, config: Any) -> Policy:
-        return Policy(shape, config, self._stages.rank).to(
-            dtype=config.params_dtype, device=self.cfg.device
-        )
+        precision = self.cfg.precision
+        rounds = self._rounds and precision != "full"
+        stage = Policy(shape, config, self._stages.rank, precision, rounds)
+        return stage.to(dtype=config.params_dtype, device=self.cfg.device)
+
+    def _materialise(self, *stages: Policy | None) -> None:
+        for stage in stages if self.cfg.precision != "full" else ():
+            if stage is not None:
+                materialise(stage, Places(self._places.plan, stage), self._format)
 
     # The backend's methods
 
@@ -151,10 +158,12 @@ class MegatronShard:
                     self.optimizer.step()
                 self.optimizer.zero_grad()
                 self._ddp.zero_grad_buffer()
-        self._dirty = False
         taken = math.isfinite(norm)
         if taken:
             self.lr = lr
+            if self._dirty:
+                self._materialise(self.policy)
+        self._dirty = False
         return {"train/grad_norm": Mean(norm, 1)}, taken
 
     # What goes through Megatron's schedules
@@ -234,6 +243,7 @@ class MegatronShard:
             )
             for p, value in Places(self._places.plan, self.frozen).scatter(weights, shapes):
                 p.data.copy_(value)
+        self._materialise(self.policy, self.frozen)
         if not begin.moments:
             return
         for name in MOMENTS:
@@ -251,6 +261,8 @@ class MegatronShard:
     def gather_weights(self, whole: Trainer | None) -> None:
         read = self._state.read("param") if self._masters else torch.Tensor.float
         self._places.gather(read, dict(whole.model.named_parameters()) if whole else None)
+        if self.cfg.precision != "full":
+            gather_parts(self.policy, self._places, whole.model if whole else None)
 
     @torch.no_grad()
     def gather_rest(self, whole: Trainer | None) -> None:
@@ -275,6 +287,7 @@ class MegatronShard:
         assert self.frozen is not None
         for frozen, own in zip(self.frozen.parameters(), self.policy.parameters(), strict=True):
             frozen.copy_(own)
+        self._materialise(self.frozen)
 
     def close(self) -> None:
         ps.destroy_model_parallel()
@@ -287,11 +300,12 @@ def megatron_shard(begin: Begin, run: Run, ranks: Ranks, whole: Trainer | None) 
     if cfg.device.startswith("cuda"):
         cfg = msgspec.structs.replace(cfg, device=f"cuda:{os.environ['LOCAL_RANK']}")
         torch.cuda.set_device(cfg.device)
+        run = msgspec.structs.replace(run, learner=cfg)
     with cuda_or_cpu():
         ps.initialize_model_parallel(backend.tensor, backend.pipeline)
         if cfg.device.startswith("cuda"):
             tensor_parallel.model_parallel_cuda_manual_seed(run.seed)
-        shard = MegatronShard(DecoderConfig.from_hf(begin.model), begin, cfg, backend)
+        shard = MegatronShard(DecoderConfig.from_hf(begin.model), begin, run)
         shard.load(begin, whole)
     return shard
 

@@ -54,7 +54,7 @@ class Places:
             if entry.copy:
                 continue
             if entry.stage == self.stage:
-                parts = self._shards(read(self.own[entry.name]))
+                parts = self.shards(read(self.own[entry.name]))
                 tensors = [t.contiguous() for t in entry.whole(parts)]
                 if whole is not None:
                     for name, t in zip(entry.sources, tensors, strict=True):
@@ -63,13 +63,17 @@ class Places:
                     for t in tensors:
                         dist.send(t.cpu(), 0)
             elif whole is not None:
-                source = dist.get_global_rank(ps.get_pipeline_model_parallel_group(), entry.stage)
                 for name in entry.sources:
                     buffer = torch.empty(whole[name].shape, dtype=torch.float32)
-                    dist.recv(buffer, source)
+                    dist.recv(buffer, self.voice(entry.stage))
                     whole[name].copy_(buffer)
 
-    def _shards(self, own: Tensor) -> list[Tensor]:
+    def voice(self, stage: int) -> int:
+        """The rank that speaks of `stage`"""
+        return dist.get_global_rank(ps.get_pipeline_model_parallel_group(), stage)
+
+    def shards(self, own: Tensor) -> list[Tensor]:
+        """What tensor-parallel ranks have of a parameter. Collective over them."""
         parts = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(parts, own.contiguous(), group=ps.get_tensor_model_parallel_group())
         return parts
