@@ -4,7 +4,6 @@ Needs vLLM, so it runs in an environment of its own: `make test-vllm`.
 """
 
 import asyncio
-import contextlib
 import os
 import re
 import signal
@@ -12,163 +11,44 @@ import subprocess
 import sys
 import textwrap
 import time
-from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from served_model import (
+    CONFIG,
+    HANG_S,
+    PROMPT,
+    ask,
+    gap,
+    one_alive,
+    packed,
+    published,
+    swapped_after,
+)
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from areal_q.config import Sampling, VllmEngine
+from areal_q.config import VllmEngine
 from areal_q.errors import EngineDied, WeightVersionError
-from areal_q.models import Decoder, DecoderConfig, init_weights, save_decoder
-from areal_q.quant import FORMATS, dequantize_state, is_quantized, quantize_state
-from areal_q.quant.plan import parts_of
+from areal_q.models import Decoder, init_weights, save_decoder
+from areal_q.quant import dequantize_state, quantize_state
 from areal_q.quantize import quantize
-from areal_q.weights import pack
-from rollout.engines.base import Request
 from rollout.engines.served import check_quantized
 from rollout.engines.vllm_engine import vllm_engine
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(HANG_S),
     pytest.mark.filterwarnings("ignore"),  # of vLLM's and its dependencies' own
 ]
 pytest.importorskip("vllm")
 
-CONFIG = DecoderConfig(
-    family="qwen3",
-    vocab_size=48,
-    width=128,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=32,
-    mlp=256,
-    max_positions=512,
-)
-PROMPT = [int(i) for i in np.random.default_rng(0).integers(0, 48, 150)]
-"""Longer than a block of vLLM's cache, so that its prefix is kept"""
-
-
-@cache
-def published(version, format):
-    """Version `version`: weights that are a function of its number."""
-    model = Decoder(CONFIG)
-    init_weights(model, version)
-    # Away from uniform, so that other weights mean quite other log-probs.
-    state = {name: 2 * t if t.dim() == 2 else t for name, t in model.state_dict().items()}
-    return pack(
-        quantize_state(state, format),
-        run="r",
-        epoch="e",
-        version=version,
-        format=format,
-        uaq_scale=1.0,
-        model=CONFIG.to_hf(),
-        published_s=0.0,
-    )
-
-
-@cache
-def transformers_model(version, format):
-    """The version as its format runs it, in transformers."""
-    model = Qwen3ForCausalLM(Qwen3Config(**CONFIG.to_hf())).eval()
-    state = dequantize_state(published(version, format).tensors, format)
-    state = {name: tensor.float() for name, tensor in state.items()}
-    model.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]})
-    for name, linear in model.named_modules():
-        if isinstance(linear, torch.nn.Linear) and is_quantized(f"{name}.weight"):
-            run = FORMATS[format].linear(
-                [parts_of(published(version, format).tensors, name, format)]
-            )
-            linear.forward = partial(as_the_engine_runs_it, run)
-    return model
-
-
-def as_the_engine_runs_it(run, input):
-    """With quantized activations where the format has them."""
-    return run(input.reshape(-1, input.shape[-1])).reshape(*input.shape[:-1], -1)
-
-
-def expected(version, format, prompt, ids, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """float32 [T]: log-probs of `ids` after `prompt`, from the distribution that is drawn from."""
-    with torch.no_grad():
-        tokens = torch.tensor([[*prompt, *ids]])
-        logits = transformers_model(version, format)(tokens).logits[0, len(prompt) - 1 : -1]
-    logits = logits / temperature
-    likely = logits.softmax(-1)
-    logits[likely < min_p * likely.amax(-1, keepdim=True)] = -torch.inf
-    if top_k:
-        logits[logits < logits.topk(top_k).values[:, -1:]] = -torch.inf
-    probs, order = logits.softmax(-1).sort(descending=True)
-    beyond = probs.cumsum(-1) - probs > top_p
-    logits[torch.zeros_like(beyond).scatter(1, order, beyond)] = -torch.inf
-    logprobs = logits.log_softmax(-1)
-    return logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
-
-
-def gap(completion, version, format, first=0, last=None, **sampling):
-    """Largest difference to transformers' log-probs over the tokens from `first` to `last`."""
-    reference = expected(version, format, PROMPT, completion.response_ids.tolist(), **sampling)
-    return np.abs(completion.logprobs - reference)[first:last].max()
-
-
-def ask(prompt=PROMPT, seed=0, samples=1, max_tokens=40, **sampling):
-    return Request(
-        prompt_ids=np.array(prompt, np.int32),
-        num_samples=samples,
-        sampling=Sampling(max_tokens=max_tokens, **sampling),
-        seed=seed,
-        stop_ids=frozenset(),
-    )
-
 
 @pytest.fixture(scope="module")
 def live():
-    """`live(format, setting=…)(body)` runs `body(engine)` on an engine that has version 0.
-
-    It is that of the last call where the settings are the same; only one is alive.
-    """
-    with contextlib.ExitStack() as stack:
-        asked, current = None, None
-
-        def start(format, **settings):
-            nonlocal asked, current
-            if asked != (format, settings):
-                stack.close()
-                runner = stack.enter_context(asyncio.Runner())
-                engine = vllm_engine(VllmEngine(slots=64, **settings))
-                stack.callback(lambda: runner.run(engine.close()))
-                runner.run(engine.start())
-                asked, current = (format, settings), (runner, engine)
-            assert current is not None
-            runner, engine = current
-
-            async def bounded(body):
-                await engine.load_weights(published(0, format))
-                return await asyncio.wait_for(body(engine), 600)
-
-            return lambda body: runner.run(bounded(body))
-
+    with one_alive(lambda **settings: vllm_engine(VllmEngine(slots=64, **settings))) as start:
         yield start
-
-
-async def swapped_after(engine, weights, tokens, request):
-    """The completion of `request` with `weights` loaded once `tokens` tokens were out."""
-    loading = []
-
-    def on_token(index, token, logprob):
-        nonlocal tokens
-        tokens -= 1
-        if tokens == 0:
-            loading.append(asyncio.ensure_future(engine.load_weights(weights)))
-
-    (completion,) = await engine.generate(request, on_token)
-    assert await loading[0] >= 0
-    return completion
 
 
 @pytest.mark.parametrize(
@@ -220,15 +100,10 @@ def test_a_prompt_that_was_cached_is_computed_again_under_new_weights(live):
 
 def test_half_of_a_fused_layer_is_refused_and_the_old_weights_kept(live):
     async def body(engine):
-        whole = published(1, "bf16")
-        part = {n: t for n, t in whole.tensors.items() if "k_proj" not in n and "v_proj" not in n}
-        m = whole.manifest
-        half = pack(
-            part, run="r", epoch="e", version=1, format="bf16", uaq_scale=1.0, model=m.model,
-            published_s=0.0,
-        )  # fmt: skip
+        whole = published(1, "bf16").tensors
+        part = {n: t for n, t in whole.items() if "k_proj" not in n and "v_proj" not in n}
         with pytest.raises(WeightVersionError, match=r"lacks .*k_proj"):
-            await engine.load_weights(half)
+            await engine.load_weights(packed(part, 1))
         (done,) = await engine.generate(ask())
         assert done.spans[0].version == 0
         assert gap(done, 0, "bf16") < 2e-4
