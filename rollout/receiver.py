@@ -32,8 +32,6 @@ from rollout.wire_stats import ReceiverStats
 logger = logging.getLogger(__name__)
 
 OnVersion = Callable[[WeightVersion, tuple[str, bytes] | None], None]
-QUEUED_BROADCASTS = 8
-"""Deltas and announcements that wait while the thread is busy; more are dropped, and healed by a fetch."""
 KEPT_DELTAS = 8
 """Deltas kept for a base that is still being fetched"""
 
@@ -319,7 +317,9 @@ class Receiver:
         sub = self._context.socket(zmq.SUB)
         sub.setsockopt(zmq.LINGER, 0)
         sub.setsockopt(zmq.MAXMSGSIZE, max(4096, self._max_delta_bytes))
-        sub.setsockopt(zmq.RCVHWM, QUEUED_BROADCASTS)
+        # No bound of its own: libzmq 4.3.5 aborts the process where a ping waits behind a full queue and the
+        # peer has hung up (zeromq/libzmq#4364). The thread empties it at every turn and keeps KEPT_DELTAS.
+        sub.setsockopt(zmq.RCVHWM, 0)
         if self._keys is not None:
             self._keys.apply(sub)
         sub.subscribe(b"")

@@ -216,10 +216,9 @@ def arrives(receiver: Receiver, wanted: WeightVersion) -> None:
         while (await receiver.wait()).manifest.digest != wanted.manifest.digest:
             pass
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 200))
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("point", OF_A_LEARNER)
 def test_a_learner_that_ends_anywhere_is_followed_once_it_is_back(
     nursery: Nursery, endpoints: tuple[str, str], stack: ExitStack, point: str
@@ -241,7 +240,6 @@ def test_a_learner_that_ends_anywhere_is_followed_once_it_is_back(
     assert receiver.stats.mismatches == receiver.stats.fetch.mismatches == 0
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("point", OF_A_WORKER)
 def test_a_worker_that_ends_anywhere_disturbs_nobody_and_has_the_newest_once_it_is_back(
     nursery: Nursery, endpoints: tuple[str, str], stack: ExitStack, point: str

@@ -34,6 +34,23 @@ async def main():
 asyncio.run(main())
 """
 
+BUSY_WORKER = """
+import sys, threading, time
+from areal_q.config import BroadcastConfig
+from rollout.receiver import Receiver
+
+def busy_at_first(version, _):
+    number = version.manifest.version
+    print(number, flush=True)
+    if number == 0:
+        time.sleep(4.0)
+
+config = BroadcastConfig(timeout_s=0.5)
+receiver = Receiver(sys.argv[1], sys.argv[2], run="run", config=config, on_version=busy_at_first)
+print("ready", flush=True)
+threading.Event().wait()
+"""
+
 LEARNER = """
 import sys, time, torch
 from areal_q import weights
@@ -80,9 +97,20 @@ def start(script: str, stack: ExitStack, *arguments: str) -> subprocess.Popen[st
 
 
 def start_worker(endpoints: tuple[str, str], stack: ExitStack, chunk: int = 4 << 20):
-    process = start(WORKER, stack, *endpoints, str(chunk))
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    return process
+    return start_workers(1, endpoints, stack, chunk)[0]
+
+
+def start_workers(
+    count: int,
+    endpoints: tuple[str, str],
+    stack: ExitStack,
+    chunk: int = 4 << 20,
+    script: str = WORKER,
+) -> list[subprocess.Popen[str]]:
+    processes = [start(script, stack, *endpoints, str(chunk)) for _ in range(count)]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return processes
 
 
 def read_until(process: subprocess.Popen[str], number: int) -> None:
@@ -100,7 +128,7 @@ def follow(endpoints: tuple[str, str], stack: ExitStack) -> Receiver:
 
 
 def await_version(receiver: Receiver, wanted: Callable[[WeightVersion], bool]) -> WeightVersion:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         version = receiver.latest()
         if version is not None and wanted(version):
@@ -148,6 +176,44 @@ def test_a_stopped_worker_holds_up_nobody_and_catches_up(
     worker.send_signal(signal.SIGCONT)
     broadcaster.publish(make_version(60))
     read_until(worker, 60)
+
+
+def test_six_of_sixteen_workers_are_stopped_and_the_other_ten_miss_nothing(
+    broadcaster: Broadcaster, endpoints: tuple[str, str], stack: ExitStack, make_version: Make
+) -> None:
+    receivers = [follow(endpoints, stack) for _ in range(10)]
+    workers = start_workers(6, endpoints, stack)
+    broadcaster.publish(make_version(0))
+    for worker in workers:
+        read_until(worker, 0)
+        worker.send_signal(signal.SIGSTOP)
+    for number in range(1, 40):
+        broadcaster.publish(make_version(number))
+        for receiver in receivers:
+            await_version(receiver, numbered(number))
+    for worker in workers:
+        worker.send_signal(signal.SIGCONT)
+    broadcaster.publish(make_version(40))
+    for worker in workers:
+        read_until(worker, 40)
+
+
+def test_a_worker_that_is_given_up_while_it_is_busy_goes_on(
+    endpoints: tuple[str, str], stack: ExitStack, make_version: Make
+) -> None:
+    """A full queue, a ping behind it and a peer that hangs up: libzmq 4.3.5 aborts there."""
+    broadcaster = Broadcaster(*endpoints, BroadcastConfig(heartbeat_s=0.05), peer_timeout_s=1.0)
+    stack.callback(broadcaster.close)
+    (worker,) = start_workers(1, endpoints, stack, script=BUSY_WORKER)
+    broadcaster.publish(make_version(0))
+    read_until(worker, 0)
+    worker.send_signal(signal.SIGSTOP)
+    for number in range(1, 60):
+        broadcaster.publish(make_version(number))
+        time.sleep(0.01)
+    time.sleep(1.5)
+    worker.send_signal(signal.SIGCONT)
+    read_until(worker, 59)
 
 
 def test_a_learner_killed_and_started_again_is_followed(

@@ -342,7 +342,7 @@ def test_many_processes_race_and_each_ticket_becomes_one_group(learner, redis_ur
     ]
     won = []
     for racer in racers:
-        output, _ = racer.communicate(timeout=40)
+        output, _ = racer.communicate(timeout=120)
         assert racer.returncode == 0
         won.append(int(output))
     assert sum(won) == 60

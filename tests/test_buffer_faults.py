@@ -143,7 +143,6 @@ def play(short_dir: Path, binary: str):
         each.end()
 
 
-@pytest.mark.timeout(120)
 def test_kill_9_of_anybody_loses_no_group_and_counts_none_twice(play, make_ticket):
     it, rng = play(tokens=50, pause_s=0.005), random.Random(0)
     learner = LearnerBuffer(it.server.url, "run", patience_s=30.0)
@@ -164,7 +163,6 @@ def test_kill_9_of_anybody_loses_no_group_and_counts_none_twice(play, make_ticke
     learner.close()
 
 
-@pytest.mark.timeout(120)
 def test_a_full_redis_makes_producers_wait_and_loses_nothing(play, make_ticket):
     """100 groups of 90 kB, 9 MB in all, through a Redis that may hold 3 MB of them."""
     it = play(tokens=10_000, pause_s=0.05)
@@ -176,7 +174,7 @@ def test_a_full_redis_makes_producers_wait_and_loses_nothing(play, make_ticket):
         client.config_set("maxmemory", limit)
         for name in ("a", "b"):
             it.start(name)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not learner.memory().full and time.monotonic() < deadline:
             time.sleep(0.02)
         assert learner.memory().full

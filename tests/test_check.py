@@ -29,7 +29,7 @@ def server(tmp_path: Path) -> Iterator[Callable[..., str]]:
         path = tmp_path / f"{len(started)}.sock"
         command = [find_binary(), "--port", "0", "--unixsocket", str(path), "--save", "", *options]
         started.append(subprocess.Popen([*command, "--dir", str(tmp_path)], stdout=-3))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         with redis.Redis(unix_socket_path=str(path)) as client:
             while True:
                 try:

@@ -361,7 +361,6 @@ for new_step in (4, 5):  # the step that is there already, then the next one
 """
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("where", ["foreground", "background"])
 def test_a_save_killed_at_any_moment_loses_no_checkpoint(tmp_path: Path, where: str):
     small = [

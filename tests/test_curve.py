@@ -59,7 +59,7 @@ def follow(endpoints: Endpoints, keys: ClientKeys | None, stack: ExitStack, on: 
 
 
 def await_version(receiver: Receiver, number: int) -> WeightVersion:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         version = receiver.latest()
         if version is not None and version.manifest.version == number:

@@ -42,7 +42,7 @@ EXTERNAL = "rollout.environment.type=external"
 
 
 def run_async(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 50))
+    asyncio.run(asyncio.wait_for(work, 200))
 
 
 @asynccontextmanager

@@ -155,7 +155,7 @@ def pid_of(launched: Launched, word: str) -> int:
 
 def test_when_the_learner_is_done_the_workers_stop_before_redis_and_nothing_is_left(launched):
     process = launched.start("finish", "serve")
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
     assert "stopped before its first record" in out
     assert sorted(launched.events()[:2]) == ["learner starts", "rollout-0 starts"]
@@ -165,7 +165,7 @@ def test_when_the_learner_is_done_the_workers_stop_before_redis_and_nothing_is_l
 
 def test_a_worker_that_dies_is_named_with_the_end_of_its_log_and_the_learner_drains(launched):
     process = launched.start("serve", "crash")
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "areal-q: error: rollout-0 ended with exit code 3" in err
     assert "runs/demo/logs/rollout-0.log" in err
@@ -178,7 +178,7 @@ def test_a_worker_that_dies_is_named_with_the_end_of_its_log_and_the_learner_dra
 
 def test_a_learner_that_crashes_is_named(launched):
     process = launched.start("crash", "serve")
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "learner ended with exit code 3" in err and "line 39 of learner" in err
     launched.assert_nothing_left()
@@ -186,7 +186,7 @@ def test_a_learner_that_crashes_is_named(launched):
 
 def test_a_mistake_that_the_learner_finds_is_one_line_and_exit_code_2(launched):
     process = launched.start("mistake", "serve")
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (2, "areal-q: error: task.path: no such file\n")
     launched.assert_nothing_left()
 
@@ -195,7 +195,7 @@ def test_a_killed_redis_is_named_and_everything_else_stops(launched):
     process = launched.start("serve", "serve")
     launched.wait_for("rollout-0 starts")
     os.kill(pid_of(launched, "redis-server"), signal.SIGKILL)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "redis was killed by SIGKILL" in err
     launched.assert_nothing_left()
@@ -207,7 +207,7 @@ def test_the_first_signal_drains_the_learner_then_the_workers_then_redis(launche
     launched.wait_for("rollout-0 starts")
     launched.wait_for("learner starts")
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
     assert "draining" in out
     assert launched.events()[2:] == ["learner stops with redis", "rollout-0 stops with redis"]
@@ -222,7 +222,7 @@ def test_the_second_signal_kills_what_does_not_stop(launched):
     launched.wait_for("learner stops with redis")
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode == 130
     launched.assert_nothing_left()
 
@@ -231,7 +231,7 @@ def test_what_a_child_has_started_goes_with_it(launched):
     process = launched.start("serve", "parent")
     wait_until(lambda: launched.pids() and has_sleep(launched), "the grandchild")
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     launched.assert_nothing_left()
 
 
@@ -250,7 +250,7 @@ def test_no_child_survives_a_kill_9_of_the_launcher_and_the_next_one_tidies_up(l
     process.communicate()
     wait_until(lambda: not launched.pids(), "the children's end")
     again = launched.start("finish", "serve")
-    assert again.communicate(timeout=30)[1] == ""
+    assert again.communicate(timeout=120)[1] == ""
     launched.assert_nothing_left()
 
 
@@ -258,13 +258,13 @@ def test_a_directory_in_use_is_refused_and_an_earlier_run_is_moved_aside(launche
     first = launched.start("serve", "serve")
     launched.wait_for("learner starts")
     second = launched.start("finish", "serve")
-    _, err = second.communicate(timeout=30)
+    _, err = second.communicate(timeout=120)
     assert second.returncode == 2
     assert err == "areal-q: error: runs/demo: a run is going on there; choose another --name\n"
     first.send_signal(signal.SIGTERM)
-    first.communicate(timeout=30)
+    first.communicate(timeout=120)
     third = launched.start("finish", "serve")
-    out, _ = third.communicate(timeout=30)
+    out, _ = third.communicate(timeout=120)
     assert third.returncode == 0 and "moved to runs/demo.1" in out
     assert {path.name for path in (launched.root / "runs").iterdir()} == {"demo", "demo.1"}
     launched.assert_nothing_left()
@@ -272,16 +272,16 @@ def test_a_directory_in_use_is_refused_and_an_earlier_run_is_moved_aside(launche
 
 def test_a_redis_url_that_does_not_answer_is_one_line_without_its_password(launched):
     process = launched.start("serve", "serve", REDIS_URL="redis://:secret@127.0.0.1:1/0")
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert (process.returncode, launched.events()) == (2, [])
     assert err == "areal-q: error: REDIS_URL: no Redis answers there\n"
     launched.assert_nothing_left()
 
 
 def test_a_resumed_run_has_the_endpoints_that_it_had_before(launched):
-    launched.start("finish", "serve").communicate(timeout=30)
+    launched.start("finish", "serve").communicate(timeout=120)
     (launched.root / "runs" / "demo" / "checkpoints" / "step-1").mkdir(parents=True)
-    launched.start("finish", "serve", "demo.toml", "--resume").communicate(timeout=30)
+    launched.start("finish", "serve", "demo.toml", "--resume").communicate(timeout=120)
     first, second = (launched.root / "endpoints").read_text().splitlines()
     assert first == second and first.count("://") == 3
     launched.assert_nothing_left()

@@ -26,7 +26,6 @@ from learner.finish import finish
 from rollout.build import serve
 from rollout.source import Source
 
-pytestmark = pytest.mark.timeout(60)
 PAPERS = sorted((Path(__file__).parent.parent / "configs" / "papers").glob("*.toml"))
 FAMILIES = {"fp8-rl": "qwen3", "qarl-tbpo": "qwen3"}
 """Of the model in the file; the others' are Qwen2.5"""

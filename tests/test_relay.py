@@ -55,7 +55,7 @@ def follow(endpoints: Endpoints, stack: ExitStack) -> Receiver:
 
 
 def arrive(receiver: Receiver, wanted: WeightVersion) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         version = receiver.latest()
         if version is not None and version.manifest == wanted.manifest:

@@ -24,7 +24,6 @@ from buffer.report.runs import read_runs
 from buffer.report.serve import ReportServer
 from buffer.table import to_table
 
-pytestmark = pytest.mark.timeout(120)
 expect.set_options(timeout=30_000)  # a busy machine is slow, not wrong
 EVIL = [
     "<script>window.pwned = 1</script>",

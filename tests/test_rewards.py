@@ -76,7 +76,7 @@ def using(run: Run, work: Callable[[Reward], Awaitable[None]]) -> None:
         finally:
             await reward.close()
 
-    asyncio.run(asyncio.wait_for(main(), 50))
+    asyncio.run(asyncio.wait_for(main(), 200))
 
 
 def scored(run: Run, *responses: str) -> list[Score]:

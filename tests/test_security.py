@@ -42,7 +42,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., None]]:
             server = subprocess.Popen([binary, *flat], stdout=log, stderr=log)
             stack.callback(server.wait)
             stack.callback(server.kill)
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 120
             while b"eady to accept" not in (tmp_path / "log").read_bytes():
                 assert server.poll() is None, (tmp_path / "log").read_text()
                 assert time.monotonic() < deadline

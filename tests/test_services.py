@@ -72,7 +72,7 @@ def locked_redis(tmp_path: Path) -> Iterator[str]:
     assert server.stdin
     server.stdin.write(settings.encode())
     server.stdin.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     with redis.Redis(port=port, password=PASSWORD) as client:
         while True:
             try:
@@ -178,7 +178,6 @@ def assert_every_line_is_exported(table, exporter: Exporter, records: list[Recor
     assert filled == {PREFIX + line.name for line in always}
 
 
-@pytest.mark.timeout(180)
 def test_learner_and_worker_meet_over_tcp_and_the_worker_outlives_the_learner(
     locked_redis, password_file, tmp_path
 ):

@@ -86,7 +86,6 @@ def with_routes(samples: list[Sample], layers: int = 2, experts: int = 5) -> lis
     return [sample if sample.group == 0 else routed(sample) for sample in samples]
 
 
-@pytest.mark.timeout(240)
 def test_two_ranks_learn_experts_and_replay_routes_as_one_does(
     make_run: MakeRun, make_samples: MakeSamples, on_ranks: OnRanks, tmp_path: Path
 ):
@@ -102,7 +101,6 @@ def test_two_ranks_learn_experts_and_replay_routes_as_one_does(
         assert two["loss/router"] == pytest.approx(one["loss/router"], rel=1e-4)
 
 
-@pytest.mark.timeout(240)
 def test_two_ranks_learn_what_one_does_and_resume_from_each_other(
     make_run: MakeRun, make_samples: MakeSamples, on_ranks: OnRanks, tmp_path: Path
 ):
@@ -197,7 +195,6 @@ PARTS = {
 }
 
 
-@pytest.mark.timeout(240)
 def test_everything_that_a_policy_learns_beside_and_under_is_the_same_on_two_ranks(
     make_run: MakeRun, make_samples: MakeSamples, on_ranks: OnRanks, tmp_path: Path
 ):

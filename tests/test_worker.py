@@ -145,7 +145,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def run_async(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 50))
+    asyncio.run(asyncio.wait_for(work, 200))
 
 
 @pytest.mark.parametrize("engine", ["scripted", "torch"])
