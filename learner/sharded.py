@@ -139,24 +139,25 @@ def join(run: Run) -> Ranks:
 def _refused(run: Run, size: int) -> dict[str, bool]:
     """Settings that were asked for in vain, by name."""
     cfg, backend = run.learner, run.learner.backend
-    found = {"learner.optimizer.type": not isinstance(cfg.optimizer, AdamW)}
+    sharing = size
     if isinstance(backend, MegatronBackend):
-        return found | {
-            "checkpoint.sharded": run.checkpoint.sharded,
-            "learner.critic": cfg.critic is not None,
-            # The forward's own numbers are those of the format.
-            "learner.dtype": cfg.dtype != "float32" and cfg.precision != "full",
-            "learner.lora": cfg.lora is not None,
-        }
-    too_few = cfg.groups // cfg.minibatches < size
-    return found | {
-        "learner.backend.offload": backend.offload and not cfg.device.startswith("cuda"),
+        sharing = size // (backend.tensor * backend.pipeline)
+    # Every rank's advantages come from what it computed itself.
+    too_few = needs_policy(cfg) and cfg.groups // cfg.minibatches < sharing
+    found = {
+        "learner.optimizer.type": not isinstance(cfg.optimizer, AdamW),
+        "learner.groups / learner.minibatches": too_few,
         # The forward's own numbers are those of the format.
         "learner.dtype": cfg.dtype != "float32"
         and (cfg.precision != "full" or cfg.lora is not None),
-        # Every rank's advantages come from what it computed itself.
-        "learner.groups / learner.minibatches": needs_policy(cfg) and too_few,
     }
+    if isinstance(backend, MegatronBackend):
+        return found | {
+            "checkpoint.sharded": run.checkpoint.sharded,
+            "learner.lora": cfg.lora is not None,
+        }
+    found["learner.backend.offload"] = backend.offload and not cfg.device.startswith("cuda")
+    return found
 
 
 def say(ranks: Ranks, word: Word) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -56,8 +57,12 @@ SETTINGS = [
     "learner.optimizer={eps=1e-3, lr=1e-2, weight_decay=0.1}",
     "learner.microbatch_tokens=24",
 ]
+REFERENCE = "learner.reference_kl={coef=0.1}"
+CRITIC = ["learner.advantage.type=gae", "learner.critic={optimizer={eps=1e-3, lr=1e-2}}"]
+SHARED = "learner.critic.trunk=shared"
+DTYPES = ("float32", "bfloat16")
 JOBS = {
-    "tensor": ("qwen2", ["learner.backend.tensor=2"]),
+    "tensor": ("qwen2", ["learner.backend.tensor=2", *CRITIC]),
     "tensor, all terms": (
         "qwen3",
         [
@@ -67,8 +72,10 @@ JOBS = {
             "learner.reference_kl={coef=0.1, reset_every=1}",
         ],
     ),
-    "pipeline": ("qwen3", ["learner.backend.pipeline=2"]),
-    "data": ("llama", ["learner.epochs=2"]),
+    "pipeline": ("qwen3", ["learner.backend.pipeline=2", REFERENCE, *CRITIC]),
+    "pipeline, one trunk": ("qwen2", ["learner.backend.pipeline=2", *CRITIC, SHARED]),
+    "data": ("llama", ["learner.epochs=2", REFERENCE, *CRITIC, SHARED]),
+    "data, two trunks": ("llama", CRITIC),
 }
 
 
@@ -98,6 +105,15 @@ def run_of(make_run, byte_tokenizer: Path, tmp_path: Path) -> Callable[..., Run]
         return make_run(model, "learner.backend.type=megatron", *SETTINGS, *settings)
 
     return make
+
+
+def rewarded(samples: list[Sample], seed: int) -> list[Sample]:
+    """With rewards that differ."""
+    rewards = torch.rand(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [
+        replace(s, trajectory=msgspec.structs.replace(s.trajectory, reward=reward))
+        for s, reward in zip(samples, rewards, strict=True)
+    ]
 
 
 def alone(run: Run) -> Trainer:
@@ -160,7 +176,7 @@ def test_two_ranks_of_every_kind_learn_what_torch_does_from_its_checkpoint(
     run_of: Callable[..., Run], make_samples, on_ranks, tmp_path: Path
 ):
     """And what torch has of theirs, it exports to what transformers computes."""
-    steps = [make_samples(15, seed) for seed in range(3)]
+    steps = [rewarded(make_samples(15, seed), seed) for seed in range(3)]
     # The first group has no advantage, so that both kinds of micro-batches occur.
     steps = [[replace(s, advantage=0.0) if s.group == 0 else s for s in step] for step in steps]
     jobs, trainers = {}, {}
@@ -204,8 +220,8 @@ def same_as_transformers(tensors: dict[str, torch.Tensor], tmp_path: Path) -> No
 def test_one_rank_learns_what_torch_does_also_in_bfloat16(
     run_of: Callable[..., Run], make_samples, on_ranks, tmp_path: Path
 ):
-    steps = [make_samples(15, seed) for seed in range(2)]
-    exact, coarse = run_of("qwen3"), run_of("qwen3", "learner.dtype=bfloat16")
+    steps = [rewarded(make_samples(15, seed), seed) for seed in range(2)]
+    exact, coarse = (run_of("qwen3", *CRITIC, f"learner.dtype={d}") for d in DTYPES)
     jobs = {tmp_path / "float32": (exact, steps), tmp_path / "bfloat16": (coarse, steps)}
     (values, _), (rounded, _) = on_ranks(1, jobs)
     check(exact, alone(exact), steps, values, tmp_path / "float32")
@@ -314,7 +330,6 @@ def test_ranks_that_do_not_fill_the_processes_are_refused(make_run, monkeypatch)
     [
         ("learner.precision=qarl learner.dtype=bfloat16", "learner.dtype"),
         ("learner.lora={}", "learner.lora"),
-        ("learner.advantage.type=gae learner.critic={}", "learner.critic"),
         ("learner.optimizer.type=muon", "learner.optimizer.type"),
     ],
 )

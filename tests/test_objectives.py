@@ -282,6 +282,13 @@ def test_value_loss_takes_the_worse_of_the_clipped_and_the_plain_error():
     assert gradient.tolist() == pytest.approx([-0.12, 0.4, 0.0, -0.4, 0.0])
 
 
+def test_a_value_that_moved_inside_the_band_is_not_clipped_for_the_rounding_of_a_sum():
+    for old, now, returns in torch.rand(100, 3, 5, generator=torch.Generator().manual_seed(0)):
+        values = {"values": now / 10, "old_values": old / 10, "returns": returns}
+        out = loss_fn(batch(dtype=torch.float32, **values), Ppo(), value=ValueLoss(clip=0.2))
+        assert reduce_metrics([out.metrics])["value/clip_fraction"] == 0
+
+
 ALL = [cfg() for cfg in OBJECTIVES]
 
 

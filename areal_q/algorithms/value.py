@@ -24,8 +24,10 @@ def value_loss(inputs: LossInputs, x: Ratios, cfg: ValueLoss) -> tuple[Tensor, M
     error = (values - returns).square()
     clipped = torch.zeros_like(x.mask)
     if cfg.clip:
-        bounded = (old + (values - old).clamp(-cfg.clip, cfg.clip) - returns).square()
-        clipped = (bounded > error).detach()
+        step = values - old
+        bounded = (old + step.clamp(-cfg.clip, cfg.clip) - returns).square()
+        # Inside the band the two are one number, but for rounding.
+        clipped = ((step.abs() > cfg.clip) & (bounded > error)).detach()
         error = torch.maximum(error, bounded)
     return error / 2, _metrics(old, returns, clipped, x.mask)
 

@@ -193,17 +193,16 @@ def transformer_config(
     )
 
 
-def optimizer_config(cfg: LearnerConfig) -> OptimizerConfig:
+def optimizer_config(cfg: LearnerConfig, optimizer: AdamW) -> OptimizerConfig:
     """Of Megatron's distributed AdamW."""
-    assert isinstance(cfg.optimizer, AdamW)
     dtype = getattr(torch, cfg.dtype)
     return OptimizerConfig(
         optimizer="adam",  # decoupled weight decay is its default
-        lr=cfg.optimizer.lr,
-        weight_decay=cfg.optimizer.weight_decay,
-        adam_beta1=cfg.optimizer.betas[0],
-        adam_beta2=cfg.optimizer.betas[1],
-        adam_eps=cfg.optimizer.eps,
+        lr=optimizer.lr,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.betas[0],
+        adam_beta2=optimizer.betas[1],
+        adam_eps=optimizer.eps,
         clip_grad=cfg.max_grad_norm,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,

@@ -46,7 +46,7 @@ def entries(config: DecoderConfig, stages: int) -> Iterator[Entry]:
     yield Entry(0, "embedding.word_embeddings.weight", embedding, *_rows(config.vocab_size))
     for layer in range(config.layers):
         yield from _layer(config, layer // each, layer % each, f"model.layers.{layer}")
-    yield Entry(last, "decoder.final_layernorm.weight", ("model.norm.weight",), *_SAME)
+    yield Entry(last, "decoder.final_layernorm.weight", ("model.norm.weight",), *WHOLE)
     if not config.tied:
         yield Entry(last, "output_layer.weight", ("lm_head.weight",), *_rows(config.vocab_size))
     elif stages > 1:
@@ -60,22 +60,22 @@ def _layer(config: DecoderConfig, stage: int, index: int, hf: str) -> Iterator[E
     def entry(name: str, sources: tuple[str, ...], rule: tuple) -> Entry:
         return Entry(stage, f"{ours}.{name}", tuple(f"{hf}.{s}" for s in sources), *rule)
 
-    yield entry("input_layernorm.weight", ("input_layernorm.weight",), _SAME)
+    yield entry("input_layernorm.weight", ("input_layernorm.weight",), WHOLE)
     for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
         sources = tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv")
         yield entry(f"self_attention.linear_qkv.{kind}", sources, _qkv(config))
     if config.qk_norm:
         for x in "qk":
             yield entry(
-                f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), _SAME
+                f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), WHOLE
             )
     yield entry("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), _COLUMNS)
-    yield entry("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), _SAME)
+    yield entry("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), WHOLE)
     yield entry("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), _GATE_UP)
     yield entry("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), _COLUMNS)
 
 
-_SAME = (lambda whole, r, n: whole[0], lambda parts: parts[:1])
+WHOLE = (lambda whole, r, n: whole[0], lambda parts: parts[:1])
 _COLUMNS = (lambda whole, r, n: whole[0].chunk(n, 1)[r], lambda parts: [torch.cat(parts, 1)])
 _GATE_UP = (
     lambda whole, r, n: torch.cat([w.chunk(n)[r] for w in whole]),

@@ -1,4 +1,4 @@
-"""The backend in Megatron-core: this rank's shard of the policy, on Megatron's schedules, DDP and optimizer.
+"""The backend in Megatron-core: this rank's shard of policy and critic, on Megatron's schedules and optimizer.
 
     take_step ─scores, reference─▶ schedule, forward only ─▶ last stage: log-probs ─broadcast─▶ all stages
               ─backward──────────▶ schedule, 1F1B ─▶ last stage: loss, metrics ─broadcast─▶ all stages
@@ -14,6 +14,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,14 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_q.algorithms.reducers import Mean, Metrics
-from areal_q.config import AdamW, MegatronBackend, Run
+from areal_q.config import AdamW, CriticConfig, MegatronBackend, Run
 from areal_q.models import DecoderConfig
 from learner.backend import LossOf, Scores
 from learner.batch import PackedBatch, Sample
 from learner.mcore.cpu import cuda_or_cpu
 from learner.mcore.names import entries, padded
 from learner.mcore.vocab import vocab_logprobs
-from learner.optim import learning_rate
 from learner.ranks import Ranks, decoded, encoded
 from learner.sharded import Begin
 from learner.take_step import take_step
@@ -42,17 +42,14 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state as ps
     from megatron.core import tensor_parallel
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from learner.mcore.aligned import gather_parts, materialise
-    from learner.mcore.model import Policy, optimizer_config, transformer_config
-    from learner.mcore.state import MOMENTS, OptimizerState, Places, named_moments, shapes_of
+    from learner.mcore.critic import Pair, Trunk, ValueHead, critic_entries, critic_shapes, values
+    from learner.mcore.learnt import Learnt
+    from learner.mcore.model import Policy, transformer_config
+    from learner.mcore.state import Places, shapes_of
 
 
 class MegatronShard:
@@ -66,7 +63,6 @@ class MegatronShard:
         self._format, self._rounds = run.rollout.format, run.rollout.unquantized == "bf16"
         self.shape, self.cfg, self.temperature = shape, cfg, begin.temperature
         self.updates, self.skipped, self.skipped_in_row = begin.updates, begin.skipped, 0
-        self.lr = 0.0
         self.ranks = Ranks(
             ps.get_data_parallel_rank(),
             ps.get_data_parallel_world_size(),
@@ -79,51 +75,86 @@ class MegatronShard:
         )
         config = transformer_config(shape, cfg, backend)
         self.policy = self._stage(shape, config)
-        self.frozen = None
+        plan, shapes = list(entries(shape, backend.pipeline)), shapes_of(shape)
+        self._own = Learnt(self.policy, plan, shapes, cfg, cfg.optimizer)
+        self._learnt = [self._own]
+        self.frozen = self._frozen = None
         if cfg.reference_kl:
             self.frozen = self._stage(shape, config).requires_grad_(False)
-        self._ddp = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
-            ),
-            self.policy,
-        )
-        config.no_sync_func = self._ddp.no_sync
-        config.finalize_model_grads_func = finalize_model_grads
-        self.optimizer = get_megatron_optimizer(optimizer_config(cfg), [self._ddp])
-        (inner,) = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        self._state = OptimizerState(inner)
-        plan = list(entries(shape, backend.pipeline))
-        self._places = Places(plan, self.policy)
-        self._masters = cfg.dtype != "float32"
+            self._frozen = Places(plan, self.frozen)
+        self.critic, self._both = None, self.policy
+        if cfg.critic:
+            self.critic = self._critic(cfg.critic, shape, config)
+            trunk = cfg.critic.trunk == "separate"
+            plan = critic_entries(shape, backend.pipeline, trunk)
+            shapes = critic_shapes(shapes, shape.width, trunk)
+            self._learnt.append(Learnt(self.critic, plan, shapes, cfg, cfg.critic.optimizer))
+            if isinstance(self.critic, Trunk):
+                self._both = Pair(self.policy, self.critic)
+        config.no_sync_func = self._no_sync
+        config.finalize_model_grads_func = self._finalize
         self._dirty = False
         """Whether there is a gradient"""
 
     def _stage(self, shape: DecoderConfig, config: Any) -> Policy:
         precision = self.cfg.precision
         rounds = self._rounds and precision != "full"
-        stage = Policy(shape, config, self._stages.rank, precision, rounds)
-        return stage.to(dtype=config.params_dtype, device=self.cfg.device)
+        return self._placed(Policy(shape, config, self._stages.rank, precision, rounds))
 
-    def _materialise(self, *stages: Policy | None) -> None:
-        for stage in stages if self.cfg.precision != "full" else ():
-            if stage is not None:
-                materialise(stage, Places(self._places.plan, stage), self._format)
+    def _critic(self, cfg: CriticConfig, shape: DecoderConfig, config: Any) -> ValueHead | Trunk:
+        if cfg.trunk == "shared":
+            return self._placed(ValueHead(config))
+        return self._placed(Trunk(shape, config, self._stages.rank))
+
+    def _placed(self, module: Any) -> Any:
+        return module.to(dtype=getattr(torch, self.cfg.dtype), device=self.cfg.device)
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for learnt in self._learnt:
+                stack.enter_context(learnt.no_sync())
+            yield
+
+    def _finalize(self, *_: Any, **__: Any) -> None:
+        """Sums up gradients over ranks; of tied embeddings over stages, too, which the critic has not."""
+        finalize_model_grads([self._own.ddp])
+        for learnt in self._learnt[1:]:
+            learnt.ddp.finish_grad_sync()  # type: ignore[operator]
+
+    def _materialise(self) -> None:
+        if self.cfg.precision != "full":
+            materialise(self.policy, self._own.places, self._format)
+
+    def _materialise_frozen(self) -> None:
+        if self.cfg.precision != "full" and self.frozen is not None and self._frozen:
+            materialise(self.frozen, self._frozen, self._format)
 
     # The backend's methods
+
+    @property
+    def lr(self) -> float:
+        return self._own.lr
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         return take_step(self, samples)
 
     def scores(self, batches: Sequence[PackedBatch], graph: bool = False) -> list[Scores]:
-        found = self._logprobs_of(self.policy, batches)
-        return [{"logprobs": pair[0], "entropy": pair[1]} for pair in found]
+        def stacked(batch: PackedBatch, hidden: Tensor) -> Tensor:
+            return torch.stack(list(self._says(batch, hidden).values()))
+
+        found = self._scored(self._both, batches, stacked, len(self._names))
+        return [dict(zip(self._names, rows, strict=True)) for rows in found]
 
     def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor | None]:
         if self.frozen is None:
             return [None] * len(batches)
-        return [pair[0] for pair in self._logprobs_of(self.frozen, batches)]
+        frozen = self.frozen
+
+        def logprobs(batch: PackedBatch, hidden: Tensor) -> Tensor:
+            return self._head(frozen, batch, hidden)[0][None]
+
+        return [rows[0] for rows in self._scored(frozen, batches, logprobs, 1)]
 
     def backward(
         self, batches: Sequence[PackedBatch], loss_of: LossOf, made: Scores | None = None
@@ -131,13 +162,12 @@ class MegatronShard:
         scale, number = len(batches) * self.ranks.size, iter(range(len(batches)))
 
         def loss(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Metrics]:
-            logprobs, entropy = self._head(self.policy, batch, hidden)
-            out, metrics = loss_of(next(number), {"logprobs": logprobs, "entropy": entropy})
+            out, metrics = loss_of(next(number), self._says(batch, hidden))
             # The schedule divides in place by the number of micro-batches, DDP by that of its ranks.
             return out * scale, metrics
 
         self._dirty = True
-        found = self._run(self._ddp, batches, loss, forward_only=False)
+        found = self._run(self._both, batches, loss, forward_only=False)
         if self._stages.size == 1:
             return found
         last = self._stages.size - 1
@@ -145,40 +175,46 @@ class MegatronShard:
         return [decoded(self._stages.broadcast(data, last)) for data in own]
 
     def update(self) -> tuple[Metrics, bool]:
-        assert isinstance(self.cfg.optimizer, AdamW)
-        lr, norm = learning_rate(self.cfg.optimizer, self.updates), 0.0
+        norms = [learnt.step(self.updates) if self._dirty else 0.0 for learnt in self._learnt]
+        names = ("train/grad_norm", "value/grad_norm")
+        metrics: Metrics = {name: Mean(norm, 1) for name, norm in zip(names, norms, strict=False)}
         if self._dirty:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-                group["weight_decay"] = self.cfg.optimizer.weight_decay * group.get("wd_mult", 1.0)
-            with cuda_or_cpu():
-                self.optimizer.prepare_grads()
-                norm = float(self.optimizer.get_grad_norm())
-                if math.isfinite(norm):
-                    self.optimizer.step()
-                self.optimizer.zero_grad()
-                self._ddp.zero_grad_buffer()
-        taken = math.isfinite(norm)
-        if taken:
-            self.lr = lr
-            if self._dirty:
-                self._materialise(self.policy)
+            self._materialise()
         self._dirty = False
-        return {"train/grad_norm": Mean(norm, 1)}, taken
+        return metrics, all(math.isfinite(norm) for norm in norms)
 
     # What goes through Megatron's schedules
 
-    def _logprobs_of(self, model: Policy, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """float32 [2, T] of each batch, on all stages: log-probs and entropies."""
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return ("logprobs", "entropy") if self.critic is None else ("logprobs", "entropy", "values")
 
-        def pair(batch: PackedBatch, hidden: Tensor) -> Tensor:
-            return torch.stack(self._head(model, batch, hidden))
+    def _says(self, batch: PackedBatch, hidden: Tensor) -> Scores:
+        """What policy and critic say, from what leaves the last of `_both`."""
+        own, critics = hidden, hidden
+        if isinstance(self._both, Pair):
+            own, critics = hidden.chunk(2, -1)
+        logprobs, entropy = self._head(self.policy, batch, own)
+        found: Scores = {"logprobs": logprobs, "entropy": entropy}
+        if self.critic is not None:
+            found["values"] = values(self.critic, critics, batch)
+        return found
 
+    def _scored(
+        self,
+        model: torch.nn.Module,
+        batches: Sequence[PackedBatch],
+        finish: Callable[[PackedBatch, Tensor], Tensor],
+        rows: int,
+    ) -> list[Tensor]:
+        """What `finish` makes of the last stage's hidden states, float32 [rows, T], on all stages."""
         with torch.no_grad():
-            found = self._run(model, batches, pair, forward_only=True)
+            found = self._run(model, batches, finish, forward_only=True)
         if self._stages.size == 1:
             return found
-        found = found or [torch.empty(2, len(b.targets), device=self.cfg.device) for b in batches]
+        found = found or [
+            torch.empty(rows, len(b.targets), device=self.cfg.device) for b in batches
+        ]
         for tensor in found:
             last = self._stages.size - 1
             dist.broadcast(tensor, group=self._stages.group, group_src=last)
@@ -215,7 +251,7 @@ class MegatronShard:
     def _head(self, model: Policy, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [T] from hidden states [N, 1, D] after the final norm."""
         states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden[batch.predict, 0])
-        rank, size = self._places.rank, self._places.size
+        rank, size = self._own.places.rank, self._own.places.size
         first = rank * padded(model.shape.vocab_size, size) // size
         return vocab_logprobs(
             states,
@@ -232,50 +268,39 @@ class MegatronShard:
     @torch.no_grad()
     def load(self, begin: Begin, whole: Trainer | None) -> None:
         """Rank 0's weights and moments. Collective."""
-        shapes = shapes_of(self.policy.shape)
-        weights = dict(whole.model.named_parameters()) if whole else None
-        for p, value in self._places.scatter(weights, shapes):
-            p.data.copy_(value)
-            self._state.set(p, "param", value)
-        if self.frozen is not None:
-            weights = (
-                dict(whole.reference.named_parameters()) if whole and whole.reference else None
-            )
-            for p, value in Places(self._places.plan, self.frozen).scatter(weights, shapes):
+        for learnt, (module, optimizer) in zip(self._learnt, self._wholes(whole), strict=True):
+            learnt.load(module)
+            if begin.moments:
+                learnt.load_moments(module, optimizer)
+        self._materialise()
+        if self._frozen:
+            reference = whole.reference if whole else None
+            weights = dict(reference.named_parameters()) if reference else None
+            for p, value in self._frozen.scatter(weights, shapes_of(self.shape)):
                 p.data.copy_(value)
-        self._materialise(self.policy, self.frozen)
-        if not begin.moments:
-            return
-        for name in MOMENTS:
-            moments = named_moments(whole, name) if whole else None
-            for p, value in self._places.scatter(moments, shapes):
-                self._state.set(p, name, value)
-        count = torch.zeros(())
-        if whole:
-            count = max(slot["step"].cpu() for slot in whole.optimizer.state.values() if slot)
-        dist.broadcast(count, 0)
-        for p in self._places.own.values():
-            self._state.set_steps(p, count)
+            self._materialise_frozen()
+
+    def _wholes(
+        self, whole: Trainer | None
+    ) -> list[tuple[torch.nn.Module | None, torch.optim.Optimizer | None]]:
+        """Rank 0's counterparts of `_learnt`."""
+        if whole is None:
+            return [(None, None)] * len(self._learnt)
+        critic = [(whole.critic, whole.critic.optimizer)] if whole.critic else []
+        return [(whole.model, whole.optimizer), *critic]
 
     @torch.no_grad()
     def gather_weights(self, whole: Trainer | None) -> None:
-        read = self._state.read("param") if self._masters else torch.Tensor.float
-        self._places.gather(read, dict(whole.model.named_parameters()) if whole else None)
+        self._own.gather(whole.model if whole else None)
         if self.cfg.precision != "full":
-            gather_parts(self.policy, self._places, whole.model if whole else None)
+            gather_parts(self.policy, self._own.places, whole.model if whole else None)
 
     @torch.no_grad()
     def gather_rest(self, whole: Trainer | None) -> None:
-        steps = self._state.steps()
-        if not steps:
-            return
-        for name in MOMENTS:
-            self._places.gather(
-                self._state.read(name), named_moments(whole, name) if whole else None
-            )
-        if whole:
-            for slot in whole.optimizer.state.values():
-                slot["step"] = steps.clone()
+        for learnt, (module, optimizer) in zip(self._learnt, self._wholes(whole), strict=True):
+            if learnt is not self._own:
+                learnt.gather(module)
+            learnt.gather_moments(module, optimizer)
 
     def share_of_rest(self, whole: Trainer | None) -> dict[str, Tensor]:
         """Rank 0 has all of it."""
@@ -287,7 +312,7 @@ class MegatronShard:
         assert self.frozen is not None
         for frozen, own in zip(self.frozen.parameters(), self.policy.parameters(), strict=True):
             frozen.copy_(own)
-        self._materialise(self.frozen)
+        self._materialise_frozen()
 
     def close(self) -> None:
         ps.destroy_model_parallel()

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from areal_q.models import Decoder, DecoderConfig
 from learner.mcore.names import Entry
-from learner.trainer import Trainer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Read = Callable[[Tensor], Tensor]
@@ -117,7 +116,10 @@ class OptimizerState:
 
     def set_steps(self, p: Tensor, count: Tensor) -> None:
         if found := self.range_of(p):
-            self._of.optimizer.state[found[1]]["step"] = count.clone()
+            slot = self._of.optimizer.state[found[1]]
+            slot["step"] = count.clone()
+            for name in MOMENTS:  # of a parameter that no checkpoint has
+                slot.setdefault(name, torch.zeros_like(found[1]))
 
     def read(self, name: str) -> Read:
         """Reads the masters or the moments whole. Collective over data-parallel ranks."""
@@ -142,12 +144,12 @@ class OptimizerState:
         return most
 
 
-def named_moments(whole: Trainer, name: str) -> dict[str, Tensor]:
+def named_moments(
+    whole: nn.Module, optimizer: torch.optim.Optimizer, name: str
+) -> dict[str, Tensor]:
     """Rank 0's moments by the names of their parameters, made where there are none."""
-    state = whole.optimizer.state
-    return {
-        n: state[p].setdefault(name, torch.zeros_like(p)) for n, p in whole.model.named_parameters()
-    }
+    state = optimizer.state
+    return {n: state[p].setdefault(name, torch.zeros_like(p)) for n, p in whole.named_parameters()}
 
 
 def shapes_of(shape: DecoderConfig) -> dict[str, torch.Size]:

@@ -1,0 +1,108 @@
+"""What learns of a stage: its module in Megatron's DDP, its distributed optimizer, as rank 0 has them whole."""
+# pyright: reportMissingImports=false
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from torch import nn
+
+from areal_q.config import AdamW, LearnerConfig
+from learner.mcore.cpu import cuda_or_cpu
+from learner.mcore.model import optimizer_config
+from learner.mcore.names import Entry
+from learner.mcore.state import MOMENTS, OptimizerState, Places, named_moments
+from learner.optim import learning_rate
+
+
+class Learnt:
+    """`module` with an optimizer of its own. Rank 0 passes its whole counterparts, others None."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: list[Entry],
+        shapes: Mapping[str, torch.Size],
+        cfg: LearnerConfig,
+        optimizer: AdamW,
+    ) -> None:
+        self._shapes, self._settings = shapes, optimizer
+        self._ddp = DistributedDataParallel(
+            module.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
+            ),
+            module,
+        )
+        self.no_sync = self._ddp.no_sync
+        self._optimizer = get_megatron_optimizer(optimizer_config(cfg, optimizer), [self._ddp])
+        (inner,) = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        self._state = OptimizerState(inner)
+        self.places = Places(plan, module)
+        self._masters = cfg.dtype != "float32"
+        self.lr = 0.0
+        """Of the last step that was taken"""
+
+    @property
+    def ddp(self) -> nn.Module:
+        return self._ddp
+
+    def step(self, update: int) -> float:
+        """The gradient's norm, before it is clipped; where that is finite, the step was taken. Collective."""
+        lr = learning_rate(self._settings, update)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self._settings.weight_decay * group.get("wd_mult", 1.0)
+        with cuda_or_cpu():
+            self._optimizer.prepare_grads()
+            norm = float(self._optimizer.get_grad_norm())
+            if math.isfinite(norm):
+                self._optimizer.step()
+                self.lr = lr
+            self._optimizer.zero_grad()
+            self._ddp.zero_grad_buffer()
+        return norm
+
+    def load(self, whole: nn.Module | None) -> None:
+        """Rank 0's weights. Collective."""
+        weights = dict(whole.named_parameters()) if whole else None
+        for p, value in self.places.scatter(weights, self._shapes):
+            p.data.copy_(value)
+            self._state.set(p, "param", value)
+
+    def load_moments(
+        self, whole: nn.Module | None, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        """Rank 0's. Collective."""
+        for name in MOMENTS:
+            moments = named_moments(whole, optimizer, name) if whole and optimizer else None
+            for p, value in self.places.scatter(moments, self._shapes):
+                self._state.set(p, name, value)
+        count = torch.zeros(())
+        if optimizer:
+            count = max(slot["step"].cpu() for slot in optimizer.state.values() if slot)
+        dist.broadcast(count, 0)
+        for p in self.places.own.values():
+            self._state.set_steps(p, count)
+
+    def gather(self, whole: nn.Module | None) -> None:
+        """The weights to rank 0. Collective."""
+        read = self._state.read("param") if self._masters else torch.Tensor.float
+        self.places.gather(read, dict(whole.named_parameters()) if whole else None)
+
+    def gather_moments(
+        self, whole: nn.Module | None, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        """To rank 0. Collective."""
+        steps = self._state.steps()
+        if not steps:
+            return
+        for name in MOMENTS:
+            targets = named_moments(whole, optimizer, name) if whole and optimizer else None
+            self.places.gather(self._state.read(name), targets)
+        if optimizer:
+            for slot in optimizer.state.values():
+                slot["step"] = steps.clone()
