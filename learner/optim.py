@@ -1,7 +1,7 @@
 """Optimizers: built from their settings, warmed up and decayed, clipped, and kept from non-finite steps."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,11 @@ NOT_HIDDEN = ("embed_tokens.weight", "lm_head.weight", "head.weight", "mlp.gate.
 def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:
     """For the parameters that learn; weight decay acts on matrices only, not on norms and biases."""
     return OPTIMIZERS[type(cfg)](model, cfg)
+
+
+def in_order(shapes: Mapping[str, torch.Size]) -> list[str]:
+    """Names of a model's parameters as its AdamW numbers them."""
+    return sorted(shapes, key=lambda name: len(shapes[name]) < 2)
 
 
 def _groups(model: nn.Module, cfg: OptimizerConfig, without: set[nn.Parameter]) -> list[dict]:

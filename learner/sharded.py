@@ -152,10 +152,7 @@ def _refused(run: Run, size: int) -> dict[str, bool]:
         and (cfg.precision != "full" or cfg.lora is not None),
     }
     if isinstance(backend, MegatronBackend):
-        return found | {
-            "checkpoint.sharded": run.checkpoint.sharded,
-            "learner.lora": cfg.lora is not None,
-        }
+        return found | {"learner.lora": cfg.lora is not None}
     found["learner.backend.offload"] = backend.offload and not cfg.device.startswith("cuda")
     return found
 

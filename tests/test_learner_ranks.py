@@ -22,7 +22,7 @@ from learner import checkpoint
 STEPS = 8
 BACKENDS = {
     "fsdp": ["learner.reference_kl={coef=0.01}", "checkpoint.sharded=true"],
-    "megatron": ["learner.backend={type='megatron', tensor=2}"],
+    "megatron": ["learner.backend={type='megatron', tensor=2}", "checkpoint.sharded=true"],
 }
 
 

@@ -60,9 +60,10 @@ SETTINGS = [
 REFERENCE = "learner.reference_kl={coef=0.1}"
 CRITIC = ["learner.advantage.type=gae", "learner.critic={optimizer={eps=1e-3, lr=1e-2}}"]
 SHARED = "learner.critic.trunk=shared"
+SHARES = "checkpoint.sharded=true"
 DTYPES = ("float32", "bfloat16")
 JOBS = {
-    "tensor": ("qwen2", ["learner.backend.tensor=2", *CRITIC]),
+    "tensor": ("qwen2", ["learner.backend.tensor=2", *CRITIC, SHARES]),
     "tensor, all terms": (
         "qwen3",
         [
@@ -72,10 +73,10 @@ JOBS = {
             "learner.reference_kl={coef=0.1, reset_every=1}",
         ],
     ),
-    "pipeline": ("qwen3", ["learner.backend.pipeline=2", REFERENCE, *CRITIC]),
+    "pipeline": ("qwen3", ["learner.backend.pipeline=2", REFERENCE, *CRITIC, SHARES]),
     "pipeline, one trunk": ("qwen2", ["learner.backend.pipeline=2", *CRITIC, SHARED]),
     "data": ("llama", ["learner.epochs=2", REFERENCE, *CRITIC, SHARED]),
-    "data, two trunks": ("llama", CRITIC),
+    "data, two trunks": ("llama", [*CRITIC, SHARES]),
 }
 
 
@@ -193,6 +194,14 @@ def test_two_ranks_of_every_kind_learn_what_torch_does_from_its_checkpoint(
     for (name, trainer), (values, _) in zip(trainers.items(), found, strict=False):
         run = jobs[tmp_path / name][0]
         check(run, trainer, steps[1:], values, tmp_path / name)
+        written = (tmp_path / name / "checkpoints" / "step-000009").glob("tensors-*")
+        assert len(list(written)) == run.checkpoint.sharded
+    # One rank goes on from what two have written, each its share.
+    more, again, trainer = [steps[0]], tmp_path / "again", trainers["pipeline"]
+    shutil.copytree(tmp_path / "pipeline", again)
+    run = run_of("qwen3", REFERENCE, *CRITIC)
+    ((values, _),) = on_ranks(1, {again: (run, more)})
+    check(run, trainer, more, values, again)
     before, after = alone(still).model.state_dict(), tensors_in(tmp_path / "still")
     assert all(torch.equal(after[f"model.{name}"], p) for name, p in before.items())
     same_as_transformers(tensors_in(tmp_path / "tensor"), tmp_path)

@@ -271,7 +271,7 @@ class CheckpointConfig(_Settings, frozen=True, kw_only=True):
     start: bool = True
     """Keep one of the start as well, so that a replay can begin there."""
     sharded: bool = False
-    """With FSDP2 every process writes its share of the optimizers' moments itself; all of them then need the
+    """Of several processes, each writes its share of the optimizers' moments itself; all of them then need the
     run's directory."""
 
 

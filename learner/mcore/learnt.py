@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from torch import nn
+from torch import Tensor, nn
 
 from areal_q.config import AdamW, LearnerConfig
 from learner.mcore.cpu import cuda_or_cpu
 from learner.mcore.model import optimizer_config
 from learner.mcore.names import Entry
 from learner.mcore.state import MOMENTS, OptimizerState, Places, named_moments
-from learner.optim import learning_rate
+from learner.optim import in_order, learning_rate
 
 
 class Learnt:
@@ -106,3 +106,23 @@ class Learnt:
         if optimizer:
             for slot in optimizer.state.values():
                 slot["step"] = steps.clone()
+
+    def share_of_moments(self, part: str) -> dict[str, Tensor]:
+        """Whole ones that this rank writes, by their names in a checkpoint; a stage's ranks share them out.
+        Collective."""
+        steps = self._state.steps()
+        if not steps:
+            return {}
+        number = {name: i for i, name in enumerate(in_order(self._shapes))}
+        kept: dict[str, Tensor] = {}
+        for entry in self.places.plan:
+            if entry.copy or entry.stage != self.places.stage:
+                continue
+            for name in MOMENTS:
+                tensors = self.places.whole(entry, self._state.read(name))
+                for source, tensor in zip(entry.sources, tensors, strict=True):
+                    i = number[source]
+                    if i % self.places.seats == self.places.seat:
+                        kept[f"{part}.{i}.{name}"] = tensor.cpu().clone()
+                        kept[f"{part}.{i}.step"] = steps.clone()
+        return kept

@@ -302,10 +302,17 @@ class MegatronShard:
                 learnt.gather(module)
             learnt.gather_moments(module, optimizer)
 
+    @torch.no_grad()
     def share_of_rest(self, whole: Trainer | None) -> dict[str, Tensor]:
-        """Rank 0 has all of it."""
-        self.gather_rest(whole)
-        return {}
+        kept: dict[str, Tensor] = {}
+        parts = ("optimizer", "critic_optimizer")
+        for part, learnt, (module, _) in zip(
+            parts, self._learnt, self._wholes(whole), strict=False
+        ):
+            if learnt is not self._own:
+                learnt.gather(module)
+            kept |= learnt.share_of_moments(part)
+        return kept
 
     @torch.no_grad()
     def reset_reference(self) -> None:

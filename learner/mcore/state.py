@@ -33,7 +33,10 @@ class Places:
             ps.get_tensor_model_parallel_rank(),
             ps.get_tensor_model_parallel_world_size(),
         )
-        self.speaks = self.rank == 0 and ps.get_data_parallel_rank() == 0
+        self.seat = self.rank + self.size * ps.get_data_parallel_rank()
+        """Among the ranks of its stage, which are `seats`"""
+        self.seats = self.size * ps.get_data_parallel_world_size()
+        self.speaks = self.seat == 0
         """Of its stage to rank 0, whose pipeline it is in"""
         self.own = dict(module.named_parameters())
 
@@ -53,8 +56,7 @@ class Places:
             if entry.copy:
                 continue
             if entry.stage == self.stage:
-                parts = self.shards(read(self.own[entry.name]))
-                tensors = [t.contiguous() for t in entry.whole(parts)]
+                tensors = self.whole(entry, read)
                 if whole is not None:
                     for name, t in zip(entry.sources, tensors, strict=True):
                         whole[name].copy_(t)
@@ -66,6 +68,10 @@ class Places:
                     buffer = torch.empty(whole[name].shape, dtype=torch.float32)
                     dist.recv(buffer, self.voice(entry.stage))
                     whole[name].copy_(buffer)
+
+    def whole(self, entry: Entry, read: Read) -> list[Tensor]:
+        """The sources of `entry`, of this stage, from what `read` gives. Collective over the stage's ranks."""
+        return [t.contiguous() for t in entry.whole(self.shards(read(self.own[entry.name])))]
 
     def voice(self, stage: int) -> int:
         """The rank that speaks of `stage`"""
