@@ -135,15 +135,26 @@ def one_alive(build):
 
 
 async def swapped_after(engine, weights, tokens, request):
-    """The completion of `request` with `weights` loaded once `tokens` tokens were out."""
-    loading = []
+    """The completion of `request` with `weights` loaded once `tokens` tokens were out. The backend has them
+    near by then, so that the pause comes before the last token on a slow machine too."""
+    backend, stage, asked = engine.backend, engine.backend.stage, []
+    enough = asyncio.Event()
 
     def on_token(index, token, logprob):
         nonlocal tokens
         tokens -= 1
         if tokens == 0:
-            loading.append(asyncio.ensure_future(engine.load_weights(weights)))
+            enough.set()
 
-    (completion,) = await engine.generate(request, on_token)
-    assert await loading[0] >= 0
+    async def stage_and_ask(weights):
+        await stage(weights)
+        asked.append(asyncio.ensure_future(engine.generate(request, on_token)))
+        await enough.wait()
+
+    backend.stage = stage_and_ask
+    try:
+        assert await engine.load_weights(weights) >= 0
+    finally:
+        backend.stage = stage
+    (completion,) = await asked[0]
     return completion
