@@ -25,6 +25,8 @@ PATIENCE_S = 60.0
 MAX_PAUSE_S = 1.0
 SOCKET_TIMEOUT_S = 30.0
 """Above any BLOCK that we ask for, and long enough for a large record on a busy server."""
+CONNECTIONS = 4096
+"""Of one client at once: as many as a worker has groups in flight. redis-py's own bound is 100, and beyond it fails."""
 
 
 def connect(url: str) -> redis.Redis:
@@ -42,6 +44,7 @@ def _options(url: str) -> dict[str, Any]:
         "protocol": 2,
         "socket_timeout": SOCKET_TIMEOUT_S,
         "health_check_interval": 0,
+        "max_connections": CONNECTIONS,
     }
 
 
