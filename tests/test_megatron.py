@@ -15,7 +15,8 @@ import torch
 
 from areal_q.config import Run
 from areal_q.errors import ConfigError
-from areal_q.models import Decoder, DecoderConfig, init_weights, load_decoder, save_decoder
+from areal_q.messages import Array
+from areal_q.models import Decoder, DecoderConfig, Experts, init_weights, load_decoder, save_decoder
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.batch import Sample
@@ -49,6 +50,9 @@ SHAPES = {
     "qwen3": SHAPE,
     "qwen2": shaped(family="qwen2", qkv_bias=True, tied=False),
     "llama": shaped(family="llama", tied=False, rope_scaling=LLAMA3),
+    "moe": shaped(
+        family="qwen3_moe", experts=Experts(count=4, per_token=2, mlp=24, dense_layers=(0,))
+    ),
     # Blocks of 128 end in the middle of what a rank holds.
     "wide": shaped(family="qwen2", qkv_bias=True, tied=False, head_dim=40, mlp=192),
 }
@@ -242,6 +246,47 @@ def test_one_rank_learns_what_torch_does_also_in_bfloat16(
     assert not torch.equal(master, master.bfloat16().float())
 
 
+EXPERTS = {
+    "shared": [
+        "learner.backend.experts=2",
+        "learner.routing_replay=true",
+        "learner.router_aux_coef=0.1",
+        *CRITIC,
+        SHARES,
+    ],
+    "on all": [REFERENCE],
+}
+
+
+def with_routes(samples: list[Sample]) -> list[Sample]:
+    """All but those of group 0 with recorded routes in the sparse layer."""
+
+    def routed(s: Sample) -> Sample:
+        t = s.trajectory
+        first = torch.arange(len(s.prompt_ids) + t.num_tokens - 1)[:, None, None]
+        routes = Array.of(torch.cat([first % 4, (first + 1) % 4], -1).numpy(), "uint8")
+        return replace(s, trajectory=msgspec.structs.replace(t, routes=routes))
+
+    return [sample if sample.group == 0 else routed(sample) for sample in samples]
+
+
+@needs_megatron
+@pytest.mark.timeout(200)
+def test_experts_that_two_ranks_share_learn_what_torch_does(
+    run_of: Callable[..., Run], make_samples, on_ranks, tmp_path: Path
+):
+    steps = [rewarded(with_routes(make_samples(15, seed)), seed) for seed in range(3)]
+    jobs, trainers = {}, {}
+    for name, settings in EXPERTS.items():
+        run = run_of("moe", *settings)
+        trainers[name] = alone(run)
+        trainers[name].step(steps[0])
+        start(tmp_path / name, trainers[name])
+        jobs[tmp_path / name] = run, steps[1:]
+    for (directory, (run, taken)), (values, _) in zip(jobs.items(), on_ranks(2, jobs), strict=True):
+        check(run, trainers[directory.name], taken, values, directory)
+
+
 ALIGNED = {
     "qarl, int8": ["learner.precision=qarl", "rollout.format=int8"],
     "qarl, fp8": [
@@ -323,12 +368,47 @@ def test_each_key_head_stands_beside_its_queries_and_each_gate_beside_its_up_on_
     assert padded(257, 2) == 258
 
 
+def test_experts_are_shared_out_in_their_order():
+    found = [
+        (entry.owner, entry.name.split(".")[6], entry.sources[0].split(".")[5])
+        for entry in entries(SHAPES["moe"], 1, 2)
+        if entry.owner is not None and "fc2" in entry.name
+    ]
+    assert found == [(0, "0", "0"), (0, "1", "1"), (1, "0", "2"), (1, "1", "3")]
+
+
+@needs_megatron
+@pytest.mark.filterwarnings("ignore")  # Megatron's, as it is imported
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        ("learner.backend.tensor=2", "learner.backend.tensor"),
+        ("learner.backend.pipeline=2", "learner.backend.pipeline"),
+        ("learner.backend.experts=3", "experts = 3 does not divide"),
+        ("learner.precision=qarl", "learner.precision"),
+        ("learner.dtype=bfloat16", "learner.dtype"),
+        ("learner.recompute=true learner.router_aux_coef=0.1", "learner.recompute"),
+    ],
+)
+def test_what_experts_do_not_go_with_on_megatron_is_refused_by_name(
+    run_of, setting: str, name: str
+):
+    from learner.mcore.model import transformer_config
+
+    run = run_of("moe", *setting.split())
+    with pytest.raises(ConfigError, match=name):
+        transformer_config(SHAPES["moe"], run.learner, run.learner.backend)
+
+
 def test_ranks_that_do_not_fill_the_processes_are_refused(make_run, monkeypatch):
     backend = make_run("learner.backend={type='megatron', tensor=2, pipeline=2}").learner.backend
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
     with pytest.raises(ConfigError, match="tensor = 2 times pipeline = 2 does not divide 6"):
         require(backend, 6)
     require(backend, 8)
+    shared = make_run("learner.backend={type='megatron', tensor=2, experts=2}").learner.backend
+    with pytest.raises(ConfigError, match="experts = 2 does not divide 3 data parallel"):
+        require(shared, 6)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'areal-q\[megatron\]'"):
         require(backend, 4)

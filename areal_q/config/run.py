@@ -185,6 +185,8 @@ class MegatronBackend(_Settings, frozen=True, kw_only=True, tag_field="type", ta
     """Processes that share each matrix"""
     pipeline: Count = 1
     """Processes that share the layers"""
+    experts: Count = 1
+    """Of the data parallel processes, so many share the experts of a mixture"""
 
 
 BackendConfig = TorchBackend | MegatronBackend

@@ -4,7 +4,7 @@
     names.py    Hugging Face's tensors ◀──▶ a rank's shards       state.py   the whole, scattered and gathered
     vocab.py    log-probs over a vocabulary that ranks share      learnt.py  a module with its optimizer
     aligned.py  the forward on the rollouts' numbers              critic.py  beside the policy
-    cpu.py      what stands for CUDA on a CPU
+    cpu.py      what stands for CUDA on a CPU                     moe.py     the router of its MoELayer
 
 Megatron needs neither Transformer Engine nor Apex here. Its own checkpoints are not used: a run's are those
 of one process (learner/checkpoint.py), so that it goes on with any layout, or with the torch backend.
@@ -26,4 +26,9 @@ def require(backend: MegatronBackend, size: int) -> None:
         raise ConfigError(
             f"learner.backend: tensor = {backend.tensor} times pipeline = {backend.pipeline} "
             f"does not divide {size} processes"
+        )
+    if size // (backend.tensor * backend.pipeline) % backend.experts:
+        raise ConfigError(
+            f"learner.backend.experts = {backend.experts} does not divide "
+            f"{size // (backend.tensor * backend.pipeline)} data parallel processes"
         )

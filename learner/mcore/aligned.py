@@ -199,7 +199,7 @@ def materialise(module: nn.Module, places: Places, format: str) -> None:
     """Quantizes this stage's present weights for its forward; to be called whenever they have changed.
     Collective over tensor-parallel ranks. Raises QuantizationError naming a tensor that is not finite."""
     for entry in _quantized(places):
-        if entry.stage != places.stage:
+        if not places.here(entry):
             continue
         linear = module.get_submodule(entry.name.removesuffix(".weight"))
         assert isinstance(linear, Column | Row)
@@ -231,7 +231,7 @@ def gather_parts(module: nn.Module, places: Places, whole: Decoder | None) -> No
                 continue
             found = {k: torch.empty_like(v, device="cpu") for k, v in target.parts.items()}
             for tensor in found.values():
-                dist.recv(_bytes(tensor), places.voice(entry.stage))
+                dist.recv(_bytes(tensor), places.voice(entry))
             target.take({k: v.to(target.weight.device) for k, v in found.items()})
 
 

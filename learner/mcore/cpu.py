@@ -6,7 +6,7 @@ Megatron's schedules, its DDP and its distributed optimizer, tensor and pipeline
 # pyright: reportMissingImports=false
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -32,6 +32,22 @@ class _OnCpu(TorchFunctionMode):
         return out
 
 
+class _Stream:
+    """All that is done is done in order."""
+
+    def record_event(self) -> "_Stream":
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+_STREAM = _Stream()
+
+
+def _as_asked(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 @contextmanager
 def cuda_or_cpu() -> Iterator[None]:
     """Megatron's code runs in here, whatever the machine."""
@@ -39,10 +55,15 @@ def cuda_or_cpu() -> Iterator[None]:
         yield
         return
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
 
     stands_for = {
         (torch.cuda, "current_device"): lambda: torch.device("cpu"),
         (torch.cuda, "synchronize"): lambda *_, **__: None,
+        (torch.cuda, "Stream"): lambda *_, **__: _STREAM,
+        (torch.cuda, "current_stream"): lambda *_, **__: _STREAM,
+        (torch.cuda, "stream"): nullcontext,
+        (token_dispatcher, "maybe_move_tensor_to_cpu"): _as_asked,
         (random, "_get_cuda_rng_state"): lambda *_, **__: torch.get_rng_state(),
         (random, "_set_cuda_rng_state"): lambda state, *_, **__: torch.set_rng_state(state),
     }

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from areal_q.config import MegatronBackend
 from areal_q.models import DecoderConfig
 from learner.batch import PackedBatch
 from learner.mcore.model import Policy
@@ -67,12 +68,12 @@ def values(critic: ValueHead | Trunk, hidden: Tensor, batch: PackedBatch) -> Ten
     return F.linear(states.to(head.weight.dtype), head.weight, head.bias).squeeze(-1).float()
 
 
-def critic_entries(shape: DecoderConfig, stages: int, trunk: bool) -> list[Entry]:
+def critic_entries(shape: DecoderConfig, backend: MegatronBackend, trunk: bool) -> list[Entry]:
     """By the names of learner/critic.py"""
-    found = []
+    found, stages = [], backend.pipeline
     if trunk:
         headless = msgspec.structs.replace(shape, tied=True)
-        for entry in entries(headless, stages):
+        for entry in entries(headless, stages, backend.experts):
             if not entry.copy:
                 sources = tuple(renamed(source) for source in entry.sources)
                 found.append(replace(entry, sources=sources))

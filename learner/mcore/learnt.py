@@ -39,8 +39,9 @@ class Learnt:
         )
         self.no_sync = self._ddp.no_sync
         self._optimizer = get_megatron_optimizer(optimizer_config(cfg, optimizer), [self._ddp])
-        (inner,) = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
-        self._state = OptimizerState(inner)
+        self._state = OptimizerState(
+            getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        )
         self.places = Places(plan, module)
         self._masters = cfg.dtype != "float32"
         self.lr = 0.0
@@ -116,13 +117,16 @@ class Learnt:
         number = {name: i for i, name in enumerate(in_order(self._shapes))}
         kept: dict[str, Tensor] = {}
         for entry in self.places.plan:
-            if entry.copy or entry.stage != self.places.stage:
+            if entry.copy or not self.places.here(entry):
                 continue
             for name in MOMENTS:
                 tensors = self.places.whole(entry, self._state.read(name))
                 for source, tensor in zip(entry.sources, tensors, strict=True):
                     i = number[source]
-                    if i % self.places.seats == self.places.seat:
+                    mine = i % self.places.seats == self.places.seat
+                    if entry.owner is not None:
+                        mine = self.places.speaks_of(entry)
+                    if mine:
                         kept[f"{part}.{i}.{name}"] = tensor.cpu().clone()
                         kept[f"{part}.{i}.step"] = steps.clone()
         return kept

@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -27,9 +28,11 @@ from areal_q.config.run import Precision
 from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig, PackedLayout
 from areal_q.models.decoder import packed_attention
+from areal_q.models.moe import Routing
 from areal_q.models.rounding import RoundedNorm, straight
 from learner.batch import PackedBatch
 from learner.mcore.aligned import Column, Row
+from learner.mcore.moe import Router
 from learner.mcore.names import padded
 
 
@@ -99,6 +102,14 @@ class Policy(GPTModel):
         )
         self.shape = shape
         self.rounds_rest = rounds_rest
+        self.replay = False
+        """Whether experts are those that the rollout took"""
+        self.routing: Routing | None = None
+        """Of the last batch"""
+        self.routers = [module for module in self.modules() if isinstance(module, Router)]
+        for number, router in enumerate(self.routers):
+            assert shape.experts
+            router.shape, router.layer = shape.experts, number
         for module in self.modules():
             if isinstance(module, Norm | Column):
                 module.rounds_rest = rounds_rest
@@ -108,6 +119,10 @@ class Policy(GPTModel):
 
     def forward(self, batch: PackedBatch) -> Tensor:  # type: ignore[override]
         """Hidden states [N, 1, D] that leave this stage; after the final norm, if it is the last."""
+        if self.routers:
+            self.routing = Routing(batch.routes if self.replay else None)
+            for router in self.routers:
+                router.routing = self.routing
         positions = batch.layout.positions
         x = None
         if self.pre_process:
@@ -134,9 +149,10 @@ class Policy(GPTModel):
 def transformer_config(
     shape: DecoderConfig, cfg: LearnerConfig, backend: MegatronBackend
 ) -> TransformerConfig:
-    """Raises ConfigError for a mixture of experts, and where ranks cannot share out the model equally."""
+    """Raises ConfigError where ranks cannot share out the model equally, or for what experts do not go with."""
+    sparse: dict[str, Any] = {}
     if shape.sparse_layers:
-        raise ConfigError("learner.backend.type = 'megatron': not with a mixture of experts")
+        sparse = _sparse(shape, cfg, backend)
     for name, ranks, what, count in (
         ("tensor", backend.tensor, "key and value heads", shape.kv_heads),
         ("tensor", backend.tensor, "channels in the MLP", shape.mlp),
@@ -190,7 +206,34 @@ def transformer_config(
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=False,
         **again,
+        **sparse,
     )
+
+
+def _sparse(shape: DecoderConfig, cfg: LearnerConfig, backend: MegatronBackend) -> dict[str, Any]:
+    experts = shape.experts
+    assert experts
+    for name, asked in {
+        "learner.backend.tensor": backend.tensor > 1,
+        "learner.backend.pipeline": backend.pipeline > 1,
+        "learner.precision": cfg.precision != "full",
+        "learner.dtype": cfg.dtype != "float32",
+        "learner.recompute with learner.router_aux_coef": cfg.recompute and cfg.router_aux_coef > 0,
+    }.items():
+        if asked:
+            raise ConfigError(f"{name}: not with a mixture of experts on backend megatron")
+    if experts.count % backend.experts:
+        raise ConfigError(
+            f"learner.backend.experts = {backend.experts} does not divide the model's {experts.count} experts"
+        )
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.mlp,
+        "moe_router_topk": experts.per_token,
+        "moe_layer_freq": [int(i in shape.sparse_layers) for i in range(shape.layers)],
+        "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": backend.experts,
+    }
 
 
 def optimizer_config(cfg: LearnerConfig, optimizer: AdamW) -> OptimizerConfig:
@@ -213,15 +256,29 @@ def optimizer_config(cfg: LearnerConfig, optimizer: AdamW) -> OptimizerConfig:
 def _block(
     shape: DecoderConfig, config: TransformerConfig, precision: Precision
 ) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    dense = _layer(shape, precision, None)
+    if not shape.sparse_layers:
+        layers = [dense] * get_num_layers_to_build(config)
+    else:
+        assert shape.experts
+        sparse = _layer(shape, precision, shape.experts.count)
+        layers = [sparse if i in shape.sparse_layers else dense for i in range(shape.layers)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+
+
+def _layer(shape: DecoderConfig, precision: Precision, experts: int | None) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
+    )
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = Attention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = Norm
+    if experts:
+        layer.submodules.mlp.submodules.router = Router
     if precision != "full":
         mlp = layer.submodules.mlp.submodules
         attention.linear_qkv = mlp.linear_fc1 = Column
         attention.linear_proj = mlp.linear_fc2 = Row
-    layers = [layer] * get_num_layers_to_build(config)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+    return layer

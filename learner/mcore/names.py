@@ -37,15 +37,22 @@ class Entry:
     """What ranks 0 … n-1 hold → the sources"""
     copy: bool = False
     """Whether another stage has the same: the head of tied embeddings"""
+    owner: int | None = None
+    """Of the ranks that share experts, the one that has this; None: all"""
 
 
-def entries(config: DecoderConfig, stages: int) -> Iterator[Entry]:
-    """Of all stages, in the model's order. Layers are shared out equally."""
+def entries(config: DecoderConfig, stages: int, owners: int = 1) -> Iterator[Entry]:
+    """Of all stages, in the model's order. Layers are shared out equally, and experts among `owners`."""
     last, each = stages - 1, config.layers // stages
     embedding = ("model.embed_tokens.weight",)
     yield Entry(0, "embedding.word_embeddings.weight", embedding, *_rows(config.vocab_size))
     for layer in range(config.layers):
-        yield from _layer(config, layer // each, layer % each, f"model.layers.{layer}")
+        stage, index, hf = layer // each, layer % each, f"model.layers.{layer}"
+        yield from _attention(config, stage, index, hf)
+        if layer in config.sparse_layers:
+            yield from _experts(config, stage, index, hf, owners)
+        else:
+            yield from _mlp(stage, f"decoder.layers.{index}.mlp", f"{hf}.mlp", None)
     yield Entry(last, "decoder.final_layernorm.weight", ("model.norm.weight",), *WHOLE)
     if not config.tied:
         yield Entry(last, "output_layer.weight", ("lm_head.weight",), *_rows(config.vocab_size))
@@ -54,7 +61,25 @@ def entries(config: DecoderConfig, stages: int) -> Iterator[Entry]:
         yield Entry(last, "output_layer.weight", embedding, *rows, copy=True)
 
 
-def _layer(config: DecoderConfig, stage: int, index: int, hf: str) -> Iterator[Entry]:
+def _mlp(stage: int, ours: str, hf: str, owner: int | None) -> Iterator[Entry]:
+    names = f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"
+    yield Entry(stage, f"{ours}.linear_fc1.weight", names, *_GATE_UP, owner=owner)
+    names = (f"{hf}.down_proj.weight",)
+    yield Entry(stage, f"{ours}.linear_fc2.weight", names, *_COLUMNS, owner=owner)
+
+
+def _experts(
+    config: DecoderConfig, stage: int, index: int, hf: str, owners: int
+) -> Iterator[Entry]:
+    assert config.experts
+    ours, each = f"decoder.layers.{index}.mlp", config.experts.count // owners
+    yield Entry(stage, f"{ours}.router.weight", (f"{hf}.mlp.gate.weight",), *WHOLE)
+    for e in range(config.experts.count):
+        local = f"{ours}.experts.local_experts.{e % each}"
+        yield from _mlp(stage, local, f"{hf}.mlp.experts.{e}", e // each)
+
+
+def _attention(config: DecoderConfig, stage: int, index: int, hf: str) -> Iterator[Entry]:
     ours = f"decoder.layers.{index}"
 
     def entry(name: str, sources: tuple[str, ...], rule: tuple) -> Entry:
@@ -71,8 +96,6 @@ def _layer(config: DecoderConfig, stage: int, index: int, hf: str) -> Iterator[E
             )
     yield entry("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), _COLUMNS)
     yield entry("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), WHOLE)
-    yield entry("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), _GATE_UP)
-    yield entry("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), _COLUMNS)
 
 
 WHOLE = (lambda whole, r, n: whole[0], lambda parts: parts[:1])

@@ -32,6 +32,7 @@ from learner.mcore.cpu import cuda_or_cpu
 from learner.mcore.names import entries, padded
 from learner.mcore.vocab import vocab_logprobs
 from learner.ranks import Ranks, decoded, encoded
+from learner.routing import routed
 from learner.sharded import Begin
 from learner.take_step import take_step
 from learner.tap import TokenTap
@@ -75,7 +76,8 @@ class MegatronShard:
         )
         config = transformer_config(shape, cfg, backend)
         self.policy = self._stage(shape, config)
-        plan, shapes = list(entries(shape, backend.pipeline)), shapes_of(shape)
+        self.policy.replay = cfg.routing_replay
+        plan, shapes = list(entries(shape, backend.pipeline, backend.experts)), shapes_of(shape)
         self._own = Learnt(self.policy, plan, shapes, cfg, cfg.optimizer)
         self._learnt = [self._own]
         self.frozen = self._frozen = None
@@ -86,7 +88,7 @@ class MegatronShard:
         if cfg.critic:
             self.critic = self._critic(cfg.critic, shape, config)
             trunk = cfg.critic.trunk == "separate"
-            plan = critic_entries(shape, backend.pipeline, trunk)
+            plan = critic_entries(shape, backend, trunk)
             shapes = critic_shapes(shapes, shape.width, trunk)
             self._learnt.append(Learnt(self.critic, plan, shapes, cfg, cfg.critic.optimizer))
             if isinstance(self.critic, Trunk):
@@ -140,6 +142,10 @@ class MegatronShard:
         return take_step(self, samples)
 
     def scores(self, batches: Sequence[PackedBatch], graph: bool = False) -> list[Scores]:
+        if self._stages.size == 1:
+            with torch.no_grad():
+                return self._run(self._both, batches, self._says, forward_only=True)
+
         def stacked(batch: PackedBatch, hidden: Tensor) -> Tensor:
             return torch.stack(list(self._says(batch, hidden).values()))
 
@@ -198,6 +204,8 @@ class MegatronShard:
         found: Scores = {"logprobs": logprobs, "entropy": entropy}
         if self.critic is not None:
             found["values"] = values(self.critic, critics, batch)
+        if self.policy.routing is not None:
+            found["routed"] = routed(self.policy.routing, batch, self.shape)
         return found
 
     def _scored(
@@ -334,7 +342,9 @@ def megatron_shard(begin: Begin, run: Run, ranks: Ranks, whole: Trainer | None) 
         torch.cuda.set_device(cfg.device)
         run = msgspec.structs.replace(run, learner=cfg)
     with cuda_or_cpu():
-        ps.initialize_model_parallel(backend.tensor, backend.pipeline)
+        ps.initialize_model_parallel(
+            backend.tensor, backend.pipeline, expert_model_parallel_size=backend.experts
+        )
         if cfg.device.startswith("cuda"):
             tensor_parallel.model_parallel_cuda_manual_seed(run.seed)
         shard = MegatronShard(DecoderConfig.from_hf(begin.model), begin, run)

@@ -33,6 +33,7 @@ class Places:
             ps.get_tensor_model_parallel_rank(),
             ps.get_tensor_model_parallel_world_size(),
         )
+        self.owner = ps.get_expert_model_parallel_rank()
         self.seat = self.rank + self.size * ps.get_data_parallel_rank()
         """Among the ranks of its stage, which are `seats`"""
         self.seats = self.size * ps.get_data_parallel_world_size()
@@ -47,7 +48,7 @@ class Places:
         Collective."""
         for entry in self.plan:
             sources = [_spread(name, whole, shapes) for name in entry.sources]
-            if entry.stage == self.stage:
+            if self.here(entry):
                 yield self.own[entry.name], entry.part(sources, self.rank, self.size)
 
     def gather(self, read: Read, whole: Mapping[str, Tensor] | None) -> None:
@@ -55,27 +56,36 @@ class Places:
         for entry in self.plan:
             if entry.copy:
                 continue
-            if entry.stage == self.stage:
+            if self.here(entry):
                 tensors = self.whole(entry, read)
                 if whole is not None:
                     for name, t in zip(entry.sources, tensors, strict=True):
                         whole[name].copy_(t)
-                elif self.speaks and entry.stage:
+                elif self.speaks_of(entry):
                     for t in tensors:
                         dist.send(t.cpu(), 0)
             elif whole is not None:
                 for name in entry.sources:
                     buffer = torch.empty(whole[name].shape, dtype=torch.float32)
-                    dist.recv(buffer, self.voice(entry.stage))
+                    dist.recv(buffer, self.voice(entry))
                     whole[name].copy_(buffer)
 
     def whole(self, entry: Entry, read: Read) -> list[Tensor]:
         """The sources of `entry`, of this stage, from what `read` gives. Collective over the stage's ranks."""
         return [t.contiguous() for t in entry.whole(self.shards(read(self.own[entry.name])))]
 
-    def voice(self, stage: int) -> int:
-        """The rank that speaks of `stage`"""
-        return dist.get_global_rank(ps.get_pipeline_model_parallel_group(), stage)
+    def here(self, entry: Entry) -> bool:
+        return entry.stage == self.stage and entry.owner in (None, self.owner)
+
+    def speaks_of(self, entry: Entry) -> bool:
+        """Whether to rank 0, of an entry that is here."""
+        return self.speaks if entry.owner is None else ps.get_expert_data_parallel_rank() == 0
+
+    def voice(self, entry: Entry) -> int:
+        """The rank that speaks of `entry`; for rank 0"""
+        if entry.owner is not None:
+            return dist.get_global_rank(ps.get_expert_model_parallel_group(), entry.owner)
+        return dist.get_global_rank(ps.get_pipeline_model_parallel_group(), entry.stage)
 
     def shards(self, own: Tensor) -> list[Tensor]:
         """What tensor-parallel ranks have of a parameter. Collective over them."""
@@ -94,20 +104,28 @@ def _spread(
 
 
 class OptimizerState:
-    """This rank's ranges of masters and moments in Megatron's distributed optimizer."""
+    """This rank's ranges of masters and moments in Megatron's distributed optimizers: one of the experts that
+    ranks share, one of all else."""
 
-    def __init__(self, optimizer: DistributedOptimizer) -> None:
-        self._of = optimizer
+    def __init__(self, optimizers: list[DistributedOptimizer]) -> None:
+        self._all = optimizers
+
+    def _slot(self, p: Tensor) -> dict[str, Tensor]:
+        found = self.range_of(p)
+        assert found
+        (of,) = (o for o in self._all if p in o.model_param_group_index_map)
+        return of.optimizer.state[found[1]]
 
     def range_of(self, p: Tensor) -> tuple[slice, nn.Parameter] | None:
         """(the range of flat `p`, its master), or None where other ranks have all of it."""
-        if p not in self._of.model_param_group_index_map:
-            return None
-        found = self._of._get_model_param_range_map(p)["param"]
-        group, order = self._of.model_param_group_index_map[p]
-        return slice(found.start, found.end), self._of.optimizer.param_groups[group]["params"][
-            order
-        ]
+        for of in self._all:
+            if p in of.model_param_group_index_map:
+                found = of._get_model_param_range_map(p)["param"]
+                group, order = of.model_param_group_index_map[p]
+                return slice(found.start, found.end), of.optimizer.param_groups[group]["params"][
+                    order
+                ]
+        return None
 
     def set(self, p: Tensor, name: str, whole: Tensor) -> None:
         """The master, for name "param", or a moment of `p`, from a tensor of its shape."""
@@ -118,11 +136,11 @@ class OptimizerState:
         if name == "param":
             master.data.copy_(value)
         else:
-            self._of.optimizer.state[master][name] = value.clone().view_as(master)
+            self._slot(p)[name] = value.clone().view_as(master)
 
     def set_steps(self, p: Tensor, count: Tensor) -> None:
         if found := self.range_of(p):
-            slot = self._of.optimizer.state[found[1]]
+            slot = self._slot(p)
             slot["step"] = count.clone()
             for name in MOMENTS:  # of a parameter that no checkpoint has
                 slot.setdefault(name, torch.zeros_like(found[1]))
@@ -134,9 +152,11 @@ class OptimizerState:
             flat = torch.zeros(p.numel(), dtype=torch.float32, device=p.device)
             if found := self.range_of(p):
                 part, master = found
-                value = master if name == "param" else self._of.optimizer.state[master][name]
+                value = master if name == "param" else self._slot(p)[name]
                 flat[part].copy_(value.flatten())
-            dist.all_reduce(flat, group=ps.get_data_parallel_group())
+            shared = not getattr(p, "allreduce", True)  # Megatron's mark of experts
+            group = ps.get_expert_data_parallel_group() if shared else ps.get_data_parallel_group()
+            dist.all_reduce(flat, group=group)
             return flat.view_as(p)
 
         return read
@@ -144,7 +164,8 @@ class OptimizerState:
     def steps(self) -> Tensor:
         """Updates that parameters have seen, the same for all; collective over all ranks, as a stage's share
         may be empty."""
-        counts = [float(slot["step"]) for slot in self._of.optimizer.state.values() if slot]
+        slots = (slot for of in self._all for slot in of.optimizer.state.values())
+        counts = [float(slot["step"]) for slot in slots if slot]
         most = torch.tensor(max(counts, default=0.0))
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return most
