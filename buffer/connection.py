@@ -26,7 +26,7 @@ MAX_PAUSE_S = 1.0
 SOCKET_TIMEOUT_S = 30.0
 """Above any BLOCK that we ask for, and long enough for a large record on a busy server."""
 CONNECTIONS = 4096
-"""Of one client at once: as many as a worker has groups in flight. redis-py's own bound is 100, and beyond it fails."""
+"""Of one client at once, for all groups in flight of a worker; redis-py's own bound, 100, makes calls fail."""
 
 
 def connect(url: str) -> redis.Redis:

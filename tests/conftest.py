@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import redis
 import torch
+from free_ports import free_ports
 from hypothesis import settings
 
 from areal_q import weights
@@ -339,7 +339,7 @@ def on_ranks(tmp_path: Path) -> Callable[..., list[tuple[list[dict[str, float]],
         (tmp_path / "rank.py").write_text(RANK)
         argv = [
             f"{directory}:{port}"
-            for directory, port in zip(jobs, _free_ports(len(jobs)), strict=True)
+            for directory, port in zip(jobs, free_ports(len(jobs)), strict=True)
         ]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         env |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(size)}
@@ -364,16 +364,6 @@ def on_ranks(tmp_path: Path) -> Callable[..., list[tuple[list[dict[str, float]],
         return [tuple(json.loads((directory / "found.json").read_text())) for directory in jobs]
 
     return run_all
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from free_ports import free_ports
 
 from areal_q.config import BroadcastConfig
 from areal_q.weights import WeightVersion
@@ -115,10 +115,8 @@ def test_a_relay_serves_those_that_are_behind(
     assert [link.new.version for link in links] == [1, 2, 3, 4]
 
 
-def free_ports() -> Endpoints:
-    with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b:
-        ports = a.getsockname()[1], b.getsockname()[1]
-    return Endpoints(*(f"tcp://127.0.0.1:{port}" for port in ports))
+def free_endpoints() -> Endpoints:
+    return Endpoints(*(f"tcp://127.0.0.1:{port}" for port in free_ports(2)))
 
 
 def start(upstream: Endpoints, listen: Endpoints, stack: ExitStack) -> subprocess.Popen[str]:
@@ -138,7 +136,7 @@ def test_a_relay_killed_and_started_again_is_followed(
     short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
     learner = serve(at(short_dir, "l"), stack)
-    listen = free_ports()
+    listen = free_endpoints()
     receiver = follow(listen, stack)
     for round in range(2):
         process = start(learner.endpoints, listen, stack)
@@ -169,7 +167,7 @@ def test_a_relay_says_how_it_is_and_ends_in_peace(
     short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
     learner = serve(at(short_dir, "l"), stack)
-    process = start(learner.endpoints, free_ports(), stack)
+    process = start(learner.endpoints, free_endpoints(), stack)
     learner.publish(make_version(4))
     assert process.stderr is not None
     health = (line for line in process.stderr if "version=4" in line)

@@ -1,7 +1,6 @@
 """Redis by name and over TLS: each side works with the rights of docker/users.acl, and is refused all else."""
 
 import asyncio
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 import yaml
+from free_ports import free_port
 from redis.exceptions import NoPermissionError
 
 from areal_q.errors import BufferUnavailable
@@ -23,11 +23,6 @@ from buffer.redis_buffer import LearnerBuffer, WorkerBuffer
 KEYS = Keys("run")
 ACL = Path(__file__).parent.parent / "docker" / "users.acl"
 USERS = ("learner", "rollout", "monitor")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @pytest.fixture

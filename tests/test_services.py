@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 import redis
+from free_ports import free_port
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
@@ -54,11 +54,6 @@ group_size = 2
 every = 1000
 problems = 4
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @pytest.fixture
