@@ -204,6 +204,18 @@ def test_settings_that_would_starve_a_step_or_are_of_another_sampler_are_refused
         load(None, ["learner.groups=4", "learner.max_lag=2", *overrides])
 
 
+class Looks(threading.Event):
+    """Set after so many looks: nobody answers tickets while this learner waits."""
+
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self.left = left
+
+    def is_set(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
 class Life:
     """A learner over a buffer in memory that steps, crashes and resumes from its checkpoints."""
 
@@ -269,7 +281,7 @@ class Life:
         self.feeder.admit(self.version)
         for _ in range(60):
             self.answer(2)
-            drawn = self.intake.take(self.version, threading.Event()) if self.enough else None
+            drawn = self.intake.take(self.version, Looks(2))
             if drawn:
                 break
             self.feeder.admit(self.version)
@@ -285,11 +297,6 @@ class Life:
         self.digest += 1
         self.lineage.published(self.version, f"d{self.digest}")
         self.intake.consumed()
-
-    @property
-    def enough(self) -> bool:
-        """Whether a step needs not wait: what is held and not too old, and what is unread, suffice."""
-        return self.intake.held + len(self.learner.unread()) >= 3 * self.run.learner.groups
 
 
 @pytest.mark.parametrize("type", TYPES)
