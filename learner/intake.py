@@ -36,6 +36,8 @@ class Intake:
         self._buffer, self._feeder, self._lineage = buffer, feeder, lineage
         self._max_lag, self._drop_uniform = run.learner.max_lag, run.learner.drop_uniform
         self._pool = Pool(run, buffer.position, uses)
+        self._newest = -1
+        """Version that drew a token of any group read"""
         self.dropped = 0
         """Groups dropped for their age in versions since the process started"""
         self.uniform = 0
@@ -67,14 +69,19 @@ class Intake:
         version: int,
         stop: threading.Event,
         make_room: Callable[[int], None] = lambda version: None,
+        publish: Callable[[], None] = lambda: None,
     ) -> Draw | None:
         """B groups no token of which lags more than η behind `version`; None when `stop` came first.
-        `make_room` is called, with `version`, while nothing comes in and Redis is full."""
+        `make_room` is called, with `version`, while nothing comes in and Redis is full. `publish` returns once
+        the lineage knows `version`: a resumed learner meets groups that its abandoned history drew by that
+        number, and where its steps came out the same bit for bit, they are of its own."""
         while not stop.is_set():
             self._feeder.admit(version)
             entries = self._read()
             for entry in entries:
                 self._offer(entry)
+            if self._newest >= version and version not in self._lineage.digests:
+                publish()
             self._remove(version)
             drawn = self._pool.draw(version)
             if drawn:
@@ -109,6 +116,7 @@ class Intake:
             self._pool.pass_over(entry)
             logger.info("ticket %d counted already: its second group is passed over", number)
             return
+        self._newest = max(self._newest, *(s.version for t in group.trajectories for s in t.spans))
         self.errors += sum(t.reward_parts.get("error", 0) > 0 for t in group.trajectories)
         if self._drop_uniform and is_uniform(group):
             self.uniform += 1

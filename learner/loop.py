@@ -96,7 +96,7 @@ class Learner:
             self.heldout.ask(step)
         while step < self.run.steps and not stop.is_set():
             began = time.monotonic()
-            taken = self.intake.take(step, stop, self.make_room)
+            taken = self.intake.take(step, stop, self.make_room, self.published)
             if taken is None:
                 break
             waited = time.monotonic() - began

@@ -40,10 +40,10 @@ class Learner:
         self.store, self.make_group = MemoryBuffer(run.name), make_group
         self.buffer: MemoryLearner = self.store.learner()
         self.feeder = Feeder(run, build_task(run.task), build_tokenizer(run), self.buffer, 0, set())
-        lineage = Lineage(keep=run.learner.max_lag + 2)
+        self.lineage = Lineage(keep=run.learner.max_lag + 2, fork=5)
         for version in range(6, 10):
-            lineage.published(version, f"d{version}")
-        self.intake = Intake(self.buffer, self.feeder, lineage, run)
+            self.lineage.published(version, f"d{version}")
+        self.intake = Intake(self.buffer, self.feeder, self.lineage, run)
         self.stop = threading.Event()
 
     def answer(self, count: int, *versions: int) -> list[int]:
@@ -69,6 +69,21 @@ def learner(make_run: MakeRun, make_group: MakeGroup, monkeypatch: pytest.Monkey
     learner = Learner(make_run("learner.max_lag=2", "learner.groups=4"), make_group)
     learner.feeder.admit(9)
     return learner
+
+
+@pytest.mark.parametrize(("digest", "dropped"), [("d10", 0), ("other", 4)])
+def test_a_resumed_learner_knows_its_own_version_before_it_judges_groups_by_that_number(
+    learner: Learner, digest: str, dropped: int
+):
+    """Version 10 is still on its way out when groups are read that the abandoned history drew by its own 10."""
+    abandoned = learner.answer(4, 10)
+    later = learner.answer(4, 9)
+    taken = learner.intake.take(
+        10, learner.stop, publish=lambda: learner.lineage.published(10, digest)
+    )
+    assert taken
+    assert [g.ticket.number for g in taken.groups] == (later if dropped else abandoned)
+    assert learner.intake.dropped == dropped
 
 
 def test_a_group_goes_when_a_single_token_of_it_is_too_old(learner: Learner):
