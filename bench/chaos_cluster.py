@@ -8,7 +8,6 @@ redis ── learner ─┬─ rollout-0               never killed: its memory 
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from areal_q.ports import free_ports
 from areal_q.processes import die_with_parent
 from buffer.server import find_binary
 
@@ -202,7 +202,7 @@ def _cluster(
     root: Path, host: str, network: Network | None, disks: dict[str, Path], faketime: str | None
 ) -> Cluster:
     names: list[str] = ["redis", "announce", "fetch", "relay_announce", "relay_fetch"]
-    ports: dict[str, int] = dict(zip(names, _free_ports(host, len(names)), strict=True))
+    ports: dict[str, int] = dict(zip(names, free_ports(len(names), host), strict=True))
     at = {name: f"tcp://{host}:{port}" for name, port in ports.items()}
     url = f"redis://{host}:{ports['redis']}"
     python = [sys.executable, "-m"]
@@ -267,11 +267,3 @@ def _mounted(path: Path, size: str) -> bool:
         return subprocess.run(command, check=False, capture_output=True).returncode == 0
     except FileNotFoundError:
         return False
-
-
-def _free_ports(host: str, count: int) -> list[int]:
-    listeners = [socket.create_server((host, 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports

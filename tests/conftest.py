@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import redis
 import torch
-from free_ports import free_ports
 from hypothesis import settings
 
 from areal_q import weights
 from areal_q.config import Run, Sampling, dump_toml, load
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from areal_q.metrics import MetricsLog
+from areal_q.ports import free_ports
 from areal_q.weights import WeightVersion
 from buffer.log import TrajectoryLog
 from buffer.server import RedisServer

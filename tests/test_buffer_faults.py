@@ -389,7 +389,8 @@ def test_three_hundred_groups_in_flight_wait_for_no_connection(redis_url: str):
     async def main() -> None:
         client = connect_async(redis_url)
         try:
-            await asyncio.gather(*(client.blpop(["nothing"], timeout=1) for _ in range(300)))
+            waiting = (client.blpop(["nothing"], timeout=1) for _ in range(300))
+            assert await asyncio.gather(*waiting) == [None] * 300
         finally:
             await client.aclose()
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from free_ports import free_ports
 
 from areal_q.config import BroadcastConfig
+from areal_q.ports import free_ports
 from areal_q.weights import WeightVersion
 from buffer.wire.broadcaster import Broadcaster, Endpoints
 from rollout.receiver import Receiver

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import redis
 import yaml
-from free_ports import free_port
 from redis.exceptions import NoPermissionError
 
 from areal_q.errors import BufferUnavailable
 from areal_q.messages import WorkerStatus
+from areal_q.ports import free_ports
 from buffer import look
 from buffer.connection import connect
 from buffer.keys import WORKERS_GROUP, Keys
@@ -56,7 +56,7 @@ def modern(request: pytest.FixtureRequest, binary_of) -> str:
 def url(modern: str, start, tmp_path: Path) -> str:
     """Of a server with docker/users.acl, without a user; each user's password is its name backwards."""
     _fill_in_as_compose_does(tmp_path)
-    port = free_port()
+    port = free_ports(1)[0]
     start(modern, port=str(port), aclfile=str(tmp_path / "users.acl"))
     return f"redis://{{}}127.0.0.1:{port}"
 
@@ -238,7 +238,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tls(start, binary_of, certificates: Path) -> int:
     """Port of a server that speaks TLS only and asks for a certificate."""
-    binary, port = binary_of("redis 7"), free_port()
+    binary, port = binary_of("redis 7"), free_ports(1)[0]
     files = {
         f"tls_{k}_file": str(certificates / f"server.{x}")
         for k, x in (("cert", "crt"), ("key", "key"))

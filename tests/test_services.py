@@ -12,7 +12,6 @@ from urllib.request import urlopen
 
 import pytest
 import redis
-from free_ports import free_port
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
@@ -22,6 +21,7 @@ from areal_q.credentials import redis_password
 from areal_q.errors import BufferUnavailable, ConfigError
 from areal_q.exporter import LEARNER, PREFIX, WORKER, Exporter
 from areal_q.metrics import Record, read_metrics
+from areal_q.ports import free_ports
 from buffer.keys import Keys
 from buffer.redis_buffer import LearnerBuffer
 from buffer.server import find_binary
@@ -59,7 +59,7 @@ problems = 4
 @pytest.fixture
 def locked_redis(tmp_path: Path) -> Iterator[str]:
     """URL, without the password, of a real Redis on loopback that asks for it."""
-    port = free_port()
+    port = free_ports(1)[0]
     settings = f'port {port}\nbind 127.0.0.1\nrequirepass "{PASSWORD}"\nsave ""\ndir {tmp_path}\n'
     server = subprocess.Popen(
         [find_binary(), "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
@@ -188,7 +188,8 @@ def test_learner_and_worker_meet_over_tcp_and_the_worker_outlives_the_learner(
 
     def learn(*overrides: str) -> tuple[int, int]:
         """The ports that it was reached at."""
-        ports = free_port(), free_port()
+        announce, fetch = free_ports(2)
+        ports = announce, fetch
         overrides += tuple(
             f"broadcast.{kind}=tcp://127.0.0.1:{port}"
             for kind, port in zip(("announce", "fetch"), ports, strict=True)
@@ -201,7 +202,7 @@ def test_learner_and_worker_meet_over_tcp_and_the_worker_outlives_the_learner(
             learner.wait()
         return ports
 
-    port = free_port()
+    port = free_ports(1)[0]
     worker = start("rollout", "--run", "services", "--id", "w", "--metrics", str(port))
     try:
         learn()

@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import os
-import random
 import secrets
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import msgspec
 from areal_q.config import SglangEngine
 from areal_q.errors import EngineDied
 from areal_q.models import DecoderConfig
+from areal_q.ports import free_ports
 from rollout.engines import served
 from rollout.engines.sglang_client import Client
 from rollout.engines.sglang_server import CPU_ATTENTION
@@ -31,9 +30,6 @@ CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
 CPU_CACHE_BYTES = 256 << 20
 RESERVED_POSITIONS = 16
 """SGLang admits prompts some tokens shorter than its context"""
-GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-FIRST_PORT = 20_000
-PORTS_TRIED = 64
 
 
 class OwnServer:
@@ -48,7 +44,7 @@ class OwnServer:
     async def start(cls, settings: dict[str, Any], directory: Path) -> "OwnServer":
         """`settings` are fields of SGLang's ServerArgs; address and key are added here. `directory` is
         removed by whichever of the two processes lives longer."""
-        port, key = _free_port(), secrets.token_hex(32)
+        port, key = free_ports(1)[0], secrets.token_hex(32)
         environment = ENVIRONMENT | (CPU_ENVIRONMENT if settings.get("device") == "cpu" else {})
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "rollout.engines.sglang_server", str(directory)),
@@ -129,15 +125,3 @@ def server_settings(
             "max_total_tokens": config.kv_cache_tokens or min(most, CPU_CACHE_BYTES // token_bytes),
         }
     return settings
-
-
-def _free_port() -> int:
-    """One that is still free when the server has loaded and binds it, a minute later: not among those that
-    the kernel gives to everybody's connections meanwhile."""
-    first_given = int(GIVEN_PORTS.read_text().split()[0])
-    others = range(min(FIRST_PORT, first_given), first_given)
-    for port in [*random.sample(others, min(PORTS_TRIED, len(others))), 0]:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return probe.getsockname()[1]
-    raise EngineDied("SGLang: no port is free on loopback")
