@@ -31,6 +31,8 @@ SMALL = [
 ]
 """The quickstart, made small enough for a step to take a fraction of a second, and without an end"""
 MAX_LAG = 2
+USERS = ("learner", "rollout", "monitor")
+"""Those of users.acl"""
 SERVICES = ("redis", "learner", "rollout", "prometheus")
 IMAGES = (
     *("areal-q/learner", "areal-q/rollout", "areal-q/tools"),
@@ -55,15 +57,17 @@ def missing(*args: str) -> str | None:
 class Stack:
     """The real compose file under a project name of its own, with the quickstart made small."""
 
-    def __init__(self, directory: Path, password: Path) -> None:
+    def __init__(self, directory: Path, password: Path, *overlays: Path) -> None:
         self._project = f"areal-q-test-{os.getpid()}"
         self._environment = os.environ | dict.fromkeys(
             ("REDIS_PASSWORD_FILE", "GRAFANA_PASSWORD_FILE"), str(password)
         )
         small = yaml.safe_load(COMPOSE.read_text())["services"]["learner"]["command"] + SMALL
         override = directory / "small.yaml"
-        override.write_text(yaml.safe_dump({"services": {"learner": {"command": small}}}))
-        self._files = ["-f", str(COMPOSE), "-f", str(override)]
+        secrets = {f"redis_{user}": {"file": str(password)} for user in USERS if overlays}
+        changes = {"services": {"learner": {"command": small}}, "secrets": secrets}
+        override.write_text(yaml.safe_dump(changes))
+        self._files = [arg for file in (COMPOSE, *overlays, override) for arg in ("-f", str(file))]
         self._directory = directory
 
     def __call__(self, *args: str) -> str:
@@ -109,6 +113,12 @@ class Stack:
         rules = [rule for group in groups for rule in group["rules"]]
         assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
         return {rule["name"]: rule["state"] for rule in rules}
+
+    def redis(self, user: str, command: str) -> str:
+        """What Redis answers to a command of one of its users; to nobody's if there is no name."""
+        password = f"$(cat /run/secrets/redis_{user})"
+        name = f"--user {user} --pass {password} --no-auth-warning " if user else ""
+        return self("exec", "-T", "redis", "sh", "-c", f"redis-cli {name}{command}").strip()
 
     def listeners(self) -> int:
         """Workers that get their weights from the relay."""
@@ -175,7 +185,8 @@ class Stack:
 
 
 @pytest.fixture
-def stack(tmp_path: Path) -> Iterator[Stack]:
+def stack(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """Up; with the overlays that a test names."""
     for image in IMAGES:
         if reason := missing("image", "inspect", image):
             pytest.skip(f"no engine, or not built: {reason}")
@@ -184,7 +195,7 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
     password = tmp_path / "password"
     password.write_text("a-password-of-tests")
     password.chmod(0o644)
-    stack = Stack(tmp_path, password)
+    stack = Stack(tmp_path, password, *getattr(request, "param", ()))
     stack("up", "-d", "--no-build", *SERVICES)
     yield stack
     stack("--profile", "*", "down", "--volumes", "--timeout", "20")
@@ -267,3 +278,29 @@ def test_workers_behind_the_relay_train_as_those_of_the_learner_do(stack):
     steps = stack.more(20)
     assert_a_history_without_gaps(steps)
     stack.until(lambda: stack.listeners() == 1, "worker that listens to the relay")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "stack", [[COMPOSE.parent / "compose.acl.yaml"]], indirect=True, ids=["acl"]
+)
+def test_each_service_trains_under_its_own_name_and_is_refused_what_others_may(stack):
+    stack.scale(2)
+    stack.wait(workers(2), "two workers")
+    stack.kill(stack.containers("rollout")[0])
+    assert_a_history_without_gaps(stack.more(20))
+    stack.until(lambda: stack.health() == {"healthy"}, "health of all")
+
+    assert "NOAUTH" in stack.redis("", "PING")
+    groups, run = "'{areal-q:quickstart}:groups'", "'{areal-q:quickstart}:run'"
+    assert stack.redis("monitor", f"EXISTS {groups} {run}") == "2"
+    for user, command in {
+        "monitor": f"DEL {groups}",
+        "rollout": f"XRANGE {groups} - + COUNT 1",
+        "learner": "FLUSHALL",
+    }.items():
+        assert "NOPERM" in stack.redis(user, command), (user, command)
+    stack("stop", "learner", "rollout")
+    services = (*stack.containers("learner"), *stack.containers("rollout"))
+    assert {stack.state(container)["ExitCode"] for container in services} == {0}
