@@ -5,6 +5,11 @@ The values stand dense near 0, over seven decades: decade i ∈ 0…6, (10^(i-7)
 parts (2^(i+1) where there is no sign) whose middles are values, besides 0 and 1. So a moment x of a block with
 the largest magnitude M is off by at most 0.45 · 10^(i-6) · M / 2^(i+1): near M by 0.7 %, of the second moment
 by half that. bitsandbytes has the same values and blocks in CUDA; this is plain torch, on any device.
+
+Of a parameter that FSDP2 shards by rows, each rank has the codes of its rows. Blocks are those of the whole
+parameter, flattened, wherever shards end: so moments do not depend on the number of ranks. Where a border cuts
+a block, which it cannot where rows are a multiple of 256 long, the ranks agree on the block's largest: a number
+per border and moment, in one collective.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,11 +17,14 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 BLOCK = 256
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Whether it has a sign"""
+LARGEST = "_max"
+"""Ends the name of what scales a moment's blocks"""
 
 
 @cache
@@ -32,21 +40,85 @@ def code_values(signed: bool) -> Tensor:
     return torch.tensor(sorted(values))
 
 
-def quantize(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """float32 of any shape → (codes uint8 [n], largest magnitude of each block float32 [⌈n/256⌉])."""
-    values = code_values(signed).to(x.device)
+def quantize(x: Tensor, signed: bool, lead: int = 0) -> tuple[Tensor, Tensor]:
+    """float32 of any shape → (codes uint8 [n], largest magnitude of each block float32 [⌈(lead + n)/256⌉]).
+    The first block begins `lead` numbers before x."""
+    largest = block_maxima(x, lead)
+    return encode(x, largest, signed, lead), largest
+
+
+def block_maxima(x: Tensor, lead: int = 0) -> Tensor:
     flat = x.flatten()
-    blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
-    largest = blocks.abs().amax(-1)
-    scaled = blocks / largest.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-    codes = torch.bucketize(scaled, (values[1:] + values[:-1]) / 2)
-    return codes.to(torch.uint8).view(-1)[: len(flat)], largest
+    blocks = -(-(lead + len(flat)) // BLOCK)
+    end = blocks * BLOCK - lead - len(flat)
+    return torch.nn.functional.pad(flat, (lead, end)).view(blocks, BLOCK).abs().amax(-1)
 
 
-def dequantize(codes: Tensor, largest: Tensor, signed: bool) -> Tensor:
+def encode(x: Tensor, largest: Tensor, signed: bool, lead: int = 0) -> Tensor:
+    """Codes uint8 [n] of x, whose blocks are scaled by `largest`."""
+    values, flat = code_values(signed).to(x.device), x.flatten()
+    scaled = flat / _spread(largest.clamp(min=torch.finfo(torch.float32).tiny), len(flat), lead)
+    return torch.bucketize(scaled, (values[1:] + values[:-1]) / 2).to(torch.uint8)
+
+
+def dequantize(codes: Tensor, largest: Tensor, signed: bool, lead: int = 0) -> Tensor:
     """float32 [n]"""
     values = code_values(signed).to(codes.device)
-    return values[codes.int()] * largest.repeat_interleave(BLOCK)[: len(codes)]
+    return values[codes.int()] * _spread(largest, len(codes), lead)
+
+
+def _spread(largest: Tensor, count: int, lead: int) -> Tensor:
+    return largest.repeat_interleave(BLOCK)[lead : lead + count]
+
+
+class Part:
+    """What this rank has of a parameter, flattened: all of it, or the rows of its shard."""
+
+    def __init__(self, p: Tensor) -> None:
+        self.local = local(p)
+        self.all_blocks = -(-p.numel() // BLOCK)
+        """Of the parameter"""
+        self._group, starts, rank = None, [0], 0
+        if self.local is not p:
+            self._group = p.device_mesh.get_group()  # type: ignore[attr-defined]
+            rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+            # Rows of a rank; the last ones may have fewer or none.
+            most = -(-len(p) // size) * (p.numel() // len(p))
+            starts = [min(i * most, p.numel()) for i in range(size)]
+        count = self.local.numel()
+        self._cut = sorted({s // BLOCK for s in starts if s % BLOCK and s < p.numel()})
+        self._first, self.lead = divmod(starts[rank] if count else 0, BLOCK)
+        self._blocks = -(-(self.lead + count) // BLOCK)
+
+    def agree(self, *largest: Tensor) -> None:
+        """On those of blocks that a border cuts, in place. Collective."""
+        if not self._cut:
+            return
+        own = [(i, b - self._first) for i, b in enumerate(self._cut)]
+        own = [(i, b) for i, b in own if 0 <= b < self._blocks]
+        at, blocks = [i for i, _ in own], [b for _, b in own]
+        shared = self.local.new_zeros(len(largest), len(self._cut), dtype=torch.float32)
+        for row, mine in zip(shared, largest, strict=True):
+            row[at] = mine[blocks]
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
+        for row, mine in zip(shared, largest, strict=True):
+            mine[blocks] = row[at]
+
+    def joined(self, largest: Tensor) -> Tensor:
+        """Those of the parameter's blocks, from what each rank has. Collective."""
+        found = largest.new_zeros(self.all_blocks)
+        found[self._first : self._first + self._blocks] = largest
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return found
+
+    def own(self, largest: Tensor) -> Tensor:
+        """This rank's of the parameter's."""
+        return largest[self._first : self._first + self._blocks].clone()
+
+
+def local(p: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, whose import takes a second; else the tensor itself."""
+    return p.to_local() if hasattr(p, "to_local") else p  # type: ignore[attr-defined]
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -72,33 +144,29 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def _update(self, p: Tensor, group: dict[str, Any]) -> None:
         assert p.grad is not None
-        slot = self.state[p]
+        slot, part = self.state[p], Part(p)
         if not slot:
-            slot["step"] = torch.tensor(0.0)
-            for name, signed in MOMENTS.items():
-                self._put(slot, name, torch.zeros_like(p, dtype=torch.float32), signed)
+            self._begin(slot, p, part)
         slot["step"] += 1
-        t, grad = float(slot["step"]), p.grad.float()
+        weights, t, grad = part.local, float(slot["step"]), local(p.grad).float()
         (b1, b2), lr = group["betas"], group["lr"]
-        mean = self._get(slot, "exp_avg", p).lerp_(grad, 1 - b1)
-        square = self._get(slot, "exp_avg_sq", p).mul_(b2).addcmul_(grad, grad, value=1 - b2)
+        mean = _get(slot, "exp_avg", part).lerp_(grad, 1 - b1)
+        square = _get(slot, "exp_avg_sq", part).mul_(b2).addcmul_(grad, grad, value=1 - b2)
         denominator = (square / (1 - b2**t)).sqrt_().add_(group["eps"])
-        p.mul_(1 - lr * group["weight_decay"])
-        p.addcdiv_(mean.to(p.dtype), denominator.to(p.dtype), value=-lr / (1 - b1**t))
-        self._put(slot, "exp_avg", mean, True)
-        self._put(slot, "exp_avg_sq", square, False)
+        weights.mul_(1 - lr * group["weight_decay"])
+        weights.addcdiv_(mean.to(p.dtype), denominator.to(p.dtype), value=-lr / (1 - b1**t))
+        if f"exp_avg{LARGEST}" in slot:
+            _put(slot, part, {"exp_avg": mean, "exp_avg_sq": square})
 
-    def _get(self, slot: dict[str, Tensor], name: str, p: Tensor) -> Tensor:
-        largest = slot.get(f"{name}_max")
-        if largest is None:
-            return slot[name]
-        return dequantize(slot[name], largest, MOMENTS[name]).view(p.shape)
-
-    def _put(self, slot: dict[str, Tensor], name: str, x: Tensor, signed: bool) -> None:
-        if x.numel() < self._small:
-            slot[name] = x
-        else:
-            slot[name], slot[f"{name}_max"] = quantize(x, signed)
+    def _begin(self, slot: dict[str, Tensor], p: Tensor, part: Part) -> None:
+        slot["step"] = torch.tensor(0.0)
+        for name in MOMENTS:
+            if p.numel() < self._small:
+                slot[name] = torch.zeros_like(p, dtype=torch.float32)
+            else:
+                codes = torch.zeros_like(p, dtype=torch.uint8)
+                slot[name] = codes.flatten() if part.local is p else codes
+                slot[f"{name}{LARGEST}"] = block_maxima(torch.zeros_like(part.local), part.lead)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's own would turn codes into numbers of the parameters' dtype."""
@@ -107,3 +175,21 @@ class AdamW8bit(torch.optim.Optimizer):
         for index, slot in state_dict["state"].items():
             kept = {k: v.to(params[index].device, copy=True) for k, v in slot.items()}
             self.state[params[index]] = kept | {"step": kept["step"].cpu()}
+
+
+def _get(slot: dict[str, Tensor], name: str, part: Part) -> Tensor:
+    """In the shape of the shard: the moment itself, or what its codes stand for."""
+    kept, largest = local(slot[name]), slot.get(f"{name}{LARGEST}")
+    if largest is None:
+        return kept
+    return dequantize(kept.flatten(), largest, MOMENTS[name], part.lead).view(part.local.shape)
+
+
+def _put(slot: dict[str, Tensor], part: Part, moments: dict[str, Tensor]) -> None:
+    largest = {name: block_maxima(x, part.lead) for name, x in moments.items()}
+    part.agree(*largest.values())
+    for name, x in moments.items():
+        slot[f"{name}{LARGEST}"] = largest[name]
+        codes = encode(x, largest[name], MOMENTS[name], part.lead)
+        kept = local(slot[name])
+        kept.copy_(codes.view(kept.shape))

@@ -1,6 +1,6 @@
 """A policy sharded with torch's FSDP2: layer by layer, over gloo on CPUs and NCCL on GPUs.
 
-    whole (rank 0) ──scatter──▶ shard of every rank: all-gather, forward, backward, reduce-scatter, AdamW
+    whole (rank 0) ──scatter──▶ shard of every rank: all-gather, forward, backward, reduce-scatter, optimizer
                    ◀──gather───
 
 Where the forward has numbers of its own (areal_q/models/aligned.py), every rank quantizes the gathered
@@ -28,14 +28,13 @@ from areal_q.config import LearnerConfig, Run, TorchBackend
 from areal_q.models import Decoder, DecoderConfig
 from areal_q.models.aligned import QuantLinear, linears, materialise
 from areal_q.models.moe import Router
+from learner.adamw8bit import LARGEST, AdamW8bit, Part
 from learner.critic import Critic
 from learner.optim import build_optimizer
 from learner.precision import set_precision
 from learner.ranks import Ranks
 from learner.sharded import Begin
 from learner.trainer import Trainer
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FsdpShard(Trainer):
@@ -66,9 +65,9 @@ class FsdpShard(Trainer):
             optimizers["critic_optimizer"] = self.critic.optimizer
         kept: dict[str, Tensor] = {}
         for part, optimizer in optimizers.items():
-            for i, (_, slot) in enumerate(_slots(optimizer)):
+            for i, (p, slot) in enumerate(_slots(optimizer)):
                 for name, value in slot.items():
-                    tensor = value.full_tensor() if isinstance(value, DTensor) else value
+                    tensor = _joined(p, name, value)
                     if i % self.ranks.size == self.ranks.rank:
                         kept[f"{part}.{i}.{name}"] = tensor.detach().cpu().contiguous()
         return kept
@@ -122,10 +121,10 @@ def fsdp_shard(begin: Begin, run: Run, ranks: Ranks, whole: Trainer | None) -> F
         reference=reference,
     )
     if begin.moments:
-        _scatter_moments(whole.optimizer if whole else None, trainer.optimizer)
+        _scatter_moments(whole.optimizer if whole else None, trainer.optimizer, ranks)
         if critic:
             theirs = whole.critic.optimizer if whole and whole.critic else None
-            _scatter_moments(theirs, critic.optimizer)
+            _scatter_moments(theirs, critic.optimizer, ranks)
     return trainer
 
 
@@ -218,29 +217,50 @@ def _slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str,
             yield p, optimizer.state[p]
 
 
+def _joined(p: Tensor, name: str, value: Tensor) -> Tensor:
+    """A value of p's state as one process has it. Collective."""
+    if isinstance(value, DTensor):
+        whole = value.full_tensor()
+        return whole.flatten() if value.dtype == torch.uint8 else whole  # codes have no shape
+    return Part(p).joined(value) if name.endswith(LARGEST) else value
+
+
 def _gather_moments(own: torch.optim.Optimizer, whole: torch.optim.Optimizer | None) -> None:
     targets = list(_slots(whole)) if whole else None
-    for i, (_, slot) in enumerate(_slots(own)):
-        if not slot:
-            continue
-        mine = None
-        if targets:
-            p, mine = targets[i]
-            for name in MOMENTS:
-                mine.setdefault(name, torch.empty_like(p))
-            mine["step"] = slot["step"].detach().cpu().clone()
-        for name in MOMENTS:
-            gather(slot[name], mine[name] if mine else None)
+    for i, (p, slot) in enumerate(_slots(own)):
+        for name, value in slot.items():
+            joined = _joined(p, name, value).detach()
+            if targets:
+                q, mine = targets[i]
+                device = "cpu" if name == "step" else q.device
+                mine[name] = joined.to(device, copy=True)
 
 
 @torch.no_grad()
-def _scatter_moments(whole: torch.optim.Optimizer | None, own: torch.optim.Optimizer) -> None:
-    sources = list(_slots(whole)) if whole else None
+def _scatter_moments(
+    whole: torch.optim.Optimizer | None, own: torch.optim.Optimizer, ranks: Ranks
+) -> None:
+    sources = [slot for _, slot in _slots(whole)] if whole else []
+    kinds = [
+        {k: float(v) if k == "step" else str(v.dtype) for k, v in slot.items()} for slot in sources
+    ]
+    told = msgspec.msgpack.decode(ranks.broadcast(msgspec.msgpack.encode(kinds)))
     for i, (p, slot) in enumerate(_slots(own)):
-        theirs = sources[i][1] if sources else {}
-        count = theirs.get("step", torch.zeros(())).detach().cpu().clone()
-        dist.broadcast(count, 0)
-        slot["step"] = count.to(p.device) if p.is_cuda else count
-        for name in MOMENTS:
-            slot[name] = torch.zeros_like(p)
-            scatter(theirs.get(name), slot[name])
+        for name, kind in told[i].items():
+            source = sources[i][name] if sources else None
+            if name == "step":
+                eight = isinstance(own, AdamW8bit)
+                slot[name] = torch.tensor(kind, device="cpu" if eight else p.device)
+            elif name.endswith(LARGEST):
+                slot[name] = _own_maxima(p, source)
+            else:
+                dtype = getattr(torch, kind.removeprefix("torch."))
+                slot[name] = torch.zeros_like(p, dtype=dtype)
+                scatter(source.view(p.shape) if source is not None else None, slot[name])
+
+
+def _own_maxima(p: Tensor, source: Tensor | None) -> Tensor:
+    part = Part(p)
+    found = torch.empty(part.all_blocks, device=p.device) if source is None else source.to(p.device)
+    dist.broadcast(found, 0)
+    return part.own(found)

@@ -50,7 +50,7 @@ def _muon(model: nn.Module, cfg: Muon) -> torch.optim.Optimizer:
     ]
     if not hidden:
         return _adamw(model, AdamW(lr=cfg.lr, betas=cfg.betas, eps=cfg.eps))
-    muon = torch.optim.Muon(
+    muon = _muon_for(hidden)(
         hidden,
         lr=cfg.lr,
         weight_decay=cfg.weight_decay,
@@ -61,6 +61,14 @@ def _muon(model: nn.Module, cfg: Muon) -> torch.optim.Optimizer:
     others = _groups(model, cfg, set(hidden))
     adamw = torch.optim.AdamW(others, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
     return Several(muon, adamw)
+
+
+def _muon_for(hidden: list[nn.Parameter]) -> type[torch.optim.Muon]:
+    if not hasattr(hidden[0], "to_local"):
+        return torch.optim.Muon
+    from learner.muon import ShardedMuon
+
+    return ShardedMuon
 
 
 OPTIMIZERS: dict[type, Callable[[nn.Module, Any], torch.optim.Optimizer]] = {

@@ -145,14 +145,16 @@ def _refused(run: Run, size: int) -> dict[str, bool]:
     # Every rank's advantages come from what it computed itself.
     too_few = needs_policy(cfg) and cfg.groups // cfg.minibatches < sharing
     found = {
-        "learner.optimizer.type": not isinstance(cfg.optimizer, AdamW),
         "learner.groups / learner.minibatches": too_few,
         # The forward's own numbers are those of the format.
         "learner.dtype": cfg.dtype != "float32"
         and (cfg.precision != "full" or cfg.lora is not None),
     }
     if isinstance(backend, MegatronBackend):
-        return found | {"learner.lora": cfg.lora is not None}
+        return found | {
+            "learner.optimizer.type": not isinstance(cfg.optimizer, AdamW),
+            "learner.lora": cfg.lora is not None,
+        }
     found["learner.backend.offload"] = backend.offload and not cfg.device.startswith("cuda")
     return found
 
