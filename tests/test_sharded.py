@@ -113,7 +113,7 @@ def assert_moments_and_weights(found: Trainer, expected: Trainer) -> None:
         )
     for name in codes:
         off = (ours[name].int() - theirs[name].int()).abs()
-        assert off.max() <= 1 and off.sum() <= 1, name
+        assert off.max() <= 1 and off.sum() <= 2 + 0.01 * len(off), name
 
 
 def with_routes(samples: list[Sample], layers: int = 2, experts: int = 5) -> list[Sample]:
