@@ -28,7 +28,7 @@ from learner.intake import Intake
 from learner.lineage import Lineage, forks_at
 from learner.loop import Learner
 from learner.precision import set_precision
-from learner.publish import Publisher
+from learner.publish import Publisher, sticky_ranges
 from learner.ranks import ALONE, Ranks
 from learner.tap import TokenTap
 from learner.trainer import Trainer
@@ -82,8 +82,16 @@ def build_trainer(
     set_precision(model, run)
     trainer = Trainer(model, run.learner, run.rollout.sampling.temperature)
     trainer.calibrate = run.rollout.kv_scales
+    trainer.sticky = sticky_ranges(run)
     if resume:
-        return trainer, checkpoint.restore(directory / "checkpoints", trainer)
+        state = checkpoint.restore(directory / "checkpoints", trainer)
+        if trainer.sticky and not trainer.sticky.tensors():
+            logger.warning(
+                "checkpoint of step %d: holds no ranges of sticky scales, so that they begin anew, and what "
+                "is published now differs from what was before",
+                state.step,
+            )
+        return trainer, state
     if run.learner.reference_kl and run.learner.reference_kl.path:
         trainer.reference = build_reference(run.learner.reference_kl.path, model)
         set_precision(trainer.reference, run)
@@ -212,7 +220,7 @@ def build_learner(
         heldout=HeldOut(feeder, buffer, tokenizer, metrics),
         lineage=lineage,
         forks=forks,
-        publisher=Publisher(run),
+        publisher=Publisher(run, trainer.sticky),
         fidelity=FidelityMeter(run),
         broadcaster=broadcaster,
         log=TrajectoryLog(directory / "trajectories", start) if run.buffer.log else None,

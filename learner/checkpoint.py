@@ -2,7 +2,8 @@
 
     checkpoints/step-000050/state.json           everything that is not a tensor
                             tensors.safetensors  model.*, optimizer.*, rng; critic.*, critic_optimizer.*,
-                                                 reference.* where there are such
+                                                 reference.*, kv_scales.*, sticky.* (areal_q/quant/
+                                                 sticky.py) where there are such
                             tensors-00001.safetensors, …   with `checkpoint.sharded`: shares of *optimizer.*,
                                                  whole tensors each, written by the ranks of that number
 
@@ -31,7 +32,7 @@ from learner.trainer import Trainer
 logger = logging.getLogger(__name__)
 START = "step-000000"
 """Never removed: a replay can begin there"""
-KV = "kv_scales."
+KV, STICKY = "kv_scales.", "sticky."
 STATE, TENSORS, SHARE = "state.json", "tensors.safetensors", "tensors-{:05d}.safetensors"
 PART = ".tmp-"
 """Begins the name of a checkpoint that is being written or removed"""
@@ -203,6 +204,8 @@ def tensors_of(trainer: Trainer, staged: Path | None = None) -> dict[str, torch.
         for i, slot in optimizer.state_dict()["state"].items():
             tensors |= {f"{part}.{i}.{k}": v for k, v in slot.items()}
     tensors |= {f"{KV}{k}": v for k, v in trainer.kv_scales.items()}
+    if trainer.sticky:
+        tensors |= {f"{STICKY}{k}": v for k, v in trainer.sticky.tensors().items()}
     return {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
 
 
@@ -231,10 +234,17 @@ def _load(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> None:
                 slots.setdefault(int(index), {})[key] = tensor
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": slots, "param_groups": groups})
-    trainer.kv_scales = {
-        k.removeprefix(KV): v.to(trainer.cfg.device) for k, v in tensors.items() if k.startswith(KV)
-    }
+    trainer.kv_scales = _named(tensors, KV, trainer.cfg.device)
+    if trainer.sticky:
+        trainer.sticky.restore(_named(tensors, STICKY, trainer.cfg.device))
     torch.set_rng_state(tensors["rng"])
+
+
+def _named(tensors: Tensors, prefix: str, device: str) -> Tensors:
+    """Those whose names begin so, without it."""
+    return {
+        k.removeprefix(prefix): v.to(device) for k, v in tensors.items() if k.startswith(prefix)
+    }
 
 
 def _digest(path: Path, state: bytes) -> str:

@@ -16,13 +16,14 @@ from areal_q.config import Run
 from areal_q.diagnosis import TERMS, TokenTable
 from areal_q.messages import Group
 from areal_q.models import Decoder
-from areal_q.models.aligned import QuantLinear, use
+from areal_q.models.aligned import QuantLinear, linears, use
 from areal_q.models.lora import adapted
 from areal_q.models.published import published_state
 from areal_q.models.rounding import round_frozen, round_rest
 from areal_q.quant import dequantize_state
 from areal_q.quant.aqn import noise_of, with_noise
-from areal_q.quant.plan import rest_in_bf16
+from areal_q.quant.plan import parts_of, rest_in_bf16
+from areal_q.quant.sticky import StickyRanges
 from learner.batch import Sample, samples_of
 from learner.lineage import Lineage
 from learner.rescore import Scorer
@@ -33,9 +34,11 @@ UNKNOWN = -1
 
 class Version:
     """The policies that stand for one version: as learnt, with the published noise, with quantized
-    weights, as the engine runs it."""
+    weights, as the engine runs it. `sticky`: the ranges that it was published with, where scales are sticky."""
 
-    def __init__(self, model: Decoder, run: Run, number: int) -> None:
+    def __init__(
+        self, model: Decoder, run: Run, number: int, sticky: StickyRanges | None = None
+    ) -> None:
         format = run.rollout.format
         noise = noise_of(run.rollout.aqn, number, run.steps, run.seed)
         self.learnt = copy.deepcopy(model).requires_grad_(False)
@@ -49,13 +52,16 @@ class Version:
                 round_frozen(self.noisy)
             self.dequantized = self.engine = self.noisy
             return
-        published = published_state(self.noisy, format)
+        published = published_state(self.noisy, format, sticky)
         if rounds:
             published = rest_in_bf16(published, format)
         self.dequantized = copy.deepcopy(self.noisy)
         self.dequantized.load_state_dict(dequantize_state(published, format))
         self.engine = copy.deepcopy(self.noisy)
         use(QuantLinear, self.engine, format)
+        if sticky:
+            for name, linear in linears(self.engine).items():
+                linear.take(parts_of(published, name, format))  # type: ignore[attr-defined]
         round_rest(self.engine, rounds)
 
 
@@ -75,7 +81,7 @@ class Probe:
         keep = self.run.learner.max_lag + 1
         self.versions = {v: self.versions[v] for v in self.versions if v > step - keep}
         if step > self.first - keep:
-            self.versions[step] = Version(trainer.model, self.run, step)
+            self.versions[step] = Version(trainer.model, self.run, step, trainer.sticky)
         if step >= self.first:
             samples = samples_of(groups, trainer.cfg.advantage, lineage, step)
             sampling = [g.ticket.sampling.temperature for g in groups for _ in g.trajectories]

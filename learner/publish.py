@@ -19,16 +19,23 @@ from areal_q.quant.sticky import StickyRanges
 from areal_q.weights import WeightVersion
 
 
+def sticky_ranges(run: Run) -> StickyRanges | None:
+    """None yet in use; or None, where scales are recomputed, or there are none to change."""
+    drift = run.rollout.sticky_scales
+    changes = run.rollout.format != "bf16" and not run.learner.lora
+    return StickyRanges(drift) if drift and changes else None
+
+
 class Publisher:
     """Quantizes the model as engines will run it. UAQ's scaling is already in the learner's weights
     (learner/build.py), so what is published needs no folding: the function is the same."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, sticky: StickyRanges | None = None) -> None:
+        """`sticky`: the ranges of the version before, where scales are sticky; None: of none."""
         self._run = run
         self._pool = PayloadPool()
         self._epoch = uuid.uuid4().hex
-        drift = run.rollout.sticky_scales
-        self._ranges = StickyRanges(drift) if drift else None
+        self._ranges = sticky or sticky_ranges(run)
         self._last: WeightVersion | None = None
         self.codes_moved = 0.0
         """Share of the codes that differ between the last two versions made"""

@@ -25,7 +25,7 @@ from buffer.steps import StepRecord, iter_steps
 from learner import checkpoint
 from learner.lineage import Lineage
 from learner.precision import set_precision
-from learner.publish import Publisher
+from learner.publish import Publisher, sticky_ranges
 from learner.step import learn, machine
 from learner.trainer import Trainer
 
@@ -89,6 +89,10 @@ class Replay:
         torch.set_num_threads(self.run.learner.threads)
         self.trainer = self._restored()
         self.machine = machine(self.run.learner.device)
+        sticky = self.trainer.sticky
+        self.publishes = not self.what_if and (not sticky or bool(sticky.tensors()))
+        """Whether the versions can be made again: weights of another history have nothing to be compared with,
+        and may be past quantizing; older checkpoints do not hold the ranges of sticky scales"""
 
     @property
     def what_if(self) -> bool:
@@ -104,7 +108,7 @@ class Replay:
         """Learns one step after the other, those between the checkpoint and `first` included."""
         keep = self.recorded.learner.max_lag + 2
         lineage = Lineage(keep, self.state.digests)
-        publisher = Publisher(self.run)
+        publisher = Publisher(self.run, self.trainer.sticky)
         logged = iter_log(self.directory / "trajectories", self.state.step, self.stop)
         for record in self.records:
             groups = _groups_of(record, next(logged, None), self.directory)
@@ -115,10 +119,7 @@ class Replay:
                 before(self.trainer, record.step, groups, lineage)
             metrics = learn(self.trainer, groups, lineage, record.step, record.weights)
             lineage.published(record.step + 1, record.digest)
-            # Weights of another history have nothing to be compared with, and may be past quantizing;
-            # sticky scales depend on versions from before the checkpoint.
-            comparable = not self.what_if and not self.run.rollout.sticky_scales
-            made = self._publish(publisher, record.step + 1) if comparable else None
+            made = self._publish(publisher, record.step + 1) if self.publishes else None
             yield Replayed(record, groups, metrics, made.manifest.digest if made else "")
 
     def _publish(self, publisher: Publisher, version: int) -> WeightVersion:
@@ -133,6 +134,8 @@ class Replay:
         saved = checkpoint.read_tensors(path, checkpoint.read_state(path))
         now = checkpoint.tensors_of(self.trainer)
         names = sorted((saved.keys() | now.keys()) - {"rng"})
+        if not self.publishes:
+            names = [n for n in names if not n.startswith(checkpoint.STICKY)]
         return [n for n in names if n not in saved or n not in now or not _equal(saved[n], now[n])]
 
     def _restored(self) -> Trainer:
@@ -149,6 +152,7 @@ class Replay:
         set_precision(model, self.recorded)
         trainer = Trainer(model, start.learner, self.recorded.rollout.sampling.temperature)
         trainer.calibrate = self.recorded.rollout.kv_scales
+        trainer.sticky = sticky_ranges(self.recorded)
         checkpoint.load(self.checkpoint, self.state, trainer)
         return trainer
 

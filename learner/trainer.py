@@ -14,6 +14,7 @@ from areal_q.models import Decoder, DecoderConfig
 from areal_q.models.aligned import materialise
 from areal_q.models.logprobs import head_logprobs
 from areal_q.models.lora import adapters_off
+from areal_q.quant.sticky import StickyRanges
 from learner.backend import LossOf, Scores
 from learner.batch import PackedBatch, Sample
 from learner.critic import Critic
@@ -43,6 +44,8 @@ class Trainer:
     """How to measure `kv_scales`; None: not at all"""
     kv_scales: dict[str, torch.Tensor] = field(default_factory=dict)
     """Of an FP8 KV cache, for the weights after the last step; to be published with them"""
+    sticky: StickyRanges | None = None
+    """Of the version published last, where scales are sticky: the publisher's, kept for checkpoints"""
     ranks: Ranks = ALONE
     """With others, `model` is sharded over them (learner/fsdp.py)"""
     tap: TokenTap | None = None

@@ -80,6 +80,50 @@ def test_sticky_scales_stay_put_while_the_weights_move_a_little(name):
     assert codes_moved(first, second, name) <= codes_moved(measured[0], measured[1], name) + 1e-4
 
 
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for key, tensor in one.items():
+        assert torch.equal(tensor.view(torch.uint8), other[key].view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_restored_ranges_give_the_same_bits_as_those_that_were_never_lost(name):
+    states, sticky, again = [state_of()], StickyRanges(0.05), StickyRanges(0.05)
+    for seed in range(3):
+        states.append(stepped(states[-1], 2e-3, seed))
+    quantize_state(states[0], name, sticky)
+    last = quantize_state(states[1], name, sticky)
+    again.restore({n: t.clone() for n, t in sticky.tensors().items()})
+    assert_same(quantize_state(states[1], name, again), last)
+    for state in states[2:]:
+        last = quantize_state(state, name, sticky)
+        assert_same(quantize_state(state, name, again), last)
+    anew = quantize_state(states[-1], name, StickyRanges(0.05))
+    assert any(
+        not torch.equal(t.view(torch.uint8), anew[key].view(torch.uint8)) for key, t in last.items()
+    )
+
+
+def test_ranges_of_another_shape_are_not_gone_on_with():
+    state, sticky, again = state_of(), StickyRanges(0.05), StickyRanges(0.05)
+    quantize_state(state, "fp8", sticky)
+    again.restore(sticky.tensors())
+    assert_same(
+        quantize_state(state, "int4", again), quantize_state(state, "int4", StickyRanges(0.05))
+    )
+
+
+@given(
+    st.lists(st.floats(0, 2.0**100, width=32), min_size=1, max_size=20),
+    st.floats(1e-9, 1),
+)
+def test_ranges_chosen_for_some_weights_stay_for_the_same_weights(sizes: list[float], drift: float):
+    sticky = StickyRanges(drift)
+    for m in sizes:
+        chosen = [float(sticky("w", ranges(m)).blocks) for _ in range(3)]
+        assert len(set(chosen)) == 1 and chosen[0] >= m
+
+
 @pytest.mark.parametrize("name", SCALED)
 def test_sticky_scales_cost_little_precision(name):
     state, sticky = state_of(), StickyRanges(0.05)

@@ -43,6 +43,7 @@ SETTINGS = [
     "warmstart.steps=200",
     "learner.groups=16",
     "learner.group_size=8",
+    "rollout.sticky_scales=0.02",
     "checkpoint.every=3",
     "checkpoint.keep=2",
     "eval.problems=4",

@@ -11,12 +11,13 @@ same (hysteresis). The price: ranges are up to (1 + d)² larger than measured, o
 so is the error of formats of whole numbers; floats lose hardly anything. What is published remains exact
 in itself: engines read codes and scales as they come.
 
-State lives with the publisher and in no checkpoint. After a restart ranges start from measured ones: the
-version that is published again differs in codes from that of before, and so in its digest, by which
-tokens are told apart (learner/lineage.py). The learner's step depends on its own weights and on logged
-tokens only, so that a replay is bit for bit the same whatever scales were published. What recomputes
-published weights from a checkpoint alone (the doctor, `areal-q eval`) uses measured ranges.
+So what is published depends on what was before, and the ranges in use are part of a checkpoint: 4 bytes a
+block (int8: of an output, nvfp4: of 16 weights). Ranges once chosen for some weights stay as they are for the
+same weights, so that a resumed run publishes the version of its checkpoint again, and all that follow, to the
+bit. `areal-q eval`, which has a model's weights alone, uses measured ranges.
 """
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class StickyRanges:
 
     def __call__(self, name: str, ranges: Ranges) -> Ranges:
         used = self._used.get(name)
-        if used is None:
+        if used is None or used.blocks.shape != ranges.blocks.shape:  # or another format's
             new = Ranges(ranges.blocks * self._room, ranges.whole * self._room)
         else:
             new = Ranges(
@@ -46,6 +47,20 @@ class StickyRanges:
             )
         self._used[name] = new
         return new
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The ranges in use, float32, by parameter: NAME.blocks in the shape of its block scales, and the
+        scalar NAME.whole."""
+        return {
+            f"{name}.{part}": getattr(used, part)
+            for name, used in self._used.items()
+            for part in ("blocks", "whole")
+        }
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Goes on with ranges that `tensors` gave."""
+        names = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
+        self._used = {n: Ranges(tensors[f"{n}.blocks"], tensors[f"{n}.whole"]) for n in names}
 
     def _kept(self, used: Tensor, measured: Tensor) -> Tensor:
         stays = (measured <= used) & (measured * self._room**2 >= used)
