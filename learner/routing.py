@@ -22,6 +22,8 @@ from areal_q.models.moe import UNRECORDED
 from learner.batch import PackedBatch
 from learner.ranks import Ranks
 
+DISAGREEMENT = "routing/disagreement"
+
 
 def routing_for(model: Decoder, batch: PackedBatch, replay: bool) -> Routing | None:
     """None for a model without experts. With `replay`, tokens take the experts recorded in `batch`."""
@@ -31,7 +33,8 @@ def routing_for(model: Decoder, batch: PackedBatch, replay: bool) -> Routing | N
 
 
 def routed(routing: Routing, batch: PackedBatch, config: DecoderConfig) -> Routed:
-    """What the forward of `batch` left in `routing`, at the positions that predict a token that counts."""
+    """What the forward of `batch` left in `routing`, of the layers that ran, at the positions that predict a
+    token that counts."""
     assert config.experts
     at = batch.predict[batch.mask]
     layers = sorted(routing.own)
@@ -43,18 +46,18 @@ def routed(routing: Routing, batch: PackedBatch, config: DecoderConfig) -> Route
         ]
     )
     own = torch.stack([routing.own[layer][at] for layer in layers], 1)
-    return Routed(_disagreement(own, batch, at), probs, taken.float())
+    recorded = None if batch.routes is None else batch.routes[at][:, layers]
+    return Routed(_disagreement(own, recorded), probs, taken.float())
 
 
-def _disagreement(own: Tensor, batch: PackedBatch, at: Tensor) -> Metrics:
-    """`routing/disagreement`: share of (token, layer) at which the router's own choice, int64 [T, L, K], is
-    another set of experts than the recorded one."""
-    if batch.routes is None:
+def _disagreement(own: Tensor, recorded: Tensor | None) -> Metrics:
+    """Share of (token, layer) at which the router's own choice, int64 [T, L, K], is another set of experts than
+    the recorded one."""
+    if recorded is None:
         return {}
-    recorded = batch.routes[at]
     known = (recorded != UNRECORDED).all(-1)
     differ = (own.sort(-1).values != recorded.sort(-1).values).any(-1)
-    return {"routing/disagreement": Mean(int((differ & known).sum()), int(known.sum()))}
+    return {DISAGREEMENT: Mean(int((differ & known).sum()), int(known.sum()))}
 
 
 def balance_weights(parts: Sequence[Routed], config: DecoderConfig, ranks: Ranks) -> Tensor:

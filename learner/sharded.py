@@ -150,12 +150,10 @@ def _refused(run: Run, size: int) -> dict[str, bool]:
         "learner.dtype": cfg.dtype != "float32"
         and (cfg.precision != "full" or cfg.lora is not None),
     }
-    if isinstance(backend, MegatronBackend):
-        return found | {
-            "learner.optimizer.type": not isinstance(cfg.optimizer, AdamW),
-            "learner.lora": cfg.lora is not None,
-        }
-    found["learner.backend.offload"] = backend.offload and not cfg.device.startswith("cuda")
+    if isinstance(backend, TorchBackend):
+        found["learner.backend.offload"] = backend.offload and not cfg.device.startswith("cuda")
+    else:
+        found["learner.optimizer.type"] = not isinstance(cfg.optimizer, AdamW)
     return found
 
 

@@ -1,10 +1,12 @@
 """The backend in Megatron-core 0.16: tensor, pipeline and data parallelism, its schedules and optimizer.
 
-    policy.py   the backend's methods, on Megatron's schedules    model.py   GPTModel for packed batches
-    names.py    Hugging Face's tensors ◀──▶ a rank's shards       state.py   the whole, scattered and gathered
-    vocab.py    log-probs over a vocabulary that ranks share      learnt.py  a module with its optimizer
-    aligned.py  the forward on the rollouts' numbers              critic.py  beside the policy
-    cpu.py      what stands for CUDA on a CPU                     moe.py     the router of its MoELayer
+    policy.py   the backend's methods                         schedule.py  what runs over a pipeline's stages
+    model.py    GPTModel for packed batches                   settings.py  our configuration as Megatron's
+    names.py    Hugging Face's tensors ◀──▶ a rank's shards   state.py     the whole, scattered and gathered
+    vocab.py    log-probs over a vocabulary that ranks share  learnt.py    a module with its optimizer
+    aligned.py  the forward on the rollouts' numbers          critic.py    beside the policy
+    lora.py     adapters on a frozen base                     moe.py       the router of its MoELayer
+    cpu.py      what stands for CUDA on a CPU
 
 Megatron needs neither Transformer Engine nor Apex here. Its own checkpoints are not used: a run's are those
 of one process (learner/checkpoint.py), so that it goes on with any layout, or with the torch backend.

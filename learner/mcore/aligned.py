@@ -79,8 +79,7 @@ class Column(_Aligned, ColumnParallelLinear):
     def share(self, entry: Entry, heights: list[int], width: int) -> tuple[Tensor, Tensor]:
         """This rank's outputs and its inputs, int64 each."""
         n, rank = self.tp_group.size(), self.tp_group.rank()
-        numbers = [x[:, None] for x in _count(sum(heights), self.weight).split(heights)]
-        every = [entry.part(numbers, r, n).flatten() for r in range(n)]
+        every = outputs_of(entry, heights, n, self.weight)
         self.heights, self.order = heights, torch.cat(every).argsort()
         return every[rank], _count(width, self.weight).chunk(n)[rank]
 
@@ -108,9 +107,9 @@ class Column(_Aligned, ColumnParallelLinear):
         return x
 
     def dgrad(self, grad: Tensor) -> Tensor:
-        whole = _beside(grad, self.tp_group)[:, self.order].split(self.heights, 1)
+        whole = beside(grad, self.tp_group)[:, self.order].split(self.heights, 1)
         parts = [dgrad(g.contiguous(), c) for g, c in zip(whole, self.columns, strict=True)]
-        return _beside(torch.stack(parts).sum(0), self.tp_group)
+        return beside(torch.stack(parts).sum(0), self.tp_group)
 
 
 class Row(_Aligned, RowParallelLinear):
@@ -136,10 +135,10 @@ class Row(_Aligned, RowParallelLinear):
     # Of Jet's flow
 
     def gathered(self, x: Tensor) -> Tensor:
-        return _beside(x, self.tp_group)
+        return beside(x, self.tp_group)
 
     def spread(self, y: Tensor) -> Tensor:
-        return _beside(y, self.tp_group)
+        return beside(y, self.tp_group)
 
     def own(self, x: Tensor) -> Tensor:
         return x[:, self.inputs]
@@ -169,7 +168,13 @@ class _Flow(torch.autograd.Function):
         return dx, dw, None
 
 
-def _beside(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def outputs_of(entry: Entry, heights: list[int], n: int, like: Tensor) -> list[Tensor]:
+    """Which outputs of `entry`'s sources, stacked, each of n ranks has: int64, beside `like`."""
+    numbers = [x[:, None] for x in _count(sum(heights), like).split(heights)]
+    return [entry.part(numbers, r, n).flatten() for r in range(n)]
+
+
+def beside(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """x [T, k] of rank 0, 1, … side by side: [T, n · k]."""
     if group.size() == 1:
         return x

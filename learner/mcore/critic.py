@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from areal_q.config import MegatronBackend
+from areal_q.config import Lora, MegatronBackend
 from areal_q.models import DecoderConfig
 from learner.batch import PackedBatch
+from learner.mcore.lora import OnBase, split
 from learner.mcore.model import Policy
 from learner.mcore.names import WHOLE, Entry, entries
 
@@ -37,8 +38,10 @@ class ValueHead(nn.Module):
 class Trunk(Policy):
     """A trunk of its own, and the head."""
 
-    def __init__(self, shape: DecoderConfig, config: TransformerConfig, stage: int) -> None:
-        super().__init__(msgspec.structs.replace(shape, tied=False), config, stage)
+    def __init__(
+        self, shape: DecoderConfig, config: TransformerConfig, stage: int, lora: OnBase | None
+    ) -> None:
+        super().__init__(msgspec.structs.replace(shape, tied=False), config, stage, lora=lora)
         self.output_layer = None
         self.value = nn.Linear(config.hidden_size, 1)
 
@@ -68,18 +71,23 @@ def values(critic: ValueHead | Trunk, hidden: Tensor, batch: PackedBatch) -> Ten
     return F.linear(states.to(head.weight.dtype), head.weight, head.bias).squeeze(-1).float()
 
 
-def critic_entries(shape: DecoderConfig, backend: MegatronBackend, trunk: bool) -> list[Entry]:
-    """By the names of learner/critic.py"""
-    found, stages = [], backend.pipeline
+def critic_entries(
+    shape: DecoderConfig, backend: MegatronBackend, trunk: bool, lora: Lora | None
+) -> tuple[list[Entry], list[Entry]]:
+    """What learns of it and what is frozen, by the names of learner/critic.py"""
+    learning, frozen, stages = [], [], backend.pipeline
     if trunk:
         headless = msgspec.structs.replace(shape, tied=True)
-        for entry in entries(headless, stages, backend.experts):
-            if not entry.copy:
-                sources = tuple(renamed(source) for source in entry.sources)
-                found.append(replace(entry, sources=sources))
+        whole = [e for e in entries(headless, stages, backend.experts) if not e.copy]
+        learning, frozen = (
+            [replace(e, sources=tuple(map(renamed, e.sources))) for e in plan]
+            for plan in split(whole, lora)
+        )
     heads = (f"head.{kind}" for kind in ("weight", "bias"))
-    found += [Entry(stages - 1, name.replace("head", "value"), (name,), *WHOLE) for name in heads]
-    return found
+    learning += [
+        Entry(stages - 1, name.replace("head", "value"), (name,), *WHOLE) for name in heads
+    ]
+    return learning, frozen
 
 
 def critic_shapes(

@@ -2,24 +2,31 @@
 # pyright: reportMissingImports=false
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor, nn
 
 from areal_q.config import AdamW, LearnerConfig
 from learner.mcore.cpu import cuda_or_cpu
-from learner.mcore.model import optimizer_config
 from learner.mcore.names import Entry
+from learner.mcore.settings import optimizer_config
 from learner.mcore.state import MOMENTS, OptimizerState, Places, named_moments
 from learner.optim import in_order, learning_rate
 
 
 class Learnt:
-    """`module` with an optimizer of its own. Rank 0 passes its whole counterparts, others None."""
+    """`module` with an optimizer of its own. Rank 0 passes its whole counterparts, others None.
+
+    `plan` is of what learns, `frozen` of other parameters; `shapes` of the sources of both."""
 
     def __init__(
         self,
@@ -28,6 +35,7 @@ class Learnt:
         shapes: Mapping[str, torch.Size],
         cfg: LearnerConfig,
         optimizer: AdamW,
+        frozen: Sequence[Entry] = (),
     ) -> None:
         self._shapes, self._settings = shapes, optimizer
         self._ddp = DistributedDataParallel(
@@ -37,19 +45,22 @@ class Learnt:
             ),
             module,
         )
-        self.no_sync = self._ddp.no_sync
+        self.no_sync, self._module = self._ddp.no_sync, module
         self._optimizer = get_megatron_optimizer(optimizer_config(cfg, optimizer), [self._ddp])
         self._state = OptimizerState(
             getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         )
-        self.places = Places(plan, module)
+        self.places, self._frozen = Places(plan, module), Places(frozen, module)
         self._masters = cfg.dtype != "float32"
         self.lr = 0.0
         """Of the last step that was taken"""
 
-    @property
-    def ddp(self) -> nn.Module:
-        return self._ddp
+    def sum_gradients(self) -> None:
+        """Over ranks; of what several hold of a model, over those, too. Collective."""
+        if isinstance(self._module, GPTModel):
+            finalize_model_grads([self._ddp])
+        else:
+            self._ddp.finish_grad_sync()
 
     def step(self, update: int) -> float:
         """The gradient's norm, before it is clipped; where that is finite, the step was taken. Collective."""
@@ -69,10 +80,14 @@ class Learnt:
 
     def load(self, whole: nn.Module | None) -> None:
         """Rank 0's weights. Collective."""
-        weights = dict(whole.named_parameters()) if whole else None
+        weights = None
+        if whole:  # a frozen bias is a buffer
+            weights = dict(whole.named_parameters()) | dict(whole.named_buffers())
         for p, value in self.places.scatter(weights, self._shapes):
             p.data.copy_(value)
             self._state.set(p, "param", value)
+        for p, value in self._frozen.scatter(weights, self._shapes):
+            p.data.copy_(value)
 
     def load_moments(
         self, whole: nn.Module | None, optimizer: torch.optim.Optimizer | None
@@ -114,7 +129,9 @@ class Learnt:
         steps = self._state.steps()
         if not steps:
             return {}
-        number = {name: i for i, name in enumerate(in_order(self._shapes))}
+        learning = {source for entry in self.places.plan for source in entry.sources}
+        shapes = {name: shape for name, shape in self._shapes.items() if name in learning}
+        number = {name: i for i, name in enumerate(in_order(shapes))}
         kept: dict[str, Tensor] = {}
         for entry in self.places.plan:
             if entry.copy or not self.places.here(entry):

@@ -1,5 +1,13 @@
 """The router of Megatron's MoELayer, as the learner's (areal_q/models/moe.py): float32, told which experts to
 take and telling which it would. Dispatch, experts and their sharing among ranks are Megatron's.
+
+What routers tell (learner/routing.py) is wanted where the loss is, on the last stage of the pipeline. It is a
+sum over tokens, a few numbers for each layer, and rides below the hidden states that a stage sends to the next:
+
+    [N, 1, D] ┬ hidden states
+    [k, 1, D] ┴ told: probabilities [L, E], choices [L, E], disagreements, tokens that have recorded routes
+
+Gradients go back the same way. Every stage adds its own layers to what it was told.
 """
 # pyright: reportMissingImports=false
 
@@ -10,8 +18,12 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from areal_q.models.config import Experts
+from areal_q.algorithms import Routed
+from areal_q.algorithms.reducers import Mean, Metrics
+from areal_q.models.config import DecoderConfig, Experts
 from areal_q.models.moe import Routing, gates_of
+from learner.batch import PackedBatch
+from learner.routing import DISAGREEMENT, routed
 
 
 class Router(nn.Module):
@@ -38,3 +50,45 @@ class Router(nn.Module):
             taken = self.routing.choose(self.layer, probs, taken)
         gates = torch.zeros_like(probs).scatter(1, taken, gates_of(probs, taken, self.shape))
         return gates, torch.zeros_like(probs, dtype=torch.bool).scatter(1, taken, True)
+
+
+def told_size(shape: DecoderConfig) -> int:
+    """Numbers that the routers of a model tell of a batch"""
+    if not shape.sparse_layers or not shape.experts:
+        return 0
+    return 2 * len(shape.sparse_layers) * shape.experts.count + 2
+
+
+def silence(shape: DecoderConfig, device: torch.device) -> Tensor:
+    return torch.zeros(told_size(shape), device=device)
+
+
+def tell(routing: Routing, batch: PackedBatch, shape: DecoderConfig) -> Tensor:
+    """float32 [told_size], 0 for the layers of other stages; the probabilities with gradient."""
+    assert shape.experts
+    own = routed(routing, batch, shape)
+    layers = torch.tensor(sorted(routing.own), device=own.probs.device)
+    sums = own.probs.new_zeros(2, len(shape.sparse_layers), shape.experts.count)
+    sums = sums.index_add(1, layers, torch.stack([own.probs, own.taken]))
+    differ = own.metrics.get(DISAGREEMENT, Mean(0, 0))
+    assert isinstance(differ, Mean)
+    return torch.cat([sums.flatten(), sums.new_tensor([differ.sum, differ.count])])
+
+
+def heard(told: Tensor, batch: PackedBatch, shape: DecoderConfig) -> Routed:
+    """What the routers of all stages told of `batch`."""
+    assert shape.experts
+    probs, taken = told[:-2].view(2, -1, shape.experts.count)
+    differ, known = map(int, told[-2:].detach())
+    metrics: Metrics = {} if batch.routes is None else {DISAGREEMENT: Mean(differ, known)}
+    return Routed(metrics, probs, taken.detach())
+
+
+def stacked(told: Tensor, hidden: Tensor) -> Tensor:
+    """As rows [k, 1, D] to stand below `hidden`."""
+    width = hidden.shape[-1]
+    return F.pad(told, (0, -len(told) % width)).unflatten(0, (-1, 1, width))
+
+
+def unstacked(rows: Tensor, size: int) -> Tensor:
+    return rows.flatten()[:size]

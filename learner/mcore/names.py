@@ -65,7 +65,7 @@ def _mlp(stage: int, ours: str, hf: str, owner: int | None) -> Iterator[Entry]:
     names = f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"
     yield Entry(stage, f"{ours}.linear_fc1.weight", names, *_GATE_UP, owner=owner)
     names = (f"{hf}.down_proj.weight",)
-    yield Entry(stage, f"{ours}.linear_fc2.weight", names, *_COLUMNS, owner=owner)
+    yield Entry(stage, f"{ours}.linear_fc2.weight", names, *COLUMNS, owner=owner)
 
 
 def _experts(
@@ -94,12 +94,13 @@ def _attention(config: DecoderConfig, stage: int, index: int, hf: str) -> Iterat
             yield entry(
                 f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), WHOLE
             )
-    yield entry("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), _COLUMNS)
+    yield entry("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), COLUMNS)
     yield entry("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), WHOLE)
 
 
+ROWS = (lambda whole, r, n: whole[0].chunk(n)[r], lambda parts: [torch.cat(parts)])
 WHOLE = (lambda whole, r, n: whole[0], lambda parts: parts[:1])
-_COLUMNS = (lambda whole, r, n: whole[0].chunk(n, 1)[r], lambda parts: [torch.cat(parts, 1)])
+COLUMNS = (lambda whole, r, n: whole[0].chunk(n, 1)[r], lambda parts: [torch.cat(parts, 1)])
 _GATE_UP = (
     lambda whole, r, n: torch.cat([w.chunk(n)[r] for w in whole]),
     lambda parts: [torch.cat(halves) for halves in zip(*(p.chunk(2) for p in parts), strict=True)],

@@ -13,14 +13,12 @@ that gradients are summed, where Megatron would average them over micro-batches 
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from areal_q.algorithms.reducers import Mean, Metrics
@@ -29,10 +27,8 @@ from areal_q.models import DecoderConfig
 from learner.backend import LossOf, Scores
 from learner.batch import PackedBatch, Sample
 from learner.mcore.cpu import cuda_or_cpu
-from learner.mcore.names import entries, padded
-from learner.mcore.vocab import vocab_logprobs
-from learner.ranks import Ranks, decoded, encoded
-from learner.routing import routed
+from learner.mcore.names import entries
+from learner.ranks import Ranks
 from learner.sharded import Begin
 from learner.take_step import take_step
 from learner.tap import TokenTap
@@ -43,14 +39,17 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state as ps
     from megatron.core import tensor_parallel
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from learner.mcore.aligned import gather_parts, materialise
     from learner.mcore.critic import Pair, Trunk, ValueHead, critic_entries, critic_shapes, values
     from learner.mcore.learnt import Learnt
-    from learner.mcore.model import Policy, transformer_config
+    from learner.mcore.lora import OnBase, adapters_off, load_base, split, with_adapters
+    from learner.mcore.model import Policy
+    from learner.mcore.moe import heard, told_size
+    from learner.mcore.schedule import Stages
+    from learner.mcore.settings import transformer_config
     from learner.mcore.state import Places, shapes_of
+    from learner.mcore.vocab import token_logprobs
 
 
 class MegatronShard:
@@ -69,28 +68,28 @@ class MegatronShard:
             ps.get_data_parallel_world_size(),
             ps.get_data_parallel_group(),
         )
-        self._stages = Ranks(
-            ps.get_pipeline_model_parallel_rank(),
-            ps.get_pipeline_model_parallel_world_size(),
-            ps.get_pipeline_model_parallel_group(),
-        )
+        self._stages = Stages(cfg.device)
+        self._lora = OnBase(cfg.lora, self._format) if cfg.lora else None
         config = transformer_config(shape, cfg, backend)
         self.policy = self._stage(shape, config)
         self.policy.replay = cfg.routing_replay
-        plan, shapes = list(entries(shape, backend.pipeline, backend.experts)), shapes_of(shape)
-        self._own = Learnt(self.policy, plan, shapes, cfg, cfg.optimizer)
+        self._plan = plan = list(entries(shape, backend.pipeline, backend.experts))
+        shapes, (learning, rest) = with_adapters(shapes_of(shape), cfg.lora), split(plan, cfg.lora)
+        self._own = Learnt(self.policy, learning, shapes, cfg, cfg.optimizer, rest)
         self._learnt = [self._own]
         self.frozen = self._frozen = None
-        if cfg.reference_kl:
+        if cfg.reference_kl and not cfg.lora:
             self.frozen = self._stage(shape, config).requires_grad_(False)
             self._frozen = Places(plan, self.frozen)
         self.critic, self._both = None, self.policy
         if cfg.critic:
             self.critic = self._critic(cfg.critic, shape, config)
             trunk = cfg.critic.trunk == "separate"
-            plan = critic_entries(shape, backend, trunk)
+            learning, rest = critic_entries(shape, backend, trunk, cfg.lora)
             shapes = critic_shapes(shapes, shape.width, trunk)
-            self._learnt.append(Learnt(self.critic, plan, shapes, cfg, cfg.critic.optimizer))
+            self._learnt.append(
+                Learnt(self.critic, learning, shapes, cfg, cfg.critic.optimizer, rest)
+            )
             if isinstance(self.critic, Trunk):
                 self._both = Pair(self.policy, self.critic)
         config.no_sync_func = self._no_sync
@@ -101,12 +100,12 @@ class MegatronShard:
     def _stage(self, shape: DecoderConfig, config: Any) -> Policy:
         precision = self.cfg.precision
         rounds = self._rounds and precision != "full"
-        return self._placed(Policy(shape, config, self._stages.rank, precision, rounds))
+        return self._placed(Policy(shape, config, self._stages.rank, precision, rounds, self._lora))
 
     def _critic(self, cfg: CriticConfig, shape: DecoderConfig, config: Any) -> ValueHead | Trunk:
         if cfg.trunk == "shared":
             return self._placed(ValueHead(config))
-        return self._placed(Trunk(shape, config, self._stages.rank))
+        return self._placed(Trunk(shape, config, self._stages.rank, self._lora))
 
     def _placed(self, module: Any) -> Any:
         return module.to(dtype=getattr(torch, self.cfg.dtype), device=self.cfg.device)
@@ -119,18 +118,12 @@ class MegatronShard:
             yield
 
     def _finalize(self, *_: Any, **__: Any) -> None:
-        """Sums up gradients over ranks; of tied embeddings over stages, too, which the critic has not."""
-        finalize_model_grads([self._own.ddp])
-        for learnt in self._learnt[1:]:
-            learnt.ddp.finish_grad_sync()  # type: ignore[operator]
+        for learnt in self._learnt:
+            learnt.sum_gradients()
 
-    def _materialise(self) -> None:
-        if self.cfg.precision != "full":
-            materialise(self.policy, self._own.places, self._format)
-
-    def _materialise_frozen(self) -> None:
-        if self.cfg.precision != "full" and self.frozen is not None and self._frozen:
-            materialise(self.frozen, self._frozen, self._format)
+    def _materialise(self, model: Policy | None, places: Places | None) -> None:
+        if self.cfg.precision != "full" and model is not None and places:
+            materialise(model, places, self._format)
 
     # The backend's methods
 
@@ -142,25 +135,26 @@ class MegatronShard:
         return take_step(self, samples)
 
     def scores(self, batches: Sequence[PackedBatch], graph: bool = False) -> list[Scores]:
-        if self._stages.size == 1:
-            with torch.no_grad():
-                return self._run(self._both, batches, self._says, forward_only=True)
+        def said(batch: PackedBatch, hidden: Tensor) -> Tensor:
+            scores = self._says(batch, hidden)
+            return torch.cat([*(scores[name] for name in self._names), self.policy.told])
 
-        def stacked(batch: PackedBatch, hidden: Tensor) -> Tensor:
-            return torch.stack(list(self._says(batch, hidden).values()))
+        def size(batch: PackedBatch) -> int:
+            return len(self._names) * len(batch.targets) + told_size(self.shape)
 
-        found = self._scored(self._both, batches, stacked, len(self._names))
-        return [dict(zip(self._names, rows, strict=True)) for rows in found]
+        found = self._stages.on_all(self._both, batches, said, size)
+        return [self._scores_in(x, batch) for x, batch in zip(found, batches, strict=True)]
 
     def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor | None]:
-        if self.frozen is None:
+        if not self.cfg.reference_kl:
             return [None] * len(batches)
-        frozen = self.frozen
+        model = self.frozen or self.policy
 
         def logprobs(batch: PackedBatch, hidden: Tensor) -> Tensor:
-            return self._head(frozen, batch, hidden)[0][None]
+            return self._logprobs(model, batch, hidden)[0]
 
-        return [rows[0] for rows in self._scored(frozen, batches, logprobs, 1)]
+        with adapters_off(model):
+            return [*self._stages.on_all(model, batches, logprobs, lambda b: len(b.targets))]
 
     def backward(
         self, batches: Sequence[PackedBatch], loss_of: LossOf, made: Scores | None = None
@@ -173,120 +167,69 @@ class MegatronShard:
             return out * scale, metrics
 
         self._dirty = True
-        found = self._run(self._both, batches, loss, forward_only=False)
-        if self._stages.size == 1:
-            return found
-        last = self._stages.size - 1
-        own = [encoded(m) for m in found] or [b""] * len(batches)
-        return [decoded(self._stages.broadcast(data, last)) for data in own]
+        found = self._stages.run(self._both, batches, loss, forward_only=False)
+        return self._stages.metrics(found, len(batches))
 
     def update(self) -> tuple[Metrics, bool]:
         norms = [learnt.step(self.updates) if self._dirty else 0.0 for learnt in self._learnt]
         names = ("train/grad_norm", "value/grad_norm")
         metrics: Metrics = {name: Mean(norm, 1) for name, norm in zip(names, norms, strict=False)}
         if self._dirty:
-            self._materialise()
+            self._materialise(self.policy, self._own.places)
         self._dirty = False
         return metrics, all(math.isfinite(norm) for norm in norms)
 
-    # What goes through Megatron's schedules
+    # What policy and critic say
 
     @property
     def _names(self) -> tuple[str, ...]:
         return ("logprobs", "entropy") if self.critic is None else ("logprobs", "entropy", "values")
 
     def _says(self, batch: PackedBatch, hidden: Tensor) -> Scores:
-        """What policy and critic say, from what leaves the last of `_both`."""
+        """From what leaves the last of `_both`."""
         own, critics = hidden, hidden
         if isinstance(self._both, Pair):
             own, critics = hidden.chunk(2, -1)
-        logprobs, entropy = self._head(self.policy, batch, own)
+        logprobs, entropy = self._logprobs(self.policy, batch, own)
         found: Scores = {"logprobs": logprobs, "entropy": entropy}
         if self.critic is not None:
             found["values"] = values(self.critic, critics, batch)
-        if self.policy.routing is not None:
-            found["routed"] = routed(self.policy.routing, batch, self.shape)
+        if len(self.policy.told):
+            found["routed"] = heard(self.policy.told, batch, self.shape)
         return found
 
-    def _scored(
-        self,
-        model: torch.nn.Module,
-        batches: Sequence[PackedBatch],
-        finish: Callable[[PackedBatch, Tensor], Tensor],
-        rows: int,
-    ) -> list[Tensor]:
-        """What `finish` makes of the last stage's hidden states, float32 [rows, T], on all stages."""
-        with torch.no_grad():
-            found = self._run(model, batches, finish, forward_only=True)
-        if self._stages.size == 1:
-            return found
-        found = found or [
-            torch.empty(rows, len(b.targets), device=self.cfg.device) for b in batches
-        ]
-        for tensor in found:
-            last = self._stages.size - 1
-            dist.broadcast(tensor, group=self._stages.group, group_src=last)
+    def _scores_in(self, flat: Tensor, batch: PackedBatch) -> Scores:
+        """Of `batch`, one after the other, and what routers told."""
+        count = len(self._names) * len(batch.targets)
+        found: Scores = dict(zip(self._names, flat[:count].view(len(self._names), -1), strict=True))
+        if len(flat) > count:
+            found["routed"] = heard(flat[count:], batch, self.shape)
         return found
 
-    def _run(
-        self,
-        model: torch.nn.Module,
-        batches: Sequence[PackedBatch],
-        finish: Callable[[PackedBatch, Tensor], Any],
-        forward_only: bool,
-    ) -> list[Any]:
-        """What `finish` makes of the last stage's hidden states, with the gradient of the first of the two
-        that it returns unless `forward_only`; in the batches' order, and nothing on other stages."""
-        if not batches:
-            return []
-
-        def forward(batches: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
-            batch = next(batches)
-            return model(batch), partial(_finished, finish, batch)
-
-        with cuda_or_cpu():
-            return get_forward_backward_func()(
-                forward_step_func=forward,
-                data_iterator=iter(batches),
-                model=[model],
-                num_microbatches=len(batches),
-                seq_length=1,  # told by each sender, as lengths differ
-                micro_batch_size=1,
-                forward_only=forward_only,
-                collect_non_loss_data=forward_only,
-            )
-
-    def _head(self, model: Policy, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [T] from hidden states [N, 1, D] after the final norm."""
-        states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden[batch.predict, 0])
-        rank, size = self._own.places.rank, self._own.places.size
-        first = rank * padded(model.shape.vocab_size, size) // size
-        return vocab_logprobs(
-            states,
-            model.head[: model.shape.vocab_size - first],
-            first,
-            batch.targets,
-            self.temperature,
-            self.cfg.entropy_coef > 0,
-            ps.get_tensor_model_parallel_group(),
-        )
+    def _logprobs(self, model: Policy, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        bonus = self.cfg.entropy_coef > 0
+        return token_logprobs(model, batch, hidden, self.temperature, bonus)
 
     # The whole
 
     @torch.no_grad()
-    def load(self, begin: Begin, whole: Trainer | None) -> None:
-        """Rank 0's weights and moments. Collective."""
+    def load(self, begin: Begin, ranks: Ranks, whole: Trainer | None) -> None:
+        """Rank 0's weights and moments, by way of all `ranks`. Collective."""
+        if self._lora:
+            trunk = [self.critic] if isinstance(self.critic, Trunk) else []
+            base, device = whole.model if whole else None, self.cfg.device
+            load_base([self.policy, *trunk], self._plan, self._stages.rank, ranks, base, device)
         for learnt, (module, optimizer) in zip(self._learnt, self._wholes(whole), strict=True):
             learnt.load(module)
             if begin.moments:
                 learnt.load_moments(module, optimizer)
-        self._materialise()
+        self._materialise(self.policy, self._own.places)
         if self._frozen:
             reference = whole.reference if whole else None
             weights = dict(reference.named_parameters()) if reference else None
             for p, value in self._frozen.scatter(weights, shapes_of(self.shape)):
                 p.data.copy_(value)
-            self._materialise_frozen()
+            self._materialise(self.frozen, self._frozen)
 
     def _wholes(
         self, whole: Trainer | None
@@ -327,7 +270,7 @@ class MegatronShard:
         assert self.frozen is not None
         for frozen, own in zip(self.frozen.parameters(), self.policy.parameters(), strict=True):
             frozen.copy_(own)
-        self._materialise_frozen()
+        self._materialise(self.frozen, self._frozen)
 
     def close(self) -> None:
         ps.destroy_model_parallel()
@@ -348,9 +291,5 @@ def megatron_shard(begin: Begin, run: Run, ranks: Ranks, whole: Trainer | None) 
         if cfg.device.startswith("cuda"):
             tensor_parallel.model_parallel_cuda_manual_seed(run.seed)
         shard = MegatronShard(DecoderConfig.from_hf(begin.model), begin, run)
-        shard.load(begin, whole)
+        shard.load(begin, ranks, whole)
     return shard
-
-
-def _finished(finish: Callable, batch: PackedBatch, hidden: Tensor, non_loss_data: bool = False):
-    return finish(batch, hidden)

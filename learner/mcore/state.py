@@ -8,7 +8,7 @@ data-parallel ranks hold the rest.
 """
 # pyright: reportMissingImports=false
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ Read = Callable[[Tensor], Tensor]
 class Places:
     """Where this rank stands, and which of the model's parameters it has."""
 
-    def __init__(self, plan: list[Entry], module: nn.Module) -> None:
+    def __init__(self, plan: Sequence[Entry], module: nn.Module) -> None:
         self.plan = plan
         self.stage = ps.get_pipeline_model_parallel_rank()
         self.rank, self.size = (
@@ -82,10 +82,11 @@ class Places:
         return self.speaks if entry.owner is None else ps.get_expert_data_parallel_rank() == 0
 
     def voice(self, entry: Entry) -> int:
-        """The rank that speaks of `entry`; for rank 0"""
-        if entry.owner is not None:
-            return dist.get_global_rank(ps.get_expert_model_parallel_group(), entry.owner)
-        return dist.get_global_rank(ps.get_pipeline_model_parallel_group(), entry.stage)
+        """The rank that speaks of `entry`; for rank 0, whose place among the others every stage repeats"""
+        stage = dist.get_global_rank(ps.get_pipeline_model_parallel_group(), entry.stage)
+        if entry.owner is None:
+            return stage
+        return stage + dist.get_global_rank(ps.get_expert_model_parallel_group(), entry.owner)
 
     def shards(self, own: Tensor) -> list[Tensor]:
         """What tensor-parallel ranks have of a parameter. Collective over them."""
@@ -176,7 +177,8 @@ def named_moments(
 ) -> dict[str, Tensor]:
     """Rank 0's moments by the names of their parameters, made where there are none."""
     state = optimizer.state
-    return {n: state[p].setdefault(name, torch.zeros_like(p)) for n, p in whole.named_parameters()}
+    learning = ((n, p) for n, p in whole.named_parameters() if p.requires_grad)
+    return {n: state[p].setdefault(name, torch.zeros_like(p)) for n, p in learning}
 
 
 def shapes_of(shape: DecoderConfig) -> dict[str, torch.Size]:

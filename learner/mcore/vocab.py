@@ -6,12 +6,36 @@ p_r = exp(lse_r - lse):
 
     lse = log Σ_r exp(lse_r)        H = Σ_r p_r (H_r - log p_r)
 """
+# pyright: reportMissingImports=false
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
 from areal_q.models.logprobs import blocks
+from learner.batch import PackedBatch
+from learner.mcore.model import Policy
+from learner.mcore.names import padded
+
+
+def token_logprobs(
+    model: Policy, batch: PackedBatch, hidden: Tensor, temperature: float, entropy_learns: bool
+) -> tuple[Tensor, Tensor]:
+    """Of each response token, and the entropy of its distribution; hidden [N, 1, D] leaves the last stage."""
+    rank, size = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+    vocab = model.shape.vocab_size
+    first = rank * padded(vocab, size) // size
+    return vocab_logprobs(
+        copy_to_tensor_model_parallel_region(hidden[batch.predict, 0]),
+        model.head[: vocab - first],
+        first,
+        batch.targets,
+        temperature,
+        entropy_learns,
+        ps.get_tensor_model_parallel_group(),
+    )
 
 
 def vocab_logprobs(
