@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from areal_q.config import Run
 from areal_q.messages import Group
@@ -135,10 +135,12 @@ class Intake:
         self.removed += len(excess)
         self._drop(excess, "over a bound of buffer.removal")
 
-    def _drop(self, items: Iterable[Held], reason: str) -> None:
+    def _drop(self, items: Sequence[Held], reason: str) -> None:
         for item in items:
             self._feeder.done(item.group)
-            logger.info("ticket %d dropped, lag %d: %s", item.number, item.lag, reason)
+        if items:
+            told = ", ".join(f"{item.number} (lag {item.lag})" for item in items)
+            logger.info("%d groups dropped, %s: tickets %s", len(items), reason, told)
 
     def _recount(self) -> None:
         """Frees the places of tickets and groups that were set aside as poison: the learner starves."""
