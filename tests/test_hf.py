@@ -98,6 +98,36 @@ every_kind = pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "llam
 tied_or_not = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_theta": 3e5},
+        {"rope_scaling": {"rope_type": "default", "rope_theta": 3e5}},
+        {"rope_scaling": LLAMA3 | {"rope_theta": 3e5}, "rope_theta": 1e6},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5}, "rope_theta": 1e6},
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA3},
+    ],
+)
+def test_rope_is_what_transformers_reads_from_either_table_of_a_config(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    randomised(hf_config("qwen3", tied=False)).save_pretrained(tmp_path)
+    edit_config(tmp_path, rope_parameters=None)
+    edit_config(tmp_path, **change)
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert_same_logits(load_decoder(tmp_path), hf.eval())
+
+
+def test_of_one_file_and_a_stale_index_transformers_choice_is_read(tmp_path: Path) -> None:
+    randomised(hf_config("llama", tied=False)).save_pretrained(tmp_path)
+    stale = {k: v + 0.5 for k, v in load_file(tmp_path / "model.safetensors").items()}
+    save_file(stale, tmp_path / "stale.safetensors")
+    index = {"weight_map": dict.fromkeys(stale, "stale.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert_same_logits(load_decoder(tmp_path), hf.eval())
+
+
 @every_kind
 @tied_or_not
 def test_a_transformers_checkpoint_gives_the_same_logits(
@@ -151,6 +181,17 @@ def test_a_tied_checkpoint_may_hold_its_head_as_well(
     save_decoder(make(), tmp_path / "out")
     edit(tmp_path / "out", lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()})
     assert "lm_head.weight" not in load_decoder(tmp_path / "out").state_dict()
+
+
+def test_a_tied_checkpoint_with_another_head_is_refused(saved: Path) -> None:
+    edit(saved, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"] + 1})
+    assert_refused(saved, "lm_head.weight is not the embedding")
+
+
+def test_frequencies_that_an_older_transformers_wrote_are_passed_over(saved: Path) -> None:
+    left = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    edit(saved, lambda t: t | left)
+    assert not left.keys() & load_decoder(saved).state_dict().keys()
 
 
 def test_the_tokenizer_is_saved_beside_the_model(
@@ -319,8 +360,19 @@ def test_a_truncated_file_is_named(saved: Path, keep: int) -> None:
         ({"model_type": "gpt2"}, "'gpt2' is none of qwen2, qwen3, qwen3_moe, llama"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"hidden_size": "wide"}, "Expected `int`, got `str`"),
-        ({"hidden_act": "gelu"}, "another activation"),
+        ({"hidden_act": "gelu"}, "'gelu' is not implemented"),
+        ({"mlp_bias": True}, "mlp_bias is not implemented"),
+        ({"attention_bias": True}, "attention_bias is not implemented"),
+        ({"use_sliding_window": True}, "use_sliding_window is not implemented"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
+        ({"is_causal": False}, "is_causal false is not implemented"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' is not implemented"),
+        ({"rope_scaling": {"full_attention": {"rope_type": "yarn"}}}, "RoPE of a kind of layer"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "'llama3' with factor = None"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": "4"}}, "high_freq_factor = '4'"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "not below high_freq_factor"),
+        ({"rope_theta": -1}, "rope_theta = -1"),
     ],
 )
 def test_a_config_that_cannot_be_run_is_named(
@@ -340,5 +392,6 @@ def test_a_config_that_is_no_json_object_is_named(saved: Path, text: str) -> Non
 def test_an_index_that_names_no_files_of_the_directory_is_refused(
     saved: Path, shards: object
 ) -> None:
+    (saved / "model.safetensors").unlink()
     (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     assert_refused(saved, r"model\.safetensors\.index\.json: ")

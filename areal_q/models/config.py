@@ -7,6 +7,7 @@ from msgspec import Struct
 
 from areal_q.errors import CheckpointError
 
+LLAMA3_CONTEXT = "original_max_position_embeddings"
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 
 
@@ -74,22 +75,10 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         family = hf.get("model_type")
         if family not in FAMILIES:
             raise CheckpointError(f"model_type {family!r} is none of {', '.join(FAMILIES)}")
-        rope = hf.get("rope_parameters") or {}
-        scaling = {**(hf.get("rope_scaling") or {}), **rope}
-        scaling.pop("rope_theta", None)
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind not in ("default", "llama3"):
-            raise CheckpointError(f"rope type {kind!r} is not implemented")
-        if (
-            hf.get("hidden_act", "silu") != "silu"
-            or hf.get("use_sliding_window")
-            or hf.get("mlp_bias")
-        ):
-            raise CheckpointError(
-                f"{family} with another activation, MLP bias or sliding window is not implemented"
-            )
-        if family != "qwen2" and hf.get("attention_bias"):
-            raise CheckpointError(f"{family} with attention_bias is not implemented")
+        unknown = [name for name, asked in _not_implemented(family, hf).items() if asked]
+        if unknown:
+            raise CheckpointError(f"{family} with {unknown[0]} is not implemented")
+        rope_theta, rope_scaling = _rope(hf)
         eos = hf.get("eos_token_id")
         heads = hf["num_attention_heads"]
         return cls(
@@ -102,8 +91,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
             mlp=hf["intermediate_size"],
             max_positions=hf["max_position_embeddings"],
-            rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0),
-            rope_scaling=scaling if kind == "llama3" else None,
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
             norm_eps=hf.get("rms_norm_eps", 1e-6),
             tied=hf.get("tie_word_embeddings", False),
             bos_id=hf.get("bos_token_id"),
@@ -163,7 +152,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             return freqs
         s = self.rope_scaling
         factor, low, high = s["factor"], s["low_freq_factor"], s["high_freq_factor"]
-        context = s["original_max_position_embeddings"]
+        context = s[LLAMA3_CONTEXT]
 
         def scale(freq: float) -> float:
             turns = context * freq / (2 * math.pi)
@@ -173,9 +162,48 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         return [scale(f) for f in freqs]
 
 
+def _not_implemented(family: str, hf: dict[str, Any]) -> dict[str, bool]:
+    """What transformers would compute otherwise, or other weights than these; by name, whether it is asked
+    for."""
+    kinds = {kind for kind in hf.get("layer_types") or () if kind != "full_attention"}
+    return {
+        f"hidden_act {hf.get('hidden_act')!r}": hf.get("hidden_act", "silu") != "silu",
+        "mlp_bias": bool(hf.get("mlp_bias")),
+        "attention_bias": family != "qwen2" and bool(hf.get("attention_bias")),
+        "use_sliding_window": bool(hf.get("use_sliding_window")),
+        f"layer_types {', '.join(sorted(map(str, kinds)))}": bool(kinds),
+        "is_causal false": hf.get("is_causal", True) is False,
+        "quantization_config, weights that are quantized already,": bool(
+            hf.get("quantization_config")
+        ),
+    }
+
+
+def _rope(hf: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """(theta, Llama 3's frequency scaling, if any), read where transformers reads them: `rope_scaling` comes
+    before `rope_parameters`, and a theta in either before one beside it. Raises CheckpointError."""
+    rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise CheckpointError("RoPE of a kind of layer each is not implemented")
+    theta = float(rope.pop("rope_theta", None) or hf.get("rope_theta") or 10_000.0)
+    if not 0 < theta < math.inf:
+        raise CheckpointError(f"rope_theta = {theta}")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise CheckpointError(f"rope type {kind!r} is not implemented")
+    for name in ("factor", "low_freq_factor", "high_freq_factor", LLAMA3_CONTEXT):
+        if not isinstance(rope.get(name), int | float) or not rope[name] > 0:
+            raise CheckpointError(f"rope type 'llama3' with {name} = {rope.get(name)!r}")
+    if not rope["low_freq_factor"] < rope["high_freq_factor"]:
+        raise CheckpointError("rope type 'llama3' with low_freq_factor not below high_freq_factor")
+    return theta, rope
+
+
 def _experts(hf: dict[str, Any]) -> Experts:
     """Raises CheckpointError unless a token can have its experts."""
-    count = hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"]
+    count = hf["num_local_experts"] if "num_local_experts" in hf else hf["num_experts"]
     experts = Experts(
         count=count,
         per_token=hf["num_experts_per_tok"],

@@ -45,10 +45,14 @@ def load_decoder(path: str | Path) -> Decoder:
         model = Decoder(config)
     wanted = {name: p.shape for name, p in model.state_dict().items()}
     found: dict[str, torch.Tensor] = {}
+    head: torch.Tensor | None = None
     for file in _weight_files(Path(path)):
         for name, tensor in _read_tensors(file).items():
             if name == "lm_head.weight" and config.tied:
-                continue  # transformers 4 wrote it beside the embedding that it equals
+                head = tensor  # transformers 4 wrote it beside the embedding that it equals
+                continue
+            if name.endswith("rotary_emb.inv_freq"):
+                continue  # older ones wrote these as well, which config.json says
             if name not in wanted:
                 raise CheckpointError(f"{file}: unexpected tensor {name}")
             if tensor.shape != wanted[name]:
@@ -59,6 +63,10 @@ def load_decoder(path: str | Path) -> Decoder:
     missing = [name for name in wanted if name not in found]
     if missing:
         raise CheckpointError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
+    if head is not None and not torch.equal(head, found["model.embed_tokens.weight"]):
+        raise CheckpointError(
+            f"{path}: lm_head.weight is not the embedding, though config.json says tie_word_embeddings"
+        )
     model.load_state_dict(found, assign=True)
     return model.requires_grad_(True)
 
@@ -99,7 +107,7 @@ def _clear_leftovers(target: Path, part: Path, old: Path) -> None:
 
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / INDEX
-    if not index.exists():
+    if not index.exists() or (directory / WEIGHTS).exists():  # transformers' order
         return [directory / WEIGHTS]
     shards = _read_object(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
