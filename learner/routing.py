@@ -32,20 +32,23 @@ def routing_for(model: Decoder, batch: PackedBatch, replay: bool) -> Routing | N
     return Routing(batch.routes if replay else None)
 
 
-def routed(routing: Routing, batch: PackedBatch, config: DecoderConfig) -> Routed:
-    """What the forward of `batch` left in `routing`, of the layers that ran, at the positions that predict a
-    token that counts."""
+def routed(routing: Routing, batch: PackedBatch, config: DecoderConfig, first: int = 0) -> Routed:
+    """What the forward of `batch` left in `routing`, of the layers and the tokens that ran, `first` and those
+    after it, at the positions that predict a token that counts."""
     assert config.experts
-    at = batch.predict[batch.mask]
     layers = sorted(routing.own)
-    probs = torch.stack([routing.probs[layer][at].sum(0) for layer in layers])
+    at = batch.predict[batch.mask]
+    if first or len(routing.own[layers[0]]) < len(batch.token_ids):
+        at = at[(at >= first) & (at < first + len(routing.own[layers[0]]))]
+    here = at - first
+    probs = torch.stack([routing.probs[layer][here].sum(0) for layer in layers])
     taken = torch.stack(
         [
-            torch.bincount(routing.taken[layer][at].flatten(), minlength=config.experts.count)
+            torch.bincount(routing.taken[layer][here].flatten(), minlength=config.experts.count)
             for layer in layers
         ]
     )
-    own = torch.stack([routing.own[layer][at] for layer in layers], 1)
+    own = torch.stack([routing.own[layer][here] for layer in layers], 1)
     recorded = None if batch.routes is None else batch.routes[at][:, layers]
     return Routed(_disagreement(own, recorded), probs, taken.float())
 

@@ -254,6 +254,11 @@ ROUTES = ["learner.routing_replay=true", "learner.router_aux_coef=0.1"]
 EXPERTS = {
     "shared": ("moe", ["learner.backend.experts=2", *ROUTES, *CRITIC, SHARES]),
     "on all": ("moe", [REFERENCE]),
+    "tensor": ("sparse", ["learner.backend.tensor=2", *ROUTES, REFERENCE, *CRITIC, SHARES]),
+    "tensor, shared": (
+        "moe",
+        ["learner.backend={tensor=2, experts=2}", "learner.recompute=true", *CRITIC, SHARED],
+    ),
     # Both stages have experts, and tell the loss of them.
     "pipeline": ("sparse", ["learner.backend.pipeline=2", *ROUTES, REFERENCE, *CRITIC, SHARES]),
 }
@@ -426,7 +431,6 @@ def test_experts_are_shared_out_in_their_order():
 @pytest.mark.parametrize(
     ("setting", "name"),
     [
-        ("learner.backend.tensor=2", "learner.backend.tensor"),
         ("learner.backend.experts=3", "experts = 3 does not divide"),
         ("learner.precision=qarl", "learner.precision"),
         ("learner.dtype=bfloat16", "learner.dtype"),
@@ -449,8 +453,8 @@ def test_ranks_that_do_not_fill_the_processes_are_refused(make_run, monkeypatch)
     with pytest.raises(ConfigError, match="tensor = 2 times pipeline = 2 does not divide 6"):
         require(backend, 6)
     require(backend, 8)
-    shared = make_run("learner.backend={type='megatron', tensor=2, experts=2}").learner.backend
-    with pytest.raises(ConfigError, match="experts = 2 does not divide 3 data parallel"):
+    shared = make_run("learner.backend={type='megatron', pipeline=2, experts=2}").learner.backend
+    with pytest.raises(ConfigError, match="experts = 2 does not divide the 3 processes of a"):
         require(shared, 6)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'areal-q\[megatron\]'"):

@@ -186,7 +186,7 @@ class MegatronBackend(_Settings, frozen=True, kw_only=True, tag_field="type", ta
     pipeline: Count = 1
     """Processes that share the layers"""
     experts: Count = 1
-    """Of the data parallel processes, so many share the experts of a mixture"""
+    """Of the processes that have the same layers, so many share the experts of a mixture"""
 
 
 BackendConfig = TorchBackend | MegatronBackend

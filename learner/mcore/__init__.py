@@ -29,8 +29,8 @@ def require(backend: MegatronBackend, size: int) -> None:
             f"learner.backend: tensor = {backend.tensor} times pipeline = {backend.pipeline} "
             f"does not divide {size} processes"
         )
-    if size // (backend.tensor * backend.pipeline) % backend.experts:
+    if size // backend.pipeline % backend.experts:
         raise ConfigError(
-            f"learner.backend.experts = {backend.experts} does not divide "
-            f"{size // (backend.tensor * backend.pipeline)} data parallel processes"
+            f"learner.backend.experts = {backend.experts} does not divide the "
+            f"{size // backend.pipeline} processes of a pipeline's stage"
         )

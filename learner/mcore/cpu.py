@@ -59,6 +59,7 @@ def cuda_or_cpu() -> Iterator[None]:
 
     stands_for = {
         (torch.cuda, "current_device"): lambda: torch.device("cpu"),
+        (torch.cuda, "get_rng_state"): lambda *_: torch.get_rng_state(),
         (torch.cuda, "synchronize"): lambda *_, **__: None,
         (torch.cuda, "Stream"): lambda *_, **__: _STREAM,
         (torch.cuda, "current_stream"): lambda *_, **__: _STREAM,

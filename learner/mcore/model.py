@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import get_tensor_model_parallel_rank
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,7 +24,7 @@ from torch import Tensor, nn
 from areal_q.config.run import Precision
 from areal_q.models import DecoderConfig, PackedLayout
 from areal_q.models.decoder import packed_attention
-from areal_q.models.moe import Routing
+from areal_q.models.moe import UNRECORDED, Routing
 from areal_q.models.rounding import RoundedNorm, straight
 from learner.batch import PackedBatch
 from learner.mcore.aligned import Column, Row
@@ -54,9 +57,40 @@ class Attention(nn.Module):
         packed_seq_params: Packed,
         **_: Any,
     ) -> Tensor:
-        assert packed_seq_params.layout is not None
-        q, k, v = (x.squeeze(1) for x in (query, key, value))
-        return packed_attention(q, k, v, packed_seq_params.layout).flatten(-2).unsqueeze(1)
+        layout = packed_seq_params.layout
+        assert layout is not None
+        count = len(layout.positions)
+        q, k, v = (x[:count].squeeze(1) for x in (query, key, value))
+        out = packed_attention(q, k, v, layout).flatten(-2).unsqueeze(1)
+        padding = len(query) - count
+        return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Of a micro-batch's tokens, those whose hidden states this rank has between attention and experts: all of
+    them, or as many as every other tensor-parallel rank. Example: 7 tokens over 2 ranks are 4 and 3 with one of
+    padding."""
+
+    first: int
+    size: int
+    padding: int
+    """After the last token, on the last rank or several"""
+
+    @classmethod
+    def of(cls, count: int, config: TransformerConfig) -> "Portion":
+        if not config.sequence_parallel:
+            return cls(0, count, 0)
+        ranks = config.tensor_model_parallel_size
+        size = -(-count // ranks)
+        return cls(get_tensor_model_parallel_rank() * size, size, size * ranks - count)
+
+    def routing(self, routes: Tensor | None) -> Routing:
+        """`routes` of all tokens, [N, L, K]"""
+        if routes is not None and self.size < len(routes):
+            padded = F.pad(routes, (0, 0, 0, 0, 0, self.padding), value=UNRECORDED)
+            routes = padded[self.first : self.first + self.size]
+        return Routing(routes)
 
 
 class Norm(RoundedNorm):
@@ -66,6 +100,7 @@ class Norm(RoundedNorm):
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
     ) -> None:
         super().__init__(hidden_size, eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if self.rounds_rest else nn.RMSNorm.forward(self, x)
@@ -112,9 +147,13 @@ class Policy(GPTModel):
                 module.rounds_rest = rounds_rest
             if isinstance(module, Column | Row):
                 module.flow = precision == "jet"
-        if lora:
-            for name, p in self.named_parameters():
+        apart = config.sequence_parallel or config.expert_model_parallel_size > 1
+        for name, p in self.named_parameters():
+            if lora:
                 p.requires_grad_(".lora_" in name)
+            if ".local_experts." in name:
+                # Megatron forgets that tensor-parallel ranks have each their own tokens for one expert.
+                p.allreduce = not apart  # type: ignore[attr-defined]
         self.frequencies = torch.tensor(shape.inverse_frequencies(), dtype=torch.float32)
 
     def set_input_tensor(self, tensors: list[Any]) -> None:
@@ -122,21 +161,19 @@ class Policy(GPTModel):
         (self._came,) = tensors
 
     def forward(self, batch: PackedBatch) -> Tensor:  # type: ignore[override]
-        """Hidden states [N, 1, D] that leave this stage; after the final norm, if it is the last. Else what
-        routers told stands below them."""
-        routing = Routing(batch.routes if self.replay else None)
+        """Hidden states [N, 1, D] that leave this stage, after the final norm, if it is the last. Else those of
+        this rank's portion, and what routers told below them."""
+        own = Portion.of(len(batch.token_ids), self.config)
+        routing = own.routing(batch.routes if self.replay else None)
         for router in self.routers:
             router.routing = routing
-        count, positions = len(batch.token_ids), batch.layout.positions
+        positions = F.pad(batch.layout.positions, (0, own.padding))
         told, x = silence(self.shape, positions.device), None
         if self.pre_process:
-            x = self._acting(self.embedding(batch.token_ids[None], positions[None]))
-            if self.config.recompute_granularity and torch.is_grad_enabled():
-                # A layer that runs again has gradients only where its input has one.
-                x.requires_grad_()
+            x = self._embedded(F.pad(batch.token_ids, (0, own.padding)), positions)
         else:
-            self.decoder.set_input_tensor(self._came[:count])
-            told = told + unstacked(self._came[count:], len(told))
+            self.decoder.set_input_tensor(self._came[: own.size])
+            told = told + unstacked(self._came[own.size :], len(told))
         angles = torch.outer(positions.float(), self.frequencies.to(positions.device))
         hidden = self.decoder(
             hidden_states=x,
@@ -145,11 +182,21 @@ class Policy(GPTModel):
             packed_seq_params=Packed(layout=batch.layout),
         )
         if self.routers:
-            told = told + tell(routing, batch, self.shape)
-        if self.post_process:
-            self.told = told
-            return hidden
-        return torch.cat([hidden, stacked(told, hidden)]) if len(told) else hidden
+            told = told + tell(routing, batch, self.shape, own.first)
+        if not self.post_process:
+            return torch.cat([hidden, stacked(told, hidden)]) if len(told) else hidden
+        self.told = told
+        if self.config.sequence_parallel:
+            # Whatever comes of them has the whole gradient on every rank.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return hidden[: len(batch.token_ids)]
+
+    def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self._acting(self.embedding(token_ids[None], positions[None]))
+        if self.config.recompute_granularity and torch.is_grad_enabled():
+            # A layer that runs again has gradients only where its input has one.
+            x.requires_grad_()
+        return x
 
     @property
     def head(self) -> Tensor:

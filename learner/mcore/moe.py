@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -38,6 +39,7 @@ class Router(nn.Module):
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_moe_experts, config.hidden_size))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def set_layer_number(self, number: int) -> None:
         """Megatron counts all layers, from 1."""
@@ -63,16 +65,18 @@ def silence(shape: DecoderConfig, device: torch.device) -> Tensor:
     return torch.zeros(told_size(shape), device=device)
 
 
-def tell(routing: Routing, batch: PackedBatch, shape: DecoderConfig) -> Tensor:
-    """float32 [told_size], 0 for the layers of other stages; the probabilities with gradient."""
+def tell(routing: Routing, batch: PackedBatch, shape: DecoderConfig, first: int) -> Tensor:
+    """float32 [told_size], 0 for the layers of other stages; the probabilities with gradient. Tokens of this
+    rank's routers begin with `first`. Collective over tensor-parallel ranks."""
     assert shape.experts
-    own = routed(routing, batch, shape)
+    own = routed(routing, batch, shape, first)
     layers = torch.tensor(sorted(routing.own), device=own.probs.device)
     sums = own.probs.new_zeros(2, len(shape.sparse_layers), shape.experts.count)
     sums = sums.index_add(1, layers, torch.stack([own.probs, own.taken]))
     differ = own.metrics.get(DISAGREEMENT, Mean(0, 0))
     assert isinstance(differ, Mean)
-    return torch.cat([sums.flatten(), sums.new_tensor([differ.sum, differ.count])])
+    told = torch.cat([sums.flatten(), sums.new_tensor([differ.sum, differ.count])])
+    return reduce_from_tensor_model_parallel_region(told)
 
 
 def heard(told: Tensor, batch: PackedBatch, shape: DecoderConfig) -> Routed:

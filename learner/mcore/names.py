@@ -38,7 +38,7 @@ class Entry:
     copy: bool = False
     """Whether another stage has the same: the head of tied embeddings"""
     owner: int | None = None
-    """Of the ranks that share experts, the one that has this; None: all"""
+    """Of the ranks that share experts, the one that has this, whole; None: all have it, or a part of it"""
 
 
 def entries(config: DecoderConfig, stages: int, owners: int = 1) -> Iterator[Entry]:

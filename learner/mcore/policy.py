@@ -286,10 +286,12 @@ def megatron_shard(begin: Begin, run: Run, ranks: Ranks, whole: Trainer | None) 
         run = msgspec.structs.replace(run, learner=cfg)
     with cuda_or_cpu():
         ps.initialize_model_parallel(
-            backend.tensor, backend.pipeline, expert_model_parallel_size=backend.experts
+            backend.tensor,
+            backend.pipeline,
+            expert_model_parallel_size=backend.experts,
+            expert_tensor_parallel_size=1,
         )
-        if cfg.device.startswith("cuda"):
-            tensor_parallel.model_parallel_cuda_manual_seed(run.seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(run.seed)
         shard = MegatronShard(DecoderConfig.from_hf(begin.model), begin, run)
         shard.load(begin, ranks, whole)
     return shard

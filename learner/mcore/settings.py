@@ -82,7 +82,6 @@ def _sparse(shape: DecoderConfig, cfg: LearnerConfig, backend: MegatronBackend) 
     experts = shape.experts
     assert experts
     for name, asked in {
-        "learner.backend.tensor": backend.tensor > 1,
         "learner.precision": cfg.precision != "full",
         "learner.dtype": cfg.dtype != "float32",
         "learner.recompute with learner.router_aux_coef": cfg.recompute and cfg.router_aux_coef > 0,
@@ -100,6 +99,9 @@ def _sparse(shape: DecoderConfig, cfg: LearnerConfig, backend: MegatronBackend) 
         "moe_layer_freq": [int(i in shape.sparse_layers) for i in range(shape.layers)],
         "moe_router_load_balancing_type": "none",
         "expert_model_parallel_size": backend.experts,
+        # Tensor-parallel ranks send tokens to experts, too: each of them its own.
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": backend.tensor > 1,
     }
 
 

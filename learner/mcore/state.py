@@ -49,7 +49,8 @@ class Places:
         for entry in self.plan:
             sources = [_spread(name, whole, shapes) for name in entry.sources]
             if self.here(entry):
-                yield self.own[entry.name], entry.part(sources, self.rank, self.size)
+                place = (self.rank, self.size) if entry.owner is None else (0, 1)
+                yield self.own[entry.name], entry.part(sources, *place)
 
     def gather(self, read: Read, whole: Mapping[str, Tensor] | None) -> None:
         """What `read` gives for each parameter, of its shape and float32, into rank 0's `whole`. Collective."""
@@ -72,7 +73,9 @@ class Places:
 
     def whole(self, entry: Entry, read: Read) -> list[Tensor]:
         """The sources of `entry`, of this stage, from what `read` gives. Collective over the stage's ranks."""
-        return [t.contiguous() for t in entry.whole(self.shards(read(self.own[entry.name])))]
+        own = read(self.own[entry.name])
+        parts = self.shards(own) if entry.owner is None else [own]
+        return [t.contiguous() for t in entry.whole(parts)]
 
     def here(self, entry: Entry) -> bool:
         return entry.stage == self.stage and entry.owner in (None, self.owner)
