@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from areal_q.errors import CheckpointError
+from areal_q.errors import CheckpointError, QuantizationError
 from areal_q.models import load_decoder
 from areal_q.quant import quantize_state
 from areal_q.quant.checkpoint import write_checkpoint
@@ -30,13 +30,16 @@ def quantize(source: Path, target: Path, format: str, dtype: torch.dtype) -> tup
 
     `dtype` is that of all that stays unquantized (norms, embeddings, head, biases). The quantized
     tensors are those that a learner with these weights publishes, bit for bit. Raises CheckpointError
-    when `target` exists or `source` is no model.
+    when `target` exists, `source` is no model, or one of its tensors has no place in the format.
     """
     if target.exists():
         raise CheckpointError(f"{target}: exists already")
     model = load_decoder(source)
     state = model.state_dict()
-    published = quantize_state(state, format)
+    try:
+        published = quantize_state(state, format)
+    except QuantizationError as error:
+        raise CheckpointError(f"{source}: {error}") from error
     tensors = {
         name: tensor.to(dtype) if name in state and tensor.dtype == torch.float32 else tensor
         for name, tensor in published.items()

@@ -1,6 +1,7 @@
 """Checkpoints, both ways, against transformers: same tensors, same logits."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,13 @@ def test_a_misshapen_tensor_is_named(saved: Path) -> None:
     assert_refused(saved, r"model\.norm\.weight is \[7\], config\.json says \[32\]")
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_tensor_that_is_not_finite_is_named(saved: Path, name: str, value: float) -> None:
+    edit(saved, lambda t: t | {name: t[name].index_fill(0, torch.tensor([3]), value)})
+    assert_refused(saved, rf"model\.safetensors: {name} holds NaN or an infinity")
+
+
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
 def test_a_truncated_file_is_named(saved: Path, keep: int) -> None:
     file = saved / "model.safetensors"
@@ -367,6 +375,7 @@ def test_a_truncated_file_is_named(saved: Path, keep: int) -> None:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
         ({"is_causal": False}, "is_causal false is not implemented"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"num_attention_heads": 0, "head_dim": None}, "by zero"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' is not implemented"),
         ({"rope_scaling": {"full_attention": {"rope_type": "yarn"}}}, "RoPE of a kind of layer"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "'llama3' with factor = None"),

@@ -31,14 +31,15 @@ def load_config(path: str | Path) -> DecoderConfig:
         return msgspec.convert(msgspec.to_builtins(config), DecoderConfig)
     except KeyError as error:
         raise CheckpointError(f"{file}: {error.args[0]!r} is missing") from error
-    except (ValueError, msgspec.ValidationError, TypeError, OverflowError) as error:
+    except (ValueError, msgspec.ValidationError, TypeError, ArithmeticError) as error:
         raise CheckpointError(f"{file}: {error}") from error
 
 
 def load_decoder(path: str | Path) -> Decoder:
     """The model in directory `path`, in float32 whatever it was stored in, on the CPU.
 
-    Raises CheckpointError naming the file, and the tensor that is missing, unexpected or misshapen.
+    Raises CheckpointError naming the file, and the tensor that is missing, unexpected, misshapen or not
+    finite.
     """
     config = load_config(path)
     with torch.device("meta"):
@@ -59,6 +60,8 @@ def load_decoder(path: str | Path) -> Decoder:
                 raise CheckpointError(
                     f"{file}: {name} is {list(tensor.shape)}, config.json says {list(wanted[name])}"
                 )
+            if not _finite(tensor):
+                raise CheckpointError(f"{file}: {name} holds NaN or an infinity")
             found[name] = tensor
     missing = [name for name in wanted if name not in found]
     if missing:
@@ -127,6 +130,11 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
             return {name: tensors.get_tensor(name).float() for name in tensors.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file}: {error}") from error
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    # One pass that allocates nothing: isfinite() would hold another copy of a large model's embedding.
+    return tensor.numel() == 0 or all(end.isfinite() for end in tensor.aminmax())
 
 
 def _read_object(file: Path) -> dict[str, Any]:
