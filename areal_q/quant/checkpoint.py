@@ -2,7 +2,8 @@
 
 Published tensors carry the names and layouts of a public checkpoint format already; what a checkpoint
 adds is the table `quantization_config` that tells a loader so. For everything but fp8 blocks that is
-compressed-tensors' (its `QuantizationConfig`, version 0.20): one group of all linears, the head left out.
+compressed-tensors' (its `QuantizationConfig`, version 0.20): one group of all linears, without head and
+routers.
 """
 
 import json
@@ -31,7 +32,6 @@ def _compressed(layout: str, weights: Table, activations: Table | None = None) -
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "format": layout,
-        "ignore": ["lm_head"],
         "config_groups": {"group_0": group},
     }
 
@@ -55,10 +55,10 @@ QUANTIZATION_CONFIGS: dict[str, Table | None] = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
-        "ignored_layers": ["lm_head"],
     },
 }
-"""`quantization_config` of each format that engines other than ours load; bf16 needs none"""
+"""`quantization_config` of each format that engines other than ours load, but for what it leaves out; bf16
+needs none"""
 
 
 def write_checkpoint(
@@ -74,12 +74,19 @@ def write_checkpoint(
         raise CheckpointError(
             f"format {format!r} has no checkpoint layout; those that have: {known}"
         )
-    config = DecoderConfig.from_hf(model).to_hf()
+    shape = DecoderConfig.from_hf(model)
+    config = shape.to_hf()
     rest = tensors["model.embed_tokens.weight"].dtype
     config["torch_dtype"] = str(rest).removeprefix("torch.")
     if (quantization := QUANTIZATION_CONFIGS[format]) is not None:
-        config["quantization_config"] = quantization
+        left_out = "ignored_layers" if quantization["quant_method"] == "fp8" else "ignore"
+        config["quantization_config"] = {**quantization, left_out: _unquantized(shape)}
     target = Path(directory)
     (target / "config.json").write_bytes(msgspec.json.format(json.dumps(config).encode(), indent=2))
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def _unquantized(model: DecoderConfig) -> list[str]:
+    """The linears that no format quantizes, in full: vLLM matches a bare `gate` to none in fp8."""
+    return ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in model.sparse_layers)]
