@@ -10,13 +10,13 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from areal_q.config import Sampling
-from areal_q.errors import ConfigError, RecordError
+from areal_q.errors import ConfigError, RecordError, TaskError
 from areal_q.tasks import Tokenizer
 from rollout.endpoint_reply import Reply
 from rollout.endpoint_schema import (
@@ -25,6 +25,7 @@ from rollout.endpoint_schema import (
     CompletionBody,
     RewardBody,
     Told,
+    decoded,
 )
 from rollout.engines.base import Completion, Engine, Request, TokenCallback
 from rollout.engines.stops import strings
@@ -35,6 +36,8 @@ HEADER = "X-Episode"
 KNOBS = ("temperature", "top_k", "top_p", "min_p")
 MAX_BODY_BYTES = 16 << 20
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+B = TypeVar("B", CompletionBody, ChatBody)
+Tokens = asyncio.Queue[tuple[int, int, float] | None]
 
 
 class Endpoint:
@@ -108,15 +111,17 @@ class Endpoint:
                 return self._refused(401, "authentication_error", "wrong or missing bearer token")
         try:
             return await handler(request)
-        except (RecordError, msgspec.ValidationError, msgspec.DecodeError) as error:
+        except (RecordError, TaskError, msgspec.DecodeError) as error:
             return self._refused(400, "invalid_request_error", str(error))
+        except self._web.HTTPException as error:
+            return self._refused(error.status, "invalid_request_error", error.text or error.reason)
 
     async def _models(self, request: Any) -> Any:
         data = [{"id": self._model, "object": "model", "created": 0, "owned_by": "areal-q"}]
         return self._json({"object": "list", "data": data, "version": self._engine.version})
 
     async def _completions(self, request: Any) -> Any:
-        body = msgspec.json.decode(await request.read(), type=CompletionBody)
+        body = await self._body(request, CompletionBody)
         episode = self._episode(request)
         given: list[int] = []
         if episode is not None:
@@ -136,7 +141,7 @@ class Endpoint:
         return await self._answer(request, body, prompt, given, episode, record)
 
     async def _chat(self, request: Any) -> Any:
-        body = msgspec.json.decode(await request.read(), type=ChatBody)
+        body = await self._body(request, ChatBody)
         episode = self._episode(request)
         given: list[int] = []
         messages = [m.plain() for m in body.messages]
@@ -151,6 +156,13 @@ class Endpoint:
                 episode.messages = [*messages, {"role": "assistant", "content": told.text}]
 
         return await self._answer(request, body, prompt, given, episode, record)
+
+    async def _body(self, request: Any, type: type[B]) -> B:
+        """Raises HTTPNotFound for another model than the run's; none named is that one."""
+        body = decoded(await request.read(), type)
+        if body.model not in ("", self._model):
+            raise self._web.HTTPNotFound(text=f"no model {body.model!r} here, but {self._model!r}")
+        return body
 
     def _episode(self, request: Any) -> Episode | None:
         id = request.headers.get(HEADER)
@@ -183,8 +195,8 @@ class Endpoint:
         episode: Episode | None,
         record: Callable[[Told], None],
     ) -> Any:
-        if not prompt or not all(type(i) is int and i >= 0 for i in prompt):
-            raise RecordError("the prompt is empty, or has an id that is none")
+        if not prompt:
+            raise RecordError("the prompt is empty")
         sampling = self._sampling_of(body, episode)
         stops = frozenset([self._tokenizer.eos_id, *(body.stop_token_ids or ())])
         # In an episode the text must say all that is recorded, or the next turn could not extend it.
@@ -214,11 +226,19 @@ class Endpoint:
 
     async def _stream(self, request: Any, reply: Reply, generate: Any, record: Any) -> Any:
         """Server-sent events: a chunk a token, then one with the reason and the versions."""
-        tokens: asyncio.Queue[tuple[int, int, float] | None] = asyncio.Queue()
+        tokens: Tokens = asyncio.Queue()
         task = asyncio.ensure_future(
             generate(lambda index, token, logprob: tokens.put_nowait((index, token, logprob)))
         )
         task.add_done_callback(lambda _: tokens.put_nowait(None))
+        try:  # whoever asked may leave at any moment, before the first token too
+            return await self._events(request, reply, tokens, task, record)
+        finally:
+            task.cancel()
+
+    async def _events(
+        self, request: Any, reply: Reply, tokens: Tokens, task: "asyncio.Future[Any]", record: Any
+    ) -> Any:
         first = await tokens.get()
         if first is None:
             completions = await task  # it failed before its first token: an ordinary refusal
@@ -234,12 +254,12 @@ class Endpoint:
         except RecordError as error:  # the headers are gone already
             await _event(response, {"error": {"message": str(error), "type": "server_error"}})
             return response
-        finally:
-            task.cancel()
         told = [reply.told(c, i) for i, c in enumerate(completions)]
         record(told[0])
         for one in told:
             await _event(response, reply.last(one))
+        if reply.counts:
+            await _event(response, reply.counted(told))
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -262,7 +282,7 @@ class Endpoint:
 
     async def _begin(self, request: Any) -> Any:
         data = await request.read()
-        body = msgspec.json.decode(data, type=Begin) if data else Begin()
+        body = decoded(data, Begin) if data else Begin()
         episode = await self._required().begin(body.timeout_s)
         if episode is None:
             return self._refused(503, "unavailable", "no ticket came: ask again")
@@ -280,7 +300,7 @@ class Endpoint:
         )
 
     async def _reward(self, request: Any) -> Any:
-        body = msgspec.json.decode(await request.read(), type=RewardBody)
+        body = decoded(await request.read(), RewardBody)
         body.check()
         episodes = self._required()
         episode = episodes.find(request.match_info["id"])

@@ -43,6 +43,7 @@ class Reply:
             "model": model,
         }
         self._hidden = hidden
+        self.counts = body.stream_options is not None and body.stream_options.include_usage
         self._streams: dict[int, TextStream] = {}
         self._text: dict[int, str] = {}
         self._sent: dict[int, int] = {}
@@ -62,13 +63,19 @@ class Reply:
     def whole(self, told: list[Told]) -> dict[str, Any]:
         make = chat_choice if self._chat else completion_choice
         choices = [make(t, self._logprobs) for t in told]
-        found = usage(len(self._prompt), sum(len(t.ids) for t in told))
         return {
             **self._head,
             "choices": choices,
-            "usage": found,
+            "usage": self._usage(told),
             "prompt_token_ids": self._prompt,
         }
+
+    def counted(self, told: list[Told]) -> dict[str, Any]:
+        """The last chunk of a stream that was asked to count."""
+        return {**self._of_stream(), "choices": [], "usage": self._usage(told)}
+
+    def _usage(self, told: list[Told]) -> dict[str, int]:
+        return usage(len(self._prompt), sum(len(t.ids) for t in told))
 
     def chunk(self, index: int, token: int, logprob: float) -> dict[str, Any] | None:
         """One token's; its text waits while it ends in the middle of a character, or like a hidden stop
@@ -83,6 +90,7 @@ class Reply:
         one = Told(
             index=index,
             text=new,
+            offset=sent,
             ids=[token],
             pieces=[self._tokenizer.decode([token])],
             logprobs=[logprob],
@@ -100,10 +108,10 @@ class Reply:
         choice = make(told, self._logprobs)
         if self._chat:
             choice["delta"] = choice.pop("message")
-        head = dict(self._head)
-        if self._chat:
-            head["object"] = "chat.completion.chunk"
-        return {**head, "choices": [choice]}
+        return {**self._of_stream(), "choices": [choice]}
+
+    def _of_stream(self) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk"} if self._chat else self._head
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([i for i in ids if i != self._tokenizer.eos_id])

@@ -1,8 +1,10 @@
 """What the endpoint takes and gives: OpenAI's fields, and beside them `token_ids` and `versions`."""
 
 import math
-from typing import Annotated, Any, Literal
+from itertools import accumulate
+from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 from msgspec import Meta, Struct
 
 from areal_q.errors import RecordError
@@ -10,10 +12,28 @@ from areal_q.errors import RecordError
 Stop = Annotated[str, Meta(min_length=1)]
 Stops = Stop | list[Stop] | None
 MAX_CHOICES = 64
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Zero = Annotated[float, Meta(ge=0, le=0)]
+One = Annotated[float, Meta(ge=1, le=1)]
+Empty = Annotated[list[Any], Meta(max_length=0)] | Annotated[dict[str, Any], Meta(max_length=0)]
+T = TypeVar("T")
+
+
+def decoded(data: bytes, type: type[T]) -> T:
+    """Raises DecodeError for what is no JSON, and ValidationError, which is one, for what is no `type`."""
+    try:
+        return msgspec.json.decode(data, type=type)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(f"JSON is malformed: {error}") from error
+
+
+class StreamOptions(Struct):
+    include_usage: bool = False
 
 
 class _Body(Struct, kw_only=True):
-    """Fields that are not here are passed over, as OpenAI's own clients send many."""
+    """Fields that are not here are passed over, as OpenAI's own clients send many. Of those that would change
+    what is drawn, and are not implemented, only the neutral value is taken."""
 
     model: str = ""
     temperature: Annotated[float, Meta(ge=0)] | None = None
@@ -26,6 +46,11 @@ class _Body(Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     stream: bool = False
+    stream_options: StreamOptions | None = None
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
+    repetition_penalty: One | None = None
+    logit_bias: Empty | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
 
     @property
@@ -34,7 +59,15 @@ class _Body(Struct, kw_only=True):
 
 
 class CompletionBody(_Body, kw_only=True):
-    prompt: str | list[int]
+    prompt: str | list[TokenId]
+    best_of: One | None = None
+    suffix: Annotated[str, Meta(max_length=0)] | None = None
+    echo: bool = False
+
+    def __post_init__(self) -> None:
+        if self.echo:
+            raise ValueError("`echo` is not implemented")
+
     logprobs: Annotated[int, Meta(ge=0)] | None = None
 
     @property
@@ -42,16 +75,26 @@ class CompletionBody(_Body, kw_only=True):
         return self.max_tokens
 
 
+class TextPart(Struct, tag_field="type", tag="text"):
+    text: str
+
+
 class Message(Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str = ""
+    content: str | list[TextPart] | None = ""
 
     def plain(self) -> dict[str, str]:
-        return {"role": self.role, "content": self.content}
+        said = self.content or ""
+        return {"role": self.role, "content": said if isinstance(said, str) else _joined(said)}
+
+
+def _joined(parts: list[TextPart]) -> str:
+    return "".join(part.text for part in parts)
 
 
 class ChatBody(_Body, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
+    tools: Empty | None = None
     logprobs: bool | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
 
@@ -81,6 +124,8 @@ class Told(Struct, frozen=True, kw_only=True):
 
     index: int
     text: str
+    offset: int = 0
+    """Characters that were said before"""
     ids: list[int]
     pieces: list[str]
     """The text of each token by itself"""
@@ -92,7 +137,8 @@ class Told(Struct, frozen=True, kw_only=True):
 
 def completion_choice(told: Told, logprobs: bool) -> dict[str, Any]:
     found = {"tokens": told.pieces, "token_logprobs": told.logprobs, "top_logprobs": None}
-    found["text_offset"] = [0] * len(told.ids)
+    offsets = accumulate(map(len, told.pieces), initial=told.offset)
+    found["text_offset"] = [*offsets][: len(told.ids)]
     return {**_common(told), "text": told.text, "logprobs": found if logprobs else None}
 
 

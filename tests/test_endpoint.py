@@ -1,8 +1,10 @@
 """The OpenAI-compatible endpoint, asked by OpenAI's own client over HTTP; episodes through a real Redis."""
 
 import asyncio
+import io
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from learner.feeder import Feeder
 from learner.fidelity import FidelityMeter
 from learner.publish import Publisher
 from rollout.build import room
-from rollout.endpoint import Endpoint
+from rollout.endpoint import MAX_BODY_BYTES, Endpoint
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
 from rollout.environments import Player, Response
@@ -88,6 +90,8 @@ def test_completions_have_log_probs_ids_and_versions(make_run: MakeRun):
                 assert len(choice.logprobs.token_logprobs) == len(choice.token_ids) >= 1
                 assert choice.versions == [3] * len(choice.token_ids)
                 assert "".join(choice.logprobs.tokens) == choice.text
+                lengths = [len(piece) for piece in choice.logprobs.tokens]
+                assert choice.logprobs.text_offset == [0, *accumulate(lengths[:-1])]
             assert reply.usage.prompt_tokens == 4
             by_ids: Any = await client.completions.create(
                 model="run", prompt=reply.prompt_token_ids, n=3, max_tokens=6, seed=5
@@ -201,13 +205,98 @@ def test_what_a_request_gets_wrong_is_told(make_run: MakeRun):
                 {"prompt": "1+2=", "max_tokens": 10_000},
                 {"prompt": ""},
                 {"prompt": [10_000]},
+                {"prompt": [2**40]},
+                {"prompt": [-1]},
+                {"prompt": "è"},
+                {"prompt": "1+2=", "frequency_penalty": 0.5},
+                {"prompt": "1+2=", "logit_bias": {"3": 5}},
+                {"prompt": "1+2=", "echo": True},
                 {"prompt": "1+2=", "n": 1000},
                 {"prompt": "1+2=", "extra_headers": {"X-Episode": "none"}},
             ]
             for wrong in refused:
                 with pytest.raises(openai.BadRequestError):
                     await client.completions.create(model="run", **wrong)
+            with pytest.raises(openai.NotFoundError, match="no model 'other' here, but 'run'"):
+                await client.completions.create(model="other", prompt="1+2=")
             assert (await client.completions.create(model="run", prompt="1+2=")).choices
+
+    run_async(work())
+
+
+@pytest.mark.parametrize(
+    "method, path, data, status",
+    [
+        ("POST", "completions", b'{"prompt": ', 400),
+        ("POST", "completions", b'{"prompt": "\xff"}', 400),
+        ("POST", "completions", b'{"x": ' + b"[" * 100_000, 400),
+        ("GET", "completions", b"", 405),
+        ("GET", "nothing", b"", 404),
+        ("POST", "completions", b" " * (MAX_BODY_BYTES + 1), 413),
+    ],
+    ids=["half", "no utf-8", "deep", "method", "path", "large"],
+)
+def test_what_is_no_request_is_told_in_openais_form(
+    make_run: MakeRun, method: str, path: str, data: bytes, status: int
+):
+    async def work() -> None:
+        async with (
+            serving(make_run(), build_engine(TorchEngine(slots=1))) as url,
+            aiohttp.ClientSession() as session,
+            session.request(method, f"{url}/{path}", data=io.BytesIO(data)) as reply,
+        ):
+            error = (await reply.json())["error"]
+            assert (reply.status, error["type"]) == (status, "invalid_request_error")
+            assert error["message"]
+
+    run_async(work())
+
+
+class Full:
+    """An engine whose slots are never free."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.asked, self.left = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, request: object, on_token: object = None) -> None:
+        self.asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.left.set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_before_the_first_token_leaves_nothing_in_the_engine(
+    make_run: MakeRun, stream: bool
+):
+    async def work() -> None:
+        engine: Any = Full()
+        async with serving(make_run(), engine) as url, aiohttp.ClientSession() as session:
+            body = {"prompt": "1+2=", "stream": stream}
+            asking = asyncio.create_task(session.post(f"{url}/completions", json=body).__aenter__())
+            await engine.asked.wait()
+            asking.cancel()
+            await asyncio.wait_for(engine.left.wait(), 20)
+
+    run_async(work())
+
+
+def test_a_message_may_come_in_parts_and_a_stream_can_count(make_run: MakeRun):
+    async def work() -> None:
+        async with asking(make_run()) as client:
+            create: Any = client.chat.completions.create
+            asked: dict[str, Any] = {"model": "run", "max_tokens": 6, "seed": 3}
+            whole = await create(**asked, messages=[{"role": "user", "content": "1+2="}])
+            parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "2="}]
+            said = [{"role": "assistant", "content": None}, {"role": "user", "content": parts}]
+            counting = {"stream": True, "stream_options": {"include_usage": True}}
+            chunks = [chunk async for chunk in await create(**asked, messages=said, **counting)]
+            text = "".join(chunk.choices[0].delta.content for chunk in chunks[:-1])
+            assert text == whole.choices[0].message.content
+            assert (chunks[-1].choices, chunks[-1].usage) == ([], whole.usage)
 
     run_async(work())
 
