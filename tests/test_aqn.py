@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from areal_q.config import Aqn, Run
+from areal_q.config import Aqn, Run, dump_toml, override, parse
 from areal_q.errors import ConfigError
 from areal_q.models.published import published_state
 from areal_q.quant.aqn import noise_of, sigma_of, with_noise
@@ -50,6 +50,15 @@ def test_stages_are_equal_parts_of_the_run():
     assert len({n.sigma for n in stages if n}) == 9
     assert stages[200] is not None and stages[200].sigma == sigma_of(Aqn(), 9)
     assert len({n.seed for n in stages if n}) == 181
+
+
+def test_a_run_that_goes_on_for_longer_keeps_the_noise_of_the_versions_it_had(make_run: MakeRun):
+    run = make_run("rollout.aqn={}", "steps=200")
+    again = override(parse(dump_toml(run), "config.toml"), "steps=900")
+    assert again.steps == 900
+    of_both = [[noise_of(r.rollout.aqn, v, r.steps, 0) for v in range(300)] for r in (run, again)]
+    assert of_both[0] == of_both[1]
+    assert make_run("rollout.aqn={steps=50}", "steps=200").rollout.aqn == Aqn(steps=50)
 
 
 def test_only_the_norms_before_q_k_v_and_gate_up_are_noisy_and_only_when_published(

@@ -71,9 +71,21 @@ def merge(base: Table, over: Table) -> Table:
 def _convert(table: Table, source: str) -> Run:
     table = merge(msgspec.to_builtins(Run()), table)
     try:
-        return _check(msgspec.convert(table, Run), source)
+        return _check(_with_schedule(msgspec.convert(table, Run)), source)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {error}") from error
+
+
+def _with_schedule(run: Run) -> Run:
+    """`run` whose noise has its length written out, since `steps` may change when a run resumes: what was
+    published before must stay what it was."""
+    aqn = run.rollout.aqn
+    if aqn is None or aqn.steps:
+        return run
+    rollout = msgspec.structs.replace(
+        run.rollout, aqn=msgspec.structs.replace(aqn, steps=run.steps)
+    )
+    return msgspec.structs.replace(run, rollout=rollout)
 
 
 def _check(run: Run, source: str) -> Run:

@@ -103,7 +103,9 @@ class Aqn(_Settings, frozen=True, kw_only=True):
     sigma_start: Positive = 1e-2
     sigma_end: Positive = 5e-4
     stages: Annotated[int, Meta(ge=3)] = 10
-    """Equal parts of the run; the first is without noise."""
+    """Equal parts of `steps`; the first is without noise."""
+    steps: Index = 0
+    """0: the run's, as it is begun. A run that goes on for longer stays in the last stage."""
     schedule: Literal["exponential", "exponential-attained", "linear", "cosine", "logarithmic"] = (
         "exponential"
     )

@@ -53,10 +53,10 @@ def sigma_of(cfg: Aqn, stage: int) -> float:
 
 
 def noise_of(cfg: Aqn | None, version: int, steps: int, seed: int) -> Noise | None:
-    """The noise of `version` of a run of so many steps; None for none. `seed` is the run's."""
+    """The noise of `version`; None for none. `steps`, where `cfg` has none, and `seed` are the run's."""
     if cfg is None:
         return None
-    sigma = sigma_of(cfg, min(version * cfg.stages // steps, cfg.stages - 1))
+    sigma = sigma_of(cfg, min(version * cfg.stages // (cfg.steps or steps), cfg.stages - 1))
     if sigma == 0:
         return None
     digest = hashlib.blake2b(f"aqn/{seed}/{version}".encode(), digest_size=8).digest()
