@@ -25,8 +25,10 @@ PATIENCE_S = 60.0
 MAX_PAUSE_S = 1.0
 SOCKET_TIMEOUT_S = 30.0
 """Above any BLOCK that we ask for, and long enough for a large record on a busy server."""
-CONNECTIONS = 4096
-"""Of one client at once, for all groups in flight of a worker; redis-py's own bound, 100, makes calls fail."""
+CONNECTIONS = 8
+"""Of a worker, whose groups in flight take turns: a command holds one for a moment. One for each of hundreds of
+groups would be a herd of TLS handshakes at every start, none done in time on a busy machine, and would fill
+Redis's `maxclients` with a few dozen workers."""
 
 
 def connect(url: str) -> redis.Redis:
@@ -34,7 +36,14 @@ def connect(url: str) -> redis.Redis:
 
 
 def connect_async(url: str) -> redis.asyncio.Redis:
-    return redis.asyncio.Redis.from_url(url, retry=AsyncRetry(NoBackoff(), 0), **_options(url))
+    pool = redis.asyncio.BlockingConnectionPool.from_url(
+        url,
+        max_connections=CONNECTIONS,
+        timeout=SOCKET_TIMEOUT_S,
+        retry=AsyncRetry(NoBackoff(), 0),
+        **_options(url),
+    )
+    return redis.asyncio.Redis.from_pool(pool)
 
 
 def _options(url: str) -> dict[str, Any]:
@@ -44,7 +53,6 @@ def _options(url: str) -> dict[str, Any]:
         "protocol": 2,
         "socket_timeout": SOCKET_TIMEOUT_S,
         "health_check_interval": 0,
-        "max_connections": CONNECTIONS,
     }
 
 

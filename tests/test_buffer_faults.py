@@ -21,7 +21,7 @@ from areal_q.config import Run
 from areal_q.messages import Group, Ticket
 from areal_q.metrics import read_metrics
 from areal_q.tasks import build_task, build_tokenizer
-from buffer.connection import connect_async
+from buffer.connection import CONNECTIONS, connect_async
 from buffer.keys import Keys
 from buffer.redis_buffer import LearnerBuffer, WorkerBuffer
 from buffer.server import RedisServer
@@ -385,12 +385,14 @@ def test_a_run_in_a_redis_that_is_too_small_checkpoints_before_its_time_and_ends
     assert [r["step"] for r in metrics if r["kind"] == "step"] == list(range(1, 41))
 
 
-def test_three_hundred_groups_in_flight_wait_for_no_connection(redis_url: str):
+def test_three_hundred_groups_in_flight_take_turns_on_a_few_connections(redis_url: str):
     async def main() -> None:
         client = connect_async(redis_url)
         try:
-            waiting = (client.blpop(["nothing"], timeout=1) for _ in range(300))
-            assert await asyncio.gather(*waiting) == [None] * 300
+            answers = await asyncio.gather(*(client.echo(str(i)) for i in range(300)))
+            assert answers == [str(i).encode() for i in range(300)]
+            connected = await client.client_list()
+            assert 1 < len(connected) <= CONNECTIONS + 1  # the fixture's
         finally:
             await client.aclose()
 
