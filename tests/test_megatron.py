@@ -353,7 +353,10 @@ LAYOUTS = {
     "tensor": (2, "wide", ["learner.backend.tensor=2"]),
     "pipeline": (2, "qwen3", ["learner.backend.pipeline=2"]),
     "data": (2, "llama", []),
+    "experts": (2, "moe", ["learner.backend.experts=2"]),
 }
+# Its weights' gradient is rounded by groups of an expert's tokens, here those of both ranks: codes turn.
+NOISY = ("experts, jet",)
 
 
 @needs_megatron
@@ -367,7 +370,7 @@ def test_a_forward_on_the_rollouts_numbers_is_that_of_torch_on_every_kind_of_ran
         tmp_path / f"{layout}, {name}": (run_of(shape, *settings, *more, *SMALL_STEPS), steps)
         for layout, (ranks, shape, more) in LAYOUTS.items()
         for name, settings in ALIGNED.items()
-        if ranks == size
+        if ranks == size and f"{layout}, {name}" not in NOISY
     }
     for (directory, (run, _)), (values, digest) in zip(
         jobs.items(), on_ranks(size, jobs), strict=True
@@ -432,7 +435,7 @@ def test_experts_are_shared_out_in_their_order():
     ("setting", "name"),
     [
         ("learner.backend.experts=3", "experts = 3 does not divide"),
-        ("learner.precision=qarl", "learner.precision"),
+        ("learner.precision=qarl learner.backend.tensor=2", "learner.backend.tensor with"),
         ("learner.dtype=bfloat16", "learner.dtype"),
         ("learner.recompute=true learner.router_aux_coef=0.1", "learner.recompute"),
     ],

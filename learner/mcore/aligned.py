@@ -11,7 +11,7 @@ from all of its inputs, with the very numbers of one process, and never sums wit
 
 Master weights stay Megatron's shards. `materialise` gathers them and quantizes them as they are published,
 scales and blocks across all shards; a rank keeps the rows that it computes with, and the first of a stage all,
-for rank 0 to publish (`gather_parts`).
+for rank 0 to publish (`gather_parts`). An expert is whole where it is.
 """
 # pyright: reportMissingImports=false
 
@@ -68,7 +68,7 @@ class _Aligned:
 
 
 class Column(_Aligned, ColumnParallelLinear):
-    """Outputs are shared out: x [N, 1, in] → [N, 1, this rank's outputs]."""
+    """Outputs are shared out: x [..., in] → [..., this rank's outputs]."""
 
     rounds_rest = False
     heights: list[int]
@@ -84,7 +84,7 @@ class Column(_Aligned, ColumnParallelLinear):
         return every[rank], _count(width, self.weight).chunk(n)[rank]
 
     def forward(self, input_: Tensor, *_: Any) -> tuple[Tensor, None]:
-        x, bias = input_.squeeze(1), self.bias
+        x, bias = input_.flatten(0, -2), self.bias
         if bias is not None and self.rounds_rest:
             bias = straight(bias)
         if self.flow:
@@ -93,7 +93,7 @@ class Column(_Aligned, ColumnParallelLinear):
         else:
             x = copy_to_tensor_model_parallel_region(x, self.tp_group)
             y = straight_through(x, self.weight, bias, self.product)
-        return y.unsqueeze(1), None
+        return y.view(*input_.shape[:-1], y.shape[-1]), None
 
     # Of Jet's flow
 
@@ -113,7 +113,7 @@ class Column(_Aligned, ColumnParallelLinear):
 
 
 class Row(_Aligned, RowParallelLinear):
-    """Inputs are shared out: x [N, 1, this rank's inputs] → [N, 1, out]. One source, no bias."""
+    """Inputs are shared out: x [..., this rank's inputs] → [..., out]. One source, no bias."""
 
     def share(self, entry: Entry, heights: list[int], width: int) -> tuple[Tensor, Tensor]:
         """This rank's outputs and its inputs, int64 each."""
@@ -122,12 +122,12 @@ class Row(_Aligned, RowParallelLinear):
         return _count(sum(heights), self.weight).chunk(n)[rank], self.inputs
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        x = input_.squeeze(1)
+        x = input_.flatten(0, -2)
         if self.flow:
             y: Tensor = _Flow.apply(x, self.weight, self)  # type: ignore[assignment]
         else:
             y = straight_through(x, self.weight, None, self._everywhere)
-        return y.unsqueeze(1), None
+        return y.view(*input_.shape[:-1], y.shape[-1]), None
 
     def _everywhere(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         return self.spread(self.product(self.gathered(x)))
@@ -201,19 +201,19 @@ def _names(entry: Entry) -> list[str]:
 
 @torch.no_grad()
 def materialise(module: nn.Module, places: Places, format: str) -> None:
-    """Quantizes this stage's present weights for its forward; to be called whenever they have changed.
+    """Quantizes the present weights that are here for the forward; to be called whenever they have changed.
     Collective over tensor-parallel ranks. Raises QuantizationError naming a tensor that is not finite."""
     for entry in _quantized(places):
         if not places.here(entry):
             continue
         linear = module.get_submodule(entry.name.removesuffix(".weight"))
         assert isinstance(linear, Column | Row)
-        whole = [w.contiguous() for w in entry.whole(places.shards(linear.weight))]
+        whole = places.whole(entry, lambda p: p)
         published = quantize_state(dict(zip(entry.sources, whole, strict=True)), format)
         parts = [parts_of(published, name, format) for name in _names(entry)]
         share = linear.share(entry, [len(w) for w in whole], whole[0].shape[1])
         linear.take(parts, format, *share)
-        if places.speaks:
+        if places.speaks_of(entry):
             linear.parts = parts
 
 
@@ -222,7 +222,7 @@ def gather_parts(module: nn.Module, places: Places, whole: Decoder | None) -> No
     targets = linears(whole) if whole else {}
     for entry in _quantized(places):
         linear: Any = None
-        if entry.stage == places.stage and places.speaks:
+        if places.here(entry) and places.speaks_of(entry):
             linear = module.get_submodule(entry.name.removesuffix(".weight"))
         for i, name in enumerate(_names(entry)):
             if whole is None:

@@ -29,7 +29,7 @@ from areal_q.models.rounding import RoundedNorm, straight
 from learner.batch import PackedBatch
 from learner.mcore.aligned import Column, Row
 from learner.mcore.lora import OnBase, specs
-from learner.mcore.moe import Router, silence, stacked, tell, unstacked
+from learner.mcore.moe import Experts, Router, silence, stacked, tell, unstacked
 from learner.mcore.names import padded
 
 
@@ -143,7 +143,7 @@ class Policy(GPTModel):
             assert shape.experts
             router.shape, router.layer = shape.experts, number
         for module in self.modules():
-            if isinstance(module, Norm | Column):
+            if isinstance(module, Norm | Column | Router):
                 module.rounds_rest = rounds_rest
             if isinstance(module, Column | Row):
                 module.flow = precision == "jet"
@@ -236,14 +236,14 @@ def _layer(
     layer = get_gpt_layer_local_spec(
         num_experts=experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
     )
-    attention = layer.submodules.self_attention.submodules
+    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
     attention.core_attention = Attention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = Norm
     if experts:
-        layer.submodules.mlp.submodules.router = Router
-    mlp = layer.submodules.mlp.submodules
+        mlp.router, mlp.experts.module = Router, Experts
+        mlp = mlp.experts.submodules
     if lora:
         for name, spec in specs(shape, lora).items():
             setattr(attention if hasattr(attention, name) else mlp, name, spec)

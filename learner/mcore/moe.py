@@ -16,13 +16,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from areal_q.algorithms import Routed
 from areal_q.algorithms.reducers import Mean, Metrics
-from areal_q.models.config import DecoderConfig, Experts
+from areal_q.models import config as shapes
+from areal_q.models.config import DecoderConfig
 from areal_q.models.moe import Routing, gates_of
+from areal_q.models.rounding import straight
 from learner.batch import PackedBatch
 from learner.routing import DISAGREEMENT, routed
 
@@ -30,11 +33,12 @@ from learner.routing import DISAGREEMENT, routed
 class Router(nn.Module):
     """In place of Megatron's own; `Policy` sets what is not Megatron's."""
 
-    shape: Experts
+    shape: shapes.Experts
     layer: int
     """Among the sparse ones"""
     routing: Routing | None = None
     """Of the batch that runs now"""
+    rounds_rest = False
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
@@ -46,12 +50,22 @@ class Router(nn.Module):
 
     def forward(self, hidden: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         """[N, 1, D] → gates float32 [N, E], 0 where not taken, and which are: bool [N, E]."""
-        probs = F.linear(hidden.squeeze(1).float(), self.weight.float()).softmax(-1)
+        weight = straight(self.weight) if self.rounds_rest else self.weight
+        probs = F.linear(hidden.squeeze(1).float(), weight.float()).softmax(-1)
         taken = probs.topk(self.shape.per_token, dim=-1).indices
         if self.routing is not None:
             taken = self.routing.choose(self.layer, probs, taken)
         gates = torch.zeros_like(probs).scatter(1, taken, gates_of(probs, taken, self.shape))
         return gates, torch.zeros_like(probs, dtype=torch.bool).scatter(1, taken, True)
+
+
+class Experts(SequentialMLP):
+    """This rank's. Gates multiply what an expert says: Megatron's multiply what its last linear is told, which
+    here may be quantized."""
+
+    def forward(self, x: Tensor, counts: Tensor, gates: Tensor) -> tuple[Tensor, None]:
+        y, _ = super().forward(x, counts, torch.ones_like(gates))
+        return y * gates.unsqueeze(-1), None
 
 
 def told_size(shape: DecoderConfig) -> int:

@@ -82,7 +82,8 @@ def _sparse(shape: DecoderConfig, cfg: LearnerConfig, backend: MegatronBackend) 
     experts = shape.experts
     assert experts
     for name, asked in {
-        "learner.precision": cfg.precision != "full",
+        "learner.backend.tensor with learner.precision": backend.tensor > 1
+        and cfg.precision != "full",
         "learner.dtype": cfg.dtype != "float32",
         "learner.recompute with learner.router_aux_coef": cfg.recompute and cfg.router_aux_coef > 0,
     }.items():
