@@ -91,6 +91,18 @@ def torch() -> Iterator[Finding]:
     yield _deep_gemm()
 
 
+def check_device(setting: str, device: str) -> None:
+    """Raises ConfigError, naming `setting`, unless torch can compute on `device`."""
+    import torch
+
+    from areal_q.errors import ConfigError
+
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter: torch was built without CUDA
+        raise ConfigError(f"{setting} = {device!r}: {str(error).splitlines()[0]}") from error
+
+
 def _deep_gemm() -> Finding:
     for name in ("deep_gemm", "vllm.third_party.deep_gemm"):
         try:

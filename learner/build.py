@@ -8,6 +8,7 @@ import msgspec
 import torch
 
 from areal_q.config import Run, SmallModel, dump_toml
+from areal_q.environment import check_device
 from areal_q.errors import ConfigError
 from areal_q.metrics import MetricsLog
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights, load_decoder
@@ -72,6 +73,7 @@ def build_trainer(
     stop: threading.Event,
 ) -> tuple[Trainer, checkpoint.State | None]:
     """The policy at the start of training, or where the newest checkpoint left it."""
+    check_device("learner.device", run.learner.device)
     torch.manual_seed(run.seed)
     model = build_model(run, tokenizer).to(run.learner.device)
     check_experts(model.config, run.learner)

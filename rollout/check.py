@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from areal_q.config import Run, load
-from areal_q.environment import Finding, environment
+from areal_q.environment import Finding, check_device, environment
 from areal_q.errors import UserError
 from areal_q.rundir import path_of
 
@@ -48,7 +48,17 @@ def findings(run: Run, redis: str | None) -> Iterator[Finding]:
 
     yield from environment(path_of(run))
     yield from check_redis(redis)
+    yield from learner_of(run)
     yield from engine_of(run)
+
+
+def learner_of(run: Run) -> Iterator[Finding]:
+    device = run.learner.device
+    try:
+        check_device("learner.device", device)
+        yield Finding("learner", "ok", f"on {device}")
+    except UserError as error:
+        yield Finding("learner", "error", str(error), "a device that torch has, such as cpu")
 
 
 def engine_of(run: Run) -> Iterator[Finding]:
@@ -58,11 +68,11 @@ def engine_of(run: Run) -> Iterator[Finding]:
     tag = type(run.rollout.engine).__struct_config__.tag
     try:
         engine = build_engine(run.rollout.engine)
-    except (UserError, ImportError) as error:
-        yield Finding(f"engine {tag}", "error", str(error), f"pip install 'areal-q[{tag}]'")
+    except UserError as error:
+        yield Finding(f"engine {tag}", "error", str(error), "another rollout.engine, or setting")
         return
     able = engine.capabilities
-    if problem := able.lacks(run.rollout):
+    if problem := able.lacks(run.rollout, run.learner.routing_replay):
         yield Finding(f"engine {tag}", "error", problem, "another rollout.engine, or setting")
     else:
         told = (

@@ -1,5 +1,7 @@
 """`areal-q check`: what is wrong is an error with a way out, on real servers and real settings."""
 
+import importlib.util
+import re
 import socket
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from areal_q.config import load
 from areal_q.environment import Finding, engines, machine
 from buffer.check import check_redis
 from buffer.server import find_binary
-from rollout.check import engine_of
+from rollout.check import engine_of, learner_of
 from rollout.engines.base import Capabilities
 
 
@@ -102,6 +104,29 @@ def test_an_engine_is_asked_for_what_it_can_do():
     assert able.lacks(rollout) == "rollout.engine.kv_on_update: keep is not among recompute"
     rollout = load(None, ["rollout.format=int8"]).rollout
     assert able.lacks(rollout) == "rollout.format: int8 is not among bf16"
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (["rollout.engine.type=vllm"], "needs vLLM: pip install"),
+        (["rollout.engine.type=sglang", "rollout.format=bf16"], "needs sglang: pip install"),
+        (["rollout.engine.device=nowhere"], r"rollout\.engine\.device = 'nowhere': "),
+    ],
+)
+def test_an_engine_that_cannot_start_on_this_machine_is_an_error(monkeypatch, settings, complaint):
+    absent, find = ("vllm", "sglang"), importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in absent else find(name)
+    )
+    (found,) = engine_of(load(None, settings))
+    assert found.level == "error" and re.search(complaint, found.says)
+
+
+def test_a_learner_without_its_device_is_an_error():
+    assert levels(learner_of(load(None, []))) == {"learner": "ok"}
+    (found,) = learner_of(load(None, ["learner.device=nowhere"]))
+    assert found.level == "error" and "learner.device = 'nowhere'" in found.says
 
 
 @pytest.mark.parametrize(

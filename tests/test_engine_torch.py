@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from areal_q.config import Sampling, TorchEngine
-from areal_q.errors import RecordError, WeightVersionError
+from areal_q.errors import ConfigError, RecordError, WeightVersionError
 from areal_q.quant import dequantize_state, is_quantized, quantize_state
 from areal_q.quant.rows import quantize_rows
 from areal_q.weights import pack
@@ -460,3 +460,11 @@ def test_distinct_seeds_have_distinct_streams(seeds):
     before = torch.arange(8)
     mix64(before)
     assert torch.equal(before, torch.arange(8))
+
+
+def test_a_group_that_the_slots_have_no_room_for_is_refused_by_name(make_run):
+    asked = ["learner.group_size=8", "rollout.engine.slots=4"]
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.slots = 4 has no room for a group"):
+        make_run(*asked)
+    # A tool is asked for one response at a time.
+    make_run(*asked, "rollout.environment.type=calculator", "rollout.environment.max_calls=1")

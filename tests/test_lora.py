@@ -243,6 +243,7 @@ def test_peft_loads_the_adapter_onto_the_base(
     ("settings", "reason"),
     [
         (["learner.precision=qarl"], "learner.precision must be 'full'"),
+        (["learner.lora={targets=[]}"], r"length >= 1 - at `\$\.learner\.lora\.targets`"),
         (["rollout.engine.type=vllm"], "rollout.engine.type = 'torch'"),
         (["learner.reference_kl.path=x"], "no path"),
         (['learner.lora.targets=["lm_head"]'], "learner.lora.targets"),

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from areal_q.config.buffer import Prioritized, Uniform
-from areal_q.config.engines import SglangEngine, VllmEngine
-from areal_q.config.environments import CalculatorTool
+from areal_q.config.engines import SglangEngine, TorchEngine, VllmEngine
+from areal_q.config.environments import CalculatorTool, SingleTurn
 from areal_q.config.objectives import Gae, ReinforcePlusPlus
 from areal_q.config.run import (
     BroadcastConfig,
@@ -126,6 +126,15 @@ def _check(run: Run, source: str) -> Run:
         reason = (
             f"learner.microbatch_tokens = {learner.microbatch_tokens} has no room for a prompt and the "
             f"{_longest(run)} tokens that may follow it"
+        )
+    elif (
+        isinstance(engine, TorchEngine)
+        and isinstance(run.rollout.environment, SingleTurn)
+        and engine.slots < learner.group_size
+    ):
+        reason = (
+            f"rollout.engine.slots = {engine.slots} has no room for a group of "
+            f"learner.group_size = {learner.group_size}"
         )
     elif (
         isinstance(engine, VllmEngine)

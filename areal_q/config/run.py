@@ -162,7 +162,7 @@ class Lora(_Settings, frozen=True, kw_only=True):
     rank: Count = 32
     alpha: Positive = 32.0
     """The update is alpha / rank · B · A."""
-    targets: tuple[Target, ...] = (
+    targets: Annotated[tuple[Target, ...], Meta(min_length=1)] = (
         "q_proj",
         "k_proj",
         "v_proj",

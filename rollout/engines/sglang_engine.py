@@ -47,6 +47,13 @@ PAUSES = {"keep": "in_place", "recompute": "retract"}
 
 
 def sglang_engine(config: SglangEngine) -> StreamingEngine:
+    """Raises ConfigError where SGLang, or for a server at a URL its client, is not installed."""
+    needed = ("aiohttp",) if config.url else ("aiohttp", "sglang")
+    if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise ConfigError(
+            f"rollout.engine.type = 'sglang' needs {' and '.join(lacking)}: "
+            "pip install 'areal-q[sglang]'"
+        )
     return StreamingEngine(SglangBackend(config))
 
 
@@ -79,12 +86,6 @@ class SglangBackend:
         return self._server.pid if self._server else 0
 
     async def prepare(self) -> None:
-        needed = ("aiohttp",) if self.config.url else ("aiohttp", "sglang")
-        if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
-            raise ConfigError(
-                f"rollout.engine.type = 'sglang' needs {' and '.join(lacking)}: "
-                "pip install 'areal-q[sglang]'"
-            )
         if self.config.directory and not Path(self.config.directory).is_dir():
             raise ConfigError(f"rollout.engine.directory: no directory {self.config.directory}")
 

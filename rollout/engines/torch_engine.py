@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from areal_q.config import TorchEngine
+from areal_q.environment import check_device
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.quant import FORMATS
 from areal_q.weights import WeightVersion
@@ -34,6 +35,8 @@ PREFILL_TOKENS = 8192
 
 
 def torch_engine(config: TorchEngine) -> EngineLoop:
+    """Raises ConfigError for a device that torch does not have."""
+    check_device("rollout.engine.device", config.device)
     return EngineLoop(TorchStepper(config))
 
 

