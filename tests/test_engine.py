@@ -5,200 +5,38 @@ Needs an engine and the images, which it does not build:
 or, on a Debian machine without Docker, docker/engine.sh.
 """
 
-import json
-import os
-import shlex
-import signal
+import socket
 import subprocess
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
-import yaml
+import redis
+import zmq
+from compose_stack import COMPOSE, IMAGES, SERVICES, Stack, Steps, docker, missing, up
 
-from areal_q.metrics import Record
-from buffer.log import read_log
-
-COMPOSE = Path(__file__).resolve().parent.parent / "docker" / "compose.yaml"
-SMALL = [
-    *("steps=100000", "task.digits=1", "task.heldout=20", "warmstart.steps=30"),
-    *("model.layers=2", "model.width=64", "model.mlp=128", "rollout.sampling.max_tokens=4"),
-    *("learner.groups=16", "eval.problems=20", "eval.every=1000", "checkpoint.every=20"),
-]
-"""The quickstart, made small enough for a step to take a fraction of a second, and without an end"""
 MAX_LAG = 2
-USERS = ("learner", "rollout", "monitor")
-"""Those of users.acl"""
-SERVICES = ("redis", "learner", "rollout", "prometheus")
-IMAGES = (
-    *("areal-q/learner", "areal-q/rollout", "areal-q/tools"),
-    *("redis:7-bookworm", "prom/prometheus:v2.55.1"),
-)
-Steps = list[Record]
-
-
-def docker(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["docker", *args], capture_output=True, text=True, **options)
-
-
-def missing(*args: str) -> str | None:
-    """Why `docker ARGS` cannot be used; None if it can."""
-    try:
-        result = docker(*args, timeout=20)
-    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return (result.stderr.strip() or "it failed") if result.returncode else None
-
-
-class Stack:
-    """The real compose file under a project name of its own, with the quickstart made small."""
-
-    def __init__(self, directory: Path, password: Path, *overlays: Path) -> None:
-        self._project = f"areal-q-test-{os.getpid()}"
-        self._environment = os.environ | dict.fromkeys(
-            ("REDIS_PASSWORD_FILE", "GRAFANA_PASSWORD_FILE"), str(password)
-        )
-        small = yaml.safe_load(COMPOSE.read_text())["services"]["learner"]["command"] + SMALL
-        override = directory / "small.yaml"
-        secrets = {f"redis_{user}": {"file": str(password)} for user in USERS if overlays}
-        changes = {"services": {"learner": {"command": small}}, "secrets": secrets}
-        override.write_text(yaml.safe_dump(changes))
-        self._files = [arg for file in (COMPOSE, *overlays, override) for arg in ("-f", str(file))]
-        self._directory = directory
-
-    def __call__(self, *args: str) -> str:
-        command = ["compose", "-p", self._project, *self._files, *args]
-        result = docker(*command, env=self._environment)
-        assert result.returncode == 0, f"{shlex.join(args)}: {result.stderr}"
-        return result.stdout
-
-    def scale(self, workers: int) -> None:
-        scale = ["--scale", f"rollout={workers}"]
-        self("up", "-d", "--no-build", "--no-recreate", "--no-deps", *scale, *SERVICES)
-
-    def containers(self, service: str) -> list[str]:
-        return self("ps", "--all", "--quiet", service).split()
-
-    def state(self, container: str) -> dict[str, Any]:
-        return json.loads(docker("inspect", container, "--format", "{{json .State}}").stdout)
-
-    def restarts(self, service: str) -> int:
-        (container,) = self.containers(service)
-        return int(docker("inspect", container, "--format", "{{.RestartCount}}").stdout)
-
-    def kill(self, container: str) -> None:
-        """With the host's signal, as the kernel would: `docker kill` counts as a wish of the user."""
-        os.kill(self.state(container)["Pid"], signal.SIGKILL)
-
-    def network(self, verb: str, container: str) -> None:
-        result = docker("network", verb, f"{self._project}_cluster", container)
-        assert result.returncode == 0, result.stderr
-
-    def health(self) -> set[str]:
-        everybody = self.containers("learner") + self.containers("rollout")
-        return {self.state(container)["Health"]["Status"] for container in everybody}
-
-    def scraped(self) -> Counter[str]:
-        """How many services of each kind Prometheus reads."""
-        targets = self.get("http://prometheus:9090/api/v1/targets")["data"]["activeTargets"]
-        return Counter(t["labels"]["job"] for t in targets if t["health"] == "up")
-
-    def alerts(self) -> dict[str, str]:
-        """Of each alert, its state."""
-        groups = self.get("http://prometheus:9090/api/v1/rules")["data"]["groups"]
-        rules = [rule for group in groups for rule in group["rules"]]
-        assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
-        return {rule["name"]: rule["state"] for rule in rules}
-
-    def redis(self, user: str, command: str) -> str:
-        """What Redis answers to a command of one of its users; to nobody's if there is no name."""
-        password = f"$(cat /run/secrets/redis_{user})"
-        name = f"--user {user} --pass {password} --no-auth-warning " if user else ""
-        return self("exec", "-T", "redis", "sh", "-c", f"redis-cli {name}{command}").strip()
-
-    def listeners(self) -> int:
-        """Workers that get their weights from the relay."""
-        url = "http://prometheus:9090/api/v1/query?query=areal_q_relay_subscribers"
-        found = self.get(url)["data"]["result"]
-        return int(found[0]["value"][1]) if found else 0
-
-    def behind_relay(self) -> None:
-        """One worker, with weights from the relay and not from the learner."""
-        self._environment |= {"ANNOUNCE": "tcp://relay:5561", "FETCH": "tcp://relay:5562"}
-        options = ["-d", "--no-build", "--no-deps", "--force-recreate"]
-        self("--profile", "relay", "up", *options, "relay", "rollout")
-
-    def get(self, url: str) -> Any:
-        """JSON over HTTP, asked from inside the network."""
-        code = f"from urllib.request import urlopen; print(urlopen({url!r}).read().decode())"
-        return json.loads(self("exec", "-T", "learner", "python", "-c", code))
-
-    def records(self) -> list[Record]:
-        """Of the metrics, as far as they are written; a last line may be torn."""
-        result = docker(
-            *("compose", "-p", self._project, *self._files, "exec", "-T", "learner"),
-            *("sh", "-c", "cat /runs/*/metrics.jsonl"),
-            env=self._environment,
-        )
-        return [msgspec.json.decode(x) for x in result.stdout.splitlines() if x.endswith("}")]
-
-    def steps(self) -> Steps:
-        return [r for r in self.records() if r["kind"] == "step"]
-
-    def wait(self, until: Callable[[Steps], bool], what: str) -> Steps:
-        """The records of steps, once `until` holds for them."""
-        self.until(lambda: until(self.steps()), what)
-        return self.steps()
-
-    def until(self, holds: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + 300
-        while not holds():
-            assert time.monotonic() < deadline, f"no {what}:\n{self('logs', '--tail=30')}"
-            time.sleep(0.5)
-
-    def more(self, count: int) -> Steps:
-        done = len(self.steps())
-        return self.wait(lambda now: len(now) >= done + count, f"{count} more steps")
-
-    def used(self) -> tuple[list[int], int]:
-        """(numbers of the tickets whose groups the learner used, groups that it dropped as too old)."""
-        target = self._directory / "run"
-        self("cp", "learner:/runs/quickstart", str(target))
-        lines = (target / "metrics.jsonl").read_text().splitlines()
-        *_, last = [r for r in map(msgspec.json.decode, lines) if r["kind"] == "step"]
-        log = read_log(target / "trajectories")
-        numbers = [group.ticket.number for _, groups in log for group in groups]
-        return numbers, last["buffer/dropped_stale"]
-
-    def in_redis(self) -> set[int]:
-        """Numbers of the tickets that are open, or whose groups are not trimmed yet."""
-        found = set()
-        for what in ("tickets", "groups"):  # in the order in which a ticket moves
-            peek = f"areal-q buffer peek --redis $REDIS_URL --run quickstart --what {what}"
-            text = self("exec", "-T", "rollout", "sh", "-c", f"{peek} --count 100000 --json")
-            found |= {row["ticket"] for row in json.loads(text)}
-        return found
+HEAD = "head.example"
 
 
 @pytest.fixture
-def stack(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stack]:
-    """Up; with the overlays that a test names."""
+def password(tmp_path: Path) -> Path:
+    """Where there are an engine and the images; else skips."""
     for image in IMAGES:
         if reason := missing("image", "inspect", image):
             pytest.skip(f"no engine, or not built: {reason}")
     if reason := missing("compose", "version"):
         pytest.skip(f"docker compose: {reason}")
-    password = tmp_path / "password"
-    password.write_text("a-password-of-tests")
-    password.chmod(0o644)
-    stack = Stack(tmp_path, password, *getattr(request, "param", ()))
-    stack("up", "-d", "--no-build", *SERVICES)
-    yield stack
-    stack("--profile", "*", "down", "--volumes", "--timeout", "20")
+    file = tmp_path / "password"
+    file.write_text("a-password-of-tests")
+    file.chmod(0o644)
+    return file
+
+
+@pytest.fixture
+def stack(tmp_path: Path, password: Path) -> Iterator[Stack]:
+    with up(Stack(tmp_path, password, COMPOSE), *SERVICES) as stack:
+        yield stack
 
 
 def workers(count: int) -> Callable[[Steps], bool]:
@@ -282,25 +120,92 @@ def test_workers_behind_the_relay_train_as_those_of_the_learner_do(stack):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "stack", [[COMPOSE.parent / "compose.acl.yaml"]], indirect=True, ids=["acl"]
-)
-def test_each_service_trains_under_its_own_name_and_is_refused_what_others_may(stack):
-    stack.scale(2)
-    stack.wait(workers(2), "two workers")
-    stack.kill(stack.containers("rollout")[0])
-    assert_a_history_without_gaps(stack.more(20))
-    stack.until(lambda: stack.health() == {"healthy"}, "health of all")
+def test_each_service_trains_under_its_own_name_and_is_refused_what_others_may(tmp_path, password):
+    acl = COMPOSE.with_name("compose.acl.yaml")
+    users = ("learner", "rollout", "monitor")
+    with up(Stack(tmp_path, password, COMPOSE, acl, users=users), *SERVICES) as stack:
+        stack.scale(2)
+        stack.wait(workers(2), "two workers")
+        stack.kill(stack.containers("rollout")[0])
+        assert_a_history_without_gaps(stack.more(20))
+        stack.until(lambda: stack.health() == {"healthy"}, "health of all")
 
-    assert "NOAUTH" in stack.redis("", "PING")
-    groups, run = "'{areal-q:quickstart}:groups'", "'{areal-q:quickstart}:run'"
-    assert stack.redis("monitor", f"EXISTS {groups} {run}") == "2"
-    for user, command in {
-        "monitor": f"DEL {groups}",
-        "rollout": f"XRANGE {groups} - + COUNT 1",
-        "learner": "FLUSHALL",
-    }.items():
-        assert "NOPERM" in stack.redis(user, command), (user, command)
-    stack("stop", "learner", "rollout")
-    services = (*stack.containers("learner"), *stack.containers("rollout"))
-    assert {stack.state(container)["ExitCode"] for container in services} == {0}
+        assert "NOAUTH" in stack.redis("", "PING")
+        groups, run = "'{areal-q:quickstart}:groups'", "'{areal-q:quickstart}:run'"
+        assert stack.redis("monitor", f"EXISTS {groups} {run}") == "2"
+        for user, command in {
+            "monitor": f"DEL {groups}",
+            "rollout": f"XRANGE {groups} - + COUNT 1",
+            "learner": "FLUSHALL",
+        }.items():
+            assert "NOPERM" in stack.redis(user, command), (user, command)
+        stack("stop", "learner", "rollout")
+        services = (*stack.containers("learner"), *stack.containers("rollout"))
+        assert {stack.state(container)["ExitCode"] for container in services} == {0}
+
+
+@pytest.fixture
+def secrets(tmp_path: Path, password: Path) -> dict[str, str]:
+    """Of compose.head.yaml and compose.workers.yaml, made as docs/operating.md says."""
+    keys, certificate, key = (tmp_path / name for name in ("keys", "redis.crt", "redis.key"))
+    make = "areal-q keys /keys && chown -R 10001 /keys"
+    run = ["run", "--rm", "--user", "root", "--network", "none", "--volume", f"{keys}:/keys"]
+    result = docker(*run, "--entrypoint", "sh", "areal-q/tools", "-c", make)
+    assert result.returncode == 0, result.stderr
+    new = ["openssl", "req", "-x509", "-newkey", "ed25519", "-nodes", "-subj", f"/CN={HEAD}"]
+    names = ["-addext", f"subjectAltName=DNS:{HEAD}"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*new, *names, *files], check=True, capture_output=True)
+    key.chmod(0o644)
+    paths = {"KEYS": keys, "REDIS_CERTIFICATE_KEY": key, "REDIS_CERTIFICATE": certificate}
+    return {name: str(path) for name, path in (paths | {"REDIS_CA": certificate}).items()}
+
+
+def own_address() -> str:
+    """Of this machine, as others reach it. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))
+        except OSError as error:
+            pytest.skip(f"no address but loopback: {error}")
+        return sock.getsockname()[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_workers_of_another_host_train_over_tls_and_curve_and_strangers_get_nothing(
+    tmp_path, password, secrets
+):
+    address, of_head, of_others = own_address(), tmp_path / "head", tmp_path / "others"
+    of_head.mkdir()
+    of_others.mkdir()
+    settings = secrets | {"HEAD_HOST": HEAD, "HEAD_ADDRESS": address}
+    files = (COMPOSE, COMPOSE.with_name("compose.head.yaml"))
+    head = Stack(of_head, password, *files, **settings)
+    others = Stack(of_others, password, COMPOSE.with_name("compose.workers.yaml"), **settings)
+    with up(head, "redis", "learner"), up(others, "rollout"):
+        head.wait(workers(1), "a worker")
+        head.more(20)
+        others.behind_relay()
+        assert_a_history_without_gaps(head.more(20))
+        assert "subscribers=1" in others("--profile", "relay", "logs", "relay")
+
+        with zmq.Context() as context, context.socket(zmq.SUB) as stranger:
+            stranger.linger = 0
+            stranger.subscribe(b"")
+            stranger.connect(f"tcp://{address}:5551")
+            assert not stranger.poll(5000)
+        url = f"rediss://{address}:6380?ssl_ca_certs={secrets['REDIS_CA']}&ssl_check_hostname=False"
+        with redis.Redis.from_url(url) as client, pytest.raises(redis.AuthenticationError):
+            client.ping()
+        with redis.Redis(address, 6380) as client, pytest.raises(redis.ConnectionError):
+            client.ping()
+
+        others("--profile", "relay", "stop")
+        head("stop", "learner")
+        ended = [
+            others.containers("rollout"),
+            others.containers("relay"),
+            head.containers("learner"),
+        ]
+        assert {head.state(c)["ExitCode"] for found in ended for c in found} == {0}
