@@ -15,13 +15,15 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import xxhash
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -81,28 +83,45 @@ def save(directory: Path, state: State, trainer: Trainer, keep: int) -> Path:
 
 def stage(directory: Path, step: int) -> Path:
     """An empty directory for the shares of other ranks, the same for all who ask for it at `step`."""
-    for left in directory.glob(f"{STAGED}*"):
-        shutil.rmtree(left)
+    _clear_shares(directory)
     staged = directory / f"{STAGED}step-{step:06d}"
     staged.mkdir(parents=True)
     return staged
 
 
 def write_share(staged: Path, rank: int, tensors: Tensors) -> None:
-    """What rank `rank` has of a checkpoint. A file of the final name is whole."""
+    """What rank `rank` has of a checkpoint. A file of the final name is whole. Raises CheckpointError."""
     file = staged / SHARE.format(rank)
     part = file.with_name(f".{file.name}")
-    save_file(tensors, part)
-    _sync(part)
-    part.rename(file)
+    with _writing(file):
+        save_file(tensors, part)
+        _sync(part)
+        part.rename(file)
 
 
 def write(
     directory: Path, state: State, tensors: Tensors, keep: int, shares: Sequence[Path] = ()
 ) -> Path:
     """Writes `directory/step-NNNNNN` and removes all but the start's and the newest `keep`. Returns its
-    path. Waits for the files `shares`, which other ranks are writing, and takes them along."""
+    path. Waits for the files `shares`, which other ranks are writing, and takes them along. Raises
+    CheckpointError for a full disk, say; those before are as they were."""
     final = directory / f"step-{state.step:06d}"
+    with _writing(final):
+        _write(directory, final, state, tensors, keep, shares)
+    return final
+
+
+@contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: cannot be written: {error}") from error
+
+
+def _write(
+    directory: Path, final: Path, state: State, tensors: Tensors, keep: int, shares: Sequence[Path]
+) -> None:
     _clear_leftovers(directory)
     part = directory / f"{PART}{final.name}"
     part.mkdir(parents=True)
@@ -127,7 +146,6 @@ def write(
         if old.name != START:
             old.rename(directory / f"{PART}{old.name}")
     _clear_leftovers(directory)
-    return final
 
 
 def _clear_leftovers(directory: Path) -> None:
@@ -142,6 +160,12 @@ def _clear_leftovers(directory: Path) -> None:
         shutil.rmtree(part)
 
 
+def _clear_shares(directory: Path) -> None:
+    """Of a checkpoint that came to nothing."""
+    for left in directory.glob(f"{STAGED}*"):
+        shutil.rmtree(left)
+
+
 def steps(directory: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     return sorted(directory.glob("step-*"))
@@ -151,6 +175,7 @@ def restore(directory: Path, trainer: Trainer) -> State:
     """Loads the newest checkpoint into `trainer`. Raises CheckpointError naming what is damaged and,
     where there is one, the checkpoint before it."""
     _clear_leftovers(directory)
+    _clear_shares(directory)
     found = steps(directory)
     if not found:
         raise CheckpointError(f"{directory}: no checkpoint to resume from")

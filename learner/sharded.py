@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from areal_q.config import AdamW, MegatronBackend, Run, TorchBackend
-from areal_q.errors import ConfigError
+from areal_q.errors import ConfigError, UserError
 from areal_q.messages import Array, Trajectory
 from learner.advantages import needs_policy
 from learner.backend import Shard
@@ -178,7 +178,12 @@ def leave() -> NoReturn:
 
 
 def hear(ranks: Ranks) -> Word:
-    return _decoder.decode(ranks.broadcast(b""))
+    """Raises UserError where rank 0 ended without a word: what it said before is what a user has to know."""
+    try:
+        data = ranks.broadcast(b"")
+    except RuntimeError as error:
+        raise UserError(f"rank {ranks.rank}: rank 0 is gone: {error}".splitlines()[0]) from error
+    return _decoder.decode(data)
 
 
 class Leader(Trainer):

@@ -169,11 +169,45 @@ def test_a_step_saved_again_is_replaced(trainer: Trainer, tmp_path: Path):
 
 def test_what_a_killed_save_left_is_removed(trainer: Trainer, tmp_path: Path):
     checkpoint.save(tmp_path, state_at(1, trainer), trainer, keep=2)
-    torn = tmp_path / ".tmp-step-000002"
-    torn.mkdir()
-    (torn / "tensors.safetensors").write_bytes(b"torn")
+    for torn in (tmp_path / ".tmp-step-000002", checkpoint.stage(tmp_path, 2)):
+        torn.mkdir(exist_ok=True)
+        (torn / "tensors.safetensors").write_bytes(b"torn")
     assert checkpoint.restore(tmp_path, trainer).step == 1
-    assert not torn.exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+
+
+FULL_DISK = """
+import resource, sys
+import torch
+from pathlib import Path
+from areal_q.errors import CheckpointError
+from learner.checkpoint import State, steps, write, write_share
+
+place, room = Path(sys.argv[1]), int(sys.argv[2])
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+tensors = {"model.w": torch.zeros(5000)}
+
+def at(step):
+    return State(step=step, position="0", cursor=0, outstanding=[], digests={}, updates=0, skipped=0)
+
+write(place, at(1), tensors, keep=1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+for attempt in (lambda: write(place, at(2), tensors, keep=1), lambda: write_share(place, 3, tensors)):
+    try:
+        attempt()
+    except CheckpointError as error:
+        print(error)
+print(*(path.name for path in steps(place)))
+"""
+
+
+@pytest.mark.parametrize("room", [1, 100, 20_000])
+def test_a_full_disk_is_one_line_and_costs_no_checkpoint(tmp_path: Path, room: int):
+    argv = [sys.executable, "-c", FULL_DISK, str(tmp_path), str(room)]
+    told = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(told) == 3 and told[2] == "step-000001"
+    assert told[0].startswith(f"{tmp_path}/step-000002: cannot be written: ")
+    assert told[1].startswith(f"{tmp_path}/tensors-00003.safetensors: cannot be written: ")
 
 
 def test_no_checkpoint_is_an_error_that_names_the_place(trainer: Trainer, tmp_path: Path):
@@ -288,7 +322,7 @@ def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(
     (tmp_path / "checkpoints").write_text("in the way")
     writer = Writer(tmp_path / "checkpoints", keep=2)
     writer.save(state_at(1, trainer), trainer)
-    with pytest.raises(OSError, match="checkpoints"):
+    with pytest.raises(CheckpointError, match="checkpoints"):
         writer.finish()
     (tmp_path / "checkpoints").unlink()
     writer.save(state_at(1, trainer), trainer)
