@@ -37,6 +37,7 @@ MAY_CHANGE_ON_RESUME = (
     "rollout.workers",
     "rollout.threads",
     "learner.threads",
+    "learner.backend.",  # the same loss and weights, within tolerances
 )
 """Settings (or their beginnings) that leave what was learnt so far valid."""
 

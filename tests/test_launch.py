@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from areal_q import rundir
-from areal_q.config import Run, dump_toml, load
+from areal_q.config import Run, TorchBackend, dump_toml, load
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.launch import plan
 
@@ -330,6 +330,14 @@ def test_a_resumed_run_has_its_saved_settings_and_the_harmless_overrides(ended):
     run = rundir.resumed(ended, ["steps=400", "rollout.workers=4", "learner.max_lag=3"])
     assert (run.steps, run.rollout.workers, run.learner.max_lag) == (400, 4, 3)
     assert rundir.path_of(run) == ended
+
+
+def test_a_resumed_run_goes_on_with_the_other_backend_and_back(ended):
+    run = rundir.resumed(ended, ["learner.backend={type='megatron', tensor=2}"])
+    (ended / "config.toml").write_text(dump_toml(run))
+    assert rundir.resumed(ended, ["learner.backend={type='torch'}"]).learner.backend == (
+        TorchBackend()
+    )
 
 
 @pytest.mark.parametrize(
