@@ -173,6 +173,7 @@ class Learner:
         self.log.append(step, step, taken.groups)
         if self.tokens and self.trainer.tap:
             self.tokens.append(step, self.trainer.tap.scores())
+        cfg = self.run.learner
         self.unpublished = StepRecord(
             step=step,
             tickets=[group.ticket.number for group in taken.groups],
@@ -182,7 +183,7 @@ class Learner:
             digest="",
             fork=self.lineage.fork,
             settings=settings_hash(self.run),
-            machine=machine(self.run.learner.device),
+            machine=machine(cfg.device, str(cfg.backend.__struct_config__.tag)),
             metrics=dict(values),
         )
 

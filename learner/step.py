@@ -35,7 +35,7 @@ def learn(
     }
 
 
-def machine(device: str) -> str:
+def machine(device: str, backend: str = "torch") -> str:
     """What the bits of a step depend on besides its inputs."""
     where = device
     if device.startswith("cuda"):
@@ -43,4 +43,6 @@ def machine(device: str) -> str:
     capability = torch.backends.cpu.get_cpu_capability()
     ranks = os.environ.get("WORLD_SIZE", "1")
     several = f", {ranks} ranks" if ranks != "1" else ""
-    return f"torch {torch.__version__}, {where}, {capability}, {torch.get_num_threads()} threads{several}"
+    other = f", {backend}" if backend != "torch" else ""
+    threads = f"{torch.get_num_threads()} threads"
+    return f"torch {torch.__version__}, {where}, {capability}, {threads}{several}{other}"

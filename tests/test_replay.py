@@ -29,6 +29,7 @@ from buffer.tokens import to_table as tokens_to_table
 from learner import checkpoint
 from learner.replay import main
 from learner.replay_steps import Replay
+from learner.step import machine
 from learner.tap import TokenTap
 
 EXECUTABLE = Path(sysconfig.get_path("scripts")) / "areal-q"
@@ -259,6 +260,11 @@ def test_another_instruction_set_gives_other_bits_within_the_tolerances(finished
     other = areal_q(finished.parent, "replay", str(finished), "--step", "7", env=plain)
     differs = re.search(r"^ *\S+/\S+ +\S+ +\S+ +[+-]\S+ *$", other.stdout, re.MULTILINE)
     assert differs, f"the same bits, nothing was compared: {other.stdout}"
+
+
+def test_the_other_backend_gives_other_bits_as_another_processor_does():
+    assert machine("cpu", "torch") == machine("cpu")
+    assert machine("cpu", "megatron") == machine("cpu") + ", megatron"
 
 
 def test_a_changed_log_prob_is_found_at_its_step(run_dir, here):
