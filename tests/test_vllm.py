@@ -30,7 +30,7 @@ from served_model import (
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_q.config import VllmEngine
-from areal_q.errors import EngineDied, WeightVersionError
+from areal_q.errors import ConfigError, EngineDied, RecordError, WeightVersionError
 from areal_q.models import Decoder, init_weights, save_decoder
 from areal_q.quant import dequantize_state, quantize_state
 from areal_q.quantize import quantize
@@ -237,6 +237,17 @@ def test_a_format_that_vllm_runs_in_full_precision_is_not_taken_for_quantized(li
         check_quantized("vLLM", one_is_not, "int8")
     with pytest.raises(EngineDied, match="nothing"):
         check_quantized("vLLM", {}, "int8")
+
+
+def test_a_temperature_that_vllm_does_not_take_is_refused_by_name(live, make_run):
+    async def body(engine):
+        with pytest.raises(RecordError, match=r"temperature = 2\.5: vLLM takes 2"):
+            await engine.generate(ask(temperature=2.5))
+        assert await engine.generate(ask(temperature=2.0))
+
+    live("bf16")(body)
+    with pytest.raises(ConfigError, match=r"rollout\.sampling\.temperature = 2\.5: vLLM takes 2"):
+        make_run("rollout.engine.type=vllm", "rollout.sampling.temperature=2.5")
 
 
 def test_an_fp8_cache_is_rescaled_for_every_version(live):

@@ -1,6 +1,7 @@
 """Settings = defaults ← TOML file ← `a.b=c` overrides: merged as tables, converted once."""
 
 import hashlib
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import msgspec
 
 from areal_q.config.buffer import Prioritized, Uniform
-from areal_q.config.engines import SglangEngine, TorchEngine, VllmEngine
+from areal_q.config.engines import EngineConfig, ScriptedEngine, SglangEngine, VllmEngine
 from areal_q.config.environments import CalculatorTool, SingleTurn
 from areal_q.config.objectives import Gae, ReinforcePlusPlus
 from areal_q.config.run import (
@@ -127,15 +128,13 @@ def _check(run: Run, source: str) -> Run:
             f"learner.microbatch_tokens = {learner.microbatch_tokens} has no room for a prompt and the "
             f"{_longest(run)} tokens that may follow it"
         )
-    elif (
-        isinstance(engine, TorchEngine)
-        and isinstance(run.rollout.environment, SingleTurn)
-        and engine.slots < learner.group_size
-    ):
+    elif isinstance(run.rollout.environment, SingleTurn) and _slots(engine) < learner.group_size:
         reason = (
-            f"rollout.engine.slots = {engine.slots} has no room for a group of "
+            f"rollout.engine.slots = {_slots(engine)} has no room for a group of "
             f"learner.group_size = {learner.group_size}"
         )
+    elif isinstance(engine, VllmEngine) and sampling.temperature > 2:
+        reason = f"rollout.sampling.temperature = {sampling.temperature}: vLLM takes 2 at most"
     elif (
         isinstance(engine, VllmEngine)
         and engine.kv_cache == "fp8"
@@ -171,6 +170,10 @@ def _check(run: Run, source: str) -> Run:
     if reason:
         raise ConfigError(f"{source}: {reason}")
     return run
+
+
+def _slots(engine: EngineConfig) -> float:
+    return math.inf if isinstance(engine, ScriptedEngine) else engine.slots
 
 
 def _longest(run: Run) -> int:

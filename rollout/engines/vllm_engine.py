@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from areal_q.config import VllmEngine
-from areal_q.errors import ConfigError, EngineDied
+from areal_q.errors import ConfigError, EngineDied, RecordError
 from areal_q.messages import Manifest, VersionSpan
 from areal_q.models import DecoderConfig
 from areal_q.quant.checkpoint import QUANTIZATION_CONFIGS
@@ -98,6 +98,8 @@ class VllmBackend:
     def check(self, request: Request) -> None:
         assert self._model is not None
         served.check(request, self._model, self.config.max_positions)
+        if request.sampling.temperature > 2:
+            raise RecordError(f"temperature = {request.sampling.temperature}: vLLM takes 2 at most")
 
     async def launch(self, weights: WeightVersion) -> None:
         await self.close()
