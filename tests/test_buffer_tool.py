@@ -160,7 +160,7 @@ def records(draw, number: int) -> bytes:
             loss_mask=Array.of(draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)), "uint8"),
             spans=[VersionSpan(draw(st.integers(0, 2**60)), n, draw(st.text(max_size=3)))],
             finish_reason=draw(st.sampled_from(["stop", "length"])),
-            reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
+            reward=draw(st.floats(-1e15, 1e15)),
             reward_parts=draw(st.dictionaries(st.text(max_size=4), st.floats(-9, 9), max_size=3)),
         )
 

@@ -232,7 +232,9 @@ def test_what_a_reward_may_return(given: object, score: Score):
     assert as_score(given) == score
 
 
-@pytest.mark.parametrize("given", [None, "x", float("inf"), {}, {"a": 1}, {"reward": float("nan")}])
+@pytest.mark.parametrize(
+    "given", [None, "x", float("inf"), -1e300, {}, {"a": 1}, {"reward": float("nan")}]
+)
 def test_what_a_reward_may_not_return(given: object):
     with pytest.raises((ValueError, TypeError)):
         as_score(given)

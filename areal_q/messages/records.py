@@ -12,6 +12,9 @@ import numpy as np
 from areal_q.config import Sampling
 from areal_q.errors import RecordError
 
+LARGEST_REWARD = 1e15
+"""In magnitude: the variance of a group is a float32"""
+
 SCHEMA = 1
 FinishReason = Literal["stop", "length", "timeout"]
 """A stop was drawn; the budget of tokens was spent; `rollout.request_timeout_s` had passed"""
@@ -218,7 +221,7 @@ def _validate_trajectory(t: Trajectory, where: str) -> None:
         raise RecordError(
             f"{where}: version spans cover {sum(s.tokens for s in t.spans)} of {t.num_tokens} tokens"
         )
-    if not math.isfinite(t.reward):
+    if not abs(t.reward) <= LARGEST_REWARD:
         raise RecordError(f"{where}: reward is {t.reward}")
 
 

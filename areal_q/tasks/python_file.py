@@ -11,13 +11,13 @@ perhaps `correct`, and parts to be logged. Imports no torch.
 """
 
 import importlib.util
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from areal_q.config.tasks import Python
 from areal_q.errors import TaskError
+from areal_q.messages.records import LARGEST_REWARD
 from areal_q.tasks.base import Problem, Score
 
 
@@ -48,7 +48,8 @@ def load_score(path: str, name: str) -> Callable[[Problem, str], Score]:
 
 
 def as_score(given: Any) -> Score:
-    """A score from what a user's reward returned. Raises ValueError for what is not a finite number."""
+    """A score from what a user's reward returned. Raises ValueError for what is no number, or too
+    large to learn from."""
     table = given if isinstance(given, Mapping) else {"reward": given}
     parts = {str(name): _number(str(name), value) for name, value in table.items()}
     if "reward" not in parts:
@@ -72,6 +73,6 @@ def problems(cfg: Python) -> list[Problem]:
 
 def _number(name: str, value: Any) -> float:
     number = float(value)
-    if not math.isfinite(number):
+    if not abs(number) <= LARGEST_REWARD:
         raise ValueError(f"{name} is {number}")
     return number
