@@ -187,8 +187,9 @@ def test_workers_of_another_host_train_over_tls_and_curve_and_strangers_get_noth
         head.wait(workers(1), "a worker")
         head.more(20)
         others.behind_relay()
+        logs = ("--profile", "relay", "logs", "relay")
+        others.until(lambda: "subscribers=1" in others(*logs), "worker that listens to the relay")
         assert_a_history_without_gaps(head.more(20))
-        assert "subscribers=1" in others("--profile", "relay", "logs", "relay")
 
         with zmq.Context() as context, context.socket(zmq.SUB) as stranger:
             stranger.linger = 0
