@@ -500,7 +500,7 @@ def test_versions_may_change_at_every_step(with_engine, published):
     with_engine(body)
 
 
-def test_every_engine_of_the_settings_can_be_built():
+def test_every_engine_of_the_settings_can_be_built(every_engine_installed):
     for config in CONFIGS.values():
         engine = build_engine(config)
         assert engine.name == type(config).__struct_config__.tag

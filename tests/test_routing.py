@@ -191,7 +191,9 @@ def test_more_than_256_experts_take_two_bytes() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(ENGINES.keys() - {"torch"}))
-def test_an_engine_that_does_not_record_is_refused_by_name(kind: str) -> None:
+def test_an_engine_that_does_not_record_is_refused_by_name(
+    kind: str, every_engine_installed: None
+) -> None:
     run = load(None, ["model.experts=4", "rollout.format=bf16", f"rollout.engine.type={kind}"])
     engine = build_engine(run.rollout.engine)
     assert "routing_replay" in (engine.capabilities.lacks(run.rollout, routes=True) or "")

@@ -158,7 +158,7 @@ def _check(run: Run, source: str) -> Run:
     elif isinstance(run.model, SmallModel) and (problem := _experts(run.model, learner)):
         reason = problem
     elif learner.precision != "full" and run.rollout.sticky_scales:
-        # The learner's step would depend on scales that no checkpoint holds.
+        # The learner's own forward measures ranges anew.
         reason = "rollout.sticky_scales must be 0 where learner.precision is not 'full'"
     elif learner.precision == "jet" and run.rollout.format != "fp8":
         reason = (
