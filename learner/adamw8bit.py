@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from learner.shards import local, most_rows
+
 BLOCK = 256
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Whether it has a sign"""
@@ -82,8 +84,7 @@ class Part:
         if self.local is not p:
             self._group = p.device_mesh.get_group()  # type: ignore[attr-defined]
             rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
-            # Rows of a rank; the last ones may have fewer or none.
-            most = -(-len(p) // size) * (p.numel() // len(p))
+            most = most_rows(p, size) * (p.numel() // len(p))
             starts = [min(i * most, p.numel()) for i in range(size)]
         count = self.local.numel()
         self._cut = sorted({s // BLOCK for s in starts if s % BLOCK and s < p.numel()})
@@ -114,11 +115,6 @@ class Part:
     def own(self, largest: Tensor) -> Tensor:
         """This rank's of the parameter's."""
         return largest[self._first : self._first + self._blocks].clone()
-
-
-def local(p: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, whose import takes a second; else the tensor itself."""
-    return p.to_local() if hasattr(p, "to_local") else p  # type: ignore[attr-defined]
 
 
 class AdamW8bit(torch.optim.Optimizer):

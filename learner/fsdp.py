@@ -34,6 +34,7 @@ from learner.optim import build_optimizer
 from learner.precision import set_precision
 from learner.ranks import Ranks
 from learner.sharded import Begin
+from learner.shards import local
 from learner.trainer import Trainer
 
 
@@ -77,7 +78,7 @@ class FsdpShard(Trainer):
         assert self.reference is not None
         pairs = zip(self.reference.parameters(), self.model.parameters(), strict=True)
         for frozen, own in pairs:
-            _local(frozen).copy_(_local(own))
+            local(frozen).copy_(local(own))
         materialise(self.reference)
 
 
@@ -159,11 +160,6 @@ def _shard(module: nn.Module, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, cfg.dtype), reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if cfg.backend.offload else OffloadPolicy()
     fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
-
-
-def _local(p: Tensor) -> Tensor:
-    assert isinstance(p, DTensor)
-    return p.to_local()
 
 
 def scatter(source: Tensor | None, target: Tensor) -> None:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from learner.shards import most_rows
+
 
 class ShardedMuon(torch.optim.Muon):
     """torch.optim.Muon, for DTensors of two dimensions sharded along the first. `step` is a collective."""
@@ -65,7 +67,7 @@ def _unit_step(update: Tensor, group: dict[str, Any]) -> Tensor:
 def _gather_rows(rows: Tensor, p: DTensor, owner: int) -> Tensor | None:
     """The whole matrix, float32, on its owner."""
     mesh = p.device_mesh
-    group, most = mesh.get_group(), _most_rows(p)
+    group, most = mesh.get_group(), most_rows(p, mesh.size())
     sent = nn.functional.pad(rows.bfloat16(), (0, 0, 0, most - len(rows))).to(mesh.device_type)
     if dist.get_rank(group) != owner:
         dist.gather(sent, group=group, group_dst=owner)
@@ -78,7 +80,7 @@ def _gather_rows(rows: Tensor, p: DTensor, owner: int) -> Tensor | None:
 def _scatter_rows(whole: Tensor | None, p: DTensor, owner: int) -> Tensor:
     """This rank's rows of the owner's `whole`; of other ranks it is not looked at."""
     mesh, local = p.device_mesh, p.to_local()
-    group, most = mesh.get_group(), _most_rows(p)
+    group, most = mesh.get_group(), most_rows(p, mesh.size())
     rows = torch.empty(most, p.shape[1], device=mesh.device_type)
     parts = None
     if dist.get_rank(group) == owner:
@@ -88,8 +90,3 @@ def _scatter_rows(whole: Tensor | None, p: DTensor, owner: int) -> Tensor:
         parts = list(padded.split(most))
     dist.scatter(rows, parts, group=group, group_src=owner)
     return rows[: len(local)].to(local.device)
-
-
-def _most_rows(p: DTensor) -> int:
-    """Of a rank: FSDP2 gives as many to each, but that the last ones may have fewer or none."""
-    return -(-len(p) // dist.get_world_size(p.device_mesh.get_group()))
