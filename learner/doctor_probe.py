@@ -40,7 +40,7 @@ class Version:
         self, model: Decoder, run: Run, number: int, sticky: StickyRanges | None = None
     ) -> None:
         format = run.rollout.format
-        noise = noise_of(run.rollout.aqn, number, run.steps, run.seed)
+        noise = noise_of(run.rollout.aqn, number, run.seed)
         self.learnt = copy.deepcopy(model).requires_grad_(False)
         self.noisy = self.learnt
         if noise:

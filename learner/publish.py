@@ -52,7 +52,7 @@ class Publisher:
         began = time.perf_counter()
         run, format = self._run, self._run.rollout.format
         lora = run.learner.lora
-        noise = noise_of(run.rollout.aqn, version, run.steps, run.seed)
+        noise = noise_of(run.rollout.aqn, version, run.seed)
         published = published_state(model, format, self._ranges)
         published = with_noise(published, noise, run.learner.uaq)
         if run.rollout.unquantized == "bf16":

@@ -44,7 +44,7 @@ def test_the_schedules_hold_the_numbers_of_a_table_made_by_hand():
 
 
 def test_stages_are_equal_parts_of_the_run():
-    stages = [noise_of(Aqn(), v, 200, 0) for v in range(201)]
+    stages = [noise_of(Aqn(steps=200), v, 0) for v in range(201)]
     assert stages[:20] == [None] * 20
     assert {n.sigma for n in stages[20:40] if n} == {1e-2}
     assert len({n.sigma for n in stages if n}) == 9
@@ -56,7 +56,7 @@ def test_a_run_that_goes_on_for_longer_keeps_the_noise_of_the_versions_it_had(ma
     run = make_run("rollout.aqn={}", "steps=200")
     again = override(parse(dump_toml(run), "config.toml"), "steps=900")
     assert again.steps == 900
-    of_both = [[noise_of(r.rollout.aqn, v, r.steps, 0) for v in range(300)] for r in (run, again)]
+    of_both = [[noise_of(r.rollout.aqn, v, 0) for v in range(300)] for r in (run, again)]
     assert of_both[0] == of_both[1]
     assert make_run("rollout.aqn={steps=50}", "steps=200").rollout.aqn == Aqn(steps=50)
 
@@ -102,7 +102,7 @@ def test_a_version_is_rebuilt_bit_for_bit_from_its_manifest_and_the_learners_wei
 
 def test_noise_is_normal_with_the_deviation_of_the_manifest():
     state = {"model.layers.0.input_layernorm.weight": torch.ones(200_000)}
-    noise = noise_of(Aqn(), 3, 20, 0)
+    noise = noise_of(Aqn(steps=20), 3, 0)
     assert noise is not None
     z = (with_noise(state, noise, 1.5)["model.layers.0.input_layernorm.weight"] - 1) / 1.5
     assert float(z.std()) == pytest.approx(noise.sigma, rel=0.01)
@@ -114,7 +114,7 @@ def test_uaq_leaves_the_effect_of_noise_as_it_is(make_run: MakeRun):
     run = make_run(*AQN)
     plain, scaled = (build_model(run, build_tokenizer(run)) for _ in range(2))
     apply_uaq(scaled, 2.0)
-    noise = noise_of(Aqn(), 3, 20, 0)
+    noise = noise_of(Aqn(steps=20), 3, 0)
     a, b = (with_noise(m.state_dict(), noise, s) for m, s in ((plain, 1.0), (scaled, 2.0)))
     for norm, fed in (
         ("input_layernorm", "self_attn.q_proj"),

@@ -52,11 +52,11 @@ def sigma_of(cfg: Aqn, stage: int) -> float:
             return start + (end - start) * math.log1p((math.e - 1) * t)
 
 
-def noise_of(cfg: Aqn | None, version: int, steps: int, seed: int) -> Noise | None:
-    """The noise of `version`; None for none. `steps`, where `cfg` has none, and `seed` are the run's."""
+def noise_of(cfg: Aqn | None, version: int, seed: int) -> Noise | None:
+    """The noise of `version`; None for none. `cfg` is a loaded run's, with its length; `seed` the run's."""
     if cfg is None:
         return None
-    sigma = sigma_of(cfg, min(version * cfg.stages // (cfg.steps or steps), cfg.stages - 1))
+    sigma = sigma_of(cfg, min(version * cfg.stages // cfg.steps, cfg.stages - 1))
     if sigma == 0:
         return None
     digest = hashlib.blake2b(f"aqn/{seed}/{version}".encode(), digest_size=8).digest()
