@@ -38,8 +38,7 @@ def routed(routing: Routing, batch: PackedBatch, config: DecoderConfig, first: i
     assert config.experts
     layers = sorted(routing.own)
     at = batch.predict[batch.mask]
-    if first or len(routing.own[layers[0]]) < len(batch.token_ids):
-        at = at[(at >= first) & (at < first + len(routing.own[layers[0]]))]
+    at = at[(at >= first) & (at < first + len(routing.own[layers[0]]))]
     here = at - first
     probs = torch.stack([routing.probs[layer][here].sum(0) for layer in layers])
     taken = torch.stack(

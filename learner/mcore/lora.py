@@ -12,6 +12,7 @@ kept. A rank computes some of the base's outputs from all of its inputs, as in a
 """
 # pyright: reportMissingImports=false
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -51,7 +52,7 @@ class OnBase(NamedTuple):
     format: str
 
 
-class _Linear(nn.Module):
+class _Linear(nn.Module, ABC):
     """Of both kinds, built where Megatron builds its own, without their weights."""
 
     bias: nn.Parameter | None
@@ -86,9 +87,9 @@ class _Linear(nn.Module):
         frozen = nn.Parameter(torch.empty(outs // self.n), requires_grad=False)
         self.bias = frozen if bias else None
 
+    @abstractmethod
     def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
         """What this rank has of A and B of source `name`."""
-        raise NotImplementedError
 
     def product(self) -> Product:
         return FORMATS[self.format].linear(self.parts).rows(self.outputs)
