@@ -40,7 +40,7 @@ def docker(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
 def missing(*args: str) -> str | None:
     """Why `docker ARGS` cannot be used; None if it can."""
     try:
-        result = docker(*args, timeout=20)
+        result = docker(*args, timeout=120)
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:
         return str(error)
     return (result.stderr.strip() or "it failed") if result.returncode else None

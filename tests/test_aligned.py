@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from saved import save_at
 from torch import nn
 
 from areal_q.config import Run, Sampling, TorchEngine
@@ -249,10 +250,7 @@ def test_a_step_after_a_restored_checkpoint_is_bit_for_bit_the_step_without_one(
     run = make_run(QARL, "learner.optimizer.lr=0.01", "learner.reference_kl.coef=0.01")
     trainer = build(run)
     trainer.step(make_samples(12))
-    state = checkpoint.State(
-        step=1, position="0", cursor=0, outstanding=[], digests={}, updates=2, skipped=0
-    )
-    checkpoint.save(tmp_path, state, trainer, 1)
+    save_at(1, tmp_path, trainer)
     resumed = build(run)
     checkpoint.restore(tmp_path, resumed)
     ours, theirs = trainer.step(make_samples(12, seed=1)), resumed.step(make_samples(12, seed=1))

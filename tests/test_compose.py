@@ -3,13 +3,13 @@
 import json
 import os
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from compose_stack import docker, missing
 
 from areal_q.config import load
 from areal_q.errors import ConfigError
@@ -115,19 +115,6 @@ def test_images_run_as_a_user_and_pass_signals_to_the_process(compose):
         if "build" in service:
             assert service["build"]["target"] == name
             assert service["image"] == f"areal-q/{name}"
-
-
-def docker(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["docker", *args], capture_output=True, text=True, **options)
-
-
-def missing(*args: str) -> str | None:
-    """Why `docker ARGS` cannot be used; None if it can."""
-    try:
-        result = docker(*args, timeout=120)
-    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return (result.stderr.strip() or "it failed") if result.returncode else None
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from saved import save_at
 from torch import Tensor
 
 from areal_q.config import KvScales, RolloutConfig, Run, Sampling, ScriptedEngine, TorchEngine
@@ -241,10 +242,7 @@ def test_published_scales_reach_the_engine_and_come_back_with_the_checkpoint(
     _job(stepper)
     stepper.step()
     assert torch.equal(stepper.cache.slot_scales[:, :, 0], wanted)  # type: ignore[attr-defined]
-    state = checkpoint.State(
-        step=1, position="0", cursor=0, outstanding=[], digests={}, updates=2, skipped=0
-    )
-    checkpoint.save(tmp_path, state, trainer, 1)
+    save_at(1, tmp_path, trainer)
     resumed = Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0)
     checkpoint.restore(tmp_path, resumed)
     again = Publisher(run).make(resumed.model, 1, resumed.kv_scales)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from saved import save_at
 
 from areal_q import delta
 from areal_q.config import Run, Sampling, TorchEngine
@@ -187,10 +188,7 @@ def test_a_restored_checkpoint_goes_on_bit_for_bit(
 ):
     run = make_run(*LORA, "rollout.format=nvfp4")
     trainer = learnt(run, make_samples(12))
-    state = checkpoint.State(
-        step=2, position="0", cursor=0, outstanding=[], digests={}, updates=4, skipped=0
-    )
-    checkpoint.save(tmp_path, state, trainer, 1)
+    save_at(2, tmp_path, trainer)
     resumed = build(make_run(*LORA, "rollout.format=nvfp4", "seed=5"))
     checkpoint.restore(tmp_path, resumed)
     assert trainer.step(make_samples(12, seed=1)) == resumed.step(make_samples(12, seed=1))

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from saved import save_at
 
 from areal_q.config import Run
 from areal_q.errors import ConfigError
@@ -134,16 +135,7 @@ def alone(run: Run) -> Trainer:
 
 def start(directory: Path, trainer: Trainer) -> None:
     """Leaves a checkpoint of `trainer` to go on from."""
-    state = checkpoint.State(
-        step=1,
-        position="0-1",
-        cursor=1,
-        outstanding=[],
-        digests={},
-        updates=trainer.updates,
-        skipped=0,
-    )
-    checkpoint.save(directory / "checkpoints", state, trainer, keep=5)
+    save_at(1, directory / "checkpoints", trainer, keep=5)
 
 
 def tensors_in(directory: Path) -> dict[str, torch.Tensor]:

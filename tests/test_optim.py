@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from saved import save_at
 from torch import Tensor, nn
 
 from areal_q.config import AdamW, AdamW8bit, Muon, OptimizerConfig, Run
@@ -160,10 +161,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(
     trainer, resumed = build(make_run(*settings)), build(make_run(*settings, "seed=9"))
     start = weights(trainer)
     trainer.step(make_samples(4))
-    state = checkpoint.State(
-        step=1, position="0-1", cursor=1, outstanding=[], digests={}, updates=2, skipped=0
-    )
-    checkpoint.save(tmp_path, state, trainer, keep=1)
+    save_at(1, tmp_path, trainer)
     resumed.step(make_samples(3, 7))
     checkpoint.restore(tmp_path, resumed)
     for one in (trainer, resumed):

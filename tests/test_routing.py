@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from saved import save_at
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from areal_q.config import Sampling, TorchEngine, load
@@ -416,16 +417,7 @@ def test_a_restored_learner_of_experts_goes_on_bit_for_bit(tmp_path: Path) -> No
     settings = ["learner.routing_replay=true", "learner.router_aux_coef=0.01"]
     whole = trainer(decoder(), *settings)
     whole.step(first)
-    state = checkpoint.State(
-        step=1,
-        position="0-1",
-        cursor=1,
-        outstanding=[],
-        digests={},
-        updates=whole.updates,
-        skipped=0,
-    )
-    checkpoint.save(tmp_path, state, whole, keep=1)
+    save_at(1, tmp_path, whole)
     again = trainer(decoder(7), *settings)
     checkpoint.restore(tmp_path, again)
     assert again.step(second) == whole.step(second)

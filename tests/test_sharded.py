@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from saved import save_at
 
 from areal_q.algorithms import reducers
 from areal_q.config import Run
@@ -163,16 +164,7 @@ def test_two_ranks_learn_what_one_does_and_resume_from_each_other(
     checkpoint.restore(path.parent, resumed)
     resumed.step(steps[3])
     # … and two from the checkpoint of one.
-    state = State(
-        step=3,
-        position="0-1",
-        cursor=1,
-        outstanding=[],
-        digests={},
-        updates=alone.updates,
-        skipped=0,
-    )
-    checkpoint.save(tmp_path / "one" / "checkpoints", state, alone, keep=5)
+    save_at(3, tmp_path / "one" / "checkpoints", alone, keep=5)
     shutil.copytree(path, tmp_path / "again" / "checkpoints" / path.name)
     on_ranks(2, {tmp_path / name: (run, steps[3:]) for name in ("one", "again")})
     alone.step(steps[3])

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from saved import save_at
 
 from areal_q.config import Run, dump_toml
 from areal_q.metrics import MetricsLog
 from areal_q.tasks import build_task, build_tokenizer
-from learner import checkpoint
 from learner.batch import Sample
 from learner.build import build_model, build_trainer
-from learner.checkpoint import State
 from learner.publish import Publisher, sticky_ranges
 from learner.sharded import Piece
 from learner.trainer import Trainer
@@ -119,18 +118,9 @@ def test_a_checkpoint_without_ranges_restores_and_says_that_versions_will_differ
     for seed in range(3):
         trainer.step(make_samples(6, seed, vocab=13))
         digests.append(publisher.make(trainer.model, seed + 1).manifest.digest)
-    state = State(
-        step=3,
-        position="0-1",
-        cursor=1,
-        outstanding=[],
-        digests={},
-        updates=trainer.updates,
-        skipped=0,
-    )
     if not held:
         trainer.sticky = None
-    checkpoint.save(tmp_path / "checkpoints", state, trainer, keep=1)
+    save_at(3, tmp_path / "checkpoints", trainer)
     task, tokenizer = build_task(run.task), build_tokenizer(run)
     with (
         caplog.at_level(logging.WARNING, "learner.build"),
