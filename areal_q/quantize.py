@@ -1,8 +1,7 @@
 """`areal-q quantize SRC DST --format int8`: a checkpoint whose linears are quantized as rollouts have them."""
 
-import os
 import shutil
-import tempfile
+import uuid
 from pathlib import Path
 
 import torch
@@ -45,13 +44,13 @@ def quantize(source: Path, target: Path, format: str, dtype: torch.dtype) -> tup
         for name, tensor in published.items()
     }
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    part.mkdir()
     try:
         write_checkpoint(tensors, format, model.config.to_hf(), part)
         for name in BESIDE_WEIGHTS:
             if (source / name).is_file():
-                shutil.copy(source / name, part)
-        os.chmod(part, 0o755)
+                shutil.copyfile(source / name, part / name)
         part.rename(target)
     finally:
         shutil.rmtree(part, ignore_errors=True)

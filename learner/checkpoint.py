@@ -24,10 +24,11 @@ import msgspec
 import torch
 import xxhash
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from areal_q.errors import CheckpointError
+from areal_q.files import save_tensors
 from areal_q.models.aligned import materialise
 from learner.trainer import Trainer
 
@@ -94,7 +95,7 @@ def write_share(staged: Path, rank: int, tensors: Tensors) -> None:
     file = staged / SHARE.format(rank)
     part = file.with_name(f".{file.name}")
     with _writing(file):
-        save_file(tensors, part)
+        save_tensors(tensors, part)
         _sync(part)
         part.rename(file)
 
@@ -125,7 +126,7 @@ def _write(
     _clear_leftovers(directory)
     part = directory / f"{PART}{final.name}"
     part.mkdir(parents=True)
-    save_file(tensors, part / TENSORS)
+    save_tensors(tensors, part / TENSORS)
     for share in shares:
         while not share.exists():  # should its rank die, torchrun ends this process, too
             time.sleep(0.02)

@@ -1,15 +1,18 @@
-"""`areal-q export RUN DIR [--step N]`: a checkpoint's policy in Hugging Face layout, also while RUN goes on.
+"""`areal-q export RUN DIR`: a checkpoint's policy in Hugging Face layout, also while RUN goes on.
 
 Exit codes: 0 written; 2 no such run or checkpoint, a damaged one, or DIR is there already.
 """
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import typer
 
+from areal_q.config import PretrainedModel, Run
 from areal_q.errors import CheckpointError, ConfigError, UserError
+
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def main(
@@ -18,18 +21,29 @@ def main(
     step: Annotated[
         int | None, typer.Option(min=0, help="of this checkpoint; default: the newest")
     ] = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(
+            help="of the weights; default: as config.json of the run's model.path says, else float32"
+        ),
+    ] = None,
 ) -> None:
     """Writes what a run had learnt by a checkpoint as a model directory that transformers and vLLM load."""
     if target.exists():
         raise ConfigError(f"{target}: is there already")
     # torch and all that needs it only now, so that a wrong option is answered at once.
-    found = export(directory, target, step)
-    typer.echo(f"{target}: {found.name}")
+    found, dtype = export(directory, target, step, dtype)
+    typer.echo(f"{target}: {found.name}, {dtype}")
 
 
-def export(directory: Path, target: Path, step: int | None = None) -> Path:
-    """Writes `target`, as at the end of a run; returns the checkpoint taken. Raises CheckpointError where it
-    is missing or damaged, LogError where there is no run, ConfigError for one that learns adapters."""
+def export(
+    directory: Path, target: Path, step: int | None = None, dtype: Dtype | None = None
+) -> tuple[Path, Dtype]:
+    """Writes `target`, as at the end of a run but for the dtype; returns the checkpoint taken and the dtype.
+
+    Raises CheckpointError where it is missing, damaged or does not fit into the dtype, LogError where there is
+    no run, ConfigError for one that learns adapters.
+    """
     import torch
 
     from areal_q.models import Decoder, DecoderConfig, save_decoder
@@ -59,8 +73,18 @@ def export(directory: Path, target: Path, step: int | None = None) -> Path:
     if run.learner.uaq > 1:
         with torch.no_grad():
             fold_back(model, run.learner.uaq)
-    save_decoder(model, target, build_tokenizer(run))
-    return found[chosen]
+    dtype = dtype or declared(run)
+    save_decoder(model, target, build_tokenizer(run), getattr(torch, dtype))
+    return found[chosen], dtype
+
+
+def declared(run: Run) -> Dtype:
+    """That of the model which the run began with, as long as it can be read."""
+    from areal_q.models import declared_dtype
+
+    path = run.model.path if isinstance(run.model, PretrainedModel) else None
+    found = declared_dtype(path) if path else None
+    return next((dtype for dtype in get_args(Dtype) if dtype == found), "float32")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ from pathlib import Path
 import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from areal_q.config import Run
 from areal_q.errors import Stopped
+from areal_q.files import save_tensors
 from areal_q.models import Decoder, PackedLayout
 from areal_q.tasks import Task, Tokenizer, problem_at
 
@@ -52,7 +53,7 @@ def warm_start(
     _train(model, run, task, tokenizer, progress, stop)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{os.getpid()}.tmp")
-    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, part)
+    save_tensors({k: v.contiguous() for k, v in model.state_dict().items()}, part)
     part.rename(path)
     return False
 

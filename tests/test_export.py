@@ -1,5 +1,8 @@
 """`areal-q export`: a checkpoint as a model directory, against transformers and the run's own export."""
 
+import json
+import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -7,15 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from areal_q.config import dump_toml
+from areal_q.config import PretrainedModel, dump_toml
 from areal_q.errors import CheckpointError, LogError
 from areal_q.models import load_decoder, save_decoder
 from areal_q.models.packing import PackedLayout
 from areal_q.quant.uaq import apply_uaq, fold_back
+from areal_q.quantize import quantize
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.build import build_model
-from learner.export import export
+from learner.export import Dtype, export
+from learner.export import declared as declared_for
 from learner.trainer import Trainer
 
 
@@ -48,7 +53,7 @@ def run_dir(make_run, make_samples, tmp_path: Path) -> Path:
 
 
 def test_the_newest_checkpoint_gives_what_the_end_of_the_run_would(run_dir: Path, tmp_path: Path):
-    assert export(run_dir, tmp_path / "out").name == "step-000004"
+    assert export(run_dir, tmp_path / "out")[0].name == "step-000004"
     ours, theirs = (sorted(p.iterdir()) for p in (tmp_path / "out", run_dir / "hf"))
     assert [p.name for p in ours] == [p.name for p in theirs]
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(ours, theirs, strict=True))
@@ -66,6 +71,80 @@ def test_an_earlier_step_is_loaded_by_transformers_and_says_the_same(run_dir: Pa
     with torch.no_grad():
         logits = ours.logits(ours(ids, PackedLayout.of([5])))
         torch.testing.assert_close(logits, oracle(ids[None]).logits[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_another_dtype_is_what_transformers_makes_of_the_model(
+    run_dir: Path, tmp_path: Path, dtype: Dtype
+):
+    from transformers import AutoModelForCausalLM
+
+    export(run_dir, tmp_path / "out", dtype=dtype)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    oracle = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=getattr(torch, dtype))
+    assert found.dtype == oracle.dtype == getattr(torch, dtype)
+    pairs = zip(found.named_parameters(), oracle.named_parameters(), strict=True)
+    assert all(a == b and torch.equal(p, q) for (a, p), (b, q) in pairs)
+    half, full = (
+        sum(f.stat().st_size for f in d.glob("*.safetensors"))
+        for d in (tmp_path / "out", run_dir / "hf")
+    )
+    assert half < 0.6 * full
+
+
+def test_without_a_dtype_it_is_the_one_that_the_source_declares(
+    run_dir: Path, tmp_path: Path, make_run
+):
+    (source := tmp_path / "source").mkdir()
+    for declared, expected in (
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "float16"}, "float16"),
+        ({"torch_dtype": "float64"}, "float32"),
+        ({}, "float32"),
+    ):
+        (source / "config.json").write_text(json.dumps(declared))
+        run = msgspec.structs.replace(make_run(), model=PretrainedModel(path=str(source)))
+        assert declared_for(run) == expected
+    shutil.rmtree(source)
+    assert declared_for(run) == "float32"
+
+
+def test_a_weight_beyond_the_dtype_is_named_and_nothing_is_written(tmp_path: Path, make_run):
+    run = make_run()
+    model = build_model(run, build_tokenizer(run))
+    with torch.no_grad():
+        model.model.norm.weight[0] = 1e5
+    with pytest.raises(
+        CheckpointError, match=r"model\.norm\.weight does not fit into torch\.float16"
+    ):
+        save_decoder(model, tmp_path / "out", dtype=torch.float16)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)]
+)
+def test_what_is_written_is_as_open_to_others_as_the_umask_says(
+    tmp_path: Path, make_run, umask: int, file: int, folder: int
+):
+    run = make_run()
+    model = build_model(run, build_tokenizer(run))
+    before = os.umask(umask)
+    try:
+        save_decoder(model, tmp_path / "hf", build_tokenizer(run))
+        quantize(tmp_path / "hf", tmp_path / "int8", "int8", torch.bfloat16)
+        trainer = Trainer(model, run.learner, 1.0)
+        state = checkpoint.State(
+            step=1, position="0-1", cursor=1, outstanding=[], digests={}, updates=0, skipped=0,
+            model=model.config.to_hf(),
+        )  # fmt: skip
+        checkpoint.save(tmp_path / "checkpoints", state, trainer, keep=1)
+    finally:
+        os.umask(before)
+    found = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert sum(path.suffix == ".safetensors" for path in found) == 3
+    wrong = {p: m for p, m in found.items() if m != (folder if p.is_dir() else file)}
+    assert not wrong
 
 
 def test_a_step_that_has_no_checkpoint_is_refused_and_those_there_are_named(

@@ -139,6 +139,28 @@ def test_a_transformers_checkpoint_gives_the_same_logits(
     assert_same_logits(load_decoder(tmp_path), hf)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_act": "swish"},
+        {"use_sliding_window": False, "sliding_window": 4},
+        {"use_sliding_window": True, "sliding_window": None},
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+    ],
+)
+def test_a_config_that_says_the_same_in_other_words_gives_transformers_logits(
+    tmp_path: Path, family: str, change: dict[str, Any]
+) -> None:
+    theirs = randomised(hf_config(family, tied=True))
+    theirs.save_pretrained(tmp_path)
+    table = json.loads((tmp_path / "config.json").read_text()) | change
+    table.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert_same_logits(load_decoder(tmp_path), oracle)
+
+
 @every_kind
 @tied_or_not
 def test_transformers_reads_our_checkpoint_with_the_same_logits(
@@ -284,7 +306,7 @@ def killed_after(steps: int, monkeypatch: pytest.MonkeyPatch, action: Callable[[
     with monkeypatch.context() as patch:
         for name in ("mkdir", "rename", "write_text"):
             patch.setattr(Path, name, counted(getattr(Path, name)))
-        patch.setattr(hf_module, "save_file", counted(hf_module.save_file))
+        patch.setattr(hf_module, "save_tensors", counted(hf_module.save_tensors))
         patch.setattr(hf_module.shutil, "rmtree", counted(hf_module.shutil.rmtree))
         try:
             action()
@@ -371,7 +393,7 @@ def test_a_truncated_file_is_named(saved: Path, keep: int) -> None:
         ({"hidden_act": "gelu"}, "'gelu' is not implemented"),
         ({"mlp_bias": True}, "mlp_bias is not implemented"),
         ({"attention_bias": True}, "attention_bias is not implemented"),
-        ({"use_sliding_window": True}, "use_sliding_window is not implemented"),
+        ({"use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window is not implem"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
         ({"is_causal": False}, "is_causal false is not implemented"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),

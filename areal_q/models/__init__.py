@@ -2,7 +2,7 @@
 
 from areal_q.models.config import DecoderConfig, Experts
 from areal_q.models.decoder import Decoder, init_weights
-from areal_q.models.hf import load_config, load_decoder, save_decoder
+from areal_q.models.hf import declared_dtype, load_config, load_decoder, save_decoder
 from areal_q.models.moe import Routing
 from areal_q.models.packing import PackedLayout
 from areal_q.models.rope import apply_rope, rope_tables
@@ -14,6 +14,7 @@ __all__ = [
     "PackedLayout",
     "Routing",
     "apply_rope",
+    "declared_dtype",
     "init_weights",
     "load_config",
     "load_decoder",

@@ -9,6 +9,8 @@ from areal_q.errors import CheckpointError
 
 LLAMA3_CONTEXT = "original_max_position_embeddings"
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
+SILU = ("silu", "swish")
+"""Two names of one function"""
 
 
 class Experts(Struct, frozen=True, kw_only=True):
@@ -167,16 +169,28 @@ def _not_implemented(family: str, hf: dict[str, Any]) -> dict[str, bool]:
     for."""
     kinds = {kind for kind in hf.get("layer_types") or () if kind != "full_attention"}
     return {
-        f"hidden_act {hf.get('hidden_act')!r}": hf.get("hidden_act", "silu") != "silu",
+        f"hidden_act {hf.get('hidden_act')!r}": hf.get("hidden_act", "silu") not in SILU,
         "mlp_bias": bool(hf.get("mlp_bias")),
         "attention_bias": family != "qwen2" and bool(hf.get("attention_bias")),
-        "use_sliding_window": bool(hf.get("use_sliding_window")),
+        "use_sliding_window": _slides(family, hf),
         f"layer_types {', '.join(sorted(map(str, kinds)))}": bool(kinds),
         "is_causal false": hf.get("is_causal", True) is False,
         "quantization_config, weights that are quantized already,": bool(
             hf.get("quantization_config")
         ),
     }
+
+
+def _slides(family: str, hf: dict[str, Any]) -> bool:
+    """Whether a layer would attend to a window only: a `sliding_window` that is not switched on, or begins
+    behind the last layer, is none. What `layer_types` says comes before `max_window_layers`."""
+    if family == "llama" or not hf.get("use_sliding_window"):
+        return False
+    if "sliding_window" in hf and hf["sliding_window"] is None:
+        return False
+    if family == "qwen3_moe":
+        return True
+    return not hf.get("layer_types") and hf["num_hidden_layers"] > hf.get("max_window_layers", 28)
 
 
 def _rope(hf: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from areal_q.errors import CheckpointError
+from areal_q.files import save_tensors
 from areal_q.models.config import DecoderConfig
 from areal_q.models.decoder import Decoder
 from areal_q.tasks.base import Tokenizer
@@ -33,6 +33,14 @@ def load_config(path: str | Path) -> DecoderConfig:
         raise CheckpointError(f"{file}: {error.args[0]!r} is missing") from error
     except (ValueError, msgspec.ValidationError, TypeError, ArithmeticError) as error:
         raise CheckpointError(f"{file}: {error}") from error
+
+
+def declared_dtype(path: str | Path) -> str | None:
+    """What config.json of directory `path` says its weights are in, such as "bfloat16"; None where it says
+    nothing, or is not there any more."""
+    file = Path(path) / "config.json"
+    table = _read_object(file) if file.is_file() else {}
+    return table.get("dtype") or table.get("torch_dtype")
 
 
 def load_decoder(path: str | Path) -> Decoder:
@@ -74,8 +82,16 @@ def load_decoder(path: str | Path) -> Decoder:
     return model.requires_grad_(True)
 
 
-def save_decoder(model: Decoder, path: str | Path, tokenizer: Tokenizer | None = None) -> None:
+def save_decoder(
+    model: Decoder,
+    path: str | Path,
+    tokenizer: Tokenizer | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Writes directory `path` for `transformers.AutoModelForCausalLM`, replacing one that is there.
+
+    Tensors are rounded to `dtype`, which config.json names. Raises CheckpointError, with `path` as it was,
+    where one does not fit into it.
 
     It is written beside it under a hidden name and renamed, so that `path` never holds half a model.
     A crash between the two renames of a replacement leaves both hidden; the next save sees to it.
@@ -86,9 +102,14 @@ def save_decoder(model: Decoder, path: str | Path, tokenizer: Tokenizer | None =
     _clear_leftovers(target, part, old)
     part.mkdir(parents=True)
     try:
-        state = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
-        save_file(state, part / WEIGHTS, metadata={"format": "pt"})
-        (part / "config.json").write_text(json.dumps(model.config.to_hf(), indent=2) + "\n")
+        state = {
+            name: t.detach().cpu().to(dtype).contiguous() for name, t in model.state_dict().items()
+        }
+        if dtype != torch.float32:
+            _check_fits(state, path)
+        save_tensors(state, part / WEIGHTS, metadata={"format": "pt"})
+        table = model.config.to_hf() | {"torch_dtype": str(dtype).removeprefix("torch.")}
+        (part / "config.json").write_text(json.dumps(table, indent=2) + "\n")
         if tokenizer is not None:
             tokenizer.save(str(part))
         # A directory cannot be renamed onto one that has files: the old one steps aside first.
@@ -130,6 +151,12 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
             return {name: tensors.get_tensor(name).float() for name in tensors.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file}: {error}") from error
+
+
+def _check_fits(state: dict[str, torch.Tensor], path: str | Path) -> None:
+    for name, tensor in state.items():
+        if not _finite(tensor):
+            raise CheckpointError(f"{path}: {name} does not fit into {tensor.dtype}")
 
 
 def _finite(tensor: torch.Tensor) -> bool:

@@ -12,9 +12,9 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from areal_q.config import Lora
+from areal_q.files import save_tensors
 from areal_q.models.decoder import Decoder
 from areal_q.models.hf import save_decoder
 from areal_q.models.lora import adapted, adapters_off, merged_state
@@ -41,7 +41,7 @@ def save_adapted(
         tensors[f"base_model.model.{name}.lora_B.weight"] = b.contiguous().cpu()
     target = directory / "adapter"
     target.mkdir(exist_ok=True)
-    save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_tensors(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

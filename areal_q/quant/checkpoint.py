@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from safetensors.torch import save_file
 from torch import Tensor
 
 from areal_q.errors import CheckpointError
+from areal_q.files import save_tensors
 from areal_q.models.config import DecoderConfig
 
 Table = dict[str, Any]
@@ -84,7 +84,7 @@ def write_checkpoint(
     target = Path(directory)
     (target / "config.json").write_bytes(msgspec.json.format(json.dumps(config).encode(), indent=2))
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, target / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(contiguous, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def _unquantized(model: DecoderConfig) -> list[str]:
