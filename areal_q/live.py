@@ -18,7 +18,7 @@ from rich.text import Text
 from areal_q.config import Run
 from areal_q.metrics import FILE_NAME, Record, Tail
 from areal_q.rundir import path_of
-from areal_q.summary import duration, number, plural, size
+from areal_q.summary import Unfaithful, duration, number, plural, size, unfaithful
 
 PLAIN_EVERY_S = 5.0
 REDRAW_EVERY_S = 0.5
@@ -39,11 +39,14 @@ class History:
         self.warmstart: Record | None = None
         self.end: Record | None = None
         self.elapsed_s = 0.0
+        self.unfaithful: dict[str, Unfaithful] = {}
+        """By engine, the newest step whose gap was beyond the bound"""
 
     def add(self, record: Record) -> None:
         match record["kind"]:
             case "step":
                 self.recent.append(record)
+                self.unfaithful |= {problem.engine: problem for problem in unfaithful([record])}
             case "eval":
                 self.evals.append(record)
             case "warmstart":
@@ -128,7 +131,8 @@ class _Following:
 
 
 class PlainView(_Following):
-    """One line every PLAIN_EVERY_S seconds of progress, and one for each evaluation."""
+    """One line every PLAIN_EVERY_S seconds of progress, and one for each evaluation and each engine that is not
+    faithful to its weights."""
 
     _next_line = 0.0
 
@@ -136,6 +140,7 @@ class PlainView(_Following):
         super().start(run_dir)
         # What a resumed run wrote before was shown before.
         self._since_s = time.time() - 1.0
+        self._warned: set[str] = set()
         self.note(f"{self.run.name}: {plural(self.run.steps, 'step')}, writing to {run_dir}")
 
     def stop(self) -> None:
@@ -148,6 +153,10 @@ class PlainView(_Following):
             if record["kind"] in ("eval", "end") or (due and record is fresh[-1]):
                 self.note(plain_line(record, self.history))
                 self._next_line = time.monotonic() + PLAIN_EVERY_S
+        for problem in unfaithful(fresh):
+            if problem.engine not in self._warned:
+                self._warned.add(problem.engine)
+                self.note(f"warning: {problem}")
 
 
 class LiveView(_Following):
@@ -228,6 +237,8 @@ def picture(name: str, history: History, elapsed_s: float) -> RenderableType:
     parts: list[RenderableType] = [_header(name, history, elapsed_s)]
     if history.last or history.evals:
         parts += [Text(), _figures(history)]
+    for problem in history.unfaithful.values():
+        parts.append(Text(f"✗ {problem}", "red", no_wrap=True, overflow="crop"))
     if workers := (history.last or {}).get("workers"):
         parts += [Text(), _workers(workers)]
     return Group(*parts)

@@ -1,5 +1,6 @@
 """What a run came to, from its metrics alone: for the last screen, the report and the tests."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +21,48 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Unfaithful:
+    """An engine's log-probs were not those of its weights (learner/fidelity.py).
+
+    Example: Unfaithful("vllm", 0.12, 0.03, 7.0)
+    """
+
+    engine: str
+    gap_nats: float
+    """Mean of a step's sampled tokens"""
+    bound_nats: float
+    version: float | None
+    """The newest that was looked at; None in records that do not say"""
+
+    def __str__(self) -> str:
+        at = "" if self.version is None else f" at version {self.version:.0f}"
+        gap, bound = f"{self.gap_nats:.2g} nats", f"bound {self.bound_nats:g}"
+        return f"engine {self.engine}: log-probs {gap} off its weights{at} ({bound})"
+
+
+@dataclass(frozen=True)
 class Summary:
     title: str
     rows: list[tuple[str, str]]
     answers: list[Answer]
     reason: str
     """done, drained, or "" where no `end` record was written"""
+
+
+def unfaithful(records: Iterable[Record]) -> list[Unfaithful]:
+    """The worst step of each engine whose gap was beyond the bound."""
+    worst: dict[str, Unfaithful] = {}
+    for record in records:
+        bound = record.get("fidelity/bound_nats")
+        for key, gap in record.items():
+            found = re.fullmatch(r"fidelity/engine_(.+)/gap_mean_nats", key)
+            if found is None or bound is None or gap is None or gap <= bound:
+                continue
+            engine = found[1]
+            if engine not in worst or gap > worst[engine].gap_nats:
+                version = record.get(f"fidelity/engine_{engine}/version")
+                worst[engine] = Unfaithful(engine, gap, bound, version)
+    return list(worst.values())
 
 
 def summarize(records: Sequence[Record]) -> Summary:
@@ -37,7 +74,8 @@ def summarize(records: Sequence[Record]) -> Summary:
     last_step = max((r["step"] for r in records), default=0)
     elapsed = records[-1]["elapsed_s"] if records else 0.0
     title = f"{reason or 'stopped'} after {plural(last_step, 'step')} in {duration(elapsed)}"
-    rows = [*_accuracy_rows(evals), *_step_rows(steps)]
+    warnings = [("fidelity", f"✗ {problem}") for problem in unfaithful(steps)]
+    rows = [*_accuracy_rows(evals), *_step_rows(steps), *warnings]
     return Summary(title, rows, _answers(evals), reason)
 
 

@@ -48,18 +48,22 @@ class FidelityMeter:
             self._policies.pop(digest, None)
 
     def measure(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Mean and largest |gap| in nats a token, in all and by engine; the bound alone where no group was
-        chosen. Logs a warning the first time that an engine's mean is beyond the bound."""
+        """Mean and largest |gap| in nats a token, in all and by engine, and the newest version looked at; the
+        bound alone where no group was chosen. Logs a warning the first time that an engine's mean is beyond the
+        bound."""
         if not self._cfg.share:
             return {}
         gaps: dict[str, list[np.ndarray]] = defaultdict(list)
-        for engine, gap in self._gaps([g for g in groups if self._chosen(g)]):
+        newest: dict[str, int] = {}
+        for engine, version, gap in self._gaps([g for g in groups if self._chosen(g)]):
             gaps[engine].append(gap)
+            newest[engine] = max(version, newest.get(engine, 0))
         joined = {engine: np.concatenate(parts) for engine, parts in gaps.items()}
         joined = {engine: gap for engine, gap in joined.items() if gap.size}
         values = {"fidelity/bound_nats": self._cfg.bound_nats}
         for engine, gap in joined.items():
             values |= _summary(f"fidelity/engine_{engine}/", gap)
+            values[f"fidelity/engine_{engine}/version"] = newest[engine]
             self._warn(engine, float(gap.mean()))
         if joined:
             values |= _summary("fidelity/", np.concatenate(list(joined.values())))
@@ -70,8 +74,8 @@ class FidelityMeter:
         number, share = group.ticket.number, self._cfg.share
         return int((number + 1) * share) > int(number * share)
 
-    def _gaps(self, groups: Sequence[Group]) -> Iterator[tuple[str, np.ndarray]]:
-        """(engine, |gap| float64 [N]) for each engine, version and temperature."""
+    def _gaps(self, groups: Sequence[Group]) -> Iterator[tuple[str, int, np.ndarray]]:
+        """(engine, version, |gap| float64 [N]) for each engine, version and temperature."""
         alike: dict[tuple[str, str, float], list[Sample]] = defaultdict(list)
         for group in groups:
             for sample in _samples(group):
@@ -80,7 +84,8 @@ class FidelityMeter:
                     alike[group.engine, digest, group.ticket.sampling.temperature].append(sample)
         for (engine, digest, temperature), samples in alike.items():
             found, _ = self._score(self._policy(digest), samples, temperature)
-            yield engine, _compared(samples, found)
+            version = self._versions[digest].manifest.version
+            yield engine, version, _compared(samples, found)
 
     def _policy(self, digest: str) -> Decoder:
         if digest not in self._policies:

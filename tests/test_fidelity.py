@@ -143,6 +143,9 @@ def test_a_planted_error_of_a_tenth_of_a_nat_is_seen_and_warned_of_once(
     assert values["fidelity/engine_torch/gap_mean_nats"] < 1e-4
     assert values["fidelity/engine_broken/gap_mean_nats"] == pytest.approx(0.1, abs=1e-3)
     assert values["fidelity/bound_nats"] < 0.1
+    assert (
+        values["fidelity/engine_broken/version"] == 0
+    )  # responses began with it; the rest is not looked at
     (record,) = caplog.records
     assert "engine broken" in record.message and "bound_nats" in record.message
 

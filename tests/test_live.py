@@ -251,6 +251,55 @@ def test_the_last_screen_tells_result_answers_paths_and_next_commands(
     assert len(text.splitlines()) <= 40
 
 
+def write_gaps(directory, *gaps):
+    """A step for each pair of gaps: of a faithful engine, and of one that is not."""
+    with MetricsLog(directory, tensorboard=False) as log:
+        for step, (good, bad) in enumerate(gaps, start=1):
+            values = {"fidelity/bound_nats": 0.03, "fidelity/engine_torch/gap_mean_nats": good}
+            values |= {"fidelity/engine_vllm/gap_mean_nats": bad}
+            values |= {"fidelity/engine_vllm/version": step - 1}
+            log.write("step", step, values)
+
+
+WORST = "engine vllm: log-probs 0.25 nats off its weights at version 1 (bound 0.03)"
+
+
+def test_the_last_screen_tells_the_worst_gap_of_an_engine_that_is_not_faithful(
+    run, directory, console
+):
+    write_gaps(directory, (0.001, 0.02), (0.001, 0.25), (0.001, 0.1))
+    last_screen(run, directory, console)
+    text = " ".join(console.export_text().split())
+    assert WORST in text and "engine torch" not in text
+
+
+def test_a_run_of_faithful_engines_has_no_line_about_it(run, directory, console):
+    write_gaps(directory, (0.001, 0.02), (float("nan"), 0.03))
+    last_screen(run, directory, console)
+    console.print(picture("demo", history_of(directory, 3), 1.0))
+    assert "log-probs" not in console.export_text()
+
+
+def test_the_live_view_and_watch_show_the_gap_the_bound_and_the_version(run, directory):
+    console = recording(force_terminal=True)
+    write_gaps(directory, (0.001, 0.02), (0.001, 0.25))
+    with MetricsLog(directory, tensorboard=False) as log:
+        log.write("end", 2, {}, reason="done")
+    live.watch(run, directory, console)
+    assert WORST in console.export_text()
+    console.file.close()
+
+
+def test_the_plain_view_warns_of_an_engine_once(run, directory, console, monkeypatch):
+    view = PlainView(run, console)
+    view.start(directory)
+    for gap in (0.02, 0.25, 0.3):
+        write_gaps(directory, (0.001, 0.02), (0.001, gap))
+        view.refresh()
+    lines = [line for line in console.export_text().splitlines() if line.startswith("warning")]
+    assert lines == [f"warning: {WORST}"]
+
+
 def test_the_last_screen_offers_no_command_that_cannot_work(run, directory, console):
     with MetricsLog(directory, tensorboard=False) as log:
         log.write("warmstart", 0, {"warmstart/step": 1, "warmstart/steps": 9})
