@@ -15,9 +15,11 @@ run: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/pytest
 
-# The number formats beside torchao, compressed-tensors and bitsandbytes, and their Triton kernels.
+# The number formats beside torchao, compressed-tensors and bitsandbytes, and their Triton kernels, interpreted
+# and compiled.
 test-formats: $(VENV)-formats/.installed
 	TRITON_INTERPRET=1 $(VENV)-formats/bin/python -m pytest tests/test_quant_oracles.py tests/test_quant_triton.py tests/test_optim.py
+	$(VENV)-formats/bin/python -m pytest tests/test_triton_compiled.py
 
 # The tests of vLLM as the engine, in an environment of its own (3.4 GB).
 test-vllm: $(VENV)-vllm/.installed

@@ -1,4 +1,4 @@
-"""The Triton kernel, run by Triton's interpreter on the CPU, gives the bits of the CPU's kernel.
+"""The Triton kernels, run by Triton's interpreter on the CPU, give the bits of the CPU's kernels and of torch.
 
 `make test-formats` runs this; without Triton, or without its interpreter, the file is skipped.
 """
@@ -9,7 +9,8 @@ import os
 import pytest
 import torch
 
-from areal_q.quant import once
+from areal_q.quant import once, rows
+from areal_q.quant.nf4 import BORDERS
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
@@ -49,3 +50,64 @@ def test_what_is_not_finite_is_seen():
     weight = torch.ones(2, 8)
     weight[1, 3] = float("nan")
     assert triton_kernels.quantize(weight, 1.0, torch.int8, (1, 8), None, None)[3] > 0x7F800000
+
+
+def activations_on_a_gpu(x, dtype, width, *, least_range=0.0, least_scale):
+    return triton_kernels.activations(x, dtype, width, least_range, least_scale)
+
+
+@pytest.mark.parametrize(
+    "quantize", [rows.quantize_rows, rows.quantize_rows_e4m3, rows.quantize_groups_e4m3]
+)
+@pytest.mark.parametrize("shape", [(1, 8), (37, 300), (70, 256)])
+def test_activations_have_the_bits_of_torch(monkeypatch, quantize, shape):
+    torch.manual_seed(0)
+    x = torch.randn(shape) * torch.exp(8 * torch.randn(shape))
+    x[0] = 0
+    codes, scales = quantize(x)
+    monkeypatch.setattr(once, "activations", activations_on_a_gpu)
+    fast, fast_scales = quantize(x)
+    assert torch.equal(fast.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(fast_scales, scales) and fast_scales.dtype == torch.float32
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_activations_that_are_not_finite_stay_so(monkeypatch, value):
+    x = torch.ones(3, 256)
+    x[1, 7] = value
+    monkeypatch.setattr(once, "activations", activations_on_a_gpu)
+    seen = rows.dequantize_groups(*rows.quantize_groups_e4m3(x))
+    assert seen[1, :128].isnan().any()
+    assert seen[0].isfinite().all() and seen[1, 128:].isfinite().all() and seen[2].isfinite().all()
+
+
+@pytest.mark.parametrize("width", [16, 32, 64, 128])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 70), (67, 256)])
+def test_ranges_are_the_cpus(shape, width):
+    torch.manual_seed(0)
+    weight = torch.randn(shape)
+    want = once.row_blocks(weight, width)
+    assert want is not None and torch.equal(triton_kernels.ranges(weight, width), want)
+    weight[-1, -1] = float("nan")
+    assert triton_kernels.ranges(weight, width)[-1, -1].isnan()
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "shape"),
+    [
+        ("int4", 128, (5, 70)), ("int4", 128, (67, 384)), ("e2m1", 16, (5, 70)), ("e2m1", 32, (67, 256)),
+        ("nf4", 64, (100, 64)),
+    ],
+)  # fmt: skip
+def test_four_bits_are_the_cpus(kind, width, shape):
+    torch.manual_seed(0)
+    weight = torch.randn(shape)
+    ranges = once.row_blocks(weight, width)
+    assert ranges is not None
+    weight[0, :4] = torch.tensor([0.25, -0.25, 0.75, 2.5]) * ranges[0, 0]  # ties
+    scales = ranges / {"int4": 7.5, "e2m1": 4.0, "nf4": 1.0}[kind]
+    scales[-1, -1] = torch.inf
+    row_bytes = 4 * -(-shape[1] // 8) if kind == "int4" else shape[1] // 2
+    want = once.four_bits(weight, scales, width, row_bytes, kind=kind)
+    got = triton_kernels.nibbles(weight, scales, width, row_bytes, kind, BORDERS)
+    assert want is not None and torch.equal(got, want)

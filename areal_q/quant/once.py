@@ -42,7 +42,7 @@ def eight_bits(
     is not finite or above LARGEST.
     """
     height, width = block[0], min(block[1], max(1, weight.shape[1]))
-    if weight.is_cuda and weight.is_contiguous() and weight.numel() and (gpu := _gpu_kernels()):
+    if gpu := _on_gpu(weight):
         *result, worst = gpu.quantize(weight, fold, dtype, (height, width), given, previous)
         if worst > _LARGEST_BITS:
             raise QuantizationError(f"{name}: {TOO_LARGE}")
@@ -70,6 +70,8 @@ def eight_bits(
 
 def row_blocks(weight: Tensor, width: int) -> Tensor | None:
     """Largest magnitude of every `width` numbers of a row: float32 [out, in] → [out, ⌈in / width⌉]."""
+    if gpu := _on_gpu(weight):
+        return gpu.ranges(weight, width)
     kernels = _for(weight)
     if kernels is None:
         return None
@@ -85,20 +87,35 @@ def four_bits(
 
     `kind`: "int4", "e2m1", or "nf4" (the one whose first code is in the high half).
     """
+    if gpu := _on_gpu(weight):
+        return gpu.nibbles(weight, scales, width, row_bytes, kind, _nf4_borders(weight.device))
     kernels = _for(weight)
     if kernels is None:
         return None
     packed = torch.empty(weight.shape[0], row_bytes, dtype=torch.uint8)
-    borders = _nf4_borders() if kind == "nf4" else _NO_BORDERS
+    borders = _nf4_borders(weight.device).numpy() if kind == "nf4" else _NO_BORDERS
     kernels.nibbles(
         weight.numpy(), scales.contiguous().numpy(), width, borders, kind == "int4", packed.numpy()
     )
     return packed
 
 
+def activations(
+    x: Tensor, dtype: torch.dtype, width: int, *, least_range: float = 0.0, least_scale: float
+) -> tuple[Tensor, Tensor] | None:
+    """(codes [T, K], scales float32 [T, ⌈K / width⌉]) of float x [T, K]: rows.py's, on a GPU in one pass."""
+    gpu = _on_gpu(x)
+    return gpu and gpu.activations(x, dtype, width, least_range, least_scale)
+
+
 def _for(weight: Tensor) -> ModuleType | None:
     suits = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous()
     return _kernels() if suits and weight.numel() else None
+
+
+def _on_gpu(x: Tensor) -> ModuleType | None:
+    suits = x.is_cuda and x.dim() == 2 and x.dtype == torch.float32 and x.is_contiguous()
+    return _gpu_kernels() if suits and x.numel() else None
 
 
 @cache
@@ -122,7 +139,7 @@ def _gpu_kernels() -> ModuleType | None:
 
 
 @cache
-def _nf4_borders() -> np.ndarray:
+def _nf4_borders(device: torch.device) -> Tensor:
     from areal_q.quant.nf4 import BORDERS
 
-    return BORDERS.numpy()
+    return BORDERS.to(device)

@@ -9,6 +9,8 @@ or an infinity comes out as NaN, which the engine refuses (rollout/engines).
 import torch
 from torch import Tensor
 
+from areal_q.quant import once
+
 INT8_MAX = 127
 E4M3_MAX = 448.0
 GROUP = 128
@@ -21,18 +23,29 @@ _INT8_MAX, _E4M3_MAX = torch.tensor(float(INT8_MAX)), torch.tensor(E4M3_MAX)
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Symmetric int8 per row, as in `int8.py`: (codes int8 [T, K], scale float32 [T, 1])."""
+    fast = once.activations(x, torch.int8, x.shape[1], least_scale=SMALLEST_SCALE)
+    if fast is not None:
+        return fast
     scale = x.abs().amax(-1, keepdim=True).div_(_INT8_MAX).clamp_(min=SMALLEST_SCALE)
     return (x / scale).round_().to(torch.int8), scale
 
 
 def quantize_rows_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     """E4M3 per row, as in `fp8_channel.py`: (codes float8_e4m3fn [T, K], scale float32 [T, 1])."""
+    fast = once.activations(x, torch.float8_e4m3fn, x.shape[1], least_scale=SMALLEST_ROW_SCALE)
+    if fast is not None:
+        return fast
     scale = x.abs().amax(-1, keepdim=True).div_(_E4M3_MAX).clamp_(min=SMALLEST_ROW_SCALE)
     return to_e4m3(x / scale), scale
 
 
 def quantize_groups_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     """E4M3 per 128 channels of a row: (codes float8_e4m3fn [T, K], scale float32 [T, ⌈K/128⌉])."""
+    fast = once.activations(
+        x, torch.float8_e4m3fn, GROUP, least_range=SMALLEST_GROUP_RANGE, least_scale=SMALLEST_SCALE
+    )
+    if fast is not None:
+        return fast
     rest = -x.shape[1] % GROUP
     groups = torch.nn.functional.pad(x, (0, rest)).unflatten(1, (-1, GROUP))
     scale = groups.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST_GROUP_RANGE).div_(_E4M3_MAX)
