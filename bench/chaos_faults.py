@@ -94,7 +94,7 @@ def _freeze(name: str, cluster: Cluster, rng: random.Random) -> Undo:
 
 def _fill(name: str, cluster: Cluster, rng: random.Random) -> Undo:
     path = cluster.disks[name] / "fill"
-    with path.open("wb") as file, suppress(OSError):
+    with suppress(OSError), path.open("wb") as file:  # a disk that is full already takes no file
         while True:
             file.write(bytes(1 << 20))
     return lambda: path.unlink(missing_ok=True)

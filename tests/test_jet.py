@@ -11,8 +11,14 @@ from areal_q.models.aligned import linears, use
 from areal_q.models.jet import JetLinear, operands
 from areal_q.models.linear import Linear
 from areal_q.models.published import published_state
-from areal_q.quant import FORMATS, quantize_state
-from areal_q.quant.fp8_gemm import agrees, emulated, fp8_gemm, scales_for_cublas
+from areal_q.quant import FORMATS, fp8, quantize_state
+from areal_q.quant.fp8_gemm import (
+    Fp8KernelLinear,
+    agrees,
+    emulated,
+    fp8_gemm,
+    scales_for_cublas,
+)
 from areal_q.tasks import build_tokenizer
 from learner.build import build_model
 from learner.precision import set_precision
@@ -111,6 +117,19 @@ def test_rows_of_an_operand_are_its_numbers_wherever_blocks_begin():
         alone = operand.rows(index)
         assert torch.equal(alone.numbers(), operand.numbers()[index])
         assert torch.equal(alone.rows(torch.tensor([2])).numbers(), alone.numbers()[2:])
+
+
+@pytest.mark.parametrize("outputs", [(128, 256, 64), (96, 40, 8)])
+def test_where_there_is_a_kernel_the_format_runs_on_it(monkeypatch, outputs):
+    torch.manual_seed(0)
+    parts = [FORMATS["fp8"].quantize(torch.randn(rows, 200), "w") for rows in outputs]
+    want = FORMATS["fp8"].linear(parts)
+    monkeypatch.setattr(fp8, "fp8_gemm", lambda device: lambda a, b: emulated(a, b))
+    linear = FORMATS["fp8"].linear(parts)
+    assert isinstance(linear, Fp8KernelLinear)
+    x, bias, index = torch.randn(9, 200), torch.randn(sum(outputs)), torch.tensor([3, 0, 77])
+    assert torch.equal(linear(x, bias), want(x, bias))
+    torch.testing.assert_close(linear.rows(index)(x), want(x)[:, index])
 
 
 def test_without_a_gpu_the_products_are_emulated():

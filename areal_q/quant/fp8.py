@@ -22,8 +22,9 @@ from torch import Tensor
 
 from areal_q.quant import once
 from areal_q.quant.base import Parts, Ranges, as_float32, checked_float32, row_ranges, scales_for
-from areal_q.quant.linear import Fp8GroupLinear
-from areal_q.quant.rows import E4M3_MAX, to_e4m3
+from areal_q.quant.fp8_gemm import Fp8KernelLinear, Operand, emulated, fp8_gemm
+from areal_q.quant.linear import Fp8GroupLinear, Stacked
+from areal_q.quant.rows import E4M3_MAX, expanded, to_e4m3
 
 BLOCK = 128
 
@@ -62,15 +63,12 @@ class Fp8:
         scale = expanded(parts["weight_scale_inv"], parts["weight"].shape)
         return e4m3_error(parts["weight"], scale)
 
-    def linear(self, parts: Sequence[Parts]) -> Fp8GroupLinear:
+    def linear(self, parts: Sequence[Parts]) -> Stacked:
+        gemm = fp8_gemm(parts[0]["weight"].device)
+        if gemm is not emulated:
+            weights = [Operand(p["weight"], p["weight_scale_inv"], blocks=True) for p in parts]
+            return Fp8KernelLinear(Operand.stacked(weights), gemm)
         return Fp8GroupLinear(torch.cat([self.dequantize(p) for p in parts]))
-
-
-def expanded(scale: Tensor, shape: Sequence[int]) -> Tensor:
-    """Block scales [⌈out/128⌉, ⌈in/128⌉] → [out, in]."""
-    out_features, in_features = shape
-    rows = scale.repeat_interleave(BLOCK, 0)[:out_features]
-    return rows.repeat_interleave(BLOCK, 1)[:, :in_features]
 
 
 def e4m3_error(codes: Tensor, scale: Tensor) -> Tensor:

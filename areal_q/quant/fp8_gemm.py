@@ -9,7 +9,7 @@ adapters have not run on a GPU yet.
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple
@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from areal_q.quant.fp8 import BLOCK, expanded
-from areal_q.quant.rows import dequantize_groups, quantize_groups_e4m3
+from areal_q.quant.rows import GROUP, dequantize_groups, expanded, quantize_groups_e4m3
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +38,36 @@ class Operand(NamedTuple):
 
     def rows(self, index: Tensor) -> "Operand":
         """Of these rows alone, int64 [R′], wherever blocks begin."""
-        scale = self.scale.repeat_interleave(BLOCK, 0) if self.blocks else self.scale
-        return Operand(self.codes[index], scale[index])
+        scale = self.scale.repeat_interleave(GROUP, 0) if self.blocks else self.scale
+        codes = self.codes.view(torch.uint8)[index]
+        return Operand(codes.view(torch.float8_e4m3fn), scale[index])
+
+    @staticmethod
+    def stacked(operands: "Sequence[Operand]") -> "Operand":
+        """One below the other; by rows where a block would hold rows of two."""
+        if any(len(x.codes) % GROUP for x in operands[:-1]):
+            operands = [x.rows(torch.arange(len(x.codes), device=x.codes.device)) for x in operands]
+        codes = torch.cat([x.codes.view(torch.uint8) for x in operands])
+        scales = torch.cat([x.scale for x in operands])
+        return Operand(codes.view(torch.float8_e4m3fn), scales, operands[0].blocks)
 
 
 Gemm = Callable[[Operand, Operand], Tensor]
 """a [M, K] by rows, b [N, K] → float32 [M, N]"""
+
+
+class Fp8KernelLinear:
+    """linear.Fp8GroupLinear by a kernel: equal to the rounding of sums."""
+
+    def __init__(self, weight: Operand, gemm: Gemm) -> None:
+        self.weight, self.gemm = weight, gemm
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        y = self.gemm(Operand(*quantize_groups_e4m3(x)), self.weight)
+        return y if add is None else y.add_(add)
+
+    def rows(self, index: Tensor) -> "Fp8KernelLinear":
+        return Fp8KernelLinear(self.weight.rows(index), self.gemm)
 
 
 def emulated(a: Operand, b: Operand) -> Tensor:

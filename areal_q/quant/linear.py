@@ -13,7 +13,8 @@ exactly.
 
 FP8 W8A8 (`Fp8RowLinear`, `Fp8GroupLinear`) has no GEMM on a CPU: the numbers that E4M3 codes stand for
 are multiplied in float32, which is also what the tensor cores accumulate in. Results agree with theirs
-up to the order of sums. Weight-only formats (`FloatLinear`) are dequantized once, when loaded.
+up to the order of sums; fp8_gemm.py has the kernels. Weight-only formats (`FloatLinear`) are dequantized
+once, when loaded.
 """
 
 from functools import cache
@@ -94,7 +95,7 @@ class Fp8RowLinear:
 
 class Fp8GroupLinear:
     """Activations in E4M3 with a scale per 128 channels of a token; weight: dequantized float32 [out,
-    in]. A kernel on a GPU scales each group's partial sum instead: equal to float32 rounding."""
+    in]. fp8_gemm.Fp8KernelLinear scales each group's partial sum instead."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight

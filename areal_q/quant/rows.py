@@ -6,6 +6,8 @@ vLLM's kernels: per token 1 / (448 · 512), per group a largest magnitude of 1e-
 or an infinity comes out as NaN, which the engine refuses (rollout/engines).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -56,6 +58,13 @@ def dequantize_groups(codes: Tensor, scale: Tensor) -> Tensor:
     """float32 [T, K] of codes [T, K] with a scale [T, ⌈K/128⌉] per 128 channels."""
     per_channel = scale.repeat_interleave(GROUP, 1)[:, : codes.shape[1]]
     return codes.to(torch.float32).mul_(per_channel)
+
+
+def expanded(scale: Tensor, shape: Sequence[int]) -> Tensor:
+    """Scales of 128×128 blocks [⌈out/128⌉, ⌈in/128⌉] → [out, in]."""
+    out_features, in_features = shape
+    rows = scale.repeat_interleave(GROUP, 0)[:out_features]
+    return rows.repeat_interleave(GROUP, 1)[:, :in_features]
 
 
 def to_e4m3(x: Tensor) -> Tensor:
