@@ -12,6 +12,8 @@
 | a second one                     | everything is killed                                    | 130       |
 | kill -9 of the launcher          | the kernel kills the children; the next launch tidies   |           |
 
+A worker compares the settings with what it can do at once, while the learner may still be at its warm start.
+
 Every child leads a session of its own: a Ctrl-C at the terminal reaches the launcher only, and what
 a child may have started goes with it.
 """
@@ -34,6 +36,7 @@ from typing import Protocol
 from areal_q.config import Run
 from areal_q.credentials import redis_password
 from areal_q.errors import BufferUnavailable, ChildDied, ConfigError, UserError
+from areal_q.preflight import preflight, served_at
 from areal_q.processes import die_with_parent
 from areal_q.rundir import claimed, has_checkpoint, try_lock
 
@@ -99,6 +102,7 @@ def plan(run: Run, run_dir: Path, sockets: Path, resume: bool) -> Plan:
     learner = [*python, "learner", "--redis", url, "--run-dir", str(run_dir)]
     learner += ["--announce", announce, "--fetch", fetch, *(["--resume"] if resume else [])]
     worker = [*python, "rollout", "--redis", url, "--run", run.name]
+    worker += ["--config", str(run_dir / "config.toml")]
     names = [f"rollout-{i}" for i in range(run.rollout.workers)]
     return Plan(
         redis,
@@ -112,10 +116,11 @@ def plan(run: Run, run_dir: Path, sockets: Path, resume: bool) -> Plan:
 
 
 def _serve(run: Run, index: int) -> list[str]:
-    if run.rollout.serve is None:
+    address = served_at(run, index)
+    if address is None:
         return []
-    host, colon, port = str(run.rollout.serve).rpartition(":")
-    return ["--serve", f"{host}{colon}{int(port) + index if int(port) else 0}"]
+    host, port = address
+    return ["--serve", f"{host}:{port}" if host else str(port)]
 
 
 def launch(
@@ -128,6 +133,7 @@ def launch(
 
     Raises UserError for what the user can mend, ChildDied with the last lines of a dead child's log.
     """
+    preflight(run)
     with (
         Interrupts() as interrupts,
         claimed(run, resume) as (run_dir, moved),

@@ -11,7 +11,7 @@ from areal_q.config import Run, SmallModel, dump_toml
 from areal_q.environment import check_device
 from areal_q.errors import ConfigError
 from areal_q.metrics import MetricsLog
-from areal_q.models import Decoder, DecoderConfig, Experts, init_weights, load_decoder
+from areal_q.models import Decoder, DecoderConfig, Experts, init_weights, load_config, load_decoder
 from areal_q.quant.uaq import apply_uaq
 from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer, check_reward
 from buffer.log import TrajectoryLog
@@ -77,6 +77,9 @@ def build_trainer(
     torch.manual_seed(run.seed)
     model = build_model(run, tokenizer).to(run.learner.device)
     check_experts(model.config, run.learner)
+    kl = run.learner.reference_kl
+    if kl and kl.path and not resume:
+        check_reference(load_config(kl.path), model.config, kl.path)
     if not resume:
         _warm_start(model, run, task, tokenizer, metrics, stop)
         if run.learner.uaq > 1:
@@ -100,12 +103,17 @@ def build_trainer(
     return trainer, None
 
 
+def check_reference(reference: DecoderConfig, policy: DecoderConfig, path: str) -> None:
+    """Raises ConfigError unless the model in directory `path` is shaped like the policy."""
+    shapes = [msgspec.structs.replace(config, eos_ids=()) for config in (reference, policy)]
+    if shapes[0] != shapes[1]:
+        raise ConfigError(f"learner.reference_kl.path = {path!r}: not shaped like the policy")
+
+
 def build_reference(path: str, policy: Decoder) -> Decoder:
     """The frozen model in directory `path`. Raises ConfigError unless it is shaped like the policy."""
     reference = load_decoder(path)
-    shapes = [msgspec.structs.replace(m.config, eos_ids=()) for m in (reference, policy)]
-    if shapes[0] != shapes[1]:
-        raise ConfigError(f"learner.reference_kl.path = {path!r}: not shaped like the policy")
+    check_reference(reference.config, policy.config, path)
     return reference.to(next(policy.parameters()).device).requires_grad_(False)
 
 
@@ -185,6 +193,9 @@ def build_learner(
     """Everything, in the order in which a failure is cheapest."""
     torch.set_num_threads(run.learner.threads)
     check_reward(run)
+    Broadcaster(
+        announce, fetch, run.broadcast
+    ).close()  # a port that is taken, a key that is missing
     task = build_task(run.task)
     tokenizer = build_tokenizer(run)
     buffer = LearnerBuffer(redis_url, run.name)

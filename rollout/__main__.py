@@ -9,11 +9,13 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from areal_q import logs
+from areal_q.config import load
 from areal_q.errors import UserError
 from areal_q.exporter import WORKER, Exporter, serve_metrics
 
@@ -53,6 +55,10 @@ def main(
             help="file with the bearer token it asks for", envvar="AREAL_Q_SERVE_TOKEN_FILE"
         ),
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="a TOML file: what it asks for and cannot be done is refused at once"),
+    ] = None,
     client: Annotated[str, typer.Option(help="whose key in it")] = "worker",
 ) -> None:
     """Generates for a run until it is told to stop."""
@@ -63,13 +69,15 @@ def main(
         logger.info("metrics on port %d", serve_metrics(metrics, exporter))
     import uvloop
 
-    from rollout.build import serve
+    from rollout.build import Address, build_parts, serve
     from rollout.source import Source
 
     source = Source(announce, fetch, keys, client)
-    uvloop.run(
-        _until_signal(serve(redis, run, name, source, exporter.update, serve_at, serve_token))
-    )
+    address = Address(serve_at, serve_token)
+    if config:
+        # A learner that is not up yet may be at its warm start, for hours.
+        build_parts(load(config), run, address)
+    uvloop.run(_until_signal(serve(redis, run, name, source, exporter.update, address)))
 
 
 async def _until_signal(work) -> None:

@@ -2,16 +2,17 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from areal_q.config import CalculatorTool, EnvironmentConfig, External, Run, ScriptedEngine, parse
 from areal_q.errors import ConfigError
-from areal_q.tasks import build_reward, build_tokenizer
+from areal_q.tasks import Tokenizer, build_reward, build_tokenizer
 from buffer.redis_buffer import WorkerBuffer
 from rollout.endpoint import Endpoint
 from rollout.engines import build_engine
+from rollout.engines.base import Engine
 from rollout.environments import Calculator, Environment, Player, SingleTurn
 from rollout.episodes import Episodes
 from rollout.receiver import Receiver
@@ -21,18 +22,65 @@ from rollout.worker import Room, Worker
 logger = logging.getLogger(__name__)
 
 
+class Address(NamedTuple):
+    """Of the OpenAI-compatible endpoint. Example: Address("0.0.0.0:8000", "/run/secrets/token")"""
+
+    at: str = ""
+    """[HOST:]PORT; "" for no endpoint"""
+    token_file: str | None = None
+
+
+NO_ENDPOINT = Address()
+
+
+class Parts(NamedTuple):
+    """What the settings alone decide."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    environment: Environment
+    evaluation: Environment
+    endpoint: Endpoint | None
+
+
+def build_parts(run: Run, run_name: str, address: Address) -> Parts:
+    """Starts nothing. Raises ConfigError, naming the setting, for what cannot be done here."""
+    tokenizer = build_tokenizer(run)
+    engine = build_engine(run.rollout.engine)
+    if problem := engine.capabilities.lacks(run.rollout, run.learner.routing_replay):
+        raise ConfigError(f"engine {engine.name}: {problem}")
+    player = Player(engine, tokenizer, run.rollout.request_timeout_s)
+    environment = build_environment(run.rollout.environment, player)
+    episodes = environment if isinstance(environment, Episodes) else None
+    if episodes and not address.at:
+        raise ConfigError(
+            "rollout.environment.type = 'external' needs rollout.serve, or --serve [HOST:]PORT"
+        )
+    endpoint = None
+    if address.at:
+        endpoint = Endpoint(
+            engine=engine,
+            tokenizer=tokenizer,
+            model=run_name,
+            episodes=episodes,
+            sampling=run.rollout.sampling,
+            address=address.at,
+            token_file=address.token_file,
+        )
+    evaluation = SingleTurn(player) if episodes else environment
+    return Parts(engine, tokenizer, environment, evaluation, endpoint)
+
+
 async def serve(
     redis_url: str,
     run_name: str,
     name: str,
     source: Source,
     observe: Callable[[dict[str, Any]], None],
-    address: str = "",
-    token_file: str | None = None,
+    address: Address = NO_ENDPOINT,
 ) -> None:
-    """Joins run `run_name` and works until cancelled; `observe` is told every heartbeat. At `address`, if
-    there is one, the OpenAI-compatible endpoint is served."""
-    endpoint: Endpoint | None = None
+    """Joins run `run_name` and works until cancelled; `observe` is told every heartbeat."""
+    parts: Parts | None = None
     buffer = WorkerBuffer(redis_url, run_name, name)
     receiver: Receiver | None = None
     try:
@@ -41,55 +89,35 @@ async def serve(
         buffer.claim_timeout_s = run.buffer.claim_timeout_s
         buffer.max_deliveries = run.buffer.max_deliveries
         torch.set_num_threads(run.rollout.threads)
-        tokenizer = build_tokenizer(run)
+        parts = build_parts(run, run_name, address)
         receiver = Receiver(
             *source.endpoints(endpoints),
             run=run_name,
             config=run.broadcast,
             keys=source.load_keys(run.broadcast.keys),
         )
-        engine = build_engine(run.rollout.engine)
-        if problem := engine.capabilities.lacks(run.rollout, run.learner.routing_replay):
-            raise ConfigError(f"engine {engine.name}: {problem}")
-        player = Player(engine, tokenizer, run.rollout.request_timeout_s)
-        environment = build_environment(run.rollout.environment, player)
-        external = isinstance(environment, Episodes)
-        if external and not address:
-            raise ConfigError(
-                "rollout.environment.type = 'external' needs rollout.serve, or --serve [HOST:]PORT"
-            )
-        if address:
-            endpoint = Endpoint(
-                engine=engine,
-                tokenizer=tokenizer,
-                model=run_name,
-                episodes=environment if isinstance(environment, Episodes) else None,
-                sampling=run.rollout.sampling,
-                address=address,
-                token_file=token_file,
-            )
         worker = Worker(
             name=name,
-            engine=engine,
+            engine=parts.engine,
             buffer=buffer,
             receiver=receiver,
-            tokenizer=tokenizer,
+            tokenizer=parts.tokenizer,
             reward=build_reward(run),
             weight_format=run.rollout.format,
             room=room(run),
             max_lag=run.learner.max_lag,
             observe=observe,
             source=source,
-            environment=environment,
-            evaluation=SingleTurn(player) if external else environment,
+            environment=parts.environment,
+            evaluation=parts.evaluation,
             routes=run.learner.routing_replay,
         )
-        if endpoint:
-            await endpoint.start()
+        if parts.endpoint:
+            await parts.endpoint.start()
         await worker.run()
     finally:
-        if endpoint:
-            await endpoint.close()
+        if parts and parts.endpoint:
+            await parts.endpoint.close()
         if receiver:
             receiver.close()
         await buffer.close()

@@ -3,6 +3,7 @@
 Exit codes: 0 nothing is wrong (notes and warnings aside), 1 an error was found, 2 CONFIG is no good.
 """
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from areal_q.config import Run, load
+from areal_q.config import Run, SglangEngine, load
 from areal_q.environment import Finding, check_device, environment
 from areal_q.errors import UserError
 from areal_q.rundir import path_of
@@ -62,7 +63,7 @@ def learner_of(run: Run) -> Iterator[Finding]:
 
 
 def engine_of(run: Run) -> Iterator[Finding]:
-    """What the configured engine can do, beside what the run asks of it."""
+    """What the configured engine can do, beside what the run asks of it; a server at a URL is asked."""
     from rollout.engines import build_engine
 
     tag = type(run.rollout.engine).__struct_config__.tag
@@ -79,6 +80,10 @@ def engine_of(run: Run) -> Iterator[Finding]:
             f"formats {', '.join(sorted(able.formats))}; KV {', '.join(sorted(able.kv_on_update))}"
         )
         yield Finding(f"engine {tag}", "ok", told)
+    if isinstance(run.rollout.engine, SglangEngine) and run.rollout.engine.url:
+        from rollout.check_server import server_of
+
+        yield from asyncio.run(server_of(run, run.rollout.engine))
 
 
 def show(found: list[Finding]) -> None:

@@ -58,15 +58,20 @@ class Endpoint:
         host, _, port = address.rpartition(":")
         self._host = host.strip("[]") or "127.0.0.1"
         if not port.isdecimal() or int(port) > 65535:
-            raise ConfigError(f"--serve: {address!r} is not [HOST:]PORT")
+            raise ConfigError(f"rollout.serve (--serve): {address!r} is not [HOST:]PORT")
         self._port = int(port)
         self._token = _token(token_file)
         if self._token is None and self._host not in LOOPBACK:
-            raise ConfigError(f"--serve: {address} is not loopback: --serve-token is needed")
+            raise ConfigError(
+                f"rollout.serve (--serve): {address} is not loopback: AREAL_Q_SERVE_TOKEN_FILE "
+                "(--serve-token) must name a file with a token"
+            )
         try:
             from aiohttp import web
         except ModuleNotFoundError as error:
-            raise ConfigError("--serve needs aiohttp: pip install 'areal-q[server]'") from error
+            raise ConfigError(
+                "rollout.serve (--serve) needs aiohttp: pip install 'areal-q[server]'"
+            ) from error
         self._web = web
         self._engine, self._tokenizer, self._model = engine, tokenizer, model
         self._episodes, self._sampling = episodes, sampling
@@ -94,7 +99,8 @@ class Endpoint:
             await site.start()
         except OSError as error:
             await self._runner.cleanup()
-            raise ConfigError(f"--serve: {self._host}:{self._port}: {error.strerror}") from error
+            where = f"{self._host}:{self._port}"
+            raise ConfigError(f"rollout.serve (--serve): {where}: {error.strerror}") from error
         port = self._runner.addresses[0][1]
         logger.info("OpenAI-compatible endpoint on http://%s:%d/v1", self._host, port)
         return port
@@ -335,7 +341,9 @@ def _token(path: str | None) -> bytes | None:
     try:
         token = Path(path).read_bytes().strip()
     except OSError as error:
-        raise ConfigError(f"--serve-token: {error.strerror or error} - {path}") from error
+        raise ConfigError(
+            f"AREAL_Q_SERVE_TOKEN_FILE (--serve-token): {error.strerror or error} - {path}"
+        ) from error
     if not token:
-        raise ConfigError(f"--serve-token: {path} is empty")
+        raise ConfigError(f"AREAL_Q_SERVE_TOKEN_FILE (--serve-token): {path} is empty")
     return token

@@ -1,12 +1,16 @@
 """`areal-q check`: what is wrong is an error with a way out, on real servers and real settings."""
 
 import importlib.util
+import json
 import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import msgspec
@@ -121,6 +125,104 @@ def test_an_engine_that_cannot_start_on_this_machine_is_an_error(monkeypatch, se
     )
     (found,) = engine_of(load(None, settings))
     assert found.level == "error" and re.search(complaint, found.says)
+
+
+INFO = {
+    "version": "0.5.23",
+    "sampling_mask_max_tokens": 4096,
+    "enable_deterministic_inference": True,
+    "disable_overlap_schedule": True,
+}
+MODEL = {"model_path": "/models/small", "model_type": "qwen3", "weight_version": "7:abc"}
+ROUTES = {"paths": {"/update_weights_from_disk": {}}}
+
+
+@pytest.fixture
+def sglang() -> Iterator[Callable[..., str]]:
+    """Serves what an SGLang server says of itself, behind a key if there is one; returns the URL."""
+    with ExitStack() as stack:
+
+        def start(answers: dict[str, object], key: str = "") -> str:
+            class Handler(BaseHTTPRequestHandler):
+                def do_GET(self) -> None:
+                    said = self.headers["Authorization"]
+                    status = 401 if key and said != f"Bearer {key}" else 200
+                    status = status if self.path in answers else 404
+                    body = json.dumps(answers.get(self.path)).encode()
+                    self.send_response(status)
+                    self.send_header("Content-Type", "application/json")
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
+
+                def log_message(self, format: str, *args: object) -> None:
+                    pass
+
+            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(server.shutdown)
+            return f"http://127.0.0.1:{server.server_port}"
+
+        yield start
+
+
+def asked(url: str, *settings: str) -> dict[str, Finding]:
+    engine = ["rollout.engine.type=sglang", f"rollout.engine.url={url}", "rollout.format=bf16"]
+    return {f.name: f for f in engine_of(load(None, [*engine, *settings]))}
+
+
+def answers(**changes: object) -> dict[str, object]:
+    """What a server that is as it should be says, but for the changes."""
+    return {
+        "/server_info": INFO | changes,
+        "/model_info": MODEL | changes,
+        "/openapi.json": ROUTES | changes,
+    }
+
+
+def test_a_running_server_is_asked_which_model_it_serves_and_how_it_takes_weights(sglang):
+    url = sglang(answers())
+    found = asked(url)
+    assert {f.level for f in found.values()} == {"ok"}
+    assert found["sglang server"].says == f"{url} is SGLang 0.5.23"
+    assert found["its model"].says == "/models/small, a qwen3, weights 7:abc"
+    assert "/dev/shm" in found["its weights"].says or "tmp" in found["its weights"].says
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "complaint"),
+    [
+        ({"model_type": "llama"}, "its model", "a llama, .*; the run's is a qwen3"),
+        ({"enable_deterministic_inference": False}, "its settings", "--enable-deterministic"),
+        ({"disable_overlap_schedule": False}, "its settings", "--disable-overlap-schedule"),
+        ({"paths": {}}, "its weights", "has no /update_weights_from_disk"),
+    ],
+)
+def test_a_server_that_does_not_fit_the_run_is_an_error(sglang, changes, name, complaint):
+    found = asked(sglang(answers(**changes)))
+    errors = [f for f in found.values() if f.level == "error"]
+    assert [f.name for f in errors] == [name] and errors[0].fix
+    assert re.search(complaint, errors[0].says)
+
+
+def test_a_server_that_asks_for_a_key_gets_the_one_of_its_file(sglang, tmp_path, monkeypatch):
+    url = sglang(answers(), key="open sesame")
+    assert "asks for another key" in asked(url)["sglang server"].says
+    (tmp_path / "key").write_text("open sesame\n")
+    monkeypatch.setenv("SGLANG_KEY_FILE", str(tmp_path / "key"))
+    assert asked(url)["sglang server"].level == "ok"
+
+
+def test_a_server_of_something_else_or_none_is_an_error_and_exit_code_1(sglang, tmp_path):
+    for table in ({}, {"/server_info": []}):
+        (said,) = (f for f in asked(sglang(table)).values() if f.level == "error")
+        assert said.name == "sglang server"
+    settings = ["rollout.engine.type=sglang", "rollout.engine.url=http://127.0.0.1:1"]
+    command = [sys.executable, "-m", "rollout.check", *settings, "rollout.format=bf16"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "127.0.0.1:1" in done.stdout
 
 
 def test_a_learner_without_its_device_is_an_error():

@@ -184,7 +184,7 @@ def test_nobody_gets_in_without_the_token(make_run: MakeRun, tmp_path: Path):
 @pytest.mark.parametrize(
     "address, token, reason",
     [
-        ("0.0.0.0:0", None, "--serve-token is needed"),
+        ("0.0.0.0:0", None, "serve-token\\) must name"),
         ("127.0.0.1", None, "is not \\[HOST:\\]PORT"),
         ("0", "/nowhere", "No such file"),
     ],

@@ -164,6 +164,10 @@ def _check(run: Run, source: str) -> Run:
         reason = (
             f"learner.precision = 'jet' needs rollout.format = 'fp8', not {run.rollout.format!r}"
         )
+    elif isinstance(run.model, SmallModel) and (problem := _heads(run.model)):
+        reason = problem
+    elif _last_port(run) > 65535:
+        reason = f"rollout.serve: there is no port {_last_port(run)}"
     elif run.broadcast.host is None and _on_every_interface(run.broadcast):
         reason = "broadcast.host is needed: workers cannot connect to every interface"
     reason = reason or _starves(run)
@@ -195,6 +199,21 @@ def _experts(model: SmallModel, learner: LearnerConfig) -> str | None:
     if model.experts_per_token > model.experts:
         return f"model.experts_per_token = {model.experts_per_token} of {model.experts} experts"
     return None
+
+
+def _heads(model: SmallModel) -> str | None:
+    """Why a small model's width does not make whole heads."""
+    if model.width % (2 * model.heads):  # RoPE turns pairs
+        return f"model.width = {model.width} is not an even number for each of model.heads = {model.heads}"
+    if model.heads % model.kv_heads:
+        return f"model.heads = {model.heads} is not a multiple of model.kv_heads = {model.kv_heads}"
+    return None
+
+
+def _last_port(run: Run) -> int:
+    """Of the endpoints of all workers; 0 where there are none, or any will do."""
+    first = int(str(run.rollout.serve or 0).rpartition(":")[2])
+    return first + max(0, run.rollout.workers - 1) if first else 0
 
 
 def _judged_alone(learner: LearnerConfig) -> bool:

@@ -47,14 +47,24 @@ PAUSES = {"keep": "in_place", "recompute": "retract"}
 
 
 def sglang_engine(config: SglangEngine) -> StreamingEngine:
-    """Raises ConfigError where SGLang, or for a server at a URL its client, is not installed."""
+    """Raises ConfigError where SGLang, or for a server at a URL its client, is not installed, and for a
+    directory that is not there."""
     needed = ("aiohttp",) if config.url else ("aiohttp", "sglang")
     if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise ConfigError(
             f"rollout.engine.type = 'sglang' needs {' and '.join(lacking)}: "
             "pip install 'areal-q[sglang]'"
         )
+    if config.directory and not Path(config.directory).is_dir():
+        raise ConfigError(f"rollout.engine.directory: no directory {config.directory}")
     return StreamingEngine(SglangBackend(config))
+
+
+def room_for(config: SglangEngine) -> str:
+    """Where versions are handed over: in memory, where there is such a place."""
+    if config.directory:
+        return config.directory
+    return str(MEMORY) if os.access(MEMORY, os.W_OK) else tempfile.gettempdir()
 
 
 class SglangBackend:
@@ -86,8 +96,7 @@ class SglangBackend:
         return self._server.pid if self._server else 0
 
     async def prepare(self) -> None:
-        if self.config.directory and not Path(self.config.directory).is_dir():
-            raise ConfigError(f"rollout.engine.directory: no directory {self.config.directory}")
+        """Nothing to do before the first version."""
 
     def accept(self, weights: WeightVersion) -> None:
         served.accept(weights, self._first)
@@ -111,7 +120,9 @@ class SglangBackend:
         await self.close()
         manifest = weights.manifest
         model = DecoderConfig.from_hf(manifest.model)
-        self._directory = Path(tempfile.mkdtemp(prefix="areal-q-sglang-", dir=self._room()))
+        self._directory = Path(
+            tempfile.mkdtemp(prefix="areal-q-sglang-", dir=room_for(self.config))
+        )
         if self.config.url:
             # Of another user, perhaps, which only reads. A server of our own is ours.
             self._directory.chmod(0o755)
@@ -236,12 +247,6 @@ class SglangBackend:
         await self.resume()
         await sglang_checks.check_logprobs(self._client, info["sampling_mask_max_tokens"])
         return info
-
-    def _room(self) -> str | None:
-        """Where versions are handed over: in memory, where there is such a place."""
-        if self.config.directory:
-            return self.config.directory
-        return str(MEMORY) if os.access(MEMORY, os.W_OK) else None
 
     def _running(self) -> Client:
         if self._client is None:

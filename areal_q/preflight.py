@@ -1,0 +1,31 @@
+"""What the settings and this machine refuse before anything is started, moved aside or warmed up."""
+
+import os
+
+from areal_q.config import External, Run
+from areal_q.errors import ConfigError
+from areal_q.ports import check_free
+
+
+def served_at(run: Run, index: int) -> tuple[str, int] | None:
+    """(host, port) of the endpoint of worker `index`; port 0 is any, "" is loopback. None: it serves none.
+
+    Example: with rollout.serve = "[::1]:8000" the second worker's is ("[::1]", 8001).
+    """
+    if run.rollout.serve is None:
+        return None
+    host, _, port = str(run.rollout.serve).rpartition(":")
+    return host, int(port) + index if int(port) else 0
+
+
+def preflight(run: Run) -> None:
+    """Raises ConfigError, naming the setting, for what keeps workers or learner from starting here."""
+    environment, workers = run.rollout.environment, run.rollout.workers
+    serves = run.rollout.serve is not None or "AREAL_Q_SERVE" in os.environ
+    if isinstance(environment, External) and workers and not serves:
+        raise ConfigError(
+            "rollout.serve: rollout.environment.type = 'external' needs an endpoint for its agents, "
+            "such as rollout.serve=8000"
+        )
+    for address in filter(None, (served_at(run, i) for i in range(workers))):
+        check_free("rollout.serve", *address)
