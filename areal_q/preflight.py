@@ -1,8 +1,9 @@
 """What the settings and this machine refuse before anything is started, moved aside or warmed up."""
 
 import os
+from pathlib import Path
 
-from areal_q.config import External, Run
+from areal_q.config import External, PretrainedModel, Run
 from areal_q.errors import ConfigError
 from areal_q.ports import check_free
 
@@ -18,8 +19,21 @@ def served_at(run: Run, index: int) -> tuple[str, int] | None:
     return host, int(port) + index if int(port) else 0
 
 
+def _directories(run: Run) -> dict[str, str | None]:
+    """That must be there, by setting."""
+    kl = run.learner.reference_kl
+    return {
+        "model.path": run.model.path if isinstance(run.model, PretrainedModel) else None,
+        "learner.reference_kl.path": kl.path if kl else None,
+        "broadcast.keys": run.broadcast.keys,
+    }
+
+
 def preflight(run: Run) -> None:
     """Raises ConfigError, naming the setting, for what keeps workers or learner from starting here."""
+    for setting, directory in _directories(run).items():
+        if directory is not None and not Path(directory).is_dir():
+            raise ConfigError(f"{setting}: {directory}: no such directory")
     environment, workers = run.rollout.environment, run.rollout.workers
     serves = run.rollout.serve is not None or "AREAL_Q_SERVE" in os.environ
     if isinstance(environment, External) and workers and not serves:
