@@ -180,6 +180,14 @@ def reached_at(endpoint: str, host: str | None) -> str:
     return f"tcp://{host}:{endpoint.rpartition(':')[2]}"
 
 
+def _check_broadcast(run: Run, announce: str, fetch: str) -> None:
+    """Raises ConfigError for a port that is taken and a key that is missing: later, a warm start is lost."""
+    try:
+        Broadcaster(announce, fetch, run.broadcast).close()
+    except ConfigError as error:
+        raise ConfigError(f"broadcast: {error}") from error
+
+
 def build_learner(
     run: Run,
     directory: Path,
@@ -193,9 +201,7 @@ def build_learner(
     """Everything, in the order in which a failure is cheapest."""
     torch.set_num_threads(run.learner.threads)
     check_reward(run)
-    Broadcaster(
-        announce, fetch, run.broadcast
-    ).close()  # a port that is taken, a key that is missing
+    _check_broadcast(run, announce, fetch)
     task = build_task(run.task)
     tokenizer = build_tokenizer(run)
     buffer = LearnerBuffer(redis_url, run.name)

@@ -75,6 +75,19 @@ def test_outside_agents_need_an_endpoint_unless_workers_are_started_elsewhere(
             preflight(make_run(external))
 
 
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ('model={type="pretrained",path="gone"}', r"model\.path: gone: no such directory"),
+        ('learner.reference_kl={path="gone"}', r"learner\.reference_kl\.path: gone: no such"),
+        ('broadcast.keys="gone"', r"broadcast\.keys: gone: no such directory"),
+    ],
+)
+def test_a_directory_that_is_not_there_is_named_with_its_setting(settings: str, complaint: str):
+    with pytest.raises(ConfigError, match=complaint):
+        preflight(load(None, [settings]))
+
+
 def test_a_refused_run_leaves_an_earlier_one_where_it_is(tmp_path: Path, taken: int):
     (tmp_path / "runs" / "run").mkdir(parents=True)
     done = areal_q(tmp_path, f"rollout.serve={taken}")
@@ -108,7 +121,7 @@ def test_a_learner_refuses_a_port_that_is_taken_before_its_warm_start(
 ):
     fetch = f"tcp://127.0.0.1:{taken}"
     run, url = make_run("warmstart.steps=1"), "redis://127.0.0.1:1/0"
-    with pytest.raises(ConfigError, match=f"cannot bind {fetch}"):
+    with pytest.raises(ConfigError, match=f"broadcast: cannot bind {fetch}"):
         build_learner(run, tmp_path, url, "tcp://127.0.0.1:*", fetch, False, NO_STOP)
     assert not list(tmp_path.iterdir())
 
