@@ -18,6 +18,7 @@ from areal_q.models import Decoder, DecoderConfig
 from areal_q.models.aligned import use
 from areal_q.quant import FORMATS, fp8_gemm
 from areal_q.quant.rows import quantize_groups_e4m3, quantize_rows
+from areal_q.weights import WeightVersion
 from bench.packed import packed
 from learner.batch import Sample
 from learner.precision import LINEARS
@@ -26,7 +27,7 @@ from rollout.engines import build_engine
 from rollout.engines.base import Request
 
 TINY = DecoderConfig(
-    family="qwen2", vocab_size=97, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=128,
+    family="qwen2", vocab_size=97, width=128, layers=2, heads=4, kv_heads=2, head_dim=32, mlp=256,
     max_positions=4096, qkv_bias=True,
 )  # fmt: skip
 QWEN_500M = DecoderConfig(
@@ -34,6 +35,11 @@ QWEN_500M = DecoderConfig(
     max_positions=4096, qkv_bias=True,
 )  # fmt: skip
 """The shape of Qwen2.5-0.5B"""
+QWEN_1500M = DecoderConfig(
+    family="qwen2", vocab_size=151936, width=1536, layers=28, heads=12, kv_heads=2, head_dim=128, mlp=8960,
+    max_positions=4096, qkv_bias=True,
+)  # fmt: skip
+"""The shape of Qwen2.5-1.5B"""
 LEARNERS = (
     ("float32", "full", "fp8"),
     ("bfloat16", "full", "fp8"),
@@ -146,28 +152,37 @@ def learner(device: torch.device, small: bool) -> Iterator[Row]:
 
 
 def generation(device: torch.device, small: bool) -> Iterator[Row]:
-    """Tokens a second of rollouts in each number format, random weights of Qwen2.5-0.5B's shape."""
-    config = TINY if small else QWEN_500M
-    sequences, tokens = (4, 8) if small else (64, 256)
-    torch.manual_seed(0)
-    state = {k: v.detach() for k, v in Decoder(config).state_dict().items()}
-    kinds: dict[str, TorchEngine | VllmEngine] = {}
-    kinds["torch"] = TorchEngine(slots=sequences, device=str(device))
+    """Tokens a second of rollouts by the torch engine in each number format, random weights of Qwen2.5-1.5B's
+    shape: the last 512 of 4,096 tokens, four prompts with eight responses each."""
+    yield from generated(TorchEngine(slots=32, device=str(device)), small)
+
+
+def vllm(device: torch.device, small: bool) -> Iterator[Row]:
+    """The same by vLLM, with its CUDA graphs."""
     if importlib.util.find_spec("vllm"):
-        kinds["vllm"] = VllmEngine(slots=sequences)
+        yield from generated(VllmEngine(slots=32, compiled=not small), small)
     else:
         yield Row("vllm", {}, "not installed here")
-    for engine, settings in kinds.items():
-        first = None
-        for format in ("bf16", "int8", "fp8", "int4", "nvfp4"):
-            weights = packed(state, format, config.to_hf())
-            try:
-                rate = asyncio.run(drawn(settings, weights, sequences, tokens))
-            except AReaLQError as error:
-                yield Row(f"{engine} {format}", {}, str(error)[:160])
-                continue
-            first = first or rate
-            yield Row(f"{engine} {format}", {"tokens/s": rate, "of bf16": rate / first})
+
+
+def generated(engine: TorchEngine | VllmEngine, small: bool) -> Iterator[Row]:
+    config = TINY if small else QWEN_1500M
+    prompt, tokens = (8, 8) if small else (3584, 512)
+    torch.manual_seed(0)
+    state = {k: v.detach() for k, v in Decoder(config).state_dict().items()}
+    first, can = None, build_engine(engine).capabilities.formats
+    for format in ("bf16", "int8", "fp8", "int4", "nvfp4"):
+        if format not in can:
+            yield Row(format, {}, "not on this device")
+            continue
+        weights = packed(state, format, config.to_hf())
+        try:
+            rate = asyncio.run(drawn(engine, weights, prompt, tokens))
+        except AReaLQError as error:
+            yield Row(format, {}, str(error)[:160])
+            continue
+        first = first or rate
+        yield Row(format, {"tokens/s": rate, "of bf16": rate / first})
 
 
 SECTIONS: dict[str, Callable[[torch.device, bool], Iterator[Row]]] = {
@@ -176,6 +191,7 @@ SECTIONS: dict[str, Callable[[torch.device, bool], Iterator[Row]]] = {
     "gemm": gemm,
     "learner": learner,
     "generation": generation,
+    "vllm": vllm,
 }
 
 
@@ -224,26 +240,30 @@ def random_sample(index: int, length: int, vocabulary: int) -> Sample:
     )
 
 
-async def drawn(settings: TorchEngine | VllmEngine, weights, sequences: int, tokens: int) -> float:
-    """Tokens a second of a warm engine."""
+async def drawn(
+    settings: TorchEngine | VllmEngine, weights: WeightVersion, prompt: int, tokens: int
+) -> float:
+    """Tokens a second of a warm engine, the prompts' time included."""
     engine = build_engine(settings)
     await engine.start()
     try:
         await engine.load_weights(weights)
         rate = 0.0
-        for _ in range(2):
+        for count in (4, tokens):
             began = time.perf_counter()
-            await asyncio.gather(*(engine.generate(request(i, tokens)) for i in range(sequences)))
-            rate = sequences * tokens / (time.perf_counter() - began)
+            requests = [request(seed, prompt, count) for seed in range(4)]
+            done = await asyncio.gather(*(engine.generate(r) for r in requests))
+            drawn = sum(len(response.response_ids) for group in done for response in group)
+            rate = drawn / (time.perf_counter() - began)
         return rate
     finally:
         await engine.close()
 
 
-def request(seed: int, tokens: int) -> Request:
+def request(seed: int, prompt: int, tokens: int) -> Request:
     return Request(
-        prompt_ids=np.arange(1, 9, dtype=np.int32),
-        num_samples=1,
+        prompt_ids=np.random.default_rng(seed).integers(1, 90, prompt, dtype=np.int32),
+        num_samples=8,
         sampling=Sampling(max_tokens=tokens),
         seed=seed,
         stop_ids=frozenset(),
