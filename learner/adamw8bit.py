@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areal_q.quant.rows import on
 from learner.shards import local, most_rows
 
 BLOCK = 256
@@ -58,14 +59,14 @@ def block_maxima(x: Tensor, lead: int = 0) -> Tensor:
 
 def encode(x: Tensor, largest: Tensor, signed: bool, lead: int = 0) -> Tensor:
     """Codes uint8 [n] of x, whose blocks are scaled by `largest`."""
-    values, flat = code_values(signed).to(x.device), x.flatten()
+    values, flat = on(code_values(signed), x.device), x.flatten()
     scaled = flat / _spread(largest.clamp(min=torch.finfo(torch.float32).tiny), len(flat), lead)
     return torch.bucketize(scaled, (values[1:] + values[:-1]) / 2).to(torch.uint8)
 
 
 def dequantize(codes: Tensor, largest: Tensor, signed: bool, lead: int = 0) -> Tensor:
     """float32 [n]"""
-    values = code_values(signed).to(codes.device)
+    values = on(code_values(signed), codes.device)
     return values[codes.int()] * _spread(largest, len(codes), lead)
 
 

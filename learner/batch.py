@@ -171,7 +171,7 @@ def pack(
 
     def tensor(values: Sequence[np.ndarray] | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         array = values if isinstance(values, np.ndarray) else np.concatenate(values)
-        return torch.from_numpy(array.copy()).to(device=device, dtype=dtype)
+        return torch.from_numpy(array.copy()).to(device, dtype, non_blocking=True)
 
     def joined(name: str) -> list[np.ndarray]:
         return [getattr(sample.trajectory, name).numpy() for sample in samples]
@@ -189,7 +189,7 @@ def pack(
         num_sequences=len(samples),
         responses=tuple((sample.group, sample.trajectory.index) for sample in samples),
         learns=learns or any(sample.advantage for sample in samples),
-        routes=None if routes is None else torch.from_numpy(routes).to(device),
+        routes=None if routes is None else torch.from_numpy(routes).to(device, non_blocking=True),
         counts=counts,
     )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from areal_q.algorithms import Metrics, Routed
 from areal_q.algorithms.reducers import Mean
 from areal_q.models import Decoder, DecoderConfig, Routing
-from areal_q.models.moe import UNRECORDED
+from areal_q.models.moe import UNRECORDED, loads
 from learner.batch import PackedBatch
 from learner.ranks import Ranks
 
@@ -42,10 +42,7 @@ def routed(routing: Routing, batch: PackedBatch, config: DecoderConfig, first: i
     here = at - first
     probs = torch.stack([routing.probs[layer][here].sum(0) for layer in layers])
     taken = torch.stack(
-        [
-            torch.bincount(routing.taken[layer][here].flatten(), minlength=config.experts.count)
-            for layer in layers
-        ]
+        [loads(routing.taken[layer][here].flatten(), config.experts.count) for layer in layers]
     )
     own = torch.stack([routing.own[layer][here] for layer in layers], 1)
     recorded = None if batch.routes is None else batch.routes[at][:, layers]

@@ -113,8 +113,9 @@ def supervised_loss(
 ) -> tuple[torch.Tensor, float]:
     """Mean cross-entropy, in nats, of the response tokens of (prompt, response) rows; and the share of
     rows of which every token is the likeliest: those that greedy decoding gets right."""
-    layout = PackedLayout.of([len(p) + len(r) for p, r in rows])
-    ids = torch.tensor([t for p, r in rows for t in (*p, *r)])
+    device = next(model.parameters()).device
+    layout = PackedLayout.of([len(p) + len(r) for p, r in rows], device)
+    ids = torch.tensor([t for p, r in rows for t in (*p, *r)]).to(device, non_blocking=True)
     starts = [0, *accumulate(layout.lengths)]
     predict = torch.cat(
         [
@@ -122,8 +123,9 @@ def supervised_loss(
             for start, (p, r) in zip(starts, rows, strict=False)
         ]
     )
+    predict = predict.to(device, non_blocking=True)
     logits = model.logits(model(ids, layout)[predict])
-    hits = (logits.argmax(-1) == ids[predict + 1]).split([len(r) for _, r in rows])
+    hits = (logits.argmax(-1) == ids[predict + 1]).cpu().split([len(r) for _, r in rows])
     right = sum(bool(hit.all()) for hit in hits) / len(rows)
     return nn.functional.cross_entropy(logits, ids[predict + 1]), right
 

@@ -85,8 +85,9 @@ class _Blockwise(torch.autograd.Function):
         chosen = torch.zeros_like(largest)
         for start in range(0, len(weight), columns):
             logits = _logits(hidden, weight[start : start + columns], temperature)
-            rows, places = _inside(targets, start, logits.shape[1])
-            chosen[rows] = logits[rows, places]
+            inside, places = _places(targets, start, logits.shape[1])
+            found = logits.gather(1, places[:, None]).squeeze(1)
+            chosen = torch.where(inside, found, chosen)
             above = torch.maximum(largest, logits.amax(-1))
             grown = torch.where(total > 0, above - largest, 0.0)
             weighted = (weighted - grown * total) * (-grown).exp()
@@ -116,13 +117,14 @@ class _Blockwise(torch.autograd.Function):
         for start in range(0, len(weight), ctx.columns):
             part = weight[start : start + ctx.columns]
             logp = _logits(hidden, part, ctx.temperature).sub_(lse[:, None])
-            rows, places = _inside(targets, start, logp.shape[1])
+            inside, places = _places(targets, start, logp.shape[1])
             if entropy_learns:
                 slope = of_entropy[:, None] * (logp + entropy[:, None])
                 grad = logp.exp_().mul_(of_lse[:, None] - slope)
             else:
                 grad = logp.exp_().mul_(of_lse[:, None])
-            grad[rows, places] += of_chosen[rows]
+            mine = torch.where(inside, of_chosen, 0.0)
+            grad.scatter_add_(1, places[:, None], mine[:, None])
             grad /= ctx.temperature
             if grad_hidden is not None:
                 grad_hidden += _product(grad, part.t(), hidden.dtype)
@@ -150,11 +152,10 @@ def _product(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
     return product(_wide(x), _wide(w))
 
 
-def _inside(targets: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
-    """(rows whose target is in the block, its column there)."""
+def _places(targets: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
+    """(bool [T] whether the target is in the block, int64 [T] its column there, or any)."""
     places = targets - start
-    rows = ((places >= 0) & (places < columns)).nonzero().squeeze(-1)
-    return rows, places[rows]
+    return (places >= 0) & (places < columns), places.clamp(0, columns - 1)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -97,13 +97,17 @@ class _Base(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: LoraLinear) -> Tensor:
+        kind = x.device.type
         ctx.linear = linear
-        return FORMATS[linear.format].linear([linear.parts])(x, linear.bias)
+        ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, enabled=False):  # as the engine computes it
+            return FORMATS[linear.format].linear([linear.parts])(x.float(), linear.bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         linear: LoraLinear = ctx.linear
-        return grads[0] @ FORMATS[linear.format].dequantize(linear.parts), None
+        with torch.autocast(*ctx.autocast):
+            return grads[0] @ FORMATS[linear.format].dequantize(linear.parts), None
 
 
 def adapt(model: nn.Module, format: str, cfg: Lora, seed: int) -> None:

@@ -96,6 +96,12 @@ def gates_of(probs: Tensor, taken: Tensor, shape: Experts) -> Tensor:
     return gates / gates.sum(-1, keepdim=True) if shape.normalised else gates
 
 
+def loads(taken: Tensor, experts: int) -> Tensor:
+    """int64 [E]: how often each expert is in `taken` int64 [N]."""
+    # bincount() looks for the largest and the smallest first, and waits for a GPU each time.
+    return taken.new_zeros(experts).index_add_(0, taken, torch.ones_like(taken))
+
+
 def mixed(
     x: Tensor, taken: Tensor, gates: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]
 ) -> Tensor:
@@ -105,8 +111,9 @@ def mixed(
     has a gradient, if only 0, on every rank of a sharded model.
     """
     rows, per_token = taken.shape
-    order = taken.flatten().argsort(stable=True)
-    counts = torch.bincount(taken.flatten(), minlength=len(experts)).tolist()
+    flat = taken.flatten()
+    order = flat.argsort(stable=True)
+    counts = loads(flat, len(experts)).tolist()
     parts = x.index_select(0, order // per_token).split(counts)
     outs = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
     places = torch.empty_like(order)

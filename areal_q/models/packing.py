@@ -87,12 +87,12 @@ class PackedLayout:
             unpad[rows[mine]] = offset + mine.flatten().nonzero().squeeze(-1)
             positions[rows[mine]] = column[mine]
             offset += rows.numel()
-            buckets.append(Bucket(rows.to(device)))
+            buckets.append(Bucket(rows.to(device, non_blocking=True)))
         return cls(
             lengths=tuple(lengths.tolist()),
-            positions=positions.to(device),
+            positions=positions.to(device, non_blocking=True),
             buckets=tuple(buckets),
-            unpad=unpad.to(device),
+            unpad=unpad.to(device, non_blocking=True),
         )
 
 

@@ -18,7 +18,8 @@ def rope_tables(
 
     `length` defaults to the model's max_positions.
     """
-    frequencies = torch.tensor(config.inverse_frequencies(), dtype=torch.float32, device=device)
+    frequencies = torch.tensor(config.inverse_frequencies(), dtype=torch.float32)
+    frequencies = frequencies.to(device, non_blocking=True)
     positions = torch.arange(
         config.max_positions if length is None else length, dtype=torch.float32, device=device
     )

@@ -93,7 +93,7 @@ def checked_float32(weight: Tensor, name: str) -> Tensor:
     Raises QuantizationError for another rank, NaN, an infinity or a magnitude above LARGEST.
     """
     w = as_float32(weight, name)
-    low, high = w.aminmax() if w.numel() else (w.sum(), w.sum())
+    low, high = torch.stack(w.aminmax()).tolist() if w.numel() else (0.0, 0.0)
     if not (low >= -LARGEST and high <= LARGEST):
         raise QuantizationError(f"{name}: {TOO_LARGE}")
     return w
@@ -141,4 +141,5 @@ def row_ranges(weight: Tensor, size: int | None = None) -> Ranges:
 def scales_for(ranges: Tensor, largest: float) -> Tensor:
     """float32 scales under which a range is the code `largest`."""
     # As a tensor: dividing by a Python number may be done as a product with its reciprocal.
-    return (ranges / torch.tensor(largest, device=ranges.device)).clamp_(min=SMALLEST_SCALE)
+    divisor = torch.full((), largest, device=ranges.device)
+    return (ranges / divisor).clamp_(min=SMALLEST_SCALE)

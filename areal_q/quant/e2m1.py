@@ -9,6 +9,7 @@ from torch import Tensor
 from areal_q.errors import QuantizationError
 from areal_q.quant import once
 from areal_q.quant.base import blocked, unblocked
+from areal_q.quant.rows import on
 
 MAX = 6.0
 _VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -28,12 +29,12 @@ def encode(x: Tensor) -> Tensor:
 
 def decode(codes: Tensor) -> Tensor:
     """float32 values of uint8 codes."""
-    return _REAL.to(codes.device)[codes.int()]
+    return on(_REAL, codes.device)[codes.int()]
 
 
 def error(codes: Tensor) -> Tensor:
     """Largest distance, float32, to what rounds to a code without saturating."""
-    return _ERROR.to(codes.device)[codes.int()]
+    return on(_ERROR, codes.device)[codes.int()]
 
 
 def quantize(w: Tensor, scale: Tensor, block: int, name: str) -> Tensor:

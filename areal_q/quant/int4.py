@@ -66,7 +66,7 @@ class Int4:
         return {
             "weight_packed": packed.view(torch.int32),
             "weight_scale": scale,
-            "weight_shape": torch.tensor(w.shape),
+            "weight_shape": torch.tensor(w.shape),  # only the host reads it
         }
 
     def dequantize(self, parts: Parts) -> Tensor:

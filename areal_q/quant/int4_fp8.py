@@ -46,6 +46,7 @@ class Int4Fp8(Int4):
 
     def effective(self, scale: Tensor) -> Tensor:
         s = scale.to(torch.float32)
-        row = s.amax(1, keepdim=True).div_(E4M3_MAX).clamp_(min=SMALLEST_ROW_SCALE)
+        largest = torch.full((), E4M3_MAX, device=s.device)
+        row = s.amax(1, keepdim=True).div_(largest).clamp_(min=SMALLEST_ROW_SCALE)
         eighth = to_e4m3(to_e4m3(s * row.reciprocal()).to(torch.float32) / 8)
         return eighth.to(torch.float32) * (row * 8)

@@ -25,7 +25,8 @@ NAMES = ("q_scale", "k_scale", "v_scale")
 
 def scale_for(magnitude: Tensor, margin: float) -> Tensor:
     """float32 scale under which `magnitude` times `margin` is the largest code."""
-    return (magnitude.float() * margin / E4M3_MAX).clamp(min=SMALLEST_SCALE)
+    largest = torch.full((), E4M3_MAX, device=magnitude.device)  # see rows.py
+    return (magnitude.float() * margin / largest).clamp(min=SMALLEST_SCALE)
 
 
 def quantize(x: Tensor, scale: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from areal_q.quant.base import (
     row_ranges,
 )
 from areal_q.quant.linear import FloatLinear
+from areal_q.quant.rows import on
 
 BLOCK = 64
 TABLE = torch.tensor(
@@ -66,11 +67,14 @@ class Nf4:
         packed = once.four_bits(x, scale.unsqueeze(1), BLOCK, BLOCK // 2, kind="nf4")
         if packed is None:
             scaled = x * (1.0 / scale).unsqueeze(-1)
-            codes = torch.bucketize(scaled, BORDERS.to(w.device), out_int32=True).to(torch.uint8)
+            codes = torch.bucketize(scaled, on(BORDERS, w.device), out_int32=True).to(torch.uint8)
             packed = codes[:, ::2] << 4 | codes[:, 1::2]
         packed = packed.view(-1, 1)[: -(-w.numel() // 2)]
+        # Only the host reads it.
         state = torch.tensor(list(_state(*w.shape)), dtype=torch.uint8)
-        return dict(zip(self.suffixes, (packed, scale, TABLE.clone(), state), strict=True))
+        return dict(
+            zip(self.suffixes, (packed, scale, on(TABLE, w.device).clone(), state), strict=True)
+        )
 
     def dequantize(self, parts: Parts) -> Tensor:
         shape = json.loads(bytes(parts[_STATE].tolist()))["shape"]

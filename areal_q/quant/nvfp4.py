@@ -57,7 +57,7 @@ class Nvfp4:
         w = checked_float32(weight, name) if ranges else as_float32(weight, name)
         ranges = ranges or checked_ranges(self.ranges, w, name)
         divisor = torch.nan_to_num(E4M3_MAX * e2m1.MAX / ranges.whole, posinf=1.0).reshape(1)
-        scale = to_e4m3(ranges.blocks / torch.tensor(e2m1.MAX, device=w.device) * divisor)
+        scale = to_e4m3(ranges.blocks / torch.full((), e2m1.MAX, device=w.device) * divisor)
         real = scale.to(torch.float32)
         real = torch.where(real == 0, WHERE_ZERO, real)
         scale, real = real.to(torch.float8_e4m3fn), real / divisor

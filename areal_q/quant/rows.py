@@ -7,6 +7,7 @@ or an infinity comes out as NaN, which the engine refuses (rollout/engines).
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ GROUP = 128
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 SMALLEST_ROW_SCALE = 1 / (E4M3_MAX * 512)
 SMALLEST_GROUP_RANGE = 1e-10
-# As tensors: torch would convert a Python number at every call, which costs as much as the division.
+# As tensors, and `on` the same device: CUDA divides by a number, or by a CPU's scalar, as a product with its
+# reciprocal, whose bits are others; and a CPU would convert a number at every call.
 _INT8_MAX, _E4M3_MAX = torch.tensor(float(INT8_MAX)), torch.tensor(E4M3_MAX)
 
 
@@ -28,7 +30,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     fast = once.activations(x, torch.int8, x.shape[1], least_scale=SMALLEST_SCALE)
     if fast is not None:
         return fast
-    scale = x.abs().amax(-1, keepdim=True).div_(_INT8_MAX).clamp_(min=SMALLEST_SCALE)
+    largest = x.abs().amax(-1, keepdim=True)
+    scale = largest.div_(on(_INT8_MAX, x.device)).clamp_(min=SMALLEST_SCALE)
     return (x / scale).round_().to(torch.int8), scale
 
 
@@ -37,7 +40,8 @@ def quantize_rows_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     fast = once.activations(x, torch.float8_e4m3fn, x.shape[1], least_scale=SMALLEST_ROW_SCALE)
     if fast is not None:
         return fast
-    scale = x.abs().amax(-1, keepdim=True).div_(_E4M3_MAX).clamp_(min=SMALLEST_ROW_SCALE)
+    largest = x.abs().amax(-1, keepdim=True)
+    scale = largest.div_(on(_E4M3_MAX, x.device)).clamp_(min=SMALLEST_ROW_SCALE)
     return to_e4m3(x / scale), scale
 
 
@@ -50,7 +54,8 @@ def quantize_groups_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
         return fast
     rest = -x.shape[1] % GROUP
     groups = torch.nn.functional.pad(x, (0, rest)).unflatten(1, (-1, GROUP))
-    scale = groups.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST_GROUP_RANGE).div_(_E4M3_MAX)
+    largest = groups.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST_GROUP_RANGE)
+    scale = largest.div_(on(_E4M3_MAX, x.device))
     return to_e4m3(groups / scale).flatten(1)[:, : x.shape[1]], scale.squeeze(-1)
 
 
@@ -65,6 +70,13 @@ def expanded(scale: Tensor, shape: Sequence[int]) -> Tensor:
     out_features, in_features = shape
     rows = scale.repeat_interleave(GROUP, 0)[:out_features]
     return rows.repeat_interleave(GROUP, 1)[:, :in_features]
+
+
+@cache
+def on(constant: Tensor, device: torch.device) -> Tensor:
+    """A module's `constant`, copied to `device` once: the host waits for each copy."""
+    with torch.inference_mode(False):
+        return constant.to(device)
 
 
 def to_e4m3(x: Tensor) -> Tensor:

@@ -115,7 +115,8 @@ class TorchStepper:
         done = self.rows.append(new, tokens, logprobs)
         self.steps += 1
         self._report(tokens, logprobs)
-        finished = sorted({*done.nonzero().flatten().tolist(), *self._stopped(tokens)})
+        ended = np.flatnonzero(done.cpu().numpy()).tolist()  # nonzero() would wait for a GPU twice
+        finished = sorted({*ended, *self._stopped(tokens)})
         if finished:
             self._finish(finished)
         return new
