@@ -218,6 +218,8 @@ class Family:
         # torch's optimizers make this directory on import, in the temporary one unless told otherwise.
         self._defaults = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._asked: set[str] = set()
+        """To end"""
 
     def start(self, program: Program) -> None:
         threads = dict.fromkeys(THREAD_VARIABLES, str(program.threads))
@@ -243,12 +245,15 @@ class Family:
         for name in names:
             if self.alive([name]):
                 self._children[name].send_signal(number)
+                self._asked.add(name)
 
     def check(self, name: str) -> None:
         """Raises what the end of child `name` means; nothing if it is a learner that is done."""
         child = self._children.get(name)
         if child is None or (name == "learner" and child.returncode == 0):
             return
+        if name in self._asked and child.returncode == -signal.SIGTERM:
+            return  # it had not come to the point from which on it ends in peace: nothing is lost
         log = self._logs / f"{name}.log"
         lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
         speaker, colon, complaint = lines[-1].partition(": ") if lines else ("", "", "")

@@ -36,6 +36,8 @@ MAY_CHANGE_ON_RESUME = (
     "broadcast.",
     "rollout.workers",
     "rollout.threads",
+    "rollout.serve",
+    "learner.fidelity.",
     "learner.threads",
     "learner.backend.",  # the same loss and weights, within tolerances
 )

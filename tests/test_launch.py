@@ -30,7 +30,8 @@ def term(*_):
     if mode != "stubborn":
         sys.exit(0)
 
-signal.signal(signal.SIGTERM, term)
+if mode != "early":
+    signal.signal(signal.SIGTERM, term)
 say("starts")
 if mode == "crash":
     print(*(f"line {i} of {name}" for i in range(40)), sep="\\n")
@@ -214,6 +215,15 @@ def test_the_first_signal_drains_the_learner_then_the_workers_then_redis(launche
     launched.assert_nothing_left()
 
 
+def test_a_signal_that_comes_before_the_learner_listens_for_it_is_no_failure(launched):
+    process = launched.start("early", "serve")
+    launched.wait_for("learner starts")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    launched.assert_nothing_left()
+
+
 def test_the_second_signal_kills_what_does_not_stop(launched):
     process = launched.start("stubborn", "stubborn")
     launched.wait_for("learner starts")
@@ -327,7 +337,9 @@ def ended(tmp_path):
 
 
 def test_a_resumed_run_has_its_saved_settings_and_the_harmless_overrides(ended):
-    run = rundir.resumed(ended, ["steps=400", "rollout.workers=4", "learner.max_lag=3"])
+    run = rundir.resumed(
+        ended, ["steps=400", "rollout.workers=4", "learner.max_lag=3", "rollout.serve=8001"]
+    )
     assert (run.steps, run.rollout.workers, run.learner.max_lag) == (400, 4, 3)
     assert rundir.path_of(run) == ended
 
