@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch._meta_registrations as torch_checks
 from torch import Tensor, nn
 
 from areal_q.config import Run
@@ -14,11 +15,14 @@ from areal_q.models.published import published_state
 from areal_q.quant import FORMATS, fp8, quantize_state
 from areal_q.quant.fp8_gemm import (
     Fp8KernelLinear,
+    Operand,
     agrees,
+    candidates,
     emulated,
     fp8_gemm,
     scales_for_cublas,
 )
+from areal_q.quant.rows import quantize_groups_e4m3
 from areal_q.tasks import build_tokenizer
 from learner.build import build_model
 from learner.precision import set_precision
@@ -149,6 +153,27 @@ def test_a_kernel_that_refuses_or_reads_scales_in_another_order_is_passed_over(c
     swapped = lambda a, b: emulated(a, b._replace(scale=b.scale.flip(1)))  # noqa: E731
     assert not agrees(swapped, cpu, "second")
     assert "second disagrees" in caplog.text
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("shape", [(256, 256, 384), (7, 48, 32), (1, 130, 1000), (33, 896, 3584)])
+def test_a_gpu_is_given_what_torchs_own_check_of_scaled_mm_wants(monkeypatch, shape, blocks):
+    def checked(a, b, scale_a, recipe_a, scale_b, recipe_b, output_dtype):
+        torch_checks._check_scaled_mm_sizes_v2(
+            a, b, [scale_a], [recipe_a], [scale_b], [recipe_b], None, output_dtype, None, None
+        )
+        return torch.zeros(a.shape[0], b.shape[1])
+
+    monkeypatch.setattr(torch_checks, "device_hint", lambda tensor: "cuda")
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", checked)
+    rows, outputs, inputs = shape
+    x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
+    right = Operand(*quantize_groups_e4m3(weight))
+    if blocks:
+        scale = torch.ones(-(-outputs // 128), -(-inputs // 128))
+        right = Operand(right.codes, scale, blocks=True)
+    product = dict(candidates())["torch.nn.functional.scaled_mm"]
+    assert product(Operand(*quantize_groups_e4m3(x)), right).shape == (rows, outputs)
 
 
 @pytest.mark.parametrize(("rows", "k"), [(256, 3), (160, 8), (16, 1)])

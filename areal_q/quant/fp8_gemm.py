@@ -103,13 +103,18 @@ def candidates() -> Iterator[tuple[str, Gemm]]:
 
 
 def agrees(gemm: Gemm, device: torch.device, name: str) -> bool:
-    """Whether a product of both kinds of scales is the emulation's within bfloat16's rounding; a kernel
-    that refuses this GPU, or reads the scales in another order, is logged and passed over."""
+    """Whether products of both kinds of scales, of whole blocks and of parts, are the emulation's within
+    bfloat16's rounding; a kernel that refuses this GPU, or a shape, or reads the scales in another order, is
+    logged and passed over."""
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(256, 384, generator=generator).exp().to(device) for _ in range(2))
-    left, right = (Operand(*quantize_groups_e4m3(x)) for x in (a, b))
-    square = Operand(right.codes, 1.0 + torch.arange(6.0, device=device).view(2, 3), blocks=True)
-    for other in (right, square):
+    pairs = []
+    for rows, outputs, inputs in ((256, 256, 384), (101, 40, 200)):
+        a, b = (torch.randn(n, inputs, generator=generator).exp() for n in (rows, outputs))
+        left, right = (Operand(*quantize_groups_e4m3(x.to(device))) for x in (a, b))
+        down, across = -(-outputs // GROUP), -(-inputs // GROUP)
+        scale = 1.0 + torch.arange(float(down * across), device=device).view(down, across)
+        pairs += [(left, right), (left, Operand(right.codes, scale, blocks=True))]
+    for left, other in pairs:
         want = emulated(left, other)
         try:
             got = gemm(left, other)
@@ -142,15 +147,15 @@ def _deep_gemm(module: ModuleType) -> Gemm:
 
 def _scaled_mm(a: Operand, b: Operand) -> Tensor:
     kinds = F.ScalingType
-    rows = -(-b.codes.shape[0] // 16) * 16
+    left, right = _padded(a, 16), _padded(b, GROUP if b.blocks else 16)
     out = F.scaled_mm(
-        _padded(a), _padded(b, 16).t(),
-        scales_for_cublas(a.scale, a.codes.shape[0], a.blocks), kinds.BlockWise1x128,
-        scales_for_cublas(b.scale, rows, b.blocks),
+        left, right.t(),
+        scales_for_cublas(a.scale, len(left), a.blocks), kinds.BlockWise1x128,
+        scales_for_cublas(b.scale, len(right), b.blocks),
         kinds.BlockWise128x128 if b.blocks else kinds.BlockWise1x128,
         output_dtype=torch.bfloat16,
     )  # fmt: skip
-    return out[:, : b.codes.shape[0]].float()
+    return out[: len(a.codes), : len(b.codes)].float()
 
 
 def scales_for_cublas(scale: Tensor, rows: int, blocks: bool) -> Tensor:

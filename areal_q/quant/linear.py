@@ -111,7 +111,11 @@ class Fp8GroupLinear:
 def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
     """int8 [M, K] · int8 [K, N] → [M, N] without any rounding, as int32 or float."""
     if _int_mm_takes(a, b):
-        return torch._int_mm(a, b)  # pyright: ignore[reportPrivateImportUsage]
+        # cuBLASLt wants more than 16 rows; oneDNN takes any number.
+        rows = a.shape[0] if a.device.type == "cpu" else max(a.shape[0], 32)
+        enough = F.pad(a, (0, 0, 0, rows - a.shape[0])) if rows > a.shape[0] else a
+        product = torch._int_mm(enough, b)  # pyright: ignore[reportPrivateImportUsage]
+        return product[: a.shape[0]]
     # Every partial sum is a whole number below K · 127², which float32 holds exactly up to 2²⁴.
     wide = torch.float32 if a.shape[1] * INT8_MAX**2 < 2**24 else torch.float64
     return a.to(wide) @ b.to(wide)
@@ -120,10 +124,8 @@ def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
 def _int_mm_takes(a: Tensor, b: Tensor) -> bool:
     if not int_mm_is_exact(a.device.type):
         return False
-    # cuBLASLt wants more than 16 rows and multiples of 8; oneDNN takes everything.
-    return a.device.type == "cpu" or (
-        a.shape[0] > 16 and a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0
-    )
+    # cuBLASLt wants multiples of 8.
+    return a.device.type == "cpu" or (a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0)
 
 
 @cache
