@@ -30,6 +30,7 @@ from areal_q.models.logprobs import blockwise
 from areal_q.models.packing import PackedLayout
 from areal_q.quant import FORMATS, quantize_state
 from areal_q.quant.aqn import with_noise
+from areal_q.quant.linear import int8_matmul
 from areal_q.quant.sticky import StickyRanges
 from areal_q.quant.uaq import apply_uaq
 from areal_q.tasks import build_tokenizer
@@ -148,6 +149,15 @@ def test_a_format_has_the_same_bits_on_both_devices(name: str, cuda: SecondDevic
     assert same_bits(got(x.to("cuda"), add.to("cuda")), want(x, add))
     rows = torch.tensor([5, 0, 100])
     assert same_bits(got.rows(rows.to("cuda"))(x.to("cuda")), want.rows(rows)(x))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 40])
+def test_an_int8_product_is_exact_for_any_number_of_rows(rows: int, cuda: SecondDevice) -> None:
+    torch.manual_seed(0)
+    a, b = (torch.randint(-127, 128, (n, 2048), dtype=torch.int8) for n in (rows, 24))
+    found = int8_matmul(a.to("cuda"), b.to("cuda").t())
+    assert torch.equal(found.cpu().double(), a.double() @ b.double().t())
+    assert int8_matmul(a[:, :2047].to("cuda"), b[:, :2047].to("cuda").t()).shape == (rows, 24)
 
 
 def test_sticky_scales_uaq_and_noise_are_the_same(cuda: SecondDevice) -> None:

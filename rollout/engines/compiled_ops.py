@@ -58,4 +58,6 @@ class CompiledOps(TorchOps):
     def draw(self, logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
         if sampling.temperature == 0:
             return draw_alike(logits, sampling, u)
-        return _drawn(logits, torch.tensor(sampling.temperature, device=logits.device), u)
+        # As a tensor, lest each temperature be compiled anew; an upload of it would be waited for.
+        temperature = torch.full((), sampling.temperature, device=logits.device)
+        return _drawn(logits, temperature, u)
