@@ -5,18 +5,19 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from areal_q.accuracy import Answered, Reply
 from areal_q.config import Run, Sampling, TorchEngine
+from areal_q.messages import Array, Ticket
 from areal_q.models import load_decoder
 from areal_q.quant import quantize_state
 from areal_q.quant.plan import rest_in_bf16
 from areal_q.tasks import Problem, Reward, Tokenizer, answer_of, build_reward, build_tokenizer
 from areal_q.weights import pack
 from rollout import engines
-from rollout.engines.base import Completion, Engine, Request
+from rollout.build import evaluation_of
+from rollout.engines.base import Engine
 from rollout.engines.stops import cut, strings
+from rollout.environments import Player, Response
 
 
 async def answered(
@@ -54,8 +55,8 @@ async def answered(
 
 class _Answering:
     def __init__(self, run: Run, engine: Engine, tokenizer: Tokenizer, reward: Reward) -> None:
-        self._run, self._engine = run, engine
-        self._tokenizer, self._reward = tokenizer, reward
+        self._run, self._tokenizer, self._reward = run, tokenizer, reward
+        self._environment = evaluation_of(run.rollout.environment, Player(engine, tokenizer))
         self._given = answer_of(run.task)
 
     async def one(
@@ -76,30 +77,37 @@ class _Answering:
     ) -> list[Reply]:
         if count == 0:
             return []
-        completions = await self._engine.generate(
-            Request(
-                prompt_ids=np.array(self._tokenizer.encode_prompt(problem.prompt), np.int32),
-                num_samples=count,
-                sampling=sampling,
-                seed=self._run.seed + index * count,
-                stop_ids=frozenset({self._tokenizer.eos_id}),
-                decode=self._tokenizer.decode,
-            )
+        ticket = Ticket(
+            run=self._run.name,
+            number=index,
+            purpose="eval",
+            step=0,
+            prompt=problem.prompt,
+            answer=problem.answer,
+            prompt_ids=Array.of(self._tokenizer.encode_prompt(problem.prompt), "int32"),
+            group_size=count,
+            sampling=sampling,
+            seed=self._run.seed + index * count,
         )
-        return await asyncio.gather(*(self._reply(problem, sampling, c) for c in completions))
+        responses = [Response() for _ in range(count)]
+        try:
+            await self._environment(ticket, responses)
+        except ExceptionGroup as several:  # of responses that are played side by side
+            raise several.exceptions[0] from several
+        return await asyncio.gather(*(self._reply(problem, sampling, r) for r in responses))
 
-    async def _reply(self, problem: Problem, sampling: Sampling, completion: Completion) -> Reply:
-        ids = completion.response_ids.tolist()
-        text = self._tokenizer.decode([i for i in ids if i != self._tokenizer.eos_id])
+    async def _reply(self, problem: Problem, sampling: Sampling, response: Response) -> Reply:
+        """Scored as a worker scores it."""
+        text = self._tokenizer.decode([i for i in response.ids if i != self._tokenizer.eos_id])
         text = cut(text, strings(sampling))
-        score = await self._reward(problem, text, len(ids))
+        score = await self._reward(problem, text, response.drawn)
         return Reply(
             response=text,
             given=self._given(text),
             correct=score.correct,
             reward=score.reward,
-            tokens=len(ids),
-            finished=completion.finish_reason == "stop",
+            tokens=response.drawn,
+            finished=response.finish_reason == "stop",
             failed="error" in score.parts,
         )
 

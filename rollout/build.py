@@ -67,7 +67,7 @@ def build_parts(run: Run, run_name: str, address: Address) -> Parts:
             address=address.at,
             token_file=address.token_file,
         )
-    evaluation = SingleTurn(player) if episodes else environment
+    evaluation = evaluation_of(run.rollout.environment, player)
     return Parts(engine, tokenizer, environment, evaluation, endpoint)
 
 
@@ -132,6 +132,11 @@ def build_environment(config: EnvironmentConfig, player: Player) -> Environment:
             return Episodes(player, config)
         case _:
             return SingleTurn(player)
+
+
+def evaluation_of(config: EnvironmentConfig, player: Player) -> Environment:
+    """How held-out problems are answered: as in training, but for outside agents, in one turn."""
+    return SingleTurn(player) if isinstance(config, External) else build_environment(config, player)
 
 
 def room(run: Run) -> Room:

@@ -114,6 +114,28 @@ def test_of_several_samples_the_mean_and_the_best_are_told(
     assert all(len({s["response"] for s in row["samples"]}) > 10 for row in rows)
 
 
+def test_a_tool_of_the_run_answers_in_its_evaluation_too(
+    run_dir: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    tool = 'rollout.environment={type="calculator",open="(",close=")",after=" ",max_calls=1}'
+    settings = [tool, "task.type=tool-calculator", "rollout.sampling.max_tokens=14"]
+    run = make_run("name=demo", f'root="{run_dir.parent}"', "model.max_positions=64", *settings)
+    (run_dir / "config.toml").write_text(dump_toml(run))
+
+    def call_then_repeat(seen: str) -> str:
+        prompt, _, rest = seen.partition("=")
+        return f"({prompt})" if not rest else rest.rpartition(")")[2].strip()
+
+    answering(monkeypatch, run, call_then_repeat)
+    main(run_dir, samples=2, problems=6, show=1)
+    told = capsys.readouterr()
+    assert "accuracy 1.000" in told.out and "avg@2 1.000" in told.out
+    assert "cut off" not in told.err
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="--max-tokens 99: .* exceed"):
+        main(run_dir, max_tokens=99, problems=2)
+
+
 def test_the_model_of_a_run_is_also_found_by_itself(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
