@@ -53,7 +53,7 @@ def warm_start(
     _train(model, run, task, tokenizer, progress, stop)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{os.getpid()}.tmp")
-    save_tensors({k: v.contiguous() for k, v in model.state_dict().items()}, part)
+    save_tensors({k: v.cpu().contiguous() for k, v in model.state_dict().items()}, part)
     part.rename(path)
     return False
 

@@ -4,6 +4,7 @@ no tensors of two devices in one operation."""
 import asyncio
 import copy
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from saved import save_at
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from areal_q.config import LearnerConfig, Run, Sampling, TorchEngine
-from areal_q.messages import Noise
+from areal_q.config import LearnerConfig, Run, Sampling, TorchEngine, dump_toml
+from areal_q.messages import Array, Group, Noise, Ticket, VersionSpan
+from areal_q.metrics import MetricsLog
 from areal_q.models import (
     Decoder,
     DecoderConfig,
@@ -28,21 +30,30 @@ from areal_q.models import (
 )
 from areal_q.models.logprobs import blockwise
 from areal_q.models.packing import PackedLayout
+from areal_q.models.peft import save_adapted
 from areal_q.quant import FORMATS, quantize_state
 from areal_q.quant.aqn import with_noise
 from areal_q.quant.linear import int8_matmul
 from areal_q.quant.sticky import StickyRanges
 from areal_q.quant.uaq import apply_uaq
-from areal_q.tasks import build_tokenizer
+from areal_q.tasks import build_task, build_tokenizer
 from areal_q.weights import WeightVersion
 from areal_q.weights import pack as pack_weights
 from bench.gpu_sections import SECTIONS
+from buffer.log import TrajectoryLog
+from buffer.steps import StepLog, StepRecord
 from learner import checkpoint
-from learner.build import build_model
+from learner.build import build_model, build_trainer
+from learner.doctor_probe import Probe
+from learner.fidelity import FidelityMeter
+from learner.lineage import Lineage
 from learner.outlet import Outlet
 from learner.precision import set_precision
 from learner.publish import Publisher
+from learner.replay_compare import compare
+from learner.replay_steps import Replay
 from learner.rescore import Scorer, engine_policy
+from learner.step import learn
 from learner.tap import TokenTap
 from learner.trainer import Trainer
 from learner.warmstart import supervised_loss
@@ -491,6 +502,94 @@ def test_a_checkpoint_goes_from_either_device_to_the_other(
         for trainer in (source, target):
             trainer.step(make_samples(9, 1))
         close(*((source, target) if number == 0 else (target, source)), 1e-5)
+
+
+@pytest.mark.parametrize("more", [(), ("learner.lora={rank=4}", "rollout.format=nf4")])
+def test_a_trainer_is_built_resumed_and_exported_there(
+    more: tuple[str, ...], make_run: MakeRun, make_samples: MakeSamples, cuda: SecondDevice,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    place = ("learner.device=cuda", "warmstart.steps=2", "learner.uaq=2", "learner.reference_kl={}")
+    run = make_run(*place, *more)
+    task, tokenizer = build_task(run.task), build_tokenizer(run)
+
+    def build(resume: bool) -> Trainer:
+        with MetricsLog(tmp_path, tensorboard=False) as metrics:
+            stop = threading.Event()
+            return build_trainer(run, tmp_path, resume, task, tokenizer, metrics, stop)[0]
+
+    first, cached = build(False), build(False)  # the latter's warm start is read from its file
+    first.step(make_samples(9))
+    save_at(1, tmp_path / "checkpoints", first)
+    resumed = build(True)
+    for name, tensor in first.model.state_dict().items():
+        if name.endswith("weight") or "lora" in name:
+            assert torch.equal(resumed.model.state_dict()[name].cpu(), tensor.cpu()), name
+    assert isinstance(next(cached.model.parameters()), Far)
+    if run.learner.lora:
+        save_adapted(first.model, tmp_path, run.learner.lora, run.learner.uaq, tokenizer)
+        assert load_decoder(tmp_path / "hf").config.layers == 2
+
+
+def test_a_run_logged_on_a_cpu_is_replayed_and_examined_on_the_device(
+    make_run: MakeRun, make_group: Callable[..., Group], make_ticket: Callable[..., Ticket],
+    cuda: SecondDevice, tmp_path: Path,
+) -> None:  # fmt: skip
+    run, directory = make_run("rollout.format=int8", "learner.fidelity.share=1"), tmp_path / "run"
+    directory.mkdir()
+    (directory / "config.toml").write_text(dump_toml(run))
+    trainer, lineage, publisher = trainers(run)[1], Lineage(4), Publisher(run)
+    versions = [publisher.make(trainer.model, 0)]
+    lineage.published(0, versions[0].manifest.digest)
+    state = checkpoint.State(
+        step=0, position="0-0", cursor=0, outstanding=[], digests=dict(lineage.digests), updates=0,
+        skipped=0, model=trainer.model.config.to_hf(),
+    )  # fmt: skip
+    checkpoint.save(directory / "checkpoints", state, trainer, keep=1)
+    log, steps = TrajectoryLog(directory / "trajectories"), StepLog(directory / "steps")
+    groups: list[Group] = []
+    for step in range(2):
+        groups = [make_group(make_ticket(4 * step + i, step=step)) for i in range(4)]
+        groups = [within(group, lineage.digests[step], step) for group in groups]
+        metrics = learn(trainer, groups, lineage, step)
+        base = lineage.digests[step]
+        versions.append(publisher.make(trainer.model, step + 1))
+        lineage.published(step + 1, versions[-1].manifest.digest)
+        log.append(step, step, groups)
+        steps.append(
+            StepRecord(
+                step=step, tickets=[g.ticket.number for g in groups], seeds=[0] * 4, base_digest=base,
+                digest=lineage.digests[step + 1], fork=0, settings="", machine="a CPU", metrics=metrics,
+            )
+        )  # fmt: skip
+    log.close()
+    steps.close()
+    replay = Replay(directory, ["learner.device=cuda"])
+    probe = Probe(replay.run, 0)
+    replayed = list(replay.steps(probe))
+    assert not replay.exact and not [d for one in replayed for d in compare(one, replay.exact)]
+    assert isinstance(next(replay.trainer.model.parameters()), Far)
+    assert np.isfinite(probe.table().terms).all()
+    gaps = []
+    for chosen in (replay.run, run):
+        meter = FidelityMeter(chosen)
+        meter.published(versions[1])
+        gaps.append(meter.measure(groups))
+    assert gaps[0] == pytest.approx(gaps[1], abs=1e-4)
+
+
+def within(group: Group, digest: str, version: int) -> Group:
+    """`group` with tokens of the small vocabulary, all drawn by one version."""
+    trajectories = [
+        msgspec.structs.replace(
+            t,
+            response_ids=Array.of(t.response_ids.numpy() % 23, "int32"),
+            spans=[VersionSpan(version, t.num_tokens, digest)],
+        )
+        for t in group.trajectories
+    ]
+    return msgspec.structs.replace(group, trajectories=trajectories)
 
 
 @pytest.mark.parametrize("section", [name for name in SECTIONS if name != "vllm"])
