@@ -43,44 +43,10 @@ namespace { C10_REGISTER_GUARD_IMPL(XLA, c10::impl::NoOpDeviceGuardImpl<DeviceTy
 namespace { C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA>) }
 """
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
-_ELEMENTWISE = {
-    *(
-        "add",
-        "sub",
-        "rsub",
-        "mul",
-        "div",
-        "true_divide",
-        "floor_divide",
-        "remainder",
-        "fmod",
-        "pow",
-    ),
-    *(
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "maximum",
-        "minimum",
-        "atan2",
-        "copysign",
-        "xlogy",
-        "where",
-    ),
-    *("bitwise_and", "bitwise_or", "bitwise_xor", "logical_and", "logical_or", "logical_xor"),
-    *("addcmul", "addcdiv", "masked_fill", "index_fill", "fill"),
-}
-"""Take a CPU tensor of no dimension beside CUDA's, as a number"""
-_SIZE_FROM_DATA = {
-    *("nonzero", "masked_select", "equal", "is_nonzero", "bincount"),
-    *("_unique2", "unique_consecutive", "unique_dim"),
-}
-"""Besides copies: the host has to see numbers before it can go on"""
 _IMPLICIT = "CompositeImplicitAutograd"
 _INDEXING = ("index", "index_put", "_index_put_impl", "_unsafe_index")
+_FILLING = ("fill", "masked_fill", "index_fill")
+_SEES_NUMBERS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 class Far(torch.Tensor):
@@ -131,6 +97,13 @@ class Far(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         whole = func.decompose(*args, **kwargs or {})  # in inference mode nobody did before
         return _run(func, args, kwargs or {}) if whole is NotImplemented else whole
+
+
+def same_bits(far: Tensor, near: Tensor) -> bool:
+    """Whether both hold the same, each on its device."""
+    assert isinstance(far, Far) and not isinstance(near, Far)
+    a, b = (x.reshape(-1).view(torch.uint8) for x in (far.cpu(), near))
+    return far.dtype == near.dtype and far.shape == near.shape and torch.equal(a, b)
 
 
 class SecondDevice:
@@ -249,7 +222,8 @@ def _check(func: Any, name: str, args: tuple, tensors: list[Tensor]) -> None:
     if name.rstrip("_") in _INDEXING and isinstance(args[0], Far):
         indices = [x for x in args[1] if x is not None]
         near = [x for x in near if not any(x is i for i in indices)]
-    scalars = name.strip("_") in _ELEMENTWISE or name.rstrip("_") in _INDEXING
+    # A CPU tensor of no dimension is a number to operations on elements.
+    scalars = torch.Tag.pointwise in func.tags or name.rstrip("_") in (*_INDEXING, *_FILLING)
     into_near = bool(_outputs(func)) and not isinstance(args[0], Far)
     if near and (not scalars or into_near or any(x.dim() for x in near)):
         raise RuntimeError(
@@ -261,23 +235,16 @@ def _check(func: Any, name: str, args: tuple, tensors: list[Tensor]) -> None:
 def _wait(func: Any, name: str, args: tuple, kwargs: dict, far: bool) -> str | None:
     """Why the host waits for the device in `func`, if it does."""
     if name in ("copy_", "_to_copy"):
-        source, blocking = (
-            args[name == "copy_"],
-            not kwargs.get("non_blocking") and True not in args[2:],
-        )
-        crosses = isinstance(source, Far) != far and blocking
+        blocking = not kwargs.get("non_blocking") and True not in args[2:]
+        crosses = isinstance(args[name == "copy_"], Far) != far and blocking
         return ("upload" if far else "read") if crosses else None
-    if name == "_local_scalar_dense" or name in _SIZE_FROM_DATA:
-        return name if any(isinstance(x, Far) for x in args) else None
-    if func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
-        return name
     if name.rstrip("_") in _INDEXING and isinstance(args[0], Far):
         indices = [x for x in args[1] if x is not None]
         fills = name.rstrip("_") != "index" and args[2].numel() == 1
         if any(x.dtype in (torch.bool, torch.uint8) for x in indices) and not fills:
             return "index by bool"
         return None if all(isinstance(x, Far) for x in indices) else "upload of an index"
-    return None
+    return name if _SEES_NUMBERS & set(func.tags) and not kwargs.get("output_size") else None
 
 
 def _mm_to(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,6 @@ no tensors of two devices in one operation."""
 import asyncio
 import copy
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from saved import save_at
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from areal_q.config import LearnerConfig, Run, Sampling, TorchEngine, dump_toml
-from areal_q.messages import Array, Group, Noise, Ticket, VersionSpan
-from areal_q.metrics import MetricsLog
+from areal_q.config import Run, Sampling, TorchEngine
+from areal_q.messages import Noise
 from areal_q.models import (
     Decoder,
     DecoderConfig,
@@ -30,39 +26,20 @@ from areal_q.models import (
 )
 from areal_q.models.logprobs import blockwise
 from areal_q.models.packing import PackedLayout
-from areal_q.models.peft import save_adapted
 from areal_q.quant import FORMATS, quantize_state
 from areal_q.quant.aqn import with_noise
 from areal_q.quant.linear import int8_matmul
 from areal_q.quant.sticky import StickyRanges
 from areal_q.quant.uaq import apply_uaq
-from areal_q.tasks import build_task, build_tokenizer
 from areal_q.weights import WeightVersion
 from areal_q.weights import pack as pack_weights
 from bench.gpu_sections import SECTIONS
-from buffer.log import TrajectoryLog
-from buffer.steps import StepLog, StepRecord
-from learner import checkpoint
-from learner.build import build_model, build_trainer
-from learner.doctor_probe import Probe
-from learner.fidelity import FidelityMeter
-from learner.lineage import Lineage
-from learner.outlet import Outlet
-from learner.precision import set_precision
-from learner.publish import Publisher
-from learner.replay_compare import compare
-from learner.replay_steps import Replay
-from learner.rescore import Scorer, engine_policy
-from learner.step import learn
-from learner.tap import TokenTap
-from learner.trainer import Trainer
-from learner.warmstart import supervised_loss
 from rollout.engines import build_engine
 from rollout.engines.base import Request
 
 if not shutil.which("c++"):
     pytest.skip("no C++ compiler for the second device's guard", allow_module_level=True)
-from second_device import Far, SecondDevice
+from second_device import Far, SecondDevice, same_bits
 
 MakeRun = Callable[..., Run]
 MakeSamples = Callable[..., list]
@@ -134,12 +111,6 @@ READ_BY_THE_HOST = ("weight_shape", "weight.quant_state.bitsandbytes__nf4")
 def cuda() -> Iterator[SecondDevice]:
     with SecondDevice().present() as device:
         yield device
-
-
-def same_bits(far: Tensor, near: Tensor) -> bool:
-    assert isinstance(far, Far) and not isinstance(near, Far)
-    a, b = (x.reshape(-1).view(torch.uint8) for x in (far.cpu(), near))
-    return far.dtype == near.dtype and far.shape == near.shape and torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -228,82 +199,6 @@ def test_forward_and_backward_of_a_decoder_are_the_same(kind: str, cuda: SecondD
         torch.testing.assert_close(far_grads[name].cpu(), grad)
 
 
-BF16 = "learner.dtype=bfloat16"
-STEPS: dict[str, tuple[str, ...]] = {
-    "full": (),
-    "full, bfloat16, recomputed": (BF16, "learner.recompute=true"),
-    "qarl int8": ("learner.precision=qarl", "rollout.format=int8"),
-    "qarl int8, bfloat16": ("learner.precision=qarl", "rollout.format=int8", BF16),
-    "qarl fp8": ("learner.precision=qarl", "rollout.format=fp8", BF16, "learner.recompute=true"),
-    "qarl int4": ("learner.precision=qarl", "rollout.format=int4", "rollout.unquantized=bf16"),
-    "jet fp8": ("learner.precision=jet", "rollout.format=fp8"),
-    "jet fp8, bfloat16": ("learner.precision=jet", "rollout.format=fp8", BF16),
-    "critic": ("learner.advantage.type=gae", "learner.critic={}", "learner.reference_kl={}"),
-    "penalty in the reward": ('learner.reference_kl={place="reward"}', "learner.epochs=2"),
-    "LoRA on nf4": ("learner.lora={rank=4}", "rollout.format=nf4", "learner.reference_kl={}"),
-    "LoRA on int4": ("learner.lora={rank=4}", "rollout.format=int4", BF16),
-    "AdamW in 8 bits": ("learner.optimizer.type=adamw8bit", "learner.optimizer.small=1"),
-    "Muon": ("learner.optimizer.type=muon",),
-    "experts": ("model.experts=4", "learner.routing_replay=true", "learner.router_aux_coef=0.01"),
-    "entropy": ("learner.entropy_coef=0.01", "learner.minibatches=2"),
-}
-
-
-def trainers(run: Run) -> tuple[Trainer, Trainer]:
-    """On the second device, and on the CPU: the same weights."""
-    found = []
-    for device in ("cuda", "cpu"):
-        cfg = msgspec.structs.replace(run.learner, device=device)
-        placed = msgspec.structs.replace(run, learner=cfg)
-        model = build_model(run, build_tokenizer(run)).to(device)
-        set_precision(model, placed)
-        found.append(Trainer(model, cfg, 1.0))
-        found[-1].calibrate = run.rollout.kv_scales
-    return found[0], found[1]
-
-
-def close(far: Trainer, near: Trainer, atol: float) -> None:
-    state = far.model.state_dict()
-    for name, tensor in near.model.state_dict().items():
-        torch.testing.assert_close(state[name].cpu(), tensor, atol=atol, rtol=1e-3, msg=name)
-
-
-@pytest.mark.parametrize("kind", STEPS)
-def test_a_learner_step_is_the_same(
-    kind: str, make_run: MakeRun, make_samples: MakeSamples, cuda: SecondDevice
-) -> None:
-    # A large eps makes the optimizer's step smooth in the gradient.
-    run = make_run("learner.optimizer.lr=0.01", "learner.optimizer.eps=1e-2", *STEPS[kind])
-    far, near = trainers(run)
-    far.tap = TokenTap()
-    samples = make_samples(9)
-    values = [trainer.step(samples) for trainer in (far, near)]
-    if BF16 in STEPS[kind]:  # rounded elsewhere: CUDA's autocast has other lists of operations
-        for name in ("train/loss", "train/grad_norm", "policy/entropy"):
-            assert values[0][name] == pytest.approx(values[1][name], rel=0.02, abs=0.01), name
-        close(far, near, 5e-3)
-    else:
-        assert values[0] == pytest.approx(values[1], rel=1e-3, abs=1e-4)
-        close(far, near, 1e-5)
-    assert len(far.tap.scores().logprobs) == sum(s.trajectory.num_tokens for s in samples)
-
-
-@pytest.mark.parametrize(
-    "kind", ["full", "full, bfloat16, recomputed", "AdamW in 8 bits", "critic"]
-)
-def test_a_learner_step_waits_as_often_with_more_layers(
-    kind: str, make_run: MakeRun, make_samples: MakeSamples, cuda: SecondDevice
-) -> None:
-    waits = []
-    for layers in (1, 3):
-        far, _ = trainers(make_run(*STEPS[kind], f"model.layers={layers}"))
-        far.step(make_samples(9))
-        cuda.waits.clear()
-        far.step(make_samples(9))
-        waits.append(cuda.waits.copy())
-    assert waits[0] == waits[1]
-
-
 def test_the_vocabulary_in_blocks_is_not_waited_for(cuda: SecondDevice) -> None:
     torch.manual_seed(0)
     hidden, weight, targets = torch.randn(9, 8), torch.randn(1000, 8), torch.randint(0, 1000, (9,))
@@ -317,45 +212,6 @@ def test_the_vocabulary_in_blocks_is_not_waited_for(cuda: SecondDevice) -> None:
         assert cuda.waits.total() == (device == "cuda")  # whether the entropy learns
     for far, near in zip(*found, strict=True):
         torch.testing.assert_close(far.cpu(), near)
-
-
-@pytest.mark.parametrize("percentile", [100, 90])
-def test_kv_scales_are_the_same(
-    percentile: int, make_run: MakeRun, make_samples: MakeSamples, cuda: SecondDevice
-) -> None:
-    run = make_run(
-        "rollout.engine.kv_cache=fp8", f"rollout.kv_scales={{percentile={percentile}, tokens=20}}"
-    )
-    far, near = trainers(run)
-    for trainer in (far, near):
-        trainer.step(make_samples(9))
-    assert len(far.kv_scales) == 6
-    for name, scale in near.kv_scales.items():
-        assert isinstance(far.kv_scales[name], Far)
-        torch.testing.assert_close(far.kv_scales[name].cpu(), scale)
-
-
-def test_the_warm_start_is_the_same(cuda: SecondDevice) -> None:
-    near = small_model()
-    far = copy.deepcopy(near).to("cuda")
-    rows = [([1, 2, 3], [4, 5]), ([6], [7, 8, 9])]
-    (loss, right), (far_loss, far_right) = supervised_loss(near, rows), supervised_loss(far, rows)
-    assert far_right == right
-    torch.testing.assert_close(far_loss.cpu(), loss)
-
-
-@pytest.mark.parametrize("format", ["int8", "nf4", "fp8"])
-def test_the_fidelity_meters_policy_is_the_same(
-    format: str, make_samples: MakeSamples, cuda: SecondDevice
-) -> None:
-    version = published(small_model(), format)
-    found = []
-    for device in ("cuda", "cpu"):
-        policy = engine_policy(small_model().config, version.tensors, format, device)
-        cfg = LearnerConfig(device=device, microbatch_tokens=40)
-        found.append(Scorer(cfg)(policy, make_samples(9), 1.0))
-    for far, near in zip(*found, strict=True):
-        np.testing.assert_allclose(far, near, atol=1e-5)
 
 
 def test_a_model_is_saved_and_read_again(cuda: SecondDevice, tmp_path: Path) -> None:
@@ -454,142 +310,6 @@ def generate(config: TorchEngine, weights: WeightVersion, request: Request) -> N
         await engine.close()
 
     asyncio.run(main())
-
-
-PUBLISHED: dict[str, tuple[str, ...]] = {
-    **{name: (f"rollout.format={name}",) for name in FORMATS},
-    "sticky, noisy": (
-        "rollout.format=int8",
-        "rollout.sticky_scales=0.1",
-        "rollout.aqn={}",
-        "learner.uaq=2",
-    ),
-    "in bf16": ("rollout.format=fp8", "rollout.unquantized=bf16", "learner.precision=qarl"),
-    "LoRA": ("learner.lora={rank=4}", "rollout.format=nf4"),
-}
-
-
-@pytest.mark.parametrize("kind", PUBLISHED)
-def test_what_is_published_has_the_same_bytes(
-    kind: str, make_run: MakeRun, cuda: SecondDevice
-) -> None:
-    run = make_run(*PUBLISHED[kind])
-    digests = []
-    for trainer in trainers(run):
-        outlet, made = Outlet(Publisher(run), lambda made: None), []
-        for version in range(3):
-            outlet.begin(trainer.model, version, {})
-            outlet.release()
-            version = outlet.finish()
-            assert version is not None
-            made.append(version.manifest.digest)
-        outlet.close()
-        digests.append(made)
-    assert digests[0] == digests[1]
-
-
-@pytest.mark.parametrize(
-    "kind", ["full", "critic", "LoRA on nf4", "qarl int8", "AdamW in 8 bits", "Muon"]
-)
-def test_a_checkpoint_goes_from_either_device_to_the_other(
-    kind: str, make_run: MakeRun, make_samples: MakeSamples, cuda: SecondDevice, tmp_path: Path
-) -> None:
-    run = make_run("learner.optimizer.lr=0.01", "learner.optimizer.eps=1e-2", *STEPS[kind])
-    for number, (source, target) in enumerate([trainers(run), trainers(run)[::-1]]):
-        source.step(make_samples(9))
-        save_at(1, tmp_path / str(number), source)
-        checkpoint.restore(tmp_path / str(number), target)
-        for trainer in (source, target):
-            trainer.step(make_samples(9, 1))
-        close(*((source, target) if number == 0 else (target, source)), 1e-5)
-
-
-@pytest.mark.parametrize("more", [(), ("learner.lora={rank=4}", "rollout.format=nf4")])
-def test_a_trainer_is_built_resumed_and_exported_there(
-    more: tuple[str, ...], make_run: MakeRun, make_samples: MakeSamples, cuda: SecondDevice,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    place = ("learner.device=cuda", "warmstart.steps=2", "learner.uaq=2", "learner.reference_kl={}")
-    run = make_run(*place, *more)
-    task, tokenizer = build_task(run.task), build_tokenizer(run)
-
-    def build(resume: bool) -> Trainer:
-        with MetricsLog(tmp_path, tensorboard=False) as metrics:
-            stop = threading.Event()
-            return build_trainer(run, tmp_path, resume, task, tokenizer, metrics, stop)[0]
-
-    first, cached = build(False), build(False)  # the latter's warm start is read from its file
-    first.step(make_samples(9))
-    save_at(1, tmp_path / "checkpoints", first)
-    resumed = build(True)
-    for name, tensor in first.model.state_dict().items():
-        if name.endswith("weight") or "lora" in name:
-            assert torch.equal(resumed.model.state_dict()[name].cpu(), tensor.cpu()), name
-    assert isinstance(next(cached.model.parameters()), Far)
-    if run.learner.lora:
-        save_adapted(first.model, tmp_path, run.learner.lora, run.learner.uaq, tokenizer)
-        assert load_decoder(tmp_path / "hf").config.layers == 2
-
-
-def test_a_run_logged_on_a_cpu_is_replayed_and_examined_on_the_device(
-    make_run: MakeRun, make_group: Callable[..., Group], make_ticket: Callable[..., Ticket],
-    cuda: SecondDevice, tmp_path: Path,
-) -> None:  # fmt: skip
-    run, directory = make_run("rollout.format=int8", "learner.fidelity.share=1"), tmp_path / "run"
-    directory.mkdir()
-    (directory / "config.toml").write_text(dump_toml(run))
-    trainer, lineage, publisher = trainers(run)[1], Lineage(4), Publisher(run)
-    versions = [publisher.make(trainer.model, 0)]
-    lineage.published(0, versions[0].manifest.digest)
-    state = checkpoint.State(
-        step=0, position="0-0", cursor=0, outstanding=[], digests=dict(lineage.digests), updates=0,
-        skipped=0, model=trainer.model.config.to_hf(),
-    )  # fmt: skip
-    checkpoint.save(directory / "checkpoints", state, trainer, keep=1)
-    log, steps = TrajectoryLog(directory / "trajectories"), StepLog(directory / "steps")
-    groups: list[Group] = []
-    for step in range(2):
-        groups = [make_group(make_ticket(4 * step + i, step=step)) for i in range(4)]
-        groups = [within(group, lineage.digests[step], step) for group in groups]
-        metrics = learn(trainer, groups, lineage, step)
-        base = lineage.digests[step]
-        versions.append(publisher.make(trainer.model, step + 1))
-        lineage.published(step + 1, versions[-1].manifest.digest)
-        log.append(step, step, groups)
-        steps.append(
-            StepRecord(
-                step=step, tickets=[g.ticket.number for g in groups], seeds=[0] * 4, base_digest=base,
-                digest=lineage.digests[step + 1], fork=0, settings="", machine="a CPU", metrics=metrics,
-            )
-        )  # fmt: skip
-    log.close()
-    steps.close()
-    replay = Replay(directory, ["learner.device=cuda"])
-    probe = Probe(replay.run, 0)
-    replayed = list(replay.steps(probe))
-    assert not replay.exact and not [d for one in replayed for d in compare(one, replay.exact)]
-    assert isinstance(next(replay.trainer.model.parameters()), Far)
-    assert np.isfinite(probe.table().terms).all()
-    gaps = []
-    for chosen in (replay.run, run):
-        meter = FidelityMeter(chosen)
-        meter.published(versions[1])
-        gaps.append(meter.measure(groups))
-    assert gaps[0] == pytest.approx(gaps[1], abs=1e-4)
-
-
-def within(group: Group, digest: str, version: int) -> Group:
-    """`group` with tokens of the small vocabulary, all drawn by one version."""
-    trajectories = [
-        msgspec.structs.replace(
-            t,
-            response_ids=Array.of(t.response_ids.numpy() % 23, "int32"),
-            spans=[VersionSpan(version, t.num_tokens, digest)],
-        )
-        for t in group.trajectories
-    ]
-    return msgspec.structs.replace(group, trajectories=trajectories)
 
 
 @pytest.mark.parametrize("section", [name for name in SECTIONS if name != "vllm"])
