@@ -61,7 +61,7 @@ class WeightVersionError(AReaLQError):
 
 
 class EngineDied(AReaLQError):
-    """The process of a rollout engine ended, fell silent, or refused weights half-way."""
+    """A rollout engine is not running: its process ended, fell silent, or refused weights half-way."""
 
 
 class BufferUnavailable(AReaLQError):

@@ -35,6 +35,7 @@ def check_free(setting: str, host: str, port: int) -> None:
     try:
         socket.create_server((plain, port), family=family).close()
     except OSError as error:
-        raise ConfigError(
-            f"{setting}: {host or plain}:{port}: {error.strerror or error}"
-        ) from error
+        why = str(error.strerror).partition(" (while")[
+            0
+        ]  # create_server says the address once more
+        raise ConfigError(f"{setting}: {plain}:{port}: {why}") from error

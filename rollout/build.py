@@ -112,9 +112,7 @@ async def serve(
             evaluation=parts.evaluation,
             routes=run.learner.routing_replay,
         )
-        if parts.endpoint:
-            await parts.endpoint.start()
-        await worker.run()
+        await worker.run(parts.endpoint.start if parts.endpoint else None)
     finally:
         if parts and parts.endpoint:
             await parts.endpoint.close()

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from areal_q.config import Sampling
-from areal_q.errors import ConfigError, RecordError, TaskError
+from areal_q.errors import ConfigError, EngineDied, RecordError, TaskError
 from areal_q.tasks import Tokenizer
 from rollout.endpoint_reply import Reply
 from rollout.endpoint_schema import (
@@ -119,6 +119,8 @@ class Endpoint:
             return await handler(request)
         except (RecordError, TaskError, msgspec.DecodeError) as error:
             return self._refused(400, "invalid_request_error", str(error))
+        except EngineDied as error:
+            return self._refused(503, "unavailable", str(error))
         except self._web.HTTPException as error:
             return self._refused(error.status, "invalid_request_error", error.text or error.reason)
 
@@ -257,7 +259,7 @@ class Endpoint:
                     await _event(response, chunk)
                 item = await tokens.get()
             completions = await task
-        except RecordError as error:  # the headers are gone already
+        except (RecordError, EngineDied) as error:  # the headers are gone already
             await _event(response, {"error": {"message": str(error), "type": "server_error"}})
             return response
         told = [reply.told(c, i) for i, c in enumerate(completions)]

@@ -22,7 +22,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -123,11 +123,14 @@ class Worker:
         self._swap_s = 0.0
         self._digest = ""
 
-    async def run(self) -> None:
-        """Until cancelled. Raises what a loop raises: a worker that cannot work must not look alive."""
+    async def run(self, begin: Callable[[], Awaitable[object]] | None = None) -> None:
+        """Until cancelled; `begin` is awaited as soon as requests can be made of the engine. Raises what a loop
+        raises: a worker that cannot work must not look alive."""
         await self._reward.start()
         await self._engine.start()
         try:
+            if begin:
+                await begin()
             async with asyncio.TaskGroup() as loops:
                 loops.create_task(self._swap())
                 loops.create_task(self._claim(loops))

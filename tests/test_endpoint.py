@@ -284,6 +284,25 @@ def test_who_leaves_before_the_first_token_leaves_nothing_in_the_engine(
     run_async(work())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_is_closed_is_told_in_openais_form(make_run: MakeRun, stream: bool):
+    async def work() -> None:
+        engine = build_engine(TorchEngine(slots=4))
+        await engine.start()
+        await engine.close()
+        async with serving(make_run(), engine) as url, aiohttp.ClientSession() as session:
+            body = {"prompt": "1+2=", "stream": stream}
+            async with session.post(f"{url}/completions", json=body) as reply:
+                assert reply.status == 503
+                error = (await reply.json())["error"]
+                assert (error["type"], error["message"]) == (
+                    "unavailable",
+                    "engine torch is not running",
+                )
+
+    run_async(work())
+
+
 def test_a_message_may_come_in_parts_and_a_stream_can_count(make_run: MakeRun):
     async def work() -> None:
         async with asking(make_run()) as client:

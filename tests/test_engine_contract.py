@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_q.config import Sampling, ScriptedEngine, SglangEngine, TorchEngine, VllmEngine
 from areal_q.config.run import EngineConfig
-from areal_q.errors import RecordError, WeightVersionError
+from areal_q.errors import EngineDied, RecordError, WeightVersionError
 from areal_q.quant import quantize_state
 from areal_q.weights import pack
 from rollout.engines import ENGINES, build_engine
@@ -474,7 +474,7 @@ def test_closing_cancels_what_is_in_flight_and_later_requests_are_refused(with_e
         await engine.close()
         with pytest.raises(asyncio.CancelledError):
             await task
-        with pytest.raises(RuntimeError, match="not running"):
+        with pytest.raises(EngineDied, match="not running"):
             await engine.generate(ask())
 
     with_engine(body, closes=True)

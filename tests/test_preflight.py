@@ -92,7 +92,7 @@ def test_a_refused_run_leaves_an_earlier_one_where_it_is(tmp_path: Path, taken: 
     (tmp_path / "runs" / "run").mkdir(parents=True)
     done = areal_q(tmp_path, f"rollout.serve={taken}")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert f"rollout.serve: 127.0.0.1:{taken}: Address already in use" in done.stderr
+    assert done.stderr.endswith(f"rollout.serve: 127.0.0.1:{taken}: Address already in use\n")
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
 
 

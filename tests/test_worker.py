@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from learner.publish import Publisher
 from learner.trainer import token_logprobs
 from rollout.build import build_environment, room
 from rollout.engines import build_engine
-from rollout.engines.base import Engine, Request
+from rollout.engines.base import Completion, Engine, Request
 from rollout.engines.loop import EngineLoop
 from rollout.engines.scripted import scripted_engine
 from rollout.engines.streaming import StreamingEngine
@@ -108,6 +108,7 @@ async def working(
     engine: Engine | None = None,
     environment: Environment | None = None,
     limit: Room | None = None,
+    begin: Callable[[], Awaitable[object]] | None = None,
 ) -> AsyncIterator[Engine]:
     """A worker that works meanwhile, with the engine and environment of the settings if none are given."""
     run = side.run
@@ -128,7 +129,7 @@ async def working(
         max_lag=run.learner.max_lag,
         environment=environment or build_environment(run.rollout.environment, player),
     )
-    task = asyncio.create_task(worker.run())
+    task = asyncio.create_task(worker.run(begin))
     try:
         yield engine
         assert not task.done(), task.exception()
@@ -146,6 +147,35 @@ async def until(condition: Callable[[], object]) -> None:
 
 def run_async(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 200))
+
+
+def test_who_begins_with_a_worker_can_ask_its_engine_before_the_first_weights(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    """An endpoint that is there before its engine would refuse what comes in between."""
+    side = learner(make_run("rollout.engine.type=torch"))
+    engine = build_engine(side.run.rollout.engine)
+    request = Request(
+        prompt_ids=np.array([3, 4], np.int32),
+        num_samples=1,
+        sampling=side.run.rollout.sampling,
+        seed=0,
+        stop_ids=frozenset(),
+    )
+    asked: list[asyncio.Task[list[Completion]]] = []
+
+    async def begin() -> None:
+        asked.append(asyncio.create_task(engine.generate(request)))
+        await asyncio.sleep(0)
+
+    async def work() -> None:
+        async with working(side, engine, begin=begin):
+            await until(lambda: asked)
+            side.publish(0)
+            (completion,) = await asked[0]
+            assert completion.spans[0].version == 0
+
+    run_async(work())
 
 
 @pytest.mark.parametrize("engine", ["scripted", "torch"])

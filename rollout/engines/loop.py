@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from areal_q.errors import RecordError
+from areal_q.errors import EngineDied, RecordError
 from areal_q.messages import FinishReason, Manifest, VersionSpan
 from areal_q.weights import WeightVersion
 from rollout.engines.base import (
@@ -188,9 +188,10 @@ class EngineLoop:
         on_token: TokenCallback | None = None,
         on_response: ResponseCallback | None = None,
     ) -> list[Completion]:
-        """Raises RecordError when the request can never be served. `on_token` must not raise."""
+        """Raises RecordError when the request can never be served, EngineDied when the engine is not running.
+        `on_token` must not raise."""
         if self._task is None or self._task.done():
-            raise RuntimeError(f"engine {self.name} is not running")
+            raise EngineDied(f"engine {self.name} is not running")
         check_shape(request, self._stepper.slots)
         if self.version >= 0:
             self._stepper.check(request)

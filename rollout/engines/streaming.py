@@ -123,7 +123,7 @@ class StreamingEngine:
         """Raises RecordError when the request can never be served, EngineDied when the backend could
         not be brought back. `on_token` must not raise."""
         if self._watcher is None or self._watcher.done():
-            raise RuntimeError(f"engine {self.name} is not running")
+            raise EngineDied(f"engine {self.name} is not running")
         check_shape(request, self.backend.slots)
         task = asyncio.create_task(self._group(request, on_token, on_response))
         self._tasks.add(task)
