@@ -236,7 +236,8 @@ def _wait(func: Any, name: str, args: tuple, kwargs: dict, far: bool) -> str | N
     """Why the host waits for the device in `func`, if it does."""
     if name in ("copy_", "_to_copy"):
         blocking = not kwargs.get("non_blocking") and True not in args[2:]
-        crosses = isinstance(args[name == "copy_"], Far) != far and blocking
+        source = args[name == "copy_"]
+        crosses = isinstance(source, Far) != far and blocking and source.numel()
         return ("upload" if far else "read") if crosses else None
     if name.rstrip("_") in _INDEXING and isinstance(args[0], Far):
         indices = [x for x in args[1] if x is not None]

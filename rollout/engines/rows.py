@@ -62,7 +62,8 @@ class Rows:
             stops[i, : len(request.stop_ids)] = list(request.stop_ids)
 
         def spread(values: object) -> Tensor:
-            return torch.as_tensor(values).repeat_interleave(copies, 0).to(self.device)
+            spread = torch.as_tensor(values).repeat_interleave(copies, 0)
+            return spread.to(self.device, non_blocking=True)
 
         lengths = np.array([len(r.prompt_ids) for r in requests])
         sampling: list[Sampling] = [r.sampling for r in requests]
@@ -75,7 +76,7 @@ class Rows:
         self.top_p[rows] = spread([s.top_p for s in sampling]).float()
         self.min_p[rows] = spread([s.min_p for s in sampling]).float()
         seeds = [r.seed + i for r in requests for i in range(r.num_samples)]
-        self.keys[rows] = seed_keys(seeds).to(self.device)
+        self.keys[rows] = seed_keys(seeds).to(self.device, non_blocking=True)
 
     def append(self, rows: int, tokens: Tensor, logprobs: Tensor) -> Tensor:
         """Adds one token to each of the first `rows` rows; bool [rows]: which are done."""

@@ -165,10 +165,11 @@ class TorchStepper:
             self._record(routes, positions)
             return model.logits(hidden)
         copies = torch.tensor([job.request.num_samples for job in jobs])
-        source = torch.arange(len(jobs)).repeat_interleave(copies).to(self.config.device)
+        device = self.config.device
+        source = torch.arange(len(jobs)).repeat_interleave(copies).to(device, non_blocking=True)
         lengths = [len(job.request.prompt_ids) for job in jobs]
         width, firsts = max(lengths), copies.cumsum(0) - copies + old
-        prompts = self.rows.ids[firsts.to(self.config.device), :width]
+        prompts = self.rows.ids[firsts.to(device, non_blocking=True), :width]
         prefill = Prefill(self.cache, old, source, len(jobs))
         hidden = model.forward(
             torch.cat((tokens, prompts.flatten())),
