@@ -94,7 +94,7 @@ $(VENV)-formats/.installed: $(VENV)/.installed-dev
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)", sep="\n")' \
 	  > $$($(VENV)-formats/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	$(VENV)-formats/bin/pip install -q --no-deps loguru torchao==0.18.0 compressed-tensors==0.20.0 \
-	  bitsandbytes==0.50.0 triton==3.9.0
+	  bitsandbytes==0.50.0 triton==3.9.0 accelerate==1.15.0
 	touch $@
 
 # The peers' packages in front of $(VENV)'s, so that both sides compute with the same torch.

@@ -5,12 +5,16 @@ They come with `make test-formats`, in an environment of their own; without them
 # pyright: reportMissingImports=false
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 
-from areal_q.quant import FORMATS
+from areal_q.models import Decoder, DecoderConfig, init_weights, save_decoder
+from areal_q.quant import FORMATS, quantize_state
 from areal_q.quant.e2m1 import decode, unpack
+from areal_q.quant.plan import parts_of
+from areal_q.quantize import quantize as write_quantized
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -28,6 +32,7 @@ with warnings.catch_warnings():
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_mx
     from torchao.quantization.quant_primitives import _choose_scale_float8, _quantize_affine_float8
+    from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -169,3 +174,25 @@ def test_every_e2m1_code_is_torchaos():
     codes = torch.arange(16, dtype=torch.uint8)
     assert torch.equal(decode(codes), f4_unpacked_to_f32(codes))
     assert unpack(torch.tensor([[0x21]], dtype=torch.uint8)).tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("format", ["int4", "fp8", "nvfp4", "mxfp4", "nf4"])
+def test_transformers_loads_what_areal_q_quantize_writes(tmp_path, format):
+    config = DecoderConfig(
+        family="qwen2", vocab_size=97, width=256, layers=2, heads=4, kv_heads=2, head_dim=64, mlp=512,
+        max_positions=256, qkv_bias=True,
+    )  # fmt: skip
+    model = Decoder(config)
+    init_weights(model, 0)
+    save_decoder(model, tmp_path / "source")
+    write_quantized(tmp_path / "source", tmp_path / "made", format, torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.bfloat16)
+    assert theirs(torch.arange(1, 30)[None]).logits.isfinite().all()
+    state = {name: weight.detach() for name, weight in model.state_dict().items()}
+    published = quantize_state(state, format)
+    for layer in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"):
+        ours = FORMATS[format].dequantize(parts_of(published, layer, format))
+        weight: Any = theirs.get_submodule(layer).weight
+        if format == "nf4":
+            weight = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+        assert torch.equal(weight.bfloat16(), ours.bfloat16()), layer

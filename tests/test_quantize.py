@@ -9,7 +9,7 @@ import torch
 from areal_q.errors import CheckpointError
 from areal_q.models import Decoder, DecoderConfig, init_weights, save_decoder
 from areal_q.models.config import Experts
-from areal_q.quant.checkpoint import QUANTIZATION_CONFIGS
+from areal_q.quant.checkpoint import LEFT_OUT, QUANTIZATION_CONFIGS
 from areal_q.quant.plan import is_quantized
 from areal_q.quantize import quantize
 
@@ -45,4 +45,4 @@ def test_a_checkpoint_names_every_linear_that_is_left_unquantized(tmp_path, form
     linears = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
     left = {name for name in linears if not is_quantized(f"{name}.weight")}
     assert left == {"lm_head", "model.layers.0.mlp.gate", "model.layers.2.mlp.gate"}
-    assert set(table.get("ignore") or table["ignored_layers"]) == left
+    assert set(table[LEFT_OUT[table["quant_method"]]]) == left

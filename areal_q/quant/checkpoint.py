@@ -1,8 +1,8 @@
 """Quantized checkpoints in Hugging Face's layout, which vLLM, SGLang and transformers load as they are.
 
 Published tensors carry the names and layouts of a public checkpoint format already; what a checkpoint
-adds is the table `quantization_config` that tells a loader so. For everything but fp8 blocks that is
-compressed-tensors' (its `QuantizationConfig`, version 0.20): one group of all linears, without head and
+adds is the table `quantization_config` that tells a loader so. For everything but fp8 blocks and nf4 that
+is compressed-tensors' (its `QuantizationConfig`, version 0.20): one group of all linears, without head and
 routers.
 """
 
@@ -46,6 +46,25 @@ QUANTIZATION_CONFIGS: dict[str, Table | None] = {
     "int4": _compressed(
         "pack-quantized", _numbers("int", 4, "group", dynamic=False, group_size=128)
     ),
+    "int4-fp8": _compressed(
+        "pack-quantized",
+        _numbers("int", 4, "group", dynamic=False, group_size=128),
+        _numbers("float", 8, "token", dynamic=True),
+    ),
+    "nvfp4": _compressed(
+        "nvfp4-pack-quantized",
+        _numbers("float", 4, "tensor_group", dynamic=False, group_size=16),
+    ),
+    "mxfp4": _compressed(
+        "mxfp4-pack-quantized", _numbers("float", 4, "group", dynamic=False, group_size=32)
+    ),
+    "nf4": {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": False,
+        "bnb_4bit_compute_dtype": "bfloat16",
+    },
     "fp8-channel": _compressed(
         "float-quantized",
         _numbers("float", 8, "channel", dynamic=False),
@@ -57,8 +76,13 @@ QUANTIZATION_CONFIGS: dict[str, Table | None] = {
         "weight_block_size": [128, 128],
     },
 }
-"""`quantization_config` of each format that engines other than ours load, but for what it leaves out; bf16
-needs none"""
+"""`quantization_config` of each format, but for what it leaves out; bf16 needs none"""
+LEFT_OUT = {
+    "compressed-tensors": "ignore",
+    "fp8": "ignored_layers",
+    "bitsandbytes": "llm_int8_skip_modules",
+}
+"""What each `quant_method` calls the linears that are not quantized"""
 
 
 def write_checkpoint(
@@ -79,7 +103,7 @@ def write_checkpoint(
     rest = tensors["model.embed_tokens.weight"].dtype
     config["torch_dtype"] = str(rest).removeprefix("torch.")
     if (quantization := QUANTIZATION_CONFIGS[format]) is not None:
-        left_out = "ignored_layers" if quantization["quant_method"] == "fp8" else "ignore"
+        left_out = LEFT_OUT[quantization["quant_method"]]
         config["quantization_config"] = {**quantization, left_out: _unquantized(shape)}
     target = Path(directory)
     (target / "config.json").write_bytes(msgspec.json.format(json.dumps(config).encode(), indent=2))

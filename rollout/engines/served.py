@@ -84,5 +84,11 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def is_hopper() -> bool:
+    import torch
+
+    return has_gpu() and torch.cuda.get_device_capability() == (9, 0)
+
+
 def _shapes(manifest: Manifest) -> set[tuple[str, str, tuple[int, ...]]]:
     return {(spec.name, spec.dtype, spec.shape) for spec in manifest.tensors}

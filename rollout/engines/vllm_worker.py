@@ -208,7 +208,7 @@ class WorkerExtension:
     def areal_observe(self) -> None:
         """From now on, keeps the largest key and value that each attention layer sees."""
         for _, layer in self._attention():
-            layer.areal_largest = [0.0, 0.0]
+            layer.areal_largest = torch.zeros(2, device=layer._k_scale.device)
             layer.register_forward_pre_hook(_observe)
 
     def areal_rescale(self) -> None:
@@ -217,10 +217,10 @@ class WorkerExtension:
         Only over an empty cache: what is in it was written with the scales before.
         """
         for _, layer in self._attention():
-            for kind, largest in zip("kv", layer.areal_largest, strict=True):
+            for kind, largest in zip("kv", layer.areal_largest.tolist(), strict=True):
                 if largest > 0:
                     _set_scale(layer, kind, largest / E4M3_MAX)
-            layer.areal_largest = [0.0, 0.0]
+            layer.areal_largest.zero_()
 
     def areal_scales(self) -> dict[str, tuple[float, float]]:
         """Of keys and values, in each layer's cache."""
@@ -234,9 +234,9 @@ class WorkerExtension:
 
 def _observe(layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
     _, key, value = inputs[:3]
-    for i, tensor in enumerate((key, value)):
-        if tensor.numel():
-            layer.areal_largest[i] = max(layer.areal_largest[i], float(tensor.abs().max()))
+    for largest, tensor in zip(layer.areal_largest, (key, value), strict=True):
+        if tensor.numel():  # a GPU is not waited for
+            torch.maximum(largest, tensor.abs().amax().float(), out=largest)
 
 
 def _set_scale(layer: Any, kind: str, scale: float) -> None:
