@@ -11,11 +11,12 @@ import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
+from redis.connection import parse_url
 from redis.exceptions import OutOfMemoryError
 from redis.retry import Retry
 
 from areal_q.credentials import redis_password
-from areal_q.errors import BufferUnavailable
+from areal_q.errors import BufferUnavailable, ConfigError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -47,6 +48,11 @@ def connect_async(url: str) -> redis.asyncio.Redis:
 
 
 def _options(url: str) -> dict[str, Any]:
+    """Raises ConfigError for what is no URL of a Redis."""
+    try:
+        parse_url(url)
+    except ValueError as error:
+        raise ConfigError(f"--redis, or REDIS_URL: {error}") from error
     return {
         "password": redis_password(url),
         "decode_responses": False,

@@ -18,6 +18,7 @@ from areal_q import logs
 from areal_q.config import load
 from areal_q.errors import UserError
 from areal_q.exporter import WORKER, Exporter, serve_metrics
+from areal_q.ports import check_free
 
 logger = logging.getLogger("rollout")
 
@@ -70,10 +71,13 @@ def main(
     import uvloop
 
     from rollout.build import Address, build_parts, serve
+    from rollout.endpoint import bound_to
     from rollout.source import Source
 
     source = Source(announce, fetch, keys, client)
     address = Address(serve_at, serve_token)
+    if address.at:
+        check_free("rollout.serve (--serve)", *bound_to(*address)[:2])
     if config:
         # A learner that is not up yet may be at its warm start, for hours.
         build_parts(load(config), run, address)

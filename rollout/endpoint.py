@@ -55,17 +55,7 @@ class Endpoint:
     ) -> None:
         """Raises ConfigError for an address that is none, one beyond loopback without a token, a token that
         cannot be read, and where aiohttp is missing."""
-        host, _, port = address.rpartition(":")
-        self._host = host.strip("[]") or "127.0.0.1"
-        if not port.isdecimal() or int(port) > 65535:
-            raise ConfigError(f"rollout.serve (--serve): {address!r} is not [HOST:]PORT")
-        self._port = int(port)
-        self._token = _token(token_file)
-        if self._token is None and self._host not in LOOPBACK:
-            raise ConfigError(
-                f"rollout.serve (--serve): {address} is not loopback: AREAL_Q_SERVE_TOKEN_FILE "
-                "(--serve-token) must name a file with a token"
-            )
+        self._host, self._port, self._token = bound_to(address, token_file)
         try:
             from aiohttp import web
         except ModuleNotFoundError as error:
@@ -335,6 +325,22 @@ class Endpoint:
 
 async def _event(response: Any, value: dict[str, Any]) -> None:
     await response.write(b"data: " + msgspec.json.encode(value) + b"\n\n")
+
+
+def bound_to(address: str, token_file: str | None) -> tuple[str, int, bytes | None]:
+    """(host, port, token) of [HOST:]PORT. Raises ConfigError for an address that is none, one beyond loopback
+    without a token, and a token that cannot be read."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]") or "127.0.0.1"
+    if not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"rollout.serve (--serve): {address!r} is not [HOST:]PORT")
+    token = _token(token_file)
+    if token is None and host not in LOOPBACK:
+        raise ConfigError(
+            f"rollout.serve (--serve): {address} is not loopback: AREAL_Q_SERVE_TOKEN_FILE "
+            "(--serve-token) must name a file with a token"
+        )
+    return host, int(port), token
 
 
 def _token(path: str | None) -> bytes | None:

@@ -104,6 +104,25 @@ def test_a_worker_refuses_what_it_cannot_do_while_the_learner_warms_up(tmp_path:
     assert "rollout.environment.close = '=+' is 2 tokens, not one" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--redis", "nonsense"], "rollout: --redis, or REDIS_URL: Redis URL must specify"),
+        (["--serve", "99999"], "rollout: rollout.serve (--serve): '99999' is not [HOST:]PORT"),
+        (["--serve", "0.0.0.0:8000"], "(--serve-token) must name a file with a token"),
+        (["--serve", "TAKEN"], "Address already in use"),
+    ],
+)
+def test_a_worker_of_its_own_refuses_wrong_options_without_waiting_for_redis(
+    taken: int, options: list[str], complaint: str
+):
+    given = [option.replace("TAKEN", str(taken)) for option in options]
+    command = [sys.executable, "-m", "rollout", "--redis", "redis://127.0.0.1:1", "--run", "x"]
+    done = subprocess.run([*command, *given], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert complaint in done.stderr
+
+
 def areal_q(directory: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     (directory / "run.toml").touch()
     return subprocess.run(
