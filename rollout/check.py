@@ -15,6 +15,7 @@ import typer
 from areal_q.config import Run, SglangEngine, load
 from areal_q.environment import Finding, check_device, environment
 from areal_q.errors import UserError
+from areal_q.preflight import preflight
 from areal_q.rundir import path_of
 
 MARKS = {"ok": "[green]✓[/]", "note": "[dim]·[/]", "warning": "[yellow]![/]", "error": "[red]✗[/]"}
@@ -49,8 +50,18 @@ def findings(run: Run, redis: str | None) -> Iterator[Finding]:
 
     yield from environment(path_of(run))
     yield from check_redis(redis)
+    yield from settings_of(run)
     yield from learner_of(run)
     yield from engine_of(run)
+
+
+def settings_of(run: Run) -> Iterator[Finding]:
+    """What `areal-q run` would refuse before it starts anything."""
+    try:
+        preflight(run)
+        yield Finding("settings", "ok", "directories and ports that they name")
+    except UserError as error:
+        yield Finding("settings", "error", str(error), "another value of that setting")
 
 
 def learner_of(run: Run) -> Iterator[Finding]:

@@ -22,7 +22,7 @@ from areal_q.config import load
 from areal_q.environment import Finding, engines, machine
 from buffer.check import check_redis
 from buffer.server import find_binary
-from rollout.check import engine_of, learner_of
+from rollout.check import engine_of, learner_of, settings_of
 from rollout.engines.base import Capabilities
 
 
@@ -223,6 +223,12 @@ def test_a_server_of_something_else_or_none_is_an_error_and_exit_code_1(sglang, 
     command = [sys.executable, "-m", "rollout.check", *settings, "rollout.format=bf16"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and "127.0.0.1:1" in done.stdout
+
+
+def test_what_a_run_would_refuse_before_it_starts_is_an_error():
+    assert levels(settings_of(load(None, []))) == {"settings": "ok"}
+    (found,) = settings_of(load(None, ["rollout.environment.type=external"]))
+    assert found.level == "error" and "rollout.serve" in found.says
 
 
 def test_a_learner_without_its_device_is_an_error():
