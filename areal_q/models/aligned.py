@@ -12,7 +12,7 @@ quantized twice. The backward is that of the full-precision layer (a straight-th
 with the master weights W, which alone the optimizer sees.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -47,6 +47,13 @@ class QuantLinear(Linear):
         return straight_through(input, self.weight, self.acting_bias, self.product)
 
 
+def as_engines_compute(kind: str) -> AbstractContextManager[object]:
+    """For products on published numbers, on device type `kind`: on a CPU in float32, to the bit; on a GPU in
+    bfloat16 where the learner computes in it, as vLLM and SGLang do there (float32 products are many times
+    slower)."""
+    return torch.autocast(kind, enabled=False) if kind == "cpu" else nullcontext()
+
+
 def straight_through(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
     """`product(x, bias)`, with the gradients of x · weightᵀ + bias."""
     return _StraightThrough.apply(x, weight, bias, product)  # type: ignore[return-value]
@@ -58,9 +65,7 @@ class _StraightThrough(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         kind = x.device.type
         ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        # As the engine computes it: on a CPU in float32, to the bit; on a GPU in bfloat16 where the learner
-        # does, as vLLM and SGLang do there (products in float32 run at a small part of the speed).
-        with torch.autocast(kind, enabled=False) if kind == "cpu" else nullcontext():
+        with as_engines_compute(kind):
             return product(x.float(), bias)
 
     @staticmethod

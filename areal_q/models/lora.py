@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from areal_q.config import Lora
-from areal_q.models.aligned import linears
+from areal_q.models.aligned import as_engines_compute, linears
 from areal_q.models.rounding import straight
 from areal_q.quant.base import Parts
 from areal_q.quant.formats import FORMATS
@@ -100,7 +100,7 @@ class _Base(torch.autograd.Function):
         kind = x.device.type
         ctx.linear = linear
         ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        with torch.autocast(kind, enabled=False):  # as the engine computes it
+        with as_engines_compute(kind):
             return FORMATS[linear.format].linear([linear.parts])(x.float(), linear.bias)
 
     @staticmethod
