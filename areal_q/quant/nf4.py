@@ -58,15 +58,16 @@ class Nf4:
 
     def ranges(self, weight: Tensor) -> Ranges:
         rows = row_ranges(_blocks(weight.detach().to(torch.float32)), BLOCK)
-        return Ranges(rows.blocks.squeeze(1), rows.whole)
+        return Ranges(rows.blocks.flatten(), rows.whole)
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
         w = checked_float32(weight, name) if ranges else as_float32(weight, name)
         blocks = (ranges or checked_ranges(self.ranges, w, name)).blocks
         scale, x = blocks.clamp(min=SMALLEST_SCALE), _blocks(w)
-        packed = once.four_bits(x, scale.unsqueeze(1), BLOCK, BLOCK // 2, kind="nf4")
+        of_rows = scale.view(len(x), -1)
+        packed = once.four_bits(x, of_rows, BLOCK, x.shape[1] // 2, kind="nf4")
         if packed is None:
-            scaled = x * (1.0 / scale).unsqueeze(-1)
+            scaled = x * (1.0 / of_rows).repeat_interleave(BLOCK, 1)
             codes = torch.bucketize(scaled, on(BORDERS, w.device), out_int32=True).to(torch.uint8)
             packed = codes[:, ::2] << 4 | codes[:, 1::2]
         packed = packed.view(-1, 1)[: -(-w.numel() // 2)]
@@ -93,7 +94,9 @@ class Nf4:
 
 
 def _blocks(w: Tensor) -> Tensor:
-    """[⌈n / 64⌉, 64], filled up with zeros"""
+    """w [out, in] where its rows are whole blocks; else [⌈n / 64⌉, 64], filled up with zeros"""
+    if w.shape[1] % BLOCK == 0:
+        return w
     flat = w.reshape(-1)
     return torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
 
