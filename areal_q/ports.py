@@ -35,7 +35,6 @@ def check_free(setting: str, host: str, port: int) -> None:
     try:
         socket.create_server((plain, port), family=family).close()
     except OSError as error:
-        why = str(error.strerror).partition(" (while")[
-            0
-        ]  # create_server says the address once more
+        # create_server adds the address.
+        why, _, _ = str(error.strerror).partition(" (while")
         raise ConfigError(f"{setting}: {plain}:{port}: {why}") from error
