@@ -106,8 +106,9 @@ def ask(prompt=PROMPT, seed=0, samples=1, max_tokens=40, **sampling):
 
 
 @contextlib.contextmanager
-def one_alive(build):
-    """`live(format, setting=…)(body)` runs `body(engine)` on `build(setting=…)`, which has version 0.
+def one_alive(build, published=published):
+    """`live(format, setting=…)(body)` runs `body(engine)` on `build(setting=…)`, which has
+    `published(0, format)`.
 
     It is that of the last call where format and settings are the same; only one is alive.
     """

@@ -242,7 +242,9 @@ def test_peft_loads_the_adapter_onto_the_base(
     [
         (["learner.precision=qarl"], "learner.precision must be 'full'"),
         (["learner.lora={targets=[]}"], r"length >= 1 - at `\$\.learner\.lora\.targets`"),
-        (["rollout.engine.type=vllm"], "rollout.engine.type = 'torch'"),
+        (["rollout.engine.type=sglang"], "rollout.engine.type = 'torch' or 'vllm'"),
+        (["rollout.engine.type=vllm", "rollout.format=nf4"], "mxfp4, int4-fp8, not 'nf4'"),
+        (["rollout.engine.type=vllm", "learner.lora.rank=513"], "rank = 513: vLLM takes 512"),
         (["learner.reference_kl.path=x"], "no path"),
         (['learner.lora.targets=["lm_head"]'], "learner.lora.targets"),
     ],

@@ -86,3 +86,22 @@ class SglangEngine(_Served, frozen=True, kw_only=True, tag_field="type", tag="sg
 
 
 EngineConfig = TorchEngine | VllmEngine | SglangEngine | ScriptedEngine
+
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Of adapters, that vLLM has room for; what is left of it is zeros"""
+VLLM_BASES = ("bf16", "int8", "int4", "fp8-channel", "fp8", "nvfp4", "mxfp4", "int4-fp8")
+"""Formats to which vLLM adds adapters"""
+
+
+def no_adapters(engine: EngineConfig, format: str, rank: int) -> str | None:
+    """Why `engine` does not run adapters of `rank` on a base in `format`."""
+    if isinstance(engine, SglangEngine):
+        return "learner.lora needs rollout.engine.type = 'torch' or 'vllm', which add adapters to their base"
+    if not isinstance(engine, VllmEngine):
+        return None
+    if format not in VLLM_BASES:
+        known = ", ".join(VLLM_BASES)
+        return f"learner.lora with vLLM needs rollout.format to be one of {known}, not {format!r}"
+    if rank > VLLM_RANKS[-1]:
+        return f"learner.lora.rank = {rank}: vLLM takes {VLLM_RANKS[-1]} at most"
+    return None

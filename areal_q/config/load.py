@@ -9,7 +9,13 @@ from typing import Any
 import msgspec
 
 from areal_q.config.buffer import Prioritized, Uniform
-from areal_q.config.engines import EngineConfig, ScriptedEngine, SglangEngine, VllmEngine
+from areal_q.config.engines import (
+    EngineConfig,
+    ScriptedEngine,
+    SglangEngine,
+    VllmEngine,
+    no_adapters,
+)
 from areal_q.config.environments import CalculatorTool, SingleTurn
 from areal_q.config.objectives import Gae, ReinforcePlusPlus
 from areal_q.config.run import (
@@ -151,8 +157,8 @@ def _check(run: Run, source: str) -> Run:
         reason = (
             "learner.lora runs on the rollouts' numbers already: learner.precision must be 'full'"
         )
-    elif learner.lora and isinstance(engine, (VllmEngine, SglangEngine)):
-        reason = "learner.lora needs rollout.engine.type = 'torch', which adds adapters to its base"
+    elif (lora := learner.lora) and (why := no_adapters(engine, run.rollout.format, lora.rank)):
+        reason = why
     elif learner.lora and (kl := learner.reference_kl) and (kl.path or kl.reset_every):
         reason = "learner.reference_kl: with learner.lora the reference is its base: no path, no reset_every"
     elif isinstance(run.model, SmallModel) and (problem := _experts(run.model, learner)):

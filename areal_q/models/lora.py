@@ -31,6 +31,11 @@ LORA_SCALE = "lora_scale"
 """In a manifest's `extra`: alpha / r"""
 
 
+def is_adapter(name: str) -> bool:
+    """Whether the published tensor `name` is an A or a B."""
+    return name.endswith((A, B))
+
+
 class _Factor(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from areal_q.models.aligned import QuantLinear, linears
-from areal_q.models.lora import A, B, adapted
+from areal_q.models.lora import adapted, is_adapter
 from areal_q.quant.formats import FORMATS
 from areal_q.quant.plan import RangePolicy, quantize_state
 
@@ -39,4 +39,4 @@ def published_state(
 
 
 def _travelling(name: str, tensor: Tensor) -> Tensor:
-    return tensor.to(torch.bfloat16) if name.endswith((A, B)) else tensor
+    return tensor.to(torch.bfloat16) if is_adapter(name) else tensor

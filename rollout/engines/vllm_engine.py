@@ -24,10 +24,10 @@ import numpy as np
 
 from areal_q.config import VllmEngine
 from areal_q.errors import ConfigError, EngineDied, RecordError
-from areal_q.messages import Manifest, VersionSpan
+from areal_q.messages import Manifest
 from areal_q.models import DecoderConfig
 from areal_q.weights import WeightVersion
-from rollout.engines import served
+from rollout.engines import served, vllm_lora, vllm_requests
 from rollout.engines.backend import Piece
 from rollout.engines.base import Capabilities, Request
 from rollout.engines.stager import Stager
@@ -95,6 +95,7 @@ class VllmBackend:
         self._first: Manifest | None = None
         self._model: DecoderConfig | None = None
         self._salt = ""
+        self._adapter: Any = None
         self._requests = 0
 
     async def prepare(self) -> None:
@@ -105,6 +106,7 @@ class VllmBackend:
 
     def accept(self, weights: WeightVersion) -> None:
         served.accept(weights, self._first)
+        vllm_lora.accept(weights, self._first)
 
     def check(self, request: Request) -> None:
         assert self._model is not None
@@ -117,10 +119,14 @@ class VllmBackend:
         manifest = weights.manifest
         self._directory = directory = Path(tempfile.mkdtemp(prefix="areal-q-vllm-"))
         try:
-            await asyncio.to_thread(served.write, weights, directory)
-            self._llm = await self._construct(str(directory), manifest.format)
+            await asyncio.to_thread(served.write, vllm_lora.base_of(weights), directory)
+            self._llm = await self._construct(str(directory), manifest)
             self._stager = Stager(directory)
             await self._connect(self._llm, self._stager, manifest.format)
+            self._adapter = vllm_lora.request(manifest)
+            if self._adapter:  # the checkpoint is of the base alone
+                await self.stage(weights)
+                await self._swap(manifest)
             await self._stamp(manifest)
         except BaseException:
             await self.close()
@@ -140,11 +146,11 @@ class VllmBackend:
         await self._answer(stop, "pause")
 
     async def push(self, weights: WeightVersion) -> None:
-        llm, manifest = self._running(), weights.manifest
-        await self._answer(llm.collective_rpc("areal_swap", args=(manifest.digest,)), "swap")
+        await self._swap(weights.manifest)
         if self.config.kv_cache == "fp8":
-            await self._answer(llm.collective_rpc("areal_rescale"), "rescale")
-        await self._stamp(manifest)
+            rescaled = self._running().collective_rpc("areal_rescale")
+            await self._answer(rescaled, "rescale")
+        await self._stamp(weights.manifest)
 
     async def resume(self) -> None:
         await self._answer(self._running().resume_generation(), "resume")
@@ -159,11 +165,16 @@ class VllmBackend:
             # Blocks of keys and values are shared between requests of one loading only.
             "cache_salt": self._salt,
         }
-        outputs = llm.generate(prompt, _parameters(request, seed), str(self._requests))
+        outputs = llm.generate(
+            prompt,
+            vllm_requests.parameters(request, seed),
+            str(self._requests),
+            lora_request=self._adapter,
+        )
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
-                    yield _piece(output.outputs[0])
+                    yield vllm_requests.piece(output.outputs[0])
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineDied(f"vLLM: {error}") from error
 
@@ -188,9 +199,11 @@ class VllmBackend:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
-    async def _construct(self, path: str, format: str) -> "AsyncLLM":
+    async def _construct(self, path: str, manifest: Manifest) -> "AsyncLLM":
         """In a thread, since it takes seconds. Cancelled, it is waited for, so that nothing stays behind."""
-        starting = asyncio.ensure_future(asyncio.to_thread(_start_vllm, self.config, path, format))
+        starting = asyncio.ensure_future(
+            asyncio.to_thread(_start_vllm, self.config, path, manifest)
+        )
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -213,6 +226,11 @@ class VllmBackend:
         served.check_quantized("vLLM", linears, format)
         if self.config.kv_cache == "fp8":
             await self._answer(llm.collective_rpc("areal_observe"), "observers")
+
+    async def _swap(self, manifest: Manifest) -> None:
+        """To what was staged."""
+        swapped = self._running().collective_rpc("areal_swap", args=(manifest.digest,))
+        await self._answer(swapped, "swap")
 
     async def _stamp(self, manifest: Manifest) -> None:
         """Tokens drawn from now on carry this version."""
@@ -251,14 +269,14 @@ def _import_vllm() -> None:
     import vllm  # noqa: F401
 
 
-def _start_vllm(config: VllmEngine, path: str, format: str) -> "AsyncLLM":
+def _start_vllm(config: VllmEngine, path: str, manifest: Manifest) -> "AsyncLLM":
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
     cpu = not served.has_gpu()
     # vLLM's INT4 product on a CPU has no float32.
-    best = "float32" if cpu and format != "int4" else "bfloat16"
+    best = "float32" if cpu and manifest.format != "int4" else "bfloat16"
     cache = config.kv_cache_bytes or (CPU_CACHE_BYTES if cpu else None)
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(
@@ -276,34 +294,6 @@ def _start_vllm(config: VllmEngine, path: str, format: str) -> "AsyncLLM":
             disable_log_stats=True,
             worker_extension_cls=f"{EXTENSION}.WorkerExtension",
             weight_transfer_config=WeightTransferConfig(backend="areal_q"),
+            **vllm_lora.arguments(manifest),
         )
-    )
-
-
-def _piece(output: Any) -> Piece:
-    spans = None
-    if output.weight_versions is not None:  # with the last one only
-        stamps = [(s.version.partition(":"), s.end - s.start) for s in output.weight_versions]
-        spans = [VersionSpan(int(v), tokens, digest) for (v, _, digest), tokens in stamps]
-    return Piece(ids=list(output.token_ids), logprobs=output.logprobs.logprobs, spans=spans)
-
-
-def _parameters(request: Request, seed: int) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    sampling = request.sampling
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=seed & (2**63 - 1),
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=sorted(request.stop_ids),
-        ignore_eos=True,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
     )

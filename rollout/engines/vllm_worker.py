@@ -41,6 +41,7 @@ from areal_q import messages
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.payloads import PayloadPool
 from areal_q.weights import WeightVersion, check, unpack
+from rollout.engines.vllm_worker_lora import is_adapted, load_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -157,9 +158,11 @@ class ZmqTransfer(WeightTransferEngine[Address, Staged]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Staged) -> None:
+        self.model.load_weights(iter(self.take(update_info.digest).tensors.items()))
+
+    def take(self, digest: str) -> WeightVersion:
         assert self._stage is not None
-        version = self._stage.take(update_info.digest)
-        self.model.load_weights(iter(version.tensors.items()))
+        return self._stage.take(digest)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -178,6 +181,7 @@ class WorkerExtension:
 
     model_runner: Any
     model_config: Any
+    weight_transfer_engine: ZmqTransfer
     start_weight_update: Any
     update_weights: Any
     finish_weight_update: Any
@@ -187,6 +191,11 @@ class WorkerExtension:
 
     def areal_swap(self, digest: str) -> None:
         """Loads the staged version in one call: three calls, without a pause, could meet a step halfway."""
+        if is_adapted(
+            self.model_runner.model
+        ):  # vLLM's own update would end with no adapter at all
+            load_adapters(self.model_runner.model, self.weight_transfer_engine.take(digest))
+            return
         with _scales_kept_alive(), _default_dtype(self.model_config.dtype):
             self.start_weight_update()
             self.update_weights({"digest": digest})
