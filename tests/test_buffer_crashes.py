@@ -140,13 +140,13 @@ def test_a_full_redis_makes_commit_wait_and_loses_nothing(
     learner.admit([make_ticket(0)], cursor=1)
 
     async def work():
-        worker = WorkerBuffer(redis_url, "run", "w", claim_timeout_s=0.2)
-        other = WorkerBuffer(redis_url, "run", "other", claim_timeout_s=0.2)
+        worker = WorkerBuffer(redis_url, "run", "w", claim_timeout_s=1.0)
+        other = WorkerBuffer(redis_url, "run", "other", claim_timeout_s=1.0)
         [claim] = await worker.claim(1, 0.0)
         client.config_set("maxmemory", 1)
         try:
             commit = asyncio.create_task(worker.commit(claim, make_group(claim.ticket)))
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(2.2)
             assert not commit.done()
             assert await other.claim(1, 0.0) == []  # it is still the waiting worker's
         finally:
