@@ -191,9 +191,8 @@ class WorkerExtension:
 
     def areal_swap(self, digest: str) -> None:
         """Loads the staged version in one call: three calls, without a pause, could meet a step halfway."""
-        if is_adapted(
-            self.model_runner.model
-        ):  # vLLM's own update would end with no adapter at all
+        if is_adapted(self.model_runner.model):
+            # vLLM's own update would end with no adapter at all.
             load_adapters(self.model_runner.model, self.weight_transfer_engine.take(digest))
             return
         with _scales_kept_alive(), _default_dtype(self.model_config.dtype):
