@@ -14,6 +14,7 @@ import typer
 from areal_q import __version__
 from areal_q.config import Run, dump_toml, load
 from areal_q.errors import AReaLQError, ConfigError, UserError
+from areal_q.processes import module_command
 
 app = typer.Typer(
     name="areal-q",
@@ -214,7 +215,7 @@ def evaluate(ctx: typer.Context) -> None:
 
 def _become(module: str, args: list[str]) -> None:
     """Replaces this process, so that signals and exit codes are the module's own."""
-    os.execv(sys.executable, [sys.executable, "-m", module, *args])
+    os.execv(sys.executable, module_command(module, *args))
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +36,7 @@ from areal_q.config import Run
 from areal_q.credentials import redis_password
 from areal_q.errors import BufferUnavailable, ChildDied, ConfigError, UserError
 from areal_q.preflight import preflight, served_at
-from areal_q.processes import die_with_parent
+from areal_q.processes import die_with_parent, module_command
 from areal_q.rundir import claimed, has_checkpoint, try_lock
 
 POLL_S = 0.2
@@ -71,7 +70,7 @@ class View(Protocol):
 
 @dataclass(frozen=True)
 class Program:
-    """Example: Program("rollout-0", [python, "-m", "rollout", …], threads=1)"""
+    """Example: Program("rollout-0", module_command("rollout", …), threads=1)"""
 
     name: str
     argv: list[str]
@@ -90,18 +89,17 @@ class Plan:
 
 def plan(run: Run, run_dir: Path, sockets: Path, resume: bool) -> Plan:
     """The processes that `run` asks for; `sockets` is a directory with a short path."""
-    python = [sys.executable, "-m"]
     redis, url = None, os.environ.get("REDIS_URL", "")
     if not url:
         socket = sockets / "redis"
         url = f"unix://{socket}"
-        argv = ["buffer.server", "--dir", str(run_dir / "redis"), "--socket", str(socket)]
-        redis = Program("redis", [*python, *argv])
+        argv = ["--dir", str(run_dir / "redis"), "--socket", str(socket)]
+        redis = Program("redis", module_command("buffer.server", *argv))
     announce = run.broadcast.announce or f"ipc://{sockets / 'announce'}"
     fetch = run.broadcast.fetch or f"ipc://{sockets / 'fetch'}"
-    learner = [*python, "learner", "--redis", url, "--run-dir", str(run_dir)]
+    learner = module_command("learner", "--redis", url, "--run-dir", str(run_dir))
     learner += ["--announce", announce, "--fetch", fetch, *(["--resume"] if resume else [])]
-    worker = [*python, "rollout", "--redis", url, "--run", run.name]
+    worker = module_command("rollout", "--redis", url, "--run", run.name)
     worker += ["--config", str(run_dir / "config.toml")]
     names = [f"rollout-{i}" for i in range(run.rollout.workers)]
     return Plan(

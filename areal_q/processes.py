@@ -1,4 +1,4 @@
-"""Child processes that do not outlive the process that started them."""
+"""Child processes: they import our modules and no file beside them, and do not outlive who started them."""
 
 import ctypes
 import os
@@ -9,6 +9,12 @@ from collections.abc import Callable
 _PR_SET_PDEATHSIG = 1
 # Loaded before any fork: between fork and exec only calls that take no lock are safe.
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs one of our modules. With -P no file of the current directory, a `buffer.py` or a
+    `random.py`, takes the place of ours; with -X utf8 files are read and written as UTF-8 in every locale."""
+    return [sys.executable, "-P", "-X", "utf8", "-m", module, *arguments]
 
 
 def die_with_parent(signum: int = signal.SIGTERM) -> Callable[[], None]:

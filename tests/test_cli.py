@@ -2,13 +2,15 @@
 
 import os
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
 import areal_q
-from areal_q.config import load
+from areal_q.config import Run, load
+from areal_q.launch import plan
 
 EXECUTABLE = Path(sysconfig.get_path("scripts")) / "areal-q"
 
@@ -134,3 +136,42 @@ def test_services_show_the_help_of_their_own_module(areal_q_command, command, wo
 def test_an_unknown_option_is_refused_with_exit_code_2(areal_q_command):
     result = areal_q_command("run", "--fast")
     assert result.returncode == 2 and "--fast" in result.stderr
+
+
+SHADOWS = ("buffer.py", "random.py", "areal_q.py", "learner/__init__.py", "rollout/__init__.py")
+
+
+def commands(tmp_path: Path) -> dict[str, list[str]]:
+    """Our command in both spellings, and the processes of a run."""
+    made = plan(Run(), tmp_path, tmp_path, resume=False)
+    programs = [program for program in (made.redis, made.learner, *made.workers) if program]
+    ours = {program.name: [*program.argv, "--help"] for program in programs}
+    script = {"areal-q": [str(EXECUTABLE), "report", "--help"]}
+    module = {"python -m": [sys.executable, "-m", "areal_q", "report", "--help"]}
+    return ours | script | module
+
+
+@pytest.mark.parametrize("name", ["areal-q", "python -m", "redis", "learner", "rollout-0"])
+def test_files_of_the_current_directory_shadow_no_module(tmp_path, monkeypatch, name):
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    for shadow in SHADOWS if name != "python -m" else SHADOWS[:1]:
+        (tmp_path / shadow).parent.mkdir(exist_ok=True)
+        (tmp_path / shadow).write_text("raise RuntimeError('the wrong module')\n")
+    command = commands(tmp_path)[name]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "") and "--help" in done.stdout
+
+
+def test_a_task_file_imports_its_neighbours(tmp_path):
+    (tmp_path / "neighbour_of_the_task.py").write_text(
+        "PAIRS = [(str(i), '1') for i in range(9)]\n"
+    )
+    code = "from neighbour_of_the_task import PAIRS\ndef problems(): return PAIRS\n"
+    (tmp_path / "own.py").write_text(code)
+    script = (
+        "import sys\nfrom areal_q.tasks.python_file import load_function\n"
+        "print(len(load_function(sys.argv[1], 'problems')()))"
+    )
+    command = [sys.executable, "-P", "-c", script, str(tmp_path / "own.py")]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("9\n", "")

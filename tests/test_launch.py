@@ -314,7 +314,7 @@ def test_the_plan_starts_the_modules_with_the_threads_of_the_settings(tmp_path, 
     monkeypatch.delenv("REDIS_URL", raising=False)
     run = load(None, ["rollout.workers=2", "learner.threads=3", "rollout.threads=2"])
     made = plan(run, tmp_path / "run", tmp_path / "s", resume=True)
-    assert made.redis is not None and made.redis.argv[1:3] == ["-m", "buffer.server"]
+    assert made.redis is not None and "buffer.server" in made.redis.argv
     assert made.learner.threads == 3 and "--resume" in made.learner.argv
     assert [(w.name, w.threads) for w in made.workers] == [("rollout-0", 2), ("rollout-1", 2)]
     assert made.learner.argv[-4:-1] == [f"ipc://{tmp_path}/s/announce", "--fetch", f"ipc://{tmp_path}/s/fetch"]  # fmt: skip  # noqa: E501

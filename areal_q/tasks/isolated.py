@@ -16,13 +16,12 @@ import asyncio
 import contextlib
 import logging
 import signal
-import sys
 from asyncio.subprocess import PIPE, Process
 
 import msgspec
 
 from areal_q.errors import ConfigError, TaskError
-from areal_q.processes import die_with_parent
+from areal_q.processes import die_with_parent, module_command
 from areal_q.tasks.base import Problem, Score
 
 logger = logging.getLogger(__name__)
@@ -117,7 +116,7 @@ class Isolated:
 
     async def _spawn(self) -> Process:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "areal_q.tasks.isolated_child", *self._source),
+            *module_command("areal_q.tasks.isolated_child", *self._source),
             stdin=PIPE,
             stdout=PIPE,
             preexec_fn=die_with_parent(signal.SIGKILL),

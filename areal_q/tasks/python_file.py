@@ -11,6 +11,7 @@ perhaps `correct`, and parts to be logged. Imports no torch.
 """
 
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     if not Path(path).is_file() or spec is None or spec.loader is None:
         raise TaskError(f"{path}: no such Python file")
     module = importlib.util.module_from_spec(spec)
+    # Last, so that the file may import its neighbours and none of them takes the place of another module.
+    if (directory := str(Path(path).resolve().parent)) not in sys.path:
+        sys.path.append(directory)
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything

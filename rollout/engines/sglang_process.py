@@ -5,7 +5,6 @@ import contextlib
 import os
 import secrets
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from areal_q.config import SglangEngine
 from areal_q.errors import EngineDied
 from areal_q.models import DecoderConfig
 from areal_q.ports import free_ports
+from areal_q.processes import module_command
 from rollout.engines import served
 from rollout.engines.sglang_client import Client
 from rollout.engines.sglang_server import CPU_ATTENTION
@@ -55,7 +55,7 @@ class OwnServer:
         port, key = free_ports(1)[0], secrets.token_hex(32)
         environment = ENVIRONMENT | _for_the_device(settings.get("device") == "cpu")
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "rollout.engines.sglang_server", str(directory)),
+            *module_command("rollout.engines.sglang_server", str(directory)),
             env=environment | os.environ | {"TMPDIR": str(directory)},
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
