@@ -124,9 +124,15 @@ def decompress(
     data: bytes, limit: int, dictionary: zstandard.ZstdCompressionDict | None = None
 ) -> bytes:
     """Raises ValueError or ZstdError for what is no frame or unpacks to more than `limit` bytes."""
-    if not 0 <= zstandard.frame_content_size(data) <= limit:
-        raise zstandard.ZstdError(f"frame of {zstandard.frame_content_size(data)} bytes")
+    if not 0 <= size_of(data) <= limit:
+        raise zstandard.ZstdError(f"frame of {size_of(data)} bytes")
     return zstandard.ZstdDecompressor(dict_data=dictionary).decompress(data)
+
+
+def size_of(data: bytes) -> int:
+    """The bytes that a frame unpacks to, as it says itself; -1 where it does not. Raises ZstdError for what is
+    no frame."""
+    return zstandard.frame_content_size(data)
 
 
 def exactly(data: bytes, nbytes: int) -> np.ndarray:

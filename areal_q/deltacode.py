@@ -24,6 +24,7 @@ sides) nobody does, which is what lets deltas be added up.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated
 
 import msgspec
@@ -152,9 +153,15 @@ def decode(
     """
     if streams.based and floats_of is None:
         raise ValueError("it cannot be read without its base")
+    indexes = [change.index for change in streams.changes]
+    if any(after <= before for before, after in pairwise(indexes)):
+        raise ValueError("its tensors are not in order, each once")
     parts = [
         _part(change, tensors, floats_of if streams.based else None) for change in streams.changes
     ]
+    # Nothing is made for gaps that the stream does not hold: each takes a byte of it.
+    if bits.size_of(streams.gaps) < sum(int(p.counts.sum()) for p in parts):
+        raise ValueError("fewer gaps than changes")
     shift = _concatenated(
         [np.repeat(bits.shifts(p.sizes, p.counts), p.counts) for p in parts], np.uint8
     )

@@ -1,6 +1,7 @@
 """A delta applied to its base gives the new version bit for bit, or an error; never other bytes."""
 
 import itertools
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -11,7 +12,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_q import delta, messages, weights
+from areal_q import delta, deltacode, messages, weights
+from areal_q.deltacode import Moves
 from areal_q.errors import WeightVersionError
 from areal_q.messages import Noise
 from areal_q.weights import WeightVersion
@@ -231,3 +233,28 @@ def test_a_stream_that_unpacks_to_more_than_it_may_is_refused_unread(stream: str
         swollen = msgspec.structs.replace(swollen, streams=streams)
     with pytest.raises(WeightVersionError, match="frame of 536870912 bytes"):
         applied(base, messages.encode(swollen))
+
+
+def test_a_tensor_named_many_times_costs_no_memory() -> None:
+    """A delta of 2 KB that named one tensor 300 times once took 9 GB before it was refused."""
+    elements = 3_000_000
+    few = deltacode.encode([Moves(0, elements, np.array([3]), np.array([1], np.uint8))])
+    many = [deltacode.Change(0, elements // 3 - 1)] * 300
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="in order, each once"):
+        deltacode.decode(msgspec.structs.replace(few, changes=many), [(elements, 1)])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_changes_beyond_the_gaps_cost_no_memory() -> None:
+    elements, tensors = 3_000_000, 40
+    few = deltacode.encode([Moves(0, elements, np.array([3]), np.array([1], np.uint8))])
+    many = [deltacode.Change(index, elements // 3 - 1) for index in range(tensors)]
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="fewer gaps than changes"):
+        deltacode.decode(msgspec.structs.replace(few, changes=many), [(elements, 1)] * tensors)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
