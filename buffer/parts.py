@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_q.errors import RecordError
+from areal_q.files import by_number
 
 logger = logging.getLogger(__name__)
 QUEUE_STEPS = 4
@@ -154,7 +155,7 @@ def row_groups(
 
     Raises RecordError for a part that is no log of this format, or of a newer version.
     """
-    for path in sorted(directory.glob(part)):
+    for path in by_number(directory.glob(part)):
         with _open(path, format) as file:
             for i in range(file.num_row_groups):
                 yield RowGroup(_step_of(file, i), path, file, i)
@@ -200,7 +201,7 @@ def _step_of(file: pq.ParquetFile, row_group: int) -> int:
 
 
 def _parts(directory: Path) -> list[Path]:
-    return sorted(directory.glob("part-*.parquet"))
+    return by_number(directory.glob("part-*.parquet"))
 
 
 def _remove_leftovers(directory: Path) -> int:

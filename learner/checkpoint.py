@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from areal_q.errors import CheckpointError
-from areal_q.files import save_tensors
+from areal_q.files import by_number, save_tensors
 from areal_q.models.aligned import materialise
 from learner.trainer import Trainer
 
@@ -169,7 +169,7 @@ def _clear_shares(directory: Path) -> None:
 
 def steps(directory: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    return sorted(directory.glob("step-*"))
+    return by_number(directory.glob("step-*"))
 
 
 def restore(directory: Path, trainer: Trainer) -> State:
@@ -283,7 +283,7 @@ def _digest(path: Path, state: bytes) -> str:
 
 def _files(path: Path) -> list[Path]:
     """Of the tensors: rank 0's, then the shares."""
-    return [path / TENSORS, *sorted(path.glob(SHARE.replace("{:05d}", "*")))]
+    return [path / TENSORS, *by_number(path.glob(SHARE.replace("{:05d}", "*")))]
 
 
 def _sync(path: Path) -> None:

@@ -159,6 +159,15 @@ def test_the_newest_checkpoints_are_kept(trainer: Trainer, tmp_path: Path):
     assert checkpoint.restore(tmp_path, trainer).step == 11
 
 
+def test_checkpoints_beyond_a_million_steps_are_the_newest(trainer: Trainer, tmp_path: Path):
+    """As text step-1000000 sorts before step-999950, and its own save once removed it."""
+    for step in (0, 999_950, 1_000_000, 1_000_050):
+        checkpoint.save(tmp_path, state_at(step, trainer), trainer, keep=2)
+    kept = [path.name for path in checkpoint.steps(tmp_path)]
+    assert kept == ["step-000000", "step-1000000", "step-1000050"]
+    assert checkpoint.restore(tmp_path, trainer).step == 1_000_050
+
+
 def test_a_step_saved_again_is_replaced(trainer: Trainer, tmp_path: Path):
     checkpoint.save(tmp_path, state_at(4, trainer), trainer, keep=2)
     again = msgspec.structs.replace(state_at(4, trainer), cursor=777)

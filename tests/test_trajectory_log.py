@@ -161,6 +161,19 @@ def test_reopening_at_a_step_drops_the_abandoned_steps(
     assert numbers == kept + [(s, 100 + s) for s in range(resume_at, 9)]
 
 
+def test_parts_beyond_a_million_stay_in_order(tmp_path, make_ticket, make_group, monkeypatch):
+    monkeypatch.setattr(parts, "PART_STEPS", 1)
+    log = TrajectoryLog(tmp_path)
+    log.append(0, 0, [make_group(make_ticket(0))])
+    log.close()
+    (tmp_path / "part-000000.parquet").rename(tmp_path / "part-999999.parquet")
+    for step in (1, 2):
+        log = TrajectoryLog(tmp_path, resume_at=step)
+        log.append(step, step, [make_group(make_ticket(step))])
+        log.close()
+    assert [step for step, _ in read_log(tmp_path)] == [0, 1, 2]
+
+
 def test_append_does_not_wait_for_the_writer_until_the_queue_is_full(
     tmp_path, make_group, monkeypatch
 ):

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from areal_q.files import by_number
 from buffer import log, tokens
 from buffer.parts import LogFormat, row_groups
 
@@ -94,7 +95,7 @@ class Index:
     def _locate(self, directory: Path, format: LogFormat) -> Iterator[tuple[Stamp, int, Located]]:
         known = self._located.get(format.key.decode(), {})
         found: dict[Stamp, list[tuple[int, Located]]] = {}
-        for path in sorted(directory.glob("part-*.parquet")):
+        for path in by_number(directory.glob("part-*.parquet")):
             stat = path.stat()
             stamp = (path.name, stat.st_size, stat.st_mtime_ns)
             found[stamp] = known.get(stamp) or [
