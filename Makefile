@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 # index has no such build, set PIP_EXTRA_INDEX_URL to the CPU index that pytorch.org names.
 TORCH_CPU ?= $(TORCH)+cpu
 
-.PHONY: run test test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz browser clean
+.PHONY: run test test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz browser reference clean
 
 run: $(VENV)/.installed
 	$(BIN)/areal-q run configs/quickstart.toml
@@ -47,6 +47,10 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+# docs/settings.md and docs/metrics.md, from the code.
+reference: $(VENV)/.installed
+	for page in settings metrics; do $(BIN)/python -m areal_q.reference $$page > docs/$$page.md; done
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench.quickstart

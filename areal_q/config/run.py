@@ -36,21 +36,28 @@ class SmallModel(_Settings, frozen=True, kw_only=True, tag_field="type", tag="sm
     there are any."""
 
     layers: Count = 3
+    """Decoder layers."""
     width: Count = 128
+    """Width of the hidden states."""
     heads: Count = 4
+    """Attention heads; each has width / heads numbers."""
     kv_heads: Count = 2
+    """Heads of the keys and values, shared by groups of attention heads."""
     mlp: Count = 384
     """Width of the MLP, or of each expert."""
     experts: Index = 0
-    """In every layer; 0: dense."""
+    """Experts in every layer; 0: dense."""
     experts_per_token: Count = 2
+    """Experts that each token goes to."""
     max_positions: Count = 256
+    """The longest prompt and response together, in tokens."""
 
 
 class PretrainedModel(_Settings, frozen=True, kw_only=True, tag_field="type", tag="pretrained"):
     """A Hugging Face directory (config.json, *.safetensors, tokenizer): Qwen2, Qwen3, Qwen3-MoE or Llama."""
 
     path: str
+    """The directory; a Hugging Face id is not taken."""
 
 
 ModelConfig = SmallModel | PretrainedModel
@@ -60,10 +67,13 @@ class WarmStart(_Settings, frozen=True, kw_only=True):
     """Supervised steps before RL, cached by the hash of all that they depend on. 0 steps: none."""
 
     steps: Index = 0
+    """Optimizer steps; 0 leaves the warm start out."""
     until_accuracy: Fraction = 1.0
     """Stops early once the running share of answers that greedy decoding would get right is this."""
     batch: Count = 128
+    """Problems in a step."""
     lr: Positive = 2e-3
+    """Learning rate."""
 
 
 StopText = Annotated[str, Meta(min_length=1)]
@@ -76,11 +86,13 @@ class Sampling(_Settings, frozen=True, kw_only=True):
     temperature: NonNegative = 1.0
     """0 is greedy."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Keeps the most probable tokens whose probabilities add up to this share; 1 keeps all."""
     top_k: Index = 0
     """0 keeps the whole vocabulary."""
     min_p: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Drops tokens less probable than this share of the most probable one; 0 drops none."""
     max_tokens: Count = 16
+    """The longest response."""
     stop: tuple[StopText | StopIds, ...] = ()
     """A response ends with the token that completes one of these strings in its text, or one of these
     sequences of ids; both are part of it."""
@@ -91,17 +103,20 @@ class KvScales(_Settings, frozen=True, kw_only=True):
     cache with the weights."""
 
     percentile: Annotated[float, Meta(gt=0, le=100)] = 100.0
-    """Of the magnitudes; what lies above it and beyond the margin saturates."""
+    """Percentile of the magnitudes; what lies above it and beyond the margin saturates."""
     margin: AtLeastOne = 1.5
+    """Factor of room above what was measured."""
     tokens: Count = 2048
-    """Of the batch that are looked at, at least: whole sequences."""
+    """Tokens of the batch that are looked at, at least: whole sequences."""
 
 
 class Aqn(_Settings, frozen=True, kw_only=True):
     """QeRL's adaptive quantization noise: in the norms of what is published, less from stage to stage."""
 
     sigma_start: Positive = 1e-2
+    """Standard deviation of the noise in the second stage."""
     sigma_end: Positive = 5e-4
+    """Standard deviation that the last stage comes to."""
     stages: Annotated[int, Meta(ge=3)] = 10
     """Equal parts of `steps`; the first is without noise."""
     steps: Index = 0
@@ -123,17 +138,23 @@ class RolloutConfig(_Settings, frozen=True, kw_only=True):
     sticky_scales: NonNegative = 0.0
     """Scales stay from version to version until the weights drift by this share; 0: always recomputed."""
     aqn: Aqn | None = None
+    """Adaptive quantization noise; none leaves the weights without noise."""
     kv_scales: KvScales | None = None
-    """Of an FP8 KV cache, by the learner; None: the engine measures them, for every version anew."""
+    """Scales of an FP8 KV cache, measured by the learner; None: the engine measures them, for every
+    version anew."""
     engine: EngineConfig = TorchEngine()
+    """What generates."""
     sampling: Sampling = Sampling()
+    """How a response is drawn."""
     environment: EnvironmentConfig = SingleTurn()
+    """How a ticket becomes responses."""
     serve: Annotated[str, Meta(pattern=r"^(.+:)?[0-9]{1,5}$")] | Index | None = None
     """[HOST:]PORT of the OpenAI-compatible endpoint of the first worker that `areal-q run` starts; the next
     ones take the ports after it (0: any). On loopback; beyond it AREAL_Q_SERVE_TOKEN_FILE must name a token."""
     request_timeout_s: NonNegative = 0.0
     """A response that has been drawn for so long ends with the tokens that it has; 0: never."""
     threads: Count = 1
+    """Threads of each worker's process."""
 
 
 class CriticConfig(_Settings, frozen=True, kw_only=True):
@@ -143,15 +164,16 @@ class CriticConfig(_Settings, frozen=True, kw_only=True):
     """`separate`: a copy of the policy's, at the start of training; `shared`: the policy's own, which the
     value loss then trains as well"""
     value: ValueLoss = ValueLoss()
+    """The critic's share of the loss."""
     optimizer: AdamW = AdamW()
-    """Of the head, and of a separate trunk"""
+    """Optimizer of the head, and of a separate trunk."""
 
 
 class FidelityConfig(_Settings, frozen=True, kw_only=True):
     """The fidelity meter: logged log-probs beside what the same published weights give here, in float32."""
 
     share: Fraction = 0.0625
-    """Of the groups, chosen by ticket number: their responses' first version is scored again. 0: none."""
+    """Share of the groups, chosen by ticket number: their responses' first version is scored again. 0: none."""
     bound_nats: Positive = 0.03
     """A mean gap beyond this is warned of once, and an alert."""
 
@@ -160,6 +182,7 @@ class Lora(_Settings, frozen=True, kw_only=True):
     """Adapters on a frozen base in `rollout.format` (QeRL): they alone are trained and sent."""
 
     rank: Count = 32
+    """Rank of the adapters."""
     alpha: Positive = 32.0
     """The update is alpha / rank · B · A."""
     targets: Annotated[tuple[Target, ...], Meta(min_length=1)] = (
@@ -171,6 +194,7 @@ class Lora(_Settings, frozen=True, kw_only=True):
         "up_proj",
         "down_proj",
     )
+    """The linear layers that have an adapter."""
 
 
 class TorchBackend(_Settings, frozen=True, kw_only=True, tag_field="type", tag="torch"):
@@ -188,7 +212,7 @@ class MegatronBackend(_Settings, frozen=True, kw_only=True, tag_field="type", ta
     pipeline: Count = 1
     """Processes that share the layers"""
     experts: Count = 1
-    """Of the processes that have the same layers, so many share the experts of a mixture"""
+    """So many of the processes that have the same layers share the experts of a mixture"""
 
 
 BackendConfig = TorchBackend | MegatronBackend
@@ -209,14 +233,21 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     """DAPO's dynamic sampling: a group whose rewards are all equal carries no gradient; it is dropped and
     counted, and its place refilled."""
     advantage: AdvantageConfig = Grpo()
+    """How rewards become advantages."""
     objective: ObjectiveConfig = Acr()
+    """What the learner maximises."""
     aggregation: AggregationConfig = TokenMean()
+    """How the losses of tokens become one number."""
     entropy_coef: NonNegative = 0.0
     """Bonus for the entropy of the policy, in nats per token"""
     reference_kl: ReferenceKl | None = None
+    """A penalty for leaving a reference policy; none leaves it out."""
     critic: CriticConfig | None = None
+    """A critic, which `advantage.type = gae` needs; none for all others."""
     optimizer: OptimizerConfig = AdamW()
+    """The optimizer and its learning rate over time."""
     max_grad_norm: Positive = 1.0
+    """Longer gradients are shortened to this norm."""
     max_skipped: Count = 20
     """Optimizer steps skipped in a row, for gradients that are not finite, before the learner gives up."""
     uaq: AtLeastOne = 1.5
@@ -224,21 +255,26 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     precision: Precision = "full"
     """`full`; `qarl`: forward on the rollouts' own numbers, backward in full precision; `jet`: both in FP8."""
     lora: Lora | None = None
+    """Train adapters alone; none trains all weights."""
     microbatch_tokens: Count = 16384
+    """The most tokens of one forward and backward pass; fewer need less memory and change no result."""
     recompute: bool = False
     """Activation checkpointing: a layer keeps its input alone and runs again in the backward pass."""
     routing_replay: bool = False
     """R3: tokens go to the experts that the rollout sent them to, which workers then record."""
     router_aux_coef: NonNegative = 0.0
-    """Of the load-balancing loss of experts (Switch, arXiv 2101.03961). 0: RL starts from a router that is
-    balanced already, and this gradient moves the policy without any reward asking for it."""
+    """Weight of the load-balancing loss of experts (Switch, arXiv 2101.03961). 0: RL starts from a router
+    that is balanced already, and this gradient moves the policy without any reward asking for it."""
     backend: BackendConfig = TorchBackend()
     """What computes the steps."""
     fidelity: FidelityConfig = FidelityConfig()
+    """The check of the engine's log-probs."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What layers multiply in. Weights at rest, gradients, log-probs and losses are float32 all the same."""
     device: str = "cpu"
+    """Device of the learner, such as cpu or cuda:0."""
     threads: Count = 1
+    """Threads of the learner's process."""
 
 
 class BroadcastConfig(_Settings, frozen=True, kw_only=True):
@@ -246,11 +282,14 @@ class BroadcastConfig(_Settings, frozen=True, kw_only=True):
     learner that was started by itself."""
 
     announce: str | None = None
+    """Endpoint where new versions are announced and deltas are sent."""
     fetch: str | None = None
+    """Endpoint where workers fetch whole versions."""
     host: str | None = None
     """The name or address under which workers reach endpoints of the form `tcp://…`; None: as they are
     bound. Needed where that is every interface, such as tcp://0.0.0.0:5551."""
     chunk_bytes: Count = 4 << 20
+    """Size of the pieces in which a version is sent."""
     credit: Count = 16
     """Chunks in flight to one worker: many, so that a busy machine need not wake both sides for each."""
     hold: Count = 3
@@ -271,32 +310,49 @@ class BroadcastConfig(_Settings, frozen=True, kw_only=True):
 
 class CheckpointConfig(_Settings, frozen=True, kw_only=True):
     every: Count = 50
+    """Steps from one checkpoint to the next."""
     keep: Count = 2
+    """Checkpoints that are kept, the newest."""
     start: bool = True
     """Keep one of the start as well, so that a replay can begin there."""
     sharded: bool = False
-    """Of several processes, each writes its share of the optimizers' moments itself; all of them then need the
+    """Each of several processes writes its share of the optimizers' moments itself; all of them then need the
     run's directory."""
 
 
 class EvalConfig(_Settings, frozen=True, kw_only=True):
     every: Count = 10
+    """Steps from one evaluation on held-out problems to the next."""
     problems: Count = 256
+    """Held-out problems of each evaluation, at most."""
 
 
 class Run(_Settings, frozen=True, kw_only=True):
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    """Name of the run and of its directory."""
     root: str = "runs"
     """Everything a run writes goes to `root/name`."""
     seed: Index = 0
+    """Seed of everything that is random."""
     steps: Count = 200
+    """Learner steps."""
     model: ModelConfig = SmallModel()
+    """The model that is trained."""
     task: TaskConfig = Arithmetic()
+    """The problems, and what judges the answers."""
     reward: RewardConfig = RewardConfig()
+    """What a response is worth."""
     warmstart: WarmStart = WarmStart()
+    """Supervised steps before RL."""
     rollout: RolloutConfig = RolloutConfig()
+    """Workers, engine and sampling."""
     learner: LearnerConfig = LearnerConfig()
+    """The learner's step."""
     buffer: BufferConfig = BufferConfig()
+    """Which groups a step draws."""
     broadcast: BroadcastConfig = BroadcastConfig()
+    """How weights reach the workers."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """When checkpoints are written, and which are kept."""
     eval: EvalConfig = field(default_factory=EvalConfig)
+    """Evaluation on held-out problems."""

@@ -21,7 +21,9 @@ class Arithmetic(_Task, frozen=True, kw_only=True, tag="arithmetic"):
     grader: ClassVar[str] = "exact"
 
     digits: Count = 2
+    """Digits of each summand, at most."""
     reversed: bool = True
+    """Answers have the least significant digit first: 86+64= is answered 051."""
     heldout: Count = 512
     """Problems kept for evaluation, never trained on."""
 
@@ -32,6 +34,7 @@ class Calculator(_Task, frozen=True, kw_only=True, tag="calculator"):
     grader: ClassVar[str] = "number"
 
     path: str
+    """GSM8K's JSONL file."""
     heldout: Fraction = 0.1
     """The last share of the problems in the file, never trained on."""
 
@@ -43,6 +46,7 @@ class ToolCalculator(_Task, frozen=True, kw_only=True, tag="tool-calculator"):
     grader: ClassVar[str] = "tool"
 
     digits: Count = 2
+    """Digits of each summand, at most."""
     heldout: Count = 128
     """Problems kept for evaluation, never trained on."""
 
@@ -56,11 +60,13 @@ class Countdown(_Task, frozen=True, kw_only=True, tag="countdown"):
     grader: ClassVar[str] = "countdown"
 
     numbers: Annotated[int, Meta(ge=2, le=6)] = 3
+    """Numbers given in a problem."""
     largest: Annotated[int, Meta(ge=9)] = 20
     """Numbers are drawn from 1 to this."""
     largest_target: Annotated[int, Meta(ge=9)] = 100
+    """The largest number that is to be made."""
     problems: Count = 100_000
-    """To train on"""
+    """Problems to train on"""
     heldout: Count = 256
     """No set of numbers among these is ever trained on."""
     template: Literal["bare", "chat", "plain"] = "bare"
@@ -71,6 +77,7 @@ class _Text(_Task, frozen=True, kw_only=True):
     """Problems from a JSONL file, asked in words."""
 
     path: str
+    """The JSONL file."""
     heldout: Fraction = 0.1
     """The last share of the rows, never trained on"""
     template: Literal["chat", "plain"] = "chat"
@@ -107,8 +114,11 @@ class Jsonl(_Text, frozen=True, kw_only=True, tag="jsonl"):
     prompt: str = "prompt"
     """Name of the field"""
     answer: str = "answer"
+    """Name of the field with the answer."""
     grader: GraderName = "exact"
+    """How a response is compared with the answer."""
     template: Literal["chat", "plain"] = "plain"
+    """`chat`: the tokenizer's own chat template; `plain`: bare text."""
 
 
 class Python(_Task, frozen=True, kw_only=True, tag="python"):
@@ -120,8 +130,11 @@ class Python(_Task, frozen=True, kw_only=True, tag="python"):
     grader: ClassVar[str] = "python"
 
     path: str
+    """The Python file."""
     heldout: Fraction = 0.1
+    """The last share of the problems, never trained on."""
     template: Literal["chat", "plain"] = "plain"
+    """`chat`: the tokenizer's own chat template; `plain`: bare text."""
 
 
 TaskConfig = (
@@ -144,6 +157,7 @@ class RewardConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     length: float = 0.0
     """Weight of the share of rollout.sampling.max_tokens that a correct response leaves unused"""
     overlong: Overlong | None = None
+    """A penalty for long responses; none leaves it out."""
     path: str | None = None
     """A Python file with a reward in place of the task's own. Trusted code: each worker runs it."""
     function: str = "reward"

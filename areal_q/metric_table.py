@@ -1,0 +1,134 @@
+"""Every metric of `metrics.jsonl`: its name, unit and meaning.
+
+docs/metrics.md and the hints of the report are made from this table.
+
+A `*` in a name stands for a part that depends on the run: a version lag, an engine, a part of the reward.
+"""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    key: str
+    unit: str
+    meaning: str
+
+    def matches(self, key: str) -> bool:
+        """Whether this line describes the metric `key`. Example: "reward/part_*", "reward/part_a"."""
+        return re.fullmatch(re.escape(self.key).replace(r"\*", ".+"), key) is not None
+
+
+W = "w = π_prox / π_behav, the learner's probability of a token over the rollout's"
+R = "R = π_θ / π_prox, the updated policy's probability of a token over its probability before the step"
+METRICS = (
+    Metric("reward/mean", "", "Mean reward of the step's responses."),
+    Metric("reward/std", "", "Standard deviation of the rewards over the step's responses."),
+    Metric("reward/errors", "responses", "Responses of the step whose reward failed: it raised, took too long or its process ended."),
+    Metric("reward/invalid", "responses", "Responses of the step that have no valid reward, because computing it failed."),
+    Metric("reward/invalid/*", "responses", "The same, by what failed."),
+    Metric("reward/part_*", "", "Mean over the step's responses of one named part of the reward, 0 where a response has not that part."),
+    Metric("response/tokens_mean", "tokens", "Mean length of the step's responses."),
+    Metric("eval/accuracy", "share", "Share of the held-out problems that greedy decoding answers correctly."),
+    Metric("eval/problems", "problems", "Held-out problems that this evaluation asked."),
+    Metric("warmstart/step", "steps", "Supervised steps done before RL."),
+    Metric("warmstart/steps", "steps", "Supervised steps to be done before RL."),
+    Metric("warmstart/loss", "nats per token", "Cross-entropy of the supervised steps."),
+    Metric("train/loss", "", "Loss, the mean over the optimizer steps of this learner step."),
+    Metric("train/grad_norm", "", "Norm of the gradient before it is clipped."),
+    Metric("train/lr", "", "Learning rate of the step."),
+    Metric("train/skipped_steps", "optimizer steps", "Optimizer steps skipped since the start because a gradient was not finite."),
+    Metric("loss/total", "", "What is minimised: the sum of the terms below."),
+    Metric("loss/all_masked_count", "microbatches", "Microbatches in which the objective masked every token."),
+    Metric("loss/*", "", "One term of the loss."),
+    Metric("lag/mean", "versions", "Version lag: by how many weight versions the step's tokens are behind the learner, on average."),
+    Metric("lag/max", "versions", "The largest version lag of the step's tokens; learner.max_lag bounds it."),
+    Metric("mismatch/cause/engine_kl_k3", "nats per token", "The part of mismatch/kl_k3 that quantization and the engine cause: tokens of version lag 0."),
+    Metric("mismatch/cause/staleness_kl_k3", "nats per token", "What older weights add to it; both parts sum up to mismatch/kl_k3."),
+    Metric("mismatch/tokens", "tokens", "Response tokens that the step learns from."),
+    Metric("mismatch/weight_mean", "", f"Mean over tokens of the mismatch weight {W}; it is 1 where both agree."),
+    Metric("mismatch/weight_max", "", "The largest mismatch weight w of the step, before truncation."),
+    Metric("mismatch/weight_p99", "", "The mismatch weight w that 99 % of the tokens stay below, before truncation."),
+    Metric("mismatch/ess", "share", "Effective sample size of the weights w as a share of the tokens: 1 where all weights are equal, small where a few tokens dominate."),
+    Metric("mismatch/kl", "nats per token", "How far the policy that generated is from the one that learns: the KL estimate k1, mean(−log w). It is unbiased, and may be negative."),
+    Metric("mismatch/kl_k3", "nats per token", "The same KL by the estimate k3, mean(w − 1 − log w), which is never negative and varies less."),
+    Metric("mismatch/truncated_fraction", "share", "Share of the tokens whose mismatch weight w the objective cut off at its cap."),
+    Metric("mismatch/lag_*/*", "as above", "The metric of the same name, of the tokens with this version lag alone; lag_3 means 3 or more."),
+    Metric("policy/ratio_mean", "", f"Mean over tokens of the policy ratio {R}."),
+    Metric("policy/ratio_max", "", "The largest policy ratio R of the step."),
+    Metric("policy/ratio_p99", "", "The policy ratio R that 99 % of the tokens stay below."),
+    Metric("policy/kl", "nats per token", "How far the step's updates moved the policy: the KL estimate k1, mean(−log R)."),
+    Metric("policy/kl_k3", "nats per token", "The same KL by the estimate k3, mean(R − 1 − log R), which is never negative."),
+    Metric("policy/clip_fraction_up", "share", "Share of the tokens whose ratio was clipped from above: a good token that had become likely enough."),
+    Metric("policy/clip_fraction_down", "share", "Share of the tokens whose ratio was clipped from below: a bad token that had become unlikely enough."),
+    Metric("policy/clip_fraction_dual", "share", "Share of the tokens held by the second bound for bad tokens (dual clip)."),
+    Metric("policy/mask_fraction", "share", "Share of the tokens that the objective left out of the loss."),
+    Metric("policy/entropy", "nats per token", "Entropy of the policy's next-token distribution: near 0 it always answers alike and explores nothing."),
+    Metric("policy/bounded_tokens", "tokens", "Tokens whose log ratio was beyond what a float can hold and was bounded."),
+    Metric("policy/lag_*/*", "as above", "The metric of the same name, of the tokens with this version lag alone; lag_3 means 3 or more."),
+    Metric("reference/kl", "nats per token", "KL of the policy to the reference policy (learner.reference_kl), estimate k1."),
+    Metric("reference/kl_k3", "nats per token", "The same by the estimate k3, which is never negative."),
+    Metric("value/mean", "", "Mean value that the critic gives a token."),
+    Metric("value/return_mean", "", "Mean return that the critic is trained towards."),
+    Metric("value/explained_variance", "share", "Share of the variance of the returns that the critic explains; 1 is perfect, 0 or less is useless."),
+    Metric("value/clip_fraction", "share", "Share of the tokens whose value was clipped."),
+    Metric("value/grad_norm", "", "Norm of the critic's gradient before it is clipped."),
+    Metric("routing/disagreement", "share", "Share of (token, layer) for which the learner's router would have chosen other experts than the rollout did."),
+    Metric("fidelity/bound_nats", "nats per token", "Mean gap beyond which an engine counts as unfaithful (learner.fidelity.bound_nats)."),
+    Metric("fidelity/engine_*/version", "version", "The weight version that was scored again."),
+    Metric("fidelity/engine_*/*", "see name", "The engine's logged log-probs beside what the same published weights give in the learner."),
+    Metric("learner/step_s", "s", "Wall time of the step, waiting included."),
+    Metric("learner/wait_s", "s", "The part of it that the learner waited for groups."),
+    Metric("learner/idle_share", "share", "learner/wait_s over learner/step_s."),
+    Metric("learner/tokens_per_s", "tokens/s", "Response tokens that the learner learnt from per second."),
+    Metric("rollout/tokens_per_s", "tokens/s", "Response tokens that all live workers drew per second."),
+    Metric("rollout/idle_share", "share", "Share of the time in which workers had nothing to generate, the mean over workers."),
+    Metric("buffer/open_tickets", "tickets", "Tickets admitted and not yet learnt from."),
+    Metric("buffer/dropped_stale", "groups since the start", "Groups dropped because they were too old when they arrived."),
+    Metric("buffer/dropped_uniform", "groups since the start", "Groups dropped because all their rewards were equal (learner.drop_uniform)."),
+    Metric("buffer/reward_errors", "responses since the start", "Responses whose reward failed, in dropped groups as well."),
+    Metric("buffer/removed", "groups since the start", "Groups removed because a bound of buffer.removal was passed."),
+    Metric("buffer/duplicates", "groups since the start", "Groups refused because their ticket had counted already."),
+    Metric("buffer/held", "groups", "Groups that the next step can choose from."),
+    Metric("buffer/quarantined", "records", "Records that could not be read or broke the contract, and were set aside."),
+    Metric("buffer/full", "0 or 1", "1 while Redis is at its memory limit."),
+    Metric("buffer/refused_admissions", "since the start", "Times that Redis refused new tickets."),
+    Metric("buffer/waiting_commits", "groups", "Finished groups that wait at workers for room in Redis."),
+    Metric("redis/used_bytes", "bytes", "Memory that Redis uses."),
+    Metric("redis/limit_bytes", "bytes", "Redis's maxmemory; 0 means no limit."),
+    Metric("weights/bytes", "bytes", "Size of a whole weight version."),
+    Metric("weights/publish_s", "s", "Time that the learner spent on publishing the version."),
+    Metric("weights/make_s", "s", "Time to quantize and hash the version."),
+    Metric("weights/codes_moved", "share", "Share of the quantized codes that differ from the version before."),
+    Metric("weights/delta_bytes", "bytes since the learner started", "Deltas made and sent."),
+    Metric("weights/delta_bytes_of_step", "bytes", "Growth of weights/delta_bytes in one step; worked out by the report."),
+    Metric("weights/fetches", "since the learner started", "Whole versions that workers fetched."),
+    Metric("weights/refused", "since the learner started", "Malformed requests on the weight ports."),
+    Metric("weights/catch_ups", "since the learner started", "Deltas that workers behind the newest version fetched."),
+    Metric("weights/stalls", "since the learner started", "Deltas that took too long to make."),
+    Metric("weights/behind_s", "s", "The longest time that a live worker has known of newer weights without having them."),
+    Metric("nonfinite", "metrics", "Metrics of this record that were not finite; they are written as null."),
+)  # fmt: skip
+WORKER_METRICS = (
+    Metric("version", "version", "The weight version that the worker's engine runs."),
+    Metric("active", "responses", "Responses that are being generated."),
+    Metric("slots", "responses", "Responses that the engine can generate at once."),
+    Metric("tokens", "tokens since the start", "Response tokens drawn."),
+    Metric("tokens_per_s", "tokens/s", "Response tokens drawn per second, over the last heartbeat's interval."),
+    Metric("idle_share", "share", "Share of that interval without anything to generate."),
+    Metric("groups", "since the start", "Groups committed."),
+    Metric("swaps", "since the start", "Weight versions swapped in."),
+    Metric("swap_s", "s", "Mean pause of generation for a swap."),
+    Metric("waiting", "groups", "Finished groups that wait for room in Redis."),
+    Metric("full_s", "s since the start", "Time that commits waited for room in Redis."),
+    Metric("timeouts", "since the start", "Responses cut by rollout.request_timeout_s."),
+    Metric("resumed", "since the start", "Responses continued from what another worker had drawn."),
+    Metric("behind_s", "s", "How long the worker has known of newer weights without having them."),
+    Metric("stalls", "since the start", "Times that this went on for too long."),
+)  # fmt: skip
+
+
+def describe(key: str, table: tuple[Metric, ...] = METRICS) -> Metric | None:
+    """The first line that describes the metric `key`; None for one that is not in the table."""
+    return next((metric for metric in table if metric.matches(key)), None)
