@@ -59,6 +59,15 @@ class LearnerSide(Protocol):
         """Adds tickets and sets the cursor, as a whole. Raises BufferFull where there is no room for them."""
         ...
 
+    def readmit(self, version: int) -> int:
+        """Admits the open training tickets of steps after `version` again, under `version`, as a whole; returns
+        their number. Whoever holds one of them loses it, so that it still becomes one group at most."""
+        ...
+
+    def drop_eval(self) -> int:
+        """Takes back the open evaluation tickets; returns their number."""
+        ...
+
     def cursor(self) -> int | None:
         """As last admitted; None in a buffer that never saw this run."""
         ...

@@ -10,6 +10,8 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from areal_q.errors import RecordError
 from areal_q.messages import (
     Group,
@@ -94,6 +96,23 @@ class MemoryLearner:
     def admit_eval(self, tickets: list[Ticket]) -> None:
         with self._store.lock:
             self._add(self._keys.eval_tickets, tickets)
+
+    def readmit(self, version: int) -> int:
+        with self._store.lock:
+            entries = self._store.tickets[self._keys.tickets]
+            tickets = [(id, decode_ticket(entry.record)) for id, entry in entries.items()]
+            ahead = [(id, ticket) for id, ticket in tickets if ticket.step > version]
+            for id, ticket in ahead:
+                del entries[id]
+                self._add(self._keys.tickets, [replace(ticket, step=version)])
+        return len(ahead)
+
+    def drop_eval(self) -> int:
+        with self._store.lock:
+            entries = self._store.tickets[self._keys.eval_tickets]
+            count = len(entries)
+            entries.clear()
+        return count
 
     def cursor(self) -> int | None:
         return self._store.cursor

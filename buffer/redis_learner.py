@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import redis
+from msgspec.structs import replace
 
 from areal_q.errors import BufferFull, RecordError
 from areal_q.messages import (
@@ -18,6 +19,7 @@ from areal_q.messages import (
     WorkerStatus,
     decode_group,
     decode_status,
+    decode_ticket,
     encode,
 )
 from buffer import scripts
@@ -67,6 +69,7 @@ class LearnerBuffer:
         self._redis = connect(url)
         self._eval_position = START
         self._admit = self._redis.register_script(scripts.ADMIT)
+        self._readmit = self._redis.register_script(scripts.READMIT)
         self._quarantine = self._redis.register_script(scripts.QUARANTINE)
 
     def publish_run(self, config_toml: str, endpoints: dict[str, str]) -> None:
@@ -86,6 +89,25 @@ class LearnerBuffer:
     def _admit_to(self, keys: list[str], tickets: list[Ticket], cursor: int) -> None:
         args = [uuid.uuid4().hex, cursor, *map(encode, tickets)]
         self._write(lambda: self._admit(keys, args))
+
+    def readmit(self, version: int) -> int:
+        ahead = [
+            (entry, encode(replace(ticket, step=version)))
+            for entry, ticket in self._open(self.keys.tickets)
+            if ticket.step > version
+        ]
+        return self._exchange(self.keys.tickets, ahead)
+
+    def drop_eval(self) -> int:
+        entries = [(entry, b"") for entry, _ in self._open(self.keys.eval_tickets)]
+        return self._exchange(self.keys.eval_tickets, entries)
+
+    def _exchange(self, stream: str, entries: list[tuple[bytes, bytes]]) -> int:
+        if not entries:
+            return 0
+        keys = [stream, self.keys.partials]
+        args = [WORKERS_GROUP, *(part for pair in entries for part in pair)]
+        return int(self._call(lambda: self._readmit(keys, args)))  # pyright: ignore
 
     def cursor(self) -> int | None:
         value: Any = self._call(lambda: self._redis.get(self.keys.cursor))
@@ -182,6 +204,14 @@ class LearnerBuffer:
             if len(page) < PAGE:
                 return
             after = page[-1][0].decode()
+
+    def _open(self, stream: str) -> Iterator[tuple[bytes, Ticket]]:
+        """The tickets of `stream` by their entries. One that cannot be decoded is the workers' to set aside."""
+        for entry, fields in self._pages(stream, START):
+            try:
+                yield entry, decode_ticket(fields.get(RECORD, b""))
+            except RecordError as error:
+                logger.warning("%s %s: %s", stream, entry.decode(), error)
 
     def _numbers(self, stream: str, after: str, number: Callable[[bytes], int]) -> Iterator[int]:
         for entry, fields in self._pages(stream, after):

@@ -43,6 +43,24 @@ for i = 3, #ARGV do redis.call('XADD', KEYS[1], '*', 'record', ARGV[i]) end
 return 1
 """
 
+READMIT = """
+-- KEYS ticket stream, partials; ARGV group, then of each ticket its entry id and its new record, '' to drop it
+-- Exchanges tickets that are still open, claimed or not, for new ones at the end of the stream, which nobody
+-- owns: their holders lose them, as to another worker. What was committed meanwhile is passed over. Returns
+-- how many were exchanged.
+local exchanged = 0
+for i = 2, #ARGV, 2 do
+  local id, record = ARGV[i], ARGV[i + 1]
+  if redis.call('XDEL', KEYS[1], id) == 1 then
+    redis.call('XACK', KEYS[1], ARGV[1], id)
+    redis.call('HDEL', KEYS[2], KEYS[1] .. ':' .. id)
+    if record ~= '' then redis.call('XADD', KEYS[1], '*', 'record', record) end
+    exchanged = exchanged + 1
+  end
+end
+return exchanged
+"""
+
 CLAIM = (
     _SET_ASIDE
     + """

@@ -149,6 +149,7 @@ def build_feeder(
     """
     if state:
         buffer.position = state.position
+        buffer.drop_eval()  # whoever asked is gone
     else:
         buffer.forget()
     cursor = buffer.cursor()

@@ -87,7 +87,7 @@ class Intake:
             if drawn:
                 return drawn
             if not entries:
-                self._recount()
+                self._starve(version)
                 if self._buffer.memory().full:
                     make_room(version)
         return None
@@ -142,8 +142,20 @@ class Intake:
             told = ", ".join(f"{item.number} (lag {item.lag})" for item in items)
             logger.info("%d groups dropped, %s: tickets %s", len(items), reason, told)
 
-    def _recount(self) -> None:
-        """Frees the places of tickets and groups that were set aside as poison: the learner starves."""
+    def _starve(self, version: int) -> None:
+        """Frees the places of tickets and groups that were set aside as poison, and admits anew what an
+        abandoned history admitted at versions that this one has yet to reach.
+
+        Workers start on a ticket only with weights as new as its step, and claim the oldest tickets first.
+        Where a resumed learner comes to other weights than before, the groups that would lead it to those
+        versions are too old, so that workers full of such tickets would wait for groups that stand behind
+        them in the queue. As long as there are groups to learn from, such tickets stay as they are: after an
+        exact replay the work on them counts.
+        """
+        if again := self._buffer.readmit(version):
+            logger.info(
+                "%d tickets of abandoned versions are admitted again at version %d", again, version
+            )
         alive = self._buffer.open_tickets() | set(self._buffer.unread())
         self._feeder.recount(alive | self._pool.numbers)
 

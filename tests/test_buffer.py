@@ -148,6 +148,51 @@ def test_a_renewed_ticket_stays_with_its_worker(buffers, make_ticket):
     asyncio.run(work())
 
 
+def test_tickets_of_later_steps_are_admitted_again_and_become_one_group(
+    buffers, make_ticket, make_group
+):
+    learner = buffers.learner()
+    steps = [5, 5, 2, 5, 6]
+    learner.admit([make_ticket(n, step=step) for n, step in enumerate(steps)], cursor=5)
+
+    async def work():
+        async with buffers.worker("old") as old, buffers.worker("new") as new:
+            [done, held] = await old.claim(2, block_s=0.0)
+            assert await old.commit(done, make_group(done.ticket))
+            assert learner.readmit(2) == 3
+            assert learner.readmit(2) == 0
+            assert await old.renew([held]) == [held]
+            assert not await old.commit(held, make_group(held.ticket))
+            claims = await new.claim(9, block_s=0.0)
+            found = [(claim.ticket.number, claim.ticket.step) for claim in claims]
+            assert found == [(2, 2), (1, 2), (3, 2), (4, 2)]
+            assert claims[1].ticket == replace(held.ticket, step=2)
+            for claim in claims:
+                assert await new.commit(claim, make_group(claim.ticket))
+
+    asyncio.run(work())
+    assert learner.unread() == [0, 2, 1, 3, 4]
+    assert (learner.open_tickets(), learner.cursor()) == (set(), 5)
+
+
+def test_open_evaluation_tickets_are_taken_back_from_who_holds_them(
+    buffers, make_ticket, make_group
+):
+    learner = buffers.learner()
+    learner.admit_eval([make_ticket(n, purpose="eval") for n in range(3)])
+    learner.admit([make_ticket(9)], cursor=10)
+
+    async def work():
+        async with buffers.worker() as worker:
+            [held] = await worker.claim(1, block_s=0.0)
+            assert learner.drop_eval() == 3
+            assert not await worker.commit(held, make_group(held.ticket))
+            assert numbers(await worker.claim(9, block_s=0.0)) == [9]
+
+    asyncio.run(work())
+    assert learner.take_eval() == []
+
+
 def half(ticket):
     """What may have been drawn of `ticket`: some of its first response, nothing of the others."""
 

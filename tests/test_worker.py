@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
@@ -33,6 +34,7 @@ from buffer.wire.broadcaster import Broadcaster
 from learner.batch import pack, samples_of
 from learner.build import build_model
 from learner.feeder import Feeder
+from learner.intake import Intake
 from learner.lineage import Lineage
 from learner.publish import Publisher
 from learner.trainer import token_logprobs
@@ -297,6 +299,30 @@ def test_a_ticket_waits_for_weights_as_new_as_itself(
             assert {s.version for s in spans} == {3}
 
     run_async(work())
+
+
+def test_workers_full_of_an_abandoned_history_do_not_stop_the_learner(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    """The learner came back at version 2, and the groups that led it to version 9 before are of no use."""
+    side = learner(make_run(SCRIPTED, "learner.groups=4", "learner.max_lag=1"))
+    intake = Intake(side.buffer, side.feeder, side.lineage, side.run)
+    stop = threading.Event()
+
+    async def work() -> None:
+        side.feeder.issue([0, 1, 2, 3], version=9)
+        side.feeder.issue([4, 5], version=2)
+        async with working(side, limit=Room(responses=4, slots=4, group_size=2)):
+            side.publish(2)
+            taken = await asyncio.to_thread(intake.take, 2, stop)
+            assert taken
+            assert {g.ticket.step for g in taken.groups} == {2}
+            assert len({g.ticket.number for g in taken.groups}) == 4
+
+    try:
+        run_async(work())
+    finally:
+        stop.set()
 
 
 def test_it_is_full_before_the_learner_asks_again(
