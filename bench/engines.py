@@ -29,7 +29,7 @@ from bench.common import commit, device, number, publish, table, use_cores, vers
 from bench.packed import packed
 from rollout.engines import build_engine
 from rollout.engines.base import Request
-from rollout.engines.ops import build_ops
+from rollout.engines.build_ops import build_ops
 
 SEQUENCES = (1, 16, 64, 512)
 TOKENS = 32

@@ -26,8 +26,9 @@ from areal_q.weights import pack
 from rollout.engines import build_engine, kernels
 from rollout.engines.attention import KVCache
 from rollout.engines.base import Request
+from rollout.engines.build_ops import build_ops
 from rollout.engines.fused import FusedOps
-from rollout.engines.ops import TorchOps, build_ops
+from rollout.engines.ops import TorchOps
 from rollout.engines.sampler import seed_keys
 
 TORCH, FUSED = TorchOps(), FusedOps()

@@ -65,10 +65,11 @@ class Nf4:
         blocks = (ranges or checked_ranges(self.ranges, w, name)).blocks
         scale, x = blocks.clamp(min=SMALLEST_SCALE), _blocks(w)
         of_rows = scale.view(len(x), -1)
-        packed = once.four_bits(x, of_rows, BLOCK, x.shape[1] // 2, kind="nf4")
+        borders = on(BORDERS, w.device)
+        packed = once.four_bits(x, of_rows, BLOCK, x.shape[1] // 2, kind="nf4", borders=borders)
         if packed is None:
             scaled = x * (1.0 / of_rows).repeat_interleave(BLOCK, 1)
-            codes = torch.bucketize(scaled, on(BORDERS, w.device), out_int32=True).to(torch.uint8)
+            codes = torch.bucketize(scaled, borders, out_int32=True).to(torch.uint8)
             packed = codes[:, ::2] << 4 | codes[:, 1::2]
         packed = packed.view(-1, 1)[: -(-w.numel() // 2)]
         # Only the host reads it.

@@ -22,7 +22,7 @@ LARGEST = 2.0**127
 TOO_LARGE = f"holds NaN, an infinity or a magnitude above 2^{127}"
 _LARGEST_BITS = int(np.float32(LARGEST).view(np.int32))
 _NO_RANGES, _NO_CODES = np.empty((0, 0), np.float32), np.empty((0, 0), np.uint8)
-_NO_BORDERS = np.empty(0, np.float32)
+_NO_BORDERS = torch.empty(0)
 
 
 def eight_bits(
@@ -81,21 +81,32 @@ def row_blocks(weight: Tensor, width: int) -> Tensor | None:
 
 
 def four_bits(
-    weight: Tensor, scales: Tensor, width: int, row_bytes: int, *, kind: str
+    weight: Tensor,
+    scales: Tensor,
+    width: int,
+    row_bytes: int,
+    *,
+    kind: str,
+    borders: Tensor = _NO_BORDERS,
 ) -> Tensor | None:
     """uint8 [out, row_bytes], two codes in a byte: float32 weight [out, in] by scales [out, blocks].
 
-    `kind`: "int4", "e2m1", or "nf4" (the one whose first code is in the high half).
+    `kind` is "int4", "e2m1" or "nf4". The last one alone has `borders` between its 16 values, float32 [15] on
+    the weight's device, and its first code is in the high half of a byte.
     """
     if gpu := _on_gpu(weight):
-        return gpu.nibbles(weight, scales, width, row_bytes, kind, _nf4_borders(weight.device))
+        return gpu.nibbles(weight, scales, width, row_bytes, kind, borders.to(weight.device))
     kernels = _for(weight)
     if kernels is None:
         return None
     packed = torch.empty(weight.shape[0], row_bytes, dtype=torch.uint8)
-    borders = _nf4_borders(weight.device).numpy() if kind == "nf4" else _NO_BORDERS
     kernels.nibbles(
-        weight.numpy(), scales.contiguous().numpy(), width, borders, kind == "int4", packed.numpy()
+        weight.numpy(),
+        scales.contiguous().numpy(),
+        width,
+        borders.numpy(),
+        kind == "int4",
+        packed.numpy(),
     )
     return packed
 
@@ -136,10 +147,3 @@ def _gpu_kernels() -> ModuleType | None:
         logger.warning("quantizing in plain torch, which is slower: %s", error)
         return None
     return triton_kernels
-
-
-@cache
-def _nf4_borders(device: torch.device) -> Tensor:
-    from areal_q.quant.nf4 import BORDERS
-
-    return BORDERS.to(device)

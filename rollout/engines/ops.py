@@ -4,19 +4,16 @@
 T tokens, R decoding rows, D width, V vocabulary.
 """
 
-import logging
 from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from areal_q.config import Sampling, TorchEngine
+from areal_q.config import Sampling
 from areal_q.models.rope import apply_rope
 from areal_q.quant.linear import Linear
 from rollout.engines.attention import Attend, Decode, KVCache
 from rollout.engines.sampler import draw_alike, uniform
-
-logger = logging.getLogger(__name__)
 
 
 class Ops(Protocol):
@@ -79,18 +76,3 @@ class TorchOps:
 
     def draw(self, logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
         return draw_alike(logits, sampling, u)
-
-
-def build_ops(config: TorchEngine) -> Ops:
-    if config.compiled:
-        from rollout.engines.compiled_ops import CompiledOps
-
-        return CompiledOps()
-    if config.device != "cpu" or not config.fused:
-        return TorchOps()
-    try:
-        from rollout.engines.fused import FusedOps
-    except ImportError as error:  # a platform for which numba has no wheel
-        logger.warning("decoding in plain torch, which is slower: %s", error)
-        return TorchOps()
-    return FusedOps()

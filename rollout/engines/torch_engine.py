@@ -23,9 +23,9 @@ from areal_q.quant import FORMATS
 from areal_q.weights import WeightVersion
 from rollout.engines.attention import KVCache, Prefill, both
 from rollout.engines.base import Capabilities, Completion, Request
+from rollout.engines.build_ops import build_ops
 from rollout.engines.fp8_cache import build_cache
 from rollout.engines.loop import EngineLoop, Job, VersionLog
-from rollout.engines.ops import build_ops
 from rollout.engines.rows import Rows
 from rollout.engines.sampler import draw, log_distribution
 from rollout.engines.torch_model import InferenceModel
