@@ -276,8 +276,9 @@ class MemoryWorker:
                         return claims
                     if entry.owner is not None and now - entry.since_s < self.claim_timeout_s:
                         continue
+                    # Our own, renewed too late: we have not fallen silent, we ask.
+                    entry.deliveries += entry.owner is not self
                     entry.owner, entry.since_s = self, now
-                    entry.deliveries += 1
                     if entry.deliveries > self.max_deliveries:
                         reason = f"{self.max_deliveries} workers fell silent over it"
                         self._store.quarantine.append((stream, reason, entry.record))

@@ -68,15 +68,26 @@ CLAIM = (
 -- ARGV group, consumer, count, idle ms of an abandoned ticket, deliveries that a ticket may have
 -- Returns {number of the stream, entry id, record, partial or ''}: abandoned tickets before new ones, as
 -- they are older.
--- A ticket over which too many workers fell silent goes to the quarantine.
+-- A ticket over which too many workers fell silent goes to the quarantine. A consumer's own tickets, renewed
+-- too late, come back to it without counting as a delivery: it has not fallen silent, it asks.
 local group, consumer, left, idle, limit = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
 local partials, quarantine, count = KEYS[#KEYS - 2], KEYS[#KEYS - 1], KEYS[#KEYS]
 local out = {}
-local function add(stream, entries, again)
+local function deliveries_of_own(key)
+  local found = {}
+  local pending = redis.call('XPENDING', key, group, 'IDLE', idle, '-', '+', left, consumer)
+  for _, own in ipairs(pending) do found[own[1]] = own[4] end
+  return found
+end
+local function add(stream, entries, again, own)
   for _, entry in ipairs(entries) do
     if entry and entry[2] then
       local key, id, fields = KEYS[stream], entry[1], entry[2]
       local deliveries = again and redis.call('XPENDING', key, group, id, id, 1)[1][4] or 1
+      if again and own[id] then
+        deliveries = math.min(own[id], limit)
+        redis.call('XCLAIM', key, group, consumer, 0, id, 'RETRYCOUNT', deliveries, 'JUSTID')
+      end
       if deliveries > limit then
         set_aside(key, quarantine, count, group, id, limit .. ' workers fell silent over it')
         redis.call('HDEL', partials, key .. ':' .. id)
@@ -92,9 +103,10 @@ for stream = 1, #KEYS - 3 do
   local key, cursor = KEYS[stream], '0-0'
   repeat
     if left <= 0 then return out end
+    local own = deliveries_of_own(key)
     local reply = redis.call('XAUTOCLAIM', key, group, consumer, idle, cursor, 'COUNT', left)
     cursor = reply[1]
-    add(stream, reply[2], true)
+    add(stream, reply[2], true, own)
   until cursor == '0-0'
   if left <= 0 then return out end
   local new = redis.call('XREADGROUP', 'GROUP', group, consumer, 'COUNT', left, 'STREAMS', key, '>')

@@ -193,6 +193,24 @@ def test_open_evaluation_tickets_are_taken_back_from_who_holds_them(
     assert learner.take_eval() == []
 
 
+def test_a_living_workers_own_late_claims_are_no_deliveries(buffers, make_ticket, make_group):
+    learner = buffers.learner()
+    learner.admit([make_ticket(n) for n in range(3)], cursor=3)
+
+    async def work():
+        async with buffers.worker("late", claim_timeout_s=0.002) as late:
+            [first, second] = await late.claim(2, block_s=0.0)
+            for _ in range(9):
+                await asyncio.sleep(0.02)  # its renewal comes too late, each time
+                assert numbers(await late.claim(2, block_s=0.0)) in ([], [2])
+                assert await late.renew([first, second]) == []
+            for claim in (first, second):
+                assert await late.commit(claim, make_group(claim.ticket))
+
+    asyncio.run(work())
+    assert (learner.unread(), learner.set_aside()) == ([0, 1], 0)
+
+
 def half(ticket):
     """What may have been drawn of `ticket`: some of its first response, nothing of the others."""
 

@@ -593,7 +593,7 @@ def test_a_process_that_is_terminated_leaves_its_tokens_and_one_that_is_killed_i
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], signal_number: int
 ):
     slow = [SCRIPTED, "rollout.engine.tokens_per_s=60", "rollout.sampling.max_tokens=40", LONG]
-    side = learner(make_run(*slow, "learner.groups=4", "buffer.claim_timeout_s=1"))
+    side = learner(make_run(*slow, "learner.groups=4", "buffer.claim_timeout_s=3"))
     side.publish(0)
     side.feeder.admit(0)
     command = [sys.executable, "-m", "rollout", "--redis", side.url, "--run", side.run.name]

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from areal_q.config.buffer import Prioritized, Uniform
+from areal_q.config.buffer import LONGEST_CLAIM_S, SHORTEST_CLAIM_S, Prioritized, Uniform
 from areal_q.config.engines import (
     EngineConfig,
     ScriptedEngine,
@@ -176,7 +176,7 @@ def _check(run: Run, source: str) -> Run:
         reason = f"rollout.serve: there is no port {_last_port(run)}"
     elif run.broadcast.host is None and _on_every_interface(run.broadcast):
         reason = "broadcast.host is needed: workers cannot connect to every interface"
-    reason = reason or _starves(run)
+    reason = reason or _starves(run) or _outruns_heartbeats(run.buffer.claim_timeout_s)
     if reason:
         raise ConfigError(f"{source}: {reason}")
     return run
@@ -231,6 +231,17 @@ def _judged_alone(learner: LearnerConfig) -> bool:
             return baseline == "none"
         case _:
             return False
+
+
+def _outruns_heartbeats(claim_timeout_s: float) -> str | None:
+    """Why a worker that lives could lose its tickets to the others."""
+    if SHORTEST_CLAIM_S <= claim_timeout_s <= LONGEST_CLAIM_S:
+        return None
+    return (
+        f"buffer.claim_timeout_s = {claim_timeout_s:g} is not between {SHORTEST_CLAIM_S:g} and "
+        f"{LONGEST_CLAIM_S:g}: a worker renews its claims once a second, and one late renewal must not "
+        "cost it its tickets"
+    )
 
 
 def _starves(run: Run) -> str | None:
