@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import areal_q
-from areal_q.config import Run, load
+from areal_q.config import Run, load, shipped
+from areal_q.errors import ConfigError
 from areal_q.launch import plan
+from areal_q.tasks.rows import read_jsonl
 
 EXECUTABLE = Path(sysconfig.get_path("scripts")) / "areal-q"
 
@@ -44,7 +46,7 @@ BAD_SETTINGS = [
     pytest.param("[learner.optimizer]\ntype = 'adamw'\nlrr = 1.0", "lrr", id="unknown nested key"),
     pytest.param("steps = 'many'", "steps", id="bad type"),
     pytest.param("[learner]\nmax_lag = -1", "learner.max_lag", id="out of range"),
-    pytest.param("[task]\ntype = 'chess'", "task", id="unknown choice"),
+    pytest.param("[task]\ntype = 'chess'", "task.type = 'chess'", id="unknown choice"),
     pytest.param(
         "[learner]\ngroups = 3\nminibatches = 2", "learner.minibatches", id="incompatible pair"
     ),
@@ -103,6 +105,64 @@ def assert_one_line(result: subprocess.CompletedProcess[str], *named: str) -> No
     assert result.stderr.startswith("areal-q: error: ")
     for word in named:
         assert word in result.stderr
+
+
+FAULTS = [
+    ("learner.max_lagg=2", "learner.max_lagg: no such setting; did you mean learner.max_lag?"),
+    ("group_sizes=8", "group_sizes: no such setting; did you mean learner.group_size?"),
+    ("lerner.groups=3", "lerner: no such setting; did you mean learner?"),
+    ("eval.wibble=1", "eval.wibble: no such setting; eval has every, problems"),
+    ("learner.objective.type=arc", "learner.objective.type = 'arc': no such choice; did you mean 'acr'? It is"),
+    ("rollout.format=int7", "rollout.format = 'int7': no such choice; did you mean 'int8'? It is one of bf16"),
+    ("task.type=3", "task.type = 3: no such choice; it is one of arithmetic, "),
+    ("task.type=jsonl", "task.path is missing: task.type = 'jsonl' needs it"),
+    ("learner.max_lag=two", "learner.max_lag = 'two': must be a whole number, not text"),
+    ("learner.groups=0", "learner.groups = 0: must be a whole number, at least 1"),
+    ("learner.optimizer.betas=[1]", "learner.optimizer.betas = [1]: must be a list of 2"),
+    ("learner=3", "learner = 3: must be a table"),
+    ('name="a b"', "name = 'a b': must be letters, digits and . _ - after a letter or digit"),
+    ("rollout.serve=x", "rollout.serve = 'x': must be PORT or HOST:PORT"),
+    ("steps", "'steps' is no setting: write a.b=value"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("setting", "complaint"), FAULTS)
+def test_a_fault_names_the_setting_and_what_is_near(setting, complaint):
+    with pytest.raises(ConfigError) as caught:
+        load("quickstart", [setting])
+    assert str(caught.value).startswith(f"on the command line: {complaint}")
+
+
+def test_a_fault_is_blamed_on_the_file_that_has_it(tmp_path):
+    (tmp_path / "own.toml").write_text("[learner]\nmax_lag = 'two'\n")
+    with pytest.raises(ConfigError, match=r"own\.toml: learner\.max_lag = 'two': must be"):
+        load(tmp_path / "own.toml", ["steps=3"])
+    assert load(tmp_path / "own.toml", ["learner.max_lag=2"]).learner.max_lag == 2
+
+
+def test_files_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "own.toml").write_text("# größer\nsteps = 3\n", encoding="utf-8-sig")
+    assert load(tmp_path / "own.toml").steps == 3
+    row = '{"question": "1+1", "answer": "#### 2"}\n'
+    (tmp_path / "rows.jsonl").write_text(row, encoding="utf-8-sig")
+    assert [row.question for row in read_jsonl(str(tmp_path / "rows.jsonl"))] == ["1+1"]
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart.toml", "configs/quickstart.toml"])
+def test_shipped_configurations_are_found_by_name(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert load(name).steps == 420
+    (tmp_path / "quickstart.toml").write_text("steps = 7")
+    assert load("quickstart.toml").steps == 7
+
+
+def test_an_unknown_configuration_names_those_there_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"quickstrat: no such file; did you mean 'quickstart'\?"
+    ) as e:
+        load("quickstrat")
+    assert "papers/qurl-gsm8k" in str(e.value) and str(shipped.directory()) in str(e.value)
 
 
 def test_check_config_prints_settings_that_load_back_equal(areal_q_command, tmp_path):

@@ -3,11 +3,13 @@
 import hashlib
 import math
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from areal_q.config import shipped
 from areal_q.config.buffer import LONGEST_CLAIM_S, SHORTEST_CLAIM_S, Prioritized, Uniform
 from areal_q.config.engines import (
     EngineConfig,
@@ -17,6 +19,7 @@ from areal_q.config.engines import (
     no_adapters,
 )
 from areal_q.config.environments import CalculatorTool, SingleTurn
+from areal_q.config.faults import fault
 from areal_q.config.objectives import Gae, ReinforcePlusPlus
 from areal_q.config.run import (
     BroadcastConfig,
@@ -28,16 +31,25 @@ from areal_q.config.tasks import Choice, Gsm8k, Math, Python
 from areal_q.errors import ConfigError
 
 Table = dict[str, Any]
+COMMAND_LINE = "on the command line"
 
 
 def load(path: str | Path | None = None, overrides: list[str] | None = None) -> Run:
-    """The settings of a run. Raises ConfigError with the file or dotted path at fault."""
+    """The settings of a run, from a file or a configuration that comes with the program, by its name.
+
+    Raises ConfigError with the file or dotted path at fault.
+    """
     if path is None:
         return parse("", "settings", overrides)
     try:
-        return parse(Path(path).read_text(), str(path), overrides)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        text = shipped.find(Path(path)).read_text(
+            "utf-8-sig"
+        )  # a BOM is what editors on Windows write
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text: {error}") from error
+    return parse(text, str(path), overrides)
 
 
 def parse(toml: str, source: str, overrides: list[str] | None = None) -> Run:
@@ -46,17 +58,33 @@ def parse(toml: str, source: str, overrides: list[str] | None = None) -> Run:
         table = tomllib.loads(toml)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source}: {error}") from error
-    for text in overrides or []:
-        table = merge(table, _parse_override(text))
-    return _convert(table, source)
+    return _overridden(table, source, overrides or [])
 
 
 def override(run: Run, *overrides: str) -> Run:
     """`run` with `a.b=c` settings replaced, checked like a file."""
-    table: Table = msgspec.to_builtins(run)
+    return _overridden(msgspec.to_builtins(run), "settings", overrides)
+
+
+def _overridden(table: Table, source: str, overrides: Sequence[str]) -> Run:
+    """A fault that `table` does not have by itself is blamed on the command line."""
+    together = table
     for text in overrides:
-        table = merge(table, _parse_override(text))
-    return _convert(table, "settings")
+        together = merge(together, _parse_override(text))
+    try:
+        return _convert(together, source)
+    except ConfigError as error:
+        if overrides and _complaint(table, source) != str(error):
+            _convert(together, COMMAND_LINE)
+        raise
+
+
+def _complaint(table: Table, source: str) -> str | None:
+    try:
+        _convert(table, source)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def merge(base: Table, over: Table) -> Table:
@@ -80,7 +108,7 @@ def _convert(table: Table, source: str) -> Run:
     try:
         return _check(_with_schedule(msgspec.convert(table, Run)), source)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {error}") from error
+        raise ConfigError(f"{source}: {fault(error, table)}") from error
 
 
 def _with_schedule(run: Run) -> Run:
@@ -269,7 +297,7 @@ def _parse_override(text: str) -> Table:
     """`a.b=1.5` as {"a": {"b": 1.5}}. The value is TOML; a bare word is a string."""
     path, sep, raw = text.partition("=")
     if not sep or not path.strip():
-        raise ConfigError(f"{text!r}: an override reads a.b=value")
+        raise ConfigError(f"{COMMAND_LINE}: {text!r} is no setting: write a.b=value")
     try:
         value = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:

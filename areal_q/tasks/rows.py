@@ -1,5 +1,6 @@
 """Rows of JSONL files, of GSM8K on the Hugging Face Hub, and their split. Imports no torch."""
 
+import codecs
 import importlib
 import re
 from collections.abc import Iterable, Sequence
@@ -45,7 +46,7 @@ def read_objects(path: str) -> list[tuple[str, dict[str, Any]]]:
 
 def _lines(path: str, kind: type[T]) -> list[tuple[str, T]]:
     try:
-        lines = Path(path).read_bytes().splitlines()
+        lines = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
         raise TaskError(f"{path}: {error.strerror}") from error
     decoder = msgspec.json.Decoder(kind)
