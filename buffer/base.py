@@ -30,6 +30,11 @@ class Entry(NamedTuple):
     """Of its record"""
 
 
+def committed_s(entry: str) -> float:
+    """When the entry was added, by the clock of the buffer: a stream's ids begin with its milliseconds."""
+    return int(entry.partition("-")[0]) / 1000
+
+
 class Memory(NamedTuple):
     """Of the whole Redis, in bytes."""
 
@@ -100,6 +105,15 @@ class LearnerSide(Protocol):
         ...
 
     def memory(self) -> Memory: ...
+
+    def now_s(self) -> float:
+        """The clock that gives entries their ids; compare with `committed_s`."""
+        ...
+
+    def rewind(self) -> bool:
+        """True where the newest group is older than `position`, which then is START: the buffer came back
+        without its last entries, under a clock that is behind, and gives out ids that were read past."""
+        ...
 
     def set_aside(self) -> int:
         """Records that anybody has put into the quarantine since the run began."""

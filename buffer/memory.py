@@ -59,6 +59,7 @@ class MemoryBuffer:
     """(stream, reason, record)"""
     beats: dict[str, tuple[float, WorkerStatus]] = field(default_factory=dict)
     sequence: int = 0
+    newest_ms: int = 0
 
     def __post_init__(self) -> None:
         self.keys = keys = Keys(self.run)
@@ -74,7 +75,8 @@ class MemoryBuffer:
     def next_id(self) -> str:
         """Ids sort like those of a Redis stream."""
         self.sequence += 1
-        return f"{self.sequence}-0"
+        self.newest_ms = max(self.newest_ms, int(time.time() * 1000))
+        return f"{self.newest_ms}-{self.sequence}"
 
 
 class MemoryLearner:
@@ -155,6 +157,12 @@ class MemoryLearner:
 
     def memory(self) -> Memory:
         return Memory(0, 0)
+
+    def now_s(self) -> float:
+        return time.time()
+
+    def rewind(self) -> bool:
+        return False
 
     def set_aside(self) -> int:
         return len(self._store.quarantine)

@@ -22,7 +22,7 @@ import numpy as np
 
 from areal_q.config import Run
 from areal_q.messages import Group
-from buffer.base import Entry
+from buffer.base import START, Entry, committed_s
 from buffer.samplers import Held, build_sampler
 
 
@@ -81,6 +81,11 @@ class Pool:
         """Further groups to read if they are there, so that the sampler can choose among all."""
         return (self._run.learner.max_lag + 1) * self._batch if self._sampler.ahead else 0
 
+    def rewind(self) -> None:
+        """The stream's ids begin anew, below those that were read: none of them may be trimmed any more."""
+        self.position = START
+        self._read = deque((START, number) for _, number in self._read)
+
     def add(self, entry: Entry) -> None:
         number = entry.group.ticket.number
         self._read.append((entry.id, number))
@@ -98,12 +103,13 @@ class Pool:
             item.lag = lag(item.group)
         return self._finish([n for n, item in self._held.items() if item.lag > max_lag])
 
-    def remove_excess(self) -> list[Held]:
-        """Takes out, and returns, what `buffer.removal` does not let stay, the oldest first."""
+    def remove_excess(self, now_s: Callable[[], float] = time.time) -> list[Held]:
+        """Takes out, and returns, what `buffer.removal` does not let stay, the oldest first. `now_s` is the
+        clock that gave the entries their ids: those of workers and of the learner do not matter."""
         oldest, bounds = list(self._held.values()), self._removal
-        since = time.time() - (bounds.max_age_s or float("inf"))
-        over = [item for item in oldest if item.group.finished_s < since]
-        left = [item for item in oldest if item.group.finished_s >= since]
+        since = now_s() - bounds.max_age_s if bounds.max_age_s else float("-inf")
+        over = [item for item in oldest if committed_s(item.entry) < since]
+        left = [item for item in oldest if committed_s(item.entry) >= since]
         nbytes = sum(item.nbytes for item in left)
         while len(left) > (bounds.max_groups or len(left)) or (
             bounds.max_bytes is not None and nbytes > bounds.max_bytes and len(left) > self._needed

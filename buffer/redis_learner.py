@@ -162,6 +162,28 @@ class LearnerBuffer:
         found: Any = self._call(lambda: self._redis.info("memory"))
         return Memory(int(found["used_memory"]), int(found.get("maxmemory", 0)))
 
+    def now_s(self) -> float:
+        seconds, micros = self._call(self._redis.time)  # pyright: ignore
+        return seconds + micros / 1e6
+
+    def rewind(self) -> bool:
+        if _behind(self._last_id(self.keys.eval_groups), self._eval_position):
+            self._eval_position = START
+        if not _behind(self._last_id(self.keys.groups), self.position):
+            return False
+        self.position = START
+        return True
+
+    def _last_id(self, stream: str) -> str:
+        """The newest id that `stream` ever gave out."""
+        try:
+            found: Any = self._call(lambda: self._redis.xinfo_stream(stream))
+        except redis.ResponseError as error:
+            if "no such key" not in str(error):
+                raise
+            return START
+        return found["last-generated-id"].decode()
+
     def set_aside(self) -> int:
         return int(self._call(lambda: self._redis.get(self.keys.set_aside)) or 0)  # pyright: ignore
 
@@ -256,6 +278,12 @@ class LearnerBuffer:
             if not refuses_writes(error):
                 raise
             raise BufferFull(f"redis refuses writes: {error}") from error
+
+
+def _behind(one: str, other: str) -> bool:
+    """Whether the first of two stream ids is the smaller one."""
+    first, second = (tuple(map(int, id.split("-"))) for id in (one, other))
+    return first < second
 
 
 def _statuses(beat: bytes) -> list[WorkerStatus]:

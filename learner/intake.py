@@ -131,7 +131,7 @@ class Intake:
         old = self._pool.remove_older(lambda group: self.lag(group, version), self._max_lag)
         self.dropped += len(old)
         self._drop(old, "too old")
-        excess = self._pool.remove_excess()
+        excess = self._pool.remove_excess(self._buffer.now_s)
         self.removed += len(excess)
         self._drop(excess, "over a bound of buffer.removal")
 
@@ -152,6 +152,11 @@ class Intake:
         them in the queue. As long as there are groups to learn from, such tickets stay as they are: after an
         exact replay the work on them counts.
         """
+        if self._buffer.rewind():
+            self._pool.rewind()
+            logger.warning(
+                "redis lost its newest groups, and its clock is behind: its stream is read anew"
+            )
         if again := self._buffer.readmit(version):
             logger.info(
                 "%d tickets of abandoned versions are admitted again at version %d", again, version

@@ -18,7 +18,7 @@ import pytest
 import redis
 
 from areal_q.config import Run
-from areal_q.messages import Group, Ticket
+from areal_q.messages import Group, Ticket, encode
 from areal_q.metrics import read_metrics
 from areal_q.tasks import build_task, build_tokenizer
 from buffer.connection import CONNECTIONS, connect_async
@@ -287,6 +287,46 @@ def test_tickets_that_a_power_cut_brings_back_do_not_count_again(
         learner.buffer.close()
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("redis_has", ["nothing", "its older groups"])
+def test_groups_with_ids_below_the_position_are_read(
+    redis_url: str,
+    make_run: Callable[..., Run],
+    make_group: Callable[..., Group],
+    make_ticket: Callable[..., Ticket],
+    monkeypatch: pytest.MonkeyPatch,
+    redis_has: str,
+):
+    """Redis came back without its last groups, on a host whose clock is behind."""
+    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+    run = make_run("learner.groups=4", "learner.max_lag=2")
+    learner, keys = Learning(run, redis_url), Keys(run.name)
+    learner.feeder.admit(0)
+    with redis.Redis.from_url(redis_url) as client:
+
+        def commit(numbers: range, ms: int) -> None:
+            for n in numbers:
+                record = encode(fresh(make_group(make_ticket(n, run=run.name))))
+                client.xadd(keys.groups, {"record": record}, id=f"{ms + n}-0")
+
+        commit(range(5), ms=9_000_000)
+        drawn = learner.intake.take(0, threading.Event())
+        assert drawn
+        before = [group.ticket.number for group in drawn.groups]
+        learner.buffer.read(1, timeout_s=0.0)
+        client.delete(keys.groups)
+        if redis_has != "nothing":
+            commit(range(2), ms=1_000_000)
+        commit(range(5, 9), ms=1_000_000)
+        learner.intake.consumed()
+        after = learner.intake.take(0, threading.Event())
+        assert after
+        assert before + [group.ticket.number for group in after.groups] == [0, 1, 2, 3, 5, 6, 7, 8]
+        # Nothing that was not learnt from is trimmed.
+        learner.buffer.trim(learner.intake.position)
+        assert client.xlen(keys.groups) >= 4
+    learner.buffer.close()
 
 
 def fresh(group: Group) -> Group:

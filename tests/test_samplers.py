@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -363,11 +362,12 @@ def test_what_is_over_a_bound_of_removal_leaves_the_oldest_first(
 ):
     sampler = ["buffer.sampler.type=uniform", "learner.groups=2", "learner.minibatches=1"]
     run = make_run(*sampler, f"buffer.removal.{bound}")
-    pool, now = Pool(run, "0-0"), time.time()
-    ages = {0: 200, 4: 101} if "age" in bound else {}
-    groups = [make_group(make_ticket(n), finished_s=now - ages.get(n, 0)) for n in range(6)]
-    for entry in entries(groups):
-        pool.add(entry)
-    assert [item.number for item in pool.remove_excess()] == gone
+    pool, ages = Pool(run, "0-0"), {0: 200, 4: 101} if "age" in bound else {}
+    skews = [0, -3600, 3600, -3600, 3600, 0]  # seconds by which the clocks of the workers are off
+    now_s = 1e9
+    for n, skew in enumerate(skews):
+        group = make_group(make_ticket(n), finished_s=now_s + skew)
+        pool.add(Entry(f"{int(1000 * (now_s - ages.get(n, 0)))}-{n}", group, nbytes=10))
+    assert [item.number for item in pool.remove_excess(lambda: now_s)] == gone
     assert pool.numbers == set(range(6)) - set(gone)
-    assert pool.remove_excess() == []
+    assert pool.remove_excess(lambda: now_s) == []

@@ -60,7 +60,7 @@ class Removal(_Settings, frozen=True, kw_only=True):
     place, is counted, and goes from Redis with the next checkpoint."""
 
     max_age_s: Positive | None = None
-    """The oldest group, since it was finished."""
+    """The oldest group, since it was committed, by Redis's clock."""
     max_groups: Count | None = None
     """Groups in the buffer."""
     max_bytes: Count | None = None
