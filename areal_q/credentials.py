@@ -1,9 +1,17 @@
-"""Secrets are read from files: an environment is shown by `ps`, `docker inspect` and crash reports."""
+"""Secrets are read from files: `ps` shows arguments, `docker inspect` and crash reports show an environment.
+
+What a message shows of a URL goes through `shown`, which leaves out all that may be a secret.
+"""
 
 import os
 from pathlib import Path
+from urllib.parse import SplitResult, parse_qs, urlsplit
+
+import typer
 
 from areal_q.errors import ConfigError
+
+HIDDEN = "…"
 
 
 def redis_password(url: str) -> str | None:
@@ -31,3 +39,60 @@ def secret(variable: str) -> str | None:
     if not held:
         raise ConfigError(f"{variable}: {name} is empty")
     return held
+
+
+def shown(url: str) -> str:
+    """`url` as a message may show it: the scheme, the host, the port and the path alone.
+
+    Example: redis://me:secret@host:6379/0?password=x is shown as redis://…@host:6379/0?…
+    A URL in which a password with `/`, `?`, `#` or `@` may have moved into other parts is shown as redis://…
+    """
+    parts = _split(url)
+    if parts is None:
+        known = url.split("://")[0] if "://" in url else ""
+        return f"{known}://{HIDDEN}" if known.isalpha() else HIDDEN
+    _, at, host = parts.netloc.rpartition("@")
+    user, query = f"{HIDDEN}@" if at else "", f"?{HIDDEN}" if parts.query else ""
+    return f"{parts.scheme}://{user}{host}{parts.path}{query}"
+
+
+def check_redis_url(url: str) -> None:
+    """Raises ConfigError for a URL whose password would be taken for its host, port or database."""
+    parts = _split(url)
+    by_name = "://" in url and not url.startswith("unix:")
+    if by_name and (parts is None or not parts.netloc):
+        raise ConfigError(
+            f"--redis, or REDIS_URL: {shown(url)} is not redis://HOST:PORT; a password is best in the file "
+            "that REDIS_PASSWORD_FILE names, in a URL it must be percent-encoded"
+        )
+
+
+def no_password(ctx: typer.Context, param: typer.CallbackParam, value: str | None) -> str | None:
+    """The callback of an option that takes the URL of a Redis. Raises ConfigError for a password in it that
+    comes from the command line, where `ps` shows it to every user of the machine."""
+    source = ctx.get_parameter_source(param.name or "")
+    if value and source is not None and source.name == "COMMANDLINE" and _has_password(value):
+        raise ConfigError(
+            "--redis: a password in an argument is seen by every user of the machine: name a file with it in "
+            "REDIS_PASSWORD_FILE, or set REDIS_URL instead of --redis"
+        )
+    return value
+
+
+def _has_password(url: str) -> bool:
+    parts = _split(url)
+    if parts is None:
+        return "@" in url
+    return bool(parts.password) or "password" in parse_qs(parts.query)
+
+
+def _split(url: str) -> SplitResult | None:
+    """None for what is no URL, or one whose parts may not be what they seem."""
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 - raises ValueError for one that is no number
+    except ValueError:
+        return None
+    odd = not parts.scheme or parts.fragment or "@" in parts.query
+    in_path = "@" in parts.path and parts.scheme != "unix"
+    return None if odd or in_path else parts

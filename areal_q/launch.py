@@ -33,7 +33,7 @@ from types import FrameType
 from typing import Protocol
 
 from areal_q.config import Run
-from areal_q.credentials import redis_password
+from areal_q.credentials import check_redis_url, redis_password
 from areal_q.errors import BufferUnavailable, ChildDied, ConfigError, UserError
 from areal_q.preflight import preflight, served_at
 from areal_q.processes import die_with_parent, module_command
@@ -89,17 +89,19 @@ class Plan:
 
 def plan(run: Run, run_dir: Path, sockets: Path, resume: bool) -> Plan:
     """The processes that `run` asks for; `sockets` is a directory with a short path."""
-    redis, url = None, os.environ.get("REDIS_URL", "")
+    # The children inherit REDIS_URL: an argument would show its password to every user of the machine.
+    redis, url, where = None, os.environ.get("REDIS_URL", ""), []
     if not url:
         socket = sockets / "redis"
         url = f"unix://{socket}"
+        where = ["--redis", url]
         argv = ["--dir", str(run_dir / "redis"), "--socket", str(socket)]
         redis = Program("redis", module_command("buffer.server", *argv))
     announce = run.broadcast.announce or f"ipc://{sockets / 'announce'}"
     fetch = run.broadcast.fetch or f"ipc://{sockets / 'fetch'}"
-    learner = module_command("learner", "--redis", url, "--run-dir", str(run_dir))
+    learner = module_command("learner", *where, "--run-dir", str(run_dir))
     learner += ["--announce", announce, "--fetch", fetch, *(["--resume"] if resume else [])]
-    worker = module_command("rollout", "--redis", url, "--run", run.name)
+    worker = module_command("rollout", *where, "--run", run.name)
     worker += ["--config", str(run_dir / "config.toml")]
     names = [f"rollout-{i}" for i in range(run.rollout.workers)]
     return Plan(
@@ -198,6 +200,7 @@ def _no_redis(plan: Plan) -> Exception:
 def _answers(url: str) -> bool:
     import redis
 
+    check_redis_url(url)
     try:
         options = {"socket_timeout": 5, "socket_connect_timeout": 5}
         with redis.Redis.from_url(url, password=redis_password(url), **options) as client:

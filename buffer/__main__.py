@@ -13,6 +13,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from areal_q.credentials import no_password
 from areal_q.errors import AReaLQError, ConfigError
 from buffer import admin, look, show
 from buffer.opened import opened
@@ -27,7 +28,9 @@ app = typer.Typer(
 Directory = Annotated[
     Path | None, typer.Argument(metavar="[RUN]", help="a run's directory, such as runs/demo")
 ]
-Url = Annotated[str | None, typer.Option("--redis", help="URL of the buffer, with --run")]
+Url = Annotated[
+    str | None, typer.Option("--redis", help="URL of the buffer, with --run", callback=no_password)
+]
 Name = Annotated[str | None, typer.Option("--run", help="name of the run, with --redis")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document instead of tables")]
 Yes = Annotated[bool, typer.Option("--yes", help="do not ask")]

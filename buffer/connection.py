@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ from redis.connection import parse_url
 from redis.exceptions import OutOfMemoryError
 from redis.retry import Retry
 
-from areal_q.credentials import redis_password
+from areal_q.credentials import check_redis_url, redis_password, shown
 from areal_q.errors import BufferUnavailable, ConfigError
 
 T = TypeVar("T")
@@ -49,6 +48,7 @@ def connect_async(url: str) -> redis.asyncio.Redis:
 
 def _options(url: str) -> dict[str, Any]:
     """Raises ConfigError for what is no URL of a Redis."""
+    check_redis_url(url)
     try:
         parse_url(url)
     except ValueError as error:
@@ -66,7 +66,7 @@ class Patience:
     """How long one operation is tried. `pause` gives the wait before the next try, or gives up."""
 
     def __init__(self, url: str, seconds: float) -> None:
-        self._where = re.sub(r"//[^@/]*@", "//…@", url)
+        self._where = shown(url)
         self._seconds = seconds
         self._until = time.monotonic() + seconds
         self._pause_s = 0.05

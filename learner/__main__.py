@@ -24,6 +24,7 @@ import typer
 
 from areal_q import logs, rundir
 from areal_q.config import MegatronBackend, Run, load
+from areal_q.credentials import no_password
 from areal_q.errors import ConfigError, Stopped, UserError
 from areal_q.exporter import LEARNER, Exporter, serve_metrics
 
@@ -33,7 +34,9 @@ ANNOUNCE, FETCH = "tcp://127.0.0.1:5551", "tcp://127.0.0.1:5552"
 
 
 def main(
-    redis: Annotated[str, typer.Option(help="URL of the buffer", envvar="REDIS_URL")],
+    redis: Annotated[
+        str, typer.Option(help="URL of the buffer", envvar="REDIS_URL", callback=no_password)
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[a.b=c]...", help="settings on top of --config"),

@@ -16,6 +16,7 @@ import typer
 
 from areal_q import logs
 from areal_q.config import load
+from areal_q.credentials import no_password
 from areal_q.errors import UserError
 from areal_q.exporter import WORKER, Exporter, serve_metrics
 from areal_q.ports import check_free
@@ -24,7 +25,9 @@ logger = logging.getLogger("rollout")
 
 
 def main(
-    redis: Annotated[str, typer.Option(help="URL of the buffer", envvar="REDIS_URL")],
+    redis: Annotated[
+        str, typer.Option(help="URL of the buffer", envvar="REDIS_URL", callback=no_password)
+    ],
     run: Annotated[str, typer.Option(help="name of the run to work for")],
     id: Annotated[str, typer.Option(help="unique name; default HOST-PID")] = "",
     metrics: Annotated[

@@ -13,6 +13,7 @@ import msgspec
 import typer
 
 from areal_q.config import Run, SglangEngine, load
+from areal_q.credentials import no_password
 from areal_q.environment import Finding, check_device, environment
 from areal_q.errors import UserError
 from areal_q.preflight import preflight
@@ -29,7 +30,8 @@ def main(
         list[str] | None, typer.Argument(metavar="[a.b=c]...", help="settings on top")
     ] = None,
     redis: Annotated[
-        str | None, typer.Option(help="URL of a Redis to look at", envvar="REDIS_URL")
+        str | None,
+        typer.Option(help="URL of a Redis to look at", envvar="REDIS_URL", callback=no_password),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON list")] = False,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from areal_q.config import ModelConfig, PretrainedModel, Run, SglangEngine
-from areal_q.credentials import secret
+from areal_q.credentials import secret, shown
 from areal_q.environment import Finding
 from areal_q.errors import ConfigError, EngineDied
 from areal_q.models import load_config
@@ -36,7 +36,7 @@ async def server_of(run: Run, config: SglangEngine) -> list[Finding]:
     except ConfigError as error:
         return [Finding(name, "error", str(error), "SGLANG_KEY_FILE: a file with the server's key")]
     except (EngineDied, ValueError) as error:
-        says = f"rollout.engine.url: {config.url}: {error}"
+        says = f"rollout.engine.url: {shown(config.url)}: {error}"
         return [Finding(name, "error", says, "start it, or name another rollout.engine.url")]
     finally:
         await client.close()
@@ -46,7 +46,7 @@ async def _asked(client: Client, ours: str, config: SglangEngine) -> AsyncIterat
     info = await client.get("/server_info")
     if not isinstance(info, dict) or "version" not in info:
         raise EngineDied("what answers there is no SGLang")
-    yield Finding("sglang server", "ok", f"{client.url} is SGLang {info['version']}")
+    yield Finding("sglang server", "ok", f"{shown(client.url)} is SGLang {info['version']}")
     yield _model(await client.get("/model_info"), ours)
     try:
         sglang_checks.check_settings(info, config)
@@ -79,7 +79,9 @@ async def _weights(client: Client, config: SglangEngine) -> Finding:
     except (EngineDied, KeyError, TypeError):
         paths = None  # a server can be told not to say
     if paths is not None and UPDATE not in paths:
-        return Finding(name, "error", f"{client.url} has no {UPDATE}", "SGLang 0.5.23 or newer")
+        return Finding(
+            name, "error", f"{shown(client.url)} has no {UPDATE}", "SGLang 0.5.23 or newer"
+        )
     if not os.access(place, os.W_OK):
         fix = "another rollout.engine.directory"
         return Finding(name, "error", f"versions cannot be written to {place}", fix)

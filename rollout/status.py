@@ -19,6 +19,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from areal_q.credentials import no_password
 from areal_q.errors import AReaLQError, UserError, WeightVersionError
 from areal_q.messages import HeldVersion, WorkerStatus, decode_status
 from buffer import look, show
@@ -154,7 +155,9 @@ def main(
     directory: Annotated[
         Path | None, typer.Argument(metavar="[RUN]", help="a run's directory, such as runs/demo")
     ] = None,
-    url: Annotated[str | None, typer.Option("--redis", help="its Redis, with --run")] = None,
+    url: Annotated[
+        str | None, typer.Option("--redis", help="its Redis, with --run", callback=no_password)
+    ] = None,
     run: Annotated[str | None, typer.Option(help="its name, with --redis")] = None,
     fetch: Annotated[
         str | None, typer.Option(help="the learner's endpoint as seen from here")

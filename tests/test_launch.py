@@ -323,7 +323,15 @@ def test_the_plan_starts_the_modules_with_the_threads_of_the_settings(tmp_path, 
 def test_a_redis_that_is_there_already_is_not_started(tmp_path, monkeypatch):
     monkeypatch.setenv("REDIS_URL", "redis://elsewhere:6379/0")
     made = plan(Run(), tmp_path, tmp_path, resume=False)
-    assert made.redis is None and "redis://elsewhere:6379/0" in made.learner.argv
+    assert made.redis is None and made.redis_url == "redis://elsewhere:6379/0"
+
+
+def test_no_password_is_in_the_arguments_of_a_child(tmp_path, monkeypatch):
+    """`ps` shows them to every user of the machine; the children read REDIS_URL, which they inherit."""
+    monkeypatch.setenv("REDIS_URL", "redis://:secret@elsewhere:6379/0")
+    made = plan(Run(), tmp_path, tmp_path, resume=False)
+    arguments = [a for program in (made.learner, *made.workers) for a in program.argv]
+    assert "--redis" not in arguments and not any("secret" in a for a in arguments)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from typing import Any
 
 from areal_q.config import SglangEngine
+from areal_q.credentials import shown
 from areal_q.errors import ConfigError, EngineDied
 from rollout.engines.served import UNQUANTIZED
 from rollout.engines.sglang_client import Client
@@ -16,7 +17,7 @@ LOGPROB_GAP = 0.05
 
 def check_settings(info: dict[str, Any], config: SglangEngine) -> None:
     """Raises ConfigError for a running server that cannot keep a promise of ours."""
-    where = f"rollout.engine.url: {config.url}"
+    where = f"rollout.engine.url: {shown(config.url)}"
     if "sampling_mask_max_tokens" not in info:
         raise ConfigError(f"{where} is SGLang {info.get('version')}; 0.5.23 or newer is needed")
     if config.seeded and not info["enable_deterministic_inference"]:
@@ -53,7 +54,7 @@ async def check_logprobs(client: Client, most_masked: int) -> None:
     gap = max(abs(a - b) for a, b in zip(reported, drawn, strict=True))
     if gap > LOGPROB_GAP:
         raise ConfigError(
-            f"rollout.engine.url: {client.url} reports log-probs {gap:.2f} nats from those of the "
+            f"rollout.engine.url: {shown(client.url)} reports log-probs {gap:.2f} nats from those of the "
             "distribution that draws: SGLANG_RETURN_ORIGINAL_LOGPROB must not be set"
         )
 

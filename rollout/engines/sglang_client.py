@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from areal_q.credentials import shown
 from areal_q.errors import ConfigError, EngineDied, RecordError
 
 MAX_LINE_BYTES = 64 << 20
@@ -118,7 +119,7 @@ class Client:
     def _refuse(self, status: int, said: str) -> None:
         """The request's fault, or the server's."""
         if status in (401, 403):
-            raise ConfigError(f"SGLang at {self.url} asks for another key")
+            raise ConfigError(f"SGLang at {shown(self.url)} asks for another key")
         if status < 500:
             raise RecordError(f"SGLang refuses the request: {said}")
         raise EngineDied(f"SGLang: status {status}: {said}")
@@ -137,7 +138,7 @@ class Client:
         except self._error as error:
             raise EngineDied(f"SGLang, {path}: {error}") from error
         if answer.status in (401, 403):
-            raise ConfigError(f"SGLang at {self.url} asks for another key")
+            raise ConfigError(f"SGLang at {shown(self.url)} asks for another key")
         if answer.status >= 400:
             raise EngineDied(f"SGLang, {path}: status {answer.status}: {text}")
         return json.loads(text) if answer.content_type == "application/json" else text
