@@ -10,6 +10,7 @@ from areal_q.accuracy import Evaluation, read_evaluations
 from areal_q.config import Run
 from areal_q.curves import draw
 from areal_q.metrics import FILE_NAME, TENSORBOARD_DIR, read_metrics
+from areal_q.reward_signal import FailureLog, hint, reward_name, times
 from areal_q.rundir import has_checkpoint
 from areal_q.summary import Answer, Summary, summarize
 
@@ -21,15 +22,16 @@ def last_screen(run: Run, run_dir: Path, console: Console | None = None) -> None
     records = read_metrics(path) if path.exists() else []
     if not records:
         console.print(f"{run.name}: stopped before its first record", highlight=False)
+        console.print(_pairs(_reward_rows(run, run_dir, [])), highlight=False)
         return
-    summary = summarize(records)
+    summary = summarize(records, run.learner.groups * run.learner.group_size)
     curves = draw(run_dir)
     console.print(_screen(run, run_dir, summary, curves), highlight=False)
 
 
 def _screen(run: Run, run_dir: Path, summary: Summary, curves: Path) -> RenderableType:
     parts: list[RenderableType] = [Text(), Text(f"{run.name}: {summary.title}", "bold")]
-    parts.append(_pairs(summary.rows))
+    parts.append(_pairs([*summary.rows, *_reward_rows(run, run_dir, summary.rows)]))
     if evaluations := read_evaluations(run_dir):
         parts += [Text(), _pairs([_evaluation(e) for e in evaluations])]
     if summary.answers:
@@ -40,6 +42,16 @@ def _screen(run: Run, run_dir: Path, summary: Summary, curves: Path) -> Renderab
     paths.append(("curves", str(curves)))
     parts += [Text(), _pairs(paths), Text(), _pairs(_next_commands(run, run_dir, summary))]
     return Group(*parts)
+
+
+def _reward_rows(run: Run, run_dir: Path, told: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Why rewards failed, from the workers' logs, and what gives a model its first right answers."""
+    log, rows = FailureLog(run_dir), []
+    if failed := log.read():
+        rows.append(("last failure", f"✗ {reward_name(run)}, {times(failed)}: {log.last}"))
+    if any(name == "reward is flat" for name, _ in told) and (advice := hint(run)):
+        rows.append(("", advice))
+    return rows
 
 
 def _next_commands(run: Run, run_dir: Path, summary: Summary) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ plain line every few seconds.
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -17,6 +18,7 @@ from rich.text import Text
 
 from areal_q.config import Run
 from areal_q.metrics import FILE_NAME, Record, Tail
+from areal_q.reward_signal import RewardWatch
 from areal_q.rundir import path_of
 from areal_q.summary import Unfaithful, duration, number, plural, size, unfaithful
 
@@ -102,9 +104,12 @@ class _Following:
         self.run, self.console = run, console
         self.history = History(run.steps)
         self._tail = Tail(path_of(run) / FILE_NAME)
+        self.rewards = RewardWatch(run, path_of(run))
 
     def start(self, run_dir: Path) -> None:
         self.run_dir = run_dir
+        # What the logs of an earlier start say was said then.
+        self.rewards = RewardWatch(self.run, run_dir, skip=True)
         self._tail = Tail(run_dir / FILE_NAME)
         self.began = time.monotonic()
 
@@ -127,6 +132,7 @@ class _Following:
             self.history = History(self.run.steps)
         for record in records:
             self.history.add(record)
+            self.rewards.add(record)
         return records
 
 
@@ -157,6 +163,8 @@ class PlainView(_Following):
             if problem.engine not in self._warned:
                 self._warned.add(problem.engine)
                 self.note(f"warning: {problem}")
+        for sentence in self.rewards.due():
+            self.note(f"warning: {sentence}")
 
 
 class LiveView(_Following):
@@ -183,7 +191,7 @@ class LiveView(_Following):
     def _picture(self) -> RenderableType:
         # Before the first record there is nothing to count from but this process's own start.
         elapsed = self.history.elapsed_s or time.monotonic() - self.began
-        return picture(self.run.name, self.history, elapsed)
+        return picture(self.run.name, self.history, elapsed, self.rewards.warnings())
 
 
 def build_view(run: Run, console: Console | None = None) -> PlainView | LiveView:
@@ -197,6 +205,7 @@ def watch(run: Run, run_dir: Path, console: Console | None = None) -> None:
     """Follows a run, started by whomever, until it ends or Ctrl-C."""
     view = build_view(run, console)
     view.start(run_dir)
+    view.rewards = RewardWatch(run, run_dir)
     try:
         while view.history.end is None:
             view.refresh()
@@ -232,13 +241,16 @@ def plain_line(record: Record, history: History) -> str:
     )
 
 
-def picture(name: str, history: History, elapsed_s: float) -> RenderableType:
+def picture(
+    name: str, history: History, elapsed_s: float, warnings: Sequence[str] = ()
+) -> RenderableType:
     """The whole live view. Narrow terminals crop it, none wraps it."""
     parts: list[RenderableType] = [_header(name, history, elapsed_s)]
     if history.last or history.evals:
         parts += [Text(), _figures(history)]
     for problem in history.unfaithful.values():
         parts.append(Text(f"✗ {problem}", "red", no_wrap=True, overflow="crop"))
+    parts += [Text(f"✗ {warning}", "red") for warning in warnings]
     if workers := (history.last or {}).get("workers"):
         parts += [Text(), _workers(workers)]
     return Group(*parts)

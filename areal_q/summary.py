@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_q.metrics import Record
+from areal_q.reward_signal import EQUAL_STEPS, equal_steps, equal_text, failed_rewards, failed_text
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,9 @@ def unfaithful(records: Iterable[Record]) -> list[Unfaithful]:
     return list(worst.values())
 
 
-def summarize(records: Sequence[Record]) -> Summary:
-    """Means are over all steps; accuracies are of the first and the last evaluation."""
+def summarize(records: Sequence[Record], responses: int = 0) -> Summary:
+    """Means are over all steps; accuracies are of the first and the last evaluation. `responses` is the
+    number of responses in a step; 0: not known."""
     steps = [r for r in records if r["kind"] == "step"]
     evals = [r for r in records if r["kind"] == "eval"]
     ends = [r for r in records if r["kind"] == "end"]
@@ -75,8 +77,18 @@ def summarize(records: Sequence[Record]) -> Summary:
     elapsed = records[-1]["elapsed_s"] if records else 0.0
     title = f"{reason or 'stopped'} after {plural(last_step, 'step')} in {duration(elapsed)}"
     warnings = [("fidelity", f"✗ {problem}") for problem in unfaithful(steps)]
+    warnings += _reward_warnings(steps, responses)
     rows = [*_accuracy_rows(evals), *_step_rows(steps), *warnings]
     return Summary(title, rows, _answers(evals), reason)
+
+
+def _reward_warnings(steps: list[Record], responses: int) -> Iterable[tuple[str, str]]:
+    failed, causes = failed_rewards(steps)
+    if failed:
+        yield "reward failed", f"✗ {failed_text(failed, causes, responses * len(steps))}"
+    equal = equal_steps(steps)
+    if equal and equal >= min(EQUAL_STEPS, len(steps)):
+        yield "reward is flat", f"✗ {equal_text(equal, steps[-1].get('reward/mean'))}"
 
 
 def _accuracy_rows(evals: list[Record]) -> Iterable[tuple[str, str]]:

@@ -11,6 +11,7 @@ from areal_q.config import Run
 from areal_q.diagnosis import TERMS, Case, Finding, LogFacts, TokenTable, diagnose, look_at
 from areal_q.errors import CheckpointError, LogError
 from areal_q.models import DecoderConfig
+from areal_q.reward_signal import FailureLog, reward_name, times
 from areal_q.summary import mean
 from buffer.log import iter_log, logged_steps
 from buffer.steps import iter_steps
@@ -47,9 +48,7 @@ def examine(directory: Path, first: int | None, stop: int | None, console: Conso
     records = list(iter_steps(directory / "steps", 0, stop))
     steps = [record.step for record in records]
     if not steps:
-        raise LogError(
-            f"{directory / 'steps'}: no step is logged" + (f" before {asked}" if asked else "")
-        )
+        raise LogError(f"{directory / 'steps'}: {_nothing_logged(directory, run, asked)}")
     stop = steps[-1] + 1
     first = max(steps[0], stop - WINDOW) if first is None else first
     if first >= stop:
@@ -66,10 +65,19 @@ def examine(directory: Path, first: int | None, stop: int | None, console: Conso
         except CheckpointError as error:
             note = f"no decomposition: {error}"
     tokens = probe.table() if probe.parts else empty()
-    disagreement = mean([r.metrics for r in records if r.step >= first], "routing/disagreement")
+    metrics = [r.metrics for r in records if r.step >= first]
+    disagreement = mean(metrics, "routing/disagreement")
     experts = bool(model and model.sparse_layers)
-    findings = diagnose(Case(run, facts, tokens, disagreement, experts))
+    findings = diagnose(Case(run, facts, tokens, disagreement, experts, metrics))
     return Examined(directory, run, first, stop, facts, tokens, findings, exact, note)
+
+
+def _nothing_logged(directory: Path, run: Run, asked: int | None) -> str:
+    """Why there is no step, as far as the logs of the workers tell."""
+    log, text = FailureLog(directory), "no step is logged" + (f" before {asked}" if asked else "")
+    failed = log.read()
+    told = f"; the reward {reward_name(run)} failed {times(failed)}: {log.last}" if failed else ""
+    return text + told
 
 
 def _replay(directory: Path, first: int, stop: int, probe: Probe, console: Console) -> bool:

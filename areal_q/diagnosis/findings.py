@@ -1,6 +1,6 @@
 """Causes of disagreement, one rule each: a number over its threshold, in words, with what to change."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +9,14 @@ import numpy as np
 from areal_q.config import Run
 from areal_q.diagnosis.groups import LogFacts, longest_run
 from areal_q.diagnosis.tokens import Split, TokenTable, by_position, split
+from areal_q.reward_signal import (
+    EQUAL_STEPS,
+    equal_steps,
+    equal_text,
+    failed_rewards,
+    failed_text,
+    hint,
+)
 
 LARGE_RMS = 0.05
 """nats: below it w stays within about ±10 % for 95 % of the tokens, which no objective minds"""
@@ -40,6 +48,8 @@ class Case:
     """Share of routes (token, layer) that the learner would not have taken; None: none was recorded"""
     experts: bool = False
     """Whether the model has any"""
+    metrics: Sequence[Mapping[str, float | None]] = ()
+    """The metrics of each step that was looked at"""
 
 
 @dataclass(frozen=True)
@@ -136,14 +146,46 @@ def sampling_settings(case: Case) -> Finding | None:
     )
 
 
+def failing_rewards(case: Case) -> Finding | None:
+    failed, causes = failed_rewards(case.metrics)
+    if not failed:
+        return None
+    learner = case.run.learner
+    responses = learner.groups * learner.group_size * len(case.metrics)
+    share = failed / responses
+    return Finding(
+        "failing rewards",
+        "error" if share >= SOME_SHARE else "warning",
+        share,
+        f"the reward failed for {failed_text(failed, causes, responses)}",
+        "the exception stands in logs/rollout-*.log, behind `reward failed`: mend the reward, "
+        "or raise reward.timeout_s",
+    )
+
+
+def flat_rewards(case: Case) -> Finding | None:
+    """Where no reward differs from another, no estimator finds a direction."""
+    steps = equal_steps(case.metrics)
+    if not steps or steps < min(EQUAL_STEPS, len(case.metrics)):
+        return None
+    mean = case.metrics[-1].get("reward/mean")
+    advice = hint(case.run) or (
+        "easier problems first, more responses a group (learner.group_size), a finer reward"
+        if mean is None or mean <= 0
+        else "harder problems: these are solved"
+    )
+    return Finding("flat rewards", "error", steps, equal_text(steps, mean), advice)
+
+
 def staleness(case: Case) -> Finding | None:
+    """The objectives correct for it within `learner.max_lag`: a warning only where few samples count."""
     x = _main(case, "staleness")
     if x is None:
         return None
     mean = float(case.tokens.lag.mean())
     return Finding(
         "staleness",
-        "warning",
+        "warning" if _ess(case) < HEAVY_ESS else "note",
         x.share,
         f"staleness makes {x.share:.0%} of the gap ({x.rms:.3f} nats rms at a mean lag of {mean:.1f})",
         f"lower learner.max_lag (now {case.run.learner.max_lag}) or learner.optimizer.lr, or add workers",
@@ -233,11 +275,8 @@ def growth(case: Case) -> Finding | None:
 
 
 def heavy_tail(case: Case) -> Finding | None:
-    w = np.exp(np.clip(case.tokens.log_w, -20, 20))
-    if not len(w):
-        return None
-    ess = float(w.sum() ** 2 / (len(w) * (w * w).sum()))
-    if ess >= HEAVY_ESS:
+    w = _weights(case)
+    if not len(w) or (ess := _ess(case)) >= HEAVY_ESS:
         return None
     return Finding(
         "heavy tail",
@@ -287,6 +326,17 @@ def garble(case: Case) -> Finding | None:
     )
 
 
+def _weights(case: Case) -> np.ndarray:
+    """The mismatch weights w, float64 [N]."""
+    return np.exp(np.clip(case.tokens.log_w, -20, 20))
+
+
+def _ess(case: Case) -> float:
+    """The share of the samples that the weights w leave in effect."""
+    w = _weights(case)
+    return float(w.sum() ** 2 / (len(w) * (w * w).sum()))
+
+
 def _large(case: Case) -> list[Split]:
     """The terms, where the gap is large enough to mind."""
     total = float(np.sqrt(np.mean(case.tokens.log_w**2))) if len(case.tokens) else 0.0
@@ -299,6 +349,8 @@ def _main(case: Case, term: str) -> Split | None:
 
 
 RULES: tuple[Callable[[Case], Finding | None], ...] = (
+    failing_rewards,
+    flat_rewards,
     missing_logprobs,
     positive_logprobs,
     zero_logprobs,

@@ -27,6 +27,8 @@ from areal_q.tasks.base import Problem, Score
 logger = logging.getLogger(__name__)
 
 TIMED_OUT = "took too long"
+FAILED = "reward failed"
+"""Begins every line of the log about a failure; areal_q/reward_signal.py looks for it"""
 START_S = 60.0
 """To import what the reward imports; not part of its timeout"""
 MAX_FRAME = 1 << 20
@@ -108,7 +110,8 @@ class Isolated:
         self.errors += 1
         if self.errors & (self.errors - 1) == 0:  # the 1st, 2nd, 4th, 8th …: a log, not a flood
             logger.warning(
-                "reward failed, %d so far: %s, for prompt %.80r",
+                "%s, %d so far: %s, for prompt %.80r",
+                FAILED,
                 self.errors,
                 failure,
                 problem.prompt,

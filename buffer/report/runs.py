@@ -158,7 +158,8 @@ def different_settings(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _words(run: Reported) -> dict[str, Any]:
-    summary = summarize(run.records)
+    learner = run.run.learner
+    summary = summarize(run.records, learner.groups * learner.group_size)
     return {
         "name": run.name,
         "title": summary.title if run.ended else f"at step {_last(run)} of {run.run.steps}",
