@@ -42,6 +42,8 @@ def main(
     """Splits the gap between behaviour and learner by cause; writes RUN/doctor.json.
 
     With --probe, every version has the same weights: what is left is quantization and the engine.
+
+    Exit codes: 0 fine, or nothing worse than a note; 1 look at what is named; 2 no such run, or no log.
     """
     from rich.console import Console
 

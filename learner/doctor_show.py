@@ -13,48 +13,67 @@ from learner.doctor_examine import Examined
 BARS = " ▁▂▃▄▅▆▇█"
 COLORS = {"error": "red", "warning": "yellow", "note": "dim"}
 MEANING = {
-    "staleness": "learner's weights − those of the version that drew",
-    "noise": "these − the same with the published noise (AQN)",
-    "weights": "these − what was published for them",
-    "activations": "published weights − the format's own arithmetic",
-    "sampling": "learner's temperature − the recorded one",
-    "cache": "rest, in responses begun with older weights",
-    "engine": "rest: − the log-prob that was recorded",
+    "staleness": "weights older than the learner's",
+    "noise": "noise added before publishing (AQN)",
+    "weights": "the published weights are quantized",
+    "activations": "the format quantizes activations",
+    "sampling": "drawn at another temperature",
+    "cache": "keys and values of older weights",
+    "engine": "the rest: the engine's own arithmetic",
 }
+LEGEND = """\
+w = π_prox/π_behav: the learner's probability of a token over the rollout's
+lag: versions behind; KL: mean of −log w, nats; rms: root mean square of log w
+p1, p99: 1 % and 99 % of the tokens have a smaller w"""
 
 
 def screen(x: Examined, console: Console) -> None:
-    """Prints the examination."""
+    """Prints the verdict, then what it rests on. Fits 80 columns."""
     facts, tokens = x.facts, x.tokens
     console.print(
         f"[bold]{x.directory}[/]  steps {x.first}–{x.stop - 1}: {facts.responses} responses, "
         f"{facts.tokens} tokens, {', '.join(facts.formats)}"
     )
+    console.print(_verdict(x))
+    for finding in x.findings:
+        color = COLORS[finding.severity]
+        console.print(f"[{color}]● {finding.name}[/]: {finding.says}\n  [dim]→ {finding.change}[/]")
     if x.note:
         console.print(f"[yellow]{x.note}[/]")
     if x.exact is not None:
         how = "bit for bit" if x.exact else "[yellow]not as recorded: see areal-q replay[/]"
         console.print(f"[dim]the weights of every version were made again by replay:[/] {how}")
     if len(tokens):
-        edge = max(0.01, 3 * rms(tokens.log_w))
-        console.print(_ratios(x, edge))
-        console.print(_terms(x))
-        where = "  ".join(
-            f"{a}–{b} {v:.3f}" if b > a else f"{a} {v:.3f}" for a, b, _, v in by_position(tokens)
-        )
-        console.print(f"[dim]gap without staleness, nats rms by position:[/]  {where}")
-    for finding in x.findings:
-        color = COLORS[finding.severity]
-        console.print(f"[{color}]● {finding.name}[/]: {finding.says}\n  [dim]→ {finding.change}[/]")
-    if not x.findings:
-        console.print("[green]● nothing that a rule knows is wrong[/]")
+        _figures(x, console)
 
 
-def _ratios(x: Examined, edge: float) -> Table:
+def _verdict(x: Examined) -> str:
+    graver = [f for f in x.findings if f.severity != "note"]
+    if graver:
+        color = COLORS[graver[0].severity]
+        return f"[{color} bold]look at: {', '.join(f.name for f in graver)}[/]"
+    also = ", but for the notes below" if x.findings else ""
+    return f"[green bold]fine[/]: nothing that a rule knows is wrong{also}"
+
+
+def _figures(x: Examined, console: Console) -> None:
+    edge = max(0.01, 3 * rms(x.tokens.log_w))
+    console.print(_ratios(x))
+    console.print(f"[dim]log w before truncation, from −{edge:.2g} to {edge:.2g} nats:[/]")
+    for lag, some in by_lag(x.tokens):
+        console.print(f" lag {lag}  {bars(histogram(some, edge))}", no_wrap=True)
+    console.print(_terms(x))
+    where = "  ".join(
+        f"{a}–{b} {v:.3f}" if b > a else f"{a} {v:.3f}" for a, b, _, v in by_position(x.tokens)
+    )
+    console.print(f"[dim]gap without staleness, nats rms by position:[/]  {where}")
+    console.print(LEGEND, style="dim")
+
+
+def _ratios(x: Examined) -> Table:
     table = Table(box=None, padding=(0, 1), header_style="dim")
     for title in ("lag", "tokens", "KL", "rms", "p1 of w", "p99 of w", "largest w"):
-        table.add_column(title, justify="right")
-    table.add_column(f"log w before truncation, −{edge:.2g} … {edge:.2g} nats")
+        table.add_column(title, justify="right", no_wrap=True)
     for lag, some in by_lag(x.tokens):
         log_w = some.log_w
         low, high = np.exp(np.quantile(log_w, (0.01, 0.99)))
@@ -66,26 +85,27 @@ def _ratios(x: Examined, edge: float) -> Table:
             f"{low:.3f}",
             f"{high:.3f}",
             f"{np.exp(log_w.max()):.3g}",
-            bars(histogram(some, edge)),
         )
     return table
 
 
 def _terms(x: Examined) -> Table:
-    table = Table(box=None, padding=(0, 1), header_style="dim")
     known = int(x.tokens.known.sum())
-    table.add_column(f"the gap log w = sum of ({known:,} tokens)")
+    table = Table(
+        box=None,
+        padding=(0, 1),
+        header_style="dim",
+        title=f"what log w is the sum of, {known:,} tokens",
+        title_style="dim",
+        title_justify="left",
+    )
+    table.add_column("cause", no_wrap=True)
     for title in ("rms", "KL", "share"):
-        table.add_column(title, justify="right")
-    table.add_column("")
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("", style="dim")
     parts = split(x.tokens)
     for part in parts:
-        row = (
-            f"{part.rms:.4f}",
-            f"{part.kl:+.5f}",
-            f"{part.share:.1%}",
-            f"[dim]{MEANING[part.term]}",
-        )
+        row = (f"{part.rms:.4f}", f"{part.kl:+.5f}", f"{part.share:.1%}", MEANING[part.term])
         table.add_row(part.term, *row)
     if parts:
         total = x.tokens.where(x.tokens.known).log_w

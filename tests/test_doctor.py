@@ -1,5 +1,6 @@
 """The doctor on logs made here: causes are planted, found, and not found where they were not planted."""
 
+import io
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from areal_q.config import Run, Sampling, dump_toml, override
-from areal_q.diagnosis import TERMS, Case, diagnose, look_at
+from areal_q.config import Run, Sampling, dump_toml, load, override
+from areal_q.diagnosis import TERMS, Case, LogFacts, TokenTable, diagnose, look_at
 from areal_q.diagnosis.groups import has_loop, longest_run
-from areal_q.diagnosis.tokens import split
+from areal_q.diagnosis.tokens import histogram, rms, split
 from areal_q.errors import LogError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from areal_q.models import Decoder, DecoderConfig, init_weights
@@ -30,6 +31,7 @@ from learner.batch import pack, samples_of
 from learner.doctor import main
 from learner.doctor_examine import Examined, empty, examine
 from learner.doctor_probe import Version
+from learner.doctor_show import bars, screen
 from learner.lineage import Lineage
 from learner.publish import Publisher
 from learner.step import learn, machine
@@ -364,6 +366,76 @@ def test_one_screen_and_the_same_numbers_as_json(tmp_path, capsys, monkeypatch):
     assert {x["lag"] for x in table["by_lag"]} == {0, 1}
     assert sum(table["by_lag"][0]["histogram"]) == table["by_lag"][0]["tokens"]
     assert "engine" in {finding["name"] for finding in table["findings"]}
+
+
+@pytest.mark.parametrize(
+    ("world", "verdict"),
+    [({}, "fine: nothing that a rule knows is wrong"), (PLANTS["engine"], "look at: engine")],
+    ids=["healthy", "engine"],
+)
+def test_the_screen_has_its_verdict_first_and_fits_80_columns(tmp_path, world, verdict):
+    x = World(tmp_path / "run", **world).play()
+    console = Console(record=True, width=80, file=io.StringIO())
+    screen(replace(x, directory=Path("runs/demo")), console)
+    lines = console.export_text().splitlines()
+    assert lines[1].startswith(verdict)
+    assert not any(line.rstrip().endswith("…") for line in lines)
+    numbers = next(line for line in lines if line.split()[:2] == ["lag", "tokens"]).split()
+    assert numbers[-2:] == ["largest", "w"]
+    assert max(map(len, lines)) <= 80
+    drawn = next(line for line in lines if line.startswith(" lag 0"))
+    whole = bars(histogram(x.tokens, max(0.01, 3 * rms(x.tokens.log_w))))
+    assert drawn.removeprefix(" lag 0  ").rstrip() == whole.rstrip()
+
+
+def test_staleness_within_the_bound_is_a_note_until_few_samples_count():
+    def examined(gap):
+        n = 1000
+        zeros = np.zeros(n)
+        terms = np.zeros((n, len(TERMS)))
+        terms[:, TERMS.index("staleness")] = gap
+        whole = dict.fromkeys(("step", "lag", "position", "response"), zeros.astype(int))
+        table = TokenTable(
+            **whole,
+            advantage=zeros,
+            behavior=zeros - 1,
+            proximal=zeros - 1 + gap,
+            entropy=zeros + 1,
+            terms=terms,
+        )
+        found = diagnose(Case(RUN, LogFacts(responses=n, tokens=n), table))
+        return {f.name: f.severity for f in found}
+
+    signs = 1 - 2 * (np.arange(1000) % 2)
+    assert examined(0.1 * signs) == {"staleness": "note"}
+    assert examined(0.9 * signs)["staleness"] == "warning"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "found"),
+    [
+        ([{"reward/mean": 0.0, "reward/std": 0.0}] * 10, {"flat rewards": "error"}),
+        ([{"reward/mean": 1.0, "reward/std": 0.0}] * 10, {"flat rewards": "error"}),
+        ([{"reward/mean": 0.5, "reward/std": 0.5, "reward/errors": 512.0}] * 2, {"failing rewards": "error"}),
+        (
+            [{"reward/mean": 0.5, "reward/std": 0.5, "reward/invalid": 1.0, "reward/invalid/timeout": 1.0}] * 9,
+            {"failing rewards": "warning"},
+        ),
+        ([{"reward/mean": 0.5, "reward/std": 0.5, "reward/errors": 0.0}] * 9, {}),
+    ],
+)  # fmt: skip
+def test_rewards_that_fail_or_are_flat_are_found(metrics, found):
+    case = Case(load(None, []), LogFacts(), empty(), metrics=metrics)
+    assert {f.name: f.severity for f in diagnose(case)} == found
+
+
+def test_a_run_without_a_step_names_the_reward_that_failed(tmp_path):
+    (tmp_path / "logs").mkdir()
+    line = "2026-01-01 00:00:00,000 x reward failed, 8 so far: raised KeyError: 'a', for prompt '1+1='\n"
+    (tmp_path / "logs" / "rollout-0.log").write_text(line)
+    (tmp_path / "config.toml").write_text(dump_toml(load(None, [])))
+    with pytest.raises(LogError, match=r"no step is logged.*failed 8 times: raised KeyError"):
+        examine(tmp_path, None, None, Console())
 
 
 def test_without_a_checkpoint_the_log_alone_still_speaks(tmp_path):
