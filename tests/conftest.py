@@ -19,6 +19,13 @@ import pytest
 import redis
 import torch
 from hypothesis import settings
+from not_run import (  # noqa: F401  the closing lines, as hooks of pytest
+    pytest_configure,
+    pytest_deselected,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+)
 
 from areal_q import weights
 from areal_q.config import Run, Sampling, dump_toml, load
@@ -39,6 +46,15 @@ settings.register_profile("search", deadline=None)
 settings.register_profile("same", deadline=None, derandomize=True)
 # What passed once passes again; `pytest --hypothesis-profile=search` looks for new examples.
 settings.load_profile("same")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share what a module makes once run in one process of `pytest -n 2 --dist loadgroup`."""
+    for item in items:
+        definitions = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009
+        if any(found.scope == "module" for same in definitions for found in same):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture

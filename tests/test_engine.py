@@ -24,7 +24,7 @@ def password(tmp_path: Path) -> Path:
     """Where there are an engine and the images; else skips."""
     for image in IMAGES:
         if reason := missing("image", "inspect", image):
-            pytest.skip(f"no engine, or not built: {reason}")
+            pytest.skip(f"no engine, or not built: {reason}: make test-engine")
     if reason := missing("compose", "version"):
         pytest.skip(f"docker compose: {reason}")
     file = tmp_path / "password"

@@ -43,7 +43,7 @@ KINDS = [
 def kind(request):
     """Tag of an engine that is installed."""
     if request.param in ("vllm", "sglang"):
-        pytest.importorskip(request.param)
+        pytest.importorskip(request.param, reason=f"{request.param} is not installed")
     return request.param
 
 

@@ -65,7 +65,7 @@ def test_a_learner_on_two_ranks_goes_on_after_kill_9_of_one(
     make_run: Callable[..., Run], redis_url: str, tmp_path: Path, backend: str, killed: str
 ):
     if backend == "megatron" and importlib.util.find_spec("megatron") is None:
-        pytest.skip("make test-megatron")
+        pytest.skip("megatron is not installed: make test-megatron")
     settings = [f"root='{tmp_path}'", f"steps={STEPS}", "name=two", "checkpoint.every=2"]
     settings += ["learner.optimizer.lr=1e-3", "eval.every=1000", "eval.problems=4"]
     run = make_run(*settings, *BACKENDS[backend])

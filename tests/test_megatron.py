@@ -29,7 +29,8 @@ from learner.publish import Publisher
 from learner.trainer import Trainer
 
 needs_megatron = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="make test-megatron"
+    importlib.util.find_spec("megatron") is None,
+    reason="megatron is not installed: make test-megatron",
 )
 SHAPE = DecoderConfig(
     family="qwen3", vocab_size=257, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48,

@@ -69,7 +69,11 @@ def test_the_256_values_are_those_of_the_dynamic_tree():
 
 
 def test_the_values_and_codes_are_those_of_bitsandbytes():
-    functional = pytest.importorskip("bitsandbytes", exc_type=ImportError).functional
+    functional = pytest.importorskip(
+        "bitsandbytes",
+        reason="bitsandbytes is not installed: make test-formats",
+        exc_type=ImportError,
+    ).functional
     for signed in (True, False):
         theirs = functional.create_dynamic_map(signed=signed).float()
         torch.testing.assert_close(code_values(signed), theirs, rtol=0, atol=1e-7)

@@ -16,11 +16,12 @@ from areal_q.quant.e2m1 import decode, unpack
 from areal_q.quant.plan import parts_of
 from areal_q.quantize import quantize as write_quantized
 
+MISSING = "torchao, compressed-tensors or bitsandbytes is not installed: make test-formats"
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    torchao = pytest.importorskip("torchao", exc_type=ImportError)
-    pytest.importorskip("compressed_tensors", exc_type=ImportError)
-    bitsandbytes = pytest.importorskip("bitsandbytes", exc_type=ImportError)
+    torchao = pytest.importorskip("torchao", reason=MISSING, exc_type=ImportError)
+    pytest.importorskip("compressed_tensors", reason=MISSING, exc_type=ImportError)
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason=MISSING, exc_type=ImportError)
     from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
     from compressed_tensors.compressors.pack_quantized.helpers import (
         pack_to_int32,

@@ -13,8 +13,10 @@ from areal_q.quant import once, rows
 from areal_q.quant.nf4 import BORDERS
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
-pytest.importorskip("triton", exc_type=ImportError)
+    pytest.skip("needs TRITON_INTERPRET=1: make test-formats", allow_module_level=True)
+pytest.importorskip(
+    "triton", reason="Triton is not installed: make test-formats", exc_type=ImportError
+)
 from areal_q.quant import triton_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore")

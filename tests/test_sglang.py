@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.timeout(HANG_S),
     pytest.mark.filterwarnings("ignore"),  # of SGLang's and its dependencies' own
 ]
-pytest.importorskip("sglang")
+pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang")
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,12 @@ import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("needs Triton's compiler", allow_module_level=True)
-pytest.importorskip("triton", exc_type=ImportError)
+    pytest.skip(
+        "needs Triton's compiler, not its interpreter: make test-formats", allow_module_level=True
+    )
+pytest.importorskip(
+    "triton", reason="Triton is not installed: make test-formats", exc_type=ImportError
+)
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver

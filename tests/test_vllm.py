@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.timeout(HANG_S),
     pytest.mark.filterwarnings("ignore"),  # of vLLM's and its dependencies' own
 ]
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 
 @pytest.fixture(scope="module")

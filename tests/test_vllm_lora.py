@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.timeout(HANG_S),
     pytest.mark.filterwarnings("ignore"),  # of vLLM's and its dependencies' own
 ]
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 LORA = Lora(rank=12, alpha=16.0)
 """vLLM makes room for 16, and the scale is no power of two"""

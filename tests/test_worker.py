@@ -227,7 +227,7 @@ def test_every_ticket_becomes_one_valid_group(
 def test_vllm_killed_in_mid_request_comes_back_and_no_ticket_is_lost(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
-    pytest.importorskip("vllm")
+    pytest.importorskip("vllm", reason="vLLM is not installed")
     shape = ["model.width=64", "model.heads=2", "model.kv_heads=1", "model.max_positions=512"]
     long = ["rollout.sampling.max_tokens=400", "learner.groups=4", "learner.max_lag=0"]
     side = learner(make_run("rollout.engine.type=vllm", *shape, *long))
