@@ -6,14 +6,23 @@ TORCH ?= torch==2.13.0
 # The CPU build of torch keeps several GB of CUDA packages out of the environment. Where the configured
 # index has no such build, set PIP_EXTRA_INDEX_URL to the CPU index that pytorch.org names.
 TORCH_CPU ?= $(TORCH)+cpu
+# Tests that run at the same time.
+JOBS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: run test test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz browser reference clean
+.PHONY: run test test-slow test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz browser reference clean
 
 run: $(VENV)/.installed
 	$(BIN)/areal-q run configs/quickstart.toml
 
+# Two at a time, each test in one thread: what takes seconds. What was left out, and the command for it, is said
+# at the end.
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest
+	$(PYTEST)
+
+# The rest: whole runs, storms of faults, compilers.
+test-slow: $(VENV)/.installed-dev
+	$(PYTEST) -m 'slow and not peers'
 
 # The number formats beside torchao, compressed-tensors and bitsandbytes, and their Triton kernels, interpreted
 # and compiled.
@@ -35,7 +44,7 @@ test-peers: $(VENV)-peers/.installed
 
 # The learner's Megatron backend beside torch's, on gloo: docs/sharding.md.
 test-megatron: $(VENV)-megatron/.installed
-	$(VENV)-megatron/bin/python -m pytest tests/test_megatron.py tests/test_learner_ranks.py -k megatron
+	$(VENV)-megatron/bin/python -m pytest -m '' tests/test_megatron.py tests/test_learner_ranks.py -k megatron
 
 # The real compose file on a real Docker engine of its own, in .engine: Debian, as root, ten minutes or more.
 test-engine: $(VENV)/.installed-dev

@@ -12,7 +12,14 @@ from bench.common import ROOT
 from bench.gpu_sections import SECTIONS
 
 
-@pytest.mark.parametrize("section", [name for name in SECTIONS if name != "vllm"])
+@pytest.mark.parametrize(
+    "section",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "learner" else [])
+        for name in SECTIONS
+        if name != "vllm"
+    ],
+)
 def test_a_section_measures_every_row(section):
     rows = list(SECTIONS[section](torch.device("cpu"), True))
     assert {row.name for row in rows if row.values}

@@ -178,6 +178,8 @@ def test_a_stopped_worker_holds_up_nobody_and_catches_up(
     read_until(worker, 60)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_six_of_sixteen_workers_are_stopped_and_the_other_ten_miss_nothing(
     broadcaster: Broadcaster, endpoints: tuple[str, str], stack: ExitStack, make_version: Make
 ) -> None:
@@ -216,6 +218,8 @@ def test_a_worker_that_is_given_up_while_it_is_busy_goes_on(
     read_until(worker, 59)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_learner_killed_and_started_again_is_followed(
     endpoints: tuple[str, str], stack: ExitStack
 ) -> None:
@@ -238,6 +242,8 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(
     not Path("/proc/self/statm").exists(), reason="reads resident memory from /proc"
 )

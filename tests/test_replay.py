@@ -400,6 +400,8 @@ def test_the_step_log_is_plain_parquet_of_standard_types(finished):
     assert table["step"].to_pylist() == list(range(STEPS))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_doctor_follows_a_run_until_it_ends(tmp_path):
     quickstart = str(ROOT / "configs" / "quickstart.toml")
     command = [EXECUTABLE, "run", quickstart, *SETTINGS, "steps=60", "name=live"]

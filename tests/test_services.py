@@ -173,6 +173,8 @@ def assert_every_line_is_exported(table, exporter: Exporter, records: list[Recor
     assert filled == {PREFIX + line.name for line in always}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_learner_and_worker_meet_over_tcp_and_the_worker_outlives_the_learner(
     locked_redis, password_file, tmp_path
 ):
