@@ -48,6 +48,17 @@ def path_of(run: Run) -> Path:
     return Path(run.root) / run.name
 
 
+def with_absolute_files(run: Run) -> Run:
+    """`run` with its task, reward and model named from the root, so that it can be evaluated and resumed from
+    any directory. What is no file here, such as the id of a data set, stays as it is."""
+    parts = {
+        name: msgspec.structs.replace(part, path=str(Path(path).resolve()))
+        for name in ("task", "reward", "model")
+        if (path := getattr(part := getattr(run, name), "path", None)) and Path(path).exists()
+    }
+    return msgspec.structs.replace(run, **parts)
+
+
 @contextmanager
 def claimed(run: Run, resume: bool) -> Iterator[tuple[Path, Path | None]]:
     """(the run's directory with config.toml in it, where an earlier run of that name went).
@@ -62,7 +73,7 @@ def claimed(run: Run, resume: bool) -> Iterator[tuple[Path, Path | None]]:
             moved = _move_aside(directory)
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         handle = _lock(directory)
-        (directory / "config.toml").write_text(dump_toml(run))
+        (directory / "config.toml").write_text(dump_toml(with_absolute_files(run)))
     except OSError as error:
         raise ConfigError(f"{directory}: {error.strerror}") from error
     try:
@@ -103,7 +114,7 @@ def resumes(run: Run) -> bool:
 
 
 def _check_unchanged(saved: Run, again: Run) -> None:
-    for key in differences(saved, again):
+    for key in differences(with_absolute_files(saved), with_absolute_files(again)):
         if not key.startswith(MAY_CHANGE_ON_RESUME):
             raise ConfigError(f"{key}: cannot change when a run resumes")
 

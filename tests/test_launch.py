@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from areal_q import rundir
-from areal_q.config import Run, TorchBackend, dump_toml, load
+from areal_q.config import Python, Run, TorchBackend, dump_toml, load
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.launch import plan
 
@@ -350,6 +350,27 @@ def test_a_resumed_run_has_its_saved_settings_and_the_harmless_overrides(ended):
     )
     assert (run.steps, run.rollout.workers, run.learner.max_lag) == (400, 4, 3)
     assert rundir.path_of(run) == ended
+
+
+def test_a_run_s_own_files_are_found_from_any_directory(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").touch()
+    monkeypatch.chdir(tmp_path)
+    settings = ['task={type="python", path="mine.py"}', f'root="{tmp_path}"']
+    with rundir.claimed(load(None, settings), False) as (directory, _):
+        pass
+    monkeypatch.chdir("/")
+    saved = load(directory / "config.toml")
+    assert saved.task == Python(path=str(tmp_path / "mine.py"))
+    (directory / "checkpoints" / "step-50").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert rundir.resumed(directory, ['task.path="mine.py"'])
+
+
+def test_the_id_of_a_data_set_is_no_file_to_be_found():
+    run = load(
+        None, ["model={type='pretrained', path='/'}", "task={type='gsm8k', path='openai/gsm8k'}"]
+    )
+    assert rundir.with_absolute_files(run) == run
 
 
 def test_a_resumed_run_goes_on_with_the_other_backend_and_back(ended):
