@@ -15,7 +15,6 @@ MAX_CHOICES = 64
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Zero = Annotated[float, Meta(ge=0, le=0)]
 One = Annotated[float, Meta(ge=1, le=1)]
-Empty = Annotated[list[Any], Meta(max_length=0)] | Annotated[dict[str, Any], Meta(max_length=0)]
 T = TypeVar("T")
 
 
@@ -50,8 +49,12 @@ class _Body(Struct, kw_only=True):
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
     repetition_penalty: One | None = None
-    logit_bias: Empty | None = None
+    logit_bias: Any = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.logit_bias:
+            raise ValueError("`logit_bias` is not implemented")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -65,6 +68,7 @@ class CompletionBody(_Body, kw_only=True):
     echo: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.echo:
             raise ValueError("`echo` is not implemented")
 
@@ -94,7 +98,13 @@ def _joined(parts: list[TextPart]) -> str:
 
 class ChatBody(_Body, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
-    tools: Empty | None = None
+    tools: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tools:
+            raise ValueError("`tools` is not implemented")
+
     logprobs: bool | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
 

@@ -217,6 +217,12 @@ def test_what_a_request_gets_wrong_is_told(make_run: MakeRun):
             for wrong in refused:
                 with pytest.raises(openai.BadRequestError):
                     await client.completions.create(model="run", **wrong)
+            said = [{"role": "user", "content": "1+2="}]
+            tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+            with pytest.raises(openai.BadRequestError, match="`tools` is not implemented"):
+                await client.chat.completions.create(model="run", messages=said, tools=[tool])
+            with pytest.raises(openai.BadRequestError, match="`logit_bias` is not implemented"):
+                await client.completions.create(model="run", prompt="1+2=", logit_bias={"3": 5})
             with pytest.raises(openai.NotFoundError, match="no model 'other' here, but 'run'"):
                 await client.completions.create(model="other", prompt="1+2=")
             assert (await client.completions.create(model="run", prompt="1+2=")).choices

@@ -67,12 +67,20 @@ def problems(cfg: Python) -> list[Problem]:
     """What the file's `problems()` returns. Raises TaskError naming the file."""
     function = load_function(cfg.path, "problems")
     try:
-        rows = [(prompt, answer) for prompt, answer in function()]
+        rows = list(function())
     except Exception as error:  # the user's code may raise anything
         raise TaskError(f"{cfg.path}: problems(): {type(error).__name__}: {error}") from error
-    if not all(isinstance(text, str) for row in rows for text in row):
+    if not all(_is_pair(row) for row in rows):
         raise TaskError(f"{cfg.path}: problems() must give pairs of text: prompt and answer")
     return [Problem(prompt, answer) for prompt, answer in rows]
+
+
+def _is_pair(row: Any) -> bool:
+    match row:
+        case (str(), str()):
+            return True
+        case _:
+            return False
 
 
 def _number(name: str, value: Any) -> float:

@@ -33,7 +33,8 @@ class CharTokenizer:
             return [self._vocab[c] for c in text]
         except KeyError as error:
             raise TaskError(
-                f"character {error.args[0]!r} of {text!r} is none of the tokenizer's {CHARACTERS!r}"
+                f"character {error.args[0]!r} of {text!r}: the built-in model reads only {CHARACTERS!r}; "
+                "for other text use model.type=pretrained model.path=DIR"
             ) from error
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -115,7 +116,9 @@ class HFTokenizer:
         if self._hf.eos_token_id is None:
             raise CheckpointError(f"{path}: the tokenizer has no end-of-text token")
         if template == "chat" and not self._hf.chat_template:
-            raise ConfigError(f"{path}: the tokenizer has no chat template; use template 'plain'")
+            raise ConfigError(
+                f"{path}: the tokenizer has no chat template; use task.template=plain"
+            )
         self._template = template
         self.vocab_size: int = len(self._hf)
         self.eos_id: int = self._hf.eos_token_id
