@@ -7,22 +7,70 @@ line on stderr), 130 killed by a second Ctrl-C.
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from areal_q import __version__
+from areal_q.command import PLAIN, WIDTH, accept_any_text
 from areal_q.config import Run, dump_toml, load
 from areal_q.errors import AReaLQError, ConfigError, UserError
 from areal_q.processes import module_command
 
+EXITS = (
+    "Exit codes: 0 done, or stopped with a checkpoint; 1 a process of the run died; 2 something to mend, "
+    "which one line names; 130 killed by a second Ctrl-C."
+)
+GROUPS = {
+    "Train": ("run", "check", "settings", "check-config"),
+    "While a run goes on": ("watch", "status", "weights", "buffer"),
+    "Afterwards, or meanwhile": ("report", "doctor", "replay", "eval"),
+    "Models": ("export", "quantize"),
+    "Services, for several machines": ("learner", "rollout", "relay", "keys"),
+    "Other": ("version",),
+}
+
+
+class Commands(TyperGroup):
+    """Lists the commands by what they are for."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, self._says(ctx, name)) for name in names])
+
+    def _says(self, ctx: Any, name: str) -> str:
+        command = self.get_command(ctx, name)
+        return command.get_short_help_str(limit=200) if command else ""
+
+
 app = typer.Typer(
     name="areal-q",
     help="Asynchronous off-policy RL for language models with quantized rollouts.",
+    epilog=EXITS,
+    cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    context_settings=WIDTH,
+    **PLAIN,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"areal-q {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+]
+
+
+@app.callback()
+def options(version: Version = False) -> None: ...
+
 
 PASS_THROUGH = {
     "ignore_unknown_options": True,
@@ -32,16 +80,20 @@ PASS_THROUGH = {
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[a.b=c]...", help="settings on top, such as learner.max_lag=4"),
+    typer.Argument(metavar="a.b=c", help="settings on top, such as learner.max_lag=4"),
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory, such as runs/demo")]
 
 
-@app.command()
+@app.command(epilog=EXITS)
 def run(
     config: Annotated[
         str | None,
-        typer.Argument(metavar="CONFIG", help="a TOML file, or the directory of an earlier run"),
+        typer.Argument(
+            metavar="CONFIG",
+            help="a TOML file, the name of a configuration that comes with areal-q, such as quickstart, or the "
+            "directory of an earlier run",
+        ),
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[
@@ -71,7 +123,7 @@ def _settings(config: str | None, overrides: list[str], resume: bool, name: str 
     path = Path(config) if config else None
     if not resume:
         if path is None:
-            raise ConfigError("run: a CONFIG is needed, such as configs/quickstart.toml")
+            raise ConfigError("run: a CONFIG is needed, such as quickstart")
         return load(path / "config.toml" if path.is_dir() else path, named)
     if path is None:
         path = Path("runs", name) if name else rundir.newest(Path("runs"))
@@ -82,7 +134,7 @@ def _settings(config: str | None, overrides: list[str], resume: bool, name: str 
 
 @app.command("check-config")
 def check_config(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a TOML file")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a TOML file, or its name")],
     overrides: Overrides = None,
 ) -> None:
     """Print the settings that CONFIG resolves to, defaults included."""
@@ -91,7 +143,7 @@ def check_config(
 
 @app.command()
 def settings(
-    word: Annotated[str, typer.Argument(metavar="[WORD]", help="such as lag, or objective")] = "",
+    word: Annotated[str, typer.Argument(metavar="WORD", help="such as lag, or objective")] = "",
 ) -> None:
     """List all settings, or those with WORD in them: type, choices, default, meaning."""
     from areal_q.reference import settings_text
@@ -120,7 +172,7 @@ def watch(
 
 @app.command(context_settings=PASS_THROUGH)
 def report(ctx: typer.Context) -> None:
-    """Draw a run, or several in comparison, as one HTML file: `python -m buffer.report`."""
+    """Draw a run, or several in comparison, as one HTML file."""
     _become("buffer.report", ctx.args)
 
 
@@ -156,61 +208,61 @@ def version() -> None:
 
 @app.command(context_settings=PASS_THROUGH)
 def learner(ctx: typer.Context) -> None:
-    """The learner alone, as a service: `areal-q learner --redis URL --config CONFIG [a.b=c]...`"""
+    """The learner alone, as a service."""
     _become("learner", ctx.args)
 
 
 @app.command(context_settings=PASS_THROUGH)
 def rollout(ctx: typer.Context) -> None:
-    """A rollout worker alone, as a service: the arguments of `python -m rollout`."""
+    """A rollout worker alone, as a service."""
     _become("rollout", ctx.args)
 
 
 @app.command(context_settings=PASS_THROUGH)
 def relay(ctx: typer.Context) -> None:
-    """Pass weights on to the workers of a host or rack, as a service: `python -m rollout.relay`."""
+    """Pass weights on to the workers of a host or rack, as a service."""
     _become("rollout.relay", ctx.args)
 
 
 @app.command(context_settings=PASS_THROUGH)
 def weights(ctx: typer.Context) -> None:
-    """List, verify and follow the published weights of a run: `python -m rollout.weights`."""
+    """List, verify and follow the published weights of a run."""
     _become("rollout.weights", ctx.args)
 
 
 @app.command(context_settings=PASS_THROUGH)
 def keys(ctx: typer.Context) -> None:
-    """Make CURVE keys that encrypt the weights and say who may fetch them: `python -m buffer.wire.keys`."""
+    """Make CURVE keys that encrypt the weights and say who may fetch them."""
     _become("buffer.wire.keys", ctx.args)
 
 
 @app.command(context_settings=PASS_THROUGH)
 def replay(ctx: typer.Context) -> None:
-    """Re-run logged learner steps offline, as they were or otherwise: `python -m learner.replay`."""
+    """Re-run logged learner steps offline, as they were or otherwise."""
     _become("learner.replay", ctx.args)
 
 
 @app.command(context_settings=PASS_THROUGH)
 def export(ctx: typer.Context) -> None:
-    """Write a checkpoint's model in Hugging Face layout, at any time: `python -m learner.export`."""
+    """Write a checkpoint's model in Hugging Face layout, at any time."""
     _become("learner.export", ctx.args)
 
 
 @app.command(context_settings=PASS_THROUGH)
 def doctor(ctx: typer.Context) -> None:
-    """Say where rollouts and learner disagree, and what to change: `python -m learner.doctor`."""
+    """Say where rollouts and learner disagree, and what to change."""
     _become("learner.doctor", ctx.args)
 
 
 @app.command(context_settings=PASS_THROUGH)
 def check(ctx: typer.Context) -> None:
-    """Say what this machine lacks for a run, and what to do about it: `python -m rollout.check`."""
+    """Say what this machine lacks for a run, and what to do about it."""
     _become("rollout.check", ctx.args)
 
 
 @app.command(context_settings=PASS_THROUGH)
 def status(ctx: typer.Context) -> None:
-    """Learner, workers, buffer and weights of a running cluster: `python -m rollout.status`."""
+    """Learner, workers, buffer and weights of a running cluster."""
     _become("rollout.status", ctx.args)
 
 
@@ -222,7 +274,7 @@ def buffer(ctx: typer.Context) -> None:
 
 @app.command("eval", context_settings=PASS_THROUGH)
 def evaluate(ctx: typer.Context) -> None:
-    """Score a run or a model on held-out problems: the arguments of `python -m rollout.evaluate`."""
+    """Score a run or a model on held-out problems."""
     _become("rollout.evaluate", ctx.args)
 
 
@@ -232,8 +284,9 @@ def _become(module: str, args: list[str]) -> None:
 
 
 def main() -> None:
+    accept_any_text()
     try:
-        app()
+        app(prog_name="areal-q")
     except UserError as error:
         _fail(" ".join(str(error).split()), 2)
     except AReaLQError as error:

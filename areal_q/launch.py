@@ -48,7 +48,7 @@ STOP_S = 10.0
 """From SIGTERM to SIGKILL for workers and Redis."""
 LOG_LINES = 15
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-PLAIN_LOGS = {"PYTHONUNBUFFERED": "1", "TYPER_STANDARD_TRACEBACK": "1"}
+PLAIN_LOGS = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}
 MAX_SOCKET_BYTES = 100
 SOCKETS_PREFIX = "areal-q-sockets-"
 
@@ -256,7 +256,7 @@ class Family:
         if name in self._asked and child.returncode == -signal.SIGTERM:
             return  # it had not come to the point from which on it ends in peace: nothing is lost
         log = self._logs / f"{name}.log"
-        lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        lines = log.read_text("utf-8", errors="replace").splitlines()[-LOG_LINES:]
         speaker, colon, complaint = lines[-1].partition(": ") if lines else ("", "", "")
         if child.returncode == 2 and colon and name.startswith(speaker):
             raise UserError(complaint)

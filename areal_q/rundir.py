@@ -73,7 +73,8 @@ def claimed(run: Run, resume: bool) -> Iterator[tuple[Path, Path | None]]:
             moved = _move_aside(directory)
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         handle = _lock(directory)
-        (directory / "config.toml").write_text(dump_toml(with_absolute_files(run)))
+        settings = dump_toml(with_absolute_files(run))
+        (directory / "config.toml").write_text(settings, "utf-8")
     except OSError as error:
         raise ConfigError(f"{directory}: {error.strerror}") from error
     try:

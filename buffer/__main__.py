@@ -13,6 +13,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from areal_q.command import PLAIN, WIDTH, accept_any_text
 from areal_q.credentials import no_password
 from areal_q.errors import AReaLQError, ConfigError
 from buffer import admin, look, show
@@ -21,12 +22,13 @@ from buffer.opened import opened
 app = typer.Typer(
     name="areal-q buffer",
     help="Look into a run's Redis, live or not.",
+    epilog="Exit codes: 0 done; 1 records stayed refused; 2 something to mend, which one line names.",
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    context_settings=WIDTH,
+    **PLAIN,
 )
 Directory = Annotated[
-    Path | None, typer.Argument(metavar="[RUN]", help="a run's directory, such as runs/demo")
+    Path | None, typer.Argument(metavar="RUN", help="a run's directory, such as runs/demo")
 ]
 Url = Annotated[
     str | None, typer.Option("--redis", help="URL of the buffer, with --run", callback=no_password)
@@ -156,8 +158,9 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def main() -> None:
+    accept_any_text()
     try:
-        app()
+        app(prog_name="areal-q buffer")
     except AReaLQError as error:
         _fail(error)
 

@@ -23,6 +23,7 @@ from typing import Annotated
 import typer
 
 from areal_q import logs, rundir
+from areal_q.command import run_command
 from areal_q.config import MegatronBackend, Run, load
 from areal_q.credentials import no_password
 from areal_q.errors import ConfigError, Stopped, UserError
@@ -32,6 +33,11 @@ logger = logging.getLogger("learner")
 ANNOUNCE, FETCH = "tcp://127.0.0.1:5551", "tcp://127.0.0.1:5552"
 """Fixed ports: workers find a learner that restarted where it was."""
 
+EXITS = (
+    "Exit codes: 0 done, or ended by SIGTERM with a checkpoint; 2 a setting, file or "
+    "checkpoint that cannot be used, which one line names."
+)
+
 
 def main(
     redis: Annotated[
@@ -39,7 +45,7 @@ def main(
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[a.b=c]...", help="settings on top of --config"),
+        typer.Argument(metavar="a.b=c", help="settings on top of --config"),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="a TOML file; everything is written to its root/name")
@@ -159,7 +165,7 @@ def _learn(
 
 if __name__ == "__main__":
     try:
-        typer.run(main)
+        run_command("learner", main, EXITS)
     except UserError as error:
         print(f"learner: {error}", file=sys.stderr)
         sys.exit(2)

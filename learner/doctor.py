@@ -12,11 +12,16 @@ from typing import Annotated
 
 import typer
 
+from areal_q.command import run_command
 from areal_q.errors import ConfigError, RecordError, UserError
 from areal_q.metrics import has_ended
 
 POLL_S = 1.0
 """Between two looks at a log that may have grown"""
+
+EXITS = (
+    "Exit codes: 0 nothing worse than a note; 1 a warning or an error was found; 2 no run or log."
+)
 
 
 def main(
@@ -88,7 +93,7 @@ def _grows(directory: Path, stop: int) -> bool:
 
 if __name__ == "__main__":
     try:
-        typer.run(main)
+        run_command("doctor", main, EXITS)
     except (UserError, RecordError) as error:
         print(f"areal-q: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

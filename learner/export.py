@@ -9,6 +9,7 @@ from typing import Annotated, Literal, get_args
 
 import typer
 
+from areal_q.command import run_command
 from areal_q.config import PretrainedModel, Run
 from areal_q.errors import CheckpointError, ConfigError, UserError
 
@@ -89,7 +90,7 @@ def declared(run: Run) -> Dtype:
 
 if __name__ == "__main__":
     try:
-        typer.run(main)
+        run_command("export", main)
     except UserError as error:
         print(f"areal-q: error: {error}", file=sys.stderr)
         sys.exit(2)

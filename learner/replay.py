@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from areal_q.command import run_command
 from areal_q.errors import ConfigError, RecordError, UserError
 
 First = Annotated[
@@ -24,6 +25,11 @@ Stop = Annotated[
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="a.b=c, such as learner.objective.type=tbpo")
 ]
+
+EXITS = (
+    "Exit codes: 0 as recorded, or another history was asked for; 1 something differs; 2 "
+    "nothing to replay, or a setting that cannot change, which one line names."
+)
 
 
 def main(
@@ -173,7 +179,7 @@ def _show_both(replay, done, differing, console: Console) -> None:
 
 if __name__ == "__main__":
     try:
-        typer.run(main)
+        run_command("replay", main, EXITS)
     except (UserError, RecordError) as error:
         print(f"areal-q: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from areal_q import logs
+from areal_q.command import run_command
 from areal_q.config import load
 from areal_q.credentials import no_password
 from areal_q.errors import UserError
@@ -22,6 +23,11 @@ from areal_q.exporter import WORKER, Exporter, serve_metrics
 from areal_q.ports import check_free
 
 logger = logging.getLogger("rollout")
+
+EXITS = (
+    "Exit codes: 0 ended by SIGTERM or with its run; 2 a setting that cannot be used, which "
+    "one line names."
+)
 
 
 def main(
@@ -101,7 +107,7 @@ async def _until_signal(work) -> None:
 
 if __name__ == "__main__":
     try:
-        typer.run(main)
+        run_command("rollout", main, EXITS)
     except UserError as error:
         print(f"rollout: {error}", file=sys.stderr)
         sys.exit(2)

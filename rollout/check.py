@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from areal_q.command import run_command
 from areal_q.config import Run, SglangEngine, load
 from areal_q.credentials import no_password
 from areal_q.environment import Finding, check_device, environment
@@ -21,13 +22,15 @@ from areal_q.rundir import path_of
 
 MARKS = {"ok": "[green]✓[/]", "note": "[dim]·[/]", "warning": "[yellow]![/]", "error": "[red]✗[/]"}
 
+EXITS = "Exit codes: 0 nothing is in the way; 1 something is; 2 settings that cannot be read."
+
 
 def main(
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="a TOML file; default: the settings'")
+        Path | None, typer.Argument(metavar="CONFIG", help="a TOML file; default: the settings'")
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[a.b=c]...", help="settings on top")
+        list[str] | None, typer.Argument(metavar="a.b=c", help="settings on top")
     ] = None,
     redis: Annotated[
         str | None,
@@ -118,7 +121,7 @@ def show(found: list[Finding]) -> None:
 
 if __name__ == "__main__":
     try:
-        typer.run(main)
+        run_command("check", main, EXITS)
     except UserError as error:
         print(f"areal-q: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from areal_q.accuracy import Answered, Evaluation, estimates
 from areal_q.benchmarks import BENCHMARKS, PRESETS, Preset
+from areal_q.command import run_command
 from areal_q.config import Run, Sampling, load
 from areal_q.errors import ConfigError, RecordError, UserError
 from areal_q.tasks import Problem, all_problems, build_task, check_reward
@@ -247,7 +248,7 @@ def _shown(row: Answered) -> str:
 
 if __name__ == "__main__":
     try:
-        typer.run(main)
+        run_command("eval", main)
     except UserError as error:
         print(f"areal-q: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from areal_q import logs
+from areal_q.command import run_command
 from areal_q.config import BroadcastConfig, load
 from areal_q.errors import UserError
 from areal_q.exporter import RELAY, Exporter, serve_metrics
@@ -89,7 +90,7 @@ def main(
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[a.b=c]...", help="settings, such as broadcast.hold=2"),
+        typer.Argument(metavar="a.b=c", help="settings, such as broadcast.hold=2"),
     ] = None,
     announce: Annotated[str, typer.Option(help="for the workers")] = "tcp://127.0.0.1:5561",
     fetch: Annotated[str, typer.Option(help="for the workers")] = "tcp://127.0.0.1:5562",
@@ -128,7 +129,7 @@ def main(
 
 if __name__ == "__main__":
     try:
-        typer.run(main)
+        run_command("relay", main)
     except UserError as error:
         print(f"relay: {error}", file=sys.stderr)
         sys.exit(2)

@@ -19,6 +19,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from areal_q.command import run_command
 from areal_q.credentials import no_password
 from areal_q.errors import AReaLQError, UserError, WeightVersionError
 from areal_q.messages import HeldVersion, WorkerStatus, decode_status
@@ -151,9 +152,15 @@ def _worker_table(found: Cluster) -> Table:
     return table
 
 
+EXITS = (
+    "Exit codes: 0 all is well, or the run has ended as it should; 1 something is wrong, each "
+    "named in a line; 2 nothing to ask."
+)
+
+
 def main(
     directory: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="a run's directory, such as runs/demo")
+        Path | None, typer.Argument(metavar="RUN", help="a run's directory, such as runs/demo")
     ] = None,
     url: Annotated[
         str | None, typer.Option("--redis", help="its Redis, with --run", callback=no_password)
@@ -192,7 +199,7 @@ def main(
 
 if __name__ == "__main__":
     try:
-        typer.run(main)
+        run_command("status", main, EXITS)
     except KeyboardInterrupt:
         sys.exit(130)
     except UserError as error:

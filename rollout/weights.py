@@ -17,6 +17,7 @@ import msgspec
 import typer
 
 from areal_q import delta
+from areal_q.command import run_command
 from areal_q.config import load
 from areal_q.errors import AReaLQError, ConfigError, RecordError, UserError
 from areal_q.launch import sockets_of
@@ -131,9 +132,15 @@ def _follow(client: Client, show: Any) -> None:
         show([line])
 
 
+EXITS = (
+    "Exit codes: 0 told; 1 nobody answers, or --verify found a worker that runs other bytes "
+    "than were published; 2 something to mend."
+)
+
+
 def main(
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="a run's directory, such as runs/demo")
+        Path | None, typer.Argument(metavar="RUN", help="a run's directory, such as runs/demo")
     ] = None,
     fetch: Annotated[str | None, typer.Option(help="a learner's or relay's endpoint")] = None,
     announce: Annotated[str | None, typer.Option(help="likewise, for --follow")] = None,
@@ -187,7 +194,7 @@ def main(
 
 if __name__ == "__main__":
     try:
-        typer.run(main)
+        run_command("weights", main, EXITS)
     except UserError as error:
         print(f"weights: {error}", file=sys.stderr)
         sys.exit(2)

@@ -248,4 +248,5 @@ def test_the_exit_code_tells_whether_a_run_can_start(args, code):
         found = msgspec.json.decode(done.stdout, type=list[Finding])
         assert ("error" in {finding.level for finding in found}) == bool(code)
     else:
-        assert done.stderr.startswith("areal-q: error: settings: ") and done.stdout == ""
+        blamed = "areal-q: error: on the command line: rollout.format = "
+        assert done.stderr.startswith(blamed) and done.stdout == ""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import areal_q
+from areal_q.cli import GROUPS, app
 from areal_q.config import Run, load, shipped
 from areal_q.errors import ConfigError
 from areal_q.launch import plan
@@ -23,13 +24,13 @@ def areal_q_command(tmp_path):
     environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
     environment.pop("REDIS_URL", None)
 
-    def call(*args: str) -> subprocess.CompletedProcess[str]:
+    def call(*args: str, **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [EXECUTABLE, *args],
             cwd=tmp_path,
-            env=environment,
+            env=environment | more,
             capture_output=True,
-            text=True,
+            encoding=more.get("PYTHONIOENCODING", "utf-8"),
             timeout=60,
         )
 
@@ -174,23 +175,43 @@ def test_check_config_prints_settings_that_load_back_equal(areal_q_command, tmp_
     assert load(tmp_path / "printed.toml") == expected
 
 
-def test_version_is_the_package_version(areal_q_command):
-    assert areal_q_command("version").stdout == f"areal-q {areal_q.__version__}\n"
+@pytest.mark.parametrize("spelling", ["version", "--version"])
+def test_version_is_the_package_version(areal_q_command, spelling):
+    assert areal_q_command(spelling).stdout == f"areal-q {areal_q.__version__}\n"
 
 
-def test_help_names_every_command(areal_q_command):
+def test_help_lists_every_command_once(areal_q_command):
+    listed = [name for names in GROUPS.values() for name in names]
+    known = [c.name or c.callback.__name__ for c in app.registered_commands if c.callback]
+    assert sorted(listed) == sorted(known)
     result = areal_q_command("--help")
     assert result.returncode == 0
-    for name in ("run", "eval", "learner", "rollout", "check-config", "watch", "report", "version"):
-        assert f" {name} " in result.stdout
+    for name in known:
+        assert f"  {name} " in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("command", "word"), [("learner", "--run-dir"), ("rollout", "--run"), ("eval", "--samples")]
-)
-def test_services_show_the_help_of_their_own_module(areal_q_command, command, word):
-    result = areal_q_command(command, "--help")
-    assert result.returncode == 0 and word in result.stdout
+PROGRAMS = {
+    "learner": "--run-dir",
+    "rollout": "--run",
+    "eval": "--samples",
+    "relay": "[broadcast] counts",
+    "report": "Usage: areal-q report [OPTIONS]",
+    "run": "[a.b=c]...",
+}
+
+
+@pytest.mark.parametrize("command", PROGRAMS)
+def test_help_is_told_under_the_command_typed(areal_q_command, command):
+    told = areal_q_command(command, "--help").stdout
+    assert told.startswith(f"Usage: areal-q {command} ") and PROGRAMS[command] in told
+    assert "<bool>" not in told and "Exit codes: 0 " in told
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-8"])
+def test_any_encoding_of_the_output_will_do(areal_q_command, encoding):
+    result = areal_q_command("settings", "→", PYTHONIOENCODING=encoding)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert ("→" in result.stdout) == (encoding == "utf-8")
 
 
 def test_an_unknown_option_is_refused_with_exit_code_2(areal_q_command):

@@ -80,7 +80,8 @@ def _unknown(path: str, table: Table) -> str:
     if others := sorted(set(_elsewhere(parent, name, table))):
         return f"{path}: no such setting; did you mean {' or '.join(others[:3])}?"
     where = f"{parent} has" if parent else "there are"
-    return f"{path}: no such setting; {where} {', '.join(p.rpartition('.')[2] for p in beside)}"
+    names = ", ".join(name.rpartition(".")[2] for name in beside)
+    return f"{path}: no such setting; {where} {names} (areal-q settings lists all)"
 
 
 def _elsewhere(parent: str, name: str, table: Table) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from areal_q.command import run_command
 from areal_q.errors import ConfigError, LogError, RecordError, UserError
 
 Out = Annotated[
@@ -26,7 +27,7 @@ MaxMb = Annotated[
 
 def main(
     directories: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="directories of runs, such as runs/demo")
+        list[Path], typer.Argument(metavar="RUN", help="directories of runs, such as runs/demo")
     ],
     out: Out = None,
     csv: Csv = None,
@@ -96,7 +97,7 @@ def _serve(directories: list[Path], port: int) -> None:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="areal-q report: %(message)s")
     try:
-        typer.run(main)
+        run_command("report", main)
     except (UserError, RecordError) as error:
         print(f"areal-q: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from areal_q.command import run_command
 from areal_q.errors import UserError
 from buffer.wire.curve import make_keys
 
@@ -22,7 +23,7 @@ def main(
 
 if __name__ == "__main__":
     try:
-        typer.run(main)
+        run_command("keys", main)
     except UserError as error:
         print(f"areal-q: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

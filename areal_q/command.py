@@ -1,0 +1,32 @@
+"""What all commands share: their help in plain text under the name that a user types, and an output that takes
+any text."""
+
+import sys
+from collections.abc import Callable
+from io import TextIOWrapper
+from typing import Any
+
+import typer
+
+PLAIN: dict[str, Any] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,  # rich takes [a.b=c] for markup
+}
+WIDTH = {"max_content_width": 100}
+EXITS = "Exit codes: 0 done; 2 something to mend, which one line names."
+
+
+def run_command(name: str, main: Callable[..., Any], exits: str = EXITS) -> None:
+    """Runs `main` on the arguments of this process as `areal-q NAME`; the help ends with `exits`."""
+    app = typer.Typer(**PLAIN)
+    app.command(epilog=exits, context_settings=WIDTH)(main)
+    accept_any_text()
+    app(prog_name=f"areal-q {name}")
+
+
+def accept_any_text() -> None:
+    """Has stdout and stderr replace what their encoding lacks: no terminal, UTF-8 or not, may end a run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
