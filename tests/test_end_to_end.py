@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from areal_q.messages import Group
 from areal_q.metrics import Record, read_metrics
 from areal_q.models import PackedLayout, load_decoder
 from buffer.log import read_log
@@ -245,9 +246,29 @@ def test_reward_rises(runs: Runs):
     settings = ["steps=60", "name=demo", "seed=0", "learner.groups=32"]
     runs.run("run", str(QUICKSTART), *SMALL, *settings)
     runs.assert_sound("demo", steps=60, groups=32)
-    rewards = [r["reward/mean"] for r in runs.steps("demo")]
-    # From about 0.33 to 0.8; a single step of these 256 responses may be 0.2 off, so that twenty are averaged.
-    assert np.mean(rewards[-20:]) > np.mean(rewards[:5]) + 0.25
+    assert_rises(runs, "demo", first=5, last=20, groups=32)
+
+
+def assert_rises(runs: Runs, name: str, first: int, last: int, groups: int) -> None:
+    """The mean reward of the last steps is above that of the first by more than the draw of problems explains.
+
+    A step's mean reward is that of `groups` problems. A group's is between 0 and 1, so that its variance is at
+    most 1/4, whatever its responses have in common; four standard errors happen once in 30,000 runs.
+    """
+    rewards = [r["reward/mean"] for r in runs.steps(name)]
+    error = 0.5 * np.sqrt(1 / (first * groups) + 1 / (last * groups))
+    assert np.mean(rewards[-last:]) - np.mean(rewards[:first]) > 4 * error
+
+
+def shifted_disagreement(groups: Sequence[Group]) -> float:
+    """Share of (token, layer) that would count as disagreement if routes were recorded one token late."""
+    differ = [
+        (routes[1:] != routes[:-1]).any(-1)
+        for group in groups
+        for t in group.trajectories
+        if t.routes is not None and len(routes := np.sort(t.routes.numpy())) > 1
+    ]
+    return float(np.concatenate(differ).mean())
 
 
 def test_a_mixture_of_experts_learns_with_replayed_routes(runs: Runs):
@@ -255,13 +276,13 @@ def test_a_mixture_of_experts_learns_with_replayed_routes(runs: Runs):
     config = QUICKSTART.with_name("quickstart-moe.toml")
     runs.run("run", str(config), *SMALL, *settings)
     runs.assert_sound("moe", steps=60, groups=32)
-    steps = runs.steps("moe")
-    rewards = [r["reward/mean"] for r in steps]
-    assert np.mean(rewards[-10:]) > np.mean(rewards[:5]) + 0.1
-    assert all(0 <= r["routing/disagreement"] < 0.25 for r in steps)
-    logged = read_log(runs.root / "runs" / "moe" / "trajectories", 59)
-    [(_, groups)] = logged
-    for group in groups:
+    assert_rises(runs, "moe", first=5, last=20, groups=32)
+    logged = read_log(runs.root / "runs" / "moe" / "trajectories")
+    found = np.mean([r["routing/disagreement"] for r in runs.steps("moe")])
+    shifted = np.mean([shifted_disagreement(groups) for _, groups in logged])
+    # About 0.12 beside 0.66: versions behind and rounded weights send few tokens elsewhere, a slip of one most.
+    assert 0 <= found < shifted / 2
+    for group in logged[-1][1]:
         for t in group.trajectories:
             assert t.routes is not None
             assert t.routes.shape == (group.ticket.prompt_ids.shape[0] + t.num_tokens - 1, 2, 2)
