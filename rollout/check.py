@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from areal_q.command import run_command
-from areal_q.config import Run, SglangEngine, load
+from areal_q.config import Run, SglangEngine, VllmEngine, load
 from areal_q.credentials import no_password
 from areal_q.environment import Finding, check_device, environment
 from areal_q.errors import UserError
@@ -96,10 +96,29 @@ def engine_of(run: Run) -> Iterator[Finding]:
             f"formats {', '.join(sorted(able.formats))}; KV {', '.join(sorted(able.kv_on_update))}"
         )
         yield Finding(f"engine {tag}", "ok", told)
+        yield from vllm_on_cpu(run)
     if isinstance(run.rollout.engine, SglangEngine) and run.rollout.engine.url:
         from rollout.check_server import server_of
 
         yield from asyncio.run(server_of(run, run.rollout.engine))
+
+
+def vllm_on_cpu(run: Run) -> Iterator[Finding]:
+    """What vLLM computes the run's format with, where it runs on a CPU."""
+    from rollout.engines import served, vllm_cpu
+
+    engine, format = run.rollout.engine, run.rollout.format
+    if not isinstance(engine, VllmEngine) or served.has_gpu():
+        return
+    kernel = vllm_cpu.kernel_for(format, engine.dtype)
+    dtype = vllm_cpu.dtype_for(format, engine.dtype)
+    has = "AMX" if vllm_cpu.has_amx() else "no AMX"
+    yield Finding(
+        "vllm on this CPU",
+        "ok",
+        f"{format} in {dtype} by {kernel.product}, on every processor (this one has {has}); log-probs within "
+        f"{kernel.tolerance_nats:g} nats of the same arithmetic elsewhere: {kernel.why}",
+    )
 
 
 def show(found: list[Finding]) -> None:

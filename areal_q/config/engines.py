@@ -67,7 +67,8 @@ class VllmEngine(_Served, frozen=True, kw_only=True, tag_field="type", tag="vllm
     kv_cache: Literal["auto", "fp8"] = "auto"
     """fp8: E4M3, scales from the largest keys and values seen under the version before."""
     kv_cache_bytes: Index = 0
-    """0: 256 MiB on a CPU, and what vLLM finds free on a GPU."""
+    """0: on a CPU one sequence of all positions, 256 MiB at least and 1 GiB at most; on a GPU what vLLM finds
+    free."""
     compiled: bool = False
     """torch.compile and CUDA graphs; false starts faster."""
 

@@ -171,6 +171,15 @@ def _check(run: Run, source: str) -> Run:
         reason = f"rollout.sampling.temperature = {sampling.temperature}: vLLM takes 2 at most"
     elif (
         isinstance(engine, VllmEngine)
+        and engine.dtype == "float32"
+        and run.rollout.format == "int4"
+    ):
+        reason = (
+            "rollout.engine.dtype = 'float32' with rollout.format = 'int4': "
+            "vLLM's INT4 product takes bfloat16"
+        )
+    elif (
+        isinstance(engine, VllmEngine)
         and engine.kv_cache == "fp8"
         and engine.kv_on_update == "keep"
     ):

@@ -27,11 +27,13 @@ from areal_q.errors import ConfigError, EngineDied, RecordError
 from areal_q.messages import Manifest
 from areal_q.models import DecoderConfig
 from areal_q.weights import WeightVersion
-from rollout.engines import served, vllm_lora, vllm_requests
+from rollout.engines import served, vllm_cpu, vllm_lora, vllm_requests
 from rollout.engines.backend import Piece
 from rollout.engines.base import Capabilities, Request
+from rollout.engines.process_end import first_end
 from rollout.engines.stager import Stager
 from rollout.engines.streaming import StreamingEngine
+from rollout.engines.vllm_cache import cache_for
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -39,24 +41,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CPU_CACHE_BYTES = 256 << 20
 SHUTDOWN_S = 5.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
-"""The threads are counted by OMP_NUM_THREADS; binding them to cores would fight with the learner's"""
 GPU_ENVIRONMENT = {
     "VLLM_USE_DEEP_GEMM_E8M0": "0",
     "VLLM_DISABLED_KERNELS": "FlashInferMxFp4LinearKernel",
 }
 """Else vLLM makes the scales of FP8 blocks powers of two and requantizes, and rounds the activations of MXFP4
 to four bits where the GPU can: it would not run what was published"""
-CPU_FORMATS = frozenset({"bf16", "int8", "int4", "fp8-channel"})
-"""vLLM's product of FP8 blocks needs AMX there, those of NVFP4 and MXFP4 a GPU"""
-GPU_FORMATS = CPU_FORMATS | {"fp8", "nvfp4", "mxfp4"}
+GPU_FORMATS = vllm_cpu.FORMATS | {"fp8", "nvfp4", "mxfp4"}
 HOPPER_FORMATS = GPU_FORMATS | {"int4-fp8"}
 EXTENSION = "rollout.engines.vllm_worker"
 
@@ -87,13 +84,15 @@ class VllmBackend:
         )
         self.slots, self.timeout_s = config.slots, config.timeout_s
         self.restarts, self.keeps = config.restarts, config.kv_on_update == "keep"
-        self.pid = 0
-        """Of the process that holds the model"""
+        self.pids: list[int] = []
+        """The processes that hold the model"""
         self._llm: AsyncLLM | None = None
         self._stager: Stager | None = None
         self._directory: Path | None = None
         self._first: Manifest | None = None
         self._model: DecoderConfig | None = None
+        self._positions = config.max_positions
+        """Most tokens of prompt and response together; 0: the model's own"""
         self._salt = ""
         self._adapter: Any = None
         self._requests = 0
@@ -110,17 +109,18 @@ class VllmBackend:
 
     def check(self, request: Request) -> None:
         assert self._model is not None
-        served.check(request, self._model, self.config.max_positions)
+        served.check(request, self._model, self._positions)
         if request.sampling.temperature > 2:
             raise RecordError(f"temperature = {request.sampling.temperature}: vLLM takes 2 at most")
 
     async def launch(self, weights: WeightVersion) -> None:
         await self.close()
         manifest = weights.manifest
+        settings = _settings(self.config, manifest)
         self._directory = directory = Path(tempfile.mkdtemp(prefix="areal-q-vllm-"))
         try:
             await asyncio.to_thread(served.write, vllm_lora.base_of(weights), directory)
-            self._llm = await self._construct(str(directory), manifest)
+            self._llm = await self._construct(str(directory), settings)
             self._stager = Stager(directory)
             await self._connect(self._llm, self._stager, manifest.format)
             self._adapter = vllm_lora.request(manifest)
@@ -135,6 +135,7 @@ class VllmBackend:
             for path in directory.glob("*.*"):
                 path.unlink()
         self._first, self._model = manifest, DecoderConfig.from_hf(manifest.model)
+        self._positions = settings["max_model_len"] or 0
 
     async def stage(self, weights: WeightVersion) -> None:
         if self._stager is None:  # a launch was cancelled, or failed
@@ -178,10 +179,18 @@ class VllmBackend:
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineDied(f"vLLM: {error}") from error
 
+    @property
+    def pid(self) -> int:
+        """The first process that holds the model; 0 without one."""
+        return self.pids[0] if self.pids else 0
+
+    async def ended(self) -> None:
+        await first_end(self.pids)
+
     async def kill(self) -> None:
-        if self.pid:
+        for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
     async def close(self) -> None:
         """Ends the processes, however they are; the directory goes with them."""
@@ -191,7 +200,7 @@ class VllmBackend:
                 shutdown = asyncio.to_thread(llm.shutdown, timeout=SHUTDOWN_S)
                 await asyncio.wait_for(shutdown, 2 * SHUTDOWN_S)
             await self.kill()
-        self.pid = 0
+        self.pids = []
         if self._stager is not None:
             self._stager.close()
             self._stager = None
@@ -199,11 +208,9 @@ class VllmBackend:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
-    async def _construct(self, path: str, manifest: Manifest) -> "AsyncLLM":
+    async def _construct(self, path: str, settings: dict[str, Any]) -> "AsyncLLM":
         """In a thread, since it takes seconds. Cancelled, it is waited for, so that nothing stays behind."""
-        starting = asyncio.ensure_future(
-            asyncio.to_thread(_start_vllm, self.config, path, manifest)
-        )
+        starting = asyncio.ensure_future(asyncio.to_thread(_start_vllm, path, settings))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -212,16 +219,19 @@ class VllmBackend:
                 starting.result().shutdown(timeout=SHUTDOWN_S)
             raise
         except RuntimeError as error:
-            raise EngineDied(f"vLLM did not start: {error}") from error
+            raise EngineDied(
+                f"vLLM did not start: {error} For what it says above of max_model_len, "
+                "gpu_memory_utilization or the KV cache, the settings are rollout.engine.max_positions and "
+                "rollout.engine.kv_cache_bytes."
+            ) from error
 
     async def _connect(self, llm: "AsyncLLM", stager: Stager, format: str) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
+        self.pids = await self._answer(llm.collective_rpc("areal_pid"), "process id")
         address = WeightTransferInitRequest({"endpoint": stager.endpoint, "adapter": os.getpid()})
         await self._answer(llm.init_weight_transfer_engine(address), "connection")
         await stager.meet(self.config.tensor_parallel, self.timeout_s)
-        pids = await self._answer(llm.collective_rpc("areal_pid"), "process id")
-        self.pid = pids[0]
         linears = (await self._answer(llm.collective_rpc("areal_linears"), "linears"))[0]
         served.check_quantized("vLLM", linears, format)
         if self.config.kv_cache == "fp8":
@@ -259,41 +269,51 @@ class VllmBackend:
 
 def _formats() -> frozenset[str]:
     if not served.has_gpu():
-        return CPU_FORMATS
+        return vllm_cpu.FORMATS
     return HOPPER_FORMATS if served.is_hopper() else GPU_FORMATS
 
 
+def _settings(config: VllmEngine, manifest: Manifest) -> dict[str, Any]:
+    """Returns what vLLM calls its engine's arguments, as far as they follow from the settings and the first
+    version. Raises ConfigError."""
+    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    positions, cache_bytes = config.max_positions or None, config.kv_cache_bytes or None
+    if not served.has_gpu():
+        dtype = vllm_cpu.dtype_for(manifest.format, config.dtype)
+        cache_bytes, positions = cache_for(config, DecoderConfig.from_hf(manifest.model), dtype)
+    return {
+        "dtype": dtype,
+        "enforce_eager": not config.compiled,
+        "max_num_seqs": config.slots,
+        "max_model_len": positions,
+        "kv_cache_memory_bytes": cache_bytes,
+        "kv_cache_dtype": config.kv_cache,
+        "enable_prefix_caching": config.prefix_cache,
+        "tensor_parallel_size": config.tensor_parallel,
+        **vllm_lora.arguments(manifest),
+    }
+
+
 def _import_vllm() -> None:
-    for name, value in (GPU_ENVIRONMENT if served.has_gpu() else CPU_ENVIRONMENT).items():
+    environment = GPU_ENVIRONMENT if served.has_gpu() else vllm_cpu.ENVIRONMENT
+    for name, value in environment.items():
         os.environ.setdefault(name, value)
     import vllm  # noqa: F401
 
 
-def _start_vllm(config: VllmEngine, path: str, manifest: Manifest) -> "AsyncLLM":
+def _start_vllm(path: str, settings: dict[str, Any]) -> "AsyncLLM":
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    cpu = not served.has_gpu()
-    # vLLM's INT4 product on a CPU has no float32.
-    best = "float32" if cpu and manifest.format != "int4" else "bfloat16"
-    cache = config.kv_cache_bytes or (CPU_CACHE_BYTES if cpu else None)
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             path,
-            dtype=best if config.dtype == "auto" else config.dtype,
-            enforce_eager=not config.compiled,
-            max_num_seqs=config.slots,
-            max_model_len=config.max_positions or None,
-            kv_cache_memory_bytes=cache,
-            kv_cache_dtype=config.kv_cache,
-            enable_prefix_caching=config.prefix_cache,
-            tensor_parallel_size=config.tensor_parallel,
             logprobs_mode="processed_logprobs",
             skip_tokenizer_init=True,
             disable_log_stats=True,
             worker_extension_cls=f"{EXTENSION}.WorkerExtension",
             weight_transfer_config=WeightTransferConfig(backend="areal_q"),
-            **vllm_lora.arguments(manifest),
+            **settings,
         )
     )

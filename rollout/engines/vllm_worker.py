@@ -41,6 +41,7 @@ from areal_q import messages
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.payloads import PayloadPool
 from areal_q.weights import WeightVersion, check, unpack
+from rollout.engines.vllm_worker_cpu import keep_float32_off_sgl
 from rollout.engines.vllm_worker_lora import is_adapted, load_adapters
 
 logger = logging.getLogger(__name__)
@@ -174,6 +175,8 @@ class ZmqTransfer(WeightTransferEngine[Address, Staged]):
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, ZmqTransfer)
+if not torch.cuda.is_available():
+    keep_float32_off_sgl()
 
 
 class WorkerExtension:

@@ -1,0 +1,58 @@
+"""How large vLLM's KV cache is on a CPU, and how long a sequence it therefore takes.
+
+vLLM does not start where its cache cannot hold one sequence of all positions, and then names settings of its
+own. So both are settled here first, from `kv_cache_bytes`, `max_positions` and the model's shape.
+"""
+
+import logging
+from typing import NamedTuple
+
+from areal_q.config import VllmEngine
+from areal_q.errors import ConfigError
+from areal_q.models import DecoderConfig
+
+logger = logging.getLogger(__name__)
+
+LEAST_BYTES, MOST_BYTES = 256 << 20, 1 << 30
+"""A cache that nobody asked for: one sequence of all positions, between these bounds"""
+BLOCK = 128
+"""Positions in a block of vLLM's cache on a CPU; a sequence takes whole blocks"""
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class Cache(NamedTuple):
+    bytes: int
+    """In each process of `tensor_parallel`"""
+    positions: int
+    """Most tokens of prompt and response together"""
+
+
+def cache_for(config: VllmEngine, model: DecoderConfig, dtype: str) -> Cache:
+    """Returns the cache for activations of `dtype`. Raises ConfigError where settings contradict each other.
+
+    Example: Qwen2.5-0.5B (24 layers, 2 key heads of 64, 32,768 positions) takes 24,576 bytes a position in
+    float32, so that the default is 768 MiB and all positions; kv_cache_bytes = 256 MiB holds 10,880 of them.
+    """
+    item = 1 if config.kv_cache == "fp8" else ITEM_BYTES[dtype]
+    heads = max(1, model.kv_heads // config.tensor_parallel)
+    block_bytes = BLOCK * 2 * model.layers * heads * model.head_dim * item
+    asked = config.max_positions or model.max_positions
+    needed = -(-asked // BLOCK) * block_bytes
+    size = config.kv_cache_bytes or max(LEAST_BYTES, needed)
+    if not config.kv_cache_bytes and not config.max_positions:
+        size = min(size, MOST_BYTES)
+    held = size // block_bytes * BLOCK
+    if not held or (config.max_positions and held < asked):
+        raise ConfigError(
+            f"rollout.engine.kv_cache_bytes = {size} holds {held} positions of this model: "
+            f"{asked} positions (rollout.engine.max_positions, or the model's own) take {needed} bytes"
+        )
+    if held < asked:
+        logger.warning(
+            "vLLM's KV cache of %d bytes holds %d of the model's %d positions; longer requests are refused: "
+            "raise rollout.engine.kv_cache_bytes, or name rollout.engine.max_positions",
+            size,
+            held,
+            asked,
+        )
+    return Cache(size, min(asked, held))
