@@ -16,8 +16,9 @@ from areal_q.quant.plan import parts_of
 from areal_q.weights import pack
 from rollout.engines.base import Request
 
-HANG_S = 1800
-"""Only what hangs takes so long: a start takes 15 s, and on a busy machine minutes"""
+HANG_S = 600
+"""Only what hangs takes so long: a start takes 15 s, and on a busy machine two minutes. The death of an engine
+ends every wait at once"""
 CONFIG = DecoderConfig(
     family="qwen3",
     vocab_size=48,
@@ -150,7 +151,9 @@ async def swapped_after(engine, weights, tokens, request):
     async def stage_and_ask(weights):
         await stage(weights)
         asked.append(asyncio.ensure_future(engine.generate(request, on_token)))
-        await enough.wait()
+        heard = asyncio.ensure_future(enough.wait())
+        await asyncio.wait([heard, asked[0]], return_when=asyncio.FIRST_COMPLETED)
+        assert heard.done(), f"the request ended before so many tokens: {asked[0]}"
 
     backend.stage = stage_and_ask
     try:

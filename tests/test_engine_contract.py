@@ -24,12 +24,12 @@ VOCAB, POSITIONS = 32, 512
 CONFIGS = {
     "torch": TorchEngine(slots=64),
     "vllm": VllmEngine(slots=64),
-    "sglang": SglangEngine(slots=64, start_timeout_s=800),
+    "sglang": SglangEngine(slots=64, start_timeout_s=300),
     "scripted": ScriptedEngine(tokens_per_s=1e6),
 }
 FORMATS = {"sglang": "bf16"}
 """int8, but for engines that run no quantized one on a CPU"""
-SERVED = [pytest.mark.timeout(1800), pytest.mark.filterwarnings("ignore")]
+SERVED = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 """Marks of engines that have processes of their own and take long to start"""
 KINDS = [
     "torch",
@@ -106,7 +106,7 @@ def with_engine(kind, published, shared):
     own_processes = kind in ("vllm", "sglang")
 
     async def bounded(engine, body):
-        return await asyncio.wait_for(body(engine), 1700 if own_processes else 30)
+        return await asyncio.wait_for(body(engine), 500 if own_processes else 30)
 
     async def alone(body, weights):
         engine = build_engine(CONFIGS[kind])

@@ -35,6 +35,7 @@ class Launches:
         self.asked: list[list[int]] = []
         self.begins = asyncio.Event()
         self.begins.set()
+        self.dead = asyncio.Event()
 
     async def prepare(self) -> None: ...
     def accept(self, weights: WeightVersion) -> None: ...
@@ -42,6 +43,7 @@ class Launches:
 
     async def launch(self, weights: WeightVersion) -> None:
         self.launched += 1
+        self.dead.clear()
         if self.outcomes and not self.outcomes.pop(0):
             raise EngineDied(f"launch {self.launched} failed")
 
@@ -59,6 +61,9 @@ class Launches:
                 self.dies_at = None
                 raise EngineDied("while it drew")
             yield Piece(ids=[token], logprobs=[-1.0])
+
+    async def ended(self) -> None:
+        await self.dead.wait()
 
     async def kill(self) -> None: ...
     async def close(self) -> None: ...
@@ -101,6 +106,43 @@ def test_launches_are_given_up_after_so_many_deaths_in_a_row(make_version: MakeV
         assert backend.launched == 1 + backend.restarts
 
     on_engine(lambda: Launches(True, False, False, dies_at=4), make_version(0), body)
+
+
+@pytest.mark.parametrize("waits_for", ["stage", "pause", "push", "resume"])
+def test_a_swap_ends_when_the_backend_dies(make_version: MakeVersion, waits_for: str):
+    """The backend never answers again; nothing but its end tells."""
+
+    async def body(engine: StreamingEngine, backend: Launches) -> None:
+        async def never(*_: object) -> None:
+            backend.dead.set()
+            await asyncio.Future()
+
+        setattr(backend, waits_for, never)
+        await engine.load_weights(make_version(1))
+        assert (engine.version, engine.deaths, backend.launched) == (1, 1, 2)
+        assert (await engine.generate(REQUEST))[0].spans[0].version == 1
+
+    on_engine(Launches, make_version(0), body)
+
+
+def test_a_lost_engine_ends_every_wait_with_the_reason(make_version: MakeVersion):
+    """Requests that wait for the first weights, for room, and those that come later."""
+
+    async def run() -> None:
+        engine = StreamingEngine(Launches(False, False, False))
+        await engine.start()
+        waiting = [asyncio.ensure_future(engine.generate(REQUEST)) for _ in range(20)]
+        await asyncio.sleep(0)
+        with pytest.raises(EngineDied, match="launch 3 failed"):
+            await engine.load_weights(make_version(0))
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert {str(end) for end in ends} == {"launch 3 failed"}
+        for again in (engine.generate(REQUEST), engine.load_weights(make_version(1))):
+            with pytest.raises(EngineDied):
+                await again
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -61,6 +61,10 @@ class Backend(Protocol):
         """One response, to its stop token or its budget; closing the iterator cancels it."""
         ...
 
+    async def ended(self) -> None:
+        """Returns once a process that was launched has ended; never where none can be watched."""
+        ...
+
     async def kill(self) -> None:
         """Its streams raise EngineDied soon."""
         ...

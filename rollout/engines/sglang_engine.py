@@ -31,6 +31,7 @@ from areal_q.weights import WeightVersion
 from rollout.engines import served, sglang_checks, sglang_requests
 from rollout.engines.backend import Piece
 from rollout.engines.base import Capabilities, Request
+from rollout.engines.process_end import first_end
 from rollout.engines.sglang_client import Client
 from rollout.engines.sglang_process import OwnServer, server_settings
 from rollout.engines.streaming import StreamingEngine
@@ -201,6 +202,9 @@ class SglangBackend:
         finally:
             if not done:
                 self._abort(client, rid)
+
+    async def ended(self) -> None:
+        await first_end([self.pid] if self.pid else [])
 
     async def kill(self) -> None:
         if self._server is not None:

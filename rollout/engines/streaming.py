@@ -7,11 +7,11 @@
 | task           | waits for                                      | unblocked by                       |
 |----------------|------------------------------------------------|------------------------------------|
 | generate       | the first weights; room; its streams           | load_weights; others' ends; tokens |
-| load_weights   | `_changing`: one launch or swap at a time      | the backend's answers, or timeouts |
+| load_weights   | `_changing`: one launch or swap at a time      | the backend's answers, or its end  |
 | _watch         | time; a token must come within `timeout_s`     | a token; else it kills the backend |
 
 After a death a response keeps the tokens that had arrived, stamped with the version that was loaded
-when they did, and draws the rest after them.
+when they did, and draws the rest after them. Too many deaths in a row end every wait, with the last reason.
 """
 
 import asyncio
@@ -19,6 +19,8 @@ import contextlib
 import logging
 import time
 from collections import deque
+from collections.abc import Coroutine
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -82,6 +84,8 @@ class StreamingEngine:
         self.deaths = 0
         """Since the start"""
         self._deaths_in_a_row = 0
+        self._lost: EngineDied | None = None
+        """The last death, once there were too many in a row"""
         self._weights: WeightVersion | None = None
         self._loadings = 0
         """Since the start; the same version may be loaded twice"""
@@ -134,6 +138,8 @@ class StreamingEngine:
         """Swap; returns the pause of generation in seconds. Raises WeightVersionError, old
         weights kept."""
         async with self._changing:
+            if self._lost is not None:
+                raise self._lost
             self.backend.accept(weights)
             if self._weights is None:
                 try:
@@ -144,12 +150,7 @@ class StreamingEngine:
                 return 0.0
             began = time.perf_counter()
             try:
-                await self.backend.stage(weights)
-                began = time.perf_counter()
-                await self.backend.pause()
-                await self.backend.push(weights)
-                self._take(weights)
-                await self.backend.resume()
+                return await self._while_it_lives(self._swap(weights))
             except EngineDied as error:
                 await self._launch_again(weights, error)
             return time.perf_counter() - began
@@ -161,6 +162,30 @@ class StreamingEngine:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.backend.close()
+
+    async def _swap(self, weights: WeightVersion) -> float:
+        """Returns the pause of generation in seconds."""
+        await self.backend.stage(weights)
+        began = time.perf_counter()
+        await self.backend.pause()
+        await self.backend.push(weights)
+        self._take(weights)
+        await self.backend.resume()
+        return time.perf_counter() - began
+
+    async def _while_it_lives(self, work: Coroutine[Any, Any, float]) -> float:
+        """Returns what `work` does. Raises EngineDied as soon as the backend has ended, whatever `work` still
+        waits for: an answer that cannot come any more."""
+        task, ended = asyncio.ensure_future(work), asyncio.ensure_future(self.backend.ended())
+        try:
+            await asyncio.wait([task, ended], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise EngineDied(f"the process of engine {self.name} ended")
+            return task.result()
+        finally:
+            task.cancel()
+            ended.cancel()
+            await asyncio.gather(task, ended, return_exceptions=True)
 
     def _take(self, weights: WeightVersion) -> None:
         self._weights = weights
@@ -175,6 +200,8 @@ class StreamingEngine:
         on_response: ResponseCallback | None,
     ) -> list[Completion]:
         await self._ready.wait()
+        if self._lost is not None:
+            raise self._lost
         self.backend.check(request)
         await self._room.enter(request.num_samples)
         self._count(request.num_samples)
@@ -272,9 +299,13 @@ class StreamingEngine:
         """A launch that fails is a death too. Raises EngineDied when it keeps dying. Under the lock
         `_changing`."""
         while True:
+            if self._lost is not None:
+                raise self._lost
             self.deaths += 1
             self._deaths_in_a_row += 1
             if self._deaths_in_a_row > self.backend.restarts:
+                self._lost = error
+                self._ready.set()
                 raise error
             logger.warning("engine %s is launched again: %s", self.name, error)
             try:
