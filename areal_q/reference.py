@@ -17,6 +17,7 @@ import msgspec
 from msgspec import inspect as types
 
 from areal_q.config import Run
+from areal_q.config.bounds import GENERAL
 from areal_q.metric_table import METRICS, WORKER_METRICS, Metric
 
 UNITS = {
@@ -203,7 +204,9 @@ def _kind(kind: types.Type) -> str:
 def _bounds(kind: types.IntType | types.FloatType) -> str:
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     told = [(sign, getattr(kind, name)) for name, sign in signs.items()]
-    return " and ".join(f"{sign} {value:g}" for sign, value in told if value is not None)
+    # An upper bound that no run reaches would only be in the way.
+    meant = [(sign, value) for sign, value in told if value is not None and value < GENERAL]
+    return " and ".join(f"{sign} {value:g}" for sign, value in meant)
 
 
 def _default(field: types.Field) -> Any:

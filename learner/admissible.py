@@ -2,10 +2,15 @@
 
 from collections.abc import Callable
 
+import torch
+from torch import nn
+
 from areal_q.config import LearnerConfig
-from areal_q.errors import ConfigError, RecordError
+from areal_q.errors import ConfigError, QuantizationError, RecordError
 from areal_q.messages import Group, Trajectory
 from areal_q.models import DecoderConfig
+from areal_q.quant import FORMATS
+from areal_q.quant.plan import is_quantized
 
 
 def check_experts(config: DecoderConfig, cfg: LearnerConfig) -> None:
@@ -17,6 +22,19 @@ def check_experts(config: DecoderConfig, cfg: LearnerConfig) -> None:
     for name in ("routing_replay", "router_aux_coef"):
         if getattr(cfg, name):
             raise ConfigError(f"learner.{name}: {config.family} has no experts")
+
+
+def check_format(model: nn.Module, format: str) -> None:
+    """Raises ConfigError for a number format that a linear of `model` does not go into, which is else found
+    out after the warm start."""
+    shapes = {
+        p.shape[-1]: name for name, p in model.named_parameters() if is_quantized(f"model.{name}")
+    }
+    for inputs, name in shapes.items():
+        try:
+            FORMATS[format].quantize(torch.zeros(1, inputs), name)
+        except QuantizationError as error:
+            raise ConfigError(f"rollout.format = {format!r}: {error}") from error
 
 
 def fits(config: DecoderConfig) -> Callable[[Group], None]:

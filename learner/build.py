@@ -20,7 +20,7 @@ from buffer.steps import StepLog
 from buffer.tokens import TokenLog
 from buffer.wire.broadcaster import Broadcaster
 from learner import checkpoint
-from learner.admissible import check_experts, fits
+from learner.admissible import check_experts, check_format, fits
 from learner.checkpoint_writer import Writer
 from learner.feeder import Feeder
 from learner.fidelity import FidelityMeter
@@ -77,6 +77,7 @@ def build_trainer(
     torch.manual_seed(run.seed)
     model = build_model(run, tokenizer).to(run.learner.device)
     check_experts(model.config, run.learner)
+    check_format(model, run.rollout.format)
     kl = run.learner.reference_kl
     if kl and kl.path and not resume:
         check_reference(load_config(kl.path), model.config, kl.path)

@@ -49,7 +49,7 @@ def test_every_setting_of_every_config_is_listed():
 def test_a_setting_shows_bounds_choices_and_default():
     by_name = {(s.name, s.variant): s for s in SETTINGS}
     lag = by_name["learner.max_lag", ""]
-    assert (lag.kind, lag.default, lag.unit) == ("integer ≥ 0", "`2`", "versions")
+    assert (lag.kind, lag.default, lag.unit) == ("integer ≥ 0 and ≤ 1000", "`2`", "versions")
     assert by_name["warmstart.until_accuracy", ""].kind == "number ≥ 0 and ≤ 1"
     assert "`nvfp4`" in by_name["rollout.format", ""].kind
     assert by_name["learner.objective.type", ""].default == "`acr`"
@@ -65,7 +65,9 @@ def test_a_field_s_string_is_read_from_the_source_of_its_class_and_bases():
 
 
 def test_settings_are_searched_by_name_and_meaning():
-    assert "learner.max_lag: integer ≥ 0, versions; default 2" in settings_text("max_lag")
+    assert "learner.max_lag: integer ≥ 0 and ≤ 1000, versions; default 2" in settings_text(
+        "max_lag"
+    )
     assert "learner.objective.cap  (type = tis): number ≥ 1" in settings_text("tis")
     result = subprocess.run(
         [sys.executable, "-m", "areal_q", "settings", "nothinghasthis"],

@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from areal_q.config.bounds import AtLeastOne, Count, Index, Positive
+from areal_q.config.bounds import AtLeastOne, Count, Index, Positive, Seconds
 
 
 class _Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,9 +50,9 @@ class _Served(_Settings, frozen=True, kw_only=True):
     """Responses to the same prompt share its keys and values."""
     tensor_parallel: Count = 1
     """Devices that share each matrix."""
-    start_timeout_s: Positive = 300.0
+    start_timeout_s: Seconds = 300.0
     """The engine must take requests within this time."""
-    timeout_s: Positive = 60.0
+    timeout_s: Seconds = 60.0
     """Without an answer, or a token while there is work, for so long, the process is replaced."""
     restarts: Index = 3
     """Deaths in a row, no response finished in between, that are survived."""

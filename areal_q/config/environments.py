@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from areal_q.config.bounds import Count, Positive
+from areal_q.config.bounds import Count, Seconds
 
 
 class _Environment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
@@ -35,7 +35,7 @@ class External(_Environment, frozen=True, kw_only=True, tag="external"):
     """Agents of the user's own roll out against the worker's OpenAI-compatible endpoint (docs/endpoint.md).
     Evaluation stays with the worker: one turn."""
 
-    episode_timeout_s: Positive = 600.0
+    episode_timeout_s: Seconds = 600.0
     """An episode whose agent was silent for so long begins again, with another one."""
 
 

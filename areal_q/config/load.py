@@ -213,7 +213,8 @@ def _check(run: Run, source: str) -> Run:
         reason = f"rollout.serve: there is no port {_last_port(run)}"
     elif run.broadcast.host is None and _on_every_interface(run.broadcast):
         reason = "broadcast.host is needed: workers cannot connect to every interface"
-    reason = reason or _starves(run) or _outruns_heartbeats(run.buffer.claim_timeout_s)
+    reason = reason or _starves(run) or _means_nothing(run)
+    reason = reason or _outruns_heartbeats(run.buffer.claim_timeout_s)
     if reason:
         raise ConfigError(f"{source}: {reason}")
     return run
@@ -279,6 +280,30 @@ def _outruns_heartbeats(claim_timeout_s: float) -> str | None:
         f"{LONGEST_CLAIM_S:g}: a worker renews its claims once a second, and one late renewal must not "
         "cost it its tickets"
     )
+
+
+def _means_nothing(run: Run) -> str | None:
+    """Why a setting would be taken and do nothing, or not what it says."""
+    rollout, learner, overlong = run.rollout, run.learner, run.reward.overlong
+    if overlong and overlong.cache_tokens >= overlong.max_tokens:
+        return (
+            f"reward.overlong.cache_tokens = {overlong.cache_tokens} is not below max_tokens = "
+            f"{overlong.max_tokens}: every response would be punished"
+        )
+    if overlong and overlong.max_tokens - overlong.cache_tokens >= rollout.sampling.max_tokens:
+        return (
+            f"reward.overlong punishes beyond {overlong.max_tokens - overlong.cache_tokens} tokens, which no "
+            f"response of rollout.sampling.max_tokens = {rollout.sampling.max_tokens} has"
+        )
+    if rollout.sticky_scales and (learner.lora or rollout.format == "bf16"):
+        why = "learner.lora's base does not change" if learner.lora else "bf16 has no scales"
+        return f"rollout.sticky_scales = {rollout.sticky_scales:g} does nothing: {why}; leave it 0"
+    if learner.precision == "qarl" and rollout.format == "bf16":
+        return "learner.precision = 'qarl' needs a quantized rollout.format, not 'bf16'"
+    packs = rollout.format in ("nvfp4", "mxfp4")  # two weights to a byte
+    if packs and isinstance(run.model, SmallModel) and run.model.mlp % 2:
+        return f"rollout.format = {rollout.format!r} needs an even model.mlp, not {run.model.mlp}"
+    return None
 
 
 def _starves(run: Run) -> str | None:

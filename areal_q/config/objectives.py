@@ -8,7 +8,16 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from areal_q.config.bounds import AtLeastOne, Count, Fraction, Index, NonNegative, Positive
+from areal_q.config.bounds import (
+    LARGEST_FLOAT,
+    Cap,
+    Count,
+    Fraction,
+    Index,
+    Limit,
+    NonNegative,
+    Positive,
+)
 
 Level = Literal["token", "product", "geometric"]
 """What a mismatch weight spans: one token, or a whole response as the product or the geometric mean of
@@ -31,9 +40,9 @@ class Clip(_Choice, frozen=True, kw_only=True):
 
     clip_low: Fraction = 0.2
     """The ratio is clipped below 1 - clip_low."""
-    clip_high: Positive = 0.2
+    clip_high: Limit = 0.2
     """The ratio is clipped above 1 + clip_high."""
-    dual_clip: Annotated[float, Meta(gt=1)] | None = None
+    dual_clip: Annotated[float, Meta(gt=1, le=LARGEST_FLOAT)] | None = None
     """Upper bound c of the ratio where A < 0 (Ye et al. 2020, arXiv 1912.09729: 3); None: unbounded."""
 
 
@@ -52,7 +61,7 @@ class Decoupled(Clip, frozen=True, kw_only=True, tag="decoupled"):
 class Tis(Clip, frozen=True, kw_only=True, tag="tis"):
     """Decoupled with the mismatch weight truncated at `cap` (QuRL eq. 5)."""
 
-    cap: AtLeastOne = 2.0
+    cap: Cap = 2.0
     """The mismatch weight w is truncated here."""
     level: Level = "token"
     """What the mismatch weight spans: a token, or a response as the product or the geometric mean of its
@@ -64,7 +73,7 @@ class Mis(Clip, frozen=True, kw_only=True, tag="mis"):
 
     cap_low: Fraction = 0.0
     """Lower end of the band of w."""
-    cap_high: AtLeastOne = 2.0
+    cap_high: Cap = 2.0
     """Upper end of the band of w."""
     level: Level = "token"
     """What the mismatch weight spans: a token, or a response as the product or the geometric mean of its
@@ -82,7 +91,7 @@ class IcePop(Clip, frozen=True, kw_only=True, tag="icepop"):
 
     cap_low: Fraction = 0.5
     """Lower end α of the band of w."""
-    cap_high: AtLeastOne = 5.0
+    cap_high: Cap = 5.0
     """Upper end β of the band of w."""
     denominator: Denominator = "all_tokens"
     """Whether masked tokens still count in the mean."""
@@ -91,9 +100,9 @@ class IcePop(Clip, frozen=True, kw_only=True, tag="icepop"):
 class Acr(Clip, frozen=True, kw_only=True, tag="acr"):
     """TIS whose upper clip bound widens by w/cap where the weight was truncated (QuRL eq. 9)."""
 
-    cap: AtLeastOne = 2.0
+    cap: Cap = 2.0
     """The mismatch weight w is truncated here."""
-    max_widening: AtLeastOne | None = None
+    max_widening: Cap | None = None
     """Ceiling on the widening factor 1/r; None leaves it unbounded, as in the paper."""
 
 
@@ -103,7 +112,7 @@ class Gspo(Clip, frozen=True, kw_only=True, tag="gspo"):
 
     clip_low: Fraction = 3e-4
     """The response's ratio is clipped below 1 - clip_low."""
-    clip_high: Positive = 4e-4
+    clip_high: Limit = 4e-4
     """The response's ratio is clipped above 1 + clip_high."""
 
 
@@ -124,7 +133,7 @@ class Cispo(_Choice, frozen=True, kw_only=True, tag="cispo"):
     peers' recipes have (as a weight: `epsilon_high=5.0`); it was not checked against a paper.
     """
 
-    clip_high: Positive = 4.0
+    clip_high: Limit = 4.0
     """The ratio is truncated at 1 + clip_high."""
 
 
@@ -136,13 +145,13 @@ class Tbpo(_Choice, frozen=True, kw_only=True, tag="tbpo"):
     bound where A ≥ 0, which the minimum of the clipped and the unclipped term never reaches.
     """
 
-    clip_high: Positive = 4e-4
+    clip_high: Limit = 4e-4
     """Upper bound of the response's ratio - 1 where A ≥ 0"""
     negative_clip_low: Fraction = 3e-4
     """Lower end of the band, as 1 - this, where A < 0."""
     negative_clip_high: Positive = 7e-4
     """Upper end of the band, as 1 + this, where A < 0."""
-    cap: AtLeastOne = 2.0
+    cap: Cap = 2.0
     """The response's mismatch weight is kept in [1/cap, cap]."""
     outside: Literal["drop", "clamp"] = "drop"
     """A response outside the negative band gives no gradient either way. `drop` (the paper's words) also

@@ -4,13 +4,13 @@ from typing import Literal
 
 from msgspec import Struct
 
-from areal_q.config.bounds import Count, Fraction, Index, NonNegative, Positive
+from areal_q.config.bounds import BelowOne, Count, Fraction, Index, NonNegative, Positive
 
 
 class _Optimizer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lr: NonNegative = 1.5e-4
     """Learning rate after the warm-up."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     """Decay rates of the first and the second moment."""
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
@@ -41,7 +41,7 @@ class Muon(_Optimizer, frozen=True, kw_only=True, tag_field="type", tag="muon"):
     """Orthogonalised momentum for the matrices of the hidden layers, AdamW for all else; updates are scaled to
     AdamW's usual size, so that one lr serves both (arXiv 2502.16982)."""
 
-    momentum: Fraction = 0.95
+    momentum: BelowOne = 0.95
     """Decay rate of the momentum."""
     iterations: Count = 5
     """Newton–Schulz steps."""

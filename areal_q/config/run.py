@@ -4,7 +4,20 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
-from areal_q.config.bounds import AtLeastOne, Count, Fraction, Index, NonNegative, Positive
+from areal_q.config.bounds import (
+    AtLeastOne,
+    Count,
+    Fraction,
+    Index,
+    Limit,
+    NonNegative,
+    Positive,
+    Seconds,
+    Seed,
+    Thousands,
+    Threads,
+    TokenId,
+)
 from areal_q.config.buffer import BufferConfig
 from areal_q.config.engines import EngineConfig, TorchEngine
 from areal_q.config.environments import EnvironmentConfig, SingleTurn
@@ -76,14 +89,17 @@ class WarmStart(_Settings, frozen=True, kw_only=True):
     """Learning rate."""
 
 
-StopText = Annotated[str, Meta(min_length=1)]
-StopIds = Annotated[tuple[int, ...], Meta(min_length=1)]
+LARGEST_TEMPERATURE = 1000.0
+MOST_STOPS, LONGEST_STOP = 64, 1000
+"""Each stop is compared with the end of a response at every token"""
+StopText = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
+StopIds = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=LONGEST_STOP)]
 
 
 class Sampling(_Settings, frozen=True, kw_only=True):
     """How a response is drawn. The recorded log-probs are those of this distribution."""
 
-    temperature: NonNegative = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=LARGEST_TEMPERATURE)] = 1.0
     """0 is greedy."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Keeps the most probable tokens whose probabilities add up to this share; 1 keeps all."""
@@ -93,7 +109,7 @@ class Sampling(_Settings, frozen=True, kw_only=True):
     """Drops tokens less probable than this share of the most probable one; 0 drops none."""
     max_tokens: Count = 16
     """The longest response."""
-    stop: tuple[StopText | StopIds, ...] = ()
+    stop: Annotated[tuple[StopText | StopIds, ...], Meta(max_length=MOST_STOPS)] = ()
     """A response ends with the token that completes one of these strings in its text, or one of these
     sequences of ids; both are part of it."""
 
@@ -117,7 +133,7 @@ class Aqn(_Settings, frozen=True, kw_only=True):
     """Standard deviation of the noise in the second stage."""
     sigma_end: Positive = 5e-4
     """Standard deviation that the last stage comes to."""
-    stages: Annotated[int, Meta(ge=3)] = 10
+    stages: Annotated[int, Meta(ge=3, le=1000)] = 10
     """Equal parts of `steps`; the first is without noise."""
     steps: Index = 0
     """0: the run's, as it is begun. A run that goes on for longer stays in the last stage."""
@@ -128,7 +144,7 @@ class Aqn(_Settings, frozen=True, kw_only=True):
 
 
 class RolloutConfig(_Settings, frozen=True, kw_only=True):
-    workers: Index = 1
+    workers: Annotated[int, Meta(ge=0, le=10_000)] = 1
     """Processes started by `areal-q run`; any number more can join by `areal-q rollout`."""
     format: Format = "int8"
     """Number format of the published linear weights, as the engine runs them."""
@@ -151,9 +167,9 @@ class RolloutConfig(_Settings, frozen=True, kw_only=True):
     serve: Annotated[str, Meta(pattern=r"^(.+:)?[0-9]{1,5}$")] | Index | None = None
     """[HOST:]PORT of the OpenAI-compatible endpoint of the first worker that `areal-q run` starts; the next
     ones take the ports after it (0: any). On loopback; beyond it AREAL_Q_SERVE_TOKEN_FILE must name a token."""
-    request_timeout_s: NonNegative = 0.0
+    request_timeout_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """A response that has been drawn for so long ends with the tokens that it has; 0: never."""
-    threads: Count = 1
+    threads: Threads = 1
     """Threads of each worker's process."""
 
 
@@ -219,15 +235,15 @@ BackendConfig = TorchBackend | MegatronBackend
 
 
 class LearnerConfig(_Settings, frozen=True, kw_only=True):
-    groups: Count = 64
+    groups: Thousands = 64
     """Prompts in a step."""
-    group_size: Count = 8
+    group_size: Thousands = 8
     """Responses to each prompt; 1 only where the advantage needs no others to compare with."""
-    max_lag: Index = 2
+    max_lag: Annotated[int, Meta(ge=0, le=1000)] = 2
     """η: versions by which a token may be behind the learner when it is used. 0 is synchronous."""
-    epochs: Count = 1
+    epochs: Thousands = 1
     """Passes over each batch, all against the same π_prox."""
-    minibatches: Count = 2
+    minibatches: Thousands = 2
     """Equal parts of a batch, with an optimizer step for each."""
     drop_uniform: bool = False
     """DAPO's dynamic sampling: a group whose rewards are all equal carries no gradient; it is dropped and
@@ -246,11 +262,11 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     """A critic, which `advantage.type = gae` needs; none for all others."""
     optimizer: OptimizerConfig = AdamW()
     """The optimizer and its learning rate over time."""
-    max_grad_norm: Positive = 1.0
+    max_grad_norm: Limit = 1.0
     """Longer gradients are shortened to this norm."""
     max_skipped: Count = 20
     """Optimizer steps skipped in a row, for gradients that are not finite, before the learner gives up."""
-    uaq: AtLeastOne = 1.5
+    uaq: Annotated[float, Meta(ge=1, le=1000)] = 1.5
     """UAQ's scale s (QuRL §4.3); 1 turns it off."""
     precision: Precision = "full"
     """`full`; `qarl`: forward on the rollouts' own numbers, backward in full precision; `jet`: both in FP8."""
@@ -273,7 +289,7 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     """What layers multiply in. Weights at rest, gradients, log-probs and losses are float32 all the same."""
     device: str = "cpu"
     """Device of the learner, such as cpu or cuda:0."""
-    threads: Count = 1
+    threads: Threads = 1
     """Threads of the learner's process."""
 
 
@@ -298,11 +314,11 @@ class BroadcastConfig(_Settings, frozen=True, kw_only=True):
     """Versions that a worker may be behind and still be brought up to date by deltas."""
     max_delta_bytes: Index = 64 << 20
     """A larger delta is not made use of, and all that are held together stay below it; 0: snapshots only."""
-    heartbeat_s: Positive = 0.5
+    heartbeat_s: Annotated[float, Meta(gt=0, le=60)] = 0.5
     """Between two announcements of the same version."""
-    timeout_s: Positive = 5.0
+    timeout_s: Seconds = 5.0
     """A worker asks again, over a new connection, when an answer has been due for so long."""
-    stall_s: Positive = 30.0
+    stall_s: Seconds = 30.0
     """A sync that makes no progress for so long is logged and counted."""
     keys: str | None = None
     """A directory made by `areal-q keys`: encrypt, and admit only the workers listed there; None: neither."""
@@ -332,7 +348,7 @@ class Run(_Settings, frozen=True, kw_only=True):
     """Name of the run and of its directory."""
     root: str = "runs"
     """Everything a run writes goes to `root/name`."""
-    seed: Index = 0
+    seed: Seed = 0
     """Seed of everything that is random."""
     steps: Count = 200
     """Learner steps."""

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from areal_q.config.bounds import Count, Fraction, Positive
+from areal_q.config.bounds import Count, Fraction, Seconds, Threads, Weight
 from areal_q.config.objectives import Overlong
 
 GraderName = Literal["exact", "number", "final_number", "math", "choice"]
@@ -61,9 +61,9 @@ class Countdown(_Task, frozen=True, kw_only=True, tag="countdown"):
 
     numbers: Annotated[int, Meta(ge=2, le=6)] = 3
     """Numbers given in a problem."""
-    largest: Annotated[int, Meta(ge=9)] = 20
+    largest: Annotated[int, Meta(ge=9, le=10**6)] = 20
     """Numbers are drawn from 1 to this."""
-    largest_target: Annotated[int, Meta(ge=9)] = 100
+    largest_target: Annotated[int, Meta(ge=9, le=10**6)] = 100
     """The largest number that is to be made."""
     problems: Count = 100_000
     """Problems to train on"""
@@ -148,13 +148,13 @@ class RewardConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     Each term is also logged by its own name.
     """
 
-    correct: float = 1.0
+    correct: Weight = 1.0
     """Weight of the score itself"""
-    format: float = 0.0
+    format: Weight = 0.0
     """Weight of being in the format `style`, 1 or 0"""
     style: Literal["boxed", "think", "hash"] = "boxed"
     """`\\boxed{…}`; `<think>…</think><answer>…</answer>` and nothing else; `#### …` on the last line"""
-    length: float = 0.0
+    length: Weight = 0.0
     """Weight of the share of rollout.sampling.max_tokens that a correct response leaves unused"""
     overlong: Overlong | None = None
     """A penalty for long responses; none leaves it out."""
@@ -162,7 +162,7 @@ class RewardConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A Python file with a reward in place of the task's own. Trusted code: each worker runs it."""
     function: str = "reward"
     """Its name there: (prompt, response, answer) → a number, or a table with `reward` and other numbers"""
-    timeout_s: Positive = 10.0
+    timeout_s: Seconds = 10.0
     """After so long a slow reward counts as 0 and as an error, and its process is killed."""
-    processes: Count = 2
+    processes: Threads = 2
     """Beside each worker, for rewards that are slow: `math` and those from a file"""

@@ -21,10 +21,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from areal_q.errors import QuantizationError
 from areal_q.quant import once
 from areal_q.quant.base import Parts, Ranges, as_float32, checked_float32, row_ranges, scales_for
 from areal_q.quant.linear import Int8Linear
 from areal_q.quant.rows import INT8_MAX
+
+MOST_INPUTS = (2**31 - 1) // INT8_MAX**2
+"""The largest in_features whose products every engine may add up in an int32: 133,144"""
 
 
 class Int8:
@@ -41,6 +45,10 @@ class Int8:
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
         w = as_float32(weight, name)
+        if w.shape[1] > MOST_INPUTS:
+            raise QuantizationError(
+                f"{name}: sums over {w.shape[1]:,} inputs do not fit an int32, over {MOST_INPUTS:,} they do"
+            )
         fast = once.eight_bits(w, name, torch.int8, (1, w.shape[1]), ranges and ranges.blocks)
         if fast is not None:
             return {"weight": fast[0], "weight_scale": fast[1]}
