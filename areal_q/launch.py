@@ -37,7 +37,8 @@ from areal_q.credentials import check_redis_url, redis_password
 from areal_q.errors import BufferUnavailable, ChildDied, ConfigError, UserError
 from areal_q.preflight import preflight, served_at
 from areal_q.processes import die_with_parent, module_command
-from areal_q.rundir import claimed, has_checkpoint, try_lock
+from areal_q.rundir import claimed, given_up, has_checkpoint, try_lock
+from areal_q.summary import size
 
 POLL_S = 0.2
 START_S = 30.0
@@ -47,6 +48,8 @@ DRAIN_S = 60.0
 STOP_S = 10.0
 """From SIGTERM to SIGKILL for workers and Redis."""
 LOG_LINES = 15
+FULL_BYTES = 32 << 20
+"""With less than this free, a full disk is the likeliest cause of a death"""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 PLAIN_LOGS = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}
 MAX_SOCKET_BYTES = 100
@@ -148,14 +151,27 @@ def launch(
         except _Killed:
             view.note("killed")
             return 130
+        except UserError:
+            family.kill()
+            if not resume and given_up(run_dir, moved) and moved:
+                view.note(f"nothing was learnt, so the earlier run is in {run_dir} again")
+            raise
         except ChildDied as error:
             hint = f"\nto go on: areal-q run {run_dir} --resume" if has_checkpoint(run_dir) else ""
-            raise ChildDied(f"{error}{hint}") from error
+            raise ChildDied(f"{error}{_disk_full(run_dir)}{hint}") from error
         finally:
             family.kill()
             view.stop()
     view.finish()
     return 0
+
+
+def _disk_full(run_dir: Path) -> str:
+    """A line that says so if the disk has no room left, which ends processes in many ways."""
+    free = shutil.disk_usage(run_dir).free
+    if free >= FULL_BYTES:
+        return ""
+    return f"\nthe disk is full: {size(free)} free at {run_dir}; make room there first"
 
 
 def _run(plan: Plan, family: "Family", view: View, interrupts: "Interrupts") -> None:
@@ -185,10 +201,35 @@ def _run(plan: Plan, family: "Family", view: View, interrupts: "Interrupts") -> 
     family.send(["learner"], signal.SIGTERM)
     wait(lambda: not family.alive(["learner"]), DRAIN_S if first else float("inf"))
     workers = [program.name for program in plan.workers]
-    for names in (workers, ["redis"]):
-        family.send(names, signal.SIGTERM)
-        wait(lambda names=names: not family.alive(names), STOP_S)
+    family.send(workers, signal.SIGTERM)
+    wait(lambda: not family.alive(workers), STOP_S)
+    if family.alive(["redis"]):
+        rewrite = _Rewrite(plan.redis_url)
+        wait(lambda: not family.alive(["redis"]) or rewrite.ended(), STOP_S)
+    family.send(["redis"], signal.SIGTERM)
+    wait(lambda: not family.alive(["redis"]), STOP_S)
     family.check(first or "learner")
+
+
+class _Rewrite:
+    """Has Redis write its append-only file anew: what it holds at the end of a run is a fiftieth of what came
+    and went, and is all that a resumed run needs. Where it fails the old file stays, whole."""
+
+    def __init__(self, url: str) -> None:
+        import redis
+
+        self._client = redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5)
+        with suppress(redis.RedisError):
+            self._client.bgrewriteaof()
+
+    def ended(self) -> bool:
+        import redis
+
+        try:
+            state = dict(self._client.info("persistence"))  # pyright: ignore[reportArgumentType]
+        except redis.RedisError:
+            return True
+        return not (state.get("aof_rewrite_in_progress") or state.get("aof_rewrite_scheduled"))
 
 
 def _no_redis(plan: Plan) -> Exception:

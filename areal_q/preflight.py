@@ -6,6 +6,7 @@ from pathlib import Path
 from areal_q.config import External, PretrainedModel, Run
 from areal_q.errors import ConfigError
 from areal_q.ports import check_free
+from areal_q.tasks import build_task, check_reward
 
 
 def served_at(run: Run, index: int) -> tuple[str, int] | None:
@@ -19,6 +20,11 @@ def served_at(run: Run, index: int) -> tuple[str, int] | None:
     return host, int(port) + index if int(port) else 0
 
 
+_HINTS = {
+    "model.path": "; it takes a directory, and no id of the Hub: hf download ID --local-dir DIR",
+}
+
+
 def _directories(run: Run) -> dict[str, str | None]:
     """That must be there, by setting."""
     kl = run.learner.reference_kl
@@ -30,10 +36,11 @@ def _directories(run: Run) -> dict[str, str | None]:
 
 
 def preflight(run: Run) -> None:
-    """Raises ConfigError, naming the setting, for what keeps workers or learner from starting here."""
+    """Raises ConfigError or TaskError, naming the setting or the file, for what keeps workers or learner from
+    starting here: its data are read."""
     for setting, directory in _directories(run).items():
         if directory is not None and not Path(directory).is_dir():
-            raise ConfigError(f"{setting}: {directory}: no such directory")
+            raise ConfigError(f"{setting}: {directory}: no such directory{_HINTS.get(setting, '')}")
     environment, workers = run.rollout.environment, run.rollout.workers
     serves = run.rollout.serve is not None or "AREAL_Q_SERVE" in os.environ
     if isinstance(environment, External) and workers and not serves:
@@ -43,3 +50,5 @@ def preflight(run: Run) -> None:
         )
     for address in filter(None, (served_at(run, i) for i in range(workers))):
         check_free("rollout.serve", *address)
+    check_reward(run)
+    build_task(run.task)

@@ -17,6 +17,7 @@ runs/NAME/
 import fcntl
 import itertools
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,6 +99,11 @@ def resumed(directory: Path, overrides: list[str]) -> Run:
     saved = load(directory / "config.toml", place)
     again = override(saved, *overrides)
     _check_unchanged(saved, again)
+    if (step := _newest_step(directory)) > again.steps:
+        raise ConfigError(
+            f"steps = {again.steps}: {directory} is at step {step} already; to go on, ask for more, such as "
+            f"steps={2 * step}"
+        )
     return again
 
 
@@ -115,15 +121,35 @@ def resumes(run: Run) -> bool:
 
 
 def _check_unchanged(saved: Run, again: Run) -> None:
-    for key in differences(with_absolute_files(saved), with_absolute_files(again)):
-        if not key.startswith(MAY_CHANGE_ON_RESUME):
-            raise ConfigError(f"{key}: cannot change when a run resumes")
+    changed = differences(with_absolute_files(saved), with_absolute_files(again))
+    refused = [key for key in changed if not key.startswith(MAY_CHANGE_ON_RESUME)]
+    # Another choice brings other settings with it: the choice is what was asked for.
+    choices = [key for key in refused if key.endswith(".type")]
+    for key in choices or refused:
+        may = ", ".join(name + "*" * name.endswith(".") for name in MAY_CHANGE_ON_RESUME)
+        raise ConfigError(f"{key}: cannot change when a run resumes; these can: {may}")
 
 
 def has_checkpoint(directory: Path) -> bool:
     """Complete, or set aside while one of the same step is being written: a learner restores both."""
     found = directory / "checkpoints"
     return any(path.is_dir() for kind in ("step-*", ".old-*") for path in found.glob(kind))
+
+
+def _newest_step(directory: Path) -> int:
+    """The step of the newest checkpoint; 0 where there is none."""
+    names = (path.name.partition("-")[2] for path in (directory / "checkpoints").glob("step-*"))
+    return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def given_up(directory: Path, moved: Path | None) -> bool:
+    """Undoes `claimed` for a start that failed before its first checkpoint; False where there is one."""
+    if has_checkpoint(directory):
+        return False
+    shutil.rmtree(directory)
+    if moved:
+        moved.rename(directory)
+    return True
 
 
 def newest(root: Path) -> Path:

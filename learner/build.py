@@ -134,7 +134,8 @@ def _warm_start(
 
     cached = warm_start(model, run, task, tokenizer, progress, stop)
     if cached:
-        metrics.write("warmstart", 0, {"warmstart/step": steps, "warmstart/steps": steps})
+        values = {"warmstart/step": steps, "warmstart/steps": steps}
+        metrics.write("warmstart", 0, values, cache=str(cached))
 
 
 def build_feeder(

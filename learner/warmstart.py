@@ -41,30 +41,37 @@ def warm_start(
     tokenizer: Tokenizer,
     progress: Progress,
     stop: threading.Event,
-) -> bool:
-    """Trains `model` in place on correct answers, or loads the cached result. True if it was cached.
-    Raises Stopped when `stop` is set meanwhile."""
+) -> Path | None:
+    """Trains `model` in place on correct answers, or loads the cached result, and returns the directory that it
+    was in. Raises Stopped when `stop` is set meanwhile."""
     if run.warmstart.steps == 0:
-        return False
+        return None
     path = _cache_dir() / "warmstart" / _key(run, task) / "model.safetensors"
     if _cached(path, model):
         logger.info("warm start taken from %s", path.parent)
-        return True
+        return path.parent
     _train(model, run, task, tokenizer, progress, stop)
+    try:
+        _keep(model, path)
+    except (OSError, SafetensorError) as error:  # no home, no room: the next run trains again
+        logger.warning("the warm start cannot be cached for the next run: %s: %s", path, error)
+    return None
+
+
+def _keep(model: Decoder, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{os.getpid()}.tmp")
     save_tensors({k: v.cpu().contiguous() for k, v in model.state_dict().items()}, part)
     part.rename(path)
-    return False
 
 
 def _cached(path: Path, model: Decoder) -> bool:
-    """Loads `path` into `model`. False where there is no such file, or a crash of the machine tore it."""
+    """Loads `path` into `model`. False where there is no such file, or none that can be read."""
     try:
         model.load_state_dict(load_file(path))
     except FileNotFoundError:
         return False
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         logger.warning("%s: %s; it is made again", path, error)
         return False
     return True

@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+import redis
 
-from areal_q import rundir
+from areal_q import launch, rundir
 from areal_q.config import Python, Run, TorchBackend, dump_toml, load
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.launch import plan
+from buffer.server import RedisServer
 
 CHILD = """
 import os, signal, subprocess, sys, time
@@ -190,6 +192,41 @@ def test_a_mistake_that_the_learner_finds_is_one_line_and_exit_code_2(launched):
     _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (2, "areal-q: error: task.path: no such file\n")
     launched.assert_nothing_left()
+
+
+def test_a_start_that_failed_leaves_what_was_there(launched):
+    earlier = launched.root / "runs" / "demo" / "config.toml"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("# the earlier run")
+    process = launched.start("mistake", "serve")
+    assert process.communicate(timeout=120)[1] == "areal-q: error: task.path: no such file\n"
+    assert earlier.read_text() == "# the earlier run"
+    assert [path.name for path in earlier.parent.parent.iterdir()] == ["demo"]
+    launched.assert_nothing_left()
+
+
+def test_a_full_disk_is_named_as_the_cause(tmp_path, monkeypatch):
+    assert launch._disk_full(tmp_path) == ""
+    full = shutil.disk_usage(tmp_path)._replace(free=4096)
+    monkeypatch.setattr(launch.shutil, "disk_usage", lambda path: full)
+    assert f"the disk is full: 4.1 kB free at {tmp_path}" in launch._disk_full(tmp_path)
+
+
+def test_the_append_only_file_keeps_what_is_alive(tmp_path, short_dir):
+    with RedisServer.start(tmp_path, short_dir / "redis") as server:
+        with redis.Redis.from_url(server.url) as client:
+            for _ in range(200):
+                client.set("version", os.urandom(20_000))
+            alive = client.get("version")
+        rewrite = launch._Rewrite(server.url)
+        wait_until(rewrite.ended, "the rewrite")
+    kept = sum(path.stat().st_size for path in tmp_path.rglob("*appendonly*") if path.is_file())
+    assert kept < 60_000
+    with (
+        RedisServer.start(tmp_path, short_dir / "redis") as server,
+        redis.Redis.from_url(server.url) as client,
+    ):
+        assert client.get("version") == alive
 
 
 def test_a_killed_redis_is_named_and_everything_else_stops(launched):
@@ -387,6 +424,22 @@ def test_a_resumed_run_goes_on_with_the_other_backend_and_back(ended):
 def test_a_resumed_run_cannot_change_what_is_being_learnt(ended, text):
     with pytest.raises(ConfigError, match=text.split("=")[0]):
         rundir.resumed(ended, [text])
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        (
+            "learner.objective.type=tis",
+            r"^learner\.objective\.type: cannot change .* steps, eval\.\*",
+        ),
+        ("steps=30", r"^steps = 30: .*demo is at step 50 already; .* such as steps=100$"),
+    ],
+)
+def test_a_refused_resume_says_what_can_be_changed(ended, setting, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        rundir.resumed(ended, [setting])
+    assert rundir.resumed(ended, ["steps=50"]).steps == 50
 
 
 def test_a_run_without_a_checkpoint_cannot_resume(ended):

@@ -96,6 +96,15 @@ def test_a_refused_run_leaves_an_earlier_one_where_it_is(tmp_path: Path, taken: 
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
 
 
+def test_data_that_are_missing_leave_nothing_behind(tmp_path: Path):
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    done = areal_q(tmp_path, "task={type='jsonl', path='gone.jsonl'}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "areal-q: error: gone.jsonl: No such file or directory\n"
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
+    assert not list((tmp_path / "runs" / "run").iterdir())
+
+
 def test_a_worker_refuses_what_it_cannot_do_while_the_learner_warms_up(tmp_path: Path):
     """Two tokens cannot close a call of the calculator; the warm start would take days."""
     tool = 'rollout.environment={type="calculator",close="=+"}'

@@ -26,8 +26,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def warmed(run: Run, stop: threading.Event | None = None) -> tuple[Decoder, bool, Progress]:
-    """(model, whether it came from the cache, what was told meanwhile)"""
+def warmed(run: Run, stop: threading.Event | None = None) -> tuple[Decoder, Path | None, Progress]:
+    """(model, the directory of the cache that it came from, what was told meanwhile)"""
     told: Progress = []
     tokenizer = build_tokenizer(run)
     model = build_model(run, tokenizer)
@@ -57,6 +57,16 @@ def test_the_second_call_loads_the_weights_of_the_first(make_run: MakeRun):
     assert told == []
     assert same(first, second)
     assert not same(first, build_model(run, build_tokenizer(run)))
+
+
+def test_a_cache_that_cannot_be_written_costs_the_cache_alone(
+    make_run: MakeRun, cache: Path, caplog: pytest.LogCaptureFixture
+):
+    cache.write_text("a file in the place of the directory")
+    run = make_run("warmstart.steps=3", "warmstart.batch=8")
+    _, cached, told = warmed(run)
+    assert not cached and [step for step, _ in told] == [0, 3]
+    assert "cannot be cached for the next run" in caplog.text
 
 
 def test_the_same_settings_give_the_same_weights_without_the_cache(
