@@ -10,6 +10,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from learner.feeder import Feeder
 from learner.fidelity import FidelityMeter
 from learner.lineage import Lineage
 from learner.publish import Publisher
-from learner.step import learn
+from learner.step import train_step
+from learner.take_step import SingleProcessUpdater
 from learner.trainer import Trainer
 from rollout.engines import build_engine
 from rollout.engines.base import Engine, Request
@@ -103,7 +105,9 @@ async def measure(run: Run) -> dict[str, list[float]]:
         feeder.issue(range(step * run.learner.groups, (step + 1) * run.learner.groups), step)
         groups = await asyncio.gather(*(group(engine, t) for t in tickets.new))
         tickets.new.clear()
-        found["step"].append(timed(lambda: learn(trainer, groups, lineage, step))[0])  # noqa: B023
+        updater = SingleProcessUpdater(trainer)
+        step_s, _ = timed(partial(train_step, updater, groups, lineage, step))
+        found["step"].append(step_s)
         for share, meter in zip(SHARES, meters, strict=True):
             seconds, values = timed(lambda: meter.measure(groups))  # noqa: B023
             found[f"meter {share}"].append(seconds)

@@ -39,7 +39,8 @@ from learner.build import build_model
 from learner.feeder import Feeder
 from learner.lineage import Lineage
 from learner.publish import Publisher
-from learner.step import learn
+from learner.step import train_step
+from learner.take_step import SingleProcessUpdater
 from learner.trainer import Trainer
 from learner.warmstart import warm_start
 from rollout.engines.base import Completion, Engine, Request
@@ -180,7 +181,7 @@ async def train(run: Run) -> AsyncIterator[Values]:
             feeder.admit(step)
             wanted = tickets.next(run.learner.groups)
             groups = await asyncio.gather(*map(drawer.draw, wanted))
-            values = learn(trainer, groups, lineage, step)
+            values = train_step(SingleProcessUpdater(trainer), groups, lineage, step)
             for group in groups:
                 feeder.done(group)
             await publish(step + 1)

@@ -31,6 +31,7 @@ from bench import trl_peer
 from bench.common import RESULTS, ROOT, commit, device, number, peer_env, publish, say, table
 from bench.memory import peak_bytes
 from learner.batch import Sample
+from learner.take_step import update_policy
 from learner.trainer import Trainer
 
 WORK = RESULTS / "learner"
@@ -143,7 +144,7 @@ def ours(spec: dict[str, Any]) -> dict[str, Any]:
     before, seconds, norms = rss_bytes(), [], []
     for _ in range(spec["steps"]):
         began = time.process_time()
-        norms.append(trainer.step(samples)["train/grad_norm"])
+        norms.append(update_policy(trainer, samples)["train/grad_norm"])
         seconds.append(time.process_time() - began)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"seconds": seconds, "norms": norms, "before": before, "peak": peak}

@@ -27,6 +27,7 @@ from learner.batch import samples_of
 from learner.build import build_model
 from learner.lineage import Lineage
 from learner.replay_steps import recorded_settings
+from learner.take_step import update_policy
 from learner.tap import TokenTap
 from learner.trainer import Trainer
 
@@ -67,24 +68,23 @@ def steps(directory: Path) -> tuple[float, float]:
     """Median CPU seconds of a step, (without, with) the tap."""
     run = recorded_settings(directory)
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    trainers = {tap: build(run, tap) for tap in seconds}
+    trainers = {tap: build(run) for tap in seconds}
     for step, groups in iter_log(directory / "trajectories", 0, STEPS):
         samples = samples_of(groups, run.learner.advantage, Lineage(4), step)
         for tap in (True, False) if step % 2 else (False, True):
             began = time.process_time()
             trainer = trainers[tap]
-            trainer.step(samples)
-            if trainer.tap:
-                trainer.tap.scores()
+            recorder = TokenTap() if tap else None
+            update_policy(trainer, samples, recorder)
+            if recorder:
+                recorder.scores()
             seconds[tap].append(time.process_time() - began)
     return statistics.median(seconds[False]), statistics.median(seconds[True])
 
 
-def build(run: Run, tap: bool) -> Trainer:
+def build(run: Run) -> Trainer:
     model = build_model(run, build_tokenizer(run))
-    return Trainer(
-        model, run.learner, run.rollout.sampling.temperature, tap=TokenTap() if tap else None
-    )
+    return Trainer(model, run.learner, run.rollout.sampling.temperature)
 
 
 def best(work: Callable[[], object]) -> float:

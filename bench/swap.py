@@ -30,6 +30,7 @@ from learner.batch import Sample
 from learner.build import build_model
 from learner.outlet import Outlet
 from learner.publish import Publisher
+from learner.take_step import update_policy
 from learner.trainer import Trainer
 from rollout.engines import build_engine
 from rollout.engines.base import Request
@@ -70,15 +71,15 @@ def learner_time(run: Run) -> dict[str, list[float]]:
     version = 0
 
     def alone() -> None:
-        trainer.step(batch)
+        update_policy(trainer, batch)
 
     def inline() -> None:
-        trainer.step(batch)
+        update_policy(trainer, batch)
         outlet.publisher.make(trainer.model, version)
 
     def beside() -> None:
         outlet.begin(trainer.model, version, {})
-        trainer.step(batch)
+        update_policy(trainer, batch)
         outlet.finish()
 
     ways: dict[str, Callable[[], None]] = {"alone": alone, "inline": inline, "beside": beside}

@@ -27,7 +27,8 @@ from bench.lab import Drawer, Tickets, warm_model
 from learner.feeder import Feeder
 from learner.lineage import Lineage
 from learner.publish import Publisher
-from learner.step import learn
+from learner.step import train_step
+from learner.take_step import SingleProcessUpdater
 from learner.trainer import Trainer
 from rollout.engines import build_engine
 
@@ -81,7 +82,7 @@ def measure(
     seen: list[dict[str, float]] = []
     for batch in batches:
         before, codes = [w.detach().clone() for w in weights], quantized(weights, run)[0]
-        norm = learn(trainer, batch, lineage, 0)["train/grad_norm"]
+        norm = train_step(SingleProcessUpdater(trainer), batch, lineage, 0)["train/grad_norm"]
         after, rounded = quantized(weights, run)
         pairs = list(zip(before, weights, strict=True))
         moved = sum(int((a != b).sum()) for a, b in zip(codes, after, strict=True))

@@ -1,8 +1,8 @@
-"""The seam between a learner's step and what computes it: one loop (learner/take_step.py), two backends.
+"""The seam between a learner's step and what computes it: one update (learner/take_step.py), two backends.
 
-    take_step ──batches──▶ scores, reference_logprobs     π_prox, π_ref
-              ──losses───▶ backward                       π_θ and its gradient, micro-batch by micro-batch
-              ───────────▶ update                         clip, step
+    update_policy ──batches──▶ scores, reference_logprobs     π_prox, π_ref
+                  ──losses───▶ backward                       π_θ and its gradient, micro-batch by micro-batch
+                  ───────────▶ update                         clip, step
 
 `torch` is learner/trainer.py: one device, or FSDP2 over several (learner/fsdp.py). `megatron` is
 learner/mcore/policy.py. Where several ranks hold a policy together, each has a `Shard` of it.
@@ -18,7 +18,6 @@ from areal_q.config import LearnerConfig
 from areal_q.models import DecoderConfig
 from learner.batch import PackedBatch
 from learner.ranks import Ranks
-from learner.tap import TokenTap
 
 Scores = dict[str, Any]
 """float32 [T] each: `logprobs` and `entropy`, and `values` where there is a critic; and `routed` (Routed) where
@@ -34,7 +33,6 @@ class Backend(Protocol):
     cfg: LearnerConfig
     ranks: Ranks
     """Those that share the samples out among them"""
-    tap: TokenTap | None
     updates: int
     skipped: int
     skipped_in_row: int
@@ -73,10 +71,6 @@ class Backend(Protocol):
 
 class Shard(Backend, Protocol):
     """This rank's part of a policy. Rank 0 has the `whole` besides, as one process would; others pass None."""
-
-    def step(self, samples: Sequence) -> dict[str, float]:
-        """`take_step`"""
-        ...
 
     def gather_weights(self, whole) -> None:
         """What a step changed of the policy, into the whole."""

@@ -31,6 +31,7 @@ from learner.loop import Learner
 from learner.precision import set_precision
 from learner.publish import Publisher, sticky_ranges
 from learner.ranks import ALONE, Ranks
+from learner.take_step import PolicyUpdater, SingleProcessUpdater
 from learner.tap import TokenTap
 from learner.trainer import Trainer
 from learner.warmstart import warm_start
@@ -191,6 +192,15 @@ def _check_broadcast(run: Run, announce: str, fetch: str) -> None:
         raise ConfigError(f"broadcast: {error}") from error
 
 
+def _updater(trainer: Trainer, run: Run, ranks: Ranks) -> PolicyUpdater:
+    """Shards `trainer` over `ranks`, if there are several processes."""
+    if ranks is ALONE:
+        return SingleProcessUpdater(trainer)
+    from learner.sharded import MultiProcessUpdater
+
+    return MultiProcessUpdater(trainer, run, ranks)
+
+
 def build_learner(
     run: Run,
     directory: Path,
@@ -212,13 +222,9 @@ def build_learner(
     trainer, state = build_trainer(run, directory, resume, task, tokenizer, metrics, stop)
     buffer.check = fits(trainer.model.config)
     start = state.step if state else 0
-    if ranks is not ALONE:
-        from learner.sharded import Leader
-
-        trainer = Leader(trainer, run, ranks)
+    updater = _updater(trainer, run, ranks)
     # Token scores stay on the rank that computed them.
     logs_tokens = run.buffer.log and run.buffer.tokens and ranks is ALONE
-    trainer.tap = TokenTap() if logs_tokens else None
     if resume:
         metrics.rewind(start)
     feeder = build_feeder(run, task, tokenizer, buffer, state)
@@ -235,7 +241,7 @@ def build_learner(
         run=run,
         dir=directory,
         start=start,
-        trainer=trainer,
+        updater=updater,
         buffer=buffer,
         feeder=feeder,
         intake=Intake(buffer, feeder, lineage, run, state.uses if state else None),
@@ -248,6 +254,7 @@ def build_learner(
         log=TrajectoryLog(directory / "trajectories", start) if run.buffer.log else None,
         steps=StepLog(directory / "steps", start) if run.buffer.log else None,
         tokens=TokenLog(directory / "tokens", start) if logs_tokens else None,
+        recorder=TokenTap() if logs_tokens else None,
         metrics=metrics,
         checkpoints=Writer(directory / "checkpoints", run.checkpoint.keep),
     )

@@ -220,10 +220,12 @@ def read_tensors(path: Path, state: State) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def tensors_of(trainer: Trainer, staged: Path | None = None) -> dict[str, torch.Tensor]:
-    """Everything of `trainer` that a checkpoint holds as tensors, on the CPU; but for what other ranks leave in
-    `staged`."""
-    tensors: dict[str, torch.Tensor] = {"rng": torch.get_rng_state(), **trainer.collect(staged)}
+def tensors_of(trainer: Trainer, collected: Tensors | None = None) -> Tensors:
+    """Returns every tensor of `trainer` that a checkpoint holds, on the CPU.
+
+    `collected` is what PolicyUpdater.collect returned: this rank's share, where other ranks write theirs.
+    """
+    tensors: Tensors = {"rng": torch.get_rng_state(), **(collected or {})}
     for part, module in _modules(trainer).items():
         tensors |= {f"{part}.{k}": v for k, v in module.state_dict().items()}
     for part, optimizer in _optimizers(trainer).items():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from learner import checkpoint
 from learner.checkpoint import State
-from learner.trainer import Trainer
+from learner.take_step import PolicyUpdater
 
 
 class Writer:
@@ -27,17 +27,14 @@ class Writer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[tuple[State, Path]] | None = None
 
-    def save(self, state: State, trainer: Trainer) -> None:
-        """Copies `trainer` as it is now, and returns while the copy is written. Call `finish` before."""
+    def save(self, state: State, updater: PolicyUpdater) -> None:
+        """Copies the policy as it is now, and returns while the copy is written. Call `finish` before."""
         assert self._pending is None, "one at a time"
-        staged = checkpoint.stage(self._directory, state.step) if trainer.shares else None
-        found = checkpoint.tensors_of(trainer, staged)
+        shares = updater.shares
+        staged = checkpoint.stage(self._directory, state.step) if shares else None
+        found = checkpoint.tensors_of(updater.trainer, updater.collect(staged))
         tensors = {name: t.clone() for name, t in found.items()}
-        files = (
-            [staged / checkpoint.SHARE.format(i + 1) for i in range(trainer.shares)]
-            if staged
-            else []
-        )
+        files = [staged / checkpoint.SHARE.format(i + 1) for i in range(shares)] if staged else []
         self._pending = self._thread.submit(self._write, state, tensors, files)
 
     def _write(

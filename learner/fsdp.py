@@ -32,8 +32,8 @@ from learner.adamw8bit import LARGEST, AdamW8bit, Part
 from learner.critic import Critic
 from learner.optim import build_optimizer
 from learner.precision import set_precision
+from learner.rank_messages import Begin
 from learner.ranks import Ranks
-from learner.sharded import Begin
 from learner.shards import local
 from learner.trainer import Trainer
 
@@ -80,6 +80,9 @@ class FsdpShard(Trainer):
         for frozen, own in pairs:
             local(frozen).copy_(local(own))
         materialise(self.reference)
+
+    def close(self) -> None:
+        """Does nothing: FSDP2 has no process groups of its own to let go."""
 
 
 def fsdp_shard(begin: Begin, run: Run, ranks: Ranks, whole: Trainer | None) -> FsdpShard:

@@ -1,6 +1,6 @@
 """The learner's loop.
 
-    Feeder ──tickets──▶ Redis ──groups──▶ Intake ──▶ Trainer.step ──▶ Outlet ──▶ Broadcaster (a thread each)
+    Feeder ──tickets──▶ Redis ──groups──▶ Intake ──▶  train_step  ──▶ Outlet ──▶ Broadcaster (a thread each)
        ▲                                     │ too old: dropped, counted, its place refilled   │
        └──────────── room for new tickets ◀──┴───────────────────── version ◀──────────────────┘
 
@@ -42,7 +42,9 @@ from learner.intake import Intake
 from learner.lineage import Lineage
 from learner.outlet import Outlet
 from learner.publish import Publisher
-from learner.step import learn, machine
+from learner.step import machine, train_step
+from learner.take_step import PolicyUpdater
+from learner.tap import TokenTap
 from learner.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ class Learner:
     dir: Path
     start: int
     """The first step: 0, or where the checkpoint stands"""
-    trainer: Trainer
+    updater: PolicyUpdater
     buffer: LearnerBuffer
     feeder: Feeder
     intake: Intake
@@ -70,6 +72,8 @@ class Learner:
     log: TrajectoryLog | None
     steps: StepLog | None
     tokens: TokenLog | None
+    recorder: TokenTap | None
+    """Keeps what the token log holds of the last step"""
     metrics: MetricsLog
     checkpoints: Writer
     nbytes: int = 0
@@ -80,6 +84,11 @@ class Learner:
     """Up to here Redis was asked to forget the groups"""
     stuck: bool = False
     """Whether it was said that no checkpoint can make room"""
+
+    @property
+    def trainer(self) -> Trainer:
+        """The whole policy, as this process holds it"""
+        return self.updater.trainer
 
     def __post_init__(self) -> None:
         self.outlet = Outlet(self.publisher, self.announce)
@@ -100,7 +109,9 @@ class Learner:
             if taken is None:
                 break
             waited = time.monotonic() - began
-            values = learn(self.trainer, taken.groups, self.lineage, step, taken.weights)
+            values = train_step(
+                self.updater, taken.groups, self.lineage, step, taken.weights, self.recorder
+            )
             self.published()
             self.record(step, taken, values)
             values |= self.publishing()
@@ -126,7 +137,7 @@ class Learner:
         behind."""
         self.outlet.close()
         self.broadcaster.close()
-        self.trainer.close()
+        self.updater.close()
         self.checkpoints.close()
         for log in (self.log, self.steps, self.tokens):
             if log:
@@ -171,8 +182,8 @@ class Learner:
         if not self.log or not self.steps:
             return
         self.log.append(step, step, taken.groups)
-        if self.tokens and self.trainer.tap:
-            self.tokens.append(step, self.trainer.tap.scores())
+        if self.tokens and self.recorder:
+            self.tokens.append(step, self.recorder.scores())
         cfg = self.run.learner
         self.unpublished = StepRecord(
             step=step,
@@ -208,7 +219,7 @@ class Learner:
             skipped=self.trainer.skipped,
             model=self.trainer.model.config.to_hf(),
         )
-        self.checkpoints.save(state, self.trainer)
+        self.checkpoints.save(state, self.updater)
 
     def settle(self, wait: bool = False) -> None:
         """Redis forgets the groups that a checkpoint covers which has come to stand on disk; `wait` until the

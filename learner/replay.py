@@ -106,9 +106,10 @@ def inspect(trainer, step: int, groups, lineage) -> None:
     optimizer step, each a list of micro-batches; `batch` (PackedBatch) and `inputs` (LossInputs) of the
     first; `trainer`, with `trainer.model`."""
     from learner.batch import samples_of
+    from learner.take_step import prepare
 
     samples = samples_of(groups, trainer.cfg.advantage, lineage, step)
-    parts = trainer.prepare(samples)
+    parts = prepare(trainer, samples)
     batch, inputs = parts[0][0]  # noqa: RUF059
     typer.echo(
         f"step {step}: {len(samples)} samples, {len(parts)} parts; see samples, parts, batch, inputs"

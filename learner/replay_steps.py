@@ -1,6 +1,6 @@
 """Learner steps again, from a checkpoint and the log alone: no Redis, no engine, no network.
 
-    checkpoints/step-A ─▶ Trainer ◀─ learn(step s) ◀─ trajectories/ (groups of s, in the order logged)
+    checkpoints/step-A ─▶ Trainer ◀─ train_step(s) ◀─ trajectories/ (groups of s, in the order logged)
                              │                     ◀─ steps/ (digests and fork: the lag of every token)
                              └─▶ metrics, digest ─▶ compared with what steps/ recorded
 
@@ -26,7 +26,9 @@ from learner import checkpoint
 from learner.lineage import Lineage
 from learner.precision import set_precision
 from learner.publish import Publisher, sticky_ranges
-from learner.step import learn, machine
+from learner.step import machine, train_step
+from learner.take_step import SingleProcessUpdater
+from learner.tap import TokenTap
 from learner.trainer import Trainer
 
 ROUNDING_ONLY = ("learner.device", "learner.threads", "learner.microbatch_tokens")
@@ -89,6 +91,8 @@ class Replay:
         torch.set_num_threads(self.run.learner.threads)
         self.trainer = self._restored()
         self.machine = machine(self.run.learner.device)
+        self.recorder: TokenTap | None = None
+        """Keeps what the token log holds of the step replayed last"""
         sticky = self.trainer.sticky
         self.publishes = not self.what_if and (not sticky or bool(sticky.tensors()))
         """Whether the versions can be made again: weights of another history have nothing to be compared with,
@@ -117,7 +121,10 @@ class Replay:
             lineage.fork = record.fork
             if before:
                 before(self.trainer, record.step, groups, lineage)
-            metrics = learn(self.trainer, groups, lineage, record.step, record.weights)
+            updater = SingleProcessUpdater(self.trainer)
+            metrics = train_step(
+                updater, groups, lineage, record.step, record.weights, self.recorder
+            )
             lineage.published(record.step + 1, record.digest)
             made = self._publish(publisher, record.step + 1) if self.publishes else None
             yield Replayed(record, groups, metrics, made.manifest.digest if made else "")

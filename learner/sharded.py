@@ -1,11 +1,11 @@
 """The learner over several processes: `torchrun --nproc-per-node N -m learner …`.
 
-    rank 0   Learner ─▶ Leader.step ──samples──▶ every rank: Shard.step on its share of the groups
+    rank 0   train_step ─▶ MultiProcessUpdater.update ──samples──▶ every rank: update_policy on its share
              whole weights ◀──gathered, tensor by tensor──┘       (collectives of FSDP2, or of Megatron)
 
 | wait              | for                         | unblocked by                                       |
 |-------------------|-----------------------------|----------------------------------------------------|
-| follow            | rank 0's next word          | Leader's step, collect, reset_reference, close     |
+| follow            | rank 0's next message       | MultiProcessUpdater's methods                      |
 | every collective  | all other ranks             | their being alive: torchrun ends all when one dies |
 
 Rank 0 holds a whole copy of the weights on the host besides its shard, and of the moments when a checkpoint is
@@ -29,69 +29,17 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from areal_q.config import AdamW, MegatronBackend, Run, TorchBackend
 from areal_q.errors import ConfigError, UserError
-from areal_q.messages import Array, Trajectory
 from learner.advantages import needs_policy
 from learner.backend import Shard
 from learner.batch import Sample
 from learner.checkpoint import write_share
-from learner.kv_scales import kv_scales
+from learner.rank_messages import Begin, Collect, End, Message, Piece, Reset, Step
 from learner.ranks import Ranks
+from learner.take_step import update_policy
+from learner.tap import TokenTap
 from learner.trainer import Trainer
 
-
-class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """A sample on its way to another rank."""
-
-    group: int
-    prompt_ids: Array
-    trajectory: Trajectory
-    advantage: float
-    lag: Array
-    weight: float
-
-    @classmethod
-    def of(cls, s: Sample) -> "Piece":
-        prompt, lag = Array.of(s.prompt_ids, "int32"), Array.of(s.lag, "int64")
-        return cls(s.group, prompt, s.trajectory, s.advantage, lag, s.weight)
-
-    def sample(self) -> Sample:
-        prompt, lag = self.prompt_ids.numpy(), self.lag.numpy()
-        return Sample(self.group, prompt, self.trajectory, self.advantage, lag, self.weight)
-
-
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """What a rank has to know of the whole, before its tensors come."""
-
-    model: dict
-    """Hugging Face `config.json`"""
-    temperature: float
-    updates: int
-    skipped: int
-    moments: bool
-    """Whether the optimizers have any"""
-
-
-class Step(msgspec.Struct, frozen=True, tag="step"):
-    pieces: list[Piece]
-
-
-class Collect(msgspec.Struct, frozen=True, tag="collect"):
-    """What a checkpoint holds besides the weights is wanted on rank 0; or, but for rank 0's share, in this
-    directory."""
-
-    staged: str = ""
-
-
-class Reset(msgspec.Struct, frozen=True, tag="reset"):
-    """The present policy becomes the reference."""
-
-
-class End(msgspec.Struct, frozen=True, tag="end"):
-    pass
-
-
-Word = Begin | Step | Collect | Reset | End
-_decoder = msgspec.msgpack.Decoder(Word)
+_decoder = msgspec.msgpack.Decoder(Message)
 
 
 def _fsdp(begin: Begin, run: Run, ranks: Ranks, whole: Trainer | None) -> Shard:
@@ -157,14 +105,15 @@ def _refused(run: Run, size: int) -> dict[str, bool]:
     return found
 
 
-def say(ranks: Ranks, word: Word) -> None:
-    ranks.broadcast(msgspec.msgpack.encode(word))
+def tell(ranks: Ranks, message: Message) -> None:
+    """Sends `message` from rank 0 to every other rank."""
+    ranks.broadcast(msgspec.msgpack.encode(message))
 
 
 def dismiss(ranks: Ranks) -> None:
-    """Others end, as this process is about to."""
+    """Ends the other ranks, as this process is about to end."""
     if dist.is_initialized():
-        say(ranks, End())
+        tell(ranks, End())
         dist.destroy_process_group()
 
 
@@ -177,8 +126,11 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def hear(ranks: Ranks) -> Word:
-    """Raises UserError where rank 0 ended without a word: what it said before is what a user has to know."""
+def hear(ranks: Ranks) -> Message:
+    """Returns rank 0's next message.
+
+    Raises UserError if rank 0 ended without one: its own last words are what the user has to read.
+    """
     try:
         data = ranks.broadcast(b"")
     except RuntimeError as error:
@@ -186,64 +138,69 @@ def hear(ranks: Ranks) -> Word:
     return _decoder.decode(data)
 
 
-class Leader(Trainer):
-    """Rank 0's: `whole`, but that steps are taken by all ranks together. `close` lets them go."""
+class MultiProcessUpdater:
+    """Rank 0's PolicyUpdater: each update is made by all ranks together."""
 
-    def __init__(self, whole: Trainer, run: Run, ranks: Ranks) -> None:
-        vars(self).update(vars(whole))
-        self._ranks = ranks
+    def __init__(self, trainer: Trainer, run: Run, ranks: Ranks) -> None:
+        """Shards `trainer` over `ranks`; its own weights stay whole and are gathered after every update."""
+        self.trainer, self._ranks, self._run = trainer, ranks, run
         self._broken = True
-        """Whether other ranks may be in the middle of something"""
+        """True while other ranks may be in the middle of something"""
         begin = Begin(
-            whole.model.config.to_hf(),
-            whole.temperature,
-            whole.updates,
-            whole.skipped,
-            moments=bool(self.optimizer.state),
+            trainer.model.config.to_hf(),
+            trainer.temperature,
+            trainer.updates,
+            trainer.skipped,
+            moments=bool(trainer.optimizer.state),
         )
-        say(ranks, begin)
-        self._shard = BACKENDS[type(run.learner.backend)](begin, run, ranks, self)
+        tell(ranks, begin)
+        self._shard = BACKENDS[type(run.learner.backend)](begin, run, ranks, trainer)
         self._broken = False
-        if run.checkpoint.sharded:
-            self.shares = ranks.size - 1  # type: ignore[misc]
-            # Theirs from now on.
-            self.optimizer.state.clear()
-            if self.critic is not None:
-                self.critic.optimizer.state.clear()
+        if self.shares:
+            # The other ranks own the moments from here on.
+            trainer.optimizer.state.clear()
+            if trainer.critic is not None:
+                trainer.critic.optimizer.state.clear()
 
-    def step(self, samples: Sequence[Sample]) -> dict[str, float]:
+    @property
+    def shares(self) -> int:
+        return self._ranks.size - 1 if self._run.checkpoint.sharded else 0
+
+    def update(
+        self, samples: Sequence[Sample], recorder: TokenTap | None = None
+    ) -> dict[str, float]:
+        whole = self.trainer
         self._broken = True
-        say(self._ranks, Step([Piece.of(sample) for sample in samples]))
-        values = self._shard.step(samples)
-        self.before_write()
-        self._shard.gather_weights(self)
+        tell(self._ranks, Step([Piece.of(sample) for sample in samples]))
+        values = update_policy(self._shard, samples, recorder)
+        whole.before_write()
+        self._shard.gather_weights(whole)
         self._broken = False
-        if self.calibrate:
-            self.kv_scales = kv_scales(self.model, samples, self.calibrate, self.cfg.device)
-        self.updates, self.skipped = self._shard.updates, self._shard.skipped
+        whole.updates, whole.skipped = self._shard.updates, self._shard.skipped
         return values
 
     def collect(self, staged: Path | None = None) -> dict[str, Tensor]:
-        say(self._ranks, Collect(str(staged or "")))
+        tell(self._ranks, Collect(str(staged or "")))
         if staged:
-            return self._shard.share_of_rest(self)
-        self._shard.gather_rest(self)
+            return self._shard.share_of_rest(self.trainer)
+        self._shard.gather_rest(self.trainer)
         return {}
 
     def reset_reference(self) -> None:
-        say(self._ranks, Reset())
+        tell(self._ranks, Reset())
         self._shard.reset_reference()
-        super().reset_reference()
+        self.trainer.reset_reference()
 
     def close(self) -> None:
-        """After a failure nothing is said: this process ends with an error, and torchrun ends the others."""
+        """Lets the other ranks go. After a failure it tells them nothing: this process ends with an error, and
+        torchrun ends the others."""
         if not self._broken:
             self._shard.close()
             dismiss(self._ranks)
 
 
 def follow(run: Run, ranks: Ranks) -> None:
-    """What the other ranks do until rank 0 ends."""
+    """Runs the other ranks' side: takes part in each step until rank 0 ends."""
     begin = hear(ranks)
     if not isinstance(begin, Begin):
         dist.destroy_process_group()
@@ -252,7 +209,7 @@ def follow(run: Run, ranks: Ranks) -> None:
     while True:
         match hear(ranks):
             case Step(pieces):
-                shard.step([piece.sample() for piece in pieces])
+                update_policy(shard, [piece.sample() for piece in pieces])
                 shard.gather_weights(None)
             case Collect(""):
                 shard.gather_rest(None)

@@ -8,25 +8,32 @@ import torch
 from areal_q.messages import Group
 from learner.batch import lag_metrics, part_metrics, samples_of
 from learner.lineage import Lineage
-from learner.trainer import Trainer
+from learner.take_step import PolicyUpdater
+from learner.tap import TokenTap
 
 
-def learn(
-    trainer: Trainer,
+def train_step(
+    updater: PolicyUpdater,
     groups: Sequence[Group],
     lineage: Lineage,
     step: int,
     weights: Sequence[float] = (),
+    recorder: TokenTap | None = None,
 ) -> dict[str, float]:
-    """Step `step` on `groups`, in their order and with their sampler's weights; returns its metrics, none of
-    which depends on time."""
+    """Takes step `step` on `groups`, in their order and with their sampler's weights.
+
+    Returns the step's metrics, none of which depends on time. `recorder` keeps what the token log holds.
+    """
+    trainer = updater.trainer
     kl = trainer.cfg.reference_kl
     if kl and kl.reset_every and step and step % kl.reset_every == 0:
-        trainer.reset_reference()
+        updater.reset_reference()
     samples = samples_of(groups, trainer.cfg.advantage, lineage, step, weights)
     rewards = [s.trajectory.reward for s in samples]
     mean = sum(rewards) / len(rewards)
-    return trainer.step(samples) | {
+    values = updater.update(samples, recorder)
+    trainer.calibrate_kv_scales(samples)
+    return values | {
         **lag_metrics(samples),
         **part_metrics(samples),
         "reward/mean": mean,

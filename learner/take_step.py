@@ -1,10 +1,13 @@
-"""One learner step, on any backend: π_prox, then `epochs` passes over the batch, an optimizer step for each
-part of it."""
+"""The policy update of one learner step, on any backend: π_prox, then `epochs` passes over the batch, an
+optimizer step for each part of it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from areal_q.algorithms import LossInputs, loss_fn, reduce_metrics
 from areal_q.algorithms.loss import whole_step
@@ -16,19 +19,83 @@ from learner.backend import Backend, Scores
 from learner.batch import PackedBatch, Sample, pack
 from learner.ranks import filler
 from learner.routing import balance_weights
+from learner.tap import TokenTap
+from learner.trainer import Trainer
 
 Part = list[tuple[PackedBatch, LossInputs]]
 """The micro-batches of one optimizer step"""
 
 
-def take_step(b: Backend, samples: Sequence[Sample]) -> dict[str, float]:
-    """Learns from `samples`; returns the metrics. Deterministic in weights, samples and their order."""
+class PolicyUpdater(Protocol):
+    """Makes the updates of rank 0's whole policy: this process alone, or all ranks together (sharded.py)."""
+
+    trainer: Trainer
+
+    @property
+    def shares(self) -> int:
+        """Number of other ranks that write a share of a checkpoint themselves"""
+        ...
+
+    def update(
+        self, samples: Sequence[Sample], recorder: TokenTap | None = None
+    ) -> dict[str, float]:
+        """Learns from `samples`, after which `trainer` holds the new weights; returns the metrics."""
+        ...
+
+    def collect(self, staged: Path | None = None) -> dict[str, Tensor]:
+        """Brings into `trainer` what a checkpoint reads of it.
+
+        Where other ranks write shares, they write them into `staged`, and this rank's own is returned, by its
+        tensors' names in a checkpoint.
+        """
+        ...
+
+    def reset_reference(self) -> None:
+        """Makes the present policy the reference policy, on every rank."""
+        ...
+
+    def close(self) -> None:
+        """Lets other processes go, if there are any."""
+        ...
+
+
+class SingleProcessUpdater:
+    """The PolicyUpdater of one process, which holds the whole policy."""
+
+    shares = 0
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def update(
+        self, samples: Sequence[Sample], recorder: TokenTap | None = None
+    ) -> dict[str, float]:
+        return update_policy(self.trainer, samples, recorder)
+
+    def collect(self, staged: Path | None = None) -> dict[str, Tensor]:
+        return {}
+
+    def reset_reference(self) -> None:
+        self.trainer.reset_reference()
+
+    def close(self) -> None:
+        pass
+
+
+def update_policy(
+    b: Backend, samples: Sequence[Sample], recorder: TokenTap | None = None
+) -> dict[str, float]:
+    """Learns from `samples` and returns the metrics.
+
+    The result depends on weights, samples and their order alone. `recorder` keeps what the token log
+    holds of the step. On several ranks all of them call this together.
+    """
     parts = prepare(b, samples)
-    if b.tap:
-        b.tap.begin()
+    if recorder:
+        recorder.begin()
     metrics: list[Metrics] = []
     for visit, part in enumerate(parts * b.cfg.epochs):
-        metrics += visit_part(b, part, first=visit == 0)
+        metrics += visit_part(b, part, first=visit == 0, recorder=recorder)
         metrics.append(_update(b))
     values = reduce_metrics(b.ranks.metrics(metrics))
     values["train/loss"] = values["loss/total"] / (len(parts) * b.cfg.epochs)
@@ -112,7 +179,9 @@ def inputs_of(batch: PackedBatch, scores: Scores, reference: torch.Tensor | None
     )
 
 
-def visit_part(b: Backend, part: Part, first: bool) -> list[Metrics]:
+def visit_part(
+    b: Backend, part: Part, first: bool, recorder: TokenTap | None = None
+) -> list[Metrics]:
     """Accumulates the gradient of one part; counts span it, so that its cut does not matter.
 
     Before the `first` update π_θ is π_prox: what has no gradient is not computed again, nor is a micro-batch
@@ -138,8 +207,8 @@ def visit_part(b: Backend, part: Part, first: bool) -> list[Metrics]:
             value=b.cfg.critic.value if b.cfg.critic else None,
             balance=balance if batch.counts else None,
         )
-        if b.tap and batch.counts:
-            b.tap.add(batch, before, inputs, out.surrogate)
+        if recorder and batch.counts:
+            recorder.add(batch, before, inputs, out.surrogate)
         return out.loss, out.metrics
 
     learning = [(batch, x) for batch, x in part if batch.learns]

@@ -3,8 +3,6 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import ClassVar
 
 import torch
 
@@ -22,8 +20,6 @@ from learner.kv_scales import kv_scales
 from learner.optim import build_optimizer, learning_rate, optimizer_step
 from learner.ranks import ALONE, Ranks, reshard, summed
 from learner.routing import routed, routing_for
-from learner.take_step import Part, prepare, take_step
-from learner.tap import TokenTap
 
 
 @dataclass
@@ -48,8 +44,6 @@ class Trainer:
     """Of the version published last, where scales are sticky: the publisher's, kept for checkpoints"""
     ranks: Ranks = ALONE
     """With others, `model` is sharded over them (learner/fsdp.py)"""
-    tap: TokenTap | None = None
-    """Keeps what the token log holds of a step"""
     before_write: Callable[[], None] = lambda: None
     """Called before the weights change: returns once nobody else reads them"""
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -68,19 +62,13 @@ class Trainer:
         if cfg.reference_kl and self.reference is None and not cfg.lora:
             self.reset_reference()
 
-    shares: ClassVar[int] = 0
-    """Other ranks that write a share of a checkpoint themselves"""
-
-    def collect(self, staged: Path | None = None) -> dict[str, torch.Tensor]:
-        """Called before all that a checkpoint holds is read. Where other ranks write shares, they do so into
-        `staged`, and this rank's own is returned, by its names in a checkpoint."""
-        return {}
-
-    def close(self) -> None:
-        """Lets go of other processes, if there are any."""
+    def calibrate_kv_scales(self, samples: Sequence[Sample]) -> None:
+        """Measures the KV cache's scales for the present weights on `samples`, if that is asked for."""
+        if self.calibrate:
+            self.kv_scales = kv_scales(self.model, samples, self.calibrate, self.cfg.device)
 
     def reset_reference(self) -> None:
-        """The present policy becomes the reference."""
+        """Makes the present policy the reference policy."""
         self.reference = copy.deepcopy(self.model).requires_grad_(False)
 
     @property
@@ -90,17 +78,6 @@ class Trainer:
     @property
     def lr(self) -> float:
         return self.optimizer.param_groups[0]["lr"]
-
-    def step(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Learns from `samples`; returns the metrics. Deterministic in weights, samples and their order."""
-        values = take_step(self, samples)
-        if self.calibrate:
-            self.kv_scales = kv_scales(self.model, samples, self.calibrate, self.cfg.device)
-        return values
-
-    def prepare(self, samples: Sequence[Sample]) -> list[Part]:
-        """What `step` finds before its first update."""
-        return prepare(self, samples)
 
     def scores(self, batches: Sequence[PackedBatch], graph: bool = False) -> list[Scores]:
         # A sharded model's graph would not survive the forwards that follow.

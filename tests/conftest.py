@@ -307,7 +307,8 @@ from learner.build import build_model
 from learner.checkpoint_writer import Writer
 from learner.precision import set_precision
 from learner.publish import Publisher
-from learner.sharded import Leader, Piece, follow, join, leave
+from learner.rank_messages import Piece
+from learner.sharded import MultiProcessUpdater, follow, join, leave
 from learner.trainer import Trainer
 
 torch.set_num_threads(1)
@@ -323,20 +324,20 @@ for job in sys.argv[1:]:
     whole = Trainer(model, run.learner, 0.7)
     if list(directory.glob("checkpoints/step-*")):
         checkpoint.restore(directory / "checkpoints", whole)
-    leader = Leader(whole, run, ranks)
+    updater = MultiProcessUpdater(whole, run, ranks)
     found = []
     for pieces in msgspec.msgpack.decode((directory / "samples").read_bytes(), type=list[list[Piece]]):
         if run.learner.reference_kl and run.learner.reference_kl.reset_every:
-            leader.reset_reference()
-        found.append(leader.step([piece.sample() for piece in pieces]))
+            updater.reset_reference()
+        found.append(updater.update([piece.sample() for piece in pieces]))
     state = checkpoint.State(step=9, position="0-1", cursor=1, outstanding=[], digests={},
-                             updates=leader.updates, skipped=leader.skipped, model=model.config.to_hf())
+                             updates=whole.updates, skipped=whole.skipped, model=model.config.to_hf())
     writer = Writer(directory / "checkpoints", 5)
-    writer.save(state, leader)
+    writer.save(state, updater)
     writer.finish()
     writer.close()
-    made = Publisher(run).make(leader.model, 1)
-    leader.close()
+    made = Publisher(run).make(model, 1)
+    updater.close()
     (directory / "found.json").write_text(json.dumps([found, made.manifest.digest]))
 leave()
 """
@@ -347,7 +348,7 @@ def on_ranks(tmp_path: Path) -> Callable[..., list[tuple[list[dict[str, float]],
     """on_ranks(2, {directory: (run, steps)}) lets two processes take the steps of each job, one job after the
     other, from its checkpoint if it has one; leaves a checkpoint of step 9 in each. Returns the metrics of the
     steps and the digest of the version that would be published then, by job."""
-    from learner.sharded import Piece
+    from learner.rank_messages import Piece
 
     def run_all(size: int, jobs: dict[Path, tuple[Run, list[list[Sample]]]]):
         for directory, (run, steps) in jobs.items():

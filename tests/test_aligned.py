@@ -26,6 +26,7 @@ from learner.batch import Sample, pack
 from learner.build import build_model
 from learner.precision import set_precision
 from learner.publish import Publisher
+from learner.take_step import update_policy
 from learner.trainer import Trainer, token_logprobs
 from rollout.engines import build_engine
 from rollout.engines.attention import KVCache, Prefill
@@ -237,7 +238,7 @@ def test_every_update_quantizes_the_weights_anew(make_run: MakeRun, make_samples
     run = make_run(QARL, "rollout.format=nvfp4", "learner.optimizer.lr=0.01", "learner.epochs=2")
     trainer = build(run)
     before = published_state(trainer.model, "nvfp4")
-    trainer.step(make_samples(12))
+    update_policy(trainer, make_samples(12))
     after = published_state(trainer.model, "nvfp4")
     fresh = quantize_state(trainer.model.state_dict(), "nvfp4")
     assert all(torch.equal(_bytes(after[k]), _bytes(fresh[k])) for k in fresh)
@@ -249,11 +250,14 @@ def test_a_step_after_a_restored_checkpoint_is_bit_for_bit_the_step_without_one(
 ):
     run = make_run(QARL, "learner.optimizer.lr=0.01", "learner.reference_kl.coef=0.01")
     trainer = build(run)
-    trainer.step(make_samples(12))
+    update_policy(trainer, make_samples(12))
     save_at(1, tmp_path, trainer)
     resumed = build(run)
     checkpoint.restore(tmp_path, resumed)
-    ours, theirs = trainer.step(make_samples(12, seed=1)), resumed.step(make_samples(12, seed=1))
+    ours, theirs = (
+        update_policy(trainer, make_samples(12, seed=1)),
+        update_policy(resumed, make_samples(12, seed=1)),
+    )
     assert ours == theirs
     a, b = (Publisher(run).make(t.model, 2).manifest.digest for t in (trainer, resumed))
     assert a == b

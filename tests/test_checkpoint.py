@@ -24,6 +24,7 @@ from learner.batch import Sample
 from learner.build import build_model
 from learner.checkpoint import State
 from learner.checkpoint_writer import Writer
+from learner.take_step import SingleProcessUpdater, update_policy
 from learner.trainer import Trainer
 
 MakeRun = Callable[..., Run]
@@ -68,7 +69,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 def trainer(make_run: MakeRun, make_samples: MakeSamples) -> Trainer:
     """After one step, so that the optimizer has something to remember."""
     trainer = build(make_run())
-    trainer.step(make_samples(4))
+    update_policy(trainer, make_samples(4))
     return trainer
 
 
@@ -79,10 +80,10 @@ def test_a_restored_learner_goes_on_bit_for_bit(
     state = state_at(3, trainer)
     checkpoint.save(tmp_path, state, trainer, keep=2)
     for seed in (1, 2):
-        trainer.step(make_samples(6, seed))
+        update_policy(trainer, make_samples(6, seed))
 
     resumed = build(make_run("seed=9"))
-    resumed.step(make_samples(3, 7))  # what it held before does not matter
+    update_policy(resumed, make_samples(3, 7))  # what it held before does not matter
     restored = checkpoint.restore(tmp_path, resumed)
     assert msgspec.structs.replace(restored, digest="") == state
     assert (resumed.updates, resumed.skipped) == (state.updates, state.skipped)
@@ -90,7 +91,7 @@ def test_a_restored_learner_goes_on_bit_for_bit(
     torch.manual_seed(0)
     checkpoint.restore(tmp_path, resumed)
     for seed in (1, 2):
-        resumed.step(make_samples(6, seed))
+        update_policy(resumed, make_samples(6, seed))
     assert_equal(everything(resumed), uninterrupted)
     assert resumed.updates == trainer.updates
 
@@ -110,20 +111,20 @@ def test_a_critic_and_a_reference_go_on_bit_for_bit_too(
         return [replace(s, trajectory=t) for s, t in zip(made, trajectories, strict=True)]
 
     trainer = build(make_run(*settings))
-    trainer.step(samples(4, 0))
+    update_policy(trainer, samples(4, 0))
     assert trainer.critic
     assert trainer.critic.head.weight.abs().max() > 0
     checkpoint.save(tmp_path, state_at(3, trainer), trainer, keep=2)
     for seed in (1, 2):
-        trainer.step(samples(6, seed))
+        update_policy(trainer, samples(6, seed))
 
     resumed = build(make_run(*settings, "seed=9"))
-    resumed.step(samples(3, 7))
+    update_policy(resumed, samples(3, 7))
     torch.manual_seed(0)
     uninterrupted = everything(trainer)
     checkpoint.restore(tmp_path, resumed)
     for seed in (1, 2):
-        resumed.step(samples(6, seed))
+        update_policy(resumed, samples(6, seed))
     torch.manual_seed(0)
     assert_equal(everything(resumed), uninterrupted)
 
@@ -144,7 +145,7 @@ def test_a_checkpoint_before_the_first_step_restores_too(
     checkpoint.save(tmp_path, state_at(0, fresh), fresh, keep=2)
     checkpoint.restore(tmp_path, other)
     for t in (fresh, other):
-        t.step(make_samples(4))
+        update_policy(t, make_samples(4))
     torch.manual_seed(1)
     one = everything(fresh)
     torch.manual_seed(1)
@@ -292,8 +293,8 @@ def test_a_checkpoint_holds_what_the_learner_held_when_it_began(
 ):
     writer = Writer(tmp_path, keep=2)
     before = everything(trainer)
-    writer.save(state_at(1, trainer), trainer)
-    trainer.step(make_samples(6, 1))
+    writer.save(state_at(1, trainer), SingleProcessUpdater(trainer))
+    update_policy(trainer, make_samples(6, 1))
     stands = writer.finish()
     assert stands
     assert (stands[0].step, stands[1]) == (1, tmp_path / "step-000001")
@@ -316,7 +317,7 @@ def test_a_checkpoint_is_reported_only_once_it_stands_on_disk(
 
     monkeypatch.setattr(checkpoint, "_sync", slow_disk)
     writer = Writer(tmp_path, keep=2)
-    writer.save(state_at(1, trainer), trainer)
+    writer.save(state_at(1, trainer), SingleProcessUpdater(trainer))
     assert writer.settle() is None
     assert checkpoint.steps(tmp_path) == []
     gate.set()
@@ -330,11 +331,11 @@ def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(
 ):
     (tmp_path / "checkpoints").write_text("in the way")
     writer = Writer(tmp_path / "checkpoints", keep=2)
-    writer.save(state_at(1, trainer), trainer)
+    writer.save(state_at(1, trainer), SingleProcessUpdater(trainer))
     with pytest.raises(CheckpointError, match="checkpoints"):
         writer.finish()
     (tmp_path / "checkpoints").unlink()
-    writer.save(state_at(1, trainer), trainer)
+    writer.save(state_at(1, trainer), SingleProcessUpdater(trainer))
     assert writer.finish()
     writer.close()
 
@@ -349,6 +350,7 @@ from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.build import build_model
 from learner.checkpoint_writer import Writer
+from learner.take_step import SingleProcessUpdater
 from learner.trainer import Trainer
 
 root, background, settings = Path(sys.argv[1]), sys.argv[2] == "background", sys.argv[3:]
@@ -374,7 +376,7 @@ def save_killed_at(directory, operation, new_step):
     sys.addaudithook(hook)
     if background:
         writer = Writer(directory, keep=2)
-        writer.save(state(new_step, 2), trainer)
+        writer.save(state(new_step, 2), SingleProcessUpdater(trainer))
         weights(3.0)  # what comes after is no part of it
         writer.finish()
     else:

@@ -17,7 +17,7 @@ from areal_q.tasks import build_tokenizer
 from learner.advantages import at_last_token, with_advantages
 from learner.batch import Sample, pack
 from learner.build import build_model, build_reference
-from learner.take_step import inputs_of, visit_part
+from learner.take_step import inputs_of, prepare, update_policy, visit_part
 from learner.trainer import Trainer, token_logprobs
 
 MakeRun = Callable[..., Run]
@@ -122,7 +122,7 @@ def test_the_first_values_are_0_and_the_first_advantages_the_returns(
     run = make_run(*GAE, "learner.advantage.normalize=false")
     trainer = build(run)
     samples = rewarded(make_samples(4), [1.0, 0.0, 2.0, 0.5])
-    ((_, first), *_), *_ = trainer.prepare(samples)
+    ((_, first), *_), *_ = prepare(trainer, samples)
     assert first.old_values is not None and first.returns is not None
     assert first.old_values.tolist() == [0.0] * len(first.mask)
     counted = [
@@ -142,7 +142,7 @@ def test_the_critic_learns_the_rewards_of_responses(
     )  # fmt: skip
     trainer = build(run)
     samples = rewarded(make_samples(12), [float(i % 2) for i in range(12)])
-    values = [trainer.step(samples) for _ in range(25)]
+    values = [update_policy(trainer, samples) for _ in range(25)]
     assert values[0]["value/explained_variance"] == pytest.approx(0, abs=1e-6)
     assert values[-1]["loss/value"] < 0.5 * values[0]["loss/value"]
     assert values[-1]["value/explained_variance"] > (0.5 if trunk == "separate" else 0.15)
@@ -156,11 +156,11 @@ def test_the_value_loss_trains_the_policy_only_where_the_trunk_is_shared(
     gradients = []
     for coef in (0.1, 10.0):
         trainer = build(make_run(*GAE, f"learner.critic.trunk={trunk}"))
-        trainer.step(samples)  # the head begins at 0, and would pass no gradient on
+        update_policy(trainer, samples)  # the head begins at 0, and would pass no gradient on
         trainer.cfg = override(
             make_run(*GAE, f"learner.critic.trunk={trunk}"), f"learner.critic.value.coef={coef}"
         ).learner
-        visit_part(trainer, trainer.prepare(samples)[0], first=True)
+        visit_part(trainer, prepare(trainer, samples)[0], first=True)
         gradients.append([p.grad for p in trainer.model.parameters()])
     same = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert same == (trunk == "separate")
@@ -182,7 +182,7 @@ def test_the_step_does_not_depend_on_how_the_batch_is_cut(
     for tokens in (14, 33, 10**6):
         trainer = build(make_run(*settings, f"learner.microbatch_tokens={tokens}"))
         for seed in (1, 2):
-            values = trainer.step(rewarded(make_samples(9, seed), [0.0, 1.0, 0.5] * 3))
+            values = update_policy(trainer, rewarded(make_samples(9, seed), [0.0, 1.0, 0.5] * 3))
         assert trainer.critic
         results.append(weights(trainer.model) | weights(trainer.critic.head))
         metrics.append(values)
@@ -200,10 +200,10 @@ def test_the_entropy_bonus_raises_the_entropy_where_nothing_else_pulls(
     samples = [replace(s, advantage=0.0) for s in make_samples(6)]
     unmoved = build(make_run("learner.optimizer.warmup_steps=0"))
     before = mean_of(unmoved, samples, 1)
-    unmoved.step(samples)
+    update_policy(unmoved, samples)
     assert mean_of(unmoved, samples, 1) == before
     trainer = build(make_run("learner.optimizer.warmup_steps=0", "learner.entropy_coef=0.1"))
-    values = [trainer.step(samples) for _ in range(3)]
+    values = [update_policy(trainer, samples) for _ in range(3)]
     assert mean_of(trainer, samples, 1) > before
     assert values[-1]["policy/entropy"] > values[0]["policy/entropy"]
 
@@ -216,13 +216,13 @@ def test_the_penalty_in_the_loss_pulls_the_policy_back_to_the_reference(
     trainer = build(make_run(kl, "learner.optimizer={warmup_steps=0, lr=1e-3}", "learner.epochs=3"))
     samples = [replace(s, advantage=0.0) for s in make_samples(9)]
     reference = mean_of(trainer, samples, 0)
-    values = trainer.step(samples)
+    values = update_policy(trainer, samples)
     assert values["reference/kl_k3"] == values["train/grad_norm"] == 0  # they are the same
     with torch.no_grad():
         for p in trainer.model.parameters():
             p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
     moved = mean_of(trainer, samples, 0)
-    found = [trainer.step(samples)["reference/kl_k3"] for _ in range(10)]
+    found = [update_policy(trainer, samples)["reference/kl_k3"] for _ in range(10)]
     assert found[-1] < 0.5 * found[0]
     assert abs(mean_of(trainer, samples, 0) - reference) < 0.5 * abs(moved - reference)
     assert trainer.reference is not None
@@ -237,14 +237,14 @@ def test_the_reference_is_the_model_at_its_path_until_it_is_reset(
     save_decoder(other.model, tmp_path / "other", build_tokenizer(run))
     trainer.reference = build_reference(str(tmp_path / "other"), trainer.model)
     samples = make_samples(4)
-    ((batch, inputs), *_), *_ = trainer.prepare(samples)
+    ((batch, inputs), *_), *_ = prepare(trainer, samples)
     with torch.no_grad():
         expected, _ = token_logprobs(other.model, batch, 1.0)
     assert inputs.reference_logprobs is not None
     assert torch.equal(inputs.reference_logprobs, expected)
     assert not torch.equal(inputs.reference_logprobs, inputs.proximal_logprobs)
     trainer.reset_reference()
-    ((_, inputs), *_), *_ = trainer.prepare(samples)
+    ((_, inputs), *_), *_ = prepare(trainer, samples)
     assert inputs.reference_logprobs is not None
     assert torch.equal(inputs.reference_logprobs, inputs.proximal_logprobs)
 
@@ -256,7 +256,7 @@ def test_the_reference_is_the_model_at_its_path_until_it_is_reset(
 def test_nothing_is_held_or_computed_for_what_is_off(make_run: MakeRun, make_samples: MakeSamples):
     trainer = build(make_run())
     assert trainer.critic is None and trainer.reference is None
-    ((_, inputs), *_), *_ = trainer.prepare(make_samples(4))
+    ((_, inputs), *_), *_ = prepare(trainer, make_samples(4))
     assert inputs.reference_logprobs is inputs.values is inputs.returns is None
     assert inputs.entropy is not None and not inputs.entropy.requires_grad
 
@@ -273,7 +273,7 @@ def test_a_log_prob_that_is_not_finite_names_ticket_response_and_token(
     samples[4] = replace(samples[4], trajectory=broken)
     named = f"ticket 1, response 4, token {counted}: behavior_logprobs is -inf"
     with pytest.raises(RecordError, match=named):
-        build(make_run()).step(samples)
+        update_policy(build(make_run()), samples)
 
 
 def test_gae_takes_one_response_to_a_prompt():

@@ -34,7 +34,8 @@ from learner.doctor_probe import Version
 from learner.doctor_show import bars, screen
 from learner.lineage import Lineage
 from learner.publish import Publisher
-from learner.step import learn, machine
+from learner.step import machine, train_step
+from learner.take_step import SingleProcessUpdater
 from learner.trainer import Trainer, token_logprobs
 
 GROUPS, SIZE, TOKENS, STEPS = 4, 4, 40, 4
@@ -103,7 +104,9 @@ class World:
                 for g in planted
                 for t in g.trajectories
             )
-            metrics = learn(trainer, planted if sound else groups, lineage, step)
+            metrics = train_step(
+                SingleProcessUpdater(trainer), planted if sound else groups, lineage, step
+            )
             digest = publisher.make(model, step + 1).manifest.digest
             base = lineage.digests[step]
             lineage.published(step + 1, digest)

@@ -16,6 +16,7 @@ from learner.batch import Sample, pack
 from learner.build import build_model
 from learner.publish import Publisher
 from learner.rescore import Scorer, engine_policy
+from learner.take_step import update_policy
 from learner.trainer import Trainer
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
@@ -166,7 +167,7 @@ def test_nothing_is_learnt_from_what_the_tool_said(make_run: MakeRun, make_ticke
         )
         samples = [sample(ticket, i, response, a) for i, a in enumerate([1.0, -0.5])]
         assert pack(samples).mask.tolist() == [True, False, False, True] * 2
-        trainer.step(samples)
+        update_policy(trainer, samples)
         return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
     assert torch.equal(weights(0.0), weights(-7.0))

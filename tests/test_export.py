@@ -21,6 +21,7 @@ from learner import checkpoint
 from learner.build import build_model
 from learner.export import Dtype, export
 from learner.export import declared as declared_for
+from learner.take_step import update_policy
 from learner.trainer import Trainer
 
 
@@ -32,7 +33,7 @@ def run_dir(make_run, make_samples, tmp_path: Path) -> Path:
     model = build_model(run, build_tokenizer(run))
     trainer = Trainer(model, run.learner, 1.0)
     for step in (2, 4):
-        trainer.step(make_samples(4, step))
+        update_policy(trainer, make_samples(4, step))
         save_decoder(model, directory / "hf", build_tokenizer(run))
         apply_uaq(model, 2.0)
         state = checkpoint.State(

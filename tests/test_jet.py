@@ -27,6 +27,7 @@ from areal_q.tasks import build_tokenizer
 from learner.build import build_model
 from learner.precision import set_precision
 from learner.publish import Publisher
+from learner.take_step import update_policy
 from learner.trainer import Trainer
 
 MakeRun = Callable[..., Run]
@@ -102,7 +103,7 @@ def test_the_weights_of_the_flow_are_the_ones_published(make_run: MakeRun, make_
     set_precision(model, run)
     trainer = Trainer(model, run.learner, 1.0)
     first = Publisher(run).make(model, 0).manifest.digest
-    trainer.step(make_samples(12))
+    update_policy(trainer, make_samples(12))
     published = published_state(model, "fp8")
     for name, linear in linears(model).items():
         assert isinstance(linear, JetLinear)

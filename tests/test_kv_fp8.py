@@ -25,6 +25,7 @@ from learner.batch import Sample
 from learner.build import build_model
 from learner.kv_scales import kv_scales
 from learner.publish import Publisher
+from learner.take_step import update_policy
 from learner.trainer import Trainer
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Request
@@ -232,7 +233,9 @@ def test_published_scales_reach_the_engine_and_come_back_with_the_checkpoint(
     publisher = Publisher(run)
     first = publisher.make(trainer.model, 0, trainer.kv_scales)
     assert kv_scales_of(first.tensors, 2) is None
-    trainer.step(make_samples(12))
+    samples = make_samples(12)
+    update_policy(trainer, samples)
+    trainer.calibrate_kv_scales(samples)
     made = publisher.make(trainer.model, 1, trainer.kv_scales)
     wanted = kv_scales_of(made.tensors, 2)
     assert wanted is not None and made.manifest.digest != first.manifest.digest

@@ -23,6 +23,7 @@ from learner.batch import Sample, pack
 from learner.build import build_model
 from learner.precision import set_precision
 from learner.publish import Publisher
+from learner.take_step import prepare, update_policy
 from learner.trainer import Trainer, token_logprobs
 from rollout.engines.base import Request
 from rollout.engines.loop import Job
@@ -45,8 +46,8 @@ def build(run: Run) -> Trainer:
 
 def learnt(run: Run, samples: list[Sample]) -> Trainer:
     trainer = build(run)
-    trainer.step(samples)
-    trainer.step(samples)
+    update_policy(trainer, samples)
+    update_policy(trainer, samples)
     return trainer
 
 
@@ -63,7 +64,7 @@ def test_only_the_adapters_train(make_run: MakeRun, make_samples: MakeSamples, f
     run = make_run(*LORA, f"rollout.format={format}")
     trainer = build(run)
     before = {k: v.clone() for k, v in trainer.model.state_dict().items()}
-    trainer.step(make_samples(12))
+    update_policy(trainer, make_samples(12))
     moved = {
         k
         for k, v in trainer.model.state_dict().items()
@@ -150,9 +151,9 @@ def test_the_engine_gives_the_learners_log_probs(
 def test_a_delta_holds_the_adapters_alone(make_run: MakeRun, make_samples: MakeSamples):
     run = make_run(*LORA, "rollout.format=nvfp4")
     trainer, publisher = build(run), Publisher(run)
-    trainer.step(make_samples(12))
+    update_policy(trainer, make_samples(12))
     first = publisher.make(trainer.model, 1)
-    trainer.step(make_samples(12))
+    update_policy(trainer, make_samples(12))
     second = publisher.make(trainer.model, 2)
     body = delta.diff(first, second)
     assert body is not None
@@ -172,8 +173,8 @@ def test_the_reference_is_the_base_without_a_second_copy(
     batch = pack(samples)
     with torch.no_grad():
         start, _ = token_logprobs(trainer.model, batch, 1.0)
-    trainer.step(samples)
-    (prepared, inputs), *_ = trainer.prepare(samples)[0]
+    update_policy(trainer, samples)
+    (prepared, inputs), *_ = prepare(trainer, samples)[0]
     assert inputs.reference_logprobs is not None
     with torch.no_grad(), adapters_off(trainer.model):
         again, _ = token_logprobs(trainer.model, batch, 1.0)
@@ -191,7 +192,9 @@ def test_a_restored_checkpoint_goes_on_bit_for_bit(
     save_at(2, tmp_path, trainer)
     resumed = build(make_run(*LORA, "rollout.format=nvfp4", "seed=5"))
     checkpoint.restore(tmp_path, resumed)
-    assert trainer.step(make_samples(12, seed=1)) == resumed.step(make_samples(12, seed=1))
+    assert update_policy(trainer, make_samples(12, seed=1)) == update_policy(
+        resumed, make_samples(12, seed=1)
+    )
     a, b = (Publisher(run).make(t.model, 3).manifest.digest for t in (trainer, resumed))
     assert a == b
 

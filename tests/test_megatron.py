@@ -26,6 +26,7 @@ from learner.mcore import require
 from learner.mcore.names import Entry, entries, padded
 from learner.precision import set_precision
 from learner.publish import Publisher
+from learner.take_step import update_policy
 from learner.trainer import Trainer
 
 needs_megatron = pytest.mark.skipif(
@@ -156,7 +157,7 @@ def check(
     for values, samples in zip(found, steps, strict=True):
         if run.learner.reference_kl and run.learner.reference_kl.reset_every:
             trainer.reset_reference()
-        expected = trainer.step(samples)
+        expected = update_policy(trainer, samples)
         assert values.keys() == expected.keys()
         for name, value in expected.items():
             assert values[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
@@ -185,7 +186,7 @@ def test_two_ranks_of_every_kind_learn_what_torch_does_from_its_checkpoint(
     for name, (shape, settings) in JOBS.items():
         run = run_of(shape, *settings)
         trainers[name] = alone(run)
-        trainers[name].step(steps[0])
+        update_policy(trainers[name], steps[0])
         start(tmp_path / name, trainers[name])
         jobs[tmp_path / name] = run, steps[1:]
     # A learning rate too small to move a float32: weights went to the ranks and back.
@@ -286,7 +287,7 @@ def test_adapters_on_a_packed_base_learn_what_torch_does_on_every_kind_of_ranks(
     for name, (shape, settings) in ADAPTED.items():
         run = run_of(shape, *LORA, *settings)
         trainers[name] = alone(run)
-        trainers[name].step(steps[0])
+        update_policy(trainers[name], steps[0])
         start(tmp_path / name, trainers[name])
         jobs[tmp_path / name] = run, steps[1:]
     for (directory, (run, taken)), (values, digest) in zip(
@@ -322,7 +323,7 @@ def test_experts_that_two_ranks_share_learn_what_torch_does(
         steps = [rewarded(with_routes(make_samples(15, seed), layers), seed) for seed in range(3)]
         run = run_of(shape, *settings)
         trainers[name] = alone(run)
-        trainers[name].step(steps[0])
+        update_policy(trainers[name], steps[0])
         start(tmp_path / name, trainers[name])
         jobs[tmp_path / name] = run, steps[1:]
     for (directory, (run, taken)), (values, _) in zip(jobs.items(), on_ranks(2, jobs), strict=True):

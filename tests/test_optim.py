@@ -19,6 +19,7 @@ from learner.adamw8bit import BLOCK, code_values, dequantize, quantize
 from learner.batch import Sample
 from learner.build import build_model
 from learner.optim import build_optimizer, learning_rate, optimizer_step
+from learner.take_step import update_policy
 from learner.trainer import Trainer
 
 MakeRun = Callable[..., Run]
@@ -164,12 +165,12 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(
     settings += ["learner.optimizer.small=100"] if kind == "adamw8bit" else []
     trainer, resumed = build(make_run(*settings)), build(make_run(*settings, "seed=9"))
     start = weights(trainer)
-    trainer.step(make_samples(4))
+    update_policy(trainer, make_samples(4))
     save_at(1, tmp_path, trainer)
-    resumed.step(make_samples(3, 7))
+    update_policy(resumed, make_samples(3, 7))
     checkpoint.restore(tmp_path, resumed)
     for one in (trainer, resumed):
-        one.step(make_samples(6, 1))
+        update_policy(one, make_samples(6, 1))
     after = weights(trainer)
     assert all(torch.equal(v, weights(resumed)[k]) for k, v in after.items())
     assert all(not torch.equal(v, start[k]) for k, v in after.items())
@@ -194,12 +195,12 @@ def test_so_many_bad_gradients_in_a_row_end_training_with_the_weights_of_before(
         lambda g: g * math.nan if next(calls) in bad else g
     )
     for _ in range(2):
-        trainer.step(make_samples(2))
+        update_policy(trainer, make_samples(2))
     assert all(torch.equal(before[k], v) for k, v in weights(trainer).items())
     for _ in range(3):
-        trainer.step(make_samples(2))
+        update_policy(trainer, make_samples(2))
     with pytest.raises(DivergedError, match=r"step 6: .* 3 times in a row \(learner.max_skipped\)"):
-        trainer.step(make_samples(2))
+        update_policy(trainer, make_samples(2))
     assert all(v.isfinite().all() for v in weights(trainer).values())
 
 

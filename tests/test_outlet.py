@@ -19,6 +19,7 @@ from learner.build import build_model
 from learner.outlet import Outlet
 from learner.precision import set_precision
 from learner.publish import Publisher
+from learner.take_step import update_policy
 from learner.trainer import Trainer
 
 MakeRun = Callable[..., Run]
@@ -65,7 +66,7 @@ def test_a_version_in_the_making_is_of_the_weights_at_its_beginning(
     wanted = Publisher(run).make(trainer.model, 1)
     outlet.begin(trainer.model, 1, {})
     with ThreadPoolExecutor(1) as thread:
-        step = thread.submit(trainer.step, make_samples(9, vocab=13))
+        step = thread.submit(update_policy, trainer, make_samples(9, vocab=13))
         with pytest.raises(TimeoutError):
             step.result(timeout=0.5)
         now = trainer.model.state_dict()

@@ -141,7 +141,7 @@ def with_first(groups, index: int, **fields):
 
 def test_the_logged_tokens_come_out_again_bit_for_bit(finished):
     replay = Replay(finished)
-    tap = replay.trainer.tap = TokenTap()
+    tap = replay.recorder = TokenTap()
     again = [tokens_to_table(one.record.step, tap.scores()) for one in replay.steps()]
     logged = [table for _, table in iter_tokens(finished / "tokens")]
     assert len(again) == len(logged) == STEPS

@@ -28,6 +28,7 @@ from learner.precision import set_precision
 from learner.ranks import ALONE
 from learner.rescore import engine_policy
 from learner.routing import balance_weights, routed, routing_for
+from learner.take_step import update_policy
 from learner.trainer import Trainer, token_logprobs
 from rollout.engines import ENGINES, build_engine
 from rollout.engines.base import Completion, Request
@@ -290,7 +291,7 @@ def test_replay_lowers_the_gap_of_quantized_rollouts() -> None:
     found = quantized_rollouts()
     kl = {}
     for replay in ("false", "true"):
-        values = trainer(decoder(), f"learner.routing_replay={replay}").step(found)
+        values = update_policy(trainer(decoder(), f"learner.routing_replay={replay}"), found)
         kl[replay] = values["mismatch/kl_k3"]
         assert 0 < values["routing/disagreement"] < 0.9
     assert 0 < kl["true"] < kl["false"]
@@ -298,7 +299,7 @@ def test_replay_lowers_the_gap_of_quantized_rollouts() -> None:
 
 def test_disagreement_is_a_count_of_token_layers_that_go_elsewhere() -> None:
     found = samples(generate(publish(decoder()), PROMPTS))
-    assert trainer(decoder()).step(found)["routing/disagreement"] == 0
+    assert update_policy(trainer(decoder()), found)["routing/disagreement"] == 0
     changed, tokens = [], 0
     for s in found:
         assert s.trajectory.routes is not None
@@ -332,7 +333,7 @@ def test_the_step_does_not_depend_on_how_it_is_cut(settings: list[str]) -> None:
         one = trainer(
             model, "learner.routing_replay=true", f"learner.microbatch_tokens={tokens}", *settings
         )
-        values = one.step(found)
+        values = update_policy(one, found)
         results.append((values, model.state_dict()))
     (a, first), (b, second) = results
     assert a["routing/disagreement"] == b["routing/disagreement"]
@@ -347,7 +348,7 @@ def test_gradients_reach_the_router_through_the_gates() -> None:
     one = trainer(model, "learner.routing_replay=true", "learner.optimizer.warmup_steps=0")
     names = [f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 2)]
     before = {name: model.get_parameter(name).clone() for name in names}
-    one.step(quantized_rollouts())
+    update_policy(one, quantized_rollouts())
     assert not any(torch.equal(before[name], model.get_parameter(name)) for name in names)
 
 
@@ -359,7 +360,7 @@ def test_a_step_without_recorded_routes_takes_the_own_ones() -> None:
     states = []
     for some, replay in ((bare, "true"), (found, "false")):
         model = decoder()
-        values = trainer(model, f"learner.routing_replay={replay}").step(some)
+        values = update_policy(trainer(model, f"learner.routing_replay={replay}"), some)
         assert ("routing/disagreement" in values) == (some is found)
         states.append(model.state_dict())
     assert all(torch.equal(t, states[1][name]) for name, t in states[0].items())
@@ -393,7 +394,7 @@ def test_the_balancing_loss_evens_out_the_load() -> None:
         "learner.optimizer.warmup_steps=0",
     )
     for _ in range(6):
-        losses.append(one.step(found)["loss/router"])
+        losses.append(update_policy(one, found)["loss/router"])
     assert losses[-1] < losses[0]
 
 
@@ -402,7 +403,7 @@ def test_every_optimizer_trains_the_experts_as_matrices(optimizer: str) -> None:
     model = decoder()
     one = trainer(model, f"learner.optimizer.type={optimizer}", "learner.optimizer.lr=0.01")
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    one.step(quantized_rollouts())
+    update_policy(one, quantized_rollouts())
     moved = {name for name, t in model.state_dict().items() if not torch.equal(t, before[name])}
     assert any("experts.0.down_proj" in name for name in moved)
     if optimizer == "muon":
@@ -416,11 +417,11 @@ def test_a_restored_learner_of_experts_goes_on_bit_for_bit(tmp_path: Path) -> No
     first, second = quantized_rollouts(), quantized_rollouts(seed=1)
     settings = ["learner.routing_replay=true", "learner.router_aux_coef=0.01"]
     whole = trainer(decoder(), *settings)
-    whole.step(first)
+    update_policy(whole, first)
     save_at(1, tmp_path, whole)
     again = trainer(decoder(7), *settings)
     checkpoint.restore(tmp_path, again)
-    assert again.step(second) == whole.step(second)
+    assert update_policy(again, second) == update_policy(whole, second)
     theirs = again.model.state_dict()
     assert all(torch.equal(t, theirs[name]) for name, t in whole.model.state_dict().items())
 

@@ -35,7 +35,8 @@ from learner.publish import Publisher
 from learner.replay_compare import compare
 from learner.replay_steps import Replay
 from learner.rescore import Scorer, engine_policy
-from learner.step import learn
+from learner.step import train_step
+from learner.take_step import SingleProcessUpdater, update_policy
 from learner.tap import TokenTap
 from learner.trainer import Trainer
 from learner.warmstart import supervised_loss
@@ -101,9 +102,10 @@ def test_a_learner_step_is_the_same(
     # A large eps makes the optimizer's step smooth in the gradient.
     run = make_run("learner.optimizer.lr=0.01", "learner.optimizer.eps=1e-2", *STEPS[kind])
     far, near = trainers(run)
-    far.tap = TokenTap()
-    samples = make_samples(9)
-    values = [trainer.step(samples) for trainer in (far, near)]
+    tap, samples = TokenTap(), make_samples(9)
+    values = [update_policy(far, samples, tap), update_policy(near, samples)]
+    for trainer in (far, near):
+        trainer.calibrate_kv_scales(samples)
     if BF16 in STEPS[kind]:  # rounded elsewhere: CUDA's autocast has other lists of operations
         for name in ("train/loss", "train/grad_norm", "policy/entropy"):
             assert values[0][name] == pytest.approx(values[1][name], rel=0.02, abs=0.01), name
@@ -111,7 +113,7 @@ def test_a_learner_step_is_the_same(
     else:
         assert values[0] == pytest.approx(values[1], rel=1e-3, abs=1e-4)
         close(far, near, 1e-5)
-    assert len(far.tap.scores().logprobs) == sum(s.trajectory.num_tokens for s in samples)
+    assert len(tap.scores().logprobs) == sum(s.trajectory.num_tokens for s in samples)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +125,9 @@ def test_a_learner_step_waits_as_often_with_more_layers(
     waits = []
     for layers in (1, 3):
         far, _ = trainers(make_run(*STEPS[kind], f"model.layers={layers}"))
-        far.step(make_samples(9))
+        update_policy(far, make_samples(9))
         cuda.waits.clear()
-        far.step(make_samples(9))
+        update_policy(far, make_samples(9))
         waits.append(cuda.waits.copy())
     assert waits[0] == waits[1]
 
@@ -139,7 +141,7 @@ def test_kv_scales_are_the_same(
     )
     far, near = trainers(run)
     for trainer in (far, near):
-        trainer.step(make_samples(9))
+        update_policy(trainer, make_samples(9))
     assert len(far.kv_scales) == 6
     for name, scale in near.kv_scales.items():
         assert isinstance(far.kv_scales[name], Far)
@@ -209,11 +211,11 @@ def test_a_checkpoint_goes_from_either_device_to_the_other(
 ) -> None:
     run = make_run("learner.optimizer.lr=0.01", "learner.optimizer.eps=1e-2", *STEPS[kind])
     for number, (source, target) in enumerate([trainers(run), trainers(run)[::-1]]):
-        source.step(make_samples(9))
+        update_policy(source, make_samples(9))
         save_at(1, tmp_path / str(number), source)
         checkpoint.restore(tmp_path / str(number), target)
         for trainer in (source, target):
-            trainer.step(make_samples(9, 1))
+            update_policy(trainer, make_samples(9, 1))
         close(*((source, target) if number == 0 else (target, source)), 1e-5)
 
 
@@ -233,7 +235,7 @@ def test_a_trainer_is_built_resumed_and_exported_there(
             return build_trainer(run, tmp_path, resume, task, tokenizer, metrics, stop)[0]
 
     first, cached = build(False), build(False)  # the latter's warm start is read from its file
-    first.step(make_samples(9))
+    update_policy(first, make_samples(9))
     save_at(1, tmp_path / "checkpoints", first)
     resumed = build(True)
     for name, tensor in first.model.state_dict().items():
@@ -265,7 +267,7 @@ def test_a_run_logged_on_a_cpu_is_replayed_and_examined_on_the_device(
     for step in range(2):
         groups = [make_group(make_ticket(4 * step + i, step=step)) for i in range(4)]
         groups = [within(group, lineage.digests[step], step) for group in groups]
-        metrics = learn(trainer, groups, lineage, step)
+        metrics = train_step(SingleProcessUpdater(trainer), groups, lineage, step)
         base = lineage.digests[step]
         versions.append(publisher.make(trainer.model, step + 1))
         lineage.published(step + 1, versions[-1].manifest.digest)

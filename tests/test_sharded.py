@@ -22,8 +22,9 @@ from learner.build import build_model
 from learner.checkpoint import State
 from learner.precision import set_precision
 from learner.publish import Publisher
+from learner.rank_messages import Piece
 from learner.ranks import KINDS, decoded, encoded, filler, shares
-from learner.sharded import Piece
+from learner.take_step import update_policy
 from learner.trainer import Trainer
 
 MakeRun = Callable[..., Run]
@@ -96,7 +97,7 @@ def test_ranks_step_by_8_bit_moments_and_by_muon_as_one_does_and_go_on_from_each
         take(ranks, some, sharded)
         for kind, trainer in alone.items():
             for samples in some:
-                trainer.step(samples)
+                update_policy(trainer, samples)
             directory = tmp_path / kind / "checkpoints"
             again = build(make_run(*small, optimizers[kind], "seed=3"))
             checkpoint.restore(directory, again)
@@ -139,7 +140,7 @@ def test_two_ranks_learn_experts_and_replay_routes_as_one_does(
     run = make_run(*SETTINGS, *experts, "learner.recompute=true")
     steps = [with_routes(make_samples(15, seed)) for seed in range(2)]
     alone = build(make_run(*SETTINGS, *experts))
-    expected = [alone.step(samples) for samples in steps]
+    expected = [update_policy(alone, samples) for samples in steps]
     ((found, _),) = on_ranks(2, {tmp_path / "two": (run, steps)})
     assert_close(tmp_path / "two" / "checkpoints" / "step-000009", alone, 1e-4)
     for one, two in zip(expected, found, strict=True):
@@ -153,7 +154,7 @@ def test_two_ranks_learn_what_one_does_and_resume_from_each_other(
     run = make_run(*SETTINGS, "learner.recompute=true", "checkpoint.sharded=true")
     steps = [some_without_advantage(make_samples(15, seed)) for seed in range(4)]
     alone = build(make_run(*SETTINGS))
-    expected = [alone.step(samples) for samples in steps[:3]]
+    expected = [update_policy(alone, samples) for samples in steps[:3]]
     ((found, _),) = on_ranks(2, {tmp_path / "two": (run, steps[:3])})
     assert_metrics(found, expected)
     path = tmp_path / "two" / "checkpoints" / "step-000009"
@@ -162,12 +163,12 @@ def test_two_ranks_learn_what_one_does_and_resume_from_each_other(
     # One process goes on from the checkpoint of two …
     resumed = build(make_run(*SETTINGS, "seed=3"))
     checkpoint.restore(path.parent, resumed)
-    resumed.step(steps[3])
+    update_policy(resumed, steps[3])
     # … and two from the checkpoint of one.
     save_at(3, tmp_path / "one" / "checkpoints", alone, keep=5)
     shutil.copytree(path, tmp_path / "again" / "checkpoints" / path.name)
     on_ranks(2, {tmp_path / name: (run, steps[3:]) for name in ("one", "again")})
-    alone.step(steps[3])
+    update_policy(alone, steps[3])
     assert_close(tmp_path / "again" / "checkpoints" / "step-000009", alone, 1e-5)
     assert_close(tmp_path / "one" / "checkpoints" / "step-000009", alone, 1e-5)
     for (name, a), b in zip(
@@ -182,7 +183,7 @@ def test_a_checkpoint_whose_share_is_damaged_is_refused_by_name(
 ):
     """And the one before it is offered."""
     trainer = build(make_run())
-    trainer.step(make_samples(6))
+    update_policy(trainer, make_samples(6))
     for step in (1, 2):
         state = State(
             step=step, position="0-1", cursor=1, outstanding=[], digests={}, updates=2, skipped=0
@@ -243,7 +244,7 @@ def test_everything_that_a_policy_learns_beside_and_under_is_the_same_on_two_ran
         for samples in steps:
             if run.learner.reference_kl and run.learner.reference_kl.reset_every:
                 alone.reset_reference()
-            expected.append(alone.step(samples))
+            expected.append(update_policy(alone, samples))
         path = tmp_path / part / "checkpoints"
         if part != "jet":  # its weights' gradient is rounded with scales of 128 neighbouring tokens
             assert_metrics(metrics, expected)
@@ -320,6 +321,6 @@ def test_what_needs_one_process_is_refused_by_name(
 def test_recomputing_layers_gives_the_same_bits(make_run: MakeRun, make_samples: MakeSamples):
     kept, again = build(make_run()), build(make_run("learner.recompute=true"))
     for trainer in (kept, again):
-        trainer.step(make_samples(6))
+        update_policy(trainer, make_samples(6))
     for a, b in zip(kept.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(a, b)

@@ -19,7 +19,8 @@ from bench import stability, stability_report, uaq
 from bench.int3 import with_format
 from bench.lab import Values, train, warm_model
 from learner.lineage import Lineage
-from learner.step import learn
+from learner.step import train_step
+from learner.take_step import SingleProcessUpdater
 from learner.trainer import Trainer
 
 MakeRun = Callable[..., Run]
@@ -183,7 +184,12 @@ def test_uaq_under_adam_is_a_learning_rate_of_its_own_for_each_kind_of_weight(ma
         lr = {"linear": 1.0, "norm": 1.0} if scale > 1 else {"linear": s, "norm": 1 / s}
         trainer.optimizer = KeptRates(model, {**lr, "other": 1.0}, run.learner.optimizer.lr)
         for batch in drawn:
-            learn(trainer, [rewarded(g) for g in batch], Lineage(9, {0: digest}), 0)
+            train_step(
+                SingleProcessUpdater(trainer),
+                [rewarded(g) for g in batch],
+                Lineage(9, {0: digest}),
+                0,
+            )
         state = model.state_dict()
         if scale > 1:
             fold_back(state, scale)

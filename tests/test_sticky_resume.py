@@ -19,7 +19,8 @@ from areal_q.tasks import build_task, build_tokenizer
 from learner.batch import Sample
 from learner.build import build_model, build_trainer
 from learner.publish import Publisher, sticky_ranges
-from learner.sharded import Piece
+from learner.rank_messages import Piece
+from learner.take_step import update_policy
 from learner.trainer import Trainer
 
 MakeRun = Callable[..., Run]
@@ -37,7 +38,8 @@ from learner import checkpoint
 from learner.build import build_model
 from learner.checkpoint_writer import Writer
 from learner.publish import Publisher, sticky_ranges
-from learner.sharded import Piece
+from learner.rank_messages import Piece
+from learner.take_step import SingleProcessUpdater, update_policy
 from learner.trainer import Trainer
 
 directory, killed_at = Path(sys.argv[1]), int(sys.argv[2])
@@ -59,8 +61,8 @@ while True:
     if step and step % {EVERY} == 0:
         state = checkpoint.State(step=step, position="0-1", cursor=1, outstanding=[], digests={{}},
                                  updates=trainer.updates, skipped=0)
-        writer.save(state, trainer)
-    trainer.step([piece.sample() for piece in steps[step]])
+        writer.save(state, SingleProcessUpdater(trainer))
+    update_policy(trainer, [piece.sample() for piece in steps[step]])
     step += 1
 writer.close()
 """
@@ -116,7 +118,7 @@ def test_a_checkpoint_without_ranges_restores_and_says_that_versions_will_differ
     trainer = build(run)
     publisher, digests = Publisher(run, trainer.sticky), []
     for seed in range(3):
-        trainer.step(make_samples(6, seed, vocab=13))
+        update_policy(trainer, make_samples(6, seed, vocab=13))
         digests.append(publisher.make(trainer.model, seed + 1).manifest.digest)
     if not held:
         trainer.sticky = None

@@ -13,17 +13,18 @@ from areal_q.tasks import build_tokenizer
 from buffer import parts
 from buffer.tokens import MARKS, TokenLog, TokenScores, iter_tokens, to_table
 from learner.build import build_model
+from learner.take_step import update_policy
 from learner.tap import TokenTap
 from learner.trainer import Trainer
 
 
 @pytest.fixture
 def build(make_run):
-    """build("learner.epochs=2", tap=tap) is a trainer of a tiny model."""
+    """build("learner.epochs=2") is a trainer of a tiny model."""
 
-    def make(*settings: str, tap: TokenTap | None = None) -> Trainer:
+    def make(*settings: str) -> Trainer:
         run = make_run(*settings)
-        return Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0, tap=tap)
+        return Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0)
 
     return make
 
@@ -36,8 +37,8 @@ def test_the_logged_tokens_add_up_to_the_metrics_of_the_step(build, make_samples
         "learner.optimizer.lr=0.05",
         "learner.microbatch_tokens=40",
     ]
-    trainer = build(*settings, f"learner.objective.type={objective}", tap=tap)
-    metrics = trainer.step(make_samples(24))
+    trainer = build(*settings, f"learner.objective.type={objective}")
+    metrics = update_policy(trainer, make_samples(24), tap)
     scores = tap.scores()
     counted = scores.mask
     weight = np.exp(scores.proximal_logprobs.astype(float) - scores.behavior_logprobs)[counted]
@@ -60,9 +61,10 @@ def test_the_logged_tokens_add_up_to_the_metrics_of_the_step(build, make_samples
 
 def test_the_tap_changes_no_bit_of_a_step(build, make_samples):
     settings = ("learner.epochs=2", "learner.minibatches=2", "learner.optimizer.lr=0.02")
-    plain, tapped = build(*settings), build(*settings, tap=TokenTap())
+    plain, tapped = build(*settings), build(*settings)
     for seed in range(2):
-        assert plain.step(make_samples(12, seed)) == tapped.step(make_samples(12, seed))
+        samples = make_samples(12, seed)
+        assert update_policy(plain, samples) == update_policy(tapped, samples, TokenTap())
     ours, theirs = plain.model.state_dict(), tapped.model.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -73,7 +75,7 @@ def test_every_response_is_there_once_with_its_own_values_also_over_several_epoc
     tap = TokenTap()
     samples = make_samples(12)
     settings = ("learner.epochs=3", "learner.optimizer.lr=0.05", "learner.microbatch_tokens=30")
-    build(*settings, tap=tap).step(samples)
+    update_policy(build(*settings), samples, tap)
     scores = tap.scores()
     rows = np.split(np.arange(scores.lengths.sum()), np.cumsum(scores.lengths)[:-1])
     keys = list(zip(scores.number.tolist(), scores.index.tolist(), strict=True))

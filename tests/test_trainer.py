@@ -19,6 +19,7 @@ from learner import take_step as step_module
 from learner.batch import Sample, pack
 from learner.build import build_model
 from learner.optim import learning_rate
+from learner.take_step import update_policy
 from learner.trainer import Trainer, token_logprobs
 
 MakeRun = Callable[..., Run]
@@ -82,7 +83,7 @@ def test_the_step_does_not_depend_on_how_the_batch_is_cut(
         trainer = build(make_run(*settings, f"learner.microbatch_tokens={tokens}"))
         before = weights(trainer)
         for seed in (1, 2):
-            values = trainer.step(make_samples(15, seed))
+            values = update_policy(trainer, make_samples(15, seed))
         results.append(weights(trainer))
         metrics.append(values)
     moved = max(float((results[-1][k] - before[k]).abs().max()) for k in before)
@@ -100,12 +101,12 @@ def test_a_response_that_no_micro_batch_has_room_for_is_refused_by_name(
     samples = make_samples(9)
     longest = max(samples, key=lambda s: s.num_tokens)
     fits = build(make_run(f"learner.microbatch_tokens={longest.num_tokens}"))
-    fits.step(samples)
+    update_policy(fits, samples)
     trainer = build(make_run(f"learner.microbatch_tokens={longest.num_tokens - 1}"))
     before = weights(trainer)
     where = f"ticket {longest.group}, response {longest.trajectory.index} has {longest.num_tokens}"
     with pytest.raises(ConfigError, match=rf"learner.microbatch_tokens = \d+: {where} tokens"):
-        trainer.step(samples)
+        update_policy(trainer, samples)
     assert all(torch.equal(p, before[name]) for name, p in weights(trainer).items())
     with pytest.raises(ConfigError, match=r"learner\.microbatch_tokens = 4 has no room"):
         make_run("learner.microbatch_tokens=4", "rollout.sampling.max_tokens=4")
@@ -126,7 +127,7 @@ def test_the_proximal_policy_is_the_one_before_the_first_update(
 
     original = step_module.loss_fn
     monkeypatch.setattr(step_module, "loss_fn", recording)
-    trainer.step(samples)
+    update_policy(trainer, samples)
 
     assert len(seen) == 4
     proximal = torch.cat([inputs.proximal_logprobs for inputs in seen])
@@ -143,7 +144,7 @@ def test_the_same_samples_and_weights_give_the_same_weights_bit_for_bit(
     results = []
     for _ in range(2):
         trainer = build(make_run("learner.microbatch_tokens=40"))
-        values = [trainer.step(make_samples(12, seed)) for seed in range(3)]
+        values = [update_policy(trainer, make_samples(12, seed)) for seed in range(3)]
         results.append((weights(trainer), values))
     (one, metrics), (other, metrics_again) = results
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -166,7 +167,7 @@ def test_a_rewarded_response_gets_likelier_and_a_punished_one_less_so(
         )
         samples.append(dataclasses.replace(sample, trajectory=trajectory, advantage=advantage))
     before = total_logprobs(trainer, samples)
-    trainer.step(samples)
+    update_policy(trainer, samples)
     change = [after - b for after, b in zip(total_logprobs(trainer, samples), before, strict=True)]
     assert min(change[::2]) > 0 > max(change[1::2])
 
@@ -179,7 +180,7 @@ def test_masked_tokens_teach_nothing(make_run: MakeRun, make_samples: MakeSample
 
     trainer = build(make_run())
     before = weights(trainer)
-    trainer.step([masked(s) for s in make_samples(4)])
+    update_policy(trainer, [masked(s) for s in make_samples(4)])
     assert all(torch.equal(before[k], v) for k, v in weights(trainer).items())
 
 
@@ -190,12 +191,12 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_counted(
     before = weights(trainer)
     parameter = trainer.model.model.norm.weight
     hook = parameter.register_hook(lambda grad: grad * math.nan)
-    values = trainer.step(make_samples(6))
+    values = update_policy(trainer, make_samples(6))
     assert all(torch.equal(before[k], v) for k, v in weights(trainer).items())
     assert (trainer.updates, trainer.skipped, values["train/skipped_steps"]) == (2, 2, 2)
 
     hook.remove()
-    values = trainer.step(make_samples(6))
+    values = update_policy(trainer, make_samples(6))
     assert (trainer.updates, trainer.skipped, values["train/skipped_steps"]) == (4, 2, 2)
     after = weights(trainer)
     assert all(v.isfinite().all() for v in after.values())
@@ -234,8 +235,8 @@ def test_in_bfloat16_only_the_products_are_coarser(
         assert rounded.dtype == torch.float32
         gap = (exact - rounded).abs().max()
         assert 0 < gap < 0.1
-    before, metrics = weights(coarse), coarse.step(samples)
-    fine.step(samples)
+    before, metrics = weights(coarse), update_policy(coarse, samples)
+    update_policy(fine, samples)
     assert math.isfinite(metrics["train/loss"]) and metrics["train/grad_norm"] > 0
     moves = []
     for trainer in (fine, coarse):

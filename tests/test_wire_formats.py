@@ -18,6 +18,7 @@ from learner.batch import Sample
 from learner.build import build_model
 from learner.precision import set_precision
 from learner.publish import Publisher
+from learner.take_step import update_policy
 from learner.trainer import Trainer
 from rollout.receiver import Receiver
 
@@ -44,7 +45,9 @@ def test_what_is_published_arrives_bit_for_bit_and_by_deltas(
     set_precision(model, run)
     trainer, publisher = Trainer(model, run.learner, 1.0), Publisher(run)
     trainer.calibrate = run.rollout.kv_scales
-    trainer.step(make_samples(9, vocab=13))
+    samples = make_samples(9, vocab=13)
+    update_policy(trainer, samples)
+    trainer.calibrate_kv_scales(samples)
     with ExitStack() as stack:
         broadcaster = Broadcaster(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f")
         stack.callback(broadcaster.close)
@@ -54,7 +57,8 @@ def test_what_is_published_arrives_bit_for_bit_and_by_deltas(
             made = publisher.make(trainer.model, number, trainer.kv_scales)
             broadcaster.publish(made)
             assert_same(asyncio.run(receiver.wait()), made)
-            trainer.step(make_samples(9, vocab=13))
+            update_policy(trainer, samples)
+            trainer.calibrate_kv_scales(samples)
         assert (receiver.stats.fetch.fetches, receiver.stats.deltas) == (1, 2)
     made = publisher.make(trainer.model, 4, trainer.kv_scales)
     assert what != "noised norms" or made.manifest.noise is not None

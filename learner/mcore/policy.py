@@ -1,8 +1,8 @@
 """The backend in Megatron-core: this rank's shard of policy and critic, on Megatron's schedules and optimizer.
 
-    take_step ─scores, reference─▶ schedule, forward only ─▶ last stage: log-probs ─broadcast─▶ all stages
-              ─backward──────────▶ schedule, 1F1B ─▶ last stage: loss, metrics ─broadcast─▶ all stages
-              ─update────────────▶ clip, distributed optimizer, all-gather of the weights
+    update_policy ─scores, reference─▶ schedule, forward only ─▶ last stage: log-probs ─broadcast─▶ all stages
+                  ─backward──────────▶ schedule, 1F1B ─▶ last stage: loss, metrics ─broadcast─▶ all stages
+                  ─update────────────▶ clip, distributed optimizer, all-gather of the weights
 
 Tensor-parallel ranks, and the stages of a pipeline, work on the same micro-batches; `ranks` are the
 data-parallel ones, which share the samples out. A micro-batch's loss is already a part of the whole step's, so
@@ -25,13 +25,11 @@ from areal_q.algorithms.reducers import Mean, Metrics
 from areal_q.config import AdamW, CriticConfig, MegatronBackend, Run
 from areal_q.models import DecoderConfig
 from learner.backend import LossOf, Scores
-from learner.batch import PackedBatch, Sample
+from learner.batch import PackedBatch
 from learner.mcore.cpu import cuda_or_cpu
 from learner.mcore.names import entries
+from learner.rank_messages import Begin
 from learner.ranks import Ranks
-from learner.sharded import Begin
-from learner.take_step import take_step
-from learner.tap import TokenTap
 from learner.trainer import Trainer
 
 with warnings.catch_warnings():
@@ -54,8 +52,6 @@ with warnings.catch_warnings():
 
 class MegatronShard:
     """This rank's part of rank 0's whole trainer."""
-
-    tap: TokenTap | None = None
 
     def __init__(self, shape: DecoderConfig, begin: Begin, run: Run) -> None:
         cfg, backend = run.learner, run.learner.backend
@@ -130,9 +126,6 @@ class MegatronShard:
     @property
     def lr(self) -> float:
         return self._own.lr
-
-    def step(self, samples: Sequence[Sample]) -> dict[str, float]:
-        return take_step(self, samples)
 
     def scores(self, batches: Sequence[PackedBatch], graph: bool = False) -> list[Scores]:
         def said(batch: PackedBatch, hidden: Tensor) -> Tensor:
