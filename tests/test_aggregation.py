@@ -253,5 +253,10 @@ def test_a_sequence_without_a_counted_token_is_no_sequence():
     assert loss_fn(inputs, Naive(), SeqMeanTokenMean()).loss.item() == pytest.approx(-15)
 
 
+def test_a_sequence_of_a_single_counted_token_is_one():
+    inputs = five_tokens(mask=(False, True, False, True, True))
+    assert count(inputs, Naive()) == Totals(tokens=3, sequences=2)
+
+
 def test_totals_of_ranks_add_up():
     assert Totals(3, 1) + Totals(4, 2) == Totals(7, 3)

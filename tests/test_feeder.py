@@ -79,6 +79,15 @@ def test_no_interleaving_admits_more_than_the_staleness_bound(
         assert feeder.outstanding == in_buffer | {g.ticket.number for g in taken}
 
 
+def test_a_ticket_counts_while_it_is_outstanding_and_again_if_it_comes_back(make_run: MakeRun):
+    feeder = feeder_of(make_run("learner.max_lag=0"), MemoryBuffer("run"))
+    feeder.admit(0)
+    feeder.recount({0, 1})
+    assert (feeder.outstanding, feeder.lost, feeder.room) == ({0, 1}, {2, 3}, 2)
+    assert [feeder.expects(n) for n in (1, 3, 4)] == [True, True, False]
+    assert (feeder.outstanding, feeder.lost) == ({0, 1, 3}, {2})
+
+
 def test_without_lag_nothing_is_admitted_before_the_whole_step_is_over(
     make_run: MakeRun, make_group: MakeGroup
 ):

@@ -99,6 +99,13 @@ def test_a_group_goes_when_a_single_token_of_it_is_too_old(learner: Learner):
     assert not learner.feeder.outstanding & set(stale)
 
 
+def test_a_group_whose_ticket_is_finished_is_counted_and_passed_over(learner: Learner):
+    learner.feeder.outstanding -= {0, 2}
+    learner.answer(6)
+    assert learner.take() == [1, 3, 4, 5]
+    assert (learner.intake.duplicates, learner.intake.dropped) == (2, 0)
+
+
 def test_weights_of_another_history_are_as_old_as_the_way_to_them(
     learner: Learner, make_group: MakeGroup
 ):

@@ -232,6 +232,37 @@ def test_every_objective_of_the_union_has_a_function():
     assert set(OBJECTIVES) == set(get_args(ObjectiveConfig))
 
 
+CLIPPED = {
+    "naive": (Naive(dual_clip=3.0), [0], [8], [2]),
+    "ppo": (Ppo(dual_clip=3.0), [0], [8], [2]),
+    "gspo": (Gspo(dual_clip=3.0), [0], [8], [2]),
+    "cispo": (Cispo(clip_high=0.2), [0], [], [2]),
+    "tbpo": (Tbpo(), [0], [8], [2]),
+}
+"""Tokens that are clipped up, down and by the bound for A < 0, of nine responses of one token each"""
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_clip_diagnostics_name_the_tokens_over_a_bound(name):
+    """A token at R = 1 is inside every bound, and one without an advantage is not clipped."""
+    objective, *expected = CLIPPED[name]
+    ratio = torch.tensor([4.0, 4, 4, 1, 1, 1, 0.1, 0.1, 0.1], dtype=torch.float64)
+    theta = torch.full((9,), -1.0, dtype=torch.float64)
+    inputs = LossInputs(
+        logprobs=theta,
+        proximal_logprobs=theta - ratio.log(),
+        behavior_logprobs=theta - ratio.log(),
+        advantages=torch.tensor([1.0, 0, -1] * 3, dtype=torch.float64),
+        mask=torch.ones(9, dtype=torch.bool),
+        sequence_ids=torch.arange(9),
+        num_sequences=9,
+        version_lag=torch.zeros(9, dtype=torch.int64),
+    )
+    found = surrogate(ratios(inputs), objective)
+    masks = (found.clipped_up, found.clipped_down, found.clipped_dual)
+    assert [[] if m is None else m.nonzero().flatten().tolist() for m in masks] == expected
+
+
 def test_kept_tokens_leave_the_denominator_and_all_tokens_do_not():
     # w·ppo over w ≤ 2 keeps 0.5·1 and 1·-4: sum -3.5, over 5 tokens or over 2.
     assert loss_fn(batch(), Mis()).loss.item() == pytest.approx(3.5 / 5)

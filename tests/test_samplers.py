@@ -348,6 +348,19 @@ def test_the_position_stays_before_the_oldest_group_that_is_held(make_run, make_
     assert (pool.position, pool.numbers) == ("4-0", set())
 
 
+def test_what_is_passed_over_does_not_hold_up_the_position(make_run, make_ticket, make_group):
+    """Its place in the stream is done with, whatever tickets are held behind it."""
+    pool = Pool(make_run("learner.groups=4", "learner.minibatches=1"), "0-0")
+    first, over, *others = entries([make_group(make_ticket(n)) for n in (0, 7, 1, 2)])
+    pool.add(first)
+    pool.pass_over(over)
+    for entry in others:
+        pool.add(entry)
+    assert pool.position == "0-0"
+    pool.remove_older(lambda group: -group.ticket.number, max_lag=-1)
+    assert (pool.position, pool.numbers) == ("2-0", {1, 2})
+
+
 @pytest.mark.parametrize(
     "bound, gone",
     [

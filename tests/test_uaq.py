@@ -111,6 +111,16 @@ def test_uaq_works_on_a_state_dict_too(model):
         assert torch.equal(state[name], tensor)
 
 
+def test_a_scale_below_one_divides_too_and_is_undone_bit_for_bit(model):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    apply_uaq(model, 0.5)
+    name = next(name for name in before if name.endswith("q_proj.weight"))
+    assert torch.equal(model.state_dict()[name], 2 * before[name])
+    fold_back(model, 0.5)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
 def test_uaq_refuses_a_scale_or_a_state_that_makes_no_sense():
     with pytest.raises(ValueError, match="positive"):
         apply_uaq({}, 0.0)
