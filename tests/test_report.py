@@ -183,6 +183,17 @@ def test_only_settings_that_differ_are_compared():
     assert "name" not in rows and "steps" not in rows
 
 
+def test_the_final_accuracy_is_that_of_the_last_evaluation(write_run, tmp_path):
+    run = read_runs([write_run(tmp_path / "a")])[0]
+    evals = [
+        {"kind": "eval", "step": i, "elapsed_s": 1.0, "eval/accuracy": i / 40} for i in range(40)
+    ]
+    run.records = [r for r in run.records if r["kind"] == "step"] + evals
+    meta, _ = overview([run])
+    (line,) = [line for line in meta["table"] if line["key"] == "eval/accuracy"]
+    assert line["values"][0] == {"final": 39 / 40, "best": 39 / 40, "step": 39}
+
+
 def test_final_and_best_values_are_those_of_the_records(run_dir):
     run = read_runs([run_dir])[0]
     meta, _ = overview([run])
@@ -220,6 +231,24 @@ def test_the_list_holds_what_the_logs_say(run_dir):
             ]
         assert one.lags.sum() == sum(t.num_tokens for _, t in everyone)
         assert one.ages.tolist() == ([3] if step == 0 else [0, 3])
+
+
+def test_a_part_is_opened_once_and_not_for_each_step(write_run, tmp_path, monkeypatch):
+    from buffer.report import index as module
+
+    directory, opened = write_run(tmp_path / "long", 40), []
+
+    class Counted(module.pq.ParquetFile):
+        def __init__(self, path, *args, **more):
+            opened.append(path)
+            super().__init__(path, *args, **more)
+
+    monkeypatch.setattr(module.pq, "ParquetFile", Counted)
+    index = Index(directory)
+    index.refresh()
+    assert len(index.steps) == 40
+    parts = [*directory.glob("trajectories/*.parquet"), *directory.glob("tokens/*.parquet")]
+    assert len(opened) <= 2 * len(parts)
 
 
 def test_a_group_s_chunk_holds_every_token_as_it_was_logged(run_dir):

@@ -32,6 +32,7 @@ SCRIPTS = (
 )
 BLOCK_TRAJECTORIES = 64
 """Trajectories of a chunk in a file: large enough to compress well, small enough to open at once"""
+SAMPLED_STEPS = 16
 INDEX_SHARE = 0.4
 """Of a file's budget, at most, for the list of all trajectories"""
 
@@ -124,6 +125,10 @@ def _index_within(run: Reported, max_bytes: int) -> tuple[list[StepIndex], bytes
     """The newest steps whose list fits."""
     steps = [run.index.steps[s] for s in sorted(run.index.steps)]
     total = len(steps)
+    # A few steps tell about how many fit, so that a long list is not packed to be thrown away.
+    few = steps[-SAMPLED_STEPS:]
+    fitting = int(max(0, max_bytes) / max(1, _size(index_chunk(few, total))) * len(few) * 1.2)
+    steps = steps[max(0, total - max(fitting, len(few))) :]
     body = index_chunk(steps, total)
     while _size(body) > max_bytes and steps:
         keep = int(len(steps) * max(0, max_bytes) / _size(body) * 0.95)

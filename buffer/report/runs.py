@@ -141,7 +141,7 @@ def comparison(runs: Sequence[Reported]) -> list[dict[str, Any]]:
 def _final_and_best(run: Reported, key: str, better: str) -> dict[str, Any]:
     records = run.evals if key.startswith("eval/") else run.steps
     found = [r for r in records if r.get(key) is not None]
-    last = found[-1:] if records is run.evals else found[-max(1, len(found) // 10) :]
+    last = found[-1:] if key.startswith("eval/") else found[-max(1, len(found) // 10) :]
     out: dict[str, Any] = {"final": mean(last, key), "best": None, "step": None}
     if better and found:
         best = (max if better == "max" else min)(found, key=lambda r: r[key])
