@@ -14,6 +14,7 @@
     ├── BufferUnavailable               Redis does not answer, or refuses writes
     │   └── BufferFull                  it is at its memory limit: nothing was written, and nothing is lost
     ├── ChildDied                       a process of a run ended when it should not have
+    ├── RewardUnavailable               raised by a user's reward: what it needs did not answer
     └── Stopped                         asked to end before there was anything to keep
 
 To add one: derive it from the closest class here, say in one line when it is raised.
@@ -70,6 +71,13 @@ class BufferUnavailable(AReaLQError):
 
 class BufferFull(BufferUnavailable):
     """Redis is at its memory limit (or cannot write its file): nothing was written. Wait, and try again."""
+
+
+class RewardUnavailable(AReaLQError):
+    """Raised by a user's reward where a judge, a sandbox or a server that it needs did not answer.
+
+    Whatever `reward.zero_on` says, the response is not at fault: see docs/extending.md.
+    """
 
 
 class Stopped(AReaLQError):

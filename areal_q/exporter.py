@@ -28,6 +28,8 @@ class Exported:
     key: str
     """Of the record; with `lag_*` in it there is one series for each lag, with `engine_*` for each engine"""
     help: str
+    split: str = ""
+    """What its series are split by, where the key does not name it"""
 
     @property
     def kind(self) -> Literal["gauge", "counter"]:
@@ -37,7 +39,7 @@ class Exported:
     def label(self) -> str | None:
         """What its series are split by"""
         found = re.search(r"(\w+)_\*", self.key)
-        return found[1] if found else None
+        return self.split or (found[1] if found else None)
 
 
 LEARNER = (
@@ -83,7 +85,13 @@ LEARNER = (
     Exported("buffer_open_tickets", "buffer/open_tickets", "Admitted and not yet learnt from"),
     Exported("buffer_dropped_stale_total", "buffer/dropped_stale", "Groups too old to be used"),
     Exported("buffer_dropped_uniform_total", "buffer/dropped_uniform", "Groups of equal rewards"),
+    Exported("buffer_dropped_invalid_total", "buffer/dropped_invalid", "Groups of too few rewards"),
+    Exported("buffer_responses_total", "buffer/responses", "Responses read"),
     Exported("buffer_reward_errors_total", "buffer/reward_errors", "Rewards that failed"),
+    Exported(
+        "buffer_invalid_total", "buffer/invalid/*", "Responses left out, by cause", split="cause"
+    ),
+    Exported("reward_invalid", "reward/invalid", "Of the step: responses left out"),
     Exported("buffer_removed_total", "buffer/removed", "Groups over a bound of buffer.removal"),
     Exported("buffer_duplicates_total", "buffer/duplicates", "Groups whose ticket had counted"),
     Exported("buffer_held_groups", "buffer/held", "Groups that a step can choose from"),

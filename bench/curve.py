@@ -84,7 +84,7 @@ def ours(records: Sequence[dict[str, Any]], batch_responses: int) -> Curve:
         accuracy=[
             (r["elapsed_s"] - began if r["step"] else 0.0, r["eval/accuracy"])
             for r in records
-            if r["kind"] == "eval"
+            if r["kind"] == "eval" and "eval/accuracy" in r
         ],
         reward=[(r["elapsed_s"] - began, r["reward/mean"]) for r in steps],
         batches=len(steps),

@@ -124,8 +124,8 @@ class PrioritizedSampler:
 
 
 def spread(group: Group) -> float:
-    """Mean |reward − mean reward| over the responses: 0 where a group says nothing."""
-    rewards = np.array([t.reward for t in group.trajectories])
+    """Mean |reward − mean reward| over the valid responses: 0 where a group says nothing."""
+    rewards = np.array([t.reward for t in group.valid_trajectories])
     return float(np.abs(rewards - rewards.mean()).mean())
 
 

@@ -106,6 +106,8 @@ def group_facts(group: Group) -> Row:
                 "index": t.index,
                 "reward": t.reward,
                 "reward_parts": t.reward_parts,
+                "valid": t.valid,
+                "failure": t.failure,
                 "finish_reason": t.finish_reason,
                 "spans": t.spans,
                 "response_ids": t.response_ids.numpy().tolist(),
@@ -164,14 +166,15 @@ def _rows(client: redis.Redis, run: str, what: str) -> Iterator[Row]:
 
 def _group_row(entry: str, group: Group) -> Row:
     versions = sorted({s.version for t in group.trajectories for s in t.spans})
-    rewards = [t.reward for t in group.trajectories]
+    rewards = [t.reward for t in group.valid_trajectories]
     return {
         "entry": entry,
         "ticket": group.ticket.number,
         "worker": group.worker,
         "responses": len(group.trajectories),
         "tokens": sum(t.num_tokens for t in group.trajectories),
-        "reward": sum(rewards) / len(rewards),
+        "reward": sum(rewards) / len(rewards) if rewards else None,
+        "failed": len(group.trajectories) - len(rewards),
         "versions": f"{versions[0]}–{versions[-1]}",
         "prompt": group.ticket.prompt,
     }
@@ -190,7 +193,8 @@ def _refused_row(record: Refused) -> Row:
 def _response(t: Trajectory, tokenizer: Tokenizer | None) -> Text:
     parts = ", ".join(f"{escaped(name)} {value:g}" for name, value in t.reward_parts.items())
     text = Text(f"response {t.index}  ", style="bold")
-    text.append(f"reward {t.reward:g} ({parts}), {t.finish_reason}", style="not bold")
+    reward = f"reward {t.reward:g} ({parts})" if t.valid else f"reward failed ({t.failure})"
+    text.append(f"{reward}, {t.finish_reason}", style="not bold")
     if tokenizer:
         decoded = _decoded(tokenizer, t.response_ids.numpy().tolist())
         text.append(f"\n{decoded[:MAX_TEXT]}", style="not bold")

@@ -7,7 +7,8 @@ Of the ticket:      ticket_schema, run, number, purpose, admitted (the ticket's 
 Of the group:       group_schema, worker, engine, weight_format, started_s, finished_s
 Of the trajectory:  index, response_ids, behavior_logprobs, loss_mask, spans, finish_reason, reward,
                     reward_parts, routes (raw little-endian bytes, empty where there are none), routes_shape
-                    ([N, L, K]; [] where there are none)
+                    ([N, L, K]; [] where there are none), since schema 4 valid and failure (the cause; empty
+                    where the reward did not fail)
 
 The names are those of areal_q.messages, where their units and shapes stand. A column that is added later
 needs a default for the files that lack it, and a higher SCHEMA_VERSION.
@@ -25,7 +26,7 @@ from areal_q.config import Sampling
 from areal_q.errors import RecordError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 METADATA_KEY = b"areal-q-log-schema"
 
 _SAMPLING = pa.struct(
@@ -73,6 +74,8 @@ SCHEMA = pa.schema(
         ("routes_shape", pa.list_(pa.int32())),
         ("min_p", pa.float64()),
         ("stop", pa.string()),
+        ("valid", pa.bool_()),
+        ("failure", pa.string()),
     ],
     metadata={METADATA_KEY: str(SCHEMA_VERSION)},
 )
@@ -100,6 +103,8 @@ def to_table(step: int, version: int, groups: list[Group]) -> pa.Table:
         "group_schema": [g.schema for _, g, _ in rows],
         "spans": [msgspec.to_builtins(t.spans) for _, _, t in rows],
         "reward_parts": [list(t.reward_parts.items()) for _, _, t in rows],
+        "valid": [t.valid for _, _, t in rows],
+        "failure": [t.failure or "" for _, _, t in rows],
         "routes": [t.routes.data if t.routes else b"" for _, _, t in rows],
         "routes_shape": [list(t.routes.shape) if t.routes else [] for _, _, t in rows],
     }
@@ -155,6 +160,8 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         spans=[VersionSpan(**span) for span in row["spans"]],
         reward_parts=dict(row["reward_parts"]),
         routes=_routes(row),
+        valid=row.get("valid", True),  # the log of before version 4 lacks both
+        failure=row.get("failure") or None,
         **{name: row[name] for name in (*_TRAJECTORY_FIELDS, *_TOKEN_FIELDS)},
     )
 

@@ -5,18 +5,22 @@ Notation: N tokens of all sequences (prompts and responses), T response tokens, 
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import get_args
 
+import msgspec
 import numpy as np
 import torch
 
 from areal_q.algorithms import group_advantages
 from areal_q.config import AdvantageConfig, Gae
-from areal_q.messages import Group, Trajectory
+from areal_q.messages import Array, FailureCause, FinishReason, Group, Trajectory
 from areal_q.models import PackedLayout
 from areal_q.models.moe import UNRECORDED
 from learner.lineage import Lineage
+
+CAUSES: tuple[FailureCause, ...] = get_args(FailureCause)
 
 
 @dataclass(frozen=True)
@@ -85,20 +89,23 @@ def samples_of(
     lineage: Lineage,
     version: int,
     weights: Sequence[float] = (),
+    mask: Sequence[FinishReason] = (),
 ) -> list[Sample]:
-    """Every trajectory of `groups` with its advantage and its tokens' lags, in the groups' order.
+    """Every valid trajectory of `groups` with its advantage and its tokens' lags, in the groups' order. What
+    is not valid changes nothing: the samples are those of the groups without it. Responses that ended for a
+    reason in `mask` have no token that counts, and their reward is in the baseline of the others.
 
     `weights` multiply the groups' advantages; none: all are 1. Every objective is linear in A for a given
     sign of it, so this weights the policy's loss of a sample, whatever the objective.
     """
-    rewards = torch.tensor([t.reward for g in groups for t in g.trajectories])
-    ids = torch.tensor([i for i, g in enumerate(groups) for _ in g.trajectories])
+    rewards = torch.tensor([t.reward for g in groups for t in g.valid_trajectories])
+    ids = torch.tensor([i for i, g in enumerate(groups) for _ in g.valid_trajectories])
     if isinstance(advantage, Gae):
         advantages = rewards - rewards.mean()
     else:
         advantages = group_advantages(rewards, ids, advantage)
     each = iter(advantages.tolist())
-    return [
+    samples = [
         Sample(
             group=group.ticket.number,
             prompt_ids=group.ticket.prompt_ids.numpy(),
@@ -108,8 +115,26 @@ def samples_of(
             lag=np.repeat([lineage.lag(s, version) for s in t.spans], [s.tokens for s in t.spans]),
         )
         for group, weight in zip(groups, weights or [1.0] * len(groups), strict=True)
-        for t in group.trajectories
+        for t in group.valid_trajectories
     ]
+    return [masked(s) if s.trajectory.finish_reason in mask else s for s in samples]
+
+
+def masked(sample: Sample) -> Sample:
+    """`sample` with every token masked: it counts for nothing."""
+    none = Array.of(np.zeros(sample.trajectory.num_tokens), "uint8")
+    trajectory = msgspec.structs.replace(sample.trajectory, loss_mask=none)
+    return replace(sample, trajectory=trajectory, advantage=0.0)
+
+
+def failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """`reward/invalid`: number of responses left out since their reward failed, and the same by cause;
+    `reward/errors`: number of rewards that failed, those that count as 0 among them."""
+    everyone = [t for group in groups for t in group.trajectories]
+    causes = Counter(t.failure for t in everyone if not t.valid)
+    errors = sum(not t.valid or t.reward_parts.get("error", 0.0) > 0 for t in everyone)
+    by_cause = {f"reward/invalid/{cause}": float(causes[cause]) for cause in CAUSES}
+    return {"reward/errors": float(errors), "reward/invalid": float(causes.total()), **by_cause}
 
 
 def lag_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -119,13 +144,11 @@ def lag_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def part_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """`reward/part_NAME`: mean over responses of each part of the reward, 0 where it has not that part;
-    and `reward/errors`, the number of responses whose reward failed."""
+    """`reward/part_NAME`: mean over responses of each part of the reward, 0 where it has not that part."""
     sums: Counter[str] = Counter()
     for sample in samples:
         sums.update(sample.trajectory.reward_parts)
-    parts = {f"reward/part_{name}": total / len(samples) for name, total in sorted(sums.items())}
-    return {**parts, "reward/errors": float(sums["error"])}
+    return {f"reward/part_{name}": total / len(samples) for name, total in sorted(sums.items())}
 
 
 def microbatches(samples: Sequence[Sample], max_tokens: int) -> Iterator[Sequence[Sample]]:

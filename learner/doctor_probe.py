@@ -83,8 +83,9 @@ class Probe:
         if step > self.first - keep:
             self.versions[step] = Version(trainer.model, self.run, step, trainer.sticky)
         if step >= self.first:
-            samples = samples_of(groups, trainer.cfg.advantage, lineage, step)
-            sampling = [g.ticket.sampling.temperature for g in groups for _ in g.trajectories]
+            cfg = trainer.cfg
+            samples = samples_of(groups, cfg.advantage, lineage, step, mask=cfg.mask)
+            sampling = [g.ticket.sampling.temperature for g in groups for _ in g.valid_trajectories]
             self.parts.append(self._measure(trainer, step, samples, sampling, lineage))
             self.responses += len(samples)
 

@@ -56,15 +56,18 @@ class HeldOut:
             time.sleep(0.05)
 
     def _write(self, version: int, groups: list[Group]) -> None:
-        correct = [g.trajectories[0].reward_parts.get("correct", 0.0) for g in groups]
-        self.accuracy = sum(correct) / len(correct)
+        """The accuracy is over the answers that could be scored, and missing where none could."""
+        correct = [t.reward_parts.get("correct", 0.0) for g in groups for t in g.valid_trajectories]
+        invalid = len(groups) - len(correct)
+        values: dict[str, float] = {"eval/problems": len(groups), "eval/invalid": invalid}
+        if correct:
+            self.accuracy = sum(correct) / len(correct)
+            values["eval/accuracy"] = self.accuracy
+        else:
+            logger.warning("evaluation at version %d: no answer could be scored", version)
         groups.sort(key=lambda g: g.ticket.number)
-        self._metrics.write(
-            "eval",
-            version,
-            {"eval/accuracy": self.accuracy, "eval/problems": len(groups)},
-            samples=[self._sample(g) for g in groups[:SAMPLES]],
-        )
+        samples = [self._sample(g) for g in groups[:SAMPLES]]
+        self._metrics.write("eval", version, values, samples=samples)
 
     def _sample(self, group: Group) -> dict[str, str | bool]:
         t = group.trajectories[0]

@@ -9,6 +9,7 @@ from areal_q.messages import Group
 from buffer.base import Entry, LearnerSide
 from buffer.pool import Draw, Pool
 from buffer.samplers import Held
+from learner.failures import Failures
 from learner.feeder import Feeder
 from learner.lineage import Lineage
 
@@ -19,8 +20,9 @@ POLL_S = 0.2
 class Intake:
     """Reads groups in stream order into the pool that the sampler draws from. Admission keeps most of them
     within the bound; what is too old for the present version is dropped before every draw, counted, and its
-    place refilled; so is, where `drop_uniform` asks for it, a group whose rewards are all equal, and what
-    `buffer.removal` does not let stay. None of these is in the trajectory log: that holds what was learnt from.
+    place refilled; so is a group with too few valid responses for an advantage, where `drop_uniform` asks for
+    it one whose rewards are all equal, and what `buffer.removal` does not let stay. None of these is in the
+    trajectory log: that holds what was learnt from.
 
     A task on which every group is uniform, solved or hopeless, would be sampled for ever.
     """
@@ -35,6 +37,7 @@ class Intake:
     ) -> None:
         self._buffer, self._feeder, self._lineage = buffer, feeder, lineage
         self._max_lag, self._drop_uniform = run.learner.max_lag, run.learner.drop_uniform
+        self._fewest_valid = run.learner.fewest_valid
         self._pool = Pool(run, buffer.position, uses)
         self._newest = -1
         """Version that drew a token of any group read"""
@@ -42,8 +45,10 @@ class Intake:
         """Groups dropped for their age in versions since the process started"""
         self.uniform = 0
         """Groups dropped since then because their rewards were all equal"""
-        self.errors = 0
-        """Responses read since then whose reward failed, those of dropped groups among them"""
+        self.failures = Failures(2 * run.learner.groups * run.learner.group_size)
+        """Of the responses read since then, those of dropped groups among them"""
+        self.invalid = 0
+        """Groups dropped since then because too few of their responses were valid"""
         self.removed = 0
         """Groups dropped since then by `buffer.removal`"""
         self.duplicates = 0
@@ -117,15 +122,21 @@ class Intake:
             logger.info("ticket %d counted already: its second group is passed over", number)
             return
         self._newest = max(self._newest, *(s.version for t in group.trajectories for s in t.spans))
-        self.errors += sum(t.reward_parts.get("error", 0) > 0 for t in group.trajectories)
-        if self._drop_uniform and is_uniform(group):
+        self.failures.add(group)
+        if len(group.valid_trajectories) < self._fewest_valid:
+            self.invalid += 1
+            self._refuse(entry, "too few of its responses could be scored")
+        elif self._drop_uniform and is_uniform(group):
             self.uniform += 1
-            self._pool.pass_over(entry)
-            self._feeder.done(group)
-            reward = group.trajectories[0].reward
-            logger.info("ticket %d dropped: every reward is %s", number, reward)
+            self._refuse(entry, f"every reward is {group.valid_trajectories[0].reward}")
         else:
             self._pool.add(entry)
+
+    def _refuse(self, entry: Entry, reason: str) -> None:
+        """A group that teaches nothing is finished, and its place is free."""
+        self._pool.pass_over(entry)
+        self._feeder.done(entry.group)
+        logger.info("ticket %d dropped: %s", entry.group.ticket.number, reason)
 
     def _remove(self, version: int) -> None:
         old = self._pool.remove_older(lambda group: self.lag(group, version), self._max_lag)
@@ -167,4 +178,4 @@ class Intake:
 
 def is_uniform(group: Group) -> bool:
     """Whether every advantage of the group would be 0 (DAPO's dynamic sampling, arXiv 2503.14476 §3.2)."""
-    return len({t.reward for t in group.trajectories}) == 1
+    return len({t.reward for t in group.valid_trajectories}) == 1

@@ -6,7 +6,7 @@ the same rule. Bytes, sums and metrics travel through torch.distributed's collec
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -93,13 +93,6 @@ def shares(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
         loads[least] += tokens[i]
         members[least].append(i)
     return [[sample for i in sorted(own) for sample in groups[i]] for own in members]
-
-
-def filler(sample: Sample) -> Sample:
-    """`sample` with every token masked: it counts for nothing."""
-    mask = Array.of(np.zeros(sample.trajectory.num_tokens), "uint8")
-    trajectory = msgspec.structs.replace(sample.trajectory, loss_mask=mask)
-    return replace(sample, trajectory=trajectory, advantage=0.0)
 
 
 def summed(loss: Tensor, ranks: Ranks) -> Tensor:

@@ -108,7 +108,8 @@ def inspect(trainer, step: int, groups, lineage) -> None:
     from learner.batch import samples_of
     from learner.take_step import prepare
 
-    samples = samples_of(groups, trainer.cfg.advantage, lineage, step)
+    cfg = trainer.cfg
+    samples = samples_of(groups, cfg.advantage, lineage, step, mask=cfg.mask)
     parts = prepare(trainer, samples)
     batch, inputs = parts[0][0]  # noqa: RUF059
     typer.echo(

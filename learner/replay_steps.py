@@ -23,6 +23,7 @@ from areal_q.weights import WeightVersion
 from buffer.log import iter_log
 from buffer.steps import StepRecord, iter_steps
 from learner import checkpoint
+from learner.failures import judged
 from learner.lineage import Lineage
 from learner.precision import set_precision
 from learner.publish import Publisher, sticky_ranges
@@ -33,6 +34,8 @@ from learner.trainer import Trainer
 
 ROUNDING_ONLY = ("learner.device", "learner.threads", "learner.microbatch_tokens")
 """Settings that change a step by rounding alone"""
+REPLAYABLE = ("rollout.sampling.temperature", "reward.on_error")
+"""Settings beside the learner's that a replay can change"""
 FIXED = (
     "learner.groups",
     "learner.group_size",
@@ -116,15 +119,17 @@ class Replay:
         logged = iter_log(self.directory / "trajectories", self.state.step, self.stop)
         for record in self.records:
             groups = _groups_of(record, next(logged, None), self.directory)
+            weights = record.weights
             if record.step == self.first and self.what_if:
                 self.trainer = with_settings(self.trainer, self.run)
+            if record.step >= self.first and "reward.on_error" in self.changes:
+                on_error, fewest = self.run.reward.on_error, self.run.learner.fewest_valid
+                groups, weights = judged(groups, weights, on_error, fewest)
             lineage.fork = record.fork
             if before:
                 before(self.trainer, record.step, groups, lineage)
             updater = SingleProcessUpdater(self.trainer)
-            metrics = train_step(
-                updater, groups, lineage, record.step, record.weights, self.recorder
-            )
+            metrics = train_step(updater, groups, lineage, record.step, weights, self.recorder)
             lineage.published(record.step + 1, record.digest)
             made = self._publish(publisher, record.step + 1) if self.publishes else None
             yield Replayed(record, groups, metrics, made.manifest.digest if made else "")
@@ -201,7 +206,7 @@ def take_over(new: torch.optim.Optimizer, old: torch.optim.Optimizer) -> None:
 def _changes(recorded: Run, run: Run) -> list[str]:
     changes = differences(recorded, run)
     for key in changes:
-        replayable = key.startswith("learner.") or key == "rollout.sampling.temperature"
+        replayable = key.startswith("learner.") or key in REPLAYABLE
         if not replayable or key.startswith(FIXED):
             raise ConfigError(
                 f"{key}: cannot change in a replay, which learns from what was logged"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from areal_q.messages import Group
-from learner.batch import lag_metrics, part_metrics, samples_of
+from learner.batch import failure_metrics, lag_metrics, part_metrics, samples_of
 from learner.lineage import Lineage
 from learner.take_step import PolicyUpdater
 from learner.tap import TokenTap
@@ -28,7 +28,8 @@ def train_step(
     kl = trainer.cfg.reference_kl
     if kl and kl.reset_every and step and step % kl.reset_every == 0:
         updater.reset_reference()
-    samples = samples_of(groups, trainer.cfg.advantage, lineage, step, weights)
+    cfg = trainer.cfg
+    samples = samples_of(groups, cfg.advantage, lineage, step, weights, cfg.mask)
     rewards = [s.trajectory.reward for s in samples]
     mean = sum(rewards) / len(rewards)
     values = updater.update(samples, recorder)
@@ -36,6 +37,7 @@ def train_step(
     return values | {
         **lag_metrics(samples),
         **part_metrics(samples),
+        **failure_metrics(groups),
         "reward/mean": mean,
         "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
         "response/tokens_mean": sum(s.trajectory.num_tokens for s in samples) / len(samples),

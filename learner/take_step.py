@@ -3,6 +3,7 @@ optimizer step for each part of it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Protocol
 
@@ -12,12 +13,11 @@ from torch import Tensor
 from areal_q.algorithms import LossInputs, loss_fn, reduce_metrics
 from areal_q.algorithms.loss import whole_step
 from areal_q.algorithms.reducers import Metrics
-from areal_q.config import LearnerConfig
+from areal_q.config import Gae, LearnerConfig
 from areal_q.errors import ConfigError, DivergedError
 from learner.advantages import needs_policy, with_advantages
 from learner.backend import Backend, Scores
-from learner.batch import PackedBatch, Sample, pack
-from learner.ranks import filler
+from learner.batch import PackedBatch, Sample, masked, pack
 from learner.routing import balance_weights
 from learner.tap import TokenTap
 from learner.trainer import Trainer
@@ -108,9 +108,7 @@ def prepare(b: Backend, samples: Sequence[Sample]) -> list[Part]:
     """One part for every optimizer step. All of π_prox before the first update: it is the policy just before
     this batch changes it. Raises ConfigError for a sample that no micro-batch has room for."""
     _fits(samples, b.cfg)
-    size = -(-len(samples) // b.cfg.minibatches)
-    cuts = [samples[i : i + size] for i in range(0, len(samples), size)]
-    shares = [_microbatches(b, cut) for cut in cuts]
+    shares = [_microbatches(b, cut) for cut in minibatches(samples, b.cfg)]
     # A graph lasts until the forwards of other ranks' parts of the model are due.
     parts = [_scored(b, share, graph=number == 0) for number, share in enumerate(shares)]
     if not needs_policy(b.cfg):
@@ -125,6 +123,17 @@ def prepare(b: Backend, samples: Sequence[Sample]) -> list[Part]:
         ]
         for part in parts
     ]
+
+
+def minibatches(samples: Sequence[Sample], cfg: LearnerConfig) -> list[list[Sample]]:
+    """Cuts `samples` into at most `cfg.minibatches` parts of equally many. Where responses are still to be
+    compared within their group, which a rank must then meet as a whole, they are parts of equally many groups:
+    some groups may lack responses that could not be scored."""
+    whole = needs_policy(cfg) and not isinstance(cfg.advantage, Gae)
+    groups = groupby(samples, key=lambda sample: sample.group)
+    units = [list(members) for _, members in groups] if whole else [[s] for s in samples]
+    size = -(-len(units) // cfg.minibatches)
+    return [list(chain(*units[i : i + size])) for i in range(0, len(units), size)]
 
 
 def _fits(samples: Sequence[Sample], cfg: LearnerConfig) -> None:
@@ -145,7 +154,7 @@ def _microbatches(
     useful = [sample for sample in samples if sample.advantage or all_learn]
     others = [sample for sample in samples if not (sample.advantage or all_learn)]
     return [
-        (cut, pack(cut or [filler(samples[0])], b.cfg.device, learns, counts=bool(cut)))
+        (cut, pack(cut or [masked(samples[0])], b.cfg.device, learns, counts=bool(cut)))
         for kind, learns in ((useful, True), (others, False))
         for cut in b.ranks.cuts(kind, b.cfg.microbatch_tokens)
     ]

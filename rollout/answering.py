@@ -108,7 +108,7 @@ class _Answering:
             reward=score.reward,
             tokens=response.drawn,
             finished=response.finish_reason == "stop",
-            failed="error" in score.parts,
+            failed=not score.valid,
         )
 
 

@@ -88,7 +88,9 @@ class Response:
             spans=list(self.spans),
             finish_reason=self.finish_reason,
             reward=score.reward,
-            reward_parts={**score.parts, "correct": float(score.correct)},
+            reward_parts={**score.parts, "correct": float(score.correct)} if score.valid else {},
+            valid=score.valid,
+            failure=score.failure,
             routes=Array.of(self.routes) if routes and self.routes is not None else None,
         )
 

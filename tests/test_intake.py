@@ -213,7 +213,7 @@ def test_groups_of_equal_rewards_are_dropped_counted_and_their_places_refilled(
     monkeypatch.setattr(intake_module, "POLL_S", 0.01)
 
     def uneven(ticket: Ticket) -> Group:
-        """Tickets 0, 2, 3 and every tenth have equal rewards, for all of them failed."""
+        """Tickets 0, 2, 3 and every tenth have equal rewards, for all of them failed and count as 0."""
         group = make_group(ticket)
         if ticket.number in (0, 2, 3) or ticket.number % 10 == 0:
             failed = {"reward": 0.0, "reward_parts": {"error": 1.0}}
@@ -232,10 +232,83 @@ def test_groups_of_equal_rewards_are_dropped_counted_and_their_places_refilled(
 
     assert dropping.take() == [1, 4, 5, 6]
     assert (dropping.intake.uniform, dropping.intake.dropped) == (3, 0)
-    assert dropping.intake.errors == keeping.intake.errors == 3 * 2
+    assert dropping.intake.failures.errors == keeping.intake.failures.errors == 3 * 2
     # 12 were admitted; the 3 dropped ones made room for 3 more, which nobody had to wait for.
     assert dropping.feeder.cursor == 15
     assert dropping.feeder.outstanding == set(range(15)) - {0, 2, 3}
     dropping.intake.consumed()
     assert dropping.take() == [7, 8, 9, 11]
     assert dropping.intake.uniform == 4
+
+
+def failing(group: Group, *indexes: int) -> Group:
+    """`group` with these responses' rewards timed out."""
+    return msgspec.structs.replace(
+        group,
+        trajectories=[
+            msgspec.structs.replace(t, valid=False, failure="timeout", reward=0.0)
+            if t.index in indexes
+            else t
+            for t in group.trajectories
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("advantage", "taken"),
+    [("grpo", [1, 4, 5, 6]), ("rloo", [1, 4, 5, 6]), ("reinforce++", [1, 2, 4, 5])],
+)
+def test_groups_with_too_few_scores_are_refilled(
+    make_run: MakeRun,
+    make_group: MakeGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    advantage: str,
+    taken: list[int],
+):
+    """Tickets 0 and 3 have no score at all; ticket 2 has one, which serves only where the batch is the
+    baseline."""
+    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+
+    def some(ticket: Ticket) -> Group:
+        lost = {0: (0, 1, 2), 3: (0, 1, 2), 2: (0, 2), 5: (1,)}
+        return failing(make_group(ticket), *lost.get(ticket.number, ()))
+
+    run = make_run(
+        "learner.max_lag=2",
+        "learner.groups=4",
+        "learner.group_size=3",
+        f"learner.advantage.type={advantage}",
+    )
+    learner = Learner(run, some)
+    learner.feeder.admit(9)
+    learner.answer(12, 9)
+    assert learner.take() == taken
+    dropped = {0, 3} if 2 in taken else {0, 2, 3}
+    assert learner.intake.invalid == len(dropped)
+    assert learner.feeder.outstanding == set(range(12 + len(dropped))) - dropped
+    counts = learner.intake.failures.metrics()
+    read = max(taken) + 1
+    assert counts["buffer/responses"] == 3 * read
+    assert counts["buffer/invalid/timeout"] == counts["buffer/reward_errors"] == 9
+    assert counts["buffer/invalid/exception"] == 0
+
+
+def test_uniform_groups_are_judged_by_valid_scores(
+    make_run: MakeRun, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+):
+    """Ticket 1's valid rewards are equal; its failed response's 0 must not make it look informative."""
+    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+
+    def some(ticket: Ticket) -> Group:
+        group = make_group(ticket)
+        if ticket.number != 1:
+            return group
+        same = [msgspec.structs.replace(t, reward=1.0) for t in group.trajectories]
+        return failing(msgspec.structs.replace(group, trajectories=same), 2)
+
+    sizes = ("learner.max_lag=2", "learner.groups=4", "learner.group_size=3")
+    learner = Learner(make_run(*sizes, "learner.drop_uniform=true"), some)
+    learner.feeder.admit(9)
+    learner.answer(12, 9)
+    assert learner.take() == [0, 2, 3, 4]
+    assert (learner.intake.uniform, learner.intake.invalid) == (1, 0)

@@ -23,9 +23,12 @@ from areal_q.tasks.rewards import STYLES, overlong_penalty
 
 PROBLEM = Problem("2+2=", "4")
 PATIENCE_S = 5.0
+CAUSES = {"exit": "killed", "sysexit": "killed", "memory": "killed", "down": "unavailable"}
+"""What fails in another way than by an exception"""
 
 USERS = """
 import os, sys, time
+from areal_q.errors import RewardUnavailable
 print("loaded, on what was stdout")
 
 def reward(prompt, response, answer):
@@ -50,6 +53,15 @@ def reward(prompt, response, answer):
             return {"reward": 0.25, "correct": 1, "style": 2}
         case "pid":
             return os.getpid()
+        case "memory":
+            raise MemoryError
+        case "down":
+            raise RewardUnavailable("the judge does not answer")
+        case "flaky":
+            with open(__file__ + ".asked", "a+") as asked:
+                asked.write(".")
+            assert os.path.getsize(__file__ + ".asked") >= 3
+            return 1.0
         case "stdin":
             return float(sys.stdin.read() == "")
         case "flood":
@@ -102,14 +114,54 @@ def test_a_reward_from_a_file_scores_with_its_parts_whatever_it_prints(tmp_path:
     assert other == Score(7.0, True)
 
 
-@pytest.mark.parametrize("bad", ["raise", "exit", "sysexit", "nan", "text", "flood"])
-def test_a_reward_that_fails_gives_0_and_an_error_and_the_next_one_is_scored(
+@pytest.mark.parametrize(
+    "bad", ["raise", "exit", "sysexit", "nan", "text", "flood", "memory", "down"]
+)
+def test_a_failed_reward_is_no_score_and_the_next_is_scored(
     tmp_path: Path, bad: str, caplog: pytest.LogCaptureFixture
 ):
     failed, after = scored(settings(tmp_path, "reward.processes=1"), bad, "4")
-    assert failed == Score(0.0, False, {"error": 1.0, "timeout": 0.0})
+    assert failed == Score.failed(CAUSES.get(bad, "exception")) and not failed.valid
     assert after == Score(1.0, True)
     assert "reward failed, 1 so far" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("on_error", "zero_on", "expected"),
+    [
+        ("drop", "[]", [Score.failed("exception"), Score.failed("unavailable")]),
+        ("drop", '["exception"]', [Score.zero("exception"), Score.failed("unavailable")]),
+        (
+            "zero",
+            "[]",
+            [Score.zero("exception", "exception"), Score.zero("unavailable", "unavailable")],
+        ),
+    ],
+)
+def test_settings_say_which_failures_are_worth_0(
+    tmp_path: Path, on_error: str, zero_on: str, expected: list[Score]
+):
+    """The judge that is down never counts as the response's own fault."""
+    run = settings(tmp_path, f"reward.on_error={on_error}", f"reward.zero_on={zero_on}")
+    assert scored(run, "raise", "down") == expected
+
+
+@pytest.mark.parametrize(
+    ("retries", "expected"), [(1, Score.failed("exception")), (2, Score(1.0, True))]
+)
+def test_a_failed_reward_is_asked_again_so_many_times(
+    tmp_path: Path, retries: int, expected: Score
+):
+    """The reward fails twice before it works."""
+    asked = f"reward.retries={retries}"
+    run = settings(tmp_path, "reward.on_error=retry", asked, "reward.retry_pause_s=0.01")
+    assert scored(run, "flaky") == [expected]
+    assert len((tmp_path / "mine.py.asked").read_text()) == retries + 1
+
+
+def test_infrastructure_cannot_be_declared_the_responses_fault():
+    with pytest.raises(ConfigError, match="zero_on"):
+        load(None, ['reward.zero_on=["unavailable"]'])
 
 
 @pytest.mark.parametrize("bad", ["hang", "sleep"])
@@ -127,7 +179,7 @@ def test_a_reward_that_hangs_is_killed_and_stalls_nobody(tmp_path: Path, bad: st
         for _ in range(3):
             assert (await reward(PROBLEM, "4", 1)).correct
         assert not hanging.done()
-        assert await hanging == Score(0.0, False, {"error": 1.0, "timeout": 1.0})
+        assert await hanging == Score.failed("timeout")
         (killed,) = before - await both_pids()
         while not gone(killed):
             await asyncio.sleep(0.01)
@@ -149,9 +201,7 @@ def test_many_at_once_share_the_processes_and_each_has_its_own_score(tmp_path: P
         responses = ["4", "5", "raise"] * 40
         scores = await asyncio.gather(*(reward(PROBLEM, r, 1) for r in responses))
         assert [s.correct for s in scores] == [r == "4" for r in responses]
-        assert [s.parts.get("error", 0.0) for s in scores] == [
-            float(r == "raise") for r in responses
-        ]
+        assert [s.valid for s in scores] == [r != "raise" for r in responses]
 
     using(settings(tmp_path), work)
 

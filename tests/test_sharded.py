@@ -17,13 +17,13 @@ from areal_q.errors import CheckpointError
 from areal_q.messages import Array
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
-from learner.batch import Sample
+from learner.batch import Sample, masked
 from learner.build import build_model
 from learner.checkpoint import State
 from learner.precision import set_precision
 from learner.publish import Publisher
 from learner.rank_messages import Piece
-from learner.ranks import KINDS, decoded, encoded, filler, shares
+from learner.ranks import KINDS, decoded, encoded, shares
 from learner.take_step import update_policy
 from learner.trainer import Trainer
 
@@ -279,7 +279,7 @@ def test_a_sample_arrives_as_it_was_sent_and_a_filler_counts_for_nothing(
         assert sent.trajectory == sample.trajectory
         assert np.array_equal(sent.prompt_ids, sample.prompt_ids)
         assert np.array_equal(sent.lag, sample.lag)
-        assert not filler(sample).trajectory.loss_mask.numpy().any()
+        assert not masked(sample).trajectory.loss_mask.numpy().any()
 
 
 def test_every_kind_of_metric_arrives_as_it_was_sent():

@@ -738,7 +738,7 @@ def test_a_reward_that_hangs_costs_its_response_and_nothing_else(
                 fails = hangs or group.ticket.prompt == prompts[6]
                 for t in group.trajectories:
                     assert t.reward == (0.0 if fails else 1.0)
-                    assert t.reward_parts.get("error", 0.0) == fails
-                    assert t.reward_parts.get("timeout", 0.0) == hangs
+                    assert t.valid == (not fails)
+                    assert t.failure == ("timeout" if hangs else "exception" if fails else None)
 
     run_async(work())

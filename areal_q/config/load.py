@@ -20,7 +20,7 @@ from areal_q.config.engines import (
 )
 from areal_q.config.environments import CalculatorTool, SingleTurn
 from areal_q.config.faults import fault
-from areal_q.config.objectives import Gae, ReinforcePlusPlus
+from areal_q.config.objectives import Gae
 from areal_q.config.run import (
     BroadcastConfig,
     LearnerConfig,
@@ -141,7 +141,7 @@ def _check(run: Run, source: str) -> Run:
         reason = "learner.advantage.type = 'gae' needs a critic: learner.critic = {}"
     elif learner.critic and not isinstance(learner.advantage, Gae):
         reason = "learner.critic serves learner.advantage.type = 'gae' alone"
-    elif learner.group_size == 1 and not _judged_alone(learner):
+    elif learner.group_size < learner.fewest_valid:
         kind = learner.advantage.__struct_config__.tag
         reason = f"learner.group_size = 1 gives no response an advantage of type {kind!r}"
     elif learner.group_size == 1 and learner.drop_uniform:
@@ -258,17 +258,6 @@ def _last_port(run: Run) -> int:
     """Of the endpoints of all workers; 0 where there are none, or any will do."""
     first = int(str(run.rollout.serve or 0).rpartition(":")[2])
     return first + max(0, run.rollout.workers - 1) if first else 0
-
-
-def _judged_alone(learner: LearnerConfig) -> bool:
-    """Whether a response has an advantage without others to the same prompt."""
-    match learner.advantage:
-        case Gae():
-            return True
-        case ReinforcePlusPlus(baseline=baseline):
-            return baseline == "none"
-        case _:
-            return False
 
 
 def _outruns_heartbeats(claim_timeout_s: float) -> str | None:

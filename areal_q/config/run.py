@@ -25,9 +25,11 @@ from areal_q.config.objectives import (
     Acr,
     AdvantageConfig,
     AggregationConfig,
+    Gae,
     Grpo,
     ObjectiveConfig,
     ReferenceKl,
+    ReinforcePlusPlus,
     TokenMean,
     ValueLoss,
 )
@@ -245,6 +247,10 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     """Passes over each batch, all against the same π_prox."""
     minibatches: Thousands = 2
     """Equal parts of a batch, with an optimizer step for each."""
+    mask: tuple[Literal["length", "timeout"], ...] = ()
+    """Responses that ended for one of these reasons, cut off by `rollout.sampling.max_tokens` or by
+    `rollout.request_timeout_s`, have no loss; their rewards stay in the baseline of their group. With `length`
+    this is DAPO's overlong filtering (arXiv 2503.14476 §3.4), which masks the loss of truncated samples."""
     drop_uniform: bool = False
     """DAPO's dynamic sampling: a group whose rewards are all equal carries no gradient; it is dropped and
     counted, and its place refilled."""
@@ -291,6 +297,16 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     """Device of the learner, such as cpu or cuda:0."""
     threads: Threads = 1
     """Threads of the learner's process."""
+
+    @property
+    def fewest_valid(self) -> int:
+        """Responses that a group must have for one of them to have an advantage: 2 where they are compared with
+        each other, 1 where a critic or the batch is the baseline."""
+        match self.advantage:
+            case Gae() | ReinforcePlusPlus(baseline="none"):
+                return 1
+            case _:
+                return 2
 
 
 class BroadcastConfig(_Settings, frozen=True, kw_only=True):

@@ -163,6 +163,17 @@ class RewardConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     function: str = "reward"
     """Its name there: (prompt, response, answer) → a number, or a table with `reward` and other numbers"""
     timeout_s: Seconds = 10.0
-    """After so long a slow reward counts as 0 and as an error, and its process is killed."""
+    """After so long a slow reward has failed, and its process is killed."""
+    on_error: Literal["drop", "retry", "zero"] = "drop"
+    """What becomes of a response whose reward failed. `drop`: it enters no advantage, loss or mean, and the
+    others of its group are as if it were not there. `retry`: the reward is asked again, then as `drop`.
+    `zero`: its reward is 0, which teaches the policy to avoid responses on which the reward fails."""
+    retries: Annotated[int, Meta(ge=1, le=16)] = 2
+    """Times that `retry` asks again, at most."""
+    retry_pause_s: Seconds = 1.0
+    """Before the first of these; the pause doubles each time."""
+    zero_on: tuple[Literal["exception", "timeout", "killed"], ...] = ()
+    """Failures of which the response is the cause, such as a program that loops in a reward that runs it: these
+    are a valid reward of 0, whatever `on_error` says. What raises RewardUnavailable never is one."""
     processes: Threads = 2
     """Beside each worker, for rewards that are slow: `math` and those from a file"""

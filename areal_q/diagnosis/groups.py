@@ -46,12 +46,15 @@ def look_at(steps: Iterable[tuple[int, Sequence[Group]]], end_ids: Sequence[int]
     for step, groups in steps:
         facts.steps += 1
         for group in groups:
-            mean = sum(t.reward for t in group.trajectories) / len(group.trajectories)
+            rewards = [t.reward for t in group.valid_trajectories]
+            mean = sum(rewards) / max(1, len(rewards))
             facts.sampling[group.ticket.sampling] += len(group.trajectories)
             facts.formats[group.weight_format] += len(group.trajectories)
             for trajectory in group.trajectories:
                 where = f"step {step}, ticket {group.ticket.number}, response {trajectory.index}"
-                _count(facts, trajectory, end_ids, trajectory.reward < mean, where)
+                _count(
+                    facts, trajectory, end_ids, trajectory.valid and trajectory.reward < mean, where
+                )
     return facts
 
 

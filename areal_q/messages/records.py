@@ -18,6 +18,9 @@ LARGEST_REWARD = 1e15
 SCHEMA = 1
 FinishReason = Literal["stop", "length", "timeout"]
 """A stop was drawn; the budget of tokens was spent; `rollout.request_timeout_s` had passed"""
+FailureCause = Literal["exception", "timeout", "killed", "unavailable", "environment"]
+"""Why a response could not be scored. The reward raised; it took longer than `reward.timeout_s`; its process
+ended or ran out of memory; what it needs, such as a judge, did not answer; the episode's environment failed"""
 Dtype = Literal["uint8", "int8", "uint16", "int32", "int64", "float16", "float32"]
 _LITTLE_ENDIAN = {name: np.dtype(name).newbyteorder("<") for name in get_args(Dtype)}
 
@@ -104,6 +107,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     reward: float
     reward_parts: dict[str, float] = {}
+    valid: bool = True
+    """Whether the reward says something about the response; an invalid response enters no advantage, no loss
+    and no mean"""
+    failure: FailureCause | None = None
+    """Why scoring failed; with `reward.on_error = "zero"` such a response is valid and has reward 0"""
     routes: Array | None = None
     """uint8 or uint16 [N, L, K]: the K experts that each of L sparse layers sent the first N tokens of prompt
     and response to, N ≤ P + T - 1; None: no experts, or not recorded. L · K bytes a token: 6 for the small
@@ -192,6 +200,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             _validate_routes(t, prompt.shape[0], f"{where}, trajectory {t.index}")
         return self
 
+    @property
+    def valid_trajectories(self) -> list[Trajectory]:
+        """The responses whose reward says something about them."""
+        return [t for t in self.trajectories if t.valid]
+
 
 _COLUMNS = (("response_ids", "int32"), ("behavior_logprobs", "float32"), ("loss_mask", "uint8"))
 
@@ -221,6 +234,8 @@ def _validate_trajectory(t: Trajectory, where: str) -> None:
         raise RecordError(
             f"{where}: version spans cover {sum(s.tokens for s in t.spans)} of {t.num_tokens} tokens"
         )
+    if not t.valid and t.failure is None:
+        raise RecordError(f"{where}: its reward is not valid, and no cause is named")
     if not abs(t.reward) <= LARGEST_REWARD:
         raise RecordError(f"{where}: reward is {t.reward}")
 

@@ -5,6 +5,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from areal_q.messages.records import FailureCause
+
 
 class Problem(Struct, frozen=True):
     """Example: Problem("12+34=", "64") in the reversed arithmetic task."""
@@ -19,6 +21,22 @@ class Score(Struct, frozen=True):
     reward: float
     correct: bool
     parts: dict[str, float] = {}
+    valid: bool = True
+    """Whether the reward says something about the response"""
+    failure: FailureCause | None = None
+    """Why there is no other score"""
+
+    @classmethod
+    def failed(cls, cause: FailureCause) -> "Score":
+        """No score at all: what the response is worth is not known."""
+        return cls(0.0, False, valid=False, failure=cause)
+
+    @classmethod
+    def zero(cls, cause: FailureCause, failure: FailureCause | None = None) -> "Score":
+        """A failure that counts as a reward of 0; `failure` is recorded where this is a choice of settings and
+        not the fault of the response."""
+        parts = {"error": 1.0, "timeout": float(cause == "timeout")}
+        return cls(0.0, False, parts, failure=failure)
 
 
 Message = dict[str, str]
@@ -62,5 +80,7 @@ class Grader(Struct, frozen=True):
     """What a response answers, in one spelling for equal answers, for majority votes; None if nothing"""
     slow: bool = False
     """It may take long or hang: it runs in a process that can be killed"""
+    zero_on: tuple[FailureCause, ...] = ()
+    """Failures of which the response is the cause: it is worth 0"""
     needs: str | None = None
     """A module of the extra that is named like the grader"""

@@ -11,7 +11,14 @@ GRADERS: dict[str, Grader] = {
     "exact": Grader(exact, str.strip),
     "number": Grader(calculator.score, calculator.answer),
     "final_number": Grader(gsm8k.score, gsm8k.answer),
-    "math": Grader(boxed.score, boxed.answer, slow=True, needs="math_verify"),
+    # Nothing but the text goes into this comparison, so that what the parser cannot bear is the text's fault.
+    "math": Grader(
+        boxed.score,
+        boxed.answer,
+        slow=True,
+        zero_on=("exception", "timeout"),
+        needs="math_verify",
+    ),
     "choice": Grader(choice.score, choice.letter),
     "countdown": Grader(countdown.score, countdown.answer),
     "tool": Grader(tool_calculator.score, tool_calculator.answer),

@@ -1,7 +1,7 @@
 """Scores that may raise, hang or crash, computed in processes that can be killed. Imports no torch.
 
     Isolated.score ──Ask──▶ stdin ▶ isolated_child ▶ stdout ──Graded──▶ Isolated.score
-          └ no reply in time: kill -9, score 0, another process for the next one
+          └ no reply in time: kill -9, no score, another process for the next one
 
 | wait        | for                       | unblocked by                                             |
 |-------------|---------------------------|----------------------------------------------------------|
@@ -21,6 +21,7 @@ from asyncio.subprocess import PIPE, Process
 import msgspec
 
 from areal_q.errors import ConfigError, TaskError
+from areal_q.messages.records import FailureCause
 from areal_q.processes import die_with_parent, module_command
 from areal_q.tasks.base import Problem, Score
 
@@ -45,6 +46,8 @@ class Graded(msgspec.Struct, frozen=True):
 
     score: Score | None = None
     error: str = ""
+    cause: FailureCause = "exception"
+    """Of the error, where a response was to be scored"""
     extra_missing: bool = False
     """The error is that of an extra that is not installed"""
 
@@ -77,17 +80,21 @@ class Isolated:
             self._idle.put_nowait(place)
 
     async def score(self, problem: Problem, response: str) -> Score:
-        """Never raises: what goes wrong gives 0, with `error` 1 among the parts, and is counted."""
-        process, graded, failure = await self._idle.get(), None, ""
+        """Never raises: what goes wrong gives a score that is not valid, with its cause, and is counted."""
+        process, graded = await self._idle.get(), None
+        cause: FailureCause = "unavailable"
         try:
             process = process or await self._spawn()
             asked = _ask(process, Ask(problem, response))
             graded = await asyncio.wait_for(asked, self._timeout_s)
-            failure = graded.error
+            cause, failure = graded.cause, graded.error
         except TimeoutError:
-            failure = TIMED_OUT
-        except (OSError, EOFError, msgspec.MsgspecError, TaskError, ConfigError) as error:
+            cause, failure = "timeout", TIMED_OUT
+        except (OSError, EOFError, msgspec.MsgspecError) as error:
+            cause = "killed" if process else cause
             failure = f"its process ended: {error}"
+        except (TaskError, ConfigError) as error:
+            failure = f"its process did not start: {error}"
         finally:
             if process and not graded:
                 # A late reply would be taken for that of the next question.
@@ -97,7 +104,7 @@ class Isolated:
         if graded and graded.score:
             return graded.score
         self._count(failure, problem)
-        return Score(0.0, False, {"error": 1.0, "timeout": float(failure == TIMED_OUT)})
+        return Score.failed(cause)
 
     async def close(self) -> None:
         """Kills the processes and waits for their ends."""

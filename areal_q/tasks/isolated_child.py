@@ -12,7 +12,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from areal_q.errors import ConfigError, TaskError
+from areal_q.errors import ConfigError, RewardUnavailable, TaskError
+from areal_q.messages.records import FailureCause
 from areal_q.tasks.base import Problem, Score
 from areal_q.tasks.graders import GRADERS, check_extra
 from areal_q.tasks.isolated import Ask, Graded
@@ -51,7 +52,14 @@ def _graded(score: Callable[[Problem, str], Score], ask: Ask) -> Graded:
     try:
         return Graded(score(ask.problem, ask.response))
     except Exception as error:  # a user's code, and sympy, may raise anything
-        return Graded(error=f"raised {type(error).__name__}: {error}"[:500])
+        said = f"raised {type(error).__name__}: {error}"[:500]
+        return Graded(error=said, cause=_cause(error))
+
+
+def _cause(error: Exception) -> FailureCause:
+    if isinstance(error, RewardUnavailable):
+        return "unavailable"
+    return "killed" if isinstance(error, MemoryError) else "exception"
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:

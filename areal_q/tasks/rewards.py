@@ -6,6 +6,7 @@ The quick built-in graders run here, at no cost; slow ones and those of a user's
 (isolated.py). Imports no torch.
 """
 
+import asyncio
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Protocol
 
 from areal_q.config import Overlong, Python, RewardConfig, Run, TaskConfig
 from areal_q.errors import TaskError
+from areal_q.messages.records import FailureCause
 from areal_q.tasks.base import Grader, Problem, Score
 from areal_q.tasks.boxed import last_boxed
 from areal_q.tasks.graders import GRADERS, check_extra
@@ -62,20 +64,41 @@ class InlineReward:
 
 
 class IsolatedReward:
-    """A slow or foreign one, run in processes that are killed after `reward.timeout_s`."""
+    """A slow or foreign one, run in processes that are killed after `reward.timeout_s`. `zero_on` are the
+    failures of which its response is the cause."""
 
-    def __init__(self, source: tuple[str, str, str], cfg: RewardConfig, max_tokens: int) -> None:
+    def __init__(
+        self,
+        source: tuple[str, str, str],
+        cfg: RewardConfig,
+        max_tokens: int,
+        zero_on: tuple[FailureCause, ...] = (),
+    ) -> None:
         self._isolated = Isolated(source, cfg.timeout_s, cfg.processes)
         self._cfg, self._max_tokens = cfg, max_tokens
+        self._zero_on = {*zero_on, *cfg.zero_on}
 
     async def start(self) -> None:
         await self._isolated.start()
 
     async def __call__(self, problem: Problem, response: str, tokens: int) -> Score:
+        score = await self._asked(problem, response)
+        if score.failure is None:
+            return shaped(score, response, tokens, self._cfg, self._max_tokens)
+        if score.failure in self._zero_on:
+            return Score.zero(score.failure)
+        return Score.zero(score.failure, score.failure) if self._cfg.on_error == "zero" else score
+
+    async def _asked(self, problem: Problem, response: str) -> Score:
+        """The score, asked for again as often as the settings say where that may help."""
         score = await self._isolated.score(problem, response)
-        if "error" in score.parts:
-            return score  # a defined value, whatever the weights
-        return shaped(score, response, tokens, self._cfg, self._max_tokens)
+        retries = self._cfg.retries if self._cfg.on_error == "retry" else 0
+        for retry in range(retries):
+            if score.failure is None or score.failure in self._zero_on:
+                break
+            await asyncio.sleep(self._cfg.retry_pause_s * 2**retry)
+            score = await self._isolated.score(problem, response)
+        return score
 
     async def close(self) -> None:
         await self._isolated.close()
@@ -87,7 +110,7 @@ def build_reward(run: Run) -> Reward:
     if file := reward_file(run):
         return IsolatedReward(("file", file, cfg.function), cfg, max_tokens)
     if GRADERS[grader].slow:
-        return IsolatedReward(("grader", grader, ""), cfg, max_tokens)
+        return IsolatedReward(("grader", grader, ""), cfg, max_tokens, GRADERS[grader].zero_on)
     return InlineReward(GRADERS[grader], cfg, max_tokens)
 
 
