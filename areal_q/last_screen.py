@@ -25,11 +25,14 @@ def last_screen(run: Run, run_dir: Path, console: Console | None = None) -> None
         console.print(_pairs(_reward_rows(run, run_dir, [])), highlight=False)
         return
     summary = summarize(records, run.learner.groups * run.learner.group_size)
-    curves = draw(run_dir)
+    try:
+        curves = draw(run_dir)
+    except OSError:  # a run that can be read, and not written to
+        curves = None
     console.print(_screen(run, run_dir, summary, curves), highlight=False)
 
 
-def _screen(run: Run, run_dir: Path, summary: Summary, curves: Path) -> RenderableType:
+def _screen(run: Run, run_dir: Path, summary: Summary, curves: Path | None) -> RenderableType:
     parts: list[RenderableType] = [Text(), Text(f"{run.name}: {summary.title}", "bold")]
     parts.append(_pairs([*summary.rows, *_reward_rows(run, run_dir, summary.rows)]))
     if evaluations := read_evaluations(run_dir):
@@ -39,7 +42,8 @@ def _screen(run: Run, run_dir: Path, summary: Summary, curves: Path) -> Renderab
     hf = run_dir / "hf"
     paths = [("model", str(hf))] if hf.is_dir() else []
     paths += [("checkpoints", str(run_dir / "checkpoints")), ("metrics", str(run_dir / FILE_NAME))]
-    paths.append(("curves", str(curves)))
+    if curves:
+        paths.append(("curves", str(curves)))
     parts += [Text(), _pairs(paths), Text(), _pairs(_next_commands(run, run_dir, summary))]
     return Group(*parts)
 

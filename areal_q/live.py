@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_q.config import Run
+from areal_q.ended import how_it_ended
 from areal_q.metrics import FILE_NAME, Record, Tail
 from areal_q.reward_signal import RewardWatch
 from areal_q.rundir import path_of
@@ -24,6 +25,8 @@ from areal_q.summary import Unfaithful, duration, number, plural, size, unfaithf
 
 PLAIN_EVERY_S = 5.0
 REDRAW_EVERY_S = 0.5
+LOOK_EVERY_S = 2.0
+"""How often `watch` looks whether the run still goes on"""
 WINDOW = 20
 """Steps over which the time left is estimated"""
 
@@ -53,8 +56,8 @@ class History:
                 self.evals.append(record)
             case "warmstart":
                 self.warmstart = record
-            case "end":
-                self.end = record
+        # A resumed run goes on after the end of its earlier part.
+        self.end = record if record["kind"] == "end" else None
         self.elapsed_s = record["elapsed_s"]
 
     @property
@@ -99,6 +102,8 @@ class History:
 
 class _Following:
     """The part that both views share: a tail of the metrics folded into a History."""
+
+    next_look = 0.0
 
     def __init__(self, run: Run, console: Console) -> None:
         self.run, self.console = run, console
@@ -208,12 +213,25 @@ def watch(run: Run, run_dir: Path, console: Console | None = None) -> None:
     view.rewards = RewardWatch(run, run_dir)
     try:
         while view.history.end is None:
+            # Asked before the records are read: a last one may come in between.
+            ended = _ended(view)
             view.refresh()
+            if ended and view.history.end is None:
+                view.note(f"{run_dir}: {ended[0]}")
+                return
             time.sleep(0.1)
     except KeyboardInterrupt:
         return
     finally:
         view.stop()
+
+
+def _ended(view: PlainView | LiveView) -> tuple[str, bool] | None:
+    """How the run ended, looked for every LOOK_EVERY_S seconds."""
+    if time.monotonic() < view.next_look:
+        return None
+    view.next_look = time.monotonic() + LOOK_EVERY_S
+    return how_it_ended(view.run_dir)
 
 
 def plain_line(record: Record, history: History) -> str:

@@ -65,7 +65,12 @@ def _server_of(directory: Path) -> Iterator[str]:
         raise ConfigError(f"{directory}: a run is going on there, and its Redis does not answer")
     sockets = Path(tempfile.mkdtemp(prefix="areal-q-buffer-"))
     try:
-        with RedisServer.start(directory / "redis", sockets / "redis") as server:
+        data = directory / "redis"
+        if not os.access(
+            data, os.W_OK
+        ):  # another's run, or a read-only disk: a server wants to write
+            data = Path(shutil.copytree(data, sockets / "data"))
+        with RedisServer.start(data, sockets / "redis") as server:
             yield server.url
     finally:
         shutil.rmtree(sockets)

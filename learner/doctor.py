@@ -72,9 +72,12 @@ def _look(directory: Path, first: int | None, stop: int | None, console) -> tupl
     from learner.doctor_show import screen, write
 
     examined = examine(directory, first, stop, console)
-    write(examined, directory / "doctor.json")
     screen(examined, console)
-    typer.echo(directory / "doctor.json")
+    try:
+        write(examined, directory / "doctor.json")
+        typer.echo(directory / "doctor.json")
+    except OSError as error:  # a run that can be read, and not written to
+        typer.echo(f"{directory / 'doctor.json'}: not written: {error.strerror}")
     return examined.stop, any(finding.severity != "note" for finding in examined.findings)
 
 

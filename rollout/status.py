@@ -21,8 +21,10 @@ from rich.text import Text
 
 from areal_q.command import run_command
 from areal_q.credentials import no_password
+from areal_q.ended import how_it_ended
 from areal_q.errors import AReaLQError, UserError, WeightVersionError
 from areal_q.messages import HeldVersion, WorkerStatus, decode_status
+from areal_q.summary import plural, size
 from buffer import look, show
 from buffer.keys import Keys
 from buffer.opened import opened
@@ -131,11 +133,11 @@ def screen(found: Cluster) -> RenderableType:
 def _head(found: Cluster) -> Text:
     if found.version is None:
         return Text("learner: no answer")
-    delta = "" if found.delta_bytes is None else f", delta {show.size(found.delta_bytes)}"
+    delta = "" if found.delta_bytes is None else f", delta {size(found.delta_bytes)}"
     return Text(
         f"learner: step {found.version}, the last one {show.age(found.since_step_s)} ago\n"
-        f"weights: version {found.version}, {found.digest}, {show.size(found.weights_bytes)}{delta}; "
-        f"{found.subscribers} listen\n"
+        f"weights: version {found.version}, {found.digest}, {size(found.weights_bytes)}{delta}; "
+        f"{plural(found.subscribers, 'listener')}\n"
     )
 
 
@@ -148,8 +150,24 @@ def _worker_table(found: Cluster) -> Table:
         numbers = (f"{w.tokens_per_s:,.0f}", f"{w.idle_share:.0%}", w.active, w.groups, w.waiting)
         table.add_row(show.escaped(w.worker), str(w.version), behind, *map(str, numbers))
     total = sum(w.tokens_per_s for w in found.workers)
-    table.add_row(f"{len(found.workers)} workers", "", "", f"{total:,.0f}", style="dim")
+    table.add_row(plural(len(found.workers), "worker"), "", "", f"{total:,.0f}", style="dim")
     return table
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """What `areal-q status --json` prints of a run that does not go on."""
+
+    run: str
+    ended: str
+    well: bool
+
+
+def _end_if_ended(directory: Path, json: bool) -> None:
+    """Raises typer.Exit, with 0 if the run ended as it should."""
+    if told := how_it_ended(directory):
+        said = msgspec.json.encode(Ended(directory.name, *told)).decode()
+        typer.echo(said if json else f"{directory}: {told[0]}")
+        raise typer.Exit(0 if told[1] else 1)
 
 
 EXITS = (
@@ -182,7 +200,9 @@ def main(
     json: Annotated[bool, typer.Option("--json", help="one JSON document a look")] = False,
 ) -> None:
     """Learner, workers, buffer and weights of a running cluster; exit code 1 when something is wrong."""
-    console = Console()
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    if directory is not None:
+        _end_if_ended(directory, json)
     with opened(directory, url, run) as (connected, name):
         while True:
             found = gather(connected, name, Source(None, fetch, keys, client), silent_s)

@@ -19,6 +19,7 @@ import typer
 from areal_q import delta
 from areal_q.command import run_command
 from areal_q.config import load
+from areal_q.ended import how_it_ended
 from areal_q.errors import AReaLQError, ConfigError, RecordError, UserError
 from areal_q.launch import sockets_of
 from areal_q.messages import (
@@ -161,6 +162,8 @@ def main(
     told, configured = dict(LEARNER), None
     if run is not None:
         settings = load(run / "config.toml").broadcast
+        if fetch is None and settings.fetch is None and (ended := how_it_ended(run)):
+            raise ConfigError(f"{run}: {ended[0]}; nobody serves its weights any more")
         configured = settings.keys
         if (sockets := sockets_of(run)).is_dir():
             told = {kind: f"ipc://{sockets / kind}" for kind in told}
