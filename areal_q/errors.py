@@ -5,6 +5,7 @@
     │   ├── ConfigError                 a setting is unknown, ill-typed or out of range
     │   ├── TaskError                   a data file or a reward cannot be used
     │   ├── CheckpointError             a model or checkpoint is missing, torn or misshapen
+    │   ├── RunTaken                    another learner has the run in Redis
     │   ├── LogError                    a run's log is missing or lacks a step
     │   └── DivergedError               gradients are not finite, step after step
     ├── RecordError (ValueError)        a message or trajectory breaks its contract
@@ -13,6 +14,7 @@
     ├── EngineDied                      the process of an engine ended, or fell silent
     ├── BufferUnavailable               Redis does not answer, or refuses writes
     │   └── BufferFull                  it is at its memory limit: nothing was written, and nothing is lost
+    ├── RunChanged                      the run in Redis is not the one that a worker was set up for
     ├── ChildDied                       a process of a run ended when it should not have
     ├── RewardUnavailable               raised by a user's reward: what it needs did not answer
     └── Stopped                         asked to end before there was anything to keep
@@ -39,6 +41,10 @@ class TaskError(UserError):
 
 class CheckpointError(UserError):
     """A model or checkpoint directory is missing, torn or of another shape; names the file."""
+
+
+class RunTaken(UserError):
+    """Another learner has the run in Redis; names its process and host."""
 
 
 class LogError(UserError):
@@ -78,6 +84,10 @@ class RewardUnavailable(AReaLQError):
 
     Whatever `reward.zero_on` says, the response is not at fault: see docs/extending.md.
     """
+
+
+class RunChanged(AReaLQError):
+    """The run in Redis has another id, or other settings, than the one that a worker was set up for."""
 
 
 class Stopped(AReaLQError):

@@ -2,6 +2,7 @@
 
 runs/NAME/
     config.toml       the settings in force
+    run-id            tells this run from others of its name, wherever it goes on
     metrics.jsonl     one record per event (areal_q/metrics.py); tensorboard/ holds the same
     logs/             what each process said
     checkpoints/      to resume from
@@ -18,6 +19,7 @@ import fcntl
 import itertools
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -150,6 +152,17 @@ def given_up(directory: Path, moved: Path | None) -> bool:
     if moved:
         moved.rename(directory)
     return True
+
+
+def run_id(directory: Path, before: str = "") -> str:
+    """The id of the run in `directory`, made at the first call; `before` is the one to take up again where the
+    file is gone."""
+    path = directory / "run-id"
+    if not path.exists():
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text(f"{before or uuid.uuid4().hex}\n")
+        scratch.replace(path)
+    return path.read_text().strip()
 
 
 def newest(root: Path) -> Path:

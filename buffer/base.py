@@ -55,9 +55,12 @@ class LearnerSide(Protocol):
     """Everything up to here was taken. A resumed learner sets it to its checkpoint's."""
     quarantined: int
     """Records set aside by this learner"""
+    run_id: str
+    """Id of the run; "" where it has none"""
 
-    def publish_run(self, config_toml: str, endpoints: dict[str, str]) -> None:
-        """Tells workers what to run and where the weights come from."""
+    def publish_run(self, config_toml: str, endpoints: dict[str, str], settings: str = "") -> None:
+        """Tells workers what to run and where the weights come from; `settings` changes with whatever they are
+        set up from."""
         ...
 
     def admit(self, tickets: list[Ticket], cursor: int) -> None:
@@ -126,12 +129,23 @@ class LearnerSide(Protocol):
     def close(self) -> None: ...
 
 
+class RunInfo(NamedTuple):
+    """What a learner tells the workers of its run."""
+
+    config: str
+    """TOML"""
+    endpoints: dict[str, str]
+    run_id: str = ""
+    settings: str = ""
+    """Changes with whatever workers are set up from"""
+
+
 class WorkerSide(Protocol):
     max_deliveries: int
     """Workers that may fall silent over a ticket before it goes to the quarantine"""
 
-    async def run_info(self) -> tuple[str, dict[str, str]]:
-        """Configuration and endpoints; waits until a learner has published them."""
+    async def run_info(self) -> RunInfo:
+        """Waits until a learner has published it."""
         ...
 
     async def claim(self, count: int, block_s: float) -> list[Claim]:

@@ -36,8 +36,15 @@ class Keys:
 
     @property
     def info(self) -> str:
-        """Hash: `config` (TOML) and `endpoints` (JSON)."""
+        """Hash: `config` (TOML), `endpoints` (JSON), `run_id`, and `settings`, a hash that changes with
+        whatever a worker is set up from."""
         return f"{self.tag}:run"
+
+    @property
+    def owner(self) -> str:
+        """Hash: the learner of the run (buffer/lease.py), its fencing `token`, and `until`, the end of its
+        lease in Unix milliseconds of Redis's clock. The token outlasts the lease, so nothing here expires."""
+        return f"{self.tag}:owner"
 
     @property
     def tickets(self) -> str:
@@ -100,6 +107,7 @@ class Keys:
         """All but the heartbeats."""
         return [
             self.info,
+            self.owner,
             self.tickets,
             self.eval_tickets,
             self.partials,

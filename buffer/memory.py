@@ -22,7 +22,7 @@ from areal_q.messages import (
     decode_ticket,
     encode,
 )
-from buffer.base import START, Claim, Entry, LearnerSide, Memory, WorkerSide
+from buffer.base import START, Claim, Entry, LearnerSide, Memory, RunInfo, WorkerSide
 from buffer.keys import WORKER_TTL_S, Keys
 
 __all__ = ["LearnerSide", "MemoryBuffer", "MemoryLearner", "MemoryWorker", "WorkerSide"]
@@ -51,7 +51,7 @@ class MemoryBuffer:
 
     run: str
     lock: threading.Condition = field(default_factory=threading.Condition)
-    info: tuple[str, dict[str, str]] | None = None
+    info: RunInfo | None = None
     cursor: int | None = None
     tickets: dict[str, OrderedDict[str, _Entry]] = field(init=False)
     groups: dict[str, OrderedDict[str, bytes]] = field(init=False)
@@ -83,12 +83,13 @@ class MemoryLearner:
     def __init__(self, store: MemoryBuffer) -> None:
         self.position = START
         self.quarantined = 0
+        self.run_id = ""
         self._store = store
         self._keys = store.keys
 
-    def publish_run(self, config_toml: str, endpoints: dict[str, str]) -> None:
+    def publish_run(self, config_toml: str, endpoints: dict[str, str], settings: str = "") -> None:
         with self._store.lock:
-            self._store.info = (config_toml, dict(endpoints))
+            self._store.info = RunInfo(config_toml, dict(endpoints), self.run_id, settings)
 
     def admit(self, tickets: list[Ticket], cursor: int) -> None:
         with self._store.lock:
@@ -215,7 +216,7 @@ class MemoryWorker:
         self._store, self._name = store, name
         self._held: set[tuple[str, str]] = set()
 
-    async def run_info(self) -> tuple[str, dict[str, str]]:
+    async def run_info(self) -> RunInfo:
         while self._store.info is None:
             await asyncio.sleep(POLL_S)
         return self._store.info

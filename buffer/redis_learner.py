@@ -2,16 +2,18 @@
 
 import functools
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
 import redis
 from msgspec.structs import replace
 
-from areal_q.errors import BufferFull, RecordError
+from areal_q.errors import BufferFull, RecordError, RunTaken, Stopped
 from areal_q.messages import (
     Decoder,
     Group,
@@ -26,6 +28,7 @@ from buffer import scripts
 from buffer.base import START, Entry, Memory
 from buffer.connection import PATIENCE_S, Patience, connect, insist, refuses_writes
 from buffer.keys import RECORD, WORKERS_GROUP, Keys
+from buffer.lease import LEASE_S, RENEW_S, Owner
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -48,7 +51,8 @@ _decode_group_number: Decoder[_GroupOf] = Decoder(_GroupOf)
 
 
 class LearnerBuffer:
-    """The learner's side. One learner per run.
+    """The learner's side. One learner per run: once `acquire` has returned, every write raises RunTaken if
+    another learner has followed (buffer/lease.py); a tool that is no learner writes without.
 
     Delivery: `take` reads in stream order without removing, so a learner that resumes at a checkpoint's
     position gets the same groups again, in the same order, until `trim` (test_a_resumed_learner_takes_the_
@@ -68,17 +72,84 @@ class LearnerBuffer:
         self._url, self._patience_s = url, patience_s
         self._redis = connect(url)
         self._eval_position = START
-        self._admit = self._redis.register_script(scripts.ADMIT)
-        self._readmit = self._redis.register_script(scripts.READMIT)
-        self._quarantine = self._redis.register_script(scripts.QUARANTINE)
+        self.run_id = ""
+        self._owner: Owner | None = None
+        self._token = ""
+        self._info: list[Any] = []
+        """Fields and values, as published"""
+        self._taken: RunTaken | None = None
+        self._closing = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._acquire = self._redis.register_script(scripts.ACQUIRE)
+        self._scripts = {
+            name: self._redis.register_script(scripts.GUARD + getattr(scripts, name))
+            for name in (
+                "ADMIT", "FORGET", "PUBLISH", "QUARANTINE", "READMIT", "REMOVE", "RENEW_LEASE", "TRIM",
+            )
+        }  # fmt: skip
 
-    def publish_run(self, config_toml: str, endpoints: dict[str, str]) -> None:
-        fields: dict[Any, Any] = {
+    def acquire(self, owner: Owner, stop: threading.Event | None = None) -> None:
+        """Becomes the learner of the run, and stays it until `close`. Waits while the lease of a learner that
+        is gone goes on; raises RunTaken where one is at work, Stopped at `stop`."""
+        args = [owner.run_id, owner.place, msgspec.json.encode(owner), round(LEASE_S * 1000)]
+        first = self._call(lambda: self._acquire([self.keys.owner], args))
+        answer: Any = first
+        while answer[0] == b"0":
+            if answer[1:] != first[1:]:  # pyright: ignore
+                raise _taken(self.keys.run, answer[1], "choose another name, or stop that learner")
+            if answer is first:
+                logger.info("run %s: waits for the end of another learner's lease", self.keys.run)
+            if (stop or self._closing).wait(0.2):
+                raise Stopped("while another learner's lease went on")
+            answer = self._call(lambda: self._acquire([self.keys.owner], args))
+        self._token, self._owner, self.run_id = answer[0], owner, owner.run_id
+        self._keeper.start()
+
+    def _keep(self) -> None:
+        """On a thread of its own: renews the lease, and writes again what Redis lost."""
+        while not self._closing.wait(RENEW_S):
+            try:
+                if self._renew(LEASE_S):
+                    logger.warning("redis had lost the description of the run: published again")
+            except RunTaken as error:
+                self._taken = error
+                return
+            except redis.RedisError as error:
+                logger.warning("the lease of the run is not renewed: %s", error)
+
+    def _renew(self, seconds: float) -> bool:
+        assert self._owner
+        owner = self._owner
+        args = [owner.run_id, owner.place, msgspec.json.encode(owner), round(seconds * 1000)]
+        keys = [self.keys.owner, self.keys.info]
+        return bool(self._guarded("RENEW_LEASE", keys, [*args, *self._info]))
+
+    def _guarded(self, name: str, keys: list[str], args: list[Any]) -> Any:
+        """Runs a script that changes the run. Raises RunTaken if another learner has followed this one."""
+        try:
+            return self._scripts[name]([self.keys.owner, *keys], [self._token, *args])
+        except redis.ResponseError as error:
+            code, _, record = str(error).partition(" ")
+            if code != "FENCED":
+                raise
+            advice = "this one has changed nothing since then"
+            raise _taken(self.keys.run, record.encode(), advice) from error
+
+    def publish_run(self, config_toml: str, endpoints: dict[str, str], settings: str = "") -> None:
+        fields = {
             "config": config_toml,
             "endpoints": msgspec.json.encode(endpoints),
+            "run_id": self.run_id,
+            "settings": settings,
         }
+        self._info = [part for pair in fields.items() for part in pair]
         self._create_groups()
-        self._write(lambda: self._redis.hset(self.keys.info, mapping=fields))
+        self._write(lambda: self._guarded("PUBLISH", [self.keys.info], self._info))
+
+    def published_id(self) -> str:
+        """Id of the run that Redis holds the state of; "" where there is none, or it has none."""
+        found: Any = self._call(lambda: self._redis.hget(self.keys.info, "run_id"))
+        return (found or b"").decode()
 
     def admit(self, tickets: list[Ticket], cursor: int) -> None:
         self._admit_to([self.keys.tickets, self.keys.admission, self.keys.cursor], tickets, cursor)
@@ -88,7 +159,7 @@ class LearnerBuffer:
 
     def _admit_to(self, keys: list[str], tickets: list[Ticket], cursor: int) -> None:
         args = [uuid.uuid4().hex, cursor, *map(encode, tickets)]
-        self._write(lambda: self._admit(keys, args))
+        self._write(lambda: self._guarded("ADMIT", keys, args))
 
     def readmit(self, version: int) -> int:
         ahead = [
@@ -107,7 +178,7 @@ class LearnerBuffer:
             return 0
         keys = [stream, self.keys.partials]
         args = [WORKERS_GROUP, *(part for pair in entries for part in pair)]
-        return int(self._call(lambda: self._readmit(keys, args)))  # pyright: ignore
+        return int(self._call(lambda: self._guarded("READMIT", keys, args)))
 
     def cursor(self) -> int | None:
         value: Any = self._call(lambda: self._redis.get(self.keys.cursor))
@@ -150,13 +221,13 @@ class LearnerBuffer:
                 groups.append(group)
             # Kept here as well: should the answer to XDEL be lost, this learner reads nothing twice.
             self._eval_position = entry.decode()
-            self._call(functools.partial(self._redis.xdel, self.keys.eval_groups, entry))
+            self._call(functools.partial(self._guarded, "REMOVE", [self.keys.eval_groups], [entry]))
         return groups
 
     def trim(self, position: str) -> None:
         ms, _, sequence = position.partition("-")
         following = f"{ms}-{int(sequence) + 1}"
-        self._call(lambda: self._redis.xtrim(self.keys.groups, minid=following, approximate=False))
+        self._call(lambda: self._guarded("TRIM", [self.keys.groups], [following]))
 
     def memory(self) -> Memory:
         found: Any = self._call(lambda: self._redis.info("memory"))
@@ -201,12 +272,19 @@ class LearnerBuffer:
         return [status for beat in beats if beat is not None for status in _statuses(beat)]
 
     def forget(self) -> None:
-        """Deletes every key of the run."""
+        """Deletes every key of the run, but for who its learner is."""
         names: Any = self._call(lambda: self._redis.smembers(self.keys.workers))
         beats = [self.keys.worker(name.decode()) for name in names]
-        self._call(lambda: self._redis.delete(*self.keys.fixed, *beats))
+        state = [key for key in self.keys.fixed if key != self.keys.owner]
+        self._call(lambda: self._guarded("FORGET", [*state, *beats], []))
 
     def close(self) -> None:
+        """Gives the run free at once, so that the next learner need not wait for the end of the lease."""
+        self._closing.set()
+        if self._keeper.is_alive():
+            self._keeper.join()
+            with suppress(redis.RedisError, RunTaken):
+                self._renew(0.0)
         self._redis.close()
 
     def _read(self, count: int, wait_s: float) -> list[tuple[bytes, dict[bytes, bytes]]]:
@@ -246,15 +324,21 @@ class LearnerBuffer:
         """The entry's group; None if it was poison, and is now in the quarantine."""
         try:
             group = decode_group(fields.get(RECORD, b"")).validate()
+            self._check_id(group)
             self.check(group)
             return group
         except RecordError as error:
             logger.warning("%s %s goes to the quarantine: %s", stream, entry.decode(), error)
             keys = [stream, self.keys.quarantine, self.keys.set_aside]
             args = [entry, str(error), ""]
-            self._call(lambda: self._quarantine(keys, args))
+            self._call(lambda: self._guarded("QUARANTINE", keys, args))
             self.quarantined += 1
             return None
+
+    def _check_id(self, group: Group) -> None:
+        found = group.ticket.run_id
+        if found and self.run_id and found != self.run_id:
+            raise RecordError(f"group of ticket {group.ticket.number}: of run {found}")
 
     def _create_groups(self) -> None:
         for stream in (self.keys.tickets, self.keys.eval_tickets):
@@ -269,6 +353,8 @@ class LearnerBuffer:
                     raise
 
     def _call(self, call: Callable[[], T]) -> T:
+        if self._taken:
+            raise self._taken
         return insist(Patience(self._url, self._patience_s), call)
 
     def _write(self, call: Callable[[], T]) -> T:
@@ -278,6 +364,11 @@ class LearnerBuffer:
             if not refuses_writes(error):
                 raise
             raise BufferFull(f"redis refuses writes: {error}") from error
+
+
+def _taken(run: str, record: bytes, advice: str) -> RunTaken:
+    who = f", {msgspec.json.decode(record, type=Owner)}" if record else ""
+    return RunTaken(f"run {run} has another learner{who}: {advice}")
 
 
 def _behind(one: str, other: str) -> bool:

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 import redis
 
-from areal_q.errors import RecordError
+from areal_q.credentials import shown
+from areal_q.errors import RecordError, RunChanged
 from areal_q.messages import (
     Group,
     PartialGroup,
@@ -23,8 +24,14 @@ from areal_q.messages import (
     encode_into,
 )
 from buffer import scripts
-from buffer.base import Claim
-from buffer.connection import PATIENCE_S, Patience, connect_async, insist_async, refuses_writes
+from buffer.base import Claim, RunInfo
+from buffer.connection import (
+    PATIENCE_S,
+    Patience,
+    connect_async,
+    insist_async,
+    refuses_writes,
+)
 from buffer.keys import (
     RECORD,
     RELEASED,
@@ -78,6 +85,7 @@ class WorkerBuffer:
         self._consumer = f"{worker}-{uuid.uuid4().hex[:12]}"
         self._url, self._patience_s = url, patience_s
         self._redis = connect_async(url)
+        self._joined: RunInfo | None = None
         self._held: set[tuple[str, str]] = set()
         self._buffers: list[bytearray] = []
         """Memory of records that were sent, for the next ones"""
@@ -87,14 +95,50 @@ class WorkerBuffer:
             for name in ("CLAIM", "COMMIT", "RENEW", "RELEASE", "QUARANTINE", "SWEEP")
         }
 
-    async def run_info(self) -> tuple[str, dict[str, str]]:
-        while True:
-            config, endpoints = await self._any(
-                self._redis.hmget, self.keys.info, ["config", "endpoints"]
-            )
-            if config is not None and endpoints is not None:
-                return config.decode(), msgspec.json.decode(endpoints, type=dict[str, str])
+    async def run_info(self) -> RunInfo:
+        waits = False
+        while (info := await self._info()) is None:
+            if not waits:
+                logger.info(
+                    "waiting for a learner of run %s at %s", self.keys.run, shown(self._url)
+                )
+            waits = True
             await asyncio.sleep(0.1)
+        return info
+
+    def join(self, info: RunInfo) -> None:
+        """Works for the run that `info` tells of, and for no other of its name from now on."""
+        self._joined = info
+
+    async def check_run(self) -> None:
+        """Raises RunChanged if the run is not the one that was joined, or is set up otherwise. A Redis that has
+        lost the run says nothing."""
+        joined, found = self._joined, await self._info()
+        if joined is None or found is None:
+            return
+        if found.run_id != joined.run_id:
+            raise self._changed(found.run_id)
+        if found.settings != joined.settings:
+            raise RunChanged(f"run {self.keys.run} goes on with other settings")
+
+    async def _info(self) -> RunInfo | None:
+        names = ["config", "endpoints", "run_id", "settings"]
+        config, endpoints, run_id, settings = await self._any(
+            self._redis.hmget, self.keys.info, names
+        )
+        if config is None or endpoints is None:
+            return None
+        ends = msgspec.json.decode(endpoints, type=dict[str, str])
+        return RunInfo(
+            config.decode(), ends, *((part or b"").decode() for part in (run_id, settings))
+        )
+
+    def _changed(self, found: str) -> RunChanged:
+        joined = self._joined.run_id if self._joined else ""
+        return RunChanged(
+            f"run {self.keys.run} is another one now: its id is {found or 'unknown'}, "
+            f"this worker was set up for {joined or 'one without an id'}"
+        )
 
     async def claim(self, count: int, block_s: float) -> list[Claim]:
         await self._sweep()
@@ -130,12 +174,13 @@ class WorkerBuffer:
     async def _commit(self, claim: Claim, target: str, record: memoryview) -> bool:
         while True:
             try:
-                return bool(
-                    await self._script(
-                        "COMMIT", [claim.stream, target, self.keys.partials], claim.entry, record
-                    )
-                )
+                keys = [claim.stream, target, self.keys.partials]
+                joined = self._joined.run_id if self._joined else ""
+                args = [claim.entry, record, joined, self.keys.info]
+                return bool(await self._script("COMMIT", keys, *args))
             except redis.ResponseError as error:
+                if str(error).startswith("FOREIGN"):
+                    raise self._changed(str(error).partition(" ")[2]) from error
                 if not refuses_writes(error):
                     raise
                 await self._wait_for_room(claim, error)
@@ -237,7 +282,13 @@ class WorkerBuffer:
                 continue
             self._held.add((stream, entry))
             claims.append(claim)
+        if foreign := next((c.ticket.run_id for c in claims if self._foreign(c.ticket)), None):
+            await self.release(claims)
+            raise self._changed(foreign)
         return claims
+
+    def _foreign(self, ticket: Ticket) -> bool:
+        return bool(self._joined and ticket.run_id and ticket.run_id != self._joined.run_id)
 
     async def _sweep(self) -> None:
         """Once per claim timeout: removes the consumers of workers that are gone. Left for later while Redis is

@@ -34,6 +34,73 @@ local function set_aside(stream, quarantine, count, group, id, reason)
 end
 """
 
+GUARD = """
+-- Before a script by which a learner changes the run. KEYS owner, then the script's; ARGV token, then its own.
+-- Refuses a learner that another one has followed. '' is the token of a tool that is no learner.
+local owner, token = table.remove(KEYS, 1), table.remove(ARGV, 1)
+if token ~= '' then
+  local newest = tonumber(redis.call('HGET', owner, 'token') or '0')
+  if newest > tonumber(token) then
+    return redis.error_reply('FENCED ' .. (redis.call('HGET', owner, 'record') or ''))
+  end
+  if newest < tonumber(token) then redis.call('HSET', owner, 'token', token) end
+end
+"""
+
+_NOW_MS = """
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+"""
+
+ACQUIRE = (
+    _NOW_MS
+    + """
+-- KEYS owner; ARGV run id, place, record, lease ms
+-- Returns {token} to whoever may lead the run now, else {0, record of who does, the end of its lease}.
+local found = redis.call('HMGET', KEYS[1], 'token', 'run_id', 'place', 'record', 'until')
+local same = found[2] == ARGV[1] and found[3] == ARGV[2]
+if not same and tonumber(found[5] or '0') > now_ms then return {'0', found[4], found[5]} end
+local token = string.format('%.0f', math.max(now_ms, tonumber(found[1] or '0') + 1))
+redis.call('HSET', KEYS[1], 'token', token, 'run_id', ARGV[1], 'place', ARGV[2], 'record', ARGV[3],
+  'until', string.format('%.0f', now_ms + ARGV[4]))
+return {token}
+"""
+)
+
+RENEW_LEASE = (
+    _NOW_MS
+    + """
+-- KEYS owner, run's info; ARGV run id, place, record, lease ms (0 gives the run free), then field, value… of
+-- the info. Writes the info again if Redis lost it; returns whether it did.
+redis.call('HSET', KEYS[1], 'run_id', ARGV[1], 'place', ARGV[2], 'record', ARGV[3],
+  'until', string.format('%.0f', now_ms + ARGV[4]))
+if #ARGV == 4 or redis.call('EXISTS', KEYS[2]) == 1 then return 0 end
+redis.call('HSET', KEYS[2], unpack(ARGV, 5))
+return 1
+"""
+)
+
+PUBLISH = """
+-- KEYS run's info; ARGV field, value…
+redis.call('HSET', KEYS[1], unpack(ARGV))
+return 1
+"""
+
+TRIM = """
+-- KEYS stream; ARGV the first id that stays
+return redis.call('XTRIM', KEYS[1], 'MINID', ARGV[1])
+"""
+
+REMOVE = """
+-- KEYS stream; ARGV entry ids
+return redis.call('XDEL', KEYS[1], unpack(ARGV))
+"""
+
+FORGET = """
+-- KEYS all that is to go
+return redis.call('DEL', unpack(KEYS))
+"""
+
 ADMIT = """
 -- KEYS ticket stream, admission, cursor (or none); ARGV admission's name, cursor, records…
 if redis.call('GET', KEYS[2]) == ARGV[1] then return 0 end
@@ -117,9 +184,12 @@ return out
 )
 
 COMMIT = """
--- KEYS ticket stream, group stream, partials; ARGV group, consumer, entry id, record
--- 1 if the ticket was still this consumer's, else 0 and nothing happens.
+-- KEYS ticket stream, group stream, partials; ARGV group, consumer, entry id, record, run id or '', run's info
+-- 1 if the ticket was still this consumer's, else 0 and nothing happens. A group of another run's is refused.
+-- The info is only read, by whoever may not write it, and so is no key of the script.
 local id = ARGV[3]
+local run_id = ARGV[5] ~= '' and redis.call('HGET', ARGV[6], 'run_id')
+if run_id and run_id ~= ARGV[5] then return redis.error_reply('FOREIGN ' .. run_id) end
 if #redis.call('XPENDING', KEYS[1], ARGV[1], id, id, 1, ARGV[2]) == 0 then return 0 end
 redis.call('XADD', KEYS[2], '*', 'record', ARGV[4])
 redis.call('XACK', KEYS[1], ARGV[1], id)

@@ -3,7 +3,7 @@
 Of the step:        step, version (the learner's, when it took the group), place (of the group in the batch)
 Of the ticket:      ticket_schema, run, number, purpose, admitted (the ticket's `step`), prompt, answer,
                     prompt_ids, group_size, seed, sampling, since schema 3 min_p and stop (both of the sampling;
-                    stop is JSON)
+                    stop is JSON), since schema 5 run_id
 Of the group:       group_schema, worker, engine, weight_format, started_s, finished_s
 Of the trajectory:  index, response_ids, behavior_logprobs, loss_mask, spans, finish_reason, reward,
                     reward_parts, routes (raw little-endian bytes, empty where there are none), routes_shape
@@ -26,7 +26,7 @@ from areal_q.config import Sampling
 from areal_q.errors import RecordError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 METADATA_KEY = b"areal-q-log-schema"
 
 _SAMPLING = pa.struct(
@@ -76,6 +76,7 @@ SCHEMA = pa.schema(
         ("stop", pa.string()),
         ("valid", pa.bool_()),
         ("failure", pa.string()),
+        ("run_id", pa.string()),
     ],
     metadata={METADATA_KEY: str(SCHEMA_VERSION)},
 )
@@ -98,6 +99,7 @@ def to_table(step: int, version: int, groups: list[Group]) -> pa.Table:
         "admitted": [t.step for t in tickets],
         "prompt_ids": _lists([t.prompt_ids for t in tickets]),
         "sampling": [msgspec.to_builtins(t.sampling) for t in tickets],
+        "run_id": [t.run_id for t in tickets],
         "min_p": [t.sampling.min_p for t in tickets],
         "stop": [msgspec.json.encode(t.sampling.stop).decode() for t in tickets],
         "group_schema": [g.schema for _, g, _ in rows],
@@ -136,6 +138,7 @@ def _group(rows: list[dict[str, Any]]) -> Group:
         step=first["admitted"],
         sampling=_sampling(first),
         prompt_ids=first["prompt_ids"],
+        run_id=first.get("run_id") or "",
         **{name: first[name] for name in _TICKET_FIELDS},
     )
     return Group(

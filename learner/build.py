@@ -2,18 +2,21 @@
 
 import logging
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import torch
 
-from areal_q.config import Run, SmallModel, dump_toml
+from areal_q import rundir
+from areal_q.config import Run, SmallModel, dump_toml, workers_hash
 from areal_q.environment import check_device
 from areal_q.errors import ConfigError
 from areal_q.metrics import MetricsLog
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights, load_config, load_decoder
 from areal_q.quant.uaq import apply_uaq
 from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer, check_reward
+from buffer.lease import owner_of
 from buffer.log import TrajectoryLog
 from buffer.redis_buffer import START, LearnerBuffer
 from buffer.steps import StepLog
@@ -150,6 +153,10 @@ def build_feeder(
 
     A fresh run forgets whatever an earlier one of its name left in Redis.
     """
+    found = buffer.published_id()
+    if state and found and found != buffer.run_id:
+        logger.warning("redis holds another run of this name (%s): its state is forgotten", found)
+        buffer.forget()
     if state:
         buffer.position = state.position
         buffer.drop_eval()  # whoever asked is gone
@@ -218,6 +225,33 @@ def build_learner(
     task = build_task(run.task)
     tokenizer = build_tokenizer(run)
     buffer = LearnerBuffer(redis_url, run.name)
+    with ExitStack() as failed:
+        failed.callback(buffer.close)
+        buffer.acquire(owner_of(_run_id(directory), directory), stop)
+        learner = _build(
+            run, directory, buffer, task, tokenizer, announce, fetch, resume, stop, ranks
+        )
+        failed.pop_all()
+    return learner
+
+
+def _run_id(directory: Path) -> str:
+    found = checkpoint.steps(directory / "checkpoints")
+    return rundir.run_id(directory, checkpoint.read_state(found[-1]).run_id if found else "")
+
+
+def _build(
+    run: Run,
+    directory: Path,
+    buffer: LearnerBuffer,
+    task: Task,
+    tokenizer: Tokenizer,
+    announce: str,
+    fetch: str,
+    resume: bool,
+    stop: threading.Event,
+    ranks: Ranks,
+) -> Learner:
     metrics = MetricsLog(directory)
     trainer, state = build_trainer(run, directory, resume, task, tokenizer, metrics, stop)
     buffer.check = fits(trainer.model.config)
@@ -236,7 +270,7 @@ def build_learner(
         kind: reached_at(endpoint, run.broadcast.host)
         for kind, endpoint in broadcaster.endpoints._asdict().items()
     }
-    buffer.publish_run(dump_toml(run), endpoints)
+    buffer.publish_run(dump_toml(run), endpoints, workers_hash(run))
     return Learner(
         run=run,
         dir=directory,

@@ -52,6 +52,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What a checkpoint holds besides tensors. Example: step 50 stands before learner step 50."""
 
     schema: int = 1
+    run_id: str = ""
+    """Of the run (areal_q/rundir.py); empty in checkpoints of before there were ids"""
     step: int
     """The next learner step; equal to the version of the weights"""
     position: str

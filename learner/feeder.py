@@ -118,6 +118,7 @@ class Feeder:
     def _make(self, problem: Problem, number: int, version: int, **fields) -> Ticket:
         return Ticket(
             run=self._run.name,
+            run_id=self._buffer.run_id,
             number=number,
             step=version,
             prompt=problem.prompt,

@@ -207,6 +207,7 @@ class Learner:
             if log:
                 log.flush()
         state = checkpoint.State(
+            run_id=self.buffer.run_id,
             step=step,
             position=self.intake.position,
             cursor=self.feeder.cursor,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from areal_q.config import CalculatorTool, EnvironmentConfig, External, Run, ScriptedEngine, parse
-from areal_q.errors import ConfigError
+from areal_q.errors import ConfigError, RunChanged
 from areal_q.tasks import Tokenizer, build_reward, build_tokenizer
 from buffer.redis_buffer import WorkerBuffer
 from rollout.endpoint import Endpoint
@@ -79,19 +79,40 @@ async def serve(
     observe: Callable[[dict[str, Any]], None],
     address: Address = NO_ENDPOINT,
 ) -> None:
-    """Joins run `run_name` and works until cancelled; `observe` is told every heartbeat."""
+    """Joins run `run_name` and works until cancelled; `observe` is told every heartbeat.
+
+    Where another run of that name takes its place, or it goes on with other settings, the worker sets itself up
+    anew from what the learner says now. It does not end instead: not every worker has a service manager that
+    would bring it back.
+    """
+    while True:
+        try:
+            await _serve(redis_url, run_name, name, source, observe, address)
+        except* RunChanged as changed:
+            logger.warning("%s; setting up anew", changed.exceptions[0])
+
+
+async def _serve(
+    redis_url: str,
+    run_name: str,
+    name: str,
+    source: Source,
+    observe: Callable[[dict[str, Any]], None],
+    address: Address,
+) -> None:
     parts: Parts | None = None
     buffer = WorkerBuffer(redis_url, run_name, name)
     receiver: Receiver | None = None
     try:
-        config_toml, endpoints = await buffer.run_info()
-        run = parse(config_toml, f"run {run_name}")
+        info = await buffer.run_info()
+        buffer.join(info)
+        run = parse(info.config, f"run {run_name}")
         buffer.claim_timeout_s = run.buffer.claim_timeout_s
         buffer.max_deliveries = run.buffer.max_deliveries
         torch.set_num_threads(run.rollout.threads)
         parts = build_parts(run, run_name, address)
         receiver = Receiver(
-            *source.endpoints(endpoints),
+            *source.endpoints(info.endpoints),
             run=run_name,
             config=run.broadcast,
             keys=source.load_keys(run.broadcast.keys),
@@ -111,6 +132,7 @@ async def serve(
             environment=parts.environment,
             evaluation=parts.evaluation,
             routes=run.learner.routing_replay,
+            run_id=info.run_id,
         )
         await worker.run(parts.endpoint.start if parts.endpoint else None)
     finally:

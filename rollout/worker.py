@@ -41,6 +41,8 @@ from rollout.source import Source
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
+SAY_AFTER_S = 10.0
+"""A worker that waits for longer than this says for what"""
 LOOK_S = 0.05
 """Between two looks for room that ended responses of unfinished groups have left"""
 
@@ -96,8 +98,9 @@ class Worker:
         environment: Environment | None = None,
         evaluation: Environment | None = None,
         routes: bool = False,
+        run_id: str = "",
     ) -> None:
-        self.name = name
+        self.name, self._run_id = name, run_id
         self._engine, self._buffer, self._receiver = engine, buffer, receiver
         self._tokenizer, self._reward, self._format = tokenizer, reward, weight_format
         self._observe = observe
@@ -122,6 +125,8 @@ class Worker:
         self._swaps = 0
         self._swap_s = 0.0
         self._digest = ""
+        self._waits = ("", 0.0, False)
+        """For what, since when, and whether it was said"""
 
     async def run(self, begin: Callable[[], Awaitable[object]] | None = None) -> None:
         """Until cancelled; `begin` is awaited as soon as requests can be made of the engine. Raises what a loop
@@ -216,6 +221,30 @@ class Worker:
             self._digest = weights.manifest.digest
             self._swapped.set()
 
+    def _waits_for(self, now_s: float) -> str:
+        """What keeps all of the engine from work; said once in the log if it lasts."""
+        found = self._hindrance()
+        what, since_s, said = self._waits
+        if found != what:
+            self._waits = (found, now_s, False)
+        elif found and not said and now_s - since_s >= SAY_AFTER_S:
+            logger.info("waits for %s", found)
+            self._waits = (what, since_s, True)
+        return found
+
+    def _hindrance(self) -> str:
+        if self._engine.version < 0:
+            return f"the first weights of run {self._buffer.keys.run}"
+        if self._buffer.waiting:
+            return "room in Redis"
+        if self._engine.active:
+            return ""
+        if not self._works:
+            return "tickets"
+        steps = [work.claim.ticket.step for work in self._works.values()]
+        ahead = [step for step in steps if step > self._engine.version]
+        return f"version {min(ahead)}, with version {self._engine.version}" if ahead else ""
+
     def _abandon(self, lost: list[Claim]) -> None:
         """Stops generating for tickets that another worker has taken over."""
         generating = self._works.keys() - self._committing
@@ -234,9 +263,10 @@ class Worker:
             now_s = time.monotonic()
             span_s = now_s - last_s
             self._abandon(await self._buffer.renew([w.claim for w in self._works.values()]))
+            await self._buffer.check_run()
             if self._receiver.silent:
-                _, endpoints = await self._buffer.run_info()
-                self._receiver.follow(*self._source.endpoints(endpoints))
+                info = await self._buffer.run_info()
+                self._receiver.follow(*self._source.endpoints(info.endpoints))
             status = WorkerStatus(
                 worker=self.name,
                 pid=os.getpid(),
@@ -257,6 +287,8 @@ class Worker:
                 slots=self._limit.slots,
                 timeouts=self._timeouts,
                 resumed=self._resumed,
+                run_id=self._run_id,
+                waits_for=self._waits_for(now_s),
             )
             self._observe(msgspec.structs.asdict(status))
             await self._buffer.heartbeat(status)

@@ -412,7 +412,9 @@ def test_workers_learn_of_the_run(buffers):
             await asyncio.sleep(0.05)
             assert not waiting.done()
             learner.publish_run("steps = 3\n", {"announce": "ipc://a", "fetch": "ipc://b"})
-            assert await waiting == ("steps = 3\n", {"announce": "ipc://a", "fetch": "ipc://b"})
+            info = await waiting
+            assert info.config == "steps = 3\n"
+            assert info.endpoints == {"announce": "ipc://a", "fetch": "ipc://b"}
 
     asyncio.run(work())
 

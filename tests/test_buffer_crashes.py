@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from areal_q.errors import BufferFull, BufferUnavailable
 from areal_q.messages import PartialGroup, WorkerStatus, encode
 from buffer.keys import Keys
+from buffer.lease import owner_of
 from buffer.redis_buffer import LearnerBuffer, WorkerBuffer
 from buffer.server import RedisServer
 
@@ -109,15 +110,15 @@ def test_kill_9_between_claim_and_commit_gives_the_ticket_to_another(
 
 def test_an_admission_repeated_after_a_lost_answer_admits_once(learner, client, make_ticket):
     names = []
-    original = learner._admit
+    original = learner._scripts["ADMIT"]
 
     def answer_lost(keys, args):
-        names.append(args[0])
+        names.append(args[1])
         original(keys, args)
         if len(names) < 3:
             raise redis.ConnectionError("the answer was lost")
 
-    learner._admit = answer_lost
+    learner._scripts["ADMIT"] = answer_lost
     learner.admit([make_ticket(n) for n in range(5)], cursor=5)
     assert len(names) == 3
     assert client.xlen(KEYS.tickets) == 5
@@ -243,7 +244,7 @@ def test_a_poison_ticket_goes_to_the_quarantine_and_the_next_is_served(
 
 
 def test_no_key_is_left_that_keys_py_does_not_name(
-    learner, client, redis_url, make_ticket, make_group
+    learner, client, redis_url, make_ticket, make_group, tmp_path
 ):
     status = WorkerStatus(
         worker="w",
@@ -258,6 +259,7 @@ def test_no_key_is_left_that_keys_py_does_not_name(
         swap_s=0.0,
         time_s=0.0,
     )
+    learner.acquire(owner_of("id", tmp_path))
     learner.publish_run("", {})
     learner.admit([make_ticket(n) for n in range(3)], cursor=3)
     learner.admit_eval([make_ticket(0, purpose="eval")])
@@ -281,7 +283,7 @@ def test_no_key_is_left_that_keys_py_does_not_name(
     client.delete(KEYS.worker("w"))
     assert learner.workers() == []
     learner.forget()
-    assert client.keys("*") == []
+    assert client.keys("*") == [KEYS.owner.encode()]
 
 
 def test_a_committed_group_survives_kill_9_of_the_server_and_both_sides_outlive_it(

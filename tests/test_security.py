@@ -18,6 +18,7 @@ from areal_q.ports import free_ports
 from buffer import look
 from buffer.connection import connect
 from buffer.keys import WORKERS_GROUP, Keys
+from buffer.lease import owner_of
 from buffer.redis_buffer import LearnerBuffer, WorkerBuffer
 
 KEYS = Keys("run")
@@ -97,10 +98,13 @@ def status(worker: str) -> WorkerStatus:
     )  # fmt: skip
 
 
-def test_a_whole_run_works_with_the_rights_of_each_side(as_user, make_ticket, make_group):
+def test_a_whole_run_works_with_the_rights_of_each_side(as_user, make_ticket, make_group, tmp_path):
     learner = LearnerBuffer(as_user("learner"), "run")
+    learner.acquire(owner_of("id", tmp_path))
     learner.publish_run("x = 1", {})
-    assert learner.cursor() is None
+    assert (learner.cursor(), learner.published_id()) == (None, "id")
+    assert (learner.readmit(0), learner.drop_eval(), learner.rewind()) == (0, 0, False)
+    assert learner.now_s() > 0
     learner.admit([make_ticket(n) for n in range(4)], cursor=4)
     learner.admit_eval([make_ticket(0, purpose="eval")])
     with connect(as_user("learner")) as client:
@@ -109,7 +113,10 @@ def test_a_whole_run_works_with_the_rights_of_each_side(as_user, make_ticket, ma
 
     async def work() -> None:
         worker = WorkerBuffer(as_user("rollout"), "run", "w", claim_timeout_s=0.05)
-        assert (await worker.run_info())[0] == "x = 1"
+        info = await worker.run_info()
+        assert info.config == "x = 1"
+        worker.join(info)
+        await worker.check_run()
         gone = WorkerBuffer(as_user("rollout"), "run", "gone")
         await gone.release(await gone.claim(1, 0.0))
         await gone.close()

@@ -11,7 +11,7 @@ from areal_q.config.buffer import (
 )
 from areal_q.config.engines import ScriptedEngine, SglangEngine, TorchEngine, VllmEngine
 from areal_q.config.environments import CalculatorTool, EnvironmentConfig, External, SingleTurn
-from areal_q.config.load import dump_toml, load, override, parse, settings_hash
+from areal_q.config.load import dump_toml, load, override, parse, settings_hash, workers_hash
 from areal_q.config.objectives import (
     Acr,
     AdvantageConfig,
@@ -153,4 +153,5 @@ __all__ = [
     "override",
     "parse",
     "settings_hash",
+    "workers_hash",
 ]

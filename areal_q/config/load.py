@@ -341,6 +341,20 @@ def settings_hash(run: Run) -> str:
     return hashlib.blake2b(msgspec.json.encode(table), digest_size=16).hexdigest()
 
 
+def workers_hash(run: Run) -> str:
+    """A hash of what rollout workers are set up from: settings, and the files of a reward that a user wrote."""
+    rollout = msgspec.structs.replace(run.rollout, workers=1, serve=None)
+    # A worker follows a learner to other endpoints as it is.
+    broadcast = msgspec.structs.replace(run.broadcast, announce=None, fetch=None, host=None)
+    learner = (run.learner.max_lag, run.learner.group_size, run.learner.routing_replay)
+    parts = (run.model, run.task, run.reward, rollout, run.buffer, broadcast, learner)
+    digest = hashlib.blake2b(msgspec.json.encode(parts, order="sorted"), digest_size=16)
+    for path in (run.reward.path, run.task.path if isinstance(run.task, Python) else None):
+        if path and Path(path).is_file():
+            digest.update(Path(path).read_bytes())
+    return digest.hexdigest()
+
+
 def dump_toml(run: Run) -> str:
     """The resolved settings as TOML that `load` reads back to an equal Run.
 

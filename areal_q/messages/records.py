@@ -76,6 +76,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     seed: int
     """Response i of the group draws with `seed + i`."""
+    run_id: str = ""
+    """Id of the run that admitted it, which its name alone does not tell; "" before there were ids."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -287,5 +289,9 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Responses that the engine can generate at once"""
     timeouts: int = 0
     """Responses cut by `rollout.request_timeout_s`"""
+    run_id: str = ""
+    """Id of the run that it works for"""
+    waits_for: str = ""
+    """What keeps it from generating; "" where nothing does"""
     resumed: int = 0
     """Responses that went on from where another worker had to leave them"""
