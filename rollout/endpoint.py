@@ -17,6 +17,7 @@ import numpy as np
 
 from areal_q.config import Sampling
 from areal_q.errors import ConfigError, EngineDied, RecordError, TaskError
+from areal_q.local_requests import LOOPBACK, refusal
 from areal_q.tasks import Tokenizer
 from rollout.endpoint_reply import Reply
 from rollout.endpoint_schema import (
@@ -34,8 +35,8 @@ from rollout.episodes import Episode, Episodes
 logger = logging.getLogger(__name__)
 HEADER = "X-Episode"
 KNOBS = ("temperature", "top_k", "top_p", "min_p")
-MAX_BODY_BYTES = 16 << 20
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MAX_BODY_BYTES = 4 << 20
+"""Some 500,000 token ids in JSON"""
 B = TypeVar("B", CompletionBody, ChatBody)
 Tokens = asyncio.Queue[tuple[int, int, float] | None]
 
@@ -101,7 +102,10 @@ class Endpoint:
 
     async def _guard(self, request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
         """Nothing without the token; what a request gets wrong is told in OpenAI's form."""
-        if self._token is not None:
+        if self._token is None:
+            if (reason := refusal(request.headers)) is not None:
+                return self._refused(403, "permission_error", reason)
+        else:
             said = request.headers.get("Authorization", "").encode()
             if not hmac.compare_digest(said, b"Bearer " + self._token):
                 return self._refused(401, "authentication_error", "wrong or missing bearer token")
@@ -299,7 +303,6 @@ class Endpoint:
 
     async def _reward(self, request: Any) -> Any:
         body = decoded(await request.read(), RewardBody)
-        body.check()
         episodes = self._required()
         episode = episodes.find(request.match_info["id"])
         episodes.end(episode, body.reward, body.parts)

@@ -1,18 +1,27 @@
 """What the endpoint takes and gives: OpenAI's fields, and beside them `token_ids` and `versions`."""
 
-import math
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-from areal_q.errors import RecordError
+from areal_q.config.bounds import TokenId
+from areal_q.config.run import LARGEST_TEMPERATURE, LONGEST_STOP, MOST_STOPS
+from areal_q.messages.records import LARGEST_REWARD
 
-Stop = Annotated[str, Meta(min_length=1)]
-Stops = Stop | list[Stop] | None
+Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
+Stops = Stop | Annotated[list[Stop], Meta(max_length=MOST_STOPS)] | None
 MAX_CHOICES = 64
-TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+MAX_STOP_IDS = 256
+"""Each token drawn is compared with all of them, in every row of the engine"""
+MAX_PROMPT = 1 << 20
+"""Token ids of a prompt, and messages of a conversation"""
+Int32 = Annotated[int, Meta(ge=0, lt=2**31)]
+Number = Annotated[float, Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
+"""A reward or a part of one, as far as Group.validate takes it"""
+PartName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
+MAX_PARTS = 32
 Zero = Annotated[float, Meta(ge=0, le=0)]
 One = Annotated[float, Meta(ge=1, le=1)]
 T = TypeVar("T")
@@ -35,14 +44,14 @@ class _Body(Struct, kw_only=True):
     what is drawn, and are not implemented, only the neutral value is taken."""
 
     model: str = ""
-    temperature: Annotated[float, Meta(ge=0)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=LARGEST_TEMPERATURE)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
+    top_k: Int32 | None = None
     min_p: Annotated[float, Meta(ge=0, lt=1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     seed: Annotated[int, Meta(ge=0, lt=2**62)] | None = None
     stop: Stops = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -50,7 +59,7 @@ class _Body(Struct, kw_only=True):
     presence_penalty: Zero | None = None
     repetition_penalty: One | None = None
     logit_bias: Any = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
 
     def __post_init__(self) -> None:
         if self.logit_bias:
@@ -62,7 +71,7 @@ class _Body(Struct, kw_only=True):
 
 
 class CompletionBody(_Body, kw_only=True):
-    prompt: str | list[TokenId]
+    prompt: str | Annotated[list[TokenId], Meta(max_length=MAX_PROMPT)]
     best_of: One | None = None
     suffix: Annotated[str, Meta(max_length=0)] | None = None
     echo: bool = False
@@ -72,7 +81,7 @@ class CompletionBody(_Body, kw_only=True):
         if self.echo:
             raise ValueError("`echo` is not implemented")
 
-    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    logprobs: Int32 | None = None
 
     @property
     def limit(self) -> int | None:
@@ -97,7 +106,7 @@ def _joined(parts: list[TextPart]) -> str:
 
 
 class ChatBody(_Body, kw_only=True):
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_PROMPT)]
     tools: Any = None
 
     def __post_init__(self) -> None:
@@ -106,7 +115,7 @@ class ChatBody(_Body, kw_only=True):
             raise ValueError("`tools` is not implemented")
 
     logprobs: bool | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
 
     @property
     def limit(self) -> int | None:
@@ -119,14 +128,9 @@ class Begin(Struct):
 
 
 class RewardBody(Struct):
-    reward: float
-    parts: dict[str, float] = {}
+    reward: Number
+    parts: Annotated[dict[PartName, Number], Meta(max_length=MAX_PARTS)] = {}
     """Averaged into the metrics; `correct` is what counts as accuracy"""
-
-    def check(self) -> None:
-        for name, value in {"reward": self.reward, **self.parts}.items():
-            if not math.isfinite(value):
-                raise RecordError(f"{name} is {value}")
 
 
 class Told(Struct, frozen=True, kw_only=True):

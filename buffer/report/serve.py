@@ -20,13 +20,12 @@ from typing import Any
 import msgspec
 
 from areal_q.errors import RecordError
+from areal_q.local_requests import is_loopback
 from buffer.report.chunks import pack
 from buffer.report.page import index_chunk, shell
 from buffer.report.runs import Reported, overview
 
 logger = logging.getLogger(__name__)
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-"""Whatever the port: a tunnel's end may have another"""
 MAX_GROUPS = 64
 """Groups of one answer"""
 HEADERS = {
@@ -62,8 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        host = self.headers.get("Host", "")
-        if host not in LOOPBACK and host.rpartition(":")[0] not in LOOPBACK:
+        if not is_loopback(self.headers.get("Host", "")):
             self._send(HTTPStatus.FORBIDDEN)
             return
         try:

@@ -11,6 +11,11 @@ from areal_q.errors import RecordError
 from areal_q.messages import FinishReason, VersionSpan
 from areal_q.weights import WeightVersion
 
+LARGEST = 2**31
+"""Above any number of tokens, and any id of one"""
+MOST_STOP_IDS = 512
+"""Each token drawn is compared with all of them"""
+
 
 class Capabilities(Struct, frozen=True):
     """What an engine can do; compared with the configuration when the worker starts."""
@@ -137,5 +142,10 @@ def check_shape(request: Request, slots: int) -> None:
         raise RecordError(
             f"{request.num_samples} responses at once exceed the engine's {slots} slots"
         )
+    ids = request.stop_ids
+    if len(ids) > MOST_STOP_IDS or not all(0 <= i < LARGEST for i in ids):
+        raise RecordError(f"stop ids are more than {MOST_STOP_IDS}, or one is no id of a token")
+    if request.sampling.top_k >= LARGEST or request.sampling.max_tokens >= LARGEST:
+        raise RecordError(f"top_k or max_tokens is not below {LARGEST}")
     if request.decode is None and any(isinstance(s, str) for s in request.sampling.stop):
         raise RecordError("stop strings need a tokenizer, which this request has not")

@@ -48,6 +48,11 @@ class Rows:
                 wide = {1: length} if name in ("ids", "logprobs", "routes") else {}
                 setattr(self, name, grown(tensor, {0: slots, **wide}, -1 if name == "stops" else 0))
 
+    def narrow(self, stops: int) -> None:
+        """Leaves room for so many stop ids in a row: each step compares a token with every place there is."""
+        if self.stops.shape[1] > max(1, stops):
+            self.stops = self.stops[:, : max(1, stops)].contiguous()
+
     def fill(self, end: int, requests: list[Request]) -> None:
         """Sets up the rows of `requests`, the last of which ends at row `end`."""
         copies = torch.tensor([r.num_samples for r in requests])
@@ -56,7 +61,7 @@ class Rows:
         self.stops = grown(self.stops, {1: widest}, -1)
         width = max(len(r.prompt_ids) for r in requests)
         prompts = np.zeros((len(requests), width), np.int64)
-        stops = np.full((len(requests), self.stops.shape[1]), -1)
+        stops = np.full((len(requests), self.stops.shape[1]), -1, np.int64)
         for i, request in enumerate(requests):
             prompts[i, : len(request.prompt_ids)] = request.prompt_ids
             stops[i, : len(request.stop_ids)] = list(request.stop_ids)
@@ -70,9 +75,9 @@ class Rows:
         self.ids[rows, :width] = spread(prompts)
         self.stops[rows] = spread(stops)
         self.length[rows] = spread(lengths)
-        self.end[rows] = spread(lengths + np.array([s.max_tokens for s in sampling]))
+        self.end[rows] = spread(lengths + np.array([s.max_tokens for s in sampling], np.int64))
         self.temperature[rows] = spread([s.temperature for s in sampling]).float()
-        self.top_k[rows] = spread([s.top_k for s in sampling])
+        self.top_k[rows] = spread(np.array([s.top_k for s in sampling], np.int64))
         self.top_p[rows] = spread([s.top_p for s in sampling]).float()
         self.min_p[rows] = spread([s.min_p for s in sampling]).float()
         seeds = [r.seed + i for r in requests for i in range(r.num_samples)]

@@ -132,25 +132,40 @@ class TorchStepper:
     def _admit(self) -> list[Job]:
         """Jobs that now have rows, first come first served, whole groups, one forward's worth."""
         jobs: list[Job] = []
-        longest = 0
+        longest, rows = 0, self.active
         while self.waiting:
             request = self.waiting[0].request
             longest = max(longest, len(request.prompt_ids))
-            full = self.active + request.num_samples > self.config.slots
+            full = rows + request.num_samples > self.config.slots
             if full or (jobs and longest * (len(jobs) + 1) > PREFILL_TOKENS):
                 break
-            job = self.waiting.popleft()
+            jobs.append(self.waiting.popleft())
+            rows += request.num_samples
+        if not jobs:
+            return []
+        # Slots double, so that a steady trickle of requests does not copy the cache each time.
+        room = min(self.config.slots, max(16, 1 << (rows - 1).bit_length()))
+        ends = [len(j.request.prompt_ids) + j.request.sampling.max_tokens for j in jobs]
+        self.rows.reserve(room, max(ends))
+        self.cache.reserve(room, max(ends))
+        self.rows.narrow(max((len(j.request.stop_ids) for j in self.running), default=0))
+        return self._place(jobs)
+
+    def _place(self, jobs: list[Job]) -> list[Job]:
+        """Gives `jobs` the next rows; returns those that have them. A request with a number that no tensor
+        holds fails by itself."""
+        requests = [job.request for job in jobs]
+        try:
+            self.rows.fill(self.active + sum(r.num_samples for r in requests), requests)
+        except (OverflowError, TypeError, ValueError) as error:
+            if len(jobs) > 1:
+                return [placed for job in jobs for placed in self._place([job])]
+            jobs[0].fail(RecordError(f"a number of the request does not fit: {error}"))
+            return []
+        for job in jobs:
             job.start(self.steps)
-            jobs.append(job)
-            self.running[job] = request.num_samples
-            self.owners += [(job, index) for index in range(request.num_samples)]
-        if jobs:
-            # Slots double, so that a steady trickle of requests does not copy the cache each time.
-            room = min(self.config.slots, max(16, 1 << (self.active - 1).bit_length()))
-            ends = [len(j.request.prompt_ids) + j.request.sampling.max_tokens for j in jobs]
-            self.rows.reserve(room, max(ends))
-            self.cache.reserve(room, max(ends))
-            self.rows.fill(self.active, [job.request for job in jobs])
+            self.running[job] = job.request.num_samples
+            self.owners += [(job, index) for index in range(job.request.num_samples)]
         return jobs
 
     def _forward(self, model: InferenceModel, old: int, jobs: list[Job]) -> Tensor:
