@@ -1,18 +1,22 @@
 """What all commands share: their help in plain text under the name that a user types, and an output that takes
 any text."""
 
+import os
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
 from typing import Any
 
 import typer
+from rich.console import Console
 
 PLAIN: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
     "rich_markup_mode": None,  # rich takes [a.b=c] for markup
 }
+PIPED_WIDTH = 1000
+"""Columns of an output that is no terminal: nothing is wrapped, so that grep finds whole lines"""
 WIDTH = {"max_content_width": 100}
 EXITS = "Exit codes: 0 done; 2 something to mend, which one line names."
 
@@ -30,3 +34,9 @@ def accept_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+def console() -> Console:
+    """The console of stdout, as wide as the terminal; COLUMNS counts where there is none."""
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH
+    return Console(width=wide)

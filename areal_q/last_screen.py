@@ -6,6 +6,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from areal_q import command
 from areal_q.accuracy import Evaluation, read_evaluations
 from areal_q.config import Run
 from areal_q.curves import draw
@@ -17,7 +18,7 @@ from areal_q.summary import Answer, Summary, summarize
 
 def last_screen(run: Run, run_dir: Path, console: Console | None = None) -> None:
     """Print it; one line where the run has no record yet."""
-    console = console or Console()
+    console = console or command.console()
     path = run_dir / FILE_NAME
     records = read_metrics(path) if path.exists() else []
     if not records:

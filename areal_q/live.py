@@ -1,7 +1,7 @@
 """What the user sees while a run goes on, read from metrics.jsonl alone: it can follow any run.
 
-On a terminal a picture that redraws itself; elsewhere (a pipe, CI, NO_COLOR, a dumb terminal) one
-plain line every few seconds.
+On a terminal a picture that redraws itself, without colours where NO_COLOR is set; elsewhere (a pipe, CI, a
+dumb terminal) one plain line every few seconds.
 """
 
 import os
@@ -16,9 +16,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_q.config import Run
+from areal_q import command
+from areal_q.config import External, Run
 from areal_q.ended import how_it_ended
 from areal_q.metrics import FILE_NAME, Record, Tail
+from areal_q.preflight import served_at
 from areal_q.reward_signal import RewardWatch
 from areal_q.rundir import path_of
 from areal_q.summary import Unfaithful, duration, number, plural, size, unfaithful
@@ -27,6 +29,8 @@ PLAIN_EVERY_S = 5.0
 REDRAW_EVERY_S = 0.5
 LOOK_EVERY_S = 2.0
 """How often `watch` looks whether the run still goes on"""
+WIDE, NARROW = 100, 72
+"""Columns of a terminal from which figures stand in pairs, and from which a header fits one line"""
 WINDOW = 20
 """Steps over which the time left is estimated"""
 
@@ -110,13 +114,14 @@ class _Following:
         self.history = History(run.steps)
         self._tail = Tail(path_of(run) / FILE_NAME)
         self.rewards = RewardWatch(run, path_of(run))
+        self.began = self.heard = time.monotonic()
 
     def start(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         # What the logs of an earlier start say was said then.
         self.rewards = RewardWatch(self.run, run_dir, skip=True)
         self._tail = Tail(run_dir / FILE_NAME)
-        self.began = time.monotonic()
+        self.began = self.heard = time.monotonic()
 
     def note(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -138,7 +143,12 @@ class _Following:
         for record in records:
             self.history.add(record)
             self.rewards.add(record)
+            self.heard = time.monotonic()
         return records
+
+    def awaited(self) -> str:
+        """What the run is waiting for, where nothing else on the screen moves; else empty."""
+        return awaited(self.run, self.history)
 
 
 class PlainView(_Following):
@@ -146,6 +156,7 @@ class PlainView(_Following):
     faithful to its weights."""
 
     _next_line = 0.0
+    _awaited = ""
 
     def start(self, run_dir: Path) -> None:
         super().start(run_dir)
@@ -161,9 +172,14 @@ class PlainView(_Following):
         fresh = [r for r in self.pull() if r["time_s"] >= self._since_s]
         due = time.monotonic() >= self._next_line
         for record in fresh:
-            if record["kind"] in ("eval", "end") or (due and record is fresh[-1]):
+            always = record["kind"] in ("eval", "end") or "cache" in record
+            if always or (due and record is fresh[-1]):
                 self.note(plain_line(record, self.history))
                 self._next_line = time.monotonic() + PLAIN_EVERY_S
+        if self.awaited() != self._awaited:
+            self._awaited = self.awaited()
+            if self._awaited:
+                self.note(f"{time.monotonic() - self.began:7.1f} s  {self._awaited}")
         for problem in unfaithful(fresh):
             if problem.engine not in self._warned:
                 self._warned.add(problem.engine)
@@ -194,15 +210,16 @@ class LiveView(_Following):
         self._live.stop()
 
     def _picture(self) -> RenderableType:
-        # Before the first record there is nothing to count from but this process's own start.
-        elapsed = self.history.elapsed_s or time.monotonic() - self.began
-        return picture(self.run.name, self.history, elapsed, self.rewards.warnings())
+        # Since the last record, or this process's own start, by our own clock: it goes on between records.
+        since = 0.0 if self.history.end else time.monotonic() - self.heard
+        elapsed = self.history.elapsed_s + since
+        width, warnings = self.console.width, self.rewards.warnings()
+        return picture(self.run.name, self.history, elapsed, warnings, self.awaited(), width)
 
 
 def build_view(run: Run, console: Console | None = None) -> PlainView | LiveView:
-    console = console or Console()
-    plain = not console.is_terminal or console.is_dumb_terminal
-    plain = plain or any(os.environ.get(name) for name in ("NO_COLOR", "CI"))
+    console = console or command.console()
+    plain = not console.is_terminal or console.is_dumb_terminal or bool(os.environ.get("CI"))
     return PlainView(run, console) if plain else LiveView(run, console)
 
 
@@ -234,10 +251,41 @@ def _ended(view: PlainView | LiveView) -> tuple[str, bool] | None:
     return how_it_ended(view.run_dir)
 
 
+def awaited(run: Run, history: History) -> str:
+    """Example: "evaluating 512 problems"; empty while records tell of progress."""
+    if history.end or history.phase == "warm start":
+        return ""
+    evaluated = history.evals[-1]["step"] if history.evals else -1
+    if history.phase == "set-up":
+        first = "" if run.warmstart.steps else f", then {_evaluating(run)}"
+        return f"starting: model, data and engine{first}"
+    if history.phase == "final evaluation":
+        return _evaluating(run) if evaluated < history.step else "writing the model"
+    if history.last:
+        return ""
+    if evaluated < 0:
+        return _evaluating(run)
+    return _for_agents(run) if isinstance(run.rollout.environment, External) else "first step"
+
+
+def _evaluating(run: Run) -> str:
+    return f"evaluating {plural(run.eval.problems, 'problem')}"
+
+
+def _for_agents(run: Run) -> str:
+    needed = run.learner.groups * run.learner.group_size
+    served = [served_at(run, i) for i in range(run.rollout.workers)]
+    urls = [f"http://{host or '127.0.0.1'}:{port}" for host, port in filter(None, served) if port]
+    where = f"at {', '.join(urls)}" if urls else "at the endpoint that logs/rollout-0.log names"
+    return f"waiting for agents {where}; a step takes {plural(needed, 'episode')}"
+
+
 def plain_line(record: Record, history: History) -> str:
     """One record as a line of text."""
     head = f"{record['elapsed_s']:7.1f} s  "
     match record["kind"]:
+        case "warmstart" if "cache" in record:
+            return f"{head}warm start from the cache: {record['cache']}"
         case "warmstart":
             of = f"{record['warmstart/step']:.0f}/{record['warmstart/steps']:.0f}"
             return f"{head}warm start {of}  loss {number(record, 'warmstart/loss', '.3f')}"
@@ -260,37 +308,66 @@ def plain_line(record: Record, history: History) -> str:
 
 
 def picture(
-    name: str, history: History, elapsed_s: float, warnings: Sequence[str] = ()
+    name: str,
+    history: History,
+    elapsed_s: float,
+    warnings: Sequence[str] = (),
+    awaits: str = "",
+    width: int = WIDE,
 ) -> RenderableType:
-    """The whole live view. Narrow terminals crop it, none wraps it."""
-    parts: list[RenderableType] = [_header(name, history, elapsed_s)]
+    """The whole live view, for a terminal of `width` columns."""
+    parts: list[RenderableType] = [_header(name, history, elapsed_s, width)]
+    if cache := (history.warmstart or {}).get("cache"):
+        parts.append(Text(f"warm start from the cache: {cache}", "dim"))
+    if awaits:
+        parts.append(Text(f"… {awaits}", "cyan"))
     if history.last or history.evals:
-        parts += [Text(), _figures(history)]
+        parts += [Text(), _figures(history, width)]
     for problem in history.unfaithful.values():
-        parts.append(Text(f"✗ {problem}", "red", no_wrap=True, overflow="crop"))
+        parts.append(Text(f"✗ {problem}", "red"))
     parts += [Text(f"✗ {warning}", "red") for warning in warnings]
     if workers := (history.last or {}).get("workers"):
-        parts += [Text(), _workers(workers)]
+        parts += [Text(), _workers(workers, width)]
     return Group(*parts)
 
 
-def _header(name: str, history: History, elapsed_s: float) -> RenderableType:
+def _header(name: str, history: History, elapsed_s: float, width: int) -> RenderableType:
+    """One line, or two where a name, a bar and the times do not fit beside each other."""
     done, total = history.progress
     times = duration(elapsed_s)
     if history.eta_s is not None:
         times += f", {duration(history.eta_s)} left"
-    grid = Table.grid(padding=(0, 2), expand=True)
-    for ratio in (None, None, 1, None, None):
-        grid.add_column(no_wrap=True, ratio=ratio)
+    what = [Text(name, "bold"), Text(history.phase, "cyan")]
     bar = ProgressBar(total=max(1.0, total), completed=done)
-    grid.add_row(
-        Text(name, "bold"), Text(history.phase, "cyan"), bar, f"{done:.0f}/{total:.0f}", times
-    )
+    count = Text(f"{done:.0f}/{total:.0f}")
+    if width >= NARROW:
+        return _line([*what, bar, count, Text(times)], stretched=2)
+    return Group(_line([*what, count]), _line([bar, Text(times)], stretched=0))
+
+
+def _line(cells: list[RenderableType], stretched: int | None = None) -> Table:
+    grid = Table.grid(padding=(0, 2), expand=stretched is not None)
+    for i in range(len(cells)):
+        grid.add_column(no_wrap=True, ratio=1 if i == stretched else None)
+    grid.add_row(*cells)
     return grid
 
 
-def _figures(history: History) -> RenderableType:
-    """Two columns of labelled numbers."""
+def _figures(history: History, width: int) -> RenderableType:
+    """Labelled numbers: two columns of them where there is room."""
+    rows = _rows(history)
+    grid = Table.grid(padding=(0, 2))
+    pairs = 2 if width >= WIDE else 1
+    for _ in range(pairs):
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(no_wrap=True)
+    cells = [cell for row in rows for cell in row]
+    for i in range(0, len(cells), 2 * pairs):
+        grid.add_row(*cells[i : i + 2 * pairs])
+    return grid
+
+
+def _rows(history: History) -> list[tuple[str, str]]:
     last, best = history.last, history.best_eval
 
     def n(key: str, spec: str) -> str:
@@ -298,16 +375,16 @@ def _figures(history: History) -> RenderableType:
 
     accuracy = number(history.evals[-1] if history.evals else None, "eval/accuracy", ".3f")
     if best:
-        accuracy += f"  best {number(best, 'eval/accuracy', '.3f')} at step {best['step']}"
+        accuracy += f", best {number(best, 'eval/accuracy', '.3f')} at {best['step']}"
     bytes_ = size(last["weights/bytes"]) if last and last.get("weights/bytes") else "–"
     publish = (last or {}).get("weights/publish_s")
     publish_ms = "–" if publish is None else f"{publish * 1e3:.0f} ms"
     clipped = (
         f"{n('policy/clip_fraction_up', '.2%')} up, {n('policy/clip_fraction_down', '.2%')} down"
     )
-    rows = [
+    return [
         ("reward", f"{n('reward/mean', '.3f')} ± {n('reward/std', '.3f')}"),
-        ("held-out accuracy", accuracy),
+        ("held-out", accuracy),
         ("staleness", f"{n('lag/mean', '.2f')} mean, {n('lag/max', '.0f')} max"),
         ("mismatch KL", n("mismatch/kl", ".2e")),
         ("clipped", clipped),
@@ -317,27 +394,25 @@ def _figures(history: History) -> RenderableType:
         ("buffer", f"{n('buffer/open_tickets', '.0f')} open, {n('buffer/dropped_stale', '.0f')} dropped"),
         ("weights", f"{bytes_} in {publish_ms}"),
     ]  # fmt: skip
-    grid = Table.grid(padding=(0, 2))
-    for style in ("dim", "", "dim", ""):
-        grid.add_column(style=style, no_wrap=True)
-    for (left, a), (right, b) in zip(rows[::2], rows[1::2], strict=True):
-        grid.add_row(left, a, right, b)
-    return grid
 
 
-def _workers(workers: list[Record]) -> RenderableType:
+def _workers(workers: list[Record], width: int) -> RenderableType:
+    """One line a worker; on a narrow terminal the first columns of it."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("worker", "version", "active", "tok/s", "idle", "groups", "swaps", "swap"):
-        table.add_column(column, justify="left" if column == "worker" else "right", no_wrap=True)
+    names = ("worker", "version", "tok/s", "idle", "active", "groups", "swaps", "swap")
+    shown = len(names) if width >= NARROW else 4
+    for name in names[:shown]:
+        table.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
     for w in workers:
-        table.add_row(
+        cells = (
             w["worker"],
             number(w, "version", "d"),
-            number(w, "active", "d"),
             number(w, "tokens_per_s", ",.0f"),
             number(w, "idle_share", ".0%"),
+            number(w, "active", "d"),
             number(w, "groups", "d"),
             number(w, "swaps", "d"),
             f"{(w.get('swap_s') or 0.0) * 1e3:.1f} ms",
         )
+        table.add_row(*cells[:shown])
     return table

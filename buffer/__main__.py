@@ -11,9 +11,8 @@ from typing import Annotated, NoReturn, cast
 
 import msgspec
 import typer
-from rich.console import Console
 
-from areal_q.command import PLAIN, WIDTH, accept_any_text
+from areal_q.command import PLAIN, WIDTH, accept_any_text, console
 from areal_q.credentials import no_password
 from areal_q.errors import AReaLQError, ConfigError
 from buffer import admin, look, show
@@ -48,7 +47,7 @@ def status(directory: Directory = None, url: Url = None, run: Name = None, json:
     if json:
         _print_json(found)
     else:
-        Console().print(show.status_table(found))
+        console().print(show.status_table(found))
 
 
 @app.command()
@@ -75,11 +74,11 @@ def peek(
             if json:
                 _print_json(show.group_facts(found))
             else:
-                Console().print(show.group_view(found, tokenizer))
+                console().print(show.group_view(found, tokenizer))
         elif json:
             _print_json(show.facts(client, name, what, count))
         else:
-            Console().print(show.entries_table(client, name, what, count))
+            console().print(show.entries_table(client, name, what, count))
 
 
 @app.command()

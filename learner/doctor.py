@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from areal_q import command
 from areal_q.command import run_command
 from areal_q.errors import ConfigError, RecordError, UserError
 from areal_q.metrics import has_ended
@@ -50,11 +51,10 @@ def main(
 
     Exit codes: 0 fine, or nothing worse than a note; 1 look at what is named; 2 no such run, or no log.
     """
-    from rich.console import Console
 
     if follow and (probe or stop is not None):
         raise ConfigError("--follow: goes on to the log's end, so without --probe and --to")
-    console = Console()
+    console = command.console()
     if probe:
         from learner.doctor_same import same_weights_run
 

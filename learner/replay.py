@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from areal_q import command
 from areal_q.command import run_command
 from areal_q.errors import ConfigError, RecordError, UserError
 
@@ -59,7 +60,7 @@ def main(
     from learner.replay_steps import Replay
 
     replay = Replay(directory, settings, first, stop)
-    console = Console()
+    console = command.console()
     done, differing = _run(replay, console, until_diverges, debug)
     if step is not None:
         console.print(every_metric(done[-1]))

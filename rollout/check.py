@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from areal_q.command import run_command
+from areal_q.command import console, run_command
 from areal_q.config import Run, SglangEngine, VllmEngine, load
 from areal_q.credentials import no_password
 from areal_q.environment import Finding, check_device, environment
@@ -122,7 +122,6 @@ def vllm_on_cpu(run: Run) -> Iterator[Finding]:
 
 
 def show(found: list[Finding]) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -133,7 +132,7 @@ def show(found: list[Finding]) -> None:
     for one in found:
         fix = f"\n[dim]→ {escape(one.fix)}[/]" if one.fix else ""
         table.add_row(MARKS[one.level], escape(one.name), escape(one.says) + fix)
-    Console().print(table)
+    console().print(table)
     errors = sum(one.level == "error" for one in found)
     typer.echo(f"in the way: {errors}" if errors else "nothing is in the way")
 

@@ -15,10 +15,11 @@ from typing import Annotated, Any
 import msgspec
 import redis
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from areal_q import command
 from areal_q.command import run_command
 from areal_q.credentials import no_password
 from areal_q.ended import how_it_ended
@@ -200,7 +201,7 @@ def main(
     json: Annotated[bool, typer.Option("--json", help="one JSON document a look")] = False,
 ) -> None:
     """Learner, workers, buffer and weights of a running cluster; exit code 1 when something is wrong."""
-    console = Console(soft_wrap=not sys.stdout.isatty())
+    console = command.console()
     if directory is not None:
         _end_if_ended(directory, json)
     with opened(directory, url, run) as (connected, name):

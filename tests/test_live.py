@@ -2,13 +2,15 @@
 
 import math
 import random
+import re
 import struct
+from io import StringIO
 
 import pytest
 from rich.console import Console
 
 from areal_q import live
-from areal_q.config import Run
+from areal_q.config import Run, load
 from areal_q.curves import MAX_POINTS, draw, thinned
 from areal_q.last_screen import last_screen
 from areal_q.live import History, LiveView, PlainView, build_view, picture, plain_line
@@ -107,7 +109,7 @@ def test_the_picture_shows_progress_time_left_and_every_figure(directory, consol
     console.print(picture("demo", history, history.elapsed_s))
     text = console.export_text()
     for shown in (
-        "demo", "training", "50/200", "1:10, 2:00 left", "best", "at step 50", "2 max", "± 0.410",
+        "demo", "training", "50/200", "1:10, 2:00 left", "best", " at 50", "2 max", "± 0.410",
         "0.310 nats", "12,34", "idle 12%", "128 open, 1 dropped", "312 kB in 21 ms",
         "rollout-0", "49", "212", "3200", "4.2 ms",
     ):  # fmt: skip
@@ -144,20 +146,92 @@ def test_a_picture_can_be_drawn_before_the_first_record_and_with_missing_values(
     assert "set-up" in text and "1/5" in text and "–" in text
 
 
-@pytest.mark.parametrize("variable", ["NO_COLOR", "CI"])
-def test_plain_lines_where_a_picture_would_be_noise(run, monkeypatch, variable):
+@pytest.mark.parametrize(
+    ("variable", "view"), [("NO_COLOR", LiveView), ("CI", PlainView), ("TERM", PlainView)]
+)
+def test_a_view_is_plain_where_a_picture_is_noise(run, monkeypatch, variable, view):
     for name in ("NO_COLOR", "CI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     with open("/dev/null", "w") as null:
-        terminal = Console(file=null, force_terminal=True)
-        assert isinstance(build_view(run, terminal), LiveView)
+        assert isinstance(build_view(run, Console(file=null, force_terminal=True)), LiveView)
         assert isinstance(build_view(run, Console(file=null, force_terminal=False)), PlainView)
-        monkeypatch.setenv(variable, "1")
-        assert isinstance(build_view(run, terminal), PlainView)
-        monkeypatch.delenv(variable)
-        monkeypatch.setenv("TERM", "dumb")
-        assert isinstance(build_view(run, Console(file=null, force_terminal=True)), PlainView)
+        monkeypatch.setenv(variable, "dumb")
+        assert isinstance(build_view(run, Console(file=null, force_terminal=True)), view)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 110])
+def test_the_picture_fits_its_terminal_uncut(directory, monkeypatch, width):
+    write_run(directory, 50, monkeypatch, total=200)
+    history = history_of(directory, 200)
+    wide, narrow = (Console(record=True, width=w, file=StringIO()) for w in (1000, width))
+    wide.print(picture("demo", history, 61.0, awaits="", width=width))
+    narrow.print(picture("demo", history, 61.0, awaits="", width=width))
+    words, shown = (re.sub("[━╸╺]", " ", c.export_text()).split() for c in (wide, narrow))
+    assert shown == words
+    for label in ("reward", "held-out", "rollout", "learner", "weights"):
+        assert label in shown
+    assert "training" in shown and "50/200" in shown and "rollout-0" in shown
+
+
+STARTED = {"step": 0, "elapsed_s": 1.0}
+WARMED = STARTED | {"kind": "warmstart", "warmstart/step": 9, "warmstart/steps": 9}
+EVALUATED = STARTED | {"kind": "eval", "eval/accuracy": 0.5}
+AGENTS = "rollout.environment.type=external"
+
+
+@pytest.mark.parametrize(
+    ("settings", "records", "says"),
+    [
+        ([], [], "starting: model, data and engine, then evaluating 256 problems"),
+        (["eval.problems=512"], [WARMED], "evaluating 512 problems"),
+        ([], [WARMED, EVALUATED], "first step"),
+        (
+            [AGENTS, "rollout.serve=8009", "learner.groups=8", "learner.group_size=8"],
+            [WARMED, EVALUATED],
+            "waiting for agents at http://127.0.0.1:8009; a step takes 64 episodes",
+        ),
+        ([], [WARMED, EVALUATED, STARTED | {"kind": "step", "step": 1}], ""),
+        (
+            ["steps=1"],
+            [EVALUATED, STARTED | {"kind": "step", "step": 1}],
+            "evaluating 256 problems",
+        ),
+        ([], [EVALUATED, STARTED | {"kind": "end", "reason": "done"}], ""),
+    ],
+)
+def test_the_view_says_what_is_awaited(settings, records, says):
+    run = load(None, settings)
+    history = History(run.steps)
+    for record in records:
+        history.add(record)
+    assert live.awaited(run, history) == says
+
+
+def test_a_warm_start_from_the_cache_says_where_it_is(console):
+    record = WARMED | {"cache": "/home/me/.cache/areal-q/warmstart/1"}
+    assert plain_line(record, History(9)).endswith(f"from the cache: {record['cache']}")
+    history = History(9)
+    history.add(record)
+    console.print(picture("demo", history, 1.0))
+    assert f"from the cache: {record['cache']}" in console.export_text()
+
+
+def test_the_clock_goes_on_between_two_records(run, directory, monkeypatch):
+    console = recording(force_terminal=True)
+    clock = [100.0]
+    monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
+    view = LiveView(run, console)
+    with MetricsLog(directory, tensorboard=False) as log:
+        log.write("warmstart", 0, {"warmstart/step": 9, "warmstart/steps": 9})
+    view.start(directory)
+    view.pull()
+    clock[0] += 30.0
+    console.print(view._picture())
+    view.stop()
+    text = console.export_text()
+    console.file.close()
+    assert "30.0 s" in text and "evaluating 256 problems" in text
 
 
 def test_plain_view_prints_each_evaluation_and_otherwise_a_line_every_few_seconds(
