@@ -41,7 +41,7 @@ def test_dtypes_do_not_depend_on_the_processor(monkeypatch, amx):
 def test_every_kernel_says_its_tolerance_and_why():
     assert set(FORMATS) >= vllm_cpu.FORMATS
     for kernel in vllm_cpu.KERNELS.values():
-        assert 0 < kernel.tolerance_nats < 1 and kernel.product and kernel.why
+        assert 0 < kernel.tolerance_nats < 2 and kernel.product and kernel.why
     with pytest.raises(ConfigError, match="int4' in bfloat16"):
         vllm_cpu.kernel_for("int4", "float32")
 
@@ -68,13 +68,13 @@ def test_check_names_kernel_dtype_and_tolerance(monkeypatch, amx):
 @pytest.mark.parametrize(
     ("settings", "dtype", "size", "positions"),
     [
-        ({}, "float32", 768 * MIB, 32768),
-        ({}, "bfloat16", 384 * MIB, 32768),
+        ({}, "float32", 771 * MIB, 32768),
+        ({}, "bfloat16", 771 * MIB // 2, 32768),
         ({"kv_cache": "fp8"}, "float32", 256 * MIB, 32768),
         ({"max_positions": 2048}, "float32", 256 * MIB, 2048),
-        ({"kv_cache_bytes": 256 * MIB}, "float32", 256 * MIB, 10880),
-        ({"kv_cache_bytes": 256 * MIB, "max_positions": 10880}, "float32", 256 * MIB, 10880),
-        ({"max_positions": 131072}, "float32", 3072 * MIB, 131072),
+        ({"kv_cache_bytes": 256 * MIB}, "float32", 256 * MIB, 10752),
+        ({"kv_cache_bytes": 256 * MIB, "max_positions": 10752}, "float32", 256 * MIB, 10752),
+        ({"max_positions": 131072}, "float32", 3075 * MIB, 131072),
     ],
 )
 def test_a_cache_holds_a_sequence_of_all_positions(settings, dtype, size, positions):
@@ -83,7 +83,7 @@ def test_a_cache_holds_a_sequence_of_all_positions(settings, dtype, size, positi
 
 @pytest.mark.parametrize(
     "settings",
-    [{"kv_cache_bytes": 256 * MIB, "max_positions": 10881}, {"kv_cache_bytes": MIB}],
+    [{"kv_cache_bytes": 256 * MIB, "max_positions": 10753}, {"kv_cache_bytes": MIB}],
 )
 def test_a_cache_too_small_is_refused_with_our_settings(settings):
     with pytest.raises(ConfigError, match=r"kv_cache_bytes = \d+ holds .*max_positions.* take \d+"):

@@ -17,6 +17,8 @@ LEAST_BYTES, MOST_BYTES = 256 << 20, 1 << 30
 """A cache that nobody asked for: one sequence of all positions, between these bounds"""
 BLOCK = 128
 """Positions in a block of vLLM's cache on a CPU; a sequence takes whole blocks"""
+RESERVED_BLOCKS = 1
+"""vLLM keeps one for itself"""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -31,20 +33,20 @@ def cache_for(config: VllmEngine, model: DecoderConfig, dtype: str) -> Cache:
     """Returns the cache for activations of `dtype`. Raises ConfigError where settings contradict each other.
 
     Example: Qwen2.5-0.5B (24 layers, 2 key heads of 64, 32,768 positions) takes 24,576 bytes a position in
-    float32, so that the default is 768 MiB and all positions; kv_cache_bytes = 256 MiB holds 10,880 of them.
+    float32, so that the default is 771 MiB and all positions; kv_cache_bytes = 256 MiB holds 10,752 of them.
     """
     item = 1 if config.kv_cache == "fp8" else ITEM_BYTES[dtype]
     heads = max(1, model.kv_heads // config.tensor_parallel)
     block_bytes = BLOCK * 2 * model.layers * heads * model.head_dim * item
     asked = config.max_positions or model.max_positions
-    needed = -(-asked // BLOCK) * block_bytes
+    needed = (-(-asked // BLOCK) + RESERVED_BLOCKS) * block_bytes
     size = config.kv_cache_bytes or max(LEAST_BYTES, needed)
     if not config.kv_cache_bytes and not config.max_positions:
         size = min(size, MOST_BYTES)
-    held = size // block_bytes * BLOCK
-    if not held or (config.max_positions and held < asked):
+    held = (size // block_bytes - RESERVED_BLOCKS) * BLOCK
+    if held <= 0 or (config.max_positions and held < asked):
         raise ConfigError(
-            f"rollout.engine.kv_cache_bytes = {size} holds {held} positions of this model: "
+            f"rollout.engine.kv_cache_bytes = {size} holds {max(0, held)} positions of this model: "
             f"{asked} positions (rollout.engine.max_positions, or the model's own) take {needed} bytes"
         )
     if held < asked:

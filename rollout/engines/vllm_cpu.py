@@ -26,7 +26,8 @@ class Kernel(NamedTuple):
 
     product: str
     tolerance_nats: float
-    """Largest difference of a token's log-prob to the same arithmetic in transformers"""
+    """Largest difference of a token's log-prob to the format's own arithmetic in float32: about twice what was
+    seen over 1,280 tokens of the tests' small model, whose weights are far from uniform"""
     why: str
     """The reason for the tolerance"""
 
@@ -39,12 +40,12 @@ _BFLOAT16 = "activations and the residual stream are rounded to bfloat16 after e
 
 KERNELS: dict[tuple[str, str], Kernel] = {
     ("bf16", "float32"): Kernel("oneDNN float32", 2e-4, "only the order of float32 sums differs"),
-    ("bf16", "bfloat16"): Kernel("bfloat16", 0.5, _BFLOAT16),
+    ("bf16", "bfloat16"): Kernel("bfloat16", 0.25, _BFLOAT16),
     ("int8", "float32"): Kernel("oneDNN INT8, exact sums", 0.3, _FLIPS),
-    ("int8", "bfloat16"): Kernel("INT8, exact sums", 0.5, f"{_BFLOAT16}; {_FLIPS}"),
-    ("int4", "bfloat16"): Kernel("INT4 weights in bfloat16", 0.5, _BFLOAT16),
+    ("int8", "bfloat16"): Kernel("INT8, exact sums", 0.8, f"{_BFLOAT16}; {_FLIPS}"),
+    ("int4", "bfloat16"): Kernel("INT4 weights in bfloat16", 0.3, _BFLOAT16),
     ("fp8-channel", "float32"): Kernel("torch._scaled_mm", 0.5, _FLIPS),
-    ("fp8-channel", "bfloat16"): Kernel("torch._scaled_mm", 0.8, f"{_BFLOAT16}; {_FLIPS}"),
+    ("fp8-channel", "bfloat16"): Kernel("torch._scaled_mm", 1.5, f"{_BFLOAT16}; {_FLIPS}"),
 }
 """By format and dtype. The others are refused on every CPU: vLLM's FP8 blocks exist with AMX alone, and without
 the rounding of activations that the format has; NVFP4, MXFP4 and INT4-FP8 take a GPU; vLLM has no NF4"""
