@@ -263,6 +263,14 @@ class MemoryWorker:
                 entry.partial = claim.partial
         self._held -= {(claim.stream, claim.entry) for claim in claims}
 
+    async def set_aside(self, claim: Claim, reason: str) -> None:
+        with self._store.lock:
+            if self._owns(claim):
+                entry = self._store.tickets[claim.stream].pop(claim.entry)
+                self._store.quarantine.append((claim.stream, reason, entry.record))
+                self.quarantined += 1
+        self._held.discard((claim.stream, claim.entry))
+
     async def heartbeat(self, status: WorkerStatus) -> None:
         with self._store.lock:
             self._store.beats[self._name] = (time.monotonic(), status)

@@ -216,6 +216,18 @@ class WorkerBuffer:
             await self._script("RELEASE", keys, RELEASED, RELEASED_IDLE_MS, *pairs)
             self._held -= {(stream, entry) for entry in mine}
 
+    async def set_aside(self, claim: Claim, reason: str) -> None:
+        if not await self.renew([claim]):
+            await self._to_quarantine(claim.stream, claim.entry, reason)
+        self._held.discard((claim.stream, claim.entry))
+
+    async def _to_quarantine(self, stream: str, entry: str, reason: str) -> None:
+        logger.warning("%s %s goes to the quarantine: %s", stream, entry, reason)
+        keys = [stream, self.keys.quarantine, self.keys.set_aside]
+        args = [entry, reason, WORKERS_GROUP]
+        await self._call(functools.partial(self._scripts["QUARANTINE"], keys, args))
+        self.quarantined += 1
+
     async def heartbeat(self, status: WorkerStatus) -> None:
         """Skipped, with a log line, while Redis is full."""
 
@@ -274,11 +286,7 @@ class WorkerBuffer:
                 ticket = decode_ticket(record)
                 claim = Claim(stream, entry, ticket, _partial(ticket, partial))
             except RecordError as error:
-                logger.warning("%s %s goes to the quarantine: %s", stream, entry, error)
-                keys = [stream, self.keys.quarantine, self.keys.set_aside]
-                args = [entry, str(error), WORKERS_GROUP]
-                await self._call(functools.partial(self._scripts["QUARANTINE"], keys, args))
-                self.quarantined += 1
+                await self._to_quarantine(stream, entry, str(error))
                 continue
             self._held.add((stream, entry))
             claims.append(claim)

@@ -37,12 +37,20 @@ def check_format(model: nn.Module, format: str) -> None:
             raise ConfigError(f"rollout.format = {format!r}: {error}") from error
 
 
-def fits(config: DecoderConfig) -> Callable[[Group], None]:
-    """A check that raises RecordError for a group whose tokens or routes are not those of such a model."""
+def fits(config: DecoderConfig, longest: int) -> Callable[[Group], None]:
+    """A check that raises RecordError for a group whose tokens or routes are not those of such a model, or in
+    which a prompt and its response have more than `longest` tokens (learner.microbatch_tokens)."""
+    most = min(longest, config.max_positions)
 
     def check(group: Group) -> None:
         where = f"group of ticket {group.ticket.number}"
+        prompt = group.ticket.prompt_ids.shape[0]
         for t in group.trajectories:
+            if prompt + t.num_tokens > most:
+                raise RecordError(
+                    f"{where}, trajectory {t.index}: {prompt + t.num_tokens} tokens with the prompt, more than "
+                    f"the {most} that learner.microbatch_tokens and the model's positions leave"
+                )
             if t.response_ids.numpy().max() >= config.vocab_size:
                 raise RecordError(
                     f"{where}, trajectory {t.index}: a token outside of {config.vocab_size}"

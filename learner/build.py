@@ -254,7 +254,7 @@ def _build(
 ) -> Learner:
     metrics = MetricsLog(directory)
     trainer, state = build_trainer(run, directory, resume, task, tokenizer, metrics, stop)
-    buffer.check = fits(trainer.model.config)
+    buffer.check = fits(trainer.model.config, run.learner.microbatch_tokens)
     start = state.step if state else 0
     updater = _updater(trainer, run, ranks)
     # Token scores stay on the rank that computed them.

@@ -56,7 +56,7 @@ async def answered(
 class _Answering:
     def __init__(self, run: Run, engine: Engine, tokenizer: Tokenizer, reward: Reward) -> None:
         self._run, self._tokenizer, self._reward = run, tokenizer, reward
-        self._environment = evaluation_of(run.rollout.environment, Player(engine, tokenizer))
+        self._environment = evaluation_of(run, Player(engine, tokenizer))
         self._given = answer_of(run.task)
 
     async def one(

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from areal_q.config import CalculatorTool, EnvironmentConfig, External, Run, ScriptedEngine, parse
+from areal_q.config import CalculatorTool, External, Run, ScriptedEngine, parse
 from areal_q.errors import ConfigError, RunChanged
 from areal_q.tasks import Tokenizer, build_reward, build_tokenizer
 from buffer.redis_buffer import WorkerBuffer
@@ -50,7 +50,7 @@ def build_parts(run: Run, run_name: str, address: Address) -> Parts:
     if problem := engine.capabilities.lacks(run.rollout, run.learner.routing_replay):
         raise ConfigError(f"engine {engine.name}: {problem}")
     player = Player(engine, tokenizer, run.rollout.request_timeout_s)
-    environment = build_environment(run.rollout.environment, player)
+    environment = build_environment(run, player)
     episodes = environment if isinstance(environment, Episodes) else None
     if episodes and not address.at:
         raise ConfigError(
@@ -67,7 +67,7 @@ def build_parts(run: Run, run_name: str, address: Address) -> Parts:
             address=address.at,
             token_file=address.token_file,
         )
-    evaluation = evaluation_of(run.rollout.environment, player)
+    evaluation = evaluation_of(run, player)
     return Parts(engine, tokenizer, environment, evaluation, endpoint)
 
 
@@ -143,20 +143,21 @@ async def _serve(
         await buffer.close()
 
 
-def build_environment(config: EnvironmentConfig, player: Player) -> Environment:
+def build_environment(run: Run, player: Player) -> Environment:
     """Raises ConfigError for a tool that the tokenizer cannot spell."""
-    match config:
-        case CalculatorTool():
+    match run.rollout.environment:
+        case CalculatorTool() as config:
             return Calculator(player, config)
-        case External():
-            return Episodes(player, config)
+        case External() as config:
+            return Episodes(player, config, run.learner.microbatch_tokens)
         case _:
             return SingleTurn(player)
 
 
-def evaluation_of(config: EnvironmentConfig, player: Player) -> Environment:
+def evaluation_of(run: Run, player: Player) -> Environment:
     """How held-out problems are answered: as in training, but for outside agents, in one turn."""
-    return SingleTurn(player) if isinstance(config, External) else build_environment(config, player)
+    outside = isinstance(run.rollout.environment, External)
+    return SingleTurn(player) if outside else build_environment(run, player)
 
 
 def room(run: Run) -> Room:

@@ -53,8 +53,9 @@ class Episode:
 class Episodes:
     """An Environment (rollout/environments.py): its turns come from outside."""
 
-    def __init__(self, player: Player, cfg: External) -> None:
-        self._player, self._cfg = player, cfg
+    def __init__(self, player: Player, cfg: External, longest: int) -> None:
+        """`longest`: tokens of an episode, its prompt's included, that the learner has room for."""
+        self._player, self._cfg, self._longest = player, cfg, longest
         self._free: list[Episode] = []
         self._played: dict[str, Episode] = {}
         self._changed = asyncio.Event()
@@ -113,6 +114,11 @@ class Episodes:
             raise RecordError("a turn of this episode is under way")
         if episode.left <= 0:
             raise RecordError("the episode's budget of tokens is spent")
+        room = self._longest - len(episode.ids) - len(given)
+        if room <= 0:
+            raise RecordError(
+                f"the episode would have more than learner.microbatch_tokens = {self._longest} tokens"
+            )
         before = episode.response
         response = Response(
             [*before.ids], [*before.logprobs], [*before.mask], [*before.spans], turns=before.turns
@@ -120,7 +126,7 @@ class Episodes:
         response.add_given(given, response.spans[-1] if response.spans else UNDRAWN)
         episode.busy = True
         try:
-            budget = min(max_tokens or episode.left, episode.left)
+            budget = min(max_tokens or episode.left, episode.left, room)
             done = await self._player.turn(
                 episode.ticket,
                 episode.index,

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from areal_q.errors import RecordError
 from areal_q.messages import Group, PartialGroup, Ticket, Trajectory, WorkerStatus
 from areal_q.tasks import Problem, Reward, Tokenizer
 from buffer.redis_buffer import Claim, WorkerBuffer
@@ -45,6 +46,10 @@ SAY_AFTER_S = 10.0
 """A worker that waits for longer than this says for what"""
 LOOK_S = 0.05
 """Between two looks for room that ended responses of unfinished groups have left"""
+
+
+MOST_REFUSED = 100
+"""Tickets in a row that are set aside before the worker gives up"""
 
 
 class Room(NamedTuple):
@@ -120,6 +125,8 @@ class Worker:
         self._place_free = asyncio.Event()
         self._swapped = asyncio.Event()
         self._groups = 0
+        self._refused = 0
+        """Tickets in a row that could not become a group"""
         self._timeouts = 0
         self._resumed = 0
         self._swaps = 0
@@ -160,7 +167,24 @@ class Worker:
                 self._works[loops.create_task(self._handle(work))] = work
 
     async def _handle(self, work: Work) -> None:
-        """From ticket to committed group. Cancelled, it leaves its work for `run` to release."""
+        """From ticket to committed group. Cancelled, it leaves its work for `run` to release. A ticket that
+        cannot become a valid group costs itself alone. Raises RecordError when nothing but such tickets came:
+        then it is the weights, or the worker."""
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            await self._make(work, task)
+            self._refused = 0
+        except* RecordError as errors:
+            self._refused += 1
+            if self._refused >= MOST_REFUSED:
+                raise
+            await self._buffer.set_aside(work.claim, _first(errors))
+        self._works.pop(task, None)
+        self._place_free.set()
+
+    async def _make(self, work: Work, task: asyncio.Task[None]) -> None:
+        """Draws, scores and commits the group. Raises RecordError where it is not valid."""
         claim, ticket = work.claim, work.claim.ticket
         # Admission counted on weights no older than the ticket; with older ones the group could be
         # too old when its turn comes.
@@ -182,16 +206,12 @@ class Worker:
             started_s=started,
             finished_s=time.time(),
         )
-        task = asyncio.current_task()
-        assert task is not None
         self._committing.add(task)
         task.add_done_callback(self._committing.discard)
         if await self._buffer.commit(claim, group):
             self._groups += 1
         else:
             logger.warning("ticket %d was taken over; its group is discarded", ticket.number)
-        del self._works[task]
-        self._place_free.set()
 
     def _take_up(self, work: Work) -> None:
         """Goes on from another worker's tokens, where they are not too old, nor of weights still to come."""
@@ -293,3 +313,11 @@ class Worker:
             self._observe(msgspec.structs.asdict(status))
             await self._buffer.heartbeat(status)
             last_s, last_tokens, last_busy = now_s, engine.tokens_drawn, engine.busy_s
+
+
+def _first(errors: BaseExceptionGroup[RecordError]) -> str:
+    """The reason that the first of them gives."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error)

@@ -342,7 +342,9 @@ async def playing(
     feeder.admit(0)
     engine = build_engine(run.rollout.engine)
     assert isinstance(run.rollout.environment, External)
-    episodes = Episodes(Player(engine, tokenizer), run.rollout.environment)
+    episodes = Episodes(
+        Player(engine, tokenizer), run.rollout.environment, run.learner.microbatch_tokens
+    )
     receiver = Receiver(ends.announce, ends.fetch, run=run.name)
     mine = WorkerBuffer(redis_url, run.name, "w")
     worker = Worker(
@@ -433,6 +435,30 @@ def check_group(group: Group, played: list[tuple[dict[str, Any], list[Any]]]) ->
         assert replies[-1].prompt_token_ids == last, "the model saw exactly what is recorded"
 
 
+def test_an_episode_ends_where_the_learner_has_no_more_room(
+    make_run: MakeRun, redis_url: str, short_dir: Path
+):
+    """What an agent's tools say has no bound of its own; a group that is too long would be set aside."""
+    run = make_run(EXTERNAL, "rollout.sampling.max_tokens=9", "learner.microbatch_tokens=20")
+
+    async def work() -> None:
+        async with playing(run, redis_url, short_dir) as (url, _, _):
+            episode = await post(url, "/episodes")
+            heads = {"X-Episode": episode["id"]}
+            async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
+                create: Any = client.completions.create
+                with pytest.raises(openai.BadRequestError, match="microbatch_tokens = 20"):
+                    prompt = episode["prompt"] + "1" * 30
+                    await create(model="run", prompt=prompt, extra_headers=heads)
+                given = 18 - len(episode["prompt_token_ids"])
+                reply = await create(
+                    model="run", prompt=episode["prompt"] + "1" * given, extra_headers=heads
+                )
+                assert len(reply.choices[0].token_ids) <= 2
+
+    run_async(work())
+
+
 def test_an_episode_given_up_begins_again_with_whoever_asks_next(
     make_run: MakeRun, make_ticket: Callable[..., Ticket]
 ):
@@ -443,7 +469,7 @@ def test_an_episode_given_up_begins_again_with_whoever_asks_next(
         await engine.start()
         await engine.load_weights(Publisher(run).make(build_model(run, build_tokenizer(run)), 0))
         player = Player(engine, build_tokenizer(run))
-        episodes = Episodes(player, External(episode_timeout_s=0.05))
+        episodes = Episodes(player, External(episode_timeout_s=0.05), 1000)
         ticket = make_ticket(group_size=1, sampling=run.rollout.sampling)
         responses = [Response()]
         task = asyncio.create_task(episodes(ticket, responses))

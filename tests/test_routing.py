@@ -239,21 +239,33 @@ def test_routes_of_the_wrong_kind_or_length_are_refused(dtype, tokens, make_grou
 
 
 def test_a_group_that_does_not_fit_the_model_is_refused(make_group) -> None:
-    check = fits(msgspec.structs.replace(CONFIG, vocab_size=100))
+    check = fits(msgspec.structs.replace(CONFIG, vocab_size=100), 1000)
     check(with_routes(make_group()))
     check(make_group())
     with pytest.raises(RecordError, match="another model"):
         check(with_routes(make_group(), layers=3))
     with pytest.raises(RecordError, match="token outside"):
-        fits(CONFIG)(make_group())
+        fits(CONFIG, 1000)(make_group())
     few = msgspec.structs.replace(EXPERTS, count=3)
     with pytest.raises(RecordError, match="more than 3 experts"):
-        fits(msgspec.structs.replace(CONFIG, vocab_size=100, experts=few))(
+        fits(msgspec.structs.replace(CONFIG, vocab_size=100, experts=few), 1000)(
             with_routes(make_group())
         )
     dense = msgspec.structs.replace(CONFIG, family="qwen3", vocab_size=100, experts=None)
     with pytest.raises(RecordError, match="another model"):
-        fits(dense)(with_routes(make_group()))
+        fits(dense, 1000)(with_routes(make_group()))
+
+
+def test_a_group_longer_than_a_micro_batch_is_refused(make_group) -> None:
+    """It once ended the learner, and every resume of it, since a group stays in Redis."""
+    config, group = msgspec.structs.replace(CONFIG, vocab_size=100), make_group()
+    prompt = group.ticket.prompt_ids.shape[0]
+    longest = prompt + max(t.num_tokens for t in group.trajectories)
+    fits(config, longest)(group)
+    with pytest.raises(RecordError, match=f"{longest} tokens with the prompt"):
+        fits(config, longest - 1)(group)
+    with pytest.raises(RecordError, match=f"{longest} tokens with the prompt"):
+        fits(msgspec.structs.replace(config, max_positions=longest - 1), 1000)(group)
 
 
 @pytest.mark.parametrize("asked", ["routing_replay=true", "router_aux_coef=0.1"])

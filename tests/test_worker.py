@@ -12,16 +12,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from areal_q.config import Run, ScriptedEngine, TorchEngine, dump_toml
-from areal_q.messages import Group, Ticket
+from areal_q.messages import Array, Group, Ticket, VersionSpan
 from areal_q.models import Decoder
 from areal_q.quant.plan import is_quantized
 from areal_q.tasks import (
     Problem,
+    Score,
     build_reward,
     build_score,
     build_task,
@@ -129,7 +131,7 @@ async def working(
         weight_format=run.rollout.format,
         room=limit or room(run),
         max_lag=run.learner.max_lag,
-        environment=environment or build_environment(run.rollout.environment, player),
+        environment=environment or build_environment(run, player),
     )
     task = asyncio.create_task(worker.run(begin))
     try:
@@ -740,5 +742,52 @@ def test_a_reward_that_hangs_costs_its_response_and_nothing_else(
                     assert t.reward == (0.0 if fails else 1.0)
                     assert t.valid == (not fails)
                     assert t.failure == ("timeout" if hangs else "exception" if fails else None)
+
+    run_async(work())
+
+
+def test_a_ticket_that_cannot_become_a_group_costs_itself_alone(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    """A prompt too long for the model, or a reward that no group may have, once ended every worker in turn."""
+    side = learner(make_run("rollout.engine.type=torch", *ONE))
+    long = side.feeder._ticket(0, 0)
+    ids = Array.of(np.ones(300, np.int32))
+    side.buffer.admit([msgspec.structs.replace(long, prompt_ids=ids)], 1)
+
+    async def work() -> None:
+        async with working(side):
+            side.publish(0)
+            side.feeder.cursor = 1
+            side.feeder.admit(0)
+            (group,) = await side.take(1)
+            assert group.ticket.number > 0
+            await until(lambda: side.buffer.set_aside() == 1)
+            assert 0 not in side.buffer.open_tickets()
+
+    run_async(work())
+
+
+def test_a_group_that_is_refused_at_its_commit_costs_itself_alone(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    side = learner(make_run(SCRIPTED, *ONE))
+
+    class Rewarded:
+        """Ends every response with a reward, that of ticket 0 too large."""
+
+        async def __call__(self, ticket: Ticket, responses: list[Response]) -> None:
+            for response in responses:
+                response.add_given([1], VersionSpan(0, 0, "a"))
+                response.ended = True
+                response.score = Score(1e16 if ticket.number == 0 else 1.0, True)
+
+    async def work() -> None:
+        async with working(side, environment=Rewarded()):
+            side.publish(0)
+            side.feeder.admit(0)
+            (group,) = await side.take(1)
+            assert group.ticket.number > 0
+            await until(lambda: side.buffer.set_aside() == 1)
 
     run_async(work())
