@@ -2,6 +2,8 @@
 
 import asyncio
 import io
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from itertools import accumulate
@@ -415,6 +417,27 @@ def test_episodes_played_from_outside_become_a_token_exact_group(
             meter = FidelityMeter(run)
             meter.published(version)
             assert meter.measure([group])["fidelity/gap_mean_nats"] < 1e-3
+
+    run_async(work())
+
+
+def test_the_agent_of_the_docs_plays_a_group(make_run: MakeRun, redis_url: str, short_dir: Path):
+    run = make_run(EXTERNAL, "rollout.sampling.max_tokens=9")
+    script = Path(__file__).parents[1] / "docs" / "examples" / "agent.py"
+
+    async def work() -> None:
+        async with playing(run, redis_url, short_dir) as (url, buffer, _):
+            size = str(run.learner.group_size)
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, str(script), url, size, stdout=subprocess.PIPE
+            )
+            (group,) = await asyncio.to_thread(buffer.take, 1, 60.0)
+            said, _ = await child.communicate()
+            assert child.returncode == 0 and said.decode() == f"{size} episodes played\n"
+            for trajectory in group.trajectories:
+                inserted = trajectory.loss_mask.numpy() == 0
+                ids = trajectory.response_ids.numpy()[inserted]
+                assert ids.tolist() == CharTokenizer().encode("+")
 
     run_async(work())
 

@@ -11,6 +11,7 @@ import threading
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ from buffer.log import TrajectoryLog, iter_log
 from buffer.report import page
 from buffer.report.chunks import pack, unpack
 from buffer.report.figures import DELTA, plots_for, rows_of, write_csv
-from buffer.report.index import Index
+from buffer.report.index import Index, matching
 from buffer.report.page import bisection, interesting, shell, whole_file
 from buffer.report.runs import Reported, different_settings, overview, read_runs
 from buffer.report.serve import ReportServer
@@ -174,6 +175,24 @@ def _builtins(chunk):
     return msgspec.to_builtins(meta), arrays
 
 
+def test_many_runs_have_a_short_title_and_come_by_number(write_run, tmp_path):
+    for i in (1, 2, 10, 11):
+        write_run(tmp_path / f"run{i}", 2)
+    runs = read_runs(sorted(tmp_path.glob("run*")))
+    assert [run.name for run in runs] == ["run1", "run2", "run10", "run11"]
+    assert "<title>4 runs · AReaL-Q</title>" in whole_file(runs, 10**6)
+    chosen = [tmp_path / "run2", tmp_path / "run10", tmp_path / "run1"]
+    assert [run.name for run in read_runs(chosen)] == ["run2", "run10", "run1"]
+
+
+def test_every_plot_of_ours_says_what_it_shows(run_dir):
+    plots = plots_for([read_runs([run_dir])[0].records])
+    silent = {p.id for p in plots if not p.about}
+    assert silent == {"other.thing"}
+    kl = next(p for p in plots if p.id == "mismatch_kl")
+    assert "KL estimate k1" in kl.about[0]
+
+
 def test_only_settings_that_differ_are_compared():
     runs = [load(None, ["seed=1"]), load(None, ["seed=2", "learner.objective.type=tis", "name=x"])]
     rows = {row["key"]: row["values"] for row in different_settings(runs)}
@@ -231,6 +250,18 @@ def test_the_list_holds_what_the_logs_say(run_dir):
             ]
         assert one.lags.sum() == sum(t.num_tokens for _, t in everyone)
         assert one.ages.tolist() == ([3] if step == 0 else [0, 3])
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), unique=True),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), unique=True),
+)
+def test_scores_are_matched_by_ticket_and_index(ours, theirs):
+    columns = {"number": [n for n, _ in theirs], "index": [i for _, i in theirs]}
+    scored = pa.table({name: pa.array(rows, pa.int64()) for name, rows in columns.items()})
+    numbers, indices = (np.array([pair[k] for pair in ours], np.int64) for k in (0, 1))
+    expected = [theirs.index(pair) if pair in theirs else -1 for pair in ours]
+    assert matching(numbers, indices, scored).tolist() == expected
 
 
 def test_a_part_is_opened_once_and_not_for_each_step(write_run, tmp_path, monkeypatch):
@@ -384,6 +415,17 @@ def test_the_command_writes_file_and_csv_and_names_what_is_missing(run_dir, tmp_
         result = areal_q(*args)
         assert result.returncode == 2 and "none" in result.stderr
         assert len(result.stderr.splitlines()) == 1
+
+
+def test_several_runs_are_told_in_one_line_each(write_run, tmp_path):
+    for name in "ab":
+        write_run(tmp_path / name, 4)
+    command = [sys.executable, "-m", "areal_q", "report", "a", "b", "--out", "r.html"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("a: done after 4 steps") and "held-out accuracy 0.400" in lines[0]
 
 
 # The server

@@ -219,6 +219,37 @@ def test_axis_and_smoothing_redraw_every_line_and_a_run_can_be_switched_off(
     expect(page).to_have_url(re.compile("#tokens/1/1/0/0$"))
 
 
+def test_many_runs_share_one_legend_with_their_final_figures(show, write_run, tmp_path):
+    runs = [write_run(tmp_path / f"run{i}", 4, f"seed={i}") for i in range(12)]
+    page = show(runs)
+    rows = page.locator("#curves .figures tbody tr")
+    expect(rows).to_have_count(12)
+    assert rows.nth(9).inner_text().split("\t")[0].strip() == "10 run9"
+    assert "0.4" in rows.first.inner_text()
+    line = page.locator("figure[data-plot=loss] path.line")
+    expect(line).to_have_count(12)
+    looks = line.evaluate_all(
+        "all => all.map(e => getComputedStyle(e).stroke + getComputedStyle(e).strokeDasharray)"
+    )
+    assert len(set(looks)) == 12
+    assert page.locator("figure[data-plot=mismatch_kl] .legend .key").count() == 1
+    page.get_by_role("checkbox", name="10 run9").uncheck()
+    expect(line).to_have_count(11)
+    assert page.evaluate("document.documentElement.scrollWidth") == 1400
+
+
+def test_every_axis_has_three_ticks_and_every_plot_an_explanation(show, write_run, tmp_path):
+    page = show([write_run(tmp_path / "a", 6)])
+    ticks = page.locator("#curves > section figure svg[tabindex]").evaluate_all(
+        "all => all.map(e => e.querySelectorAll('.axes text[text-anchor=end]').length)"
+    )
+    assert len(ticks) > 10 and min(ticks) >= 3
+    plot = page.locator("figure[data-plot=ess]")
+    expect(plot.locator(".about")).to_be_hidden()
+    plot.get_by_role("button", name="what Effective sample size of w means").click()
+    expect(plot.locator(".about")).to_contain_text("share of the tokens")
+
+
 def test_a_long_response_is_shown_page_by_page(show, write_run, make_group, make_ticket, tmp_path):
     directory = write_run(tmp_path / "long", 1)
     tokens = 4500

@@ -13,6 +13,7 @@ import typer
 
 from areal_q.command import run_command
 from areal_q.errors import ConfigError, LogError, RecordError, UserError
+from areal_q.summary import plural
 
 Out = Annotated[
     Path | None, typer.Option("--out", help="the file; default: report.html in the first RUN")
@@ -48,6 +49,7 @@ def main(
     if serve:
         _serve(directories, port)
         return
+    _tell(f"reading {plural(len(directories), 'run')}")
     runs = read_runs(directories)
     for run in runs:
         if not run.records:
@@ -62,10 +64,15 @@ def _write(runs, out: Path, max_bytes: int, csv: Path | None) -> None:
     from areal_q.last_screen import last_screen
     from buffer.report.figures import write_csv
     from buffer.report.page import whole_file
+    from buffer.report.runs import one_line
 
     began = time.monotonic()
-    for run in runs:
-        last_screen(run.run, run.directory)
+    if len(runs) == 1:
+        last_screen(runs[0].run, runs[0].directory)
+    else:
+        for run in runs:
+            typer.echo(one_line(run))
+    _tell(f"writing {sum(run.index.num_trajectories for run in runs):,} trajectories")
     page = whole_file(runs, max_bytes)
     scratch = out.with_name(out.name + ".tmp")
     scratch.write_text(page, encoding="utf-8")
@@ -75,6 +82,12 @@ def _write(runs, out: Path, max_bytes: int, csv: Path | None) -> None:
     if csv:
         count = write_csv([run.name for run in runs], [run.records for run in runs], csv)
         typer.echo(f"{csv}: {count} files of CSV")
+
+
+def _tell(text: str) -> None:
+    """A word on what takes its time, for whoever sits at a terminal."""
+    if sys.stderr.isatty():
+        typer.echo(f"{text} …", err=True)
 
 
 def _serve(directories: list[Path], port: int) -> None:

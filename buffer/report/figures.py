@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from areal_q.metric_table import METRICS, WORKER_METRICS, describe
 from areal_q.metrics import Record
 
 Source = Literal["step", "eval", "worker"]
@@ -37,6 +38,8 @@ class Plot(msgspec.Struct, frozen=True, kw_only=True):
     """A logarithmic axis, for what spans decades"""
     zero: bool = False
     """The axis holds 0"""
+    about: list[str] = []
+    """A sentence for each line that says what it is"""
 
 
 def _plot(section: str, id: str, title: str, unit: str, *keys: str, **more: Any) -> Plot:
@@ -124,7 +127,20 @@ def plots_for(records: Sequence[Sequence[Record]]) -> list[Plot]:
     shown = {line.key for plot in PLOTS for line in plot.lines}
     rest = sorted(k for k in found["step"] - shown if "/" in k)
     others = [_plot("Every other metric", key.replace("/", "."), key, "", key) for key in rest]
-    return [p for p in plots if p.lines] + others
+    return [with_meaning(p) for p in [*plots, *others] if p.lines]
+
+
+def with_meaning(plot: Plot) -> Plot:
+    """`plot` with what the table of metrics says of its lines; lines that mean the same share a sentence."""
+    table = WORKER_METRICS if plot.source == "worker" else METRICS
+    about: dict[str, str] = {}
+    for line in plot.lines:
+        if metric := describe(line.key, table):
+            about.setdefault(metric.meaning, line.label)
+    sentences = [
+        f"{label}: {text}" if label and len(about) > 1 else text for text, label in about.items()
+    ]
+    return msgspec.structs.replace(plot, about=sentences)
 
 
 def rows_of(records: Iterable[Record], source: Source) -> list[Record]:

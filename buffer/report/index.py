@@ -163,15 +163,18 @@ def read_step(step: int, where: Located, scored: Located | None, parts: _Parts) 
 
 def matching(number: np.ndarray, index: np.ndarray, scored: pa.Table) -> np.ndarray:
     """int64 [N]: the row of `scored` for each (number, index), -1 where there is none."""
-    rows = {
-        key: row
-        for row, key in enumerate(
-            zip(scored["number"].to_pylist(), scored["index"].to_pylist(), strict=True)
-        )
-    }
-    return np.array(
-        [rows.get(key, -1) for key in zip(number.tolist(), index.tolist(), strict=True)]
-    )
+    theirs = _keys(scored["number"].to_numpy(), scored["index"].to_numpy())
+    ours = _keys(number, index)
+    if not len(theirs):
+        return np.full(len(ours), -1)
+    order = np.argsort(theirs)
+    row = order[np.minimum(np.searchsorted(theirs, ours, sorter=order), len(order) - 1)]
+    return np.where(theirs[row] == ours, row, -1)
+
+
+def _keys(number: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """int64 [N]: one number for each pair; a response's index in its group is below 2^24."""
+    return (number.astype(np.int64) << 24) + index
 
 
 def _scores(

@@ -70,7 +70,7 @@ def whole_file(runs: Sequence[Reported], max_bytes: int) -> str:
     first; then the groups of as many steps as there is room for, in the order of `interesting`.
     """
     chunks = [("overview", pack(*overview(runs)))]
-    room = max_bytes - len(shell(_title(runs), chunks))
+    room = max_bytes - len(shell(title_of(runs), chunks))
     listed = []
     for i, run in enumerate(runs):
         steps, body = _index_within(run, int(room * INDEX_SHARE / len(runs)))
@@ -82,7 +82,7 @@ def whole_file(runs: Sequence[Reported], max_bytes: int) -> str:
         for name, body in _blocks(run, listed[i], share):
             chunks.append((f"groups/{i}/{name}", body))
             room -= _size(body)
-    return shell(_title(runs), chunks)
+    return shell(title_of(runs), chunks)
 
 
 def index_chunk(steps: Sequence[StepIndex], total: int) -> bytes:
@@ -165,8 +165,8 @@ def _size(body: bytes) -> int:
     return len(body) * 4 // 3 + 90
 
 
-def _title(runs: Sequence[Reported]) -> str:
-    return ", ".join(run.name for run in runs)
+def title_of(runs: Sequence[Reported]) -> str:
+    return ", ".join(run.name for run in runs) if len(runs) <= 3 else f"{len(runs)} runs"
 
 
 @cache

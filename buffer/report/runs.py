@@ -17,6 +17,7 @@ from areal_q.accuracy import read_evaluations
 from areal_q.config import Run, load
 from areal_q.curves import thinned
 from areal_q.errors import LogError
+from areal_q.files import by_number
 from areal_q.metrics import FILE_NAME, Record, read_metrics
 from areal_q.rundir import flat
 from areal_q.summary import mean, summarize
@@ -87,7 +88,10 @@ class Reported:
 
 
 def read_runs(directories: Sequence[Path]) -> list[Reported]:
-    """Runs of equal name are told apart by their directories."""
+    """Runs of equal name are told apart by their directories. Directories in the order of a shell's `*` come in
+    that of their numbers, 2 before 10; any other order is the user's own and stays."""
+    if list(directories) == sorted(directories):
+        directories = by_number(directories)
     runs = [Reported(directory) for directory in directories]
     names = [run.name for run in runs]
     for run in runs:
@@ -147,6 +151,15 @@ def _final_and_best(run: Reported, key: str, better: str) -> dict[str, Any]:
         best = (max if better == "max" else min)(found, key=lambda r: r[key])
         out |= {"best": best[key], "step": best["step"]}
     return out
+
+
+def one_line(run: Reported) -> str:
+    """Example: "run2: done after 420 steps in 4:24, held-out accuracy 0.953, reward 0.904"."""
+    told = [f"{run.name}: {summarize(run.records).title}"]
+    for label, key, better in TABLE[:2]:
+        final = _final_and_best(run, key, better)["final"]
+        told += [] if final is None else [f"{label} {final:.3f}"]
+    return ", ".join(told)
 
 
 def different_settings(runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ import msgspec
 from areal_q.errors import RecordError
 from areal_q.local_requests import is_loopback
 from buffer.report.chunks import pack
-from buffer.report.page import index_chunk, shell
+from buffer.report.page import index_chunk, shell, title_of
 from buffer.report.runs import Reported, overview
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class ReportServer(ThreadingHTTPServer):
         self.runs = runs
         self.lock = threading.Lock()
         """Held while runs are read: a refresh changes them"""
-        self.title = ", ".join(run.name for run in runs)
+        self.title = title_of(runs)
         super().__init__(("127.0.0.1", port), _Handler)
 
     @property

@@ -30,7 +30,16 @@ function show(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
+// Round numbers between low and high, about `count` and at least three of them.
 function ticks(low, high, count) {
+  for (let n = count; n < 16 * count; n *= 2) {
+    const out = ticksOf(low, high, n);
+    if (out.length > 2 || high <= low) return out;
+  }
+  return ticksOf(low, high, count);
+}
+
+function ticksOf(low, high, count) {
   const rough = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].find((m) => m * power >= rough * 0.999) * power;

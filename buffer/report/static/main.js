@@ -45,10 +45,11 @@ async function main() {
 
   function header() {
     const { runs } = data.meta;
-    document.getElementById("names").textContent = runs.map((run) => run.name).join(" · ");
+    document.getElementById("names").textContent = runs.length > 3 ? `${runs.length} runs` : runs.map((run) => run.name).join(" · ");
+    const logged = runs.reduce((sum, run) => sum + run.logged.trajectories, 0);
     const thinned = runs.some((run) => run.thinned > 1) ? " · curves averaged to 2,000 points" : "";
     document.getElementById("status").textContent =
-      runs.map((run) => `${run.title}; ${run.logged.trajectories.toLocaleString("en")} trajectories logged`).join(" | ") + thinned;
+      `${runs.length > 1 ? "" : `${runs[0].title}; `}${logged.toLocaleString("en")} trajectories logged${thinned}`;
     document.getElementById("summary")?.remove();
     if (runs.length === 1) {
       document.getElementById("header").insertBefore(

@@ -2,6 +2,13 @@
 
 const MARGIN = { left: 54, right: 10, top: 8, bottom: 22 };
 const HEIGHT = 190;
+const MOST_KEYS = 9; // of a plot: with more lines the runs are told apart by the one legend above all plots
+const KEY_FIGURES = ["eval/accuracy", "reward/mean", "mismatch/kl", "lag/mean", "rollout/tokens_per_s", "learner/tokens_per_s"];
+
+// The classes of run i: eight colours, and beyond them other dashes.
+function lineOf(i) {
+  return `c${i % 8} d${Math.floor(i / 8) % 4}`;
+}
 
 class Curves {
   constructor(root, openTokens) {
@@ -55,18 +62,31 @@ class Curves {
     this.open = el("button", { onclick: () => this.openTokens(Math.max(0, Math.round(this.cursor) - 1)) });
     this.reset = el("button", { onclick: () => this.zoom(null) }, "whole range");
     const runs = this.data.meta.runs;
-    const keys = runs.length < 2 ? [] : runs.map((run, i) =>
-      el("label", { class: `key c${i % 8}` }, el("input", {
-        type: "checkbox", checked: !this.hidden.has(i),
-        onchange: (e) => { this.hidden[e.target.checked ? "delete" : "add"](i); this.redraw(); },
-      }), el("span", { class: "swatch" }), run.name));
-    return el("div", { class: "toolbar" },
+    const figures = runs.length < 2 ? [] : [this.figures()];
+    const bar = el("div", { class: "toolbar" },
       pick("x axis", [["step", "steps"], ["elapsed_s", "minutes"]], this.axis, (v) => {
         this.axis = v; this.range = this.cursor = null; this.redraw(); this.say();
       }),
       pick("smoothing", [[0, "none"], [5, "5 steps"], [20, "20 steps"]], this.smooth, (v) => { this.smooth = +v; this.redraw(); }),
-      keys, this.reset, this.open, this.readout,
+      this.reset, this.open, this.readout,
       el("span", { class: "hint" }, "drag to zoom · Esc resets · focus a plot: ← → read values, Enter opens the tokens"));
+    return el("div", {}, ...figures, bar);
+  }
+
+  // The legend of all plots: a line for each run, with its final figures and a switch.
+  figures() {
+    const { runs, table: lines } = this.data.meta;
+    const chosen = lines.filter((line) => KEY_FIGURES.includes(line.key));
+    const head = ["run", "", ...chosen.flatMap((line) => (line.key === "eval/accuracy" ? [line.label, "best"] : [line.label]))];
+    const rows = runs.map((run, i) => [
+      el("label", { class: `key ${lineOf(i)}` }, el("input", {
+        type: "checkbox", checked: !this.hidden.has(i),
+        onchange: (e) => { this.hidden[e.target.checked ? "delete" : "add"](i); this.redraw(); },
+      }), el("span", { class: "swatch" }), `${i + 1} ${run.name}`),
+      run.title,
+      ...chosen.flatMap(({ key, values }) => [show(values[i].final), ...(key === "eval/accuracy" ? [values[i].best == null ? "" : `${show(values[i].best)} at ${show(values[i].step)}`] : [])]),
+    ]);
+    return el("div", { class: "figures", tabindex: 0, role: "region", "aria-label": "final figures of the runs" }, table(head, rows));
   }
 
   redraw() {
@@ -115,7 +135,8 @@ class Curves {
         out.push({
           run: i, worker, key: line.key, place,
           label: [several ? run.name : "", worker, line.label].filter(Boolean).join(" · "),
-          color: (several ? i : nth) % 8, dash: several ? nth % 4 : 0,
+          look: several ? `${lineOf(i)} ${meta.runs.length > 8 ? `n${nth % 4}` : `d${nth % 4}`}` : `c${nth % 8}`,
+          part: [worker, line.label].filter(Boolean).join(" · "),
           x: this.axis === "step" ? x : x.map((v) => v / 60), y: y.map((v) => v * plot.scale),
         });
       }));
@@ -149,15 +170,28 @@ class Plot {
     this.svg = svg("svg", { role: "img", tabindex: 0, "aria-label": `${plot.title}${plot.unit ? `, ${plot.unit}` : ""}` });
     this.legend = el("div", { class: "legend" });
     this.root = el("figure", { class: "plot", "data-plot": plot.id },
-      el("figcaption", {}, el("b", {}, plot.title), " ", el("span", { class: "unit" }, plot.unit),
+      el("figcaption", {}, el("b", {}, plot.title), " ", el("span", { class: "unit" }, plot.unit), this.about(),
         el("button", { class: "csv", title: `${plot.title} as CSV`, "aria-label": `${plot.title} as CSV`, onclick: () => curves.csv(plot) }, "CSV")),
       this.svg, this.legend);
+    if (plot.about.length) this.root.append(this.told);
     this.root.plot = this;
     this.svg.addEventListener("pointermove", (e) => this.move(e));
     this.svg.addEventListener("pointerdown", (e) => { this.from = this.at(e); this.svg.setPointerCapture(e.pointerId); });
     this.svg.addEventListener("pointerup", (e) => this.release(e));
     this.svg.addEventListener("dblclick", () => curves.zoom(null));
     this.svg.addEventListener("keydown", (e) => this.press(e));
+  }
+
+  // A button that says in a sentence for each line what the plot shows.
+  about() {
+    const { title, about } = this.plot;
+    if (!about.length) return null;
+    this.told = el("ul", { class: "about", hidden: true }, about.map((text) => el("li", {}, text)));
+    const open = (event) => {
+      this.told.hidden = !this.told.hidden;
+      event.currentTarget.setAttribute("aria-expanded", String(!this.told.hidden));
+    };
+    return el("button", { class: "ask", title: about.join("\n"), "aria-label": `what ${title} means`, "aria-expanded": "false", onclick: open }, "?");
   }
 
   draw() {
@@ -172,10 +206,10 @@ class Plot {
     const inner = svg("g", { "clip-path": `url(#${this.clip})` });
     for (const line of this.lines) {
       const smooth = this.curves.smooth && line.y.length > 10 ? averaged(line.y, this.curves.smooth) : null;
-      const classes = `line c${line.color} d${line.dash}`;
+      const classes = `line ${line.look}`;
       if (smooth) inner.append(svg("path", { class: `${classes} faint`, d: this.path(line.x, line.y) }));
       inner.append(svg("path", { class: classes, d: this.path(line.x, smooth || line.y) }));
-      if (line.y.length < 40) line.y.forEach((y, i) => Number.isNaN(y) || inner.append(svg("circle", { class: `dot c${line.color}`, cx: this.px(line.x[i]), cy: this.py(y), r: 2 })));
+      if (line.y.length < 40) line.y.forEach((y, i) => Number.isNaN(y) || inner.append(svg("circle", { class: `dot ${line.look}`, cx: this.px(line.x[i]), cy: this.py(y), r: 2 })));
     }
     this.cursorLine = svg("line", { class: "cursor", y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom });
     this.selection = svg("rect", { class: "selection", y: MARGIN.top, height: HEIGHT - MARGIN.top - MARGIN.bottom, width: 0 });
@@ -183,10 +217,27 @@ class Plot {
       x: MARGIN.left, y: 0, width: Math.max(1, width - MARGIN.left - MARGIN.right), height: HEIGHT - MARGIN.bottom + 1 }));
     this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     this.svg.replaceChildren(clip, this.axes(), this.selection, inner, this.cursorLine);
-    this.values = this.lines.map(() => el("span", { class: "value" }));
-    this.legend.replaceChildren(...this.lines.map((line, i) =>
-      el("span", { class: `key c${line.color} d${line.dash}` }, el("span", { class: "swatch" }), el("span", { class: "label" }, line.label || this.plot.title.toLowerCase()), this.values[i])));
+    this.legend.replaceChildren(...this.keys());
     this.mark();
+  }
+
+  // A key with its value for each line; where that would be many, for each part of the plot with the range of
+  // its values, since the runs have one legend for all plots.
+  keys() {
+    const shared = this.lines.length > MOST_KEYS && this.curves.data.meta.runs.length > 1;
+    const groups = new Map();
+    this.lines.forEach((line, i) => {
+      const name = shared ? line.part : `${i}`;
+      if (!groups.has(name)) groups.set(name, []);
+      groups.get(name).push(line);
+    });
+    this.groups = [...groups.values()];
+    this.values = this.groups.map(() => el("span", { class: "value" }));
+    return this.groups.map(([line], i) => {
+      const label = (shared ? line.part : line.label) || this.plot.title.toLowerCase();
+      const swatch = shared ? [] : [el("span", { class: "swatch" })];
+      return el("span", { class: `key ${shared ? "" : line.look}` }, swatch, el("span", { class: "label" }, label), this.values[i]);
+    });
   }
 
   scaleY() {
@@ -233,7 +284,7 @@ class Plot {
     let values = ticks(this.y0, this.y1, 4);
     if (this.log) {
       const decades = ticks(Math.ceil(this.y0), Math.floor(this.y1), 4).filter(Number.isInteger).map((e) => 10 ** e);
-      values = decades.length > 1 ? decades : ticks(10 ** this.y0, 10 ** this.y1, 4).filter((v) => v > 0);
+      values = decades.length > 2 ? decades : logTicks(this.y0, this.y1);
     }
     for (const v of values) {
       const y = this.py(v);
@@ -253,9 +304,10 @@ class Plot {
     const inside = x != null && x >= this.x0 && x <= this.x1;
     this.cursorLine.classList.toggle("on", inside);
     if (inside) for (const name of ["x1", "x2"]) this.cursorLine.setAttribute(name, this.px(x));
-    this.lines.forEach((line, i) => {
-      const n = x == null ? lastFinite(line.y) : nearest(line.x, x);
-      this.values[i].textContent = n < 0 ? "–" : show(line.y[n]);
+    this.groups.forEach((lines, i) => {
+      const values = lines.map((line) => line.y[x == null ? lastFinite(line.y) : nearest(line.x, x)]).filter(Number.isFinite);
+      const [low, high] = [Math.min(...values), Math.max(...values)];
+      this.values[i].textContent = !values.length ? "–" : lines.length > 1 ? `${show(low, 3)} … ${show(high, 3)}` : show(low);
     });
   }
 
@@ -300,6 +352,14 @@ class Plot {
     else return;
     event.preventDefault();
   }
+}
+
+// 1, 2 and 5 of each decade between 10^low and 10^high; where these are too few, evenly spaced numbers.
+function logTicks(low, high) {
+  const out = [];
+  for (let e = Math.floor(low); e <= high; e++) for (const m of [1, 2, 5]) out.push(m * 10 ** e);
+  const inside = out.filter((v) => v >= 10 ** low && v <= 10 ** high);
+  return inside.length > 2 ? inside : ticks(10 ** low, 10 ** high, 4).filter((v) => v > 0);
 }
 
 function nearest(xs, x) {

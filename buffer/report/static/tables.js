@@ -1,5 +1,7 @@
 // What is no curve: figures of a run, comparison, settings, answers, histograms.
 
+const FEW_RUNS = 4; // that fit beside each other
+
 function table(head, rows, attributes = {}) {
   return el("table", attributes,
     el("thead", {}, el("tr", {}, head.map((h) => el("th", { scope: "col" }, h)))),
@@ -12,24 +14,47 @@ function buildAnswers(root, { meta }) {
   const parts = [];
   const csv = (name, rows) => el("button", { class: "csv", onclick: () => download(name, rows()) }, "CSV");
   parts.push(el("h2", {}, several ? "Comparison" : "Figures", " ", csv("comparison.csv", () => comparisonRows(meta))));
-  parts.push(table(["", ...meta.runs.flatMap((run) => (several ? [`${run.name}: final`, "best"] : ["final", "best"]))],
-    meta.table.map((line) => [line.label, ...line.values.flatMap((v) => [
-      el("td", { class: "number" }, show(v.final)),
-      el("td", { class: "number" }, v.best == null ? "" : `${show(v.best)} at ${show(v.step)}`),
-    ])])));
+  parts.push(el("div", { class: "wide" }, meta.runs.length > FEW_RUNS ? figuresByRun(meta) : figuresByMetric(meta)));
   parts.push(el("p", { class: "hint" }, "Final: mean of the last tenth of the steps; of held-out accuracy the last evaluation."));
   if (several) {
     parts.push(el("h2", {}, "Settings that differ"));
+    const names = meta.runs.map((run, i) => (meta.runs.length > FEW_RUNS ? `${i + 1}` : run.name));
     parts.push(meta.settings.length
-      ? table(["setting", ...meta.runs.map((run) => run.name)], meta.settings.map((row) => [row.key, ...row.values.map(setting)]))
+      ? el("div", { class: "wide" }, table(["setting", ...names], meta.settings.map((row) => [row.key, ...row.values.map(setting)])))
       : el("p", {}, "none"));
   }
-  for (const run of meta.runs) parts.push(...answersOf(run, several));
+  for (const run of meta.runs) {
+    const answers = answersOf(run, several);
+    if (meta.runs.length <= FEW_RUNS) parts.push(...answers);
+    else if (answers.length) parts.push(el("details", {}, el("summary", {}, `Answers of ${run.name}`), answers));
+  }
   for (const run of meta.runs) {
     parts.push(el("details", {}, el("summary", {}, `All settings${several ? ` of ${run.name}` : ""}`),
       table(["setting", "value"], Object.entries(run.settings).map(([key, value]) => [key, setting(value)]))));
   }
   root.replaceChildren(...parts);
+}
+
+function best({ best, step }) {
+  return best == null ? "" : `${show(best)} at ${show(step)}`;
+}
+
+function figuresByMetric(meta) {
+  const several = meta.runs.length > 1;
+  return table(["", ...meta.runs.flatMap((run) => (several ? [`${run.name}: final`, "best"] : ["final", "best"]))],
+    meta.table.map((line) => [line.label, ...line.values.flatMap((v) => [
+      el("td", { class: "number" }, show(v.final)),
+      el("td", { class: "number" }, best(v)),
+    ])]));
+}
+
+// Many runs stand one below the other.
+function figuresByRun(meta) {
+  return table(["run", ...meta.table.flatMap((line) => [line.label, ...(line.values.some((v) => v.best != null) ? ["best"] : [])])],
+    meta.runs.map((run, i) => [`${i + 1} ${run.name}`, ...meta.table.flatMap((line) => [
+      el("td", { class: "number" }, show(line.values[i].final)),
+      ...(line.values.some((v) => v.best != null) ? [el("td", { class: "number" }, best(line.values[i]))] : []),
+    ])]));
 }
 
 function comparisonRows(meta) {
