@@ -41,6 +41,9 @@ from learner.batch import Sample
 # A shell ignores Ctrl-C for what it starts in the background, and children would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What is tested is small, and two threads that wait for each other on a busy machine have cost four minutes.
+torch.set_num_threads(1)
+
 # A busy machine is slow, not wrong.
 settings.register_profile("search", deadline=None)
 settings.register_profile("same", deadline=None, derandomize=True)

@@ -73,6 +73,6 @@ def unit(report: Report) -> str:
 def reason(report: Report) -> str:
     """Why it was skipped, with the command that runs it where its marker has one and the reason names none."""
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    text = text.removeprefix("Skipped: ")
+    text = text.removeprefix("Skipped: ").split("\n")[0]
     runs = command(list(report.keywords)) if isinstance(report, pytest.TestReport) else None
     return text if runs is None or "make " in text else f"{text}: {runs}"

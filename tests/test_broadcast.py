@@ -224,6 +224,7 @@ def test_a_follower_needs_one_fetch_and_then_deltas_only(
         assert_same(await_version(receiver, number), make_version(number))
     assert receiver.stats.fetch.fetches == 1
     assert receiver.stats.deltas == broadcaster.stats.deltas == 9
+    assert receiver.stats.delta_bytes == broadcaster.stats.delta_bytes > 0
     assert broadcaster.stats.last_version_bytes < make_version(9).manifest.nbytes / 10
 
 

@@ -23,7 +23,7 @@ def test_engine():
     pytest.skip("vllm is not installed")
 
 def test_tool():
-    pytest.skip("no kubectl on PATH")
+    pytest.skip("no kubectl on PATH\\nand more")
 """
 FILE = """
 import pytest

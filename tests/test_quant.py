@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 from areal_q import delta, weights
 from areal_q.errors import QuantizationError
 from areal_q.quant import FORMATS, dequantize_state, is_quantized, quantize_state
-from areal_q.quant.linear import FloatLinear, Int8Linear, int8_matmul
+from areal_q.quant.linear import FloatLinear, Int8Linear, int8_matmul, int_mm_is_exact
 from areal_q.quant.rows import quantize_rows
 
 INT8, BF16 = FORMATS["int8"], FORMATS["bf16"]
@@ -225,6 +225,10 @@ def test_the_integer_product_is_exact(shape):
     b = torch.randint(-127, 128, (n, k), dtype=torch.int8)
     a[0], b[0] = 127, -127
     assert torch.equal(int8_matmul(a, b.t()).long(), a.long() @ b.long().t())
+
+
+def test_a_device_without_the_fast_kernel_does_not_take_it():
+    assert not int_mm_is_exact("mps")
 
 
 def test_the_integer_product_is_exact_without_the_fast_kernel(monkeypatch):
