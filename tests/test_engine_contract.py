@@ -25,7 +25,7 @@ CONFIGS = {
     "torch": TorchEngine(slots=64),
     "vllm": VllmEngine(slots=64),
     "sglang": SglangEngine(slots=64, start_timeout_s=300),
-    "scripted": ScriptedEngine(tokens_per_s=1e6),
+    "scripted": ScriptedEngine(tokens_per_s=1000),
 }
 FORMATS = {"sglang": "bf16"}
 """int8, but for engines that run no quantized one on a CPU"""

@@ -254,11 +254,11 @@ def test_vllm_killed_in_mid_request_comes_back_and_no_ticket_is_lost(
 def test_new_weights_are_stamped_on_the_tokens_that_they_draw(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
-    settings = [SCRIPTED, "rollout.sampling.max_tokens=24"]
+    settings = [SCRIPTED, LONG, "rollout.sampling.max_tokens=200"]
     side = learner(make_run(*settings, "learner.groups=2", "learner.max_lag=0"))
-    # No stop token is ever drawn: every response has its full length, and takes about a second.
+    # No stop token is ever drawn: every response has its full length, and takes two seconds.
     talker = scripted_engine(
-        ScriptedEngine(tokens_per_s=100), answer=lambda _: [3] * 24, certainty=lambda _: 1.0
+        ScriptedEngine(tokens_per_s=100), answer=lambda _: [3] * 200, certainty=lambda _: 1.0
     )
 
     async def work() -> None:
@@ -271,7 +271,7 @@ def test_new_weights_are_stamped_on_the_tokens_that_they_draw(
             groups = await side.take(2)
             for t in [t for group in groups for t in group.trajectories]:
                 assert [span.version for span in t.spans] == [0, 1]
-                assert sum(span.tokens for span in t.spans) == t.num_tokens == 24
+                assert sum(span.tokens for span in t.spans) == t.num_tokens == 200
                 assert [side.lineage.lag(span, 1) for span in t.spans] == [1, 0]
                 assert {s.digest for s in t.spans} == set(side.lineage.digests.values())
 
