@@ -10,7 +10,7 @@ TORCH_CPU ?= $(TORCH)+cpu
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: run test test-slow test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz browser reference clean
+.PHONY: run test test-slow test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser reference clean
 
 run: $(VENV)/.installed
 	$(BIN)/areal-q run configs/quickstart.toml
@@ -71,6 +71,10 @@ chaos: $(VENV)/.installed
 # Every decoder of what comes from a socket or a file, a million mutated inputs in all: docs/survival.md.
 fuzz: $(VENV)/.installed
 	$(BIN)/python -m bench.fuzz
+
+# One operator or constant of the source is changed and the nearest tests run, 60 times: docs/mutants.md.
+mutants: $(VENV)/.installed-dev
+	$(BIN)/python -m bench.mutants
 
 # The peers of the buffer, whose requirements exclude each other; about 3 GB, a few minutes.
 bench-buffer: $(VENV)/.installed .venv-reverb/.installed .venv-buffer-peers/.installed
