@@ -53,6 +53,10 @@ def main(
     """
     if step is not None:
         first, stop = step, step + 1
+    elif first is not None and stop is not None and stop <= first:
+        raise ConfigError(
+            f"--to {stop} is not after --from {first}: --to is the step to stop before"
+        )
     elif debug:
         raise ConfigError("--debug: say in which step, by --step N")
     # torch and all that needs it only now, so that a wrong option is answered at once.

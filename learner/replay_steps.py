@@ -20,7 +20,7 @@ from areal_q.messages import Group
 from areal_q.models import Decoder, DecoderConfig
 from areal_q.rundir import differences
 from areal_q.weights import WeightVersion
-from buffer.log import iter_log
+from buffer.log import iter_log, logged_steps
 from buffer.steps import StepRecord, iter_steps
 from learner import checkpoint
 from learner.failures import judged
@@ -86,9 +86,7 @@ class Replay:
         self.first = self.state.step if first is None else first
         records = _records(directory, self.state.step, stop)
         if self.first > records[-1].step:
-            raise LogError(
-                f"{directory}: no record of step {self.first}, the last is {records[-1].step}"
-            )
+            raise LogError(f"{directory}: no record of step {self.first}: {_end_of(directory)}")
         self.records = records
         self.stop = records[-1].step + 1
         torch.set_num_threads(self.run.learner.threads)
@@ -239,8 +237,13 @@ def _records(directory: Path, first: int, stop: int | None) -> list[StepRecord]:
             raise LogError(f"{directory / 'steps'}: no record of step {expected}")
     if not records or (stop is not None and records[-1].step < stop - 1):
         missing = records[-1].step + 1 if records else first
-        raise LogError(f"{directory / 'steps'}: no record of step {missing}")
+        raise LogError(f"{directory / 'steps'}: no record of step {missing}: {_end_of(directory)}")
     return records
+
+
+def _end_of(directory: Path) -> str:
+    steps = logged_steps(directory)
+    return f"the log ends at step {steps - 1}" if steps else "nothing is logged"
 
 
 def _groups_of(

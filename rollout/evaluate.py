@@ -90,7 +90,9 @@ def main(
     results = estimates(rows)
     for estimate in results[:-1]:
         typer.echo(estimate)
-    typer.echo(f"{results[-1] if results else ''}  ({len(rows)} problems, {elapsed_s:.1f} s)")
+    typer.echo(
+        f"{results[-1] if results else ''}  ({len(rows)} problems, {format}, {elapsed_s:.1f} s)"
+    )
     for remark in remarks(rows):
         typer.echo(remark, err=True)
     if file:

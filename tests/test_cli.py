@@ -1,6 +1,7 @@
 """The `areal-q` command as users have it: the installed executable, its answers and its exit codes."""
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -256,3 +257,11 @@ def test_a_task_file_imports_its_neighbours(tmp_path):
     command = [sys.executable, "-P", "-c", script, str(tmp_path / "own.py")]
     done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("9\n", "")
+
+
+def test_the_readme_lists_every_page_of_the_docs():
+    root = Path(areal_q.__file__).parents[1]
+    readme = (root / "README.md").read_text("utf-8")
+    table = readme.partition("## Where to read on")[2].partition("\n## ")[0]
+    pages = {f"docs/{page.name}" for page in (root / "docs").glob("*.md")}
+    assert set(re.findall(r"\((docs/\w+\.md)\)", table)) == pages

@@ -320,8 +320,9 @@ def test_no_run_is_one_line_and_exit_code_2(run_dir):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"first": 99}, "no record of step 8"),
-        ({"stop": 99}, "no record of step 8"),
+        ({"first": 99}, "the log ends at step 7"),
+        ({"stop": 99}, "no record of step 8: the log ends at step 7"),
+        ({"first": 6, "stop": 4}, "--to 4 is not after --from 6"),
         ({"step": 8}, "no record of step 8"),
         ({"settings": ["task.digits=3"]}, "task.digits"),
         ({"settings": ["learner.groups=4"]}, "learner.groups"),

@@ -285,7 +285,7 @@ print(failures)
 """
 
 
-@pytest.mark.parametrize("room", [1, 4, 1000, 5000, 10000])
+@pytest.mark.parametrize("room", [1, 4, 1000, 3000, 5000])
 def test_a_full_disk_leaves_no_torn_part(tmp_path, room):
     argv = [sys.executable, "-c", FULL_DISK, str(tmp_path), str(room)]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
