@@ -118,9 +118,11 @@ def inspect(trainer, step: int, groups, lineage) -> None:
     parts = prepare(trainer, samples)
     batch, inputs = parts[0][0]  # noqa: RUF059
     typer.echo(
-        f"step {step}: {len(samples)} samples, {len(parts)} parts; see samples, parts, batch, inputs"
+        f"step {step}: {len(samples)} samples, {len(parts)} parts; look at samples, parts[0][0], batch, "
+        "inputs, trainer.model; `c` goes on, `q` ends"
     )
     breakpoint()
+    typer.echo(f"step {step}: on to the update")
 
 
 def _verdict(replay, done, differing, console: Console) -> None:

@@ -360,6 +360,8 @@ def test_debug_stops_inside_the_step_with_the_batch_at_hand(finished):
     assert result.returncode == 0, result.stderr
     assert re.search(r"\(\d+, 128, torch\.Size\(\[\d+\]\)\)", result.stdout)
     assert "step 4:" in result.stdout and "bit for bit" in result.stdout
+    assert "inspect()" in result.stdout and "--Return--" not in result.stdout
+    assert "look at samples" in result.stdout
 
 
 @pytest.mark.parametrize("script", ["q\n", ""], ids=["q", "end of input"])
