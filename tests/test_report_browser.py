@@ -405,6 +405,26 @@ def test_served_every_trajectory_is_there_and_a_live_run_grows(
         server.server_close()
 
 
+def test_the_final_figures_of_served_runs_follow_them(new_page, write_run, tmp_path):
+    directories = [write_run(tmp_path / "a", 4), write_run(tmp_path / "b", 4)]
+    server = ReportServer(read_runs(directories))
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        page = new_page()
+        page.goto(server.url)
+        figures = page.locator("#curves .figures tbody tr").nth(1)
+        expect(figures).to_contain_text("0.4")
+        with MetricsLog(directories[1], tensorboard=False) as metrics:
+            metrics.write("eval", 5, {"eval/accuracy": 0.765})
+        expect(figures).to_contain_text("0.765")
+        page.close()
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_is_readable_in_light_and_dark(browser, write_run, tmp_path, scheme):
     """Contrast of at least 4.5 (WCAG 2.2, 1.4.3), also of tokens in their strongest colours."""

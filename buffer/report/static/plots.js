@@ -29,7 +29,10 @@ class Curves {
     this.data = data;
     this.bars.replaceChildren(...histograms(data));
     const shape = JSON.stringify([data.meta.plots, data.meta.runs.map((run) => [run.name, run.workers])]);
-    if (shape === this.shape) return;
+    if (shape === this.shape) {
+      this.renew();
+      return;
+    }
     this.shape = shape;
     const open = this.root.querySelector("details.more-plots")?.open;
     this.resize.disconnect();
@@ -62,7 +65,7 @@ class Curves {
     this.open = el("button", { onclick: () => this.openTokens(Math.max(0, Math.round(this.cursor) - 1)) });
     this.reset = el("button", { onclick: () => this.zoom(null) }, "whole range");
     const runs = this.data.meta.runs;
-    const figures = runs.length < 2 ? [] : [this.figures()];
+    this.final = runs.length < 2 ? null : this.figures();
     const bar = el("div", { class: "toolbar" },
       pick("x axis", [["step", "steps"], ["elapsed_s", "minutes"]], this.axis, (v) => {
         this.axis = v; this.range = this.cursor = null; this.redraw(); this.say();
@@ -70,7 +73,15 @@ class Curves {
       pick("smoothing", [[0, "none"], [5, "5 steps"], [20, "20 steps"]], this.smooth, (v) => { this.smooth = +v; this.redraw(); }),
       this.reset, this.open, this.readout,
       el("span", { class: "hint" }, "drag to zoom · Esc resets · focus a plot: ← → read values, Enter opens the tokens"));
-    return el("div", {}, ...figures, bar);
+    return el("div", {}, this.final, bar);
+  }
+
+  // The final figures of runs that go on; what has the focus stays.
+  renew() {
+    if (!this.final) return;
+    const now = this.figures();
+    const [old, fresh] = [this.final, now].map((box) => [...box.querySelectorAll("td")]);
+    old.forEach((cell, i) => { cell.textContent = fresh[i].textContent; });
   }
 
   // The legend of all plots: a line for each run, with its final figures and a switch.
