@@ -13,11 +13,9 @@ import contextlib
 import importlib.util
 import logging
 import os
-import shutil
 import signal
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -30,6 +28,7 @@ from areal_q.weights import WeightVersion
 from rollout.engines import served, vllm_cpu, vllm_lora, vllm_requests
 from rollout.engines.backend import Piece
 from rollout.engines.base import Capabilities, Request
+from rollout.engines.own_directory import OwnDirectory
 from rollout.engines.process_end import first_end
 from rollout.engines.stager import Stager
 from rollout.engines.streaming import StreamingEngine
@@ -88,7 +87,7 @@ class VllmBackend:
         """The processes that hold the model"""
         self._llm: AsyncLLM | None = None
         self._stager: Stager | None = None
-        self._directory: Path | None = None
+        self._directory: OwnDirectory | None = None
         self._first: Manifest | None = None
         self._model: DecoderConfig | None = None
         self._positions = config.max_positions
@@ -117,12 +116,14 @@ class VllmBackend:
         await self.close()
         manifest = weights.manifest
         settings = _settings(self.config, manifest)
-        self._directory = directory = Path(tempfile.mkdtemp(prefix="areal-q-vllm-"))
+        self._directory = own = OwnDirectory("areal-q-vllm-", tempfile.gettempdir())
+        directory = own.path
         try:
             await asyncio.to_thread(served.write, vllm_lora.base_of(weights), directory)
             self._llm = await self._construct(str(directory), settings)
             self._stager = Stager(directory)
             await self._connect(self._llm, self._stager, manifest.format)
+            own.note_segments(self.pids)
             self._adapter = vllm_lora.request(manifest)
             if self._adapter:  # the checkpoint is of the base alone
                 await self.stage(weights)
@@ -205,7 +206,7 @@ class VllmBackend:
             self._stager.close()
             self._stager = None
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.close()
             self._directory = None
 
     async def _construct(self, path: str, settings: dict[str, Any]) -> "AsyncLLM":
