@@ -48,18 +48,23 @@ class History:
         self.warmstart: Record | None = None
         self.end: Record | None = None
         self.elapsed_s = 0.0
+        self.warning = ""
+        """What the learner complains of, until its next step"""
         self.unfaithful: dict[str, Unfaithful] = {}
         """By engine, the newest step whose gap was beyond the bound"""
 
     def add(self, record: Record) -> None:
         match record["kind"]:
             case "step":
+                self.warning = ""
                 self.recent.append(record)
                 self.unfaithful |= {problem.engine: problem for problem in unfaithful([record])}
             case "eval":
                 self.evals.append(record)
             case "warmstart":
                 self.warmstart = record
+            case "warning":
+                self.warning = str(record["message"])
         # A resumed run goes on after the end of its earlier part.
         self.end = record if record["kind"] == "end" else None
         self.elapsed_s = record["elapsed_s"]
@@ -173,7 +178,9 @@ class PlainView(_Following):
         due = time.monotonic() >= self._next_line
         for record in fresh:
             always = record["kind"] in ("eval", "end") or "cache" in record
-            if always or (due and record is fresh[-1]):
+            if record["kind"] == "warning":
+                self.note(f"warning: {record['message']}")
+            elif always or (due and record is fresh[-1]):
                 self.note(plain_line(record, self.history))
                 self._next_line = time.monotonic() + PLAIN_EVERY_S
         if self.awaited() != self._awaited:
@@ -325,7 +332,8 @@ def picture(
         parts += [Text(), _figures(history, width)]
     for problem in history.unfaithful.values():
         parts.append(Text(f"✗ {problem}", "red"))
-    parts += [Text(f"✗ {warning}", "red") for warning in warnings]
+    complaints = [history.warning] if history.warning else []
+    parts += [Text(f"✗ {warning}", "red") for warning in [*complaints, *warnings]]
     if workers := (history.last or {}).get("workers"):
         parts += [Text(), _workers(workers, width)]
     return Group(*parts)

@@ -83,6 +83,8 @@ METRICS = (
     Metric("learner/wait_s", "s", "The part of it that the learner waited for groups."),
     Metric("learner/idle_share", "share", "learner/wait_s over learner/step_s."),
     Metric("learner/tokens_per_s", "tokens/s", "Response tokens that the learner learnt from per second."),
+    Metric("learner/replay_exact_steps", "steps", "Steps replayed since a resume that gave the recorded weights, bit for bit."),
+    Metric("learner/replay_differs_at", "step", "The first step replayed since a resume that gave other weights than recorded."),
     Metric("rollout/tokens_per_s", "tokens/s", "Response tokens that all live workers drew per second."),
     Metric("rollout/idle_share", "share", "Share of the time in which workers had nothing to generate, the mean over workers."),
     Metric("buffer/open_tickets", "tickets", "Tickets admitted and not yet learnt from."),

@@ -4,7 +4,7 @@ A line is flat, so that every tool can read it:
 
     {"kind": "step", "step": 12, "elapsed_s": 61.2, "time_s": 1767225600.1, "reward/mean": 0.63, …}
 
-`kind` is warmstart, step, eval or end; keys with a slash are `area/name_unit`; what is not a number
+`kind` is warmstart, step, eval, warning or end; keys with a slash are `area/name_unit`; what is not a number
 (`workers`, `samples`, `reason`) stands beside them. The live view, the summary and the curves
 read nothing else.
 """
@@ -23,7 +23,7 @@ from areal_q.errors import RecordError
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["warmstart", "step", "eval", "end"]
+Kind = Literal["warmstart", "step", "eval", "warning", "end"]
 Record = dict[str, Any]
 
 FILE_NAME = "metrics.jsonl"

@@ -30,6 +30,14 @@ class Entry(NamedTuple):
     """Of its record"""
 
 
+class Claims(NamedTuple):
+    """The training tickets."""
+
+    open: int
+    by_worker: dict[str, int]
+    """Those that a worker holds"""
+
+
 def committed_s(entry: str) -> float:
     """When the entry was added, by the clock of the buffer: a stream's ids begin with its milliseconds."""
     return int(entry.partition("-")[0]) / 1000
@@ -108,6 +116,12 @@ class LearnerSide(Protocol):
         ...
 
     def memory(self) -> Memory: ...
+
+    def claims(self) -> Claims: ...
+
+    def starves(self, sentence: str) -> None:
+        """Tells whoever looks from outside that the learner waits; "": no longer."""
+        ...
 
     def now_s(self) -> float:
         """The clock that gives entries their ids; compare with `committed_s`."""

@@ -7,7 +7,7 @@ Records are encoded and decoded as they would be on the way through Redis.
 import asyncio
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -22,7 +22,7 @@ from areal_q.messages import (
     decode_ticket,
     encode,
 )
-from buffer.base import START, Claim, Entry, LearnerSide, Memory, RunInfo, WorkerSide
+from buffer.base import START, Claim, Claims, Entry, LearnerSide, Memory, RunInfo, WorkerSide
 from buffer.keys import WORKER_TTL_S, Keys
 
 __all__ = ["LearnerSide", "MemoryBuffer", "MemoryLearner", "MemoryWorker", "WorkerSide"]
@@ -158,6 +158,15 @@ class MemoryLearner:
 
     def memory(self) -> Memory:
         return Memory(0, 0)
+
+    def claims(self) -> Claims:
+        with self._store.lock:
+            entries = self._store.tickets[self._keys.tickets].values()
+            owners = [str(entry.owner) for entry in entries if entry.owner]
+            return Claims(len(entries), dict(Counter(owners)))
+
+    def starves(self, sentence: str) -> None:
+        pass
 
     def now_s(self) -> float:
         return time.time()

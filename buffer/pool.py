@@ -41,7 +41,7 @@ class Pool:
         self.position = position
         self._run, self._batch = run, run.learner.groups
         self._sampler, self._removal = build_sampler(run.buffer.sampler), run.buffer.removal
-        self._needed = max(self._batch, self._sampler.min_groups)
+        self.needed = max(self._batch, self._sampler.min_groups)
         self._held: dict[int, Held] = {}
         """By ticket, in the order of their commits"""
         self._read: deque[tuple[str, int]] = deque()
@@ -74,7 +74,7 @@ class Pool:
     @property
     def missing(self) -> int:
         """Groups to wait for before the next draw."""
-        return max(0, self._needed - len(self._held))
+        return max(0, self.needed - len(self._held))
 
     @property
     def ahead(self) -> int:
@@ -112,7 +112,7 @@ class Pool:
         left = [item for item in oldest if committed_s(item.entry) >= since]
         nbytes = sum(item.nbytes for item in left)
         while len(left) > (bounds.max_groups or len(left)) or (
-            bounds.max_bytes is not None and nbytes > bounds.max_bytes and len(left) > self._needed
+            bounds.max_bytes is not None and nbytes > bounds.max_bytes and len(left) > self.needed
         ):
             nbytes -= left[0].nbytes
             over.append(left.pop(0))

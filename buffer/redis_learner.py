@@ -18,6 +18,7 @@ from areal_q.messages import (
     Decoder,
     Group,
     Ticket,
+    VersionSpan,
     WorkerStatus,
     decode_group,
     decode_status,
@@ -25,7 +26,7 @@ from areal_q.messages import (
     encode,
 )
 from buffer import scripts
-from buffer.base import START, Entry, Memory
+from buffer.base import START, Claims, Entry, Memory
 from buffer.connection import PATIENCE_S, Patience, connect, insist, refuses_writes
 from buffer.keys import RECORD, WORKERS_GROUP, Keys
 from buffer.lease import LEASE_S, RENEW_S, Owner
@@ -46,6 +47,17 @@ class _GroupOf(msgspec.Struct):
     ticket: _TicketOf
 
 
+class _Drawn(msgspec.Struct):
+    spans: list[VersionSpan]
+
+
+class _SpansOf(msgspec.Struct):
+    """Just enough of a group to know the weights that drew it."""
+
+    trajectories: list[_Drawn]
+
+
+_decode_spans: Decoder[_SpansOf] = Decoder(_SpansOf)
 _decode_number: Decoder[_TicketOf] = Decoder(_TicketOf)
 _decode_group_number: Decoder[_GroupOf] = Decoder(_GroupOf)
 
@@ -232,6 +244,33 @@ class LearnerBuffer:
     def memory(self) -> Memory:
         found: Any = self._call(lambda: self._redis.info("memory"))
         return Memory(int(found["used_memory"]), int(found.get("maxmemory", 0)))
+
+    def claims(self) -> Claims:
+        count: Any = self._call(lambda: self._redis.xlen(self.keys.tickets))
+        try:
+            found: Any = self._call(lambda: self._redis.xpending(self.keys.tickets, WORKERS_GROUP))
+        except redis.ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            return Claims(count, {})
+        by_worker: dict[str, int] = {}
+        for consumer in found["consumers"]:
+            name = consumer["name"].decode().rpartition("-")[0]
+            if name:  # tickets that were handed back belong to nobody
+                by_worker[name] = by_worker.get(name, 0) + consumer["pending"]
+        return Claims(count, by_worker)
+
+    def starves(self, sentence: str) -> None:
+        self._call(lambda: self._guarded("PUBLISH", [self.keys.owner], ["starves", sentence]))
+
+    def unread_digests(self) -> dict[int, str]:
+        """Digests, by version, of the weights that drew the groups after `position`; the newest counts."""
+        found: dict[int, str] = {}
+        for _, fields in self._pages(self.keys.groups, self.position):
+            with suppress(RecordError):
+                for drawn in _decode_spans(fields.get(RECORD, b"")).trajectories:
+                    found.update((span.version, span.digest) for span in drawn.spans)
+        return found
 
     def now_s(self) -> float:
         seconds, micros = self._call(self._redis.time)  # pyright: ignore

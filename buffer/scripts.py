@@ -62,7 +62,7 @@ local same = found[2] == ARGV[1] and found[3] == ARGV[2]
 if not same and tonumber(found[5] or '0') > now_ms then return {'0', found[4], found[5]} end
 local token = string.format('%.0f', math.max(now_ms, tonumber(found[1] or '0') + 1))
 redis.call('HSET', KEYS[1], 'token', token, 'run_id', ARGV[1], 'place', ARGV[2], 'record', ARGV[3],
-  'until', string.format('%.0f', now_ms + ARGV[4]))
+  'starves', '', 'until', string.format('%.0f', now_ms + ARGV[4]))
 return {token}
 """
 )

@@ -19,7 +19,7 @@ from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer, check_re
 from buffer.lease import owner_of
 from buffer.log import TrajectoryLog
 from buffer.redis_buffer import START, LearnerBuffer
-from buffer.steps import StepLog
+from buffer.steps import StepLog, iter_steps
 from buffer.tokens import TokenLog
 from buffer.wire.broadcaster import Broadcaster
 from learner import checkpoint
@@ -34,6 +34,7 @@ from learner.loop import Learner
 from learner.precision import set_precision
 from learner.publish import Publisher, sticky_ranges
 from learner.ranks import ALONE, Ranks
+from learner.replay_check import ReplayCheck
 from learner.take_step import PolicyUpdater, SingleProcessUpdater
 from learner.tap import TokenTap
 from learner.trainer import Trainer
@@ -240,6 +241,11 @@ def _run_id(directory: Path) -> str:
     return rundir.run_id(directory, checkpoint.read_state(found[-1]).run_id if found else "")
 
 
+def _recorded(directory: Path, start: int) -> dict[int, str]:
+    """Digests of the versions that the logged steps from `start` on made."""
+    return {record.step + 1: record.digest for record in iter_steps(directory / "steps", start)}
+
+
 def _build(
     run: Run,
     directory: Path,
@@ -262,6 +268,7 @@ def _build(
     if resume:
         metrics.rewind(start)
     feeder = build_feeder(run, task, tokenizer, buffer, state)
+    recorded = _recorded(directory, start) | buffer.unread_digests() if state else {}
     keep = run.learner.max_lag + 2
     forks = forks_at(start, state.forks, keep) if state else []
     lineage = Lineage(keep, state.digests if state else None, min(forks, default=0))
@@ -281,6 +288,7 @@ def _build(
         intake=Intake(buffer, feeder, lineage, run, state.uses if state else None),
         heldout=HeldOut(feeder, buffer, tokenizer, metrics),
         lineage=lineage,
+        replayed=ReplayCheck(start, recorded),
         forks=forks,
         publisher=Publisher(run, trainer.sticky),
         fidelity=FidelityMeter(run),

@@ -12,6 +12,7 @@ from buffer.samplers import Held
 from learner.failures import Failures
 from learner.feeder import Feeder
 from learner.lineage import Lineage
+from learner.starvation import Starvation, sentence
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.2
@@ -39,6 +40,9 @@ class Intake:
         self._max_lag, self._drop_uniform = run.learner.max_lag, run.learner.drop_uniform
         self._fewest_valid = run.learner.fewest_valid
         self._pool = Pool(run, buffer.position, uses)
+        self._starvation = Starvation()
+        self.told: Callable[[int, str], None] = lambda version, sentence: None
+        """Called with the version and a sentence while the learner starves"""
         self._newest = -1
         """Version that drew a token of any group read"""
         self.dropped = 0
@@ -83,6 +87,8 @@ class Intake:
         while not stop.is_set():
             self._feeder.admit(version)
             entries = self._read()
+            if entries and self._starvation.over():
+                self._buffer.starves("")
             for entry in entries:
                 self._offer(entry)
             if self._newest >= version and version not in self._lineage.digests:
@@ -174,6 +180,16 @@ class Intake:
             )
         alive = self._buffer.open_tickets() | set(self._buffer.unread())
         self._feeder.recount(alive | self._pool.numbers)
+        if seconds := self._starvation.due():
+            self._say_starved(version, seconds)
+
+    def _say_starved(self, version: int, seconds: float) -> None:
+        claims, workers = self._buffer.claims(), self._buffer.workers()
+        ready, needed = len(self._pool), self._pool.needed
+        said = sentence(seconds, ready, needed, claims, workers)
+        logger.warning(said)
+        self._buffer.starves(said)
+        self.told(version, said)
 
 
 def is_uniform(group: Group) -> bool:

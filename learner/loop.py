@@ -42,6 +42,7 @@ from learner.intake import Intake
 from learner.lineage import Lineage
 from learner.outlet import Outlet
 from learner.publish import Publisher
+from learner.replay_check import ReplayCheck
 from learner.step import machine, train_step
 from learner.take_step import PolicyUpdater
 from learner.tap import TokenTap
@@ -64,6 +65,7 @@ class Learner:
     intake: Intake
     heldout: HeldOut
     lineage: Lineage
+    replayed: ReplayCheck
     forks: list[int]
     """Where this history forked off abandoned ones, as far as it matters (learner/lineage.py)"""
     publisher: Publisher
@@ -93,6 +95,7 @@ class Learner:
     def __post_init__(self) -> None:
         self.outlet = Outlet(self.publisher, self.announce)
         self.trainer.before_write = self.outlet.release
+        self.intake.told = self.warn
 
     def train(self, stop: threading.Event) -> int:
         """Runs the steps that remain, or until `stop`. Returns the step that it came to; a checkpoint
@@ -145,6 +148,10 @@ class Learner:
         self.metrics.close()
         self.buffer.close()
 
+    def warn(self, step: int, sentence: str) -> None:
+        """Records a warning, which the views show."""
+        self.metrics.write("warning", step, {}, message=sentence)
+
     def publish(self, version: int) -> None:
         """Begins to publish the present weights."""
         self.outlet.begin(self.trainer.model, version, self.trainer.kv_scales)
@@ -162,6 +169,7 @@ class Learner:
             return
         self.nbytes = made.manifest.nbytes
         self.fidelity.published(made)
+        self.replayed.published(made.manifest.version, made.manifest.digest)
         if self.steps and self.unpublished:
             digest = made.manifest.digest
             self.steps.append(msgspec.structs.replace(self.unpublished, digest=digest))
@@ -284,4 +292,5 @@ class Learner:
             "redis/used_bytes": memory.used,
             "redis/limit_bytes": memory.limit,
         }
+        values |= self.replayed.metrics()
         self.metrics.write("step", step, values, workers=workers)

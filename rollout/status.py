@@ -71,7 +71,7 @@ def gather(client: redis.Redis, run: str, source: Source, silent_s: float = SILE
         subscribers=subscribers,
         workers=beats,
         redis=buffer,
-        wrong=list(_wrong(since, silent_s, newest, beats, buffer)),
+        wrong=[*_wrong(since, silent_s, newest, beats, buffer), *_starves(client, run)],
     )
 
 
@@ -96,6 +96,12 @@ def _learner(client: redis.Redis, run: str, source: Source) -> tuple[HeldVersion
     finally:
         asked.close()
     return held.versions[-1] if held.versions else None, held.stats.get("subscribers", 0)
+
+
+def _starves(client: redis.Redis, run: str) -> list[str]:
+    """What a learner that waits for groups says."""
+    said: Any = client.hget(Keys(run).owner, "starves")
+    return [said.decode()] if said else []
 
 
 def _wrong(
@@ -146,10 +152,12 @@ def _worker_table(found: Cluster) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("worker", "version", "behind", "tok/s", "idle", "active", "groups", "waiting"):
         table.add_column(name, justify="left" if name == "worker" else "right")
+    table.add_column("waits for")
     for w in found.workers:
         behind = "–" if found.version is None else str(found.version - w.version)
         numbers = (f"{w.tokens_per_s:,.0f}", f"{w.idle_share:.0%}", w.active, w.groups, w.waiting)
-        table.add_row(show.escaped(w.worker), str(w.version), behind, *map(str, numbers))
+        cells = (str(w.version), behind, *map(str, numbers), show.escaped(w.waits_for))
+        table.add_row(show.escaped(w.worker), *cells)
     total = sum(w.tokens_per_s for w in found.workers)
     table.add_row(plural(len(found.workers), "worker"), "", "", f"{total:,.0f}", style="dim")
     return table
