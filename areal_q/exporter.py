@@ -91,7 +91,6 @@ LEARNER = (
     Exported(
         "buffer_invalid_total", "buffer/invalid/*", "Responses left out, by cause", split="cause"
     ),
-    Exported("reward_invalid", "reward/invalid", "Of the step: responses left out"),
     Exported("buffer_removed_total", "buffer/removed", "Groups over a bound of buffer.removal"),
     Exported("buffer_duplicates_total", "buffer/duplicates", "Groups whose ticket had counted"),
     Exported("buffer_held_groups", "buffer/held", "Groups that a step can choose from"),

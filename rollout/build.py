@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from areal_q.config import CalculatorTool, External, Run, ScriptedEngine, parse
 from areal_q.errors import ConfigError, RunChanged
-from areal_q.tasks import Tokenizer, build_reward, build_tokenizer
+from areal_q.tasks import Tokenizer, build_reward, build_tokenizer, unscored
 from buffer.redis_buffer import WorkerBuffer
 from rollout.endpoint import Endpoint
 from rollout.engines import build_engine
@@ -149,7 +150,8 @@ def build_environment(run: Run, player: Player) -> Environment:
         case CalculatorTool() as config:
             return Calculator(player, config)
         case External() as config:
-            return Episodes(player, config, run.learner.microbatch_tokens)
+            failed = partial(unscored, cfg=run.reward)
+            return Episodes(player, config, run.learner.microbatch_tokens, failed)
         case _:
             return SingleTurn(player)
 

@@ -305,7 +305,10 @@ class Endpoint:
         body = decoded(await request.read(), RewardBody)
         episodes = self._required()
         episode = episodes.find(request.match_info["id"])
-        episodes.end(episode, body.reward, body.parts)
+        if body.failed is not None:
+            episodes.fail(episode, body.failed)
+        elif body.reward is not None:
+            episodes.end(episode, body.reward, body.parts)
         return self._json({"id": episode.id, "tokens": len(episode.response.ids)})
 
     async def _drop(self, request: Any) -> Any:

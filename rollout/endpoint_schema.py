@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from areal_q.config.bounds import TokenId
 from areal_q.config.run import LARGEST_TEMPERATURE, LONGEST_STOP, MOST_STOPS
-from areal_q.messages.records import LARGEST_REWARD
+from areal_q.messages.records import LARGEST_REWARD, FailureCause
 
 Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
 Stops = Stop | Annotated[list[Stop], Meta(max_length=MOST_STOPS)] | None
@@ -128,9 +128,15 @@ class Begin(Struct):
 
 
 class RewardBody(Struct):
-    reward: Number
+    reward: Number | None = None
+    failed: FailureCause | None = None
+    """In place of a reward: why the episode, and not the model, failed"""
     parts: Annotated[dict[PartName, Number], Meta(max_length=MAX_PARTS)] = {}
     """Averaged into the metrics; `correct` is what counts as accuracy"""
+
+    def __post_init__(self) -> None:
+        if (self.reward is None) == (self.failed is None):
+            raise ValueError("an episode ends with either `reward` or `failed`")
 
 
 class Told(Struct, frozen=True, kw_only=True):

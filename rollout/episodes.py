@@ -6,22 +6,26 @@
 
 | wait          | for                                    | unblocked by                                |
 |---------------|----------------------------------------|---------------------------------------------|
-| `__call__`    | a reward for each of the G episodes    | `end`; cancelled when the ticket is lost    |
+| `__call__`    | an end of each of the G episodes       | `end`, `fail`, agents that stay silent;     |
+|               |                                        | cancelled when the ticket is lost           |
 | `begin`       | an episode that nobody plays           | a new ticket; a silent agent; its timeout   |
 """
 
 import asyncio
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from areal_q.config import External
 from areal_q.errors import RecordError
-from areal_q.messages import Ticket, VersionSpan
+from areal_q.messages import FailureCause, Ticket, VersionSpan
 from areal_q.tasks import Score
 from rollout.engines.base import Completion, TokenCallback
 from rollout.environments import Player, Response
 
+LOOK_S = 1.0
+"""Between two looks for agents that are silent"""
 UNDRAWN = VersionSpan(-1, 0, "")
 """Of tokens that came before the first one was drawn"""
 
@@ -38,6 +42,8 @@ class Episode:
     text: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
     busy: bool = False
+    attempt: int = 1
+    """Agents that have had it, this one among them, without those that gave it up themselves"""
     seen_s: float = 0.0
 
     @property
@@ -53,9 +59,17 @@ class Episode:
 class Episodes:
     """An Environment (rollout/environments.py): its turns come from outside."""
 
-    def __init__(self, player: Player, cfg: External, longest: int) -> None:
-        """`longest`: tokens of an episode, its prompt's included, that the learner has room for."""
+    def __init__(
+        self,
+        player: Player,
+        cfg: External,
+        longest: int,
+        failed: Callable[[FailureCause], Score] = Score.failed,
+    ) -> None:
+        """`longest`: tokens of an episode, its prompt's included, that the learner has room for; `failed`: what
+        an episode is worth that failed."""
         self._player, self._cfg, self._longest = player, cfg, longest
+        self._failed = failed
         self._free: list[Episode] = []
         self._played: dict[str, Episode] = {}
         self._changed = asyncio.Event()
@@ -65,9 +79,15 @@ class Episodes:
         loop = asyncio.get_running_loop()
         mine = [Episode(ticket, i, loop.create_future()) for i in range(ticket.group_size)]
         self._offer(mine)
+        open_ones = {episode.done for episode in mine}
         try:
-            responses[:] = await asyncio.gather(*(episode.done for episode in mine))
+            while open_ones:
+                _, open_ones = await asyncio.wait(open_ones, timeout=LOOK_S)
+                self._take_back()
+            responses[:] = [episode.done.result() for episode in mine]
         finally:
+            for future in open_ones:
+                future.cancel()
             self._free = [e for e in self._free if e not in mine]
             self._played = {i: e for i, e in self._played.items() if e not in mine}
 
@@ -153,20 +173,39 @@ class Episodes:
             raise RecordError("the episode has no finished turn")
         correct = bool(parts.get("correct", reward >= 1))
         others = {name: value for name, value in parts.items() if name != "correct"}
-        episode.response.score, episode.response.ended = Score(reward, correct, others), True
+        self._settle(episode, Score(reward, correct, others))
+
+    def fail(self, episode: Episode, cause: FailureCause) -> None:
+        """The episode failed, and not the model: it has no reward. Without a turn there is nothing to leave
+        out, and it begins again, with whoever asks next."""
+        if episode.busy:
+            raise RecordError("a turn of this episode is under way")
+        if episode.response.drawn:
+            self._settle(episode, self._failed(cause))
+        else:
+            self.drop(episode)
+
+    def _settle(self, episode: Episode, score: Score) -> None:
+        episode.response.score, episode.response.ended = score, True
         del self._played[episode.id]
         if not episode.done.done():
             episode.done.set_result(episode.response)
 
     def drop(self, episode: Episode) -> None:
         """Its agent gives up: it begins again, with whoever asks next."""
+        self._begin_again(episode, episode.attempt)
+
+    def _begin_again(self, episode: Episode, attempt: int) -> None:
         self._played.pop(episode.id, None)
-        self._offer([Episode(episode.ticket, episode.index, episode.done)])
+        self._offer([Episode(episode.ticket, episode.index, episode.done, attempt=attempt)])
 
     def _take_back(self) -> None:
         limit = time.monotonic() - self._cfg.episode_timeout_s
         for episode in [e for e in self._played.values() if not e.busy and e.seen_s < limit]:
-            self.drop(episode)
+            if episode.attempt < self._cfg.episode_attempts:
+                self._begin_again(episode, episode.attempt + 1)
+            else:
+                self.fail(episode, "timeout")
 
     def _offer(self, episodes: list[Episode]) -> None:
         self._free += [e for e in episodes if not e.done.done()]

@@ -32,7 +32,7 @@ from learner.build import build_model
 from learner.feeder import Feeder
 from learner.fidelity import FidelityMeter
 from learner.publish import Publisher
-from rollout.build import room
+from rollout.build import build_environment, room
 from rollout.endpoint import MAX_BODY_BYTES, Endpoint
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
@@ -508,6 +508,64 @@ def test_an_episode_given_up_begins_again_with_whoever_asks_next(
         episodes.end(second, 1.0, {})
         await task
         assert responses[0].ids == second.response.ids and responses[0].ended
+        await engine.close()
+
+    run_async(work())
+
+
+def test_a_failed_episode_is_committed_without_a_reward(
+    make_run: MakeRun, redis_url: str, short_dir: Path
+):
+    """The first episode ends as failed, the others have a reward; neither and both are refused."""
+    run = make_run(EXTERNAL, "rollout.sampling.max_tokens=9")
+
+    async def work() -> None:
+        async with playing(run, redis_url, short_dir) as (url, buffer, _):
+            episode = await post(url, "/episodes", {"timeout_s": 10.0})
+            prompt, heads = episode["prompt"], {"X-Episode": episode["id"]}
+            async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
+                await client.completions.create(model="run", prompt=prompt, extra_headers=heads)
+            end = f"/episodes/{episode['id']}/reward"
+            for body in ({}, {"reward": 0.0, "failed": "environment"}, {"failed": "bad luck"}):
+                with pytest.raises(AssertionError, match="invalid_request_error"):
+                    await post(url, end, body)
+            await post(url, end, {"failed": "environment"})
+            for _ in range(run.learner.group_size - 1):
+                await play(url, [])
+            (group,) = await asyncio.to_thread(buffer.take, 1, 20.0)
+            causes = [t.failure for t in group.trajectories if not t.valid]
+            assert causes == ["environment"]
+            assert len(group.valid_trajectories) == run.learner.group_size - 1
+
+    run_async(work())
+
+
+@pytest.mark.parametrize(("on_error", "valid"), [("drop", False), ("zero", True)])
+def test_an_episode_left_too_often_has_no_reward(
+    make_run: MakeRun, make_ticket: Callable[..., Ticket], on_error: str, valid: bool
+):
+    """Two agents fall silent over it: the first leaves it to the second, which is the last."""
+    environment = {"episode_timeout_s": 0.05, "episode_attempts": 2}
+    external = [f"rollout.environment.{name}={value}" for name, value in environment.items()]
+    run = make_run(EXTERNAL, f"reward.on_error={on_error}", *external)
+
+    async def work() -> None:
+        engine = build_engine(TorchEngine(slots=8))
+        await engine.start()
+        await engine.load_weights(Publisher(run).make(build_model(run, build_tokenizer(run)), 0))
+        player = Player(engine, build_tokenizer(run))
+        episodes = build_environment(run, player)
+        assert isinstance(episodes, Episodes)
+        responses = [Response()]
+        ticket = make_ticket(group_size=1, sampling=run.rollout.sampling)
+        task = asyncio.create_task(episodes(ticket, responses))
+        for _ in range(2):
+            episode = await episodes.begin(30.0)
+            assert episode is not None
+            await episodes.turn(episode, [], frozenset(), 2)
+        await task
+        score = responses[0].score
+        assert score is not None and (score.valid, score.failure) == (valid, "timeout")
         await engine.close()
 
     run_async(work())

@@ -37,6 +37,9 @@ class External(_Environment, frozen=True, kw_only=True, tag="external"):
 
     episode_timeout_s: Seconds = 600.0
     """An episode whose agent was silent for so long begins again, with another one."""
+    episode_attempts: Annotated[int, Meta(ge=1, le=1000)] = 3
+    """Agents that may fall silent over an episode. With the last of them it has failed, and is no reward of 0:
+    see `reward.on_error`. One of which nothing was drawn yet begins again all the same."""
 
 
 EnvironmentConfig = SingleTurn | CalculatorTool | External

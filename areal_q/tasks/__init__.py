@@ -4,7 +4,14 @@ from areal_q.tasks.base import Grader, Problem, Score, Task, Tokenizer
 from areal_q.tasks.graders import GRADERS
 from areal_q.tasks.order import permute, problem_at
 from areal_q.tasks.registry import TASKS, all_problems, build_task, build_tokenizer
-from areal_q.tasks.rewards import Reward, answer_of, build_reward, build_score, check_reward
+from areal_q.tasks.rewards import (
+    Reward,
+    answer_of,
+    build_reward,
+    build_score,
+    check_reward,
+    unscored,
+)
 from areal_q.tasks.tokenizers import CharTokenizer, HFTokenizer, load_tokenizer
 
 __all__ = [
@@ -28,4 +35,5 @@ __all__ = [
     "load_tokenizer",
     "permute",
     "problem_at",
+    "unscored",
 ]

@@ -87,7 +87,7 @@ class IsolatedReward:
             return shaped(score, response, tokens, self._cfg, self._max_tokens)
         if score.failure in self._zero_on:
             return Score.zero(score.failure)
-        return Score.zero(score.failure, score.failure) if self._cfg.on_error == "zero" else score
+        return unscored(score.failure, self._cfg)
 
     async def _asked(self, problem: Problem, response: str) -> Score:
         """The score, asked for again as often as the settings say where that may help."""
@@ -102,6 +102,11 @@ class IsolatedReward:
 
     async def close(self) -> None:
         await self._isolated.close()
+
+
+def unscored(cause: FailureCause, cfg: RewardConfig) -> Score:
+    """What `reward.on_error` makes of a failure of which the response is not the cause."""
+    return Score.zero(cause, cause) if cfg.on_error == "zero" else Score.failed(cause)
 
 
 def build_reward(run: Run) -> Reward:
