@@ -32,6 +32,8 @@ from learner.replay_steps import Replay
 from learner.step import machine
 from learner.tap import TokenTap
 
+pytestmark = pytest.mark.timeout(300)
+"""The first of them waits for two runs"""
 EXECUTABLE = Path(sysconfig.get_path("scripts")) / "areal-q"
 ROOT = Path(__file__).parent.parent
 STEPS = 8
