@@ -40,6 +40,7 @@ METRICS = (
     Metric("train/grad_norm", "", "Norm of the gradient before it is clipped."),
     Metric("train/lr", "", "Learning rate of the step."),
     Metric("train/skipped_steps", "optimizer steps", "Optimizer steps skipped since the start because a gradient was not finite."),
+    Metric("train/microbatch_tokens", "tokens", "The most tokens of one forward and backward pass, as the step was computed."),
     Metric("loss/total", "", "What is minimised: the sum of the terms below."),
     Metric("loss/all_masked_count", "microbatches", "Microbatches in which the objective masked every token."),
     Metric("loss/*", "", "One term of the loss."),

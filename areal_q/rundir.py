@@ -42,6 +42,7 @@ MAY_CHANGE_ON_RESUME = (
     "rollout.serve",
     "learner.fidelity.",
     "learner.threads",
+    "learner.microbatch_tokens",  # the same, but for the order of sums
     "learner.backend.",  # the same loss and weights, within tolerances
 )
 """Settings (or their beginnings) that leave what was learnt so far valid."""

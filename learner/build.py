@@ -10,12 +10,14 @@ import torch
 
 from areal_q import rundir
 from areal_q.config import Run, SmallModel, dump_toml, workers_hash
+from areal_q.config.load import tokens_after_prompt
 from areal_q.environment import check_device
 from areal_q.errors import ConfigError
 from areal_q.metrics import MetricsLog
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights, load_config, load_decoder
 from areal_q.quant.uaq import apply_uaq
 from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer, check_reward
+from areal_q.tasks.lengths import without_long
 from buffer.lease import owner_of
 from buffer.log import TrajectoryLog
 from buffer.redis_buffer import START, LearnerBuffer
@@ -66,6 +68,14 @@ def build_model(run: Run, tokenizer: Tokenizer) -> Decoder:
     model = Decoder(config)
     init_weights(model, run.seed)
     return model
+
+
+def longest_prompt(run: Run) -> int:
+    """Tokens of a prompt that leave room, in the model and in a micro-batch, for all that may follow it."""
+    model = run.model
+    small = isinstance(model, SmallModel)
+    positions = model.max_positions if small else load_config(model.path).max_positions
+    return min(positions, run.learner.microbatch_tokens) - tokens_after_prompt(run)
 
 
 def build_trainer(
@@ -223,8 +233,8 @@ def build_learner(
     torch.set_num_threads(run.learner.threads)
     check_reward(run)
     _check_broadcast(run, announce, fetch)
-    task = build_task(run.task)
     tokenizer = build_tokenizer(run)
+    task = without_long(build_task(run.task), tokenizer, longest_prompt(run))
     buffer = LearnerBuffer(redis_url, run.name)
     with ExitStack() as failed:
         failed.callback(buffer.close)

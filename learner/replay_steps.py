@@ -28,7 +28,7 @@ from learner.lineage import Lineage
 from learner.precision import set_precision
 from learner.publish import Publisher, sticky_ranges
 from learner.step import machine, train_step
-from learner.take_step import SingleProcessUpdater
+from learner.take_step import MICROBATCH, SingleProcessUpdater
 from learner.tap import TokenTap
 from learner.trainer import Trainer
 
@@ -106,8 +106,13 @@ class Replay:
 
     @property
     def exact(self) -> bool:
-        """Whether every bit must come out as recorded: same settings, same machine."""
-        return not self.changes and all(r.machine == self.machine for r in self.records)
+        """Whether every bit must come out as recorded: same settings, same machine, same micro-batches."""
+        cut = self.run.learner.microbatch_tokens
+        alike = all(
+            r.machine == self.machine and r.metrics.get(MICROBATCH, cut) == cut
+            for r in self.records
+        )
+        return not self.changes and alike
 
     def steps(self, before: Before | None = None) -> Iterator[Replayed]:
         """Learns one step after the other, those between the checkpoint and `first` included."""

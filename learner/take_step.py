@@ -22,6 +22,8 @@ from learner.routing import balance_weights
 from learner.tap import TokenTap
 from learner.trainer import Trainer
 
+MICROBATCH = "train/microbatch_tokens"
+"""It may change when a run resumes, and sums then round otherwise: a replay must know"""
 Part = list[tuple[PackedBatch, LossInputs]]
 """The micro-batches of one optimizer step"""
 
@@ -100,6 +102,7 @@ def update_policy(
     values = reduce_metrics(b.ranks.metrics(metrics))
     values["train/loss"] = values["loss/total"] / (len(parts) * b.cfg.epochs)
     values["train/lr"] = b.lr
+    values[MICROBATCH] = b.cfg.microbatch_tokens
     values["train/skipped_steps"] = b.skipped
     return values
 

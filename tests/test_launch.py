@@ -418,6 +418,12 @@ def test_a_resumed_run_goes_on_with_the_other_backend_and_back(ended):
     )
 
 
+def test_a_resumed_run_may_change_the_size_of_its_micro_batches(ended):
+    """A run with a group that was too long for it could once never be mended."""
+    again = rundir.resumed(ended, ["learner.microbatch_tokens=20000"])
+    assert again.learner.microbatch_tokens == 20000
+
+
 @pytest.mark.parametrize(
     "text", ["seed=7", "learner.max_lag=1", "model.width=64", "task.digits=3", "name=other"]
 )

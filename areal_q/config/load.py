@@ -155,12 +155,12 @@ def _check(run: Run, source: str) -> Run:
         reason = "reward.path: the reward of task.type = 'python' is in task.path"
     elif isinstance(run.model, SmallModel) and sampling.max_tokens >= run.model.max_positions:
         reason = "rollout.sampling.max_tokens leaves no room in model.max_positions"
-    elif isinstance(run.model, SmallModel) and _longest(run) >= run.model.max_positions:
+    elif isinstance(run.model, SmallModel) and tokens_after_prompt(run) >= run.model.max_positions:
         reason = "rollout.environment's results leave no room in model.max_positions"
-    elif _longest(run) >= learner.microbatch_tokens:
+    elif tokens_after_prompt(run) >= learner.microbatch_tokens:
         reason = (
             f"learner.microbatch_tokens = {learner.microbatch_tokens} has no room for a prompt and the "
-            f"{_longest(run)} tokens that may follow it"
+            f"{tokens_after_prompt(run)} tokens that may follow it"
         )
     elif isinstance(run.rollout.environment, SingleTurn) and _slots(engine) < learner.group_size:
         reason = (
@@ -224,7 +224,7 @@ def _slots(engine: EngineConfig) -> float:
     return math.inf if isinstance(engine, ScriptedEngine) else engine.slots
 
 
-def _longest(run: Run) -> int:
+def tokens_after_prompt(run: Run) -> int:
     """Tokens that can follow a prompt."""
     tool = run.rollout.environment
     results = tool.max_calls * tool.max_result_tokens if isinstance(tool, CalculatorTool) else 0
