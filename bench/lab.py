@@ -116,6 +116,8 @@ class Drawer:
             finish_reason=completion.finish_reason or "length",
             reward=score.reward,
             reward_parts={**score.parts, "correct": float(score.correct)},
+            valid=score.valid,
+            failure=score.failure,
         )
 
     async def score(self, problem: Problem, completion: Completion):
@@ -142,9 +144,10 @@ def build_engines(run: Run) -> tuple[Engine, Engine]:
     return torch_engine(TorchEngine(slots=slots)), torch_engine(TorchEngine(slots=512))
 
 
-async def train(run: Run) -> AsyncIterator[Values]:
+async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
     """Yields each step's metrics, with `eval/accuracy` of the learner's own policy (greedy, bf16 weights) on
-    every `eval.every`-th and on the last. Raises what its parts raise."""
+    every `eval.every`-th and on the last. `flaky` scores what is trained on in place of the run's own
+    reward. Raises what its parts raise."""
     task, tokenizer, reward = build_task(run.task), build_tokenizer(run), build_reward(run)
     trainer = Trainer(
         warm_model(run, task, tokenizer), run.learner, run.rollout.sampling.temperature
@@ -154,7 +157,7 @@ async def train(run: Run) -> AsyncIterator[Values]:
     lineage = Lineage(run.learner.max_lag + 2)
     publishers = Publisher(run), Publisher(override(run, "rollout.format=bf16"))
     engines = build_engines(run)
-    drawer = Drawer(engines[0], tokenizer, reward, run.rollout.format)
+    drawer = Drawer(engines[0], tokenizer, flaky or reward, run.rollout.format)
     judge = Drawer(engines[1], tokenizer, reward, "bf16")
     heldout = task.heldout[: run.eval.problems]
     kept: list[WeightVersion] = []
@@ -178,9 +181,15 @@ async def train(run: Run) -> AsyncIterator[Values]:
         await publish(0)
         for step in range(run.steps):
             began = time.process_time()
-            feeder.admit(step)
-            wanted = tickets.next(run.learner.groups)
-            groups = await asyncio.gather(*map(drawer.draw, wanted))
+            groups: list[Group] = []
+            while missing := run.learner.groups - len(groups):
+                feeder.admit(step)
+                for group in await asyncio.gather(*map(drawer.draw, tickets.next(missing))):
+                    # As learner/intake.py does; others take the places of these.
+                    if len(group.valid_trajectories) >= run.learner.fewest_valid:
+                        groups.append(group)
+                    else:
+                        feeder.done(group)
             values = train_step(SingleProcessUpdater(trainer), groups, lineage, step)
             for group in groups:
                 feeder.done(group)
