@@ -5,6 +5,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ from areal_q.weights import WeightVersion
 from bench.packed import packed
 from learner.batch import Sample
 from learner.precision import LINEARS
+from learner.take_step import update_policy
 from learner.trainer import Trainer
 from rollout.engines import build_engine
 from rollout.engines.base import Request
@@ -140,7 +142,7 @@ def learner(device: torch.device, small: bool) -> Iterator[Row]:
         trainer = Trainer(model, cfg, 1.0)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        took = seconds(lambda t=trainer: t.step(samples), device, repeats=2)
+        took = seconds(partial(update_policy, trainer, samples), device, repeats=2)
         tokens = sum(s.num_tokens for s in samples) / took
         parameters = sum(p.numel() for p in model.parameters())
         values = {"tokens/s": tokens, "MFU": 6 * parameters * tokens / peak}

@@ -222,7 +222,7 @@ def test_what_a_request_gets_wrong_is_told(make_run: MakeRun):
             said = [{"role": "user", "content": "1+2="}]
             tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
             with pytest.raises(openai.BadRequestError, match="`tools` is not implemented"):
-                await client.chat.completions.create(model="run", messages=said, tools=[tool])
+                await client.chat.completions.create(model="run", messages=said, tools=[tool])  # type: ignore[arg-type]
             with pytest.raises(openai.BadRequestError, match="`logit_bias` is not implemented"):
                 await client.completions.create(model="run", prompt="1+2=", logit_bias={"3": 5})
             with pytest.raises(openai.NotFoundError, match="no model 'other' here, but 'run'"):

@@ -255,7 +255,7 @@ def group_of(body: RewardBody) -> Group:
         loss_mask=Array.of([1], "uint8"),
         spans=[VersionSpan(0, 1, "a")],
         finish_reason="stop",
-        reward=body.reward,
+        reward=body.reward or 0.0,
         reward_parts=body.parts,
     )
     return Group(

@@ -17,13 +17,19 @@ from hypothesis import strategies as st
 from areal_q.algorithms import advantages
 from areal_q.config import Overlong, Run, load
 from areal_q.errors import ConfigError, TaskError
+from areal_q.messages.records import FailureCause
 from areal_q.tasks import Problem, Reward, Score, build_reward, build_task, check_reward
 from areal_q.tasks.python_file import as_score
 from areal_q.tasks.rewards import STYLES, overlong_penalty
 
 PROBLEM = Problem("2+2=", "4")
 PATIENCE_S = 5.0
-CAUSES = {"exit": "killed", "sysexit": "killed", "memory": "killed", "down": "unavailable"}
+CAUSES: dict[str, FailureCause] = {
+    "exit": "killed",
+    "sysexit": "killed",
+    "memory": "killed",
+    "down": "unavailable",
+}
 """What fails in another way than by an exception"""
 
 USERS = """

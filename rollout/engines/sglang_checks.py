@@ -17,7 +17,7 @@ LOGPROB_GAP = 0.05
 
 def check_settings(info: dict[str, Any], config: SglangEngine) -> None:
     """Raises ConfigError for a running server that cannot keep a promise of ours."""
-    where = f"rollout.engine.url: {shown(config.url)}"
+    where = f"rollout.engine.url: {shown(config.url or '')}"
     if "sampling_mask_max_tokens" not in info:
         raise ConfigError(f"{where} is SGLang {info.get('version')}; 0.5.23 or newer is needed")
     if config.seeded and not info["enable_deterministic_inference"]:
