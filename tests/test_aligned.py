@@ -189,7 +189,7 @@ def test_with_quantized_activations_learner_and_engine_differ_as_the_engine_does
     assert (aligned**2).mean() < (unaligned**2).mean() / 10
 
 
-@pytest.mark.parametrize("format", sorted(FORMATS))
+@pytest.mark.parametrize("format", sorted(set(FORMATS) - {"bf16"}))
 def test_the_tensors_of_the_forward_are_the_ones_published(make_run: MakeRun, format: str):
     run = make_run(QARL, f"rollout.format={format}")
     trainer = build(run)

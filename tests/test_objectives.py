@@ -443,10 +443,10 @@ def test_each_objective_is_chosen_by_its_type_in_the_settings(cfg):
 
 def test_a_bound_or_choice_out_of_range_names_its_path():
     for setting, path in (
-        ("learner.objective.cap=0.5", r"\$.learner.objective.cap"),
-        ("learner.objective.dual_clip=1.0", r"\$.learner.objective.dual_clip"),
+        ("learner.objective.cap=0.5", r"learner.objective.cap"),
+        ("learner.objective.dual_clip=1.0", r"learner.objective.dual_clip"),
         ("learner.aggregation.type=seq_mean_token_sum_norm", "length"),
-        ("learner.advantage.std=biased", r"\$.learner.advantage.std"),
+        ("learner.advantage.std=biased", r"learner.advantage.std"),
     ):
         with pytest.raises(ConfigError, match=path):
             override(Run(), setting)
