@@ -27,8 +27,8 @@ test-slow: $(VENV)/.installed-dev
 # The number formats beside torchao, compressed-tensors and bitsandbytes, and their Triton kernels, interpreted
 # and compiled.
 test-formats: $(VENV)-formats/.installed
-	TRITON_INTERPRET=1 $(VENV)-formats/bin/python -m pytest tests/test_quant_oracles.py tests/test_quant_triton.py tests/test_optim.py
-	$(VENV)-formats/bin/python -m pytest tests/test_triton_compiled.py
+	TRITON_INTERPRET=1 $(VENV)-formats/bin/python -m pytest tests/quant/test_format_oracles.py tests/quant/test_triton_interpreted.py tests/learner/test_optim.py
+	$(VENV)-formats/bin/python -m pytest tests/quant/test_triton_compiled.py
 
 # The tests of vLLM as the engine, in an environment of its own (3.4 GB).
 test-vllm: $(VENV)-vllm/.installed
@@ -36,20 +36,20 @@ test-vllm: $(VENV)-vllm/.installed
 
 # The tests of SGLang as the engine, in an environment of its own (1.4 GB on top of what is installed).
 test-sglang: $(VENV)-sglang/.installed
-	$(VENV)-sglang/bin/python -m pytest -m sglang tests/test_sglang.py tests/test_engine_contract.py
+	$(VENV)-sglang/bin/python -m pytest -m sglang tests/engines/test_sglang.py tests/engines/test_contract.py
 
 # The objectives beside verl's, areal's and trl's: docs/agreement.md.
 test-peers: $(VENV)-peers/.installed
-	$(VENV)-peers/bin/python -m pytest -m peers tests/test_peers_*.py tests/test_lora.py
+	$(VENV)-peers/bin/python -m pytest -m peers tests/peers tests/models/test_lora.py
 
 # The learner's Megatron backend beside torch's, on gloo: docs/sharding.md.
 test-megatron: $(VENV)-megatron/.installed
-	$(VENV)-megatron/bin/python -m pytest -m '' tests/test_megatron.py tests/test_learner_ranks.py -k megatron
+	$(VENV)-megatron/bin/python -m pytest -m '' tests/distributed/test_megatron.py tests/distributed/test_learner_ranks.py -k megatron
 
 # The real compose file on a real Docker engine of its own, in .engine: Debian, as root, ten minutes or more.
 test-engine: $(VENV)/.installed-dev
 	docker/engine.sh up .engine
-	. .engine/env && docker/engine.sh build && $(BIN)/pytest -m slow tests/test_engine.py; \
+	. .engine/env && docker/engine.sh build && $(BIN)/pytest -m slow tests/deploy/test_docker_engine.py; \
 	status=$$?; docker/engine.sh down .engine; exit $$status
 
 check: $(VENV)/.installed-dev
@@ -59,7 +59,7 @@ check: $(VENV)/.installed-dev
 
 # docs/settings.md and docs/metrics.md, from the code.
 reference: $(VENV)/.installed
-	for page in settings metrics; do $(BIN)/python -m areal_q.reference $$page > docs/$$page.md; done
+	for page in settings metrics; do $(BIN)/python -m areal_q.cli.reference $$page > docs/$$page.md; done
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench.quickstart
@@ -98,7 +98,7 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install -q '$(TORCH_CPU)' || $(BIN)/pip install -q '$(TORCH)'
 	$(BIN)/pip install -q -e .
 	# Compiles the loops of the engine and of the number formats now, not at the first run.
-	$(BIN)/python -c 'import areal_q.quant.kernels, rollout.engines.kernels'
+	$(BIN)/python -c 'import areal_q.quant.kernels.cpu_numba, rollout.engines.reference.numba_kernels'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

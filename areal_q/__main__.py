@@ -20,6 +20,6 @@ def _forget_current_directory() -> None:
 
 if __name__ == "__main__":
     _forget_current_directory()
-    from areal_q.cli import main
+    from areal_q.cli.app import main
 
     main()

@@ -28,10 +28,10 @@ from areal_q.config import Sampling
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, encode
 from bench.common import ROOT, commit, device, number, peer_env, publish, say, table, versions
 from bench.peers.buffer_rows import make_group, nbytes_of, summary
-from buffer.log import TrajectoryLog, read_log
-from buffer.redis_buffer import LearnerBuffer, WorkerBuffer
-from buffer.server import RedisServer
-from buffer.table import SCHEMA, to_table
+from buffer.logs.trajectory_log import TrajectoryLog, read_log
+from buffer.logs.trajectory_schema import SCHEMA, to_table
+from buffer.redis_store import LearnerBuffer, WorkerBuffer
+from buffer.redis_store.local_server import RedisServer
 
 RESPONSES = 8
 SIZES = {1024: 200, 16384: 40}

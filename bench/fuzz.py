@@ -27,7 +27,7 @@ import tomli_w
 import torch
 from safetensors.torch import save_file
 
-from areal_q import delta, messages, weights
+from areal_q import messages
 from areal_q.config import Run, Sampling, dump_toml, load
 from areal_q.errors import (
     CheckpointError,
@@ -46,11 +46,12 @@ from areal_q.messages import (
     WorkerStatus,
     encode,
 )
-from areal_q.metrics import FILE_NAME, read_metrics
 from areal_q.models import DecoderConfig
-from areal_q.models.hf import load_config, load_decoder
-from buffer.log import TrajectoryLog, read_log
-from buffer.steps import StepLog, StepRecord, iter_steps
+from areal_q.models.hf_checkpoint import load_config, load_decoder
+from areal_q.observability.metrics_log import FILE_NAME, read_metrics
+from areal_q.weights import delta, version
+from buffer.logs.step_log import StepLog, StepRecord, iter_steps
+from buffer.logs.trajectory_log import TrajectoryLog, read_log
 from learner import checkpoint
 
 INTERESTING = (
@@ -131,7 +132,7 @@ def _group() -> Group:
     )
 
 
-def _versions() -> list[weights.WeightVersion]:
+def _versions() -> list[version.WeightVersion]:
     made = []
     for number in range(3):
         generator = torch.Generator().manual_seed(0)
@@ -139,7 +140,7 @@ def _versions() -> list[weights.WeightVersion]:
         codes.view(-1)[number :: 50 - 20 * number] += 1
         tensors = {"codes": codes, "scales": torch.full((40, 1), 0.5 + number), "none": codes[:0]}
         made.append(
-            weights.pack(
+            version.pack(
                 tensors,
                 run="run",
                 epoch="a",
@@ -184,7 +185,7 @@ def _message_targets() -> Iterator[Target]:
     beat = WorkerStatus(worker="w", **given)
 
     def manifest(data: bytes) -> None:
-        weights.check(messages.decode_manifest(data))
+        version.check(messages.decode_manifest(data))
 
     refused = (RecordError,)
     yield Target("ticket", _ticket, [encode(group.ticket)], refused, "msgpack")

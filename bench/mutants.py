@@ -1,6 +1,6 @@
 """How strong the tests are: one operator or constant is changed, and the nearest tests run: `make mutants`.
 
-    python -m bench.mutants --count 60 --seed 0 [--only learner/feeder.py] [--jobs 2] [--line 82]
+    python -m bench.mutants --count 60 --seed 0 [--only learner/data/admission.py] [--jobs 2] [--line 82]
 
 A mutant is killed when a test fails or takes five times as long as without it, and it survives when all tests
 pass. bench/mutants.toml says which tests are nearest to a module. Each job works in a copy of the tree, so

@@ -15,10 +15,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from areal_q import delta, weights
-from areal_q.quant import FORMATS, once, quantize_state
-from areal_q.quant.metrics import codes_moved, normalized_error
-from areal_q.quant.sticky import StickyRanges
+from areal_q.quant import FORMATS, quantize_state
+from areal_q.quant.code_changes import codes_moved, normalized_error
+from areal_q.quant.kernels import dispatch
+from areal_q.quant.sticky_scales import StickyRanges
+from areal_q.weights import delta
+from areal_q.weights import version as weights
 from bench.common import commit, device, number, publish, say, table, versions
 
 SIZE = 4096
@@ -64,7 +66,7 @@ def speeds() -> dict[str, dict[str, float]]:
 
 def plain(format, w: Tensor) -> object:
     """The same format in torch operations only."""
-    with mock.patch.object(once, "_kernels", lambda: None):
+    with mock.patch.object(dispatch, "_kernels", lambda: None):
         return format.quantize(w, "w")
 
 

@@ -20,10 +20,10 @@ import torch
 import typer
 
 from areal_q.config import Run, load
-from areal_q.metrics import FILE_NAME, Tail, read_metrics
 from areal_q.models import save_decoder
+from areal_q.observability.metrics_log import FILE_NAME, Tail, read_metrics
 from areal_q.tasks import build_task, build_tokenizer
-from bench import curve, generation, trl_peer
+from bench import learning_curve, trl_peer
 from bench.common import (
     RESULTS,
     ROOT,
@@ -36,9 +36,17 @@ from bench.common import (
     use_cores,
     versions,
 )
-from bench.curve import ACCURACY_GOAL, DEFINITION, REWARD_GOAL, Curve, gain_per_minute, time_to
+from bench.generation import beside_generate
+from bench.learning_curve import (
+    ACCURACY_GOAL,
+    DEFINITION,
+    REWARD_GOAL,
+    Curve,
+    gain_per_minute,
+    time_to,
+)
 from learner.build import build_model
-from learner.warmstart import warm_start
+from learner.data.sft_warmup import warm_start
 
 WORK = RESULTS / "quickstart"
 AIM = 3.0
@@ -115,7 +123,7 @@ def run_ours(run: Run, arguments: list[str], limit_s: float) -> Curve:
             child.send_signal(signal.SIGINT)
             if child.wait(timeout=90):
                 sys.exit(f"areal-q run failed, see {log.name}")
-    return curve.ours(read_metrics(metrics), run.learner.groups * run.learner.group_size)
+    return learning_curve.ours(read_metrics(metrics), run.learner.groups * run.learner.group_size)
 
 
 def _wait(child: subprocess.Popen[bytes], metrics: Path, limit_s: float) -> None:
@@ -153,11 +161,13 @@ def training_lines(ours: Curve, trl: Curve) -> list[list[str]]:
 
 def generation_lines(run: Run, python: Path) -> list[list[str]]:
     rows = []
-    for work in generation.workloads(run):
+    for work in beside_generate.workloads(run):
         say(f"generation, {work.name}")
-        ours = generation.ours(run, WORK / "model", work)
-        peer = generation.hugging_face(python, run, WORK / "model", work, WORK / "generate.json")
-        name = f"tokens/s, {generation.SEQUENCES} sequences, 1 thread, {work.name} (generate)"
+        ours = beside_generate.ours(run, WORK / "model", work)
+        peer = beside_generate.hugging_face(
+            python, run, WORK / "model", work, WORK / "generate.json"
+        )
+        name = f"tokens/s, {beside_generate.SEQUENCES} sequences, 1 thread, {work.name} (generate)"
         rows.append(line(name, ours, peer, aim=AIM))
     return rows
 
@@ -184,7 +194,7 @@ def over_time(ours: Curve, trl: Curve, limit_s: float) -> str:
     """Held-out accuracy and training reward of both, every 15 seconds."""
     columns = [ours.accuracy, trl.accuracy, ours.smooth_reward, trl.smooth_reward]
     rows = [
-        [str(second), *(number(curve.value_at(points, second)) for points in columns)]
+        [str(second), *(number(learning_curve.value_at(points, second)) for points in columns)]
         for second in range(0, int(limit_s) + 1, 15)
     ]
     return table(["seconds", "accuracy, ours", "TRL", "reward, ours", "TRL"], rows)

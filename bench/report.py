@@ -20,16 +20,16 @@ import torch
 from areal_q.config import Run
 from areal_q.tasks import build_tokenizer
 from bench.common import commit, device, number, publish, table, use_cores, versions
-from buffer.log import iter_log
+from buffer.logs.trajectory_log import iter_log
 from buffer.report.page import whole_file
 from buffer.report.runs import Reported, read_runs
-from learner.batch import samples_of
+from learner.backends.single_device import Trainer
 from learner.build import build_model
-from learner.lineage import Lineage
-from learner.replay_steps import recorded_settings
-from learner.take_step import update_policy
-from learner.tap import TokenTap
-from learner.trainer import Trainer
+from learner.data.packing import samples_of
+from learner.data.staleness import Lineage
+from learner.measure.token_recorder import TokenTap
+from learner.policy_update import update_policy
+from learner.replay.replay_steps import recorded_settings
 
 STEPS = 20
 REPEATS = 3

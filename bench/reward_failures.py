@@ -2,10 +2,10 @@
 
     python -m bench.reward_failures --seeds 0 1 2
 
-The quickstart's task in one process (bench/lab.py), every arm of a seed from the same warm start. The reward
-is 1 for the answer, NEAR for what differs from it in one digit, else 0. It never fails; or it fails for SHARE
-of the correct answers, chosen at random, with `reward.on_error = "drop"`; or the same with "zero". Accuracy is
-greedy, on held-out problems, judged by the task's own reward. Each arm's result is kept in
+The quickstart's task in one process (bench/stability/lab.py), every arm of a seed from the same warm start.
+The reward is 1 for the answer, NEAR for what differs from it in one digit, else 0. It never fails; or it fails
+for SHARE of the correct answers, chosen at random, with `reward.on_error = "drop"`; or the same with "zero".
+Accuracy is greedy, on held-out problems, judged by the task's own reward. Each arm's result is kept in
 runs/bench/reward_failures; one that is there is not run again.
 """
 
@@ -22,7 +22,7 @@ import torch
 from areal_q.config import Run, load
 from areal_q.tasks import Problem, Reward, Score, build_reward
 from bench.common import RESULTS, ROOT, commit, device, say
-from bench.lab import train
+from bench.stability.lab import train
 
 SHARE = 0.3
 NEAR = 0.8

@@ -10,10 +10,10 @@ import msgspec
 
 from areal_q.config import Run
 from areal_q.config.objectives import Clip
-from areal_q.metrics import read_metrics
-from bench import curve
+from areal_q.observability.metrics_log import read_metrics
+from bench import learning_curve
 from bench.common import ROOT, peer_env, say
-from bench.curve import Curve
+from bench.learning_curve import Curve
 
 PROGRAM = ROOT / "bench" / "peers" / "trl_grpo.py"
 
@@ -103,4 +103,4 @@ def train(python: Path, spec: dict[str, Any], layout: Layout) -> tuple[Curve, di
     if done.returncode:
         sys.exit(f"TRL failed, see {log_file}")
     records = read_metrics(out)
-    return curve.trls(records), records[-1]["versions"]
+    return learning_curve.trls(records), records[-1]["versions"]

@@ -23,13 +23,13 @@ from areal_q.models import Decoder
 from areal_q.quant import FORMATS
 from areal_q.tasks import build_reward, build_task, build_tokenizer
 from bench.common import ROOT, commit, device, publish, table, use_cores
-from bench.lab import Drawer, Tickets, warm_model
-from learner.feeder import Feeder
-from learner.lineage import Lineage
-from learner.publish import Publisher
-from learner.step import train_step
-from learner.take_step import SingleProcessUpdater
-from learner.trainer import Trainer
+from bench.stability.lab import Drawer, Tickets, warm_model
+from learner.backends.single_device import Trainer
+from learner.data.admission import Feeder
+from learner.data.staleness import Lineage
+from learner.policy_update import SingleProcessUpdater
+from learner.publishing.version_builder import Publisher
+from learner.train_step import train_step
 from rollout.engines import build_engine
 
 SCALES = (1.0, 1.5, 2.0)

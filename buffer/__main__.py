@@ -12,11 +12,11 @@ from typing import Annotated, NoReturn, cast
 import msgspec
 import typer
 
-from areal_q.command import PLAIN, WIDTH, accept_any_text, console
-from areal_q.credentials import no_password
 from areal_q.errors import AReaLQError, ConfigError
-from buffer import admin, look, show
-from buffer.opened import opened
+from areal_q.system.command import PLAIN, WIDTH, accept_any_text, console
+from areal_q.system.credentials import no_password
+from buffer.admin import actions, inspect_state, tables
+from buffer.admin.open_run import opened
 
 app = typer.Typer(
     name="areal-q buffer",
@@ -43,11 +43,11 @@ KINDS = ("groups", "tickets", "eval", "quarantine")
 def status(directory: Directory = None, url: Url = None, run: Name = None, json: Json = False):
     """Streams, memory, workers: how much waits where, and since when."""
     with opened(directory, url, run) as (client, name):
-        found = look.status(client, name)
+        found = inspect_state.status(client, name)
     if json:
         _print_json(found)
     else:
-        console().print(show.status_table(found))
+        console().print(tables.status_table(found))
 
 
 @app.command()
@@ -66,26 +66,27 @@ def peek(
     with opened(directory, url, run) as (client, name):
         if ticket is not None:
             found = next(
-                (g for _, g in look.groups(client, name) if g.ticket.number == ticket), None
+                (g for _, g in inspect_state.groups(client, name) if g.ticket.number == ticket),
+                None,
             )
             if found is None:
                 raise ConfigError(f"--ticket {ticket}: no such group in the buffer")
-            tokenizer = show.tokenizer_of(client, name)
+            tokenizer = tables.tokenizer_of(client, name)
             if json:
-                _print_json(show.group_facts(found))
+                _print_json(tables.group_facts(found))
             else:
-                console().print(show.group_view(found, tokenizer))
+                console().print(tables.group_view(found, tokenizer))
         elif json:
-            _print_json(show.facts(client, name, what, count))
+            _print_json(tables.facts(client, name, what, count))
         else:
-            console().print(show.entries_table(client, name, what, count))
+            console().print(tables.entries_table(client, name, what, count))
 
 
 @app.command()
 def export(to: To, directory: Directory = None, url: Url = None, run: Name = None) -> None:
     """Write the committed groups as Parquet, in the format of the trajectory log. They stay in Redis."""
     with opened(directory, url, run) as (client, name):
-        typer.echo(f"{admin.export(client, name, to)} groups in {to}")
+        typer.echo(f"{actions.export(client, name, to)} groups in {to}")
 
 
 @app.command("import")
@@ -102,7 +103,7 @@ def import_(
 ) -> None:
     """Add logged groups to the buffer, bit for bit. Those of tickets that are there are passed over."""
     with opened(directory, url, run) as (client, name):
-        added, passed = admin.import_(client, name, log, from_step, to_step)
+        added, passed = actions.import_(client, name, log, from_step, to_step)
     typer.echo(f"{added} groups imported, {passed} passed over: they were there")
 
 
@@ -118,9 +119,9 @@ def requeue(
     if bool(ids) == everything:
         raise ConfigError("either ids of the quarantine, or --all")
     with opened(directory, url, run) as (client, name):
-        put_back, stayed = admin.requeue(client, name, ids or [])
+        put_back, stayed = actions.requeue(client, name, ids or [])
     for line in stayed:
-        typer.echo(f"stays: {show.escaped(line)}", err=True)
+        typer.echo(f"stays: {tables.escaped(line)}", err=True)
     typer.echo(f"{len(put_back)} records put back, {len(stayed)} stay")
     if stayed:
         raise typer.Exit(1)
@@ -138,12 +139,12 @@ def purge(
     if what not in ("quarantine", "groups", "all"):
         raise ConfigError(f"--what {what}: none of quarantine, groups, all")
     with opened(directory, url, run) as (client, name):
-        found = look.status(client, name)
+        found = inspect_state.status(client, name)
         if what == "all" and found.workers:
             raise ConfigError(f"--what all: workers are at work for {name}; stop the run first")
         if not yes:
-            typer.confirm(f"delete {show.what_goes(found, what)} of run {name}?", abort=True)
-        count = admin.purge(client, name, cast(admin.What, what))
+            typer.confirm(f"delete {tables.what_goes(found, what)} of run {name}?", abort=True)
+        count = actions.purge(client, name, cast(actions.What, what))
     typer.echo(f"{count} {'keys' if what == 'all' else 'entries'} deleted")
 
 
@@ -152,7 +153,7 @@ def _print_json(value: object) -> None:
 
 
 def _fail(error: Exception) -> NoReturn:
-    typer.echo(f"areal-q buffer: error: {show.escaped(' '.join(str(error).split()))}", err=True)
+    typer.echo(f"areal-q buffer: error: {tables.escaped(' '.join(str(error).split()))}", err=True)
     sys.exit(2)
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # A Docker engine of one's own, for a Debian or Ubuntu machine that has none and cannot ask a registry for images
-# (CI, a sandbox): tests/test_engine.py then runs the real compose file on it. With Docker installed, nobody
+# (CI, a sandbox): tests/deploy/test_docker_engine.py then runs the real compose file on it. With Docker installed, nobody
 # needs this.
 #
 #   docker/engine.sh up DIR       as root: dockerd, compose and stand-ins of the base images, all in DIR; minutes
 #   . DIR/env                     what docker needs to find it
 #   docker/engine.sh build [SERVICE]...   the images: rollout, learner and tools, or those named
-#   pytest -m slow tests/test_engine.py
+#   pytest -m slow tests/deploy/test_docker_engine.py
 #   docker/engine.sh down DIR     stops it; DIR is kept, so that the next `up` takes seconds
 #
 # All of it: make test-engine.

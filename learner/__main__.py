@@ -22,12 +22,13 @@ from typing import Annotated
 
 import typer
 
-from areal_q import logs, rundir
-from areal_q.command import run_command
 from areal_q.config import MegatronBackend, Run, load
-from areal_q.credentials import no_password
 from areal_q.errors import ConfigError, Stopped, UserError
-from areal_q.exporter import LEARNER, Exporter, serve_metrics
+from areal_q.observability import service_log
+from areal_q.observability.prometheus_exporter import LEARNER, Exporter, serve_metrics
+from areal_q.system import run_dir as rundir
+from areal_q.system.command import run_command
+from areal_q.system.credentials import no_password
 
 logger = logging.getLogger("learner")
 ANNOUNCE, FETCH = "tcp://127.0.0.1:5551", "tcp://127.0.0.1:5552"
@@ -67,7 +68,7 @@ def main(
     ] = "",
 ) -> None:
     """Learns until the last step, then exports the model in Hugging Face layout."""
-    logs.set_up("learner")
+    service_log.set_up("learner")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -95,7 +96,7 @@ def is_follower() -> bool:
 def _follow(run: Run) -> None:
     import torch
 
-    from learner.sharded import follow, join, leave
+    from learner.multi_process import follow, join, leave
 
     torch.set_num_threads(run.learner.threads)
     follow(run, join(run))
@@ -133,13 +134,13 @@ def _learn(
     if metrics:
         logger.info("metrics on port %d", serve_metrics(metrics, exporter))
     # torch and all that needs it only now, so that a signal during the import finds its handler.
+    from learner.backends.data_parallel import ALONE
     from learner.build import build_learner
-    from learner.finish import finish
-    from learner.ranks import ALONE
+    from learner.final_export import finish
 
     ranks = ALONE
     if os.environ.get("WORLD_SIZE", "1") != "1" or isinstance(run.learner.backend, MegatronBackend):
-        from learner.sharded import join
+        from learner.multi_process import join
 
         ranks = join(run)
     try:
@@ -147,7 +148,7 @@ def _learn(
     except Stopped as stopped:
         logger.info("stopped %s", stopped)
         if ranks is not ALONE:
-            from learner.sharded import dismiss, leave
+            from learner.multi_process import dismiss, leave
 
             dismiss(ranks)
             leave()
@@ -158,7 +159,7 @@ def _learn(
     finally:
         learner.close()
     if ranks is not ALONE:
-        from learner.sharded import leave
+        from learner.multi_process import leave
 
         leave()
 

@@ -8,39 +8,39 @@ from pathlib import Path
 import msgspec
 import torch
 
-from areal_q import rundir
+from areal_q.checks.machine import check_device
 from areal_q.config import Run, SmallModel, dump_toml, workers_hash
 from areal_q.config.load import tokens_after_prompt
-from areal_q.environment import check_device
 from areal_q.errors import ConfigError
-from areal_q.metrics import MetricsLog
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights, load_config, load_decoder
+from areal_q.observability.metrics_log import MetricsLog
 from areal_q.quant.uaq import apply_uaq
+from areal_q.system import run_dir
 from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer, check_reward
-from areal_q.tasks.lengths import without_long
-from buffer.lease import owner_of
-from buffer.log import TrajectoryLog
-from buffer.redis_buffer import START, LearnerBuffer
-from buffer.steps import StepLog, iter_steps
-from buffer.tokens import TokenLog
-from buffer.wire.broadcaster import Broadcaster
+from areal_q.tasks.prompt_lengths import without_long
+from buffer.logs.step_log import StepLog, iter_steps
+from buffer.logs.token_log import TokenLog
+from buffer.logs.trajectory_log import TrajectoryLog
+from buffer.redis_store import START, LearnerBuffer
+from buffer.redis_store.lease import owner_of
+from buffer.weight_sync.publisher import Broadcaster
 from learner import checkpoint
-from learner.admissible import check_experts, check_format, fits
-from learner.checkpoint_writer import Writer
-from learner.feeder import Feeder
-from learner.fidelity import FidelityMeter
-from learner.heldout import HeldOut
-from learner.intake import Intake
-from learner.lineage import Lineage, forks_at
+from learner.backends.data_parallel import ALONE, Ranks
+from learner.backends.precision import set_precision
+from learner.backends.single_device import Trainer
+from learner.checkpoint.async_writer import Writer
+from learner.data.admission import Feeder
+from learner.data.group_reader import Intake
+from learner.data.heldout_eval import HeldOut
+from learner.data.replay_check import ReplayCheck
+from learner.data.sft_warmup import warm_start
+from learner.data.staleness import Lineage, forks_at
+from learner.data.validation import check_experts, check_format, fits
 from learner.loop import Learner
-from learner.precision import set_precision
-from learner.publish import Publisher, sticky_ranges
-from learner.ranks import ALONE, Ranks
-from learner.replay_check import ReplayCheck
-from learner.take_step import PolicyUpdater, SingleProcessUpdater
-from learner.tap import TokenTap
-from learner.trainer import Trainer
-from learner.warmstart import warm_start
+from learner.measure.fidelity import FidelityMeter
+from learner.measure.token_recorder import TokenTap
+from learner.policy_update import PolicyUpdater, SingleProcessUpdater
+from learner.publishing.version_builder import Publisher, sticky_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ def _updater(trainer: Trainer, run: Run, ranks: Ranks) -> PolicyUpdater:
     """Shards `trainer` over `ranks`, if there are several processes."""
     if ranks is ALONE:
         return SingleProcessUpdater(trainer)
-    from learner.sharded import MultiProcessUpdater
+    from learner.multi_process import MultiProcessUpdater
 
     return MultiProcessUpdater(trainer, run, ranks)
 
@@ -248,7 +248,7 @@ def build_learner(
 
 def _run_id(directory: Path) -> str:
     found = checkpoint.steps(directory / "checkpoints")
-    return rundir.run_id(directory, checkpoint.read_state(found[-1]).run_id if found else "")
+    return run_dir.run_id(directory, checkpoint.read_state(found[-1]).run_id if found else "")
 
 
 def _recorded(directory: Path, start: int) -> dict[int, str]:

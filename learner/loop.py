@@ -12,7 +12,8 @@
 | Outlet.release       | weights that are still read   | its thread; before the optimizer writes to them |
 | Outlet.finish        | the version begun last        | its thread; after the next step                |
 
-Quantizing, diffing, compressing and sending overlap with the next step (learner/outlet.py).
+Quantizing, diffing, compressing and sending overlap with the next step
+(learner/publishing/weight_publisher.py).
 """
 
 import logging
@@ -25,28 +26,28 @@ import msgspec
 
 from areal_q.config import Run, settings_hash
 from areal_q.messages import Group
-from areal_q.metrics import MetricsLog
-from areal_q.weights import WeightVersion
-from buffer.log import TrajectoryLog
-from buffer.pool import Draw
-from buffer.redis_buffer import START, LearnerBuffer
-from buffer.steps import StepLog, StepRecord
-from buffer.tokens import TokenLog
-from buffer.wire.broadcaster import Broadcaster
+from areal_q.observability.metrics_log import MetricsLog
+from areal_q.weights.version import WeightVersion
+from buffer.logs.step_log import StepLog, StepRecord
+from buffer.logs.token_log import TokenLog
+from buffer.logs.trajectory_log import TrajectoryLog
+from buffer.redis_store import START, LearnerBuffer
+from buffer.sampling.replay_pool import Draw
+from buffer.weight_sync.publisher import Broadcaster
 from learner import checkpoint
-from learner.checkpoint_writer import Writer
-from learner.feeder import Feeder
-from learner.fidelity import FidelityMeter
-from learner.heldout import HeldOut
-from learner.intake import Intake
-from learner.lineage import Lineage
-from learner.outlet import Outlet
-from learner.publish import Publisher
-from learner.replay_check import ReplayCheck
-from learner.step import machine, train_step
-from learner.take_step import PolicyUpdater
-from learner.tap import TokenTap
-from learner.trainer import Trainer
+from learner.backends.single_device import Trainer
+from learner.checkpoint.async_writer import Writer
+from learner.data.admission import Feeder
+from learner.data.group_reader import Intake
+from learner.data.heldout_eval import HeldOut
+from learner.data.replay_check import ReplayCheck
+from learner.data.staleness import Lineage
+from learner.measure.fidelity import FidelityMeter
+from learner.measure.token_recorder import TokenTap
+from learner.policy_update import PolicyUpdater
+from learner.publishing.version_builder import Publisher
+from learner.publishing.weight_publisher import Outlet
+from learner.train_step import machine, train_step
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class Learner:
     lineage: Lineage
     replayed: ReplayCheck
     forks: list[int]
-    """Where this history forked off abandoned ones, as far as it matters (learner/lineage.py)"""
+    """Where this history forked off abandoned ones, as far as it matters (learner/data/staleness.py)"""
     publisher: Publisher
     fidelity: FidelityMeter
     broadcaster: Broadcaster

@@ -14,13 +14,13 @@ from typing import Annotated
 
 import typer
 
-from areal_q import logs
-from areal_q.command import run_command
 from areal_q.config import load
-from areal_q.credentials import no_password
 from areal_q.errors import UserError
-from areal_q.exporter import WORKER, Exporter, serve_metrics
-from areal_q.ports import check_free
+from areal_q.observability import service_log
+from areal_q.observability.prometheus_exporter import WORKER, Exporter, serve_metrics
+from areal_q.system.command import run_command
+from areal_q.system.credentials import no_password
+from areal_q.system.ports import check_free
 
 logger = logging.getLogger("rollout")
 
@@ -72,16 +72,16 @@ def main(
     client: Annotated[str, typer.Option(help="whose key in it")] = "worker",
 ) -> None:
     """Generates for a run until it is told to stop."""
-    logs.set_up("rollout")
+    service_log.set_up("rollout")
     name = id or f"{socket.gethostname()}-{os.getpid()}"
     exporter = Exporter(WORKER, {"run": run, "worker": name})
     if metrics:
         logger.info("metrics on port %d", serve_metrics(metrics, exporter))
     import uvloop
 
+    from buffer.weight_sync.source import Source
     from rollout.build import Address, build_parts, serve
-    from rollout.endpoint import bound_to
-    from rollout.source import Source
+    from rollout.openai_server.app import bound_to
 
     source = Source(announce, fetch, keys, client)
     address = Address(serve_at, serve_token)

@@ -10,14 +10,14 @@ import torch
 from areal_q.config import CalculatorTool, External, Run, ScriptedEngine, parse
 from areal_q.errors import ConfigError, RunChanged
 from areal_q.tasks import Tokenizer, build_reward, build_tokenizer, unscored
-from buffer.redis_buffer import WorkerBuffer
-from rollout.endpoint import Endpoint
+from buffer.redis_store import WorkerBuffer
+from buffer.weight_sync.source import Source
+from buffer.weight_sync.subscriber import Receiver
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
-from rollout.environments import Calculator, Environment, Player, SingleTurn
-from rollout.episodes import Episodes
-from rollout.receiver import Receiver
-from rollout.source import Source
+from rollout.environments.base import Calculator, Environment, Player, SingleTurn
+from rollout.environments.external import Episodes
+from rollout.openai_server.app import Endpoint
 from rollout.worker import Room, Worker
 
 logger = logging.getLogger(__name__)

@@ -33,12 +33,12 @@ from msgspec.structs import replace
 from areal_q.errors import RecordError
 from areal_q.messages import Group, PartialGroup, Ticket, Trajectory, WorkerStatus
 from areal_q.tasks import Problem, Reward, Tokenizer
-from buffer.redis_buffer import Claim, WorkerBuffer
+from buffer.redis_store import Claim, WorkerBuffer
+from buffer.weight_sync.source import Source
+from buffer.weight_sync.subscriber import Receiver
 from rollout.engines.base import Engine
-from rollout.engines.stops import cut, strings
-from rollout.environments import Environment, Player, Response, SingleTurn
-from rollout.receiver import Receiver
-from rollout.source import Source
+from rollout.engines.stop_conditions import cut, strings
+from rollout.environments.base import Environment, Player, Response, SingleTurn
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0

@@ -18,25 +18,25 @@ import numpy as np
 import pytest
 import redis
 import torch
-from hypothesis import settings
-from not_run import (  # noqa: F401  the closing lines, as hooks of pytest
+from helpers.not_run import (  # noqa: F401  the closing lines, as hooks of pytest
     pytest_configure,
     pytest_deselected,
     pytest_sessionfinish,
     pytest_terminal_summary,
     pytest_testnodedown,
 )
+from hypothesis import settings
 
-from areal_q import weights
 from areal_q.config import Run, Sampling, dump_toml, load
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
-from areal_q.metrics import MetricsLog
-from areal_q.ports import free_ports
-from areal_q.weights import WeightVersion
-from buffer.log import TrajectoryLog
-from buffer.server import RedisServer
-from buffer.tokens import TokenLog, TokenScores
-from learner.batch import Sample
+from areal_q.observability.metrics_log import MetricsLog
+from areal_q.system.ports import free_ports
+from areal_q.weights import version
+from areal_q.weights.version import WeightVersion
+from buffer.logs.token_log import TokenLog, TokenScores
+from buffer.logs.trajectory_log import TrajectoryLog
+from buffer.redis_store.local_server import RedisServer
+from learner.data.packing import Sample
 
 # A shell ignores Ctrl-C for what it starts in the background, and children would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -241,7 +241,7 @@ def make_version() -> Callable[..., WeightVersion]:
             "model": {"hidden_size": 77},
             "published_s": float(number),
         }
-        return weights.pack(tensors, version=number, **(defaults | fields))
+        return version.pack(tensors, version=number, **(defaults | fields))
 
     return make
 
@@ -307,12 +307,12 @@ from areal_q.config import load
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.build import build_model
-from learner.checkpoint_writer import Writer
-from learner.precision import set_precision
-from learner.publish import Publisher
-from learner.rank_messages import Piece
-from learner.sharded import MultiProcessUpdater, follow, join, leave
-from learner.trainer import Trainer
+from learner.checkpoint.async_writer import Writer
+from learner.backends.precision import set_precision
+from learner.publishing.version_builder import Publisher
+from learner.backends.messages import Piece
+from learner.multi_process import MultiProcessUpdater, follow, join, leave
+from learner.backends.single_device import Trainer
 
 torch.set_num_threads(1)
 for job in sys.argv[1:]:
@@ -351,7 +351,7 @@ def on_ranks(tmp_path: Path) -> Callable[..., list[tuple[list[dict[str, float]],
     """on_ranks(2, {directory: (run, steps)}) lets two processes take the steps of each job, one job after the
     other, from its checkpoint if it has one; leaves a checkpoint of step 9 in each. Returns the metrics of the
     steps and the digest of the version that would be published then, by job."""
-    from learner.rank_messages import Piece
+    from learner.backends.messages import Piece
 
     def run_all(size: int, jobs: dict[Path, tuple[Run, list[list[Sample]]]]):
         for directory, (run, steps) in jobs.items():

@@ -1,11 +1,11 @@
 """The pages: README lists each of them, links lead somewhere, and lists are those of the code."""
 
 import re
-from pathlib import Path
 
-from areal_q.rundir import MAY_CHANGE_ON_RESUME
+from helpers.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
+from areal_q.system.run_dir import MAY_CHANGE_ON_RESUME
+
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 

@@ -59,7 +59,7 @@ def test_no_module_can_run_what_it_receives(package):
 
 @pytest.mark.parametrize(
     "module",
-    ["areal_q.config", "areal_q.messages", "areal_q.errors", "areal_q.tasks", "areal_q.cli"],
+    ["areal_q.config", "areal_q.messages", "areal_q.errors", "areal_q.tasks", "areal_q.cli.app"],
 )
 def test_light_modules_import_nothing_heavy(module):
     code = f"import sys, {module}; print(*(m for m in {HEAVY} if m in sys.modules))"
@@ -69,7 +69,9 @@ def test_light_modules_import_nothing_heavy(module):
     assert result.stdout.split() == []
 
 
-@pytest.mark.parametrize("module", ["areal_q.launch", "areal_q.live", "areal_q.metrics"])
+@pytest.mark.parametrize(
+    "module", ["areal_q.cli.launcher", "areal_q.cli.live_view", "areal_q.observability.metrics_log"]
+)
 def test_the_launcher_needs_no_torch(module):
     code = f"import sys, {module}; print('torch' in sys.modules)"
     result = subprocess.run(

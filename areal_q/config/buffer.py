@@ -7,7 +7,7 @@ from areal_q.config.bounds import Count, Fraction, Index, NonNegative, Positive
 SHORTEST_CLAIM_S = 3.0
 """Three heartbeats of a worker (HEARTBEAT_S in rollout/worker.py)."""
 LONGEST_CLAIM_S = 1e7
-"""Some months: below the idle time that marks a ticket as handed back (buffer/keys.py)."""
+"""Some months: below the idle time that marks a ticket as handed back (buffer/redis_store/keys.py)."""
 
 
 class _Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

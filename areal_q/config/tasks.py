@@ -8,7 +8,7 @@ from areal_q.config.bounds import Count, Fraction, Seconds, Threads, Weight
 from areal_q.config.objectives import Overlong
 
 GraderName = Literal["exact", "number", "final_number", "math", "choice"]
-"""How a response is compared with the answer; see areal_q/tasks/graders.py."""
+"""How a response is compared with the answer; see areal_q/tasks/grading/graders.py."""
 
 
 class _Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
@@ -96,7 +96,8 @@ class Gsm8k(_Text, frozen=True, kw_only=True, tag="gsm8k"):
 class Math(_Text, frozen=True, kw_only=True, tag="math"):
     """Problems whose answer goes into \\boxed{}, judged by math-verify (`pip install 'areal-q[math]'`).
 
-    Reads the fields of MATH, MATH-500, AIME, AMC, Minerva and OlympiadBench: areal_q/tasks/layouts.py.
+    Reads the fields of MATH, MATH-500, AIME, AMC, Minerva and OlympiadBench:
+    areal_q/tasks/datasets/benchmark_fields.py.
     """
 
     grader: ClassVar[str] = "math"

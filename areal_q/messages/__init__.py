@@ -21,7 +21,7 @@ from areal_q.messages.codec import (
     encode,
     encode_into,
 )
-from areal_q.messages.records import (
+from areal_q.messages.trajectories import (
     SCHEMA,
     Array,
     Dtype,
@@ -35,7 +35,7 @@ from areal_q.messages.records import (
     VersionSpan,
     WorkerStatus,
 )
-from areal_q.messages.wire import (
+from areal_q.messages.weight_sync import (
     MAX_CREDIT,
     Announce,
     Broadcast,

@@ -5,8 +5,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from areal_q.errors import RecordError
-from areal_q.messages.records import Group, PartialGroup, Ticket, WorkerStatus
-from areal_q.messages.wire import Broadcast, FetchReply, FetchRequest, Manifest
+from areal_q.messages.trajectories import Group, PartialGroup, Ticket, WorkerStatus
+from areal_q.messages.weight_sync import Broadcast, FetchReply, FetchRequest, Manifest
 
 T = TypeVar("T")
 

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from areal_q.config import Lora
-from areal_q.models.aligned import as_engines_compute, linears
-from areal_q.models.rounding import straight
-from areal_q.quant.base import Parts
-from areal_q.quant.formats import FORMATS
-from areal_q.quant.linear import Linear
-from areal_q.quant.plan import parts_of, quantize_state
+from areal_q.models.bf16_rounding import straight
+from areal_q.models.quantized_forward import as_engines_compute, linears
+from areal_q.quant.format import Parts
+from areal_q.quant.quantized_linear import Linear
+from areal_q.quant.registry import FORMATS
+from areal_q.quant.state_dict import parts_of, quantize_state
 
 A, B = "lora_A.weight", "lora_B.weight"
 """Suffixes of a linear's adapters, as PEFT names them"""

@@ -1,10 +1,8 @@
 """What is learnt: problems, rewards, tokenizers. Imports no torch."""
 
 from areal_q.tasks.base import Grader, Problem, Score, Task, Tokenizer
-from areal_q.tasks.graders import GRADERS
-from areal_q.tasks.order import permute, problem_at
-from areal_q.tasks.registry import TASKS, all_problems, build_task, build_tokenizer
-from areal_q.tasks.rewards import (
+from areal_q.tasks.grading.graders import GRADERS
+from areal_q.tasks.grading.rewards import (
     Reward,
     answer_of,
     build_reward,
@@ -12,6 +10,8 @@ from areal_q.tasks.rewards import (
     check_reward,
     unscored,
 )
+from areal_q.tasks.registry import TASKS, all_problems, build_task, build_tokenizer
+from areal_q.tasks.shuffle import permute, problem_at
 from areal_q.tasks.tokenizers import CharTokenizer, HFTokenizer, load_tokenizer
 
 __all__ = [

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from areal_q.messages.records import FailureCause
+from areal_q.messages.trajectories import FailureCause
 
 
 class Problem(Struct, frozen=True):

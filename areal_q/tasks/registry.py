@@ -13,13 +13,13 @@ from areal_q.config import (
     ToolCalculator,
 )
 from areal_q.errors import ConfigError
-from areal_q.tasks.arithmetic import ArithmeticTask
 from areal_q.tasks.base import Problem, Task, Tokenizer
-from areal_q.tasks.calculator import CalculatorTask
-from areal_q.tasks.countdown import CountdownTask
-from areal_q.tasks.files import READERS, FileTask
+from areal_q.tasks.datasets.arithmetic import ArithmeticTask
+from areal_q.tasks.datasets.calculator import CalculatorTask
+from areal_q.tasks.datasets.countdown import CountdownTask
+from areal_q.tasks.datasets.row_tasks import READERS, FileTask
+from areal_q.tasks.datasets.tool_calculator import ToolCalculatorTask
 from areal_q.tasks.tokenizers import CharTokenizer, load_tokenizer
-from areal_q.tasks.tool_calculator import ToolCalculatorTask
 
 TASKS: dict[type, Callable[[Any], Task]] = {
     Arithmetic: ArithmeticTask,

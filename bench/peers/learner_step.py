@@ -1,5 +1,5 @@
 """A learner's step as TRL's GRPOTrainer takes it, and as a plain loop on transformers does: peers of
-bench/learner.py.
+bench/learner/step.py.
 
 Runs in TRL's own environment and imports nothing of ours: `python learner_step.py SPEC.json trl|transformers`.
 Prints one JSON line: CPU seconds and gradient norm of each step, and this process's memory.

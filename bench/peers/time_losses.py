@@ -1,6 +1,6 @@
 """Ours and the peers' loss and gradient, turn by turn: `python -m bench.peers.time_losses SPEC.json`.
 
-Runs in the environment of requirements.txt, started by bench/objectives.py. Prints one JSON object:
+Runs in the environment of requirements.txt, started by bench/learner/objectives.py. Prints one JSON object:
 {"versions": …, "rows": {objective: {side: {"cpu_ms": [one for each repeat], "peak_bytes": …, "loss": …}}}}.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from areal_q.algorithms import Totals, loss, loss_fn
 from areal_q.config import Acr, Cispo, Gspo, Ppo, Sapo, SeqMeanTokenMean, Tbpo, Tis
-from bench import memory
+from bench.learner import memory
 from bench.peers.losses import Padded, areal, areal_loss, trl_loss, verl_correction
 from bench.peers.losses import verl_loss as verl
 

@@ -66,7 +66,7 @@ class Recorder(TrainerCallback):
         self.out = Path(spec["out"]) if int(os.environ.get("RANK", 0)) == 0 else None
 
     def score(self, prompts, completions, answer, **_) -> list[float]:
-        """The reward function, as areal_q/tasks/arithmetic.py has it."""
+        """The reward function, as areal_q/tasks/datasets/arithmetic.py has it."""
         rewards = [float(c.strip() == a) for c, a in zip(completions, answer, strict=True)]
         self.rewards += rewards
         return rewards

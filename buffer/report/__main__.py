@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from areal_q.command import run_command
 from areal_q.errors import ConfigError, LogError, RecordError, UserError
-from areal_q.summary import plural
+from areal_q.observability.run_summary import plural
+from areal_q.system.command import run_command
 
 Out = Annotated[
     Path | None, typer.Option("--out", help="the file; default: report.html in the first RUN")
@@ -61,7 +61,7 @@ def main(
 
 
 def _write(runs, out: Path, max_bytes: int, csv: Path | None) -> None:
-    from areal_q.last_screen import last_screen
+    from areal_q.cli.final_screen import last_screen
     from buffer.report.figures import write_csv
     from buffer.report.page import whole_file
     from buffer.report.runs import one_line

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from areal_q.metric_table import METRICS, WORKER_METRICS, describe
-from areal_q.metrics import Record
+from areal_q.observability.metric_table import METRICS, WORKER_METRICS, describe
+from areal_q.observability.metrics_log import Record
 
 Source = Literal["step", "eval", "worker"]
 DELTA = "weights/delta_bytes_of_step"

@@ -13,9 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from areal_q.files import by_number
-from buffer import log, tokens
-from buffer.parts import LogFormat, row_groups
+from areal_q.system.files import by_number
+from buffer.logs import token_log as tokens
+from buffer.logs import trajectory_log
+from buffer.logs.parquet_log import LogFormat, row_groups
 
 PROMPT_CHARACTERS = 80
 _COLUMNS = [
@@ -99,7 +100,7 @@ class Index:
             step: where for _, step, where in self._locate(self._dir / "tokens", tokens.FORMAT)
         }
         read, parts = {}, _Parts()
-        for stamp, step, where in self._locate(self._dir / "trajectories", log.FORMAT):
+        for stamp, step, where in self._locate(self._dir / "trajectories", trajectory_log.FORMAT):
             key = (stamp, step, step in scored)
             read[key] = self._read.get(key) or read_step(step, where, scored.get(step), parts)
         self._read = read

@@ -13,19 +13,19 @@ import msgspec
 import numpy as np
 
 from areal_q import __version__
-from areal_q.accuracy import read_evaluations
 from areal_q.config import Run, load
-from areal_q.curves import thinned
 from areal_q.errors import LogError
-from areal_q.files import by_number
-from areal_q.metrics import FILE_NAME, Record, read_metrics
-from areal_q.rundir import flat
-from areal_q.summary import mean, summarize
+from areal_q.evaluation.statistics import read_evaluations
+from areal_q.observability.metrics_log import FILE_NAME, Record, read_metrics
+from areal_q.observability.plots import thinned
+from areal_q.observability.run_summary import mean, summarize
+from areal_q.system.files import by_number
+from areal_q.system.run_dir import flat
+from buffer.logs.token_log import MARKS
 from buffer.report.figures import column, plots_for, rows_of
 from buffer.report.index import Index, summed
 from buffer.report.text import Pieces
 from buffer.report.tokens import Groups
-from buffer.tokens import MARKS
 
 MAX_STEPS = 2000
 """Longer runs are averaged into so many points; CSV files of `--csv` are not"""

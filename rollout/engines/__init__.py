@@ -8,7 +8,7 @@ from rollout.engines.base import Engine
 
 
 def _torch(config: Any) -> Engine:
-    from rollout.engines.torch_engine import torch_engine
+    from rollout.engines.reference.torch_engine import torch_engine
 
     return torch_engine(config)
 
@@ -20,13 +20,13 @@ def _scripted(config: Any) -> Engine:
 
 
 def _vllm(config: Any) -> Engine:
-    from rollout.engines.vllm_engine import vllm_engine
+    from rollout.engines.vllm_backend.vllm_engine import vllm_engine
 
     return vllm_engine(config)
 
 
 def _sglang(config: Any) -> Engine:
-    from rollout.engines.sglang_engine import sglang_engine
+    from rollout.engines.sglang_backend.sglang_engine import sglang_engine
 
     return sglang_engine(config)
 

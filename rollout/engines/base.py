@@ -9,7 +9,7 @@ from msgspec import Struct
 from areal_q.config import RolloutConfig, Sampling
 from areal_q.errors import RecordError
 from areal_q.messages import FinishReason, VersionSpan
-from areal_q.weights import WeightVersion
+from areal_q.weights.version import WeightVersion
 
 LARGEST = 2**31
 """Above any number of tokens, and any id of one"""

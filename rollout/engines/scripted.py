@@ -19,10 +19,10 @@ from areal_q.config import ScriptedEngine
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.messages import Manifest
 from areal_q.quant import FORMATS
-from areal_q.weights import WeightVersion
+from areal_q.weights.version import WeightVersion
 from rollout.engines.base import Capabilities, Completion, Request
-from rollout.engines.loop import EngineLoop, Job, VersionLog
-from rollout.engines.sampler import seed_keys, uniform
+from rollout.engines.reference.async_engine import EngineLoop, Job, VersionLog
+from rollout.engines.reference.sampling import seed_keys, uniform
 
 Answer = Callable[[Sequence[int]], Sequence[int]]
 """Prompt ids → the ids that the script means to say, a stop id included"""

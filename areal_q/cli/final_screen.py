@@ -1,0 +1,110 @@
+"""The last screen of a run: what it came to, where everything is, what to type next."""
+
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from areal_q.config import Run
+from areal_q.evaluation.statistics import Evaluation, read_evaluations
+from areal_q.observability.metrics_log import FILE_NAME, TENSORBOARD_DIR, read_metrics
+from areal_q.observability.plots import draw
+from areal_q.observability.reward_signal import FailureLog, hint, reward_name, times
+from areal_q.observability.run_summary import Answer, Summary, summarize
+from areal_q.system import command
+from areal_q.system.run_dir import has_checkpoint
+
+
+def last_screen(run: Run, run_dir: Path, console: Console | None = None) -> None:
+    """Print it; one line where the run has no record yet."""
+    console = console or command.console()
+    path = run_dir / FILE_NAME
+    records = read_metrics(path) if path.exists() else []
+    if not records:
+        console.print(f"{run.name}: stopped before its first record", highlight=False)
+        console.print(_pairs(_reward_rows(run, run_dir, [])), highlight=False)
+        return
+    summary = summarize(records, run.learner.groups * run.learner.group_size)
+    try:
+        curves = draw(run_dir)
+    except OSError:  # a run that can be read, and not written to
+        curves = None
+    console.print(_screen(run, run_dir, summary, curves), highlight=False)
+
+
+def _screen(run: Run, run_dir: Path, summary: Summary, curves: Path | None) -> RenderableType:
+    parts: list[RenderableType] = [Text(), Text(f"{run.name}: {summary.title}", "bold")]
+    parts.append(_pairs([*summary.rows, *_reward_rows(run, run_dir, summary.rows)]))
+    if evaluations := read_evaluations(run_dir):
+        parts += [Text(), _pairs([_evaluation(e) for e in evaluations])]
+    if summary.answers:
+        parts += [Text(), _answers(summary.answers)]
+    hf = run_dir / "hf"
+    paths = [("model", str(hf))] if hf.is_dir() else []
+    paths += [("checkpoints", str(run_dir / "checkpoints")), ("metrics", str(run_dir / FILE_NAME))]
+    if curves:
+        paths.append(("curves", str(curves)))
+    parts += [Text(), _pairs(paths), Text(), _pairs(_next_commands(run, run_dir, summary))]
+    return Group(*parts)
+
+
+def _reward_rows(run: Run, run_dir: Path, told: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Why rewards failed, from the workers' logs, and what gives a model its first right answers."""
+    log, rows = FailureLog(run_dir), []
+    if failed := log.read():
+        rows.append(("last failure", f"✗ {reward_name(run)}, {times(failed)}: {log.last}"))
+    if any(name == "reward is flat" for name, _ in told) and (advice := hint(run)):
+        rows.append(("", advice))
+    return rows
+
+
+def _next_commands(run: Run, run_dir: Path, summary: Summary) -> list[tuple[str, str]]:
+    """Only those that would work."""
+    more = f" steps={2 * run.steps}" if summary.reason == "done" else ""
+    commands = [("evaluate", f"areal-q eval {run_dir}")] if (run_dir / "hf").is_dir() else []
+    if has_checkpoint(run_dir):
+        commands.append(("go on", f"areal-q run {run_dir} --resume{more}"))
+    commands.append(("look closer", f"areal-q report {run_dir}"))
+    return [*commands, ("or with", f"tensorboard --logdir {run_dir / TENSORBOARD_DIR}")]
+
+
+def _evaluation(e: Evaluation) -> tuple[str, str]:
+    """Example: ("eval aime int8", "accuracy 0.333 [0.193, 0.512], avg@32 …   (30 problems, qurl-aime)")."""
+    asked = (
+        f"{e.answered} problems" if e.answered == e.asked else f"{e.answered} of {e.asked} problems"
+    )
+    told = ", ".join(map(str, e.estimates)) or "no answers"
+    return f"eval {e.task} {e.format}", f"{told}   ({asked}{f', {e.preset}' if e.preset else ''})"
+
+
+def _pairs(rows: list[tuple[str, str]]) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True, min_width=17)
+    # Paths and commands must survive copying: they fold at no word.
+    grid.add_column(overflow="fold")
+    for label, value in rows:
+        grid.add_row(f"  {label}", Text(value))
+    return grid
+
+
+def _answers(answers: list[Answer]) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("  prompt", "expected", "before", "after"):
+        table.add_column(column, max_width=36, no_wrap=True, overflow="ellipsis")
+    for a in answers:
+        row = [_one_line(text) for text in (f"  {a.prompt}", a.expected)]
+        row += [_marked(a.before, a.correct_before), _marked(a.after, a.correct_after)]
+        table.add_row(*row)
+    return table
+
+
+def _marked(text: str, correct: bool) -> Text:
+    mark = Text("✓ ", "green") if correct else Text("✗ ", "red")
+    return mark + _one_line(text)
+
+
+def _one_line(text: str) -> Text:
+    """The end of a long text is what is scored, and what is shown."""
+    flat = text.replace("\n", "⏎")
+    return Text(flat if len(flat) <= 32 else "…" + flat[-31:])

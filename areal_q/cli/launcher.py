@@ -1,0 +1,384 @@
+"""All processes of a run on this machine: started in order, watched, stopped in order.
+
+    start   redis ─▶ learner ─▶ rollout-0 … rollout-N
+    stop    learner (writes a checkpoint) ─▶ rollout workers (hand back tickets) ─▶ redis
+
+| what happens                     | what follows                                            | result    |
+|----------------------------------|---------------------------------------------------------|-----------|
+| the learner exits with 0         | the others stop                                         | 0         |
+| a child exits with 2             | the others stop; its last line is the error             | UserError |
+| any other process ends by itself | the learner drains, the others stop                     | ChildDied |
+| Ctrl-C, SIGTERM or SIGHUP        | the learner drains, the others stop                     | 0         |
+| a second one                     | everything is killed                                    | 130       |
+| kill -9 of the launcher          | the kernel kills the children; the next launch tidies   |           |
+
+A worker compares the settings with what it can do at once, while the learner may still be at its warm start.
+
+Every child leads a session of its own: a Ctrl-C at the terminal reaches the launcher only, and what
+a child may have started goes with it.
+"""
+
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from areal_q.checks.settings import preflight, served_at
+from areal_q.config import Run
+from areal_q.errors import BufferUnavailable, ChildDied, ConfigError, UserError
+from areal_q.observability.run_summary import size
+from areal_q.system.credentials import check_redis_url, redis_password
+from areal_q.system.processes import die_with_parent, module_command
+from areal_q.system.run_dir import claimed, given_up, has_checkpoint, try_lock
+
+POLL_S = 0.2
+START_S = 30.0
+"""Redis answers within this, a large append-only file included, or the run fails."""
+DRAIN_S = 60.0
+"""How long a learner may take for its checkpoint after another process died."""
+STOP_S = 10.0
+"""From SIGTERM to SIGKILL for workers and Redis."""
+LOG_LINES = 15
+FULL_BYTES = 32 << 20
+"""With less than this free, a full disk is the likeliest cause of a death"""
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+PLAIN_LOGS = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}
+MAX_SOCKET_BYTES = 100
+SOCKETS_PREFIX = "areal-q-sockets-"
+
+
+class View(Protocol):
+    """What the user sees meanwhile; see areal_q/cli/live_view.py."""
+
+    def start(self, run_dir: Path) -> None: ...
+    def refresh(self) -> None: ...
+    def note(self, text: str) -> None:
+        """One line that stays."""
+        ...
+
+    def stop(self) -> None: ...
+    def finish(self) -> None:
+        """The summary and the curves, after all processes have ended."""
+        ...
+
+
+@dataclass(frozen=True)
+class Program:
+    """Example: Program("rollout-0", module_command("rollout", …), threads=1)"""
+
+    name: str
+    argv: list[str]
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to start. `redis` is None where REDIS_URL names a server that is there already."""
+
+    redis: Program | None
+    redis_url: str
+    learner: Program
+    workers: list[Program]
+
+
+def plan(run: Run, run_dir: Path, sockets: Path, resume: bool) -> Plan:
+    """The processes that `run` asks for; `sockets` is a directory with a short path."""
+    # The children inherit REDIS_URL: an argument would show its password to every user of the machine.
+    redis, url, where = None, os.environ.get("REDIS_URL", ""), []
+    if not url:
+        socket = sockets / "redis"
+        url = f"unix://{socket}"
+        where = ["--redis", url]
+        argv = ["--dir", str(run_dir / "redis"), "--socket", str(socket)]
+        redis = Program("redis", module_command("buffer.redis_store.local_server", *argv))
+    announce = run.broadcast.announce or f"ipc://{sockets / 'announce'}"
+    fetch = run.broadcast.fetch or f"ipc://{sockets / 'fetch'}"
+    learner = module_command("learner", *where, "--run-dir", str(run_dir))
+    learner += ["--announce", announce, "--fetch", fetch, *(["--resume"] if resume else [])]
+    worker = module_command("rollout", *where, "--run", run.name)
+    worker += ["--config", str(run_dir / "config.toml")]
+    names = [f"rollout-{i}" for i in range(run.rollout.workers)]
+    return Plan(
+        redis,
+        url,
+        Program("learner", learner, run.learner.threads),
+        [
+            Program(name, [*worker, "--id", name, *_serve(run, i)], run.rollout.threads)
+            for i, name in enumerate(names)
+        ],
+    )
+
+
+def _serve(run: Run, index: int) -> list[str]:
+    address = served_at(run, index)
+    if address is None:
+        return []
+    host, port = address
+    return ["--serve", f"{host}:{port}" if host else str(port)]
+
+
+def launch(
+    run: Run,
+    resume: bool,
+    view: View,
+    plan: Callable[[Run, Path, Path, bool], Plan] = plan,
+) -> int:
+    """Runs until done, drained (0) or killed by a second Ctrl-C (130).
+
+    Raises UserError for what the user can mend, ChildDied with the last lines of a dead child's log.
+    """
+    preflight(run)
+    with (
+        Interrupts() as interrupts,
+        claimed(run, resume) as (run_dir, moved),
+        _sockets(run_dir) as sockets,
+    ):
+        if moved:
+            view.note(f"an earlier run was in {run_dir}: moved to {moved}")
+        family = Family(run_dir / "logs", sockets)
+        view.start(run_dir)
+        try:
+            _run(plan(run, run_dir, sockets, resume), family, view, interrupts)
+        except _Killed:
+            view.note("killed")
+            return 130
+        except UserError:
+            family.kill()
+            if not resume and given_up(run_dir, moved) and moved:
+                view.note(f"nothing was learnt, so the earlier run is in {run_dir} again")
+            raise
+        except ChildDied as error:
+            hint = f"\nto go on: areal-q run {run_dir} --resume" if has_checkpoint(run_dir) else ""
+            raise ChildDied(f"{error}{_disk_full(run_dir)}{hint}") from error
+        finally:
+            family.kill()
+            view.stop()
+    view.finish()
+    return 0
+
+
+def _disk_full(run_dir: Path) -> str:
+    """A line that says so if the disk has no room left, which ends processes in many ways."""
+    free = shutil.disk_usage(run_dir).free
+    if free >= FULL_BYTES:
+        return ""
+    return f"\nthe disk is full: {size(free)} free at {run_dir}; make room there first"
+
+
+def _run(plan: Plan, family: "Family", view: View, interrupts: "Interrupts") -> None:
+    """One screen: start, watch, drain, stop."""
+
+    def wait(until: Callable[[], object], timeout_s: float = float("inf")) -> None:
+        """Keeps the view alive until `until`, the first interrupt of a watch or a second one."""
+        deadline = time.monotonic() + timeout_s
+        while not until() and time.monotonic() < deadline:
+            if interrupts.count > 1:
+                raise _Killed
+            view.refresh()
+            time.sleep(POLL_S)
+
+    if plan.redis:
+        family.start(plan.redis)
+        wait(lambda: interrupts.count or family.ended() or _answers(plan.redis_url), START_S)
+    if not interrupts.count and not family.ended() and not _answers(plan.redis_url):
+        raise _no_redis(plan)
+    for program in [] if interrupts.count or family.ended() else [plan.learner, *plan.workers]:
+        family.start(program)
+    wait(lambda: interrupts.count or family.ended())
+
+    first = family.ended()
+    if first is None:
+        view.note("draining: the learner ends its step and writes a checkpoint; Ctrl-C again kills")
+    family.send(["learner"], signal.SIGTERM)
+    wait(lambda: not family.alive(["learner"]), DRAIN_S if first else float("inf"))
+    workers = [program.name for program in plan.workers]
+    family.send(workers, signal.SIGTERM)
+    wait(lambda: not family.alive(workers), STOP_S)
+    if family.alive(["redis"]):
+        rewrite = _Rewrite(plan.redis_url)
+        wait(lambda: not family.alive(["redis"]) or rewrite.ended(), STOP_S)
+    family.send(["redis"], signal.SIGTERM)
+    wait(lambda: not family.alive(["redis"]), STOP_S)
+    family.check(first or "learner")
+
+
+class _Rewrite:
+    """Has Redis write its append-only file anew: what it holds at the end of a run is a fiftieth of what came
+    and went, and is all that a resumed run needs. Where it fails the old file stays, whole."""
+
+    def __init__(self, url: str) -> None:
+        import redis
+
+        self._client = redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5)
+        with suppress(redis.RedisError):
+            self._client.bgrewriteaof()
+
+    def ended(self) -> bool:
+        import redis
+
+        try:
+            state = dict(self._client.info("persistence"))  # pyright: ignore[reportArgumentType]
+        except redis.RedisError:
+            return True
+        return not (state.get("aof_rewrite_in_progress") or state.get("aof_rewrite_scheduled"))
+
+
+def _no_redis(plan: Plan) -> Exception:
+    if plan.redis:
+        return BufferUnavailable(f"Redis did not answer within {START_S:.0f} s")
+    return ConfigError("REDIS_URL: no Redis answers there")
+
+
+def _answers(url: str) -> bool:
+    import redis
+
+    check_redis_url(url)
+    try:
+        options = {"socket_timeout": 5, "socket_connect_timeout": 5}
+        with redis.Redis.from_url(url, password=redis_password(url), **options) as client:
+            return bool(client.ping())
+    except redis.RedisError:
+        return False
+    except ValueError as error:
+        raise ConfigError(f"REDIS_URL: {error}") from error
+
+
+class Family:
+    """The child processes, by name, with what they say in `logs/NAME.log`."""
+
+    def __init__(self, logs: Path, scratch: Path) -> None:
+        self._logs = logs
+        # torch's optimizers make this directory on import, in the temporary one unless told otherwise.
+        self._defaults = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._asked: set[str] = set()
+        """To end"""
+
+    def start(self, program: Program) -> None:
+        threads = dict.fromkeys(THREAD_VARIABLES, str(program.threads))
+        with (self._logs / f"{program.name}.log").open("ab") as log:
+            self._children[program.name] = subprocess.Popen(
+                program.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**self._defaults, **os.environ, **threads, **PLAIN_LOGS},
+                start_new_session=True,
+                preexec_fn=die_with_parent(signal.SIGKILL),
+            )
+
+    def ended(self) -> str | None:
+        """The name of a child that has ended; of several the one that the others depend on."""
+        return next((n for n, child in self._children.items() if child.poll() is not None), None)
+
+    def alive(self, names: list[str]) -> bool:
+        return any(n in self._children and self._children[n].poll() is None for n in names)
+
+    def send(self, names: list[str], number: signal.Signals) -> None:
+        for name in names:
+            if self.alive([name]):
+                self._children[name].send_signal(number)
+                self._asked.add(name)
+
+    def check(self, name: str) -> None:
+        """Raises what the end of child `name` means; nothing if it is a learner that is done."""
+        child = self._children.get(name)
+        if child is None or (name == "learner" and child.returncode == 0):
+            return
+        if name in self._asked and child.returncode == -signal.SIGTERM:
+            return  # it had not come to the point from which on it ends in peace: nothing is lost
+        log = self._logs / f"{name}.log"
+        lines = log.read_text("utf-8", errors="replace").splitlines()[-LOG_LINES:]
+        speaker, colon, complaint = lines[-1].partition(": ") if lines else ("", "", "")
+        if child.returncode == 2 and colon and name.startswith(speaker):
+            raise UserError(complaint)
+        told = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
+        raise ChildDied(f"{name} {_how(child.returncode)}; the end of {log}:\n{told}")
+
+    def kill(self) -> None:
+        """Ends what is left, children of children included."""
+        for child in self._children.values():
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def _how(returncode: int | None) -> str:
+    if returncode is None:
+        return f"did not stop within {DRAIN_S:.0f} s"
+    if returncode < 0:
+        return f"was killed by {signal.Signals(-returncode).name}"
+    return f"ended with exit code {returncode}"
+
+
+class Interrupts:
+    """Counts the requests to stop instead of raising KeyboardInterrupt somewhere."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> "Interrupts":
+        self._before = {number: signal.signal(number, self._count) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _count(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+
+class _Killed(Exception):
+    """The user asked twice."""
+
+
+def sockets_of(run_dir: Path) -> Path:
+    """A private directory whose path is short enough for socket addresses; it is there while the run goes on.
+
+    The path is the run's own, the same at every launch: the endpoints that a resumed run finds in
+    Redis, written there before the stop, are the right ones.
+    """
+    digest = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:12]
+    name = f"{SOCKETS_PREFIX}{os.getuid()}-{digest}"
+    parent = Path(tempfile.gettempdir())
+    if len(os.fsencode(parent / name / "announce")) > MAX_SOCKET_BYTES:
+        parent = Path("/tmp")
+    return parent / name
+
+
+@contextmanager
+def _sockets(run_dir: Path) -> Iterator[Path]:
+    directory, lock = sockets_of(run_dir), None
+    _tidy(directory.parent)
+    while lock is None:  # another launcher that tidies may have taken it for an orphan
+        try:
+            directory.mkdir(mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"TMPDIR: {error.strerror} - {directory}") from error
+        lock = try_lock(directory)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def _tidy(parent: Path) -> None:
+    """Removes the directories of launchers that were killed: those of this user that none holds."""
+    for directory in parent.glob(f"{SOCKETS_PREFIX}*"):
+        with suppress(OSError):
+            if directory.stat().st_uid == os.getuid() and (lock := try_lock(directory)) is not None:
+                shutil.rmtree(directory, ignore_errors=True)
+                os.close(lock)

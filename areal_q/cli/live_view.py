@@ -1,0 +1,426 @@
+"""What the user sees while a run goes on, read from metrics.jsonl alone: it can follow any run.
+
+On a terminal a picture that redraws itself, without colours where NO_COLOR is set; elsewhere (a pipe, CI, a
+dumb terminal) one plain line every few seconds.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from areal_q.checks.settings import served_at
+from areal_q.config import External, Run
+from areal_q.observability.metrics_log import FILE_NAME, Record, Tail
+from areal_q.observability.reward_signal import RewardWatch
+from areal_q.observability.run_end import how_it_ended
+from areal_q.observability.run_summary import Unfaithful, duration, number, plural, size, unfaithful
+from areal_q.system import command
+from areal_q.system.run_dir import path_of
+
+PLAIN_EVERY_S = 5.0
+REDRAW_EVERY_S = 0.5
+LOOK_EVERY_S = 2.0
+"""How often `watch` looks whether the run still goes on"""
+WIDE, NARROW = 100, 72
+"""Columns of a terminal from which figures stand in pairs, and from which a header fits one line"""
+WINDOW = 20
+"""Steps over which the time left is estimated"""
+
+
+class History:
+    """What the view needs of the records so far. Bounded but for one entry per evaluation.
+
+    Example: after 10 of 40 steps at 2 s each, `eta_s` is 60.
+    """
+
+    def __init__(self, total_steps: int) -> None:
+        self.total_steps = total_steps
+        self.recent: deque[Record] = deque(maxlen=WINDOW)
+        self.evals: list[Record] = []
+        self.warmstart: Record | None = None
+        self.end: Record | None = None
+        self.elapsed_s = 0.0
+        self.warning = ""
+        """What the learner complains of, until its next step"""
+        self.unfaithful: dict[str, Unfaithful] = {}
+        """By engine, the newest step whose gap was beyond the bound"""
+
+    def add(self, record: Record) -> None:
+        match record["kind"]:
+            case "step":
+                self.warning = ""
+                self.recent.append(record)
+                self.unfaithful |= {problem.engine: problem for problem in unfaithful([record])}
+            case "eval":
+                self.evals.append(record)
+            case "warmstart":
+                self.warmstart = record
+            case "warning":
+                self.warning = str(record["message"])
+        # A resumed run goes on after the end of its earlier part.
+        self.end = record if record["kind"] == "end" else None
+        self.elapsed_s = record["elapsed_s"]
+
+    @property
+    def last(self) -> Record | None:
+        return self.recent[-1] if self.recent else None
+
+    @property
+    def step(self) -> int:
+        return self.last["step"] if self.last else 0
+
+    @property
+    def progress(self) -> tuple[float, float]:
+        """(done, total) of the warm start or of the steps."""
+        if self.phase == "warm start" and self.warmstart:
+            return self.warmstart["warmstart/step"], self.warmstart["warmstart/steps"]
+        return self.step, self.total_steps
+
+    @property
+    def phase(self) -> str:
+        if self.end:
+            return str(self.end.get("reason", "ended"))
+        if self.last:
+            return "training" if self.step < self.total_steps else "final evaluation"
+        if self.warmstart is None:
+            return "training" if self.evals else "set-up"
+        done = self.warmstart["warmstart/step"] >= self.warmstart["warmstart/steps"]
+        return "training" if done or self.evals else "warm start"
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until the last step at the pace of the last WINDOW steps."""
+        if self.end or len(self.recent) < 2:
+            return None
+        first, last = self.recent[0], self.recent[-1]
+        pace = (last["elapsed_s"] - first["elapsed_s"]) / max(1, last["step"] - first["step"])
+        return pace * (self.total_steps - self.step)
+
+    @property
+    def best_eval(self) -> Record | None:
+        return max(self.evals, key=lambda r: r.get("eval/accuracy") or 0.0, default=None)
+
+
+class _Following:
+    """The part that both views share: a tail of the metrics folded into a History."""
+
+    next_look = 0.0
+
+    def __init__(self, run: Run, console: Console) -> None:
+        self.run, self.console = run, console
+        self.history = History(run.steps)
+        self._tail = Tail(path_of(run) / FILE_NAME)
+        self.rewards = RewardWatch(run, path_of(run))
+        self.began = self.heard = time.monotonic()
+
+    def start(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        # What the logs of an earlier start say was said then.
+        self.rewards = RewardWatch(self.run, run_dir, skip=True)
+        self._tail = Tail(run_dir / FILE_NAME)
+        self.began = self.heard = time.monotonic()
+
+    def note(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        """The summary and the curves."""
+        from areal_q.cli.final_screen import last_screen
+
+        last_screen(self.run, self.run_dir, self.console)
+
+    def pull(self) -> list[Record]:
+        """New records, folded in."""
+        records, restarted = self._tail.read()
+        if restarted:
+            self.history = History(self.run.steps)
+        for record in records:
+            self.history.add(record)
+            self.rewards.add(record)
+            self.heard = time.monotonic()
+        return records
+
+    def awaited(self) -> str:
+        """What the run is waiting for, where nothing else on the screen moves; else empty."""
+        return awaited(self.run, self.history)
+
+
+class PlainView(_Following):
+    """One line every PLAIN_EVERY_S seconds of progress, and one for each evaluation and each engine that is not
+    faithful to its weights."""
+
+    _next_line = 0.0
+    _awaited = ""
+
+    def start(self, run_dir: Path) -> None:
+        super().start(run_dir)
+        # What a resumed run wrote before was shown before.
+        self._since_s = time.time() - 1.0
+        self._warned: set[str] = set()
+        self.note(f"{self.run.name}: {plural(self.run.steps, 'step')}, writing to {run_dir}")
+
+    def stop(self) -> None:
+        self.refresh()
+
+    def refresh(self) -> None:
+        fresh = [r for r in self.pull() if r["time_s"] >= self._since_s]
+        due = time.monotonic() >= self._next_line
+        for record in fresh:
+            always = record["kind"] in ("eval", "end") or "cache" in record
+            if record["kind"] == "warning":
+                self.note(f"warning: {record['message']}")
+            elif always or (due and record is fresh[-1]):
+                self.note(plain_line(record, self.history))
+                self._next_line = time.monotonic() + PLAIN_EVERY_S
+        if self.awaited() != self._awaited:
+            self._awaited = self.awaited()
+            if self._awaited:
+                self.note(f"{time.monotonic() - self.began:7.1f} s  {self._awaited}")
+        for problem in unfaithful(fresh):
+            if problem.engine not in self._warned:
+                self._warned.add(problem.engine)
+                self.note(f"warning: {problem}")
+        for sentence in self.rewards.due():
+            self.note(f"warning: {sentence}")
+
+
+class LiveView(_Following):
+    """A picture at the bottom of the terminal, redrawn from the launcher's own loop: no thread."""
+
+    _next_draw = 0.0
+
+    def start(self, run_dir: Path) -> None:
+        super().start(run_dir)
+        self._live = Live(console=self.console, auto_refresh=False, get_renderable=self._picture)
+        self._live.start()
+
+    def refresh(self) -> None:
+        if time.monotonic() >= self._next_draw:
+            self._next_draw = time.monotonic() + REDRAW_EVERY_S
+            self.pull()
+            self._live.refresh()
+
+    def stop(self) -> None:
+        self.pull()
+        self._live.refresh()
+        self._live.stop()
+
+    def _picture(self) -> RenderableType:
+        # Since the last record, or this process's own start, by our own clock: it goes on between records.
+        since = 0.0 if self.history.end else time.monotonic() - self.heard
+        elapsed = self.history.elapsed_s + since
+        width, warnings = self.console.width, self.rewards.warnings()
+        return picture(self.run.name, self.history, elapsed, warnings, self.awaited(), width)
+
+
+def build_view(run: Run, console: Console | None = None) -> PlainView | LiveView:
+    console = console or command.console()
+    plain = not console.is_terminal or console.is_dumb_terminal or bool(os.environ.get("CI"))
+    return PlainView(run, console) if plain else LiveView(run, console)
+
+
+def watch(run: Run, run_dir: Path, console: Console | None = None) -> None:
+    """Follows a run, started by whomever, until it ends or Ctrl-C."""
+    view = build_view(run, console)
+    view.start(run_dir)
+    view.rewards = RewardWatch(run, run_dir)
+    try:
+        while view.history.end is None:
+            # Asked before the records are read: a last one may come in between.
+            ended = _ended(view)
+            view.refresh()
+            if ended and view.history.end is None:
+                view.note(f"{run_dir}: {ended[0]}")
+                return
+            time.sleep(0.1)
+    except KeyboardInterrupt:
+        return
+    finally:
+        view.stop()
+
+
+def _ended(view: PlainView | LiveView) -> tuple[str, bool] | None:
+    """How the run ended, looked for every LOOK_EVERY_S seconds."""
+    if time.monotonic() < view.next_look:
+        return None
+    view.next_look = time.monotonic() + LOOK_EVERY_S
+    return how_it_ended(view.run_dir)
+
+
+def awaited(run: Run, history: History) -> str:
+    """Example: "evaluating 512 problems"; empty while records tell of progress."""
+    if history.end or history.phase == "warm start":
+        return ""
+    evaluated = history.evals[-1]["step"] if history.evals else -1
+    if history.phase == "set-up":
+        first = "" if run.warmstart.steps else f", then {_evaluating(run)}"
+        return f"starting: model, data and engine{first}"
+    if history.phase == "final evaluation":
+        return _evaluating(run) if evaluated < history.step else "writing the model"
+    if history.last:
+        return ""
+    if evaluated < 0:
+        return _evaluating(run)
+    return _for_agents(run) if isinstance(run.rollout.environment, External) else "first step"
+
+
+def _evaluating(run: Run) -> str:
+    return f"evaluating {plural(run.eval.problems, 'problem')}"
+
+
+def _for_agents(run: Run) -> str:
+    needed = run.learner.groups * run.learner.group_size
+    served = [served_at(run, i) for i in range(run.rollout.workers)]
+    urls = [f"http://{host or '127.0.0.1'}:{port}" for host, port in filter(None, served) if port]
+    where = f"at {', '.join(urls)}" if urls else "at the endpoint that logs/rollout-0.log names"
+    return f"waiting for agents {where}; a step takes {plural(needed, 'episode')}"
+
+
+def plain_line(record: Record, history: History) -> str:
+    """One record as a line of text."""
+    head = f"{record['elapsed_s']:7.1f} s  "
+    match record["kind"]:
+        case "warmstart" if "cache" in record:
+            return f"{head}warm start from the cache: {record['cache']}"
+        case "warmstart":
+            of = f"{record['warmstart/step']:.0f}/{record['warmstart/steps']:.0f}"
+            return f"{head}warm start {of}  loss {number(record, 'warmstart/loss', '.3f')}"
+        case "eval":
+            accuracy = number(record, "eval/accuracy", ".3f")
+            return (
+                f"{head}step {record['step']}/{history.total_steps}  held-out accuracy {accuracy}"
+            )
+        case "end":
+            return f"{head}{record.get('reason', 'ended')} at step {record['step']}"
+    eta = "" if history.eta_s is None else f"  left {duration(history.eta_s)}"
+    return (
+        f"{head}step {record['step']}/{history.total_steps}"
+        f"  reward {number(record, 'reward/mean', '.3f')}"
+        f"  lag {number(record, 'lag/mean', '.2f')}/{number(record, 'lag/max', '.0f')}"
+        f"  KL {number(record, 'mismatch/kl', '.1e')}"
+        f"  rollout {number(record, 'rollout/tokens_per_s', ',.0f')} tok/s"
+        f"  learner {number(record, 'learner/tokens_per_s', ',.0f')} tok/s{eta}"
+    )
+
+
+def picture(
+    name: str,
+    history: History,
+    elapsed_s: float,
+    warnings: Sequence[str] = (),
+    awaits: str = "",
+    width: int = WIDE,
+) -> RenderableType:
+    """The whole live view, for a terminal of `width` columns."""
+    parts: list[RenderableType] = [_header(name, history, elapsed_s, width)]
+    if cache := (history.warmstart or {}).get("cache"):
+        parts.append(Text(f"warm start from the cache: {cache}", "dim"))
+    if awaits:
+        parts.append(Text(f"… {awaits}", "cyan"))
+    if history.last or history.evals:
+        parts += [Text(), _figures(history, width)]
+    for problem in history.unfaithful.values():
+        parts.append(Text(f"✗ {problem}", "red"))
+    complaints = [history.warning] if history.warning else []
+    parts += [Text(f"✗ {warning}", "red") for warning in [*complaints, *warnings]]
+    if workers := (history.last or {}).get("workers"):
+        parts += [Text(), _workers(workers, width)]
+    return Group(*parts)
+
+
+def _header(name: str, history: History, elapsed_s: float, width: int) -> RenderableType:
+    """One line, or two where a name, a bar and the times do not fit beside each other."""
+    done, total = history.progress
+    times = duration(elapsed_s)
+    if history.eta_s is not None:
+        times += f", {duration(history.eta_s)} left"
+    what = [Text(name, "bold"), Text(history.phase, "cyan")]
+    bar = ProgressBar(total=max(1.0, total), completed=done)
+    count = Text(f"{done:.0f}/{total:.0f}")
+    if width >= NARROW:
+        return _line([*what, bar, count, Text(times)], stretched=2)
+    return Group(_line([*what, count]), _line([bar, Text(times)], stretched=0))
+
+
+def _line(cells: list[RenderableType], stretched: int | None = None) -> Table:
+    grid = Table.grid(padding=(0, 2), expand=stretched is not None)
+    for i in range(len(cells)):
+        grid.add_column(no_wrap=True, ratio=1 if i == stretched else None)
+    grid.add_row(*cells)
+    return grid
+
+
+def _figures(history: History, width: int) -> RenderableType:
+    """Labelled numbers: two columns of them where there is room."""
+    rows = _rows(history)
+    grid = Table.grid(padding=(0, 2))
+    pairs = 2 if width >= WIDE else 1
+    for _ in range(pairs):
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(no_wrap=True)
+    cells = [cell for row in rows for cell in row]
+    for i in range(0, len(cells), 2 * pairs):
+        grid.add_row(*cells[i : i + 2 * pairs])
+    return grid
+
+
+def _rows(history: History) -> list[tuple[str, str]]:
+    last, best = history.last, history.best_eval
+
+    def n(key: str, spec: str) -> str:
+        return number(last, key, spec)
+
+    accuracy = number(history.evals[-1] if history.evals else None, "eval/accuracy", ".3f")
+    if best:
+        accuracy += f", best {number(best, 'eval/accuracy', '.3f')} at {best['step']}"
+    bytes_ = size(last["weights/bytes"]) if last and last.get("weights/bytes") else "–"
+    publish = (last or {}).get("weights/publish_s")
+    publish_ms = "–" if publish is None else f"{publish * 1e3:.0f} ms"
+    clipped = (
+        f"{n('policy/clip_fraction_up', '.2%')} up, {n('policy/clip_fraction_down', '.2%')} down"
+    )
+    return [
+        ("reward", f"{n('reward/mean', '.3f')} ± {n('reward/std', '.3f')}"),
+        ("held-out", accuracy),
+        ("staleness", f"{n('lag/mean', '.2f')} mean, {n('lag/max', '.0f')} max"),
+        ("mismatch KL", n("mismatch/kl", ".2e")),
+        ("clipped", clipped),
+        ("entropy", f"{n('policy/entropy', '.3f')} nats"),
+        ("rollout", f"{n('rollout/tokens_per_s', ',.0f')} tok/s, idle {n('rollout/idle_share', '.0%')}"),
+        ("learner", f"{n('learner/tokens_per_s', ',.0f')} tok/s, idle {n('learner/idle_share', '.0%')}"),
+        ("buffer", f"{n('buffer/open_tickets', '.0f')} open, {n('buffer/dropped_stale', '.0f')} dropped"),
+        ("weights", f"{bytes_} in {publish_ms}"),
+    ]  # fmt: skip
+
+
+def _workers(workers: list[Record], width: int) -> RenderableType:
+    """One line a worker; on a narrow terminal the first columns of it."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    names = ("worker", "version", "tok/s", "idle", "active", "groups", "swaps", "swap")
+    shown = len(names) if width >= NARROW else 4
+    for name in names[:shown]:
+        table.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
+    for w in workers:
+        cells = (
+            w["worker"],
+            number(w, "version", "d"),
+            number(w, "tokens_per_s", ",.0f"),
+            number(w, "idle_share", ".0%"),
+            number(w, "active", "d"),
+            number(w, "groups", "d"),
+            number(w, "swaps", "d"),
+            f"{(w.get('swap_s') or 0.0) * 1e3:.1f} ms",
+        )
+        table.add_row(*cells[:shown])
+    return table

@@ -1,0 +1,269 @@
+"""The reference of all settings and all metrics, made from the code: `python -m areal_q.cli.reference
+settings`.
+
+docs/settings.md and docs/metrics.md are its two pages (`make reference` writes them); a test compares them.
+"""
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import msgspec
+from msgspec import inspect as types
+
+from areal_q.config import Run
+from areal_q.config.bounds import GENERAL
+from areal_q.observability.metric_table import METRICS, WORKER_METRICS, Metric
+
+UNITS = {
+    "_s": "seconds",
+    "_bytes": "bytes",
+    "_nats": "nats",
+    "_tokens": "tokens",
+    "_lag": "versions",
+    "_ids": "token ids",
+}
+"""By the ending of a setting's name"""
+SETTINGS_HEAD = """# All settings
+
+Made by `make reference` from the code; `areal-q settings [WORD]` prints the same. A setting is written in a
+TOML file (`[learner]`, then `max_lag = 4`) or on the command line (`learner.max_lag=4`). Where a table has a
+choice of types, each type has settings of its own; a table whose `type` changes starts from that type's
+defaults.
+"""
+METRICS_HEAD = """# All metrics
+
+Made by `make reference` from the code. They are written to `metrics.jsonl`, one JSON object a line, and to
+TensorBoard; those of a learner step are also in the Parquet files under `steps/`. A `*` stands for a part of
+the name that depends on the run. A value that was not finite is `null`.
+"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of the reference.
+
+    Example: Setting("learner.max_lag", "", "integer ≥ 0", "2", "versions", "η: versions by which …")
+    """
+
+    name: str
+    variant: str
+    """The `type` of the table that has this setting, where there is a choice of types; else empty"""
+    kind: str
+    default: str
+    unit: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """The settings of one table of the TOML file."""
+
+    name: str
+    variant: str
+    meaning: str
+    settings: list[Setting]
+
+
+def sections() -> list[Section]:
+    """Every table of settings, in the order of the code, each variant of a choice by itself."""
+    return list(_sections(types.type_info(Run), "", ""))
+
+
+def settings_page() -> str:
+    """The text of docs/settings.md."""
+    parts = [SETTINGS_HEAD]
+    for section in sections():
+        parts.append(_title(section))
+        rows = [[f"`{s.name}`", s.kind, s.default, s.unit, s.meaning] for s in section.settings]
+        parts.append(_table(["setting", "type", "default", "unit", "meaning"], rows))
+    return "\n".join(parts)
+
+
+def metrics_page() -> str:
+    """The text of docs/metrics.md."""
+    return "\n".join(
+        [
+            METRICS_HEAD,
+            _metric_table(METRICS),
+            "## Of each worker\n\nA `step` record has a list `workers`, one entry for each live worker.\n",
+            _metric_table(WORKER_METRICS),
+        ]
+    )
+
+
+def settings_text(word: str = "") -> str:
+    """The settings whose name or meaning holds `word`, two lines or more for each, for a terminal."""
+    lines = []
+    for section in sections():
+        for s in section.settings:
+            if word.lower() not in f"{s.name} {s.variant} {s.meaning}".lower():
+                continue
+            variant = f"  (type = {s.variant})" if s.variant else ""
+            unit = f", {s.unit}" if s.unit else ""
+            told = f"{s.name}{variant}: {s.kind}{unit}; default {s.default}"
+            lines.append(told.replace("`", ""))
+            lines += textwrap.wrap(s.meaning, 74, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def _sections(table: types.Type, prefix: str, variant: str) -> Iterator[Section]:
+    """`table` itself, then the tables below it."""
+    assert isinstance(table, types.StructType)
+    docs, nested, own = attribute_docs(table.cls), [], []
+    if table.tag_field and variant != str(table.tag):
+        variant = str(table.tag)
+    for field in table.fields:
+        name = f"{prefix}{field.name}"
+        choices = _structs(field.type)
+        meaning = docs.get(field.name, "")
+        nested += [(choice, f"{name}.") for choice in choices]
+        if choices and len(choices) > 1:
+            tags, default = " or ".join(f"`{c.tag}`" for c in choices), _tag_of(_default(field))
+            own.append(Setting(f"{name}.type", variant, tags, default, "", meaning))
+        elif choices and _optional(field.type):
+            own.append(Setting(name, variant, "a table", "none", "", meaning))
+        elif not choices:
+            kind, default = _kind(field.type), _shown(_default(field))
+            own.append(Setting(name, variant, kind, default, _unit(field.name), meaning))
+    yield Section(prefix.rstrip("."), variant if table.tag_field else "", _doc(table.cls), own)
+    for choice, place in nested:
+        yield from _sections(choice, place, "" if choice.tag_field else variant)
+
+
+def attribute_docs(cls: type) -> dict[str, str]:
+    """The strings below the fields of a class and of its bases, as one line each."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        module = inspect.getmodule(base)
+        if module is not None and module.__name__.startswith("areal_q."):
+            docs |= _docs_of_module(module).get(base.__name__, {})
+    return docs
+
+
+@cache
+def _docs_of_module(module: ModuleType) -> dict[str, dict[str, str]]:
+    """By class and field. Python drops these strings when it compiles, so they are read from the source."""
+    tree = ast.parse(inspect.getsource(module))
+    return {
+        node.name: dict(_docs_of_class(node))
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def _docs_of_class(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for field, below in zip(node.body, node.body[1:], strict=False):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(below, ast.Expr):
+            continue
+        if isinstance(below.value, ast.Constant) and isinstance(field.target, ast.Name):
+            text = " ".join(str(below.value.value).split())
+            yield field.target.id, text if text.endswith(".") else f"{text}."
+
+
+def _structs(kind: types.Type) -> list[types.StructType]:
+    members = kind.types if isinstance(kind, types.UnionType) else (kind,)
+    return [member for member in members if isinstance(member, types.StructType)]
+
+
+def _optional(kind: types.Type) -> bool:
+    members = kind.types if isinstance(kind, types.UnionType) else (kind,)
+    return any(isinstance(member, types.NoneType) for member in members)
+
+
+def _kind(kind: types.Type) -> str:
+    """The type in words, with its bounds or its choices."""
+    match kind:
+        case types.Metadata():
+            return _kind(kind.type)
+        case types.UnionType():
+            members = [m for m in kind.types if not isinstance(m, types.NoneType)]
+            return " or ".join(_kind(member) for member in members)
+        case types.LiteralType():
+            return " or ".join(f"`{value}`" for value in kind.values)
+        case types.IntType() | types.FloatType():
+            word = "integer" if isinstance(kind, types.IntType) else "number"
+            return f"{word} {_bounds(kind)}".strip()
+        case types.BoolType():
+            return "`true` or `false`"
+        case types.StrType():
+            return f"text matching `{kind.pattern}`".replace("|", "\\|") if kind.pattern else "text"
+        case types.VarTupleType():
+            return f"list of {_kind(kind.item_type)}"
+        case types.TupleType():
+            return " and ".join(_kind(item) for item in kind.item_types)
+        case _:
+            return type(kind).__name__.removesuffix("Type").lower()
+
+
+def _bounds(kind: types.IntType | types.FloatType) -> str:
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    told = [(sign, getattr(kind, name)) for name, sign in signs.items()]
+    # An upper bound that no run reaches would only be in the way.
+    meant = [(sign, value) for sign, value in told if value is not None and value < GENERAL]
+    return " and ".join(f"{sign} {value:g}" for sign, value in meant)
+
+
+def _default(field: types.Field) -> Any:
+    if field.default is not msgspec.NODEFAULT:
+        return field.default
+    if field.default_factory is not msgspec.NODEFAULT:
+        return field.default_factory()
+    return msgspec.NODEFAULT
+
+
+def _shown(value: Any) -> str:
+    if value is msgspec.NODEFAULT:
+        return "must be given"
+    if value is None:
+        return "none"
+    return f"`{msgspec.json.encode(value).decode()}`"
+
+
+def _tag_of(value: Any) -> str:
+    config = getattr(value, "__struct_config__", None)
+    return f"`{config.tag}`" if config else _shown(value)
+
+
+def _unit(name: str) -> str:
+    return next((unit for ending, unit in UNITS.items() if name.endswith(ending)), "")
+
+
+def _doc(cls: type) -> str:
+    """The class's own docstring as one line: an inherited one describes another class."""
+    return " ".join((cls.__dict__.get("__doc__") or "").split())
+
+
+def _title(section: Section) -> str:
+    name = section.name or "The run"
+    title = f'`{name}`, type "{section.variant}"' if section.variant else name
+    title = title if section.variant or not section.name else f"`{name}`"
+    return f"## {title}\n\n{section.meaning}\n" if section.meaning else f"## {title}\n"
+
+
+def _metric_table(metrics: tuple[Metric, ...]) -> str:
+    return _table(
+        ["metric", "unit", "meaning"], [[f"`{m.key}`", m.unit, m.meaning] for m in metrics]
+    )
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    if not rows:
+        return "No setting of its own.\n"
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def main(page: str) -> None:
+    """Prints the page `settings` or `metrics`."""
+    print({"settings": settings_page, "metrics": metrics_page}[page](), end="")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

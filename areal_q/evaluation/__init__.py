@@ -1,0 +1,1 @@
+"""Statistics of evaluations, and the public benchmarks that papers report."""

@@ -1,0 +1,73 @@
+"""Names of public benchmarks, and the sampling settings under which papers report them. No torch.
+
+No data is shipped: `areal-q eval MODEL --task aime --data aime24.jsonl --preset qurl-aime`.
+"""
+
+from msgspec import Struct
+
+BENCHMARKS: dict[str, str] = {
+    "gsm8k": "gsm8k",
+    "math-500": "math",
+    "aime": "math",
+    "amc": "math",
+    "minerva": "math",
+    "olympiad": "math",
+    "gpqa": "choice",
+    "arc-c": "choice",
+    "mmlu-pro": "choice",
+}
+"""Benchmark → `task.type`, whose reader knows its fields (areal_q/tasks/datasets/benchmark_fields.py)"""
+
+
+class Preset(Struct, frozen=True, kw_only=True):
+    """How a paper draws the answers that it scores. None: the paper does not say, the run's setting holds."""
+
+    source: str
+    samples: int = 0
+    """Sampled answers to each problem; 0: greedy ones alone"""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int | None = None
+
+
+PRESETS: dict[str, Preset] = {
+    "qurl-gsm8k": Preset(source="QuRL §5.1, PPO on GSM8K, table 1: greedy", max_tokens=512),
+    "qurl-aime": Preset(
+        source="QuRL §5.1, DAPO on AIME 2024, table 2: greedy and Avg@32",
+        samples=32,
+        temperature=1.0,
+        top_p=0.7,
+    ),
+    "qurl-deepscaler": Preset(
+        source="QuRL §5.1, DeepScaleR, table 3: Avg@32; temperature and context are those of training",
+        samples=32,
+        temperature=0.6,
+        max_tokens=24 * 1024,
+    ),
+    "qarl": Preset(
+        source="QaRL appendix B: val_kwargs.temperature, max_response_length; samples are not stated",
+        samples=1,
+        temperature=0.6,
+        max_tokens=16384,
+    ),
+    "qerl": Preset(
+        source="QeRL §4.1: Pass@1 as a mean of several samples, how many is not stated",
+        samples=1,
+        temperature=0.6,
+        top_p=0.95,
+        max_tokens=4096,
+    ),
+    "jet-rl": Preset(
+        source="Jet-RL §5.1: sampling is not stated, so greedy; the rollout length of table 2",
+        max_tokens=8192,
+    ),
+    "fp8-rl": Preset(
+        source="FP8-RL §2.2.1: AIME24 under the DAPO recipe, whose validation (arXiv 2503.14476 §4.1) "
+        "is avg@32 at temperature 1.0 and top-p 0.7; 20K tokens",
+        samples=32,
+        temperature=1.0,
+        top_p=0.7,
+        max_tokens=20 * 1024,
+    ),
+}
+"""`--samples` and the other options go before a preset's."""

@@ -1,0 +1,297 @@
+"""Tickets, groups of trajectories, and the heartbeat: what goes through Redis and the log.
+
+Notation: P prompt tokens, T response tokens, G responses to one prompt.
+"""
+
+import math
+from typing import Any, Literal, get_args
+
+import msgspec
+import numpy as np
+
+from areal_q.config import Sampling
+from areal_q.errors import RecordError
+
+LARGEST_REWARD = 1e15
+"""In magnitude: the variance of a group is a float32"""
+
+SCHEMA = 1
+FinishReason = Literal["stop", "length", "timeout"]
+"""A stop was drawn; the budget of tokens was spent; `rollout.request_timeout_s` had passed"""
+FailureCause = Literal["exception", "timeout", "killed", "unavailable", "environment"]
+"""Why a response could not be scored. The reward raised; it took longer than `reward.timeout_s`; its process
+ended or ran out of memory; what it needs, such as a judge, did not answer; the episode's environment failed"""
+Dtype = Literal["uint8", "int8", "uint16", "int32", "int64", "float16", "float32"]
+_LITTLE_ENDIAN = {name: np.dtype(name).newbyteorder("<") for name in get_args(Dtype)}
+
+
+class Array(msgspec.Struct, frozen=True, array_like=True):
+    """An n-dimensional array as raw little-endian bytes.
+
+    Example: Array.of(np.int32([7, 9])) == Array("int32", (2,), b"\\x07\\0\\0\\0\\x09\\0\\0\\0")
+    """
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, values: Any, dtype: Dtype | None = None) -> "Array":
+        array = np.ascontiguousarray(values, dtype=dtype)
+        name: Any = array.dtype.name
+        little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        return cls(name, array.shape, little_endian.tobytes())
+
+    def numpy(self) -> np.ndarray:
+        """A read-only view. Raises RecordError when the bytes do not fill the shape."""
+        dtype, shape = _LITTLE_ENDIAN[self.dtype], self.shape
+        if min(shape, default=0) < 0 or len(self.data) != math.prod(shape) * dtype.itemsize:
+            raise RecordError(
+                f"array of {len(self.data)} bytes cannot be {self.dtype}{list(shape)}"
+            )
+        flat = np.frombuffer(self.data, dtype)
+        return flat if len(shape) == 1 else flat.reshape(shape)
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """One admitted prompt: the right, and the duty, to generate one group.
+
+    Example: number 130 of a run with 64 groups a step and max_lag 2 is admitted at version 0
+    (130 < (0 + 2 + 1) · 64) and will be used by step 2 or, if stragglers pass it, soon after.
+    """
+
+    schema: int = SCHEMA
+    run: str
+    number: int
+    """Position in the run's sequence of prompts; evaluation tickets count for themselves."""
+    purpose: Literal["train", "eval"] = "train"
+    step: int
+    """The learner's version when it admitted the ticket."""
+    prompt: str
+    answer: str
+    """What the reward compares with; never shown to the model."""
+    prompt_ids: Array
+    """int32 [P]"""
+    group_size: int
+    sampling: Sampling
+    seed: int
+    """Response i of the group draws with `seed + i`."""
+    run_id: str = ""
+    """Id of the run that admitted it, which its name alone does not tell; "" before there were ids."""
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """`tokens` consecutive response tokens drawn with weights `version`, whose manifest hashes to `digest`."""
+
+    version: int
+    tokens: int
+    digest: str
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """One response, with all that is needed to compute every ratio again later, offline.
+
+    Example: "46" drawn for "12+34=" reversed, then end of text:
+    response_ids int32 [3], behavior_logprobs float32 [3] such as [-0.1, -0.7, -0.0], loss_mask uint8 [3] = 1,
+    spans [(4, 2, "9f…"), (5, 1, "c2…")] when new weights were swapped in before the last token.
+    """
+
+    index: int
+    """Place in the group, 0 … G-1."""
+    response_ids: Array
+    """int32 [T], the end-of-text token included when it was drawn"""
+    behavior_logprobs: Array
+    """float32 [T] nats: of the distribution that drew the token (temperature and truncation applied)"""
+    loss_mask: Array
+    """uint8 [T]: 1 where the token counts, 0 for tool output"""
+    spans: list[VersionSpan]
+    """Sum of tokens = T"""
+    finish_reason: FinishReason
+    reward: float
+    reward_parts: dict[str, float] = {}
+    valid: bool = True
+    """Whether the reward says something about the response; an invalid response enters no advantage, no loss
+    and no mean"""
+    failure: FailureCause | None = None
+    """Why scoring failed; with `reward.on_error = "zero"` such a response is valid and has reward 0"""
+    routes: Array | None = None
+    """uint8 or uint16 [N, L, K]: the K experts that each of L sparse layers sent the first N tokens of prompt
+    and response to, N ≤ P + T - 1; None: no experts, or not recorded. L · K bytes a token: 6 for the small
+    model of configs/quickstart-moe.toml, 384 for Qwen3-30B-A3B, 700k tokens of which fill MAX_RECORD_BYTES"""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.response_ids.shape[0]
+
+
+class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """A response as far as a worker came with it; the first fields are those of Trajectory."""
+
+    response_ids: Array
+    behavior_logprobs: Array
+    loss_mask: Array
+    spans: list[VersionSpan]
+    finish_reason: FinishReason
+    """Of the last turn that ended"""
+    turns: int
+    """That ended"""
+    pending: int
+    """Tokens at the end that belong to one that has not"""
+    ended: bool
+    routes: Array | None = None
+
+    def validate(self) -> "PartialResponse":
+        """This, if it keeps its contract. Raises RecordError."""
+        size = self.response_ids.shape[0] if len(self.response_ids.shape) == 1 else -1
+        for array, dtype in (
+            (self.response_ids, "int32"),
+            (self.behavior_logprobs, "float32"),
+            (self.loss_mask, "uint8"),
+        ):
+            if array.dtype != dtype or array.shape != (size,) or array.numpy().size != size:
+                raise RecordError("partial response: its columns do not fit")
+        if size and not np.isfinite(self.behavior_logprobs.numpy()).all():
+            raise RecordError("partial response: a log-prob is not finite")
+        if any(s.tokens < 1 for s in self.spans) or sum(s.tokens for s in self.spans) != size:
+            raise RecordError("partial response: version spans do not cover it")
+        if not (0 <= self.pending <= size and self.turns >= 0):
+            raise RecordError("partial response: impossible counts")
+        if self.routes is not None and len(self.routes.shape) != 3:
+            raise RecordError("partial response: routes are not [N, L, K]")
+        return self
+
+
+class PartialGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker that ended had drawn of a ticket; whoever claims the ticket goes on from there."""
+
+    schema: int = SCHEMA
+    ticket: int
+    """Its number"""
+    responses: list[PartialResponse]
+    """One for each of the group, in order; empty ones had not begun"""
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """All responses to one ticket: the unit that is committed, consumed and logged."""
+
+    schema: int = SCHEMA
+    ticket: Ticket
+    worker: str
+    engine: str
+    weight_format: str
+    trajectories: list[Trajectory]
+    started_s: float
+    """Unix time at which the worker began with the ticket."""
+    finished_s: float
+
+    def validate(self) -> "Group":
+        """This group, if it keeps its contract. Raises RecordError naming trajectory and token."""
+        where = f"group of ticket {self.ticket.number}"
+        if self.schema > SCHEMA:
+            raise RecordError(f"{where}: schema {self.schema} is newer than {SCHEMA}")
+        in_order = all(t.index == i for i, t in enumerate(self.trajectories))
+        if not in_order or len(self.trajectories) != self.ticket.group_size:
+            raise RecordError(
+                f"{where}: has not the {self.ticket.group_size} responses asked for, in order"
+            )
+        prompt = self.ticket.prompt_ids
+        if prompt.dtype != "int32" or len(prompt.shape) != 1 or prompt.numpy().size == 0:
+            raise RecordError(f"{where}: prompt_ids is not a non-empty int32 [P]")
+        for t in self.trajectories:
+            _validate_trajectory(t, f"{where}, trajectory {t.index}")
+            _validate_routes(t, prompt.shape[0], f"{where}, trajectory {t.index}")
+        return self
+
+    @property
+    def valid_trajectories(self) -> list[Trajectory]:
+        """The responses whose reward says something about them."""
+        return [t for t in self.trajectories if t.valid]
+
+
+_COLUMNS = (("response_ids", "int32"), ("behavior_logprobs", "float32"), ("loss_mask", "uint8"))
+
+
+def _column(array: Array, name: str, dtype: str, t: Trajectory, where: str) -> np.ndarray:
+    if array.dtype == dtype and len(array.shape) == len(t.response_ids.shape) == 1:
+        values = array.numpy()
+        if values.size == t.num_tokens:
+            return values
+    shape = list(t.response_ids.shape)
+    raise RecordError(f"{where}: {name} is not {dtype} {shape}, one for each response token")
+
+
+def _validate_trajectory(t: Trajectory, where: str) -> None:
+    ids, logprobs, _ = (
+        _column(getattr(t, name), name, dtype, t, where) for name, dtype in _COLUMNS
+    )
+    if not ids.size:
+        raise RecordError(f"{where}: empty response")
+    # Rounding may carry the log of a probability of 1 slightly above 0. A NaN fails either comparison.
+    if not (logprobs.min() > -np.inf and logprobs.max() <= 1e-3):
+        bad = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= 1e-3)))[0]
+        raise RecordError(f"{where}, token {bad}: behaviour log-prob is {logprobs[bad]}")
+    if ids.min() < 0:
+        raise RecordError(f"{where}: negative token id")
+    if any(s.tokens < 1 for s in t.spans) or sum(s.tokens for s in t.spans) != t.num_tokens:
+        raise RecordError(
+            f"{where}: version spans cover {sum(s.tokens for s in t.spans)} of {t.num_tokens} tokens"
+        )
+    if not t.valid and t.failure is None:
+        raise RecordError(f"{where}: its reward is not valid, and no cause is named")
+    if not abs(t.reward) <= LARGEST_REWARD:
+        raise RecordError(f"{where}: reward is {t.reward}")
+
+
+def _validate_routes(t: Trajectory, prompt_tokens: int, where: str) -> None:
+    """Whether the numbers are those of experts depends on the model: learner/backends/routing_replay.py."""
+    routes = t.routes
+    if routes is None:
+        return
+    fits = routes.dtype in ("uint8", "uint16") and len(routes.shape) == 3 and min(routes.shape) > 0
+    if not fits or routes.shape[0] >= prompt_tokens + t.num_tokens:
+        raise RecordError(
+            f"{where}: routes {routes.dtype}{list(routes.shape)} are not uint8 or uint16 [N, L, K] with "
+            f"N < {prompt_tokens + t.num_tokens} tokens"
+        )
+    routes.numpy()
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's heartbeat in Redis; expires when the worker falls silent."""
+
+    worker: str
+    pid: int
+    version: int
+    active: int
+    """Responses being generated"""
+    tokens: int
+    """Response tokens drawn since the worker started"""
+    tokens_per_s: float
+    """Over the last heartbeat interval"""
+    idle_share: float
+    """Share of the last interval in which the engine had nothing to do"""
+    groups: int
+    swaps: int
+    swap_s: float
+    """Mean pause of generation for a swap of weights"""
+    time_s: float
+    waiting: int = 0
+    """Finished groups that wait for room in Redis"""
+    full_s: float = 0.0
+    """Seconds that commits waited for room since the worker started"""
+    digest: str = ""
+    """Of the weights that the engine runs"""
+    behind_s: float = 0.0
+    """Seconds for which a newer version has been known and none has arrived"""
+    stalls: int = 0
+    """Times that this went on for longer than `broadcast.stall_s`"""
+    slots: int = 0
+    """Responses that the engine can generate at once"""
+    timeouts: int = 0
+    """Responses cut by `rollout.request_timeout_s`"""
+    run_id: str = ""
+    """Id of the run that it works for"""
+    waits_for: str = ""
+    """What keeps it from generating; "" where nothing does"""
+    resumed: int = 0
+    """Responses that went on from where another worker had to leave them"""

@@ -1,0 +1,77 @@
+"""One FP8 precision flow for forward and backward (Jet-RL): three products, all of E4M3 codes.
+
+    FProp   y  = x · Wᵀ      x 1×128 along in    W 128×128
+    DGrad   ∂x = ∂y · W      ∂y 1×128 along out  W 128×128, the same codes
+    WGrad   ∂W = ∂yᵀ · x     ∂y 1×128 along T    x 128×1 along T, requantized from what was saved
+
+The weights are the codes and scales of format `fp8`, which are the published ones (aligned.py). Of the
+activations only their FP8 codes are kept for the backward. Gradients between operators are rounded to
+bfloat16; ∂W stays float32, for the master weights.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_q.models.quantized_forward import QuantLinear
+from areal_q.quant.activations import quantize_groups_e4m3
+from areal_q.quant.format import Parts
+from areal_q.quant.kernels.fp8_gemm import Operand, fp8_gemm
+
+
+class JetLinear(QuantLinear):
+    """`format` must be `fp8`."""
+
+    def take(self, parts: Parts) -> None:
+        self.parts = parts
+        self.rows, self.columns = operands(parts)
+
+    def forward(self, input: Tensor) -> Tensor:
+        y: Tensor = _Fp8Flow.apply(input, self.weight, self.rows, self.columns)  # type: ignore[assignment]
+        bias = self.acting_bias
+        return y if bias is None else y + bias
+
+
+class _Fp8Flow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Operand, columns: Operand) -> Tensor:
+        saved = Operand(*quantize_groups_e4m3(x.float()))
+        ctx.save_for_backward(saved.codes, saved.scale)
+        ctx.columns = columns
+        return fprop(saved, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = grads[0].contiguous()
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = dgrad(grad, ctx.columns)
+        if ctx.needs_input_grad[1]:
+            dw = wgrad(grad, Operand(*ctx.saved_tensors).numbers())
+        return dx, dw, None, None
+
+
+def operands(parts: Parts) -> tuple[Operand, Operand]:
+    """W's rows [out, in], and its columns [in, out]."""
+    codes, scale = parts["weight"], parts["weight_scale_inv"]
+    columns = Operand(codes.t().contiguous(), scale.t().contiguous(), blocks=True)
+    return Operand(codes, scale, blocks=True), columns
+
+
+def fprop(x: Operand, rows: Operand) -> Tensor:
+    """x [T, in], W's rows [out, in] → float32 [T, out]"""
+    with torch.autocast(x.codes.device.type, enabled=False):
+        return fp8_gemm(x.codes.device)(x, rows)
+
+
+def dgrad(grad: Tensor, columns: Operand) -> Tensor:
+    """∂y [T, out], W's columns [in, out] → ∂x [T, in], rounded to bfloat16"""
+    dx = fp8_gemm(grad.device)(Operand(*quantize_groups_e4m3(grad)), columns)
+    return dx.to(torch.bfloat16).to(grad.dtype)
+
+
+def wgrad(grad: Tensor, x: Tensor) -> Tensor:
+    """∂y [T, out], x [T, in] → ∂W float32 [out, in]"""
+    along_tokens = (Operand(*quantize_groups_e4m3(t.t().contiguous())) for t in (grad, x))
+    return fp8_gemm(grad.device)(*along_tokens)

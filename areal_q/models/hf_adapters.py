@@ -1,0 +1,66 @@
+"""Adapters in the layout of Hugging Face's PEFT, and the base that they belong to.
+
+    hf/       base and adapters merged: a plain model
+    base/     the frozen base alone, as its format's numbers stand for it
+    adapter/  adapter_config.json, adapter_model.safetensors
+
+UAQ's scale is folded back: norms are divided by it, so the base's linears behind them, and the A of their
+adapters, are multiplied.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from areal_q.config import Lora
+from areal_q.models.decoder import Decoder
+from areal_q.models.hf_checkpoint import save_decoder
+from areal_q.models.lora import adapted, adapters_off, merged_state
+from areal_q.quant.uaq import fold_back
+from areal_q.system.files import save_tensors
+from areal_q.tasks.base import Tokenizer
+
+_BEHIND_A_NORM = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
+
+def save_adapted(
+    model: Decoder, directory: Path, cfg: Lora, uaq_scale: float, tokenizer: Tokenizer | None
+) -> None:
+    """Writes `hf/`, `base/` and `adapter/` into `directory`."""
+    save_decoder(_plain(model, uaq_scale), directory / "hf", tokenizer)
+    with adapters_off(model):
+        save_decoder(_plain(model, uaq_scale), directory / "base", tokenizer)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, linear in adapted(model).items():
+        if not linear.has_adapter:
+            continue
+        scale = uaq_scale if name.endswith(_BEHIND_A_NORM) else 1.0
+        a, b = linear.factors()
+        tensors[f"base_model.model.{name}.lora_A.weight"] = (a * scale).contiguous().cpu()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b.contiguous().cpu()
+    target = directory / "adapter"
+    target.mkdir(exist_ok=True)
+    save_tensors(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(directory / "base"),
+        "r": cfg.rank,
+        "lora_alpha": cfg.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(cfg.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (target / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _plain(model: Decoder, uaq_scale: float) -> Decoder:
+    """A decoder of plain linears with the function that `model` has now."""
+    plain = Decoder(model.config)
+    plain.load_state_dict(merged_state(model))
+    if uaq_scale > 1:
+        fold_back(plain, uaq_scale)
+    return plain

@@ -1,0 +1,176 @@
+"""Checkpoints in Hugging Face's layout: config.json and *.safetensors, one file or sharded."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from areal_q.errors import CheckpointError
+from areal_q.models.config import DecoderConfig
+from areal_q.models.decoder import Decoder
+from areal_q.system.files import save_tensors
+from areal_q.tasks.base import Tokenizer
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def load_config(path: str | Path) -> DecoderConfig:
+    """The shape of the model in directory `path`. Raises CheckpointError naming the file."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory")
+    file = directory / "config.json"
+    table = _read_object(file)
+    try:
+        config = DecoderConfig.from_hf(table)
+        return msgspec.convert(msgspec.to_builtins(config), DecoderConfig)
+    except KeyError as error:
+        raise CheckpointError(f"{file}: {error.args[0]!r} is missing") from error
+    except (ValueError, msgspec.ValidationError, TypeError, ArithmeticError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def declared_dtype(path: str | Path) -> str | None:
+    """What config.json of directory `path` says its weights are in, such as "bfloat16"; None where it says
+    nothing, or is not there any more."""
+    file = Path(path) / "config.json"
+    table = _read_object(file) if file.is_file() else {}
+    return table.get("dtype") or table.get("torch_dtype")
+
+
+def load_decoder(path: str | Path) -> Decoder:
+    """The model in directory `path`, in float32 whatever it was stored in, on the CPU.
+
+    Raises CheckpointError naming the file, and the tensor that is missing, unexpected, misshapen or not
+    finite.
+    """
+    config = load_config(path)
+    with torch.device("meta"):
+        model = Decoder(config)
+    wanted = {name: p.shape for name, p in model.state_dict().items()}
+    found: dict[str, torch.Tensor] = {}
+    head: torch.Tensor | None = None
+    for file in _weight_files(Path(path)):
+        for name, tensor in _read_tensors(file).items():
+            if name == "lm_head.weight" and config.tied:
+                head = tensor  # transformers 4 wrote it beside the embedding that it equals
+                continue
+            if name.endswith("rotary_emb.inv_freq"):
+                continue  # older ones wrote these as well, which config.json says
+            if name not in wanted:
+                raise CheckpointError(f"{file}: unexpected tensor {name}")
+            if tensor.shape != wanted[name]:
+                raise CheckpointError(
+                    f"{file}: {name} is {list(tensor.shape)}, config.json says {list(wanted[name])}"
+                )
+            if not _finite(tensor):
+                raise CheckpointError(f"{file}: {name} holds NaN or an infinity")
+            found[name] = tensor
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise CheckpointError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
+    if head is not None and not torch.equal(head, found["model.embed_tokens.weight"]):
+        raise CheckpointError(
+            f"{path}: lm_head.weight is not the embedding, though config.json says tie_word_embeddings"
+        )
+    model.load_state_dict(found, assign=True)
+    return model.requires_grad_(True)
+
+
+def save_decoder(
+    model: Decoder,
+    path: str | Path,
+    tokenizer: Tokenizer | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Writes directory `path` for `transformers.AutoModelForCausalLM`, replacing one that is there.
+
+    Tensors are rounded to `dtype`, which config.json names. Raises CheckpointError, with `path` as it was,
+    where one does not fit into it.
+
+    It is written beside it under a hidden name and renamed, so that `path` never holds half a model.
+    A crash between the two renames of a replacement leaves both hidden; the next save sees to it.
+    One writer at a time.
+    """
+    target = Path(path)
+    part, old = (target.with_name(f".{target.name}.{kind}") for kind in ("part", "old"))
+    _clear_leftovers(target, part, old)
+    part.mkdir(parents=True)
+    try:
+        state = {
+            name: t.detach().cpu().to(dtype).contiguous() for name, t in model.state_dict().items()
+        }
+        if dtype != torch.float32:
+            _check_fits(state, path)
+        save_tensors(state, part / WEIGHTS, metadata={"format": "pt"})
+        table = model.config.to_hf() | {"torch_dtype": str(dtype).removeprefix("torch.")}
+        (part / "config.json").write_text(json.dumps(table, indent=2) + "\n")
+        if tokenizer is not None:
+            tokenizer.save(str(part))
+        # A directory cannot be renamed onto one that has files: the old one steps aside first.
+        if target.exists():
+            target.rename(old)
+        part.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _clear_leftovers(target: Path, part: Path, old: Path) -> None:
+    """Of a save that was killed. If it came between its renames, `old` is the checkpoint."""
+    if old.exists() and not target.exists():
+        old.rename(target)
+    for leftover in (part, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / INDEX
+    if not index.exists() or (directory / WEIGHTS).exists():  # transformers' order
+        return [directory / WEIGHTS]
+    shards = _read_object(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
+        raise CheckpointError(f"{index}: weight_map is not a table of file names")
+    names = sorted(set(shards.values()))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise CheckpointError(f"{index}: {outside[0]!r} is not in this directory")
+    return [directory / name for name in names]
+
+
+def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    if not file.is_file():
+        raise CheckpointError(f"{file}: no such file")
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return {name: tensors.get_tensor(name).float() for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _check_fits(state: dict[str, torch.Tensor], path: str | Path) -> None:
+    for name, tensor in state.items():
+        if not _finite(tensor):
+            raise CheckpointError(f"{path}: {name} does not fit into {tensor.dtype}")
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    # One pass that allocates nothing: isfinite() would hold another copy of a large model's embedding.
+    return tensor.numel() == 0 or all(end.isfinite() for end in tensor.aminmax())
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text())
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: not a JSON object")
+    return value

@@ -1,0 +1,42 @@
+"""What a learner publishes of its model: the tensors of its own low-bit forward, where it has one."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from areal_q.models.lora import adapted, is_adapter
+from areal_q.models.quantized_forward import QuantLinear, linears
+from areal_q.quant.registry import FORMATS
+from areal_q.quant.state_dict import RangePolicy, quantize_state
+
+
+def published_state(
+    model: nn.Module, format: str, policy: RangePolicy | None = None
+) -> dict[str, Tensor]:
+    """The tensors to publish for `model`: those of its forward where that is quantized, a frozen
+    base and its adapters in bfloat16, else as `quantize_state` makes them. In the order of its state dict."""
+    state: Mapping[str, Tensor] = model.state_dict()
+    if adapted(model):
+        return {
+            name.replace("/", "."): _travelling(name, tensor.detach())
+            for name, tensor in state.items()
+        }
+    aligned = {n: m for n, m in linears(model).items() if isinstance(m, QuantLinear)}
+    if not aligned:
+        return quantize_state(state, format, policy)
+    published: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        linear = aligned.get(name.removesuffix(".weight"))
+        if linear is None:
+            published[name] = tensor.detach()
+        else:
+            prefix = name.removesuffix("weight")
+            published |= {
+                prefix + suffix: linear.parts[suffix] for suffix in FORMATS[format].suffixes
+            }
+    return published
+
+
+def _travelling(name: str, tensor: Tensor) -> Tensor:
+    return tensor.to(torch.bfloat16) if is_adapter(name) else tensor

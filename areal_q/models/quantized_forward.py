@@ -1,0 +1,132 @@
+"""The learner's forward on the numbers that rollouts use (QaRL).
+
+    weights θ ──quantize_state──▶ parts ──┬──▶ Format.linear ──▶ the forward of π_prox and π_θ
+                                          └──▶ published_state ──▶ the version that engines run
+
+`QuantLinear` runs the format's own linear, activations quantized as the engine quantizes them, on parts that
+`materialise` makes once for each state of the weights. What is published are these very tensors: nothing is
+quantized twice. The backward is that of the full-precision layer (a straight-through estimator):
+
+    y = Q(x) · Q(W)ᵀ + b,    ∂x = ∂y · W,    ∂W = ∂yᵀ · x,    ∂b = Σ ∂y
+
+with the master weights W, which alone the optimizer sees.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from areal_q.models.bf16_rounding import straight
+from areal_q.models.linear import Linear
+from areal_q.quant.format import Parts
+from areal_q.quant.quantized_linear import Linear as Product
+from areal_q.quant.registry import FORMATS
+from areal_q.quant.state_dict import is_quantized, parts_of, quantize_state
+
+
+class QuantLinear(Linear):
+    """A linear whose forward runs on quantized parts; `weight` is the master copy. Before the first
+    `materialise` it cannot run."""
+
+    format: str
+    parts: Parts
+    product: Product
+
+    def take(self, parts: Parts) -> None:
+        """The weights changed: these are the tensors that stand for them."""
+        self.parts, self.product = parts, FORMATS[self.format].linear([parts])
+
+    @property
+    def acting_bias(self) -> Tensor | None:
+        return straight(self.bias) if self.rounds_rest and self.bias is not None else self.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        return straight_through(input, self.weight, self.acting_bias, self.product)
+
+
+def as_engines_compute(kind: str) -> AbstractContextManager[object]:
+    """For products on published numbers, on device type `kind`: on a CPU in float32, to the bit; on a GPU in
+    bfloat16 where the learner computes in it, as vLLM and SGLang do there (float32 products are many times
+    slower)."""
+    return torch.autocast(kind, enabled=False) if kind == "cpu" else nullcontext()
+
+
+def straight_through(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    """`product(x, bias)`, with the gradients of x · weightᵀ + bias."""
+    return _StraightThrough.apply(x, weight, bias, product)  # type: ignore[return-value]
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Any:
+        ctx.save_for_backward(x, weight)
+        kind = x.device.type
+        ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        with as_engines_compute(kind):
+            return product(x.float(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad = grads[0]
+        needed = ctx.needs_input_grad
+        with torch.autocast(*ctx.autocast):
+            return (
+                grad @ weight if needed[0] else None,
+                grad.t() @ x if needed[1] else None,
+                grad.sum(0) if needed[2] else None,
+                None,
+            )
+
+
+def linears(model: nn.Module) -> dict[str, Linear]:
+    """The linears of `model` that a format applies to, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and is_quantized(f"{name}.weight")
+    }
+
+
+def use(kind: type[Linear], model: nn.Module, format: str) -> None:
+    """Makes the quantized linears of `model` ones of class `kind`, with the parameters that they have; on
+    `format`, ready to run, where the class is quantized."""
+    for name, linear in linears(model).items():
+        with torch.device("meta"):
+            new = kind(linear.in_features, linear.out_features, linear.bias is not None)
+        new.weight, new.bias = linear.weight, linear.bias
+        new.rounds_rest = linear.rounds_rest
+        if isinstance(new, QuantLinear):
+            new.format = format
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, new)
+    materialise(model)
+
+
+@torch.no_grad()
+def materialise(model: nn.Module) -> None:
+    """Quantizes the present weights for the forward; to be called whenever they have changed. Of a sharded
+    model they are gathered, and every rank quantizes them for itself.
+
+    Raises QuantizationError naming a tensor that is not finite.
+    """
+    found = {n: m for n, m in linears(model).items() if isinstance(m, QuantLinear)}
+    if not found:
+        return
+    format = next(iter(found.values())).format
+    # Layer by layer: no more than one is whole in memory.
+    for _, names in groupby(found, key=lambda name: name.partition("layers.")[2].partition(".")[0]):
+        layer = {name: found[name] for name in names}
+        published = quantize_state(
+            {f"{n}.weight": _whole(m.weight) for n, m in layer.items()}, format
+        )
+        for name, linear in layer.items():
+            linear.take(parts_of(published, name, format))
+
+
+def _whole(weight: Tensor) -> Tensor:
+    # (DTensor's import takes a second of the CPU.)
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # type: ignore[operator]

@@ -1,0 +1,1 @@
+"""Records and views of a run: metrics, Prometheus, service logs, summaries, plots."""

@@ -1,0 +1,38 @@
+"""How a run ended, for the commands that ask one that goes on: they need not wait for an answer."""
+
+import os
+from pathlib import Path
+
+from areal_q.observability.metrics_log import FILE_NAME, Record, read_metrics
+from areal_q.observability.run_summary import plural
+from areal_q.system.run_dir import try_lock
+
+
+def how_it_ended(directory: Path) -> tuple[str, bool] | None:
+    """Returns a sentence and whether the run ended as it should; None while it goes on, or may do so: where
+    REDIS_URL names a cluster, its learner may be on another machine."""
+    if is_held(directory):
+        return None
+    path = directory / FILE_NAME
+    records = read_metrics(path) if path.exists() else []
+    if records and records[-1]["kind"] == "end":
+        return f"ended: {_last(records)}", True
+    if "REDIS_URL" in os.environ:
+        return None
+    logs = f"its processes' last words are in {directory / 'logs'}"
+    if not records:
+        return f"ended before its first record; {logs}", False
+    done = max(record["step"] for record in records)
+    return f"ended without a word after {plural(done, 'step')}; {logs}", False
+
+
+def is_held(directory: Path) -> bool:
+    """Whether a launcher or a learner works in `directory`."""
+    handle = try_lock(directory)
+    if handle is not None:
+        os.close(handle)
+    return handle is None
+
+
+def _last(records: list[Record]) -> str:
+    return f"{records[-1].get('reason', 'done')} at step {records[-1]['step']}"

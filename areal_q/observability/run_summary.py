@@ -1,0 +1,192 @@
+"""What a run came to, from its metrics alone: for the last screen, the report and the tests."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal_q.observability.metrics_log import Record
+from areal_q.observability.reward_signal import (
+    EQUAL_STEPS,
+    equal_steps,
+    equal_text,
+    failed_rewards,
+    failed_text,
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One held-out problem, answered before and after. Example: Answer("12+34=", "64", "46", "64")"""
+
+    prompt: str
+    expected: str
+    before: str
+    after: str
+    correct_before: bool
+    correct_after: bool
+
+
+@dataclass(frozen=True)
+class Unfaithful:
+    """An engine's log-probs were not those of its weights (learner/measure/fidelity.py).
+
+    Example: Unfaithful("vllm", 0.12, 0.03, 7.0)
+    """
+
+    engine: str
+    gap_nats: float
+    """Mean of a step's sampled tokens"""
+    bound_nats: float
+    version: float | None
+    """The newest that was looked at; None in records that do not say"""
+
+    def __str__(self) -> str:
+        at = "" if self.version is None else f" at version {self.version:.0f}"
+        gap, bound = f"{self.gap_nats:.2g} nats", f"bound {self.bound_nats:g}"
+        return f"engine {self.engine}: log-probs {gap} off its weights{at} ({bound})"
+
+
+@dataclass(frozen=True)
+class Summary:
+    title: str
+    rows: list[tuple[str, str]]
+    answers: list[Answer]
+    reason: str
+    """done, drained, or "" where no `end` record was written"""
+
+
+def unfaithful(records: Iterable[Record]) -> list[Unfaithful]:
+    """The worst step of each engine whose gap was beyond the bound."""
+    worst: dict[str, Unfaithful] = {}
+    for record in records:
+        bound = record.get("fidelity/bound_nats")
+        for key, gap in record.items():
+            if not key.startswith("fidelity/engine_"):  # most keys: a pattern for each takes long
+                continue
+            found = re.fullmatch(r"fidelity/engine_(.+)/gap_mean_nats", key)
+            if found is None or bound is None or gap is None or gap <= bound:
+                continue
+            engine = found[1]
+            if engine not in worst or gap > worst[engine].gap_nats:
+                version = record.get(f"fidelity/engine_{engine}/version")
+                worst[engine] = Unfaithful(engine, gap, bound, version)
+    return list(worst.values())
+
+
+def summarize(records: Sequence[Record], responses: int = 0) -> Summary:
+    """Means are over all steps; accuracies are of the first and the last evaluation. `responses` is the
+    number of responses in a step; 0: not known."""
+    steps = [r for r in records if r["kind"] == "step"]
+    evals = [r for r in records if r["kind"] == "eval"]
+    ends = [r for r in records if r["kind"] == "end"]
+    reason = str(ends[-1].get("reason", "")) if ends else ""
+    last_step = max((r["step"] for r in records), default=0)
+    elapsed = records[-1]["elapsed_s"] if records else 0.0
+    title = f"{reason or 'stopped'} after {plural(last_step, 'step')} in {duration(elapsed)}"
+    warnings = [("fidelity", f"✗ {problem}") for problem in unfaithful(steps)]
+    warnings += _reward_warnings(steps, responses)
+    rows = [*_accuracy_rows(evals), *_step_rows(steps), *warnings]
+    return Summary(title, rows, _answers(evals), reason)
+
+
+def _reward_warnings(steps: list[Record], responses: int) -> Iterable[tuple[str, str]]:
+    failed, causes = failed_rewards(steps)
+    if failed:
+        yield "reward failed", f"✗ {failed_text(failed, causes, responses * len(steps))}"
+    equal = equal_steps(steps)
+    if equal and equal >= min(EQUAL_STEPS, len(steps)):
+        yield "reward is flat", f"✗ {equal_text(equal, steps[-1].get('reward/mean'))}"
+
+
+def _accuracy_rows(evals: list[Record]) -> Iterable[tuple[str, str]]:
+    if not evals:
+        return
+    first, last = evals[0], evals[-1]
+    best = max(evals, key=lambda r: r.get("eval/accuracy") or 0.0)
+    problems = f"{last.get('eval/problems', 0):.0f} problems"
+    change = f"{number(first, 'eval/accuracy', '.3f')} → {number(last, 'eval/accuracy', '.3f')}"
+    times = f"from {duration(first['elapsed_s'])} to {duration(last['elapsed_s'])}, {problems}"
+    yield "held-out accuracy", f"{change}   ({times})"
+    yield "best", f"{number(best, 'eval/accuracy', '.3f')} at step {best['step']}"
+
+
+def _step_rows(steps: list[Record]) -> Iterable[tuple[str, str]]:
+    if not steps:
+        return
+    tenth = max(1, len(steps) // 10)
+
+    def n(key: str, spec: str, among: Sequence[Record] = steps) -> str:
+        return number({key: mean(among, key)}, key, spec)
+
+    first, last = (n("reward/mean", ".3f", part) for part in (steps[:tenth], steps[-tenth:]))
+    yield "reward", f"{first} → {last}   (first and last tenth of the steps)"
+    lag_max = max((r["lag/max"] for r in steps if r.get("lag/max") is not None), default=None)
+    most = number({"max": lag_max}, "max", ".0f")
+    yield "staleness", f"{n('lag/mean', '.2f')} versions on average, {most} at most"
+    yield "mismatch KL", f"{n('mismatch/kl', '.2e')} nats per token"
+    if mean(steps, "routing/disagreement") is not None:
+        yield "other experts", f"{n('routing/disagreement', '.2%')} of the routes, without replay"
+    up, down = n("policy/clip_fraction_up", ".2%"), n("policy/clip_fraction_down", ".2%")
+    yield "clipped tokens", f"{up} above, {down} below"
+    for side in ("rollout", "learner"):
+        rate, idle = n(f"{side}/tokens_per_s", ",.0f"), n(f"{side}/idle_share", ".1%")
+        yield side, f"{rate} tokens/s, idle {idle}"
+    sent, paused = mean(steps, "weights/bytes"), mean(steps, "weights/publish_s")
+    if sent is not None and paused is not None:
+        yield "weights", f"{size(sent)} a version, {paused * 1e3:.0f} ms of the learner's time"
+
+
+def _answers(evals: list[Record]) -> list[Answer]:
+    """The samples that both the first and the last evaluation hold."""
+    if not evals:
+        return []
+    before = {s["prompt"]: s for s in evals[0].get("samples", [])}
+    answers = []
+    for after in evals[-1].get("samples", []):
+        if old := before.get(after["prompt"]):
+            answers.append(
+                Answer(
+                    prompt=after["prompt"],
+                    expected=after["answer"],
+                    before=old["response"],
+                    after=after["response"],
+                    correct_before=old["correct"],
+                    correct_after=after["correct"],
+                )
+            )
+    return answers
+
+
+def mean(records: Iterable[Record], key: str) -> float | None:
+    """Of the values of `key` that are there and finite; None if there is none."""
+    values = [r[key] for r in records if r.get(key) is not None]
+    return sum(values) / len(values) if values else None
+
+
+def number(record: Record | None, key: str, spec: str, missing: str = "–") -> str:
+    """`record[key]` formatted, or a dash where it is missing or was not finite."""
+    value: Any = None if record is None else record.get(key)
+    return missing if value is None else format(value, spec)
+
+
+def duration(seconds: float) -> str:
+    """Example: 9.25 → "9.2 s", 192 → "3:12", 4000 → "1:06:40"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def size(nbytes: float) -> str:
+    """Example: 1_500_000 → "1.5 MB"."""
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} GB"
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,49 @@
+"""How much a step changes, what quantizing costs, and how much of the one survives the other.
+
+QuRL, appendix A (eqs. 13, 14): the update and the quantization error, each relative to the weights, as
+squared Frobenius norms over all quantized parameters. Where the error is orders of magnitude larger than
+the update, most codes do not move: `codes_moved` counts those that did.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from areal_q.quant.registry import FORMATS
+from areal_q.quant.state_dict import codes_of, dequantize_state, is_quantized
+
+
+def normalized_update(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
+    """‖θ_{t+1} - θ_t‖² / ‖θ_t‖² of two states under checkpoint names."""
+    return _relative(before, after)
+
+
+def normalized_error(
+    state: Mapping[str, Tensor], published: Mapping[str, Tensor], format: str
+) -> float:
+    """‖Q(θ) - θ‖² / ‖θ‖², `published` being `quantize_state(state, format)`."""
+    return _relative(state, dequantize_state(published, format))
+
+
+def codes_moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor], format: str) -> float:
+    """Share of the codes, 0 … 1, that differ between two published versions; 0.0 without any."""
+    bits = FORMATS[format].code_bits
+    new = codes_of(after, format)
+    pairs = [(old, new[name]) for name, old in codes_of(before, format).items()]
+    total = sum(8 * old.nbytes // bits for old, _ in pairs)
+    return sum(_moved(old, new, bits) for old, new in pairs) / max(1, total)
+
+
+def _relative(state: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    names = [name for name in state if is_quantized(name)]
+    change = sum(float((other[n].float() - state[n].float()).square().sum()) for n in names)
+    return change / sum(float(state[n].float().square().sum()) for n in names)
+
+
+def _moved(old: Tensor, new: Tensor, bits: int) -> int:
+    if bits >= 8:
+        whole = torch.int8 if bits == 8 else torch.int16
+        return int((old.view(whole) != new.view(whole)).sum())
+    both = old.view(torch.uint8) ^ new.view(torch.uint8)
+    return int((both & 15 != 0).sum() + (both > 15).sum())

@@ -1,0 +1,145 @@
+"""What a number format is: how a weight is stored, what it stands for, and how a GEMM runs on it.
+
+Shapes: a weight is [out, in]; `parts` are the tensors published for it, by the suffix that
+follows the parameter's prefix. So `model.layers.0.mlp.up_proj` in int8 is {"weight": codes,
+"weight_scale": scales}, published as `….up_proj.weight` and `….up_proj.weight_scale`. Suffixes and
+layouts are those of public checkpoints (DeepSeek's FP8, compressed-tensors, bitsandbytes), so that an
+engine takes the tensors unchanged.
+
+A format divides a weight into blocks that share a scale, and derives the scale from the largest
+magnitude of the block: its *range*. Ranges are a step of their own, because they may come from
+elsewhere: from the version before (sticky.py) or from the linears that an engine fuses (plan.py).
+
+To add a format: one file with `quantize` and `dequantize` side by side and its range, granularity
+and error bound in the docstring; then its line in `formats.py` and its name in
+`areal_q.config.run.Format`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from areal_q.errors import QuantizationError
+from areal_q.quant.kernels import dispatch
+from areal_q.quant.kernels.dispatch import LARGEST, TOO_LARGE
+from areal_q.quant.quantized_linear import Stacked
+
+Parts = dict[str, Tensor]
+
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""A scale of zero would divide zeros by zero, and a subnormal one has hardly any precision."""
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """The largest magnitudes that the scales of a weight must cover."""
+
+    blocks: Tensor
+    """float32, of each block, in the shape of the format's block scales"""
+    whole: Tensor
+    """float32 scalar: of the tensor, or of all tensors that an engine fuses with it"""
+
+
+class Format(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Keys of the parts; the codes come first."""
+        ...
+
+    @property
+    def code_bits(self) -> int: ...
+
+    @property
+    def shared_scale(self) -> bool:
+        """Whether linears that an engine fuses must agree on `Ranges.whole`."""
+        ...
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        """Stored bits per weight, scales included."""
+        ...
+
+    def ranges(self, weight: Tensor) -> Ranges | None:
+        """Measured ranges of a float `weight` [out, in]; None for a format without scales."""
+        ...
+
+    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
+        """Parts of a float `weight` [out, in], scaled for `ranges` (None: as measured); what lies
+        beyond them is clamped. Raises QuantizationError naming the tensor."""
+        ...
+
+    def dequantize(self, parts: Parts) -> Tensor:
+        """The real numbers that `parts` stand for, float32 [out, in]."""
+        ...
+
+    def error_bound(self, parts: Parts) -> Tensor:
+        """Largest |weight - dequantize(parts)| within the ranges, float32, broadcastable to [out,
+        in]."""
+        ...
+
+    def linear(self, parts: Sequence[Parts]) -> Stacked:
+        """x ↦ x · Wᵀ as the engine runs it; W: the weights of `parts`, stacked over outputs."""
+        ...
+
+
+def checked_float32(weight: Tensor, name: str) -> Tensor:
+    """`weight` as float32 [out, in].
+
+    Raises QuantizationError for another rank, NaN, an infinity or a magnitude above LARGEST.
+    """
+    w = as_float32(weight, name)
+    low, high = torch.stack(w.aminmax()).tolist() if w.numel() else (0.0, 0.0)
+    if not (low >= -LARGEST and high <= LARGEST):
+        raise QuantizationError(f"{name}: {TOO_LARGE}")
+    return w
+
+
+def as_float32(weight: Tensor, name: str) -> Tensor:
+    """`weight` as float32 [out, in]. Raises QuantizationError for another rank or dtype."""
+    if weight.dim() != 2 or not weight.is_floating_point():
+        raise QuantizationError(
+            f"{name}: {weight.dtype} {list(weight.shape)} is not a float [out, in]"
+        )
+    return weight.detach().to(torch.float32)
+
+
+def checked_ranges(measure: Callable[[Tensor], Ranges], w: Tensor, name: str) -> Ranges:
+    """Ranges of `w`. Raises QuantizationError for NaN, an infinity or a magnitude above LARGEST."""
+    ranges = measure(w)
+    if not ranges.whole <= LARGEST:
+        raise QuantizationError(f"{name}: {TOO_LARGE}")
+    return ranges
+
+
+def blocked(x: Tensor, size: int) -> Tensor:
+    """x [out, in] as [out, ⌈in / size⌉, size], the last block filled up with zeros."""
+    rest = -x.shape[1] % size
+    padded = torch.nn.functional.pad(x, (0, rest)) if rest else x
+    return padded.reshape(x.shape[0], -1, size)
+
+
+def unblocked(x: Tensor, width: int) -> Tensor:
+    """Undoes `blocked`: [out, blocks, size] as [out, width]."""
+    return x.flatten(1)[:, :width]
+
+
+def row_ranges(weight: Tensor, size: int | None = None) -> Ranges:
+    """Ranges of rows [out, 1], or of blocks of `size` along each row [out, ⌈in / size⌉]."""
+    x = weight.detach().to(torch.float32)
+    size = size or max(1, x.shape[1])
+    blocks = dispatch.row_blocks(x, size)
+    if blocks is None:
+        blocks = blocked(x.abs(), size).amax(2)
+    return Ranges(blocks, blocks.amax())
+
+
+def scales_for(ranges: Tensor, largest: float) -> Tensor:
+    """float32 scales under which a range is the code `largest`."""
+    # As a tensor: dividing by a Python number may be done as a product with its reciprocal.
+    divisor = torch.full((), largest, device=ranges.device)
+    return (ranges / divisor).clamp_(min=SMALLEST_SCALE)

@@ -1,0 +1,1 @@
+"""The number formats, one file each."""

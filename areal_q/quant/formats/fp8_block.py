@@ -1,0 +1,77 @@
+"""fp8: E4M3 weights in blocks of 128×128, activations in groups of 1×128 (W8A8; FP8-RL, Jet-RL).
+
+    scale[i, j] = max(max |w| over the block / 448, smallest normal)  float32 [⌈out/128⌉, ⌈in/128⌉]
+    code        = E4M3(w / scale), round to nearest even               float8_e4m3fn [out, in]
+
+E4M3 (Micikevicius et al., arXiv 2209.05433): 1 sign, 4 exponent and 3 mantissa bits, bias 7, no
+infinity; largest 448, smallest normal 2⁻⁶, smallest 2⁻⁹. Layout of DeepSeek-V3's checkpoints and of
+`quant_method = "fp8"` with `weight_block_size = [128, 128]`: the scale, by which a code is
+multiplied, is called `weight_scale_inv`. Blocks at the edge of a weight are smaller. vLLM fuses q, k
+and v, and gate and up, only where their rows are multiples of 128.
+
+Range. ±max|w| of each block. Error bound. Three mantissa bits: |w - code · scale| ≤ 2⁻⁴ |code| ·
+scale, and half the distance of the subnormals, 2⁻¹⁰ scale, where that is more; a block's small
+weights keep their relative precision, which int8's do not. Against torchao's
+blockwise FP8: the same codes and scales.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from areal_q.quant.activations import E4M3_MAX, expanded, to_e4m3
+from areal_q.quant.format import Parts, Ranges, as_float32, checked_float32, row_ranges, scales_for
+from areal_q.quant.kernels import dispatch
+from areal_q.quant.kernels.fp8_gemm import Fp8KernelLinear, Operand, emulated, fp8_gemm
+from areal_q.quant.quantized_linear import Fp8GroupLinear, Stacked
+
+BLOCK = 128
+
+
+class Fp8:
+    name = "fp8"
+    suffixes = ("weight", "weight_scale_inv")
+    code_bits = 8
+    shared_scale = False
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        blocks = -(-out_features // BLOCK) * -(-in_features // BLOCK)
+        return 8.0 + 32.0 * blocks / (out_features * in_features)
+
+    def ranges(self, weight: Tensor) -> Ranges:
+        rows = row_ranges(weight, BLOCK)
+        blocks = torch.stack([x.amax(0) for x in rows.blocks.split(BLOCK)])
+        return Ranges(blocks, rows.whole)
+
+    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
+        w = as_float32(weight, name)
+        fast = dispatch.eight_bits(
+            w, name, torch.float8_e4m3fn, (BLOCK, BLOCK), ranges and ranges.blocks
+        )
+        if fast is not None:
+            return {"weight": fast[0], "weight_scale_inv": fast[1]}
+        w = checked_float32(w, name)
+        scale = scales_for((ranges or self.ranges(w)).blocks, E4M3_MAX)
+        return {"weight": to_e4m3(w / expanded(scale, w.shape)), "weight_scale_inv": scale}
+
+    def dequantize(self, parts: Parts) -> Tensor:
+        codes = parts["weight"].to(torch.float32)
+        return codes.mul_(expanded(parts["weight_scale_inv"], codes.shape))
+
+    def error_bound(self, parts: Parts) -> Tensor:
+        scale = expanded(parts["weight_scale_inv"], parts["weight"].shape)
+        return e4m3_error(parts["weight"], scale)
+
+    def linear(self, parts: Sequence[Parts]) -> Stacked:
+        gemm = fp8_gemm(parts[0]["weight"].device)
+        if gemm is not emulated:
+            weights = [Operand(p["weight"], p["weight_scale_inv"], blocks=True) for p in parts]
+            return Fp8KernelLinear(Operand.stacked(weights), gemm)
+        return Fp8GroupLinear(torch.cat([self.dequantize(p) for p in parts]))
+
+
+def e4m3_error(codes: Tensor, scale: Tensor) -> Tensor:
+    """Largest error of E4M3 codes times scale; the float32 division and product add 2⁻²² at most."""
+    magnitude = codes.to(torch.float32).abs()
+    return scale * (magnitude * (2**-4 + 2**-22)).clamp_(min=2**-10 * (1 + 2**-18))

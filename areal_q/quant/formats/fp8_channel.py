@@ -1,0 +1,60 @@
+"""fp8-channel: E4M3 weights with a scale per output channel, activations per token (W8A8; QuRL).
+
+    scale[o] = max(max_i |w[o, i]| / 448, smallest normal float32)     float32 [out, 1]
+    code     = E4M3(w / scale), round to nearest even                   float8_e4m3fn [out, in]
+
+E4M3 and its error as in `fp8.py`. With a scale per row on both sides the scales leave the sum: the
+GEMM runs on the codes, and is scaled afterwards. Layout of compressed-tensors' `float-quantized` with
+strategy `channel` and dynamic per-token activations.
+
+Range. ±max|w| of each channel. Error bound. As in `fp8.py`, with the
+channel's scale. An outlier costs its channel precision only where codes become subnormal, 2¹⁵ times
+below it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from areal_q.quant.activations import E4M3_MAX, to_e4m3
+from areal_q.quant.format import Parts, Ranges, as_float32, checked_float32, row_ranges, scales_for
+from areal_q.quant.formats.fp8_block import e4m3_error
+from areal_q.quant.kernels import dispatch
+from areal_q.quant.quantized_linear import Fp8RowLinear
+
+
+class Fp8Channel:
+    name = "fp8-channel"
+    suffixes = ("weight", "weight_scale")
+    code_bits = 8
+    shared_scale = False
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        return 8.0 + 32.0 / in_features
+
+    def ranges(self, weight: Tensor) -> Ranges:
+        return row_ranges(weight)
+
+    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
+        w = as_float32(weight, name)
+        fast = dispatch.eight_bits(
+            w, name, torch.float8_e4m3fn, (1, w.shape[1]), ranges and ranges.blocks
+        )
+        if fast is not None:
+            return {"weight": fast[0], "weight_scale": fast[1]}
+        w = checked_float32(w, name)
+        scale = scales_for((ranges or self.ranges(w)).blocks, E4M3_MAX)
+        return {"weight": to_e4m3(w / scale), "weight_scale": scale}
+
+    def dequantize(self, parts: Parts) -> Tensor:
+        return parts["weight"].to(torch.float32).mul_(parts["weight_scale"])
+
+    def error_bound(self, parts: Parts) -> Tensor:
+        return e4m3_error(parts["weight"], parts["weight_scale"])
+
+    def linear(self, parts: Sequence[Parts]) -> Fp8RowLinear:
+        return Fp8RowLinear(
+            torch.cat([p["weight"] for p in parts]).to(torch.float32),
+            torch.cat([p["weight_scale"] for p in parts]),
+        )

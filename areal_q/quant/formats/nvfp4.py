@@ -1,0 +1,89 @@
+"""nvfp4: E2M1 weights in blocks of 16, scaled by E4M3 and by one float32 for the tensor (QeRL).
+
+    global   = 448 · 6 / max |w| over the tensor                            float32 [1]
+    scale    = E4M3(global · max |w| over the block / 6), 0 becomes 2⁻³     float8_e4m3fn [out, ⌈in/16⌉]
+    code     = E2M1(w / (scale / global))                                   two in a byte [out, in/2]
+
+A block's scale uses E4M3's whole range, and `global`, by which it is divided, moves it to where the
+weights are. Layout of compressed-tensors' `nvfp4-pack-quantized`: `weight_packed`, `weight_scale`,
+`weight_global_scale`. vLLM keeps one `global` for a fused linear, so q, k, v and gate, up of a layer
+share it here (`shared_scale`): the maximum is then over all of them. Activations stay as they are; the
+GEMM runs in float32 on weights dequantized once.
+
+Range. ±max|w| of the tensor; blocks below 2⁻²⁰ of it lose their scale's precision, and then become zero.
+Odd numbers of inputs are refused, a last block of fewer than 16 is not. Error bound. With s = scale /
+global: s/4 up to 1½ s, s/2 up to 3 s, and s beyond, where a scale that E4M3 rounded down by up to 1/17
+costs less than that; for subnormal scales the top code is off by up to 6 · 2⁻¹⁰/global more. Where max|w|
+is so small that `global` would be infinite it is 1, and all codes are 0. Codes and scales are those of
+compressed-tensors, bit for bit, where it is given float32.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from areal_q.quant.activations import E4M3_MAX, to_e4m3
+from areal_q.quant.format import (
+    Parts,
+    Ranges,
+    as_float32,
+    blocked,
+    checked_float32,
+    checked_ranges,
+    row_ranges,
+    unblocked,
+)
+from areal_q.quant.formats import e2m1
+from areal_q.quant.quantized_linear import FloatLinear
+
+BLOCK = 16
+WHERE_ZERO = 0.125
+
+
+class Nvfp4:
+    name = "nvfp4"
+    suffixes = ("weight_packed", "weight_scale", "weight_global_scale")
+    code_bits = 4
+    shared_scale = True
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        return 4.0 + (8.0 * -(-in_features // BLOCK) + 32.0 / out_features) / in_features
+
+    def ranges(self, weight: Tensor) -> Ranges:
+        return row_ranges(weight, BLOCK)
+
+    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
+        w = checked_float32(weight, name) if ranges else as_float32(weight, name)
+        ranges = ranges or checked_ranges(self.ranges, w, name)
+        divisor = torch.nan_to_num(E4M3_MAX * e2m1.MAX / ranges.whole, posinf=1.0).reshape(1)
+        scale = to_e4m3(ranges.blocks / torch.full((), e2m1.MAX, device=w.device) * divisor)
+        real = scale.to(torch.float32)
+        real = torch.where(real == 0, WHERE_ZERO, real)
+        scale, real = real.to(torch.float8_e4m3fn), real / divisor
+        return {
+            "weight_packed": e2m1.quantize(w, real, BLOCK, name),
+            "weight_scale": scale,
+            "weight_global_scale": divisor,
+        }
+
+    def dequantize(self, parts: Parts) -> Tensor:
+        values = e2m1.decode(e2m1.unpack(parts["weight_packed"]))
+        return unblocked(blocked(values, BLOCK) * _real_scale(parts), values.shape[1])
+
+    def error_bound(self, parts: Parts) -> Tensor:
+        codes = e2m1.unpack(parts["weight_packed"])
+        rounding = blocked(e2m1.error(codes), BLOCK) * _real_scale(parts)
+        return (
+            unblocked(rounding, codes.shape[1]) * (1 + 2**-18)
+            + 6 * 2**-10 / parts["weight_global_scale"]
+        )
+
+    def linear(self, parts: Sequence[Parts]) -> FloatLinear:
+        return FloatLinear(torch.cat([self.dequantize(p) for p in parts]))
+
+
+def _real_scale(parts: Parts) -> Tensor:
+    """float32 [out, blocks, 1]"""
+    scale = parts["weight_scale"].to(torch.float32) / parts["weight_global_scale"]
+    return scale.unsqueeze(-1)

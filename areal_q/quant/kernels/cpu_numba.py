@@ -1,0 +1,218 @@
+"""Quantizing a weight on a CPU while each of its numbers is read from memory once.
+
+A row, or a block of 128×128, is small enough to stay in the cache between the search for its largest
+magnitude and the division by the scale that follows from it. Along the way the weight is multiplied by
+`fold` (UAQ's 1/s, or 1), and the new codes are compared with the previous ones where there are any.
+Codes and scales are, to the bit, those of the torch operations in int8.py, fp8.py and fp8_channel.py.
+
+Arrays are C contiguous. `given` are ranges to use in place of the measured ones, `previous` the codes of
+the version before; either may have no elements. Results: number of codes that moved, and the largest
+magnitude seen as the bits of a float32 (without their sign floats are ordered like integers, with
+infinity and NaN above all). Compiled when this module is first imported, and read from disk afterwards.
+"""
+
+import numpy as np
+from numba import types as nt
+from numba import void
+
+from areal_q.quant.kernels.jit import kernel
+
+float32, int32, uint8 = np.float32, np.int32, np.uint8
+F1 = nt.Array(nt.float32, 1, "C")
+F2, U2 = nt.Array(nt.float32, 2, "C"), nt.Array(nt.uint8, 2, "C")
+_TINY = float32(np.finfo(np.float32).tiny)
+_MAGNITUDE = int32(0x7FFFFFFF)
+SHORT = 64
+"""Numbers of which a loop of its own is one of vector operations"""
+# Adding 1.5 · 2²³ leaves no bits for a fraction, so it rounds half to even; the low bits are the number.
+_ROUND = float32(1.5 * 2**23)
+_ROUND_E4M3 = float32(1.5 * 2**14)  # the same for multiples of 2⁻⁹, E4M3's subnormal numbers
+_ROUND_E4M3_BITS = int32(np.float32(1.5 * 2**14).view(np.int32))
+_SMALLEST_NORMAL_E4M3 = int32(np.float32(2**-6).view(np.int32))
+_LARGEST_E4M3 = int32(np.float32(448).view(np.int32))
+_ONE, _LARGEST_E2M1 = int32(np.float32(1).view(np.int32)), int32(np.float32(6).view(np.int32))
+
+
+@kernel()
+def _raise_to(tops, x, fold):
+    """tops [K]: bits of the largest magnitude of fold · x [K] and of what it held."""
+    for i in range(x.shape[0]):
+        tops[i] = max(tops[i], int32(float32(x[i] * fold).view(int32) & _MAGNITUDE))
+
+
+@kernel()
+def _largest(tops):
+    top = int32(0)
+    for i in range(tops.shape[0]):
+        top = max(top, tops[i])
+    return top
+
+
+@kernel()
+def _int8(x, fold, scale, codes):
+    """Nearest whole numbers within ±127 of fold · x / scale."""
+    for i in range(x.shape[0]):
+        y = float32(x[i] * fold) / scale
+        y = min(max(y, float32(-127.0)), float32(127.0))
+        codes[i] = uint8(float32(y + _ROUND).view(int32))
+
+
+@kernel()
+def _e4m3(x, fold, scale, codes):
+    """Nearest E4M3 numbers (4 exponent bits of bias 7, 3 mantissa bits) within ±448 of fold · x / scale."""
+    for i in range(x.shape[0]):
+        bits = float32(float32(x[i] * fold) / scale).view(int32)
+        magnitude = min(int32(bits & _MAGNITUDE), _LARGEST_E4M3)
+        rounded = magnitude + int32(0x7FFFF) + ((magnitude >> int32(20)) & int32(1))
+        normal = (rounded >> int32(20)) - int32(120 << 3)
+        shifted = float32(int32(magnitude).view(float32) + _ROUND_E4M3)
+        subnormal = int32(shifted.view(int32) - _ROUND_E4M3_BITS)
+        code = subnormal if magnitude < _SMALLEST_NORMAL_E4M3 else normal
+        codes[i] = uint8(code | ((bits >> int32(24)) & int32(0x80)))
+
+
+@kernel()
+def _moved(codes, previous):
+    moved = 0
+    for i in range(codes.shape[0]):
+        moved += codes[i] != previous[i]
+    return moved
+
+
+@kernel(nt.UniTuple(nt.int64, 2)(F2, nt.float32, nt.float32, nt.int64, nt.int64, F2, U2, U2, F2))
+def quantize(w, fold, largest, height, width, given, previous, codes, scales):
+    """w [out, in] → codes (int8 where `largest` is 127, else E4M3) and scales of blocks [height, width]."""
+    moved, worst, tops = 0, int32(0), np.empty(w.shape[1], int32)
+    for p in range(scales.shape[0]):
+        rows = range(p * height, min((p + 1) * height, w.shape[0]))
+        # Whole rows, not block after block: jumps from row to row defeat prefetching and the caches' sets.
+        tops[:] = 0
+        for o in rows:
+            _raise_to(tops, w[o], fold)
+        for q in range(scales.shape[1]):
+            top = _largest(tops[q * width : (q + 1) * width])
+            worst = max(worst, top)
+            covered = given[p, q] if given.shape[0] else int32(top).view(float32)
+            scales[p, q] = max(float32(covered / largest), _TINY)
+        for o in rows:
+            for q in range(scales.shape[1]):
+                start, end = q * width, min((q + 1) * width, w.shape[1])
+                if largest == float32(127.0):
+                    _int8(w[o, start:end], fold, scales[p, q], codes[o, start:end])
+                else:
+                    _e4m3(w[o, start:end], fold, scales[p, q], codes[o, start:end])
+            if previous.shape[0]:
+                moved += _moved(codes[o], previous[o])
+    return moved, np.int64(worst)
+
+
+@kernel()
+def _halved(tops, out):
+    """The larger of each two neighbours."""
+    for i in range(out.shape[0]):
+        out[i] = max(tops[2 * i], tops[2 * i + 1])
+
+
+@kernel()
+def _short_ranges(x, width, tops, spare, out):
+    """`ranges` of a row whose blocks are short: loops over all of them at once, which become vector
+    operations, down to as many neighbours as are odd. tops, spare int32 [blocks · width]: overwritten."""
+    tops[x.shape[0] :] = 0
+    for i in range(x.shape[0]):
+        tops[i] = float32(x[i]).view(int32) & _MAGNITUDE
+    size = width
+    while size % 2 == 0:
+        size //= 2
+        _halved(tops, spare[: out.shape[0] * size])
+        tops, spare = spare, tops
+    for q in range(out.shape[0]):
+        out[q] = int32(_largest(tops[q * size : (q + 1) * size])).view(float32)
+
+
+@kernel()
+def _spread(scales, width, out):
+    """out [blocks · width]: each of `scales` [blocks] `width` times."""
+    for q in range(scales.shape[0]):
+        block, scale = out[q * width : (q + 1) * width], scales[q]
+        for i in range(width):
+            block[i] = scale
+
+
+@kernel(void(F2, nt.int64, F2))
+def ranges(w, width, out):
+    """Largest magnitude of every `width` numbers of a row: w [out, in] → [out, ⌈in / width⌉]; NaN stays."""
+    tops, spare = np.empty(out.shape[1] * width, int32), np.empty(out.shape[1] * width, int32)
+    for o in range(w.shape[0]):
+        if width < SHORT:
+            _short_ranges(w[o], width, tops, spare, out[o])
+            continue
+        for q in range(out.shape[1]):
+            top = int32(0)
+            x = w[o, q * width : min((q + 1) * width, w.shape[1])]
+            for i in range(x.shape[0]):
+                top = max(top, int32(float32(x[i]).view(int32) & _MAGNITUDE))
+            out[o, q] = int32(top).view(float32)
+
+
+@kernel()
+def _int4(x, scales, codes):
+    """Nearest whole numbers within -8 … 7 of x / scales, plus 8."""
+    for i in range(x.shape[0]):
+        y = min(max(x[i] / scales[i], float32(-8.0)), float32(7.0))
+        codes[i] = uint8(float32(y + _ROUND).view(int32) + int32(8))
+
+
+@kernel()
+def _e2m1(x, scales, codes):
+    """e2m1.encode of x / scales."""
+    for i in range(x.shape[0]):
+        bits = float32(x[i] / scales[i]).view(int32)
+        magnitude = min(int32(bits & _MAGNITUDE), _LARGEST_E2M1)
+        rounded = magnitude + int32(0x1FFFFF) + ((magnitude >> int32(22)) & int32(1))
+        normal = (rounded >> int32(22)) - int32(126 << 1)
+        halves = float32(float32(int32(magnitude).view(float32) * float32(2.0)) + _ROUND)
+        subnormal = halves.view(int32) & int32(0xFF)
+        code = subnormal if magnitude < _ONE else normal
+        codes[i] = uint8(code | ((bits >> int32(28)) & int32(8)))
+
+
+@kernel()
+def _nf4(x, scales, borders, codes):
+    """Number of `borders` below x · (1 / scales)."""
+    a, b, c, d, e = borders[0], borders[1], borders[2], borders[3], borders[4]
+    f, g, h, j, k = borders[5], borders[6], borders[7], borders[8], borders[9]
+    m, n, p, q, r = borders[10], borders[11], borders[12], borders[13], borders[14]
+    for i in range(x.shape[0]):
+        y = x[i] * float32(float32(1.0) / scales[i])
+        index = int32(y > a) + int32(y > b) + int32(y > c) + int32(y > d) + int32(y > e)
+        index += int32(y > f) + int32(y > g) + int32(y > h) + int32(y > j) + int32(y > k)
+        index += int32(y > m) + int32(y > n) + int32(y > p) + int32(y > q) + int32(y > r)
+        codes[i] = uint8(index)
+
+
+@kernel(void(F2, F2, nt.int64, F1, nt.boolean, U2))
+def nibbles(w, scales, width, borders, whole_numbers, packed):
+    """w [out, in] with a scale for every `width` numbers → two codes in a byte.
+
+    NF4, the first in the high half, where there are `borders`; else int4 or E2M1, the first in the low
+    half. What a row of `packed` has room for beyond the row of `w` is filled with zeros.
+    """
+    codes = np.zeros(2 * packed.shape[1], uint8)
+    low, high = (1, 0) if borders.shape[0] else (0, 1)
+    spread = np.empty(scales.shape[1] * width, float32)
+    mine = codes[: w.shape[1]]
+    for o in range(w.shape[0]):
+        if width == 16:
+            _spread(scales[o], 16, spread)
+        elif width == 32:
+            _spread(scales[o], 32, spread)
+        else:
+            _spread(scales[o], width, spread)
+        if borders.shape[0]:
+            _nf4(w[o], spread, borders, mine)
+        elif whole_numbers:
+            _int4(w[o], spread, mine)
+        else:
+            _e2m1(w[o], spread, mine)
+        for i in range(packed.shape[1]):
+            packed[o, i] = codes[2 * i + low] | (codes[2 * i + high] << uint8(4))

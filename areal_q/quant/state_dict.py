@@ -1,0 +1,144 @@
+"""Which parameters of a decoder a format applies to, and a whole state dict through it and back.
+
+The linears of attention and MLP are quantized, those of each expert and of shared experts too;
+embeddings, norms, the output head, the router of a mixture of experts and biases never are (FP8-RL,
+QaRL: their share of the work is small and their errors reach every token directly). A head tied to
+the embedding is the embedding, under either name.
+
+Engines fuse q, k and v, and gate and up, into one linear. Scales of blocks, groups and channels simply
+stand one after the other there; a scale of the whole tensor (nvfp4) must be one for all of them.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from areal_q.errors import QuantizationError
+from areal_q.quant.format import Format, Ranges
+from areal_q.quant.registry import FORMATS
+
+_QUANTIZED = re.compile(
+    r"(?:^|\.)layers\.\d+\.(?:"
+    r"self_attn\.[qkvo]_proj|"
+    r"mlp\.(?:experts\.\d+\.|shared_experts?\.)?(?:gate|up|down)_proj|"
+    r"block_sparse_moe\.experts\.\d+\.w[123]"
+    r")\.weight$"
+)
+_FUSED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+    **dict.fromkeys(("w1", "w3"), "w13"),
+}
+
+
+class RangePolicy(Protocol):
+    def __call__(self, name: str, ranges: Ranges) -> Ranges:
+        """The ranges to use for parameter `name`, given the measured ones."""
+        ...
+
+
+def is_quantized(name: str) -> bool:
+    """Whether parameter `name` of a Hugging Face checkpoint takes the rollout's format."""
+    return _QUANTIZED.search(name) is not None
+
+
+def fused_name(name: str) -> str:
+    """The linear of an engine that parameter `name` becomes a part of.
+
+    Example: `model.layers.0.self_attn.k_proj.weight` is part of `model.layers.0.self_attn.qkv_proj`.
+    """
+    parent, _, child = name.removesuffix(".weight").rpartition(".")
+    return f"{parent}.{_FUSED.get(child, child)}"
+
+
+def quantize_state(
+    state: Mapping[str, Tensor], format: str, policy: RangePolicy | None = None
+) -> dict[str, Tensor]:
+    """The tensors to publish for `state`, under checkpoint names.
+
+    Example: in int8, `X.weight` becomes codes int8 [out, in] and is followed by `X.weight_scale`,
+    float32 [out, 1]; every other tensor stays as it is. Raises QuantizationError naming the
+    tensor.
+    """
+    chosen = FORMATS[format]
+    ranges = _ranges(state, chosen, policy)
+    published: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if is_quantized(name):
+            parts = chosen.quantize(tensor, name, ranges.get(name))
+            prefix = name.removesuffix("weight")
+            published.update({prefix + suffix: parts[suffix] for suffix in chosen.suffixes})
+        else:
+            published[name] = tensor.detach()
+    return published
+
+
+def rest_in_bf16(published: Mapping[str, Tensor], format: str) -> dict[str, Tensor]:
+    """`published` with the float32 tensors that are no part of a quantized weight rounded to bfloat16."""
+
+    def rest(name: str, tensor: Tensor) -> bool:
+        return tensor.dtype == torch.float32 and _split(name, FORMATS[format])[1] is None
+
+    return {n: t.to(torch.bfloat16) if rest(n, t) else t for n, t in published.items()}
+
+
+def dequantize_state(published: Mapping[str, Tensor], format: str) -> dict[str, Tensor]:
+    """The state that `published` stands for: float32 where it was quantized, else as it is."""
+    chosen = FORMATS[format]
+    state: dict[str, Tensor] = {}
+    for name, tensor in published.items():
+        linear, suffix = _split(name, chosen)
+        if suffix is None:
+            state[name] = tensor
+        elif suffix == chosen.suffixes[0]:
+            parts = parts_of(published, linear, format)
+            state[f"{linear}.weight"] = chosen.dequantize(parts)
+    return state
+
+
+def parts_of(published: Mapping[str, Tensor], prefix: str, format: str) -> dict[str, Tensor]:
+    """The parts of linear `prefix`. Raises QuantizationError when one is missing."""
+    try:
+        return {suffix: published[f"{prefix}.{suffix}"] for suffix in FORMATS[format].suffixes}
+    except KeyError as error:
+        raise QuantizationError(f"{prefix}: no tensor {error} for format {format}") from error
+
+
+def codes_of(published: Mapping[str, Tensor], format: str) -> dict[str, Tensor]:
+    """The codes of every quantized parameter, by the parameter's name."""
+    chosen = FORMATS[format]
+    found = {name: _split(name, chosen) for name in published}
+    return {
+        f"{linear}.weight": published[name]
+        for name, (linear, suffix) in found.items()
+        if suffix == chosen.suffixes[0]
+    }
+
+
+def _split(name: str, format: Format) -> tuple[str, str | None]:
+    """(linear, suffix) of a published tensor; None for one that is no part of a quantized weight."""
+    for suffix in format.suffixes:
+        linear = name.removesuffix("." + suffix)
+        if linear != name and is_quantized(f"{linear}.weight"):
+            return linear, suffix
+    return name, None
+
+
+def _ranges(
+    state: Mapping[str, Tensor], format: Format, policy: RangePolicy | None
+) -> dict[str, Ranges]:
+    """Ranges by parameter, where they are not simply those that the format measures itself."""
+    if policy is None and not format.shared_scale:
+        return {}
+    measured = {name: format.ranges(t) for name, t in state.items() if is_quantized(name)}
+    found = {name: r for name, r in measured.items() if r is not None}
+    if format.shared_scale:
+        top: dict[str, Tensor] = {}
+        for name, r in found.items():
+            key = fused_name(name)
+            top[key] = torch.maximum(top[key], r.whole) if key in top else r.whole
+        found = {name: Ranges(r.blocks, top[fused_name(name)]) for name, r in found.items()}
+    return found if policy is None else {name: policy(name, r) for name, r in found.items()}

@@ -1,0 +1,1 @@
+"""The machine underneath: the run's directory, files, ports, processes and secrets."""

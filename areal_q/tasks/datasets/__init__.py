@@ -1,0 +1,1 @@
+"""The built-in tasks and the files that problems are read from."""

@@ -1,0 +1,143 @@
+"""The fields in which public benchmarks keep their problems. Imports no torch.
+
+    answer in text      MATH            problem, solution (with \\boxed{answer})
+                        MATH-500        problem, answer
+                        AIME, AMC       problem or question, answer (a number or text)
+                        Minerva         problem or question, solution or answer
+                        OlympiadBench   question or problem, final_answer (a list) or answer
+    one of choices      GPQA            Question, Correct Answer, Incorrect Answer 1 … 3
+                        ARC             question, choices {text, label}, answerKey
+                        MMLU-Pro        question, options, answer (a letter)
+
+Field names are tried in the order below; the first that a row has counts.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from string import ascii_uppercase
+from typing import Any
+
+from areal_q.config.tasks import Choice, Jsonl, Math
+from areal_q.errors import TaskError
+from areal_q.tasks.base import Problem
+from areal_q.tasks.datasets.jsonl_rows import read_objects
+from areal_q.tasks.grading.boxed import last_boxed
+
+Row = dict[str, Any]
+
+QUESTION = ("problem", "question", "Problem", "Question", "prompt")
+ANSWER = ("final_answer", "answer", "Answer", "solution", "Solution")
+MATH_PROMPTS = {
+    "chat": "{}\n\nReason step by step, then give the final answer in \\boxed{{}}.",
+    "plain": "Problem: {}\nGive the final answer in \\boxed{{}}.\nSolution:",
+}
+CHOICE_PROMPTS = {
+    "chat": "{}\n\nReason step by step, then end with `Answer: ` and the letter of the right choice.",
+    "plain": "Question: {}\nAnswer:",
+}
+
+
+def math_problems(cfg: Math) -> list[Problem]:
+    """All that the file holds. Raises TaskError naming file and line."""
+    return [
+        Problem(
+            MATH_PROMPTS[cfg.template].format(_first(row, QUESTION, where)), _answer(row, where)
+        )
+        for where, row in read_objects(cfg.path)
+    ]
+
+
+def choice_problems(cfg: Choice) -> list[Problem]:
+    """All that the file holds, the answer as a letter. Raises TaskError naming file and line."""
+    return [_choice(row, cfg.template, where) for where, row in read_objects(cfg.path)]
+
+
+def jsonl_problems(cfg: Jsonl) -> list[Problem]:
+    """All that the file holds. Raises TaskError naming the line that has not both fields."""
+    return [
+        Problem(text_of(row, cfg.prompt, where), text_of(row, cfg.answer, where))
+        for where, row in read_objects(cfg.path)
+    ]
+
+
+def text_of(row: Row, name: str, where: str) -> str:
+    """A field as text: numbers are written out (27.0 as "27"), a list of one is its only entry."""
+    value = row.get(name)
+    if isinstance(value, list) and value and all(isinstance(v, str) for v in value):
+        value = ", ".join(value)
+    if isinstance(value, float):
+        value = int(value) if value.is_integer() else value
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise TaskError(f"{where}: field `{name}` is not text or a number")
+    return str(value)
+
+
+def _first(row: Row, names: Sequence[str], where: str) -> str:
+    name = next((n for n in names if row.get(n) not in (None, [], "")), None)
+    if name is None:
+        raise TaskError(f"{where}: none of the fields {', '.join(names)}")
+    return text_of(row, name, where)
+
+
+def _answer(row: Row, where: str) -> str:
+    """What stands in the last \\boxed{} of a worked solution, else what follows `####`, else all of it."""
+    text = _first(row, ANSWER, where)
+    boxed = last_boxed(text)
+    answer = text.rpartition("####")[2] if boxed is None else boxed
+    if not answer.strip():
+        raise TaskError(f"{where}: the answer is empty")
+    return answer.strip()
+
+
+def _choice(row: Row, template: str, where: str) -> Problem:
+    if "Correct Answer" in row:
+        question, options, right = _gpqa(row, where)
+    else:
+        question, options, right = _listed(row, where)
+    if not 2 <= len(options) <= len(ascii_uppercase) or not 0 <= right < len(options):
+        raise TaskError(f"{where}: choice {right + 1} of {len(options)} cannot be the right one")
+    lines = [f"{ascii_uppercase[i]}. {text}" for i, text in enumerate(options)]
+    asked = "\n".join([question.strip(), *lines])
+    return Problem(CHOICE_PROMPTS[template].format(asked), ascii_uppercase[right])
+
+
+def _gpqa(row: Row, where: str) -> tuple[str, list[str], int]:
+    """The right choice comes first in the file: where it goes depends on the question alone."""
+    names = ["Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3))]
+    options = [text_of(row, name, where).strip() for name in names]
+    question = text_of(row, "Question", where)
+    right = hashlib.blake2b(question.encode()).digest()[0] % len(options)
+    options[0], options[right] = options[right], options[0]
+    return question, options, right
+
+
+def _listed(row: Row, where: str) -> tuple[str, list[str], int]:
+    stem = row.get("question")
+    if isinstance(stem, dict):  # ARC's own files
+        row = {**row, "question": stem.get("stem"), "choices": stem.get("choices")}
+    question = _first(row, QUESTION, where)
+    options, labels = _options(row, where)
+    key = row.get("answerKey", row.get("answer"))
+    if isinstance(key, int) and not isinstance(key, bool):  # MMLU's index
+        return question, options, key
+    if key not in labels:
+        raise TaskError(f"{where}: the answer {key!r} is none of the choices {', '.join(labels)}")
+    return question, options, labels.index(key)
+
+
+def _options(row: Row, where: str) -> tuple[list[str], list[str]]:
+    """(texts, labels) of a list of texts, of {text: […], label: […]}, or of [{text, label}, …]."""
+    match row.get("options", row.get("choices")):
+        case {"text": list(texts), "label": list(labels)} if len(texts) == len(labels):
+            pass
+        case [{"text": _, "label": _}, *_] as entries if all(
+            isinstance(e, dict) and {"text", "label"} <= e.keys() for e in entries
+        ):
+            texts, labels = [e["text"] for e in entries], [e["label"] for e in entries]
+        case list(texts):
+            labels = list(ascii_uppercase[: len(texts)])
+        case _:
+            raise TaskError(f"{where}: no list of choices in `options` or `choices`")
+    if not all(isinstance(t, str) for t in [*texts, *labels]):
+        raise TaskError(f"{where}: a choice is not text")
+    return texts, labels

@@ -1,0 +1,90 @@
+"""The calculator annotations of GSM8K: `<<16-3-4=9>>` asks `16-3-4=`, expects `9`. Imports no torch."""
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
+
+from areal_q.config.tasks import Calculator
+from areal_q.errors import TaskError
+from areal_q.tasks.base import Problem, Score
+from areal_q.tasks.datasets.jsonl_rows import Row, read_jsonl, split
+
+logger = logging.getLogger(__name__)
+
+ANNOTATION = re.compile(r"<<(.*?)>>")
+EXPRESSION = re.compile(r"[0-9+\-*/().,%]*[0-9][0-9+\-*/().,%]*")
+NUMBER = re.compile(r"[+-]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)")
+
+
+class CalculatorTask:
+    """Distinct prompts. Those of the last share of the rows are held out, and not trained on.
+
+    Where the file gives a prompt several results, the first one counts.
+    """
+
+    def __init__(self, cfg: Calculator) -> None:
+        """Raises TaskError naming file and line, or if nothing is left to train on or to hold out."""
+        rows = read_jsonl(cfg.path)
+        train, heldout = (_Annotations(part) for part in split(rows, cfg.heldout, cfg.path))
+        self.heldout: Sequence[Problem] = tuple(heldout.problems.values())
+        self.train: Sequence[Problem] = tuple(
+            p for prompt, p in train.problems.items() if prompt not in heldout.problems
+        )
+        self.skipped = train.skipped + heldout.skipped
+        """Annotations that do not read `expression=number`"""
+        if not self.train or not self.heldout:
+            lost = "hold out" if self.train else "train on"
+            raise TaskError(f"{cfg.path}: no annotation <<expression=number>> to {lost}")
+        logger.info(
+            "%s: %d problems to train on, %d held out, %d malformed annotations skipped",
+            cfg.path,
+            len(self.train),
+            len(self.heldout),
+            self.skipped,
+        )
+
+
+def score(problem: Problem, response: str) -> Score:
+    """1 if the response is a number equal to the answer (`0.2`, `.20`, `1,000`), else 0."""
+    found = parse_number(response)
+    correct = found is not None and found == parse_number(problem.answer)
+    return Score(float(correct), correct)
+
+
+def answer(response: str) -> str | None:
+    """Example: "1,000.50" is "1000.5"."""
+    value = parse_number(response)
+    return None if value is None else plain(value)
+
+
+def plain(value: Decimal) -> str:
+    """One spelling for equal numbers: 9.0 is "9", -0 is "0"."""
+    return f"{value.normalize() + 0:f}"
+
+
+def parse_number(text: str) -> Decimal | None:
+    """The text as a decimal number, thousands commas allowed; None if it is anything else."""
+    text = text.strip()
+    return Decimal(text.replace(",", "")) if NUMBER.fullmatch(text) else None
+
+
+class _Annotations:
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.problems: dict[str, Problem] = {}
+        self.skipped = 0
+        for problem in (p for row in rows for p in _parse(row.answer)):
+            if problem is None:
+                self.skipped += 1
+            else:
+                self.problems.setdefault(problem.prompt, problem)
+
+
+def _parse(text: str) -> Iterator[Problem | None]:
+    """The problem of each annotation; None for a malformed one."""
+    for body in ANNOTATION.findall(text):
+        expression, _, result = body.replace(" ", "").partition("=")
+        if EXPRESSION.fullmatch(expression) and parse_number(result) is not None:
+            yield Problem(f"{expression}=", result)
+        else:
+            yield None

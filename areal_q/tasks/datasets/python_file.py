@@ -1,0 +1,90 @@
+"""Tasks and rewards from a Python file of the user's own: trusted code, loaded from that file only.
+
+    def problems():                          # for task.type = "python"
+        return [("2+2=", "4"), …]            # (prompt, answer)
+
+    def reward(prompt, response, answer):    # or the name in reward.function
+        return 1.0 if response.strip() == answer else 0.0
+
+A reward is a number, and the response counts as correct from 1 on; or a table of numbers with `reward`,
+perhaps `correct`, and parts to be logged. Imports no torch.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from areal_q.config.tasks import Python
+from areal_q.errors import TaskError
+from areal_q.messages.trajectories import LARGEST_REWARD
+from areal_q.tasks.base import Problem, Score
+
+
+def load_function(path: str, name: str) -> Callable[..., Any]:
+    """Runs the file and returns the function `name`. Raises TaskError naming the file."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if not Path(path).is_file() or spec is None or spec.loader is None:
+        raise TaskError(f"{path}: no such Python file")
+    module = importlib.util.module_from_spec(spec)
+    # Last, so that the file may import its neighbours and none of them takes the place of another module.
+    if (directory := str(Path(path).resolve().parent)) not in sys.path:
+        sys.path.append(directory)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's code may raise anything
+        raise TaskError(f"{path}: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise TaskError(f"{path}: no function {name!r}")
+    return function
+
+
+def load_score(path: str, name: str) -> Callable[[Problem, str], Score]:
+    """The reward `name` of a file as a score; it raises what the user's code raises."""
+    function = load_function(path, name)
+
+    def score(problem: Problem, response: str) -> Score:
+        return as_score(function(problem.prompt, response, problem.answer))
+
+    return score
+
+
+def as_score(given: Any) -> Score:
+    """A score from what a user's reward returned. Raises ValueError for what is no number, or too
+    large to learn from."""
+    table = given if isinstance(given, Mapping) else {"reward": given}
+    parts = {str(name): _number(str(name), value) for name, value in table.items()}
+    if "reward" not in parts:
+        raise ValueError("the table has no `reward`")
+    reward = parts.pop("reward")
+    correct = parts.pop("correct", float(reward >= 1.0))
+    return Score(reward, bool(correct), parts)
+
+
+def problems(cfg: Python) -> list[Problem]:
+    """What the file's `problems()` returns. Raises TaskError naming the file."""
+    function = load_function(cfg.path, "problems")
+    try:
+        rows = list(function())
+    except Exception as error:  # the user's code may raise anything
+        raise TaskError(f"{cfg.path}: problems(): {type(error).__name__}: {error}") from error
+    if not all(_is_pair(row) for row in rows):
+        raise TaskError(f"{cfg.path}: problems() must give pairs of text: prompt and answer")
+    return [Problem(prompt, answer) for prompt, answer in rows]
+
+
+def _is_pair(row: Any) -> bool:
+    match row:
+        case (str(), str()):
+            return True
+        case _:
+            return False
+
+
+def _number(name: str, value: Any) -> float:
+    number = float(value)
+    if not abs(number) <= LARGEST_REWARD:
+        raise ValueError(f"{name} is {number}")
+    return number

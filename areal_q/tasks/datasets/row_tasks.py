@@ -1,0 +1,35 @@
+"""Tasks whose problems are the rows of a file. Imports no torch.
+
+The reader of each gives all problems of the file; `FileTask` splits them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from areal_q.config.tasks import Choice, Gsm8k, Jsonl, Math, Python
+from areal_q.errors import TaskError
+from areal_q.tasks.base import Problem
+from areal_q.tasks.datasets import benchmark_fields, gsm8k, python_file
+from areal_q.tasks.datasets.jsonl_rows import split
+
+READERS: dict[type, Callable[[Any], list[Problem]]] = {
+    Gsm8k: gsm8k.problems,
+    Math: benchmark_fields.math_problems,
+    Choice: benchmark_fields.choice_problems,
+    Jsonl: benchmark_fields.jsonl_problems,
+    Python: python_file.problems,
+}
+
+
+class FileTask:
+    """The last share of the rows is held out; a prompt that also appears there is not trained on."""
+
+    def __init__(self, cfg: Gsm8k | Math | Choice | Jsonl | Python) -> None:
+        """Raises TaskError naming file and line."""
+        rows = READERS[type(cfg)](cfg)
+        train, heldout = split(rows, cfg.heldout, cfg.path)
+        self.heldout: Sequence[Problem] = tuple(heldout)
+        kept = {p.prompt for p in heldout}
+        self.train: Sequence[Problem] = tuple(p for p in train if p.prompt not in kept)
+        if not self.train:
+            raise TaskError(f"{cfg.path}: every prompt to train on is also held out")

@@ -1,0 +1,33 @@
+"""How answers are judged: one line for each way. A task's settings name theirs. Imports no torch."""
+
+import importlib.util
+
+from areal_q.errors import ConfigError
+from areal_q.tasks.base import Grader
+from areal_q.tasks.datasets import calculator, countdown, gsm8k, tool_calculator
+from areal_q.tasks.datasets.arithmetic import score as exact
+from areal_q.tasks.grading import boxed, choice
+
+GRADERS: dict[str, Grader] = {
+    "exact": Grader(exact, str.strip),
+    "number": Grader(calculator.score, calculator.answer),
+    "final_number": Grader(gsm8k.score, gsm8k.answer),
+    # Nothing but the text goes into this comparison, so that what the parser cannot bear is the text's fault.
+    "math": Grader(
+        boxed.score,
+        boxed.answer,
+        slow=True,
+        zero_on=("exception", "timeout"),
+        needs="math_verify",
+    ),
+    "choice": Grader(choice.score, choice.letter),
+    "countdown": Grader(countdown.score, countdown.answer),
+    "tool": Grader(tool_calculator.score, tool_calculator.answer),
+}
+
+
+def check_extra(name: str) -> None:
+    """Raises ConfigError if grader `name` needs an extra that is not installed."""
+    needs = GRADERS[name].needs
+    if needs and importlib.util.find_spec(needs) is None:
+        raise ConfigError(f"grader {name!r} needs {needs}: pip install 'areal-q[{name}]'")

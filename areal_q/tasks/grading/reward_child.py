@@ -1,0 +1,81 @@
+"""`python -m areal_q.tasks.grading.reward_child`: the process that runs a slow or foreign reward.
+
+Questions come in on stdin, replies go out on what was stdout; it ends when stdin does.
+"""
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import BinaryIO
+
+import msgspec
+
+from areal_q.errors import ConfigError, RewardUnavailable, TaskError
+from areal_q.messages.trajectories import FailureCause
+from areal_q.tasks.base import Problem, Score
+from areal_q.tasks.datasets.python_file import load_score
+from areal_q.tasks.grading.graders import GRADERS, check_extra
+from areal_q.tasks.grading.reward_process import Ask, Graded
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def main(kind: str, name: str, function: str) -> None:
+    # Ctrl-C is for the worker, which then ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    questions, replies = _private_pipes()
+    try:
+        score = load(kind, name, function)
+    except (ConfigError, TaskError) as error:
+        _send(replies, Graded(error=str(error), extra_missing=isinstance(error, ConfigError)))
+        return
+    _send(replies, Graded())
+    decoder = msgspec.msgpack.Decoder(Ask)
+    while size := questions.read(4):
+        ask = decoder.decode(questions.read(int.from_bytes(size, "little")))
+        _send(replies, _graded(score, ask))
+
+
+def load(kind: str, name: str, function: str) -> Callable[[Problem, str], Score]:
+    """The score of a built-in grader or of a file."""
+    if kind == "file":
+        return load_score(name, function)
+    check_extra(name)
+    if needs := GRADERS[name].needs:
+        importlib.import_module(needs)  # now, and not on the first question's time
+    return GRADERS[name].score
+
+
+def _graded(score: Callable[[Problem, str], Score], ask: Ask) -> Graded:
+    try:
+        return Graded(score(ask.problem, ask.response))
+    except Exception as error:  # a user's code, and sympy, may raise anything
+        said = f"raised {type(error).__name__}: {error}"[:500]
+        return Graded(error=said, cause=_cause(error))
+
+
+def _cause(error: Exception) -> FailureCause:
+    if isinstance(error, RewardUnavailable):
+        return "unavailable"
+    return "killed" if isinstance(error, MemoryError) else "exception"
+
+
+def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Duplicates of stdin and stdout; the reward's own reads are empty, its prints go to stderr."""
+    questions, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    return questions, replies
+
+
+def _send(replies: BinaryIO, graded: Graded) -> None:
+    frame = _encoder.encode(graded)
+    replies.write(len(frame).to_bytes(4, "little") + frame)
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

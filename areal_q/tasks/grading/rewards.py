@@ -1,0 +1,167 @@
+"""From a response to its reward: the task's score, format, length; each a part, weighed by settings.
+
+    reward = correct · score + format · (1 or 0) + length · (unused share, if correct) + overlong penalty
+
+The quick built-in graders run here, at no cost; slow ones and those of a user's file in processes beside
+(isolated.py). Imports no torch.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from areal_q.config import Overlong, Python, RewardConfig, Run, TaskConfig
+from areal_q.errors import TaskError
+from areal_q.messages.trajectories import FailureCause
+from areal_q.tasks.base import Grader, Problem, Score
+from areal_q.tasks.grading.boxed import last_boxed
+from areal_q.tasks.grading.graders import GRADERS, check_extra
+from areal_q.tasks.grading.reward_process import Isolated
+
+THOUGHT = re.compile(
+    r"\s*<think>[^<]*(?:<(?!/?think>|/?answer>)[^<]*)*</think>\s*<answer>[^<]*</answer>\s*"
+)
+HASH = re.compile(r"####[ \t]*[-−]?\$?[0-9][0-9,.]*")
+
+STYLES: dict[str, Callable[[str], bool]] = {
+    "boxed": lambda text: bool(last_boxed(text)),
+    "think": lambda text: THOUGHT.fullmatch(text) is not None,
+    "hash": lambda text: (
+        HASH.fullmatch((text.strip().splitlines() or [""])[-1].strip()) is not None
+    ),
+}
+"""Formats that a response can be in; the key is `reward.style`"""
+
+
+class Reward(Protocol):
+    """What a worker asks for the score of a response of `tokens` tokens. Never raises once started."""
+
+    async def start(self) -> None:
+        """Raises TaskError or ConfigError for a reward that cannot be loaded."""
+        ...
+
+    async def __call__(self, problem: Problem, response: str, tokens: int) -> Score: ...
+    async def close(self) -> None: ...
+
+
+class InlineReward:
+    """A quick grader, run where it is asked."""
+
+    def __init__(self, grader: Grader, cfg: RewardConfig, max_tokens: int) -> None:
+        self._score, self._cfg, self._max_tokens = grader.score, cfg, max_tokens
+
+    async def start(self) -> None:
+        pass
+
+    async def __call__(self, problem: Problem, response: str, tokens: int) -> Score:
+        score = self._score(problem, response)
+        return shaped(score, response, tokens, self._cfg, self._max_tokens)
+
+    async def close(self) -> None:
+        pass
+
+
+class IsolatedReward:
+    """A slow or foreign one, run in processes that are killed after `reward.timeout_s`. `zero_on` are the
+    failures of which its response is the cause."""
+
+    def __init__(
+        self,
+        source: tuple[str, str, str],
+        cfg: RewardConfig,
+        max_tokens: int,
+        zero_on: tuple[FailureCause, ...] = (),
+    ) -> None:
+        self._isolated = Isolated(source, cfg.timeout_s, cfg.processes)
+        self._cfg, self._max_tokens = cfg, max_tokens
+        self._zero_on = {*zero_on, *cfg.zero_on}
+
+    async def start(self) -> None:
+        await self._isolated.start()
+
+    async def __call__(self, problem: Problem, response: str, tokens: int) -> Score:
+        score = await self._asked(problem, response)
+        if score.failure is None:
+            return shaped(score, response, tokens, self._cfg, self._max_tokens)
+        if score.failure in self._zero_on:
+            return Score.zero(score.failure)
+        return unscored(score.failure, self._cfg)
+
+    async def _asked(self, problem: Problem, response: str) -> Score:
+        """The score, asked for again as often as the settings say where that may help."""
+        score = await self._isolated.score(problem, response)
+        retries = self._cfg.retries if self._cfg.on_error == "retry" else 0
+        for retry in range(retries):
+            if score.failure is None or score.failure in self._zero_on:
+                break
+            await asyncio.sleep(self._cfg.retry_pause_s * 2**retry)
+            score = await self._isolated.score(problem, response)
+        return score
+
+    async def close(self) -> None:
+        await self._isolated.close()
+
+
+def unscored(cause: FailureCause, cfg: RewardConfig) -> Score:
+    """What `reward.on_error` makes of a failure of which the response is not the cause."""
+    return Score.zero(cause, cause) if cfg.on_error == "zero" else Score.failed(cause)
+
+
+def build_reward(run: Run) -> Reward:
+    """The reward of a run, not started yet."""
+    cfg, max_tokens, grader = run.reward, run.rollout.sampling.max_tokens, run.task.grader
+    if file := reward_file(run):
+        return IsolatedReward(("file", file, cfg.function), cfg, max_tokens)
+    if GRADERS[grader].slow:
+        return IsolatedReward(("grader", grader, ""), cfg, max_tokens, GRADERS[grader].zero_on)
+    return InlineReward(GRADERS[grader], cfg, max_tokens)
+
+
+def build_score(cfg: TaskConfig) -> Callable[[Problem, str], Score]:
+    """The task's own score, run where it is called: no timeout, no weights."""
+    return GRADERS[cfg.grader].score
+
+
+def answer_of(cfg: TaskConfig) -> Callable[[str], str | None]:
+    """What a response answers, for majority votes; the bare text where a user's file judges it."""
+    return GRADERS[cfg.grader].answer if cfg.grader in GRADERS else str.strip
+
+
+def reward_file(run: Run) -> str | None:
+    return run.task.path if isinstance(run.task, Python) else run.reward.path
+
+
+def check_reward(run: Run) -> None:
+    """Raises ConfigError or TaskError now for what would keep every worker from starting."""
+    file = reward_file(run)
+    if file is None:
+        check_extra(run.task.grader)
+    elif not Path(file).is_file():
+        raise TaskError(f"{file}: no such Python file")
+
+
+def shaped(score: Score, response: str, tokens: int, cfg: RewardConfig, max_tokens: int) -> Score:
+    """The weighed sum, with every part that has a weight. With default settings it is `score` itself."""
+    parts = dict(score.parts)
+    reward = cfg.correct * score.reward
+    if cfg.format:
+        parts["format"] = float(STYLES[cfg.style](response))
+        reward += cfg.format * parts["format"]
+    if cfg.length:
+        parts["length"] = max(0.0, 1 - tokens / max_tokens) if score.correct else 0.0
+        reward += cfg.length * parts["length"]
+    if cfg.overlong:
+        parts["overlong"] = overlong_penalty(tokens, cfg.overlong)
+        reward += parts["overlong"]
+    return Score(reward, score.correct, parts)
+
+
+def overlong_penalty(tokens: int, cfg: Overlong) -> float:
+    """0, then falling linearly over the last `cache_tokens`, -1 from `max_tokens` on (DAPO eq. 13).
+
+    Example: max_tokens 16, cache_tokens 4: lengths 12, 14, 16, 17 give 0, -0.5, -1, -1.
+    """
+    begin = cfg.max_tokens - cfg.cache_tokens
+    return min(0.0, max(-1.0, (begin - tokens) / cfg.cache_tokens))

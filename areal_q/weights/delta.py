@@ -1,0 +1,206 @@
+"""The difference between two versions of the weights, in a few bits per code that changed.
+
+Tensors with equal digests cost nothing; areal_q/weights/delta_codec.py says how the others are coded. The new
+manifest is compressed with the old one as dictionary, and has a checksum: its own digest covers the
+tensors only. Tensors' digests are left out of it and found again from the bytes that a delta gives.
+Pure: no socket here.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import zstandard
+
+from areal_q import messages
+from areal_q.errors import RecordError, WeightVersionError
+from areal_q.messages import Manifest, TensorSpec
+from areal_q.weights import delta_codec
+from areal_q.weights.bit_packing import compress, decompress, ordered, unordered
+from areal_q.weights.delta_codec import Floats, FloatsOf, Moves, Streams
+from areal_q.weights.version import DTYPES, WeightVersion, unpack_unnamed, without_digests
+
+MANTISSA = {
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 2,
+    torch.float16: 10,
+    torch.bfloat16: 7,
+    torch.float32: 23,
+    torch.float64: 52,
+}
+"""Bits of it, of the floats that are stepped through in the order of their values"""
+
+
+class _Body(msgspec.Struct, frozen=True, array_like=True):
+    manifest: bytes
+    streams: Streams
+
+
+_decode_body: messages.Decoder[_Body] = messages.Decoder(_Body)
+
+
+def diff(base: WeightVersion, new: WeightVersion) -> bytes | None:
+    """What `apply` needs to turn `base` into `new`; None where their tensors are not laid out alike.
+
+    Needs temporary memory of one byte per element of the largest tensor and about 20 bytes per
+    changed element; numpy and zstd release the interpreter lock for most of the time.
+    """
+    if not same_layout(base.manifest, new.manifest):
+        return None
+    moves = []
+    pairs = zip(base.manifest.tensors, new.manifest.tensors, strict=True)
+    for index, (old_spec, new_spec) in enumerate(pairs):
+        if old_spec.digest != new_spec.digest:
+            old, now = _elements(base.payload, old_spec), _elements(new.payload, new_spec)
+            where = _changed(old, now)
+            old, now = old[where], now[where]
+            if DTYPES[new_spec.dtype] in MANTISSA:
+                old, now = ordered(old), ordered(now)
+            moves.append(Moves(index, new_spec.nbytes // now.itemsize, where, now - old))
+    return _encode(base.manifest, new.manifest, moves, _floats_of(base))
+
+
+def apply(base: WeightVersion, delta: bytes, payload: torch.Tensor) -> WeightVersion:
+    """The new version, written into `payload` (uint8 [base.manifest.nbytes]), with all hashes verified.
+
+    Raises WeightVersionError for a delta that is malformed, of another base, or gives other bytes.
+    """
+    try:
+        body = _decode_body(delta)
+        limit = messages.MAX_RECORD_BYTES
+        encoded = decompress(body.manifest, limit, _dictionary(base.manifest))
+        manifest = messages.decode_manifest(encoded)
+    except (RecordError, zstandard.ZstdError) as error:
+        raise WeightVersionError(f"delta refused: {error}") from error
+    if not same_layout(base.manifest, manifest):
+        raise WeightVersionError(f"delta to version {manifest.version}: of another layout")
+    payload.copy_(base.payload)
+    for moves in _moves(manifest, body.streams, _floats_of(base)):
+        spec = manifest.tensors[moves.index]
+        elements = _elements(payload, spec)
+        if DTYPES[spec.dtype] in MANTISSA:
+            moved = ordered(elements[moves.where]) + moves.step
+            elements[moves.where] = unordered(moved)
+        else:
+            elements[moves.where] += moves.step
+    return unpack_unnamed(manifest, payload)
+
+
+def plain(base: WeightVersion, delta: bytes) -> bytes:
+    """The same delta in the form that `compose` takes, which can be read without its base; it may be larger.
+
+    Raises WeightVersionError for a delta that is malformed.
+    """
+    try:
+        body = _decode_body(delta)
+    except RecordError as error:
+        raise WeightVersionError(f"delta refused: {error}") from error
+    if not body.streams.based:
+        return delta
+    moves = _moves(base.manifest, body.streams, _floats_of(base))
+    return messages.encode(_Body(body.manifest, delta_codec.encode(moves)))
+
+
+def compose(manifests: Sequence[Manifest], deltas: Sequence[bytes]) -> bytes:
+    """One delta from the first of `manifests` to the last, the same bytes that `diff` and `plain` would give.
+
+    `deltas[i]`, in `plain`'s form, leads from manifests[i] to manifests[i + 1]. Needs no payload, only time
+    and memory in proportion to what changed. Raises WeightVersionError for deltas that are malformed.
+    """
+    by_tensor: dict[int, list[Moves]] = defaultdict(list)
+    for manifest, delta in zip(manifests[1:], deltas, strict=True):
+        try:
+            streams = _decode_body(delta).streams
+        except RecordError as error:
+            raise WeightVersionError(f"delta refused: {error}") from error
+        for moves in _moves(manifest, streams):
+            by_tensor[moves.index].append(moves)
+    added = [delta_codec.add_up(by_tensor[index]) for index in sorted(by_tensor)]
+    return _encode(manifests[0], manifests[-1], [m for m in added if len(m.where)])
+
+
+def changed(manifest: Manifest, delta: bytes) -> dict[str, tuple[int, int]]:
+    """(elements that the delta changes, elements) of every tensor of the version that it leads to; of whole
+    numbers, which may be packed codes, bytes.
+
+    Raises RecordError for what is no delta, WeightVersionError for one of another version.
+    """
+    counts = {c.index: c.count for c in _decode_body(delta).streams.changes}
+    if any(index >= len(manifest.tensors) for index in counts):
+        raise WeightVersionError(f"delta of another version than {manifest.version}")
+    return {
+        spec.name: (counts.get(index, 0), spec.nbytes // _unit(spec))
+        for index, spec in enumerate(manifest.tensors)
+    }
+
+
+def same_layout(a: Manifest, b: Manifest) -> bool:
+    """Whether a delta between the two is possible: the same tensors at the same places."""
+
+    def layout(spec: TensorSpec) -> tuple[Any, ...]:
+        return spec.name, spec.dtype, spec.shape, spec.offset, spec.nbytes
+
+    same_size = a.nbytes == b.nbytes
+    return same_size and [layout(s) for s in a.tensors] == [layout(s) for s in b.tensors]
+
+
+def _encode(
+    base: Manifest, new: Manifest, moves: list[Moves], floats_of: FloatsOf | None = None
+) -> bytes:
+    manifest = compress(messages.encode(without_digests(new)), _dictionary(base))
+    return messages.encode(_Body(manifest, delta_codec.encode(moves, floats_of)))
+
+
+def _floats_of(base: WeightVersion) -> FloatsOf:
+    def floats(index: int) -> Floats | None:
+        spec = base.manifest.tensors[index]
+        mantissa = MANTISSA.get(DTYPES[spec.dtype])
+        return None if mantissa is None else Floats(_elements(base.payload, spec), mantissa)
+
+    return floats
+
+
+def _moves(manifest: Manifest, streams: Streams, floats_of: FloatsOf | None = None) -> list[Moves]:
+    sizes = [(s.nbytes // _unit(s), _unit(s)) for s in manifest.tensors]
+    try:
+        return delta_codec.decode(streams, sizes, floats_of)
+    except (ValueError, zstandard.ZstdError) as error:
+        raise WeightVersionError(f"delta to version {manifest.version}: {error}") from error
+
+
+def _elements(payload: torch.Tensor, spec: TensorSpec) -> np.ndarray:
+    """A flat view of the tensor's bytes as unsigned integers."""
+    raw = payload[spec.offset : spec.offset + spec.nbytes].numpy()
+    return raw.view(f"<u{_unit(spec)}")
+
+
+def _unit(spec: TensorSpec) -> int:
+    """Bytes that move together: a float's; of whole numbers, which may be packed codes, single ones."""
+    dtype = DTYPES[spec.dtype]
+    return dtype.itemsize if dtype in MANTISSA else 1
+
+
+def _changed(old: np.ndarray, now: np.ndarray) -> np.ndarray:
+    """Positions, int64, at which two arrays differ. Few differences are found word by word: 3× faster."""
+    per_word = 8 // old.itemsize
+    whole = len(old) // per_word * per_word
+    words = np.flatnonzero(old[:whole].view(np.uint64) != now[:whole].view(np.uint64))
+    if 8 * len(words) > whole // per_word:
+        return np.flatnonzero(old != now)
+    inside = _rows(old[:whole], per_word, words) != _rows(now[:whole], per_word, words)
+    row, column = np.nonzero(inside)
+    tail = np.flatnonzero(old[whole:] != now[whole:]) + whole
+    return np.concatenate((words[row] * per_word + column, tail))
+
+
+def _rows(values: np.ndarray, per_row: int, rows: np.ndarray) -> np.ndarray:
+    return values.reshape(-1, per_row)[rows]
+
+
+def _dictionary(manifest: Manifest) -> zstandard.ZstdCompressionDict:
+    return zstandard.ZstdCompressionDict(
+        messages.encode(without_digests(manifest)), dict_type=zstandard.DICT_TYPE_RAWCONTENT
+    )

@@ -1,0 +1,339 @@
+"""How a delta says which elements moved and by how much: the streams inside areal_q/weights/delta.py.
+
+Between two learner steps few quantized codes change, and those that do mostly move by one. So a tensor's
+difference is kept as *where* and *by how much*, both chosen so that a plain entropy coder (areal_q/
+deltabits.py) comes close to the bound of log2(1/p) + 1.44 bits a position at a share p of changed codes:
+
+- where: gaps between changed elements, or between unchanged ones where these are fewer; where neither is
+  below a third of all, a bitmap. Where changes are independent, gaps are geometric. Of a gap with mean
+  2^k · m, 4 ≤ m < 8, the low k bits are as good as uniform; the rest has nearly the same distribution for
+  every tensor, so that one Huffman table serves all.
+- by how much: new − old modulo 2^bits of the elements' bytes read as little-endian integers, floats in the
+  order of their values, where it is the distance in units in the last place. It wraps, so it is exact for
+  every bit pattern, and steps of several deltas can be added. A sign bit; of |step| the three highest bits
+  and its length as a symbol, the bits below as they are. Steps of single bytes are symbols themselves.
+
+Whole numbers of any size go byte by byte: a packed 4-bit code that moves by one moves its byte by 1 or 16.
+
+The closer a float is to zero, the closer are its neighbours: it moves more often, and by more of them. Both
+sides know the base's exponents. Given these (`Floats`) positions are counted among the elements of one class
+only, those whose exponents agree in the low four bits, each class with its own mean gap; and the symbols of
+each class are a stream of their own. Who decodes needs the base then. Without (`floats_of` None on both
+sides) nobody does, which is what lets deltas be added up.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from areal_q.weights import bit_packing as bits
+from areal_q.weights import delta_kernels as kernels
+from areal_q.weights.delta_kernels import CLASSES
+
+DENSE = 3
+"""One changed element in so many, or more, are not listed."""
+FEW = 256
+"""Changes in a tensor below which classes cost more than they save"""
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What changes in one tensor. Example: elements 3 and 7 of 10 int8 codes, by +1 and −1:
+    Moves(0, 10, where=[3, 7], step=uint8 [1, 255])."""
+
+    index: int
+    """Of the tensor in the manifest"""
+    elements: int
+    """Of the whole tensor"""
+    where: np.ndarray
+    """int64 [N], rising"""
+    step: np.ndarray
+    """Unsigned [N] of the elements' size, never 0: new − old, wrapped"""
+
+
+@dataclass(frozen=True)
+class Floats:
+    """A tensor of the base, as unsigned integers, and the bits of its mantissa."""
+
+    codes: np.ndarray
+    mantissa: int
+
+    def sizes(self) -> np.ndarray:
+        """int64 [CLASSES]: elements of each class."""
+        sizes = np.zeros(CLASSES, np.int64)
+        kernels.count(self.codes, self.mantissa, sizes)
+        return sizes
+
+    def classes(self, where: np.ndarray) -> np.ndarray:
+        """uint8: of the elements there."""
+        return (self.codes[where] >> self.codes.dtype.type(self.mantissa)).astype(np.uint8) & 15
+
+
+FloatsOf = Callable[[int], Floats | None]
+"""Of the tensor at an index; None where it holds no floats"""
+
+
+Amount = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+
+
+class Change(msgspec.Struct, frozen=True, array_like=True):
+    """Tensor `index` of the manifest differs in `counts` elements: in all, or of each class."""
+
+    index: Amount
+    counts: Amount | list[Amount]
+
+    @property
+    def count(self) -> int:
+        return self.counts if isinstance(self.counts, int) else sum(self.counts)
+
+
+class Streams(msgspec.Struct, frozen=True, array_like=True):
+    changes: list[Change]
+    gaps: bytes
+    """Their high parts, escaped"""
+    flags: bytes
+    """For each change a bitmap, if it has one; then for each a sign bit per step"""
+    steps: list[bytes]
+    """Symbols of |step|, by the size of elements and then by class, those that occur"""
+    low: bytes
+    """Low bits of the gaps, then those of the steps; not compressed"""
+    based: bool = False
+    """Whether the base is needed: where floats have at least FEW changes, their classes are made use of"""
+
+
+def encode(moves: Sequence[Moves], floats_of: FloatsOf | None = None) -> Streams:
+    """Equal moves give equal bytes."""
+    changes, gaps, shifts, flags, keys = [], [], [], [], []
+    based = False
+    for m in moves:
+        floats = floats_of(m.index) if floats_of and len(m.where) >= FEW else None
+        based = based or floats is not None
+        listed, counts, sizes = _listed(m, floats)
+        changes.append(Change(m.index, counts.tolist() if len(counts) > 1 else len(m.where)))
+        keys.append(_keys(m.step.itemsize, floats, m.where))
+        if listed is None:
+            moved = np.zeros(m.elements, np.uint8)
+            moved[m.where] = 1
+            flags.append(np.packbits(moved).tobytes())
+        else:
+            gaps.append(_gaps(listed, counts))
+            shifts.append(np.repeat(bits.shifts(sizes, counts), counts))
+    negative = [m.step.view(f"<i{m.step.itemsize}") < 0 for m in moves]
+    sizes = [np.where(n, 0 - m.step, m.step) for n, m in zip(negative, moves, strict=True)]
+    flags += [np.packbits(n).tobytes() for n in negative]
+    gap, shift = _concatenated(gaps, np.int64), _concatenated(shifts, np.uint8)
+    size, key = _concatenated(sizes, np.uint64), _concatenated(keys, np.uint8)
+    symbols, values, widths = [], [gap.astype(np.uint64)], [shift]
+    for k in np.unique(key):
+        value = size[key == k]
+        symbol, width = bits.split(value, exact=k < CLASSES + 1)
+        symbols.append(bits.compress(symbol.tobytes()))
+        values.append(value)
+        widths.append(width)
+    return Streams(
+        changes,
+        bits.compress(bits.escaped(gap >> shift)),
+        bits.compress(b"".join(flags)),
+        symbols,
+        bits.packed(np.concatenate(values), np.concatenate(widths)),
+        based,
+    )
+
+
+def decode(
+    streams: Streams, tensors: Sequence[tuple[int, int]], floats_of: FloatsOf | None = None
+) -> list[Moves]:
+    """The moves; `tensors` are (elements, bytes of an element) of all tensors of the manifest.
+
+    Raises ValueError or ZstdError if the streams are not what the changes need.
+    """
+    if streams.based and floats_of is None:
+        raise ValueError("it cannot be read without its base")
+    indexes = [change.index for change in streams.changes]
+    if any(after <= before for before, after in pairwise(indexes)):
+        raise ValueError("its tensors are not in order, each once")
+    parts = [
+        _part(change, tensors, floats_of if streams.based else None) for change in streams.changes
+    ]
+    # Nothing is made for gaps that the stream does not hold: each takes a byte of it.
+    if bits.size_of(streams.gaps) < sum(int(p.counts.sum()) for p in parts):
+        raise ValueError("fewer gaps than changes")
+    shift = _concatenated(
+        [np.repeat(bits.shifts(p.sizes, p.counts), p.counts) for p in parts], np.uint8
+    )
+    tops = bits.decompress(streams.gaps, sum(elements for elements, _ in tensors) + 64)
+    high = bits.unescaped(tops, len(shift))
+    flags = bits.Reader(bits.exactly(streams.flags, sum(p.flag_bytes for p in parts)))
+    reader = _LowBits(streams, shift)
+    gap = bits.Reader((high << shift.astype(np.int64)) | reader.gaps.astype(np.int64))
+    where = [_where(p, gap, flags) for p in parts]
+    keys = [_keys(p.itemsize, p.floats, w) for p, w in zip(parts, where, strict=True)]
+    size = bits.Reader(reader.sizes(_concatenated(keys, np.uint8)))
+    moves = []
+    for part, places in zip(parts, where, strict=True):
+        count = len(places)
+        negative = np.unpackbits(flags.take(-(-count // 8)), count=count)
+        value = size.take(count).astype(f"<u{part.itemsize}")
+        step = np.where(negative, 0 - value, value)
+        moves.append(Moves(part.change.index, part.elements, places, step))
+    return moves
+
+
+def add_up(moves: Sequence[Moves]) -> Moves:
+    """Moves of one tensor one after the other, as one. What comes back to where it was is left out."""
+    where = np.concatenate([m.where for m in moves])
+    order = np.argsort(where, kind="stable")
+    where, step = where[order], np.concatenate([m.step for m in moves])[order]
+    first = np.flatnonzero(np.diff(where, prepend=-1))
+    total = np.add.reduceat(step, first, dtype=step.dtype) if len(first) else step
+    stays = total != 0
+    return Moves(moves[0].index, moves[0].elements, where[first][stays], total[stays])
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What is known of a change before its streams are read."""
+
+    change: Change
+    elements: int
+    itemsize: int
+    floats: Floats | None
+    counts: np.ndarray
+    """Listed elements, in all or of each class: changed ones, or unchanged ones, or none"""
+    sizes: np.ndarray
+    """Elements, in all or of each class"""
+    bitmap: bool
+
+    @property
+    def flag_bytes(self) -> int:
+        return -(-self.change.count // 8) + (-(-self.elements // 8) if self.bitmap else 0)
+
+
+def _part(change: Change, tensors: Sequence[tuple[int, int]], floats_of: FloatsOf | None) -> _Part:
+    if not 0 <= change.index < len(tensors):
+        raise ValueError("a tensor that does not exist")
+    elements, itemsize = tensors[change.index]
+    floats = floats_of(change.index) if floats_of and change.count >= FEW else None
+    counts = np.atleast_1d(np.array(change.counts, np.int64))
+    by_class = floats is not None and _rare(change.count, elements)
+    sizes = floats.sizes() if floats and by_class else np.array([elements])
+    if len(counts) != len(sizes) or (counts < 0).any() or (counts > sizes).any():
+        raise ValueError(f"{change} of {elements} elements")
+    bitmap = False
+    if not _rare(change.count, elements):
+        bitmap = not _rare(elements - change.count, elements)
+        counts = np.array([0 if bitmap else elements - change.count])
+    return _Part(change, elements, itemsize, floats, counts, sizes, bitmap)
+
+
+def _rare(count: int, elements: int) -> bool:
+    return DENSE * count <= elements
+
+
+def _listed(m: Moves, floats: Floats | None) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
+    """(positions listed, counted within their class and grouped by it; how many; elements): as `_Part` has
+    it. None for a bitmap."""
+    elements = np.array([m.elements])
+    if not _rare(len(m.where), m.elements):
+        if not _rare(m.elements - len(m.where), m.elements):
+            return None, np.array([0]), elements
+        stays = np.ones(m.elements, bool)
+        stays[m.where] = False
+        listed = np.flatnonzero(stays)
+        return listed, np.array([len(listed)]), elements
+    if floats is None:
+        return m.where, np.array([len(m.where)]), elements
+    rank, sizes = np.empty(len(m.where), np.int64), np.zeros(CLASSES, np.int64)
+    kernels.ranks(floats.codes, floats.mantissa, m.where, rank, sizes)
+    kind = floats.classes(m.where)
+    return rank[np.argsort(kind, kind="stable")], np.bincount(kind, minlength=CLASSES), sizes
+
+
+def _gaps(listed: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Elements between one listed and the next, in each class from its start."""
+    gaps = np.diff(listed, prepend=-1) - 1
+    first = (np.cumsum(counts) - counts)[counts > 0]
+    gaps[first] = listed[first]
+    return gaps
+
+
+def _where(part: _Part, gaps: "bits.Reader", flags: "bits.Reader") -> np.ndarray:
+    """Positions of the changed elements, int64, rising."""
+    if part.bitmap:
+        where = np.flatnonzero(
+            np.unpackbits(flags.take(-(-part.elements // 8)), count=part.elements)
+        )
+    else:
+        rank = _ranks(part, gaps.take(int(part.counts.sum())))
+        if len(part.counts) > 1:
+            assert part.floats is not None
+            starts = np.concatenate(([0], np.cumsum(part.counts)))
+            where = np.empty(len(rank), np.int64)
+            f = part.floats
+            where = where[: kernels.places(f.codes, f.mantissa, rank, starts, where)]
+        elif len(rank) == part.change.count:
+            where = rank
+        else:
+            moved = np.ones(part.elements, bool)
+            moved[rank] = False
+            where = np.flatnonzero(moved)
+    if len(where) != part.change.count:
+        raise ValueError(f"{len(where)} changes instead of {part.change.count}")
+    return where
+
+
+def _ranks(part: _Part, gaps: np.ndarray) -> np.ndarray:
+    """The inverse of `_gaps`. Raises ValueError for an element that a class does not have."""
+    ends = np.cumsum(part.counts)
+    rank = np.cumsum(gaps + 1) - 1
+    before = np.concatenate(([-1], rank))[ends - part.counts]
+    rank -= np.repeat(before + 1, part.counts)
+    some = part.counts > 0
+    strange = (gaps < 0) | (gaps >= part.elements)
+    if strange.any() or (rank[ends[some] - 1] >= part.sizes[some]).any():
+        raise ValueError(f"an element beyond the {part.elements} of tensor {part.change.index}")
+    return rank
+
+
+def _keys(itemsize: int, floats: Floats | None, where: np.ndarray) -> np.ndarray:
+    """uint8 [N]: which stream of symbols each step is in; one-byte elements come first."""
+    first = (itemsize.bit_length() - 1) * (CLASSES + 1)
+    if floats is None:
+        return np.full(len(where), first, np.uint8)
+    return floats.classes(where) + np.uint8(first + 1)
+
+
+class _LowBits:
+    """The low bits of gaps, which are known at once, and then those of steps."""
+
+    def __init__(self, streams: Streams, shift: np.ndarray) -> None:
+        nbytes = -(-int(shift.sum(dtype=np.int64)) // 8)
+        self.gaps = bits.unpacked(streams.low[:nbytes], shift)
+        self._streams, self._shift = streams, shift
+
+    def sizes(self, key: np.ndarray) -> np.ndarray:
+        """uint64: |step| of each, given its stream."""
+        found = np.unique(key)
+        if len(found) != len(self._streams.steps):
+            raise ValueError(f"{len(self._streams.steps)} streams of steps instead of {len(found)}")
+        symbols = [
+            bits.exactly(stream, int((key == k).sum()))
+            for k, stream in zip(found, self._streams.steps, strict=True)
+        ]
+        exact = [bool(k < CLASSES + 1) for k in found]
+        widths = [bits.widths(s, e) for s, e in zip(symbols, exact, strict=True)]
+        low = bits.unpacked(self._streams.low, np.concatenate([self._shift, *widths]))
+        size = np.empty(len(key), np.uint64)
+        at = len(self._shift)
+        for k, symbol, e in zip(found, symbols, exact, strict=True):
+            size[key == k] = bits.joined(symbol, low[at : at + len(symbol)], e)
+            at += len(symbol)
+        return size
+
+
+def _concatenated(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype), *(a.astype(dtype) for a in arrays)])

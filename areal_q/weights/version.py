@@ -1,0 +1,240 @@
+"""A published version of the weights: manifest, payload, and the hashes that tie them together.
+
+The payload is the tensors' raw bytes, each at a 64-byte boundary, exactly as the engine will use
+them. Pure: no socket here (see buffer/wire/ and buffer/weight_sync/subscriber.py).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+from areal_q.errors import WeightVersionError
+from areal_q.messages import Manifest, Noise, TensorSpec
+from areal_q.weights.payload_pool import PayloadPool
+
+ALIGNMENT = 64
+
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e8m0fnu,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    )
+}
+
+
+@dataclass(frozen=True)
+class WeightVersion:
+    """A complete, verified version. `tensors` are views into one buffer: do not write to them."""
+
+    manifest: Manifest
+    payload: torch.Tensor
+    """uint8 [manifest.nbytes]"""
+    tensors: Mapping[str, torch.Tensor]
+
+
+def pack(
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    run: str,
+    epoch: str,
+    version: int,
+    format: str,
+    uaq_scale: float,
+    model: dict[str, Any],
+    published_s: float,
+    noise: Noise | None = None,
+    extra: dict[str, Any] | None = None,
+    pool: PayloadPool | None = None,
+) -> WeightVersion:
+    """Copies `tensors` into one payload and describes it. Names are kept in the order given.
+
+    Who packs again and again passes a pool, so that payloads are reused. `noise` and `extra` are the
+    manifest's.
+
+    Raises WeightVersionError for a dtype that is not in DTYPES.
+    """
+    layout: list[tuple[str, torch.Tensor, int, int]] = []
+    end = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES.values():
+            raise WeightVersionError(f"{name} has dtype {tensor.dtype}, which cannot be published")
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        end = offset + tensor.nbytes
+        layout.append((name, tensor, offset, tensor.nbytes))
+    payload = (pool or PayloadPool()).lend(end)
+    specs = []
+    padding = 0
+    for name, tensor, offset, nbytes in layout:
+        payload[padding:offset].zero_()
+        padding = offset + nbytes
+        raw = payload[offset:padding]
+        raw.copy_(_bytes(tensor))
+        specs.append(
+            TensorSpec(
+                name=name,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
+                offset=offset,
+                nbytes=nbytes,
+                digest=xxhash.xxh3_128_hexdigest(raw.numpy().data),
+            )
+        )
+    manifest = Manifest(
+        run=run,
+        epoch=epoch,
+        version=version,
+        format=format,
+        uaq_scale=uaq_scale,
+        model=model,
+        tensors=specs,
+        nbytes=end,
+        digest=digest_of(specs),
+        published_s=published_s,
+        noise=noise,
+        extra=extra or {},
+    )
+    return WeightVersion(manifest, payload, _views(manifest, payload))
+
+
+def unpack(manifest: Manifest, payload: torch.Tensor) -> WeightVersion:
+    """The version that `manifest` describes, from received bytes.
+
+    Raises WeightVersionError if a tensor's byte differs. The bytes between two tensors (padding)
+    belong to nobody and are not checked.
+    """
+    verifier = Verifier(manifest, payload)
+    verifier.advance(manifest.nbytes)
+    return verifier.finish()
+
+
+def unpack_unnamed(manifest: Manifest, payload: torch.Tensor) -> WeightVersion:
+    """The same where the manifest lacks the tensors' own digests, which it then gets: the version's digest
+    covers them all. Raises WeightVersionError if that differs."""
+    if payload.dtype != torch.uint8 or payload.numel() != manifest.nbytes:
+        raise WeightVersionError(
+            f"version {manifest.version}: {payload.numel()} of {manifest.nbytes} bytes"
+        )
+    raw = payload.numpy().data
+    specs = [
+        msgspec.structs.replace(
+            s, digest=xxhash.xxh3_128_hexdigest(raw[s.offset : s.offset + s.nbytes])
+        )
+        for s in manifest.tensors
+    ]
+    manifest = msgspec.structs.replace(manifest, tensors=specs)
+    check(manifest)
+    return WeightVersion(manifest, payload, _views(manifest, payload))
+
+
+def without_digests(manifest: Manifest) -> Manifest:
+    """`manifest`, its tensors' digests left out: what they add to a delta is no information."""
+    specs = [msgspec.structs.replace(s, digest="") for s in manifest.tensors]
+    return msgspec.structs.replace(manifest, tensors=specs)
+
+
+class Verifier:
+    """Hashes a payload while it arrives from the front, while its bytes are still in the CPU's cache.
+
+    Raises WeightVersionError when made for a manifest that contradicts itself or a payload of
+    another size, and as soon as a tensor does not hash to its digest.
+    """
+
+    def __init__(self, manifest: Manifest, payload: torch.Tensor) -> None:
+        check(manifest)
+        if payload.dtype != torch.uint8 or payload.numel() != manifest.nbytes:
+            raise WeightVersionError(
+                f"version {manifest.version}: {payload.numel()} of {manifest.nbytes} bytes"
+            )
+        self._manifest, self._payload = manifest, payload
+        self._raw = payload.numpy().data
+        self._tensors = iter(manifest.tensors)
+        self._next()
+
+    def advance(self, nbytes: int) -> None:
+        """The first `nbytes` bytes are there."""
+        while (spec := self._spec) is not None:
+            end = spec.offset + spec.nbytes
+            if self._at < (upto := min(end, nbytes)):
+                self._hash.update(self._raw[self._at : upto])
+                self._at = upto
+            if self._at < end:
+                return
+            if self._hash.hexdigest() != spec.digest:
+                raise WeightVersionError(
+                    f"version {self._manifest.version}: {spec.name} does not hash to {spec.digest}"
+                )
+            self._next()
+
+    def finish(self) -> WeightVersion:
+        """The version, once all bytes have been seen."""
+        assert self._spec is None
+        return WeightVersion(self._manifest, self._payload, _views(self._manifest, self._payload))
+
+    def _next(self) -> None:
+        self._spec = next(self._tensors, None)
+        self._at = self._spec.offset if self._spec else 0
+        self._hash = xxhash.xxh3_128()
+
+
+def check(manifest: Manifest) -> None:
+    """Raises WeightVersionError unless the manifest agrees with itself.
+
+    Tensors have distinct names, known dtypes, as many bytes as their shape needs, and lie in the
+    payload one after the other; all of them together hash to the manifest's digest. To be asked
+    before a payload is allocated.
+    """
+    where = f"version {manifest.version}"
+    if digest_of(manifest.tensors) != manifest.digest:
+        raise WeightVersionError(f"{where}: the manifest does not hash to {manifest.digest}")
+    if len({spec.name for spec in manifest.tensors}) != len(manifest.tensors):
+        raise WeightVersionError(f"{where}: a tensor is named twice")
+    end = 0
+    for spec in manifest.tensors:
+        dtype = DTYPES.get(spec.dtype)
+        if dtype is None:
+            raise WeightVersionError(f"{where}: {spec.name} has unknown dtype {spec.dtype!r}")
+        if min(spec.shape, default=0) < 0 or math.prod(spec.shape) * dtype.itemsize != spec.nbytes:
+            raise WeightVersionError(
+                f"{where}: {spec.name}, {spec.dtype}{list(spec.shape)}, has {spec.nbytes} bytes"
+            )
+        if spec.offset < end or spec.offset % ALIGNMENT:
+            raise WeightVersionError(f"{where}: {spec.name} is misplaced at {spec.offset}")
+        end = spec.offset + spec.nbytes
+    if end > manifest.nbytes:
+        raise WeightVersionError(f"{where}: tensors end at {end} of {manifest.nbytes} bytes")
+
+
+def digest_of(specs: list[TensorSpec]) -> str:
+    """xxh3-128 over every tensor's name, dtype, shape and digest."""
+    h = xxhash.xxh3_128()
+    for s in specs:
+        h.update(f"{s.name}\0{s.dtype}\0{','.join(map(str, s.shape))}\0{s.digest}\n".encode())
+    return h.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+
+
+def _views(manifest: Manifest, payload: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        s.name: payload[s.offset : s.offset + s.nbytes].view(DTYPES[s.dtype]).reshape(s.shape)
+        for s in manifest.tensors
+    }

@@ -1,0 +1,1 @@
+"""Benchmarks: ours beside a peer and the physical limit, one module a claim."""

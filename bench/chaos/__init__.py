@@ -1,0 +1,1 @@
+"""A cluster under random faults, and whether every promise was kept."""

@@ -1,0 +1,5 @@
+"""`python -m bench.chaos`: see bench/chaos/storm.py."""
+
+from bench.chaos.storm import main
+
+main()

@@ -1,0 +1,269 @@
+"""The cluster of bench/chaos/storm.py: real processes that a supervisor restarts, as docker's `restart:` would.
+
+redis ── learner ─┬─ rollout-0               never killed: its memory is watched
+                  ├─ relay ─ rollout-1       behind a relay
+                  └─ veth ── rollout-2       in a network namespace of its own, where root can make one
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from areal_q.system.ports import free_ports
+from areal_q.system.processes import die_with_parent
+from buffer.redis_store.local_server import find_binary
+
+RUN = "chaos"
+RESTART_S = 0.5
+"""From the end of a process to its successor"""
+RUN_DISK, REDIS_DISK = "768m", "512m"
+"""Sizes of the file systems that a fault fills"""
+
+
+@dataclass
+class Service:
+    """One process of the cluster and its successors."""
+
+    name: str
+    argv: list[str]
+    log: Path
+    env: dict[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+    due_s: float = 0.0
+    """When it may be started again, on the monotonic clock"""
+    wanted: bool = True
+    deaths: list[str] = field(default_factory=list)
+    """How it ended when no fault had ended it"""
+    expected: bool = False
+    starts: int = 0
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid if self.process and self.process.poll() is None else None
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | self.env,
+                start_new_session=True,
+                preexec_fn=die_with_parent(signal.SIGKILL),
+            )
+        self.starts += 1
+
+    def send(self, number: signal.Signals) -> None:
+        if self.process and self.process.poll() is None:
+            self.expected |= number in (signal.SIGKILL, signal.SIGTERM)
+            self.process.send_signal(number)
+
+    def tend(self) -> None:
+        """Starts it where it is to run and does not."""
+        if self.process and self.process.poll() is not None:
+            if not self.expected:
+                self.deaths.append(f"{self.name}: {self.process.returncode}: {self.last_line()}")
+            self.process, self.expected = None, False
+            self.due_s = time.monotonic() + RESTART_S
+        if self.process is None and self.wanted and time.monotonic() >= self.due_s:
+            self.start()
+
+    def last_line(self) -> str:
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return lines[-1][:300] if lines else ""
+
+
+class Network:
+    """A namespace behind a pair of virtual Ethernet devices; `host` is this side's address."""
+
+    def __init__(self) -> None:
+        number = os.getpid() % 250
+        self.name = f"aq{os.getpid()}"
+        self.host, self._peer = f"10.213.{number}.1", f"10.213.{number}.2"
+
+    def make(self) -> bool:
+        """False where this machine does not allow it."""
+        device = self.name[-13:]
+        pair = ["link", "add", f"{device}h", "type", "veth", "peer", "name", "eth0"]
+        try:
+            self._ip("netns", "add", self.name)
+            self._ip(*pair, "netns", self.name)
+            self._ip("addr", "add", f"{self.host}/30", "dev", f"{device}h")
+            self._ip("link", "set", f"{device}h", "up")
+            self._ip("-n", self.name, "addr", "add", f"{self._peer}/30", "dev", "eth0")
+            self._ip("-n", self.name, "link", "set", "lo", "up")
+            self.cut(False)
+        except (OSError, subprocess.CalledProcessError):
+            self.remove()
+            return False
+        return True
+
+    def cut(self, down: bool) -> None:
+        self._ip("-n", self.name, "link", "set", "eth0", "down" if down else "up")
+
+    def remove(self) -> None:
+        with suppress(OSError, subprocess.CalledProcessError):
+            self._ip("netns", "del", self.name)
+
+    def inside(self, argv: list[str]) -> list[str]:
+        return ["ip", "netns", "exec", self.name, *argv]
+
+    def _ip(self, *args: str) -> None:
+        subprocess.run(["ip", *args], check=True, capture_output=True)
+
+
+@dataclass
+class Cluster:
+    root: Path
+    host: str
+    ports: dict[str, int]
+    services: dict[str, Service]
+    network: Network | None
+    disks: dict[str, Path]
+    """File systems of their own, which can be filled without harm; none where root cannot mount"""
+    clocks: dict[str, Path]
+    """By service: the file that tells libfaketime how far its clock is off"""
+
+    @property
+    def run_dir(self) -> Path:
+        return self.root / "runs" / RUN
+
+    def client(self) -> redis.Redis:
+        """Of no second try: a stopped Redis must not hold up the storm, which is to wake it."""
+        once = Retry(NoBackoff(), 0)
+        return redis.Redis(self.host, self.ports["redis"], socket_timeout=5.0, retry=once)
+
+    def endpoint(self, name: str) -> str:
+        return f"tcp://{self.host}:{self.ports[name]}"
+
+    def tend(self) -> None:
+        for service in self.services.values():
+            service.tend()
+
+    def stop(self, *names: str, timeout_s: float = 120.0) -> None:
+        """SIGTERM, and waits: what a deployment does."""
+        for name in names:
+            service = self.services[name]
+            service.wanted = False
+            service.send(signal.SIGCONT)
+            service.send(signal.SIGTERM)
+        for name in names:
+            process = self.services[name].process
+            if process:
+                process.wait(timeout_s)
+
+
+@contextmanager
+def cluster(config: str, faketime: str | None, namespaces: bool = True) -> Iterator[Cluster]:
+    """The processes of a run with settings `config` (TOML), not started yet: `tend` starts them."""
+    root = Path(tempfile.mkdtemp(prefix="aq-chaos-"))
+    network: Network | None = Network()
+    if not (namespaces and network.make()):
+        network = None
+    host = network.host if network else "127.0.0.1"
+    disks = {
+        name: root / name
+        for name, size in (("runs", RUN_DISK), ("redis", REDIS_DISK))
+        if _mounted(root / name, size)
+    }
+    try:
+        (root / "config.toml").write_text(config)
+        made = _cluster(root, host, network, disks, faketime)
+        try:
+            yield made
+        finally:
+            for service in made.services.values():
+                if service.process:
+                    with suppress(ProcessLookupError):
+                        os.killpg(service.process.pid, signal.SIGKILL)
+                    service.process.wait()
+    finally:
+        for path in disks.values():
+            subprocess.run(["umount", "-l", str(path)], check=False)
+        if network:
+            network.remove()
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _cluster(
+    root: Path, host: str, network: Network | None, disks: dict[str, Path], faketime: str | None
+) -> Cluster:
+    names: list[str] = ["redis", "announce", "fetch", "relay_announce", "relay_fetch"]
+    ports: dict[str, int] = dict(zip(names, free_ports(len(names), host), strict=True))
+    at = {name: f"tcp://{host}:{port}" for name, port in ports.items()}
+    url = f"redis://{host}:{ports['redis']}"
+    python = [sys.executable, "-m"]
+    worker = [*python, "rollout", "--redis", url, "--run", RUN]
+    relayed = ["--announce", at["relay_announce"], "--fetch", at["relay_fetch"]]
+    away = [*worker, "--id", "rollout-2"]
+    learner = ["--redis", url, "--config", str(root / "config.toml"), f"root={root / 'runs'}"]
+    learner += [f"name={RUN}", "--announce", at["announce"], "--fetch", at["fetch"]]
+    relay = ["--from-announce", at["announce"], "--from-fetch", at["fetch"]]
+    relay += ["--announce", at["relay_announce"], "--fetch", at["relay_fetch"]]
+    commands = {
+        "redis": _redis(root / "redis", host, ports["redis"]),
+        "learner": [*python, "learner", *learner],
+        "relay": [*python, "buffer.weight_sync.relay", *relay, "broadcast.timeout_s=2"],
+        "rollout-0": [*worker, "--id", "rollout-0"],
+        "rollout-1": [*worker, "--id", "rollout-1", *relayed],
+        "rollout-2": network.inside(away) if network else away,
+    }
+    clocks = {n: root / f"{n}.clock" for n in ("redis", "rollout-1")} if faketime else {}
+    services = {
+        name: Service(name, argv, root / f"{name}.log", _faked(faketime, clocks.get(name)))
+        for name, argv in commands.items()
+    }
+    return Cluster(root, host, ports, services, network, disks, clocks)
+
+
+def _redis(directory: Path, host: str, port: int) -> list[str]:
+    directory.mkdir(exist_ok=True)
+    settings = {
+        "port": str(port),
+        "bind": host,
+        "protected-mode": "no",  # loopback, or a link that leads to our own namespace only
+        "dir": str(directory),
+        "save": "",
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "auto-aof-rewrite-min-size": "16mb",
+        "maxmemory-policy": "noeviction",
+    }
+    return [
+        find_binary(),
+        *(text for key, value in settings.items() for text in (f"--{key}", value)),
+    ]
+
+
+def _faked(library: str | None, clock: Path | None) -> dict[str, str]:
+    if not library or not clock:
+        return {}
+    clock.write_text("+0")
+    return {
+        "LD_PRELOAD": library,
+        "FAKETIME_TIMESTAMP_FILE": str(clock),
+        "FAKETIME_CACHE_DURATION": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }
+
+
+def _mounted(path: Path, size: str) -> bool:
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+    try:
+        return subprocess.run(command, check=False, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,250 @@
+"""What AReaL-Q promises, checked on what a run left behind, with a witness that watched it from outside.
+
+Nothing here asks the learner what it believes: lags are counted again from the logs, by the formula of
+learner/data/staleness.py written anew.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import redis
+import zmq
+
+from areal_q.errors import RecordError
+from areal_q.messages import Group, VersionSpan, decode_broadcast, decode_group
+from bench.chaos.cluster import RUN, Cluster
+from buffer.admin.inspect_state import groups, pages, tickets
+from buffer.logs.step_log import StepRecord, iter_steps
+from buffer.logs.trajectory_log import read_log
+from buffer.redis_store.keys import Keys
+from learner import checkpoint
+
+KEYS = Keys(RUN)
+FORGED = 10**9
+"""Tickets of groups that a fault made up have numbers from here"""
+
+
+@dataclass
+class Seen:
+    """What a witness wrote down."""
+
+    committed: dict[int, list[VersionSpan]] = field(default_factory=dict)
+    """By ticket, the versions that drew the first group seen of it"""
+    order: list[int] = field(default_factory=list)
+    """Tickets in the order of their commits"""
+    published: dict[tuple[str, int], set[str]] = field(default_factory=dict)
+    """Digests by (epoch, version)"""
+
+
+class Witness:
+    """Reads along, changing nothing, until `stop`."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.seen = Seen()
+        self.version = -1
+        """The newest that was announced"""
+        self._cluster, self._over = cluster, threading.Event()
+        self._threads = [threading.Thread(target=work) for work in (self._groups, self._versions)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _groups(self) -> None:
+        last = "0-0"
+        with self._cluster.client() as client:
+            while not self._over.wait(0.1):
+                with suppress(redis.RedisError):
+                    found: Any = client.xrange(KEYS.groups, min=f"({last}")
+                    for entry, fields in found:
+                        last = entry.decode()
+                        with suppress(RecordError):
+                            self._saw(decode_group(fields.get(b"record", b"")).validate())
+
+    def _saw(self, group: Group) -> None:
+        number = group.ticket.number
+        if number < FORGED and number not in self.seen.committed:
+            self.seen.committed[number] = [s for t in group.trajectories for s in t.spans]
+            self.seen.order.append(number)
+
+    def _versions(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.SUB) as sub:
+            sub.setsockopt(zmq.LINGER, 0)
+            sub.subscribe(b"")
+            sub.connect(self._cluster.endpoint("announce"))
+            while not self._over.is_set():
+                if sub.poll(200):
+                    with suppress(RecordError):
+                        told = decode_broadcast(sub.recv_multipart()[0])
+                        self.version = told.version
+                        key = (told.epoch, told.version)
+                        self.seen.published.setdefault(key, set()).add(told.digest)
+
+
+@dataclass(frozen=True)
+class Left:
+    """A stopped run: logs, last checkpoint, and what Redis holds."""
+
+    max_lag: int
+    steps: list[StepRecord]
+    log: list[tuple[int, list[Group]]]
+    state: checkpoint.State
+    open: set[int]
+    """Tickets in Redis"""
+    unread: set[int]
+    """Tickets of committed groups in Redis"""
+    quarantine: list[dict[bytes, bytes]]
+
+    @classmethod
+    def of(cls, run_dir: Path, client: redis.Redis, max_lag: int) -> "Left":
+        return cls(
+            max_lag,
+            list(iter_steps(run_dir / "steps")),
+            read_log(run_dir / "trajectories"),
+            checkpoint.read_state(checkpoint.steps(run_dir / "checkpoints")[-1]),
+            {t.number for _, t in tickets(client, KEYS.tickets)},
+            {g.ticket.number for _, g in groups(client, RUN)},
+            [fields for _, fields in pages(client, KEYS.quarantine)],
+        )
+
+    @cached_property
+    def digests(self) -> dict[int, str]:
+        """Of the versions of the surviving history."""
+        first = {0: self.steps[0].base_digest} if self.steps else {}
+        return first | {r.step + 1: r.digest for r in self.steps}
+
+    def lag(self, span: VersionSpan, step: int) -> int:
+        """Versions between the weights that drew `span` and those that `step` begins with; `step` may be
+        the next one, for which the learner was drawing when it was stopped."""
+        if self.digests.get(span.version) == span.digest:
+            return step - span.version
+        fork = next((r.fork for r in reversed(self.steps) if r.step <= step), 0)
+        return (span.version - fork) + (step - fork)
+
+
+def broken(left: Left, seen: Seen) -> Iterator[str]:
+    """One line for each breach."""
+    yield from _history(left)
+    yield from _counted_once(left)
+    yield from _none_lost(left, seen)
+    yield from _bound(left)
+    yield from _same_weights(left, seen)
+    yield from _quarantine(left)
+
+
+def _history(left: Left) -> Iterator[str]:
+    numbers = [r.step for r in left.steps]
+    if numbers != list(range(left.state.step)):
+        yield f"step log: not steps 0 to {left.state.step - 1}, each once"
+    for before, after in zip(left.steps, left.steps[1:], strict=False):
+        if before.digest != after.base_digest:
+            yield f"step {after.step} does not begin with the weights that step {before.step} made"
+    logged = {step: [g.ticket.number for g in taken] for step, taken in left.log}
+    for record in left.steps:
+        if logged.get(record.step) != record.tickets:
+            yield f"step {record.step}: its groups are not those of the trajectory log"
+
+
+def _counted_once(left: Left) -> Iterator[str]:
+    uses = Counter(g.ticket.number for _, taken in left.log for g in taken)
+    for number, count in uses.items():
+        if count > 1:
+            yield f"ticket {number} counted {count} times"
+        if number >= left.state.cursor:
+            yield f"ticket {number} counted and was never admitted"
+        if number in left.state.outstanding:
+            yield f"ticket {number} counted and is still outstanding"
+
+
+def _none_lost(left: Left, seen: Seen) -> Iterator[str]:
+    """A committed group was learnt from, is still to be, or was too old when the next in line was used."""
+    used = {g.ticket.number: step for step, taken in left.log for g in taken}
+    following = left.state.step
+    for number in reversed(seen.order):
+        if number in used:
+            following = used[number]
+        elif number not in left.open | left.unread:
+            spans = seen.committed[number]
+            foreign = any(left.digests.get(s.version) != s.digest for s in spans)
+            if not foreign and max(left.lag(s, following) for s in spans) <= left.max_lag:
+                yield f"ticket {number}: its group was committed in time, and is lost"
+    for number in left.state.outstanding:
+        if number not in left.open | left.unread:
+            yield f"ticket {number} is outstanding and nowhere in Redis"
+
+
+def _bound(left: Left) -> Iterator[str]:
+    for step, taken in left.log:
+        for group in taken:
+            spans = [s for t in group.validate().trajectories for s in t.spans]
+            worst = max(left.lag(s, step) for s in spans)
+            if worst > left.max_lag:
+                yield f"step {step}, ticket {group.ticket.number}: a token {worst} versions old"
+
+
+def _same_weights(left: Left, seen: Seen) -> Iterator[str]:
+    """What drew a token is, bit for bit, something that was published under that number."""
+    known = {(v, d) for (_, v), digests in seen.published.items() for d in digests}
+    known |= set(left.digests.items())
+    for key, digests in seen.published.items():
+        if len(digests) > 1:
+            yield f"version {key[1]} of one epoch was published with {len(digests)} digests"
+    drawn = {(s.version, s.digest) for spans in seen.committed.values() for s in spans}
+    for version, digest in sorted(drawn - known):
+        yield f"tokens were drawn by a version {version} ({digest}) that was never published"
+
+
+def _quarantine(left: Left) -> Iterator[str]:
+    for fields in left.quarantine:
+        if fields.get(b"source", b"").decode() == KEYS.groups:
+            with suppress(RecordError):
+                number = decode_group(fields.get(b"record", b"")).validate().ticket.number
+                yield f"ticket {number}: a sound group in the quarantine"
+
+
+class Growth(msgspec.Struct, frozen=True):
+    """Of the longest-lived process of a service."""
+
+    service: str
+    minutes: float
+    resident_mb: tuple[float, float]
+    """Median of the second and of the last quarter of its life, 10^6 bytes"""
+    files: tuple[float, float]
+
+    @property
+    def flat(self) -> bool:
+        """Within what caches, buffers and a connection more or less come to."""
+        (before, after), (few, many) = self.resident_mb, self.files
+        return after <= 1.1 * before + 20 and many <= few + 16
+
+
+def growth(service: str, samples: list[tuple[float, int, int, int]]) -> Growth | None:
+    """`samples` are (time s, pid, bytes, files); None for a process that was seen fewer than 8 times."""
+    if not samples:
+        return None
+    longest = Counter(pid for _, pid, *_ in samples).most_common(1)[0][0]
+    mine = [sample for sample in samples if sample[1] == longest]
+    if len(mine) < 8:
+        return None
+    quarter = len(mine) // 4
+    early, late = mine[quarter : 2 * quarter], mine[-quarter:]
+    return Growth(
+        service,
+        (mine[-1][0] - mine[0][0]) / 60,
+        (_median(early, 2) / 1e6, _median(late, 2) / 1e6),
+        (_median(early, 3), _median(late, 3)),
+    )
+
+
+def _median(samples: list[tuple[float, int, int, int]], column: int) -> float:
+    return sorted(float(sample[column]) for sample in samples)[len(samples) // 2]

@@ -1,0 +1,5 @@
+"""`python -m bench.gpu`: see bench/gpu/run.py."""
+
+from bench.gpu.run import main
+
+main()

@@ -1,0 +1,1 @@
+"""A learner's step and its parts beside their peers."""

@@ -1,0 +1,133 @@
+"""What the fidelity meter costs: its CPU time beside the learner's step, on the quickstart's shapes.
+
+    python -m bench.learner.fidelity
+
+Each round draws a step's groups with the torch engine, learns from them, publishes, and measures with each
+share in turn. The model is untrained, so responses are as long as they may be.
+"""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal_q.config import Run, load
+from areal_q.messages import Array, Group, Ticket, Trajectory
+from areal_q.tasks import build_task, build_tokenizer
+from bench.common import commit, device, publish, say, table
+from learner.backends.single_device import Trainer
+from learner.build import build_model
+from learner.data.admission import Feeder
+from learner.data.staleness import Lineage
+from learner.measure.fidelity import FidelityMeter
+from learner.policy_update import SingleProcessUpdater
+from learner.publishing.version_builder import Publisher
+from learner.train_step import train_step
+from rollout.engines import build_engine
+from rollout.engines.base import Engine, Request
+
+QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.toml"
+ROUNDS = 12
+SHARES = (0.0625, 1.0)
+
+
+class Tickets:
+    """All of a buffer that the feeder asks for."""
+
+    def __init__(self) -> None:
+        self.new: list[Ticket] = []
+
+    def admit(self, tickets: list[Ticket], cursor: int) -> None:
+        self.new += tickets
+
+
+async def group(engine: Engine, ticket: Ticket) -> Group:
+    done = await engine.generate(
+        Request(
+            prompt_ids=ticket.prompt_ids.numpy(),
+            num_samples=ticket.group_size,
+            sampling=ticket.sampling,
+            seed=ticket.seed,
+            stop_ids=frozenset({1}),
+        )
+    )
+    trajectories = [
+        Trajectory(
+            index=i,
+            response_ids=Array.of(c.response_ids, "int32"),
+            behavior_logprobs=Array.of(c.logprobs, "float32"),
+            loss_mask=Array("uint8", c.response_ids.shape, b"\1" * len(c.response_ids)),
+            spans=c.spans,
+            finish_reason=c.finish_reason or "length",
+            reward=float(i % 2),
+        )
+        for i, c in enumerate(done)
+    ]
+    return Group(
+        ticket=ticket,
+        worker="bench",
+        engine=engine.name,
+        weight_format="int8",
+        trajectories=trajectories,
+        started_s=0.0,
+        finished_s=1.0,
+    )
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    began = time.process_time()
+    done = work()
+    return time.process_time() - began, done
+
+
+async def measure(run: Run) -> dict[str, list[float]]:
+    """CPU seconds of the step, the publishing and the meters, and the mean gap, for each round."""
+    tokenizer = build_tokenizer(run)
+    trainer = Trainer(build_model(run, tokenizer), run.learner, 1.0)
+    publisher, lineage, tickets = Publisher(run), Lineage(3), Tickets()
+    feeder: Any = Feeder(run, build_task(run.task), tokenizer, tickets, 0, set())  # type: ignore
+    shares = [load(QUICKSTART, [f"learner.fidelity.share={share}"]) for share in SHARES]
+    meters = [FidelityMeter(each) for each in shares]
+    engine = build_engine(run.rollout.engine)
+    await engine.start()
+    found: dict[str, list[float]] = {"step": [], "gap": [], **{f"meter {s}": [] for s in SHARES}}
+    for step in range(ROUNDS):
+        version = publisher.make(trainer.model, step)
+        lineage.published(step, version.manifest.digest)
+        for meter in meters:
+            meter.published(version)
+        await engine.load_weights(version)
+        feeder.issue(range(step * run.learner.groups, (step + 1) * run.learner.groups), step)
+        groups = await asyncio.gather(*(group(engine, t) for t in tickets.new))
+        tickets.new.clear()
+        updater = SingleProcessUpdater(trainer)
+        step_s, _ = timed(partial(train_step, updater, groups, lineage, step))
+        found["step"].append(step_s)
+        for share, meter in zip(SHARES, meters, strict=True):
+            seconds, values = timed(lambda: meter.measure(groups))  # noqa: B023
+            found[f"meter {share}"].append(seconds)
+            found["gap"].append(values["fidelity/gap_mean_nats"])
+        say(f"round {step}: {found['step'][-1]:.2f} s, gap {found['gap'][-1]:.1e}")
+    await engine.close()
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    found = asyncio.run(measure(load(QUICKSTART)))
+    step = statistics.median(found["step"])
+    rows = [["learner step", f"{step * 1e3:.0f}", "1"]]
+    for share in SHARES:
+        cost = statistics.median(found[f"meter {share}"])
+        rows.append([f"meter, share {share}", f"{cost * 1e3:.1f}", f"{cost / step:.3f}"])
+    text = f"{device()}, commit {commit()}, {ROUNDS} rounds; mean gap {max(found['gap']):.1e} nats at most\n\n"
+    publish("fidelity", text + table(["", "CPU ms, median", "of the step"], rows), found)
+
+
+if __name__ == "__main__":
+    main()

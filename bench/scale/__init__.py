@@ -1,0 +1,1 @@
+"""How far one Redis and one learner carry: measured costs and a simulation."""

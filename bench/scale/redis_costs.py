@@ -1,0 +1,138 @@
+"""What Redis spends on each thing that a run asks of it: processor seconds of a real server, measured.
+
+Through the buffer's own two sides, append-only file on. A server's processor time does not depend on who else
+uses the machine as wall time does, and Redis runs commands on one thread: it is full where the sum is 1 s/s.
+"""
+
+import asyncio
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from areal_q.config import Sampling
+from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, WorkerStatus, encode
+from buffer.redis_store import Claim, LearnerBuffer, WorkerBuffer
+from buffer.redis_store.local_server import RedisServer
+
+GROUP_SIZE = 16
+GROUPS = 256
+BEATS = 2000
+ROUNDS = 3
+BATCH = 8
+"""Tickets claimed at once"""
+
+
+@dataclass(frozen=True)
+class RedisCosts:
+    """Processor seconds of the server."""
+
+    group_s: float
+    """A group of no size: its ticket admitted and claimed, committed, read, trimmed"""
+    byte_s: float
+    """And for each of its bytes"""
+    beat_s: float
+    """A worker's heartbeat, and the renewal of BATCH claims"""
+
+    def of_group(self, nbytes: float) -> float:
+        return self.group_s + self.byte_s * nbytes
+
+
+def measure() -> RedisCosts:
+    small, large = 20, 2000
+    with tempfile.TemporaryDirectory() as directory:
+        server = RedisServer.start(Path(directory), Path(directory, "s"))
+        try:
+            # Whatever else the machine does only adds.
+            (a, a_bytes), (b, b_bytes) = (
+                min(_groups(server, n) for _ in range(ROUNDS)) for n in (small, large)
+            )
+            beat_s = asyncio.run(_beats(server))
+        finally:
+            server.stop()
+    byte_s = (b - a) / (b_bytes - a_bytes)
+    # What is left for a group of no size may still be less than the noise.
+    return RedisCosts(max(0.0, a - byte_s * a_bytes), byte_s, beat_s)
+
+
+def group_bytes(tokens: int, group_size: int = GROUP_SIZE) -> int:
+    """Of the record of a group whose responses have `tokens` tokens each."""
+    return len(encode(_group(_ticket(0, group_size), tokens)))
+
+
+def _groups(server: RedisServer, tokens: int) -> tuple[float, int]:
+    """(processor seconds a group, bytes of its record)."""
+    tickets = [_ticket(n, GROUP_SIZE) for n in range(GROUPS)]
+    groups = [_group(ticket, tokens) for ticket in tickets]
+    learner = LearnerBuffer(server.url, f"cost-{tokens}")
+    learner.publish_run("", {})
+    before = _cpu_s(server)
+    learner.admit(tickets, cursor=GROUPS)
+    asyncio.run(_commit_all(server, learner.keys.run, groups))
+    taken = learner.take(GROUPS, timeout_s=30.0)
+    learner.trim(learner.position)
+    spent = _cpu_s(server) - before
+    learner.close()
+    assert len(taken) == GROUPS
+    return spent / GROUPS, len(encode(groups[0]))
+
+
+async def _commit_all(server: RedisServer, run: str, groups: list[Group]) -> None:
+    worker = WorkerBuffer(server.url, run, "w")
+    left = len(groups)
+    while left:
+        for claim in await worker.claim(BATCH, block_s=1.0):
+            assert await worker.commit(claim, groups[claim.ticket.number])
+            left -= 1
+    await worker.close()
+
+
+async def _beats(server: RedisServer) -> float:
+    learner = LearnerBuffer(server.url, "beats")
+    learner.publish_run("", {})
+    learner.admit([_ticket(n, GROUP_SIZE) for n in range(BATCH)], cursor=BATCH)
+    worker = WorkerBuffer(server.url, "beats", "w")
+    claims: list[Claim] = await worker.claim(BATCH, block_s=1.0)
+    status = WorkerStatus(
+        worker="w", pid=1, version=0, active=0, tokens=0, tokens_per_s=0.0, idle_share=0.0, groups=0,
+        swaps=0, swap_s=0.0, time_s=0.0,
+    )  # fmt: skip
+    before = _cpu_s(server)
+    for _ in range(BEATS):
+        await worker.renew(claims)
+        await worker.heartbeat(status)
+    spent = _cpu_s(server) - before
+    await worker.close()
+    learner.close()
+    return spent / BEATS
+
+
+def _cpu_s(server: RedisServer) -> float:
+    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _ticket(number: int, group_size: int) -> Ticket:
+    return Ticket(
+        run="scale", number=number, step=0, prompt="p" * 200, answer="1", group_size=group_size,
+        prompt_ids=Array.of(np.arange(64), "int32"), sampling=Sampling(), seed=number,
+    )  # fmt: skip
+
+
+def _group(ticket: Ticket, tokens: int) -> Group:
+    rng = np.random.default_rng(ticket.number)
+    return Group(
+        ticket=ticket, worker="w", engine="torch", weight_format="int8", started_s=0.0,
+        finished_s=1.0,
+        trajectories=[
+            Trajectory(
+                index=i, response_ids=Array.of(rng.integers(0, 1 << 17, tokens), "int32"),
+                behavior_logprobs=Array.of(-rng.random(tokens), "float32"),
+                loss_mask=Array.of(np.ones(tokens), "uint8"),
+                spans=[VersionSpan(0, tokens, "0" * 32)], finish_reason="stop", reward=1.0,
+            )
+            for i in range(ticket.group_size)
+        ],
+    )  # fmt: skip

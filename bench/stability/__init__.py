@@ -1,0 +1,1 @@
+"""The laboratory: which objectives survive quantized rollouts."""

@@ -1,0 +1,35 @@
+"""int3: a format for the laboratory alone, coarse enough to hurt a small model within minutes.
+
+Codes -3 … 3, one float32 scale per output channel, activations 8-bit per token: int8 with 7 levels, kept in
+whole bytes. No engine runs it and no setting names it; `with_format` puts it where `int8` would stand.
+"""
+
+from msgspec.structs import replace
+from torch import Tensor, int8
+
+from areal_q.config import Run
+from areal_q.quant.format import Parts, Ranges, checked_float32, scales_for
+from areal_q.quant.formats.int8 import Int8
+from areal_q.quant.registry import FORMATS
+
+LEVELS = 3
+
+
+class Int3(Int8):
+    name = "int3"
+
+    def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
+        w = checked_float32(weight, name)
+        scale = scales_for((ranges or self.ranges(w)).blocks, LEVELS)
+        return {
+            "weight": (w / scale).round_().clamp_(-LEVELS, LEVELS).to(int8),
+            "weight_scale": scale,
+        }
+
+
+FORMATS["int3"] = Int3()
+
+
+def with_format(run: Run, format: str) -> Run:
+    """`run` with rollouts in `format`, which may be one that settings do not know."""
+    return replace(run, rollout=replace(run.rollout, format=format))

@@ -1,0 +1,204 @@
+"""One whole training run in one process, without Redis and sockets: for experiments on the algorithms.
+
+    Feeder ──tickets──▶ MemoryBuffer ──▶ engine (published, quantized weights) ──groups──▶ MemoryBuffer
+       ▲                                    ▲ version max(0, t - η)                            │
+       └────────── version ── Publisher ────┴──────────── learn (step t) ◀────── Intake ◀──────┘
+
+Every part is the one that `areal-q run` uses: feeder, intake, lineage, trainer, quantizer, engine, reward.
+What is left out is transport and chance: the buffer lives in memory, and a version is handed to the engine
+instead of sent. The mathematics is the same: a step is a function of weights and groups alone
+(learner/train_step.py), a group one of weights and ticket. What does differ is which version draws a group. In
+a real run that depends on timing, here it is a rule: the groups of step t are drawn by version max(0, t - η),
+so that all tokens lag by η = `learner.max_lag`, the most that the bound allows. One run twice gives the same
+bits.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from areal_q.config import Run, Sampling, TorchEngine, override
+from areal_q.messages import Array, Group, Ticket, Trajectory
+from areal_q.models import Decoder
+from areal_q.quant.uaq import apply_uaq
+from areal_q.tasks import (
+    Problem,
+    Reward,
+    Task,
+    Tokenizer,
+    build_reward,
+    build_task,
+    build_tokenizer,
+)
+from areal_q.weights.version import WeightVersion
+from buffer.in_memory import MemoryBuffer, MemoryLearner
+from learner.backends.single_device import Trainer
+from learner.build import build_model
+from learner.data.admission import Feeder
+from learner.data.sft_warmup import warm_start
+from learner.data.staleness import Lineage
+from learner.policy_update import SingleProcessUpdater
+from learner.publishing.version_builder import Publisher
+from learner.train_step import train_step
+from rollout.engines.base import Completion, Engine, Request
+from rollout.engines.reference.torch_engine import torch_engine
+
+Values = dict[str, float]
+NEVER = threading.Event()
+
+
+def warm_model(run: Run, task: Task, tokenizer: Tokenizer) -> Decoder:
+    """The model at the start of RL, UAQ's scaling applied: the same for every arm of a seed (cached)."""
+    model = build_model(run, tokenizer)
+    warm_start(model, run, task, tokenizer, lambda step, loss: None, NEVER)
+    if run.learner.uaq > 1:
+        apply_uaq(model, run.learner.uaq)
+    return model
+
+
+class Tickets(MemoryLearner):
+    """Admitted tickets, first come first served. Nothing is encoded and decoded on the way."""
+
+    def __init__(self, run: str) -> None:
+        super().__init__(MemoryBuffer(run))
+        self.waiting: list[Ticket] = []
+
+    def admit(self, tickets: list[Ticket], cursor: int) -> None:
+        self.waiting += tickets
+
+    def next(self, count: int) -> list[Ticket]:
+        taken, self.waiting = self.waiting[:count], self.waiting[count:]
+        return taken
+
+
+@dataclass
+class Drawer:
+    """A worker without its loops: draws the groups of tickets and scores them."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    reward: Reward
+    format: str
+
+    async def draw(self, ticket: Ticket) -> Group:
+        completions = await self.engine.generate(
+            Request(
+                prompt_ids=ticket.prompt_ids.numpy(),
+                num_samples=ticket.group_size,
+                sampling=ticket.sampling,
+                seed=ticket.seed,
+                stop_ids=frozenset({self.tokenizer.eos_id}),
+            )
+        )
+        problem = Problem(ticket.prompt, ticket.answer)
+        return Group(
+            ticket=ticket,
+            worker="lab",
+            engine=self.engine.name,
+            weight_format=self.format,
+            trajectories=[await self._trajectory(problem, i, c) for i, c in enumerate(completions)],
+            started_s=0.0,
+            finished_s=0.0,
+        )
+
+    async def _trajectory(self, problem: Problem, index: int, completion: Completion) -> Trajectory:
+        score = await self.score(problem, completion)
+        ids = completion.response_ids
+        return Trajectory(
+            index=index,
+            response_ids=Array.of(ids, "int32"),
+            behavior_logprobs=Array.of(completion.logprobs, "float32"),
+            loss_mask=Array.of(np.ones(len(ids)), "uint8"),
+            spans=completion.spans,
+            finish_reason=completion.finish_reason or "length",
+            reward=score.reward,
+            reward_parts={**score.parts, "correct": float(score.correct)},
+            valid=score.valid,
+            failure=score.failure,
+        )
+
+    async def score(self, problem: Problem, completion: Completion):
+        ids = [i for i in completion.response_ids.tolist() if i != self.tokenizer.eos_id]
+        return await self.reward(problem, self.tokenizer.decode(ids), len(ids))
+
+    async def accuracy(self, problems: Sequence[Problem], max_tokens: int) -> float:
+        """Share of `problems` that greedy decoding answers correctly."""
+        greedy = Sampling(temperature=0.0, max_tokens=max_tokens)
+
+        async def correct(problem: Problem) -> bool:
+            ids = np.array(self.tokenizer.encode_prompt(problem.prompt), np.int32)
+            stop = frozenset({self.tokenizer.eos_id})
+            request = Request(prompt_ids=ids, num_samples=1, sampling=greedy, seed=0, stop_ids=stop)
+            [completion] = await self.engine.generate(request)
+            return (await self.score(problem, completion)).correct
+
+        return float(np.mean(await asyncio.gather(*map(correct, problems))))
+
+
+def build_engines(run: Run) -> tuple[Engine, Engine]:
+    """One that draws, with room for a whole step, and one that is examined."""
+    slots = run.learner.groups * run.learner.group_size
+    return torch_engine(TorchEngine(slots=slots)), torch_engine(TorchEngine(slots=512))
+
+
+async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
+    """Yields each step's metrics, with `eval/accuracy` of the learner's own policy (greedy, bf16 weights) on
+    every `eval.every`-th and on the last. `flaky` scores what is trained on in place of the run's own
+    reward. Raises what its parts raise."""
+    task, tokenizer, reward = build_task(run.task), build_tokenizer(run), build_reward(run)
+    trainer = Trainer(
+        warm_model(run, task, tokenizer), run.learner, run.rollout.sampling.temperature
+    )
+    tickets = Tickets(run.name)
+    feeder = Feeder(run, task, tokenizer, tickets, 0, set())
+    lineage = Lineage(run.learner.max_lag + 2)
+    publishers = Publisher(run), Publisher(override(run, "rollout.format=bf16"))
+    engines = build_engines(run)
+    drawer = Drawer(engines[0], tokenizer, flaky or reward, run.rollout.format)
+    judge = Drawer(engines[1], tokenizer, reward, "bf16")
+    heldout = task.heldout[: run.eval.problems]
+    kept: list[WeightVersion] = []
+    """The newest versions, oldest first: the groups of the next step are drawn by the first"""
+
+    async def publish(version: int) -> None:
+        kept.append(publishers[0].make(trainer.model, version))
+        lineage.published(version, kept[-1].manifest.digest)
+        if len(kept) > run.learner.max_lag + 1:
+            kept.pop(0)
+        if engines[0].version != kept[0].manifest.version:
+            await engines[0].load_weights(kept[0])
+
+    async def accuracy(version: int) -> float:
+        await engines[1].load_weights(publishers[1].make(trainer.model, version))
+        return await judge.accuracy(heldout, run.rollout.sampling.max_tokens)
+
+    try:
+        for engine in engines:
+            await engine.start()
+        await publish(0)
+        for step in range(run.steps):
+            began = time.process_time()
+            groups: list[Group] = []
+            while missing := run.learner.groups - len(groups):
+                feeder.admit(step)
+                for group in await asyncio.gather(*map(drawer.draw, tickets.next(missing))):
+                    # As learner/data/group_reader.py does; others take the places of these.
+                    if len(group.valid_trajectories) >= run.learner.fewest_valid:
+                        groups.append(group)
+                    else:
+                        feeder.done(group)
+            values = train_step(SingleProcessUpdater(trainer), groups, lineage, step)
+            for group in groups:
+                feeder.done(group)
+            await publish(step + 1)
+            values["cpu_s"] = time.process_time() - began
+            if (step + 1) % run.eval.every == 0 or step + 1 == run.steps:
+                values["eval/accuracy"] = await accuracy(step + 1)
+            yield values
+    finally:
+        for engine in engines:
+            await engine.close()

@@ -1,0 +1,1 @@
+"""Weights from learner to worker: speed, bytes and pauses."""

@@ -1,0 +1,130 @@
+"""What a person may do to a run's state in Redis: export, import, put back what was refused, delete."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import redis
+
+from areal_q.errors import BufferFull, ConfigError, LogError, RecordError
+from areal_q.messages import Group, decode_group, decode_ticket, encode
+from buffer.admin import inspect_state
+from buffer.admin.inspect_state import PAGE, Refused
+from buffer.logs.trajectory_log import TrajectoryLog, iter_log
+from buffer.redis_store import lua_scripts
+from buffer.redis_store.connection import refuses_writes
+from buffer.redis_store.keys import RECORD, Keys
+
+NOT_TAKEN = -1
+"""The learner's version in the log of groups that no learner has taken"""
+
+What = Literal["quarantine", "groups", "all"]
+
+
+def export(client: redis.Redis, run: str, directory: Path) -> int:
+    """Writes the committed groups to `directory` in the format of the trajectory log, PAGE to a `step`; returns
+    their number. They stay in Redis. Raises LogError where the directory holds a log."""
+    if directory.exists() and any(directory.iterdir()):
+        raise LogError(f"{directory}: not empty")
+    found = (group for _, group in inspect_state.groups(client, run))
+    log, count = TrajectoryLog(directory), 0
+    try:
+        for step, page in enumerate(_pages(found)):
+            log.append(step, NOT_TAKEN, page)
+            count += len(page)
+    finally:
+        log.close()
+    return count
+
+
+def import_(
+    client: redis.Redis, run: str, directory: Path, from_step: int = 0, to_step: int | None = None
+) -> tuple[int, int]:
+    """Adds the logged groups to the run's stream, bit for bit the records that workers committed; returns how
+    many, and how many were passed over: those of tickets that are in the stream, or came before. So it can be
+    repeated. A learner counts only the groups that it still waits for (learner/data/admission.py).
+
+    Raises LogError where there is no log, BufferFull where Redis is full.
+    """
+    if not any(directory.glob("part-*.parquet")):
+        raise LogError(f"{directory}: no trajectory log there")
+    keys, passed = Keys(run), 0
+    known = {group.ticket.number for _, group in inspect_state.groups(client, run)}
+    added = 0
+    for _, logged in iter_log(directory, from_step, to_step):
+        fresh: dict[int, Group] = {}
+        for group in logged:
+            if group.ticket.number not in known:
+                fresh.setdefault(group.ticket.number, group)
+        known |= fresh.keys()
+        passed += len(logged) - len(fresh)
+        for group in fresh.values():
+            _add(client, keys.groups, encode(group), f"{added} groups were imported before")
+            added += 1
+    return added, passed
+
+
+def requeue(client: redis.Redis, run: str, ids: list[str]) -> tuple[list[Refused], list[str]]:
+    """Puts refused records back at the end of the streams that they came from: all, or those of `ids`. Returns
+    them, and for each that stayed why. Raises ConfigError for an id that is not there."""
+    refused = list(inspect_state.quarantine(client, run))
+    for id in ids:
+        if id not in {record.id for record in refused}:
+            raise ConfigError(f"{id}: not in the quarantine")
+    chosen = [record for record in refused if record.id in ids or not ids]
+    script = client.register_script(lua_scripts.REQUEUE)
+    put_back, stayed = [], []
+    for record in chosen:
+        if reason := still_refused(record, Keys(run)):
+            stayed.append(f"{record.id}: {reason}")
+        else:
+            script([Keys(run).quarantine, record.source], [record.id])
+            put_back.append(record)
+    return put_back, stayed
+
+
+def still_refused(record: Refused, keys: Keys) -> str | None:
+    """Why a record would be refused again; None if it would not."""
+    if not record.whole:
+        return f"only {len(record.record)} of {record.nbytes} bytes were kept"
+    try:
+        if record.source in (keys.groups, keys.eval_groups):
+            decode_group(record.record).validate()
+        elif record.source in (keys.tickets, keys.eval_tickets):
+            decode_ticket(record.record)
+        else:
+            return f"{record.source} is no stream of this run"
+    except RecordError as error:
+        return str(error)
+    return None
+
+
+def purge(client: redis.Redis, run: str, what: What) -> int:
+    """Deletes the quarantine, the committed groups, or every key of the run; returns the number of entries, or
+    of keys."""
+    keys = Keys(run)
+    if what == "quarantine":
+        count: Any = client.xlen(keys.quarantine)
+        client.delete(keys.quarantine)
+    elif what == "groups":
+        # Not deleted: the next ids must be above those that a learner has read.
+        count = client.xtrim(keys.groups, maxlen=0, approximate=False)
+    else:
+        names: Any = client.smembers(keys.workers)
+        count = client.delete(*keys.fixed, *(keys.worker(n.decode()) for n in names))
+    return count
+
+
+def _pages(groups: Iterator[Group]) -> Iterator[list[Group]]:
+    while page := list(islice(groups, PAGE)):
+        yield page
+
+
+def _add(client: redis.Redis, stream: str, record: bytes, so_far: str) -> None:
+    try:
+        client.xadd(stream, {RECORD: record})
+    except redis.ResponseError as error:
+        if not refuses_writes(error):
+            raise
+        raise BufferFull(f"redis refuses writes: {error}; {so_far}") from error

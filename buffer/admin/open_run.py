@@ -1,0 +1,77 @@
+"""Finds the Redis of a run, live or not, for the commands that look into it."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis
+
+from areal_q.cli.launcher import sockets_of
+from areal_q.config import load
+from areal_q.errors import AReaLQError, BufferUnavailable, ConfigError
+from areal_q.system.run_dir import try_lock
+from buffer.redis_store.connection import connect
+from buffer.redis_store.keys import Keys
+from buffer.redis_store.local_server import RedisServer
+
+
+@contextmanager
+def opened(
+    directory: Path | None, url: str | None, run: str | None
+) -> Iterator[tuple[redis.Redis, str]]:
+    """(a client, the run's name). Raises ConfigError, or BufferUnavailable where nothing answers."""
+    if directory is not None and url is None and run is None:
+        name = load(directory / "config.toml").name
+        where = _server_of(directory)
+    elif directory is None and run is not None and (url or os.environ.get("REDIS_URL")):
+        name, where = run, _at(url or os.environ["REDIS_URL"])
+    else:
+        raise ConfigError("say where: a run's directory, or --redis URL and --run NAME")
+    with where as address:
+        try:
+            with connect(address) as client:
+                known = client.exists(*Keys(name).fixed)
+                if not known and directory is None:
+                    raise ConfigError(f"--run {name}: Redis has nothing of such a run")
+                yield client, name
+        except (redis.RedisError, ValueError, OSError) as error:
+            if isinstance(error, AReaLQError):
+                raise
+            raise BufferUnavailable(f"redis: {error}") from error
+
+
+@contextmanager
+def _at(url: str) -> Iterator[str]:
+    yield url
+
+
+@contextmanager
+def _server_of(directory: Path) -> Iterator[str]:
+    """The URL of a run's Redis: where REDIS_URL says, the launcher's, or one that serves what a run left."""
+    if url := os.environ.get("REDIS_URL"):
+        yield url
+        return
+    socket = sockets_of(directory) / "redis"
+    if socket.exists():
+        yield f"unix://{socket}"
+        return
+    if not (directory / "redis").is_dir():
+        raise ConfigError(f"{directory}: no Redis runs there and none left its data; set REDIS_URL")
+    lock = try_lock(directory)
+    if lock is None:
+        raise ConfigError(f"{directory}: a run is going on there, and its Redis does not answer")
+    sockets = Path(tempfile.mkdtemp(prefix="areal-q-buffer-"))
+    try:
+        data = directory / "redis"
+        if not os.access(
+            data, os.W_OK
+        ):  # another's run, or a read-only disk: a server wants to write
+            data = Path(shutil.copytree(data, sockets / "data"))
+        with RedisServer.start(data, sockets / "redis") as server:
+            yield server.url
+    finally:
+        shutil.rmtree(sockets)
+        os.close(lock)

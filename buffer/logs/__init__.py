@@ -1,0 +1,1 @@
+"""The Parquet logs of a run: trajectories, steps and tokens."""

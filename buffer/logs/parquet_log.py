@@ -1,0 +1,263 @@
+"""Rows of learner steps as Parquet in parts: written off the hot path, never torn, one history.
+
+    append ─▶ queue of 4 steps ─▶ writer thread ─▶ part-000007.parquet.tmp ─▶ part-000007.parquet
+                                                    one row group a step      complete, synced, renamed
+
+A part has its final name only when it is complete and on disk, so what is readable is never torn. The
+first column of every schema is `step`; its metadata holds the schema's name and version.
+"""
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from areal_q.errors import RecordError
+from areal_q.system.files import by_number
+
+logger = logging.getLogger(__name__)
+QUEUE_STEPS = 4
+"""Steps that may wait for the writer before `append` waits too."""
+PART_STEPS = 50
+PART_BYTES = 256 << 20
+PART_S = 60.0
+"""Whoever reads along is no more than so long, or one step, behind"""
+
+
+@dataclass(frozen=True)
+class LogFormat:
+    """A documented schema. Its metadata holds {key: version}; a reader takes versions up to its own."""
+
+    schema: pa.Schema
+    key: bytes
+    version: int
+
+
+class PartLog:
+    """Appends to the parts in `directory`. One writer per directory.
+
+    Delivery: what was appended before a `flush` that returned is on disk, whatever happens after. What was
+    appended since is lost with the process. Reopening with `resume_at` drops the rows of steps ≥ resume_at,
+    which belong to the history that the resume abandons (test_reopening_at_a_step_drops_the_abandoned_steps).
+    An error of the writer (a full disk) is raised by the next `append` or `flush`, and by all after it: a part
+    that lacks a step never gets its final name (test_a_full_disk_leaves_no_torn_part).
+    """
+
+    def __init__(self, directory: str | Path, format: LogFormat, resume_at: int = 0) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.leftovers = _remove_leftovers(self.directory)
+        """Torn parts of an earlier process, removed"""
+        self.dropped_rows = _drop_from(self.directory, format, resume_at)
+        found = _parts(self.directory)
+        self._format = format
+        self._number = int(found[-1].stem.removeprefix("part-")) + 1 if found else 0
+        self._writer: pq.ParquetWriter | None = None
+        self._steps_in_part = 0
+        self._closed_s = time.monotonic()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.directory.name)
+        self._pending: deque[Future[None]] = deque()
+        self._error: Exception | None = None
+
+    def append_rows(self, make: Callable[[], pa.Table]) -> None:
+        """Queues the rows of one step; `make` is called on the writer's thread. Steps come in order.
+        Waits only while the writer is QUEUE_STEPS behind."""
+        self._submit(lambda: self._write(make()))
+        self._reap(QUEUE_STEPS)
+
+    def flush(self) -> None:
+        """Returns when everything appended so far is durable."""
+        self._submit(self._close_part)
+        self._reap(0)
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._thread.shutdown()
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        self._pending.append(self._thread.submit(self._unless_failed, work))
+
+    def _reap(self, allowed: int) -> None:
+        while self._pending and (len(self._pending) > allowed or self._pending[0].done()):
+            self._pending.popleft().result()
+
+    # The rest runs on the writer thread.
+
+    def _unless_failed(self, work: Callable[[], None]) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            work()
+        except (OSError, pa.ArrowException) as error:
+            self._error = error
+            raise
+
+    def _write(self, table: pa.Table) -> None:
+        if self._writer is None:
+            self._writer = _writer(self._temporary, self._format)
+        self._writer.write_table(table)
+        self._steps_in_part += 1
+        full = self._steps_in_part >= PART_STEPS or self._temporary.stat().st_size >= PART_BYTES
+        if full or time.monotonic() - self._closed_s >= PART_S:
+            self._close_part()
+
+    def _close_part(self) -> None:
+        if self._writer is None:
+            return
+        self._writer.close()
+        self._writer, self._steps_in_part = None, 0
+        self._closed_s = time.monotonic()
+        _commit(self._temporary)
+        self._number += 1
+
+    @property
+    def _temporary(self) -> Path:
+        return self.directory / f"part-{self._number:06d}.parquet.tmp"
+
+
+class RowGroup(NamedTuple):
+    """The rows of one step, not read yet."""
+
+    step: int
+    path: Path
+    file: pq.ParquetFile
+    number: int
+
+    def read(self) -> pa.Table:
+        """Raises RecordError naming the file where its bytes do not decode."""
+        try:
+            table = self.file.read_row_group(self.number)
+            table.validate(full=True)
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise RecordError(f"{self.path}, step {self.step}: {error}") from error
+        empty = [name for name in table.column_names if table.column(name).null_count]
+        if empty:
+            raise RecordError(f"{self.path}, step {self.step}: {empty[0]} lacks values")
+        return table
+
+
+def row_groups(
+    directory: Path, format: LogFormat, part: str = "part-*.parquet"
+) -> Iterator[RowGroup]:
+    """All steps of a log, or of one part, in order; each is to be read before the next is asked for.
+
+    Raises RecordError for a part that is no log of this format, or of a newer version.
+    """
+    for path in by_number(directory.glob(part)):
+        with _open(path, format) as file:
+            for i in range(file.num_row_groups):
+                yield RowGroup(_step_of(file, i), path, file, i)
+
+
+def _writer(path: Path, format: LogFormat) -> pq.ParquetWriter:
+    """A row group is one step, too small for dictionaries and for statistics of columns that nobody filters by:
+    with them a run's log is half as large again."""
+    return pq.ParquetWriter(
+        path,
+        format.schema,
+        compression="zstd",
+        compression_level=9,
+        use_dictionary=False,
+        write_statistics=[format.schema.names[0]],  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _open(path: Path, format: LogFormat) -> pq.ParquetFile:
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}: {error}") from error
+    try:
+        _check_schema(file.schema_arrow, format)
+    except (RecordError, UnicodeDecodeError) as error:
+        file.close()
+        raise RecordError(f"{path}: {error}") from error
+    return file
+
+
+def _check_schema(found: pa.Schema, format: LogFormat) -> None:
+    version = (found.metadata or {}).get(format.key, b"").decode()
+    if not version.isdecimal() or int(version) > format.version:
+        raise RecordError(f"log schema {version or 'missing'}, this reads {format.version}")
+    if strange := _strange(found, format, int(version)):
+        raise RecordError(f"column {strange!r} is not as its schema says")
+
+
+def _strange(found: pa.Schema, format: LogFormat, version: int) -> str | None:
+    """A column that the format has not, or has of another type, or that is missing (an older version may lack
+    some, except `step`)."""
+    types = dict(zip(format.schema.names, format.schema.types, strict=True))
+    present = dict(zip(found.names, found.types, strict=True))
+    needed = types if version == format.version else types.keys() & {format.schema.names[0]}
+    unknown = (name for name, type in present.items() if types.get(name) != type)
+    twice = (name for name in found.names if found.names.count(name) > 1)
+    return next(iter([*unknown, *twice, *sorted(set(needed) - present.keys())]), None)
+
+
+def _step_of(file: pq.ParquetFile, row_group: int) -> int:
+    found = file.metadata.row_group(row_group).column(0).statistics
+    if found is None or not isinstance(found.min, int):
+        raise RecordError(f"row group {row_group} does not say which step it is")
+    return found.min
+
+
+def _parts(directory: Path) -> list[Path]:
+    return by_number(directory.glob("part-*.parquet"))
+
+
+def _remove_leftovers(directory: Path) -> int:
+    leftovers = list(directory.glob("part-*.parquet.tmp"))
+    for path in leftovers:
+        logger.info("%s: unfinished, removed", path)
+        path.unlink()
+    return len(leftovers)
+
+
+def _drop_from(directory: Path, format: LogFormat, step: int) -> int:
+    """Removes the rows of steps ≥ `step`, the last part first, so that a crash leaves a prefix. Returns
+    their number."""
+    dropped = 0
+    for path in reversed(_parts(directory)):
+        temporary = path.with_suffix(".parquet.tmp")
+        with _open(path, format) as file:
+            numbers = range(file.num_row_groups)
+            keep = [i for i in numbers if _step_of(file, i) < step]
+            if len(keep) == len(numbers):
+                break
+            kept = file.read_row_groups(keep).num_rows if keep else 0
+            dropped += file.metadata.num_rows - kept
+            if keep:
+                with _writer(temporary, format) as writer:
+                    for i in keep:
+                        writer.write_table(file.read_row_group(i))
+        if keep:
+            _commit(temporary)
+        else:
+            path.unlink()
+            _sync(directory)
+    return dropped
+
+
+def _commit(temporary: Path) -> None:
+    """Makes `x.parquet.tmp` durable as `x.parquet`, replacing what is there."""
+    _sync(temporary)
+    temporary.rename(temporary.with_suffix(""))
+    _sync(temporary.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

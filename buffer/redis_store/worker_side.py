@@ -1,0 +1,368 @@
+"""A worker's side of the Redis buffer; see buffer/redis_store/__init__.py for the whole."""
+
+import asyncio
+import functools
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+import redis
+
+from areal_q.errors import RecordError, RunChanged
+from areal_q.messages import (
+    Group,
+    PartialGroup,
+    Ticket,
+    WorkerStatus,
+    decode_partial,
+    decode_ticket,
+    encode,
+    encode_into,
+)
+from areal_q.system.credentials import shown
+from buffer.interface import Claim, RunInfo
+from buffer.redis_store import lua_scripts
+from buffer.redis_store.connection import (
+    PATIENCE_S,
+    Patience,
+    connect_async,
+    insist_async,
+    refuses_writes,
+)
+from buffer.redis_store.keys import (
+    RECORD,
+    RELEASED,
+    RELEASED_IDLE_MS,
+    WORKER_TTL_S,
+    WORKERS_GROUP,
+    Keys,
+)
+
+T = TypeVar("T")
+KEPT_BUFFERS = 4
+logger = logging.getLogger(__name__)
+BLOCK_SLICE_S = 0.25
+"""The longest that a claim sleeps in Redis: released and abandoned tickets wake nobody."""
+
+
+class WorkerBuffer:
+    """A worker's side. Safe for many tasks of one event loop.
+
+    Delivery: a claimed ticket is this worker's until `claim_timeout_s` pass without `renew`; then, or
+    after `release`, another gets it (test_kill_9_between_claim_and_commit_gives_the_ticket_to_another).
+    A stale owner's commit is refused. A commit whose answer was lost is repeated and then returns False
+    though the group is in the buffer: it is there once either way. A reply of `claim` that is lost leaves
+    tickets with this worker that it does not know of; the timeout frees them.
+    While Redis does not answer, calls are repeated for `patience_s`, then raise BufferUnavailable. While
+    Redis is full, `commit` waits without end and keeps the group; it renews its claim meanwhile.
+    A poison ticket goes to the quarantine; so does one over which `max_deliveries` workers fell silent
+    (test_a_ticket_that_kills_every_worker_goes_to_the_quarantine).
+    """
+
+    def __init__(
+        self,
+        url: str,
+        run: str,
+        worker: str,
+        claim_timeout_s: float = 30.0,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self.keys = Keys(run)
+        self.claim_timeout_s = claim_timeout_s
+        self.max_deliveries = 5
+        """These two may be set once `run_info` has brought the configuration"""
+        self.quarantined = 0
+        """Poison tickets met"""
+        self.waiting = 0
+        """Commits that wait for room"""
+        self.full_s = 0.0
+        """Seconds that commits have waited for it"""
+        self._worker = worker
+        # A restarted worker must not pass for the dead one of the same name.
+        self._consumer = f"{worker}-{uuid.uuid4().hex[:12]}"
+        self._url, self._patience_s = url, patience_s
+        self._redis = connect_async(url)
+        self._joined: RunInfo | None = None
+        self._held: set[tuple[str, str]] = set()
+        self._buffers: list[bytearray] = []
+        """Memory of records that were sent, for the next ones"""
+        self._swept_s = time.monotonic()
+        self._scripts = {
+            name: self._redis.register_script(getattr(lua_scripts, name))
+            for name in ("CLAIM", "COMMIT", "RENEW", "RELEASE", "QUARANTINE", "SWEEP")
+        }
+
+    async def run_info(self) -> RunInfo:
+        waits = False
+        while (info := await self._info()) is None:
+            if not waits:
+                logger.info(
+                    "waiting for a learner of run %s at %s", self.keys.run, shown(self._url)
+                )
+            waits = True
+            await asyncio.sleep(0.1)
+        return info
+
+    def join(self, info: RunInfo) -> None:
+        """Works for the run that `info` tells of, and for no other of its name from now on."""
+        self._joined = info
+
+    async def check_run(self) -> None:
+        """Raises RunChanged if the run is not the one that was joined, or is set up otherwise. A Redis that has
+        lost the run says nothing."""
+        joined, found = self._joined, await self._info()
+        if joined is None or found is None:
+            return
+        if found.run_id != joined.run_id:
+            raise self._changed(found.run_id)
+        if found.settings != joined.settings:
+            raise RunChanged(f"run {self.keys.run} goes on with other settings")
+
+    async def _info(self) -> RunInfo | None:
+        names = ["config", "endpoints", "run_id", "settings"]
+        config, endpoints, run_id, settings = await self._any(
+            self._redis.hmget, self.keys.info, names
+        )
+        if config is None or endpoints is None:
+            return None
+        ends = msgspec.json.decode(endpoints, type=dict[str, str])
+        return RunInfo(
+            config.decode(), ends, *((part or b"").decode() for part in (run_id, settings))
+        )
+
+    def _changed(self, found: str) -> RunChanged:
+        joined = self._joined.run_id if self._joined else ""
+        return RunChanged(
+            f"run {self.keys.run} is another one now: its id is {found or 'unknown'}, "
+            f"this worker was set up for {joined or 'one without an id'}"
+        )
+
+    async def claim(self, count: int, block_s: float) -> list[Claim]:
+        await self._sweep()
+        deadline = time.monotonic() + block_s
+        while True:
+            claims = await self._claim_now(count)
+            left_s = deadline - time.monotonic()
+            if claims or left_s <= 0:
+                return claims
+            claims = await self._claim_new(count, min(left_s, BLOCK_SLICE_S))
+            if claims:
+                return claims
+
+    async def commit(self, claim: Claim, group: Group) -> bool:
+        if group.validate().ticket.number != claim.ticket.number:
+            raise RecordError(
+                f"group of ticket {group.ticket.number} for a claim on {claim.ticket.number}"
+            )
+        evaluation = claim.stream == self.keys.eval_tickets
+        target = self.keys.eval_groups if evaluation else self.keys.groups
+        buffer = self._buffers.pop() if self._buffers else bytearray()
+        encode_into(group, buffer)
+        try:
+            with memoryview(buffer) as record:
+                committed = await self._commit(claim, target, record)
+        finally:
+            self._held.discard((claim.stream, claim.entry))
+        # Only now: a commit that was cut short may have left its record with the connection.
+        if len(self._buffers) < KEPT_BUFFERS:
+            self._buffers.append(buffer)
+        return committed
+
+    async def _commit(self, claim: Claim, target: str, record: memoryview) -> bool:
+        while True:
+            try:
+                keys = [claim.stream, target, self.keys.partials]
+                joined = self._joined.run_id if self._joined else ""
+                args = [claim.entry, record, joined, self.keys.info]
+                return bool(await self._script("COMMIT", keys, *args))
+            except redis.ResponseError as error:
+                if str(error).startswith("FOREIGN"):
+                    raise self._changed(str(error).partition(" ")[2]) from error
+                if not refuses_writes(error):
+                    raise
+                await self._wait_for_room(claim, error)
+
+    async def _wait_for_room(self, claim: Claim, error: redis.ResponseError) -> None:
+        if not self.waiting:  # once, however many groups wait
+            logger.warning("ticket %d waits for room: %s", claim.ticket.number, error)
+        began = time.monotonic()
+        self.waiting += 1
+        try:
+            await self.renew([claim])
+            await asyncio.sleep(min(1.0, self.claim_timeout_s / 4))
+        finally:
+            self.waiting -= 1
+            self.full_s += time.monotonic() - began
+
+    async def renew(self, claims: list[Claim]) -> list[Claim]:
+        lost = []
+        for stream, mine in _by_stream(claims).items():
+            gone = await self._script("RENEW", [stream], *mine)
+            lost += [mine[entry.decode()] for entry in gone]
+        self._held -= {(claim.stream, claim.entry) for claim in lost}
+        return lost
+
+    async def release(self, claims: list[Claim]) -> None:
+        for stream, mine in _by_stream(claims).items():
+            pairs = [
+                part
+                for entry, claim in mine.items()
+                for part in (entry, encode(claim.partial) if claim.partial else b"")
+            ]
+            keys = [stream, self.keys.partials]
+            await self._script("RELEASE", keys, RELEASED, RELEASED_IDLE_MS, *pairs)
+            self._held -= {(stream, entry) for entry in mine}
+
+    async def set_aside(self, claim: Claim, reason: str) -> None:
+        if not await self.renew([claim]):
+            await self._to_quarantine(claim.stream, claim.entry, reason)
+        self._held.discard((claim.stream, claim.entry))
+
+    async def _to_quarantine(self, stream: str, entry: str, reason: str) -> None:
+        logger.warning("%s %s goes to the quarantine: %s", stream, entry, reason)
+        keys = [stream, self.keys.quarantine, self.keys.set_aside]
+        args = [entry, reason, WORKERS_GROUP]
+        await self._call(functools.partial(self._scripts["QUARANTINE"], keys, args))
+        self.quarantined += 1
+
+    async def heartbeat(self, status: WorkerStatus) -> None:
+        """Skipped, with a log line, while Redis is full."""
+
+        async def beat() -> None:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.set(self.keys.worker(self._worker), encode(status), ex=WORKER_TTL_S)
+                pipe.sadd(self.keys.workers, self._worker)
+                await pipe.execute()
+
+        try:
+            await self._call(beat)
+        except redis.ResponseError as error:
+            if not refuses_writes(error):
+                raise
+            logger.warning("heartbeat skipped: %s", error)
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    @property
+    def _streams(self) -> list[str]:
+        return [self.keys.eval_tickets, self.keys.tickets]
+
+    async def _claim_now(self, count: int) -> list[Claim]:
+        idle_ms = round(self.claim_timeout_s * 1000)
+        keys = [*self._streams, self.keys.partials, self.keys.quarantine, self.keys.set_aside]
+        found = await self._script("CLAIM", keys, count, idle_ms, self.max_deliveries)
+        entries = [(self._streams[i - 1], entry.decode(), *records) for i, entry, *records in found]
+        return await self._claims(entries)
+
+    async def _claim_new(self, count: int, wait_s: float) -> list[Claim]:
+        """Sleeps in Redis until there is a new ticket in either stream."""
+        streams: dict[Any, Any] = dict.fromkeys(self._streams, ">")
+        wait_ms = max(1, round(wait_s * 1000))
+        reply: Any = await self._on_group(
+            lambda: self._redis.xreadgroup(
+                WORKERS_GROUP, self._consumer, streams, count=count, block=wait_ms
+            )
+        )
+        entries = [
+            (stream.decode(), entry.decode(), fields.get(RECORD, b""), b"")
+            for stream, page in reply or []
+            for entry, fields in page
+        ]
+        claims = await self._claims(entries)
+        if claims[count:]:  # both streams had some
+            await self.release(claims[count:])
+        return claims[:count]
+
+    async def _claims(self, entries: list[tuple[str, str, bytes, bytes]]) -> list[Claim]:
+        claims = []
+        for stream, entry, record, partial in entries:
+            if (stream, entry) in self._held:
+                continue  # our own, renewed too late and taken from ourselves
+            try:
+                ticket = decode_ticket(record)
+                claim = Claim(stream, entry, ticket, _partial(ticket, partial))
+            except RecordError as error:
+                await self._to_quarantine(stream, entry, str(error))
+                continue
+            self._held.add((stream, entry))
+            claims.append(claim)
+        if foreign := next((c.ticket.run_id for c in claims if self._foreign(c.ticket)), None):
+            await self.release(claims)
+            raise self._changed(foreign)
+        return claims
+
+    def _foreign(self, ticket: Ticket) -> bool:
+        return bool(self._joined and ticket.run_id and ticket.run_id != self._joined.run_id)
+
+    async def _sweep(self) -> None:
+        """Once per claim timeout: removes the consumers of workers that are gone. Left for later while Redis is
+        full: 6.2 takes every XGROUP for a command that needs memory."""
+        if time.monotonic() - self._swept_s < self.claim_timeout_s:
+            return
+        self._swept_s = time.monotonic()
+        idle_ms = round(self.claim_timeout_s * 1000)
+        script = self._scripts["SWEEP"]
+        try:
+            for stream in self._streams:
+                await self._on_group(functools.partial(script, [stream], [WORKERS_GROUP, idle_ms]))
+        except redis.ResponseError as error:
+            if not refuses_writes(error):
+                raise
+
+    async def _script(self, name: str, keys: list[str], *args: Any) -> Any:
+        """Runs a script that acts for this consumer."""
+        everything = [WORKERS_GROUP, self._consumer, *args]
+        return await self._on_group(functools.partial(self._scripts[name], keys, everything))
+
+    async def _on_group(self, call: Callable[[], Awaitable[T]]) -> T:
+        """`call`; where the consumer groups are missing (before the learner's start, or after Redis lost its
+        data) they are created first."""
+        try:
+            return await self._call(call)
+        except redis.ResponseError as error:
+            if "NOGROUP" not in str(error) and "no such key" not in str(error):
+                raise
+        for stream in self._streams:
+            try:
+                await self._call(
+                    functools.partial(
+                        self._redis.xgroup_create, stream, WORKERS_GROUP, id="0", mkstream=True
+                    )
+                )
+            except redis.ResponseError as error:
+                if "BUSYGROUP" not in str(error):
+                    raise
+        return await self._call(call)
+
+    async def _any(self, command: Callable[..., Any], *args: Any) -> Any:
+        return await self._call(functools.partial(command, *args))
+
+    async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
+        return await insist_async(Patience(self._url, self._patience_s), call)
+
+
+def _partial(ticket: Ticket, record: bytes) -> PartialGroup | None:
+    """What was drawn of `ticket`; a record that does not fit it is passed over: it can be drawn again."""
+    if not record:
+        return None
+    try:
+        partial = decode_partial(record)
+        for response in partial.responses:
+            response.validate()
+        if (partial.ticket, len(partial.responses)) != (ticket.number, ticket.group_size):
+            raise RecordError("partial group: of another ticket")
+    except RecordError as error:
+        logger.warning("ticket %d begins anew: %s", ticket.number, error)
+        return None
+    return partial
+
+
+def _by_stream(claims: list[Claim]) -> dict[str, dict[str, Claim]]:
+    out: dict[str, dict[str, Claim]] = {}
+    for claim in claims:
+        out.setdefault(claim.stream, {})[claim.entry] = claim
+    return out

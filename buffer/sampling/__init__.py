@@ -1,0 +1,1 @@
+"""Samplers, and the learner's pool of groups that they draw from."""

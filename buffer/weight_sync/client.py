@@ -1,0 +1,95 @@
+"""Asks a learner or relay one question after the other: what `areal-q weights` shows."""
+
+from collections.abc import Iterator
+
+import msgspec
+import zmq
+
+from areal_q import messages
+from areal_q.errors import ConfigError, WeightVersionError
+from areal_q.messages import (
+    ChunkReply,
+    DeltasReply,
+    FetchChunk,
+    FetchDeltas,
+    FetchHeld,
+    FetchManifest,
+    HeldReply,
+    HeldVersion,
+    Manifest,
+    ManifestReply,
+)
+from areal_q.weights import delta
+from buffer.weight_sync.curve import ClientKeys
+
+TIMEOUT_S = 5.0
+CHUNK_BYTES = 4 << 20
+
+
+class Client:
+    """Asks one thing after the other. Raises WeightVersionError when nobody answers in time."""
+
+    def __init__(self, announce: str, fetch: str, keys: ClientKeys | None) -> None:
+        self._context = zmq.Context()
+        self._fetch, self._announce, self._keys = fetch, announce, keys
+        self._dealer = self._connect(zmq.DEALER, fetch)
+
+    def ask(self, request: msgspec.Struct) -> tuple[messages.FetchReply, list[bytes]]:
+        self._dealer.send(messages.encode(request))
+        if not self._dealer.poll(round(TIMEOUT_S * 1000)):
+            raise WeightVersionError(f"{self._fetch}: no answer for {TIMEOUT_S:g} s")
+        head, *rest = self._dealer.recv_multipart()
+        return messages.decode_reply(head), rest
+
+    def held(self) -> HeldReply:
+        reply, _ = self.ask(FetchHeld())
+        assert isinstance(reply, HeldReply)
+        return reply
+
+    def manifest(self) -> Manifest | None:
+        reply, _ = self.ask(FetchManifest())
+        assert isinstance(reply, ManifestReply)
+        return messages.decode_manifest(reply.manifest) if reply.manifest else None
+
+    def changes(self, base: HeldVersion) -> dict[str, tuple[int, int]] | None:
+        """(changed, elements) by tensor, from `base` to the newest; None where no delta is held."""
+        request = FetchDeltas(epoch=base.epoch, base=base.version, base_digest=base.digest)
+        reply, _ = self.ask(request)
+        newest = self.manifest()
+        if not isinstance(reply, DeltasReply) or len(reply.deltas) != 1 or newest is None:
+            return None
+        if reply.deltas[0].digest != newest.digest:  # one more was published in between
+            return None
+        return delta.changed(newest, self._bytes(reply.digest, reply.sizes[0]))
+
+    def follow(self) -> Iterator[tuple[messages.Broadcast, bytes]]:
+        """What is announced, with the delta where there is one, without end."""
+        sub = self._connect(zmq.SUB, self._announce)
+        sub.subscribe(b"")
+        while True:
+            told, *rest = sub.recv_multipart()
+            yield messages.decode_broadcast(told), b"".join(rest)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def _bytes(self, digest: str, nbytes: int) -> bytes:
+        chunks = []
+        for at in range(0, nbytes, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, nbytes - at)
+            reply, rest = self.ask(FetchChunk(digest=digest, offset=at, nbytes=size))
+            if not isinstance(reply, ChunkReply) or not rest:
+                raise WeightVersionError("what was being looked at is no longer held; ask again")
+            chunks.append(rest[0])
+        return b"".join(chunks)
+
+    def _connect(self, kind: int, endpoint: str) -> zmq.Socket:
+        sock = self._context.socket(kind)
+        sock.setsockopt(zmq.LINGER, 0)
+        if self._keys is not None:
+            self._keys.apply(sock)
+        try:
+            sock.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot connect to {endpoint}: {error}") from error
+        return sock

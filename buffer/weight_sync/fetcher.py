@@ -1,0 +1,252 @@
+"""Fetches what a worker lacks: deltas to the version it holds if they are to be had, else a whole version.
+
+idle ──start──▶ deltas asked ──▶ chunks asked, `credit` at a time ──▶ hashes verified ──▶ idle
+  ▲         │        │ none             ▲   │ │ overdue: reconnect, ask again
+  │         └─▶ manifest asked ─────────┘   │ │ gone: the same question again
+  └── not wanted ────┘  ▲                   │
+                        └── rest ◀── mismatch
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import xxhash
+import zmq
+
+from areal_q import messages
+from areal_q.config import BroadcastConfig
+from areal_q.errors import RecordError, WeightVersionError
+from areal_q.messages import (
+    ChunkReply,
+    Delta,
+    DeltasReply,
+    FetchDeltas,
+    FetchManifest,
+    Gone,
+    Manifest,
+    ManifestReply,
+)
+from areal_q.weights.payload_pool import PayloadPool
+from areal_q.weights.version import WeightVersion, check
+from buffer.weight_sync.chunks import CatchUp, Partial, Snapshot
+from buffer.weight_sync.curve import ClientKeys
+from buffer.weight_sync.subscriber_stats import FetchStats
+
+logger = logging.getLogger(__name__)
+
+Fetched = WeightVersion | list[tuple[Delta, bytes]]
+MAX_MANIFEST_BYTES = 64 << 20
+FIRST_REST_S = 0.1
+
+
+def _manifest_of(reply: ManifestReply) -> Manifest | None:
+    if reply.manifest is None:
+        return None
+    if xxhash.xxh3_128_hexdigest(reply.manifest) != reply.checksum:
+        raise WeightVersionError("a manifest does not hash to its checksum")
+    return messages.decode_manifest(reply.manifest)
+
+
+class Fetcher:
+    """One fetch at a time over one DEALER, which it replaces when an answer is overdue.
+
+    Delivery, told plainly: a question or an answer may be lost, and is asked for again; what answers no
+    question is refused and counted
+    (test_broadcasts_and_answers_that_are_none_are_counted_and_change_nothing). At most `credit` chunks are on
+    their way (test_the_highest_credit_loses_no_answer), none is fetched twice
+    (test_chunks_that_arrived_are_not_asked_for_again), and nothing is allocated for a manifest that
+    contradicts itself or is over `max_payload_bytes`. A payload that does not hash to its manifest is fetched
+    anew, after rests that double (test_an_altered_payload_is_refused_counted_and_healed).
+
+    Not thread-safe: lives on the receiver's thread, and its socket in the receiver's poller.
+    `wanted` is asked before a payload is fetched. An answer is overdue after `timeout_s`, which doubles with
+    every failure in a row, up to four times that: a chunk that a slow line needs longer for still arrives.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context,
+        poller: zmq.Poller,
+        endpoint: str,
+        wanted: Callable[[Manifest], bool],
+        config: BroadcastConfig,
+        keys: ClientKeys | None,
+        max_payload_bytes: int,
+    ) -> None:
+        self.stats = FetchStats()
+        self.pool = PayloadPool()
+        self._context, self._poller, self.endpoint = context, poller, endpoint
+        self._wanted, self._keys = wanted, keys
+        self._chunk_bytes = config.chunk_bytes
+        self._credit = min(config.credit, messages.MAX_CREDIT)
+        self._timeout_s = config.timeout_s
+        self._max_delta_bytes = config.max_delta_bytes
+        self._max_payload_bytes = max_payload_bytes
+        self._work: Snapshot | CatchUp | None = None
+        self._question: FetchManifest | FetchDeltas = FetchManifest()
+        self._resting = False
+        self._failures = 0
+        self.due_s = math.inf
+        """Monotonic time by which `on_due` wants to be called; infinite while idle"""
+        self.dealer = self._connect()
+
+    def __str__(self) -> str:
+        if self._work is not None:
+            return f"{self._work.partial.front:,} bytes in order fetched"
+        return "resting" if self._resting else "nothing asked" if self.idle else "no answer"
+
+    @property
+    def idle(self) -> bool:
+        return self.due_s == math.inf
+
+    def start(self, base: Manifest | None) -> None:
+        """Asks for what `base` lacks to be the newest version, or for the newest version.
+
+        Nothing happens while a fetch is under way already.
+        """
+        if not self.idle:
+            return
+        if base is None or not self._max_delta_bytes:
+            self._ask(FetchManifest())
+        else:
+            self._ask(FetchDeltas(epoch=base.epoch, base=base.version, base_digest=base.digest))
+
+    def on_due(self) -> None:
+        """An answer is overdue, or a rest is over."""
+        if self._resting:
+            self._ask(FetchManifest())
+            return
+        self.stats.retries += 1
+        self._failures += 1
+        if self._failures == 1:
+            logger.warning("no answer about weights for %.1f s; reconnecting", self._timeout_s)
+        self._poller.unregister(self.dealer)
+        self.dealer.close(linger=0)
+        self.dealer = self._connect()
+        if self._work is None:
+            self._ask(self._question)
+        else:
+            self._work.partial.ask_again()
+            self._ask_chunks(self._work.partial)
+
+    def read(self) -> Fetched | None:
+        """Reads what has arrived; a verified version or catch-up if the last chunk was among it."""
+        with suppress(zmq.Again):
+            while True:
+                frame = self.dealer.recv(zmq.NOBLOCK)
+                try:
+                    if (result := self._on_reply(frame)) is not None:
+                        return result
+                except RecordError as error:
+                    self.stats.refused += 1
+                    logger.debug("reply refused: %s", error)
+                except WeightVersionError as error:
+                    self._rest(error)
+                finally:
+                    while self.dealer.getsockopt(zmq.RCVMORE):
+                        self.dealer.recv_into(bytearray())
+        return None
+
+    def _on_reply(self, frame: bytes) -> Fetched | None:
+        reply = messages.decode_reply(frame)
+        work = self._work
+        asked = self._question if work is None and not self.idle and not self._resting else None
+        match reply:
+            case ManifestReply() if isinstance(asked, FetchManifest):
+                return self._begin(_manifest_of(reply))
+            case DeltasReply() if isinstance(asked, FetchDeltas):
+                return self._catch_up(reply)
+            case Gone() if work is not None and reply.digest == work.partial.digest:
+                self.stats.gone += 1
+                self._ask(self._question)
+            case ChunkReply() if work is not None:
+                work.partial.receive(reply, self.dealer)
+                self._failures = min(self._failures, 1)
+                return self._advance(work)
+            case _:
+                raise RecordError(f"{type(reply).__name__} was not asked for")
+        return None
+
+    def _begin(self, manifest: Manifest | None) -> Fetched | None:
+        if manifest is None or not self._wanted(manifest):
+            self._idle()
+            return None
+        check(manifest)
+        if manifest.nbytes > self._max_payload_bytes:
+            raise WeightVersionError(
+                f"version {manifest.version}: {manifest.nbytes} bytes are over the limit"
+            )
+        payload = self.pool.lend(manifest.nbytes)
+        work = self._work = Snapshot(manifest, payload, self._chunk_bytes)
+        return self._advance(work)
+
+    def _catch_up(self, reply: DeltasReply) -> None:
+        if not reply.deltas:
+            self._ask(FetchManifest())
+            return
+        total = sum(reply.sizes)
+        fits = len(reply.sizes) == len(reply.deltas) and min(reply.sizes) > 0
+        if not fits or total > self._max_delta_bytes:
+            raise WeightVersionError(f"{len(reply.deltas)} deltas of {total} bytes")
+        self._work = CatchUp(reply, self._chunk_bytes)
+        self._ask_chunks(self._work.partial)
+
+    def _advance(self, work: Snapshot | CatchUp) -> Fetched | None:
+        """After each chunk: more questions, or the end."""
+        self._ask_chunks(work.partial)
+        result = work.advance()
+        if result is None:
+            return None
+        if isinstance(result, WeightVersion):
+            self.stats.fetches += 1
+            self.stats.fetched_bytes += result.manifest.nbytes
+        else:
+            self.stats.catch_ups += 1
+            self.stats.catch_up_bytes += sum(len(body) for _, body in result)
+        if self._failures:
+            logger.info("the learner answers again about weights")
+        self._failures = 0
+        self._idle()
+        return result
+
+    def _ask(self, question: FetchManifest | FetchDeltas) -> None:
+        self._work, self._resting, self._question = None, False, question
+        self._send(question)
+
+    def _ask_chunks(self, partial: Partial) -> None:
+        for request in partial.next_requests(self._credit):
+            self._send(request)
+        self.due_s = time.monotonic() + self._patience_s
+
+    def _send(self, request: messages.FetchRequest) -> None:
+        self.due_s = time.monotonic() + self._patience_s
+        with suppress(zmq.Again):  # the queue to a lost peer is full: the answer will be overdue
+            self.dealer.send(messages.encode(request), zmq.NOBLOCK)
+
+    @property
+    def _patience_s(self) -> float:
+        return self._timeout_s * 2 ** min(self._failures, 2)
+
+    def _idle(self) -> None:
+        self._work, self._resting, self.due_s = None, False, math.inf
+
+    def _rest(self, error: WeightVersionError) -> None:
+        """Tries again, in full, after a pause that doubles up to `timeout_s` while it keeps happening."""
+        self.stats.mismatches += 1
+        logger.warning("fetched weights refused, fetching again: %s", error)
+        rest_s = min(self._timeout_s, FIRST_REST_S * 2**self._failures)
+        self._failures = min(self._failures + 1, 16)
+        self._work, self._resting, self.due_s = None, True, time.monotonic() + rest_s
+
+    def _connect(self) -> zmq.Socket:
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.MAXMSGSIZE, max(self._chunk_bytes, MAX_MANIFEST_BYTES))
+        if self._keys is not None:
+            self._keys.apply(dealer)
+        dealer.connect(self.endpoint)
+        self._poller.register(dealer, zmq.POLLIN)
+        return dealer

@@ -1,0 +1,206 @@
+"""`python -m buffer.weight_sync.inspect_weights`: what a learner or relay publishes, for operators.
+
+    RUN                    a run's directory: where it serves, and what its workers say they run
+    --fetch, --announce    or any learner's or relay's endpoints
+
+Exit codes: 0; 1 where --verify finds a worker that runs other bytes than were published, or nobody answers;
+2 for a setting that cannot be used.
+"""
+
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from areal_q.cli.launcher import sockets_of
+from areal_q.config import load
+from areal_q.errors import AReaLQError, ConfigError, RecordError, UserError
+from areal_q.messages import (
+    Delta,
+    HeldVersion,
+    WorkerStatus,
+)
+from areal_q.observability.metrics_log import FILE_NAME, read_metrics
+from areal_q.observability.run_end import how_it_ended
+from areal_q.system.command import run_command
+from areal_q.weights import delta
+from buffer.weight_sync.client import Client
+from buffer.weight_sync.source import Source
+
+LEARNER = {"announce": "tcp://127.0.0.1:5551", "fetch": "tcp://127.0.0.1:5552"}
+"""Where a learner that was started by itself is"""
+
+
+def verdicts(workers: list[WorkerStatus], held: list[HeldVersion]) -> list[dict[str, Any]]:
+    """What each worker says it runs, against what was published.
+
+    `verdict`: `same` bytes; `OTHER` bytes under a published number; `unknown` where that version is no
+    longer remembered, or the worker has none yet.
+    """
+    digests = {(v.version, v.digest) for v in held}
+    numbers = {v.version for v in held}
+    newest = held[-1].version if held else 0
+
+    def judge(w: WorkerStatus) -> str:
+        if not w.digest or w.version not in numbers:
+            return "unknown"
+        return "same" if (w.version, w.digest) in digests else "OTHER"
+
+    return [
+        {
+            "worker": w.worker,
+            "version": w.version,
+            "behind": newest - w.version,
+            "digest": w.digest,
+            "verdict": judge(w),
+        }
+        for w in workers
+    ]
+
+
+def workers_of(directory: Path) -> list[WorkerStatus]:
+    """The workers' last heartbeats, as the learner's newest record of metrics has them."""
+    try:
+        records = read_metrics(directory / FILE_NAME)
+    except OSError as error:
+        raise ConfigError(f"{directory}: {error.strerror}") from error
+    beats = next((r["workers"] for r in reversed(records) if "workers" in r), [])
+    return msgspec.convert(beats, list[WorkerStatus])
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Columns as wide as they need to be; numbers to the right."""
+    if not rows:
+        return "(none)"
+    lines = [list(rows[0])] + [[_text(v) for v in row.values()] for row in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    right = [isinstance(v, int | float) for v in rows[0].values()]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(w) if r else cell.ljust(w)
+            for cell, w, r in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _listed(v: HeldVersion) -> dict[str, Any]:
+    return {
+        "version": v.version,
+        "digest": v.digest,
+        "format": v.format,
+        "bytes": v.nbytes,
+        "delta_bytes": v.delta_bytes,
+        "smaller": f"{v.nbytes / v.delta_bytes:,.0f}×" if v.delta_bytes else None,
+        "whole": v.held,
+        "age_s": round(time.time() - v.published_s, 1),
+    }
+
+
+def _shares(changes: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
+    return [
+        {"tensor": name, "changed": n, "of": of, "share": f"{n / max(1, of):.4%}"}
+        for name, (n, of) in changes.items()
+    ]
+
+
+def _follow(client: Client, show: Any) -> None:
+    """A line for each new version, until Ctrl-C."""
+    seen: set[tuple[str, int]] = set()
+    manifest = client.manifest()
+    for told, body in client.follow():
+        if (told.epoch, told.version) in seen:
+            continue
+        seen = {(told.epoch, told.version)}
+        line: dict[str, Any] = {"version": told.version, "digest": told.digest}
+        if isinstance(told, Delta):
+            if manifest is None or manifest.epoch != told.epoch:
+                manifest = client.manifest()
+            assert manifest is not None
+            counts = delta.changed(manifest, body).values()
+            share = sum(n for n, _ in counts) / max(1, sum(of for _, of in counts))
+            line |= {"base": told.base, "delta_bytes": len(body), "share": f"{share:.4%}"}
+        show([line])
+
+
+EXITS = (
+    "Exit codes: 0 told; 1 nobody answers, or --verify found a worker that runs other bytes "
+    "than were published; 2 something to mend."
+)
+
+
+def main(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="a run's directory, such as runs/demo")
+    ] = None,
+    fetch: Annotated[str | None, typer.Option(help="a learner's or relay's endpoint")] = None,
+    announce: Annotated[str | None, typer.Option(help="likewise, for --follow")] = None,
+    keys: Annotated[
+        str | None, typer.Option(help="directory of CURVE keys", envvar="AREAL_Q_KEYS")
+    ] = None,
+    client: Annotated[str, typer.Option(help="whose key in it")] = "worker",
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="what the newest version changed, by tensor")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="compare what RUN's workers say they run")
+    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="a line for each new version")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables")] = False,
+) -> None:
+    """Lists the versions that can be fetched; more with the options."""
+    told, configured = dict(LEARNER), None
+    if run is not None:
+        settings = load(run / "config.toml").broadcast
+        if fetch is None and settings.fetch is None and (ended := how_it_ended(run)):
+            raise ConfigError(f"{run}: {ended[0]}; nobody serves its weights any more")
+        configured = settings.keys
+        if (sockets := sockets_of(run)).is_dir():
+            told = {kind: f"ipc://{sockets / kind}" for kind in told}
+        told |= {k: v for k in told if (v := getattr(settings, k))}
+    elif fetch is None or verify:
+        raise ConfigError("RUN is needed" + (" to verify its workers" if verify else ""))
+    source = Source(announce, fetch, keys, client)
+
+    def show(rows: list[dict[str, Any]]) -> None:
+        typer.echo(msgspec.json.encode(rows).decode() if as_json else table(rows))
+
+    asked = Client(*source.endpoints(told), source.load_keys(configured))
+    try:
+        held = asked.held().versions
+        if verify and run is not None:
+            rows = verdicts(workers_of(run), held)
+            show(rows)
+            raise typer.Exit(int(any(row["verdict"] == "OTHER" for row in rows)))
+        if tensors:
+            before = next((v for v in reversed(held[:-1])), None)
+            changes = asked.changes(before) if before else None
+            show(_shares(changes or {}))
+        elif follow:
+            with suppress(KeyboardInterrupt):
+                _follow(asked, show)
+        else:
+            show([_listed(v) for v in held])
+    finally:
+        asked.close()
+
+
+if __name__ == "__main__":
+    try:
+        run_command("weights", main, EXITS)
+    except UserError as error:
+        print(f"weights: {error}", file=sys.stderr)
+        sys.exit(2)
+    except (AReaLQError, RecordError) as error:
+        print(f"weights: {error}", file=sys.stderr)
+        sys.exit(1)

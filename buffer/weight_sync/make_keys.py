@@ -1,0 +1,29 @@
+"""`areal-q keys DIR`: CURVE keys that encrypt the weights on the wire and say who may fetch them."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from areal_q.errors import UserError
+from areal_q.system.command import run_command
+from buffer.weight_sync.curve import make_keys
+
+
+def main(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="where to keep them")],
+    client: Annotated[str, typer.Option(help="whose; one more each time")] = "worker",
+) -> None:
+    """Make CURVE keys that encrypt the weights on the wire and say who may fetch them."""
+    for path in make_keys(directory, client):
+        typer.echo(f"secret, keep it where it is used: {path}")
+    typer.echo(f"broadcast.keys={directory}")
+
+
+if __name__ == "__main__":
+    try:
+        run_command("keys", main)
+    except UserError as error:
+        print(f"areal-q: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,135 @@
+"""`python -m buffer.weight_sync.relay`: follows one learner, or relay, and serves the workers behind it.
+
+    learner ──deltas, snapshots──▶ Receiver ──every version──▶ Broadcaster ──▶ workers and further relays
+
+One relay to a host or rack: the learner sends each version once to it, however many workers stand behind.
+"""
+
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from areal_q.config import BroadcastConfig, load
+from areal_q.errors import UserError
+from areal_q.observability import service_log
+from areal_q.observability.prometheus_exporter import RELAY, Exporter, serve_metrics
+from areal_q.system.command import run_command
+from areal_q.weights.version import WeightVersion
+from buffer.weight_sync.publisher import Broadcaster, Endpoints
+from buffer.weight_sync.source import Source
+from buffer.weight_sync.subscriber import Receiver
+
+logger = logging.getLogger("relay")
+
+
+class Relay:
+    """Serves downstream what it verified from upstream, bit for bit, under the same epoch and numbers.
+
+    Delivery, told plainly (shown by tests/weight_sync/test_relay.py):
+    - Upstream it is a worker like any other (buffer/weight_sync/subscriber.py), downstream a learner like any
+      other (buffer/weight_sync/publisher.py); all that is said there holds, also over relays of relays
+      (test_a_tree_of_relays_gives_the_same_bytes).
+    - A delta is passed on as it came. Versions that it skipped itself are skipped for all behind it, and a
+      delta between those it has is made here.
+    - A version is passed on only once it is verified here.
+    - Killed and started again it fetches the newest version; workers behind it keep what they have
+      meanwhile, and need nothing anew (test_a_relay_killed_and_started_again_is_followed).
+    - It holds `hold` versions, and nothing on disk.
+    """
+
+    def __init__(self, upstream: Source, listen: Endpoints, config: BroadcastConfig) -> None:
+        self._broadcaster = Broadcaster(*listen, config)
+        self.endpoints = self._broadcaster.endpoints
+        self._newest: WeightVersion | None = None
+        assert upstream.announce and upstream.fetch
+        self._receiver = Receiver(
+            upstream.announce,
+            upstream.fetch,
+            run=None,
+            config=config,
+            keys=upstream.load_keys(config.keys),
+            on_version=self._pass_on,
+        )
+
+    def _pass_on(self, version: WeightVersion, delta: tuple[str, bytes] | None) -> None:
+        self._newest = version
+        self._broadcaster.publish(version, delta)
+
+    def status(self) -> dict[str, float]:
+        """The numbers of areal_q/observability/prometheus_exporter.py's RELAY."""
+        sent, got = self._broadcaster.stats, self._receiver.stats
+        return {
+            "version": self._newest.manifest.version if self._newest else -1,
+            "subscribers": sent.subscribers,
+            "received": got.received,
+            "behind_s": self._receiver.behind_s,
+            "stalls": got.stalls + sent.stalls,
+            "received_bytes": got.delta_bytes + got.fetch.fetched_bytes,
+            "sent_bytes": sent.delta_bytes + sent.chunk_bytes,
+            "fetches": sent.fetches,
+            "catch_ups": sent.catch_ups,
+            "refused": sent.refused + got.refused + sent.strangers,
+        }
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._broadcaster.close()
+
+
+def main(
+    from_announce: Annotated[
+        str, typer.Option(help="the learner's, or an upper relay's", envvar="AREAL_Q_ANNOUNCE")
+    ],
+    from_fetch: Annotated[
+        str, typer.Option(help="the learner's, or an upper relay's", envvar="AREAL_Q_FETCH")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="a.b=c", help="settings, such as broadcast.hold=2"),
+    ] = None,
+    announce: Annotated[str, typer.Option(help="for the workers")] = "tcp://127.0.0.1:5561",
+    fetch: Annotated[str, typer.Option(help="for the workers")] = "tcp://127.0.0.1:5562",
+    config: Annotated[Path | None, typer.Option(help="a TOML file; [broadcast] counts")] = None,
+    keys: Annotated[
+        str | None,
+        typer.Option(help="directory of CURVE keys, before the settings'", envvar="AREAL_Q_KEYS"),
+    ] = None,
+    client: Annotated[str, typer.Option(help="whose key in it, towards the learner")] = "worker",
+    metrics: Annotated[
+        str, typer.Option(metavar="[HOST:]PORT", help="serve Prometheus metrics; on loopback")
+    ] = "",
+    every_s: Annotated[float, typer.Option(help="seconds between two lines of health")] = 10.0,
+) -> None:
+    """Relays weights until it is told to stop (SIGTERM or SIGINT: exit 0)."""
+    service_log.set_up("relay")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    named = [*(overrides or []), *([f'broadcast.keys="{keys}"'] if keys else [])]
+    settings = load(config, named).broadcast
+    exporter = Exporter(RELAY, {"relay": announce})
+    if metrics:
+        logger.info("metrics on port %d", serve_metrics(metrics, exporter))
+    upstream = Source(from_announce, from_fetch, keys, client)
+    relay = Relay(upstream, Endpoints(announce, fetch), settings)
+    logger.info("relaying %s and %s at %s and %s", from_announce, from_fetch, *relay.endpoints)
+    try:
+        while not stop.wait(every_s):
+            status = relay.status()
+            exporter.update(status)
+            logger.info(" ".join(f"{key}={value:g}" for key, value in status.items()))
+    finally:
+        relay.close()
+
+
+if __name__ == "__main__":
+    try:
+        run_command("relay", main)
+    except UserError as error:
+        print(f"relay: {error}", file=sys.stderr)
+        sys.exit(2)

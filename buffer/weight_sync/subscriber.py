@@ -1,0 +1,330 @@
+"""Follows the learner's versions in the background, on a thread of its own.
+
+    SUB ──Delta──▶ of the version held? ──▶ applied to a copy ────────────────┐
+     └─Announce──▶ newer than the one held? ──▶ Fetcher (buffer/weight_sync/fetcher.py) ──▶ verified version
+                                                 deltas it lacks, or all of it │
+    engine ◀───── latest() / await wait() ◀───── slot (latest wins) ◀─────────┘
+
+The thread waits for one thing only, its poll: unblocked by a frame, `close`, or the nearest deadline
+(an answer is overdue, a rest is over, the learner fell silent, the sync makes no progress).
+"""
+
+import logging
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import zmq
+
+from areal_q import messages
+from areal_q.config import BroadcastConfig
+from areal_q.errors import RecordError, WeightVersionError
+from areal_q.messages import Announce, Delta, Manifest
+from areal_q.weights import delta
+from areal_q.weights.version import WeightVersion
+from buffer.weight_sync.curve import ClientKeys
+from buffer.weight_sync.fetcher import Fetcher
+from buffer.weight_sync.latest import Slot
+from buffer.weight_sync.subscriber_stats import ReceiverStats
+
+logger = logging.getLogger(__name__)
+
+OnVersion = Callable[[WeightVersion, tuple[str, bytes] | None], None]
+KEPT_DELTAS = 8
+"""Deltas kept for a base that is still being fetched"""
+
+
+class Receiver:
+    """The newest complete version, bit for bit what the learner published, or nothing.
+
+    Delivery, told plainly (shown by tests/test_broadcast*.py and tests/weight_sync/test_catch_up.py):
+    - It begins with nothing and fetches the newest version, after every start and wherever it ended before
+      (test_a_worker_that_ends_anywhere_disturbs_nobody_and_has_the_newest_once_it_is_back).
+    - Latest wins: versions may be skipped, never repeated, never out of order within an epoch. A
+      version that was replaced in the slot before it was taken is gone
+      (test_versions_published_faster_than_taken_are_skipped).
+    - Every tensor's hash and the version's are verified before hand-over, whether fetched or made
+      from a delta. A mismatch is counted, logged, and healed by fetching
+      (test_an_altered_delta_is_refused_counted_and_healed).
+    - A delta is applied to a copy of the version held, if that is its base. One that came before its
+      base is kept (KEPT_DELTAS at most); what was lost is fetched as deltas, if the learner still holds
+      them, else as a snapshot (test_a_worker_some_versions_behind_fetches_deltas_only).
+    - A lost or late announcement only delays: the next heartbeat repeats it. An overdue answer is
+      asked for again over a new connection; chunks that have arrived are kept
+      (test_chunks_that_arrived_are_not_asked_for_again).
+    - A restarted learner is known by its epoch; what it publishes is taken whatever its number
+      (test_a_restarted_learner_is_followed_though_its_numbers_are_lower).
+    - Silence is counted and logged once; the connection is renewed every `silence_s`
+      (test_a_silent_learner_is_noticed_once_and_followed_again).
+    - No progress for `stall_s` although a newer version is known is counted and logged
+      (test_a_stalled_sync_is_an_event_and_is_told_when_it_ends); `behind_s` tells it while it lasts.
+    - At most `credit` chunks, and never more than MAX_CREDIT, are asked for ahead.
+    - Memory: the version held, the one being fetched, those that an engine still views, and two
+      spare buffers.
+    - Frames of another run, malformed, duplicate or unasked ones are counted and ignored
+      (test_broadcasts_and_answers_that_are_none_are_counted_and_change_nothing).
+
+    The payload of a version stays untouched for as long as any tensor views it (see PayloadPool).
+    `on_version`, if given, gets every version instead of the slot, on the receiver's thread, together with
+    (digest of its base, delta) where it came as one: see buffer/weight_sync/relay.py. `run` None follows any
+    run.
+    """
+
+    def __init__(
+        self,
+        announce: str,
+        fetch: str,
+        *,
+        run: str | None,
+        config: BroadcastConfig | None = None,
+        keys: ClientKeys | None = None,
+        silence_s: float = 10.0,
+        max_payload_bytes: int = 64 << 30,
+        on_version: OnVersion | None = None,
+    ) -> None:
+        config = config or BroadcastConfig()
+        self._expected_run = run
+        self._silence_s, self._stall_s = silence_s, config.stall_s
+        self._announce_endpoint, self._keys = announce, keys
+        self._max_delta_bytes = config.max_delta_bytes
+        self._slot: Slot[WeightVersion] = Slot()
+        self._on_version = on_version or (lambda version, _: self._slot.put(version))
+        self._held: WeightVersion | None = None
+        self._behind: Announce | Delta | None = None
+        """The newest announcement, while it is of something newer than `_held`"""
+        self._newest: Announce | Delta | None = None
+        """The newest announcement of all"""
+        self._behind_since_s = math.inf
+        self._stalled = False
+        self._distrusted = ""
+        """Digest of a version held whose deltas gave other bytes: it is replaced in full"""
+        self._deltas: dict[tuple[str, int], tuple[Delta, bytes]] = {}
+        """By epoch and number of their base"""
+        self._heard_s = time.monotonic()
+        self._silent = False
+        self._closing = False
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._poller.register(self._wake_out, zmq.POLLIN)
+        self._sub = self._subscribe()
+        self._fetcher = Fetcher(
+            self._context, self._poller, fetch, self._wants, config, keys, max_payload_bytes
+        )
+        self.stats = ReceiverStats(self._fetcher.stats)
+        self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
+        self._thread.start()
+
+    @property
+    def behind_s(self) -> float:
+        """Seconds for which a newer version has been known and none has arrived."""
+        return max(0.0, time.monotonic() - self._behind_since_s)
+
+    def latest(self) -> WeightVersion | None:
+        """The newest version that was not taken yet, or None. Taken once."""
+        return self._slot.take()
+
+    async def wait(self) -> WeightVersion:
+        """`latest`, once there is one. Raises WeightVersionError when the receiver stops."""
+        return await self._slot.wait()
+
+    @property
+    def silent(self) -> bool:
+        """Whether the learner announced nothing for `silence_s`."""
+        return self._silent
+
+    def follow(self, announce: str, fetch: str) -> None:
+        """The learner may have moved there: taken up at the next reconnection, which silence brings."""
+        self._announce_endpoint, self._fetcher.endpoint = announce, fetch
+
+    def close(self) -> None:
+        """Stops the thread and wakes whoever waits. Idempotent."""
+        self._closing = True
+        if self._thread.is_alive():
+            with suppress(OSError):
+                self._wake_in.send(b"\0")
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                due_s = min(self._heard_s + self._silence_s, self._fetcher.due_s, self._stall_due_s)
+                wait_ms = math.ceil(max(0.0, due_s - time.monotonic()) * 1000)
+                events = dict(self._poller.poll(wait_ms))
+                # Work below may take long: only what was due before it is overdue.
+                now = time.monotonic()
+                if self._sub in events:
+                    self._listen()
+                if self._fetcher.dealer in events:
+                    self._take_fetched()
+                if now >= self._fetcher.due_s:
+                    self._fetcher.on_due()
+                if now >= self._heard_s + self._silence_s:
+                    self._on_silence()
+                if now >= self._stall_due_s:
+                    self._on_stall()
+                self._apply_deltas()
+                if self._behind is not None:
+                    self._fetcher.start(self._base_for(self._behind))
+        finally:
+            self._context.destroy(linger=0)
+            self._wake_in.close()
+            self._wake_out.close()
+            self._slot.close()
+
+    def _listen(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                frames = self._sub.recv_multipart(zmq.NOBLOCK)
+                try:
+                    self._on_broadcast(messages.decode_broadcast(frames[0]), frames[1:])
+                except RecordError as error:
+                    self.stats.refused += 1
+                    logger.debug("broadcast refused: %s", error)
+
+    def _on_broadcast(self, told: Announce | Delta, frames: list[bytes]) -> None:
+        if self._expected_run not in (None, told.run):
+            raise RecordError(f"announcement of run {told.run!r}")
+        if len(frames) != isinstance(told, Delta):
+            raise RecordError(f"{type(told).__name__} with {len(frames)} further frames")
+        self._heard_s = time.monotonic()
+        if self._silent:
+            self._silent = False
+            logger.info("the learner announces again: version %d", told.version)
+        if not self._is_news(told):
+            return
+        self._behind = self._newest = told
+        self._behind_since_s = min(self._behind_since_s, self._heard_s)
+        if isinstance(told, Delta):
+            self._keep(told, frames[0])
+
+    def _keep(self, told: Delta, body: bytes) -> None:
+        self._deltas[told.epoch, told.base] = told, body
+        while len(self._deltas) > KEPT_DELTAS:
+            self._deltas.pop(next(iter(self._deltas)))
+
+    def _base_for(self, told: Announce | Delta) -> Manifest | None:
+        """The version held, if deltas may lead from it to what was told."""
+        held = self._held.manifest if self._held else None
+        usable = held and held.epoch == told.epoch and held.digest != self._distrusted
+        return held if usable else None
+
+    def _take_fetched(self) -> None:
+        fetched = self._fetcher.read()
+        if isinstance(fetched, list):
+            before = self._held
+            for told, body in fetched:
+                self._keep(told, body)
+            self._apply_deltas()
+            if before is not None and self._held is before:
+                self._distrusted = before.manifest.digest
+        # Deltas may have overtaken the fetch.
+        elif fetched is not None and self._is_news(fetched.manifest):
+            self._hand_over(fetched, None)
+
+    def _apply_deltas(self) -> None:
+        """From delta to delta, as long as there is one of the version held."""
+        while held := self._held:
+            key = held.manifest.epoch, held.manifest.version
+            told, body = self._deltas.pop(key, (None, b""))
+            if told is None:
+                return
+            try:
+                if told.base_digest != held.manifest.digest:
+                    raise WeightVersionError(f"delta of another version {told.base}")
+                payload = self._fetcher.pool.lend(held.manifest.nbytes)
+                version = delta.apply(held, body, payload)
+                new = version.manifest
+                if (new.epoch, new.version, new.digest) != (told.epoch, told.version, told.digest):
+                    raise WeightVersionError(f"delta to another version than {told.version}")
+            except WeightVersionError as error:
+                self.stats.mismatches += 1
+                self._distrusted = held.manifest.digest
+                logger.warning("delta refused, fetching instead: %s", error)
+                return
+            self.stats.deltas += 1
+            self.stats.delta_bytes += len(body)
+            self._hand_over(version, (told.base_digest, body))
+
+    def _is_news(self, told: Announce | Delta | Manifest) -> bool:
+        if self._held is None:
+            return True
+        held = self._held.manifest
+        return told.epoch != held.epoch or told.version > held.version
+
+    def _wants(self, manifest: Manifest) -> bool:
+        """Whether to fetch this. Bytes held already are handed over at once, under their new number."""
+        self._behind = None
+        held = self._held
+        if self._expected_run not in (None, manifest.run) or not self._is_news(manifest):
+            return False
+        if held is not None and manifest.tensors == held.manifest.tensors:
+            self._hand_over(WeightVersion(manifest, held.payload, held.tensors), None)
+            return False
+        return True
+
+    def _hand_over(self, version: WeightVersion, made_by: tuple[str, bytes] | None) -> None:
+        new, old = version.manifest, self._held.manifest if self._held else None
+        if old is None or old.epoch != new.epoch:
+            self.stats.epochs += 1
+        else:
+            self.stats.skipped += new.version - old.version - 1
+        self._held = version
+        self._deltas = {
+            (epoch, base): d
+            for (epoch, base), d in self._deltas.items()
+            if epoch == new.epoch and base >= new.version
+        }
+        if self._behind is not None and not self._is_news(self._behind):
+            self._behind = None
+        self._on_progress()
+        self.stats.received += 1
+        self._on_version(version, made_by)
+
+    def _on_progress(self) -> None:
+        if self._stalled:
+            self._stalled = False
+            logger.info("weights arrive again, after %.1f s", self.behind_s)
+        still = self._newest is not None and self._is_news(self._newest)
+        self._behind_since_s = time.monotonic() if still else math.inf
+
+    @property
+    def _stall_due_s(self) -> float:
+        return math.inf if self._stalled else self._behind_since_s + self._stall_s
+
+    def _on_stall(self) -> None:
+        self._stalled = True
+        self.stats.stalls += 1
+        told = self._newest.version if self._newest else -1
+        held = self._held.manifest.version if self._held else -1
+        logger.warning(
+            "sync stalled: version %d is known, %d is held, nothing arrived for %.1f s (%s)",
+            *(told, held, self.behind_s, self._fetcher),
+        )
+
+    def _on_silence(self) -> None:
+        self._heard_s = time.monotonic()
+        if not self._silent:
+            self._silent = True
+            self.stats.silences += 1
+            logger.warning("no announcement of weights for %.1f s; reconnecting", self._silence_s)
+        self._poller.unregister(self._sub)
+        self._sub.close(linger=0)
+        self._sub = self._subscribe()
+
+    def _subscribe(self) -> zmq.Socket:
+        sub = self._context.socket(zmq.SUB)
+        sub.setsockopt(zmq.LINGER, 0)
+        sub.setsockopt(zmq.MAXMSGSIZE, max(4096, self._max_delta_bytes))
+        # No bound of its own: libzmq 4.3.5 aborts the process where a ping waits behind a full queue and the
+        # peer has hung up (zeromq/libzmq#4364). The thread empties it at every turn and keeps KEPT_DELTAS.
+        sub.setsockopt(zmq.RCVHWM, 0)
+        if self._keys is not None:
+            self._keys.apply(sub)
+        sub.subscribe(b"")
+        sub.connect(self._announce_endpoint)
+        self._poller.register(sub, zmq.POLLIN)
+        return sub

@@ -1,4 +1,0 @@
-"""Serving versions of the weights over ZeroMQ: what the learner and `areal-q relay` have in common.
-
-The other side, which follows and fetches, is rollout/receiver.py.
-"""

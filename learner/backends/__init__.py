@@ -1,0 +1,1 @@
+"""Backends that compute a policy's log-probs, gradients and updates."""

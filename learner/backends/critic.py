@@ -1,0 +1,41 @@
+"""The critic of PPO: a value for the state before every response token."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from areal_q.config import CriticConfig
+from areal_q.models import Decoder
+from areal_q.models.bf16_rounding import round_rest
+from areal_q.models.linear import Linear
+from areal_q.models.quantized_forward import use
+from learner.data.packing import PackedBatch
+from learner.optim.build import build_optimizer
+
+
+class Critic(nn.Module):
+    """A linear head on the hidden states of a trunk of its own, or on the policy's; with an optimizer.
+
+    It begins at 0 everywhere, so that the first advantages are the returns themselves. It is no part of
+    the policy: neither published nor exported.
+    """
+
+    def __init__(self, policy: Decoder, cfg: CriticConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.trunk = copy.deepcopy(policy.model) if cfg.trunk == "separate" else None
+        if self.trunk is not None:
+            use(Linear, self.trunk, "")  # its own weights are published nowhere
+            round_rest(self.trunk, False)
+        device = next(policy.parameters()).device
+        self.head = nn.Linear(policy.config.width, 1, device=device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.optimizer: torch.optim.Optimizer = build_optimizer(self, cfg.optimizer)
+
+    def forward(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
+        """float32 [T] from the policy's hidden states [T, D] at the positions that predict the tokens."""
+        if self.trunk is not None:
+            hidden = self.trunk(batch.token_ids, batch.layout)[batch.predict]
+        return self.head(hidden).squeeze(-1).float()

@@ -1,0 +1,133 @@
+"""Data-parallel ranks of one learner: who learns from which samples, and what they tell each other.
+
+Rank 0 alone talks to Redis, workers and disk; it sends every rank the whole batch, and each takes its share by
+the same rule. Bytes, sums and metrics travel through torch.distributed's collectives: msgpack, never pickle.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal_q.algorithms import Totals
+from areal_q.algorithms import reducers as r
+from areal_q.algorithms.reducers import Metrics
+from areal_q.messages import Array
+from learner.data.packing import Sample, microbatches
+
+KINDS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        r.Mean, r.Sum, r.Max, r.EffectiveSampleShare, r.MeanDifference, r.ExplainedVariance, r.RatioQuantile
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among `size` that share samples out; one alone needs no process group."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    """None: all that torchrun started"""
+
+    def cuts(self, samples: Sequence[Sample], max_tokens: int) -> list[Sequence[Sample]]:
+        """This rank's micro-batches. All ranks have as many, as sharding needs all to keep pace: where a rank
+        has fewer, empty ones."""
+        each = [list(microbatches(share, max_tokens)) for share in shares(samples, self.size)]
+        own, most = each[self.rank], max(map(len, each))
+        return own + [()] * (most - len(own))
+
+    def total(self, own: Totals) -> Totals:
+        """Of all ranks."""
+        if self.size == 1:
+            return own
+        tokens, sequences = self.add(torch.tensor([own.tokens, own.sequences])).tolist()
+        return Totals(tokens, sequences)
+
+    def add(self, own: Tensor) -> Tensor:
+        """Over all ranks, on each of them."""
+        if self.size > 1:
+            dist.all_reduce(own, group=self.group)
+        return own
+
+    def metrics(self, own: Sequence[Metrics]) -> list[Metrics]:
+        """Of all ranks, on each of them."""
+        if self.size == 1:
+            return list(own)
+        data = encoded(r.merge_metrics(own))
+        return [decoded(self.broadcast(data, rank)) for rank in range(self.size)]
+
+    def broadcast(self, data: bytes, source: int = 0) -> bytes:
+        """What rank `source` calls this with."""
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, group=self.group, group_src=source)
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == source else None
+        buffer = torch.empty(int(length), dtype=torch.uint8) if own is None else own
+        dist.broadcast(buffer, group=self.group, group_src=source)
+        return buffer.numpy().tobytes()
+
+
+ALONE = Ranks()
+
+
+def shares(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
+    """Whole groups, the longest first, each to whoever has the fewest tokens; in their order within a share.
+
+    Example: groups of 5, 4, 3, 3 tokens for 2 ranks: 5 + 3 and 4 + 3.
+    """
+    if size == 1:
+        return [list(samples)]
+    groups = [list(g) for _, g in itertools.groupby(samples, key=lambda sample: sample.group)]
+    tokens = [sum(sample.num_tokens for sample in group) for group in groups]
+    loads, members = [0] * size, [[] for _ in range(size)]
+    for i in sorted(range(len(groups)), key=lambda i: -tokens[i]):
+        least = loads.index(min(loads))
+        loads[least] += tokens[i]
+        members[least].append(i)
+    return [[sample for i in sorted(own) for sample in groups[i]] for own in members]
+
+
+def summed(loss: Tensor, ranks: Ranks) -> Tensor:
+    """The loss whose gradient FSDP's mean over ranks turns into the sum."""
+    return loss * ranks.size
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """After a forward without a backward FSDP2 would go on with the ends of the model as they are now."""
+    from torch.distributed.fsdp import FSDPModule
+
+    assert isinstance(model, FSDPModule)
+    model.reshard()
+
+
+def encoded(metrics: Metrics) -> bytes:
+    def plain(value: Any) -> Any:
+        return Array.of(value) if isinstance(value, np.ndarray) else value
+
+    rows = [
+        (key, type(m).__name__, [plain(getattr(m, name)) for name in _fields(type(m))])
+        for key, m in metrics.items()
+    ]
+    return msgspec.msgpack.encode(rows)
+
+
+def decoded(data: bytes) -> Metrics:
+    found: Metrics = {}
+    for key, name, values in msgspec.msgpack.decode(data, type=list[tuple[str, str, list[Any]]]):
+        kind = KINDS[name]
+        found[key] = kind(
+            *(msgspec.convert(v, Array).numpy() if isinstance(v, list) else v for v in values)
+        )
+    return found
+
+
+def _fields(kind: type) -> list[str]:
+    return list(kind.__dataclass_fields__)

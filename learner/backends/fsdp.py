@@ -1,0 +1,265 @@
+"""A policy sharded with torch's FSDP2: layer by layer, over gloo on CPUs and NCCL on GPUs.
+
+    whole (rank 0) ──scatter──▶ shard of every rank: all-gather, forward, backward, reduce-scatter, optimizer
+                   ◀──gather───
+
+Where the forward has numbers of its own (areal_q/models/quantized_forward.py), every rank quantizes the
+gathered weights for itself after an update, all to the same bits, and rank 0 publishes the very tensors of its
+forward. LoRA's frozen base is packed, and whole on every rank; its adapters are sharded.
+"""
+
+import os
+from collections.abc import Iterator
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from areal_q.config import LearnerConfig, Run, TorchBackend
+from areal_q.models import Decoder, DecoderConfig
+from areal_q.models.moe import Router
+from areal_q.models.quantized_forward import QuantLinear, linears, materialise
+from learner.backends.critic import Critic
+from learner.backends.data_parallel import Ranks
+from learner.backends.messages import Begin
+from learner.backends.precision import set_precision
+from learner.backends.single_device import Trainer
+from learner.optim.adamw_8bit import LARGEST, AdamW8bit, Part
+from learner.optim.build import build_optimizer
+from learner.optim.dtensor import local
+
+
+class FsdpShard(Trainer):
+    """This rank's part of rank 0's whole trainer, parameter by parameter of the same names."""
+
+    @torch.no_grad()
+    def gather_weights(self, whole: Trainer | None) -> None:
+        _gather_parameters(self.model, whole.model if whole else None)
+        if whole:
+            own = linears(self.model)
+            for name, linear in linears(whole.model).items():
+                if isinstance(linear, QuantLinear):
+                    linear.take(own[name].parts)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def gather_rest(self, whole: Trainer | None) -> None:
+        _gather_moments(self.optimizer, whole.optimizer if whole else None)
+        if self.critic is not None:
+            theirs = whole.critic if whole else None
+            _gather_parameters(self.critic, theirs)
+            _gather_moments(self.critic.optimizer, theirs.optimizer if theirs else None)
+
+    @torch.no_grad()
+    def share_of_rest(self, whole: Trainer | None) -> dict[str, Tensor]:
+        optimizers = {"optimizer": self.optimizer}
+        if self.critic is not None:
+            _gather_parameters(self.critic, whole.critic if whole else None)
+            optimizers["critic_optimizer"] = self.critic.optimizer
+        kept: dict[str, Tensor] = {}
+        for part, optimizer in optimizers.items():
+            for i, (p, slot) in enumerate(_slots(optimizer)):
+                for name, value in slot.items():
+                    tensor = _joined(p, name, value)
+                    if i % self.ranks.size == self.ranks.rank:
+                        kept[f"{part}.{i}.{name}"] = tensor.detach().cpu().contiguous()
+        return kept
+
+    @torch.no_grad()
+    def reset_reference(self) -> None:
+        assert self.reference is not None
+        pairs = zip(self.reference.parameters(), self.model.parameters(), strict=True)
+        for frozen, own in pairs:
+            local(frozen).copy_(local(own))
+        materialise(self.reference)
+
+    def close(self) -> None:
+        """Does nothing: FSDP2 has no process groups of its own to let go."""
+
+
+def fsdp_shard(begin: Begin, run: Run, ranks: Ranks, whole: Trainer | None) -> FsdpShard:
+    """Collective: this rank's part of rank 0's `whole`."""
+    cfg = run.learner
+    kind = "cuda" if cfg.device.startswith("cuda") else "cpu"
+    if kind == "cuda":
+        cfg = msgspec.structs.replace(cfg, device=f"cuda:{os.environ['LOCAL_RANK']}")
+        torch.cuda.set_device(cfg.device)
+    mesh = init_device_mesh(kind, (ranks.size,))
+    run = msgspec.structs.replace(run, learner=cfg)
+
+    def policy() -> Decoder:
+        model = Decoder(DecoderConfig.from_hf(begin.model)).to(cfg.device)
+        set_precision(model, run)
+        return model
+
+    model = policy()
+    critic = Critic(model, cfg.critic) if cfg.critic else None
+    shard(model, cfg, mesh)
+    _scatter_state(whole.model if whole else None, model)
+    materialise(model)
+    reference = None
+    if cfg.reference_kl and not cfg.lora:
+        reference = policy().requires_grad_(False)
+        shard(reference, cfg, mesh)
+        _scatter_state(whole.reference if whole else None, reference)
+        materialise(reference)
+    if critic:
+        _shard_critic(critic, cfg, mesh)
+        _scatter_state(whole.critic if whole else None, critic)
+    trainer = FsdpShard(
+        model,
+        cfg,
+        begin.temperature,
+        begin.updates,
+        begin.skipped,
+        ranks=ranks,
+        critic=critic,
+        reference=reference,
+    )
+    if begin.moments:
+        _scatter_moments(whole.optimizer if whole else None, trainer.optimizer, ranks)
+        if critic:
+            theirs = whole.critic.optimizer if whole and whole.critic else None
+            _scatter_moments(theirs, critic.optimizer, ranks)
+    return trainer
+
+
+def shard(model: Decoder, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
+    """Every layer on its own, the ends of the model together. Master weights and sums of gradients are float32,
+    whatever `learner.dtype` computes with."""
+    _shard_routers(model, cfg, mesh)
+    for layer in model.model.layers:
+        _shard(layer, cfg, mesh)
+    _shard(model, cfg, mesh)
+
+
+def _shard_critic(critic: Critic, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
+    if critic.trunk is not None:
+        _shard_routers(critic.trunk, cfg, mesh)
+        for layer in critic.trunk.layers:
+            _shard(layer, cfg, mesh)
+    _shard(critic, cfg, mesh)
+    critic.optimizer = build_optimizer(critic, critic.cfg.optimizer)
+
+
+def _shard_routers(model: nn.Module, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
+    """They stay float32."""
+    exact = msgspec.structs.replace(cfg, dtype="float32")
+    for module in model.modules():
+        if isinstance(module, Router):
+            _shard(module, exact, mesh)
+
+
+def _shard(module: nn.Module, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
+    assert isinstance(cfg.backend, TorchBackend)
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, cfg.dtype), reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if cfg.backend.offload else OffloadPolicy()
+    fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+
+
+def scatter(source: Tensor | None, target: Tensor) -> None:
+    """Rank 0's whole tensor `source` into the shards of `target`."""
+    assert isinstance(target, DTensor)
+    device = target.device_mesh.device_type
+    full = (
+        torch.empty(target.shape, dtype=target.dtype, device=device)
+        if source is None
+        else source.detach().to(device)
+    )
+    spread = distribute_tensor(full, target.device_mesh, target.placements)
+    target.to_local().copy_(spread.to_local())
+
+
+def gather(source: Tensor, target: Tensor | None) -> None:
+    """The shards of `source` into rank 0's whole `target`."""
+    assert isinstance(source, DTensor)
+    full = source.full_tensor()
+    if target is not None:
+        target.copy_(full)
+
+
+@torch.no_grad()
+def _scatter_state(whole: nn.Module | None, module: nn.Module) -> None:
+    """Parameters into shards; buffers, such as a frozen base's codes, are whole on every rank."""
+    sources = dict(whole.named_parameters()) if whole else {}
+    for name, p in module.named_parameters():
+        scatter(sources.get(name), p)
+    buffers = dict(whole.named_buffers()) if whole else {}
+    for name, own in module.named_buffers():
+        if name in buffers:
+            own.copy_(buffers[name])
+        # As bytes: not every collective knows every number format.
+        data = own.reshape(-1).view(torch.uint8)
+        dist.broadcast(data, 0)
+
+
+def _gather_parameters(module: nn.Module, whole: nn.Module | None) -> None:
+    """Of those that learn: others are as they were."""
+    targets = dict(whole.named_parameters()) if whole else {}
+    for name, p in module.named_parameters():
+        if p.requires_grad:
+            gather(p, targets.get(name))
+
+
+def _slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """(parameter, its state), in the optimizer's order."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            yield p, optimizer.state[p]
+
+
+def _joined(p: Tensor, name: str, value: Tensor) -> Tensor:
+    """A value of p's state as one process has it. Collective."""
+    if isinstance(value, DTensor):
+        whole = value.full_tensor()
+        return whole.flatten() if value.dtype == torch.uint8 else whole  # codes have no shape
+    return Part(p).joined(value) if name.endswith(LARGEST) else value
+
+
+def _gather_moments(own: torch.optim.Optimizer, whole: torch.optim.Optimizer | None) -> None:
+    targets = list(_slots(whole)) if whole else None
+    for i, (p, slot) in enumerate(_slots(own)):
+        for name, value in slot.items():
+            joined = _joined(p, name, value).detach()
+            if targets:
+                q, mine = targets[i]
+                device = "cpu" if name == "step" else q.device
+                mine[name] = joined.to(device, copy=True)
+
+
+@torch.no_grad()
+def _scatter_moments(
+    whole: torch.optim.Optimizer | None, own: torch.optim.Optimizer, ranks: Ranks
+) -> None:
+    sources = [slot for _, slot in _slots(whole)] if whole else []
+    kinds = [
+        {k: float(v) if k == "step" else str(v.dtype) for k, v in slot.items()} for slot in sources
+    ]
+    told = msgspec.msgpack.decode(ranks.broadcast(msgspec.msgpack.encode(kinds)))
+    for i, (p, slot) in enumerate(_slots(own)):
+        for name, kind in told[i].items():
+            source = sources[i][name] if sources else None
+            if name == "step":
+                eight = isinstance(own, AdamW8bit)
+                slot[name] = torch.tensor(kind, device="cpu" if eight else p.device)
+            elif name.endswith(LARGEST):
+                slot[name] = _own_maxima(p, source)
+            else:
+                dtype = getattr(torch, kind.removeprefix("torch."))
+                slot[name] = torch.zeros_like(p, dtype=dtype)
+                scatter(source.view(p.shape) if source is not None else None, slot[name])
+
+
+def _own_maxima(p: Tensor, source: Tensor | None) -> Tensor:
+    part = Part(p)
+    found = torch.empty(part.all_blocks, device=p.device) if source is None else source.to(p.device)
+    dist.broadcast(found, 0)
+    return part.own(found)

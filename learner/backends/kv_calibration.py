@@ -1,0 +1,49 @@
+"""The learner's calibration of an FP8 KV cache, from a part of the batch that it has just learnt from."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from areal_q.config.run import KvScales
+from areal_q.models import Decoder
+from areal_q.models.decoder import Attention
+from areal_q.quant.kv_scales import NAMES, name_of, scale_for
+from learner.data.packing import Sample, pack
+
+
+@torch.no_grad()
+def kv_scales(
+    model: Decoder, samples: Sequence[Sample], cfg: KvScales, device: str
+) -> dict[str, Tensor]:
+    """Scales to publish with the weights as they are now, float32 [1] each, by name: of the magnitudes of q, k
+    and v of every layer over the first of `samples` that hold `cfg.tokens` tokens together."""
+    found: dict[str, Tensor] = {}
+
+    def observe(layer: int, *states: Tensor) -> None:
+        for which, x in zip(NAMES, states, strict=True):
+            magnitudes = x.abs().float().flatten()
+            rank = max(1, round(len(magnitudes) * cfg.percentile / 100))
+            seen = magnitudes.kthvalue(rank).values
+            found[name_of(layer, which)] = scale_for(seen, cfg.margin).reshape(1)
+
+    layers = [m for m in model.modules() if isinstance(m, Attention)]
+    for index, layer in enumerate(layers):
+        layer.observe = partial(observe, index)
+    try:
+        batch = pack(_slice(samples, cfg.tokens), device)
+        model(batch.token_ids, batch.layout)
+    finally:
+        for layer in layers:
+            layer.observe = None
+    return found
+
+
+def _slice(samples: Sequence[Sample], tokens: int) -> Sequence[Sample]:
+    total = 0
+    for count, sample in enumerate(samples, 1):
+        total += sample.num_tokens
+        if total >= tokens:
+            return samples[:count]
+    return samples

@@ -1,0 +1,107 @@
+"""The critic (learner/backends/critic.py) of a stage: on the policy's trunk, or on a trunk of its own beside
+it.
+
+    policy's stage ─┬─ [N, 1, D] of each, side by side ─▶ next stage … ─▶ log-probs, entropy ─┬─▶ loss
+    critic's stage ─┘                                                  └▶ values ────────────┘
+
+Every stage has a value head, and only the last one's is used: so each has something to learn, as Megatron's
+optimizer expects.
+"""
+# pyright: reportMissingImports=false
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from areal_q.config import Lora, MegatronBackend
+from areal_q.models import DecoderConfig
+from learner.backends.megatron.lora import OnBase, split
+from learner.backends.megatron.model import Policy
+from learner.backends.megatron.tensor_names import WHOLE, Entry, entries
+from learner.data.packing import PackedBatch
+
+
+class ValueHead(nn.Module):
+    """On the policy's hidden states."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.value = nn.Linear(config.hidden_size, 1)
+
+
+class Trunk(Policy):
+    """A trunk of its own, and the head."""
+
+    def __init__(
+        self, shape: DecoderConfig, config: TransformerConfig, stage: int, lora: OnBase | None
+    ) -> None:
+        super().__init__(msgspec.structs.replace(shape, tied=False), config, stage, lora=lora)
+        self.output_layer = None
+        self.value = nn.Linear(config.hidden_size, 1)
+
+
+class Pair(nn.Module):
+    """Policy and critic as one model of Megatron's schedules."""
+
+    def __init__(self, policy: Policy, critic: Trunk) -> None:
+        super().__init__()
+        self.config, self.model_type = policy.config, policy.model_type
+        self.parts = nn.ModuleList([policy, critic])
+
+    def set_input_tensor(self, tensors: list[Any]) -> None:
+        """What the stage before sent: [[N, 1, 2 · D]]; [None] where there is none."""
+        (x,) = tensors
+        halves = (None, None) if x is None else x.chunk(2, -1)
+        for part, half in zip(self.parts, halves, strict=True):
+            part.set_input_tensor([half])  # type: ignore[operator]
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        return torch.cat([part(batch) for part in self.parts], -1)
+
+
+def values(critic: ValueHead | Trunk, hidden: Tensor, batch: PackedBatch) -> Tensor:
+    """float32 [T] from the hidden states [N, 1, D] that are the critic's."""
+    head, states = critic.value, hidden[batch.predict, 0]
+    return F.linear(states.to(head.weight.dtype), head.weight, head.bias).squeeze(-1).float()
+
+
+def critic_entries(
+    shape: DecoderConfig, backend: MegatronBackend, trunk: bool, lora: Lora | None
+) -> tuple[list[Entry], list[Entry]]:
+    """What learns of it and what is frozen, by the names of learner/backends/critic.py"""
+    learning, frozen, stages = [], [], backend.pipeline
+    if trunk:
+        headless = msgspec.structs.replace(shape, tied=True)
+        whole = [e for e in entries(headless, stages, backend.experts) if not e.copy]
+        learning, frozen = (
+            [replace(e, sources=tuple(map(renamed, e.sources))) for e in plan]
+            for plan in split(whole, lora)
+        )
+    heads = (f"head.{kind}" for kind in ("weight", "bias"))
+    learning += [
+        Entry(stages - 1, name.replace("head", "value"), (name,), *WHOLE) for name in heads
+    ]
+    return learning, frozen
+
+
+def critic_shapes(
+    shapes: Mapping[str, torch.Size], width: int, trunk: bool
+) -> dict[str, torch.Size]:
+    """Of the critic's tensors, in their order, from those of the policy's."""
+    names = [name for name in shapes if trunk and name.startswith("model.")]
+    return {renamed(name): shapes[name] for name in names} | {
+        "head.weight": torch.Size([1, width]),
+        "head.bias": torch.Size([1]),
+    }
+
+
+def renamed(name: str) -> str:
+    """The trunk's tensor, by the policy's name for it."""
+    return name.replace("model.", "trunk.", 1)

@@ -1,0 +1,283 @@
+"""LoRA on a frozen base (areal_q/models/lora.py), on tensor-parallel ranks.
+
+                     Column: linear_qkv, linear_fc1              Row: linear_proj, linear_fc2
+    base             x ─▶ its outputs                            all-gather x ─▶ a part of y ─▶ all-gather
+    A                whole; its gradient is summed over ranks    its columns
+    x · Aᵀ           on every rank                               summed over ranks
+    B                its rows                                    whole; every rank has all of its gradient
+
+Each of the sources that a linear fuses has an adapter of its own. The base is the rollouts' packed numbers,
+whole on every rank of its stage, as scales and blocks span what several ranks compute; no float copy of it is
+kept. A rank computes some of the base's outputs from all of its inputs, as in aligned.py.
+"""
+# pyright: reportMissingImports=false
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from areal_q.config import Lora
+from areal_q.models import Decoder, DecoderConfig
+from areal_q.models.bf16_rounding import straight
+from areal_q.models.lora import A, B, adapted
+from areal_q.quant.format import Parts
+from areal_q.quant.quantized_linear import Linear as Product
+from areal_q.quant.registry import FORMATS
+from areal_q.quant.state_dict import is_quantized
+from learner.backends.data_parallel import Ranks
+from learner.backends.megatron.quantized_forward import beside, outputs_of
+from learner.backends.megatron.tensor_names import COLUMNS, ROWS, WHOLE, Entry
+
+ROW = ("linear_proj", "linear_fc2")
+"""Of Megatron's; the other two are Columns"""
+
+
+class OnBase(NamedTuple):
+    """Adapters, on a base in `format`"""
+
+    lora: Lora
+    format: str
+
+
+class _Linear(nn.Module, ABC):
+    """Of both kinds, built where Megatron builds its own, without their weights."""
+
+    bias: nn.Parameter | None
+    on = True
+    """Whether adapters act"""
+    parts: list[Parts]
+    """Of each source"""
+    outputs: Tensor
+    """Those that this rank computes of the base, int64: sources are stacked, and counted in that order"""
+
+    def __init__(
+        self,
+        ins: int,
+        outs: int,
+        config: TransformerConfig,
+        tp_group: torch.distributed.ProcessGroup,
+        sources: Mapping[str, int],
+        on_base: OnBase,
+        bias: bool = False,
+        **_: Any,
+    ) -> None:
+        """ins, outs: of all ranks. `sources`: features of each fused linear, by its name."""
+        super().__init__()
+        lora, self.format = on_base
+        self.group, self.sources = tp_group, dict(sources)
+        self.scale, self.rank = lora.alpha / lora.rank, lora.rank
+        self.ins, self.outs, self.n = ins, outs, tp_group.size()
+        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        for name in sources:
+            if name in lora.targets:
+                self.lora_A[name], self.lora_B[name] = self.factors(name)
+        frozen = nn.Parameter(torch.empty(outs // self.n), requires_grad=False)
+        self.bias = frozen if bias else None
+
+    @abstractmethod
+    def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+        """What this rank has of A and B of source `name`."""
+
+    def product(self) -> Product:
+        return FORMATS[self.format].linear(self.parts).rows(self.outputs)
+
+    def whole(self) -> Tensor:
+        """The base, float32 [outs, ins]"""
+        return torch.cat([FORMATS[self.format].dequantize(parts) for parts in self.parts])
+
+
+class Column(_Linear):
+    """x [N, 1, ins] → [N, 1, this rank's outputs]"""
+
+    def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+        outs = self.sources[name] // self.n
+        return _factor(self.rank, self.ins, shared=False), _factor(outs, self.rank, shared=True)
+
+    def take(self, parts: list[Parts], entry: Entry) -> None:
+        """`parts` of the base are the sources of `entry`."""
+        self.parts = parts
+        heights, like = list(self.sources.values()), next(iter(parts[0].values()))
+        self.outputs = outputs_of(entry, heights, self.n, like)[self.group.rank()]
+        self._order = self.outputs.argsort().argsort()
+        """Of this rank's outputs, where each stands where sources are stacked"""
+
+    def forward(self, input_: Tensor, *_: Any) -> tuple[Tensor, None]:
+        x = copy_to_tensor_model_parallel_region(input_.squeeze(1), self.group)
+        y: Tensor = _Base.apply(x, self)  # type: ignore[assignment]
+        if self.on and self.lora_A:
+            y = y + self._adapters(x)[:, self._order] * self.scale
+        return y.unsqueeze(1), None
+
+    def _adapters(self, x: Tensor) -> Tensor:
+        stacked = torch.cat([straight(a) for a in self.lora_A.values()])
+        low = F.linear(x, copy_to_tensor_model_parallel_region(stacked, self.group))
+        lows = iter(low.split(self.rank, 1))
+        outs = [
+            F.linear(next(lows), straight(self.lora_B[name]))
+            if name in self.lora_B
+            else x.new_zeros(len(x), height // self.n)
+            for name, height in self.sources.items()
+        ]
+        return torch.cat(outs, 1)
+
+    # Of the base
+
+    def base(self, x: Tensor) -> Tensor:
+        return self.product()(x, self.bias)
+
+    def weight(self) -> Tensor:
+        return self.whole()[self.outputs]
+
+
+class Row(_Linear):
+    """x [N, 1, this rank's inputs] → [N, 1, outs]. One source, no bias."""
+
+    def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+        ins, outs = self.ins // self.n, self.sources[name]
+        return _factor(self.rank, ins, shared=True), _factor(outs, self.rank, shared=False)
+
+    def take(self, parts: list[Parts], entry: Entry) -> None:
+        self.parts = parts
+        device = next(iter(parts[0].values())).device
+        r = self.group.rank()
+        self.outputs = torch.arange(self.outs, device=device).chunk(self.n)[r]
+        numbers = torch.arange(self.ins, device=device)[None]
+        self.inputs = entry.part([numbers], r, self.n).flatten()
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        x = input_.squeeze(1)
+        y: Tensor = _Base.apply(x, self)  # type: ignore[assignment]
+        for name, a in self.lora_A.items() if self.on else ():
+            low = F.linear(x, straight(a))
+            low = reduce_from_tensor_model_parallel_region(low, self.group)
+            y = y + F.linear(low, straight(self.lora_B[name])) * self.scale
+        return y.unsqueeze(1), None
+
+    # Of the base
+
+    def base(self, x: Tensor) -> Tensor:
+        return beside(self.product()(beside(x, self.group)), self.group)
+
+    def weight(self) -> Tensor:
+        return self.whole()[:, self.inputs]
+
+
+class _Base(torch.autograd.Function):
+    """The format's own linear; x's gradient through the dequantized weight, made again for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linear: Column | Row) -> Tensor:
+        ctx.linear = linear
+        return linear.base(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] @ ctx.linear.weight(), None
+
+
+def _factor(rows: int, columns: int, shared: bool) -> nn.Parameter:
+    """`shared` out among ranks, or the same on all of them: a norm counts that once."""
+    factor = nn.Parameter(torch.zeros(rows, columns))
+    factor.tensor_model_parallel = shared  # type: ignore[attr-defined]
+    return factor
+
+
+def split(plan: Sequence[Entry], lora: Lora | None) -> tuple[list[Entry], list[Entry]]:
+    """What learns of a model, and what is frozen of it, but for the packed base."""
+    if lora is None:
+        return list(plan), []
+    frozen = [entry for entry in plan if not is_quantized(entry.sources[0])]
+    return [a for entry in _packed(plan) for a in _adapters(entry, lora)], frozen
+
+
+def _packed(plan: Sequence[Entry]) -> Iterator[Entry]:
+    return (entry for entry in plan if is_quantized(entry.sources[0]))
+
+
+def _adapters(entry: Entry, lora: Lora) -> Iterator[Entry]:
+    rules = (COLUMNS, WHOLE) if entry.name.split(".")[-2] in ROW else (WHOLE, ROWS)
+    for source in entry.sources:
+        linear = source.removesuffix(".weight")
+        child = linear.rpartition(".")[2]
+        for factor, (part, whole) in zip((A, B), rules, strict=True):
+            if child in lora.targets:
+                own = entry.name.removesuffix("weight") + factor.replace("weight", child)
+                sources = (f"{linear}.{factor}",)
+                yield replace(entry, name=own, sources=sources, part=part, whole=whole)
+
+
+def with_adapters(shapes: Mapping[str, torch.Size], lora: Lora | None) -> dict[str, torch.Size]:
+    """Of a model's float tensors, from those of one without adapters, in its order."""
+    found: dict[str, torch.Size] = {}
+    for name, shape in shapes.items():
+        if lora is None or not is_quantized(name):
+            found[name] = shape
+            continue
+        linear = name.removesuffix(".weight")
+        if linear.rpartition(".")[2] in lora.targets:
+            found[f"{linear}.{A}"] = torch.Size([lora.rank, shape[1]])
+            found[f"{linear}.{B}"] = torch.Size([shape[0], lora.rank])
+    return found
+
+
+def specs(shape: DecoderConfig, on: OnBase) -> dict[str, ModuleSpec]:
+    """Of the linears of a layer, by Megatron's names."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sources = {
+        "linear_qkv": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
+        "linear_proj": {"o_proj": shape.width},
+        "linear_fc1": {"gate_proj": shape.mlp, "up_proj": shape.mlp},
+        "linear_fc2": {"down_proj": shape.width},
+    }
+    return {
+        name: ModuleSpec(Row if name in ROW else Column, {"sources": fused, "on_base": on})
+        for name, fused in sources.items()
+    }
+
+
+def load_base(
+    modules: Sequence[nn.Module],
+    plan: Sequence[Entry],
+    stage: int,
+    ranks: Ranks,
+    whole: Decoder | None,
+    device: str,
+) -> None:
+    """Rank 0's packed base to all `ranks`; `modules`, all of this stage, share one copy. Collective."""
+    theirs = adapted(whole) if whole else {}
+    for entry in _packed(plan):
+        found = []
+        for name in entry.sources:
+            own = theirs[name.removesuffix(".weight")].parts if whole else {}
+            data = save({k: v.cpu().contiguous() for k, v in own.items()}) if whole else b""
+            found.append({k: v.to(device) for k, v in load(ranks.broadcast(data)).items()})
+        for module in modules if entry.stage == stage else ():
+            linear = module.get_submodule(entry.name.removesuffix(".weight"))
+            assert isinstance(linear, Column | Row)
+            linear.take(found, entry)
+
+
+@contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """The base alone: the reference policy, without a second copy of the model."""
+    linears = [m for m in module.modules() if isinstance(m, Column | Row)]
+    for linear in linears:
+        linear.on = False
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear.on = True

@@ -1,0 +1,253 @@
+"""Megatron's GPTModel for packed batches, shaped by our configuration.
+
+Attention is ours, through Megatron's own place for it: sequences of a group share their prompt's tokens, as in
+areal_q/models/packed_layout.py, and nothing is padded. So are the norms, which need neither Apex nor
+Transformer Engine, and the angles of RoPE. All that is split among ranks is Megatron's.
+"""
+# pyright: reportMissingImports=false
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import get_tensor_model_parallel_rank
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from areal_q.config.run import Precision
+from areal_q.models import DecoderConfig, PackedLayout
+from areal_q.models.bf16_rounding import RoundedNorm, straight
+from areal_q.models.decoder import packed_attention
+from areal_q.models.moe import UNRECORDED, Routing
+from learner.backends.megatron.lora import OnBase, specs
+from learner.backends.megatron.moe import Experts, Router, silence, stacked, tell, unstacked
+from learner.backends.megatron.quantized_forward import Column, Row
+from learner.backends.megatron.tensor_names import padded
+from learner.data.packing import PackedBatch
+
+
+@dataclass
+class Packed(PackedSeqParams):
+    """Carries the layout to attention. `qkv_format` stays unset: Megatron's own packing restarts positions at
+    every sequence, ours continues them after a shared prompt."""
+
+    layout: PackedLayout | None = None
+
+
+class Attention(nn.Module):
+    """Of this rank's heads: q [N, 1, heads, head_dim], k and v [N, 1, kv_heads, head_dim] → [N, 1, …]."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: Packed,
+        **_: Any,
+    ) -> Tensor:
+        layout = packed_seq_params.layout
+        assert layout is not None
+        count = len(layout.positions)
+        q, k, v = (x[:count].squeeze(1) for x in (query, key, value))
+        out = packed_attention(q, k, v, layout).flatten(-2).unsqueeze(1)
+        padding = len(query) - count
+        return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Of a micro-batch's tokens, those whose hidden states this rank has between attention and experts: all of
+    them, or as many as every other tensor-parallel rank. Example: 7 tokens over 2 ranks are 4 and 3 with one of
+    padding."""
+
+    first: int
+    size: int
+    padding: int
+    """After the last token, on the last rank or several"""
+
+    @classmethod
+    def of(cls, count: int, config: TransformerConfig) -> "Portion":
+        if not config.sequence_parallel:
+            return cls(0, count, 0)
+        ranks = config.tensor_model_parallel_size
+        size = -(-count // ranks)
+        return cls(get_tensor_model_parallel_rank() * size, size, size * ranks - count)
+
+    def routing(self, routes: Tensor | None) -> Routing:
+        """`routes` of all tokens, [N, L, K]"""
+        if routes is not None and self.size < len(routes):
+            padded = F.pad(routes, (0, 0, 0, 0, 0, self.padding), value=UNRECORDED)
+            routes = padded[self.first : self.first + self.size]
+        return Routing(routes)
+
+
+class Norm(RoundedNorm):
+    rounds_rest = False
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.rounds_rest else nn.RMSNorm.forward(self, x)
+
+
+class Policy(GPTModel):
+    """This rank's part of a stage of the decoder. Its forward is that of `precision`; unless "full", it cannot
+    run before the first `materialise`, nor before `load_base` with the adapters of `lora`, which then alone
+    learn. `rounds_rest`: see areal_q/models/bf16_rounding.py."""
+
+    def __init__(
+        self,
+        shape: DecoderConfig,
+        config: TransformerConfig,
+        stage: int,
+        precision: Precision = "full",
+        rounds_rest: bool = False,
+        lora: OnBase | None = None,
+    ) -> None:
+        first, last = stage == 0, stage == config.pipeline_model_parallel_size - 1
+        super().__init__(
+            config,
+            _block(shape, config, stage, precision, lora),  # type: ignore[arg-type]
+            vocab_size=padded(shape.vocab_size, config.tensor_model_parallel_size),
+            max_sequence_length=shape.max_positions,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="none",
+        )
+        self.shape = shape
+        self.rounds_rest = rounds_rest
+        self.replay = False
+        """Whether experts are those that the rollout took"""
+        self.told: Tensor
+        """By all routers, of the last batch (learner/backends/megatron/moe.py); on the last stage"""
+        self.routers = [module for module in self.modules() if isinstance(module, Router)]
+        below = [layer for layer in shape.sparse_layers if layer < _layers(config, stage)[0]]
+        for number, router in enumerate(self.routers, len(below)):
+            assert shape.experts
+            router.shape, router.layer = shape.experts, number
+        for module in self.modules():
+            if isinstance(module, Norm | Column | Router):
+                module.rounds_rest = rounds_rest
+            if isinstance(module, Column | Row):
+                module.flow = precision == "jet"
+        apart = config.sequence_parallel or config.expert_model_parallel_size > 1
+        for name, p in self.named_parameters():
+            if lora:
+                p.requires_grad_(".lora_" in name)
+            if ".local_experts." in name:
+                # Megatron forgets that tensor-parallel ranks have each their own tokens for one expert.
+                p.allreduce = not apart  # type: ignore[attr-defined]
+        self.frequencies = torch.tensor(shape.inverse_frequencies(), dtype=torch.float32)
+
+    def set_input_tensor(self, tensors: list[Any]) -> None:
+        """[what the stage before sent: hidden states [N, 1, D], what routers told below], or [None]"""
+        (self._came,) = tensors
+
+    def forward(self, batch: PackedBatch) -> Tensor:  # type: ignore[override]
+        """Hidden states [N, 1, D] that leave this stage, after the final norm, if it is the last. Else those of
+        this rank's portion, and what routers told below them."""
+        own = Portion.of(len(batch.token_ids), self.config)
+        routing = own.routing(batch.routes if self.replay else None)
+        for router in self.routers:
+            router.routing = routing
+        positions = F.pad(batch.layout.positions, (0, own.padding))
+        told, x = silence(self.shape, positions.device), None
+        if self.pre_process:
+            x = self._embedded(F.pad(batch.token_ids, (0, own.padding)), positions)
+        else:
+            self.decoder.set_input_tensor(self._came[: own.size])
+            told = told + unstacked(self._came[own.size :], len(told))
+        angles = torch.outer(positions.float(), self.frequencies.to(positions.device))
+        hidden = self.decoder(
+            hidden_states=x,
+            attention_mask=None,
+            rotary_pos_emb=angles.repeat(1, 2)[:, None, None],
+            packed_seq_params=Packed(layout=batch.layout),
+        )
+        if self.routers:
+            told = told + tell(routing, batch, self.shape, own.first)
+        if not self.post_process:
+            return torch.cat([hidden, stacked(told, hidden)]) if len(told) else hidden
+        self.told = told
+        if self.config.sequence_parallel:
+            # Whatever comes of them has the whole gradient on every rank.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return hidden[: len(batch.token_ids)]
+
+    def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self._acting(self.embedding(token_ids[None], positions[None]))
+        if self.config.recompute_granularity and torch.is_grad_enabled():
+            # A layer that runs again has gradients only where its input has one.
+            x.requires_grad_()
+        return x
+
+    @property
+    def head(self) -> Tensor:
+        """This rank's rows of the output head as it acts, the padding's among them."""
+        if self.share_embeddings_and_output_weights:
+            return self._acting(self.shared_embedding_or_output_weight())
+        return self._acting(self.output_layer.weight)
+
+    def _acting(self, x: Tensor) -> Tensor:
+        return straight(x) if self.rounds_rest else x
+
+
+def _layers(config: TransformerConfig, stage: int) -> range:
+    each = config.num_layers // config.pipeline_model_parallel_size
+    return range(stage * each, (stage + 1) * each)
+
+
+def _block(
+    shape: DecoderConfig,
+    config: TransformerConfig,
+    stage: int,
+    precision: Precision,
+    lora: OnBase | None,
+) -> TransformerBlockSubmodules:
+    dense = _layer(shape, precision, None, lora)
+    sparse = _layer(shape, precision, shape.experts.count) if shape.experts else dense
+    layers = [sparse if i in shape.sparse_layers else dense for i in _layers(config, stage)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+
+
+def _layer(
+    shape: DecoderConfig,
+    precision: Precision,
+    experts: int | None,
+    lora: OnBase | None = None,
+) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
+    )
+    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+    attention.core_attention = Attention
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    if experts:
+        mlp.router, mlp.experts.module = Router, Experts
+        mlp = mlp.experts.submodules
+    if lora:
+        for name, spec in specs(shape, lora).items():
+            setattr(attention if hasattr(attention, name) else mlp, name, spec)
+    elif precision != "full":
+        attention.linear_qkv = mlp.linear_fc1 = Column
+        attention.linear_proj = mlp.linear_fc2 = Row
+    return layer

@@ -1,0 +1,297 @@
+"""The backend in Megatron-core: this rank's shard of policy and critic, on Megatron's schedules and optimizer.
+
+    update_policy ─scores, reference─▶ schedule, forward only ─▶ last stage: log-probs ─broadcast─▶ all stages
+                  ─backward──────────▶ schedule, 1F1B ─▶ last stage: loss, metrics ─broadcast─▶ all stages
+                  ─update────────────▶ clip, distributed optimizer, all-gather of the weights
+
+Tensor-parallel ranks, and the stages of a pipeline, work on the same micro-batches; `ranks` are the
+data-parallel ones, which share the samples out. A micro-batch's loss is already a part of the whole step's, so
+that gradients are summed, where Megatron would average them over micro-batches and ranks.
+"""
+# pyright: reportMissingImports=false
+
+import math
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from areal_q.algorithms.reducers import Mean, Metrics
+from areal_q.config import AdamW, CriticConfig, MegatronBackend, Run
+from areal_q.models import DecoderConfig
+from learner.backends.base import LossOf, Scores
+from learner.backends.data_parallel import Ranks
+from learner.backends.megatron.cuda_shim import cuda_or_cpu
+from learner.backends.megatron.tensor_names import entries
+from learner.backends.messages import Begin
+from learner.backends.single_device import Trainer
+from learner.data.packing import PackedBatch
+
+with warnings.catch_warnings():
+    # That there is no Transformer Engine and no Apex is said in a dozen warnings.
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state as ps
+    from megatron.core import tensor_parallel
+
+    from learner.backends.megatron.critic import (
+        Pair,
+        Trunk,
+        ValueHead,
+        critic_entries,
+        critic_shapes,
+        values,
+    )
+    from learner.backends.megatron.ddp_module import Learnt
+    from learner.backends.megatron.lora import OnBase, adapters_off, load_base, split, with_adapters
+    from learner.backends.megatron.model import Policy
+    from learner.backends.megatron.moe import heard, told_size
+    from learner.backends.megatron.quantized_forward import gather_parts, materialise
+    from learner.backends.megatron.schedule import Stages
+    from learner.backends.megatron.settings import transformer_config
+    from learner.backends.megatron.shard_state import Places, shapes_of
+    from learner.backends.megatron.vocab import token_logprobs
+
+
+class MegatronShard:
+    """This rank's part of rank 0's whole trainer."""
+
+    def __init__(self, shape: DecoderConfig, begin: Begin, run: Run) -> None:
+        cfg, backend = run.learner, run.learner.backend
+        assert isinstance(cfg.optimizer, AdamW) and isinstance(backend, MegatronBackend)
+        self._format, self._rounds = run.rollout.format, run.rollout.unquantized == "bf16"
+        self.shape, self.cfg, self.temperature = shape, cfg, begin.temperature
+        self.updates, self.skipped, self.skipped_in_row = begin.updates, begin.skipped, 0
+        self.ranks = Ranks(
+            ps.get_data_parallel_rank(),
+            ps.get_data_parallel_world_size(),
+            ps.get_data_parallel_group(),
+        )
+        self._stages = Stages(cfg.device)
+        self._lora = OnBase(cfg.lora, self._format) if cfg.lora else None
+        config = transformer_config(shape, cfg, backend)
+        self.policy = self._stage(shape, config)
+        self.policy.replay = cfg.routing_replay
+        self._plan = plan = list(entries(shape, backend.pipeline, backend.experts))
+        shapes, (learning, rest) = with_adapters(shapes_of(shape), cfg.lora), split(plan, cfg.lora)
+        self._own = Learnt(self.policy, learning, shapes, cfg, cfg.optimizer, rest)
+        self._learnt = [self._own]
+        self.frozen = self._frozen = None
+        if cfg.reference_kl and not cfg.lora:
+            self.frozen = self._stage(shape, config).requires_grad_(False)
+            self._frozen = Places(plan, self.frozen)
+        self.critic, self._both = None, self.policy
+        if cfg.critic:
+            self.critic = self._critic(cfg.critic, shape, config)
+            trunk = cfg.critic.trunk == "separate"
+            learning, rest = critic_entries(shape, backend, trunk, cfg.lora)
+            shapes = critic_shapes(shapes, shape.width, trunk)
+            self._learnt.append(
+                Learnt(self.critic, learning, shapes, cfg, cfg.critic.optimizer, rest)
+            )
+            if isinstance(self.critic, Trunk):
+                self._both = Pair(self.policy, self.critic)
+        config.no_sync_func = self._no_sync
+        config.finalize_model_grads_func = self._finalize
+        self._dirty = False
+        """Whether there is a gradient"""
+
+    def _stage(self, shape: DecoderConfig, config: Any) -> Policy:
+        precision = self.cfg.precision
+        rounds = self._rounds and precision != "full"
+        return self._placed(Policy(shape, config, self._stages.rank, precision, rounds, self._lora))
+
+    def _critic(self, cfg: CriticConfig, shape: DecoderConfig, config: Any) -> ValueHead | Trunk:
+        if cfg.trunk == "shared":
+            return self._placed(ValueHead(config))
+        return self._placed(Trunk(shape, config, self._stages.rank, self._lora))
+
+    def _placed(self, module: Any) -> Any:
+        return module.to(dtype=getattr(torch, self.cfg.dtype), device=self.cfg.device)
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for learnt in self._learnt:
+                stack.enter_context(learnt.no_sync())
+            yield
+
+    def _finalize(self, *_: Any, **__: Any) -> None:
+        for learnt in self._learnt:
+            learnt.sum_gradients()
+
+    def _materialise(self, model: Policy | None, places: Places | None) -> None:
+        if self.cfg.precision != "full" and model is not None and places:
+            materialise(model, places, self._format)
+
+    # The backend's methods
+
+    @property
+    def lr(self) -> float:
+        return self._own.lr
+
+    def scores(self, batches: Sequence[PackedBatch], graph: bool = False) -> list[Scores]:
+        def said(batch: PackedBatch, hidden: Tensor) -> Tensor:
+            scores = self._says(batch, hidden)
+            return torch.cat([*(scores[name] for name in self._names), self.policy.told])
+
+        def size(batch: PackedBatch) -> int:
+            return len(self._names) * len(batch.targets) + told_size(self.shape)
+
+        found = self._stages.on_all(self._both, batches, said, size)
+        return [self._scores_in(x, batch) for x, batch in zip(found, batches, strict=True)]
+
+    def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor | None]:
+        if not self.cfg.reference_kl:
+            return [None] * len(batches)
+        model = self.frozen or self.policy
+
+        def logprobs(batch: PackedBatch, hidden: Tensor) -> Tensor:
+            return self._logprobs(model, batch, hidden)[0]
+
+        with adapters_off(model):
+            return [*self._stages.on_all(model, batches, logprobs, lambda b: len(b.targets))]
+
+    def backward(
+        self, batches: Sequence[PackedBatch], loss_of: LossOf, made: Scores | None = None
+    ) -> list[Metrics]:
+        scale, number = len(batches) * self.ranks.size, iter(range(len(batches)))
+
+        def loss(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Metrics]:
+            out, metrics = loss_of(next(number), self._says(batch, hidden))
+            # The schedule divides in place by the number of micro-batches, DDP by that of its ranks.
+            return out * scale, metrics
+
+        self._dirty = True
+        found = self._stages.run(self._both, batches, loss, forward_only=False)
+        return self._stages.metrics(found, len(batches))
+
+    def update(self) -> tuple[Metrics, bool]:
+        norms = [learnt.step(self.updates) if self._dirty else 0.0 for learnt in self._learnt]
+        names = ("train/grad_norm", "value/grad_norm")
+        metrics: Metrics = {name: Mean(norm, 1) for name, norm in zip(names, norms, strict=False)}
+        if self._dirty:
+            self._materialise(self.policy, self._own.places)
+        self._dirty = False
+        return metrics, all(math.isfinite(norm) for norm in norms)
+
+    # What policy and critic say
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return ("logprobs", "entropy") if self.critic is None else ("logprobs", "entropy", "values")
+
+    def _says(self, batch: PackedBatch, hidden: Tensor) -> Scores:
+        """From what leaves the last of `_both`."""
+        own, critics = hidden, hidden
+        if isinstance(self._both, Pair):
+            own, critics = hidden.chunk(2, -1)
+        logprobs, entropy = self._logprobs(self.policy, batch, own)
+        found: Scores = {"logprobs": logprobs, "entropy": entropy}
+        if self.critic is not None:
+            found["values"] = values(self.critic, critics, batch)
+        if len(self.policy.told):
+            found["routed"] = heard(self.policy.told, batch, self.shape)
+        return found
+
+    def _scores_in(self, flat: Tensor, batch: PackedBatch) -> Scores:
+        """Of `batch`, one after the other, and what routers told."""
+        count = len(self._names) * len(batch.targets)
+        found: Scores = dict(zip(self._names, flat[:count].view(len(self._names), -1), strict=True))
+        if len(flat) > count:
+            found["routed"] = heard(flat[count:], batch, self.shape)
+        return found
+
+    def _logprobs(self, model: Policy, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        bonus = self.cfg.entropy_coef > 0
+        return token_logprobs(model, batch, hidden, self.temperature, bonus)
+
+    # The whole
+
+    @torch.no_grad()
+    def load(self, begin: Begin, ranks: Ranks, whole: Trainer | None) -> None:
+        """Rank 0's weights and moments, by way of all `ranks`. Collective."""
+        if self._lora:
+            trunk = [self.critic] if isinstance(self.critic, Trunk) else []
+            base, device = whole.model if whole else None, self.cfg.device
+            load_base([self.policy, *trunk], self._plan, self._stages.rank, ranks, base, device)
+        for learnt, (module, optimizer) in zip(self._learnt, self._wholes(whole), strict=True):
+            learnt.load(module)
+            if begin.moments:
+                learnt.load_moments(module, optimizer)
+        self._materialise(self.policy, self._own.places)
+        if self._frozen:
+            reference = whole.reference if whole else None
+            weights = dict(reference.named_parameters()) if reference else None
+            for p, value in self._frozen.scatter(weights, shapes_of(self.shape)):
+                p.data.copy_(value)
+            self._materialise(self.frozen, self._frozen)
+
+    def _wholes(
+        self, whole: Trainer | None
+    ) -> list[tuple[torch.nn.Module | None, torch.optim.Optimizer | None]]:
+        """Rank 0's counterparts of `_learnt`."""
+        if whole is None:
+            return [(None, None)] * len(self._learnt)
+        critic = [(whole.critic, whole.critic.optimizer)] if whole.critic else []
+        return [(whole.model, whole.optimizer), *critic]
+
+    @torch.no_grad()
+    def gather_weights(self, whole: Trainer | None) -> None:
+        self._own.gather(whole.model if whole else None)
+        if self.cfg.precision != "full":
+            gather_parts(self.policy, self._own.places, whole.model if whole else None)
+
+    @torch.no_grad()
+    def gather_rest(self, whole: Trainer | None) -> None:
+        for learnt, (module, optimizer) in zip(self._learnt, self._wholes(whole), strict=True):
+            if learnt is not self._own:
+                learnt.gather(module)
+            learnt.gather_moments(module, optimizer)
+
+    @torch.no_grad()
+    def share_of_rest(self, whole: Trainer | None) -> dict[str, Tensor]:
+        kept: dict[str, Tensor] = {}
+        parts = ("optimizer", "critic_optimizer")
+        for part, learnt, (module, _) in zip(
+            parts, self._learnt, self._wholes(whole), strict=False
+        ):
+            if learnt is not self._own:
+                learnt.gather(module)
+            kept |= learnt.share_of_moments(part)
+        return kept
+
+    @torch.no_grad()
+    def reset_reference(self) -> None:
+        assert self.frozen is not None
+        for frozen, own in zip(self.frozen.parameters(), self.policy.parameters(), strict=True):
+            frozen.copy_(own)
+        self._materialise(self.frozen, self._frozen)
+
+    def close(self) -> None:
+        ps.destroy_model_parallel()
+
+
+def megatron_shard(begin: Begin, run: Run, ranks: Ranks, whole: Trainer | None) -> MegatronShard:
+    """Collective: this rank's part of rank 0's `whole`."""
+    cfg, backend = run.learner, run.learner.backend
+    assert isinstance(backend, MegatronBackend)
+    if cfg.device.startswith("cuda"):
+        cfg = msgspec.structs.replace(cfg, device=f"cuda:{os.environ['LOCAL_RANK']}")
+        torch.cuda.set_device(cfg.device)
+        run = msgspec.structs.replace(run, learner=cfg)
+    with cuda_or_cpu():
+        ps.initialize_model_parallel(
+            backend.tensor,
+            backend.pipeline,
+            expert_model_parallel_size=backend.experts,
+            expert_tensor_parallel_size=1,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(run.seed)
+        shard = MegatronShard(DecoderConfig.from_hf(begin.model), begin, run)
+        shard.load(begin, ranks, whole)
+    return shard

@@ -1,0 +1,245 @@
+"""The forward on the rollouts' numbers (areal_q/models/quantized_forward.py, jet.py), on tensor-parallel ranks.
+
+Activations are quantized by whole rows, or by groups along them, so a rank computes some of a product's outputs
+from all of its inputs, with the very numbers of one process, and never sums with others:
+
+                 Column: linear_qkv, linear_fc1                 Row: linear_proj, linear_fc2
+    forward      x ─▶ its outputs                               all-gather x ─▶ a part of y ─▶ all-gather
+    ∂x, QaRL     ∂y · its shard ─▶ all-reduce                   ∂y · its shard
+    ∂x, Jet      all-gather ∂y ─▶ a part of ∂x ─▶ all-gather    ∂y ─▶ its inputs
+    ∂W           its shard's                                    its shard's
+
+Master weights stay Megatron's shards. `materialise` gathers them and quantizes them as they are published,
+scales and blocks across all shards; a rank keeps the rows that it computes with, and the first of a stage all,
+for rank 0 to publish (`gather_parts`). An expert is whole where it is.
+"""
+# pyright: reportMissingImports=false
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+)
+from torch import Tensor, nn
+
+from areal_q.models import Decoder
+from areal_q.models.bf16_rounding import straight
+from areal_q.models.fp8_training import dgrad, fprop, operands, wgrad
+from areal_q.models.quantized_forward import QuantLinear, linears, straight_through
+from areal_q.quant.activations import quantize_groups_e4m3
+from areal_q.quant.format import Parts
+from areal_q.quant.kernels.fp8_gemm import Operand
+from areal_q.quant.quantized_linear import Linear as Product
+from areal_q.quant.registry import FORMATS
+from areal_q.quant.state_dict import is_quantized, parts_of, quantize_state
+from learner.backends.megatron.shard_state import Places
+from learner.backends.megatron.tensor_names import Entry
+
+
+class _Aligned:
+    """Of both kinds. Sources are stacked, and outputs are counted in that order."""
+
+    flow = False
+    """Whether it is Jet's; else QaRL's"""
+    parts: list[Parts]
+    """Of each source, where they are published from"""
+    product: Product
+    """QaRL: of this rank's outputs"""
+    rows: Operand
+    """Jet: [this rank's outputs, in]"""
+    columns: list[Operand]
+    """Jet: [this rank's inputs, out] of each source"""
+
+    def take(self, parts: list[Parts], format: str, outputs: Tensor, inputs: Tensor) -> None:
+        """The weights changed: these are the tensors that stand for them."""
+        if not self.flow:
+            self.product = FORMATS[format].linear(parts).rows(outputs)
+            return
+        rows, columns = zip(*map(operands, parts), strict=True)
+        whole = [r.rows(_count(len(r.codes), outputs)) for r in rows]
+        stacked = Operand(torch.cat([r.codes for r in whole]), torch.cat([r.scale for r in whole]))
+        self.rows = stacked.rows(outputs)
+        self.columns = [c.rows(inputs) for c in columns]
+
+
+class Column(_Aligned, ColumnParallelLinear):
+    """Outputs are shared out: x [..., in] → [..., this rank's outputs]."""
+
+    rounds_rest = False
+    heights: list[int]
+    """Outputs of each source"""
+    order: Tensor
+    """Where among those of rank 0, 1, … each output stands"""
+
+    def share(self, entry: Entry, heights: list[int], width: int) -> tuple[Tensor, Tensor]:
+        """This rank's outputs and its inputs, int64 each."""
+        n, rank = self.tp_group.size(), self.tp_group.rank()
+        every = outputs_of(entry, heights, n, self.weight)
+        self.heights, self.order = heights, torch.cat(every).argsort()
+        return every[rank], _count(width, self.weight).chunk(n)[rank]
+
+    def forward(self, input_: Tensor, *_: Any) -> tuple[Tensor, None]:
+        x, bias = input_.flatten(0, -2), self.bias
+        if bias is not None and self.rounds_rest:
+            bias = straight(bias)
+        if self.flow:
+            y: Tensor = _Flow.apply(x, self.weight, self)  # type: ignore[assignment]
+            y = y if bias is None else y + bias
+        else:
+            x = copy_to_tensor_model_parallel_region(x, self.tp_group)
+            y = straight_through(x, self.weight, bias, self.product)
+        return y.view(*input_.shape[:-1], y.shape[-1]), None
+
+    # Of Jet's flow
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return x
+
+    def spread(self, y: Tensor) -> Tensor:
+        return y
+
+    def own(self, x: Tensor) -> Tensor:
+        return x
+
+    def dgrad(self, grad: Tensor) -> Tensor:
+        whole = beside(grad, self.tp_group)[:, self.order].split(self.heights, 1)
+        parts = [dgrad(g.contiguous(), c) for g, c in zip(whole, self.columns, strict=True)]
+        return beside(torch.stack(parts).sum(0), self.tp_group)
+
+
+class Row(_Aligned, RowParallelLinear):
+    """Inputs are shared out: x [..., this rank's inputs] → [..., out]. One source, no bias."""
+
+    def share(self, entry: Entry, heights: list[int], width: int) -> tuple[Tensor, Tensor]:
+        """This rank's outputs and its inputs, int64 each."""
+        n, rank = self.tp_group.size(), self.tp_group.rank()
+        self.inputs = entry.part([_count(width, self.weight)[None]], rank, n).flatten()
+        return _count(sum(heights), self.weight).chunk(n)[rank], self.inputs
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        x = input_.flatten(0, -2)
+        if self.flow:
+            y: Tensor = _Flow.apply(x, self.weight, self)  # type: ignore[assignment]
+        else:
+            y = straight_through(x, self.weight, None, self._everywhere)
+        return y.view(*input_.shape[:-1], y.shape[-1]), None
+
+    def _everywhere(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        return self.spread(self.product(self.gathered(x)))
+
+    # Of Jet's flow
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return beside(x, self.tp_group)
+
+    def spread(self, y: Tensor) -> Tensor:
+        return beside(y, self.tp_group)
+
+    def own(self, x: Tensor) -> Tensor:
+        return x[:, self.inputs]
+
+    def dgrad(self, grad: Tensor) -> Tensor:
+        return dgrad(grad, *self.columns)
+
+
+class _Flow(torch.autograd.Function):
+    """Jet's, where ranks share the outputs of every product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, linear: Column | Row) -> Tensor:
+        saved = Operand(*quantize_groups_e4m3(linear.gathered(x)))
+        ctx.save_for_backward(saved.codes, saved.scale)
+        ctx.linear = linear
+        return linear.spread(fprop(saved, linear.rows))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad, linear = grads[0].contiguous(), ctx.linear
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = linear.dgrad(grad)
+        if ctx.needs_input_grad[1]:
+            dw = wgrad(grad, linear.own(Operand(*ctx.saved_tensors).numbers()))
+        return dx, dw, None
+
+
+def outputs_of(entry: Entry, heights: list[int], n: int, like: Tensor) -> list[Tensor]:
+    """Which outputs of `entry`'s sources, stacked, each of n ranks has: int64, beside `like`."""
+    numbers = [x[:, None] for x in _count(sum(heights), like).split(heights)]
+    return [entry.part(numbers, r, n).flatten() for r in range(n)]
+
+
+def beside(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x [T, k] of rank 0, 1, … side by side: [T, n · k]."""
+    if group.size() == 1:
+        return x
+    every = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
+    dist.all_gather(every, x.contiguous(), group=group)
+    return torch.cat(every, 1)
+
+
+def _count(size: int, like: Tensor) -> Tensor:
+    """0 … size - 1, beside `like`"""
+    return torch.arange(size, device=like.device)
+
+
+def _quantized(places: Places) -> Iterator[Entry]:
+    return (entry for entry in places.plan if is_quantized(entry.sources[0]))
+
+
+def _names(entry: Entry) -> list[str]:
+    """Of the sources, as modules"""
+    return [source.removesuffix(".weight") for source in entry.sources]
+
+
+@torch.no_grad()
+def materialise(module: nn.Module, places: Places, format: str) -> None:
+    """Quantizes the present weights that are here for the forward; to be called whenever they have changed.
+    Collective over tensor-parallel ranks. Raises QuantizationError naming a tensor that is not finite."""
+    for entry in _quantized(places):
+        if not places.here(entry):
+            continue
+        linear = module.get_submodule(entry.name.removesuffix(".weight"))
+        assert isinstance(linear, Column | Row)
+        whole = places.whole(entry, lambda p: p)
+        published = quantize_state(dict(zip(entry.sources, whole, strict=True)), format)
+        parts = [parts_of(published, name, format) for name in _names(entry)]
+        share = linear.share(entry, [len(w) for w in whole], whole[0].shape[1])
+        linear.take(parts, format, *share)
+        if places.speaks_of(entry):
+            linear.parts = parts
+
+
+def gather_parts(module: nn.Module, places: Places, whole: Decoder | None) -> None:
+    """The tensors that `module` computes with, to rank 0's linears. Collective."""
+    targets = linears(whole) if whole else {}
+    for entry in _quantized(places):
+        linear: Any = None
+        if places.here(entry) and places.speaks_of(entry):
+            linear = module.get_submodule(entry.name.removesuffix(".weight"))
+        for i, name in enumerate(_names(entry)):
+            if whole is None:
+                for tensor in linear.parts[i].values() if linear else ():
+                    dist.send(_bytes(tensor.cpu()), 0)
+                continue
+            target = targets[name]
+            assert isinstance(target, QuantLinear)
+            if linear:
+                target.take(linear.parts[i])
+                continue
+            found = {k: torch.empty_like(v, device="cpu") for k, v in target.parts.items()}
+            for tensor in found.values():
+                dist.recv(_bytes(tensor), places.voice(entry))
+            target.take({k: v.to(target.weight.device) for k, v in found.items()})
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory: not every collective knows every number format."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,91 @@
+"""What goes through Megatron's schedules: micro-batches, forward and backward, over the stages of a pipeline.
+
+run        1F1B, or forward only; the last stage alone has what there is at the end
+on_all     forward only ─▶ last stage ─broadcast─▶ all stages
+metrics    of the last stage, told to all
+"""
+# pyright: reportMissingImports=false
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from areal_q.algorithms.reducers import Metrics
+from learner.backends.data_parallel import Ranks, decoded, encoded
+from learner.backends.megatron.cuda_shim import cuda_or_cpu
+from learner.data.packing import PackedBatch
+
+Finish = Callable[[PackedBatch, Tensor], Any]
+"""What is made of the hidden states that leave the last stage"""
+
+
+class Stages:
+    """This rank's place among those of its pipeline; all of them work on the same micro-batches."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._ranks = Ranks(
+            ps.get_pipeline_model_parallel_rank(),
+            ps.get_pipeline_model_parallel_world_size(),
+            ps.get_pipeline_model_parallel_group(),
+        )
+        self.rank, self.size = self._ranks.rank, self._ranks.size
+        self.last = self.size - 1
+
+    def run(
+        self, model: nn.Module, batches: Sequence[PackedBatch], finish: Finish, forward_only: bool
+    ) -> list[Any]:
+        """What `finish` makes of each batch, with the gradient of the first of the two that it returns unless
+        `forward_only`; in the batches' order, and nothing on other stages."""
+        if not batches:
+            return []
+
+        def forward(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Tensor, Any]:
+            batch = next(batches)
+            return model(batch), partial(_finished, finish, batch)
+
+        with cuda_or_cpu():
+            return get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=iter(batches),
+                model=[model],
+                num_microbatches=len(batches),
+                seq_length=1,  # told by each sender, as lengths differ
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+
+    @torch.no_grad()
+    def on_all(
+        self,
+        model: nn.Module,
+        batches: Sequence[PackedBatch],
+        finish: Finish,
+        size: Callable[[PackedBatch], int],
+    ) -> list[Tensor]:
+        """What `finish` makes of each batch, float32 [size(batch)], on all stages."""
+        found = self.run(model, batches, finish, forward_only=True)
+        if self.size == 1:
+            return found
+        found = found or [torch.empty(size(batch), device=self._device) for batch in batches]
+        for tensor in found:
+            dist.broadcast(tensor, group=self._ranks.group, group_src=self.last)
+        return found
+
+    def metrics(self, own: list[Metrics], count: int) -> list[Metrics]:
+        """The last stage's, of `count` batches, on all stages."""
+        if self.size == 1:
+            return own
+        data = [encoded(m) for m in own] or [b""] * count
+        return [decoded(self._ranks.broadcast(each, self.last)) for each in data]
+
+
+def _finished(finish: Finish, batch: PackedBatch, hidden: Tensor, non_loss_data: bool = False):
+    return finish(batch, hidden)

@@ -1,0 +1,190 @@
+"""Rank 0's whole trainer, scattered over Megatron's ranks and gathered again, tensor by tensor.
+
+    scatter   rank 0 broadcasts a tensor; each rank keeps its part, and of that its optimizer's
+    gather    all-reduce over data-parallel ranks ─▶ all-gather over tensor-parallel ones ─▶ sent to rank 0
+
+The distributed optimizer holds float32 masters and moments of a range of each parameter, flattened; the other
+data-parallel ranks hold the rest.
+"""
+# pyright: reportMissingImports=false
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
+
+from areal_q.models import Decoder, DecoderConfig
+from learner.backends.megatron.tensor_names import Entry
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Read = Callable[[Tensor], Tensor]
+
+
+class Places:
+    """Where this rank stands, and which of the model's parameters it has."""
+
+    def __init__(self, plan: Sequence[Entry], module: nn.Module) -> None:
+        self.plan = plan
+        self.stage = ps.get_pipeline_model_parallel_rank()
+        self.rank, self.size = (
+            ps.get_tensor_model_parallel_rank(),
+            ps.get_tensor_model_parallel_world_size(),
+        )
+        self.owner = ps.get_expert_model_parallel_rank()
+        self.seat = self.rank + self.size * ps.get_data_parallel_rank()
+        """Among the ranks of its stage, which are `seats`"""
+        self.seats = self.size * ps.get_data_parallel_world_size()
+        self.speaks = self.seat == 0
+        """Of its stage to rank 0, whose pipeline it is in"""
+        self.own = dict(module.named_parameters())
+
+    def scatter(
+        self, whole: Mapping[str, Tensor] | None, shapes: Mapping[str, torch.Size]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """(parameter, this rank's part of the float32 tensor in rank 0's `whole`) for each that is here.
+        Collective."""
+        for entry in self.plan:
+            sources = [_spread(name, whole, shapes) for name in entry.sources]
+            if self.here(entry):
+                place = (self.rank, self.size) if entry.owner is None else (0, 1)
+                yield self.own[entry.name], entry.part(sources, *place)
+
+    def gather(self, read: Read, whole: Mapping[str, Tensor] | None) -> None:
+        """What `read` gives for each parameter, of its shape and float32, into rank 0's `whole`. Collective."""
+        for entry in self.plan:
+            if entry.copy:
+                continue
+            if self.here(entry):
+                tensors = self.whole(entry, read)
+                if whole is not None:
+                    for name, t in zip(entry.sources, tensors, strict=True):
+                        whole[name].copy_(t)
+                elif self.speaks_of(entry):
+                    for t in tensors:
+                        dist.send(t.cpu(), 0)
+            elif whole is not None:
+                for name in entry.sources:
+                    buffer = torch.empty(whole[name].shape, dtype=torch.float32)
+                    dist.recv(buffer, self.voice(entry))
+                    whole[name].copy_(buffer)
+
+    def whole(self, entry: Entry, read: Read) -> list[Tensor]:
+        """The sources of `entry`, of this stage, from what `read` gives. Collective over the stage's ranks."""
+        own = read(self.own[entry.name])
+        parts = self.shards(own) if entry.owner is None else [own]
+        return [t.contiguous() for t in entry.whole(parts)]
+
+    def here(self, entry: Entry) -> bool:
+        return entry.stage == self.stage and entry.owner in (None, self.owner)
+
+    def speaks_of(self, entry: Entry) -> bool:
+        """Whether to rank 0, of an entry that is here."""
+        return self.speaks if entry.owner is None else ps.get_expert_data_parallel_rank() == 0
+
+    def voice(self, entry: Entry) -> int:
+        """The rank that speaks of `entry`; for rank 0, whose place among the others every stage repeats"""
+        stage = dist.get_global_rank(ps.get_pipeline_model_parallel_group(), entry.stage)
+        if entry.owner is None:
+            return stage
+        return stage + dist.get_global_rank(ps.get_expert_model_parallel_group(), entry.owner)
+
+    def shards(self, own: Tensor) -> list[Tensor]:
+        """What tensor-parallel ranks have of a parameter. Collective over them."""
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(parts, own.contiguous(), group=ps.get_tensor_model_parallel_group())
+        return parts
+
+
+def _spread(
+    name: str, whole: Mapping[str, Tensor] | None, shapes: Mapping[str, torch.Size]
+) -> Tensor:
+    known = whole[name].detach().float().cpu().contiguous() if whole else None
+    tensor = torch.empty(shapes[name]) if known is None else known
+    dist.broadcast(tensor, 0)
+    return tensor
+
+
+class OptimizerState:
+    """This rank's ranges of masters and moments in Megatron's distributed optimizers: one of the experts that
+    ranks share, one of all else."""
+
+    def __init__(self, optimizers: list[DistributedOptimizer]) -> None:
+        self._all = optimizers
+
+    def _slot(self, p: Tensor) -> dict[str, Tensor]:
+        found = self.range_of(p)
+        assert found
+        (of,) = (o for o in self._all if p in o.model_param_group_index_map)
+        return of.optimizer.state[found[1]]
+
+    def range_of(self, p: Tensor) -> tuple[slice, nn.Parameter] | None:
+        """(the range of flat `p`, its master), or None where other ranks have all of it."""
+        for of in self._all:
+            if p in of.model_param_group_index_map:
+                found = of._get_model_param_range_map(p)["param"]
+                group, order = of.model_param_group_index_map[p]
+                return slice(found.start, found.end), of.optimizer.param_groups[group]["params"][
+                    order
+                ]
+        return None
+
+    def set(self, p: Tensor, name: str, whole: Tensor) -> None:
+        """The master, for name "param", or a moment of `p`, from a tensor of its shape."""
+        if (found := self.range_of(p)) is None:
+            return
+        part, master = found
+        value = whole.flatten()[part].to(master.device)
+        if name == "param":
+            master.data.copy_(value)
+        else:
+            self._slot(p)[name] = value.clone().view_as(master)
+
+    def set_steps(self, p: Tensor, count: Tensor) -> None:
+        if found := self.range_of(p):
+            slot = self._slot(p)
+            slot["step"] = count.clone()
+            for name in MOMENTS:  # of a parameter that no checkpoint has
+                slot.setdefault(name, torch.zeros_like(found[1]))
+
+    def read(self, name: str) -> Read:
+        """Reads the masters or the moments whole. Collective over data-parallel ranks."""
+
+        def read(p: Tensor) -> Tensor:
+            flat = torch.zeros(p.numel(), dtype=torch.float32, device=p.device)
+            if found := self.range_of(p):
+                part, master = found
+                value = master if name == "param" else self._slot(p)[name]
+                flat[part].copy_(value.flatten())
+            shared = not getattr(p, "allreduce", True)  # Megatron's mark of experts
+            group = ps.get_expert_data_parallel_group() if shared else ps.get_data_parallel_group()
+            dist.all_reduce(flat, group=group)
+            return flat.view_as(p)
+
+        return read
+
+    def steps(self) -> Tensor:
+        """Updates that parameters have seen, the same for all; collective over all ranks, as a stage's share
+        may be empty."""
+        slots = (slot for of in self._all for slot in of.optimizer.state.values())
+        counts = [float(slot["step"]) for slot in slots if slot]
+        most = torch.tensor(max(counts, default=0.0))
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return most
+
+
+def named_moments(
+    whole: nn.Module, optimizer: torch.optim.Optimizer, name: str
+) -> dict[str, Tensor]:
+    """Rank 0's moments by the names of their parameters, made where there are none."""
+    state = optimizer.state
+    learning = ((n, p) for n, p in whole.named_parameters() if p.requires_grad)
+    return {n: state[p].setdefault(name, torch.zeros_like(p)) for n, p in learning}
+
+
+def shapes_of(shape: DecoderConfig) -> dict[str, torch.Size]:
+    """Of all Hugging Face tensors, by name."""
+    with torch.device("meta"):
+        return {name: p.shape for name, p in Decoder(shape).named_parameters()}

@@ -1,0 +1,32 @@
+"""Which numbers the learner computes with: full precision, or those of rollouts
+(areal_q/models/quantized_forward.py)."""
+
+from areal_q.config import Run
+from areal_q.models import Decoder
+from areal_q.models.bf16_rounding import round_frozen, round_rest
+from areal_q.models.fp8_training import JetLinear
+from areal_q.models.linear import Linear
+from areal_q.models.lora import adapt, adapted
+from areal_q.models.quantized_forward import QuantLinear, linears, use
+
+LINEARS: dict[str, type[Linear]] = {
+    "full": Linear,
+    "qarl": QuantLinear,
+    "jet": JetLinear,
+}
+
+
+def set_precision(model: Decoder, run: Run) -> None:
+    """Makes the linears of `model` those of `learner.precision`, with the parameters that they have; or, for
+    `learner.lora`, frozen ones with adapters. Where those are the rollouts', so is everything else."""
+    rounds = run.rollout.unquantized == "bf16"
+    if run.learner.lora:
+        if not adapted(model):
+            adapt(model, run.rollout.format, run.learner.lora, run.seed)
+        if rounds:
+            round_frozen(model)
+        return
+    kind = LINEARS[run.learner.precision]
+    if any(type(linear) is not kind for linear in linears(model).values()):
+        use(kind, model, run.rollout.format)
+    round_rest(model, rounds and kind is not Linear)

@@ -1,0 +1,41 @@
+"""Checkpoints of the learner: the files, and writing them in the background."""
+
+from learner.checkpoint.files import (
+    SHARE,
+    START,
+    STATE,
+    STICKY,
+    TENSORS,
+    State,
+    Tensors,
+    load,
+    read_state,
+    read_tensors,
+    restore,
+    save,
+    stage,
+    steps,
+    tensors_of,
+    write,
+    write_share,
+)
+
+__all__ = [
+    "SHARE",
+    "START",
+    "STATE",
+    "STICKY",
+    "TENSORS",
+    "State",
+    "Tensors",
+    "load",
+    "read_state",
+    "read_tensors",
+    "restore",
+    "save",
+    "stage",
+    "steps",
+    "tensors_of",
+    "write",
+    "write_share",
+]

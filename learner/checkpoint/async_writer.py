@@ -1,0 +1,57 @@
+"""Checkpoints in the background: the learner waits for a copy in memory, not for the disk.
+
+    Learner ─save(state)─▶ copies on the host ─thread─▶ written, hashed, synced, renamed ─▶ `settle` says so
+
+| wait    | for                           | unblocked by               |
+|---------|-------------------------------|----------------------------|
+| save    | the checkpoint before this    | the thread                 |
+| finish  | the one that is being written | the thread                 |
+
+One is written at a time, so that a crash leaves the one before whole (learner/checkpoint/files.py). What went
+wrong in the thread is raised by the next call here. Costs the host a second copy of weights and moments.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from learner import checkpoint
+from learner.checkpoint.files import State
+from learner.policy_update import PolicyUpdater
+
+
+class Writer:
+    """Writes checkpoints to `directory` and keeps the start's and the newest `keep`."""
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self._directory, self._keep = directory, keep
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[tuple[State, Path]] | None = None
+
+    def save(self, state: State, updater: PolicyUpdater) -> None:
+        """Copies the policy as it is now, and returns while the copy is written. Call `finish` before."""
+        assert self._pending is None, "one at a time"
+        shares = updater.shares
+        staged = checkpoint.stage(self._directory, state.step) if shares else None
+        found = checkpoint.tensors_of(updater.trainer, updater.collect(staged))
+        tensors = {name: t.clone() for name, t in found.items()}
+        files = [staged / checkpoint.SHARE.format(i + 1) for i in range(shares)] if staged else []
+        self._pending = self._thread.submit(self._write, state, tensors, files)
+
+    def _write(
+        self, state: State, tensors: checkpoint.Tensors, shares: list[Path]
+    ) -> tuple[State, Path]:
+        return state, checkpoint.write(self._directory, state, tensors, self._keep, shares)
+
+    def settle(self) -> tuple[State, Path] | None:
+        """The checkpoint that has come to stand on disk since the last call, if any. Raises what writing
+        it raised."""
+        return self.finish() if self._pending and self._pending.done() else None
+
+    def finish(self) -> tuple[State, Path] | None:
+        """The same, after waiting for the one that is being written."""
+        pending, self._pending = self._pending, None
+        return pending.result() if pending else None
+
+    def close(self) -> None:
+        """Waits for the thread."""
+        self._thread.shutdown()

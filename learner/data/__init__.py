@@ -1,0 +1,1 @@
+"""Data of a learner step: admission of tickets, reading of groups, staleness, packing."""

@@ -1,0 +1,135 @@
+"""Admission: which prompts may be generated now, so that nothing is generated that would be too old.
+
+With B groups a step and a bound of η versions, at most (version + η + 1) · B groups may have been admitted
+when the learner is at `version` (AReaL). A step consumes B, so this is the same as: at most (η + 1) · B
+groups are outstanding: admitted, and neither finished nor dropped. A dropped group frees its place.
+
+In Reverb's vocabulary this is the rate limiter, a Queue of size (η + 1) · B: an insert waits while so many
+groups are outstanding, a sample waits until the sampler has B (or `min_groups`) to choose from. It acts on
+tickets, before any work is done, where Reverb's acts on finished items. A group that may be used K times holds
+its place until the K-th use or until it is too old, so samples per insert are K at most.
+"""
+
+import hashlib
+import logging
+
+from msgspec.structs import replace
+
+from areal_q.config import Run
+from areal_q.errors import BufferFull
+from areal_q.messages import Array, Group, Ticket
+from areal_q.tasks import Problem, Task, Tokenizer, problem_at
+from buffer.interface import LearnerSide
+
+logger = logging.getLogger(__name__)
+
+
+class Feeder:
+    """Admits training tickets within the bound, and evaluation tickets besides it.
+
+    Example: groups = 64, max_lag = 2: 192 tickets at version 0, then 64 more after every step.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        task: Task,
+        tokenizer: Tokenizer,
+        buffer: LearnerSide,
+        cursor: int,
+        outstanding: set[int],
+        lost: set[int] | None = None,
+    ) -> None:
+        self._run, self._task, self._tokenizer, self._buffer = run, task, tokenizer, buffer
+        self.cursor = cursor
+        """Number of the next ticket"""
+        self.outstanding = outstanding
+        self.lost = lost or set()
+        """Tickets that came to nothing, their places refilled"""
+        self.refused = 0
+        """Admissions that a full Redis put off"""
+
+    @property
+    def room(self) -> int:
+        """Groups that may be admitted: (η + 1) · B − outstanding."""
+        learner = self._run.learner
+        return (learner.max_lag + 1) * learner.groups - len(self.outstanding)
+
+    def admit(self, version: int) -> int:
+        """Fills the room; returns how many tickets were admitted: none while Redis is full."""
+        numbers = range(self.cursor, self.cursor + max(0, self.room))
+        try:
+            self.issue(numbers, version)
+        except BufferFull as error:
+            if not self.refused:
+                logger.warning("admission waits for room: %s", error)
+            self.refused += 1
+            return 0
+        return len(numbers)
+
+    def issue(self, numbers: range | list[int], version: int) -> None:
+        """Puts tickets into the buffer: new ones, or those that a lost Redis took with it. Raises BufferFull,
+        and nothing happened, where there is no room for them."""
+        cursor = max([self.cursor, *(n + 1 for n in numbers)])
+        if numbers:
+            self._buffer.admit([self._ticket(n, version) for n in numbers], cursor)
+        self.cursor = cursor
+        self.outstanding.update(numbers)
+
+    def expects(self, number: int) -> bool:
+        """Whether a group of this ticket counts: it is outstanding, or came to nothing and was re-admitted.
+        Any other is of a ticket that is finished, come back from a Redis that lost its last seconds."""
+        if number in self.lost:
+            self.lost.remove(number)
+            self.outstanding.add(number)
+        return number in self.outstanding
+
+    def done(self, group: Group) -> None:
+        """`group` is finished or dropped: its place is free."""
+        self.outstanding.discard(group.ticket.number)
+
+    def recount(self, alive: set[int]) -> None:
+        """Only tickets in `alive` can still become groups; the places of the others are free."""
+        lost = self.outstanding - alive
+        if lost:
+            logger.warning("%d tickets came to nothing; their places are refilled", len(lost))
+        self.outstanding &= alive
+        self.lost |= lost
+
+    def evaluate(self, version: int) -> int:
+        """Asks for one greedy response to each held-out problem; returns their number."""
+        problems = self._task.heldout[: self._run.eval.problems]
+        sampling = replace(self._run.rollout.sampling, temperature=0.0)
+        self._buffer.admit_eval(
+            [
+                self._make(p, i, version, purpose="eval", group_size=1, sampling=sampling)
+                for i, p in enumerate(problems)
+            ]
+        )
+        return len(problems)
+
+    def _ticket(self, number: int, version: int) -> Ticket:
+        problem = problem_at(self._task, number, self._run.seed)
+        size, sampling = self._run.learner.group_size, self._run.rollout.sampling
+        return self._make(
+            problem, number, version, purpose="train", group_size=size, sampling=sampling
+        )
+
+    def _make(self, problem: Problem, number: int, version: int, **fields) -> Ticket:
+        return Ticket(
+            run=self._run.name,
+            run_id=self._buffer.run_id,
+            number=number,
+            step=version,
+            prompt=problem.prompt,
+            answer=problem.answer,
+            prompt_ids=Array.of(self._tokenizer.encode_prompt(problem.prompt), "int32"),
+            seed=ticket_seed(self._run.seed, number),
+            **fields,
+        )
+
+
+def ticket_seed(run_seed: int, number: int) -> int:
+    """A seed in [0, 2^62) that no other ticket of the run shares but by chance."""
+    digest = hashlib.blake2b(f"{run_seed}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2

@@ -1,0 +1,197 @@
+"""The learner's side of the groups stream: B groups a step, none of them too old, chosen by the sampler."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from areal_q.config import Run
+from areal_q.messages import Group
+from buffer.interface import Entry, LearnerSide
+from buffer.sampling.replay_pool import Draw, Pool
+from buffer.sampling.samplers import Held
+from learner.data.admission import Feeder
+from learner.data.invalid_rewards import Failures
+from learner.data.staleness import Lineage
+from learner.data.starvation import Starvation, sentence
+
+logger = logging.getLogger(__name__)
+POLL_S = 0.2
+
+
+class Intake:
+    """Reads groups in stream order into the pool that the sampler draws from. Admission keeps most of them
+    within the bound; what is too old for the present version is dropped before every draw, counted, and its
+    place refilled; so is a group with too few valid responses for an advantage, where `drop_uniform` asks for
+    it one whose rewards are all equal, and what `buffer.removal` does not let stay. None of these is in the
+    trajectory log: that holds what was learnt from.
+
+    A task on which every group is uniform, solved or hopeless, would be sampled for ever.
+    """
+
+    def __init__(
+        self,
+        buffer: LearnerSide,
+        feeder: Feeder,
+        lineage: Lineage,
+        run: Run,
+        uses: dict[int, int] | None = None,
+    ) -> None:
+        self._buffer, self._feeder, self._lineage = buffer, feeder, lineage
+        self._max_lag, self._drop_uniform = run.learner.max_lag, run.learner.drop_uniform
+        self._fewest_valid = run.learner.fewest_valid
+        self._pool = Pool(run, buffer.position, uses)
+        self._starvation = Starvation()
+        self.told: Callable[[int, str], None] = lambda version, sentence: None
+        """Called with the version and a sentence while the learner starves"""
+        self._newest = -1
+        """Version that drew a token of any group read"""
+        self.dropped = 0
+        """Groups dropped for their age in versions since the process started"""
+        self.uniform = 0
+        """Groups dropped since then because their rewards were all equal"""
+        self.failures = Failures(2 * run.learner.groups * run.learner.group_size)
+        """Of the responses read since then, those of dropped groups among them"""
+        self.invalid = 0
+        """Groups dropped since then because too few of their responses were valid"""
+        self.removed = 0
+        """Groups dropped since then by `buffer.removal`"""
+        self.duplicates = 0
+        """Groups met since then whose ticket had counted already"""
+
+    @property
+    def position(self) -> str:
+        """Up to here all groups are finished: what a checkpoint records"""
+        return self._pool.position
+
+    @property
+    def uses(self) -> dict[int, int]:
+        """What a checkpoint records besides: of unfinished groups that were used, how often"""
+        return {n: k for n, k in self._pool.uses.items() if n in self._feeder.outstanding}
+
+    @property
+    def held(self) -> int:
+        """Groups that were read and are not finished"""
+        return len(self._pool)
+
+    def take(
+        self,
+        version: int,
+        stop: threading.Event,
+        make_room: Callable[[int], None] = lambda version: None,
+        publish: Callable[[], None] = lambda: None,
+    ) -> Draw | None:
+        """B groups no token of which lags more than η behind `version`; None when `stop` came first.
+        `make_room` is called, with `version`, while nothing comes in and Redis is full. `publish` returns once
+        the lineage knows `version`: a resumed learner meets groups that its abandoned history drew by that
+        number, and where its steps came out the same bit for bit, they are of its own."""
+        while not stop.is_set():
+            self._feeder.admit(version)
+            entries = self._read()
+            if entries and self._starvation.over():
+                self._buffer.starves("")
+            for entry in entries:
+                self._offer(entry)
+            if self._newest >= version and version not in self._lineage.digests:
+                publish()
+            self._remove(version)
+            drawn = self._pool.draw(version)
+            if drawn:
+                return drawn
+            if not entries:
+                self._starve(version)
+                if self._buffer.memory().full:
+                    make_room(version)
+        return None
+
+    def consumed(self) -> None:
+        """The step that used the groups last taken is over: only now do finished ones free their places."""
+        for item in self._pool.used():
+            self._feeder.done(item.group)
+
+    def lag(self, group: Group, version: int) -> int:
+        """The largest lag of any token in `group`."""
+        return max(self._lineage.lag(s, version) for t in group.trajectories for s in t.spans)
+
+    def _read(self) -> list[Entry]:
+        """What the pool wants; waits only while it has too little for a step."""
+        missing, ahead = self._pool.missing, self._pool.ahead
+        entries = self._buffer.read(missing, timeout_s=POLL_S) if missing else []
+        if ahead and len(entries) == missing:
+            entries += self._buffer.read(ahead, timeout_s=0.0)
+        return entries
+
+    def _offer(self, entry: Entry) -> None:
+        group, number = entry.group, entry.group.ticket.number
+        if number in self._pool or not self._feeder.expects(number):
+            self.duplicates += 1
+            self._pool.pass_over(entry)
+            logger.info("ticket %d counted already: its second group is passed over", number)
+            return
+        self._newest = max(self._newest, *(s.version for t in group.trajectories for s in t.spans))
+        self.failures.add(group)
+        if len(group.valid_trajectories) < self._fewest_valid:
+            self.invalid += 1
+            self._refuse(entry, "too few of its responses could be scored")
+        elif self._drop_uniform and is_uniform(group):
+            self.uniform += 1
+            self._refuse(entry, f"every reward is {group.valid_trajectories[0].reward}")
+        else:
+            self._pool.add(entry)
+
+    def _refuse(self, entry: Entry, reason: str) -> None:
+        """A group that teaches nothing is finished, and its place is free."""
+        self._pool.pass_over(entry)
+        self._feeder.done(entry.group)
+        logger.info("ticket %d dropped: %s", entry.group.ticket.number, reason)
+
+    def _remove(self, version: int) -> None:
+        old = self._pool.remove_older(lambda group: self.lag(group, version), self._max_lag)
+        self.dropped += len(old)
+        self._drop(old, "too old")
+        excess = self._pool.remove_excess(self._buffer.now_s)
+        self.removed += len(excess)
+        self._drop(excess, "over a bound of buffer.removal")
+
+    def _drop(self, items: Sequence[Held], reason: str) -> None:
+        for item in items:
+            self._feeder.done(item.group)
+        if items:
+            told = ", ".join(f"{item.number} (lag {item.lag})" for item in items)
+            logger.info("%d groups dropped, %s: tickets %s", len(items), reason, told)
+
+    def _starve(self, version: int) -> None:
+        """Frees the places of tickets and groups that were set aside as poison, and admits anew what an
+        abandoned history admitted at versions that this one has yet to reach.
+
+        Workers start on a ticket only with weights as new as its step, and claim the oldest tickets first.
+        Where a resumed learner comes to other weights than before, the groups that would lead it to those
+        versions are too old, so that workers full of such tickets would wait for groups that stand behind
+        them in the queue. As long as there are groups to learn from, such tickets stay as they are: after an
+        exact replay the work on them counts.
+        """
+        if self._buffer.rewind():
+            self._pool.rewind()
+            logger.warning(
+                "redis lost its newest groups, and its clock is behind: its stream is read anew"
+            )
+        if again := self._buffer.readmit(version):
+            logger.info(
+                "%d tickets of abandoned versions are admitted again at version %d", again, version
+            )
+        alive = self._buffer.open_tickets() | set(self._buffer.unread())
+        self._feeder.recount(alive | self._pool.numbers)
+        if seconds := self._starvation.due():
+            self._say_starved(version, seconds)
+
+    def _say_starved(self, version: int, seconds: float) -> None:
+        claims, workers = self._buffer.claims(), self._buffer.workers()
+        ready, needed = len(self._pool), self._pool.needed
+        said = sentence(seconds, ready, needed, claims, workers)
+        logger.warning(said)
+        self._buffer.starves(said)
+        self.told(version, said)
+
+
+def is_uniform(group: Group) -> bool:
+    """Whether every advantage of the group would be 0 (DAPO's dynamic sampling, arXiv 2503.14476 §3.2)."""
+    return len({t.reward for t in group.valid_trajectories}) == 1

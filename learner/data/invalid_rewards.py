@@ -1,0 +1,85 @@
+"""Rewards that failed: counted by cause over all responses that the learner has read, and judged anew in a
+replay."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec.structs import replace
+
+from areal_q.errors import ConfigError, TaskError
+from areal_q.messages import Group
+from learner.data.packing import CAUSES
+
+logger = logging.getLogger(__name__)
+FEWEST = 256
+"""Responses after which it may be said that the reward never worked"""
+
+
+class Failures:
+    """Counts since the process started. `invalid` are left out; `errors` are all, those that count as 0 too.
+    Where none of the first `hopeless` responses could be scored, the learner ends."""
+
+    def __init__(self, hopeless: int) -> None:
+        self._hopeless = max(hopeless, FEWEST)
+        self.responses = 0
+        self.errors = 0
+        self.invalid: Counter[str] = Counter()
+        self._told = 1
+
+    def add(self, group: Group) -> None:
+        """Counts the responses of a group. Raises TaskError where no reward has ever worked."""
+        failed = [t for t in group.trajectories if not t.valid]
+        self.responses += len(group.trajectories)
+        self.errors += len(failed)
+        self.errors += sum(
+            t.valid and t.reward_parts.get("error", 0) > 0 for t in group.trajectories
+        )
+        self.invalid.update(str(t.failure) for t in failed)
+        if failed:
+            self._tell()
+
+    def metrics(self) -> dict[str, float]:
+        by_cause = {f"buffer/invalid/{cause}": float(self.invalid[cause]) for cause in CAUSES}
+        return {"buffer/responses": self.responses, "buffer/reward_errors": self.errors, **by_cause}
+
+    def _tell(self) -> None:
+        total = self.invalid.total()
+        said = ", ".join(f"{count} {cause}" for cause, count in self.invalid.most_common())
+        if total == self.responses >= self._hopeless:
+            raise TaskError(
+                f"the reward failed for all of the first {total} responses ({said}); the workers' logs "
+                "say how: mend it, and continue with --resume"
+            )
+        if total >= self._told:  # the 1st, 2nd, 4th, 8th …: a log, not a flood
+            self._told = 2 * total
+            logger.warning(
+                "the reward failed for %d of %d responses (%s); they are left out of training, and "
+                "the workers' logs say how it failed",
+                total,
+                self.responses,
+                said,
+            )
+
+
+def judged(
+    groups: Sequence[Group],
+    weights: Sequence[float],
+    on_error: Literal["drop", "retry", "zero"],
+    fewest: int,
+) -> tuple[list[Group], list[float]]:
+    """Logged groups, with their weights, as another `reward.on_error` would have had them; without those of
+    which fewer than `fewest` responses are valid. Raises ConfigError where no group remains."""
+    zero = on_error == "zero"
+    found = [
+        replace(
+            group,
+            trajectories=[replace(t, valid=zero) if t.failure else t for t in group.trajectories],
+        )
+        for group in groups
+    ]
+    kept = [i for i, group in enumerate(found) if len(group.valid_trajectories) >= fewest]
+    if not kept:
+        raise ConfigError(f"reward.on_error = {on_error!r} leaves nothing to learn from in a step")
+    return [found[i] for i in kept], [weights[i] for i in kept] if weights else []

@@ -1,0 +1,150 @@
+"""The supervised phase before RL: enough skill that some responses earn a reward. Cached by content.
+
+~/.cache/areal-q/warmstart/<hash of everything that it depends on>/model.safetensors
+"""
+
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+from itertools import accumulate, count
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from areal_q.config import Run
+from areal_q.errors import Stopped
+from areal_q.models import Decoder, PackedLayout
+from areal_q.system.files import save_tensors
+from areal_q.tasks import Task, Tokenizer, problem_at
+
+logger = logging.getLogger(__name__)
+Progress = Callable[[int, float], None]
+"""(step, loss)"""
+REVISION = 2
+"""Part of the cache's key: raise it when the same settings come to give other weights"""
+WARMUP_STEPS = 20
+PROGRESS_STEPS = 10
+MEAN_STEPS = 8
+"""Of the running mean of the accuracy"""
+
+
+def warm_start(
+    model: Decoder,
+    run: Run,
+    task: Task,
+    tokenizer: Tokenizer,
+    progress: Progress,
+    stop: threading.Event,
+) -> Path | None:
+    """Trains `model` in place on correct answers, or loads the cached result, and returns the directory that it
+    was in. Raises Stopped when `stop` is set meanwhile."""
+    if run.warmstart.steps == 0:
+        return None
+    path = _cache_dir() / "warmstart" / _key(run, task) / "model.safetensors"
+    if _cached(path, model):
+        logger.info("warm start taken from %s", path.parent)
+        return path.parent
+    _train(model, run, task, tokenizer, progress, stop)
+    try:
+        _keep(model, path)
+    except (OSError, SafetensorError) as error:  # no home, no room: the next run trains again
+        logger.warning("the warm start cannot be cached for the next run: %s: %s", path, error)
+    return None
+
+
+def _keep(model: Decoder, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{os.getpid()}.tmp")
+    save_tensors({k: v.cpu().contiguous() for k, v in model.state_dict().items()}, part)
+    part.rename(path)
+
+
+def _cached(path: Path, model: Decoder) -> bool:
+    """Loads `path` into `model`. False where there is no such file, or none that can be read."""
+    try:
+        model.load_state_dict(load_file(path))
+    except FileNotFoundError:
+        return False
+    except (OSError, SafetensorError) as error:
+        logger.warning("%s: %s; it is made again", path, error)
+        return False
+    return True
+
+
+def _train(
+    model: Decoder,
+    run: Run,
+    task: Task,
+    tokenizer: Tokenizer,
+    progress: Progress,
+    stop: threading.Event,
+) -> None:
+    cfg = run.warmstart
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=(0.9, 0.95), fused=True)
+    numbers = count()
+    accuracy, nats = 0.0, 0.0
+    for step in range(cfg.steps):
+        if stop.is_set():
+            raise Stopped("during the warm start")
+        rows = [_row(task, next(numbers), run.seed, tokenizer) for _ in range(cfg.batch)]
+        loss, right = supervised_loss(model, rows)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = cfg.lr * min(1.0, (step + 1) / WARMUP_STEPS)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        accuracy += (right - accuracy) / MEAN_STEPS
+        nats = loss.item()
+        if step % PROGRESS_STEPS == 0:
+            progress(step, nats)
+        if accuracy >= cfg.until_accuracy:
+            break
+    progress(cfg.steps, nats)
+
+
+def _row(task: Task, number: int, seed: int, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    problem = problem_at(task, number, seed)
+    answer = [*tokenizer.encode(problem.answer), tokenizer.eos_id]
+    return tokenizer.encode_prompt(problem.prompt), answer
+
+
+def supervised_loss(
+    model: Decoder, rows: list[tuple[list[int], list[int]]]
+) -> tuple[torch.Tensor, float]:
+    """Mean cross-entropy, in nats, of the response tokens of (prompt, response) rows; and the share of
+    rows of which every token is the likeliest: those that greedy decoding gets right."""
+    device = next(model.parameters()).device
+    layout = PackedLayout.of([len(p) + len(r) for p, r in rows], device)
+    ids = torch.tensor([t for p, r in rows for t in (*p, *r)]).to(device, non_blocking=True)
+    starts = [0, *accumulate(layout.lengths)]
+    predict = torch.cat(
+        [
+            torch.arange(start + len(p) - 1, start + len(p) + len(r) - 1)
+            for start, (p, r) in zip(starts, rows, strict=False)
+        ]
+    )
+    predict = predict.to(device, non_blocking=True)
+    logits = model.logits(model(ids, layout)[predict])
+    hits = (logits.argmax(-1) == ids[predict + 1]).cpu().split([len(r) for _, r in rows])
+    right = sum(bool(hit.all()) for hit in hits) / len(rows)
+    return nn.functional.cross_entropy(logits, ids[predict + 1]), right
+
+
+def _key(run: Run, task: Task) -> str:
+    """Of the settings and of some of the problems themselves: a file may change under its path."""
+    some = range(min(len(task.train), 4096))
+    parts = [REVISION, run.model, run.task, run.warmstart, run.seed, len(task.train)]
+    parts += [problem_at(task, number, run.seed) for number in some]
+    return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=12).hexdigest()
+
+
+def _cache_dir() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "areal-q"

@@ -1,0 +1,53 @@
+"""A learner that waits for groups says so, with numbers, while it still waits."""
+
+import time
+from collections.abc import Sequence
+
+from areal_q.messages import WorkerStatus
+from buffer.interface import Claims
+
+SAY_AFTER_S = 20.0
+"""A wait for this long is told"""
+SAY_AGAIN_S = 60.0
+
+
+class Starvation:
+    """Tells when a wait is worth a message: after SAY_AFTER_S, and every SAY_AGAIN_S from then on."""
+
+    def __init__(self) -> None:
+        self.since_s: float | None = None
+        self._next_s = 0.0
+
+    def over(self) -> bool:
+        """Groups came in; returns whether a message was given before."""
+        told = self.since_s is not None and self._next_s > self.since_s + SAY_AFTER_S
+        self.since_s = None
+        return told
+
+    def due(self) -> float | None:
+        """Called while nothing comes in: the seconds waited where that is to be told now, else None."""
+        now_s = time.monotonic()
+        if self.since_s is None:
+            self.since_s, self._next_s = now_s, now_s + SAY_AFTER_S
+        if now_s < self._next_s:
+            return None
+        self._next_s = now_s + SAY_AGAIN_S
+        return now_s - self.since_s
+
+
+def sentence(
+    seconds: float, ready: int, needed: int, claims: Claims, workers: Sequence[WorkerStatus]
+) -> str:
+    """Example: no step for 20 s: 3 of 8 groups are ready; 16 tickets are open, 4 of them claimed (w0: 4);
+    w0 waits for version 9, with version 4; workers draw 0 tokens/s"""
+    held = ", ".join(f"{name}: {count}" for name, count in sorted(claims.by_worker.items()))
+    claimed = sum(claims.by_worker.values())
+    parts = [
+        f"no step for {seconds:.0f} s: {ready} of {needed} groups are ready",
+        f"{claims.open} tickets are open, {claimed} of them claimed"
+        + (f" ({held})" if held else ""),
+        *(f"{w.worker} waits for {w.waits_for}" for w in workers if w.waits_for),
+    ]
+    rate = sum(w.tokens_per_s for w in workers)
+    parts.append(f"workers draw {rate:,.0f} tokens/s" if workers else "no worker is alive")
+    return "; ".join(parts)

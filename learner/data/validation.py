@@ -1,0 +1,70 @@
+"""What fits the model that is learnt: settings about experts, and groups that come from elsewhere."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from areal_q.config import LearnerConfig
+from areal_q.errors import ConfigError, QuantizationError, RecordError
+from areal_q.messages import Group, Trajectory
+from areal_q.models import DecoderConfig
+from areal_q.quant import FORMATS
+from areal_q.quant.state_dict import is_quantized
+
+
+def check_experts(config: DecoderConfig, cfg: LearnerConfig) -> None:
+    """Raises ConfigError for settings that need experts where there are none, or none where there are."""
+    if config.sparse_layers:
+        if cfg.lora:
+            raise ConfigError("learner.lora: not with a mixture of experts")
+        return
+    for name in ("routing_replay", "router_aux_coef"):
+        if getattr(cfg, name):
+            raise ConfigError(f"learner.{name}: {config.family} has no experts")
+
+
+def check_format(model: nn.Module, format: str) -> None:
+    """Raises ConfigError for a number format that a linear of `model` does not go into, which is else found
+    out after the warm start."""
+    shapes = {
+        p.shape[-1]: name for name, p in model.named_parameters() if is_quantized(f"model.{name}")
+    }
+    for inputs, name in shapes.items():
+        try:
+            FORMATS[format].quantize(torch.zeros(1, inputs), name)
+        except QuantizationError as error:
+            raise ConfigError(f"rollout.format = {format!r}: {error}") from error
+
+
+def fits(config: DecoderConfig, longest: int) -> Callable[[Group], None]:
+    """A check that raises RecordError for a group whose tokens or routes are not those of such a model, or in
+    which a prompt and its response have more than `longest` tokens (learner.microbatch_tokens)."""
+    most = min(longest, config.max_positions)
+
+    def check(group: Group) -> None:
+        where = f"group of ticket {group.ticket.number}"
+        prompt = group.ticket.prompt_ids.shape[0]
+        for t in group.trajectories:
+            if prompt + t.num_tokens > most:
+                raise RecordError(
+                    f"{where}, trajectory {t.index}: {prompt + t.num_tokens} tokens with the prompt, more than "
+                    f"the {most} that learner.microbatch_tokens and the model's positions leave"
+                )
+            if t.response_ids.numpy().max() >= config.vocab_size:
+                raise RecordError(
+                    f"{where}, trajectory {t.index}: a token outside of {config.vocab_size}"
+                )
+            _check_routes(t, config, f"{where}, trajectory {t.index}")
+
+    return check
+
+
+def _check_routes(t: Trajectory, config: DecoderConfig, where: str) -> None:
+    if t.routes is None:
+        return
+    experts, layers = config.experts, len(config.sparse_layers)
+    if not experts or t.routes.shape[1:] != (layers, experts.per_token):
+        raise RecordError(f"{where}: routes {list(t.routes.shape)} of another model")
+    if t.routes.numpy().max() >= experts.count:
+        raise RecordError(f"{where}: routes to more than {experts.count} experts")

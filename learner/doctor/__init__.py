@@ -1,0 +1,1 @@
+"""`areal-q doctor`: where rollouts and learner disagree, and why."""

@@ -1,0 +1,102 @@
+"""`areal-q doctor RUN`: where rollouts and learner disagree, how much of it comes from what, and what to
+change. From the log and the checkpoints; also of a run that is going on.
+
+Exit codes: 0 nothing worse than a note, 1 a warning or an error was found, 2 no run or log (one line on
+stderr), 130 Ctrl-C.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from areal_q.errors import ConfigError, RecordError, UserError
+from areal_q.observability.metrics_log import has_ended
+from areal_q.system import command
+from areal_q.system.command import run_command
+
+POLL_S = 1.0
+"""Between two looks at a log that may have grown"""
+
+EXITS = (
+    "Exit codes: 0 nothing worse than a note; 1 a warning or an error was found; 2 no run or log."
+)
+
+
+def main(
+    directory: Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory")],
+    first: Annotated[
+        int | None, typer.Option("--from", min=0, help="first step; default: 10 before the end")
+    ] = None,
+    stop: Annotated[
+        int | None, typer.Option("--to", min=1, help="step to stop before; default: the log's end")
+    ] = None,
+    probe: Annotated[
+        int,
+        typer.Option(
+            "--probe",
+            min=0,
+            help="go on for so many steps at learning rate 0, beside RUN, and look at these",
+        ),
+    ] = 0,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="again whenever the log has grown, until the run ends")
+    ] = False,
+) -> None:
+    """Splits the gap between behaviour and learner by cause; writes RUN/doctor.json.
+
+    With --probe, every version has the same weights: what is left is quantization and the engine.
+
+    Exit codes: 0 fine, or nothing worse than a note; 1 look at what is named; 2 no such run, or no log.
+    """
+
+    if follow and (probe or stop is not None):
+        raise ConfigError("--follow: goes on to the log's end, so without --probe and --to")
+    console = command.console()
+    if probe:
+        from learner.doctor.same_weights import same_weights_run
+
+        directory, first, stop = same_weights_run(directory, probe, console), None, None
+    stop, grave = _look(directory, first, stop, console)
+    while follow and _grows(directory, stop):
+        console.rule(time.strftime("%H:%M:%S"))
+        stop, grave = _look(directory, first, None, console)
+    raise typer.Exit(1 if grave else 0)
+
+
+def _look(directory: Path, first: int | None, stop: int | None, console) -> tuple[int, bool]:
+    """Examines, shows and writes; (the step after the last, whether something is worse than a note)."""
+    from learner.doctor.examine import examine
+    from learner.doctor.tables import screen, write
+
+    examined = examine(directory, first, stop, console)
+    screen(examined, console)
+    try:
+        write(examined, directory / "doctor.json")
+        typer.echo(directory / "doctor.json")
+    except OSError as error:  # a run that can be read, and not written to
+        typer.echo(f"{directory / 'doctor.json'}: not written: {error.strerror}")
+    return examined.stop, any(finding.severity != "note" for finding in examined.findings)
+
+
+def _grows(directory: Path, stop: int) -> bool:
+    """Waits until the log goes beyond step `stop` - 1, or the run has ended without that."""
+    from buffer.logs.trajectory_log import logged_steps
+
+    while True:
+        ended = has_ended(directory)
+        if logged_steps(directory) > stop:
+            return True
+        if ended:
+            return False
+        time.sleep(POLL_S)
+
+
+if __name__ == "__main__":
+    try:
+        run_command("doctor", main, EXITS)
+    except (UserError, RecordError) as error:
+        print(f"areal-q: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)

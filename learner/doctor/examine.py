@@ -1,0 +1,102 @@
+"""One examination: the log as it is, then the window of steps replayed with the probe."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from areal_q.config import Run
+from areal_q.errors import CheckpointError, LogError
+from areal_q.models import DecoderConfig
+from areal_q.observability.reward_signal import FailureLog, reward_name, times
+from areal_q.observability.run_summary import mean
+from buffer.logs.step_log import iter_steps
+from buffer.logs.trajectory_log import iter_log, logged_steps
+from learner import checkpoint
+from learner.doctor.diagnosis import TERMS, Case, Finding, LogFacts, TokenTable, diagnose, look_at
+from learner.doctor.probe import Probe
+from learner.replay.compare import compare
+from learner.replay.replay_steps import Replay, recorded_settings
+
+WINDOW = 10
+"""Steps looked at unless told: the newest"""
+
+
+@dataclass(frozen=True)
+class Examined:
+    directory: Path
+    run: Run
+    first: int
+    stop: int
+    facts: LogFacts
+    tokens: TokenTable
+    """Empty where the steps could not be replayed"""
+    findings: list[Finding]
+    exact: bool | None
+    """Whether the replay came out as recorded; None: there was none"""
+    note: str
+    """Why there was none"""
+
+
+def examine(directory: Path, first: int | None, stop: int | None, console: Console) -> Examined:
+    """Raises LogError where there is no run or no step in its log."""
+    run = recorded_settings(directory)
+    end = logged_steps(directory)
+    asked, stop = stop, end if stop is None else min(stop, end)
+    records = list(iter_steps(directory / "steps", 0, stop))
+    steps = [record.step for record in records]
+    if not steps:
+        raise LogError(f"{directory / 'steps'}: {_nothing_logged(directory, run, asked)}")
+    stop = steps[-1] + 1
+    first = max(steps[0], stop - WINDOW) if first is None else first
+    if first >= stop:
+        raise LogError(f"{directory / 'steps'}: no record of step {first}")
+    logged = iter_log(directory / "trajectories", first, stop, validate=False)
+    model = _model(directory)
+    facts = look_at(logged, model.eos_ids if model else ())
+    probe, exact, note = Probe(run, first), None, ""
+    if facts.missing or facts.positive:
+        note = "the log breaks its contract, so its steps were not replayed"
+    else:
+        try:
+            exact = _replay(directory, first, stop, probe, console)
+        except CheckpointError as error:
+            note = f"no decomposition: {error}"
+    tokens = probe.table() if probe.parts else empty()
+    metrics = [r.metrics for r in records if r.step >= first]
+    disagreement = mean(metrics, "routing/disagreement")
+    experts = bool(model and model.sparse_layers)
+    findings = diagnose(Case(run, facts, tokens, disagreement, experts, metrics))
+    return Examined(directory, run, first, stop, facts, tokens, findings, exact, note)
+
+
+def _nothing_logged(directory: Path, run: Run, asked: int | None) -> str:
+    """Why there is no step, as far as the logs of the workers tell."""
+    log, text = FailureLog(directory), "no step is logged" + (f" before {asked}" if asked else "")
+    failed = log.read()
+    told = f"; the reward {reward_name(run)} failed {times(failed)}: {log.last}" if failed else ""
+    return text + told
+
+
+def _replay(directory: Path, first: int, stop: int, probe: Probe, console: Console) -> bool:
+    replay = Replay(directory, None, first, stop)
+    same = True
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        for one in bar.track(replay.steps(probe), len(replay.records), description="replaying"):
+            same = same and not compare(one, replay.exact)
+    return same
+
+
+def _model(directory: Path) -> DecoderConfig | None:
+    found = checkpoint.steps(directory / "checkpoints")
+    model = checkpoint.read_state(found[-1]).model if found else {}
+    return DecoderConfig.from_hf(model) if model else None
+
+
+def empty() -> TokenTable:
+    none = np.zeros(0)
+    whole = dict.fromkeys(("step", "lag", "position", "response"), none.astype(np.int64))
+    real = dict.fromkeys(("advantage", "behavior", "proximal", "entropy"), none)
+    return TokenTable(**whole, **real, terms=np.zeros((0, len(TERMS))))

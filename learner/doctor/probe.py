@@ -1,0 +1,186 @@
+"""The doctor's measurements: every logged token scored again by the policies that lie between behaviour and
+learner (the chain in learner/doctor/diagnosis/token_ratios.py), at steps that are replayed for it.
+
+A replay makes every version of its window again, bit for bit, so that the weights of version u are at hand
+though no checkpoint of exactly u was kept. Memory: three or four copies of the model for each of the newest
+max_lag + 1 versions.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from areal_q.config import Run
+from areal_q.messages import Group
+from areal_q.models import Decoder
+from areal_q.models.bf16_rounding import round_frozen, round_rest
+from areal_q.models.lora import adapted
+from areal_q.models.published_state import published_state
+from areal_q.models.quantized_forward import QuantLinear, linears, use
+from areal_q.quant import dequantize_state
+from areal_q.quant.aqn import noise_of, with_noise
+from areal_q.quant.state_dict import parts_of, rest_in_bf16
+from areal_q.quant.sticky_scales import StickyRanges
+from learner.backends.single_device import Trainer
+from learner.data.packing import Sample, samples_of
+from learner.data.staleness import Lineage
+from learner.doctor.diagnosis import TERMS, TokenTable
+from learner.measure.rescore import Scorer
+
+UNKNOWN = -1
+
+
+class Version:
+    """The policies that stand for one version: as learnt, with the published noise, with quantized
+    weights, as the engine runs it. `sticky`: the ranges that it was published with, where scales are sticky."""
+
+    def __init__(
+        self, model: Decoder, run: Run, number: int, sticky: StickyRanges | None = None
+    ) -> None:
+        format = run.rollout.format
+        noise = noise_of(run.rollout.aqn, number, run.seed)
+        self.learnt = copy.deepcopy(model).requires_grad_(False)
+        self.noisy = self.learnt
+        if noise:
+            self.noisy = copy.deepcopy(self.learnt)
+            self.noisy.load_state_dict(with_noise(model.state_dict(), noise, run.learner.uaq))
+        rounds = run.rollout.unquantized == "bf16"
+        if adapted(self.noisy):  # runs on the published tensors as the engine does
+            if noise and rounds:
+                round_frozen(self.noisy)
+            self.dequantized = self.engine = self.noisy
+            return
+        published = published_state(self.noisy, format, sticky)
+        if rounds:
+            published = rest_in_bf16(published, format)
+        self.dequantized = copy.deepcopy(self.noisy)
+        self.dequantized.load_state_dict(dequantize_state(published, format))
+        self.engine = copy.deepcopy(self.noisy)
+        use(QuantLinear, self.engine, format)
+        if sticky:
+            for name, linear in linears(self.engine).items():
+                linear.take(parts_of(published, name, format))  # type: ignore[attr-defined]
+        round_rest(self.engine, rounds)
+
+
+@dataclass
+class Probe:
+    """Called before every replayed step (`Replay.steps`); measures those from `first` on."""
+
+    run: Run
+    first: int
+    versions: dict[int, Version] = field(default_factory=dict)
+    parts: list[TokenTable] = field(default_factory=list)
+    responses: int = 0
+
+    def __call__(
+        self, trainer: Trainer, step: int, groups: Sequence[Group], lineage: Lineage
+    ) -> None:
+        keep = self.run.learner.max_lag + 1
+        self.versions = {v: self.versions[v] for v in self.versions if v > step - keep}
+        if step > self.first - keep:
+            self.versions[step] = Version(trainer.model, self.run, step, trainer.sticky)
+        if step >= self.first:
+            cfg = trainer.cfg
+            samples = samples_of(groups, cfg.advantage, lineage, step, mask=cfg.mask)
+            sampling = [g.ticket.sampling.temperature for g in groups for _ in g.valid_trajectories]
+            self.parts.append(self._measure(trainer, step, samples, sampling, lineage))
+            self.responses += len(samples)
+
+    def table(self) -> TokenTable:
+        """All tokens that count, with finite log-probs."""
+        return joined(self.parts)
+
+    def _measure(
+        self,
+        trainer: Trainer,
+        step: int,
+        samples: Sequence[Sample],
+        temperatures: list[float],
+        lineage: Lineage,
+    ) -> TokenTable:
+        score = Scorer(trainer.cfg)
+        proximal, entropy = score(trainer.model, samples, trainer.temperature)
+        spans = [s.trajectory.spans for s in samples]
+        version = np.concatenate(
+            [np.repeat([self._known(x, lineage) for x in y], [x.tokens for x in y]) for y in spans]
+        )
+        first_span = np.concatenate(
+            [np.arange(s.trajectory.num_tokens) < s.trajectory.spans[0].tokens for s in samples]
+        )
+        behavior = _tokens(samples, "behavior_logprobs").astype(np.float64)
+        lengths = [s.trajectory.num_tokens for s in samples]
+        terms = np.full((len(behavior), len(TERMS)), np.nan)
+        for u in np.unique(version[version != UNKNOWN]):
+            mine = version == u
+            chain = self._chain(
+                score, self.versions[int(u)], samples, mine, temperatures, trainer.temperature
+            )
+            levels = np.stack([proximal, *chain, behavior])[:, mine]
+            split = -np.diff(levels, axis=0)
+            rest, begun = split[-1], first_span[mine]
+            terms[mine] = np.stack(
+                [*split[:-1], np.where(begun, 0.0, rest), np.where(begun, rest, 0.0)], axis=1
+            )
+        table = TokenTable(
+            step=np.full(len(behavior), step),
+            lag=np.concatenate([s.lag for s in samples]),
+            position=np.concatenate([np.arange(n) for n in lengths]),
+            response=np.repeat(np.arange(len(samples)) + self.responses, lengths),
+            advantage=np.repeat([s.advantage for s in samples], lengths),
+            behavior=behavior,
+            proximal=proximal,
+            entropy=entropy,
+            terms=terms,
+        )
+        return table.where((_tokens(samples, "loss_mask") != 0) & np.isfinite(behavior))
+
+    def _known(self, span, lineage: Lineage) -> int:
+        """The version that drew `span`, if its weights are at hand; a number alone does not tell."""
+        same = lineage.digests.get(span.version) == span.digest
+        return span.version if same and span.version in self.versions else UNKNOWN
+
+    def _chain(
+        self,
+        score: Scorer,
+        version: Version,
+        samples: Sequence[Sample],
+        mine: np.ndarray,
+        temperatures: list[float],
+        learner: float,
+    ) -> list[np.ndarray]:
+        """float64 [N] each: log-probs under θ_u, θ_u + Z, deq Q, π_Q, and π_Q at the recorded temperatures;
+        only those of `mine` bool [N] mean anything. `learner` is the learner's own temperature."""
+        ends = np.cumsum([s.trajectory.num_tokens for s in samples])
+        chosen = [i for i, part in enumerate(np.split(mine, ends[:-1])) if part.any()]
+        some = [samples[i] for i in chosen]
+        places = np.concatenate(
+            [np.arange(ends[i] - samples[i].trajectory.num_tokens, ends[i]) for i in chosen]
+        )
+        found = [score(version.learnt, some, learner)[0]]
+        quiet = version.noisy is version.learnt
+        found.append(found[0] if quiet else score(version.noisy, some, learner)[0])
+        found += [score(m, some, learner)[0] for m in (version.dequantized, version.engine)]
+        last = found[-1].copy()
+        recorded = np.repeat(
+            [temperatures[i] for i in chosen], [samples[i].trajectory.num_tokens for i in chosen]
+        )
+        for t in sorted({temperatures[i] for i in chosen} - {learner, 0.0}):
+            last[recorded == t] = score(version.engine, some, t)[0][recorded == t]
+        out = []
+        for values in (*found, last):
+            whole = np.zeros(len(mine))
+            whole[places] = values
+            out.append(whole)
+        return out
+
+
+def joined(parts: Sequence[TokenTable]) -> TokenTable:
+    names = TokenTable.__dataclass_fields__
+    return TokenTable(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
+
+
+def _tokens(samples: Sequence[Sample], name: str) -> np.ndarray:
+    return np.concatenate([getattr(s.trajectory, name).numpy() for s in samples])

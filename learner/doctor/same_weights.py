@@ -1,0 +1,72 @@
+"""The same-weights probe: a few more steps of a run at learning rate 0, through engine and buffer.
+
+All versions then hold the same weights, so staleness is 0 whatever the lag: what is left of the gap is
+quantization and the engine.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from areal_q.cli.launcher import launch
+from areal_q.config import dump_toml, override
+from areal_q.errors import CheckpointError
+from buffer.redis_store import LearnerBuffer
+from learner import checkpoint
+from learner.replay.replay_steps import recorded_settings
+
+
+def same_weights_run(directory: Path, steps: int, console: Console) -> Path:
+    """Resumes a copy of the run's newest checkpoint in `directory/NAME-probe`; returns that directory.
+
+    Raises CheckpointError where there is no checkpoint, KeyboardInterrupt where the probe was killed.
+    """
+    found = checkpoint.steps(directory / "checkpoints")
+    if not found:
+        raise CheckpointError(f"{directory / 'checkpoints'}: no checkpoint to probe")
+    start = checkpoint.read_state(found[-1]).step
+    recorded = recorded_settings(directory)
+    run = override(
+        recorded,
+        f'name="{recorded.name}-probe"',
+        f'root="{directory}"',
+        f"steps={start + steps}",
+        "learner.optimizer.lr=0.0",
+        "eval.problems=1",
+        "checkpoint.keep=1000",
+        "rollout.workers=1",
+    )
+    # Noise would differ from version to version, whose weights are to be the same.
+    run = msgspec.structs.replace(run, rollout=msgspec.structs.replace(run.rollout, aqn=None))
+    probe = directory / run.name
+    if probe.exists():
+        shutil.rmtree(probe)
+    probe.mkdir()
+    shutil.copytree(found[-1], probe / "checkpoints" / found[-1].name)
+    (probe / "config.toml").write_text(dump_toml(run))
+    if url := os.environ.get("REDIS_URL"):  # an earlier probe may have been there
+        buffer = LearnerBuffer(url, run.name)
+        buffer.forget()
+        buffer.close()
+    with console.status(f"{steps} steps at learning rate 0 from step {start}"):
+        if launch(run, True, _Quiet(console)) != 0:
+            raise KeyboardInterrupt
+    return probe
+
+
+class _Quiet:
+    """A view of the probe's run that leaves the screen to the doctor."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def start(self, run_dir: Path) -> None: ...
+    def refresh(self) -> None: ...
+    def note(self, text: str) -> None:
+        self._console.print(text)
+
+    def stop(self) -> None: ...
+    def finish(self) -> None: ...

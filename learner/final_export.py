@@ -1,0 +1,33 @@
+"""The end of a run: the model in Hugging Face layout, in the parameterisation that others expect."""
+
+import copy
+import logging
+
+from areal_q.models import save_decoder
+from areal_q.models.hf_adapters import save_adapted
+from areal_q.quant.uaq import fold_back
+from areal_q.tasks import build_tokenizer
+from learner.loop import Learner
+
+logger = logging.getLogger(__name__)
+
+
+def finish(learner: Learner, step: int) -> None:
+    """Exports `hf/` and writes the `end` record: done, or drained before the last step."""
+    run = learner.run
+    policy, tokenizer = learner.trainer.model, build_tokenizer(run)
+    if run.learner.lora:
+        save_adapted(policy, learner.dir, run.learner.lora, run.learner.uaq, tokenizer)
+    else:
+        model = copy.deepcopy(policy)
+        if run.learner.uaq > 1:
+            fold_back(model, run.learner.uaq)
+        save_decoder(model, learner.dir / "hf", tokenizer)
+    accuracy = learner.heldout.accuracy
+    learner.metrics.write(
+        "end",
+        step,
+        {} if accuracy is None else {"eval/accuracy": accuracy},
+        reason="done" if step == run.steps else "drained",
+        model=str(learner.dir / "hf"),
+    )

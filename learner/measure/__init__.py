@@ -1,0 +1,1 @@
+"""Measurements beside training: engine fidelity, rescoring, token records."""

@@ -1,0 +1,136 @@
+"""The fidelity meter: is a logged log-prob the one that the engine's own weights give?
+
+A sample of the groups that were learnt from is scored again with exactly the tensors that were published as
+their version, quantized as the engine has them, everything else in float32. What remains between the two is
+the engine: its kernels, its rounding, its bugs. Unlike mismatch/kl no quantization and no lag is in it.
+
+Only the first version of a response is looked at: what comes after a swap of weights may rest on keys and
+values of the version before. It needs the logged trajectory alone, so it works for every engine.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from areal_q.config import Run
+from areal_q.messages import Group
+from areal_q.models import Decoder, DecoderConfig
+from areal_q.models.lora import LORA_SCALE
+from areal_q.weights.version import WeightVersion
+from learner.data.packing import Sample
+from learner.measure.rescore import Scorer, engine_policy
+
+logger = logging.getLogger(__name__)
+
+
+class FidelityMeter:
+    """Holds the newest max_lag + 2 published versions, in the memory that the broadcaster lent from, and the
+    policy of those that it needed. It takes no part in the step: a replay does without."""
+
+    def __init__(self, run: Run) -> None:
+        self._cfg, self._config = run.learner.fidelity, run.learner
+        self._format = run.rollout.format
+        self._keep = run.learner.max_lag + 2
+        self._score = Scorer(run.learner)
+        self._versions: dict[str, WeightVersion] = {}
+        self._policies: dict[str, Decoder] = {}
+        self._warned: set[str] = set()
+
+    def published(self, version: WeightVersion) -> None:
+        """Remembers the version by its digest, and forgets the oldest."""
+        if not self._cfg.share:
+            return
+        self._versions[version.manifest.digest] = version
+        for digest in list(self._versions)[: -self._keep]:
+            del self._versions[digest]
+            self._policies.pop(digest, None)
+
+    def measure(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Mean and largest |gap| in nats a token, in all and by engine, and the newest version looked at; the
+        bound alone where no group was chosen. Logs a warning the first time that an engine's mean is beyond the
+        bound."""
+        if not self._cfg.share:
+            return {}
+        gaps: dict[str, list[np.ndarray]] = defaultdict(list)
+        newest: dict[str, int] = {}
+        for engine, version, gap in self._gaps([g for g in groups if self._chosen(g)]):
+            gaps[engine].append(gap)
+            newest[engine] = max(version, newest.get(engine, 0))
+        joined = {engine: np.concatenate(parts) for engine, parts in gaps.items()}
+        joined = {engine: gap for engine, gap in joined.items() if gap.size}
+        values = {"fidelity/bound_nats": self._cfg.bound_nats}
+        for engine, gap in joined.items():
+            values |= _summary(f"fidelity/engine_{engine}/", gap)
+            values[f"fidelity/engine_{engine}/version"] = newest[engine]
+            self._warn(engine, float(gap.mean()))
+        if joined:
+            values |= _summary("fidelity/", np.concatenate(list(joined.values())))
+        return values
+
+    def _chosen(self, group: Group) -> bool:
+        """Every 1/share-th ticket number, evenly: floor(n · share) steps there."""
+        number, share = group.ticket.number, self._cfg.share
+        return int((number + 1) * share) > int(number * share)
+
+    def _gaps(self, groups: Sequence[Group]) -> Iterator[tuple[str, int, np.ndarray]]:
+        """(engine, version, |gap| float64 [N]) for each engine, version and temperature."""
+        alike: dict[tuple[str, str, float], list[Sample]] = defaultdict(list)
+        for group in groups:
+            for sample in _samples(group):
+                digest = sample.trajectory.spans[0].digest
+                if digest in self._versions:
+                    alike[group.engine, digest, group.ticket.sampling.temperature].append(sample)
+        for (engine, digest, temperature), samples in alike.items():
+            found, _ = self._score(self._policy(digest), samples, temperature)
+            version = self._versions[digest].manifest.version
+            yield engine, version, _compared(samples, found)
+
+    def _policy(self, digest: str) -> Decoder:
+        if digest not in self._policies:
+            version = self._versions[digest]
+            config = DecoderConfig.from_hf(version.manifest.model)
+            self._policies[digest] = engine_policy(
+                config,
+                version.tensors,
+                self._format,
+                self._config.device,
+                float(version.manifest.extra.get(LORA_SCALE, 0.0)),
+            )
+        return self._policies[digest]
+
+    def _warn(self, engine: str, mean: float) -> None:
+        if mean > self._cfg.bound_nats and engine not in self._warned:
+            self._warned.add(engine)
+            logger.warning(
+                "engine %s: its log-probs are %.3g nats a token from those of its weights, "
+                "beyond learner.fidelity.bound_nats = %s",
+                engine,
+                mean,
+                self._cfg.bound_nats,
+            )
+
+
+def _samples(group: Group) -> Iterator[Sample]:
+    for t in group.trajectories:
+        yield Sample(
+            group=group.ticket.number,
+            prompt_ids=group.ticket.prompt_ids.numpy(),
+            trajectory=t,
+            advantage=0.0,
+            lag=np.zeros(t.num_tokens, np.int64),
+        )
+
+
+def _compared(samples: Sequence[Sample], found: np.ndarray) -> np.ndarray:
+    """|recorded − found| of the sampled tokens of each response's first version."""
+    trajectories = [s.trajectory for s in samples]
+    recorded = np.concatenate([t.behavior_logprobs.numpy() for t in trajectories])
+    drawn = np.concatenate([t.loss_mask.numpy() != 0 for t in trajectories])
+    first = np.concatenate([np.arange(t.num_tokens) < t.spans[0].tokens for t in trajectories])
+    return np.abs(recorded.astype(np.float64) - found)[drawn & first]
+
+
+def _summary(prefix: str, gap: np.ndarray) -> dict[str, float]:
+    return {f"{prefix}gap_mean_nats": float(gap.mean()), f"{prefix}gap_max_nats": float(gap.max())}

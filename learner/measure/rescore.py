@@ -1,0 +1,65 @@
+"""Any model's log-probs of logged responses; and the model that an engine runs, made from published tensors."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_q.config import LearnerConfig
+from areal_q.models import Decoder, DecoderConfig
+from areal_q.models.lora import AdaptedLinear, adapter_of
+from areal_q.models.quantized_forward import QuantLinear, linears
+from areal_q.quant import is_quantized
+from areal_q.quant.state_dict import parts_of
+from learner.backends.single_device import token_logprobs
+from learner.data.packing import Sample, microbatches, pack
+
+
+def engine_policy(
+    config: DecoderConfig,
+    published: Mapping[str, Tensor],
+    format: str,
+    device: str = "cpu",
+    lora_scale: float = 0.0,
+) -> Decoder:
+    """π_Q: the policy as an engine runs the tensors `published` in `format`, everything else in float32.
+
+    There are no master weights beneath it, so nothing can be learnt. Draws no random number.
+    """
+    with torch.device("meta"):
+        model = Decoder(config)
+    for name, linear in linears(model).items():
+        with torch.device("meta"):
+            new = QuantLinear(linear.in_features, linear.out_features, linear.bias is not None)
+        new.format = format
+        new.take({k: t.to(device) for k, t in parts_of(published, name, format).items()})
+        if adapter := adapter_of(published, name):
+            pair = adapter[0].to(device), adapter[1].to(device)
+            new.product = AdaptedLinear(new.product, [pair], [len(pair[1])], lora_scale)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, new)
+    names = [name for name in model.state_dict() if not is_quantized(name)]
+    rest = {name: published[name].to(device).float() for name in names}
+    model.load_state_dict(rest, strict=False, assign=True)
+    return model.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Log-probs and entropies, float64 [N], of the response tokens of samples under any model."""
+
+    cfg: LearnerConfig
+
+    @torch.no_grad()
+    def __call__(
+        self, model: Decoder, samples: Sequence[Sample], temperature: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        cuts = microbatches(samples, self.cfg.microbatch_tokens)
+        replay = self.cfg.routing_replay
+        parts = [
+            token_logprobs(model, pack(cut, self.cfg.device), temperature, replay) for cut in cuts
+        ]
+        logprobs, entropy = (torch.cat(x).double().cpu().numpy() for x in zip(*parts, strict=True))
+        return logprobs, entropy

@@ -1,0 +1,68 @@
+"""Looks at a step while it is taken, and keeps what the token log holds. Changes nothing in it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_q.algorithms import LossInputs, Surrogate
+from buffer.logs.token_log import MARKS, TokenScores
+from learner.data.packing import PackedBatch
+
+
+class TokenTap:
+    """What every token's last visit of the step looked like, by micro-batch, on the CPU."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, int], tuple[PackedBatch, dict[str, np.ndarray]]] = {}
+
+    def begin(self) -> None:
+        """A new step: forgets the last one."""
+        self._seen = {}
+
+    def add(
+        self, batch: PackedBatch, before: LossInputs, visit: LossInputs, out: Surrogate
+    ) -> None:
+        """One visit: `before` the first update π_θ was π_prox. A later visit takes the place of this."""
+        assert before.entropy is not None
+        columns = {
+            "proximal_logprobs": before.proximal_logprobs,
+            "logprobs": visit.logprobs,
+            "entropy": before.entropy,
+            "advantages": visit.advantages,
+            "lag": visit.version_lag.int(),
+            "marks": marks(out),
+            "behavior_logprobs": visit.behavior_logprobs,
+            "mask": visit.mask,
+        }
+        self._seen[batch.responses[0]] = (
+            batch,
+            {name: column.detach().cpu().numpy() for name, column in columns.items()},
+        )
+
+    def scores(self) -> TokenScores:
+        """Of the step that was begun last, in the order in which micro-batches were first visited."""
+        batches, columns = zip(*self._seen.values(), strict=True)
+        responses = np.array([r for batch in batches for r in batch.responses], np.int64)
+        joined = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
+        return TokenScores(
+            number=responses[:, 0], index=responses[:, 1], lengths=_lengths(batches), **joined
+        )
+
+
+def marks(out: Surrogate) -> Tensor:
+    """uint8 [T]: the sum of the MARKS that hold for each token."""
+    total = torch.zeros_like(out.objective, dtype=torch.uint8)
+    for name, bit in MARKS.items():
+        flags = None if name == "dropped" else getattr(out, name)
+        if name == "dropped" and out.kept is not None:
+            flags = ~out.kept
+        if flags is not None:
+            total += flags.to(torch.uint8) * bit
+    return total
+
+
+def _lengths(batches: Sequence[PackedBatch]) -> np.ndarray:
+    counts = [torch.bincount(b.sequence_ids, minlength=b.num_sequences) for b in batches]
+    return torch.cat(counts).cpu().numpy()

@@ -1,0 +1,223 @@
+"""The learner over several processes: `torchrun --nproc-per-node N -m learner …`.
+
+    rank 0   train_step ─▶ MultiProcessUpdater.update ──samples──▶ every rank: update_policy on its share
+             whole weights ◀──gathered, tensor by tensor──┘       (collectives of FSDP2, or of Megatron)
+
+| wait              | for                         | unblocked by                                       |
+|-------------------|-----------------------------|----------------------------------------------------|
+| follow            | rank 0's next message       | MultiProcessUpdater's methods                      |
+| every collective  | all other ranks             | their being alive: torchrun ends all when one dies |
+
+Rank 0 holds a whole copy of the weights on the host besides its shard, and of the moments when a checkpoint is
+taken: what it publishes, saves and exports is what one process would, so that a run goes on with any number
+of ranks, and with either backend. Others need nothing but rank 0 and the settings: neither the model's files,
+nor Redis, nor the run's directory.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from areal_q.config import AdamW, MegatronBackend, Run, TorchBackend
+from areal_q.errors import ConfigError, UserError
+from learner.backends.base import Shard
+from learner.backends.data_parallel import Ranks
+from learner.backends.messages import Begin, Collect, End, Message, Piece, Reset, Step
+from learner.backends.single_device import Trainer
+from learner.checkpoint.files import write_share
+from learner.data.packing import Sample
+from learner.measure.token_recorder import TokenTap
+from learner.policy_advantages import needs_policy
+from learner.policy_update import update_policy
+
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def _fsdp(begin: Begin, run: Run, ranks: Ranks, whole: Trainer | None) -> Shard:
+    from learner.backends.fsdp import fsdp_shard
+
+    return fsdp_shard(begin, run, ranks, whole)
+
+
+def _megatron(begin: Begin, run: Run, ranks: Ranks, whole: Trainer | None) -> Shard:
+    from learner.backends.megatron.policy import megatron_shard
+
+    return megatron_shard(begin, run, ranks, whole)
+
+
+BACKENDS: dict[type, Callable[[Begin, Run, Ranks, Trainer | None], Shard]] = {
+    TorchBackend: _fsdp,
+    MegatronBackend: _megatron,
+}
+
+
+def join(run: Run) -> Ranks:
+    """This process among those that torchrun started. Raises ConfigError for settings that cannot go with
+    so many, or with the backend."""
+    size, device = int(os.environ.get("WORLD_SIZE", "1")), run.learner.device
+    for name, asked in _refused(run, size).items():
+        if asked:
+            kind = run.learner.backend.__struct_config__.tag
+            raise ConfigError(f"{name}: not with {size} processes of backend {kind} on {device}")
+    if isinstance(run.learner.backend, MegatronBackend):
+        from learner.backends.megatron import require
+
+        require(run.learner.backend, size)
+    # Rank 0 may wait for rollouts as long as it takes; that all are alive is torchrun's business.
+    backend, timeout = (
+        "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo",
+        timedelta(days=7),
+    )
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    return Ranks(dist.get_rank(), size)
+
+
+def _refused(run: Run, size: int) -> dict[str, bool]:
+    """Settings that were asked for in vain, by name."""
+    cfg, backend = run.learner, run.learner.backend
+    sharing = size
+    if isinstance(backend, MegatronBackend):
+        sharing = size // (backend.tensor * backend.pipeline)
+    # Every rank's advantages come from what it computed itself.
+    too_few = needs_policy(cfg) and cfg.groups // cfg.minibatches < sharing
+    found = {
+        "learner.groups / learner.minibatches": too_few,
+        # The forward's own numbers are those of the format.
+        "learner.dtype": cfg.dtype != "float32"
+        and (cfg.precision != "full" or cfg.lora is not None),
+    }
+    if isinstance(backend, TorchBackend):
+        found["learner.backend.offload"] = backend.offload and not cfg.device.startswith("cuda")
+    else:
+        found["learner.optimizer.type"] = not isinstance(cfg.optimizer, AdamW)
+    return found
+
+
+def tell(ranks: Ranks, message: Message) -> None:
+    """Sends `message` from rank 0 to every other rank."""
+    ranks.broadcast(msgspec.msgpack.encode(message))
+
+
+def dismiss(ranks: Ranks) -> None:
+    """Ends the other ranks, as this process is about to end."""
+    if dist.is_initialized():
+        tell(ranks, End())
+        dist.destroy_process_group()
+
+
+def leave() -> NoReturn:
+    """Ends this process well, but without the interpreter's own end: a thread of a collective that lets go of
+    its last tensor in the middle of that aborts the process, and torchrun would call the run failed."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def hear(ranks: Ranks) -> Message:
+    """Returns rank 0's next message.
+
+    Raises UserError if rank 0 ended without one: its own last words are what the user has to read.
+    """
+    try:
+        data = ranks.broadcast(b"")
+    except RuntimeError as error:
+        raise UserError(f"rank {ranks.rank}: rank 0 is gone: {error}".splitlines()[0]) from error
+    return _decoder.decode(data)
+
+
+class MultiProcessUpdater:
+    """Rank 0's PolicyUpdater: each update is made by all ranks together."""
+
+    def __init__(self, trainer: Trainer, run: Run, ranks: Ranks) -> None:
+        """Shards `trainer` over `ranks`; its own weights stay whole and are gathered after every update."""
+        self.trainer, self._ranks, self._run = trainer, ranks, run
+        self._broken = True
+        """True while other ranks may be in the middle of something"""
+        begin = Begin(
+            trainer.model.config.to_hf(),
+            trainer.temperature,
+            trainer.updates,
+            trainer.skipped,
+            moments=bool(trainer.optimizer.state),
+        )
+        tell(ranks, begin)
+        self._shard = BACKENDS[type(run.learner.backend)](begin, run, ranks, trainer)
+        self._broken = False
+        if self.shares:
+            # The other ranks own the moments from here on.
+            trainer.optimizer.state.clear()
+            if trainer.critic is not None:
+                trainer.critic.optimizer.state.clear()
+
+    @property
+    def shares(self) -> int:
+        return self._ranks.size - 1 if self._run.checkpoint.sharded else 0
+
+    def update(
+        self, samples: Sequence[Sample], recorder: TokenTap | None = None
+    ) -> dict[str, float]:
+        whole = self.trainer
+        self._broken = True
+        tell(self._ranks, Step([Piece.of(sample) for sample in samples]))
+        values = update_policy(self._shard, samples, recorder)
+        whole.before_write()
+        self._shard.gather_weights(whole)
+        self._broken = False
+        whole.updates, whole.skipped = self._shard.updates, self._shard.skipped
+        return values
+
+    def collect(self, staged: Path | None = None) -> dict[str, Tensor]:
+        tell(self._ranks, Collect(str(staged or "")))
+        if staged:
+            return self._shard.share_of_rest(self.trainer)
+        self._shard.gather_rest(self.trainer)
+        return {}
+
+    def reset_reference(self) -> None:
+        tell(self._ranks, Reset())
+        self._shard.reset_reference()
+        self.trainer.reset_reference()
+
+    def close(self) -> None:
+        """Lets the other ranks go. After a failure it tells them nothing: this process ends with an error, and
+        torchrun ends the others."""
+        if not self._broken:
+            self._shard.close()
+            dismiss(self._ranks)
+
+
+def follow(run: Run, ranks: Ranks) -> None:
+    """Runs the other ranks' side: takes part in each step until rank 0 ends."""
+    begin = hear(ranks)
+    if not isinstance(begin, Begin):
+        dist.destroy_process_group()
+        return
+    shard = BACKENDS[type(run.learner.backend)](begin, run, ranks, None)
+    while True:
+        match hear(ranks):
+            case Step(pieces):
+                update_policy(shard, [piece.sample() for piece in pieces])
+                shard.gather_weights(None)
+            case Collect(""):
+                shard.gather_rest(None)
+            case Collect(staged):
+                write_share(Path(staged), ranks.rank, shard.share_of_rest(None))
+            case Reset():
+                shard.reset_reference()
+            case _:
+                shard.close()
+                dist.destroy_process_group()
+                return

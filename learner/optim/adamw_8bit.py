@@ -1,0 +1,192 @@
+"""AdamW whose moments take a byte each: blocks of 256 numbers, scaled by the block's largest, each stored as
+the nearest of 256 values (arXiv 2110.02861).
+
+The values stand dense near 0, over seven decades: decade i ∈ 0…6, (10^(i-7), 10^(i-6)], is cut into 2^i equal
+parts (2^(i+1) where there is no sign) whose middles are values, besides 0 and 1. So a moment x of a block with
+the largest magnitude M is off by at most 0.45 · 10^(i-6) · M / 2^(i+1): near M by 0.7 %, of the second moment
+by half that. bitsandbytes has the same values and blocks in CUDA; this is plain torch, on any device.
+
+Of a parameter that FSDP2 shards by rows, each rank has the codes of its rows. Blocks are those of the whole
+parameter, flattened, wherever shards end: so moments do not depend on the number of ranks. Where a border cuts
+a block, which it cannot where rows are a multiple of 256 long, the ranks agree on the block's largest: a number
+per border and moment, in one collective.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal_q.quant.activations import on
+from learner.optim.dtensor import local, most_rows
+
+BLOCK = 256
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+"""Whether it has a sign"""
+LARGEST = "_max"
+"""Ends the name of what scales a moment's blocks"""
+
+
+@cache
+def code_values(signed: bool) -> Tensor:
+    """float32 [256], ascending; the dynamic tree of the paper's §2.1."""
+    values = [0.0, 1.0]
+    for i in range(7):
+        parts = 2 ** (i if signed else i + 1)
+        middles = [0.1 + 0.9 * (k + 0.5) / parts for k in range(parts)]
+        values += [m * 10.0 ** (i - 6) for m in middles]
+    if signed:
+        values += [-v for v in values if 0 < v < 1]
+    return torch.tensor(sorted(values))
+
+
+def quantize(x: Tensor, signed: bool, lead: int = 0) -> tuple[Tensor, Tensor]:
+    """float32 of any shape → (codes uint8 [n], largest magnitude of each block float32 [⌈(lead + n)/256⌉]).
+    The first block begins `lead` numbers before x."""
+    largest = block_maxima(x, lead)
+    return encode(x, largest, signed, lead), largest
+
+
+def block_maxima(x: Tensor, lead: int = 0) -> Tensor:
+    flat = x.flatten()
+    blocks = -(-(lead + len(flat)) // BLOCK)
+    end = blocks * BLOCK - lead - len(flat)
+    return torch.nn.functional.pad(flat, (lead, end)).view(blocks, BLOCK).abs().amax(-1)
+
+
+def encode(x: Tensor, largest: Tensor, signed: bool, lead: int = 0) -> Tensor:
+    """Codes uint8 [n] of x, whose blocks are scaled by `largest`."""
+    values, flat = on(code_values(signed), x.device), x.flatten()
+    scaled = flat / _spread(largest.clamp(min=torch.finfo(torch.float32).tiny), len(flat), lead)
+    return torch.bucketize(scaled, (values[1:] + values[:-1]) / 2).to(torch.uint8)
+
+
+def dequantize(codes: Tensor, largest: Tensor, signed: bool, lead: int = 0) -> Tensor:
+    """float32 [n]"""
+    values = on(code_values(signed), codes.device)
+    return values[codes.int()] * _spread(largest, len(codes), lead)
+
+
+def _spread(largest: Tensor, count: int, lead: int) -> Tensor:
+    return largest.repeat_interleave(BLOCK)[lead : lead + count]
+
+
+class Part:
+    """What this rank has of a parameter, flattened: all of it, or the rows of its shard."""
+
+    def __init__(self, p: Tensor) -> None:
+        self.local = local(p)
+        self.all_blocks = -(-p.numel() // BLOCK)
+        """Of the parameter"""
+        self._group, starts, rank = None, [0], 0
+        if self.local is not p:
+            self._group = p.device_mesh.get_group()  # type: ignore[attr-defined]
+            rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+            most = most_rows(p, size) * (p.numel() // len(p))
+            starts = [min(i * most, p.numel()) for i in range(size)]
+        count = self.local.numel()
+        self._cut = sorted({s // BLOCK for s in starts if s % BLOCK and s < p.numel()})
+        self._first, self.lead = divmod(starts[rank] if count else 0, BLOCK)
+        self._blocks = -(-(self.lead + count) // BLOCK)
+
+    def agree(self, *largest: Tensor) -> None:
+        """On those of blocks that a border cuts, in place. Collective."""
+        if not self._cut:
+            return
+        own = [(i, b - self._first) for i, b in enumerate(self._cut)]
+        own = [(i, b) for i, b in own if 0 <= b < self._blocks]
+        at, blocks = [i for i, _ in own], [b for _, b in own]
+        shared = self.local.new_zeros(len(largest), len(self._cut), dtype=torch.float32)
+        for row, mine in zip(shared, largest, strict=True):
+            row[at] = mine[blocks]
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
+        for row, mine in zip(shared, largest, strict=True):
+            mine[blocks] = row[at]
+
+    def joined(self, largest: Tensor) -> Tensor:
+        """Those of the parameter's blocks, from what each rank has. Collective."""
+        found = largest.new_zeros(self.all_blocks)
+        found[self._first : self._first + self._blocks] = largest
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return found
+
+    def own(self, largest: Tensor) -> Tensor:
+        """This rank's of the parameter's."""
+        return largest[self._first : self._first + self._blocks].clone()
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """The arguments of torch.optim.AdamW; parameters of fewer than `small` elements keep float32 moments."""
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        small: int,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._small = small
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+
+    def _update(self, p: Tensor, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        slot, part = self.state[p], Part(p)
+        if not slot:
+            self._begin(slot, p, part)
+        slot["step"] += 1
+        weights, t, grad = part.local, float(slot["step"]), local(p.grad).float()
+        (b1, b2), lr = group["betas"], group["lr"]
+        mean = _get(slot, "exp_avg", part).lerp_(grad, 1 - b1)
+        square = _get(slot, "exp_avg_sq", part).mul_(b2).addcmul_(grad, grad, value=1 - b2)
+        denominator = (square / (1 - b2**t)).sqrt_().add_(group["eps"])
+        weights.mul_(1 - lr * group["weight_decay"])
+        weights.addcdiv_(mean.to(p.dtype), denominator.to(p.dtype), value=-lr / (1 - b1**t))
+        if f"exp_avg{LARGEST}" in slot:
+            _put(slot, part, {"exp_avg": mean, "exp_avg_sq": square})
+
+    def _begin(self, slot: dict[str, Tensor], p: Tensor, part: Part) -> None:
+        slot["step"] = torch.tensor(0.0)
+        for name in MOMENTS:
+            if p.numel() < self._small:
+                slot[name] = torch.zeros_like(p, dtype=torch.float32)
+            else:
+                codes = torch.zeros_like(p, dtype=torch.uint8)
+                slot[name] = codes.flatten() if part.local is p else codes
+                slot[f"{name}{LARGEST}"] = block_maxima(torch.zeros_like(part.local), part.lead)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's own would turn codes into numbers of the parameters' dtype."""
+        super().load_state_dict(state_dict)
+        params = [p for group in self.param_groups for p in group["params"]]
+        for index, slot in state_dict["state"].items():
+            kept = {k: v.to(params[index].device, copy=True) for k, v in slot.items()}
+            self.state[params[index]] = kept | {"step": kept["step"].cpu()}
+
+
+def _get(slot: dict[str, Tensor], name: str, part: Part) -> Tensor:
+    """In the shape of the shard: the moment itself, or what its codes stand for."""
+    kept, largest = local(slot[name]), slot.get(f"{name}{LARGEST}")
+    if largest is None:
+        return kept
+    return dequantize(kept.flatten(), largest, MOMENTS[name], part.lead).view(part.local.shape)
+
+
+def _put(slot: dict[str, Tensor], part: Part, moments: dict[str, Tensor]) -> None:
+    largest = {name: block_maxima(x, part.lead) for name, x in moments.items()}
+    part.agree(*largest.values())
+    for name, x in moments.items():
+        slot[f"{name}{LARGEST}"] = largest[name]
+        codes = encode(x, largest[name], MOMENTS[name], part.lead)
+        kept = local(slot[name])
+        kept.copy_(codes.view(kept.shape))

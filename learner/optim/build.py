@@ -1,0 +1,130 @@
+"""Optimizers: built from their settings, warmed up and decayed, clipped, and kept from non-finite steps."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from areal_q.config.optimizers import AdamW, AdamW8bit, Muon, OptimizerConfig
+from learner.optim import adamw_8bit
+
+NOT_HIDDEN = ("embed_tokens.weight", "lm_head.weight", "head.weight", "mlp.gate.weight")
+"""Matrices at the ends of the model, and routers of experts, whose rows are classes as those of a head are"""
+
+
+def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:
+    """For the parameters that learn; weight decay acts on matrices only, not on norms and biases."""
+    return OPTIMIZERS[type(cfg)](model, cfg)
+
+
+def in_order(shapes: Mapping[str, torch.Size]) -> list[str]:
+    """Names of a model's parameters as its AdamW numbers them."""
+    return sorted(shapes, key=lambda name: len(shapes[name]) < 2)
+
+
+def _groups(model: nn.Module, cfg: OptimizerConfig, without: set[nn.Parameter]) -> list[dict]:
+    learning = [p for p in model.parameters() if p.requires_grad and p not in without]
+    return [
+        {"params": [p for p in learning if p.ndim >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in learning if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def _adamw(model: nn.Module, cfg: AdamW) -> torch.optim.Optimizer:
+    groups = _groups(model, cfg, set())
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+
+
+def _adamw8bit(model: nn.Module, cfg: AdamW8bit) -> torch.optim.Optimizer:
+    groups = _groups(model, cfg, set())
+    return adamw_8bit.AdamW8bit(groups, cfg.lr, cfg.betas, cfg.eps, cfg.small)
+
+
+def _muon(model: nn.Module, cfg: Muon) -> torch.optim.Optimizer:
+    hidden = [
+        p
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.ndim == 2 and not name.endswith(NOT_HIDDEN)
+    ]
+    if not hidden:
+        return _adamw(model, AdamW(lr=cfg.lr, betas=cfg.betas, eps=cfg.eps))
+    muon = _muon_for(hidden)(
+        hidden,
+        lr=cfg.lr,
+        weight_decay=cfg.weight_decay,
+        momentum=cfg.momentum,
+        ns_steps=cfg.iterations,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    others = _groups(model, cfg, set(hidden))
+    adamw = torch.optim.AdamW(others, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+    return Several(muon, adamw)
+
+
+def _muon_for(hidden: list[nn.Parameter]) -> type[torch.optim.Muon]:
+    if not hasattr(hidden[0], "to_local"):
+        return torch.optim.Muon
+    from learner.optim.sharded_muon import ShardedMuon
+
+    return ShardedMuon
+
+
+OPTIMIZERS: dict[type, Callable[[nn.Module, Any], torch.optim.Optimizer]] = {
+    AdamW: _adamw,
+    AdamW8bit: _adamw8bit,
+    Muon: _muon,
+}
+
+
+class Several(torch.optim.Optimizer):
+    """Optimizers of different parameters as one: groups and state are shared with them."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._parts = parts
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for part in self._parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for part in self._parts:
+            part.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+
+def learning_rate(cfg: OptimizerConfig, update: int) -> float:
+    """Of optimizer step `update`: a linear rise, then along half a cosine or a line from lr to final · lr,
+    if any."""
+    if update < cfg.warmup_steps:
+        return cfg.lr * (update + 1) / (cfg.warmup_steps + 1)
+    if cfg.decay_steps == 0:
+        return cfg.lr
+    progress = min(1.0, (update - cfg.warmup_steps) / cfg.decay_steps)
+    fallen = progress if cfg.decay == "linear" else (1 - math.cos(math.pi * progress)) / 2
+    return cfg.lr * (1 - (1 - cfg.final) * fallen)
+
+
+def optimizer_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: float
+) -> tuple[float, bool]:
+    """Clips and steps. Returns the gradient norm before clipping, and whether the step was taken:
+    one whose gradient is not finite is skipped, so that a single bad batch cannot poison the weights."""
+    total = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    # Of a sharded model it is spread over the ranks. (DTensor's import takes a second of the CPU.)
+    norm = float(total.full_tensor() if hasattr(total, "full_tensor") else total)  # type: ignore[attr-defined]
+    taken = math.isfinite(norm)
+    if taken:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm, taken

@@ -1,0 +1,92 @@
+"""Muon for matrices that FSDP2 shards by rows; the arithmetic is that of torch's own.
+
+    rows of an update, every rank ──gather──▶ its owner: Newton–Schulz of the whole ──scatter──▶ rows of a step
+
+Only the whole matrix can be orthogonalised. Matrices are sorted by size and dealt out round robin, so that the
+ranks work at the same time on matrices of about the same size. Weights and momentum stay sharded; a rank holds
+one whole update at a time. Updates travel in bfloat16, to which Newton–Schulz rounds them anyway: what comes
+out is, but for the rounding of the gradients' sums, what one process computes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from learner.optim.dtensor import most_rows
+
+
+class ShardedMuon(torch.optim.Muon):
+    """torch.optim.Muon, for DTensors of two dimensions sharded along the first. `step` is a collective."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            learning = [p for p in group["params"] if p.grad is not None]
+            learning.sort(key=lambda p: -p.numel())
+            size = dist.get_world_size(learning[0].device_mesh.get_group()) if learning else 1
+            for first in range(0, len(learning), size):
+                self._round(learning[first : first + size], group)
+
+    def _round(self, params: list[DTensor], group: dict[str, Any]) -> None:
+        """The owner of a matrix is the rank of its number."""
+        own: Tensor | None = None
+        for owner, p in enumerate(params):
+            whole = _gather_rows(self._update(p, group), p, owner)
+            own = whole if whole is not None else own
+        step = _unit_step(own, group) if own is not None else None
+        for owner, p in enumerate(params):
+            rows = _scatter_rows(step, p, owner)
+            p.to_local().mul_(1 - group["lr"] * group["weight_decay"]).add_(rows, alpha=group["lr"])
+
+    def _update(self, p: DTensor, group: dict[str, Any]) -> Tensor:
+        """This rank's rows of the momentum, with Nesterov's look ahead."""
+        assert isinstance(p.grad, DTensor)
+        slot = self.state[p]
+        if "momentum_buffer" not in slot:
+            slot["momentum_buffer"] = torch.zeros_like(p.grad)
+        momentum, grad = slot["momentum_buffer"].to_local(), p.grad.to_local()
+        momentum.lerp_(grad, 1 - group["momentum"])
+        return grad.lerp(momentum, group["momentum"])
+
+
+def _unit_step(update: Tensor, group: dict[str, Any]) -> Tensor:
+    """What a step of lr 1 adds to the matrix whose update is given: that of torch's Muon without momentum."""
+    zero = nn.Parameter(torch.zeros_like(update))
+    zero.grad = update
+    settings = {"ns_steps": group["ns_steps"], "adjust_lr_fn": group["adjust_lr_fn"]}
+    torch.optim.Muon(
+        [zero], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, **settings
+    ).step()
+    return zero.detach()
+
+
+def _gather_rows(rows: Tensor, p: DTensor, owner: int) -> Tensor | None:
+    """The whole matrix, float32, on its owner."""
+    mesh = p.device_mesh
+    group, most = mesh.get_group(), most_rows(p, mesh.size())
+    sent = nn.functional.pad(rows.bfloat16(), (0, 0, 0, most - len(rows))).to(mesh.device_type)
+    if dist.get_rank(group) != owner:
+        dist.gather(sent, group=group, group_dst=owner)
+        return None
+    found = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.gather(sent, found, group=group, group_dst=owner)
+    return torch.cat(found)[: len(p)].float()
+
+
+def _scatter_rows(whole: Tensor | None, p: DTensor, owner: int) -> Tensor:
+    """This rank's rows of the owner's `whole`; of other ranks it is not looked at."""
+    mesh, local = p.device_mesh, p.to_local()
+    group, most = mesh.get_group(), most_rows(p, mesh.size())
+    rows = torch.empty(most, p.shape[1], device=mesh.device_type)
+    parts = None
+    if dist.get_rank(group) == owner:
+        assert whole is not None
+        size = dist.get_world_size(group)
+        padded = nn.functional.pad(whole, (0, 0, 0, most * size - len(whole)))
+        parts = list(padded.split(most))
+    dist.scatter(rows, parts, group=group, group_src=owner)
+    return rows[: len(local)].to(local.device)

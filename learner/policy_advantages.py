@@ -1,0 +1,82 @@
+"""Advantages that need more than rewards: the critic's values, or the distance to the reference policy.
+
+They are computed over the whole batch at once, from what the learner found before the first update.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from areal_q.algorithms import LossInputs, gae, group_advantages, reward_penalty, segment_sum
+from areal_q.algorithms.advantages import Combine, alone
+from areal_q.config import Gae, LearnerConfig
+from learner.data.packing import Sample
+
+
+def needs_policy(cfg: LearnerConfig) -> bool:
+    """Whether advantages have to wait for the learner's own forward."""
+    in_reward = cfg.reference_kl is not None and cfg.reference_kl.place == "reward"
+    return in_reward or isinstance(cfg.advantage, Gae)
+
+
+def with_advantages(
+    inputs: Sequence[LossInputs],
+    samples: Sequence[Sample],
+    cfg: LearnerConfig,
+    combine: Combine = alone,
+) -> list[LossInputs]:
+    """`inputs`, the micro-batches of all `samples` in their order, with advantages and, for GAE, returns.
+    On several ranks each has samples of its own, whole groups; `combine` sums over the ranks.
+
+    A token's reward is -coef · KL, where the KL is in the reward, and at the last token that counts the
+    response's reward as well. For all but GAE the response's reward is the sum of these. Advantages are
+    multiplied by the samples' weights.
+    """
+    starts = accumulate((x.num_sequences for x in inputs), initial=0)
+    ids = torch.cat([x.sequence_ids + start for x, start in zip(inputs, starts, strict=False)])
+    mask = torch.cat([x.mask for x in inputs])
+    rewards = torch.tensor([s.trajectory.reward for s in samples], device=mask.device)
+    penalty = torch.zeros(len(ids), device=mask.device)
+    if cfg.reference_kl is not None and cfg.reference_kl.place == "reward":
+        names = ("proximal_logprobs", "reference_logprobs")
+        proximal, reference = (_joined(inputs, name) for name in names)
+        penalty = reward_penalty(proximal, reference, mask, cfg.reference_kl)
+    sizes = [len(x.mask) for x in inputs]
+    weights = torch.tensor([s.weight for s in samples], device=mask.device)
+    if isinstance(cfg.advantage, Gae):
+        per_token = at_last_token(rewards, mask, ids) - penalty
+        found, returns = gae(
+            per_token, _joined(inputs, "old_values"), mask, ids, cfg.advantage, combine
+        )
+        found = found * weights[ids]
+        columns = zip(found.split(sizes), returns.split(sizes), strict=True)
+        return [
+            replace(x, advantages=advantages, returns=returns)
+            for x, (advantages, returns) in zip(inputs, columns, strict=True)
+        ]
+    rewards = rewards - segment_sum(penalty, ids, len(samples))
+    groups = torch.tensor([s.group for s in samples], device=mask.device)
+    ids_of = groups.unique(return_inverse=True)[1]
+    per_response = group_advantages(rewards, ids_of, cfg.advantage, combine)
+    parts = (per_response * weights)[ids].split(sizes)
+    return [replace(x, advantages=part) for x, part in zip(inputs, parts, strict=True)]
+
+
+def at_last_token(rewards: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+    """rewards [S] → [T]: each at the last counted token of its sequence, 0 elsewhere. A sequence without
+    one goes unrewarded.
+
+    Example: rewards [1, 5], mask [1, 1, 0, 1], sequence_ids [0, 0, 0, 1] → [0, 1, 0, 5].
+    """
+    places = torch.arange(len(mask), device=mask.device).where(mask, -1)
+    last = torch.full((len(rewards),), -1, device=mask.device)
+    last = last.scatter_reduce(0, sequence_ids, places, "amax")
+    counted = last >= 0
+    return rewards.new_zeros(len(mask)).index_copy(0, last[counted], rewards[counted])
+
+
+def _joined(inputs: Sequence[LossInputs], name: str) -> Tensor:
+    return torch.cat([getattr(x, name) for x in inputs])

@@ -1,0 +1,77 @@
+"""From the learner's parameters to a published version: quantized, described, hashed, handed over."""
+
+import time
+import uuid
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from areal_q.config import Run
+from areal_q.models import Decoder
+from areal_q.models.lora import LORA_SCALE
+from areal_q.models.published_state import published_state
+from areal_q.quant.aqn import noise_of, with_noise
+from areal_q.quant.code_changes import codes_moved
+from areal_q.quant.state_dict import rest_in_bf16
+from areal_q.quant.sticky_scales import StickyRanges
+from areal_q.weights import version as weights
+from areal_q.weights.payload_pool import PayloadPool
+from areal_q.weights.version import WeightVersion
+
+
+def sticky_ranges(run: Run) -> StickyRanges | None:
+    """None yet in use; or None, where scales are recomputed, or there are none to change."""
+    drift = run.rollout.sticky_scales
+    changes = run.rollout.format != "bf16" and not run.learner.lora
+    return StickyRanges(drift) if drift and changes else None
+
+
+class Publisher:
+    """Quantizes the model as engines will run it. UAQ's scaling is already in the learner's weights
+    (learner/build.py), so what is published needs no folding: the function is the same."""
+
+    def __init__(self, run: Run, sticky: StickyRanges | None = None) -> None:
+        """`sticky`: the ranges of the version before, where scales are sticky; None: of none."""
+        self._run = run
+        self._pool = PayloadPool()
+        self._epoch = uuid.uuid4().hex
+        self._ranges = sticky or sticky_ranges(run)
+        self._last: WeightVersion | None = None
+        self.codes_moved = 0.0
+        """Share of the codes that differ between the last two versions made"""
+        self.make_s = 0.0
+        """What the last version took"""
+
+    def make(
+        self, model: Decoder, version: int, beside: Mapping[str, Tensor] | None = None
+    ) -> WeightVersion:
+        """Version `version` of `model`, and the tensors `beside`, such as KV scales.
+
+        Raises QuantizationError naming a tensor that is not finite.
+        """
+        began = time.perf_counter()
+        run, format = self._run, self._run.rollout.format
+        lora = run.learner.lora
+        noise = noise_of(run.rollout.aqn, version, run.seed)
+        published = published_state(model, format, self._ranges)
+        published = with_noise(published, noise, run.learner.uaq)
+        if run.rollout.unquantized == "bf16":
+            published = rest_in_bf16(published, format)
+        made = weights.pack(
+            published | dict(sorted((beside or {}).items())),
+            run=run.name,
+            epoch=self._epoch,
+            version=version,
+            format=format,
+            uaq_scale=run.learner.uaq,
+            model=model.config.to_hf(),
+            published_s=time.time(),
+            noise=noise,
+            extra={LORA_SCALE: lora.alpha / lora.rank} if lora else None,
+            pool=self._pool,
+        )
+        if self._last is not None:
+            self.codes_moved = codes_moved(self._last.tensors, made.tensors, format)
+        self._last = made
+        self.make_s = time.perf_counter() - began
+        return made

@@ -1,0 +1,1 @@
+"""Logged learner steps again, offline: replay, comparison and export."""

@@ -1,0 +1,194 @@
+"""`areal-q replay RUN`: learner steps again, offline, from a checkpoint and the log.
+
+Exit codes: 0 as recorded, or other settings were asked for; 1 something differs; 2 no run, checkpoint or
+log to replay (one line on stderr); 130 Ctrl-C.
+"""
+
+import sys
+from bdb import BdbQuit
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from areal_q.errors import ConfigError, RecordError, UserError
+from areal_q.system import command
+from areal_q.system.command import run_command
+
+First = Annotated[
+    int | None, typer.Option("--from", min=0, help="first step; default: of the first checkpoint")
+]
+Stop = Annotated[
+    int | None, typer.Option("--to", min=1, help="step to stop before; default: the log's end")
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="a.b=c, such as learner.objective.type=tbpo")
+]
+
+EXITS = (
+    "Exit codes: 0 as recorded, or another history was asked for; 1 something differs; 2 "
+    "nothing to replay, or a setting that cannot change, which one line names."
+)
+
+
+def main(
+    directory: Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory")],
+    first: First = None,
+    stop: Stop = None,
+    settings: Settings = None,
+    until_diverges: Annotated[
+        bool, typer.Option("--until-diverges", help="stop at the first step that differs")
+    ] = False,
+    step: Annotated[int | None, typer.Option(min=0, help="this step alone, every metric")] = None,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="with --step: a debugger before the update")
+    ] = False,
+) -> None:
+    """Re-runs the learner steps of RUN and compares them with what was recorded.
+
+    With --set, what would have happened on the same samples: both histories side by side, in
+    RUN/replay/ as a figure and as CSV.
+    """
+    if step is not None:
+        first, stop = step, step + 1
+    elif first is not None and stop is not None and stop <= first:
+        raise ConfigError(
+            f"--to {stop} is not after --from {first}: --to is the step to stop before"
+        )
+    elif debug:
+        raise ConfigError("--debug: say in which step, by --step N")
+    # torch and all that needs it only now, so that a wrong option is answered at once.
+    from learner.replay.replay_steps import Replay
+    from learner.replay.tables import every_metric
+
+    replay = Replay(directory, settings, first, stop)
+    console = command.console()
+    done, differing = _run(replay, console, until_diverges, debug)
+    if step is not None:
+        console.print(every_metric(done[-1]))
+    if replay.what_if:
+        _show_both(replay, done, differing, console)
+    else:
+        _verdict(replay, done, differing, console)
+        raise typer.Exit(1 if differing else 0)
+
+
+def _run(replay, console: Console, until_diverges: bool, debug: bool):
+    """(the steps asked for, the differences of each step that has any)."""
+    from learner.replay.compare import compare
+
+    done, differing = [], {}
+    columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    stops_in = replay.first if debug else None
+
+    def before(trainer, number, groups, lineage) -> None:
+        if number == stops_in:
+            bar.stop()
+            try:
+                inspect(trainer, number, groups, lineage)
+            except BdbQuit:
+                raise typer.Exit from None
+
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task("", total=len(replay.records))
+        for one in replay.steps(before):
+            bar.advance(task)
+            if one.record.step < replay.first:
+                continue
+            done.append(one)
+            if differences := compare(one, replay.exact):
+                differing[one.record.step] = differences
+                if until_diverges:
+                    break
+    return done, differing
+
+
+def inspect(trainer, step: int, groups, lineage) -> None:
+    """Stops inside step `step`, before its update. At hand: `samples`, one a response; `parts`, one an
+    optimizer step, each a list of micro-batches; `batch` (PackedBatch) and `inputs` (LossInputs) of the
+    first; `trainer`, with `trainer.model`."""
+    from learner.data.packing import samples_of
+    from learner.policy_update import prepare
+
+    cfg = trainer.cfg
+    samples = samples_of(groups, cfg.advantage, lineage, step, mask=cfg.mask)
+    parts = prepare(trainer, samples)
+    batch, inputs = parts[0][0]  # noqa: RUF059
+    typer.echo(
+        f"step {step}: {len(samples)} samples, {len(parts)} parts; look at samples, parts[0][0], batch, "
+        "inputs, trainer.model; `c` goes on, `q` ends"
+    )
+    breakpoint()
+    typer.echo(f"step {step}: on to the update")
+
+
+def _verdict(replay, done, differing, console: Console) -> None:
+    from learner.replay.compare import TOLERANCES, ranges
+
+    how = "bit for bit"
+    if not replay.exact:
+        console.print(f"logged on    {replay.records[0].machine}\nreplayed on  {replay.machine}")
+        bounds = ", ".join(f"{k} ± {r:g} of it + {a:g}" for k, (r, a) in TOLERANCES.items())
+        console.print(f"other arithmetic, so compared within tolerances: {bounds}")
+        how = "within tolerances"
+    numbers = f"every metric ({len(done[0].record.metrics)}), loss and gradient norm among them,"
+    if all(one.digest for one in done):
+        numbers = f"{numbers} and weights"
+    if not replay.exact:
+        numbers = "loss, gradient norm, KL, entropy"
+    steps = [one.record.step for one in done]
+    if not differing:
+        console.print(f"[green]{ranges(steps)}: {numbers} {how}[/]")
+    else:
+        first = min(differing)
+        same = [s for s in steps if s < first]
+        if same:
+            console.print(f"[green]{ranges(same)}: {numbers} {how}[/]")
+        console.print(f"[red]step {first} differs: {len(differing[first])} numbers[/]")
+        for difference in differing[first][:8]:
+            console.print(f"  {difference}")
+        if len(differing) > 1:
+            console.print(
+                f"{len(differing)} of {len(steps)} steps differ, the last is {max(differing)}"
+            )
+    if replay.exact and steps[-1] + 1 == replay.stop:
+        _compare_checkpoint(replay, console)
+
+
+def _compare_checkpoint(replay, console: Console) -> None:
+    unequal = replay.unequal_tensors(replay.stop)
+    if unequal is None:
+        return
+    name = f"checkpoint step-{replay.stop:06d}"
+    if unequal:
+        console.print(f"[red]{name}: {len(unequal)} tensors differ, {unequal[0]} first[/]")
+    else:
+        console.print(f"[green]{name}: weights and optimizer equal, tensor by tensor[/]")
+
+
+def _show_both(replay, done, differing, console: Console) -> None:
+    from learner.replay.compare import ranges
+    from learner.replay.tables import draw, side_by_side, write_csv
+
+    out = replay.directory / "replay"
+    out.mkdir(exist_ok=True)
+    steps = ranges([one.record.step for one in done])
+    changed = ", ".join(replay.settings)
+    draw(done, f"{replay.directory.name}, {steps}, with {changed}", out / "replay.png")
+    write_csv(done, out / "replay.csv")
+    console.print(f"{steps} with {changed}: another history, on the samples that were logged")
+    console.print(side_by_side(done, console.width))
+    for step, differences in sorted(differing.items())[:1]:
+        console.print(f"step {step} is the first that differs: {differences[0]}")
+    typer.echo(f"both histories: {out / 'replay.png'}, {out / 'replay.csv'}")
+
+
+if __name__ == "__main__":
+    try:
+        run_command("replay", main, EXITS)
+    except (UserError, RecordError) as error:
+        print(f"areal-q: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,71 @@
+"""What was recorded beside what came out: the numbers that differ, and by how much."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from learner.replay.replay_steps import Replayed
+
+WEIGHTS = "weights"
+LEADING = ("train/loss", "train/grad_norm", "reward/mean", "lag/mean", "mismatch/kl")
+"""Named first where several metrics differ"""
+TOLERANCES = {
+    "train/loss": (0.0, 1e-3),
+    "train/grad_norm": (2e-2, 0.0),
+    "mismatch/kl": (0.0, 1e-3),
+    "policy/entropy": (1e-3, 1e-3),
+}
+"""(relative, absolute) where only rounding can differ: another device, instruction set or cut of a batch"""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One number of one step that did not come out as recorded."""
+
+    step: int
+    metric: str
+    recorded: float | None
+    """None: not recorded, or no number"""
+    replayed: float | None
+
+    def __str__(self) -> str:
+        if self.recorded is None or self.replayed is None:
+            what = "differ" if self.metric == WEIGHTS else f"{self.recorded} became {self.replayed}"
+            return f"{self.metric} {what}"
+        by = self.replayed - self.recorded
+        share = f", {abs(by / self.recorded):.2g} of it" if self.recorded else ""
+        return f"{self.metric} {self.recorded:.9g} became {self.replayed:.9g} ({by:+.3g}{share})"
+
+
+def compare(one: Replayed, exact: bool) -> list[Difference]:
+    """The numbers in which a step differs from its record, the telling ones first: every bit where `exact`,
+    else those beyond TOLERANCES. Metrics that were not recorded are not compared."""
+    recorded = one.record.metrics
+    names = sorted(recorded if exact else TOLERANCES.keys() & recorded.keys(), key=_order)
+    out = [
+        Difference(one.record.step, name, recorded[name], one.metrics.get(name))
+        for name in names
+        if not _same(name, recorded[name], one.metrics.get(name), exact)
+    ]
+    if exact and one.digest and one.digest != one.record.digest:
+        out.append(Difference(one.record.step, WEIGHTS, None, None))
+    return out
+
+
+def ranges(steps: Iterable[int]) -> str:
+    """Example: [3] → "step 3", [0, 1, 2] → "steps 0–2"."""
+    steps = list(steps)
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}–{steps[-1]}"
+
+
+def _same(name: str, recorded: float, replayed: float | None, exact: bool) -> bool:
+    if replayed is None:
+        return False
+    if recorded == replayed or (math.isnan(recorded) and math.isnan(replayed)):
+        return True
+    relative, absolute = TOLERANCES.get(name, (0.0, 0.0))
+    return not exact and math.isclose(recorded, replayed, rel_tol=relative, abs_tol=absolute)
+
+
+def _order(name: str) -> tuple[int, str]:
+    return (LEADING.index(name) if name in LEADING else len(LEADING), name)

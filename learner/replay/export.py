@@ -1,0 +1,96 @@
+"""`areal-q export RUN DIR`: a checkpoint's policy in Hugging Face layout, also while RUN goes on.
+
+Exit codes: 0 written; 2 no such run or checkpoint, a damaged one, or DIR is there already.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import typer
+
+from areal_q.config import PretrainedModel, Run
+from areal_q.errors import CheckpointError, ConfigError, UserError
+from areal_q.system.command import run_command
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def main(
+    directory: Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory")],
+    target: Annotated[Path, typer.Argument(metavar="DIR", help="a directory that is made")],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="of this checkpoint; default: the newest")
+    ] = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(
+            help="of the weights; default: as config.json of the run's model.path says, else float32"
+        ),
+    ] = None,
+) -> None:
+    """Writes what a run had learnt by a checkpoint as a model directory that transformers and vLLM load."""
+    if target.exists():
+        raise ConfigError(f"{target}: is there already")
+    # torch and all that needs it only now, so that a wrong option is answered at once.
+    found, dtype = export(directory, target, step, dtype)
+    typer.echo(f"{target}: {found.name}, {dtype}")
+
+
+def export(
+    directory: Path, target: Path, step: int | None = None, dtype: Dtype | None = None
+) -> tuple[Path, Dtype]:
+    """Writes `target`, as at the end of a run but for the dtype; returns the checkpoint taken and the dtype.
+
+    Raises CheckpointError where it is missing, damaged or does not fit into the dtype, LogError where there is
+    no run, ConfigError for one that learns adapters.
+    """
+    import torch
+
+    from areal_q.models import Decoder, DecoderConfig, save_decoder
+    from areal_q.quant.uaq import fold_back
+    from areal_q.tasks import build_tokenizer
+    from learner import checkpoint
+    from learner.replay.replay_steps import recorded_settings
+
+    run = recorded_settings(directory)
+    if run.learner.lora:
+        raise ConfigError(
+            f"{directory}: adapters (learner.lora) are exported at the end of the run only"
+        )
+    found = {
+        int(p.name.removeprefix("step-")): p for p in checkpoint.steps(directory / "checkpoints")
+    }
+    chosen = max(found, default=None) if step is None else step
+    if chosen not in found:
+        kept = ", ".join(map(str, found)) or "none"
+        raise CheckpointError(f"{directory}: no checkpoint of step {chosen}; there are: {kept}")
+    state = checkpoint.read_state(found[chosen])
+    tensors = checkpoint.read_tensors(found[chosen], state)
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig.from_hf(state.model))
+    weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
+    model.load_state_dict(weights, assign=True)
+    if run.learner.uaq > 1:
+        with torch.no_grad():
+            fold_back(model, run.learner.uaq)
+    dtype = dtype or declared(run)
+    save_decoder(model, target, build_tokenizer(run), getattr(torch, dtype))
+    return found[chosen], dtype
+
+
+def declared(run: Run) -> Dtype:
+    """That of the model which the run began with, as long as it can be read."""
+    from areal_q.models import declared_dtype
+
+    path = run.model.path if isinstance(run.model, PretrainedModel) else None
+    found = declared_dtype(path) if path else None
+    return next((dtype for dtype in get_args(Dtype) if dtype == found), "float32")
+
+
+if __name__ == "__main__":
+    try:
+        run_command("export", main)
+    except UserError as error:
+        print(f"areal-q: error: {error}", file=sys.stderr)
+        sys.exit(2)

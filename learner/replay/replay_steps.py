@@ -1,0 +1,274 @@
+"""Learner steps again, from a checkpoint and the log alone: no Redis, no engine, no network.
+
+    checkpoints/step-A ─▶ Trainer ◀─ train_step(s) ◀─ trajectories/ (groups of s, in the order logged)
+                             │                     ◀─ steps/ (digests and fork: the lag of every token)
+                             └─▶ metrics, digest ─▶ compared with what steps/ recorded
+
+`learn` is the learner's own (learner/train_step.py). A token's lag is counted with the recorded digests, not
+with those of the replay, so that it comes out as it was even where other settings give other weights.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from areal_q.config import Run, load, override
+from areal_q.errors import CheckpointError, ConfigError, LogError
+from areal_q.messages import Group
+from areal_q.models import Decoder, DecoderConfig
+from areal_q.system.run_dir import differences
+from areal_q.weights.version import WeightVersion
+from buffer.logs.step_log import StepRecord, iter_steps
+from buffer.logs.trajectory_log import iter_log, logged_steps
+from learner import checkpoint
+from learner.backends.precision import set_precision
+from learner.backends.single_device import Trainer
+from learner.data.invalid_rewards import judged
+from learner.data.staleness import Lineage
+from learner.measure.token_recorder import TokenTap
+from learner.policy_update import MICROBATCH, SingleProcessUpdater
+from learner.publishing.version_builder import Publisher, sticky_ranges
+from learner.train_step import machine, train_step
+
+ROUNDING_ONLY = ("learner.device", "learner.threads", "learner.microbatch_tokens")
+"""Settings that change a step by rounding alone"""
+REPLAYABLE = ("rollout.sampling.temperature", "reward.on_error")
+"""Settings beside the learner's that a replay can change"""
+FIXED = (
+    "learner.groups",
+    "learner.group_size",
+    "learner.max_lag",
+    "learner.drop_uniform",
+    "learner.uaq",
+    "learner.lora",
+    "learner.reference_kl.path",
+)
+"""Settings that are in the logged groups or in the checkpoint's weights"""
+
+Before = Callable[[Trainer, int, list[Group], Lineage], None]
+"""Called before a step is learnt: (trainer, step, groups, lineage)"""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One step as it was recorded and as it came out now."""
+
+    record: StepRecord
+    groups: list[Group]
+    metrics: dict[str, float]
+    digest: str
+    """Of the weights after the step, as published; empty under other settings"""
+
+
+class Replay:
+    """Steps `first` … `stop` - 1 of the run in `directory`, with `settings` on top from step `first` on.
+
+    Raises ConfigError for a setting that a replay cannot change, CheckpointError where none stands at or
+    before `first`, LogError where a step is not in the log.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        settings: list[str] | None = None,
+        first: int | None = None,
+        stop: int | None = None,
+    ) -> None:
+        self.directory = directory
+        self.settings = settings or []
+        self.recorded = recorded_settings(directory)
+        self.run = override(self.recorded, *(settings or []))
+        self.changes = _changes(self.recorded, self.run)
+        self.checkpoint = _nearest(directory, first)
+        self.state = checkpoint.read_state(self.checkpoint)
+        self.first = self.state.step if first is None else first
+        records = _records(directory, self.state.step, stop)
+        if self.first > records[-1].step:
+            raise LogError(f"{directory}: no record of step {self.first}: {_end_of(directory)}")
+        self.records = records
+        self.stop = records[-1].step + 1
+        torch.set_num_threads(self.run.learner.threads)
+        self.trainer = self._restored()
+        self.machine = machine(self.run.learner.device)
+        self.recorder: TokenTap | None = None
+        """Keeps what the token log holds of the step replayed last"""
+        sticky = self.trainer.sticky
+        self.publishes = not self.what_if and (not sticky or bool(sticky.tensors()))
+        """Whether the versions can be made again: weights of another history have nothing to be compared with,
+        and may be past quantizing; older checkpoints do not hold the ranges of sticky scales"""
+
+    @property
+    def what_if(self) -> bool:
+        """Whether other settings ask for another history."""
+        return any(key not in ROUNDING_ONLY for key in self.changes)
+
+    @property
+    def exact(self) -> bool:
+        """Whether every bit must come out as recorded: same settings, same machine, same micro-batches."""
+        cut = self.run.learner.microbatch_tokens
+        alike = all(
+            r.machine == self.machine and r.metrics.get(MICROBATCH, cut) == cut
+            for r in self.records
+        )
+        return not self.changes and alike
+
+    def steps(self, before: Before | None = None) -> Iterator[Replayed]:
+        """Learns one step after the other, those between the checkpoint and `first` included."""
+        keep = self.recorded.learner.max_lag + 2
+        lineage = Lineage(keep, self.state.digests)
+        publisher = Publisher(self.run, self.trainer.sticky)
+        logged = iter_log(self.directory / "trajectories", self.state.step, self.stop)
+        for record in self.records:
+            groups = _groups_of(record, next(logged, None), self.directory)
+            weights = record.weights
+            if record.step == self.first and self.what_if:
+                self.trainer = with_settings(self.trainer, self.run)
+            if record.step >= self.first and "reward.on_error" in self.changes:
+                on_error, fewest = self.run.reward.on_error, self.run.learner.fewest_valid
+                groups, weights = judged(groups, weights, on_error, fewest)
+            lineage.fork = record.fork
+            if before:
+                before(self.trainer, record.step, groups, lineage)
+            updater = SingleProcessUpdater(self.trainer)
+            metrics = train_step(updater, groups, lineage, record.step, weights, self.recorder)
+            lineage.published(record.step + 1, record.digest)
+            made = self._publish(publisher, record.step + 1) if self.publishes else None
+            yield Replayed(record, groups, metrics, made.manifest.digest if made else "")
+
+    def _publish(self, publisher: Publisher, version: int) -> WeightVersion:
+        return publisher.make(self.trainer.model, version, self.trainer.kv_scales)
+
+    def unequal_tensors(self, step: int) -> list[str] | None:
+        """Names of the tensors in which the trainer, at `step`, differs from the checkpoint there, or None
+        where there is no checkpoint."""
+        path = self.directory / "checkpoints" / f"step-{step:06d}"
+        if not path.is_dir():
+            return None
+        saved = checkpoint.read_tensors(path, checkpoint.read_state(path))
+        now = checkpoint.tensors_of(self.trainer)
+        names = sorted((saved.keys() | now.keys()) - {"rng"})
+        if not self.publishes:
+            names = [n for n in names if not n.startswith(checkpoint.STICKY)]
+        return [n for n in names if n not in saved or n not in now or not _equal(saved[n], now[n])]
+
+    def _restored(self) -> Trainer:
+        if not self.state.model:
+            raise CheckpointError(f"{self.checkpoint}: written before checkpoints held their model")
+        cfg = self.run.learner
+        model = Decoder(DecoderConfig.from_hf(self.state.model)).to(cfg.device)
+        # What other settings ask for begins at `first`; where to compute holds from the checkpoint on.
+        start = override(
+            self.recorded,
+            f'learner.device="{cfg.device}"',
+            f"learner.microbatch_tokens={cfg.microbatch_tokens}",
+        )
+        set_precision(model, self.recorded)
+        trainer = Trainer(model, start.learner, self.recorded.rollout.sampling.temperature)
+        trainer.calibrate = self.recorded.rollout.kv_scales
+        trainer.sticky = sticky_ranges(self.recorded)
+        checkpoint.load(self.checkpoint, self.state, trainer)
+        return trainer
+
+
+def recorded_settings(directory: Path) -> Run:
+    """The settings of the run in `directory`. Raises LogError where there is no run."""
+    if not (directory / "config.toml").is_file():
+        raise LogError(f"{directory}: no such run")
+    return load(directory / "config.toml")
+
+
+def with_settings(trainer: Trainer, run: Run) -> Trainer:
+    """A trainer that goes on with the weights and moments of `trainer` under the settings of `run`.
+
+    A critic or a reference that was not there begins here, with the policy as it is now.
+    """
+    set_precision(trainer.model, run)
+    new = Trainer(
+        trainer.model,
+        run.learner,
+        run.rollout.sampling.temperature,
+        updates=trainer.updates,
+        skipped=trainer.skipped,
+        reference=trainer.reference if run.learner.reference_kl else None,
+    )
+    take_over(new.optimizer, trainer.optimizer)
+    if new.critic and trainer.critic and new.critic.cfg.trunk == trainer.critic.cfg.trunk:
+        new.critic.load_state_dict(trainer.critic.state_dict())
+        take_over(new.critic.optimizer, trainer.critic.optimizer)
+    return new
+
+
+def take_over(new: torch.optim.Optimizer, old: torch.optim.Optimizer) -> None:
+    """The moments of `old`, under the settings of `new`."""
+    moments, groups = old.state_dict()["state"], new.state_dict()["param_groups"]
+    new.load_state_dict({"state": moments, "param_groups": groups})
+
+
+def _changes(recorded: Run, run: Run) -> list[str]:
+    changes = differences(recorded, run)
+    for key in changes:
+        replayable = key.startswith("learner.") or key in REPLAYABLE
+        if not replayable or key.startswith(FIXED):
+            raise ConfigError(
+                f"{key}: cannot change in a replay, which learns from what was logged"
+            )
+    return changes
+
+
+def _nearest(directory: Path, first: int | None) -> Path:
+    """The checkpoint of the start, or the last one at or before `first`."""
+    found = {
+        int(path.name.removeprefix("step-")): path
+        for path in checkpoint.steps(directory / "checkpoints")
+    }
+    if not found:
+        raise CheckpointError(f"{directory / 'checkpoints'}: no checkpoint to replay from")
+    before = [step for step in found if first is None or step <= first]
+    if not before:
+        raise CheckpointError(
+            f"{directory / 'checkpoints'}: no checkpoint at or before step {first}; "
+            f"the first stands at step {min(found)}"
+        )
+    return found[min(before) if first is None else max(before)]
+
+
+def _records(directory: Path, first: int, stop: int | None) -> list[StepRecord]:
+    """Those of the steps from `first` to before `stop`, or to the end of the log."""
+    records = list(iter_steps(directory / "steps", first, stop))
+    for expected, record in enumerate(records, first):
+        if record.step != expected:
+            raise LogError(f"{directory / 'steps'}: no record of step {expected}")
+    if not records or (stop is not None and records[-1].step < stop - 1):
+        missing = records[-1].step + 1 if records else first
+        raise LogError(f"{directory / 'steps'}: no record of step {missing}: {_end_of(directory)}")
+    return records
+
+
+def _end_of(directory: Path) -> str:
+    steps = logged_steps(directory)
+    return f"the log ends at step {steps - 1}" if steps else "nothing is logged"
+
+
+def _groups_of(
+    record: StepRecord, logged: tuple[int, list[Group]] | None, directory: Path
+) -> list[Group]:
+    """The groups that `record` names, in its order."""
+    if logged is None or logged[0] != record.step:
+        raise LogError(f"{directory / 'trajectories'}: no groups of step {record.step}")
+    step, groups = logged
+    if [group.ticket.number for group in groups] != record.tickets:
+        raise LogError(
+            f"{directory / 'trajectories'}: other groups at step {step} than were learnt from"
+        )
+    return groups
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit: NaN equals itself, and 0.0 is not -0.0."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

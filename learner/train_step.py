@@ -1,0 +1,57 @@
+"""One learner step, a function of weights, groups and lineage alone: the loop does it, a replay repeats it."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from areal_q.messages import Group
+from learner.data.packing import failure_metrics, lag_metrics, part_metrics, samples_of
+from learner.data.staleness import Lineage
+from learner.measure.token_recorder import TokenTap
+from learner.policy_update import PolicyUpdater
+
+
+def train_step(
+    updater: PolicyUpdater,
+    groups: Sequence[Group],
+    lineage: Lineage,
+    step: int,
+    weights: Sequence[float] = (),
+    recorder: TokenTap | None = None,
+) -> dict[str, float]:
+    """Takes step `step` on `groups`, in their order and with their sampler's weights.
+
+    Returns the step's metrics, none of which depends on time. `recorder` keeps what the token log holds.
+    """
+    trainer = updater.trainer
+    kl = trainer.cfg.reference_kl
+    if kl and kl.reset_every and step and step % kl.reset_every == 0:
+        updater.reset_reference()
+    cfg = trainer.cfg
+    samples = samples_of(groups, cfg.advantage, lineage, step, weights, cfg.mask)
+    rewards = [s.trajectory.reward for s in samples]
+    mean = sum(rewards) / len(rewards)
+    values = updater.update(samples, recorder)
+    trainer.calibrate_kv_scales(samples)
+    return values | {
+        **lag_metrics(samples),
+        **part_metrics(samples),
+        **failure_metrics(groups),
+        "reward/mean": mean,
+        "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
+        "response/tokens_mean": sum(s.trajectory.num_tokens for s in samples) / len(samples),
+    }
+
+
+def machine(device: str, backend: str = "torch") -> str:
+    """What the bits of a step depend on besides its inputs."""
+    where = device
+    if device.startswith("cuda"):
+        where = torch.cuda.get_device_name(device)
+    capability = torch.backends.cpu.get_cpu_capability()
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    several = f", {ranks} ranks" if ranks != "1" else ""
+    other = f", {backend}" if backend != "torch" else ""
+    threads = f"{torch.get_num_threads()} threads"
+    return f"torch {torch.__version__}, {where}, {capability}, {threads}{several}{other}"

@@ -1,0 +1,1 @@
+"""Commands for operators: `areal-q check` and `areal-q status`."""

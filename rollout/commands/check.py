@@ -1,0 +1,146 @@
+"""`areal-q check [CONFIG]`: whether this machine can do what a run asks for, and what to change if not.
+
+Exit codes: 0 nothing is wrong (notes and warnings aside), 1 an error was found, 2 CONFIG is no good.
+"""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from areal_q.checks.machine import Finding, check_device, environment
+from areal_q.checks.settings import preflight
+from areal_q.config import Run, SglangEngine, VllmEngine, load
+from areal_q.errors import UserError
+from areal_q.system.command import console, run_command
+from areal_q.system.credentials import no_password
+from areal_q.system.run_dir import path_of
+
+MARKS = {"ok": "[green]✓[/]", "note": "[dim]·[/]", "warning": "[yellow]![/]", "error": "[red]✗[/]"}
+
+EXITS = "Exit codes: 0 nothing is in the way; 1 something is; 2 settings that cannot be read."
+
+
+def main(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="a TOML file; default: the settings'")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="a.b=c", help="settings on top")
+    ] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(help="URL of a Redis to look at", envvar="REDIS_URL", callback=no_password),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON list")] = False,
+) -> None:
+    """Looks at Python, torch, GPUs, engines, Redis, ports and disk, and at CONFIG beside them."""
+    if config is not None and "=" in str(config):
+        config, overrides = None, [str(config), *(overrides or [])]
+    run = load(config, overrides)
+    found = list(findings(run, redis))
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+    else:
+        show(found)
+    raise typer.Exit(1 if any(f.level == "error" for f in found) else 0)
+
+
+def findings(run: Run, redis: str | None) -> Iterator[Finding]:
+    from buffer.redis_store.server_checks import check_redis
+
+    yield from environment(path_of(run))
+    yield from check_redis(redis)
+    yield from settings_of(run)
+    yield from learner_of(run)
+    yield from engine_of(run)
+
+
+def settings_of(run: Run) -> Iterator[Finding]:
+    """What `areal-q run` would refuse before it starts anything."""
+    try:
+        preflight(run)
+        yield Finding("settings", "ok", "directories and ports that they name")
+    except UserError as error:
+        yield Finding("settings", "error", str(error), "another value of that setting")
+
+
+def learner_of(run: Run) -> Iterator[Finding]:
+    device = run.learner.device
+    try:
+        check_device("learner.device", device)
+        yield Finding("learner", "ok", f"on {device}")
+    except UserError as error:
+        yield Finding("learner", "error", str(error), "a device that torch has, such as cpu")
+
+
+def engine_of(run: Run) -> Iterator[Finding]:
+    """What the configured engine can do, beside what the run asks of it; a server at a URL is asked."""
+    from rollout.engines import build_engine
+
+    tag = type(run.rollout.engine).__struct_config__.tag
+    try:
+        engine = build_engine(run.rollout.engine)
+    except UserError as error:
+        yield Finding(f"engine {tag}", "error", str(error), "another rollout.engine, or setting")
+        return
+    able = engine.capabilities
+    if problem := able.lacks(run.rollout, run.learner.routing_replay):
+        yield Finding(f"engine {tag}", "error", problem, "another rollout.engine, or setting")
+    else:
+        told = (
+            f"formats {', '.join(sorted(able.formats))}; KV {', '.join(sorted(able.kv_on_update))}"
+        )
+        yield Finding(f"engine {tag}", "ok", told)
+        yield from vllm_on_cpu(run)
+    if isinstance(run.rollout.engine, SglangEngine) and run.rollout.engine.url:
+        from rollout.commands.check_sglang import server_of
+
+        yield from asyncio.run(server_of(run, run.rollout.engine))
+
+
+def vllm_on_cpu(run: Run) -> Iterator[Finding]:
+    """What vLLM computes the run's format with, where it runs on a CPU."""
+    from rollout.engines.process import checkpoint_backend
+    from rollout.engines.vllm_backend import cpu_kernels
+
+    engine, format = run.rollout.engine, run.rollout.format
+    if not isinstance(engine, VllmEngine) or checkpoint_backend.has_gpu():
+        return
+    kernel = cpu_kernels.kernel_for(format, engine.dtype)
+    dtype = cpu_kernels.dtype_for(format, engine.dtype)
+    has = "AMX" if cpu_kernels.has_amx() else "no AMX"
+    yield Finding(
+        "vllm on this CPU",
+        "ok",
+        f"{format} in {dtype} by {kernel.product}, on every processor (this one has {has}); log-probs within "
+        f"{kernel.tolerance_nats:g} nats of the same arithmetic elsewhere: {kernel.why}",
+    )
+
+
+def show(found: list[Finding]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    table.add_column()
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for one in found:
+        fix = f"\n[dim]→ {escape(one.fix)}[/]" if one.fix else ""
+        table.add_row(MARKS[one.level], escape(one.name), escape(one.says) + fix)
+    console().print(table)
+    errors = sum(one.level == "error" for one in found)
+    typer.echo(f"in the way: {errors}" if errors else "nothing is in the way")
+
+
+if __name__ == "__main__":
+    try:
+        run_command("check", main, EXITS)
+    except UserError as error:
+        print(f"areal-q: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)

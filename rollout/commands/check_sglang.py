@@ -1,0 +1,94 @@
+"""What a running SGLang server says of itself, for `areal-q check`: it is asked, and left as it is."""
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from areal_q.checks.machine import Finding
+from areal_q.config import ModelConfig, PretrainedModel, Run, SglangEngine
+from areal_q.errors import ConfigError, EngineDied
+from areal_q.models import load_config
+from areal_q.system.credentials import secret, shown
+from rollout.engines.sglang_backend import server_checks
+from rollout.engines.sglang_backend.http_client import Client
+from rollout.engines.sglang_backend.sglang_engine import room_for
+from rollout.openai_server.app import LOOPBACK
+
+ASK_S = 5.0
+"""For each answer"""
+UPDATE = "/update_weights_from_disk"
+
+
+async def server_of(run: Run, config: SglangEngine) -> list[Finding]:
+    """Whether the server at `config.url` answers, as what, and whether it can be given weights. Raises
+    CheckpointError where the run's own model cannot be read."""
+    assert config.url is not None
+    ours = _family(run.model)
+    name = "sglang server"
+    try:
+        client = Client(config.url, secret("SGLANG_KEY_FILE"), ASK_S)
+    except ConfigError as error:
+        return [Finding(name, "error", str(error), "a file with the server's key in it")]
+    try:
+        return [finding async for finding in _asked(client, ours, config)]
+    except ConfigError as error:
+        return [Finding(name, "error", str(error), "SGLANG_KEY_FILE: a file with the server's key")]
+    except (EngineDied, ValueError) as error:
+        says = f"rollout.engine.url: {shown(config.url)}: {error}"
+        return [Finding(name, "error", says, "start it, or name another rollout.engine.url")]
+    finally:
+        await client.close()
+
+
+async def _asked(client: Client, ours: str, config: SglangEngine) -> AsyncIterator[Finding]:
+    info = await client.get("/server_info")
+    if not isinstance(info, dict) or "version" not in info:
+        raise EngineDied("what answers there is no SGLang")
+    yield Finding("sglang server", "ok", f"{shown(client.url)} is SGLang {info['version']}")
+    yield _model(await client.get("/model_info"), ours)
+    try:
+        server_checks.check_settings(info, config)
+        yield Finding("its settings", "ok", "seeds, order of steps and log-probs as configured")
+    except ConfigError as error:
+        yield Finding("its settings", "error", str(error), "start it anew, or change the setting")
+    yield await _weights(client, config)
+
+
+def _family(model: ModelConfig) -> str:
+    """Raises CheckpointError for a directory that holds no model."""
+    if isinstance(model, PretrainedModel):
+        return load_config(model.path).family
+    return "qwen3_moe" if model.experts else "qwen3"
+
+
+def _model(told: dict[str, Any], ours: str) -> Finding:
+    family = told.get("model_type")
+    says = f"{told.get('model_path')}, a {family}, weights {told.get('weight_version')}"
+    if family == ours:
+        return Finding("its model", "ok", says)
+    return Finding("its model", "error", f"{says}; the run's is a {ours}", "serve the run's model")
+
+
+async def _weights(client: Client, config: SglangEngine) -> Finding:
+    """Whether versions can be handed over: a way in, and a place."""
+    name, place = "its weights", room_for(config)
+    try:
+        paths = (await client.get("/openapi.json"))["paths"]
+    except (EngineDied, KeyError, TypeError):
+        paths = None  # a server can be told not to say
+    if paths is not None and UPDATE not in paths:
+        return Finding(
+            name, "error", f"{shown(client.url)} has no {UPDATE}", "SGLang 0.5.23 or newer"
+        )
+    if not os.access(place, os.W_OK):
+        fix = "another rollout.engine.directory"
+        return Finding(name, "error", f"versions cannot be written to {place}", fix)
+    if config.directory is None and urlsplit(client.url).hostname not in LOOPBACK:
+        says = f"versions are handed over in {place}, which a server elsewhere does not see"
+        fix = "rollout.engine.directory: one that both see under the same name"
+        return Finding(name, "warning", says, fix)
+    if paths is None:
+        return Finding(name, "note", f"whether there is {UPDATE} is not told", "the first version")
+    return Finding(name, "ok", f"can be loaded from {Path(place)}")

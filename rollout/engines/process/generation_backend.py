@@ -1,0 +1,72 @@
+"""What StreamingEngine asks of a backend that generates in processes of its own."""
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from msgspec import Struct
+
+from areal_q.messages import VersionSpan
+from areal_q.weights.version import WeightVersion
+from rollout.engines.base import Capabilities, Request
+
+
+class Piece(Struct, frozen=True, kw_only=True):
+    """What a stream says next."""
+
+    ids: list[int]
+    logprobs: list[float]
+    """nats, one for each id"""
+    spans: list[VersionSpan] | None = None
+    """With the last piece, if the backend stamps tokens itself: of all tokens of the stream"""
+
+
+class Backend(Protocol):
+    """Any method may raise EngineDied; then `launch` begins anew, which ends what is left of it."""
+
+    name: str
+    capabilities: Capabilities
+    slots: int
+    timeout_s: float
+    restarts: int
+    keeps: bool
+    """Whether keys and values outlive the weights that they were computed with"""
+
+    async def prepare(self) -> None:
+        """What needs no weights, such as slow imports. Raises ConfigError when it cannot run here."""
+        ...
+
+    def accept(self, weights: WeightVersion) -> None:
+        """Raises WeightVersionError for weights that cannot follow those that are loaded."""
+        ...
+
+    def check(self, request: Request) -> None:
+        """Raises RecordError when the request can never be served. After the first launch."""
+        ...
+
+    async def launch(self, weights: WeightVersion) -> None: ...
+    async def stage(self, weights: WeightVersion) -> None:
+        """Brings `weights` near while generation goes on."""
+        ...
+
+    async def pause(self) -> None:
+        """Returns when no more tokens are drawn, and those drawn have been handed to their streams."""
+        ...
+
+    async def push(self, weights: WeightVersion) -> None:
+        """Loads what was staged, all or nothing."""
+        ...
+
+    async def resume(self) -> None: ...
+    def stream(self, request: Request, seed: int) -> AsyncGenerator[Piece, None]:
+        """One response, to its stop token or its budget; closing the iterator cancels it."""
+        ...
+
+    async def ended(self) -> None:
+        """Returns once a process that was launched has ended; never where none can be watched."""
+        ...
+
+    async def kill(self) -> None:
+        """Its streams raise EngineDied soon."""
+        ...
+
+    async def close(self) -> None: ...

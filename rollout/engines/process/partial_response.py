@@ -1,0 +1,101 @@
+"""A response as far as its streams have brought it."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from msgspec.structs import replace
+
+from areal_q.errors import RecordError
+from areal_q.messages import FinishReason, VersionSpan
+from rollout.engines.base import Completion, Request
+from rollout.engines.process.generation_backend import Piece
+from rollout.engines.stop_conditions import stopper
+
+
+@dataclass
+class Drawn:
+    """One response, as far as it has come."""
+
+    request: Request
+    seed: int
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    kept: list[VersionSpan] = field(default_factory=list)
+    """Spans of what streams that died had drawn"""
+    deadline_s: float | None = None
+    """Time of the event loop at which it is cut; None before its first token, and without a limit"""
+    late: bool = False
+    """That time has come"""
+
+    def __post_init__(self) -> None:
+        request = self.request
+        before = request.prompt_ids[len(request.prompt_ids) - request.drawn :].tolist()
+        self._stopper = stopper(request.sampling, request.decode, before)
+
+    def add(self, piece: Piece, version: int, digest: str) -> Piece:
+        """Takes `piece` up to the token that ends the response; returns what was taken."""
+        taken = self._until_stop(piece.ids)
+        self.ids += piece.ids[:taken]
+        self.logprobs += piece.logprobs[:taken]
+        if piece.spans is not None and taken == len(piece.ids):
+            self.spans = merged([*self.kept, *piece.spans])
+        elif taken:
+            self.spans = merged([*self.spans, VersionSpan(version, taken, digest)])
+        return Piece(ids=piece.ids[:taken], logprobs=piece.logprobs[:taken])
+
+    def _until_stop(self, ids: list[int]) -> int:
+        if self._stopper is not None:
+            for i, token in enumerate(ids):
+                if self._stopper(token):
+                    return i + 1
+        return len(ids)
+
+    @property
+    def stopped(self) -> bool:
+        """By a stop that the backend does not know of"""
+        return self._stopper is not None and self._stopper.stopped
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        if self.stopped or (self.ids and self.ids[-1] in self.request.stop_ids):
+            return "stop"
+        if len(self.ids) >= self.request.sampling.max_tokens:
+            return "length"
+        return "timeout" if self.late and self.ids else None
+
+    def rest(self) -> Request:
+        """What is still to be drawn, after the tokens that there are."""
+        if not self.ids:
+            return self.request
+        sampling = self.request.sampling
+        return replace(
+            self.request,
+            prompt_ids=np.concatenate((self.request.prompt_ids, np.array(self.ids, np.int32))),
+            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(self.ids)),
+        )
+
+    def completion(self) -> Completion:
+        """Raises RecordError for a log-prob that is not finite."""
+        logprobs = np.array(self.logprobs, np.float32)
+        if self.request.sampling.temperature == 0:
+            logprobs[:] = 0  # greedy: the distribution that drew has one token
+        if not np.isfinite(logprobs).all():
+            raise RecordError(f"version {self.spans[-1].version}: a log-prob is not finite")
+        return Completion(
+            response_ids=np.array(self.ids, np.int32),
+            logprobs=logprobs,
+            spans=self.spans,
+            finish_reason=self.finish_reason,
+        )
+
+
+def merged(spans: list[VersionSpan]) -> list[VersionSpan]:
+    """Neighbours of one version as one: [(v1, 2), (v1, 3), (v2, 1)] → [(v1, 5), (v2, 1)]."""
+    out: list[VersionSpan] = []
+    for span in spans:
+        if out and (out[-1].version, out[-1].digest) == (span.version, span.digest):
+            out[-1] = replace(span, tokens=out[-1].tokens + span.tokens)
+        elif span.tokens:
+            out.append(span)
+    return out

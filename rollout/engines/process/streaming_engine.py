@@ -1,0 +1,336 @@
+"""An Engine (rollout/engines/base.py) around a backend that generates in processes of its own.
+
+    generate ─▶ room for its responses ─▶ one stream each ─pieces─▶ Drawn ─▶ completions
+    load_weights ─▶ stage (generation goes on) ─▶ pause ─▶ push ─▶ resume
+    a backend that died ─▶ launched again with the current weights ─▶ streams go on where they were
+
+| task           | waits for                                      | unblocked by                       |
+|----------------|------------------------------------------------|------------------------------------|
+| generate       | the first weights; room; its streams           | load_weights; others' ends; tokens |
+| load_weights   | `_changing`: one launch or swap at a time      | the backend's answers, or its end  |
+| _watch         | time; a token must come within `timeout_s`     | a token; else it kills the backend |
+
+After a death a response keeps the tokens that had arrived, stamped with the version that was loaded
+when they did, and draws the rest after them. Too many deaths in a row end every wait, with the last reason.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from areal_q.errors import EngineDied
+from areal_q.weights.version import WeightVersion
+from rollout.engines.base import (
+    Completion,
+    Request,
+    ResponseCallback,
+    TokenCallback,
+    check_shape,
+)
+from rollout.engines.process.generation_backend import Backend, Piece
+from rollout.engines.process.partial_response import Drawn
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 1.0
+
+
+class Room:
+    """Places for responses, given out first come first served, all of a group at once."""
+
+    def __init__(self, places: int) -> None:
+        self.free = places
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def enter(self, count: int) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append((count, turn))
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._queue = deque(entry for entry in self._queue if entry[1] is not turn)
+                self._admit()
+            else:
+                self.leave(count)
+            raise
+
+    def leave(self, count: int) -> None:
+        self.free += count
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._queue and self._queue[0][0] <= self.free:
+            count, turn = self._queue.popleft()
+            if not turn.cancelled():
+                self.free -= count
+                turn.set_result(None)
+
+
+class StreamingEngine:
+    """An Engine. Its `load_weights` pauses generation for the swap only, not for the transfer."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.name, self.capabilities = backend.name, backend.capabilities
+        self.backend = backend
+        self.deaths = 0
+        """Since the start"""
+        self._deaths_in_a_row = 0
+        self._lost: EngineDied | None = None
+        """The last death, once there were too many in a row"""
+        self._weights: WeightVersion | None = None
+        self._loadings = 0
+        """Since the start; the same version may be loaded twice"""
+        self._room = Room(backend.slots)
+        self._changing = asyncio.Lock()
+        self._ready = asyncio.Event()
+        self._tasks: set[asyncio.Task[list[Completion]]] = set()
+        self._watcher: asyncio.Task[None] | None = None
+        self._active, self._tokens = 0, 0
+        self._busy_s, self._busy_since = 0.0, 0.0
+        self._heard_s = 0.0
+
+    @property
+    def version(self) -> int:
+        return -1 if self._weights is None else self._weights.manifest.version
+
+    @property
+    def active(self) -> int:
+        return self._active
+
+    @property
+    def tokens_drawn(self) -> int:
+        return self._tokens
+
+    @property
+    def busy_s(self) -> float:
+        return self._busy_s + (time.monotonic() - self._busy_since if self._active else 0.0)
+
+    async def start(self) -> None:
+        await self.backend.prepare()
+        self._watcher = asyncio.create_task(self._watch(), name=f"watch-{self.name}")
+
+    async def generate(
+        self,
+        request: Request,
+        on_token: TokenCallback | None = None,
+        on_response: ResponseCallback | None = None,
+    ) -> list[Completion]:
+        """Raises RecordError when the request can never be served, EngineDied when the backend could
+        not be brought back. `on_token` must not raise."""
+        if self._watcher is None or self._watcher.done():
+            raise EngineDied(f"engine {self.name} is not running")
+        check_shape(request, self.backend.slots)
+        task = asyncio.create_task(self._group(request, on_token, on_response))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await task
+
+    async def load_weights(self, weights: WeightVersion) -> float:
+        """Swap; returns the pause of generation in seconds. Raises WeightVersionError, old
+        weights kept."""
+        async with self._changing:
+            if self._lost is not None:
+                raise self._lost
+            self.backend.accept(weights)
+            if self._weights is None:
+                try:
+                    await self.backend.launch(weights)
+                    self._take(weights)
+                except EngineDied as error:
+                    await self._launch_again(weights, error)
+                return 0.0
+            began = time.perf_counter()
+            try:
+                return await self._while_it_lives(self._swap(weights))
+            except EngineDied as error:
+                await self._launch_again(weights, error)
+            return time.perf_counter() - began
+
+    async def close(self) -> None:
+        """Ends the engine; requests in flight are cancelled."""
+        tasks = [*self._tasks, *([self._watcher] if self._watcher else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.backend.close()
+
+    async def _swap(self, weights: WeightVersion) -> float:
+        """Returns the pause of generation in seconds."""
+        await self.backend.stage(weights)
+        began = time.perf_counter()
+        await self.backend.pause()
+        await self.backend.push(weights)
+        self._take(weights)
+        await self.backend.resume()
+        return time.perf_counter() - began
+
+    async def _while_it_lives(self, work: Coroutine[Any, Any, float]) -> float:
+        """Returns what `work` does. Raises EngineDied as soon as the backend has ended, whatever `work` still
+        waits for: an answer that cannot come any more."""
+        task, ended = asyncio.ensure_future(work), asyncio.ensure_future(self.backend.ended())
+        try:
+            await asyncio.wait([task, ended], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise EngineDied(f"the process of engine {self.name} ended")
+            return task.result()
+        finally:
+            task.cancel()
+            ended.cancel()
+            await asyncio.gather(task, ended, return_exceptions=True)
+
+    def _take(self, weights: WeightVersion) -> None:
+        self._weights = weights
+        self._loadings += 1
+        self._heard_s = time.monotonic()
+        self._ready.set()
+
+    async def _group(
+        self,
+        request: Request,
+        on_token: TokenCallback | None,
+        on_response: ResponseCallback | None,
+    ) -> list[Completion]:
+        await self._ready.wait()
+        if self._lost is not None:
+            raise self._lost
+        self.backend.check(request)
+        await self._room.enter(request.num_samples)
+        self._count(request.num_samples)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._told(request, index, on_token, on_response))
+                    for index in range(request.num_samples)
+                ]
+                for task in tasks:
+                    task.add_done_callback(self._left)
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    def _left(self, task: "asyncio.Task[Completion]") -> None:
+        """A response's place is free as soon as it ends, whatever its group still does."""
+        self._count(-1)
+        self._room.leave(1)
+
+    async def _told(
+        self,
+        request: Request,
+        index: int,
+        on_token: TokenCallback | None,
+        on_response: ResponseCallback | None,
+    ) -> Completion:
+        """A response, of which `on_response` hears what there is even if it is cancelled."""
+        drawn = Drawn(request, request.seed + index)
+        try:
+            completion = await self._response(drawn, index, on_token)
+        except asyncio.CancelledError:
+            if on_response and drawn.ids and np.isfinite(drawn.logprobs).all():
+                on_response(index, replace(drawn.completion(), finish_reason=None))
+            raise
+        if on_response:
+            on_response(index, completion)
+        return completion
+
+    async def _response(
+        self, drawn: Drawn, index: int, on_token: TokenCallback | None
+    ) -> Completion:
+        while drawn.finish_reason is None:
+            launched = self.deaths
+            try:
+                begun = await self._draw(drawn, index, on_token)
+                if begun and drawn.finish_reason is None:
+                    raise EngineDied(f"a response of {len(drawn.ids)} tokens ended unasked")
+            except EngineDied as error:
+                drawn.kept = drawn.spans
+                async with self._changing:
+                    if self.deaths == launched:
+                        assert self._weights is not None
+                        await self._launch_again(self._weights, error)
+        self._deaths_in_a_row = 0
+        return drawn.completion()
+
+    async def _draw(self, drawn: Drawn, index: int, on_token: TokenCallback | None) -> bool:
+        """As far as one stream, or the response's time, goes. False: it must begin anew. Weights changed before
+        its first token, which may rest on the keys and values that the old ones gave its prompt, from a cache
+        or computed in part, and nothing would tell."""
+        loadings, before = self._loadings, len(drawn.ids)
+        stream = self.backend.stream(drawn.rest(), drawn.seed)
+        clock = asyncio.timeout_at(drawn.deadline_s)
+        try:
+            async with clock, contextlib.aclosing(stream) as pieces:
+                async for piece in pieces:
+                    waited = len(drawn.ids) == before and self._loadings != loadings
+                    if waited and self.backend.keeps:
+                        return False
+                    self._hear(drawn, piece, index, on_token)
+                    if drawn.stopped:
+                        return True
+                    if drawn.deadline_s is None and drawn.ids and drawn.request.timeout_s:
+                        now_s = asyncio.get_running_loop().time()
+                        drawn.deadline_s = now_s + drawn.request.timeout_s
+                        clock.reschedule(drawn.deadline_s)
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            drawn.late = True
+        return True
+
+    def _hear(self, drawn: Drawn, piece: Piece, index: int, on_token: TokenCallback | None) -> None:
+        assert self._weights is not None
+        manifest = self._weights.manifest
+        piece = drawn.add(piece, manifest.version, manifest.digest)
+        self._tokens += len(piece.ids)
+        self._heard_s = time.monotonic()
+        if on_token:
+            for token, logprob in zip(piece.ids, piece.logprobs, strict=True):
+                on_token(index, token, logprob)
+
+    async def _launch_again(self, weights: WeightVersion, error: EngineDied) -> None:
+        """A launch that fails is a death too. Raises EngineDied when it keeps dying. Under the lock
+        `_changing`."""
+        while True:
+            if self._lost is not None:
+                raise self._lost
+            self.deaths += 1
+            self._deaths_in_a_row += 1
+            if self._deaths_in_a_row > self.backend.restarts:
+                self._lost = error
+                self._ready.set()
+                raise error
+            logger.warning("engine %s is launched again: %s", self.name, error)
+            try:
+                await self.backend.launch(weights)
+            except EngineDied as again:
+                error = again
+            else:
+                self._take(weights)
+                return
+
+    def _count(self, change: int) -> None:
+        now = time.monotonic()
+        if self._active:
+            self._busy_s += now - self._busy_since
+        elif change > 0:
+            self._heard_s = now
+        self._busy_since = now
+        self._active += change
+
+    async def _watch(self) -> None:
+        """Ends a backend that fell silent, so that it is launched again."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            silent_s = time.monotonic() - self._heard_s
+            if self._active and not self._changing.locked() and silent_s > self.backend.timeout_s:
+                logger.warning("engine %s drew nothing for %.0f s", self.name, silent_s)
+                self._heard_s = time.monotonic()
+                await self.backend.kill()

@@ -1,0 +1,1 @@
+"""The reference engine in torch: continuous batching over a slotted KV cache."""

@@ -1,0 +1,260 @@
+"""The asyncio half of an engine: requests in, completions out, one task that steps while there is
+work.
+
+    generate ─Job─▶ stepper.waiting ─admitted between steps─▶ rows ─finished─▶ job.future ─▶
+    generate load_weights ─prepare (a thread)─▶ swap (between two steps)
+
+One task steps: *waits for* `_wake` when idle, *unblocked by* generate and the first load_weights.
+generate: *waits for* job.future, *unblocked by* the step that draws its last token, or by close.
+load_weights: *waits for* `_loading`, so that versions are swapped in the order they came.
+Everything runs on one event loop and a step never awaits, so nothing changes in the middle of one.
+"""
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from areal_q.errors import EngineDied, RecordError
+from areal_q.messages import FinishReason, Manifest, VersionSpan
+from areal_q.weights.version import WeightVersion
+from rollout.engines.base import (
+    Capabilities,
+    Completion,
+    Request,
+    ResponseCallback,
+    TokenCallback,
+    check_shape,
+)
+from rollout.engines.stop_conditions import Stopper, stopper
+
+
+@dataclass(eq=False)
+class Job:
+    """A request in flight. Every response draws one token at each step from `started` on."""
+
+    request: Request
+    future: "asyncio.Future[list[Completion]]"
+    on_token: TokenCallback | None = None
+    on_response: ResponseCallback | None = None
+    started: int = -1
+    """Step that draws its first tokens; -1 while it waits"""
+    deadline_s: float = math.inf
+    """Monotonic time at which its responses are cut"""
+    stoppers: list[Stopper] = field(default_factory=list)
+    """One for each response, or none"""
+    completions: dict[int, Completion] = field(default_factory=dict)
+
+    def start(self, step: int) -> None:
+        self.started = step
+        request = self.request
+        if request.timeout_s:
+            self.deadline_s = time.monotonic() + request.timeout_s
+        drawn = request.prompt_ids[len(request.prompt_ids) - request.drawn :].tolist()
+        watch = [
+            stopper(request.sampling, request.decode, drawn) for _ in range(request.num_samples)
+        ]
+        self.stoppers = [w for w in watch if w is not None]
+
+    def finish_reason(self, index: int, ids: Sequence[int]) -> FinishReason | None:
+        """Why the response of tokens `ids` has ended; None if it has not."""
+        if int(ids[-1]) in self.request.stop_ids:
+            return "stop"
+        if self.stoppers and self.stoppers[index].stopped:
+            return "stop"
+        if len(ids) >= self.request.sampling.max_tokens:
+            return "length"
+        return "timeout" if time.monotonic() >= self.deadline_s else None
+
+    def complete(self, index: int, completion: Completion) -> None:
+        self.completions[index] = completion
+        if self.on_response:
+            self.on_response(index, completion)
+        if len(self.completions) == self.request.num_samples and not self.future.done():
+            self.future.set_result([self.completions[i] for i in sorted(self.completions)])
+
+    def fail(self, error: BaseException) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class VersionLog:
+    """Which version drew at which step, as far back as responses in flight may need it."""
+
+    def __init__(self) -> None:
+        self._since: deque[tuple[int, int, str]] = deque()
+
+    def swapped(self, step: int, manifest: Manifest) -> None:
+        """From `step` on, tokens are drawn with this version."""
+        if self._since and self._since[-1][0] == step:
+            self._since.pop()
+        self._since.append((step, manifest.version, manifest.digest))
+
+    def forget_before(self, step: int) -> None:
+        while len(self._since) > 1 and self._since[1][0] <= step:
+            self._since.popleft()
+
+    def spans(self, start: int, tokens: int) -> list[VersionSpan]:
+        """Example: swaps at steps 0 and 7, start 5, 4 tokens → [(v0, 2), (v1, 2)]."""
+        spans, end = [], start + tokens
+        for step, version, digest in reversed(self._since):
+            if step < end:
+                begin = max(step, start)
+                spans.append(VersionSpan(version, end - begin, digest))
+                end = begin
+            if end == start:
+                break
+        return spans[::-1]
+
+
+class Stepper(Protocol):
+    """The synchronous half: holds the rows and draws their next tokens."""
+
+    name: str
+    capabilities: Capabilities
+    slots: int
+    waiting: deque[Job]
+    tokens_per_s: float
+    """Pace of generation; infinite for as fast as it goes"""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def active(self) -> int: ...
+
+    def check(self, request: Request) -> None:
+        """Raises RecordError when the request can never be served."""
+        ...
+
+    def step(self) -> int:
+        """Admits waiting jobs, draws one token for every response; returns how many."""
+        ...
+
+    def unfinished(self, job: Job) -> dict[int, Completion]:
+        """What a job's responses that have not ended have so far, by their index."""
+        ...
+
+    def drop(self, job: Job) -> None:
+        """Forgets a waiting or running job and frees its rows."""
+        ...
+
+    def prepare(self, weights: WeightVersion) -> Any:
+        """All that can be done for a swap outside of the loop; runs in a thread."""
+        ...
+
+    def swap(self, prepared: Any) -> None: ...
+
+
+class EngineLoop:
+    """An Engine (rollout/engines/base.py) around a Stepper."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.name, self.capabilities = stepper.name, stepper.capabilities
+        self._stepper = stepper
+        self._jobs: set[Job] = set()
+        self._wake = asyncio.Event()
+        self._loading = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self._tokens, self._busy_s = 0, 0.0
+
+    @property
+    def version(self) -> int:
+        return self._stepper.version
+
+    @property
+    def active(self) -> int:
+        return self._stepper.active
+
+    @property
+    def tokens_drawn(self) -> int:
+        return self._tokens
+
+    @property
+    def busy_s(self) -> float:
+        return self._busy_s
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"engine-{self.name}")
+        self._task.add_done_callback(self._stopped)
+
+    async def generate(
+        self,
+        request: Request,
+        on_token: TokenCallback | None = None,
+        on_response: ResponseCallback | None = None,
+    ) -> list[Completion]:
+        """Raises RecordError when the request can never be served, EngineDied when the engine is not running.
+        `on_token` must not raise."""
+        if self._task is None or self._task.done():
+            raise EngineDied(f"engine {self.name} is not running")
+        check_shape(request, self._stepper.slots)
+        if self.version >= 0:
+            self._stepper.check(request)
+        job = Job(request, asyncio.get_running_loop().create_future(), on_token, on_response)
+        self._jobs.add(job)
+        self._stepper.waiting.append(job)
+        self._wake.set()
+        try:
+            return await job.future
+        except asyncio.CancelledError:
+            for index, completion in self._stepper.unfinished(job).items():
+                if on_response:
+                    on_response(index, completion)
+            raise
+        finally:
+            self._jobs.discard(job)
+            if len(job.completions) < request.num_samples:
+                self._stepper.drop(job)
+
+    async def load_weights(self, weights: WeightVersion) -> float:
+        """Swap; returns the pause of generation in seconds. Raises WeightVersionError, old
+        weights kept."""
+        async with self._loading:
+            prepared = await asyncio.to_thread(self._stepper.prepare, weights)
+            began = time.perf_counter()
+            first = self.version < 0
+            self._stepper.swap(prepared)
+            pause = time.perf_counter() - began
+        if first:
+            for job in list(self._stepper.waiting):
+                try:
+                    self._stepper.check(job.request)
+                except RecordError as error:
+                    self._stepper.waiting.remove(job)
+                    job.fail(error)
+        self._wake.set()
+        return pause
+
+    async def close(self) -> None:
+        """Ends the engine; requests in flight are cancelled."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        stepper = self._stepper
+        while True:
+            if self.version < 0 or not (stepper.active or stepper.waiting):
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            began = time.perf_counter()
+            drawn = stepper.step()
+            self._tokens += drawn
+            await asyncio.sleep(drawn / stepper.tokens_per_s)
+            self._busy_s += time.perf_counter() - began
+
+    def _stopped(self, task: "asyncio.Task[None]") -> None:
+        """No request may wait for a loop that has ended."""
+        error = None if task.cancelled() else task.exception()
+        for job in list(self._jobs):
+            if error is not None:
+                job.fail(error)
+            else:
+                job.future.cancel()

@@ -1,0 +1,120 @@
+"""What the torch engine knows of each response in flight: prompt, tokens so far, budget, settings."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_q.config import Sampling
+from areal_q.models.config import DecoderConfig
+from rollout.engines.base import Request
+from rollout.engines.reference.kv_cache import grown
+from rollout.engines.reference.sampling import seed_keys
+
+
+class Rows:
+    """The state of the rows, as tensors whose first dimension is the slot."""
+
+    def __init__(self, config: DecoderConfig, device: str) -> None:
+        def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.device = device
+        self.ids = empty(0, 0)
+        """int64 [slots, max_len]: prompt and response so far"""
+        self.logprobs = empty(0, 0, dtype=torch.float32)
+        """float32 [slots, max_len], beside `ids`; meaningless over the prompt"""
+        experts = config.experts
+        self.routes = empty(
+            *(0, 0, len(config.sparse_layers), experts.per_token if experts else 0),
+            dtype=torch.uint8 if not experts or experts.count <= 256 else torch.int16,
+        )
+        """[slots, max_len, L, K], beside `ids`: the experts that each token was sent to by each sparse layer"""
+        self.length = empty(0)
+        """int64 [slots]: tokens in `ids`; all but the last have keys and values in the cache"""
+        self.end = empty(0)
+        """int64 [slots]: length at which the row's budget is spent"""
+        self.keys = empty(0)
+        """int64 [slots]: the row's stream of random numbers"""
+        self.stops = empty(0, 1)
+        """int64 [slots, S]: ids that end the response, padded with -1"""
+        self.temperature = empty(0, dtype=torch.float32)
+        self.top_k = empty(0)
+        self.top_p = empty(0, dtype=torch.float32)
+        self.min_p = empty(0, dtype=torch.float32)
+
+    def reserve(self, slots: int, length: int) -> None:
+        for name, tensor in vars(self).items():
+            if isinstance(tensor, Tensor):
+                wide = {1: length} if name in ("ids", "logprobs", "routes") else {}
+                setattr(self, name, grown(tensor, {0: slots, **wide}, -1 if name == "stops" else 0))
+
+    def narrow(self, stops: int) -> None:
+        """Leaves room for so many stop ids in a row: each step compares a token with every place there is."""
+        if self.stops.shape[1] > max(1, stops):
+            self.stops = self.stops[:, : max(1, stops)].contiguous()
+
+    def fill(self, end: int, requests: list[Request]) -> None:
+        """Sets up the rows of `requests`, the last of which ends at row `end`."""
+        copies = torch.tensor([r.num_samples for r in requests])
+        rows = slice(end - int(copies.sum()), end)
+        widest = max(len(r.stop_ids) for r in requests)
+        self.stops = grown(self.stops, {1: widest}, -1)
+        width = max(len(r.prompt_ids) for r in requests)
+        prompts = np.zeros((len(requests), width), np.int64)
+        stops = np.full((len(requests), self.stops.shape[1]), -1, np.int64)
+        for i, request in enumerate(requests):
+            prompts[i, : len(request.prompt_ids)] = request.prompt_ids
+            stops[i, : len(request.stop_ids)] = list(request.stop_ids)
+
+        def spread(values: object) -> Tensor:
+            spread = torch.as_tensor(values).repeat_interleave(copies, 0)
+            return spread.to(self.device, non_blocking=True)
+
+        lengths = np.array([len(r.prompt_ids) for r in requests])
+        sampling: list[Sampling] = [r.sampling for r in requests]
+        self.ids[rows, :width] = spread(prompts)
+        self.stops[rows] = spread(stops)
+        self.length[rows] = spread(lengths)
+        self.end[rows] = spread(lengths + np.array([s.max_tokens for s in sampling], np.int64))
+        self.temperature[rows] = spread([s.temperature for s in sampling]).float()
+        self.top_k[rows] = spread(np.array([s.top_k for s in sampling], np.int64))
+        self.top_p[rows] = spread([s.top_p for s in sampling]).float()
+        self.min_p[rows] = spread([s.min_p for s in sampling]).float()
+        seeds = [r.seed + i for r in requests for i in range(r.num_samples)]
+        self.keys[rows] = seed_keys(seeds).to(self.device, non_blocking=True)
+
+    def append(self, rows: int, tokens: Tensor, logprobs: Tensor) -> Tensor:
+        """Adds one token to each of the first `rows` rows; bool [rows]: which are done."""
+        length = self.length[:rows]
+        at = length.unsqueeze(1)
+        self.ids[:rows].scatter_(1, at, tokens.unsqueeze(1))
+        self.logprobs[:rows].scatter_(1, at, logprobs.unsqueeze(1))
+        length += 1
+        stopped = (tokens.unsqueeze(1) == self.stops[:rows]).any(1)
+        return stopped.logical_or_(length >= self.end[:rows])
+
+    def put_routes(self, first: int, taken: Tensor) -> None:
+        """The experts [rows, tokens, L, K] of the first tokens of the rows from `first` on."""
+        rows, tokens = taken.shape[:2]
+        self.routes[first : first + rows, :tokens] = taken.to(self.routes.dtype)
+
+    def add_routes(self, at: Tensor, taken: Tensor) -> None:
+        """The experts [rows, L, K] of the tokens at places `at` int64 [rows] of the first rows."""
+        rows = torch.arange(len(at), device=at.device)
+        self.routes[rows, at] = taken.to(self.routes.dtype)
+
+    def read_routes(self, slot: int, length: int) -> np.ndarray | None:
+        """[length, L, K] of the first tokens of a row; None where no layer is sparse."""
+        found = self.routes[slot, :length].cpu().numpy()
+        return found.astype(np.uint8 if found.itemsize == 1 else np.uint16) if found.size else None
+
+    def read(self, slots: list[int]) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """(ids, logprobs, lengths) of these slots, on the host."""
+        at = torch.tensor(slots, device=self.device)
+        ids, logprobs = self.ids[at].cpu().numpy(), self.logprobs[at].cpu().numpy()
+        return ids, logprobs, self.length[at].tolist()
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        for tensor in vars(self).values():
+            if isinstance(tensor, Tensor):
+                tensor[targets] = tensor[sources]

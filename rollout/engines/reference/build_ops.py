@@ -1,0 +1,24 @@
+"""Chooses the operations between the GEMMs for an engine's settings: plain torch, numba or torch.compile."""
+
+import logging
+
+from areal_q.config import TorchEngine
+from rollout.engines.reference.ops import Ops, TorchOps
+
+logger = logging.getLogger(__name__)
+
+
+def build_ops(config: TorchEngine) -> Ops:
+    """Returns the operations for `config`; plain torch where numba is missing, with a warning."""
+    if config.compiled:
+        from rollout.engines.reference.ops_compiled import CompiledOps
+
+        return CompiledOps()
+    if config.device != "cpu" or not config.fused:
+        return TorchOps()
+    try:
+        from rollout.engines.reference.ops_numba import FusedOps
+    except ImportError as error:  # a platform for which numba has no wheel
+        logger.warning("decoding in plain torch, which is slower: %s", error)
+        return TorchOps()
+    return FusedOps()

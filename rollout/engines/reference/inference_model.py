@@ -1,0 +1,172 @@
+"""The inference forward, run straight from a published version's tensors: no module, no autograd.
+
+q, k and v are one GEMM, so are gate and up; the quantized linears run as their format says
+(areal_q/quant/quantized_linear.py) and everything else in float32. Notation: T tokens, D width.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from areal_q.errors import QuantizationError, WeightVersionError
+from areal_q.models.config import DecoderConfig, Experts
+from areal_q.models.lora import LORA_SCALE, AdaptedLinear, adapter_of
+from areal_q.models.moe import gates_of, mixed
+from areal_q.models.rope import rope_tables
+from areal_q.quant import FORMATS
+from areal_q.quant.kv_scales import kv_scales_of
+from areal_q.quant.quantized_linear import Linear
+from areal_q.quant.state_dict import parts_of
+from areal_q.weights.version import WeightVersion
+from rollout.engines.reference.kv_cache import Attend
+from rollout.engines.reference.ops import Ops
+
+
+@dataclass(frozen=True)
+class Layer:
+    input_norm: Tensor
+    """[D]"""
+    qkv: Linear
+    qkv_bias: Tensor | None
+    head_norm: Tensor | None
+    """[heads + kv_heads, head_dim]: Qwen3's weights for the norms of q's and k's heads"""
+    o: Linear
+    post_norm: Tensor
+    """[D]"""
+    mlp: "Mlp | SparseMlp"
+
+
+@dataclass(frozen=True)
+class Mlp:
+    gate_up: Linear
+    down: Linear
+    ops: Ops
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        return self.down(self.ops.swiglu(self.gate_up(x)), add)
+
+
+@dataclass(frozen=True)
+class SparseMlp:
+    """As areal_q.models.moe.SparseMlp; the router is in float32."""
+
+    router: Tensor
+    """[E, D]"""
+    experts: list[Mlp]
+    shape: Experts
+
+    def __call__(self, x: Tensor, add: Tensor, routes: list[Tensor] | None) -> Tensor:
+        probs = F.linear(x, self.router).softmax(-1)
+        taken = probs.topk(self.shape.per_token, dim=-1).indices
+        if routes is not None:
+            routes.append(taken)
+        return add + mixed(x, taken, gates_of(probs, taken, self.shape), self.experts)
+
+
+class InferenceModel:
+    """Raises WeightVersionError when `weights` lack a tensor or are of an unknown format."""
+
+    def __init__(self, weights: WeightVersion, device: str, ops: Ops) -> None:
+        manifest = weights.manifest
+        if manifest.format not in FORMATS:
+            raise WeightVersionError(
+                f"version {manifest.version}: format {manifest.format!r} is none of {', '.join(FORMATS)}"
+            )
+        self.manifest = manifest
+        self.config = DecoderConfig.from_hf(manifest.model)
+        self.ops = ops
+        tensors = {name: tensor.to(device) for name, tensor in weights.tensors.items()}
+        try:
+            self.embedding = tensors["model.embed_tokens.weight"].float()
+            self.norm = tensors["model.norm.weight"].float()
+            tied = self.config.tied or "lm_head.weight" not in tensors
+            self.head = self.embedding if tied else tensors["lm_head.weight"].float()
+            self.layers = [self._layer(tensors, i) for i in range(self.config.layers)]
+        except (KeyError, QuantizationError) as error:
+            raise WeightVersionError(
+                f"version {manifest.version} lacks a tensor: {error}"
+            ) from error
+        self.kv_scales = kv_scales_of(tensors, self.config.layers)
+        self.cos, self.sin = rope_tables(self.config, device=device)
+
+    def _layer(self, tensors: Mapping[str, Tensor], index: int) -> Layer:
+        layer = f"model.layers.{index}"
+        format = self.manifest.format
+
+        def linear(*names: str) -> Linear:
+            parts = [parts_of(tensors, f"{layer}.{name}", format) for name in names]
+            run = self.ops.linear(FORMATS[format].linear(parts))
+            pairs = [adapter_of(tensors, f"{layer}.{name}") for name in names]
+            if not any(pairs):
+                return run
+            outs = [self._out_features(name) for name in names]
+            return AdaptedLinear(run, pairs, outs, float(self.manifest.extra[LORA_SCALE]))
+
+        def mlp(prefix: str) -> Mlp:
+            gate_up = linear(f"{prefix}.gate_proj", f"{prefix}.up_proj")
+            return Mlp(gate_up, linear(f"{prefix}.down_proj"), self.ops)
+
+        def sparse(experts: Experts) -> SparseMlp:
+            router = tensors[f"{layer}.mlp.gate.weight"].float()
+            each = [mlp(f"mlp.experts.{i}") for i in range(experts.count)]
+            return SparseMlp(router, each, experts)
+
+        experts = self.config.experts
+        qkv = [f"self_attn.{x}_proj" for x in "qkv"]
+        head_norm = bias = None
+        if self.config.qk_norm:
+            q_norm = tensors[f"{layer}.self_attn.q_norm.weight"].float()
+            k_norm = tensors[f"{layer}.self_attn.k_norm.weight"].float()
+            head_norm = torch.cat(
+                (q_norm.expand(self.config.heads, -1), k_norm.expand(self.config.kv_heads, -1))
+            )
+        if self.config.qkv_bias:
+            bias = torch.cat([tensors[f"{layer}.{name}.bias"] for name in qkv]).float()
+        return Layer(
+            input_norm=tensors[f"{layer}.input_layernorm.weight"].float(),
+            qkv=linear(*qkv),
+            qkv_bias=bias,
+            head_norm=head_norm,
+            o=linear("self_attn.o_proj"),
+            post_norm=tensors[f"{layer}.post_attention_layernorm.weight"].float(),
+            mlp=sparse(experts) if experts and experts.has(index) else mlp("mlp"),
+        )
+
+    def _out_features(self, name: str) -> int:
+        c = self.config
+        mlp = c.experts.mlp if c.experts and ".experts." in name else c.mlp
+        by_name = {"q_proj": c.heads * c.head_dim, "gate_proj": mlp, "up_proj": mlp}
+        by_name |= dict.fromkeys(("k_proj", "v_proj"), c.kv_heads * c.head_dim)
+        return by_name.get(name.rpartition(".")[2], c.width)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        routes: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Last hidden states float32 [T, D] of `tokens` int64 [T] at `positions` int64 [T]. To `routes` every
+        sparse layer adds the experts that it took, int64 [T, K]."""
+        c, ops = self.config, self.ops
+        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        rotated = c.heads + c.kv_heads
+        x = F.embedding(tokens, self.embedding)
+        for index, layer in enumerate(self.layers):
+            qkv = layer.qkv(self._norm(x, layer.input_norm), layer.qkv_bias)
+            qkv = qkv.view(-1, rotated + c.kv_heads, c.head_dim)
+            ops.rotate(qkv, rotated, layer.head_norm, c.norm_eps, cos, sin)
+            x = layer.o(attend(index, qkv), x)
+            h = self._norm(x, layer.post_norm)
+            x = layer.mlp(h, x, routes) if isinstance(layer.mlp, SparseMlp) else layer.mlp(h, x)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [R, V] of hidden states [R, D]."""
+        return F.linear(self._norm(hidden, self.norm), self.head)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, weight, self.config.norm_eps)

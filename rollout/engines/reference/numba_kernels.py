@@ -1,0 +1,249 @@
+"""One loop where torch takes a chain of operations: numba kernels for decoding on a CPU.
+
+At the sizes of a decoding step a torch operation costs mostly its dispatch, 2 to 10 μs, and a step
+of a small model is some 200 of them around a dozen GEMMs. Each function here does what several of
+them do, in one pass over rows that stay in the cache. It computes what its torch twin computes
+(ops.py pairs them; tests/engines/test_ops.py compares them): int8 codes and scales to the bit, all
+else to float32 rounding. NaN and infinity reach the log-prob as they do in torch.
+
+Compiled by LLVM when this module is first imported (seconds; no C compiler), and read from disk
+from then on: beside this file, or in the user's cache where that is read-only. Arrays are C
+contiguous. Notation: T tokens or rows, K channels, V vocabulary.
+"""
+
+import numpy as np
+from numba import types as nt
+from numba import void
+
+from areal_q.quant.activations import SMALLEST_GROUP_RANGE, SMALLEST_ROW_SCALE
+from areal_q.quant.kernels.jit import kernel
+
+float32, int32 = np.float32, np.int32
+F1, F2, F3, F4 = (nt.Array(nt.float32, n, "C") for n in (1, 2, 3, 4))
+I8, I32 = nt.Array(nt.int8, 2, "C"), nt.Array(nt.int32, 2, "C")
+I1, D1 = nt.Array(nt.int64, 1, "C"), nt.Array(nt.float64, 1, "C")
+
+_TINY = float32(np.finfo(np.float32).tiny)
+# Adding 1.5 · 2²³ leaves no bits for a fraction, so it rounds half to even; the low bits are the number.
+_ROUND = float32(1.5 * 2**23)
+_ROUND_SUBNORMAL = float32(1.5 * 2**14)
+"""The same for multiples of 2⁻⁹"""
+_SMALLEST_ROW_SCALE, _SMALLEST_GROUP_RANGE = (
+    float32(SMALLEST_ROW_SCALE),
+    float32(SMALLEST_GROUP_RANGE),
+)
+# What LLVM may change: fused multiply-add, and the order of sums. NaN and infinity keep their meaning.
+_FMA, _SUMS = {"contract"}, {"contract", "reassoc"}
+
+
+@kernel(fastmath=_FMA)
+def _exp(x):
+    """eˣ to 2 units in the last place; 0 below -87, e⁸⁸ above 88. 2ⁿ · eʳ, eʳ by Cephes' polynomial.
+
+    Only arithmetic, so that LLVM can run it on a whole vector: libm's takes one number at a time.
+    """
+    y = float32(88.0) if x > float32(88.0) else x
+    shifted = y * float32(1.44269504) + _ROUND
+    n = shifted - _ROUND
+    r = y - n * float32(0.693359375) + n * float32(2.12194440e-4)
+    p = float32(1.9875691500e-4)
+    p = p * r + float32(1.3981999507e-3)
+    p = p * r + float32(8.3334519073e-3)
+    p = p * r + float32(4.1665795894e-2)
+    p = p * r + float32(1.6666665459e-1)
+    p = p * r + float32(5.0000001201e-1)
+    p = p * r * r + r + float32(1.0)
+    power = int32((float32(shifted).view(int32) << int32(23)) + int32(127 << 23)).view(float32)
+    return float32(0.0) if x < float32(-87.0) else p * power
+
+
+@kernel(fastmath=_SUMS)
+def _dot(a, b):
+    total = float32(0.0)
+    for i in range(a.shape[0]):
+        total += a[i] * b[i]
+    return total
+
+
+@kernel()
+def _top(bits):
+    """The largest magnitude, NaN above all: without their sign bit floats are ordered like integers."""
+    top = int32(0)
+    for i in range(bits.shape[0]):
+        top = max(top, int32(bits[i] & int32(0x7FFFFFFF)))
+    return int32(top).view(float32)
+
+
+@kernel(void(F2, I8, F1))
+def quantize_rows(x, codes, scales):
+    """[T, K] → codes, scales [T]: areal_q.quant.rows.quantize_rows, bit for bit."""
+    bits = x.view(int32)
+    for t in range(x.shape[0]):
+        scale = _top(bits[t]) / float32(127.0)
+        scale = _TINY if scale < _TINY else scale
+        scales[t] = scale
+        for i in range(x.shape[1]):
+            codes[t, i] = np.int8(float32(x[t, i] / scale + _ROUND).view(int32))
+
+
+@kernel(void(I32, F1, F1, F2, F2), fastmath=_FMA)
+def dequantize(sums, w_scale, x_scale, add, y):
+    """y[t, o] = sums[t, o] · w_scale[o] · x_scale[t] + add[t, o]; add [T, out] or [1, out]."""
+    for t in range(sums.shape[0]):
+        row = add[t if add.shape[0] > 1 else 0]
+        for o in range(sums.shape[1]):
+            y[t, o] = float32(sums[t, o]) * w_scale[o] * x_scale[t] + row[o]
+
+
+@kernel()
+def _e4m3(x):
+    """The E4M3 number next to x, ties to even, as float32; beyond ±448 it saturates, NaN stays."""
+    y = float32(448.0) if x > float32(448.0) else x
+    y = float32(-448.0) if y < float32(-448.0) else y
+    if abs(y) < float32(2.0**-6):
+        return (y + _ROUND_SUBNORMAL) - _ROUND_SUBNORMAL
+    bits = float32(y).view(int32)
+    # 20 of 23 bits of the fraction go; what is added carries where they are more than half, or half and odd.
+    bits += int32(0x7FFFF) + ((bits >> int32(20)) & int32(1))
+    return int32(bits & int32(-0x100000)).view(float32)
+
+
+@kernel(void(F2, F2, F1))
+def e4m3_rows(x, numbers, scales):
+    """[T, K] → what the codes of areal_q.quant.rows.quantize_rows_e4m3 stand for, scales [T], to the bit."""
+    bits = x.view(int32)
+    for t in range(x.shape[0]):
+        scale = _top(bits[t]) / float32(448.0)
+        scale = _SMALLEST_ROW_SCALE if scale < _SMALLEST_ROW_SCALE else scale
+        scales[t] = scale
+        for i in range(x.shape[1]):
+            numbers[t, i] = _e4m3(x[t, i] / scale)
+
+
+@kernel(void(F2, F2))
+def e4m3_groups(x, y):
+    """[T, K] → dequantize_groups(*quantize_groups_e4m3(x)) of areal_q.quant.rows, to the bit."""
+    bits = x.view(int32)
+    for t in range(x.shape[0]):
+        for start in range(0, x.shape[1], 128):
+            end = min(start + 128, x.shape[1])
+            top = _top(bits[t, start:end])
+            top = _SMALLEST_GROUP_RANGE if top < _SMALLEST_GROUP_RANGE else top
+            scale = top / float32(448.0)
+            for i in range(start, end):
+                y[t, i] = _e4m3(x[t, i] / scale) * scale
+
+
+@kernel(void(F2, F1, F1, F2, F2), fastmath=_FMA)
+def rescale(sums, w_scale, x_scale, add, y):
+    """As `dequantize`, of sums in float32."""
+    for t in range(sums.shape[0]):
+        row = add[t if add.shape[0] > 1 else 0]
+        for o in range(sums.shape[1]):
+            y[t, o] = sums[t, o] * w_scale[o] * x_scale[t] + row[o]
+
+
+@kernel(void(F2, F1, nt.float32, F2), fastmath=_SUMS)
+def rms_norm(x, weight, eps, y):
+    for t in range(x.shape[0]):
+        r = float32(1.0) / np.sqrt(_dot(x[t], x[t]) / float32(x.shape[1]) + eps)
+        for i in range(x.shape[1]):
+            y[t, i] = x[t, i] * r * weight[i]
+
+
+@kernel(void(F3, nt.int64, nt.boolean, F2, nt.float32, F2, F2), fastmath=_SUMS)
+def rotate(qkv, heads, norm, weights, eps, cos, sin):
+    """RoPE, after an RMSNorm where `norm`, of the first `heads` heads of qkv [T, H, dim], in
+    place."""
+    half = qkv.shape[2] // 2
+    for t in range(qkv.shape[0]):
+        for h in range(heads):
+            x = qkv[t, h]
+            if norm:
+                r = float32(1.0) / np.sqrt(_dot(x, x) / float32(x.shape[0]) + eps)
+                for i in range(x.shape[0]):
+                    x[i] = x[i] * r * weights[h, i]
+            first, second = x[:half], x[half:]
+            c1, c2, s1, s2 = cos[t, :half], cos[t, half:], sin[t, :half], sin[t, half:]
+            for i in range(half):
+                a, b = first[i], second[i]
+                first[i] = a * c1[i] - b * s1[i]
+                second[i] = b * c2[i] + a * s2[i]
+
+
+@kernel(void(F2, F2), fastmath=_FMA)
+def swiglu(gate_up, y):
+    mlp = y.shape[1]
+    for t in range(y.shape[0]):
+        gate, up = gate_up[t, :mlp], gate_up[t, mlp:]
+        for i in range(mlp):
+            y[t, i] = gate[i] / (float32(1.0) + _exp(-gate[i])) * up[i]
+
+
+@kernel(void(F3, F4, F4, I1, nt.float32, F3), fastmath=_SUMS)
+def decode_attention(qkv, keys, values, positions, scale, out):
+    """Writes the new keys and values of qkv [R, heads + 2 · kv_heads, dim] into the cache [slots,
+    kv_heads, max_len, dim], and attends: row r to its own slot, up to positions[r]."""
+    kv_heads, heads, dim = keys.shape[1], out.shape[1], out.shape[2]
+    group = heads // kv_heads
+    w = np.empty(keys.shape[2], float32)
+    for r in range(qkv.shape[0]):
+        length = positions[r] + 1
+        for h in range(kv_heads):
+            k, v = keys[r, h], values[r, h]
+            for i in range(dim):
+                k[length - 1, i] = qkv[r, heads + h, i]
+                v[length - 1, i] = qkv[r, heads + kv_heads + h, i]
+            for j in range(h * group, (h + 1) * group):
+                for p in range(length):
+                    w[p] = _dot(qkv[r, j], k[p]) * scale
+                top = w[0]
+                for p in range(length):
+                    top = max(top, w[p])
+                total = float32(0.0)
+                for p in range(length):
+                    w[p] = _exp(w[p] - top)
+                    total += w[p]
+                mixed = out[r, j]
+                for i in range(dim):
+                    mixed[i] = float32(0.0)
+                for p in range(length):
+                    share = w[p] / total
+                    for i in range(dim):
+                        mixed[i] += share * v[p, i]
+
+
+@kernel(void(F2, nt.float32, D1, I1, F1), fastmath=_FMA)
+def draw(logits, temperature, u, tokens, logprobs):
+    """softmax(logits / temperature), inverse CDF at u [R], log-prob: sampler.draw in one pass."""
+    vocab = logits.shape[1]
+    shares = np.empty(vocab, float32)
+    for t in range(logits.shape[0]):
+        row = logits[t]
+        top = float32(-np.inf)
+        for i in range(vocab):
+            top = max(top, row[i])
+        for i in range(vocab):
+            shares[i] = _exp((row[i] - top) / temperature)
+        total = 0.0
+        for i in range(vocab):
+            total += shares[i]
+        target = u[t] * total
+        # The same partial sums as those that made `total`, so one of them exceeds the target.
+        token, below = 0, np.float64(shares[0])
+        while below <= target and token < vocab - 1:
+            token += 1
+            below += shares[token]
+        tokens[t] = token
+        logprobs[t] = np.float64(row[token] - top) / temperature - np.log(total)
+
+
+@kernel(void(I1, I1, D1))
+def uniform(keys, positions, u):
+    """sampler.uniform: splitmix64 of (key, position), 53 bits of it."""
+    for t in range(keys.shape[0]):
+        z = np.uint64(keys[t]) + np.uint64(positions[t]) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+        u[t] = np.float64(z >> np.uint64(11)) * 2.0**-53

@@ -1,0 +1,78 @@
+"""The operations between the GEMMs of a decoder, in plain torch or, on a CPU, fused (fused.py).
+
+`TorchOps` is the reference and runs on any device. Everything is float32 unless stated. Notation:
+T tokens, R decoding rows, D width, V vocabulary.
+"""
+
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from areal_q.config import Sampling
+from areal_q.models.rope import apply_rope
+from areal_q.quant.quantized_linear import Linear
+from rollout.engines.reference.kv_cache import Attend, Decode, KVCache
+from rollout.engines.reference.sampling import draw_alike, uniform
+
+
+class Ops(Protocol):
+    def linear(self, linear: Linear) -> Linear:
+        """`linear`, or a faster one with the same results."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """[T, D], weight [D]"""
+        ...
+
+    def rotate(
+        self, qkv: Tensor, heads: int, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor
+    ) -> None:
+        """RoPE, in place, of the first `heads` heads (q's and k's) of qkv [T, heads + kv_heads,
+        head_dim], after an RMSNorm of each with weights `norm` [heads, head_dim] if there are any;
+        cos and sin [T, head_dim]."""
+        ...
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) · up: [T, 2 · mlp] → [T, mlp]"""
+        ...
+
+    def decode(self, cache: KVCache, positions: Tensor, length: int) -> Attend:
+        """As attention.Decode"""
+        ...
+
+    def uniform(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """As sampler.uniform"""
+        ...
+
+    def draw(self, logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
+        """As sampler.draw_alike"""
+        ...
+
+
+class TorchOps:
+    def linear(self, linear: Linear) -> Linear:
+        return linear
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def rotate(
+        self, qkv: Tensor, heads: int, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor
+    ) -> None:
+        qk = qkv[:, :heads]
+        normed = qk if norm is None else F.rms_norm(qk, qk.shape[-1:], eps=eps).mul_(norm)
+        qk.copy_(apply_rope(normed, cos, sin))
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    def decode(self, cache: KVCache, positions: Tensor, length: int) -> Attend:
+        return Decode(cache, positions, length)
+
+    def uniform(self, keys: Tensor, positions: Tensor) -> Tensor:
+        return uniform(keys, positions)
+
+    def draw(self, logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
+        return draw_alike(logits, sampling, u)

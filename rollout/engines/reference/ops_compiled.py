@@ -1,0 +1,63 @@
+"""TorchOps with each chain of small operations as one kernel of torch.compile: Triton on a GPU, C++ on a CPU.
+
+Compiled when first used, for any number of rows (`dynamic`), and kept for later versions: weights are
+arguments. The products, and attention, stay what they are. Results are TorchOps' to float32 rounding.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from areal_q.config import Sampling
+from areal_q.models.rope import apply_rope
+from rollout.engines.reference.ops import TorchOps
+from rollout.engines.reference.sampling import draw, draw_alike
+
+
+@torch.compile(dynamic=True)
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+@torch.compile(dynamic=True)
+def _rotated(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return apply_rope(qk, cos, sin)
+
+
+@torch.compile(dynamic=True)
+def _normed_rotated(qk: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    return apply_rope(F.rms_norm(qk, qk.shape[-1:], eps=eps) * norm, cos, sin)
+
+
+@torch.compile(dynamic=True)
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+@torch.compile(dynamic=True)
+def _drawn(logits: Tensor, temperature: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    return draw((logits / temperature).log_softmax(-1), u)
+
+
+class CompiledOps(TorchOps):
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _rms_norm(x, weight, eps)
+
+    def rotate(
+        self, qkv: Tensor, heads: int, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor
+    ) -> None:
+        qk = qkv[:, :heads]
+        qk.copy_(
+            _rotated(qk, cos, sin) if norm is None else _normed_rotated(qk, norm, eps, cos, sin)
+        )
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        return _swiglu(gate_up)
+
+    def draw(self, logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
+        if sampling.temperature == 0:
+            return draw_alike(logits, sampling, u)
+        # As a tensor, lest each temperature be compiled anew; an upload of it would be waited for.
+        temperature = torch.full((), sampling.temperature, device=logits.device)
+        return _drawn(logits, temperature, u)

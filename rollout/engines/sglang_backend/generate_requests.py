@@ -1,0 +1,74 @@
+"""What one response asks of SGLang, and what its chunks say."""
+
+from typing import Any
+
+import numpy as np
+
+from areal_q.config import Sampling
+from areal_q.errors import EngineDied, RecordError
+from areal_q.messages import VersionSpan
+from rollout.engines.base import Request
+from rollout.engines.process.generation_backend import Piece
+from rollout.engines.sglang_backend.http_client import Chunk, Meta
+
+
+def kept_tokens(sampling: Sampling, vocab_size: int) -> int:
+    """How many tokens top-k, top-p and min-p may leave to draw from; 0 where none is on, or T is 0."""
+    whole = sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0
+    if sampling.temperature == 0 or whole:
+        return 0
+    return min(sampling.top_k or vocab_size, vocab_size)
+
+
+def parameters(request: Request, seed: int, kept: int) -> dict[str, Any]:
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": kept or -1,
+        "min_p": sampling.min_p,
+        "sampling_seed": seed & (2**63 - 1),
+        "max_new_tokens": sampling.max_tokens,
+        "stop_token_ids": sorted(request.stop_ids),
+        "ignore_eos": not request.stop_ids,  # which ignores stop_token_ids as well
+        # A running server may prefer others.
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
+
+
+def check_end(chunk: Chunk, meta: Meta, request: Request) -> None:
+    """Raises RecordError for a request that SGLang refuses, or a response that it ended unasked; EngineDied
+    for one that it gave up."""
+    end = meta.finish_reason
+    if end is not None and end.type == "abort" and end.status_code == 400:
+        raise RecordError(f"SGLang refuses the request: {end.message}")
+    if end is not None and end.type == "abort":
+        raise EngineDied(f"SGLang gave a response up: {end.message}")
+    last = chunk.output_ids[-1:]
+    if end is not None and end.type == "stop" and not request.stop_ids.issuperset(last):
+        raise RecordError(
+            f"SGLang ends responses with {last}, a token that the request does not name: "
+            """start it with --json-model-override-args '{"eos_token_id": null}'"""
+        )
+
+
+def piece(chunk: Chunk, meta: Meta, new: int, masked: bool) -> Piece:
+    """The last `new` tokens of a chunk. Raises EngineDied when their log-probs are not there."""
+    start = len(chunk.output_ids) - new
+    if masked:
+        logprobs = meta.output_token_sampling_logprobs[start:]
+    else:
+        logprobs = [np.nan if v is None else v for v, *_ in meta.output_token_logprobs[start:]]
+    if start < 0 or len(logprobs) != new:
+        raise EngineDied(f"SGLang: {len(logprobs)} log-probs for {new} tokens")
+    spans = [_span(s.version, s.end - s.start) for s in meta.weight_versions]
+    return Piece(ids=chunk.output_ids[start:], logprobs=logprobs, spans=spans or None)
+
+
+def _span(stamp: str, tokens: int) -> VersionSpan:
+    version, _, digest = stamp.partition(":")
+    if not version.isdigit() or not digest:
+        raise EngineDied(f"SGLang's tokens are of weights {stamp!r}, which are not ours")
+    return VersionSpan(int(version), tokens, digest)

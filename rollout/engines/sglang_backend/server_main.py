@@ -1,0 +1,87 @@
+"""`python -m rollout.engines.sglang_backend.server_main DIRECTORY`: an SGLang server that ends with the worker
+that started it, and takes DIRECTORY along.
+
+Reads one line of JSON, the ServerArgs, from its standard input, so that the key is in no command line;
+when that input ends, so does the server. What SGLang prints goes to standard error.
+"""
+
+# pyright: reportMissingImports=false
+
+import os
+import shutil
+import signal
+import sys
+import threading
+from typing import Any
+
+import msgspec
+
+CPU_ATTENTION = "torch_native"
+LINEARS = "areal_q_linears"
+"""In what the server says of itself: the class that computes each linear of the decoder layers"""
+
+
+def main() -> None:
+    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=dict[str, Any])
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    os.dup2(2, 1)
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import ServerArgs
+
+    if settings.get("device") == "cpu":
+        allow_seeds_on_a_cpu()
+    launch_server(ServerArgs(**settings), run_scheduler_process_func=run_scheduler)
+
+
+def run_scheduler(*args: Any, **more: Any) -> None:
+    """The process that holds the model: SGLang's own, which also tells what it runs, and where seeds work on
+    a CPU too."""
+    from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+
+    tell = Scheduler.get_init_info
+
+    def tell_more(scheduler: Any) -> dict[str, Any]:
+        model = scheduler.tp_worker.model_runner.model
+        return tell(scheduler) | {LINEARS: linears_of(model)}
+
+    Scheduler.get_init_info = tell_more
+    server_args = args[0] if args else more["server_args"]
+    if server_args.device == "cpu":
+        from sglang.srt import batch_invariant_ops
+
+        allow_seeds_on_a_cpu()
+        # Its kernels are Triton's, for GPUs. torch's own on a CPU differ in the last bits of a product.
+        batch_invariant_ops.enable_batch_invariant_mode = lambda *_: None
+    run_scheduler_process(*args, **more)
+
+
+def linears_of(model: Any) -> dict[str, str]:
+    from sglang.srt.layers.linear import LinearBase
+
+    return {
+        name: type(getattr(module, "scheme", None) or module.quant_method).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, LinearBase) and ".layers." in name
+    }
+
+
+def allow_seeds_on_a_cpu() -> None:
+    """SGLang draws by a request's seed in its deterministic mode only, which lists GPU attention alone."""
+    from sglang.srt.arg_groups.choices import (
+        add_deterministic_attention_backend_choices,
+        add_radix_supported_deterministic_attention_backend_choices,
+    )
+
+    add_deterministic_attention_backend_choices([CPU_ATTENTION])
+    add_radix_supported_deterministic_attention_backend_choices([CPU_ATTENTION])
+
+
+def _end_with_parent() -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""SGLang behind our Protocol, over its HTTP interface: a server of our own, or one that runs already.
+
+    stage ─▶ a checkpoint of the version, in memory (/dev/shm) ; generation goes on
+    pause ─▶ in place, or retracted: the KV cache of what is half done is kept, or computed again
+    push  ─▶ SGLang reads the checkpoint and stamps the tokens from then on
+
+Log-probs are of the distribution that drew: after temperature as SGLang reports them; with top-k or top-p
+on, those of its sampling mask, since the others are of the whole distribution. Written against 0.5.23.
+"""
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal_q.config import SglangEngine
+from areal_q.errors import ConfigError, EngineDied, RecordError
+from areal_q.messages import Manifest
+from areal_q.models import DecoderConfig
+from areal_q.system.credentials import secret
+from areal_q.weights.version import WeightVersion
+from rollout.engines.base import Capabilities, Request
+from rollout.engines.process import checkpoint_backend
+from rollout.engines.process.generation_backend import Piece
+from rollout.engines.process.process_end import first_end
+from rollout.engines.process.streaming_engine import StreamingEngine
+from rollout.engines.sglang_backend import generate_requests, server_checks
+from rollout.engines.sglang_backend.http_client import Client
+from rollout.engines.sglang_backend.server_process import OwnServer, server_settings
+
+logger = logging.getLogger(__name__)
+
+CPU_FORMATS = frozenset({"bf16"})
+"""SGLang's quantized products need AMX, or a GPU"""
+GPU_FORMATS = CPU_FORMATS | {"fp8", "fp8-channel", "int8"}
+MEMORY = Path("/dev/shm")
+ABORTS_S = 1.0
+"""For which the end of a server waits until it has heard what is not wanted any more"""
+PAUSES = {"keep": "in_place", "recompute": "retract"}
+
+
+def sglang_engine(config: SglangEngine) -> StreamingEngine:
+    """Raises ConfigError where SGLang, or for a server at a URL its client, is not installed, and for a
+    directory that is not there."""
+    needed = ("aiohttp",) if config.url else ("aiohttp", "sglang")
+    if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise ConfigError(
+            f"rollout.engine.type = 'sglang' needs {' and '.join(lacking)}: "
+            "pip install 'areal-q[sglang]'"
+        )
+    if config.directory and not Path(config.directory).is_dir():
+        raise ConfigError(f"rollout.engine.directory: no directory {config.directory}")
+    return StreamingEngine(SglangBackend(config))
+
+
+def room_for(config: SglangEngine) -> str:
+    """Where versions are handed over: in memory, where there is such a place."""
+    if config.directory:
+        return config.directory
+    return str(MEMORY) if os.access(MEMORY, os.W_OK) else tempfile.gettempdir()
+
+
+class SglangBackend:
+    name = "sglang"
+
+    def __init__(self, config: SglangEngine) -> None:
+        self.config = config
+        here = GPU_FORMATS if config.url or checkpoint_backend.has_gpu() else CPU_FORMATS
+        self.capabilities = Capabilities(formats=here, kv_on_update=frozenset(PAUSES))
+        self.slots, self.timeout_s = config.slots, config.timeout_s
+        self.restarts, self.keeps = config.restarts, config.kv_on_update == "keep"
+        self._server: OwnServer | None = None
+        self._client: Client | None = None
+        self._directory: Path | None = None
+        self._staged: Path | None = None
+        self._first: Manifest | None = None
+        self._model: DecoderConfig | None = None
+        self._positions = config.max_positions
+        self._seeded = True
+        """Whether the server draws in its deterministic mode, asked or not"""
+        self._most_masked = 0
+        """Tokens of a truncated distribution whose log-probs the server reports"""
+        self._salt = ""
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    @property
+    def pid(self) -> int:
+        """Of the server of our own; 0 without one."""
+        return self._server.pid if self._server else 0
+
+    async def prepare(self) -> None:
+        """Nothing to do before the first version."""
+
+    def accept(self, weights: WeightVersion) -> None:
+        checkpoint_backend.accept(weights, self._first)
+
+    def check(self, request: Request) -> None:
+        assert self._model is not None
+        checkpoint_backend.check(request, self._model, self._positions)
+        if request.sampling.min_p and self._seeded:
+            raise RecordError(
+                "min_p: SGLang draws it without seeds only, and dies otherwise: "
+                "rollout.engine.seeded = false"
+            )
+        kept = generate_requests.kept_tokens(request.sampling, self._model.vocab_size)
+        if kept > self._most_masked:
+            raise RecordError(
+                f"top_p, top_k and min_p keep up to {kept} tokens; the server reports log-probs of a "
+                f"truncated distribution for {self._most_masked}: --sampling-mask-max-tokens"
+            )
+
+    async def launch(self, weights: WeightVersion) -> None:
+        await self.close()
+        manifest = weights.manifest
+        model = DecoderConfig.from_hf(manifest.model)
+        self._directory = Path(
+            tempfile.mkdtemp(prefix="areal-q-sglang-", dir=room_for(self.config))
+        )
+        if self.config.url:
+            # Of another user, perhaps, which only reads. A server of our own is ours.
+            self._directory.chmod(0o755)
+        try:
+            if self.config.url:
+                info = await self._join(self.config.url, weights)
+            else:
+                info = await self._start(weights, model)
+            linears = await server_checks.linears(self._running(), info, manifest.format)
+            checkpoint_backend.check_quantized("SGLang", linears, manifest.format)
+        except BaseException:
+            await self.close()
+            raise
+        own = self.config.max_positions or model.max_positions
+        self._positions = min(own, info["max_req_input_len"])
+        self._most_masked = info["sampling_mask_max_tokens"]
+        self._seeded = info["enable_deterministic_inference"]
+        self._salt = checkpoint_backend.fresh_salt()
+        self._first, self._model = manifest, model
+
+    async def stage(self, weights: WeightVersion) -> None:
+        if self._directory is None:  # a launch was cancelled, or failed
+            raise EngineDied("SGLang is not running")
+        self._unstage()
+        self._staged = self._directory / weights.manifest.digest
+        self._staged.mkdir()
+        await asyncio.to_thread(checkpoint_backend.write, weights, self._staged)
+
+    async def pause(self) -> None:
+        client = self._running()
+        await client.post("/pause_generation", {"mode": PAUSES[self.config.kv_on_update]})
+        # The pause is not waited for, but questions are answered in turn, after all tokens drawn before:
+        # by the second answer those have been read here as well.
+        for _ in range(2):
+            await client.get("/server_info")
+
+    async def push(self, weights: WeightVersion) -> None:
+        update = {
+            "model_path": str(self._staged),
+            "load_format": "safetensors",
+            "weight_version": checkpoint_backend.stamp(weights.manifest),
+            "flush_cache": not self.keeps,
+        }
+        await self._running().post("/update_weights_from_disk", update)
+        self._salt = checkpoint_backend.fresh_salt()
+        self._unstage()
+
+    async def resume(self) -> None:
+        await self._running().post("/continue_generation", {"torch_empty_cache": False})
+
+    async def stream(self, request: Request, seed: int) -> AsyncGenerator[Piece, None]:
+        assert self._model is not None
+        client, rid, heard, done = self._running(), uuid.uuid4().hex, 0, False
+        kept = generate_requests.kept_tokens(request.sampling, self._model.vocab_size)
+        body = {
+            "rid": rid,
+            "input_ids": np.asarray(request.prompt_ids).tolist(),
+            "sampling_params": generate_requests.parameters(request, seed, kept),
+            "return_logprob": True,
+            "return_sampling_mask": kept > 0,
+            # Blocks of keys and values are shared between requests of one loading only.
+            "extra_key": self._salt,
+        }
+        try:
+            async with contextlib.aclosing(client.generate(body)) as chunks:
+                async for chunk in chunks:
+                    meta = chunk.meta_info
+                    if meta is None:
+                        raise EngineDied("SGLang: a chunk says nothing of its tokens")
+                    done = meta.finish_reason is not None
+                    generate_requests.check_end(chunk, meta, request)
+                    yield generate_requests.piece(
+                        chunk, meta, meta.completion_tokens - heard, kept > 0
+                    )
+                    heard = meta.completion_tokens
+        finally:
+            if not done:
+                self._abort(client, rid)
+
+    async def ended(self) -> None:
+        await first_end([self.pid] if self.pid else [])
+
+    async def kill(self) -> None:
+        if self._server is not None:
+            self._server.kill()
+        elif self._client is not None:
+            await self._client.close()
+
+    async def close(self) -> None:
+        """Ends the server if it is our own; else what it was asked for."""
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=ABORTS_S)
+        client, self._client = self._client, None
+        server, self._server = self._server, None
+        if client is not None:
+            await client.close()
+        if server is not None:
+            await server.close()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = self._staged = None
+
+    async def _start(self, weights: WeightVersion, model: DecoderConfig) -> dict[str, Any]:
+        """A server of our own, that begins with `weights`."""
+        await self.stage(weights)
+        assert self._directory is not None
+        stamp = checkpoint_backend.stamp(weights.manifest)
+        settings = server_settings(self.config, str(self._staged), model, stamp)
+        self._server = server = await OwnServer.start(settings, self._directory)
+        self._client = Client(server.url, server.key, self.timeout_s, reuse=True)
+        info = await server.up(self._client, self.config.start_timeout_s)
+        self._unstage()
+        return info
+
+    async def _join(self, url: str, weights: WeightVersion) -> dict[str, Any]:
+        """A server that runs, or will before long: asked whether it is as it must be, and given `weights`."""
+        self._client = Client(url, secret("SGLANG_KEY_FILE"), self.timeout_s)
+        info = await self._client.up(self.config.start_timeout_s)
+        server_checks.check_settings(info, self.config)
+        await self.stage(weights)
+        await self._client.post("/pause_generation", {"mode": "retract"})
+        await self._client.post("/abort_request", {"abort_all": True})
+        await self.push(weights)
+        await self._client.post("/flush_cache")
+        await self.resume()
+        await server_checks.check_logprobs(self._client, info["sampling_mask_max_tokens"])
+        return info
+
+    def _running(self) -> Client:
+        if self._client is None:
+            raise EngineDied("SGLang is not running")
+        return self._client
+
+    def _unstage(self) -> None:
+        if self._staged is not None:
+            shutil.rmtree(self._staged, ignore_errors=True)
+            self._staged = None
+
+    def _abort(self, client: Client, rid: str) -> None:
+        """Asks for it and goes on: SGLang also sees that nobody listens, but only seconds later."""
+
+        async def ask() -> None:
+            with contextlib.suppress(EngineDied):
+                await client.post("/abort_request", {"rid": rid})
+
+        task = asyncio.create_task(ask())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)

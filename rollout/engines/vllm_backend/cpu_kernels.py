@@ -1,0 +1,77 @@
+"""What vLLM computes with on a CPU: one choice for each format, the same with AMX and without.
+
+vLLM itself asks the processor. With AMX tiles it would take SGL's INT8 product, which refuses float32, and
+round the activations of INT4 to eight bits; with AMX-FP8 it would take another FP8 product. A run would compute
+something else on another machine, so those choices are made here instead: by the environment that vLLM reads
+(`ENVIRONMENT`), and by `rollout/engines/vllm_backend/worker_cpu.py` in its worker.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from areal_q.errors import ConfigError
+
+ENVIRONMENT = {
+    # The threads are counted by OMP_NUM_THREADS; binding them to cores would fight with the learner's.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_INT4_W4A8": "0",
+    "VLLM_DISABLED_KERNELS": "CPUFP8W8A8ScaledMMLinearKernel",
+}
+
+
+class Kernel(NamedTuple):
+    """How a format is computed in a dtype."""
+
+    product: str
+    tolerance_nats: float
+    """Largest difference of a token's log-prob to the format's own arithmetic in float32: about twice what was
+    seen over 1,280 tokens of the tests' small model, whose weights are far from uniform"""
+    why: str
+    """The reason for the tolerance"""
+
+
+_FLIPS = (
+    "an activation that lies between two steps of the format may be rounded to either, "
+    "and all after it moves"
+)
+_BFLOAT16 = "activations and the residual stream are rounded to bfloat16 after every operation"
+
+KERNELS: dict[tuple[str, str], Kernel] = {
+    ("bf16", "float32"): Kernel("oneDNN float32", 2e-4, "only the order of float32 sums differs"),
+    ("bf16", "bfloat16"): Kernel("bfloat16", 0.25, _BFLOAT16),
+    ("int8", "float32"): Kernel("oneDNN INT8, exact sums", 0.3, _FLIPS),
+    ("int8", "bfloat16"): Kernel("INT8, exact sums", 0.8, f"{_BFLOAT16}; {_FLIPS}"),
+    ("int4", "bfloat16"): Kernel("INT4 weights in bfloat16", 0.3, _BFLOAT16),
+    ("fp8-channel", "float32"): Kernel("torch._scaled_mm", 0.5, _FLIPS),
+    ("fp8-channel", "bfloat16"): Kernel("torch._scaled_mm", 1.5, f"{_BFLOAT16}; {_FLIPS}"),
+}
+"""By format and dtype. The others are refused on every CPU: vLLM's FP8 blocks exist with AMX alone, and without
+the rounding of activations that the format has; NVFP4, MXFP4 and INT4-FP8 take a GPU; vLLM has no NF4"""
+
+FORMATS = frozenset(format for format, _ in KERNELS)
+
+
+def has_amx() -> bool:
+    """Returns whether vLLM sees AMX tiles here."""
+    return torch.cpu._is_amx_tile_supported()
+
+
+def dtype_for(format: str, asked: Literal["auto", "float32", "bfloat16"] = "auto") -> str:
+    """Returns the dtype of activations: float32 where the format's product has it, unless another is asked for.
+    Raises ConfigError where the format's product has not the dtype."""
+    able = [dtype for known, dtype in KERNELS if known == format]
+    if asked == "auto":
+        return "float32" if "float32" in able else "bfloat16"
+    if asked not in able:
+        raise ConfigError(
+            f"rollout.engine.dtype = {asked!r}: on a CPU vLLM computes rollout.format = {format!r} "
+            f"in {' or '.join(able)}"
+        )
+    return asked
+
+
+def kernel_for(format: str, asked: Literal["auto", "float32", "bfloat16"] = "auto") -> Kernel:
+    """Returns what computes `format`. Raises ConfigError as `dtype_for` does."""
+    return KERNELS[format, dtype_for(format, asked)]

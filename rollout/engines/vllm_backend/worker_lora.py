@@ -1,0 +1,68 @@
+"""Adapters inside vLLM's worker process: a version's take the place of those before, between two steps."""
+
+# pyright: reportMissingImports=false
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from vllm.lora.layers import base_linear
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+from areal_q.models.lora import LORA_SCALE, A, B
+from areal_q.weights.version import WeightVersion
+from rollout.engines.vllm_backend.lora_requests import ADAPTER
+
+_device_of = base_linear._get_lora_device
+
+
+def _device(layer: torch.nn.Module) -> torch.device:
+    """oneDNN's INT8 product, on a CPU, keeps the weight to itself and leaves None, which has no device."""
+    return torch.device("cpu") if getattr(layer, "weight", 0) is None else _device_of(layer)
+
+
+def _add_one_adapter(
+    self: PunicaWrapperCPU,
+    y: torch.Tensor,
+    x: torch.Tensor,
+    lora_a_stacked: tuple[torch.Tensor, ...],
+    lora_b_stacked: tuple[torch.Tensor, ...],
+    scale: float,
+    output_slices: tuple[int, ...],
+    **more: Any,
+) -> None:
+    """y += scale · (x · Aᵀ) · Bᵀ in float32, slice by slice. vLLM's own for a CPU copies A and B for every
+    token, since each might have another adapter; here there is one, in place 0."""
+    start = 0
+    for a, b, out in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+        low = F.linear(x.float(), a[0, 0].float())
+        y[:, start : start + out] += F.linear(low, b[0, 0].float()) * scale
+        start += out
+
+
+base_linear._get_lora_device = _device
+PunicaWrapperCPU.add_lora_linear = _add_one_adapter
+
+
+def is_adapted(model: torch.nn.Module) -> bool:
+    return getattr(model, "lora_manager", None) is not None
+
+
+def load_adapters(model: Any, version: WeightVersion) -> None:
+    """Replaces the tensors of vLLM's one adapter, and the norms; the base stays as it was started with."""
+    manager, tensors = model.lora_manager, version.tensors
+    scale = float(version.manifest.extra[LORA_SCALE])
+    layers = {}
+    for linear in (name.removesuffix(f".{A}") for name in tensors if name.endswith(A)):
+        a, b = tensors[f"{linear}.{A}"], tensors[f"{linear}.{B}"]
+        # Scaled in float32, so that B is rounded once, to vLLM's dtype.
+        layers[linear] = LoRALayerWeights(linear, len(a), 1, a, b.float() * scale, scaling=1.0)
+    manager.remove_adapter(ADAPTER)
+    manager.add_adapter(LoRAModel(ADAPTER, max(layer.rank for layer in layers.values()), layers))
+    manager.activate_adapter(ADAPTER)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if name.endswith("norm.weight"):
+                model.get_parameter(name).copy_(tensor)

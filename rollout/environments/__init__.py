@@ -1,0 +1,1 @@
+"""Environments: how a ticket becomes responses."""

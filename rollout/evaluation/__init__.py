@@ -1,0 +1,1 @@
+"""`areal-q eval`: answers of a model, and their scores."""

@@ -1,0 +1,256 @@
+"""`areal-q eval MODEL`: accuracies of a model on held-out problems or on a benchmark's file.
+
+    areal-q eval runs/quickstart
+    areal-q eval MODEL --task aime --data aime24.jsonl --preset qurl-aime
+
+Answers are written as they come in; Ctrl-C keeps those, and tells what they come to.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from areal_q.config import Run, Sampling, load
+from areal_q.errors import ConfigError, RecordError, UserError
+from areal_q.evaluation.benchmarks import BENCHMARKS, PRESETS, Preset
+from areal_q.evaluation.statistics import Answered, Evaluation, estimates
+from areal_q.system.command import run_command
+from areal_q.tasks import Problem, all_problems, build_task, check_reward
+
+PLAIN_EVERY = 0.1
+"""Share of the problems after which a line is printed where there is no terminal"""
+INTERRUPTED = 130
+
+
+def main(
+    model: Annotated[
+        Path, typer.Argument(help="a run directory, or a model in Hugging Face layout")
+    ],
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="a.b=c, such as task.digits=3")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="type of task or name of a benchmark; default the run's own")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="a JSONL file: all of its problems, in place of held-out ones"),
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help=f"a paper's sampling settings: {', '.join(PRESETS)}")
+    ] = None,
+    problems: Annotated[int | None, typer.Option(min=1, help="at most so many")] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=0, help="sampled answers to each problem, for avg@k and pass@k"),
+    ] = None,
+    greedy: Annotated[bool, typer.Option(help="also ask for the most likely answer")] = True,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="of samples")] = None,
+    top_p: Annotated[float | None, typer.Option(min=1e-6, max=1.0, help="of samples")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="of an answer")] = None,
+    format: Annotated[str, typer.Option(help="number format of the linear weights")] = "bf16",
+    show: Annotated[int, typer.Option(min=0, help="print so many answers")] = 5,
+    out: Annotated[
+        Path | None, typer.Option(help="file of answers; default RUN/evals/… for a run")
+    ] = None,
+) -> None:
+    """Scores MODEL: greedy accuracy, and avg@k, pass@k and majority@k of sampled answers."""
+    chosen = _preset(preset)
+    run, path = _settings(model, task, data, [f"rollout.format={format}", *(settings or [])])
+    samples = chosen.samples if samples is None else samples
+    sampling = Sampling(
+        temperature=chosen.temperature if temperature is None else temperature,
+        top_p=chosen.top_p if top_p is None else top_p,
+        max_tokens=max_tokens or chosen.max_tokens or run.rollout.sampling.max_tokens,
+        stop=run.rollout.sampling.stop,
+    )
+    if samples and sampling.temperature == 0:
+        raise ConfigError("--samples needs --temperature above 0: greedy answers are all the same")
+    if not samples and not greedy:
+        raise ConfigError("--no-greedy needs --samples")
+    check_reward(run)
+    asked = all_problems(run.task) if data else build_task(run.task).heldout
+    asked = asked[: problems or (len(asked) if data else 512)]
+    started = time.monotonic()
+    with _answers_file(out or _default_out(model, task, format, preset)) as (write, file):
+        rows = asyncio.run(_collect(run, path, asked, greedy, samples, sampling, write))
+    elapsed_s = time.monotonic() - started
+    for row in rows[:show]:
+        typer.echo(_shown(row))
+    results = estimates(rows)
+    for estimate in results[:-1]:
+        typer.echo(estimate)
+    typer.echo(
+        f"{results[-1] if results else ''}  ({len(rows)} problems, {format}, {elapsed_s:.1f} s)"
+    )
+    for remark in remarks(rows):
+        typer.echo(remark, err=True)
+    if file:
+        about = Evaluation(
+            model=str(model),
+            task=task or str(run.task.__struct_config__.tag),
+            data=str(data) if data else None,
+            preset=preset,
+            format=format,
+            samples=samples,
+            sampling=sampling,
+            asked=len(asked),
+            answered=len(rows),
+            elapsed_s=elapsed_s,
+            estimates=results,
+        )
+        file.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(about)))
+        typer.echo(f"answers and scores: {file}", err=True)
+    if len(rows) < len(asked):
+        typer.echo(f"stopped after {len(rows)} of {len(asked)} problems", err=True)
+        raise typer.Exit(INTERRUPTED)
+
+
+async def _collect(
+    run: Run,
+    model: Path,
+    problems: Sequence[Problem],
+    greedy: bool,
+    samples: int,
+    sampling: Sampling,
+    write: Callable[[Answered], Any],
+) -> list[Answered]:
+    """In the problems' order. Cancelled by Ctrl-C, those that are done."""
+    from rollout.evaluation.generate import answered
+
+    rows: list[Answered] = []
+    answers = answered(run, model, problems, greedy, samples, sampling)
+    try:
+        with _progress(len(problems)) as advance:
+            async for row in answers:
+                rows.append(row)
+                write(row)
+                advance()
+    except asyncio.CancelledError:
+        pass
+    except RecordError as error:  # the engine refuses a prompt that can never fit
+        raise ConfigError(f"--max-tokens {sampling.max_tokens}: {error}") from error
+    finally:
+        await answers.aclose()
+    return sorted(rows, key=lambda row: row.index)
+
+
+def remarks(rows: Sequence[Answered]) -> list[str]:
+    """What a reader of the accuracies must know: answers that were cut off, rewards that failed."""
+    replies = [r for row in rows for r in [*row.samples, *([row.greedy] if row.greedy else [])]]
+    cut = sum(not r.finished for r in replies)
+    failed = sum(r.failed for r in replies)
+    told = [f"{cut} of {len(replies)} answers were cut off at --max-tokens"] if cut else []
+    return told + ([f"{failed} answers could not be scored and count as wrong"] if failed else [])
+
+
+def _preset(name: str | None) -> Preset:
+    if name is None:
+        return Preset(source="")
+    if name not in PRESETS:
+        raise ConfigError(f"--preset {name}: none of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def _settings(
+    model: Path, task: str | None, data: Path | None, overrides: list[str]
+) -> tuple[Run, Path]:
+    """The run's own settings where MODEL is a run's directory, defaults elsewhere."""
+    config = next(
+        (d / "config.toml" for d in (model, model.parent) if (d / "config.toml").is_file()), None
+    )
+    path = model / "hf" if (model / "hf").is_dir() else model
+    if config is None and task is None:
+        raise ConfigError(f"{model}: not a run's directory, so --task is needed")
+    if data and task is None and not hasattr(load(config).task, "path"):
+        raise ConfigError(f"--data {data}: the run's own task reads no file, so --task is needed")
+    choice = [f"task.type={BENCHMARKS.get(task, task)}"] if task else []
+    if data:
+        choice.append(f"task.path={json.dumps(str(data))}")
+    pretrained = ["model.type=pretrained", f"model.path={json.dumps(str(path))}"]
+    return load(config, [*choice, *pretrained, *overrides]), path
+
+
+def _default_out(model: Path, task: str | None, format: str, preset: str | None) -> Path | None:
+    """A new file in the run's directory; None where MODEL is not in one."""
+    root = next((d for d in (model, model.parent) if (d / "config.toml").is_file()), None)
+    if root is None:
+        return None
+    name = "-".join(
+        [time.strftime("%Y%m%d-%H%M%S"), task or "heldout", format, *([preset] if preset else [])]
+    )
+    return root / "evals" / f"{name}.jsonl"
+
+
+@contextlib.contextmanager
+def _answers_file(path: Path | None) -> Iterator[tuple[Callable[[Answered], Any], Path | None]]:
+    """(how to add a line, the file): each line is on disk before the next answer; sorted at the end."""
+    if path is None:
+        yield (lambda row: None), None
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("wb", buffering=0)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: {error.strerror}") from error
+    lines: list[tuple[int, bytes]] = []
+
+    def write(row: Answered) -> None:
+        lines.append((row.index, msgspec.json.encode(row) + b"\n"))
+        file.write(lines[-1][1])
+
+    with file:
+        yield write, path
+    part = path.with_suffix(".tmp")
+    part.write_bytes(b"".join(line for _, line in sorted(lines)))
+    part.replace(path)
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    """On stderr: a bar on a terminal, elsewhere a line every tenth of the way."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        done, step = 0, max(1, round(total * PLAIN_EVERY))
+
+        def count() -> None:
+            nonlocal done
+            done += 1
+            if done % step == 0 and done < total:
+                typer.echo(f"{done} of {total} problems", err=True)
+
+        yield count
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("problems", total=total)
+        yield lambda: bar.advance(task)
+
+
+def _shown(row: Answered) -> str:
+    reply = row.greedy or row.samples[0]
+    mark = "✓" if reply.correct else "✗"
+    return f"  {mark} {row.prompt}{reply.response}   (expected {row.answer})"
+
+
+if __name__ == "__main__":
+    try:
+        run_command("eval", main)
+    except UserError as error:
+        print(f"areal-q: error: {error}", file=sys.stderr)
+        sys.exit(2)

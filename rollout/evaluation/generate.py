@@ -1,0 +1,136 @@
+"""Answers of a saved model to problems, under the reference engine, in the order in which they are done."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+
+from areal_q.config import Run, Sampling, TorchEngine
+from areal_q.evaluation.statistics import Answered, Reply
+from areal_q.messages import Array, Ticket
+from areal_q.models import load_decoder
+from areal_q.quant import quantize_state
+from areal_q.quant.state_dict import rest_in_bf16
+from areal_q.tasks import Problem, Reward, Tokenizer, answer_of, build_reward, build_tokenizer
+from areal_q.weights.version import pack
+from rollout import engines
+from rollout.build import evaluation_of
+from rollout.engines.base import Engine
+from rollout.engines.stop_conditions import cut, strings
+from rollout.environments.base import Player, Response
+
+
+async def answered(
+    run: Run,
+    model: Path,
+    problems: Sequence[Problem],
+    greedy: bool,
+    samples: int,
+    sampling: Sampling,
+) -> AsyncGenerator[Answered, None]:
+    """Each problem once, with its greedy answer if asked for and `samples` drawn ones.
+
+    All are in flight at once: the engine's slots bound what runs. Closing the iterator stops the rest.
+    """
+    reward = build_reward(run)
+    engine = engines.build_engine(_engine_config(run))
+    answering = _Answering(run, engine, build_tokenizer(run), reward)
+    tasks: list[asyncio.Task[Answered]] = []
+    try:
+        await reward.start()
+        await engine.start()
+        await _load(engine, run, model)
+        for index, problem in enumerate(problems):
+            work = answering.one(index, problem, greedy, samples, sampling)
+            tasks.append(asyncio.create_task(work))
+        for done in asyncio.as_completed(tasks):
+            yield await done
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await engine.close()
+        await reward.close()
+
+
+class _Answering:
+    def __init__(self, run: Run, engine: Engine, tokenizer: Tokenizer, reward: Reward) -> None:
+        self._run, self._tokenizer, self._reward = run, tokenizer, reward
+        self._environment = evaluation_of(run, Player(engine, tokenizer))
+        self._given = answer_of(run.task)
+
+    async def one(
+        self, index: int, problem: Problem, greedy: bool, samples: int, sampling: Sampling
+    ) -> Answered:
+        most_likely = Sampling(temperature=0.0, max_tokens=sampling.max_tokens, stop=sampling.stop)
+        first = await self._replies(index, problem, int(greedy), most_likely)
+        return Answered(
+            index=index,
+            prompt=problem.prompt,
+            answer=problem.answer,
+            greedy=first[0] if first else None,
+            samples=await self._replies(index, problem, samples, sampling),
+        )
+
+    async def _replies(
+        self, index: int, problem: Problem, count: int, sampling: Sampling
+    ) -> list[Reply]:
+        if count == 0:
+            return []
+        ticket = Ticket(
+            run=self._run.name,
+            number=index,
+            purpose="eval",
+            step=0,
+            prompt=problem.prompt,
+            answer=problem.answer,
+            prompt_ids=Array.of(self._tokenizer.encode_prompt(problem.prompt), "int32"),
+            group_size=count,
+            sampling=sampling,
+            seed=self._run.seed + index * count,
+        )
+        responses = [Response() for _ in range(count)]
+        try:
+            await self._environment(ticket, responses)
+        except ExceptionGroup as several:  # of responses that are played side by side
+            raise several.exceptions[0] from several
+        return await asyncio.gather(*(self._reply(problem, sampling, r) for r in responses))
+
+    async def _reply(self, problem: Problem, sampling: Sampling, response: Response) -> Reply:
+        """Scored as a worker scores it."""
+        text = self._tokenizer.decode([i for i in response.ids if i != self._tokenizer.eos_id])
+        text = cut(text, strings(sampling))
+        score = await self._reward(problem, text, response.drawn)
+        return Reply(
+            response=text,
+            given=self._given(text),
+            correct=score.correct,
+            reward=score.reward,
+            tokens=response.drawn,
+            finished=response.finish_reason == "stop",
+            failed=not score.valid,
+        )
+
+
+def _engine_config(run: Run) -> TorchEngine:
+    engine = run.rollout.engine
+    return engine if isinstance(engine, TorchEngine) else TorchEngine()
+
+
+async def _load(engine: Engine, run: Run, path: Path) -> None:
+    model = load_decoder(path)
+    published = quantize_state(model.state_dict(), run.rollout.format)
+    if run.rollout.unquantized == "bf16":
+        published = rest_in_bf16(published, run.rollout.format)
+    await engine.load_weights(
+        pack(
+            published,
+            run="eval",
+            epoch="",
+            version=0,
+            format=run.rollout.format,
+            uaq_scale=1.0,
+            model=model.config.to_hf(),
+            published_s=time.time(),
+        )
+    )

@@ -1,0 +1,185 @@
+"""What the endpoint takes and gives: OpenAI's fields, and beside them `token_ids` and `versions`."""
+
+from itertools import accumulate
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from areal_q.config.bounds import TokenId
+from areal_q.config.run import LARGEST_TEMPERATURE, LONGEST_STOP, MOST_STOPS
+from areal_q.messages.trajectories import LARGEST_REWARD, FailureCause
+
+Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
+Stops = Stop | Annotated[list[Stop], Meta(max_length=MOST_STOPS)] | None
+MAX_CHOICES = 64
+MAX_STOP_IDS = 256
+"""Each token drawn is compared with all of them, in every row of the engine"""
+MAX_PROMPT = 1 << 20
+"""Token ids of a prompt, and messages of a conversation"""
+Int32 = Annotated[int, Meta(ge=0, lt=2**31)]
+Number = Annotated[float, Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
+"""A reward or a part of one, as far as Group.validate takes it"""
+PartName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
+MAX_PARTS = 32
+Zero = Annotated[float, Meta(ge=0, le=0)]
+One = Annotated[float, Meta(ge=1, le=1)]
+T = TypeVar("T")
+
+
+def decoded(data: bytes, type: type[T]) -> T:
+    """Raises DecodeError for what is no JSON, and ValidationError, which is one, for what is no `type`."""
+    try:
+        return msgspec.json.decode(data, type=type)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(f"JSON is malformed: {error}") from error
+
+
+class StreamOptions(Struct):
+    include_usage: bool = False
+
+
+class _Body(Struct, kw_only=True):
+    """Fields that are not here are passed over, as OpenAI's own clients send many. Of those that would change
+    what is drawn, and are not implemented, only the neutral value is taken."""
+
+    model: str = ""
+    temperature: Annotated[float, Meta(ge=0, le=LARGEST_TEMPERATURE)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Int32 | None = None
+    min_p: Annotated[float, Meta(ge=0, lt=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    seed: Annotated[int, Meta(ge=0, lt=2**62)] | None = None
+    stop: Stops = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
+    include_stop_str_in_output: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
+    repetition_penalty: One | None = None
+    logit_bias: Any = None
+    max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.logit_bias:
+            raise ValueError("`logit_bias` is not implemented")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class CompletionBody(_Body, kw_only=True):
+    prompt: str | Annotated[list[TokenId], Meta(max_length=MAX_PROMPT)]
+    best_of: One | None = None
+    suffix: Annotated[str, Meta(max_length=0)] | None = None
+    echo: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.echo:
+            raise ValueError("`echo` is not implemented")
+
+    logprobs: Int32 | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+
+class TextPart(Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class Message(Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = ""
+
+    def plain(self) -> dict[str, str]:
+        said = self.content or ""
+        return {"role": self.role, "content": said if isinstance(said, str) else _joined(said)}
+
+
+def _joined(parts: list[TextPart]) -> str:
+    return "".join(part.text for part in parts)
+
+
+class ChatBody(_Body, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_PROMPT)]
+    tools: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tools:
+            raise ValueError("`tools` is not implemented")
+
+    logprobs: bool | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+class Begin(Struct):
+    timeout_s: Annotated[float, Meta(ge=0, le=60)] = 10.0
+    """How long to wait for a ticket"""
+
+
+class RewardBody(Struct):
+    reward: Number | None = None
+    failed: FailureCause | None = None
+    """In place of a reward: why the episode, and not the model, failed"""
+    parts: Annotated[dict[PartName, Number], Meta(max_length=MAX_PARTS)] = {}
+    """Averaged into the metrics; `correct` is what counts as accuracy"""
+
+    def __post_init__(self) -> None:
+        if (self.reward is None) == (self.failed is None):
+            raise ValueError("an episode ends with either `reward` or `failed`")
+
+
+class Told(Struct, frozen=True, kw_only=True):
+    """One choice's new tokens, as text and as they are."""
+
+    index: int
+    text: str
+    offset: int = 0
+    """Characters that were said before"""
+    ids: list[int]
+    pieces: list[str]
+    """The text of each token by itself"""
+    logprobs: list[float]
+    versions: list[int]
+    """Of the weights that drew each token"""
+    finish_reason: str | None
+
+
+def completion_choice(told: Told, logprobs: bool) -> dict[str, Any]:
+    found = {"tokens": told.pieces, "token_logprobs": told.logprobs, "top_logprobs": None}
+    offsets = accumulate(map(len, told.pieces), initial=told.offset)
+    found["text_offset"] = [*offsets][: len(told.ids)]
+    return {**_common(told), "text": told.text, "logprobs": found if logprobs else None}
+
+
+def chat_choice(told: Told, logprobs: bool) -> dict[str, Any]:
+    content = [
+        {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
+        for piece, logprob in zip(told.pieces, told.logprobs, strict=True)
+    ]
+    found = {"content": content, "refusal": None}
+    message = {"role": "assistant", "content": told.text}
+    return {**_common(told), "message": message, "logprobs": found if logprobs else None}
+
+
+def _common(told: Told) -> dict[str, Any]:
+    return {
+        "index": told.index,
+        "finish_reason": told.finish_reason,
+        "token_ids": told.ids,
+        "versions": told.versions,
+    }
+
+
+def usage(prompt: int, drawn: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}

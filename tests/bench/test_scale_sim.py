@@ -1,0 +1,80 @@
+"""The simulation behind docs/sizing.md, against what queueing theory and arithmetic say."""
+
+import numpy as np
+import pytest
+
+from bench.scale.redis_costs import RedisCosts, group_bytes, measure
+from bench.scale.simulation import Load, Simulation
+
+FREE = RedisCosts(group_s=0.0, byte_s=0.0, beat_s=0.0)
+SMALL = Load(workers=20, tokens_per_s=6400.0, response_tokens=100, step_s=10.0, in_flight=4)
+"""4 groups/s a worker, so 80 in all; B is 800"""
+
+
+def simulated(load: Load, costs: RedisCosts, nbytes: int = 0, steps: int = 8):
+    return Simulation(load, costs, nbytes).run(steps)
+
+
+def test_a_queue_at_redis_is_as_long_as_pollaczek_and_khinchine_say():
+    """M/D/1: mean wait ρ·s / (2·(1 − ρ)) before a service of s."""
+    service_s, load = 0.001, 0.6
+    simulation = Simulation(SMALL, FREE, 0)
+    env, rng, waits = simulation.env, np.random.default_rng(1), []
+
+    def ask():
+        began = env.now
+        yield from simulation.serve(service_s)
+        waits.append(env.now - began - service_s)
+
+    def arrivals():
+        while True:
+            yield env.timeout(rng.exponential(service_s / load))
+            env.process(ask())
+
+    env.process(arrivals())
+    env.run(120)
+    assert np.mean(waits) == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.05)
+
+
+def test_with_everything_free_the_workers_are_the_limit():
+    found = simulated(SMALL, FREE)
+    assert found.groups_per_s == pytest.approx(SMALL.groups_per_s, rel=0.05)
+    assert found.idle < 0.02 and found.redis_busy == 0
+
+
+def test_a_full_redis_is_the_limit():
+    costs = RedisCosts(group_s=0.03, byte_s=0.0, beat_s=0.0)
+    found = simulated(SMALL, costs)
+    assert found.groups_per_s == pytest.approx(1 / 0.03, rel=0.1)
+    assert found.redis_busy > 0.97 and found.idle > 0.4
+
+
+def test_bytes_cost_what_was_measured():
+    costs = RedisCosts(group_s=0.0, byte_s=1e-9, beat_s=0.0)
+    found = simulated(SMALL, costs, nbytes=1_000_000)
+    assert found.redis_busy == pytest.approx(SMALL.groups_per_s * 1e-3, rel=0.1)
+
+
+def test_no_group_is_older_than_admission_lets_it_be():
+    found = simulated(SMALL, RedisCosts(group_s=0.001, byte_s=0.0, beat_s=0.0001), steps=12)
+    assert 0 < found.lag_max <= SMALL.max_lag
+
+
+def test_relays_bring_the_weights_sooner_than_one_card():
+    direct = Load(workers=10_000)
+    relayed = Load(workers=10_000, fan_out=64)
+    one = direct.delta_bytes / direct.network_bytes_per_s
+    assert direct.arrival_s(9_999) == pytest.approx(10_000 * one)
+    assert relayed.arrival_s(9_999) == pytest.approx((157 + 16) * one)
+
+
+def test_the_same_seed_is_the_same_history():
+    costs = RedisCosts(group_s=0.001, byte_s=0.0, beat_s=0.0001)
+    assert simulated(SMALL, costs, steps=3) == simulated(SMALL, costs, steps=3)
+
+
+def test_the_costs_of_a_real_redis_are_positive_and_grow_with_size():
+    found = measure()
+    assert 1e-11 < found.byte_s < 1e-6
+    assert found.beat_s > 0
+    assert 0 < found.of_group(group_bytes(20)) < found.of_group(group_bytes(2000)) < 1

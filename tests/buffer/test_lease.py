@@ -1,0 +1,246 @@
+"""One learner leads a run: the lease, its fencing token, and the id that tells runs of one name apart."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from areal_q.errors import RunChanged, RunTaken, Stopped
+from areal_q.messages import Group, Ticket
+from areal_q.system import run_dir
+from buffer.redis_store import LearnerBuffer, WorkerBuffer, learner_side
+from buffer.redis_store.keys import Keys
+from buffer.redis_store.lease import Owner, owner_of
+
+KEYS = Keys("run")
+MakeLearner = Callable[..., LearnerBuffer]
+
+
+def owner(run_id: str, place: str = "here", pid: int = 1) -> Owner:
+    return Owner(run_id=run_id, place=place, host="node-7", pid=pid, since_s=0.0)
+
+
+@pytest.fixture(params=["redis 6.2", "redis 7", "valkey 9"])
+def url(request: pytest.FixtureRequest) -> str:
+    return request.getfixturevalue("servers")(request.param)
+
+
+@pytest.fixture
+def make(url: str) -> Iterator[MakeLearner]:
+    """make("id", "place") is a learner that has acquired the run."""
+    made: list[LearnerBuffer] = []
+
+    def make(run_id: str, place: str = "here") -> LearnerBuffer:
+        made.append(LearnerBuffer(url, "run"))
+        made[-1].acquire(owner(run_id, place))
+        return made[-1]
+
+    yield make
+    for learner in made:
+        learner.close()
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(url) as made:
+        yield made
+
+
+def writes(learner: LearnerBuffer, ticket: Ticket) -> list[Callable[[], object]]:
+    """Everything by which a learner changes the run."""
+    return [
+        lambda: learner.admit([ticket], cursor=99),
+        lambda: learner.admit_eval([ticket]),
+        lambda: learner.readmit(-1),
+        learner.drop_eval,
+        learner.take_eval,
+        lambda: learner.trim("9-9"),
+        lambda: learner.publish_run("x = 2", {}),
+        lambda: learner.take(1, timeout_s=0.0),  # a poison group goes to the quarantine
+        learner.forget,
+    ]
+
+
+@pytest.mark.parametrize("redis_is", ["as it was", "flushed"])
+def test_a_learner_that_was_followed_changes_nothing_any_more(
+    make: MakeLearner, client: redis.Redis, make_ticket: Callable[..., Ticket], redis_is: str
+):
+    first = make("a")
+    client.hset(KEYS.owner, "until", 0)  # it was stopped for longer than its lease
+    second = make("b", place="elsewhere")
+    if redis_is == "flushed":
+        client.flushall()
+    second.publish_run("x = 1", {})
+    second.admit([make_ticket(1)], cursor=2)
+    second.admit_eval([make_ticket(1, purpose="eval")])
+    client.xadd(KEYS.groups, {"record": b"poison"}, id="1-1")
+    client.xadd(KEYS.eval_groups, {"record": b"poison"}, id="1-1")
+    second.publish_run("x = 1", {})
+    before = {key: client.dump(key) for key in client.keys("*")}
+    for write in writes(first, make_ticket(0)):
+        with pytest.raises(RunTaken) as refused:
+            write()
+        assert ("process 1 on host node-7" in str(refused.value)) == (redis_is == "as it was")
+    assert {key: client.dump(key) for key in client.keys("*")} == before
+    for write in writes(second, make_ticket(0)):
+        write()
+
+
+def test_a_second_learner_is_refused_with_the_name_of_the_first(
+    make: MakeLearner, url: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(learner_side, "RENEW_S", 0.05)
+    first = make("a")
+    first.publish_run("x = 1", {})
+    second = LearnerBuffer(url, "run")
+    with pytest.raises(RunTaken, match=r"process 1 on host node-7, since 1970-01-01 00:00:00 UTC"):
+        second.acquire(owner("b", place="elsewhere", pid=2))
+    second.close()
+    first.trim("0-0")
+    first.close()
+    make("b", place="elsewhere")  # at once: the first one gave the run free
+
+
+def test_a_crashed_learner_is_followed_at_once_from_its_own_directory(
+    make: MakeLearner, client: redis.Redis, tmp_path: Path
+):
+    made = [owner_of("a", tmp_path), owner_of("a", tmp_path)]
+    assert made[0].place == made[1].place
+    (tmp_path / "copy").mkdir()
+    assert owner_of("a", tmp_path / "copy").place != made[0].place
+    first, second = make("a"), make("a")
+    with pytest.raises(RunTaken):
+        first.trim("0-0")
+    second.trim("0-0")
+
+
+def test_the_end_of_a_lease_is_waited_for_and_a_stop_ends_the_wait(
+    make: MakeLearner, url: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(learner_side, "LEASE_S", 3600)
+    monkeypatch.setattr(learner_side, "RENEW_S", 3600)  # it is gone
+    make("a")
+    stop = threading.Event()
+    stop.set()
+    other = LearnerBuffer(url, "run")
+    with pytest.raises(Stopped):
+        other.acquire(owner("b", "elsewhere"), stop)
+    threading.Timer(0.5, lambda: client.hset(KEYS.owner, "until", 0)).start()
+    other.acquire(owner("b", "elsewhere"))
+    other.close()
+
+
+def test_a_learner_that_only_waits_learns_that_it_was_followed(
+    make: MakeLearner, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+):
+    first = make("a")
+    monkeypatch.setattr(learner_side, "RENEW_S", 0.05)
+    client.hset(KEYS.owner, "until", 0)
+    make("b", place="elsewhere")
+    with pytest.raises(RunTaken):
+        while True:
+            first.read(1, timeout_s=0.1)
+
+
+def test_what_redis_lost_of_a_run_is_written_again(
+    make: MakeLearner, url: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(learner_side, "RENEW_S", 0.05)
+    learner = make("a")
+    learner.publish_run("x = 1", {"announce": "tcp://a:1"}, "hash")
+    client.flushall()
+
+    async def join() -> None:
+        worker = WorkerBuffer(url, "run", "late")
+        info = await asyncio.wait_for(worker.run_info(), 60)
+        assert info == ("x = 1", {"announce": "tcp://a:1"}, "a", "hash")
+        worker.join(info)
+        await worker.check_run()
+        await worker.close()
+
+    asyncio.run(join())
+    other = LearnerBuffer(url, "run")
+    with pytest.raises(RunTaken):
+        other.acquire(owner("b", "elsewhere"))
+    other.close()
+
+
+def test_a_worker_notices_another_run_of_its_name_and_other_settings(
+    make: MakeLearner,
+    url: str,
+    make_ticket: Callable[..., Ticket],
+    make_group: Callable[..., Group],
+):
+    learner = make("a")
+    learner.publish_run("x = 1", {}, "one")
+    learner.admit([make_ticket(n, run_id="a") for n in range(2)], cursor=2)
+
+    async def work() -> None:
+        worker = WorkerBuffer(url, "run", "w")
+        worker.join(await worker.run_info())
+        await worker.check_run()
+        [claim, _] = await worker.claim(2, block_s=0.0)
+        learner.publish_run("x = 2", {}, "two")
+        with pytest.raises(RunChanged, match="other settings"):
+            await worker.check_run()
+        learner.run_id = "b"
+        learner.publish_run("x = 1", {}, "one")
+        with pytest.raises(RunChanged, match="its id is b, this worker was set up for a"):
+            await worker.check_run()
+        with pytest.raises(RunChanged, match="its id is b"):
+            await worker.commit(claim, make_group(claim.ticket))
+        learner.admit([make_ticket(7, run_id="b")], cursor=8)
+        with pytest.raises(RunChanged, match="its id is b"):
+            await worker.claim(9, block_s=0.0)
+        other = WorkerBuffer(url, "run", "other")
+        assert [c.ticket.number for c in await other.claim(9, block_s=0.0)] == [7]  # handed back
+        await other.close()
+        await worker.close()
+
+    asyncio.run(work())
+    assert learner.unread() == []
+
+
+def test_a_group_of_a_foreign_run_goes_to_the_quarantine(
+    make: MakeLearner, url: str, make_ticket: Callable[..., Ticket], make_group
+):
+    learner = make("a")
+    tickets = [make_ticket(n, run_id=id) for n, id in enumerate(["a", "b", ""])]
+    learner.admit(tickets, cursor=3)
+
+    async def work() -> None:
+        worker = WorkerBuffer(url, "run", "of before there were ids")
+        for claim in await worker.claim(9, block_s=0.0):
+            assert await worker.commit(claim, make_group(claim.ticket))
+        await worker.close()
+
+    asyncio.run(work())
+    assert [group.ticket.number for group in learner.take(9, 0.0)] == [0, 2]
+    assert learner.quarantined == 1
+
+
+def test_an_id_is_made_once_and_kept_in_the_directory(tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    first = run_dir.run_id(tmp_path)
+    assert run_dir.run_id(tmp_path) == run_dir.run_id(tmp_path, before="x") == first
+    assert run_dir.run_id(tmp_path / "other") != first
+    (tmp_path / "run-id").unlink()
+    assert run_dir.run_id(tmp_path, before=first) == first
+
+
+def test_a_worker_says_which_learner_it_waits_for(url: str, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+
+    async def wait() -> None:
+        worker = WorkerBuffer(url, "TYPO", "w")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(worker.run_info(), 1.0)
+        await worker.close()
+
+    asyncio.run(wait())
+    said = [r.getMessage() for r in caplog.records if "waiting" in r.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("waiting for a learner of run TYPO at unix://")

@@ -1,0 +1,131 @@
+"""Starting and stopping our own Redis."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import redis
+
+from areal_q.errors import BufferUnavailable
+from areal_q.system.processes import die_with_parent
+from buffer.redis_store.local_server import RedisServer
+
+
+def test_the_server_listens_on_its_unix_socket_only_and_keeps_an_append_only_file(short_dir):
+    with RedisServer.start(short_dir / "redis", short_dir / "s") as server:
+        with redis.Redis.from_url(server.url, decode_responses=True) as client:
+            settings = client.config_get("*")
+        expected = {
+            "port": "0",
+            "save": "",
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "maxmemory-policy": "noeviction",
+            "pidfile": "",
+            "unixsocketperm": "700",
+        }
+        assert {name: settings[name] for name in expected} == expected
+        assert server.process is not None
+        assert server.process.pid not in _pids_that_listen_on_tcp()
+    assert server.process.returncode == 0
+    assert not (short_dir / "s").exists()
+
+
+def test_what_was_written_is_there_after_stop_and_start(short_dir):
+    for expected in (None, b"1"):
+        with (
+            RedisServer.start(short_dir / "redis", short_dir / "s") as server,
+            redis.Redis.from_url(server.url) as client,
+        ):
+            assert client.get("key") == expected
+            client.set("key", 1)
+
+
+def test_what_was_answered_survives_kill_9_of_the_server(short_dir):
+    server = RedisServer.start(short_dir / "redis", short_dir / "s", appendfsync="always")
+    assert server.process is not None
+    with redis.Redis.from_url(server.url) as client:
+        for i in range(100):
+            client.rpush("list", i)
+    os.kill(server.process.pid, signal.SIGKILL)
+    server.process.wait()
+    with (
+        RedisServer.start(short_dir / "redis", short_dir / "s") as server,
+        redis.Redis.from_url(server.url) as client,
+    ):
+        assert client.llen("list") == 100
+
+
+def test_a_server_that_cannot_start_shows_the_end_of_its_log(short_dir):
+    directory = short_dir / "redis"
+    (directory / "appendonlydir").mkdir(parents=True)
+    for path in (
+        directory / "appendonly.aof",
+        directory / "appendonlydir" / "appendonly.aof.manifest",
+    ):
+        path.write_bytes(b"this is no append-only file")
+    with pytest.raises(BufferUnavailable, match=r"status 1(.|\n)*([Bb]ad file format|manifest)"):
+        RedisServer.start(directory, short_dir / "s")
+
+
+def test_a_socket_path_too_long_for_the_kernel_is_refused(short_dir):
+    with pytest.raises(BufferUnavailable, match="too long"):
+        RedisServer.start(short_dir / "redis", short_dir / ("s" * 120))
+
+
+LAUNCHER = """
+import sys, time
+from buffer.redis_store.local_server import RedisServer
+server = RedisServer.start(sys.argv[1] + "/redis", sys.argv[1] + "/s")
+print(server.process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_the_server_ends_when_its_launcher_is_killed(short_dir):
+    command = [sys.executable, "-c", LAUNCHER, str(short_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        pid = int(launcher.stdout.readline())
+        launcher.kill()
+    _wait_until_gone(pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_a_child_lives_while_its_parent_does():
+    with subprocess.Popen(["sleep", "60"], preexec_fn=die_with_parent()) as child:
+        time.sleep(0.1)
+        assert child.poll() is None
+        child.kill()
+
+
+def _wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        stat = Path(f"/proc/{pid}/stat")
+        # A container's process 1 may leave orphans as zombies.
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"process {pid} is still there")
+
+
+def _pids_that_listen_on_tcp() -> set[int]:
+    listening = set()
+    for table in ("tcp", "tcp6"):
+        lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        listening |= {line.split()[9] for line in lines if line.split()[3] == "0A"}
+    pids = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            target = os.readlink(link)
+        except OSError:
+            continue
+        if target.startswith("socket:[") and target[8:-1] in listening:
+            pids.add(int(link.parts[2]))
+    return pids

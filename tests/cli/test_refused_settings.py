@@ -1,0 +1,182 @@
+"""Mistakes in the settings are refused before a warm start, in one line that names the setting."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_q.checks.settings import preflight
+from areal_q.config import Run, load
+from areal_q.errors import CheckpointError, ConfigError
+from areal_q.models import save_decoder
+from areal_q.observability.metrics_log import MetricsLog, read_metrics
+from areal_q.tasks import build_task, build_tokenizer
+from learner.build import build_learner, build_model, build_trainer
+from rollout.engines import build_engine
+
+MakeRun = Callable[..., Run]
+NO_STOP = threading.Event()
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port of loopback at which somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (["rollout.serve=99999"], "rollout.serve: there is no port 99999"),
+        (["rollout.serve=65535", "rollout.workers=2"], "rollout.serve: there is no port 65536"),
+        (["model.width=36"], "model.width = 36 is not an even number for each of model.heads = 4"),
+        (["model.kv_heads=3"], "model.heads = 4 is not a multiple of model.kv_heads = 3"),
+    ],
+)
+def test_settings_that_can_never_work_are_refused_while_they_are_read(
+    make_run: MakeRun, settings: list[str], complaint: str
+):
+    with pytest.raises(ConfigError, match=complaint):
+        make_run(*settings)
+
+
+def test_ports_at_the_end_of_their_range_and_any_port_are_ports(make_run: MakeRun):
+    for address in ("65534", "0", "127.0.0.1:65534"):
+        assert make_run("rollout.workers=2", f"rollout.serve={address}").rollout.serve is not None
+
+
+def test_the_second_workers_port_counts_too(make_run: MakeRun, taken: int):
+    run = make_run("rollout.workers=2", f"rollout.serve={taken - 1}")
+    with pytest.raises(
+        ConfigError, match=rf"rollout\.serve: 127\.0\.0\.1:{taken}: Address already"
+    ):
+        preflight(run)
+    preflight(make_run("rollout.workers=1", f"rollout.serve={taken - 1}"))
+
+
+@pytest.mark.parametrize("environment", [None, "0.0.0.0:8000"])
+def test_outside_agents_need_an_endpoint_unless_workers_are_started_elsewhere(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, environment: str | None
+):
+    external = "rollout.environment.type=external"
+    preflight(make_run(external, "rollout.serve=0"))
+    preflight(make_run(external, "rollout.workers=0"))
+    if environment:
+        monkeypatch.setenv("AREAL_Q_SERVE", environment)
+        preflight(make_run(external))
+    else:
+        with pytest.raises(ConfigError, match=r"rollout\.serve: .*'external' needs an endpoint"):
+            preflight(make_run(external))
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ('model={type="pretrained",path="gone"}', r"model\.path: gone: no such directory"),
+        ('learner.reference_kl={path="gone"}', r"learner\.reference_kl\.path: gone: no such"),
+        ('broadcast.keys="gone"', r"broadcast\.keys: gone: no such directory"),
+    ],
+)
+def test_a_directory_that_is_not_there_is_named_with_its_setting(settings: str, complaint: str):
+    with pytest.raises(ConfigError, match=complaint):
+        preflight(load(None, [settings]))
+
+
+def test_a_refused_run_leaves_an_earlier_one_where_it_is(tmp_path: Path, taken: int):
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    done = areal_q(tmp_path, f"rollout.serve={taken}")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.endswith(f"rollout.serve: 127.0.0.1:{taken}: Address already in use\n")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
+
+
+def test_data_that_are_missing_leave_nothing_behind(tmp_path: Path):
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    done = areal_q(tmp_path, "task={type='jsonl', path='gone.jsonl'}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "areal-q: error: gone.jsonl: No such file or directory\n"
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
+    assert not list((tmp_path / "runs" / "run").iterdir())
+
+
+def test_a_worker_refuses_what_it_cannot_do_while_the_learner_warms_up(tmp_path: Path):
+    """Two tokens cannot close a call of the calculator; the warm start would take days."""
+    tool = 'rollout.environment={type="calculator",close="=+"}'
+    done = areal_q(tmp_path, tool, "warmstart.steps=10000000")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "rollout.environment.close = '=+' is 2 tokens, not one" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--redis", "nonsense"], "rollout: --redis, or REDIS_URL: Redis URL must specify"),
+        (["--serve", "99999"], "rollout: rollout.serve (--serve): '99999' is not [HOST:]PORT"),
+        (["--serve", "0.0.0.0:8000"], "(--serve-token) must name a file with a token"),
+        (["--serve", "TAKEN"], "Address already in use"),
+    ],
+)
+def test_a_worker_of_its_own_refuses_wrong_options_without_waiting_for_redis(
+    taken: int, options: list[str], complaint: str
+):
+    given = [option.replace("TAKEN", str(taken)) for option in options]
+    command = [sys.executable, "-m", "rollout", "--redis", "redis://127.0.0.1:1", "--run", "x"]
+    done = subprocess.run([*command, *given], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert complaint in done.stderr
+
+
+def areal_q(directory: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    (directory / "run.toml").touch()
+    return subprocess.run(
+        [sys.executable, "-m", "areal_q", "run", "run.toml", *settings],
+        cwd=directory,
+        env={key: value for key, value in os.environ.items() if key != "REDIS_URL"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def test_a_learner_refuses_a_port_that_is_taken_before_its_warm_start(
+    make_run: MakeRun, tmp_path: Path, taken: int
+):
+    fetch = f"tcp://127.0.0.1:{taken}"
+    run, url = make_run("warmstart.steps=1"), "redis://127.0.0.1:1/0"
+    with pytest.raises(ConfigError, match=f"broadcast: cannot bind {fetch}"):
+        build_learner(run, tmp_path, url, "tcp://127.0.0.1:*", fetch, False, NO_STOP)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_learner_refuses_a_reference_of_another_shape_before_its_warm_start(
+    make_run: MakeRun, tmp_path: Path
+):
+    other = make_run("model.width=64")
+    save_decoder(build_model(other, build_tokenizer(other)), tmp_path / "other")
+    for name, error, complaint in (
+        ("nowhere", CheckpointError, "no such directory"),
+        ("other", ConfigError, "not shaped like the policy"),
+    ):
+        kl = f'learner.reference_kl={{path="{tmp_path / name}"}}'
+        run = make_run("warmstart.steps=1", kl)
+        task, tokenizer = build_task(run.task), build_tokenizer(run)
+        with (
+            MetricsLog(tmp_path, tensorboard=False) as metrics,
+            pytest.raises(error, match=complaint),
+        ):
+            build_trainer(run, tmp_path, False, task, tokenizer, metrics, NO_STOP)
+    assert not read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_sglang_refuses_a_directory_that_is_not_there_before_it_starts():
+    pytest.importorskip("aiohttp")
+    sglang = ["rollout.engine.type=sglang", "rollout.engine.url=http://127.0.0.1:1"]
+    run = load(None, [*sglang, "rollout.engine.directory=/nowhere"])
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.directory: no directory /nowhere"):
+        build_engine(run.rollout.engine)

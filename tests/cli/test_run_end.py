@@ -1,0 +1,131 @@
+"""Commands that look at a run which does not go on: they say how it ended, at once."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import redis
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from areal_q.cli import live_view
+from areal_q.config import Run, dump_toml
+from areal_q.errors import ConfigError
+from areal_q.observability.metrics_log import MetricsLog
+from areal_q.observability.run_end import how_it_ended
+from areal_q.system.run_dir import try_lock
+from buffer.admin import open_run
+from buffer.redis_store.local_server import RedisServer
+from buffer.weight_sync import inspect_weights
+from rollout.commands import status
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch):
+    monkeypatch.delenv("REDIS_URL", raising=False)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(name="demo", root=str(tmp_path))
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "config.toml").write_text(dump_toml(run))
+    return run
+
+
+@pytest.fixture
+def directory(run: Run, tmp_path: Path) -> Path:
+    return tmp_path / "demo"
+
+
+def record(directory: Path, *kinds: str) -> None:
+    with MetricsLog(directory, tensorboard=False) as log:
+        for step, kind in enumerate(kinds, 1):
+            if kind == "end":
+                log.write("end", step - 1, {}, reason="done")
+            else:
+                log.write("step", step, {})
+
+
+RECORDS = {
+    (): ("ended before its first record; ", False),
+    ("step", "step"): ("ended without a word after 2 steps; ", False),
+    ("step", "step", "end"): ("ended: done at step 2", True),
+}
+
+
+@pytest.mark.parametrize("kinds", RECORDS)
+def test_a_run_that_does_not_go_on_has_ended(directory, kinds):
+    record(directory, *kinds)
+    told = how_it_ended(directory)
+    assert told and told[0].startswith(RECORDS[kinds][0]) and told[1] == RECORDS[kinds][1]
+    lock = try_lock(directory)
+    assert lock is not None and how_it_ended(directory) is None
+    os.close(lock)
+
+
+def test_a_cluster_may_go_on_elsewhere(directory, monkeypatch):
+    monkeypatch.setenv("REDIS_URL", "redis://elsewhere")
+    record(directory, "step")
+    assert how_it_ended(directory) is None
+    record(directory, "end")
+    assert how_it_ended(directory) == ("ended: done at step 0", True)
+
+
+def command(main, *arguments: str):
+    app = typer.Typer()
+    app.command()(main)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_status_of_an_ended_run_answers_without_asking(directory):
+    record(directory, "step", "end")
+    told = command(status.main, str(directory))
+    assert (told.exit_code, told.stdout) == (0, f"{directory}: ended: done at step 1\n")
+    found = json.loads(command(status.main, str(directory), "--json").stdout)
+    assert found == {"run": "demo", "ended": "ended: done at step 1", "well": True}
+
+
+def test_status_of_a_run_that_died_is_wrong(directory):
+    record(directory, "step")
+    assert command(status.main, str(directory)).exit_code == 1
+
+
+@pytest.mark.parametrize("option", ["--verify", "--tensors"])
+def test_weights_of_an_ended_run_ask_no_port(directory, option):
+    record(directory, "step", "end")
+    told = command(inspect_weights.main, str(directory), option)
+    assert isinstance(told.exception, ConfigError)
+    assert str(told.exception).startswith(f"{directory}: ended: done at step 1; nobody serves")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_watch_of_a_start_that_failed_says_so(run, directory, terminal):
+    with open(os.devnull, "w") as null:
+        console = Console(record=True, width=200, file=null, force_terminal=terminal)
+        live_view.watch(run, directory, console)
+    assert "ended before its first record" in console.export_text()
+
+
+def test_a_record_after_the_end_is_of_a_resumed_run(directory):
+    history = live_view.History(5)
+    for kind in ("end", "step"):
+        history.add({"kind": kind, "step": 1, "elapsed_s": 1.0})
+    assert history.end is None
+
+
+def test_the_buffer_of_a_read_only_run_is_looked_at(directory, short_dir, monkeypatch):
+    with (
+        RedisServer.start(directory / "redis", short_dir / "redis") as server,
+        redis.Redis.from_url(server.url) as client,
+    ):
+        client.set("areal-q:demo:cursor", 3)
+    before = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+    monkeypatch.setattr(open_run.os, "access", lambda path, mode: False)
+    with open_run.opened(directory, None, None) as (client, name):
+        assert client.get("areal-q:demo:cursor") == b"3" and name == "demo"
+    assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
+    shutil.rmtree(directory)

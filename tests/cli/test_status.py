@@ -1,0 +1,117 @@
+"""`areal-q status`: what it says of a run is so, and its exit code says whether that is well."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import typer
+from typer.testing import CliRunner, Result
+
+from areal_q.config import BroadcastConfig
+from areal_q.messages import WorkerStatus
+from areal_q.weights.version import WeightVersion
+from buffer.redis_store import LearnerBuffer, WorkerBuffer
+from buffer.weight_sync.publisher import Broadcaster
+from buffer.weight_sync.source import Source
+from rollout.commands.status import gather, main
+
+Make = Callable[..., WeightVersion]
+
+
+@pytest.fixture
+def broadcaster(short_dir: Path) -> Iterator[Broadcaster]:
+    ends = (f"ipc://{short_dir}/announce", f"ipc://{short_dir}/fetch")
+    made = Broadcaster(*ends, BroadcastConfig(heartbeat_s=0.05))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def learner(redis_url: str, broadcaster: Broadcaster) -> Iterator[LearnerBuffer]:
+    made = LearnerBuffer(redis_url, "run")
+    made.publish_run("", broadcaster.endpoints._asdict())
+    yield made
+    made.close()
+
+
+def publish(broadcaster: Broadcaster, version: WeightVersion) -> None:
+    broadcaster.publish(version)
+    while broadcaster.stats.published == 0:
+        time.sleep(0.002)
+
+
+def beat(redis_url: str, name: str, **fields) -> None:
+    numbers = dict.fromkeys(("pid", "active", "tokens", "groups", "swaps"), 1)
+    rates = dict.fromkeys(("tokens_per_s", "idle_share", "swap_s", "time_s"), 0.5)
+    given: dict[str, Any] = numbers | rates | {"version": 0} | fields
+    status = WorkerStatus(worker=name, **given)
+
+    async def send() -> None:
+        worker = WorkerBuffer(redis_url, "run", name)
+        await worker.heartbeat(status)
+        await worker.close()
+
+    asyncio.run(send())
+
+
+def command(redis_url: str, *arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(main)
+    given = ["--redis", redis_url, "--run", "run", *arguments]
+    return CliRunner().invoke(app, given, catch_exceptions=False)
+
+
+def test_a_cluster_at_work_is_told_and_is_well(
+    learner, redis_url, broadcaster, make_version: Make, make_ticket
+):
+    version = make_version(3, published_s=time.time() - 2)
+    publish(broadcaster, version)
+    learner.admit([make_ticket(0)], cursor=1)
+    beat(redis_url, "a", version=3, digest=version.manifest.digest, tokens_per_s=1500.0)
+    beat(redis_url, "b", version=2)
+    result = command(redis_url, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["version"], found["digest"], found["wrong"]) == (3, version.manifest.digest, [])
+    assert 2 <= found["since_step_s"] < 60
+    assert [(w["worker"], w["version"]) for w in found["workers"]] == [("a", 3), ("b", 2)]
+    assert found["redis"]["streams"][0]["entries"] == 1
+    shown = command(redis_url).stdout
+    assert "step 3" in shown and version.manifest.digest in shown
+    assert "1,500" in shown and "2 workers" in shown and "WRONG" not in shown
+
+
+def test_no_worker_and_a_learner_that_makes_no_step_are_wrong(
+    learner, redis_url, broadcaster, make_version: Make
+):
+    publish(broadcaster, make_version(3, published_s=time.time() - 500))
+    result = command(redis_url)
+    assert result.exit_code == 1
+    assert "no new version for 8 min" in result.stdout
+    assert "no worker has sent a heartbeat" in result.stdout
+    assert "no new version" not in command(redis_url, "--silent-s", "600").stdout
+
+
+def test_a_worker_with_other_bytes_or_without_new_ones_is_named(
+    learner, redis_url, broadcaster, make_version: Make
+):
+    publish(broadcaster, make_version(3, published_s=time.time()))
+    beat(redis_url, "liar", version=3, digest="other")
+    beat(redis_url, "late", version=1, behind_s=300.0)
+    with redis.Redis.from_url(redis_url) as client:
+        wrong = gather(client, "run", Source()).wrong
+    assert [line.split(":")[0] for line in wrong] == ["late", "liar"]
+
+
+def test_a_learner_that_does_not_answer_is_wrong(learner, redis_url, broadcaster, monkeypatch):
+    monkeypatch.setattr("buffer.weight_sync.client.TIMEOUT_S", 0.2)
+    broadcaster.close()
+    beat(redis_url, "a")
+    result = command(redis_url)
+    assert result.exit_code == 1
+    assert "the learner does not answer" in result.stdout

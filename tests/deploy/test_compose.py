@@ -1,0 +1,237 @@
+"""docker/: what the files promise, read as YAML; the schema, by compose. On a real engine: test_engine.py"""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers.compose_stack import docker, missing
+from helpers.paths import ROOT
+
+from areal_q.config import load
+from areal_q.errors import ConfigError
+
+DOCKER = ROOT / "docker"
+COMPOSE = DOCKER / "compose.yaml"
+GPU, HEAD, WORKERS, ACL = (
+    DOCKER / f"compose.{name}.yaml" for name in ("gpu", "head", "workers", "acl")
+)
+HOSTS = {"HEAD_HOST": "head.example", "HEAD_ADDRESS": "10.0.0.1"}
+TARGETS = {
+    "rollout": ["areal-q", "rollout"],
+    "learner": ["areal-q", "learner"],
+    "tools": ["areal-q"],
+    "rollout-engine": ["areal-q", "rollout"],
+}
+Resolve = Callable[..., dict[str, Any]]
+
+
+def settings() -> dict[str, str]:
+    lines = (ROOT / "docker" / ".env").read_text().splitlines()
+    pairs = (line.partition("=") for line in lines if not line.startswith("#"))
+    return {name: value for name, _, value in pairs}
+
+
+@pytest.fixture
+def compose() -> dict[str, Any]:
+    """The file with its variables filled in, and `$$` as the `$` that a container sees."""
+    values = settings()
+    text = re.sub(r"(?<!\$)\$\{(\w+)\}", lambda m: values[m[1]], COMPOSE.read_text())
+    return yaml.safe_load(text.replace("$$", "$"))
+
+
+def test_no_port_is_published_beyond_loopback(compose):
+    ports = [str(p) for service in compose["services"].values() for p in service.get("ports", [])]
+    assert [port for port in ports if not port.startswith("127.0.0.1:")] == []
+    assert "ports" not in compose["services"]["redis"]
+    assert not any("network_mode" in service for service in compose["services"].values())
+    assert compose["networks"]["cluster"] == {"internal": True}
+    reached = [name for name, x in compose["services"].items() if x["networks"] != ["cluster"]]
+    assert reached == ["grafana"]
+
+
+def test_no_service_has_more_rights_than_it_needs(compose):
+    for name, service in compose["services"].items():
+        asked = {"privileged", "cap_add", "devices", "pid", "ipc", "userns_mode"} & service.keys()
+        assert asked == set(), name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["read_only"] is True, name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        mounts = [str(volume) for volume in service.get("volumes", [])]
+        assert [m for m in mounts if m.split(":")[0] not in compose["volumes"]] == [], name
+    assert compose["services"]["redis"]["user"] == "redis"
+
+
+def test_the_password_is_only_ever_a_file(compose):
+    assert all(secret.keys() == {"file"} for secret in compose["secrets"].values())
+    for name, service in compose["services"].items():
+        needed = {"grafana": ["grafana_password"], "prometheus": [], "relay": []}
+        assert service.get("secrets", []) == needed.get(name, ["redis_password"]), name
+        environment = service.get("environment", {})
+        said = [key for key in environment if "PASSWORD" in key and not key.endswith("_FILE")]
+        assert said == [], name
+        assert "@" not in environment.get("REDIS_URL", ""), name
+
+
+def test_redis_keeps_what_it_answered_to_and_never_evicts(compose):
+    (_, _, script) = compose["services"]["redis"]["command"]
+    assert {"appendonly yes", "appendfsync everysec", "maxmemory-policy noeviction"} <= set(
+        script.splitlines()
+    )
+    assert "redis:/data" in compose["services"]["redis"]["volumes"]
+
+
+def test_learner_and_workers_agree_on_run_and_endpoints(compose):
+    learner, rollout = (compose["services"][name]["command"] for name in ("learner", "rollout"))
+    option, config, *others = learner
+    run = load(ROOT / config, [setting for setting in others if not setting.startswith("--")])
+    metrics = "--metrics=0.0.0.0:9464"
+    assert metrics in others
+    assert (option, rollout) == ("--config", ["--run", run.name, metrics])
+    assert run.broadcast.host == "learner"
+    assert run.root in [m.split(":")[1] for m in compose["services"]["learner"]["volumes"]]
+
+
+def test_images_run_as_a_user_and_pass_signals_to_the_process(compose):
+    stages: dict[str, list[list[str]]] = {}
+    lines = (ROOT / "docker" / "Dockerfile").read_text().replace("\\\n", "").splitlines()
+    stage: list[list[str]] = []
+    for words in (line.split(maxsplit=1) for line in lines if line and line[0] not in "# "):
+        if words[0] == "FROM":
+            base, _, name = words[1].split()
+            stage = stages[name] = list(stages.get(base, []))
+        else:
+            stage.append(words)
+    for name, command in TARGETS.items():
+        users = [rest for word, rest in stages[name] if word == "USER"]
+        assert users and users[-1] not in ("root", "0")
+        (entry,) = [rest for word, rest in stages[name] if word == "ENTRYPOINT"]
+        assert json.loads(entry) == command
+    for name, service in compose["services"].items():
+        if "build" in service:
+            assert service["build"]["target"] == name
+            assert service["image"] == f"areal-q/{name}"
+
+
+@pytest.fixture
+def resolved(tmp_path: Path) -> Resolve:
+    """What compose makes of files and profiles, with every variable filled in and `extends` followed."""
+    if reason := missing("compose", "version"):
+        pytest.skip(f"docker compose: {reason}")
+
+    def resolve(files: list[Path], profiles: list[str], **hosts: str) -> dict[str, Any]:
+        named = [part for path in files for part in ("-f", str(path))]
+        wanted = [part for profile in profiles for part in ("--profile", profile)]
+        environment = {**os.environ, "COMPOSE_PROJECT_NAME": "", **hosts}
+        result = docker("compose", *named, *wanted, "config", "--format=json", env=environment)
+        if result.returncode:
+            raise ConfigError(result.stderr)
+        assert "warning" not in result.stderr.lower()
+        return json.loads(result.stdout)
+
+    return resolve
+
+
+@pytest.mark.parametrize(
+    ("files", "profiles", "services"),
+    [
+        ([COMPOSE], [], {"redis", "learner", "rollout", "prometheus", "grafana"}),
+        ([COMPOSE], ["relay", "tools"], {"relay", "tools", "learner"}),
+        ([COMPOSE, ACL], [], {"redis", "learner", "rollout", "prometheus", "grafana"}),
+        ([COMPOSE, GPU], ["gpus-2"], {"learner", "rollout-gpu1"}),
+        ([COMPOSE, GPU], ["gpus-8"], {"learner", *(f"rollout-gpu{n}" for n in range(1, 8))}),
+        ([COMPOSE, GPU], ["half-4"], {"learner", "rollout-gpu2", "rollout-gpu3"}),
+        ([COMPOSE, HEAD], ["relay"], {"redis", "learner", "rollout", "relay"}),
+        ([COMPOSE, ACL], [], {"redis", "learner", "rollout"}),
+        ([WORKERS], ["relay"], {"rollout", "relay"}),
+    ],
+)
+def test_compose_accepts_each_file_and_keeps_it_locked(resolved, files, profiles, services):
+    project = resolved(files, profiles, **HOSTS)
+    # Text in the compose file itself would be copied into the container, whose file system is read-only.
+    assert not any("content" in config for config in project.get("configs", {}).values())
+    found = project["services"]
+    assert services <= found.keys()
+    for name, service in found.items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["read_only"] is True, name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert not {"privileged", "cap_add", "network_mode"} & service.keys(), name
+
+
+@pytest.mark.parametrize(
+    ("profile", "gpus", "learning"),
+    [("gpus-2", 2, 1), ("gpus-4", 4, 1), ("gpus-8", 8, 1), ("half-4", 4, 2), ("half-8", 8, 4)],
+)
+def test_every_gpu_has_one_service_and_the_workers_without_one_stay_away(
+    resolved, profile, gpus, learning
+):
+    found = resolved([COMPOSE, GPU], [profile], LEARNER_GPUS=str(learning))["services"]
+    assert "rollout" not in found
+    devices = {
+        name: service["deploy"]["resources"]["reservations"]["devices"]
+        for name, service in found.items()
+        if service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices")
+    }
+    assert [d["count"] for d in devices.pop("learner")] == [learning]
+    taken = sorted(d["device_ids"] for found in devices.values() for d in found)
+    assert taken == [[str(gpu)] for gpu in range(learning, gpus)]
+    assert found["learner"]["entrypoint"][:3] == [
+        "torchrun",
+        "--standalone",
+        "--nproc-per-node=gpu",
+    ]
+    assert "learner.device=cuda" in found["learner"]["command"]
+    for name, service in found.items():
+        if name.startswith("rollout-gpu"):
+            assert service["build"]["target"] == "rollout-engine"
+            assert "rollout" in service["networks"]["cluster"]["aliases"]
+
+
+def test_a_port_is_open_to_other_hosts_only_with_tls_and_keys(resolved):
+    found = resolved([COMPOSE, HEAD], [], **HOSTS)
+    ports = {
+        (name, port["target"], port["host_ip"])
+        for name, service in found["services"].items()
+        for port in service.get("ports", [])
+        if not port["host_ip"].startswith("127.")
+    }
+    address = HOSTS["HEAD_ADDRESS"]
+    assert ports == {
+        ("redis", 6380, address),
+        ("learner", 5551, address),
+        ("learner", 5552, address),
+    }
+    assert "broadcast.keys=/keys" in found["services"]["learner"]["command"]
+    (mounted,) = [c for c in found["services"]["redis"]["configs"] if "redis.d" in c["target"]]
+    text = Path(found["configs"][mounted["source"]]["file"]).read_text()
+    said = dict(line.split() for line in text.splitlines() if not line.startswith("#"))
+    secrets = {secret["target"] for secret in found["services"]["redis"]["secrets"]}
+    assert said["tls-port"] == "6380" and "port" not in said
+    assert {said["tls-cert-file"], said["tls-key-file"]} <= secrets
+
+    workers = resolved([WORKERS], ["relay"], **HOSTS)["services"]
+    assert not any("ports" in service for service in workers.values())
+    assert workers["rollout"]["environment"]["REDIS_URL"].startswith("rediss://head.example:6380?")
+    keys = {secret["target"] for secret in workers["rollout"]["secrets"]}
+    assert {"/keys/server.key", "/keys/worker.key_secret"} <= keys
+    assert "/keys/server.key_secret" not in keys
+    assert "--keys=/keys" in workers["relay"]["command"]
+
+
+def test_the_files_for_several_hosts_ask_for_the_hosts(resolved):
+    with pytest.raises(ConfigError, match="HEAD_ADDRESS"):
+        resolved([COMPOSE, HEAD], [], HEAD_HOST="head.example")
+    with pytest.raises(ConfigError, match="HEAD_HOST"):
+        resolved([WORKERS], [])
+
+
+def test_the_learner_of_each_file_understands_its_settings(resolved):
+    for files in ([COMPOSE], [COMPOSE, GPU], [COMPOSE, HEAD]):
+        _, config, *others = resolved(files, [], **HOSTS)["services"]["learner"]["command"]
+        run = load(ROOT / config, [text for text in others if not text.startswith("--")])
+        assert (run.root, run.broadcast.fetch) == ("/runs", "tcp://0.0.0.0:5552")

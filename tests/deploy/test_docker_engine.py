@@ -1,0 +1,212 @@
+"""docker/compose.yaml on a real engine: what it trains, loses and survives.
+
+Needs an engine and the images, which it does not build:
+    docker compose -f docker/compose.yaml build rollout learner
+or, on a Debian machine without Docker, docker/engine.sh.
+"""
+
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+import zmq
+from helpers.compose_stack import COMPOSE, IMAGES, SERVICES, Stack, Steps, docker, missing, up
+
+MAX_LAG = 2
+HEAD = "head.example"
+
+
+@pytest.fixture
+def password(tmp_path: Path) -> Path:
+    """Where there are an engine and the images; else skips."""
+    for image in IMAGES:
+        if reason := missing("image", "inspect", image):
+            pytest.skip(f"no engine, or not built: {reason}: make test-engine")
+    if reason := missing("compose", "version"):
+        pytest.skip(f"docker compose: {reason}")
+    file = tmp_path / "password"
+    file.write_text("a-password-of-tests")
+    file.chmod(0o644)
+    return file
+
+
+@pytest.fixture
+def stack(tmp_path: Path, password: Path) -> Iterator[Stack]:
+    with up(Stack(tmp_path, password, COMPOSE), *SERVICES) as stack:
+        yield stack
+
+
+def workers(count: int) -> Callable[[Steps], bool]:
+    return lambda steps: bool(steps) and len(steps[-1]["workers"]) == count
+
+
+def assert_a_history_without_gaps(steps: Steps) -> None:
+    assert [r["step"] for r in steps] == list(range(1, len(steps) + 1))
+    assert max(r["lag/max"] for r in steps) <= MAX_LAG
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_workers_come_and_go_without_a_pause_or_a_lost_group_and_the_stack_drains(stack):
+    stack.wait(lambda steps: len(steps) >= 5, "training")
+    stack.scale(6)
+    stack.wait(workers(6), "six workers")
+    stack.more(10)
+    stack.until(lambda: stack.scraped() == {"learner": 1, "rollout": 6}, "metrics of all seven")
+    stack.until(lambda: stack.health() == {"healthy"}, "health of all")
+
+    stack.scale(2)
+    stack.wait(workers(2), "four workers that left")
+    steps = stack.more(20)
+    assert_a_history_without_gaps(steps)
+    assert stack.restarts("learner") == 0
+
+    left = ("pending", "firing")
+    stack.until(lambda: stack.alerts()["WorkerLost"] in left, "alert of workers that left")
+    assert stack.alerts()["NoWorkers"] == "inactive"
+
+    stack("stop", "learner")
+    (learner,) = stack.containers("learner")
+    assert stack.state(learner)["ExitCode"] == 0
+    used, dropped = stack.used()
+    assert len(used) == len(set(used))
+    lost = set(range(max(used))) - set(used) - stack.in_redis()
+    assert len(lost) == dropped
+    stack("--profile", "tools", "run", "--rm", "tools", "report", "/runs/quickstart")
+    stack("start", "learner")
+    steps = stack.more(10)
+    assert_a_history_without_gaps(steps)
+    assert "resuming in /runs" in stack("logs", "learner")
+    stack("stop", "rollout")
+    assert {stack.state(c)["ExitCode"] for c in stack.containers("rollout")} == {0}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_and_cut_off_services_come_back_by_themselves(stack):
+    stack.scale(2)
+    stack.wait(workers(2), "two workers")
+    stack.kill(stack.containers("rollout")[0])
+    stack.more(10)
+    stack.kill(stack.containers("learner")[0])
+    stack.until(lambda: stack.restarts("learner") == 1, "restart of the learner")
+    stack.more(10)
+    stack.kill(stack.containers("redis")[0])
+    stack.until(lambda: stack.restarts("redis") == 1, "restart of Redis")
+    stack.more(10)
+
+    cut = stack.containers("rollout")[1]
+    stack.network("disconnect", cut)
+    stack.wait(workers(1), "worker that is missed")
+    stack.more(10)
+    stack.network("connect", cut)
+    stack.wait(workers(2), "worker that is back")
+    assert_a_history_without_gaps(stack.more(10))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_workers_behind_the_relay_train_as_those_of_the_learner_do(stack):
+    stack.wait(lambda steps: len(steps) >= 5, "training")
+    stack("stop", "rollout")
+    stack.behind_relay()
+    steps = stack.more(20)
+    assert_a_history_without_gaps(steps)
+    stack.until(lambda: stack.listeners() == 1, "worker that listens to the relay")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_each_service_trains_under_its_own_name_and_is_refused_what_others_may(tmp_path, password):
+    acl = COMPOSE.with_name("compose.acl.yaml")
+    users = ("learner", "rollout", "monitor")
+    with up(Stack(tmp_path, password, COMPOSE, acl, users=users), *SERVICES) as stack:
+        stack.scale(2)
+        stack.wait(workers(2), "two workers")
+        stack.kill(stack.containers("rollout")[0])
+        assert_a_history_without_gaps(stack.more(20))
+        stack.until(lambda: stack.health() == {"healthy"}, "health of all")
+
+        assert "NOAUTH" in stack.redis("", "PING")
+        groups, run = "'{areal-q:quickstart}:groups'", "'{areal-q:quickstart}:run'"
+        assert stack.redis("monitor", f"EXISTS {groups} {run}") == "2"
+        for user, command in {
+            "monitor": f"DEL {groups}",
+            "rollout": f"XRANGE {groups} - + COUNT 1",
+            "learner": "FLUSHALL",
+        }.items():
+            assert "NOPERM" in stack.redis(user, command), (user, command)
+        stack("stop", "learner", "rollout")
+        services = (*stack.containers("learner"), *stack.containers("rollout"))
+        assert {stack.state(container)["ExitCode"] for container in services} == {0}
+
+
+@pytest.fixture
+def secrets(tmp_path: Path, password: Path) -> dict[str, str]:
+    """Of compose.head.yaml and compose.workers.yaml, made as docs/operating.md says."""
+    keys, certificate, key = (tmp_path / name for name in ("keys", "redis.crt", "redis.key"))
+    make = "areal-q keys /keys && chown -R 10001 /keys"
+    run = ["run", "--rm", "--user", "root", "--network", "none", "--volume", f"{keys}:/keys"]
+    result = docker(*run, "--entrypoint", "sh", "areal-q/tools", "-c", make)
+    assert result.returncode == 0, result.stderr
+    new = ["openssl", "req", "-x509", "-newkey", "ed25519", "-nodes", "-subj", f"/CN={HEAD}"]
+    names = ["-addext", f"subjectAltName=DNS:{HEAD}"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*new, *names, *files], check=True, capture_output=True)
+    key.chmod(0o644)
+    paths = {"KEYS": keys, "REDIS_CERTIFICATE_KEY": key, "REDIS_CERTIFICATE": certificate}
+    return {name: str(path) for name, path in (paths | {"REDIS_CA": certificate}).items()}
+
+
+def own_address() -> str:
+    """Of this machine, as others reach it. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))
+        except OSError as error:
+            pytest.skip(f"no address but loopback: {error}")
+        return sock.getsockname()[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_workers_of_another_host_train_over_tls_and_curve_and_strangers_get_nothing(
+    tmp_path, password, secrets
+):
+    address, of_head, of_others = own_address(), tmp_path / "head", tmp_path / "others"
+    of_head.mkdir()
+    of_others.mkdir()
+    settings = secrets | {"HEAD_HOST": HEAD, "HEAD_ADDRESS": address}
+    files = (COMPOSE, COMPOSE.with_name("compose.head.yaml"))
+    head = Stack(of_head, password, *files, **settings)
+    others = Stack(of_others, password, COMPOSE.with_name("compose.workers.yaml"), **settings)
+    with up(head, "redis", "learner"), up(others, "rollout"):
+        head.wait(workers(1), "a worker")
+        head.more(20)
+        others.behind_relay()
+        logs = ("--profile", "relay", "logs", "relay")
+        others.until(lambda: "subscribers=1" in others(*logs), "worker that listens to the relay")
+        assert_a_history_without_gaps(head.more(20))
+
+        with zmq.Context() as context, context.socket(zmq.SUB) as stranger:
+            stranger.linger = 0
+            stranger.subscribe(b"")
+            stranger.connect(f"tcp://{address}:5551")
+            assert not stranger.poll(5000)
+        url = f"rediss://{address}:6380?ssl_ca_certs={secrets['REDIS_CA']}&ssl_check_hostname=False"
+        with redis.Redis.from_url(url) as client, pytest.raises(redis.AuthenticationError):
+            client.ping()
+        with redis.Redis(address, 6380) as client, pytest.raises(redis.ConnectionError):
+            client.ping()
+
+        others("--profile", "relay", "stop")
+        head("stop", "learner")
+        ended = [
+            others.containers("rollout"),
+            others.containers("relay"),
+            head.containers("learner"),
+        ]
+        assert {head.state(c)["ExitCode"] for found in ended for c in found} == {0}

@@ -1,0 +1,122 @@
+"""docker/prometheus and docker/grafana: nothing asks for a metric that no service exports."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+import yaml
+from helpers.paths import ROOT
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from areal_q.observability.health import MAX_AGE_S, complaint
+from areal_q.observability.prometheus_exporter import (
+    LEARNER,
+    PREFIX,
+    WORKER,
+    Exporter,
+    serve_metrics,
+)
+
+DOCKER = ROOT / "docker"
+DASHBOARD = json.loads((DOCKER / "grafana" / "dashboards" / "areal-q.json").read_text())
+ALERTS = yaml.safe_load((DOCKER / "prometheus" / "alerts.yml").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+EXPORTED = {PREFIX + line.name for line in (*LEARNER, *WORKER)} | {
+    sample.name
+    for family in ProcessCollector(registry=CollectorRegistry()).collect()
+    for sample in family.samples
+}
+
+
+def asked(expression: str) -> set[str]:
+    return set(re.findall(r"\b(?:areal_q|process)_\w+", expression))
+
+
+def test_every_panel_asks_for_metrics_that_are_exported():
+    for panel in PANELS:
+        for target in panel["targets"]:
+            names = asked(target["expr"])
+            assert names and names <= EXPORTED, panel["title"]
+    for variable in DASHBOARD["templating"]["list"]:
+        assert asked(variable["definition"]) <= EXPORTED
+
+
+def test_every_alert_asks_for_metrics_that_are_exported():
+    (group,) = ALERTS["groups"]
+    for rule in group["rules"]:
+        names = asked(rule["expr"])
+        assert names <= EXPORTED and (names or "up{" in rule["expr"]), rule["alert"]
+
+
+def test_every_exported_number_of_a_run_is_on_the_dashboard_or_in_an_alert():
+    """Those that are not are named here, so that a new one is placed by choice."""
+    (group,) = ALERTS["groups"]
+    shown = {n for p in PANELS for t in p["targets"] for n in asked(t["expr"])}
+    shown |= {n for rule in group["rules"] for n in asked(rule["expr"])}
+    left_out = {line.name for line in (*LEARNER, *WORKER) if PREFIX + line.name not in shown}
+    assert left_out == {
+        "buffer_open_tickets",
+        "response_tokens_mean",
+        "train_learning_rate",
+        "train_loss",
+        "weights_bytes",
+        "worker_groups_total",
+        "worker_record_timestamp_seconds",
+        "worker_resumed_total",
+        "worker_swaps_total",
+        "worker_tokens_total",
+    }
+
+
+def test_panels_do_not_overlap_and_have_ids_of_their_own():
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        cells = {(at["x"] + i, at["y"] + j) for i in range(at["w"]) for j in range(at["h"])}
+        assert at["x"] + at["w"] <= 24 and not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_the_dashboard_reads_the_provisioned_source():
+    provisioned = DOCKER / "grafana" / "provisioning"
+    source = yaml.safe_load((provisioned / "datasources" / "prometheus.yaml").read_text())
+    (uid,) = [found["uid"] for found in source["datasources"]]
+    used = {p["datasource"]["uid"] for p in PANELS}
+    used |= {t["datasource"]["uid"] for p in PANELS for t in p["targets"]}
+    assert used == {uid}
+
+
+def test_promtool_accepts_the_files_and_the_alerts_fire_when_they_should(tmp_path):
+    promtool = shutil.which("promtool")
+    if not promtool:
+        pytest.skip("no promtool on PATH (Debian: apt-get install prometheus)")
+    for path in (DOCKER / "prometheus").iterdir():
+        text = path.read_text().replace("/etc/prometheus/", f"{tmp_path}/")
+        (tmp_path / path.name).write_text(text)
+    for what in (["check", "config", "prometheus.yml"], ["test", "rules", "alerts_test.yml"]):
+        done = subprocess.run([promtool, *what], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_worker_is_well_while_its_heart_beats():
+    exporter = Exporter(WORKER, {"run": "r", "worker": "w"})
+    port = serve_metrics("0", exporter)
+    assert complaint(port, now_s=1000.0) is None
+    exporter.update({"time_s": 1000.0})
+    assert complaint(port, now_s=1000.0 + MAX_AGE_S) is None
+    assert complaint(port, now_s=1001.0 + MAX_AGE_S) == "the last heartbeat is 31 s old"
+
+
+def test_a_service_that_does_not_answer_is_not_well():
+    assert "no metrics on port 1" in (complaint(1, now_s=0.0) or "")
+
+
+def test_the_page_on_operating_says_what_to_do_for_every_alert():
+    page = (DOCKER.parent / "docs" / "operating.md").read_text()
+    rows = {line.split("|")[1].strip() for line in page.splitlines() if line.count("|") == 4}
+    alerts = {rule["alert"] for group in ALERTS["groups"] for rule in group["rules"]}
+    assert alerts and alerts <= rows

@@ -1,0 +1,288 @@
+"""The fused operations against their plain torch twins; where it matters, to the bit."""
+
+import asyncio
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from areal_q.config import Sampling, TorchEngine
+from areal_q.models.config import DecoderConfig
+from areal_q.quant import quantize_state
+from areal_q.quant.activations import (
+    dequantize_groups,
+    quantize_groups_e4m3,
+    quantize_rows,
+    quantize_rows_e4m3,
+)
+from areal_q.quant.quantized_linear import FloatLinear, Fp8GroupLinear, Fp8RowLinear, Int8Linear
+from areal_q.weights.version import pack
+from rollout.engines import build_engine
+from rollout.engines.base import Request
+from rollout.engines.reference import numba_kernels
+from rollout.engines.reference.build_ops import build_ops
+from rollout.engines.reference.kv_cache import KVCache
+from rollout.engines.reference.ops import TorchOps
+from rollout.engines.reference.ops_numba import FusedOps
+from rollout.engines.reference.sampling import seed_keys
+
+TORCH, FUSED = TorchOps(), FusedOps()
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+
+
+@given(
+    hnp.arrays(
+        np.float32,
+        hnp.array_shapes(min_dims=2, max_dims=2, max_side=70),
+        elements=st.floats(width=32, allow_nan=False, allow_infinity=False)
+        | st.floats(-1, 1, width=32),
+    )
+)
+def test_codes_and_scales_are_those_of_quantize_rows_to_the_bit(x):
+    codes, scales = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
+    numba_kernels.quantize_rows(x, codes, scales)
+    want_codes, want_scales = quantize_rows(torch.from_numpy(x))
+    assert (codes == want_codes.numpy()).all()
+    assert (scales == want_scales[:, 0].numpy()).all()
+
+
+ANY_ROWS = hnp.arrays(
+    np.float32,
+    hnp.array_shapes(min_dims=2, max_dims=2, max_side=300),
+    elements=st.floats(width=32) | st.floats(-1, 1, width=32) | st.sampled_from([0.0, 1e-9, 448.0]),
+)
+
+
+@given(ANY_ROWS)
+def test_activations_in_e4m3_are_those_of_the_plain_formats_to_the_bit(x):
+    """NaN and infinity included: they must reach the log-prob."""
+    numbers, scales = np.empty(x.shape, np.float32), np.empty(len(x), np.float32)
+    with np.errstate(all="ignore"):
+        numba_kernels.e4m3_rows(x, numbers, scales)
+        grouped = np.empty(x.shape, np.float32)
+        numba_kernels.e4m3_groups(x, grouped)
+    codes, want = quantize_rows_e4m3(torch.from_numpy(x))
+    np.testing.assert_array_equal(numbers, codes.float().numpy())
+    np.testing.assert_array_equal(scales, want[:, 0].numpy())
+    want_grouped = dequantize_groups(*quantize_groups_e4m3(torch.from_numpy(x)))
+    np.testing.assert_array_equal(grouped, want_grouped.numpy())
+
+
+def test_every_e4m3_number_and_every_middle_between_two_is_rounded_as_torch_does():
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    every = every[every.isfinite()].sort().values
+    middles = (every[1:] + every[:-1]) / 2
+    x = torch.cat((every, middles, torch.tensor([448.0])))[None]
+    numbers, scales = np.empty(x.shape, np.float32), np.empty(1, np.float32)
+    numba_kernels.e4m3_rows(x.numpy(), numbers, scales)
+    assert scales.tolist() == [1.0]
+    assert torch.equal(torch.from_numpy(numbers), x.to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("added", ["nothing", "bias", "residual"])
+@pytest.mark.parametrize("kind", [Fp8RowLinear, Fp8GroupLinear])
+def test_an_fp8_linear_is_the_plain_one(kind, added):
+    torch.manual_seed(1)
+    weight = torch.randn(48, 160).to(torch.float8_e4m3fn)
+    plain = (
+        kind(weight.float(), torch.rand(48, 1)) if kind is Fp8RowLinear else kind(weight.float())
+    )
+    x = torch.randn(5, 160)
+    add = {"nothing": None, "bias": torch.randn(48), "residual": torch.randn(5, 48)}[added]
+    assert FUSED.linear(plain) is not plain
+    torch.testing.assert_close(FUSED.linear(plain)(x, add), plain(x, add), rtol=1e-5, atol=1e-5)
+
+
+def test_halves_are_rounded_to_even():
+    x = np.array([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5]], np.float32)
+    codes, scales = np.empty(x.shape, np.int8), np.empty(1, np.float32)
+    numba_kernels.quantize_rows(x, codes, scales)
+    assert codes.tolist() == [[127, 0, 2, 2, 0, -2, 126]] and scales.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("added", ["nothing", "bias", "residual"])
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_an_int8_linear_is_the_plain_one(rows, added):
+    torch.manual_seed(rows)
+    codes = torch.randint(-127, 128, (48, 33), dtype=torch.int8)
+    plain = Int8Linear(codes, torch.rand(48, 1) / 127)
+    x = torch.randn(rows, 33)
+    add = {"nothing": None, "bias": torch.randn(48), "residual": torch.randn(rows, 48)}[added]
+    close(FUSED.linear(plain)(x, add), plain(x, add))
+    float_linear = FloatLinear(torch.randn(3, 33))
+    assert FUSED.linear(float_linear) is float_linear
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 2), (7, 33), (64, 128)])
+def test_norm_and_swiglu_are_the_plain_ones(rows, width):
+    torch.manual_seed(width)
+    x, weight = 3 * torch.randn(rows, 2 * width), torch.randn(2 * width)
+    close(FUSED.rms_norm(x, weight, 1e-6), TORCH.rms_norm(x, weight, 1e-6))
+    x[0, 0], x[0, 1] = 300.0, -300.0  # silu's exponential overflows
+    close(FUSED.swiglu(x), TORCH.swiglu(x))
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("dim", [2, 10, 64])
+def test_rotation_is_the_plain_one_and_leaves_values_alone(dim, normed):
+    torch.manual_seed(dim)
+    qkv = torch.randn(5, 8, dim)
+    norm = torch.randn(6, dim) if normed else None
+    angles = torch.randn(5, dim // 2).repeat(1, 2)
+    fused, plain = qkv.clone(), qkv.clone()
+    for ops, x in ((FUSED, fused), (TORCH, plain)):
+        ops.rotate(x, 6, norm, 1e-6, angles.cos(), angles.sin())
+    close(fused, plain)
+    assert torch.equal(fused[:, 6:], qkv[:, 6:]) and not torch.equal(fused[:, :6], qkv[:, :6])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 3, 32), (8, 1, 20)])
+def test_decode_attention_is_the_plain_one_and_caches_the_same(heads, kv_heads, dim):
+    torch.manual_seed(heads)
+    config = DecoderConfig(
+        family="llama", vocab_size=9, width=heads * dim, layers=2, heads=heads,
+        kv_heads=kv_heads, head_dim=dim, mlp=8, max_positions=200,
+    )  # fmt: skip
+    positions = torch.tensor([0, 1, 15, 16, 63, 99])
+    cached = torch.randn(2, 2, 7, kv_heads, 128, dim)
+    qkv = 2 * torch.randn(6, heads + 2 * kv_heads, dim)
+    outs, caches = [], []
+    for ops in (FUSED, TORCH):
+        cache = KVCache(config, "cpu")
+        cache.data = cached.clone()
+        outs.append(ops.decode(cache, positions, 100)(1, qkv))
+        caches.append(cache.data)
+    close(outs[0], outs[1])
+    assert torch.equal(caches[0], caches[1]) and not torch.equal(caches[0], cached)
+
+
+def test_uniform_numbers_are_the_same_to_the_bit():
+    keys = seed_keys([*range(500), -1, 2**63, 2**64 - 1])
+    positions = torch.arange(len(keys)) * 7
+    assert torch.equal(FUSED.uniform(keys, positions), TORCH.uniform(keys, positions))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
+def test_the_same_tokens_are_drawn_with_the_same_log_probs(temperature):
+    torch.manual_seed(0)
+    logits = 4 * torch.randn(3000, 37)
+    logits[:, 5] = -math.inf
+    sampling = Sampling(temperature=temperature)
+    u = torch.rand(3000, dtype=torch.float64)
+    tokens, logprobs = FUSED.draw(logits, sampling, u)
+    want_tokens, want_logprobs = TORCH.draw(logits, sampling, u)
+    assert torch.equal(tokens, want_tokens) and (tokens != 5).all()
+    torch.testing.assert_close(logprobs, want_logprobs, rtol=1e-5, atol=5e-6)
+
+
+@given(
+    st.lists(st.floats(-200, 200, width=32) | st.just(-math.inf), min_size=2, max_size=20).filter(
+        lambda x: max(x) > -math.inf
+    ),
+    st.sampled_from([0.0, 1e-12, 0.25, 0.5, 1 - 2**-24, 1 - 2**-53]),
+)
+def test_a_fused_draw_never_takes_a_token_of_probability_zero(logits, u):
+    row = torch.tensor([logits])
+    tokens, logprobs = FUSED.draw(row, Sampling(), torch.tensor([u], dtype=torch.float64))
+    assert row.softmax(-1)[0, tokens[0]] > 0
+    torch.testing.assert_close(logprobs[0], row.log_softmax(-1)[0, tokens[0]])
+
+
+def test_exp_is_accurate_to_two_units_in_the_last_place():
+    x = np.concatenate([np.linspace(-87, 88, 200_001), np.linspace(-1, 1, 20_001)]).astype(
+        np.float32
+    )
+    got = np.array([numba_kernels._exp(v) for v in x])
+    want = np.exp(x.astype(np.float64))
+    assert np.abs(got / want - 1).max() < 2 * 2.0**-23
+    assert numba_kernels._exp(np.float32(-np.inf)) == 0 and np.isnan(
+        numba_kernels._exp(np.float32(np.nan))
+    )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_stays_so_and_stays_in_its_row(bad):
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 16), torch.ones(16)
+    x[1, 4] = bad
+    linear = FUSED.linear(
+        Int8Linear(torch.randint(-127, 128, (8, 16), dtype=torch.int8), torch.ones(8))
+    )
+    results = [
+        linear(x),
+        FUSED.rms_norm(x, weight, 1e-6),
+        FUSED.swiglu(x),
+        FUSED.draw(x, Sampling(), torch.full((3,), 0.5, dtype=torch.float64))[1].unsqueeze(1),
+    ]
+    for y in results:
+        finite = y.isfinite().all(1)
+        assert finite.tolist() == [True, False, True]
+
+
+def test_an_engine_draws_the_same_responses_either_way():
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.25,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).eval()
+    weights = pack(
+        quantize_state(model.state_dict(), "int8"), run="r", epoch="e", version=0, format="int8",
+        uaq_scale=1.0, model=config.to_dict(), published_s=0.0,
+    )  # fmt: skip
+    requests = [
+        Request(
+            prompt_ids=np.arange(1, 2 + i, dtype=np.int32),
+            num_samples=4,
+            sampling=Sampling(max_tokens=20),
+            seed=i,
+            stop_ids=frozenset({7}),
+        )
+        for i in range(6)
+    ]
+
+    async def run(fused):
+        engine = build_engine(TorchEngine(slots=16, fused=fused))
+        await engine.start()
+        await engine.load_weights(weights)
+        groups = await asyncio.gather(*map(engine.generate, requests))
+        await engine.close()
+        return [completion for group in groups for completion in group]
+
+    fused, plain = asyncio.run(run(True)), asyncio.run(run(False))
+    same = [
+        a.response_ids.tolist() == b.response_ids.tolist()
+        for a, b in zip(fused, plain, strict=True)
+    ]
+    # A rounding difference of 1e-7 may tip an activation to the next code, and then seldom a token.
+    assert np.mean(same) > 0.9
+    gaps = np.concatenate(
+        [np.abs(a.logprobs - b.logprobs) for a, b, s in zip(fused, plain, same, strict=True) if s]
+    )
+    assert np.quantile(gaps, 0.95) < 1e-4
+
+
+def test_plain_torch_runs_where_asked_and_where_there_is_no_numba(monkeypatch, caplog):
+    assert isinstance(build_ops(TorchEngine()), FusedOps)
+    assert isinstance(build_ops(TorchEngine(fused=False)), TorchOps)
+    assert isinstance(build_ops(TorchEngine(device="cuda")), TorchOps)
+    monkeypatch.setitem(
+        sys.modules, "rollout.engines.reference.ops_numba", None
+    )  # importing it fails
+    assert isinstance(build_ops(TorchEngine()), TorchOps)
+    assert "plain torch, which is slower" in caplog.text
+
+
+def test_a_kernel_is_compiled_where_its_cache_has_no_place():
+    namespace: dict = {}
+    exec("def twice(x):\n    return 2 * x", namespace)  # no file, so nothing to cache beside
+    assert numba_kernels.kernel()(namespace["twice"])(21) == 42

@@ -1,0 +1,70 @@
+"""Directories of engines: a dead worker's go with its shared memory, a living one's stay."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import pytest
+
+from rollout.engines.process.own_directory import SHARED_MEMORY, OwnDirectory
+
+PREFIX = "areal-q-test-"
+WORKER = """
+import os, sys, time
+from multiprocessing import resource_tracker, shared_memory
+from rollout.engines.process.own_directory import OwnDirectory
+segment = shared_memory.SharedMemory(create=True, size=4096)
+resource_tracker.unregister(segment._name, "shared_memory")  # it was killed as well
+directory = OwnDirectory(sys.argv[1], sys.argv[2])
+directory.note_segments([os.getpid()])
+print(directory.path, segment.name, flush=True)
+time.sleep(1000)
+"""
+pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs /dev/shm")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[], tuple[subprocess.Popen[str], Path, Path]]]:
+    """Starts a worker; returns it, its directory and its segment of shared memory."""
+    started: list[tuple[subprocess.Popen[str], Path, Path]] = []
+
+    def begin() -> tuple[subprocess.Popen[str], Path, Path]:
+        command = [sys.executable, "-c", WORKER, PREFIX, str(tmp_path)]
+        worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert worker.stdout is not None
+        directory, segment = worker.stdout.readline().split()
+        started.append((worker, Path(directory), SHARED_MEMORY / segment))
+        return started[-1]
+
+    yield begin
+    for worker, _, segment in started:
+        worker.kill()
+        worker.communicate()
+        segment.unlink(missing_ok=True)
+
+
+def test_a_start_removes_what_a_killed_worker_left(tmp_path: Path, start):
+    (dead, directory, segment), (_, living, kept) = start(), start()
+    dead.kill()
+    dead.wait()
+    assert directory.is_dir() and segment.exists()
+    own = OwnDirectory(PREFIX, tmp_path)
+    assert not directory.exists() and not segment.exists()
+    assert living.is_dir() and kept.exists()
+    own.close()
+    assert [living] == list(tmp_path.iterdir())
+
+
+def test_a_segment_that_another_made_since_is_kept(tmp_path: Path):
+    segment = shared_memory.SharedMemory(create=True, size=16)
+    try:
+        dead = tmp_path / f"{PREFIX}x"
+        dead.mkdir()
+        (dead / "segments").write_text(f"{segment.name} 1\n../etc/x 2\n")
+        OwnDirectory(PREFIX, tmp_path).close()
+        assert not dead.exists() and (SHARED_MEMORY / segment.name).exists()
+    finally:
+        segment.close()
+        segment.unlink()

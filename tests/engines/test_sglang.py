@@ -1,0 +1,392 @@
+"""SGLang as the engine, for real, on a CPU: exact log-probs, updates in flight, a server of others', deaths.
+
+Needs SGLang, so it runs in an environment of its own: `make test-sglang`.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from helpers.served_model import (
+    CONFIG,
+    HANG_S,
+    ask,
+    gap,
+    one_alive,
+    packed,
+    published,
+    swapped_after,
+)
+
+from areal_q.config import RolloutConfig, SglangEngine
+from areal_q.errors import ConfigError, EngineDied, RecordError, WeightVersionError
+from rollout.engines.process.checkpoint_backend import check_quantized, write
+from rollout.engines.sglang_backend import server_checks
+from rollout.engines.sglang_backend.http_client import Client
+from rollout.engines.sglang_backend.server_process import OwnServer, server_settings
+from rollout.engines.sglang_backend.sglang_engine import sglang_engine
+
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.timeout(HANG_S),
+    pytest.mark.filterwarnings("ignore"),  # of SGLang's and its dependencies' own
+]
+pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang")
+
+
+@pytest.fixture(scope="module")
+def live():
+    with one_alive(
+        lambda **settings: sglang_engine(SglangEngine(slots=64, start_timeout_s=HANG_S, **settings))
+    ) as start:
+        yield start
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"temperature": 1.3, "top_k": 9, "top_p": 0.9},
+    ],
+)
+def test_log_probs_are_of_the_distribution_that_drew(live, sampling):
+    """SGLang's top-p counts the mass of tokens that top-k has cut."""
+
+    async def body(engine):
+        for completion in await engine.generate(ask(samples=4, **sampling)):
+            assert gap(completion, 0, **sampling, mass="all") < 2e-4
+            if sampling:
+                assert gap(completion, 0) > 0.05
+
+    live()(body)
+
+
+def test_kept_keys_and_values_are_stale_and_the_recorded_log_probs_say_so(live):
+    async def body(engine):
+        done = await swapped_after(engine, published(1), 30, ask(max_tokens=350))
+        at = done.spans[0].tokens
+        assert [s.version for s in done.spans] == [0, 1]
+        assert gap(done, 0, last=at) < 2e-4
+        assert gap(done, 1, first=at) > 0.05
+        assert np.isfinite(done.logprobs).all()
+
+    live()(body)
+
+
+def test_a_prompt_that_was_cached_is_computed_again_under_new_weights(live):
+    async def body(engine):
+        await engine.generate(ask())
+        await engine.load_weights(published(1))
+        (done,) = await engine.generate(ask())
+        assert gap(done, 1) < 2e-4
+
+    live()(body)
+
+
+def test_half_of_a_fused_layer_is_refused_and_the_old_weights_kept(live):
+    async def body(engine):
+        whole = published(1).tensors
+        part = {n: t for n, t in whole.items() if "k_proj" not in n and "v_proj" not in n}
+        with pytest.raises(WeightVersionError, match=r"lacks .*k_proj"):
+            await engine.load_weights(packed(part, 1))
+        (done,) = await engine.generate(ask())
+        assert done.spans[0].version == 0
+        assert gap(done, 0) < 2e-4
+
+    live()(body)
+
+
+def test_sixty_four_requests_with_cancellations_and_updates_in_flight(live):
+    async def body(engine):
+        tasks = [
+            asyncio.ensure_future(engine.generate(ask(seed=i, max_tokens=100))) for i in range(64)
+        ]
+        for version in (1, 2, 3, 4):
+            await asyncio.sleep(0.1)
+            for task in tasks[version::8]:
+                task.cancel()
+            await engine.load_weights(published(version))
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        cancelled = [r for r in results if isinstance(r, asyncio.CancelledError)]
+        done = [r[0] for r in results if isinstance(r, list)]
+        assert len(cancelled) + len(done) == 64 and len(done) >= 32
+        assert all(len(c.response_ids) == 100 for c in done)
+        assert engine.active == 0 and engine.deaths == 0
+
+    live()(body)
+
+
+def test_no_response_begins_on_old_keys_and_values(live):
+    """Requests that wait in SGLang while weights change, their prompt cached under the old ones."""
+
+    async def body(engine):
+        tasks = [
+            asyncio.ensure_future(engine.generate(ask(seed=i, max_tokens=8))) for i in range(300)
+        ]
+        for version in (1, 2, 3, 4, 5):
+            enough = engine.tokens_drawn + 200
+            while engine.tokens_drawn < enough and engine.active:
+                await asyncio.sleep(0.01)
+            await engine.load_weights(published(version))
+        done = [completion for (completion,) in await asyncio.gather(*tasks)]
+        assert len({c.spans[0].version for c in done}) > 1
+        for completion in done:
+            first = completion.spans[0]
+            assert gap(completion, first.version, last=first.tokens) < 2e-4
+
+    live()(body)
+
+
+def test_what_a_cancelled_request_would_have_drawn_is_not_drawn(live):
+    """SGLang is told: it has nothing to do soon after, not only when the response would be complete."""
+
+    async def body(engine):
+        client = engine.backend._client
+        task = asyncio.ensure_future(engine.generate(ask(prompt=[1], max_tokens=500)))
+        while not await running_requests(client):  # counted some time after its first token
+            assert not task.done()
+        task.cancel()
+        await asyncio.wait([task])
+        while await running_requests(client):
+            await asyncio.sleep(0.01)
+        assert task.cancelled()
+
+    live()(body)
+
+
+async def running_requests(client):
+    (load,) = (await client.get("/v1/loads"))["loads"]
+    return load["num_running_reqs"]
+
+
+def test_a_killed_engine_comes_back_with_the_same_version_and_goes_on_where_it_was(live):
+    """The process that holds the model: SGLang's scheduler, whose death takes the server along."""
+
+    async def body(engine):
+        deaths, pid, drawn = engine.deaths, engine.backend.pid, []
+        scheduler = next(
+            child for child in psutil.Process(pid).children() if "scheduler" in child.name()
+        )
+
+        def on_token(index, token, logprob):
+            drawn.append(token)
+            if len(drawn) == 20:
+                scheduler.kill()
+
+        (done,) = await engine.generate(ask(max_tokens=350), on_token)
+        assert engine.deaths > deaths and engine.backend.pid != pid
+        assert drawn == done.response_ids.tolist() and len(drawn) == 350
+        assert [(s.version, s.tokens) for s in done.spans] == [(0, 350)]
+        assert gap(done, 0) < 2e-4
+        await engine.load_weights(published(1))
+        (done,) = await engine.generate(ask())
+        assert gap(done, 1) < 2e-4
+
+    live()(body)
+
+
+def test_an_update_in_flight_is_exact_before_and_after(live):
+    async def body(engine):
+        done = await swapped_after(engine, published(1), 30, ask(max_tokens=350))
+        assert [(s.version, s.digest) for s in done.spans] == [
+            (v, published(v).manifest.digest) for v in (0, 1)
+        ]
+        at = done.spans[0].tokens
+        assert gap(done, 0, last=at) < 2e-4 and gap(done, 1, first=at) < 2e-4
+        assert gap(done, 0, first=at) > 1 and gap(done, 1, last=at) > 1
+
+    live(kv_on_update="recompute")(body)
+
+
+def test_weights_that_were_pushed_are_those_that_a_fresh_server_loads(live):
+    async def body(engine):
+        client = engine.backend._client
+        before = await checksums(client)
+        await engine.load_weights(published(1))
+        other = await checksums(client)
+        await engine.load_weights(published(0))
+        assert await checksums(client) == before
+        same = {name for name in before if before[name] == other[name]}
+        assert all("norm" in name for name in same) and len(same) < len(before)
+
+    live(kv_on_update="recompute")(body)
+
+
+async def checksums(client):
+    told = await client.post("/weights_checker", {"action": "checksum"})
+    return told["ranks"][0]["checksums"]
+
+
+@contextlib.contextmanager
+def running(directory, **more) -> Iterator[tuple[asyncio.Runner, OwnServer]]:
+    """A server that nobody of ours owns, with version 7 under a stamp that is not ours."""
+    config = SglangEngine(slots=8, kv_on_update="recompute")
+    path = directory / "model"
+    path.mkdir()
+    write(published(7), path)
+    settings = server_settings(config, str(path), CONFIG, "someone's") | more
+    with asyncio.Runner() as runner:
+        server = runner.run(OwnServer.start(settings, directory))
+        try:
+            yield runner, server
+        finally:
+            runner.run(server.close())
+
+
+UNSEEDED: list[dict[str, Any]] = [
+    {"top_k": 7},
+    {"min_p": 0.1},
+    {"temperature": 1.4, "top_k": 20, "top_p": 0.95, "min_p": 0.05},
+]
+"""What a server draws that needs no seeds; min-p only there"""
+
+
+def test_a_running_server_is_given_our_weights_and_asked_whether_it_keeps_our_promises(
+    tmp_path, monkeypatch
+):
+    key = tmp_path / "key"
+    key.write_text("no")
+    monkeypatch.setenv("SGLANG_KEY_FILE", str(key))
+    with running(tmp_path, enable_deterministic_inference=False) as (runner, server):
+        settings = {"url": server.url, "slots": 8, "kv_on_update": "recompute"}
+
+        async def refusal(**changes):
+            engine = sglang_engine(SglangEngine(**settings | changes))
+            await engine.start()
+            try:
+                with pytest.raises((ConfigError, EngineDied)) as refused:
+                    await engine.load_weights(published(0))
+                return str(refused.value)
+            finally:
+                await engine.close()
+
+        async def body():
+            assert "asks for another key" in await refusal()
+            key.write_text(server.key)
+            assert "--enable-deterministic-inference" in await refusal()
+            engine = sglang_engine(SglangEngine(**settings, seeded=False))
+            await engine.start()
+            try:
+                await engine.load_weights(published(0))
+                for sampling in UNSEEDED:
+                    for done in await engine.generate(ask(samples=4, **sampling)):
+                        assert [s.version for s in done.spans] == [0]
+                        assert gap(done, 0, **sampling, mass="all") < 2e-4
+                        assert gap(done, 0) > 0.05
+                done = await swapped_after(engine, published(1), 30, ask(max_tokens=350))
+                at = done.spans[0].tokens
+                assert gap(done, 0, last=at) < 2e-4 and gap(done, 1, first=at) < 2e-4
+                client = Client(server.url, server.key, 60)
+                await client.post("/update_weight_version", {"new_version": "another's"})
+                await client.close()
+                with pytest.raises(EngineDied, match="another's"):
+                    engine.backend.restarts = 0
+                    await engine.generate(ask())
+            finally:
+                await engine.close()
+
+        runner.run(asyncio.wait_for(body(), HANG_S))
+
+
+def test_a_format_that_sglang_accepts_and_does_not_run_is_not_taken_for_quantized(tmp_path):
+    """modelopt_fp4 starts on a CPU, and stays in full precision."""
+    with running(tmp_path, quantization="modelopt_fp4", dtype="bfloat16") as (runner, server):
+
+        async def body():
+            client = Client(server.url, server.key, 60)
+            try:
+                info = await server.up(client, HANG_S)
+                told = await server_checks.linears(client, info, "int8")
+                seen = await server_checks.linears(
+                    client, {n: v for n, v in info.items() if "areal_q" not in n}, "int8"
+                )
+            finally:
+                await client.close()
+            for linears in (told, seen):
+                assert len(linears) == 4 * CONFIG.layers
+                check_quantized("SGLang", linears, "bf16")
+                with pytest.raises(EngineDied, match=r"int8: SGLang runs .* as Unquantized"):
+                    check_quantized("SGLang", linears, "int8")
+            with pytest.raises(ConfigError, match="fp8 cannot be seen"):
+                await server_checks.linears(client, {}, "fp8")
+
+        runner.run(asyncio.wait_for(body(), HANG_S))
+
+
+def test_quantized_formats_are_refused_by_name_on_a_cpu():
+    engine = sglang_engine(SglangEngine())
+    assert engine.capabilities.formats == {"bf16"}
+    problem = engine.capabilities.lacks(RolloutConfig(format="int8", engine=SglangEngine()))
+    assert problem is not None and "int8 is not among bf16" in problem
+
+
+def test_min_p_is_refused_by_name_where_seeds_draw(live):
+    """SGLang's scheduler would die of it."""
+
+    async def body(engine):
+        with pytest.raises(RecordError, match="min_p: SGLang draws it without seeds only"):
+            await engine.generate(ask(min_p=0.1))
+        assert await engine.generate(ask())
+
+    live(kv_on_update="recompute")(body)
+
+
+def test_a_truncation_beyond_what_the_server_reports_is_refused_by_name(live, monkeypatch):
+    async def body(engine):
+        monkeypatch.setattr(engine.backend, "_most_masked", 10)
+        with pytest.raises(RecordError, match="keep up to 48 tokens"):
+            await engine.generate(ask(top_p=0.9))
+        assert await engine.generate(ask(top_p=0.9, top_k=10))
+
+    live(kv_on_update="recompute")(body)
+
+
+CHILD = """
+import asyncio, sys
+sys.path[:0] = [{tests!r}]
+import test_sglang
+from areal_q.config import SglangEngine
+
+async def main():
+    engine = test_sglang.sglang_engine(SglangEngine(slots=4))
+    await engine.start()
+    await engine.load_weights(test_sglang.published(0))
+    print(engine.backend.pid, engine.backend._directory, flush=True)
+    await asyncio.sleep(300)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_kill_9_of_the_worker_leaves_no_engine_behind(tmp_path):
+    script = tmp_path / "child.py"
+    script.write_text(CHILD.format(tests=os.path.dirname(__file__)))
+    child = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        pid, directory = child.stdout.readline().split()
+        processes = [psutil.Process(int(pid)), *psutil.Process(int(pid)).children(recursive=True)]
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        deadline = time.monotonic() + 120
+        while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert not Path(directory).exists()
+    finally:
+        child.kill()
+        child.wait()

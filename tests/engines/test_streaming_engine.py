@@ -1,0 +1,168 @@
+"""An engine around a backend in processes of its own: launches that fail, weights that change early."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+
+import numpy as np
+import pytest
+
+from areal_q.config import Sampling
+from areal_q.errors import EngineDied
+from areal_q.weights.version import WeightVersion
+from rollout.engines.base import Capabilities, Request
+from rollout.engines.process.generation_backend import Piece
+from rollout.engines.process.streaming_engine import StreamingEngine
+
+MakeVersion = Callable[..., WeightVersion]
+REQUEST = Request(
+    prompt_ids=np.array([3], np.int32),
+    num_samples=1,
+    sampling=Sampling(max_tokens=6),
+    seed=0,
+    stop_ids=frozenset(),
+)
+
+
+class Launches:
+    """A backend that draws 0, 1, 2, … and dies at `dies_at`; its launches fail where `outcomes` says so."""
+
+    name = "launches"
+    capabilities = Capabilities(formats=frozenset({"bf16"}), kv_on_update=frozenset({"keep"}))
+    slots, timeout_s, restarts, keeps = 8, 60.0, 2, True
+
+    def __init__(self, *outcomes: bool, dies_at: int | None = None) -> None:
+        self.outcomes, self.launched, self.dies_at = list(outcomes), 0, dies_at
+        self.asked: list[list[int]] = []
+        self.begins = asyncio.Event()
+        self.begins.set()
+        self.dead = asyncio.Event()
+
+    async def prepare(self) -> None: ...
+    def accept(self, weights: WeightVersion) -> None: ...
+    def check(self, request: Request) -> None: ...
+
+    async def launch(self, weights: WeightVersion) -> None:
+        self.launched += 1
+        self.dead.clear()
+        if self.outcomes and not self.outcomes.pop(0):
+            raise EngineDied(f"launch {self.launched} failed")
+
+    async def stage(self, weights: WeightVersion) -> None: ...
+    async def pause(self) -> None: ...
+    async def push(self, weights: WeightVersion) -> None: ...
+    async def resume(self) -> None: ...
+
+    async def stream(self, request: Request, seed: int) -> AsyncGenerator[Piece, None]:
+        self.asked.append(np.asarray(request.prompt_ids).tolist())
+        await self.begins.wait()
+        drawn = len(request.prompt_ids) - len(REQUEST.prompt_ids)
+        for token in range(drawn, REQUEST.sampling.max_tokens):
+            if token == self.dies_at:
+                self.dies_at = None
+                raise EngineDied("while it drew")
+            yield Piece(ids=[token], logprobs=[-1.0])
+
+    async def ended(self) -> None:
+        await self.dead.wait()
+
+    async def kill(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+def on_engine(
+    backend: Callable[[], Launches],
+    version: WeightVersion,
+    body: Callable[[StreamingEngine, Launches], Coroutine[None, None, None]],
+) -> None:
+    """Runs `body` on an engine that has `version`."""
+
+    async def run() -> None:
+        made = backend()
+        engine = StreamingEngine(made)
+        await engine.start()
+        try:
+            await engine.load_weights(version)
+            await asyncio.wait_for(body(engine, made), 30)
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_launch_that_fails_after_a_death_is_tried_again(make_version: MakeVersion):
+    async def body(engine: StreamingEngine, backend: Launches) -> None:
+        (done,) = await engine.generate(REQUEST)
+        assert done.response_ids.tolist() == [0, 1, 2, 3, 4, 5]
+        assert backend.asked == [[3], [3, 0, 1, 2, 3]]
+        assert (backend.launched, engine.deaths) == (3, 2)
+
+    on_engine(lambda: Launches(True, False, True, dies_at=4), make_version(0), body)
+
+
+def test_launches_are_given_up_after_so_many_deaths_in_a_row(make_version: MakeVersion):
+    async def body(engine: StreamingEngine, backend: Launches) -> None:
+        with pytest.raises(EngineDied, match="launch 3 failed"):
+            await engine.generate(REQUEST)
+        assert backend.launched == 1 + backend.restarts
+
+    on_engine(lambda: Launches(True, False, False, dies_at=4), make_version(0), body)
+
+
+@pytest.mark.parametrize("waits_for", ["stage", "pause", "push", "resume"])
+def test_a_swap_ends_when_the_backend_dies(make_version: MakeVersion, waits_for: str):
+    """The backend never answers again; nothing but its end tells."""
+
+    async def body(engine: StreamingEngine, backend: Launches) -> None:
+        async def never(*_: object) -> None:
+            backend.dead.set()
+            await asyncio.Future()
+
+        setattr(backend, waits_for, never)
+        await engine.load_weights(make_version(1))
+        assert (engine.version, engine.deaths, backend.launched) == (1, 1, 2)
+        assert (await engine.generate(REQUEST))[0].spans[0].version == 1
+
+    on_engine(Launches, make_version(0), body)
+
+
+def test_a_lost_engine_ends_every_wait_with_the_reason(make_version: MakeVersion):
+    """Requests that wait for the first weights, for room, and those that come later."""
+
+    async def run() -> None:
+        engine = StreamingEngine(Launches(False, False, False))
+        await engine.start()
+        waiting = [asyncio.ensure_future(engine.generate(REQUEST)) for _ in range(20)]
+        await asyncio.sleep(0)
+        with pytest.raises(EngineDied, match="launch 3 failed"):
+            await engine.load_weights(make_version(0))
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert {str(end) for end in ends} == {"launch 3 failed"}
+        for again in (engine.generate(REQUEST), engine.load_weights(make_version(1))):
+            with pytest.raises(EngineDied):
+                await again
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_where_old_keys_are_kept_a_response_begins_anew_with_weights_that_came_before_it(
+    make_version: MakeVersion, keeps: bool
+):
+    """The same version as before, even: what other weights left in a cache between the two is as wrong."""
+    version = make_version(0)
+
+    async def body(engine: StreamingEngine, backend: Launches) -> None:
+        backend.keeps = keeps
+        backend.begins.clear()
+        waiting = asyncio.ensure_future(engine.generate(REQUEST))
+        while not backend.asked:
+            await asyncio.sleep(0)
+        await engine.load_weights(version)
+        backend.begins.set()
+        (done,) = await waiting
+        assert done.response_ids.tolist() == [0, 1, 2, 3, 4, 5]
+        assert len(backend.asked) == (2 if keeps else 1)
+        assert engine.deaths == 0
+
+    on_engine(Launches, version, body)

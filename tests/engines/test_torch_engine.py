@@ -1,0 +1,477 @@
+"""The torch engine against Hugging Face's own forward and generate; its sampler against its definition."""
+
+import asyncio
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MinPLogitsWarper,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from areal_q.config import Sampling, TorchEngine
+from areal_q.errors import ConfigError, RecordError, WeightVersionError
+from areal_q.quant import dequantize_state, is_quantized, quantize_state
+from areal_q.quant.activations import quantize_rows
+from areal_q.weights.version import pack
+from rollout.engines import build_engine
+from rollout.engines.base import Request
+from rollout.engines.reference.inference_model import InferenceModel
+from rollout.engines.reference.sampling import (
+    draw,
+    draw_alike,
+    log_distribution,
+    mix64,
+    seed_keys,
+    uniform,
+)
+
+VOCAB = 29
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 96,
+    "initializer_range": 0.25,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+MODELS = {
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3)),
+}
+
+
+def random_model(family="qwen3", seed=0):
+    """A model whose every weight bfloat16 holds exactly, so that publishing as bf16 loses nothing."""
+    torch.manual_seed(seed)
+    model = MODELS[family]().eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                p.add_(0.3 * torch.randn_like(p))
+            p.copy_(p.bfloat16())
+    return model
+
+
+def publish(model, version=0, format="bf16"):
+    return pack(
+        quantize_state(model.state_dict(), format),
+        run="r",
+        epoch="e",
+        version=version,
+        format=format,
+        uaq_scale=1.0,
+        model=model.config.to_dict(),
+        published_s=0.0,
+    )
+
+
+def generate(weights, *requests, config=TorchEngine(slots=64)):  # noqa: B008
+    async def main():
+        engine = build_engine(config)
+        await engine.start()
+        await engine.load_weights(weights)
+        try:
+            return await asyncio.gather(*map(engine.generate, requests))
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+def ask(prompt, samples=3, seed=0, stop=(), **sampling):
+    return Request(
+        prompt_ids=np.array(prompt, np.int32),
+        num_samples=samples,
+        sampling=Sampling(**{"max_tokens": 24, **sampling}),
+        seed=seed,
+        stop_ids=frozenset(stop),
+    )
+
+
+@torch.no_grad()
+def reference_logprobs(model, prompt, response, sampling):
+    """Hugging Face's log-probs of `response`, with its own warpers, in their usual order."""
+    ids: Any = torch.tensor([[*prompt, *response.tolist()]])
+    logits = model(ids).logits[0, len(prompt) - 1 : -1]
+    if sampling.temperature != 1:
+        logits = TemperatureLogitsWarper(sampling.temperature)(ids, logits)
+    if sampling.top_k:
+        logits = TopKLogitsWarper(sampling.top_k)(ids, logits)
+    if sampling.top_p < 1:
+        logits = TopPLogitsWarper(sampling.top_p)(ids, logits)
+    if sampling.min_p:
+        logits = MinPLogitsWarper(sampling.min_p)(ids, logits)
+    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("family", list(MODELS))
+def test_log_probs_are_those_of_transformers_under_every_sampling(family, fused):
+    config = TorchEngine(slots=64, fused=fused)
+    model = random_model(family)
+    settings = [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1.6, "top_k": 5},
+        {"top_p": 0.8},
+        {"temperature": 1.3, "top_k": 9, "top_p": 0.6},
+        {"min_p": 0.2},
+        {"temperature": 1.5, "top_k": 12, "top_p": 0.95, "min_p": 0.1},
+    ]
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [3] * 40, [2, 9], [8, 8], [11]]
+    mixed = [ask(p, seed=i, **s) for i, (p, s) in enumerate(zip(prompts, settings, strict=True))]
+    together = generate(publish(model), *mixed, config=config)
+    alone = [generate(publish(model), request, config=config)[0] for request in mixed]
+    for results in (together, alone):
+        for request, completions in zip(mixed, results, strict=True):
+            for c in completions:
+                want = reference_logprobs(
+                    model, request.prompt_ids.tolist(), c.response_ids, request.sampling
+                )
+                np.testing.assert_allclose(c.logprobs, want, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_compiled_the_engine_draws_the_same_tokens(family):
+    weights = publish(random_model(family))
+    requests = [
+        ask([1, 2, 3], 4, seed=1),
+        ask([5] * 20, 2, seed=3, temperature=0.7),
+        ask([7], 1, seed=9, temperature=1.3, top_p=0.9, min_p=0.02),
+        ask([8, 9], 1, temperature=0.0),
+    ]
+    plain, compiled = (
+        generate(weights, *requests, config=TorchEngine(slots=16, fused=False, compiled=c))
+        for c in (False, True)
+    )
+    for want, found in zip(plain, compiled, strict=True):
+        for a, b in zip(want, found, strict=True):
+            assert a.response_ids.tolist() == b.response_ids.tolist()
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+def test_the_prompt_of_a_group_is_computed_once(monkeypatch):
+    """The model is given the 40 tokens of the prompt once for 6 samples, and then one token a row a step."""
+    seen = []
+    forward = InferenceModel.forward
+
+    def counting(self, tokens, *rest):
+        seen.append(len(tokens))
+        return forward(self, tokens, *rest)
+
+    monkeypatch.setattr(InferenceModel, "forward", counting)
+    model = random_model()
+    ((*group,),) = generate(publish(model), ask([3] * 40, 6, max_tokens=5))
+    assert seen == [40, 6, 6, 6, 6]
+    for c in group:
+        want = reference_logprobs(model, [3] * 40, c.response_ids, Sampling())
+        np.testing.assert_allclose(c.logprobs, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", list(MODELS))
+def test_greedy_decoding_is_transformers_generate(family):
+    model = random_model(family, seed=1)
+    prompts = [[1, 2, 3], [7, 7, 7, 7, 7], [20]]
+    results = generate(publish(model), *[ask(p, 1, temperature=0.0) for p in prompts])
+    for prompt, (c,) in zip(prompts, results, strict=True):
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=24,
+            pad_token_id=0,
+        )
+        assert c.response_ids.tolist() == out[0, len(prompt) :].tolist()
+        assert (c.logprobs == 0).all()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@torch.no_grad()
+def test_int8_is_dequantized_activations_times_dequantized_weights(fused):
+    model = random_model("qwen2")
+    weights = publish(model, format="int8")
+    reference = copy.deepcopy(model)
+    reference.load_state_dict(dequantize_state(weights.tensors, "int8"))
+
+    def quantize_input(module, args):
+        codes, scale = quantize_rows(args[0])
+        return (codes * scale,)
+
+    for name, module in reference.named_modules():
+        if isinstance(module, nn.Linear) and is_quantized(name + ".weight"):
+            module.register_forward_pre_hook(quantize_input)
+    request = ask([1, 2, 3], 16)
+    (completions,) = generate(weights, request, config=TorchEngine(slots=16, fused=fused))
+    gaps = np.concatenate(
+        [
+            np.abs(
+                c.logprobs
+                - reference_logprobs(reference, [1, 2, 3], c.response_ids, request.sampling)
+            )
+            for c in completions
+        ]
+    )
+    # A rounding difference of 1e-7 may tip an activation to the next code, seldom and by little.
+    assert np.quantile(gaps, 0.95) < 1e-4 and gaps.max() < 0.1
+    plain = [
+        np.abs(c.logprobs - reference_logprobs(model, [1, 2, 3], c.response_ids, request.sampling))
+        for c in completions
+    ]
+    assert np.concatenate(plain).mean() > 1e-3  # it is a quantized model that was run
+
+
+def generate_with_swap(old, new, kv_on_update, at=10):
+    async def main():
+        engine = build_engine(TorchEngine(slots=8, kv_on_update=kv_on_update))
+        await engine.start()
+        await engine.load_weights(publish(old, 0))
+        drawn = 0
+        swaps: list[asyncio.Future[float]] = []
+
+        def on_token(index, token, logprob):
+            nonlocal drawn
+            drawn += index == 0
+            if drawn == at and not swaps:
+                swaps.append(asyncio.ensure_future(engine.load_weights(publish(new, 1))))
+
+        request = ask([1, 2, 3], 2, max_tokens=90)
+        done = await engine.generate(request, on_token)
+        await asyncio.gather(*swaps)
+        await engine.close()
+        return done
+
+    return asyncio.run(main())
+
+
+def test_recomputing_the_cache_gives_the_log_probs_of_the_new_weights():
+    old, new = random_model(seed=2), random_model(seed=3)
+    for c in generate_with_swap(old, new, "recompute"):
+        (first, second), n = c.spans, c.spans[0].tokens
+        assert (first.version, second.version) == (0, 1) and second.tokens > 1
+        before = reference_logprobs(old, [1, 2, 3], c.response_ids, Sampling())
+        after = reference_logprobs(new, [1, 2, 3], c.response_ids, Sampling())
+        np.testing.assert_allclose(c.logprobs[:n], before[:n], atol=1e-4)
+        np.testing.assert_allclose(c.logprobs[n:], after[n:], atol=1e-4)
+
+
+@torch.no_grad()
+def test_keeping_the_cache_records_the_honest_log_probs_of_the_mixture():
+    old, new = random_model(seed=2), random_model(seed=3)
+    for c in generate_with_swap(old, new, "keep"):
+        n = c.spans[0].tokens
+        ids = torch.tensor([[1, 2, 3, *c.response_ids.tolist()]])
+        # The old weights have cached all but the last token drawn with them.
+        cached = 3 + n - 1
+        past = old(ids[:, :cached], use_cache=True).past_key_values
+        logits = new(ids[:, cached:-1], past_key_values=past).logits[0]
+        want = logits.log_softmax(-1).gather(1, ids[0, cached + 1 :, None])[:, 0]
+        np.testing.assert_allclose(c.logprobs[n:], want.numpy(), atol=1e-4)
+        pure = reference_logprobs(new, [1, 2, 3], c.response_ids, Sampling())
+        assert np.abs(c.logprobs[n:] - pure[n:]).max() > 0.01
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_slots_that_empty_and_fill_again_leave_no_trace_in_the_log_probs(fused):
+    model = random_model(seed=4)
+    requests = [
+        ask([i % VOCAB] * (1 + i % 13), 1 + i % 4, seed=i, stop=(3, 4, 5)) for i in range(40)
+    ]
+    results = generate(publish(model), *requests, config=TorchEngine(slots=8, fused=fused))
+    for request, completions in zip(requests, results, strict=True):
+        for c in completions:
+            want = reference_logprobs(
+                model, request.prompt_ids.tolist(), c.response_ids, request.sampling
+            )
+            np.testing.assert_allclose(c.logprobs, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_diverged_weights_fail_their_requests_and_good_ones_recover(fused):
+    model = random_model()
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(float("nan"))
+        broken.model.layers[0].input_layernorm.weight.fill_(float("nan"))
+
+    async def main():
+        engine = build_engine(TorchEngine(slots=4, fused=fused))
+        await engine.start()
+        await engine.load_weights(publish(broken, 0))
+        for temperature in (0.0, 1.0):
+            with pytest.raises(RecordError, match="not finite"):
+                await engine.generate(ask([1, 2], 4, max_tokens=60, temperature=temperature))
+        await engine.load_weights(publish(model, 1))
+        (c,) = await engine.generate(ask([1, 2], 1))
+        await engine.close()
+        return c
+
+    c = asyncio.run(main())
+    want = reference_logprobs(model, [1, 2], c.response_ids, Sampling())
+    np.testing.assert_allclose(c.logprobs, want, atol=1e-4)
+
+
+def test_weights_of_another_model_or_with_a_tensor_missing_are_refused():
+    async def main():
+        engine = build_engine(TorchEngine(slots=4))
+        await engine.start()
+        await engine.load_weights(publish(random_model("qwen3")))
+        with pytest.raises(WeightVersionError, match="another model"):
+            await engine.load_weights(publish(random_model("qwen2")))
+        torn = publish(random_model("qwen3"))
+        tensors = {k: v for k, v in torn.tensors.items() if "layers.1.mlp.up_proj" not in k}
+        with pytest.raises(WeightVersionError, match="up_proj"):
+            await engine.load_weights(type(torn)(torn.manifest, torn.payload, tensors))
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_prompt_token_outside_the_vocabulary_is_refused():
+    with pytest.raises(RecordError, match="vocabulary"):
+        generate(publish(random_model()), ask([1, VOCAB]))
+
+
+def test_frequencies_of_drawn_tokens_match_their_probabilities():
+    """Chi-square at a fixed seed, for the plain path and for the truncating one."""
+    torch.manual_seed(0)
+    rows, vocab = 20_000, 12
+    logits = torch.randn(vocab).mul_(1.5).expand(rows, vocab).contiguous()
+    u = uniform(seed_keys(list(range(rows))), torch.full((rows,), 5))
+    ones = torch.ones(rows)
+    for sampling in (
+        Sampling(),
+        Sampling(temperature=0.6),
+        Sampling(top_k=5),
+        Sampling(top_p=0.9),
+        Sampling(min_p=0.15),
+    ):
+        distribution = log_distribution(
+            logits,
+            ones * sampling.temperature,
+            torch.full((rows,), sampling.top_k),
+            ones * sampling.top_p,
+            ones * sampling.min_p,
+        )
+        tokens, logprobs = draw(distribution, u)
+        p = distribution[0].exp().double()
+        torch.testing.assert_close(p.sum(), torch.ones((), dtype=torch.float64))
+        torch.testing.assert_close(logprobs, distribution[0][tokens])
+        counts = torch.bincount(tokens, minlength=vocab)
+        assert (counts[p == 0] == 0).all()
+        kept = p > 0
+        chi2 = ((counts - rows * p)[kept] ** 2 / (rows * p[kept])).sum().item()
+        degrees = int(kept.sum()) - 1
+        assert chi2 < degrees + 4 * math.sqrt(2 * degrees)
+        if (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1, 0):
+            alike = draw_alike(logits, sampling, u)
+            assert torch.equal(alike[0], tokens)
+            torch.testing.assert_close(alike[1], logprobs)
+
+
+def test_truncation_keeps_what_it_should_by_hand():
+    probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
+
+    def support(top_k=0, top_p=1.0, temperature=1.0, min_p=0.0):
+        knobs = (temperature, top_k, top_p, min_p)
+        lp = log_distribution(probs.log(), *(torch.tensor([knob]) for knob in knobs))
+        return lp.exp()[0].tolist()
+
+    assert support() == pytest.approx([0.5, 0.3, 0.15, 0.05])
+    assert support(top_k=1) == [1, 0, 0, 0]
+    assert support(top_p=0.4) == [1, 0, 0, 0]
+    assert support(top_p=0.6) == pytest.approx([0.625, 0.375, 0, 0])
+    assert support(top_k=3, top_p=0.9) == pytest.approx([0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0])
+    assert support(min_p=0.31) == pytest.approx([0.5 / 0.8, 0.3 / 0.8, 0, 0])
+    assert support(min_p=0.29) == pytest.approx([0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0])
+    assert support(min_p=0.29, top_p=0.6) == pytest.approx([0.625, 0.375, 0, 0])
+    assert support(min_p=0.99) == [1, 0, 0, 0]
+    # of the scaled probabilities: 0.15 / 0.5 is 0.09 at temperature 0.5
+    assert support(min_p=0.1, temperature=0.5) == pytest.approx([0.25 / 0.34, 0.09 / 0.34, 0, 0])
+    assert support(top_k=9) == pytest.approx([0.5, 0.3, 0.15, 0.05])
+    assert support(temperature=0.0) == [1, 0, 0, 0]
+    assert support(temperature=0.5) == pytest.approx(
+        [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]
+    )
+
+
+@given(
+    st.lists(st.floats(-200, 200, width=32) | st.just(-math.inf), min_size=2, max_size=20).filter(
+        lambda x: max(x) > -math.inf
+    ),
+    st.sampled_from([0.0, 1e-12, 0.25, 0.5, 1 - 2**-24, 1 - 2**-53]),
+)
+def test_a_token_of_probability_zero_is_never_drawn(logits, u):
+    row = torch.tensor([logits]).log_softmax(-1)
+    tokens, logprobs = draw(row, torch.tensor([u], dtype=torch.float64))
+    assert row.exp()[0, tokens[0]] > 0 and logprobs[0] == row[0, tokens[0]]
+
+
+def test_uniform_numbers_are_splitmix64():
+    """The published sequence for seed 1234567 (Vigna's splitmix64.c), 53 high bits each."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    keys, positions = torch.full((3,), 1234567), torch.tensor([1, 2, 3])
+    want = torch.tensor([(x >> 11) * 2.0**-53 for x in published], dtype=torch.float64)
+    assert torch.equal(uniform(keys, positions), want)
+
+
+def test_uniform_numbers_of_neighbouring_seeds_and_positions_are_unrelated():
+    n = 4096
+    u = torch.stack(
+        [uniform(seed_keys(list(range(n))), torch.full((n,), p)) for p in (0, 1)]
+        + [uniform(seed_keys(list(range(1, n + 1))), torch.zeros(n, dtype=torch.int64))]
+    )
+    assert u.min() >= 0 and u.max() < 1
+    correlations = torch.corrcoef(u)[~torch.eye(3, dtype=torch.bool)]
+    assert correlations.abs().max() < 5 / math.sqrt(n)
+    assert (u.mean(1) - 0.5).abs().max() < 5 / math.sqrt(12 * n)
+
+
+@given(
+    st.lists(st.integers(-(2**70), 2**70), min_size=1, max_size=20, unique_by=lambda x: x % 2**64)
+)
+def test_distinct_seeds_have_distinct_streams(seeds):
+    assert len(set(seed_keys(seeds).tolist())) == len(seeds)
+    before = torch.arange(8)
+    mix64(before)
+    assert torch.equal(before, torch.arange(8))
+
+
+def test_a_group_that_the_slots_have_no_room_for_is_refused_by_name(make_run):
+    asked = ["learner.group_size=8", "rollout.engine.slots=4"]
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.slots = 4 has no room for a group"):
+        make_run(*asked)
+    # A tool is asked for one response at a time.
+    make_run(*asked, "rollout.environment.type=calculator", "rollout.environment.max_calls=1")

@@ -1,0 +1,90 @@
+"""What vLLM is asked to compute with on a CPU, as far as it shows without vLLM."""
+
+import pytest
+
+from areal_q.config import VllmEngine, load
+from areal_q.errors import ConfigError
+from areal_q.models import DecoderConfig
+from areal_q.quant import FORMATS
+from rollout.commands.check import vllm_on_cpu
+from rollout.engines.vllm_backend import cpu_kernels
+from rollout.engines.vllm_backend.cache_size import cache_for
+
+QWEN = DecoderConfig(
+    family="qwen2",
+    vocab_size=151936,
+    width=896,
+    layers=24,
+    heads=14,
+    kv_heads=2,
+    head_dim=64,
+    mlp=4864,
+    max_positions=32768,
+)
+"""The shape of Qwen2.5-0.5B"""
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("amx", [True, False])
+def test_dtypes_do_not_depend_on_the_processor(monkeypatch, amx):
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
+    found = {format: cpu_kernels.dtype_for(format) for format in cpu_kernels.FORMATS}
+    assert found == {
+        "bf16": "float32",
+        "int8": "float32",
+        "int4": "bfloat16",
+        "fp8-channel": "float32",
+    }
+    assert cpu_kernels.has_amx() == amx
+
+
+def test_every_kernel_says_its_tolerance_and_why():
+    assert set(FORMATS) >= cpu_kernels.FORMATS
+    for kernel in cpu_kernels.KERNELS.values():
+        assert 0 < kernel.tolerance_nats < 2 and kernel.product and kernel.why
+    with pytest.raises(ConfigError, match="int4' in bfloat16"):
+        cpu_kernels.kernel_for("int4", "float32")
+
+
+def test_int4_in_float32_is_refused_with_the_settings():
+    asked = ["rollout.engine.type=vllm", "rollout.engine.dtype=float32"]
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.dtype = 'float32' with .*int4"):
+        load(None, [*asked, "rollout.format=int4"])
+    load(None, [*asked, "rollout.format=int8"])
+
+
+@pytest.mark.parametrize("amx", [True, False])
+def test_check_names_kernel_dtype_and_tolerance(monkeypatch, amx):
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    run = load(None, ["rollout.engine.type=vllm", "rollout.format=int8"])
+    (found,) = vllm_on_cpu(run)
+    assert found.level == "ok"
+    assert "int8 in float32 by oneDNN INT8" in found.says and "0.3 nats" in found.says
+    assert ("has AMX" if amx else "has no AMX") in found.says
+    assert list(vllm_on_cpu(load(None, []))) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "size", "positions"),
+    [
+        ({}, "float32", 771 * MIB, 32768),
+        ({}, "bfloat16", 771 * MIB // 2, 32768),
+        ({"kv_cache": "fp8"}, "float32", 256 * MIB, 32768),
+        ({"max_positions": 2048}, "float32", 256 * MIB, 2048),
+        ({"kv_cache_bytes": 256 * MIB}, "float32", 256 * MIB, 10752),
+        ({"kv_cache_bytes": 256 * MIB, "max_positions": 10752}, "float32", 256 * MIB, 10752),
+        ({"max_positions": 131072}, "float32", 3075 * MIB, 131072),
+    ],
+)
+def test_a_cache_holds_a_sequence_of_all_positions(settings, dtype, size, positions):
+    assert cache_for(VllmEngine(**settings), QWEN, dtype) == (size, positions)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"kv_cache_bytes": 256 * MIB, "max_positions": 10753}, {"kv_cache_bytes": MIB}],
+)
+def test_a_cache_too_small_is_refused_with_our_settings(settings):
+    with pytest.raises(ConfigError, match=r"kv_cache_bytes = \d+ holds .*max_positions.* take \d+"):
+        cache_for(VllmEngine(**settings), QWEN, "float32")

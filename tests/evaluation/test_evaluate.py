@@ -1,0 +1,350 @@
+"""Evaluation: counted by hand, and its interval against published tables."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+from rich.console import Console
+
+import rollout.engines
+from areal_q.cli.final_screen import last_screen
+from areal_q.config import Run, Sampling, ScriptedEngine, dump_toml
+from areal_q.errors import CheckpointError, ConfigError, TaskError
+from areal_q.evaluation.statistics import Answered, estimates, read_evaluations, wilson
+from areal_q.models import save_decoder
+from areal_q.observability.metrics_log import MetricsLog
+from areal_q.tasks import build_task, build_tokenizer
+from learner.build import build_model
+from rollout.engines.scripted import scripted_engine
+from rollout.evaluation import evaluate
+
+MakeRun = Callable[..., Run]
+
+
+@pytest.fixture
+def run_dir(make_run: MakeRun, tmp_path: Path) -> Path:
+    """A run's directory with a model that was never trained."""
+    run = make_run("name=demo", f'root="{tmp_path}"')
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "config.toml").write_text(dump_toml(run))
+    tokenizer = build_tokenizer(run)
+    save_decoder(build_model(run, tokenizer), tmp_path / "demo" / "hf", tokenizer)
+    return tmp_path / "demo"
+
+
+def main(model: Path, *settings: str, **options) -> None:
+    defaults: dict[str, Any] = {
+        "task": None,
+        "data": None,
+        "preset": None,
+        "problems": None,
+        "samples": None,
+    }
+    defaults |= {"greedy": True, "temperature": None, "top_p": None, "max_tokens": None}
+    defaults |= {"format": "bf16", "show": 0, "out": None}
+    evaluate.main(model, list(settings), **(defaults | options))
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, run: Run, answer: Callable[[str], str]) -> None:
+    """From now on the engine says `answer(prompt)`."""
+    tokenizer = build_tokenizer(run)
+
+    def say(prompt: Sequence[int]) -> Sequence[int]:
+        return [*tokenizer.encode(answer(tokenizer.decode(prompt))), tokenizer.eos_id]
+
+    monkeypatch.setattr(
+        rollout.engines, "build_engine", lambda _: scripted_engine(ScriptedEngine(), say)
+    )
+
+
+def right(prompt: str) -> str:
+    a, b = prompt.removesuffix("=").split("+")
+    return str(int(a) + int(b))[::-1]
+
+
+def test_accuracy_counts_the_answers_that_are_right(
+    make_run: MakeRun,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+):
+    run, out = make_run(), tmp_path / "answers.jsonl"
+    problems = build_task(run.task).heldout
+    answering(monkeypatch, run, right)
+    main(run_dir)
+    assert capsys.readouterr().out.startswith("accuracy 1.000 [0.839, 1.000]  (20 problems")
+
+    known = {p.prompt for p in problems if p.prompt[0] in "13579"}
+    correct = sum(p.prompt in known for p in problems)
+    assert 0 < correct < 20
+    answering(monkeypatch, run, lambda prompt: right(prompt) if prompt in known else "99")
+    main(run_dir, out=out, show=2)
+    said = capsys.readouterr().out
+    assert f"accuracy {correct / 20:.3f} [" in said
+    assert said.count("expected") == 2
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == [p.prompt for p in problems]
+    assert [row["greedy"]["correct"] for row in rows] == [p.prompt in known for p in problems]
+    wrong = [row["greedy"]["response"] for row in rows if row["prompt"] not in known]
+    assert wrong == ["99"] * (20 - correct)
+
+
+def test_of_several_samples_the_mean_and_the_best_are_told(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    out = tmp_path / "answers.jsonl"
+    main(run_dir, samples=64, temperature=1.0, out=out, format="int8", problems=7)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 7
+    right = [sum(s["correct"] for s in row["samples"]) for row in rows]
+    said = capsys.readouterr().out
+    assert f"avg@64 {sum(right) / (7 * 64):.3f} [" in said
+    assert f"pass@64 {sum(n > 0 for n in right) / 7:.3f}" in said
+    assert all(len({s["response"] for s in row["samples"]}) > 10 for row in rows)
+
+
+def test_a_tool_of_the_run_answers_in_its_evaluation_too(
+    run_dir: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    tool = 'rollout.environment={type="calculator",open="(",close=")",after=" ",max_calls=1}'
+    settings = [tool, "task.type=tool-calculator", "rollout.sampling.max_tokens=14"]
+    run = make_run("name=demo", f'root="{run_dir.parent}"', "model.max_positions=64", *settings)
+    (run_dir / "config.toml").write_text(dump_toml(run))
+
+    def call_then_repeat(seen: str) -> str:
+        prompt, _, rest = seen.partition("=")
+        return f"({prompt})" if not rest else rest.rpartition(")")[2].strip()
+
+    answering(monkeypatch, run, call_then_repeat)
+    main(run_dir, problems=6)
+    told = capsys.readouterr()
+    assert "accuracy 1.000" in told.out and "cut off" not in told.err
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"--max-tokens 99: .* exceed"):
+        main(run_dir, max_tokens=99, problems=2)
+
+
+def test_the_model_of_a_run_is_also_found_by_itself(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    main(run_dir)
+    main(run_dir / "hf")
+    one, other = capsys.readouterr().out.splitlines()
+    assert one.split("(")[0] == other.split("(")[0]
+
+
+@pytest.mark.parametrize(
+    ("successes", "n", "low", "high"),
+    [  # Newcombe, Statistics in Medicine 17 (1998), table I, method 3
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0000, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_the_interval_is_wilsons(successes: int, n: int, low: float, high: float):
+    assert wilson(successes / n, n) == pytest.approx((low, high), abs=6e-5)
+    assert wilson(1 - successes / n, n) == pytest.approx((1 - high, 1 - low), abs=6e-5)
+
+
+def test_wrong_arguments_are_errors_of_the_user(run_dir: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="--task"):
+        main(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="--temperature"):
+        main(run_dir, samples=4, temperature=0.0)
+    with pytest.raises(ConfigError, match=r"task\.digits"):
+        main(run_dir, "task.digits=0")
+    with pytest.raises(TaskError, match="heldout"):
+        main(run_dir, "task.heldout=2000")
+    (run_dir / "hf" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        main(run_dir)
+
+
+@pytest.mark.parametrize("given", [["nowhere"], ["nowhere", "--task", "arithmetic"], ["demo"]])
+def test_a_missing_model_is_one_line_and_exit_code_2(run_dir: Path, given: list[str]):
+    (run_dir / "hf").rename(run_dir / "lost")
+    command = Path(sys.executable).with_name("areal-q")
+    done = subprocess.run(
+        [command, "eval", *given],
+        cwd=run_dir.parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("areal-q: error: ")
+    assert given[0] in line
+
+
+def test_an_unknown_format_is_an_error_of_the_user(run_dir: Path):
+    with pytest.raises(ConfigError, match=r"rollout\.format"):
+        main(run_dir, format="int3")
+
+
+@pytest.fixture
+def additions(tmp_path: Path) -> Path:
+    """A benchmark of five problems in fields of its own."""
+    path = tmp_path / "additions.jsonl"
+    rows = [{"prompt": f"{n}+2=", "answer": n + 2} for n in range(5)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_all_problems_of_a_file_are_asked_with_greedy_and_drawn_answers(
+    make_run: MakeRun,
+    run_dir: Path,
+    additions: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """The scripted engine is right when greedy; drawn, each token is right half of the time."""
+    answering(monkeypatch, make_run(), right)
+    main(run_dir, task="jsonl", data=additions, samples=8, format="int8")
+    said = capsys.readouterr()
+    names = [line.split(" ")[0] for line in said.out.splitlines()]
+    assert names == ["accuracy", "avg@8", "pass@2", "pass@4", "pass@8", "majority@8"]
+    assert said.out.startswith("accuracy 1.000 [0.566, 1.000]\n")
+    assert "(5 problems, " in said.out
+
+    (answers,) = (run_dir / "evals").glob("*-jsonl-int8.jsonl")
+    rows = msgspec.json.Decoder(Answered).decode_lines(answers.read_bytes())
+    assert [(r.index, r.prompt, r.answer) for r in rows] == [
+        (n, f"{n}+2=", str(n + 2)) for n in range(5)
+    ]
+    assert all(r.greedy and r.greedy.correct and r.greedy.given == r.answer for r in rows)
+    assert all(len(r.samples) == 8 for r in rows)
+    assert all(s.correct == (s.response.strip() == r.answer) for r in rows for s in r.samples)
+    (kept,) = read_evaluations(run_dir)
+    assert kept.estimates == estimates(rows)
+    about = json.loads(answers.with_suffix(".json").read_text())
+    assert (about["task"], about["format"], about["answered"], about["asked"]) == (
+        "jsonl",
+        "int8",
+        5,
+        5,
+    )
+    screen = io.StringIO()
+    console = Console(file=screen, width=200)
+    with MetricsLog(run_dir, tensorboard=False) as metrics:
+        metrics.write("step", 0, {"reward/mean": 0.5})
+    last_screen(make_run(), run_dir, console)
+    assert "eval jsonl int8  accuracy 1.000 [0.566, 1.000], avg@8 " in screen.getvalue()
+
+
+def test_a_preset_sets_what_is_not_said_otherwise(
+    make_run: MakeRun,
+    run_dir: Path,
+    additions: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+):
+    answering(monkeypatch, make_run(), right)
+    out = tmp_path / "a.jsonl"
+    about = out.with_suffix(".json")
+    main(run_dir, task="jsonl", data=additions, preset="qurl-aime", max_tokens=3, out=out)
+    settings = json.loads(about.read_text())
+    assert settings["samples"] == 32 and settings["preset"] == "qurl-aime"
+    want = Sampling(temperature=1.0, top_p=0.7, max_tokens=3)
+    assert msgspec.convert(settings["sampling"], Sampling) == want
+    main(
+        run_dir,
+        task="jsonl",
+        data=additions,
+        preset="qurl-aime",
+        max_tokens=3,
+        samples=2,
+        top_p=1.0,
+        out=out,
+    )
+    settings = json.loads(about.read_text())
+    assert (settings["samples"], settings["sampling"]["top_p"]) == (2, 1.0)
+
+
+def test_ctrl_c_keeps_what_is_finished_and_tells_what_it_comes_to(
+    make_run: MakeRun,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+):
+    answering(monkeypatch, make_run(), right)
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if done == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(evaluate, "_progress", lambda total: contextlib.nullcontext(advance))
+    out = tmp_path / "answers.jsonl"
+    with pytest.raises(typer.Exit) as ended:
+        main(run_dir, out=out)
+    assert ended.value.exit_code == 130
+    rows = msgspec.json.Decoder(Answered).decode_lines(out.read_bytes())
+    assert 3 <= len(rows) == done < 20
+    assert [r.index for r in rows] == sorted(r.index for r in rows)
+    said = capsys.readouterr()
+    assert said.out.startswith("accuracy 1.000 [") and f"({done} problems" in said.out
+    assert f"stopped after {done} of 20 problems" in said.err
+
+
+def test_answers_that_were_cut_off_are_told(
+    make_run: MakeRun,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    answering(monkeypatch, make_run(), lambda prompt: right(prompt) + "000000")
+    main(run_dir, max_tokens=3)
+    assert "20 of 20 answers were cut off at --max-tokens" in capsys.readouterr().err
+
+
+def test_a_reward_of_ones_own_scores_an_evaluation(
+    make_run: MakeRun,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+):
+    (tmp_path / "mine.py").write_text(
+        "def reward(prompt, response, answer):\n"
+        "    if prompt.startswith('1'): raise KeyError(prompt)\n"
+        "    return 1.0\n"
+    )
+    answering(monkeypatch, make_run(), lambda prompt: "99")
+    main(run_dir, f'reward.path="{tmp_path / "mine.py"}"')
+    said, problems = capsys.readouterr(), build_task(make_run().task).heldout
+    failed = sum(p.prompt.startswith("1") for p in problems)
+    assert f"accuracy {1 - failed / 20:.3f} [" in said.out
+    assert not failed or f"{failed} answers could not be scored" in said.err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"preset": "aime"}, "--preset aime: none of qurl-gsm8k"),
+        ({"greedy": False}, "--no-greedy needs --samples"),
+        ({"data": Path("none.jsonl")}, "the run's own task reads no file"),
+        ({"task": "chess"}, "task"),
+        ({"max_tokens": 10_000}, "--max-tokens 10000: .*max_positions"),
+    ],
+)
+def test_wrong_options_are_errors_of_the_user(run_dir: Path, options: dict, named: str):
+    with pytest.raises(ConfigError, match=named):
+        main(run_dir, **options)

@@ -1,0 +1,235 @@
+"""Admission: over any interleaving, and over resumptions with and without what Redis held."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from areal_q.config import Run
+from areal_q.messages import Group, Ticket
+from areal_q.tasks import build_task, build_tokenizer, problem_at
+from buffer.in_memory import MemoryBuffer
+from buffer.redis_store import LearnerBuffer, WorkerBuffer
+from learner import checkpoint
+from learner.build import build_feeder
+from learner.data.admission import Feeder, ticket_seed
+
+MakeRun = Callable[..., Run]
+MakeGroup = Callable[..., Group]
+shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+def feeder_of(run: Run, store: MemoryBuffer) -> Feeder:
+    return Feeder(run, build_task(run.task), build_tokenizer(run), store.learner(), 0, set())
+
+
+def tickets_in(store: MemoryBuffer) -> list[Ticket]:
+    async def claim() -> list[Ticket]:
+        claims = await store.worker("reader").claim(10**6, block_s=0)
+        return [claim.ticket for claim in claims]
+
+    return asyncio.run(claim())
+
+
+@shared
+@given(
+    max_lag=st.integers(0, 3),
+    moves=st.lists(st.tuples(st.sampled_from(["commit", "take", "drop"]), st.integers(1, 9))),
+)
+def test_no_interleaving_admits_more_than_the_staleness_bound(
+    make_run: MakeRun, make_group: MakeGroup, max_lag: int, moves: list[tuple[str, int]]
+):
+    run = make_run(f"learner.max_lag={max_lag}", "learner.groups=3", "learner.minibatches=1")
+    size, bound = run.learner.groups, (max_lag + 1) * run.learner.groups
+    store = MemoryBuffer(run.name)
+    learner, worker = store.learner(), store.worker("w")
+    feeder = Feeder(run, build_task(run.task), build_tokenizer(run), learner, 0, set())
+    version, dropped, taken, claims = 0, 0, [], []
+
+    async def commit(count: int) -> None:
+        claims.extend(await worker.claim(10**6, block_s=0))
+        for claim in [claims.pop(0) for _ in range(min(count, len(claims)))]:
+            await worker.commit(claim, make_group(claim.ticket))
+
+    feeder.admit(version)
+    for move, count in moves:
+        if move == "commit":
+            asyncio.run(commit(count))
+        elif move == "drop":
+            groups = learner.take(count, timeout_s=0)
+            dropped += len(groups)
+            for group in groups:
+                feeder.done(group)
+        else:
+            taken += learner.take(size - len(taken), timeout_s=0)
+            if len(taken) == size:
+                version += 1
+                for group in taken:
+                    feeder.done(group)
+                taken = []
+        feeder.admit(version)
+        # The formula counts what was dropped as never admitted; equal, since places are refilled at once.
+        assert feeder.cursor - dropped == (version + max_lag + 1) * size
+        assert len(feeder.outstanding) == bound
+        in_buffer = learner.open_tickets() | set(learner.unread())
+        assert feeder.outstanding == in_buffer | {g.ticket.number for g in taken}
+
+
+def test_a_ticket_counts_while_it_is_outstanding_and_again_if_it_comes_back(make_run: MakeRun):
+    feeder = feeder_of(make_run("learner.max_lag=0"), MemoryBuffer("run"))
+    feeder.admit(0)
+    feeder.recount({0, 1})
+    assert (feeder.outstanding, feeder.lost, feeder.room) == ({0, 1}, {2, 3}, 2)
+    assert [feeder.expects(n) for n in (1, 3, 4)] == [True, True, False]
+    assert (feeder.outstanding, feeder.lost) == ({0, 1, 3}, {2})
+
+
+def test_without_lag_nothing_is_admitted_before_the_whole_step_is_over(
+    make_run: MakeRun, make_group: MakeGroup
+):
+    run = make_run("learner.max_lag=0")
+    store = MemoryBuffer(run.name)
+    feeder = feeder_of(run, store)
+    assert (feeder.admit(0), feeder.admit(0)) == (4, 0)
+    tickets = tickets_in(store)
+    for done, ticket in enumerate(tickets, start=1):
+        assert feeder.room == done - 1
+        feeder.done(make_group(ticket))
+    assert feeder.admit(1) == 4
+    assert [t.number for t in tickets] == [0, 1, 2, 3]
+    assert {t.step for t in tickets} == {0}
+
+
+def test_a_ticket_is_a_function_of_the_seed_and_its_number(make_run: MakeRun):
+    run = make_run("seed=3")
+    stores = [MemoryBuffer(run.name) for _ in range(2)]
+    feeder_of(run, stores[0]).admit(0)
+    feeder_of(run, stores[1]).issue([7, 2], 0)
+    tickets = tickets_in(stores[0])
+    assert [t for t in tickets if t.number in (7, 2)] == sorted(
+        tickets_in(stores[1]), key=lambda t: t.number
+    )
+    task = build_task(run.task)
+    for t in tickets:
+        problem = problem_at(task, t.number, 3)
+        assert (t.prompt, t.answer) == (problem.prompt, problem.answer)
+        assert build_tokenizer(run).decode(t.prompt_ids.numpy().tolist()) == t.prompt
+        assert (t.purpose, t.group_size, t.sampling) == ("train", 2, run.rollout.sampling)
+    assert len({ticket_seed(seed, n) for seed in range(20) for n in range(500)}) == 10_000
+
+
+def test_evaluation_is_greedy_on_held_out_problems_and_takes_no_place(make_run: MakeRun):
+    run = make_run("eval.problems=6")
+    store = MemoryBuffer(run.name)
+    feeder = feeder_of(run, store)
+    assert feeder.evaluate(5) == 6
+    assert feeder.room == 12
+    tickets, task = tickets_in(store), build_task(run.task)
+    assert [(t.prompt, t.answer) for t in tickets] == [
+        (p.prompt, p.answer) for p in task.heldout[:6]
+    ]
+    assert {(t.purpose, t.step, t.group_size, t.sampling.temperature) for t in tickets} == {
+        ("eval", 5, 1, 0.0)
+    }
+
+
+def test_places_of_tickets_that_came_to_nothing_are_refilled(make_run: MakeRun):
+    run = make_run()
+    store = MemoryBuffer(run.name)
+    feeder = feeder_of(run, store)
+    feeder.admit(0)
+    feeder.recount(set(range(5, 12)))
+    assert feeder.admit(0) == 5
+    assert feeder.outstanding == set(range(5, 17))
+
+
+class History:
+    """One learner's life on a real Redis, from a fresh start or a checkpoint, with plain steps."""
+
+    def __init__(self, run: Run, url: str, make_group: MakeGroup, state: checkpoint.State | None):
+        self.run, self.url, self.make_group = run, url, make_group
+        self.buffer = LearnerBuffer(url, run.name)
+        task, tokenizer = build_task(run.task), build_tokenizer(run)
+        self.feeder = build_feeder(run, task, tokenizer, self.buffer, state)
+        self.buffer.publish_run("", {})
+        self.version = state.step if state else 0
+
+    def work(self, count: int) -> None:
+        async def commit() -> None:
+            worker = WorkerBuffer(self.url, self.run.name, "w", claim_timeout_s=0.01)
+            for claim in await worker.claim(count, block_s=0.0):
+                await worker.commit(claim, self.make_group(claim.ticket))
+            await worker.close()
+
+        asyncio.run(commit())
+
+    def step(self) -> list[int]:
+        """Ticket numbers of the B groups that it learns from."""
+        self.feeder.admit(self.version)
+        self.work(6)
+        groups = self.buffer.take(self.run.learner.groups, timeout_s=0.0)
+        for group in groups:
+            self.feeder.done(group)
+        self.version += 1
+        assert len(groups) == self.run.learner.groups
+        return [group.ticket.number for group in groups]
+
+    def state(self) -> checkpoint.State:
+        return checkpoint.State(
+            step=self.version,
+            position=self.buffer.position,
+            cursor=self.feeder.cursor,
+            outstanding=sorted(self.feeder.outstanding),
+            digests={},
+            updates=0,
+            skipped=0,
+        )
+
+    def dies(self) -> None:
+        self.buffer.close()
+
+
+@pytest.mark.parametrize("redis_is", ["there", "lost", "lost between two steps"])
+def test_over_a_crash_every_prompt_counts_once(
+    make_run: MakeRun, make_group: MakeGroup, redis_url: str, redis_is: str
+):
+    run = make_run("learner.max_lag=1")
+    first = History(run, redis_url, make_group, None)
+    kept = first.step() + first.step()
+    state = first.state()
+    if redis_is != "lost between two steps":
+        first.step()  # this one the crash takes away
+        first.work(3)
+    first.dies()
+    if redis_is != "there":
+        with redis.Redis.from_url(redis_url) as client:
+            client.flushall()
+
+    second = History(run, redis_url, make_group, state)
+    bound = (run.learner.max_lag + 1) * run.learner.groups
+    for _ in range(6):
+        kept += second.step()
+        assert len(second.feeder.outstanding) <= bound
+    second.feeder.admit(second.version)
+    assert len(second.feeder.outstanding) == bound
+    second.dies()
+
+    assert max(Counter(kept).values()) == 1
+    # Nothing admitted is forgotten: it was used, or still will be.
+    assert set(kept) | second.feeder.outstanding == set(range(second.feeder.cursor))
+
+
+def test_a_fresh_run_of_the_same_name_forgets_the_earlier_one(
+    make_run: MakeRun, make_group: MakeGroup, redis_url: str
+):
+    run = make_run()
+    first = History(run, redis_url, make_group, None)
+    first.step()
+    first.dies()
+    second = History(run, redis_url, make_group, None)
+    assert second.step() == [0, 1, 2, 3]
+    second.dies()

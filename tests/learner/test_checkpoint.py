@@ -1,0 +1,439 @@
+"""Checkpoints: bit-exact, whole or absent, and refused by name when damaged."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from areal_q.config import Run
+from areal_q.errors import CheckpointError
+from areal_q.tasks import build_tokenizer
+from learner import checkpoint
+from learner.backends.single_device import Trainer
+from learner.build import build_model
+from learner.checkpoint import files
+from learner.checkpoint.async_writer import Writer
+from learner.checkpoint.files import State
+from learner.data.packing import Sample
+from learner.policy_update import SingleProcessUpdater, update_policy
+
+MakeRun = Callable[..., Run]
+MakeSamples = Callable[..., list[Sample]]
+
+
+def build(run: Run) -> Trainer:
+    return Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+
+
+def state_at(step: int, trainer: Trainer) -> State:
+    return State(
+        step=step,
+        position=f"17-{step}",
+        cursor=100 + step,
+        outstanding=[98, 99, 100],
+        digests={step - 1: "a0", step: "b1"},
+        updates=trainer.updates,
+        skipped=trainer.skipped,
+    )
+
+
+def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
+    tensors = {k: v.detach().clone() for k, v in trainer.model.state_dict().items()}
+    for i, slot in trainer.optimizer.state_dict()["state"].items():
+        tensors |= {f"{i}.{k}": v.clone() for k, v in slot.items()}
+    if trainer.critic:
+        tensors |= {f"critic.{k}": v.clone() for k, v in trainer.critic.state_dict().items()}
+        for i, slot in trainer.critic.optimizer.state_dict()["state"].items():
+            tensors |= {f"critic.{i}.{k}": v.clone() for k, v in slot.items()}
+    if trainer.reference:
+        tensors |= {f"reference.{k}": v.clone() for k, v in trainer.reference.state_dict().items()}
+    return tensors | {"random": torch.rand(5)}
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.fixture
+def trainer(make_run: MakeRun, make_samples: MakeSamples) -> Trainer:
+    """After one step, so that the optimizer has something to remember."""
+    trainer = build(make_run())
+    update_policy(trainer, make_samples(4))
+    return trainer
+
+
+def test_a_restored_learner_goes_on_bit_for_bit(
+    make_run: MakeRun, make_samples: MakeSamples, trainer: Trainer, tmp_path: Path
+):
+    torch.manual_seed(5)
+    state = state_at(3, trainer)
+    checkpoint.save(tmp_path, state, trainer, keep=2)
+    for seed in (1, 2):
+        update_policy(trainer, make_samples(6, seed))
+
+    resumed = build(make_run("seed=9"))
+    update_policy(resumed, make_samples(3, 7))  # what it held before does not matter
+    restored = checkpoint.restore(tmp_path, resumed)
+    assert msgspec.structs.replace(restored, digest="") == state
+    assert (resumed.updates, resumed.skipped) == (state.updates, state.skipped)
+    uninterrupted = everything(trainer)
+    torch.manual_seed(0)
+    checkpoint.restore(tmp_path, resumed)
+    for seed in (1, 2):
+        update_policy(resumed, make_samples(6, seed))
+    assert_equal(everything(resumed), uninterrupted)
+    assert resumed.updates == trainer.updates
+
+
+@pytest.mark.parametrize("trunk", ["separate", "shared"])
+def test_a_critic_and_a_reference_go_on_bit_for_bit_too(
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path, trunk: str
+):
+    settings = ["learner.advantage.type=gae", f"learner.critic.trunk={trunk}"]
+    settings += ["learner.reference_kl.place=reward"]
+
+    def samples(count: int, seed: int) -> list[Sample]:
+        made = make_samples(count, seed)
+        trajectories = [
+            msgspec.structs.replace(s.trajectory, reward=float(i % 3)) for i, s in enumerate(made)
+        ]
+        return [replace(s, trajectory=t) for s, t in zip(made, trajectories, strict=True)]
+
+    trainer = build(make_run(*settings))
+    update_policy(trainer, samples(4, 0))
+    assert trainer.critic
+    assert trainer.critic.head.weight.abs().max() > 0
+    checkpoint.save(tmp_path, state_at(3, trainer), trainer, keep=2)
+    for seed in (1, 2):
+        update_policy(trainer, samples(6, seed))
+
+    resumed = build(make_run(*settings, "seed=9"))
+    update_policy(resumed, samples(3, 7))
+    torch.manual_seed(0)
+    uninterrupted = everything(trainer)
+    checkpoint.restore(tmp_path, resumed)
+    for seed in (1, 2):
+        update_policy(resumed, samples(6, seed))
+    torch.manual_seed(0)
+    assert_equal(everything(resumed), uninterrupted)
+
+
+def test_a_checkpoint_without_the_critic_that_is_asked_for_is_refused(
+    make_run: MakeRun, trainer: Trainer, tmp_path: Path
+):
+    checkpoint.save(tmp_path, state_at(1, trainer), trainer, keep=2)
+    other = build(make_run("learner.advantage.type=gae", "learner.critic={}"))
+    with pytest.raises(CheckpointError, match=r"step-000001: .*critic\."):
+        checkpoint.restore(tmp_path, other)
+
+
+def test_a_checkpoint_before_the_first_step_restores_too(
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
+):
+    fresh, other = build(make_run()), build(make_run("seed=1"))
+    checkpoint.save(tmp_path, state_at(0, fresh), fresh, keep=2)
+    checkpoint.restore(tmp_path, other)
+    for t in (fresh, other):
+        update_policy(t, make_samples(4))
+    torch.manual_seed(1)
+    one = everything(fresh)
+    torch.manual_seed(1)
+    assert_equal(one, everything(other))
+
+
+def test_the_newest_checkpoints_are_kept(trainer: Trainer, tmp_path: Path):
+    for step in (8, 9, 10, 11):
+        path = checkpoint.save(tmp_path, state_at(step, trainer), trainer, keep=2)
+        assert path == tmp_path / f"step-{step:06d}"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000010", "step-000011"]
+    assert checkpoint.restore(tmp_path, trainer).step == 11
+
+
+def test_checkpoints_beyond_a_million_steps_are_the_newest(trainer: Trainer, tmp_path: Path):
+    """As text step-1000000 sorts before step-999950, and its own save once removed it."""
+    for step in (0, 999_950, 1_000_000, 1_000_050):
+        checkpoint.save(tmp_path, state_at(step, trainer), trainer, keep=2)
+    kept = [path.name for path in checkpoint.steps(tmp_path)]
+    assert kept == ["step-000000", "step-1000000", "step-1000050"]
+    assert checkpoint.restore(tmp_path, trainer).step == 1_000_050
+
+
+def test_a_step_saved_again_is_replaced(trainer: Trainer, tmp_path: Path):
+    checkpoint.save(tmp_path, state_at(4, trainer), trainer, keep=2)
+    again = msgspec.structs.replace(state_at(4, trainer), cursor=777)
+    checkpoint.save(tmp_path, again, trainer, keep=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000004"]
+    assert checkpoint.restore(tmp_path, trainer).cursor == 777
+
+
+def test_what_a_killed_save_left_is_removed(trainer: Trainer, tmp_path: Path):
+    checkpoint.save(tmp_path, state_at(1, trainer), trainer, keep=2)
+    for torn in (tmp_path / ".tmp-step-000002", checkpoint.stage(tmp_path, 2)):
+        torn.mkdir(exist_ok=True)
+        (torn / "tensors.safetensors").write_bytes(b"torn")
+    assert checkpoint.restore(tmp_path, trainer).step == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+
+
+FULL_DISK = """
+import resource, sys
+import torch
+from pathlib import Path
+from areal_q.errors import CheckpointError
+from learner.checkpoint.files import State, steps, write, write_share
+
+place, room = Path(sys.argv[1]), int(sys.argv[2])
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+tensors = {"model.w": torch.zeros(5000)}
+
+def at(step):
+    return State(step=step, position="0", cursor=0, outstanding=[], digests={}, updates=0, skipped=0)
+
+write(place, at(1), tensors, keep=1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+for attempt in (lambda: write(place, at(2), tensors, keep=1), lambda: write_share(place, 3, tensors)):
+    try:
+        attempt()
+    except CheckpointError as error:
+        print(error)
+print(*(path.name for path in steps(place)))
+"""
+
+
+@pytest.mark.parametrize("room", [1, 100, 20_000])
+def test_a_full_disk_is_one_line_and_costs_no_checkpoint(tmp_path: Path, room: int):
+    argv = [sys.executable, "-c", FULL_DISK, str(tmp_path), str(room)]
+    told = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(told) == 3 and told[2] == "step-000001"
+    assert told[0].startswith(f"{tmp_path}/step-000002: cannot be written: ")
+    assert told[1].startswith(f"{tmp_path}/tensors-00003.safetensors: cannot be written: ")
+
+
+def test_no_checkpoint_is_an_error_that_names_the_place(trainer: Trainer, tmp_path: Path):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/none: no checkpoint"):
+        checkpoint.restore(tmp_path / "none", trainer)
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def flip(data: bytes) -> bytes:
+    return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+
+
+@pytest.mark.parametrize("name", ["tensors.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", [cut, flip, lambda data: b"", None])
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(
+    trainer: Trainer, tmp_path: Path, name: str, damage: Callable[[bytes], bytes] | None
+):
+    for step in (1, 2):
+        checkpoint.save(tmp_path, state_at(step, trainer), trainer, keep=2)
+    file = tmp_path / "step-000002" / name
+    if damage is None:
+        file.unlink()
+    else:
+        file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(CheckpointError) as refused:
+        checkpoint.restore(tmp_path, trainer)
+    assert str(tmp_path / "step-000002") in str(refused.value)
+    assert "remove it to resume from step-000001" in str(refused.value)
+
+    (tmp_path / "step-000002").rename(tmp_path / "damaged")
+    assert checkpoint.restore(tmp_path, trainer).step == 1
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_no_flipped_bit_of_the_state_goes_unnoticed(
+    trainer: Trainer, tmp_path: Path, place: float, bit: int
+):
+    path = checkpoint.save(tmp_path, state_at(1, trainer), trainer, keep=2)
+    data = bytearray((path / "state.json").read_bytes())
+    data[int(place * len(data))] ^= 1 << bit
+    (path / "state.json").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"step-000001: ((?!remove).)*$"):
+        checkpoint.restore(tmp_path, trainer)
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    make_run: MakeRun, trainer: Trainer, tmp_path: Path
+):
+    checkpoint.save(tmp_path, state_at(1, trainer), trainer, keep=2)
+    for other in ("model.width=64", "model.layers=3"):
+        with pytest.raises(CheckpointError, match="step-000001"):
+            checkpoint.restore(tmp_path, build(make_run(other)))
+
+
+def test_a_checkpoint_from_before_a_field_was_added_restores(trainer: Trainer, tmp_path: Path):
+    path = checkpoint.save(tmp_path, state_at(1, trainer), trainer, keep=2)
+    older = json.loads((path / "state.json").read_bytes())
+    del older["forks"]
+    blank = json.dumps(older | {"digest": ""}, separators=(",", ":")).encode()
+    digest = xxhash.xxh3_128_hexdigest((path / "tensors.safetensors").read_bytes() + blank)
+    (path / "state.json").write_bytes(
+        blank.replace(b'"digest":""', f'"digest":"{digest}"'.encode())
+    )
+    assert checkpoint.restore(tmp_path, trainer).forks == []
+
+
+def test_a_checkpoint_holds_what_the_learner_held_when_it_began(
+    make_samples: MakeSamples, trainer: Trainer, tmp_path: Path
+):
+    writer = Writer(tmp_path, keep=2)
+    before = everything(trainer)
+    writer.save(state_at(1, trainer), SingleProcessUpdater(trainer))
+    update_policy(trainer, make_samples(6, 1))
+    stands = writer.finish()
+    assert stands
+    assert (stands[0].step, stands[1]) == (1, tmp_path / "step-000001")
+    assert writer.finish() is None and writer.settle() is None
+    checkpoint.restore(tmp_path, trainer)
+    del before["random"]
+    after = everything(trainer)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    writer.close()
+
+
+def test_a_checkpoint_is_reported_only_once_it_stands_on_disk(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    gate, sync = threading.Event(), files._sync
+
+    def slow_disk(path: Path) -> None:
+        gate.wait(30)
+        sync(path)
+
+    monkeypatch.setattr(files, "_sync", slow_disk)
+    writer = Writer(tmp_path, keep=2)
+    writer.save(state_at(1, trainer), SingleProcessUpdater(trainer))
+    assert writer.settle() is None
+    assert checkpoint.steps(tmp_path) == []
+    gate.set()
+    stands = writer.finish()
+    assert stands and stands[1].is_dir()
+    writer.close()
+
+
+def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(
+    trainer: Trainer, tmp_path: Path
+):
+    (tmp_path / "checkpoints").write_text("in the way")
+    writer = Writer(tmp_path / "checkpoints", keep=2)
+    writer.save(state_at(1, trainer), SingleProcessUpdater(trainer))
+    with pytest.raises(CheckpointError, match="checkpoints"):
+        writer.finish()
+    (tmp_path / "checkpoints").unlink()
+    writer.save(state_at(1, trainer), SingleProcessUpdater(trainer))
+    assert writer.finish()
+    writer.close()
+
+
+# Forks a child for each file system operation of a save, and kills it right before that operation.
+KILLED = """
+import itertools, os, shutil, signal, sys
+from pathlib import Path
+import torch
+from areal_q.config import load
+from areal_q.tasks import build_tokenizer
+from learner import checkpoint
+from learner.checkpoint import files
+from learner.build import build_model
+from learner.checkpoint.async_writer import Writer
+from learner.policy_update import SingleProcessUpdater
+from learner.backends.single_device import Trainer
+
+root, background, settings = Path(sys.argv[1]), sys.argv[2] == "background", sys.argv[3:]
+run = load(None, settings)
+trainer = Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+
+def state(step, cursor):
+    return checkpoint.State(step=step, position="0-0", cursor=cursor, outstanding=[], digests={},
+                            updates=0, skipped=0)
+
+def weights(value):
+    with torch.no_grad():
+        trainer.model.model.norm.weight.fill_(value)
+
+def save_killed_at(directory, operation, new_step):
+    count = itertools.count()
+    def hook(event, args):
+        changes = event in ("os.rename", "os.mkdir", "os.rmdir", "os.remove") or (
+            event == "open" and isinstance(args[2], int) and args[2] & (os.O_CREAT | os.O_WRONLY))
+        if changes and next(count) == operation:
+            os.kill(os.getpid(), signal.SIGKILL)
+    weights(2.0)
+    sys.addaudithook(hook)
+    if background:
+        writer = Writer(directory, keep=2)
+        writer.save(state(new_step, 2), SingleProcessUpdater(trainer))
+        weights(3.0)  # what comes after is no part of it
+        writer.finish()
+    else:
+        checkpoint.save(directory, state(new_step, 2), trainer, keep=2)
+
+for new_step in (4, 5):  # the step that is there already, then the next one
+    for operation in itertools.count():
+        directory = root / f"{new_step}-{operation}"
+        weights(1.0)
+        for step in (3, 4):
+            checkpoint.save(directory, state(step, 1), trainer, keep=2)
+        child = os.fork()
+        if child == 0:
+            save_killed_at(directory, operation, new_step)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        weights(0.0)
+        found = checkpoint.restore(directory, trainer)
+        value = trainer.model.model.norm.weight[0].item()
+        print(new_step, operation, os.WIFSIGNALED(status), found.step, found.cursor, value, flush=True)
+        # A save after the crash works and leaves nothing hidden behind.
+        checkpoint.save(directory, state(6, 3), trainer, keep=2)
+        assert all(p.name.startswith("step-") for p in directory.iterdir())
+        shutil.rmtree(directory)
+        if not os.WIFSIGNALED(status):
+            break
+"""
+
+
+@pytest.mark.parametrize("where", ["foreground", "background"])
+def test_a_save_killed_at_any_moment_loses_no_checkpoint(tmp_path: Path, where: str):
+    small = [
+        "model.layers=1",
+        "model.width=16",
+        "model.heads=2",
+        "model.kv_heads=1",
+        "model.mlp=16",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path), where, *small],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    for new_step in ("4", "5"):
+        mine = [row for row in rows if row[0] == new_step]
+        killed = [row[2] == "True" for row in mine]
+        assert killed == [True] * (len(mine) - 1) + [False]
+        assert len(killed) > 6
+        outcomes = [tuple(row[3:]) for row in mine]
+        # The old one or the new one, weights and state together, and after the turn only the new one.
+        old, new = ("4", "1", "1.0"), (new_step, "2", "2.0")
+        turn = outcomes.index(new)
+        assert outcomes == [old] * turn + [new] * (len(outcomes) - turn)
+        assert turn > 0

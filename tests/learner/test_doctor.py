@@ -1,0 +1,454 @@
+"""The doctor on logs made here: causes are planted, found, and not found where they were not planted."""
+
+import io
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from areal_q.config import Run, Sampling, dump_toml, load, override
+from areal_q.errors import LogError
+from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
+from areal_q.models import Decoder, DecoderConfig, init_weights
+from areal_q.quant import is_quantized
+from areal_q.tasks.tokenizers import CharTokenizer
+from buffer.logs.step_log import StepLog, StepRecord
+from buffer.logs.trajectory_log import TrajectoryLog
+from learner import checkpoint
+from learner.backends.single_device import Trainer, token_logprobs
+from learner.data.packing import pack, samples_of
+from learner.data.staleness import Lineage
+from learner.doctor.cli import main
+from learner.doctor.diagnosis import TERMS, Case, LogFacts, TokenTable, diagnose, look_at
+from learner.doctor.diagnosis.group_checks import has_loop, longest_run
+from learner.doctor.diagnosis.token_ratios import histogram, rms, split
+from learner.doctor.examine import Examined, empty, examine
+from learner.doctor.probe import Version
+from learner.doctor.tables import bars, screen
+from learner.policy_update import SingleProcessUpdater
+from learner.publishing.version_builder import Publisher
+from learner.train_step import machine, train_step
+
+GROUPS, SIZE, TOKENS, STEPS = 4, 4, 40, 4
+EOS = CharTokenizer().eos_id
+RUN = override(
+    Run(),
+    "learner.groups=4",
+    "learner.group_size=4",
+    "learner.max_lag=2",
+    "learner.optimizer.lr=1e-4",
+    "rollout.sampling.max_tokens=40",
+)
+
+Plant = Callable[[Trajectory, int], Trajectory]
+"""(a trajectory, its step) → what is logged in its place"""
+
+
+@dataclass
+class World:
+    """A run without engine: responses at random, scored by the version that would have drawn them."""
+
+    directory: Path
+    run: Run = RUN
+    lag: int = 0
+    temperature: float = 1.0
+    """Recorded, and drawn with"""
+    plant: Plant = lambda trajectory, step: trajectory
+    draw: str = "random"
+    """What responses are: tokens at random, or a piece of three over and over"""
+    outlier: float = 1.0
+    """Factor on one input of every quantized linear: it sets the scale, and the others lose precision"""
+
+    def play(self) -> Examined:
+        """Writes the run's directory and examines it."""
+        torch.manual_seed(0)
+        config = DecoderConfig(
+            family="qwen3", vocab_size=CharTokenizer().vocab_size, width=32, layers=2, heads=2,
+            kv_heads=1, head_dim=16, mlp=64, max_positions=128, eos_ids=(EOS,),
+        )  # fmt: skip
+        model = Decoder(config)
+        init_weights(model, 0)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if is_quantized(name):
+                    weight[:, 0] *= self.outlier
+        trainer = Trainer(model, self.run.learner, self.run.rollout.sampling.temperature)
+        lineage, publisher = Lineage(4), Publisher(self.run)
+        lineage.published(0, publisher.make(model, 0).manifest.digest)
+        self.directory.mkdir()
+        (self.directory / "config.toml").write_text(dump_toml(self.run))
+        self._save(trainer, lineage)
+        log = TrajectoryLog(self.directory / "trajectories")
+        steps = StepLog(self.directory / "steps")
+        versions: list[Version] = []
+        for step in range(STEPS):
+            versions.append(Version(model, self.run, step))
+            drawn_by = max(0, step - self.lag)
+            groups = [
+                self._group(trainer, versions[drawn_by], lineage, drawn_by, step, n)
+                for n in range(GROUPS)
+            ]
+            planted = [self._planted(group, step) for group in groups]
+            # The learner meets what is logged, unless its contract forbids that.
+            sound = all(
+                np.isfinite(t.behavior_logprobs.numpy()).all()
+                for g in planted
+                for t in g.trajectories
+            )
+            metrics = train_step(
+                SingleProcessUpdater(trainer), planted if sound else groups, lineage, step
+            )
+            digest = publisher.make(model, step + 1).manifest.digest
+            base = lineage.digests[step]
+            lineage.published(step + 1, digest)
+            log.append(step, step, planted)
+            steps.append(
+                StepRecord(
+                    step=step, tickets=[g.ticket.number for g in groups], seeds=[0] * GROUPS,
+                    base_digest=base, digest=digest, fork=0, settings="", machine=machine("cpu"),
+                    metrics=metrics,
+                )
+            )  # fmt: skip
+        log.close()
+        steps.close()
+        return examine(self.directory, 0, None, Console())
+
+    def _save(self, trainer: Trainer, lineage: Lineage) -> None:
+        state = checkpoint.State(
+            step=0, position="0-0", cursor=0, outstanding=[], digests=lineage.digests, updates=0,
+            skipped=0, model=trainer.model.config.to_hf(),
+        )  # fmt: skip
+        checkpoint.save(self.directory / "checkpoints", state, trainer, keep=1)
+
+    def _group(
+        self, trainer: Trainer, version: Version, lineage: Lineage, u: int, step: int, n: int
+    ) -> Group:
+        rng = np.random.default_rng([step, n])
+        ticket = Ticket(
+            run="run", number=step * GROUPS + n, step=u, prompt="1+1=", answer="2",
+            prompt_ids=Array.of(rng.integers(3, 20, 4), "int32"), group_size=SIZE,
+            sampling=Sampling(temperature=self.temperature, max_tokens=TOKENS), seed=0,
+        )  # fmt: skip
+        group = Group(
+            ticket=ticket, worker="w", engine="torch", weight_format=self.run.rollout.format,
+            started_s=0.0, finished_s=1.0,
+            trajectories=[
+                Trajectory(
+                    index=i, response_ids=Array.of(self._ids(rng), "int32"),
+                    behavior_logprobs=Array.of(np.zeros(TOKENS), "float32"),
+                    loss_mask=Array.of(np.ones(TOKENS), "uint8"),
+                    spans=[VersionSpan(u, TOKENS, lineage.digests[u])],
+                    finish_reason="length", reward=float(i % 2),
+                )
+                for i in range(SIZE)
+            ],
+        )  # fmt: skip
+        samples = samples_of([group], trainer.cfg.advantage, lineage, step)
+        with torch.no_grad():
+            batch = pack(samples)
+            scores = token_logprobs(version.engine, batch, self.temperature)[0].numpy()
+        return msgspec.structs.replace(
+            group,
+            trajectories=[
+                msgspec.structs.replace(t, behavior_logprobs=Array.of(values))
+                for t, values in zip(group.trajectories, scores.reshape(SIZE, TOKENS), strict=True)
+            ],
+        )
+
+    def _ids(self, rng: np.random.Generator) -> np.ndarray:
+        ids = rng.integers(3, 20, TOKENS)
+        if self.draw == "loops":
+            ids[10:] = np.resize(ids[10:13], TOKENS - 10)
+        return ids
+
+    def _planted(self, group: Group, step: int) -> Group:
+        changed = [self.plant(t, step) for t in group.trajectories]
+        return msgspec.structs.replace(group, trajectories=changed)
+
+
+def with_logprobs(change: Callable[[np.ndarray], np.ndarray]) -> Plant:
+    def plant(t: Trajectory, step: int) -> Trajectory:
+        values = change(t.behavior_logprobs.numpy().copy()).astype(np.float32)
+        return msgspec.structs.replace(t, behavior_logprobs=Array.of(values))
+
+    return plant
+
+
+def with_end_in_the_middle(t: Trajectory, step: int) -> Trajectory:
+    ids = t.response_ids.numpy().copy()
+    ids[30] = EOS
+    return msgspec.structs.replace(t, response_ids=Array.of(ids))
+
+
+def swapped_with_a_cost(t: Trajectory, step: int) -> Trajectory:
+    """Two spans of the same version: what comes after the swap has another gap."""
+    [span] = t.spans
+    halves = [replace_span(span, 20), replace_span(span, 20)]
+    values = t.behavior_logprobs.numpy().copy()
+    values[20:] -= np.float32(0.3) * (1 - 2 * (np.arange(20) % 2))
+    return msgspec.structs.replace(
+        t, spans=halves, behavior_logprobs=Array.of(np.minimum(values, 0.0))
+    )
+
+
+def replace_span(span: VersionSpan, tokens: int) -> VersionSpan:
+    return VersionSpan(span.version, tokens, span.digest)
+
+
+def alternating(size: float) -> Callable[[np.ndarray], np.ndarray]:
+    signs = 1 - 2 * (np.arange(TOKENS) % 2)
+    return lambda values: np.minimum(values + size * signs, 0.0)
+
+
+def growing(values: np.ndarray) -> np.ndarray:
+    place = np.arange(TOKENS)
+    return np.minimum(values + 0.01 * place * (1 - 2 * (place % 2)), 0.0)
+
+
+def at(values: np.ndarray, place: int, value: float) -> np.ndarray:
+    values[place] = value
+    return values
+
+
+PLANTS = {
+    "missing log-probs": {"plant": with_logprobs(lambda v: at(v, 7, np.nan))},
+    "positive log-probs": {"plant": with_logprobs(lambda v: at(v, 7, 0.5))},
+    "zeros for log-probs": {"plant": with_logprobs(lambda v: at(v, 7, 0.0))},
+    "padding counts": {"plant": with_end_in_the_middle},
+    "sampling settings": {"temperature": 1.3},
+    "engine": {"plant": with_logprobs(alternating(0.2))},
+    "cached keys of older weights": {"plant": swapped_with_a_cost},
+    "staleness": {
+        "lag": 2,
+        "run": override(RUN, "learner.optimizer.lr=2e-2", "learner.optimizer.warmup_steps=0"),
+    },
+    "grows with position": {"plant": with_logprobs(growing)},
+    "quantization": {"outlier": 60.0},
+    "heavy tail": {"plant": with_logprobs(lambda v: at(v, 3, -9.0))},
+    "repetition": {"draw": "loops"},
+}
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory) -> Examined:
+    return World(tmp_path_factory.mktemp("healthy") / "run").play()
+
+
+def names(examined: Examined) -> set[str]:
+    return {finding.name for finding in examined.findings}
+
+
+@pytest.mark.parametrize("cause", PLANTS)
+def test_a_planted_cause_is_found_and_named_with_a_number_and_a_remedy(tmp_path, healthy, cause):
+    planted = World(tmp_path / "run", **PLANTS[cause]).play()
+    assert cause in names(planted)
+    assert cause not in names(healthy)
+    finding = next(f for f in planted.findings if f.name == cause)
+    assert finding.number > 0 and any(c.isdigit() for c in finding.says) and finding.change
+
+
+def test_nothing_is_found_in_a_healthy_run(healthy):
+    assert names(healthy) == set()
+    assert healthy.exact
+
+
+def test_terms_add_up_to_the_gap_of_every_token(tmp_path):
+    x = World(tmp_path / "run", lag=2, plant=with_logprobs(alternating(0.2))).play()
+    assert x.tokens.known.all() and len(x.tokens) == STEPS * GROUPS * SIZE * TOKENS
+    np.testing.assert_allclose(x.tokens.terms.sum(-1), x.tokens.log_w, atol=1e-12)
+    parts = split(x.tokens)
+    assert sum(p.share for p in parts) == pytest.approx(1)
+    assert sum(p.kl for p in parts) == pytest.approx(-x.tokens.log_w.mean())
+
+
+def test_each_term_is_the_gap_of_its_own_link(healthy):
+    """Without lag, with the format's own arithmetic as the engine: only quantization is left."""
+    rms = {p.term: p.rms for p in split(healthy.tokens)}
+    assert rms["weights"] > 1e-4 and rms["activations"] > 1e-4
+    assert rms["staleness"] == rms["sampling"] == rms["cache"] == 0.0
+    assert rms["engine"] < 1e-5
+
+
+def test_the_planted_amount_comes_out_as_the_engines_term(tmp_path):
+    x = World(tmp_path / "run", plant=with_logprobs(alternating(0.2))).play()
+    i = TERMS.index("engine")
+    lowered = x.tokens.behavior < 0  # a few were cut at 0
+    assert np.abs(x.tokens.terms[lowered, i]) == pytest.approx(0.2, abs=1e-4)
+
+
+def test_a_temperature_of_its_own_is_the_sampling_term(tmp_path):
+    x = World(tmp_path / "run", temperature=1.3).play()
+    rms = {p.term: p.rms for p in split(x.tokens)}
+    assert rms["sampling"] > 0.05 and rms["engine"] < 1e-5
+
+
+def test_without_quantization_no_gap_is_left(tmp_path):
+    run = override(RUN, "rollout.format=bf16")
+    plain = replace(World(tmp_path / "run"), run=run).play()
+    rms = {p.term: p.rms for p in split(plain.tokens)}
+    assert rms["activations"] < 1e-5 and rms["engine"] < 1e-5
+
+
+def test_garble_is_found_where_bursts_are_absurd():
+    rng = np.random.default_rng(0)
+    n = 1000
+    base = {
+        "step": np.zeros(n, int), "lag": np.zeros(n, int), "position": np.tile(np.arange(20), 50),
+        "response": np.repeat(np.arange(50), 20), "advantage": np.repeat(np.tile([1.0, -1.0], 25), 20),
+        "entropy": np.full(n, 1.0), "terms": np.full((n, len(TERMS)), np.nan),
+    }  # fmt: skip
+    calm = -rng.exponential(1.0, n)
+    wild = calm.copy()
+    wild[25:31] = -8.0
+    for values, found in ((calm, False), (wild, True)):
+        tokens = replace(empty(), **base, proximal=values, behavior=values)
+        case = Case(RUN, look_at([]), tokens)
+        assert ("garble" in {f.name for f in diagnose(case)}) == found
+
+
+@pytest.mark.parametrize(
+    ("experts", "replayed", "share", "found"),
+    [
+        (False, False, None, ""),
+        (True, False, None, "routes are not replayed"),
+        (True, True, None, ""),
+        (True, True, 0.01, ""),
+        (True, True, 0.12, "routes"),
+    ],
+)
+def test_routes_are_named_where_experts_disagree(experts, replayed, share, found):
+    run = override(RUN, "model.experts=4", f"learner.routing_replay={str(replayed).lower()}")
+    named = [f.name for f in diagnose(Case(run, look_at([]), empty(), share, experts))]
+    assert named == ([found] if found else [])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.booleans(), max_size=30))
+def test_longest_run_equals_a_plain_loop(flags):
+    best = now = 0
+    for flag in flags:
+        now = now + 1 if flag else 0
+        best = max(best, now)
+    assert longest_run(np.array(flags, bool)) == best
+
+
+@pytest.mark.parametrize(
+    ("ids", "loop"),
+    [
+        ([5, 6, 7] * 5 + [5], True),
+        ([9, 8, 1] + [5] * 16, True),
+        ([5] * 15, False),
+        (list(range(40)), False),
+        (list(range(12)) * 3, False),
+        (list(range(12)) * 4, True),
+    ],
+)
+def test_a_loop_is_sixteen_tokens_and_four_times(ids, loop):
+    assert has_loop(np.array(ids)) == loop
+
+
+def test_one_screen_and_the_same_numbers_as_json(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    World(tmp_path / "run", lag=1, plant=with_logprobs(alternating(0.2))).play()
+    with pytest.raises(typer.Exit) as exit:
+        main(tmp_path / "run")
+    assert exit.value.exit_code == 1
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) <= 40 and "engine" in out
+    table = msgspec.json.decode((tmp_path / "run" / "doctor.json").read_bytes())
+    assert [part["term"] for part in table["terms"]] == list(TERMS)
+    assert {x["lag"] for x in table["by_lag"]} == {0, 1}
+    assert sum(table["by_lag"][0]["histogram"]) == table["by_lag"][0]["tokens"]
+    assert "engine" in {finding["name"] for finding in table["findings"]}
+
+
+@pytest.mark.parametrize(
+    ("world", "verdict"),
+    [({}, "fine: nothing that a rule knows is wrong"), (PLANTS["engine"], "look at: engine")],
+    ids=["healthy", "engine"],
+)
+def test_the_screen_has_its_verdict_first_and_fits_80_columns(tmp_path, world, verdict):
+    x = World(tmp_path / "run", **world).play()
+    console = Console(record=True, width=80, file=io.StringIO())
+    screen(replace(x, directory=Path("runs/demo")), console)
+    lines = console.export_text().splitlines()
+    assert lines[1].startswith(verdict)
+    assert not any(line.rstrip().endswith("…") for line in lines)
+    numbers = next(line for line in lines if line.split()[:2] == ["lag", "tokens"]).split()
+    assert numbers[-2:] == ["largest", "w"]
+    assert max(map(len, lines)) <= 80
+    drawn = next(line for line in lines if line.startswith(" lag 0"))
+    whole = bars(histogram(x.tokens, max(0.01, 3 * rms(x.tokens.log_w))))
+    assert drawn.removeprefix(" lag 0  ").rstrip() == whole.rstrip()
+
+
+def test_staleness_within_the_bound_is_a_note_until_few_samples_count():
+    def examined(gap):
+        n = 1000
+        zeros = np.zeros(n)
+        terms = np.zeros((n, len(TERMS)))
+        terms[:, TERMS.index("staleness")] = gap
+        whole = dict.fromkeys(("step", "lag", "position", "response"), zeros.astype(int))
+        table = TokenTable(
+            **whole,
+            advantage=zeros,
+            behavior=zeros - 1,
+            proximal=zeros - 1 + gap,
+            entropy=zeros + 1,
+            terms=terms,
+        )
+        found = diagnose(Case(RUN, LogFacts(responses=n, tokens=n), table))
+        return {f.name: f.severity for f in found}
+
+    signs = 1 - 2 * (np.arange(1000) % 2)
+    assert examined(0.1 * signs) == {"staleness": "note"}
+    assert examined(0.9 * signs)["staleness"] == "warning"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "found"),
+    [
+        ([{"reward/mean": 0.0, "reward/std": 0.0}] * 10, {"flat rewards": "error"}),
+        ([{"reward/mean": 1.0, "reward/std": 0.0}] * 10, {"flat rewards": "error"}),
+        ([{"reward/mean": 0.5, "reward/std": 0.5, "reward/errors": 512.0}] * 2, {"failing rewards": "error"}),
+        (
+            [{"reward/mean": 0.5, "reward/std": 0.5, "reward/invalid": 1.0, "reward/invalid/timeout": 1.0}] * 9,
+            {"failing rewards": "warning"},
+        ),
+        ([{"reward/mean": 0.5, "reward/std": 0.5, "reward/errors": 0.0}] * 9, {}),
+    ],
+)  # fmt: skip
+def test_rewards_that_fail_or_are_flat_are_found(metrics, found):
+    case = Case(load(None, []), LogFacts(), empty(), metrics=metrics)
+    assert {f.name: f.severity for f in diagnose(case)} == found
+
+
+def test_a_run_without_a_step_names_the_reward_that_failed(tmp_path):
+    (tmp_path / "logs").mkdir()
+    line = "2026-01-01 00:00:00,000 x reward failed, 8 so far: raised KeyError: 'a', for prompt '1+1='\n"
+    (tmp_path / "logs" / "rollout-0.log").write_text(line)
+    (tmp_path / "config.toml").write_text(dump_toml(load(None, [])))
+    with pytest.raises(LogError, match=r"no step is logged.*failed 8 times: raised KeyError"):
+        examine(tmp_path, None, None, Console())
+
+
+def test_without_a_checkpoint_the_log_alone_still_speaks(tmp_path):
+    World(tmp_path / "run", draw="loops").play()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    x = examine(tmp_path / "run", None, None, Console())
+    assert "no checkpoint" in x.note and len(x.tokens) == 0
+    assert "repetition" in names(x)
+
+
+def test_what_is_no_run_is_one_line(tmp_path):
+    with pytest.raises(LogError, match="no such run"):
+        main(tmp_path / "gone")

@@ -1,0 +1,166 @@
+"""`areal-q export`: a checkpoint as a model directory, against transformers and the run's own export."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from areal_q.cli.quantize import quantize
+from areal_q.config import PretrainedModel, dump_toml
+from areal_q.errors import CheckpointError, LogError
+from areal_q.models import load_decoder, save_decoder
+from areal_q.models.packed_layout import PackedLayout
+from areal_q.quant.uaq import apply_uaq, fold_back
+from areal_q.tasks import build_tokenizer
+from learner import checkpoint
+from learner.backends.single_device import Trainer
+from learner.build import build_model
+from learner.policy_update import update_policy
+from learner.replay.export import Dtype, export
+from learner.replay.export import declared as declared_for
+
+
+@pytest.fixture
+def run_dir(make_run, make_samples, tmp_path: Path) -> Path:
+    """Checkpoints of steps 2 and 4; hf/ is the model of step 4, before UAQ (s = 2) scaled it."""
+    run = make_run("learner.uaq=2")
+    directory = tmp_path / "run"
+    model = build_model(run, build_tokenizer(run))
+    trainer = Trainer(model, run.learner, 1.0)
+    for step in (2, 4):
+        update_policy(trainer, make_samples(4, step))
+        save_decoder(model, directory / "hf", build_tokenizer(run))
+        apply_uaq(model, 2.0)
+        state = checkpoint.State(
+            step=step,
+            position="0-1",
+            cursor=1,
+            outstanding=[],
+            digests={},
+            updates=2,
+            skipped=0,
+            model=model.config.to_hf(),
+        )
+        checkpoint.save(directory / "checkpoints", state, trainer, keep=2)
+        with torch.no_grad():
+            fold_back(model, 2.0)
+    (directory / "config.toml").write_text(dump_toml(run))
+    return directory
+
+
+def test_the_newest_checkpoint_gives_what_the_end_of_the_run_would(run_dir: Path, tmp_path: Path):
+    assert export(run_dir, tmp_path / "out")[0].name == "step-000004"
+    ours, theirs = (sorted(p.iterdir()) for p in (tmp_path / "out", run_dir / "hf"))
+    assert [p.name for p in ours] == [p.name for p in theirs]
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(ours, theirs, strict=True))
+
+
+def test_an_earlier_step_is_loaded_by_transformers_and_says_the_same(run_dir: Path, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    export(run_dir, tmp_path / "out", step=2)
+    newest = load_file(run_dir / "hf" / "model.safetensors")
+    earlier = load_file(tmp_path / "out" / "model.safetensors")
+    assert any(not torch.equal(earlier[name], newest[name]) for name in newest)
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ours, ids = load_decoder(tmp_path / "out"), torch.tensor([3, 1, 4, 1, 5])
+    with torch.no_grad():
+        logits = ours.logits(ours(ids, PackedLayout.of([5])))
+        torch.testing.assert_close(logits, oracle(ids[None]).logits[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_another_dtype_is_what_transformers_makes_of_the_model(
+    run_dir: Path, tmp_path: Path, dtype: Dtype
+):
+    from transformers import AutoModelForCausalLM
+
+    export(run_dir, tmp_path / "out", dtype=dtype)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    oracle = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=getattr(torch, dtype))
+    assert found.dtype == oracle.dtype == getattr(torch, dtype)
+    pairs = zip(found.named_parameters(), oracle.named_parameters(), strict=True)
+    assert all(a == b and torch.equal(p, q) for (a, p), (b, q) in pairs)
+    half, full = (
+        sum(f.stat().st_size for f in d.glob("*.safetensors"))
+        for d in (tmp_path / "out", run_dir / "hf")
+    )
+    assert half < 0.6 * full
+
+
+def test_without_a_dtype_it_is_the_one_that_the_source_declares(
+    run_dir: Path, tmp_path: Path, make_run
+):
+    (source := tmp_path / "source").mkdir()
+    for declared, expected in (
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "float16"}, "float16"),
+        ({"torch_dtype": "float64"}, "float32"),
+        ({}, "float32"),
+    ):
+        (source / "config.json").write_text(json.dumps(declared))
+        run = msgspec.structs.replace(make_run(), model=PretrainedModel(path=str(source)))
+        assert declared_for(run) == expected
+    shutil.rmtree(source)
+    assert declared_for(run) == "float32"
+
+
+def test_a_weight_beyond_the_dtype_is_named_and_nothing_is_written(tmp_path: Path, make_run):
+    run = make_run()
+    model = build_model(run, build_tokenizer(run))
+    with torch.no_grad():
+        model.model.norm.weight[0] = 1e5
+    with pytest.raises(
+        CheckpointError, match=r"model\.norm\.weight does not fit into torch\.float16"
+    ):
+        save_decoder(model, tmp_path / "out", dtype=torch.float16)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)]
+)
+def test_what_is_written_is_as_open_to_others_as_the_umask_says(
+    tmp_path: Path, make_run, umask: int, file: int, folder: int
+):
+    run = make_run()
+    model = build_model(run, build_tokenizer(run))
+    before = os.umask(umask)
+    try:
+        save_decoder(model, tmp_path / "hf", build_tokenizer(run))
+        quantize(tmp_path / "hf", tmp_path / "int8", "int8", torch.bfloat16)
+        trainer = Trainer(model, run.learner, 1.0)
+        state = checkpoint.State(
+            step=1, position="0-1", cursor=1, outstanding=[], digests={}, updates=0, skipped=0,
+            model=model.config.to_hf(),
+        )  # fmt: skip
+        checkpoint.save(tmp_path / "checkpoints", state, trainer, keep=1)
+    finally:
+        os.umask(before)
+    found = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert sum(path.suffix == ".safetensors" for path in found) == 3
+    wrong = {p: m for p, m in found.items() if m != (folder if p.is_dir() else file)}
+    assert not wrong
+
+
+def test_a_step_that_has_no_checkpoint_is_refused_and_those_there_are_named(
+    run_dir: Path, tmp_path: Path
+):
+    with pytest.raises(CheckpointError, match="no checkpoint of step 3; there are: 2, 4"):
+        export(run_dir, tmp_path / "out", step=3)
+    with pytest.raises(LogError, match="no such run"):
+        export(tmp_path / "nowhere", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_checkpoint_is_not_exported(run_dir: Path, tmp_path: Path):
+    state = run_dir / "checkpoints" / "step-000004" / "state.json"
+    altered = msgspec.json.decode(state.read_bytes()) | {"cursor": 2}
+    state.write_bytes(msgspec.json.encode(altered))
+    with pytest.raises(CheckpointError, match="step-000004"):
+        export(run_dir, tmp_path / "out")

@@ -1,0 +1,196 @@
+"""The fidelity meter: engines that tell the truth about their log-probs, and one that does not."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from areal_q.config import Run, TorchEngine
+from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
+from areal_q.models import Decoder
+from areal_q.quant import is_quantized
+from areal_q.tasks import build_tokenizer
+from areal_q.weights.version import WeightVersion
+from learner.build import build_model
+from learner.measure.fidelity import FidelityMeter
+from learner.measure.rescore import Scorer, engine_policy
+from learner.publishing.version_builder import Publisher
+from rollout.engines import build_engine
+from rollout.engines.base import Completion, Engine, Request
+
+MakeRun = Callable[..., Run]
+EVERY = "learner.fidelity.share=1"
+
+
+@pytest.fixture
+def make_versions(make_run: MakeRun) -> Callable[[Run], list[WeightVersion]]:
+    """Two published versions that differ."""
+
+    def make(run: Run) -> list[WeightVersion]:
+        model = build_model(run, build_tokenizer(run))
+        publisher = Publisher(run)
+        first = publisher.make(model, 0)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+        return [first, publisher.make(model, 1)]
+
+    return make
+
+
+def group_of(ticket: Ticket, completions: list[Completion], engine: str, off: float) -> Group:
+    trajectories = [
+        Trajectory(
+            index=i,
+            response_ids=Array.of(c.response_ids, "int32"),
+            behavior_logprobs=Array.of(c.logprobs - off, "float32"),
+            loss_mask=Array.of(np.ones(len(c.logprobs)), "uint8"),
+            spans=c.spans,
+            finish_reason=c.finish_reason or "length",
+            reward=0.0,
+        )
+        for i, c in enumerate(completions)
+    ]
+    return Group(
+        ticket=ticket,
+        worker="w",
+        engine=engine,
+        weight_format="int8",
+        trajectories=trajectories,
+        started_s=0.0,
+        finished_s=1.0,
+    )
+
+
+@pytest.fixture
+def drawn(make_ticket) -> Callable[..., list[Group]]:
+    """drawn(run, versions, off=0.1): groups that the torch engine draws, its log-probs `off` nats too low; each
+    is under way while version 1 takes the place of version 0."""
+
+    def draw(run: Run, versions: list[WeightVersion], off: float = 0.0, name: str = "torch"):
+        async def work() -> list[Group]:
+            engine: Engine = build_engine(TorchEngine(slots=64))
+            await engine.start()
+            await engine.load_weights(versions[0])
+            tickets = [
+                make_ticket(n, sampling=run.rollout.sampling, group_size=4) for n in range(8)
+            ]
+            seen = asyncio.Event()
+            tasks = [
+                asyncio.create_task(
+                    engine.generate(
+                        Request(
+                            prompt_ids=t.prompt_ids.numpy(),
+                            num_samples=t.group_size,
+                            sampling=t.sampling,
+                            seed=t.seed,
+                            stop_ids=frozenset(),
+                        ),
+                        lambda index, token, logprob: seen.set(),
+                    )
+                )
+                for t in tickets
+            ]
+            await seen.wait()
+            await engine.load_weights(versions[1])
+            done = await asyncio.gather(*tasks)
+            await engine.close()
+            return [group_of(t, c, name, off) for t, c in zip(tickets, done, strict=True)]
+
+        return asyncio.run(work())
+
+    return draw
+
+
+def meter_of(run: Run, versions: list[WeightVersion]) -> FidelityMeter:
+    meter = FidelityMeter(run)
+    for version in versions:
+        meter.published(version)
+    return meter
+
+
+@pytest.mark.parametrize("format", ["int8", "bf16", "int4"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_healthy_engine_is_as_near_as_rounding(
+    make_run, make_versions, drawn, caplog, format: str, temperature: float
+):
+    settings = [f"rollout.format={format}", f"rollout.sampling.temperature={temperature}"]
+    run = make_run(EVERY, *settings, "rollout.sampling.max_tokens=20")
+    versions = make_versions(run)
+    groups = drawn(run, versions)
+    with caplog.at_level(logging.WARNING, "learner.measure.fidelity"):
+        values = meter_of(run, versions).measure(groups)
+    assert values["fidelity/gap_mean_nats"] < 1e-4
+    assert values["fidelity/gap_max_nats"] < 0.02  # an activation on the edge between two codes
+    assert values["fidelity/engine_torch/gap_mean_nats"] == values["fidelity/gap_mean_nats"]
+    assert not caplog.records
+
+
+def test_a_planted_error_of_a_tenth_of_a_nat_is_seen_and_warned_of_once(
+    make_run, make_versions, drawn, caplog
+):
+    run = make_run(EVERY)
+    versions = make_versions(run)
+    healthy, planted = drawn(run, versions), drawn(run, versions, off=0.1, name="broken")
+    meter = meter_of(run, versions)
+    with caplog.at_level(logging.WARNING, "learner.measure.fidelity"):
+        values = meter.measure(healthy + planted)
+        assert meter.measure(planted)["fidelity/gap_mean_nats"] == pytest.approx(0.1, abs=1e-3)
+    assert values["fidelity/engine_torch/gap_mean_nats"] < 1e-4
+    assert values["fidelity/engine_broken/gap_mean_nats"] == pytest.approx(0.1, abs=1e-3)
+    assert values["fidelity/bound_nats"] < 0.1
+    assert (
+        values["fidelity/engine_broken/version"] == 0
+    )  # responses began with it; the rest is not looked at
+    (record,) = caplog.records
+    assert "engine broken" in record.message and "bound_nats" in record.message
+
+
+def test_the_share_is_of_the_ticket_numbers_whoever_drew_them(make_run, make_group, make_ticket):
+    meter = FidelityMeter(make_run("learner.fidelity.share=0.0625"))
+    groups = [make_group(make_ticket(n)) for n in range(160)]
+    assert sum(meter._chosen(g) for g in groups) == 10
+    assert FidelityMeter(make_run("learner.fidelity.share=0")).measure(groups) == {}
+
+
+def test_versions_that_are_no_longer_held_are_passed_over(make_run, make_versions, drawn):
+    run = make_run(EVERY)
+    versions = make_versions(run)
+    groups = drawn(run, versions)
+    assert meter_of(run, []).measure(groups) == {"fidelity/bound_nats": 0.03}
+
+
+def test_tokens_that_the_engine_did_not_draw_are_left_out(make_run, make_versions, drawn):
+    run = make_run(EVERY)
+    versions = make_versions(run)
+    group = drawn(run, versions)[0]
+    t = group.trajectories[0]
+    logprobs, mask = t.behavior_logprobs.numpy().copy(), t.loss_mask.numpy().copy()
+    logprobs[0], mask[0] = 0.0, 0
+    digest = t.spans[0].digest
+    tool = msgspec.structs.replace(
+        t,
+        behavior_logprobs=Array.of(logprobs),
+        loss_mask=Array.of(mask),
+        spans=[VersionSpan(0, 1, digest), *[VersionSpan(1, t.num_tokens - 1, "unknown")]],
+    )
+    alone = msgspec.structs.replace(group, trajectories=[tool])
+    assert "fidelity/gap_mean_nats" not in meter_of(run, versions).measure([alone])
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8", "nvfp4"])
+def test_measuring_draws_no_random_number_and_changes_no_weight(make_run, make_versions, format):
+    run = make_run(f"rollout.format={format}")
+    version = make_versions(run)[0]
+    model: Decoder = build_model(run, build_tokenizer(run))
+    before, state = version.payload.clone(), torch.random.get_rng_state()
+    policy = engine_policy(model.config, version.tensors, format)
+    left = {n for n, p in policy.named_parameters() if not p.is_meta}
+    assert left == {n for n in model.state_dict() if not is_quantized(n)}
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(version.payload, before)
+    assert Scorer(run.learner).cfg is run.learner

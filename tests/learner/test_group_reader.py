@@ -1,0 +1,314 @@
+"""What the learner takes: nothing too old, nothing twice, and no starving on what went bad."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from areal_q.config import Run
+from areal_q.messages import Group, Ticket, VersionSpan
+from areal_q.tasks import build_task, build_tokenizer
+from buffer.in_memory import MemoryBuffer, MemoryLearner
+from learner.data import group_reader as intake_module
+from learner.data.admission import Feeder
+from learner.data.group_reader import Intake
+from learner.data.staleness import Lineage
+
+MakeRun = Callable[..., Run]
+MakeGroup = Callable[..., Group]
+
+
+def drawn_by(group: Group, *versions: int) -> Group:
+    """`group` with its last response's last tokens drawn by `versions`, all before by version 9."""
+
+    def spans(tokens: int) -> list[VersionSpan]:
+        tail = [VersionSpan(v, 1, f"d{v}") for v in versions]
+        return [VersionSpan(9, tokens - len(tail), "d9"), *tail]
+
+    *others, last = group.trajectories
+    fresh = [msgspec.structs.replace(t, spans=[VersionSpan(9, t.num_tokens, "d9")]) for t in others]
+    last = msgspec.structs.replace(last, spans=spans(last.num_tokens))
+    return msgspec.structs.replace(group, trajectories=[*fresh, last])
+
+
+class Learner:
+    """The learner's side at version 9 with a bound of 2, B = 4, over a buffer in memory."""
+
+    def __init__(self, run: Run, make_group: MakeGroup) -> None:
+        self.store, self.make_group = MemoryBuffer(run.name), make_group
+        self.buffer: MemoryLearner = self.store.learner()
+        self.feeder = Feeder(run, build_task(run.task), build_tokenizer(run), self.buffer, 0, set())
+        self.lineage = Lineage(keep=run.learner.max_lag + 2, fork=5)
+        for version in range(6, 10):
+            self.lineage.published(version, f"d{version}")
+        self.intake = Intake(self.buffer, self.feeder, self.lineage, run)
+        self.stop = threading.Event()
+
+    def answer(self, count: int, *versions: int) -> list[int]:
+        """Commits groups for the oldest `count` tickets; returns the tickets' numbers."""
+
+        async def commit() -> list[int]:
+            worker = self.store.worker("w")
+            claims = await worker.claim(count, block_s=0.0)
+            for claim in claims:
+                await worker.commit(claim, drawn_by(self.make_group(claim.ticket), *versions))
+            return [claim.ticket.number for claim in claims]
+
+        return asyncio.run(commit())
+
+    def take(self) -> list[int] | None:
+        taken = self.intake.take(9, self.stop)
+        return None if taken is None else [group.ticket.number for group in taken.groups]
+
+
+@pytest.fixture
+def learner(make_run: MakeRun, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch) -> Learner:
+    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+    learner = Learner(make_run("learner.max_lag=2", "learner.groups=4"), make_group)
+    learner.feeder.admit(9)
+    return learner
+
+
+@pytest.mark.parametrize(("digest", "dropped"), [("d10", 0), ("other", 4)])
+def test_a_resumed_learner_knows_its_own_version_before_it_judges_groups_by_that_number(
+    learner: Learner, digest: str, dropped: int
+):
+    """Version 10 is still on its way out when groups are read that the abandoned history drew by its own 10."""
+    abandoned = learner.answer(4, 10)
+    later = learner.answer(4, 9)
+    taken = learner.intake.take(
+        10, learner.stop, publish=lambda: learner.lineage.published(10, digest)
+    )
+    assert taken
+    assert [g.ticket.number for g in taken.groups] == (later if dropped else abandoned)
+    assert learner.intake.dropped == dropped
+
+
+def test_a_group_goes_when_a_single_token_of_it_is_too_old(learner: Learner):
+    fresh = learner.answer(1)
+    stale = learner.answer(2, 6)
+    fresh += learner.answer(2, 7)
+    stale += learner.answer(1, 8, 6)
+    fresh += learner.answer(1, 8)
+    assert learner.take() == fresh
+    assert learner.intake.dropped == len(stale) == 3
+    # The places of the dropped ones were refilled: 12 were admitted, 3 more now.
+    assert learner.feeder.cursor == 15
+    assert not learner.feeder.outstanding & set(stale)
+
+
+def test_a_group_whose_ticket_is_finished_is_counted_and_passed_over(learner: Learner):
+    learner.feeder.outstanding -= {0, 2}
+    learner.answer(6)
+    assert learner.take() == [1, 3, 4, 5]
+    assert (learner.intake.duplicates, learner.intake.dropped) == (2, 0)
+
+
+def test_weights_of_another_history_are_as_old_as_the_way_to_them(
+    learner: Learner, make_group: MakeGroup
+):
+    learner.answer(4)
+    group = drawn_by(make_group(), 9)
+    foreign = msgspec.structs.replace(
+        group.trajectories[0], spans=[VersionSpan(9, group.trajectories[0].num_tokens, "other")]
+    )
+    group = msgspec.structs.replace(group, trajectories=[foreign, *group.trajectories[1:]])
+    assert learner.intake.lag(group, 9) > 2
+
+
+def test_the_position_is_that_of_the_last_step_that_is_over(learner: Learner):
+    learner.answer(12)
+    start = learner.intake.position
+    first = learner.take()
+    assert learner.intake.position == start
+    learner.intake.consumed()
+    after_one = learner.intake.position
+    second = learner.take()
+    assert learner.intake.position == after_one
+    assert after_one != start
+
+    # A learner that dies now resumes there, and takes the same groups again.
+    again = learner.store.learner()
+    again.position = after_one
+    assert [g.ticket.number for g in again.take(4, timeout_s=0)] == second
+    assert not set(first or []) & set(second or [])
+
+
+def test_places_become_free_only_when_the_step_is_over(learner: Learner):
+    learner.answer(12)
+    taken = learner.take()
+    assert learner.feeder.outstanding == set(range(12))
+    learner.intake.consumed()
+    assert learner.feeder.outstanding == set(range(12)) - set(taken or [])
+    learner.intake.consumed()
+    assert len(learner.feeder.outstanding) == 8
+
+
+def test_a_stop_while_waiting_takes_nothing_and_loses_nothing(learner: Learner):
+    learner.answer(3)
+    threading.Timer(0.05, learner.stop.set).start()
+    assert learner.take() is None
+    assert learner.feeder.outstanding == set(range(12))
+    again = learner.store.learner()
+    again.position = learner.intake.position
+    assert len(again.take(4, timeout_s=0)) == 3
+
+
+@pytest.fixture
+def worker_thread(learner: Learner) -> Iterator[None]:
+    """Answers every ticket, forever."""
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.wait(0.005):
+            learner.answer(12)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+
+
+def poison_tickets(learner: Learner) -> None:
+    for entry in learner.store.tickets[learner.store.keys.tickets].values():
+        entry.record = b"poison"
+    assert learner.answer(12) == []  # the worker that meets them sets them aside
+
+
+def poison_groups(learner: Learner) -> None:
+    learner.answer(12)
+    groups = learner.store.groups[learner.store.keys.groups]
+    for entry in groups:
+        groups[entry] = b"poison"
+
+
+def fall_silent(learner: Learner) -> None:
+    """Every worker that takes a ticket dies."""
+
+    async def die() -> None:
+        for life in range(7):
+            await learner.store.worker(f"w{life}", claim_timeout_s=0.0).claim(12, block_s=0.0)
+
+    asyncio.run(die())
+
+
+@pytest.mark.parametrize("poison", [poison_tickets, poison_groups, fall_silent])
+def test_poison_does_not_starve_the_learner(
+    learner: Learner, poison: Callable[[Learner], None], request: pytest.FixtureRequest
+):
+    poison(learner)
+    request.getfixturevalue("worker_thread")
+    assert learner.take() == [12, 13, 14, 15]
+    assert len(learner.store.quarantine) == 12
+    learner.intake.consumed()
+    assert len(learner.feeder.outstanding) <= 12
+
+
+def test_groups_of_equal_rewards_are_dropped_counted_and_their_places_refilled(
+    make_run: MakeRun, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+
+    def uneven(ticket: Ticket) -> Group:
+        """Tickets 0, 2, 3 and every tenth have equal rewards, for all of them failed and count as 0."""
+        group = make_group(ticket)
+        if ticket.number in (0, 2, 3) or ticket.number % 10 == 0:
+            failed = {"reward": 0.0, "reward_parts": {"error": 1.0}}
+            same = [msgspec.structs.replace(t, **failed) for t in group.trajectories]
+            return msgspec.structs.replace(group, trajectories=same)
+        return group
+
+    settings = ("learner.max_lag=2", "learner.groups=4")
+    dropping = Learner(make_run(*settings, "learner.drop_uniform=true"), uneven)
+    keeping = Learner(make_run(*settings), uneven)
+    for learner in (dropping, keeping):
+        learner.feeder.admit(9)
+        learner.answer(12, 9)
+    assert keeping.take() == [0, 1, 2, 3]
+    assert keeping.intake.uniform == 0
+
+    assert dropping.take() == [1, 4, 5, 6]
+    assert (dropping.intake.uniform, dropping.intake.dropped) == (3, 0)
+    assert dropping.intake.failures.errors == keeping.intake.failures.errors == 3 * 2
+    # 12 were admitted; the 3 dropped ones made room for 3 more, which nobody had to wait for.
+    assert dropping.feeder.cursor == 15
+    assert dropping.feeder.outstanding == set(range(15)) - {0, 2, 3}
+    dropping.intake.consumed()
+    assert dropping.take() == [7, 8, 9, 11]
+    assert dropping.intake.uniform == 4
+
+
+def failing(group: Group, *indexes: int) -> Group:
+    """`group` with these responses' rewards timed out."""
+    return msgspec.structs.replace(
+        group,
+        trajectories=[
+            msgspec.structs.replace(t, valid=False, failure="timeout", reward=0.0)
+            if t.index in indexes
+            else t
+            for t in group.trajectories
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("advantage", "taken"),
+    [("grpo", [1, 4, 5, 6]), ("rloo", [1, 4, 5, 6]), ("reinforce++", [1, 2, 4, 5])],
+)
+def test_groups_with_too_few_scores_are_refilled(
+    make_run: MakeRun,
+    make_group: MakeGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    advantage: str,
+    taken: list[int],
+):
+    """Tickets 0 and 3 have no score at all; ticket 2 has one, which serves only where the batch is the
+    baseline."""
+    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+
+    def some(ticket: Ticket) -> Group:
+        lost = {0: (0, 1, 2), 3: (0, 1, 2), 2: (0, 2), 5: (1,)}
+        return failing(make_group(ticket), *lost.get(ticket.number, ()))
+
+    run = make_run(
+        "learner.max_lag=2",
+        "learner.groups=4",
+        "learner.group_size=3",
+        f"learner.advantage.type={advantage}",
+    )
+    learner = Learner(run, some)
+    learner.feeder.admit(9)
+    learner.answer(12, 9)
+    assert learner.take() == taken
+    dropped = {0, 3} if 2 in taken else {0, 2, 3}
+    assert learner.intake.invalid == len(dropped)
+    assert learner.feeder.outstanding == set(range(12 + len(dropped))) - dropped
+    counts = learner.intake.failures.metrics()
+    read = max(taken) + 1
+    assert counts["buffer/responses"] == 3 * read
+    assert counts["buffer/invalid/timeout"] == counts["buffer/reward_errors"] == 9
+    assert counts["buffer/invalid/exception"] == 0
+
+
+def test_uniform_groups_are_judged_by_valid_scores(
+    make_run: MakeRun, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+):
+    """Ticket 1's valid rewards are equal; its failed response's 0 must not make it look informative."""
+    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+
+    def some(ticket: Ticket) -> Group:
+        group = make_group(ticket)
+        if ticket.number != 1:
+            return group
+        same = [msgspec.structs.replace(t, reward=1.0) for t in group.trajectories]
+        return failing(msgspec.structs.replace(group, trajectories=same), 2)
+
+    sizes = ("learner.max_lag=2", "learner.groups=4", "learner.group_size=3")
+    learner = Learner(make_run(*sizes, "learner.drop_uniform=true"), some)
+    learner.feeder.admit(9)
+    learner.answer(12, 9)
+    assert learner.take() == [0, 2, 3, 4]
+    assert (learner.intake.uniform, learner.intake.invalid) == (1, 0)

@@ -1,0 +1,197 @@
+"""The supervised phase: cached by content, stopped early, stopped on request."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from areal_q.config import Arithmetic, Calculator, Run
+from areal_q.errors import Stopped
+from areal_q.models import Decoder, PackedLayout
+from areal_q.tasks import build_task, build_tokenizer, problem_at
+from learner.build import build_model
+from learner.data.sft_warmup import supervised_loss, warm_start
+
+MakeRun = Callable[..., Run]
+Progress = list[tuple[int, float]]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def warmed(run: Run, stop: threading.Event | None = None) -> tuple[Decoder, Path | None, Progress]:
+    """(model, the directory of the cache that it came from, what was told meanwhile)"""
+    told: Progress = []
+    tokenizer = build_tokenizer(run)
+    model = build_model(run, tokenizer)
+    cached = warm_start(
+        model,
+        run,
+        build_task(run.task),
+        tokenizer,
+        lambda step, loss: told.append((step, loss)),
+        stop or threading.Event(),
+    )
+    return model, cached, told
+
+
+def same(one: Decoder, other: Decoder) -> bool:
+    a, b = one.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_second_call_loads_the_weights_of_the_first(make_run: MakeRun):
+    run = make_run("warmstart.steps=3", "warmstart.batch=8")
+    first, cached, told = warmed(run)
+    assert not cached
+    assert [step for step, _ in told] == [0, 3]
+    second, cached, told = warmed(run)
+    assert cached
+    assert told == []
+    assert same(first, second)
+    assert not same(first, build_model(run, build_tokenizer(run)))
+
+
+def test_a_cache_that_cannot_be_written_costs_the_cache_alone(
+    make_run: MakeRun, cache: Path, caplog: pytest.LogCaptureFixture
+):
+    cache.write_text("a file in the place of the directory")
+    run = make_run("warmstart.steps=3", "warmstart.batch=8")
+    _, cached, told = warmed(run)
+    assert not cached and [step for step, _ in told] == [0, 3]
+    assert "cannot be cached for the next run" in caplog.text
+
+
+def test_the_same_settings_give_the_same_weights_without_the_cache(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    run = make_run("warmstart.steps=2", "warmstart.batch=8")
+    first, *_ = warmed(run)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    second, cached, _ = warmed(run)
+    assert not cached
+    assert same(first, second)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "seed=1",
+        "model.width=64",
+        "task.digits=2",
+        "task.heldout=30",
+        "warmstart.steps=3",
+        "warmstart.lr=1e-3",
+        "warmstart.batch=9",
+        "warmstart.until_accuracy=0.9",
+    ],
+)
+def test_other_settings_are_not_taken_for_these(make_run: MakeRun, other: str):
+    settings = ["warmstart.steps=2", "warmstart.batch=8"]
+    warmed(make_run(*settings))
+    assert not warmed(make_run(*settings, other))[1]
+    assert warmed(make_run(*settings, "learner.max_lag=0", "steps=99"))[1]
+
+
+def test_a_file_that_changed_under_its_path_is_not_taken_for_the_old_one(
+    make_run: MakeRun, tmp_path: Path
+):
+    def write(sums: int) -> None:
+        lines = [{"question": "", "answer": f"<<{n}+2={n + 2}>>\n#### 1"} for n in range(sums)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    path = tmp_path / "train.jsonl"
+    run = make_run("warmstart.steps=2", "warmstart.batch=8")
+    run = msgspec.structs.replace(run, task=Calculator(path=str(path), heldout=0.2))
+    write(20)
+    assert [warmed(run)[1] for _ in range(2)] == [False, True]
+    write(21)
+    assert not warmed(run)[1]
+
+
+def test_it_stops_at_the_accuracy_that_is_enough(make_run: MakeRun):
+    _, _, told = warmed(make_run("warmstart.steps=50", "warmstart.until_accuracy=0"))
+    assert [step for step, _ in told] == [0, 50]  # nothing in between: the first step was enough
+    assert told[0][1] == told[1][1]
+
+
+def test_a_request_to_stop_raises_and_leaves_nothing_in_the_cache(make_run: MakeRun, cache: Path):
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Stopped):
+        warmed(make_run("warmstart.steps=50"), stop)
+    assert not [path for path in cache.rglob("*") if path.is_file()]
+
+
+def test_no_steps_leave_the_model_alone(make_run: MakeRun, cache: Path):
+    run = make_run("warmstart.steps=0")
+    model, cached, told = warmed(run)
+    assert (cached, told) == (False, [])
+    assert same(model, build_model(run, build_tokenizer(run)))
+    assert not cache.exists()
+
+
+def test_a_torn_file_in_the_cache_is_made_again(make_run: MakeRun, cache: Path):
+    run = make_run("warmstart.steps=2", "warmstart.batch=8")
+    first, *_ = warmed(run)
+    (file,) = cache.rglob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:100])
+    again, cached, _ = warmed(run)
+    assert not cached
+    assert same(first, again)
+    assert warmed(run)[1]
+
+
+def test_the_loss_is_the_mean_cross_entropy_of_the_answers_tokens(make_run: MakeRun):
+    run = make_run()
+    tokenizer, task = build_tokenizer(run), build_task(run.task)
+    model = build_model(run, tokenizer)
+    problems = [problem_at(task, n, 0) for n in range(7)]
+    rows = [
+        (tokenizer.encode(p.prompt), [*tokenizer.encode(p.answer), tokenizer.eos_id])
+        for p in problems
+    ]
+    losses = []
+    with torch.no_grad():
+        for prompt, answer in rows:
+            for place, token in enumerate(answer):
+                # Every token by itself, from all that stands before it.
+                loss, _ = supervised_loss(model, [(prompt + answer[:place], [token])])
+                losses.append(loss.item())
+        mean, _ = supervised_loss(model, rows)
+    assert mean.item() == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+
+
+def test_the_share_it_has_right_is_that_of_greedy_decoding(make_run: MakeRun):
+    run = make_run("warmstart.steps=60", "warmstart.batch=32", "warmstart.lr=1e-2")
+    run = msgspec.structs.replace(run, task=Arithmetic(digits=1, heldout=20))
+    model, _, _ = warmed(run)
+    tokenizer, task = build_tokenizer(run), build_task(run.task)
+    rows = [
+        (tokenizer.encode(p.prompt), [*tokenizer.encode(p.answer), tokenizer.eos_id])
+        for p in task.train
+    ]
+
+    def greedy(prompt: list[int], length: int) -> list[int]:
+        ids = list(prompt)
+        for _ in range(length):
+            hidden = model(torch.tensor(ids), PackedLayout.of([len(ids)]))
+            ids.append(int(model.logits(hidden[-1]).argmax()))
+        return ids[len(prompt) :]
+
+    with torch.no_grad():
+        right = [greedy(prompt, len(answer)) == answer for prompt, answer in rows]
+    assert 0 < sum(right) < len(rows)
+    assert supervised_loss(model, rows)[1] == sum(right) / len(rows)
+
+
+def test_it_learns(make_run: MakeRun):
+    _, _, told = warmed(make_run("warmstart.steps=60", "warmstart.batch=32", "warmstart.lr=1e-2"))
+    assert told[-1][1] < told[0][1] / 2

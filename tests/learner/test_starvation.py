@@ -1,0 +1,175 @@
+"""A learner that waits says for what, and a resumed one whether it repeats what was before."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import redis
+from rich.console import Console
+
+from areal_q.cli.live_view import History, PlainView, picture
+from areal_q.config import Run, load
+from areal_q.messages import Group, WorkerStatus
+from areal_q.observability.metrics_log import FILE_NAME, MetricsLog, read_metrics
+from areal_q.tasks import build_task, build_tokenizer
+from buffer.redis_store import LearnerBuffer, WorkerBuffer
+from learner.data import group_reader as intake_module
+from learner.data import starvation
+from learner.data.admission import Feeder
+from learner.data.group_reader import Intake
+from learner.data.replay_check import ReplayCheck
+from learner.data.staleness import Lineage
+from rollout.commands import status
+
+SETTINGS = """
+name = "fork"
+steps = 24
+model = {type = "small", layers = 1, width = 32, heads = 2, kv_heads = 1, mlp = 48, max_positions = 32}
+learner = {groups = 4, group_size = 4, max_lag = 1, minibatches = 1, optimizer = {lr = 1e-2}}
+rollout = {engine = {type = "torch", slots = 4}, sampling = {max_tokens = 8}}
+task = {type = "arithmetic", digits = 1, heldout = 4}
+checkpoint = {every = 1000}
+eval = {every = 1000, problems = 4}
+"""
+
+
+def beat(worker: str, waits_for: str) -> WorkerStatus:
+    return WorkerStatus(
+        worker=worker, pid=1, version=4, active=0, tokens=0, tokens_per_s=0.0, idle_share=1.0, groups=0,
+        swaps=0, swap_s=0.0, time_s=0.0, waits_for=waits_for,
+    )  # fmt: skip
+
+
+def test_a_learner_that_starves_tells_who_holds_its_tickets(
+    redis_url: str,
+    make_run: Callable[..., Run],
+    make_group: Callable[..., Group],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+    monkeypatch.setattr(starvation, "SAY_AFTER_S", 0.05)
+    run = make_run("learner.groups=4", "learner.max_lag=1")
+    buffer = LearnerBuffer(redis_url, run.name)
+    feeder = Feeder(run, build_task(run.task), build_tokenizer(run), buffer, 0, set())
+    intake = Intake(buffer, feeder, Lineage(3, {0: "a0", 1: "b1"}), run)
+    said: list[str] = []
+    stop = threading.Event()
+
+    def told(version: int, sentence: str) -> None:
+        said.append(sentence)
+        stop.set()
+
+    intake.told = told
+    feeder.admit(1)
+
+    async def work() -> None:
+        worker = WorkerBuffer(redis_url, run.name, "node-3-w")
+        claims = await worker.claim(3, block_s=0.0)
+        await worker.heartbeat(beat("node-3-w", "version 9, with version 4"))
+        await worker.commit(claims[0], make_group(claims[0].ticket))
+        assert await asyncio.to_thread(intake.take, 1, stop) is None
+        with redis.Redis.from_url(redis_url) as client:
+            assert status._starves(client, run.name) == said
+            for claim in claims[1:] + await worker.claim(1, block_s=0.0):
+                await worker.commit(claim, make_group(claim.ticket))
+            stop.clear()
+            assert await asyncio.to_thread(intake.take, 1, stop)
+            assert status._starves(client, run.name) == []
+        await worker.close()
+
+    asyncio.run(work())
+    assert said[0].startswith("no step for ")
+    assert said[0].endswith(
+        " s: 1 of 4 groups are ready; 7 tickets are open, 2 of them claimed (node-3-w: 2); "
+        "node-3-w waits for version 9, with version 4; workers draw 0 tokens/s"
+    )
+    buffer.close()
+
+
+def test_a_warning_is_on_screen_until_the_next_step(tmp_path: Path):
+    run = load(None, [f"root={tmp_path}", "name=demo"])
+    with MetricsLog(tmp_path / "demo", tensorboard=False) as metrics:
+        metrics.write("warning", 4, {}, message="no step for 20 s")
+        console = Console(file=StringIO(), width=200)
+        view = PlainView(run, console)
+        view.start(tmp_path / "demo")
+        view.refresh()
+        assert "warning: no step for 20 s" in console.file.getvalue()  # pyright: ignore
+        history = History(10)
+        shown = []
+        metrics.write("step", 5, {"reward/mean": 0.0})
+        for record in read_metrics(tmp_path / "demo" / FILE_NAME):
+            history.add(record)
+            with console.capture() as captured:
+                console.print(picture("demo", history, 1.0))
+            shown.append("no step for 20 s" in captured.get())
+    assert shown == [True, False]
+
+
+def test_a_replay_is_exact_until_the_first_weights_that_differ(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    check = ReplayCheck(40, {39: "x", 40: "y", 41: "a", 42: "b", 43: "c"})
+    assert check.metrics() == {}
+    for version, digest in [(40, "y"), (41, "a"), (42, "other"), (43, "c"), (44, "d")]:
+        check.published(version, digest)
+    assert check.metrics() == {"learner/replay_exact_steps": 1, "learner/replay_differs_at": 42}
+    assert "replay differs at step 42" in caplog.text
+    exact = ReplayCheck(40, {41: "a", 43: "c"})
+    for version, digest in [(40, "y"), (41, "a"), (42, "b"), (43, "c")]:
+        exact.published(version, digest)
+    assert "replay is exact up to step 43" in caplog.text
+    assert exact.metrics() == {"learner/replay_exact_steps": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_resumed_with_other_arithmetic_goes_on(
+    redis_url: str, tmp_path: Path, short_dir: Path
+):
+    """As on a node with another processor: the same steps give other bits. The only worker has room for two
+    groups, and more tickets of the abandoned history than that are open."""
+    (tmp_path / "base.toml").write_text(SETTINGS)
+    metrics = tmp_path / "fork" / FILE_NAME
+    plain = os.environ | {"REDIS_URL": redis_url, "OMP_NUM_THREADS": "1"}
+
+    def start(name: str, *args: str, **environment: str) -> subprocess.Popen[bytes]:
+        with (tmp_path / f"{name}.log").open("wb") as log:
+            command = [sys.executable, "-m", *args]
+            return subprocess.Popen(command, env=plain | environment, stdout=log, stderr=log)
+
+    def learn(name: str, **environment: str) -> subprocess.Popen[bytes]:
+        args = ["learner", "--config", str(tmp_path / "base.toml"), f"root={tmp_path}"]
+        sockets = [f"broadcast.{kind}=ipc://{short_dir}/{kind}" for kind in ("announce", "fetch")]
+        return start(name, *args, *sockets, **environment)
+
+    def steps() -> int:
+        records = read_metrics(metrics) if metrics.exists() else []
+        return max((r["step"] for r in records if r["kind"] == "step"), default=0)
+
+    children = [learn("first"), start("w0", "rollout", "--run", "fork", "--id", "w0")]
+    try:
+        while steps() < 12:
+            assert all(child.poll() is None for child in children)
+            time.sleep(0.05)
+        for child in children:
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+        children = [
+            learn("second", ATEN_CPU_CAPABILITY="default"),
+            start("w1", "rollout", "--run", "fork", "--id", "w1"),
+        ]
+        assert children[0].wait(400) == 0, (tmp_path / "second.log").read_text()
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    assert steps() == 24
+    assert "replay " in (tmp_path / "second.log").read_text()

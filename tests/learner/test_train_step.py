@@ -1,0 +1,250 @@
+"""One learner step: against transformers, against itself cut otherwise, and against common sense."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from areal_q.config import Run
+from areal_q.errors import ConfigError
+from areal_q.messages import Array
+from areal_q.models import save_decoder
+from areal_q.tasks import build_tokenizer
+from learner import policy_update as step_module
+from learner.backends.single_device import Trainer, token_logprobs
+from learner.build import build_model
+from learner.data.packing import Sample, pack
+from learner.optim.build import learning_rate
+from learner.policy_update import update_policy
+
+MakeRun = Callable[..., Run]
+MakeSamples = Callable[..., list[Sample]]
+
+
+def build(run: Run, temperature: float = 1.0) -> Trainer:
+    return Trainer(build_model(run, build_tokenizer(run)), run.learner, temperature)
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {k: v.detach().clone() for k, v in trainer.model.state_dict().items()}
+
+
+def total_logprobs(trainer: Trainer, samples: list[Sample]) -> list[float]:
+    """Log-prob of each sample's whole response."""
+    batch = pack(samples)
+    with torch.no_grad():
+        logprobs, _ = token_logprobs(trainer.model, batch, trainer.temperature)
+    totals = torch.zeros(len(samples)).index_add_(0, batch.sequence_ids, logprobs)
+    return totals.tolist()
+
+
+def test_log_probs_equal_those_of_transformers_at_the_sampling_temperature(
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
+):
+    from transformers import AutoModelForCausalLM
+
+    run, temperature = make_run(), 0.7
+    trainer, samples = build(run, temperature), make_samples(9)
+    save_decoder(trainer.model, tmp_path / "hf", build_tokenizer(run))
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    with torch.no_grad():
+        logprobs, entropy = token_logprobs(trainer.model, pack(samples), temperature)
+        expected, spread = [], []
+        for s in samples:
+            response = s.trajectory.response_ids.numpy()
+            ids = torch.from_numpy(np.concatenate([s.prompt_ids, response])).long()
+            scaled = oracle(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1] / temperature
+            distribution = torch.distributions.Categorical(logits=scaled)
+            expected.append(distribution.log_prob(ids[len(s.prompt_ids) :]))
+            spread.append(distribution.entropy())
+    torch.testing.assert_close(logprobs, torch.cat(expected), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, torch.cat(spread), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "seq_mean_token_mean", {"type": "seq_mean_token_sum_norm"}]
+)
+def test_the_step_does_not_depend_on_how_the_batch_is_cut(
+    make_run: MakeRun, make_samples: MakeSamples, aggregation: str | dict[str, str]
+):
+    # A large eps makes AdamW's step smooth in the gradient; at 1e-8 rounding alone could turn its sign.
+    settings = ["learner.optimizer.eps=1e-2", "learner.optimizer.lr=0.1"]
+    name = aggregation if isinstance(aggregation, str) else aggregation["type"]
+    settings.append(f"learner.aggregation.type={name}")
+    if name == "seq_mean_token_sum_norm":
+        settings.append("learner.aggregation.length=8")
+    results, metrics = [], []
+    for tokens in (14, 17, 64, 10**6):
+        trainer = build(make_run(*settings, f"learner.microbatch_tokens={tokens}"))
+        before = weights(trainer)
+        for seed in (1, 2):
+            values = update_policy(trainer, make_samples(15, seed))
+        results.append(weights(trainer))
+        metrics.append(values)
+    moved = max(float((results[-1][k] - before[k]).abs().max()) for k in before)
+    assert moved > 1e-3
+    for other, values in zip(results[:-1], metrics[:-1], strict=True):
+        for name, tensor in other.items():
+            torch.testing.assert_close(tensor, results[-1][name], atol=1e-3 * moved, rtol=0)
+        for key in ("train/loss", "train/grad_norm", "mismatch/kl", "policy/kl_k3"):
+            assert values[key] == pytest.approx(metrics[-1][key], rel=1e-3, abs=1e-6)
+
+
+def test_a_response_that_no_micro_batch_has_room_for_is_refused_by_name(
+    make_run: MakeRun, make_samples: MakeSamples
+):
+    samples = make_samples(9)
+    longest = max(samples, key=lambda s: s.num_tokens)
+    fits = build(make_run(f"learner.microbatch_tokens={longest.num_tokens}"))
+    update_policy(fits, samples)
+    trainer = build(make_run(f"learner.microbatch_tokens={longest.num_tokens - 1}"))
+    before = weights(trainer)
+    where = f"ticket {longest.group}, response {longest.trajectory.index} has {longest.num_tokens}"
+    with pytest.raises(ConfigError, match=rf"learner.microbatch_tokens = \d+: {where} tokens"):
+        update_policy(trainer, samples)
+    assert all(torch.equal(p, before[name]) for name, p in weights(trainer).items())
+    with pytest.raises(ConfigError, match=r"learner\.microbatch_tokens = 4 has no room"):
+        make_run("learner.microbatch_tokens=4", "rollout.sampling.max_tokens=4")
+
+
+def test_the_proximal_policy_is_the_one_before_the_first_update(
+    make_run: MakeRun, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = build(make_run("learner.minibatches=4", "learner.optimizer.lr=0.05"))
+    samples = make_samples(8)
+    with torch.no_grad():
+        before, _ = token_logprobs(trainer.model, pack(samples), 1.0)
+    seen = []
+
+    def recording(inputs, *args, **more):
+        seen.append(inputs)
+        return original(inputs, *args, **more)
+
+    original = step_module.loss_fn
+    monkeypatch.setattr(step_module, "loss_fn", recording)
+    update_policy(trainer, samples)
+
+    assert len(seen) == 4
+    proximal = torch.cat([inputs.proximal_logprobs for inputs in seen])
+    torch.testing.assert_close(proximal, before, atol=1e-5, rtol=1e-5)
+    assert not proximal.requires_grad
+    # The first update starts from it, the last one is well on its way.
+    torch.testing.assert_close(seen[0].logprobs, seen[0].proximal_logprobs, atol=1e-5, rtol=1e-5)
+    assert (seen[-1].logprobs - seen[-1].proximal_logprobs).abs().max() > 1e-2
+
+
+def test_the_same_samples_and_weights_give_the_same_weights_bit_for_bit(
+    make_run: MakeRun, make_samples: MakeSamples
+):
+    results = []
+    for _ in range(2):
+        trainer = build(make_run("learner.microbatch_tokens=40"))
+        values = [update_policy(trainer, make_samples(12, seed)) for seed in range(3)]
+        results.append((weights(trainer), values))
+    (one, metrics), (other, metrics_again) = results
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert metrics == metrics_again
+
+
+def test_a_rewarded_response_gets_likelier_and_a_punished_one_less_so(
+    make_run: MakeRun, make_samples: MakeSamples
+):
+    trainer = build(make_run("learner.minibatches=1", "learner.optimizer.warmup_steps=0"))
+    samples = []
+    for sample, advantage in zip(make_samples(6), [1.0, -1.0] * 3, strict=True):
+        batch = pack([sample])
+        with torch.no_grad():
+            logprobs, _ = token_logprobs(trainer.model, batch, 1.0)
+        trajectory = msgspec.structs.replace(
+            sample.trajectory,
+            behavior_logprobs=Array.of(logprobs.numpy(), "float32"),
+            loss_mask=Array.of(np.ones(len(logprobs)), "uint8"),
+        )
+        samples.append(dataclasses.replace(sample, trajectory=trajectory, advantage=advantage))
+    before = total_logprobs(trainer, samples)
+    update_policy(trainer, samples)
+    change = [after - b for after, b in zip(total_logprobs(trainer, samples), before, strict=True)]
+    assert min(change[::2]) > 0 > max(change[1::2])
+
+
+def test_masked_tokens_teach_nothing(make_run: MakeRun, make_samples: MakeSamples):
+    def masked(sample: Sample) -> Sample:
+        zeros = Array.of(np.zeros(sample.trajectory.num_tokens), "uint8")
+        trajectory = msgspec.structs.replace(sample.trajectory, loss_mask=zeros)
+        return dataclasses.replace(sample, trajectory=trajectory)
+
+    trainer = build(make_run())
+    before = weights(trainer)
+    update_policy(trainer, [masked(s) for s in make_samples(4)])
+    assert all(torch.equal(before[k], v) for k, v in weights(trainer).items())
+
+
+def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_counted(
+    make_run: MakeRun, make_samples: MakeSamples
+):
+    trainer = build(make_run("learner.minibatches=2"))
+    before = weights(trainer)
+    parameter = trainer.model.model.norm.weight
+    hook = parameter.register_hook(lambda grad: grad * math.nan)
+    values = update_policy(trainer, make_samples(6))
+    assert all(torch.equal(before[k], v) for k, v in weights(trainer).items())
+    assert (trainer.updates, trainer.skipped, values["train/skipped_steps"]) == (2, 2, 2)
+
+    hook.remove()
+    values = update_policy(trainer, make_samples(6))
+    assert (trainer.updates, trainer.skipped, values["train/skipped_steps"]) == (4, 2, 2)
+    after = weights(trainer)
+    assert all(v.isfinite().all() for v in after.values())
+    assert any(not torch.equal(before[k], v) for k, v in after.items())
+
+
+def test_the_learning_rate_rises_linearly_and_then_stays(make_run: MakeRun):
+    cfg = make_run("learner.optimizer.lr=0.3", "learner.optimizer.warmup_steps=2").learner.optimizer
+    rates = [learning_rate(cfg, update) for update in range(5)]
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.3, 0.3])
+
+
+def test_weight_decay_spares_norms(make_run: MakeRun):
+    trainer = build(make_run("learner.optimizer.weight_decay=0.1"))
+    decays = {
+        id(p): group["weight_decay"]
+        for group in trainer.optimizer.param_groups
+        for p in group["params"]
+    }
+    for name, parameter in trainer.model.named_parameters():
+        assert decays[id(parameter)] == (0.0 if "norm" in name else 0.1), name
+
+
+@pytest.mark.parametrize("precision", ["full", "qarl", "jet"])
+def test_in_bfloat16_only_the_products_are_coarser(
+    make_run: MakeRun, make_samples: MakeSamples, precision: str
+):
+    format = "int8" if precision == "qarl" else "fp8"
+    settings = [f"learner.precision={precision}", f"rollout.format={format}"]
+    fine = build(make_run(*settings))
+    coarse = build(make_run(*settings, "learner.dtype=bfloat16"))
+    samples = make_samples(9)
+    with torch.no_grad():
+        a, b = (token_logprobs(t.model, pack(samples), 1.0) for t in (fine, coarse))
+    for exact, rounded in zip(a, b, strict=True):
+        assert rounded.dtype == torch.float32
+        gap = (exact - rounded).abs().max()
+        assert 0 < gap < 0.1
+    before, metrics = weights(coarse), update_policy(coarse, samples)
+    update_policy(fine, samples)
+    assert math.isfinite(metrics["train/loss"]) and metrics["train/grad_norm"] > 0
+    moves = []
+    for trainer in (fine, coarse):
+        after = weights(trainer)
+        assert all(w.dtype == torch.float32 for w in after.values())
+        moves.append(torch.cat([(after[k] - w).flatten() for k, w in before.items()]))
+    assert (
+        torch.cosine_similarity(*moves, dim=0) > 0.9
+    )  # Adam's first step is a sign: small ones may turn
+    state = coarse.optimizer.state[coarse.model.head]
+    assert state["exp_avg"].dtype == torch.float32

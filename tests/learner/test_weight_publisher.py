@@ -1,0 +1,111 @@
+"""Versions are made beside the next learner step, and are of the weights that they were begun with."""
+
+import copy
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from areal_q.config import Run
+from areal_q.errors import QuantizationError
+from areal_q.models import Decoder
+from areal_q.tasks import build_tokenizer
+from areal_q.weights.version import WeightVersion
+from learner.backends.precision import set_precision
+from learner.backends.single_device import Trainer
+from learner.build import build_model
+from learner.data.packing import Sample
+from learner.policy_update import update_policy
+from learner.publishing.version_builder import Publisher
+from learner.publishing.weight_publisher import Outlet
+
+MakeRun = Callable[..., Run]
+MakeSamples = Callable[..., list[Sample]]
+
+
+class Slow(Publisher):
+    """Makes a version only once it may."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.may = threading.Event()
+
+    def make(
+        self, model: Decoder, version: int, beside: Mapping[str, Tensor] | None = None
+    ) -> WeightVersion:
+        self.may.wait()
+        return super().make(model, version, beside)
+
+
+def build(run: Run) -> Trainer:
+    model = build_model(run, build_tokenizer(run))
+    set_precision(model, run)
+    return Trainer(model, run.learner, 1.0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        ("learner.precision=qarl",),
+        ("learner.lora.rank=4", "learner.optimizer.lr=0.1"),
+        ("rollout.unquantized=bf16", "rollout.sticky_scales=0.05"),
+    ],
+)
+def test_a_version_in_the_making_is_of_the_weights_at_its_beginning(
+    make_run: MakeRun, make_samples: MakeSamples, settings: tuple[str, ...]
+) -> None:
+    run = make_run("learner.optimizer.lr=0.01", *settings)
+    trainer, publisher = build(run), Slow(run)
+    outlet = Outlet(publisher, lambda _: None)
+    trainer.before_write = outlet.release
+    before = copy.deepcopy(trainer.model.state_dict())
+    wanted = Publisher(run).make(trainer.model, 1)
+    outlet.begin(trainer.model, 1, {})
+    with ThreadPoolExecutor(1) as thread:
+        step = thread.submit(update_policy, trainer, make_samples(9, vocab=13))
+        with pytest.raises(TimeoutError):
+            step.result(timeout=0.5)
+        now = trainer.model.state_dict()
+        assert all(torch.equal(now[name], tensor) for name, tensor in before.items())
+        publisher.may.set()
+        step.result()
+    made = outlet.finish()
+    outlet.close()
+    assert made is not None and made.manifest.digest == wanted.manifest.digest
+    now = trainer.model.state_dict()
+    assert not all(torch.equal(now[name], tensor) for name, tensor in before.items())
+
+
+def test_versions_are_announced_in_order_and_before_they_count_as_finished(
+    make_run: MakeRun,
+) -> None:
+    run = make_run()
+    model, announced = build(run).model, []
+    outlet = Outlet(Publisher(run), lambda made: announced.append(made.manifest.version))
+    for version in range(5):
+        outlet.begin(model, version, {})
+        made = outlet.finish()
+        assert made is not None and made.manifest.version == version
+        assert announced == list(range(version + 1))
+    assert outlet.finish() is None
+    outlet.close()
+
+
+def test_what_cannot_be_quantized_is_announced_nowhere_and_ends_the_learner(
+    make_run: MakeRun,
+) -> None:
+    run = make_run()
+    model, announced = build(run).model, []
+    outlet = Outlet(Publisher(run), announced.append)
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if "q_proj" in n).fill_(torch.nan)
+    outlet.begin(model, 1, {})
+    outlet.release()
+    with pytest.raises(QuantizationError, match="q_proj"):
+        outlet.finish()
+    outlet.close()
+    assert announced == []

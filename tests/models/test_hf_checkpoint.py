@@ -1,0 +1,428 @@
+"""Checkpoints, both ways, against transformers: same tensors, same logits."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+import areal_q.models.hf_checkpoint as hf_module
+from areal_q.errors import CheckpointError
+from areal_q.models import (
+    Decoder,
+    DecoderConfig,
+    PackedLayout,
+    init_weights,
+    load_config,
+    load_decoder,
+    save_decoder,
+)
+from areal_q.tasks import CharTokenizer
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LENGTHS = [5, 17, 1, 60]
+
+
+def hf_config(family: str, tied: bool) -> PreTrainedConfig:
+    match family:
+        case "qwen2":
+            rope = {"rope_type": "default", "rope_theta": 1e6}
+            return Qwen2Config(**SHAPE, tie_word_embeddings=tied, rope_parameters=rope)
+        case "qwen3":
+            return Qwen3Config(**SHAPE, tie_word_embeddings=tied, head_dim=16, rms_norm_eps=1e-5)
+        case "llama":
+            return LlamaConfig(**SHAPE, tie_word_embeddings=tied)
+        case _:
+            return LlamaConfig(**SHAPE, tie_word_embeddings=tied, rope_parameters=LLAMA3)
+
+
+def randomised(config: PreTrainedConfig) -> Any:
+    """Also the biases and norms, which start at 0 and 1: a swapped one must show."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.2)
+    return model.eval()
+
+
+@torch.no_grad()
+def assert_same_logits(ours: Decoder, hf: Any) -> None:
+    """The packed batch against transformers, one sequence at a time."""
+    ids = torch.randint(0, SHAPE["vocab_size"], (sum(LENGTHS),))
+    packed = ours.logits(ours(ids, PackedLayout.of(LENGTHS)))
+    expected = torch.cat([hf(part[None]).logits[0] for part in ids.split(LENGTHS)])
+    assert expected.std() > 0.1
+    torch.testing.assert_close(packed, expected, atol=1e-5, rtol=0)
+
+
+@pytest.fixture
+def make() -> Callable[[], Decoder]:
+    def build() -> Decoder:
+        model = Decoder(DecoderConfig.from_hf(hf_config("qwen3", tied=True).to_dict()))
+        init_weights(model, 0)
+        return model
+
+    return build
+
+
+every_kind = pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "llama3-rope"])
+tied_or_not = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_theta": 3e5},
+        {"rope_scaling": {"rope_type": "default", "rope_theta": 3e5}},
+        {"rope_scaling": LLAMA3 | {"rope_theta": 3e5}, "rope_theta": 1e6},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5}, "rope_theta": 1e6},
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA3},
+    ],
+)
+def test_rope_is_what_transformers_reads_from_either_table_of_a_config(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    randomised(hf_config("qwen3", tied=False)).save_pretrained(tmp_path)
+    edit_config(tmp_path, rope_parameters=None)
+    edit_config(tmp_path, **change)
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert_same_logits(load_decoder(tmp_path), hf.eval())
+
+
+def test_of_one_file_and_a_stale_index_transformers_choice_is_read(tmp_path: Path) -> None:
+    randomised(hf_config("llama", tied=False)).save_pretrained(tmp_path)
+    stale = {k: v + 0.5 for k, v in load_file(tmp_path / "model.safetensors").items()}
+    save_file(stale, tmp_path / "stale.safetensors")
+    index = {"weight_map": dict.fromkeys(stale, "stale.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert_same_logits(load_decoder(tmp_path), hf.eval())
+
+
+@every_kind
+@tied_or_not
+def test_a_transformers_checkpoint_gives_the_same_logits(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
+    hf = randomised(hf_config(family, tied))
+    hf.save_pretrained(tmp_path)
+    assert_same_logits(load_decoder(tmp_path), hf)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_act": "swish"},
+        {"use_sliding_window": False, "sliding_window": 4},
+        {"use_sliding_window": True, "sliding_window": None},
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+    ],
+)
+def test_a_config_that_says_the_same_in_other_words_gives_transformers_logits(
+    tmp_path: Path, family: str, change: dict[str, Any]
+) -> None:
+    theirs = randomised(hf_config(family, tied=True))
+    theirs.save_pretrained(tmp_path)
+    table = json.loads((tmp_path / "config.json").read_text()) | change
+    table.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert_same_logits(load_decoder(tmp_path), oracle)
+
+
+@every_kind
+@tied_or_not
+def test_transformers_reads_our_checkpoint_with_the_same_logits(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
+    config = DecoderConfig.from_hf(hf_config(family, tied).to_dict())
+    model = Decoder(config)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.2)
+    save_decoder(model, tmp_path / "out")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    hf, info = loaded
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert_same_logits(model, hf.eval())
+    assert load_config(tmp_path / "out") == config
+
+
+def test_a_checkpoint_round_trips_bit_for_bit(tmp_path: Path, make: Callable[[], Decoder]) -> None:
+    model = make()
+    save_decoder(model, tmp_path / "out")
+    again = load_decoder(tmp_path / "out")
+    assert again.config == model.config
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True)
+    )
+    assert all(p.requires_grad for p in again.parameters())
+
+
+def test_a_sharded_bfloat16_checkpoint_loads_in_float32(tmp_path: Path) -> None:
+    bf16 = randomised(hf_config("qwen2", tied=True)).bfloat16()
+    bf16.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len([*tmp_path.glob("*.safetensors")]) > 1
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert_same_logits(load_decoder(tmp_path), hf.eval())
+
+
+def test_a_tied_checkpoint_may_hold_its_head_as_well(
+    tmp_path: Path, make: Callable[[], Decoder]
+) -> None:
+    save_decoder(make(), tmp_path / "out")
+    edit(tmp_path / "out", lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()})
+    assert "lm_head.weight" not in load_decoder(tmp_path / "out").state_dict()
+
+
+def test_a_tied_checkpoint_with_another_head_is_refused(saved: Path) -> None:
+    edit(saved, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"] + 1})
+    assert_refused(saved, "lm_head.weight is not the embedding")
+
+
+def test_frequencies_that_an_older_transformers_wrote_are_passed_over(saved: Path) -> None:
+    left = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    edit(saved, lambda t: t | left)
+    assert not left.keys() & load_decoder(saved).state_dict().keys()
+
+
+def test_the_tokenizer_is_saved_beside_the_model(
+    tmp_path: Path, make: Callable[[], Decoder]
+) -> None:
+    save_decoder(make(), tmp_path / "out", CharTokenizer())
+    hf = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert hf("1+1=")["input_ids"] == CharTokenizer().encode("1+1=")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == 40
+
+
+def test_saving_replaces_a_checkpoint_whole_and_leaves_nothing_beside_it(
+    tmp_path: Path, make: Callable[[], Decoder]
+) -> None:
+    for seed in (1, 2):
+        model = make()
+        init_weights(model, seed)
+        save_decoder(model, tmp_path / "out", CharTokenizer() if seed == 1 else None)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    assert torch.equal(
+        load_decoder(tmp_path / "out").model.embed_tokens.weight, model.model.embed_tokens.weight
+    )
+
+
+def test_a_failed_save_leaves_the_old_checkpoint(
+    tmp_path: Path, make: Callable[[], Decoder]
+) -> None:
+    save_decoder(make(), tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    other = make()
+    init_weights(other, 5)
+    with pytest.raises(ZeroDivisionError):
+        save_decoder(other, tmp_path / "out", FailingTokenizer())
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_save_killed_at_any_moment_loses_no_checkpoint(
+    tmp_path: Path, make: Callable[[], Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file-system step of a replacement is the last one once; clean-up code does not run."""
+    old, new = make(), make()
+    init_weights(new, 1)
+    for steps in range(20):
+        root = tmp_path / str(steps)
+        save_decoder(old, root / "out")
+        finished = killed_after(
+            steps, monkeypatch, lambda root=root: save_decoder(new, root / "out")
+        )
+        # Whatever the kill left, a save that fails at once must find a whole checkpoint to keep.
+        with pytest.raises(ZeroDivisionError):
+            save_decoder(make(), root / "out", FailingTokenizer())
+        kept = load_decoder(root / "out").model.embed_tokens.weight
+        choices = [new] if finished else [old, new]
+        assert any(torch.equal(kept, m.model.embed_tokens.weight) for m in choices)
+        assert [p.name for p in root.iterdir()] == ["out"]
+        if finished:
+            return
+    raise AssertionError("the save never finished")
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+class FailingTokenizer(CharTokenizer):
+    def save(self, directory: str) -> None:
+        raise ZeroDivisionError
+
+
+def killed_after(steps: int, monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> bool:
+    """Runs `action`, which stops for good after `steps` renames, writes or removals; True if it ended."""
+    left = steps
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= 1
+            return function(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("mkdir", "rename", "write_text"):
+            patch.setattr(Path, name, counted(getattr(Path, name)))
+        patch.setattr(hf_module, "save_tensors", counted(hf_module.save_tensors))
+        patch.setattr(hf_module.shutil, "rmtree", counted(hf_module.shutil.rmtree))
+        try:
+            action()
+        except Killed:
+            return False
+    return True
+
+
+# What cannot be loaded is named
+
+
+@pytest.fixture
+def saved(tmp_path: Path, make: Callable[[], Decoder]) -> Path:
+    save_decoder(make(), tmp_path / "model")
+    return tmp_path / "model"
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def edit(directory: Path, change: Callable[[Tensors], Tensors]) -> None:
+    file = directory / "model.safetensors"
+    save_file(change(load_file(file)), file)
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    file = directory / "config.json"
+    table = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in table.items() if v is not None}))
+
+
+def assert_refused(directory: Path, complaint: str) -> None:
+    with pytest.raises(CheckpointError, match=complaint) as caught:
+        load_decoder(directory)
+    assert str(directory) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    assert_refused(tmp_path / "nowhere", "nowhere: no such directory$")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_missing_file_is_named(saved: Path, name: str) -> None:
+    (saved / name).unlink()
+    assert_refused(saved, f"{name}: [Nn]o such file")
+
+
+def test_a_missing_tensor_is_named(saved: Path) -> None:
+    edit(saved, lambda t: {k: v for k, v in t.items() if k != "model.norm.weight"})
+    assert_refused(saved, r"tensor model\.norm\.weight is missing \(1 in all\)")
+
+
+def test_an_unexpected_tensor_is_named(saved: Path) -> None:
+    edit(saved, lambda t: t | {"model.extra": torch.ones(1)})
+    assert_refused(saved, r"model\.safetensors: unexpected tensor model\.extra")
+
+
+def test_a_misshapen_tensor_is_named(saved: Path) -> None:
+    edit(saved, lambda t: t | {"model.norm.weight": torch.ones(7)})
+    assert_refused(saved, r"model\.norm\.weight is \[7\], config\.json says \[32\]")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_tensor_that_is_not_finite_is_named(saved: Path, name: str, value: float) -> None:
+    edit(saved, lambda t: t | {name: t[name].index_fill(0, torch.tensor([3]), value)})
+    assert_refused(saved, rf"model\.safetensors: {name} holds NaN or an infinity")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_a_truncated_file_is_named(saved: Path, keep: int) -> None:
+    file = saved / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    assert_refused(saved, r"model\.safetensors: ")
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2' is none of qwen2, qwen3, qwen3_moe, llama"),
+        ({"hidden_size": None}, "'hidden_size' is missing"),
+        ({"hidden_size": "wide"}, "Expected `int`, got `str`"),
+        ({"hidden_act": "gelu"}, "'gelu' is not implemented"),
+        ({"mlp_bias": True}, "mlp_bias is not implemented"),
+        ({"attention_bias": True}, "attention_bias is not implemented"),
+        ({"use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window is not implem"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
+        ({"is_causal": False}, "is_causal false is not implemented"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"num_attention_heads": 0, "head_dim": None}, "by zero"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' is not implemented"),
+        ({"rope_scaling": {"full_attention": {"rope_type": "yarn"}}}, "RoPE of a kind of layer"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "'llama3' with factor = None"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": "4"}}, "high_freq_factor = '4'"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "not below high_freq_factor"),
+        ({"rope_theta": -1}, "rope_theta = -1"),
+    ],
+)
+def test_a_config_that_cannot_be_run_is_named(
+    saved: Path, change: dict[str, object], complaint: str
+) -> None:
+    edit_config(saved, **change)
+    assert_refused(saved, rf"config\.json: .*{complaint}")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\0"])
+def test_a_config_that_is_no_json_object_is_named(saved: Path, text: str) -> None:
+    (saved / "config.json").write_text(text)
+    assert_refused(saved, r"config\.json: not (JSON|a JSON object)")
+
+
+@pytest.mark.parametrize("shards", [{"model.norm.weight": "../x.safetensors"}, ["a"], {"a": 1}])
+def test_an_index_that_names_no_files_of_the_directory_is_refused(
+    saved: Path, shards: object
+) -> None:
+    (saved / "model.safetensors").unlink()
+    (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    assert_refused(saved, r"model\.safetensors\.index\.json: ")

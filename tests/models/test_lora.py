@@ -1,0 +1,263 @@
+"""LoRA on a quantized base: what trains, what travels, what engine and learner make of it, what PEFT reads."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.saved import save_at
+
+from areal_q.config import Run, Sampling, TorchEngine
+from areal_q.errors import ConfigError
+from areal_q.models import Decoder, PackedLayout, load_decoder
+from areal_q.models.hf_adapters import save_adapted
+from areal_q.models.lora import adapted, adapters_off
+from areal_q.models.published_state import published_state
+from areal_q.quant import dequantize_state, quantize_state
+from areal_q.quant.uaq import apply_uaq
+from areal_q.tasks import build_tokenizer
+from areal_q.weights import delta
+from learner import checkpoint
+from learner.backends.precision import set_precision
+from learner.backends.single_device import Trainer, token_logprobs
+from learner.build import build_model
+from learner.data.packing import Sample, pack
+from learner.policy_update import prepare, update_policy
+from learner.publishing.version_builder import Publisher
+from rollout.engines.base import Request
+from rollout.engines.reference.async_engine import Job
+from rollout.engines.reference.torch_engine import TorchStepper
+
+MakeRun = Callable[..., Run]
+MakeSamples = Callable[..., list[Sample]]
+BASES = ["nvfp4", "mxfp4", "nf4", "int4", "int8", "fp8"]
+LORA = ["learner.lora.rank=4", "learner.lora.alpha=8.0", "learner.optimizer.lr=0.02"]
+
+
+def build(run: Run) -> Trainer:
+    torch.manual_seed(run.seed)
+    model = build_model(run, build_tokenizer(run))
+    if run.learner.uaq > 1:
+        apply_uaq(model, run.learner.uaq)
+    set_precision(model, run)
+    return Trainer(model, run.learner, 1.0)
+
+
+def learnt(run: Run, samples: list[Sample]) -> Trainer:
+    trainer = build(run)
+    update_policy(trainer, samples)
+    update_policy(trainer, samples)
+    return trainer
+
+
+@torch.no_grad()
+def logits(model: Decoder, ids: list[int]) -> torch.Tensor:
+    return model.logits(model(torch.tensor(ids), PackedLayout.of([len(ids)])))
+
+
+IDS = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.mark.parametrize("format", BASES)
+def test_only_the_adapters_train(make_run: MakeRun, make_samples: MakeSamples, format: str):
+    run = make_run(*LORA, f"rollout.format={format}")
+    trainer = build(run)
+    before = {k: v.clone() for k, v in trainer.model.state_dict().items()}
+    update_policy(trainer, make_samples(12))
+    moved = {
+        k
+        for k, v in trainer.model.state_dict().items()
+        if not torch.equal(_bytes(v), _bytes(before[k]))
+    }
+    factors = {n for n, p in trainer.model.named_parameters() if p.requires_grad}
+    # From B = 0 the gradient of A is 0 in the very first update; the second moves it.
+    assert moved == factors and len(factors) == 2 * 7 * 2
+    assert sum(p.numel() for p in trainer.optimizer.param_groups[0]["params"]) == sum(
+        before[n].numel() for n in factors
+    )
+
+
+@pytest.mark.parametrize("format", BASES)
+def test_before_training_the_policy_is_the_dequantized_base(make_run: MakeRun, format: str):
+    run = make_run(*LORA, f"rollout.format={format}", "learner.uaq=1.0")
+    plain = build_model(run, build_tokenizer(run))
+    published = quantize_state(plain.state_dict(), format)
+    trainer = build(run)
+    assert all(
+        torch.equal(_bytes(published[k]), _bytes(v))
+        for k, v in published_state(trainer.model, format).items()
+        if "lora" not in k
+    )
+    plain.load_state_dict(dequantize_state(published, format))
+    ours, theirs = logits(trainer.model, IDS), logits(plain, IDS)
+    # Activations of int8 and fp8 are quantized as well.
+    tolerance = 0.1 if format in ("int8", "fp8") else 1e-5
+    assert (ours - theirs).norm() < tolerance * theirs.norm()
+
+
+def test_the_gradient_of_the_adapters_is_that_of_the_merged_weight(make_run: MakeRun):
+    """∂A = s Bᵀ ∂W and ∂B = s ∂W Aᵀ, with ∂W = ∂yᵀ x by autograd through one plain linear."""
+    run = make_run(*LORA, "rollout.format=nvfp4")
+    linear = next(iter(adapted(build(run).model).values()))
+    with torch.no_grad():
+        linear.lora_B.weight.normal_(generator=torch.Generator().manual_seed(1))
+    a, b = linear.factors()
+    x, upstream = torch.randn(7, 32), torch.randn(7, 32)
+    leaf, weight = x.clone().requires_grad_(), linear.merged().requires_grad_()
+    plain_x = x.clone().requires_grad_()
+    y, wanted = linear(leaf), torch.nn.functional.linear(plain_x, weight)
+    torch.testing.assert_close(y, wanted, atol=1e-4, rtol=1e-4)
+    (y * upstream).sum().backward()
+    (wanted * upstream).sum().backward()
+    assert weight.grad is not None
+    for got, exact in (
+        (linear.lora_A.weight.grad, 2.0 * b.t() @ weight.grad),
+        (linear.lora_B.weight.grad, 2.0 * weight.grad @ a.t()),
+        (leaf.grad, plain_x.grad),
+    ):
+        torch.testing.assert_close(got, exact, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("targets", [None, '["k_proj","down_proj"]'])
+@pytest.mark.parametrize("format", ["nvfp4", "nf4", "int4"])
+def test_the_engine_gives_the_learners_log_probs(
+    make_run: MakeRun, make_samples: MakeSamples, format: str, targets: str | None
+):
+    some = [f"learner.lora.targets={targets}"] if targets else []
+    run = make_run(*LORA, f"rollout.format={format}", *some)
+    trainer = learnt(run, make_samples(12))
+    stepper = TorchStepper(TorchEngine(slots=8))
+    stepper.swap(stepper.prepare(Publisher(run).make(trainer.model, 1)))
+    recorded: list[tuple[int, float]] = []
+    request = Request(
+        prompt_ids=np.array(IDS, np.int32), num_samples=1, sampling=Sampling(max_tokens=12), seed=0,
+        stop_ids=frozenset(),
+    )  # fmt: skip
+    import asyncio
+
+    loop = asyncio.new_event_loop()
+    future = loop.create_future()
+    stepper.waiting.append(Job(request, future, lambda _, t, lp: recorded.append((t, lp))))
+    for _ in range(12):
+        stepper.step()
+    loop.close()
+    ids = IDS + [t for t, _ in recorded]
+    logp = logits(trainer.model, ids[:-1]).log_softmax(-1)[len(IDS) - 1 :]
+    ours = [float(logp[i, t]) for i, (t, _) in enumerate(recorded)]
+    assert ours == pytest.approx([lp for _, lp in recorded], abs=1e-4)
+
+
+def test_a_delta_holds_the_adapters_alone(make_run: MakeRun, make_samples: MakeSamples):
+    run = make_run(*LORA, "rollout.format=nvfp4")
+    trainer, publisher = build(run), Publisher(run)
+    update_policy(trainer, make_samples(12))
+    first = publisher.make(trainer.model, 1)
+    update_policy(trainer, make_samples(12))
+    second = publisher.make(trainer.model, 2)
+    body = delta.diff(first, second)
+    assert body is not None
+    changed = {k for k, (n, _) in delta.changed(second.manifest, body).items() if n}
+    assert changed and all(".lora_" in k for k in changed)
+    adapters = sum(s.nbytes for s in second.manifest.tensors if ".lora_" in s.name)
+    assert len(body) < 1.2 * adapters < second.manifest.nbytes
+
+
+def test_the_reference_is_the_base_without_a_second_copy(
+    make_run: MakeRun, make_samples: MakeSamples
+):
+    run = make_run(*LORA, "rollout.format=nf4", "learner.reference_kl.coef=0.1")
+    samples = make_samples(12)
+    trainer = build(run)
+    assert trainer.reference is None
+    batch = pack(samples)
+    with torch.no_grad():
+        start, _ = token_logprobs(trainer.model, batch, 1.0)
+    update_policy(trainer, samples)
+    (prepared, inputs), *_ = prepare(trainer, samples)[0]
+    assert inputs.reference_logprobs is not None
+    with torch.no_grad(), adapters_off(trainer.model):
+        again, _ = token_logprobs(trainer.model, batch, 1.0)
+        of_part, _ = token_logprobs(trainer.model, prepared, 1.0)
+    assert torch.equal(again, start)
+    assert torch.equal(inputs.reference_logprobs, of_part)
+    assert not torch.equal(inputs.proximal_logprobs, inputs.reference_logprobs)
+
+
+def test_a_restored_checkpoint_goes_on_bit_for_bit(
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
+):
+    run = make_run(*LORA, "rollout.format=nvfp4")
+    trainer = learnt(run, make_samples(12))
+    save_at(2, tmp_path, trainer)
+    resumed = build(make_run(*LORA, "rollout.format=nvfp4", "seed=5"))
+    checkpoint.restore(tmp_path, resumed)
+    assert update_policy(trainer, make_samples(12, seed=1)) == update_policy(
+        resumed, make_samples(12, seed=1)
+    )
+    a, b = (Publisher(run).make(t.model, 3).manifest.digest for t in (trainer, resumed))
+    assert a == b
+
+
+def test_the_merged_export_is_the_policy(
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
+):
+    run = make_run(*LORA, "rollout.format=nvfp4", "learner.uaq=1.5")
+    trainer = learnt(run, make_samples(12))
+    assert run.learner.lora
+    save_adapted(trainer.model, tmp_path, run.learner.lora, 1.5, build_tokenizer(run))
+    wanted = logits(trainer.model, IDS)
+    torch.testing.assert_close(
+        logits(load_decoder(tmp_path / "hf"), IDS), wanted, atol=1e-4, rtol=1e-4
+    )
+    with adapters_off(trainer.model):
+        base = logits(trainer.model, IDS)
+    torch.testing.assert_close(
+        logits(load_decoder(tmp_path / "base"), IDS), base, atol=1e-4, rtol=1e-4
+    )
+    assert not torch.allclose(base, wanted, atol=1e-2)
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own
+def test_peft_loads_the_adapter_onto_the_base(
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
+):
+    peft = pytest.importorskip("peft", reason="peft is not installed: make test-peers")
+    from transformers import AutoModelForCausalLM
+
+    run = make_run(*LORA, "rollout.format=nf4", "learner.uaq=1.5")
+    trainer = learnt(run, make_samples(12))
+    assert run.learner.lora
+    save_adapted(trainer.model, tmp_path, run.learner.lora, 1.5, build_tokenizer(run))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    with torch.no_grad():
+        theirs = loaded(torch.tensor([IDS])).logits[0]
+        merged = loaded.merge_and_unload()(torch.tensor([IDS])).logits[0]
+    wanted = logits(trainer.model, IDS)
+    torch.testing.assert_close(theirs, wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(merged, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["learner.precision=qarl"], "learner.precision must be 'full'"),
+        (["learner.lora={targets=[]}"], r"learner\.lora\.targets = \[\]: .*length >= 1"),
+        (["rollout.engine.type=sglang"], "rollout.engine.type = 'torch' or 'vllm'"),
+        (["rollout.engine.type=vllm", "rollout.format=nf4"], "mxfp4, int4-fp8, not 'nf4'"),
+        (["rollout.engine.type=vllm", "learner.lora.rank=513"], "rank = 513: vLLM takes 512"),
+        (["learner.reference_kl.path=x"], "no path"),
+        (['learner.lora.targets=["lm_head"]'], "learner.lora.targets"),
+    ],
+)
+def test_settings_that_do_not_go_with_adapters_are_refused(
+    make_run: MakeRun, settings, reason: str
+):
+    with pytest.raises(ConfigError, match=reason):
+        make_run(*LORA, *settings)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,299 @@
+"""The aligned forward: the published numbers, a straight-through gradient, the engine's log-probs."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.saved import save_at
+from torch import nn
+
+from areal_q.config import Run, Sampling, TorchEngine
+from areal_q.errors import ConfigError
+from areal_q.messages import Array, Trajectory, VersionSpan
+from areal_q.models.bf16_rounding import round_rest
+from areal_q.models.linear import Linear
+from areal_q.models.packed_layout import PackedLayout
+from areal_q.models.published_state import published_state
+from areal_q.models.quantized_forward import QuantLinear, linears, use
+from areal_q.quant import FORMATS, is_quantized, quantize_state
+from areal_q.tasks import build_tokenizer
+from areal_q.weights.version import WeightVersion
+from learner import checkpoint
+from learner.backends.precision import set_precision
+from learner.backends.single_device import Trainer, token_logprobs
+from learner.build import build_model
+from learner.data.packing import Sample, pack
+from learner.policy_update import update_policy
+from learner.publishing.version_builder import Publisher
+from rollout.engines import build_engine
+from rollout.engines.base import Completion, Request
+from rollout.engines.reference.inference_model import InferenceModel
+from rollout.engines.reference.kv_cache import KVCache, Prefill
+from rollout.engines.reference.ops import TorchOps
+
+MakeRun = Callable[..., Run]
+MakeSamples = Callable[..., list[Sample]]
+QARL = "learner.precision=qarl"
+
+
+def build(run: Run) -> Trainer:
+    model = build_model(run, build_tokenizer(run))
+    set_precision(model, run)
+    return Trainer(model, run.learner, 1.0)
+
+
+def generate(weights: WeightVersion, prompts: list[np.ndarray], tokens: int) -> list[Completion]:
+    async def main():
+        engine = build_engine(TorchEngine(slots=64))
+        await engine.start()
+        await engine.load_weights(weights)
+        requests = [
+            Request(
+                prompt_ids=p,
+                num_samples=4,
+                sampling=Sampling(max_tokens=tokens),
+                seed=i,
+                stop_ids=frozenset(),
+            )
+            for i, p in enumerate(prompts)
+        ]
+        try:
+            return await asyncio.gather(*map(engine.generate, requests))
+        finally:
+            await engine.close()
+
+    return [c for group in asyncio.run(main()) for c in group]
+
+
+def as_sample(prompt: np.ndarray, group: int, c: Completion) -> Sample:
+    length = len(c.response_ids)
+    return Sample(
+        group=group,
+        prompt_ids=prompt,
+        trajectory=Trajectory(
+            index=0,
+            response_ids=Array.of(c.response_ids, "int32"),
+            behavior_logprobs=Array.of(c.logprobs, "float32"),
+            loss_mask=Array.of(np.ones(length), "uint8"),
+            spans=[VersionSpan(0, length, "a0")],
+            finish_reason="length",
+            reward=0.0,
+        ),
+        advantage=1.0,
+        lag=np.zeros(length, np.int64),
+    )
+
+
+def drawn_tokens(weights: WeightVersion) -> list[Sample]:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 13, 5).astype(np.int32) for _ in range(12)]
+    drawn = generate(weights, prompts, 20)
+    return [as_sample(prompts[i // 4], i // 4, c) for i, c in enumerate(drawn)]
+
+
+def gap_to_learner(trainer: Trainer, samples: list[Sample]) -> np.ndarray:
+    batch = pack(samples)
+    with torch.no_grad():
+        logprobs, _ = token_logprobs(trainer.model, batch, 1.0)
+    return (logprobs - batch.behavior_logprobs).abs().numpy()
+
+
+@torch.inference_mode()
+def gap_to_plain_engine(weights: WeightVersion, samples: list[Sample]) -> np.ndarray:
+    """Of the engine to itself: its fused loops against plain torch, whole sequences at once."""
+    model = InferenceModel(weights, "cpu", TorchOps())
+    found = []
+    for s in samples:
+        response = torch.tensor(s.trajectory.response_ids.numpy()).long()
+        ids = torch.cat((torch.from_numpy(s.prompt_ids).long(), response))
+        cache = KVCache(model.config, "cpu")
+        cache.reserve(1, len(ids))
+        prefill = Prefill(cache, 0, torch.zeros(1, dtype=torch.long), 1)
+        logits = model.logits(model.forward(ids, torch.arange(len(ids)), prefill))
+        logp = logits[len(s.prompt_ids) - 1 : -1].log_softmax(-1)
+        now = logp.gather(1, response[:, None]).squeeze(1).numpy()
+        found.append(np.abs(now - s.trajectory.behavior_logprobs.numpy()))
+    return np.concatenate(found)
+
+
+LARGER = ["model.width=128", "model.mlp=384", "model.layers=3", "model.max_positions=64"]
+
+
+@pytest.mark.parametrize("rest", ["fp32", "bf16"])
+@pytest.mark.parametrize("format", ["int4", "nvfp4", "nf4"])
+def test_the_aligned_learners_log_probs_are_those_that_the_engine_recorded(
+    make_run: MakeRun, format: str, rest: str
+):
+    run = make_run(QARL, f"rollout.format={format}", f"rollout.unquantized={rest}", *LARGER)
+    trainer = build(run)
+    gap = gap_to_learner(trainer, drawn_tokens(Publisher(run).make(trainer.model, 0)))
+    assert gap.max() < 1e-4
+
+
+def test_what_is_not_quantized_travels_in_bfloat16_where_that_is_asked_for(make_run: MakeRun):
+    model = build(make_run()).model
+    kv = {"kv": torch.ones(2)}
+    wide, narrow = (
+        Publisher(make_run(f"rollout.unquantized={rest}")).make(model, 0, kv).tensors
+        for rest in ("fp32", "bf16")
+    )
+    assert wide.keys() == narrow.keys()
+    for name, tensor in wide.items():
+        quantized = name.endswith("_proj.weight") or name.endswith("_scale") or name == "kv"
+        assert torch.equal(narrow[name], tensor if quantized else tensor.bfloat16())
+        assert narrow[name].dtype == (tensor.dtype if quantized else torch.bfloat16)
+
+
+def test_a_forward_on_rounded_tensors_has_the_gradient_of_the_masters(make_run: MakeRun):
+    run = make_run(QARL, "rollout.unquantized=bf16")
+    model = build(run).model
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 1:  # norms, all of them, with weights that bfloat16 does not hold
+                p.add_(torch.randn_like(p) * 0.1)
+    ids, layout = torch.arange(10), PackedLayout.of([6, 4])
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model.logits(model(ids, layout)).square().sum().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    rounding = gradients()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if not is_quantized(name):
+                p.copy_(p.bfloat16())
+    round_rest(model, False)
+    plain = gradients()
+    assert rounding.keys() == plain.keys() == dict(model.named_parameters()).keys()
+    for name, grad in plain.items():
+        torch.testing.assert_close(rounding[name], grad)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_with_quantized_activations_learner_and_engine_differ_as_the_engine_does_from_itself(
+    make_run: MakeRun, format: str
+):
+    # Where float32 rounding turns the code of an activation, no two orders of summation agree to 1e-4.
+    run = make_run(QARL, f"rollout.format={format}", *LARGER)
+    trainer, plain = build(run), build(make_run(f"rollout.format={format}", *LARGER))
+    weights = Publisher(run).make(trainer.model, 0)
+    samples = drawn_tokens(weights)
+    aligned, engine = gap_to_learner(trainer, samples), gap_to_plain_engine(weights, samples)
+    unaligned = gap_to_learner(plain, samples)
+    assert np.median(aligned) < 1e-4
+    assert aligned.mean() < 1.5 * engine.mean() + 1e-6
+    assert (aligned**2).mean() < (unaligned**2).mean() / 10
+
+
+@pytest.mark.parametrize("format", sorted(set(FORMATS) - {"bf16"}))
+def test_the_tensors_of_the_forward_are_the_ones_published(make_run: MakeRun, format: str):
+    run = make_run(QARL, f"rollout.format={format}")
+    trainer = build(run)
+    published = published_state(trainer.model, format)
+    for name, linear in linears(trainer.model).items():
+        assert isinstance(linear, QuantLinear)
+        for suffix, tensor in linear.parts.items():
+            assert published[f"{name}.{suffix}"] is tensor
+    manifest = Publisher(run).make(trainer.model, 0).manifest
+    plain = make_run(f"rollout.format={format}")
+    again = Publisher(plain).make(build(plain).model, 0).manifest
+    assert (manifest.digest, manifest.nbytes) == (again.digest, again.nbytes)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4"])
+def test_the_gradient_is_that_of_the_layer_in_full_precision(format: str):
+    torch.manual_seed(0)
+    plain = Linear(160, 96)
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleList([nn.ModuleDict({"self_attn": nn.ModuleDict({"q_proj": plain})})])}
+    )
+    use(QuantLinear, model, format)
+    aligned = linears(model)["layers.0.self_attn.q_proj"]
+    x, upstream = torch.randn(7, 160), torch.randn(7, 96)
+    found = []
+    for layer in (plain, aligned):
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        found.append(
+            (y.detach(), torch.autograd.grad((y * upstream).sum(), [leaf, *layer.parameters()]))
+        )
+    (exact, wanted), (low, got) = found
+    assert not torch.equal(exact, low) and (exact - low).norm() < 0.2 * exact.norm()
+    for a, b in zip(wanted, got, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    # Finite differences of what the estimator goes straight through to: the same layer in float64.
+    step, weight = 1e-6, plain.weight.detach().double()
+    for o, i in [(0, 0), (95, 159), (40, 3)]:
+        moved = weight.clone()
+        moved[o, i] += step
+        change = ((x.double() @ (moved - weight).t()) * upstream.double()).sum() / step
+        assert float(got[1][o, i]) == pytest.approx(float(change), rel=1e-3, abs=1e-4)
+
+
+def test_every_update_quantizes_the_weights_anew(make_run: MakeRun, make_samples: MakeSamples):
+    run = make_run(QARL, "rollout.format=nvfp4", "learner.optimizer.lr=0.01", "learner.epochs=2")
+    trainer = build(run)
+    before = published_state(trainer.model, "nvfp4")
+    update_policy(trainer, make_samples(12))
+    after = published_state(trainer.model, "nvfp4")
+    fresh = quantize_state(trainer.model.state_dict(), "nvfp4")
+    assert all(torch.equal(_bytes(after[k]), _bytes(fresh[k])) for k in fresh)
+    assert not all(torch.equal(_bytes(after[k]), _bytes(before[k])) for k in fresh)
+
+
+def test_a_step_after_a_restored_checkpoint_is_bit_for_bit_the_step_without_one(
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
+):
+    run = make_run(QARL, "learner.optimizer.lr=0.01", "learner.reference_kl.coef=0.01")
+    trainer = build(run)
+    update_policy(trainer, make_samples(12))
+    save_at(1, tmp_path, trainer)
+    resumed = build(run)
+    checkpoint.restore(tmp_path, resumed)
+    ours, theirs = (
+        update_policy(trainer, make_samples(12, seed=1)),
+        update_policy(resumed, make_samples(12, seed=1)),
+    )
+    assert ours == theirs
+    a, b = (Publisher(run).make(t.model, 2).manifest.digest for t in (trainer, resumed))
+    assert a == b
+
+
+def test_a_learner_that_is_not_aligned_has_plain_linears(make_run: MakeRun):
+    run = make_run()
+    model = build(run).model
+    assert {type(linear) for linear in linears(model).values()} == {Linear}
+    set_precision(model, make_run(QARL))
+    assert {type(linear) for linear in linears(model).values()} == {QuantLinear}
+    weights = dict(model.named_parameters())
+    set_precision(model, run)
+    assert {type(linear) for linear in linears(model).values()} == {Linear}
+    assert all(p is weights[n] for n, p in model.named_parameters())
+
+
+def test_the_critics_own_trunk_stays_in_full_precision(make_run: MakeRun):
+    run = make_run(QARL, "learner.critic={}", "learner.advantage.type=gae")
+    trainer = build(run)
+    assert trainer.critic and trainer.critic.trunk
+    assert {type(linear) for linear in linears(trainer.critic.trunk).values()} == {Linear}
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ([QARL, "rollout.sticky_scales=0.1"], "sticky_scales"),
+        (["learner.precision=jet"], "needs rollout.format = 'fp8'"),
+        (["learner.precision=half"], "learner.precision"),
+    ],
+)
+def test_a_precision_that_cannot_be_is_refused(make_run: MakeRun, settings: list[str], reason: str):
+    with pytest.raises(ConfigError, match=reason):
+        make_run(*settings)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

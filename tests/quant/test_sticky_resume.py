@@ -1,0 +1,140 @@
+"""With sticky scales a resumed run publishes what the uninterrupted one does, to the bit."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from helpers.saved import save_at
+
+from areal_q.config import Run, dump_toml
+from areal_q.observability.metrics_log import MetricsLog
+from areal_q.tasks import build_task, build_tokenizer
+from learner.backends.messages import Piece
+from learner.backends.single_device import Trainer
+from learner.build import build_model, build_trainer
+from learner.data.packing import Sample
+from learner.policy_update import update_policy
+from learner.publishing.version_builder import Publisher, sticky_ranges
+
+MakeRun = Callable[..., Run]
+MakeSamples = Callable[..., list[Sample]]
+STEPS, EVERY = 9, 3
+SETTINGS = ["rollout.sticky_scales=0.01", "learner.optimizer.lr=0.01"]
+
+LIFE = f"""
+import os, signal, sys
+from pathlib import Path
+import msgspec
+from areal_q.config import load
+from areal_q.tasks import build_tokenizer
+from learner import checkpoint
+from learner.build import build_model
+from learner.checkpoint.async_writer import Writer
+from learner.publishing.version_builder import Publisher, sticky_ranges
+from learner.backends.messages import Piece
+from learner.policy_update import SingleProcessUpdater, update_policy
+from learner.backends.single_device import Trainer
+
+directory, killed_at = Path(sys.argv[1]), int(sys.argv[2])
+run = load(directory / "config.toml")
+trainer = Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+trainer.sticky = sticky_ranges(run)
+checkpoints, step = directory / "checkpoints", 0
+if checkpoint.steps(checkpoints):
+    step = checkpoint.restore(checkpoints, trainer).step
+publisher, writer = Publisher(run, trainer.sticky), Writer(checkpoints, 2)
+steps = msgspec.msgpack.decode((directory / "samples").read_bytes(), type=list[list[Piece]])
+while True:
+    print(step, publisher.make(trainer.model, step).manifest.digest, flush=True)
+    if step == killed_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == {STEPS}:
+        break
+    writer.finish()
+    if step and step % {EVERY} == 0:
+        state = checkpoint.State(step=step, position="0-1", cursor=1, outstanding=[], digests={{}},
+                                 updates=trainer.updates, skipped=0)
+        writer.save(state, SingleProcessUpdater(trainer))
+    update_policy(trainer, [piece.sample() for piece in steps[step]])
+    step += 1
+writer.close()
+"""
+
+
+def life(directory: Path, killed_at: int = -1) -> list[tuple[int, str]]:
+    """(version, digest) of what a learner publishes, from its newest checkpoint on; with SIGKILL after version
+    `killed_at`."""
+    process = subprocess.run(
+        [sys.executable, "-c", LIFE, str(directory), str(killed_at)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=200,
+    )
+    assert process.returncode == (0 if killed_at < 0 else -signal.SIGKILL)
+    lines = [line.split() for line in process.stdout.splitlines()]
+    return [(int(version), digest) for version, digest in lines]
+
+
+def test_a_learner_killed_between_steps_publishes_the_versions_of_one_that_was_not(
+    make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
+):
+    run = make_run(*SETTINGS, "rollout.format=nvfp4")
+    pieces = [[Piece.of(s) for s in make_samples(6, seed, vocab=13)] for seed in range(STEPS)]
+    for name in ("whole", "broken"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.toml").write_text(dump_toml(run))
+        (tmp_path / name / "samples").write_bytes(msgspec.msgpack.encode(pieces))
+    whole = life(tmp_path / "whole")
+    assert [version for version, _ in whole] == list(range(STEPS + 1))
+    assert len({digest for _, digest in whole}) == STEPS + 1
+    first, second = life(tmp_path / "broken", killed_at=5), life(tmp_path / "broken")
+    assert second[0][0] == EVERY and second[-1][0] == STEPS
+    assert set(first) | set(second) == set(whole)
+
+
+def build(run: Run) -> Trainer:
+    trainer = Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+    trainer.sticky = sticky_ranges(run)
+    return trainer
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_checkpoint_without_ranges_restores_and_says_that_versions_will_differ(
+    make_run: MakeRun,
+    make_samples: MakeSamples,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    held: bool,
+):
+    run = make_run(*SETTINGS)
+    trainer = build(run)
+    publisher, digests = Publisher(run, trainer.sticky), []
+    for seed in range(3):
+        update_policy(trainer, make_samples(6, seed, vocab=13))
+        digests.append(publisher.make(trainer.model, seed + 1).manifest.digest)
+    if not held:
+        trainer.sticky = None
+    save_at(3, tmp_path / "checkpoints", trainer)
+    task, tokenizer = build_task(run.task), build_tokenizer(run)
+    with (
+        caplog.at_level(logging.WARNING, "learner.build"),
+        MetricsLog(tmp_path, tensorboard=False) as metrics,
+    ):
+        resumed, _ = build_trainer(run, tmp_path, True, task, tokenizer, metrics, threading.Event())
+    assert ("holds no ranges of sticky scales" in caplog.text) is not held
+    again = Publisher(run, resumed.sticky).make(resumed.model, 3).manifest.digest
+    assert (again == digests[-1]) is held
+
+
+@pytest.mark.parametrize("settings", [["rollout.format=bf16"], ["learner.lora={rank=4}"]])
+def test_where_no_scale_changes_there_are_no_ranges_to_keep(make_run: MakeRun, settings: list[str]):
+    assert sticky_ranges(make_run(*SETTINGS, *settings)) is None
+    assert sticky_ranges(make_run(*SETTINGS)) is not None

@@ -1,0 +1,519 @@
+"""The report's data: chunks, CSV, the list of trajectories, tokens with their text, the file, the server."""
+
+import csv
+import html.parser
+import http.client
+import math
+import re
+import subprocess
+import sys
+import threading
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from areal_q.config import load
+from areal_q.errors import LogError, RecordError
+from areal_q.observability.metrics_log import read_metrics
+from buffer.logs.token_log import iter_tokens
+from buffer.logs.trajectory_log import TrajectoryLog, iter_log
+from buffer.report import page
+from buffer.report.chunks import pack, unpack
+from buffer.report.figures import DELTA, plots_for, rows_of, write_csv
+from buffer.report.index import Index, matching
+from buffer.report.page import bisection, interesting, shell, whole_file
+from buffer.report.runs import Reported, different_settings, overview, read_runs
+from buffer.report.serve import ReportServer
+from buffer.report.text import Pieces
+
+DTYPES = st.sampled_from(["uint8", "int32", "float32", "float64"])
+
+
+@pytest.fixture
+def run_dir(write_run, tmp_path):
+    return write_run(tmp_path / "demo")
+
+
+# Chunks and the page
+
+
+@given(
+    st.dictionaries(st.text(), st.tuples(DTYPES, st.binary(max_size=64)), max_size=5),
+    st.recursive(
+        st.none() | st.text() | st.integers(-(2**53), 2**53),
+        lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(), x, max_size=3),
+        max_leaves=8,
+    ),
+)
+def test_a_chunk_comes_back_as_it_was(named, meta):
+    arrays = {
+        name: np.frombuffer(data[: len(data) // 8 * 8], dtype)
+        for name, (dtype, data) in named.items()
+    }
+    got_meta, got = unpack(pack(meta, arrays))
+    assert got_meta == meta and list(got) == list(arrays)
+    for name, array in arrays.items():
+        assert got[name].dtype == array.dtype and got[name].tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("bad", [np.zeros(2, np.int64), np.zeros((2, 2), np.int32)])
+def test_an_array_that_the_page_cannot_read_is_refused(bad):
+    with pytest.raises(ValueError, match="x: "):
+        pack({}, {"x": bad})
+
+
+class Tags(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+
+
+@given(st.text())
+@example("</script><script>alert(1)</script>")
+@example("<!--<script>")
+@example("{{chunks}}{{script}}\u2028\u2029")
+@example('" onerror="alert(1)')
+def test_no_text_becomes_markup_of_the_page(text):
+    def tags(title, name, meta):
+        parser = Tags()
+        parser.feed(shell(title, [(name, pack(meta, {}))]))
+        return parser.tags
+
+    assert tags(text, text, {text: text}) == tags("x", "x", "x")
+
+
+def test_the_page_may_run_its_own_script_only_and_names_no_other_place(run_dir):
+    text = whole_file(read_runs([run_dir]), 10**6)
+    policy = re.search(r'Security-Policy" content="([^"]*)"', text)
+    assert policy
+    allowed = dict(rule.split(" ", 1) for rule in policy[1].split("; "))
+    assert allowed["default-src"] == allowed["connect-src"] == "'none'"
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.S)
+    assert len(scripts) == 1
+    assert allowed["script-src"] == f"'sha256-{page._sha256(scripts[0])}'"
+    assert "unsafe" not in policy[1]
+    outside = set(re.findall(r"https?://[^\s\"'`]+", text))
+    assert outside == {"http://www.w3.org/2000/svg"}
+    markup = r"\.innerHTML|\.outerHTML|insertAdjacent|document\.write|eval\("
+    assert not re.search(markup, scripts[0])
+
+
+# Numbers
+
+
+def test_csv_holds_every_metric_as_it_was_recorded(write_run, tmp_path):
+    runs = read_runs([write_run(tmp_path / "a", 5), write_run(tmp_path / "b", 3)])
+    count = write_csv([r.name for r in runs], [r.records for r in runs], tmp_path / "csv")
+    assert count == len(list((tmp_path / "csv").iterdir()))
+    found = {}
+    for path in (tmp_path / "csv").iterdir():
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                place = (row.pop("run"), row.pop("worker", None), int(row.pop("step")))
+                row.pop("elapsed_s")
+                found |= {(*place, key): value for key, value in row.items()}
+    expected = 0
+    for name in "ab":
+        for record in read_metrics(tmp_path / name / "metrics.jsonl"):
+            metrics = {(None, k): v for k, v in record.items() if "/" in k}
+            for w in record.get("workers", []):
+                metrics |= {
+                    (w["worker"], k): w[k] for k in ("tokens_per_s", "idle_share", "swap_s")
+                }
+            for (worker, key), value in metrics.items():
+                text = found.get((name, worker, record["step"], key))
+                if value is None:
+                    assert text in ("", None), key
+                elif key != "weights/delta_bytes":
+                    assert text is not None and float(text) == value, key
+                    expected += 1
+    assert expected > 100
+    assert found["a", None, 4, DELTA] == "1000.0"
+
+
+def test_a_counter_that_starts_over_with_its_process_gives_growth_and_never_less_than_0():
+    totals = [5.0, 9.0, 2.0, 2.0]
+    records = [
+        {"kind": "step", "step": i, "weights/delta_bytes": total} for i, total in enumerate(totals)
+    ]
+    assert [r[DELTA] for r in rows_of(records, "step")] == [5, 4, 2, 0]
+
+
+def test_every_metric_of_a_step_has_its_plot(run_dir):
+    run = read_runs([run_dir])[0]
+    plots = plots_for([run.records])
+    keys = {line.key for plot in plots if plot.source == "step" for line in plot.lines}
+    recorded = {k for r in run.steps for k, v in r.items() if "/" in k and v is not None}
+    assert recorded - keys <= {"weights/delta_bytes"}
+    assert [p.id for p in plots if p.section == "Every other metric"] == [
+        "other.thing",
+        "weights.delta_bytes",
+    ]
+    assert len({p.id for p in plots}) == len(plots)
+
+
+def test_the_page_s_columns_are_the_metrics(run_dir):
+    run = read_runs([run_dir])[0]
+    _, arrays = unpack(pack(*_builtins(overview([run]))))
+    assert arrays["0/step/mismatch/kl"].tolist() == [r["mismatch/kl"] for r in run.steps]
+    assert arrays["0/eval/step"].tolist() == [0, 4]
+    assert arrays["0/worker/1/tokens_per_s"].tolist() == [
+        r["workers"][1]["tokens_per_s"] for r in run.steps
+    ]
+    assert "0/step/lag/max" not in arrays
+
+
+def _builtins(chunk):
+    meta, arrays = chunk
+    return msgspec.to_builtins(meta), arrays
+
+
+def test_many_runs_have_a_short_title_and_come_by_number(write_run, tmp_path):
+    for i in (1, 2, 10, 11):
+        write_run(tmp_path / f"run{i}", 2)
+    runs = read_runs(sorted(tmp_path.glob("run*")))
+    assert [run.name for run in runs] == ["run1", "run2", "run10", "run11"]
+    assert "<title>4 runs · AReaL-Q</title>" in whole_file(runs, 10**6)
+    chosen = [tmp_path / "run2", tmp_path / "run10", tmp_path / "run1"]
+    assert [run.name for run in read_runs(chosen)] == ["run2", "run10", "run1"]
+
+
+def test_every_plot_of_ours_says_what_it_shows(run_dir):
+    plots = plots_for([read_runs([run_dir])[0].records])
+    silent = {p.id for p in plots if not p.about}
+    assert silent == {"other.thing"}
+    kl = next(p for p in plots if p.id == "mismatch_kl")
+    assert "KL estimate k1" in kl.about[0]
+
+
+def test_only_settings_that_differ_are_compared():
+    runs = [load(None, ["seed=1"]), load(None, ["seed=2", "learner.objective.type=tis", "name=x"])]
+    rows = {row["key"]: row["values"] for row in different_settings(runs)}
+    assert rows["seed"] == [1, 2]
+    assert rows["learner.objective.type"] == ["acr", "tis"]
+    assert rows["learner.objective.level"] == [None, "token"]
+    assert "name" not in rows and "steps" not in rows
+
+
+def test_the_final_accuracy_is_that_of_the_last_evaluation(write_run, tmp_path):
+    run = read_runs([write_run(tmp_path / "a")])[0]
+    evals = [
+        {"kind": "eval", "step": i, "elapsed_s": 1.0, "eval/accuracy": i / 40} for i in range(40)
+    ]
+    run.records = [r for r in run.records if r["kind"] == "step"] + evals
+    meta, _ = overview([run])
+    (line,) = [line for line in meta["table"] if line["key"] == "eval/accuracy"]
+    assert line["values"][0] == {"final": 39 / 40, "best": 39 / 40, "step": 39}
+
+
+def test_final_and_best_values_are_those_of_the_records(run_dir):
+    run = read_runs([run_dir])[0]
+    meta, _ = overview([run])
+    lines = {line["key"]: line["values"][0] for line in meta["table"]}
+    ess = [r["mismatch/ess"] for r in run.steps]
+    best = {"best": max(ess), "step": ess.index(max(ess)) + 1}
+    assert lines["mismatch/ess"] == {"final": ess[-1], **best}
+    assert lines["mismatch/kl"]["best"] is None
+    assert lines["eval/accuracy"] == {"final": 0.4, "best": 0.4, "step": 4}
+
+
+# Trajectories and tokens
+
+
+def test_the_list_holds_what_the_logs_say(run_dir):
+    index = Index(run_dir)
+    index.refresh()
+    scored = {
+        (row["number"], row["index"]): row
+        for _, table in iter_tokens(run_dir / "tokens")
+        for row in table.to_pylist()
+    }
+    for step, groups in iter_log(run_dir / "trajectories"):
+        one = index.steps[step]
+        assert one.number.tolist() == [g.ticket.number for g in groups]
+        assert one.prompts == [g.ticket.prompt for g in groups]
+        assert one.size.tolist() == [len(g.trajectories) for g in groups]
+        everyone = [(g, t) for g in groups for t in g.trajectories]
+        assert one.columns["reward"].tolist() == [t.reward for _, t in everyone]
+        assert one.columns["length"].tolist() == [t.num_tokens for _, t in everyone]
+        assert one.columns["lag"].tolist() == [step - t.spans[0].version for _, t in everyone]
+        for name, column in (("gap", "largest_gap"), ("marked", "marked")):
+            assert one.columns[name].tolist() == [
+                scored[g.ticket.number, t.index][column] for g, t in everyone
+            ]
+        assert one.lags.sum() == sum(t.num_tokens for _, t in everyone)
+        assert one.ages.tolist() == ([3] if step == 0 else [0, 3])
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), unique=True),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), unique=True),
+)
+def test_scores_are_matched_by_ticket_and_index(ours, theirs):
+    columns = {"number": [n for n, _ in theirs], "index": [i for _, i in theirs]}
+    scored = pa.table({name: pa.array(rows, pa.int64()) for name, rows in columns.items()})
+    numbers, indices = (np.array([pair[k] for pair in ours], np.int64) for k in (0, 1))
+    expected = [theirs.index(pair) if pair in theirs else -1 for pair in ours]
+    assert matching(numbers, indices, scored).tolist() == expected
+
+
+def test_a_part_is_opened_once_and_not_for_each_step(write_run, tmp_path, monkeypatch):
+    from buffer.report import index as module
+
+    directory, opened = write_run(tmp_path / "long", 40), []
+
+    class Counted(module.pq.ParquetFile):
+        def __init__(self, path, *args, **more):
+            opened.append(path)
+            super().__init__(path, *args, **more)
+
+    monkeypatch.setattr(module.pq, "ParquetFile", Counted)
+    index = Index(directory)
+    index.refresh()
+    assert len(index.steps) == 40
+    parts = [*directory.glob("trajectories/*.parquet"), *directory.glob("tokens/*.parquet")]
+    assert len(opened) <= 2 * len(parts)
+
+
+def test_a_group_s_chunk_holds_every_token_as_it_was_logged(run_dir):
+    run = read_runs([run_dir])[0]
+    (_, groups), (_, table) = (
+        list(iter_log(run_dir / "trajectories"))[2],
+        list(iter_tokens(run_dir / "tokens"))[2],
+    )
+    scored = {(row["number"], row["index"]): row for row in table.to_pylist()}
+    meta, arrays = unpack(run.groups.chunk(2, 1, 2))
+    start = 0
+    for told, group in zip(meta["groups"], groups[1:], strict=True):
+        assert (told["prompt"], told["number"]) == (group.ticket.prompt, group.ticket.number)
+        assert told["seed"] == str(group.ticket.seed)
+        for one, t in zip(told["trajectories"], group.trajectories, strict=True):
+            mine = slice(start, start + one["length"])
+            start += one["length"]
+            assert arrays["id"][mine].tolist() == t.response_ids.numpy().tolist()
+            assert (
+                arrays["behavior_logprobs"][mine].tolist() == t.behavior_logprobs.numpy().tolist()
+            )
+            for name in ("proximal_logprobs", "logprobs", "entropy", "advantages", "lag", "marks"):
+                assert arrays[name][mine].tolist() == scored[group.ticket.number, t.index][name]
+    assert start == len(arrays["id"])
+
+
+def test_a_run_without_a_token_log_shows_what_it_has(write_run, tmp_path):
+    run = read_runs([write_run(tmp_path / "old", tokens=False)])[0]
+    _, arrays = unpack(run.groups.chunk(0))
+    assert set(arrays) == {"id", "piece", "behavior_logprobs", "mask"}
+    assert np.isnan(run.index.steps[0].columns["gap"]).all()
+
+
+def test_what_is_not_there_is_refused(run_dir, tmp_path):
+    run = read_runs([run_dir])[0]
+    for place in ((99, 0, 1), (0, 3, 1), (0, 0, 0)):
+        with pytest.raises(KeyError):
+            run.groups.chunk(*place)
+    with pytest.raises(LogError, match="gone"):
+        Reported(tmp_path / "gone")
+    (run_dir / "tokens" / "part-000000.parquet").write_bytes(b"no Parquet")
+    with pytest.raises(RecordError, match="part-000000"):
+        run.refresh()
+
+
+def test_the_list_grows_with_the_log_and_forgets_what_a_resumption_took_back(run_dir, make_group):
+    index = Index(run_dir)
+    index.refresh()
+    state, kept = index.state, index.steps[1]
+    log = TrajectoryLog(run_dir / "trajectories", resume_at=4)
+    log.append(4, 4, [make_group()])
+    log.close()
+    index.refresh()
+    assert sorted(index.steps) == [0, 1, 2, 3, 4] and index.state != state
+    assert index.steps[1] is kept
+    TrajectoryLog(run_dir / "trajectories", resume_at=2).close()
+    index.refresh()
+    assert sorted(index.steps) == [0, 1]
+
+
+def test_the_texts_of_tokens_read_as_the_response_does():
+    pieces = Pieces(load(None, []))
+    assert pieces([3, 12, 4, 1, 0, 500]) == ["1", "+", "2", "‹end›", "‹0›", "‹500›"]
+
+
+def test_a_character_of_several_tokens_stands_with_the_first(tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate([*alphabet, "<e>"])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>")
+    fast.save_pretrained(tmp_path)
+    pieces = Pieces(load(None, ['model.type="pretrained"', f'model.path="{tmp_path}"']))
+    text = "a é\n漢!"
+    texts = pieces([*fast(text)["input_ids"], len(alphabet)])
+    assert texts == ["a", " ", "é", "", "\n", "漢", "", "", "!", "‹end›"]
+
+
+def test_without_its_tokenizer_a_run_is_shown_by_ids():
+    pieces = Pieces(load(None, ['model.type="pretrained"', 'model.path="/gone"']))
+    assert pieces([7, 8]) == ["‹7›", "‹8›"] and "/gone" in pieces.note
+
+
+# What a file holds
+
+
+@given(st.integers(0, 200))
+def test_bisection_visits_each_place_once_and_the_middle_early(length):
+    order = list(bisection(length))
+    assert sorted(order) == list(range(length))
+    if length > 2:
+        assert order[1] == length // 2
+
+
+def test_the_telling_steps_come_first(run_dir):
+    run = read_runs([run_dir])[0]
+    for record in run.records:
+        if record["kind"] == "step":
+            record["mismatch/kl"] = 9.0 if record["step"] == 3 else 0.0
+    order = interesting(run, [0, 1, 2, 3])
+    assert order[:3] == [0, 3, 2] and sorted(order) == [0, 1, 2, 3]
+
+
+def test_a_small_budget_leaves_out_groups_and_not_curves(write_run, tmp_path):
+    runs = read_runs([write_run(tmp_path / "demo", 40)])
+    whole = whole_file(runs, 10**7)
+    small = whole_file(runs, len(whole) - 20_000)
+    assert len(small) <= len(whole) - 20_000
+    names = re.findall(r'data-name="([^"]+)"', small)
+    assert {"overview", "index/0"} < set(names)
+    steps = {int(name.split("/")[2]) for name in names if name.startswith("groups/")}
+    assert {0, 39} <= steps and len(steps) < 40
+
+
+def test_the_command_writes_file_and_csv_and_names_what_is_missing(run_dir, tmp_path):
+    def areal_q(*args):
+        command = [sys.executable, "-m", "areal_q", "report", *map(str, args)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    result = areal_q(
+        run_dir, "--out", tmp_path / "r.html", "--csv", tmp_path / "csv", "--max-mb", 1
+    )
+    assert result.returncode == 0, result.stderr
+    assert 50_000 < (tmp_path / "r.html").stat().st_size < 10**6
+    assert (tmp_path / "csv" / "reward.csv").is_file()
+    for args in (
+        (run_dir, tmp_path / "none"),
+        (run_dir, "--out", tmp_path / "none" / "r.html"),
+    ):
+        result = areal_q(*args)
+        assert result.returncode == 2 and "none" in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_several_runs_are_told_in_one_line_each(write_run, tmp_path):
+    for name in "ab":
+        write_run(tmp_path / name, 4)
+    command = [sys.executable, "-m", "areal_q", "report", "a", "b", "--out", "r.html"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("a: done after 4 steps") and "held-out accuracy 0.400" in lines[0]
+
+
+# The server
+
+
+@pytest.fixture
+def ask(run_dir):
+    """ask(path, method="GET", **headers) is (status, headers, body) of the served report."""
+    server = ReportServer(read_runs([run_dir]))
+    port = server.server_address[1]
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+
+    def call(path, method="GET", **headers):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, headers=named)
+        response = connection.getresponse()
+        body = response.read()
+        connection.close()
+        return response.status, response.headers, body
+
+    yield call
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_server_gives_the_page_and_every_group(ask, run_dir):
+    status, headers, body = ask("/")
+    assert status == 200 and b'data-source="served"' in body
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    meta, _ = unpack(ask("/data/overview")[2])
+    assert meta["runs"][0]["name"] == "demo"
+    _, arrays = unpack(ask("/data/index/0")[2])
+    assert len(arrays["trajectory/reward"]) == 24
+    chunk = ask("/data/groups/0/3/2/1")[2]
+    assert chunk == read_runs([run_dir])[0].groups.chunk(3, 2, 1)
+
+
+def test_what_has_not_changed_is_not_sent_again(ask, run_dir):
+    tags = {path: ask(path)[1]["ETag"] for path in ("/data/overview", "/data/index/0")}
+    for path, tag in tags.items():
+        assert ask(path, If_None_Match=tag)[::2] == (304, b"")
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"kind":"step","step":5,"elapsed_s":9.0,"time_s":9.0,"reward/mean":0.5}\n')
+    status, _, body = ask("/data/overview", If_None_Match=tags["/data/overview"])
+    assert status == 200
+    assert unpack(body)[1]["0/step/reward/mean"][-1] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "headers", "status"),
+    [
+        ("/", "GET", {"Host": "evil.example"}, 403),
+        ("/data/overview", "GET", {"Host": "evil.example:80"}, 403),
+        ("/", "GET", {"Host": ""}, 403),
+        ("/", "GET", {"Host": "localhost:1"}, 200),
+        ("/", "GET", {"Host": "[::1]:8000"}, 200),
+        ("/", "POST", {}, 405),
+        ("/", "DELETE", {}, 405),
+        ("/", "OPTIONS", {}, 405),
+        ("/config.toml", "GET", {}, 404),
+        ("/data/../../config.toml", "GET", {}, 404),
+        ("/data/index/1", "GET", {}, 404),
+        ("/data/index/-1", "GET", {}, 404),
+        ("/data/groups/0/3/2/x", "GET", {}, 404),
+        ("/data/groups/0/3/99/1", "GET", {}, 404),
+        ("/data/groups/0/9/0/1", "GET", {}, 404),
+        ("/data/index/١", "GET", {}, 404),
+    ],
+)  # fmt: skip
+def test_the_server_answers_this_machine_get_and_known_paths_only(
+    ask, path, method, headers, status
+):
+    path = path.encode().decode("latin-1").replace("\xd9\xa1", "%D9%A1")
+    assert ask(path, method, **headers)[0] == status
+
+
+def test_the_server_listens_on_loopback_only(run_dir):
+    server = ReportServer(read_runs([run_dir]))
+    assert server.server_address[0] == "127.0.0.1" and server.server_address[1] > 0
+    server.server_close()
+
+
+def test_a_lag_histogram_counts_every_token(run_dir):
+    run = read_runs([run_dir])[0]
+    _, arrays = overview([run])
+    logged = [g for _, groups in iter_log(run_dir / "trajectories") for g in groups]
+    tokens = sum(t.num_tokens for g in logged for t in g.trajectories)
+    assert math.isclose(arrays["0/lags"].sum(), tokens)

@@ -1,0 +1,193 @@
+"""Turns with a tool: what is recorded is what the model saw, and only what it drew is learnt."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from areal_q.config import CalculatorTool, Run, Sampling, ScriptedEngine, TorchEngine
+from areal_q.errors import ConfigError
+from areal_q.messages import Array, Decoder, PartialResponse, Ticket, VersionSpan, encode
+from areal_q.tasks import CharTokenizer, Problem, build_score, build_task, build_tokenizer
+from learner.backends.single_device import Trainer
+from learner.build import build_model
+from learner.data.packing import Sample, pack
+from learner.measure.rescore import Scorer, engine_policy
+from learner.policy_update import update_policy
+from learner.publishing.version_builder import Publisher
+from rollout.engines import build_engine
+from rollout.engines.base import Engine
+from rollout.engines.scripted import scripted_engine
+from rollout.environments.base import Calculator, Player, Response
+
+MakeRun = Callable[..., Run]
+TOOL = CalculatorTool(open="(", close=")", after=" ", max_calls=2)
+CHARS = CharTokenizer()
+
+
+def played(engine: Engine, run: Run, ticket: Ticket, tool: CalculatorTool = TOOL) -> list[Response]:
+    async def work() -> list[Response]:
+        await engine.start()
+        await engine.load_weights(Publisher(run).make(build_model(run, CHARS), 0))
+        try:
+            responses = [Response() for _ in range(ticket.group_size)]
+            await Calculator(Player(engine, CHARS), tool)(ticket, responses)
+            return responses
+        finally:
+            await engine.close()
+
+    return asyncio.run(work())
+
+
+def saying(*turns: str) -> Engine:
+    """An engine that says `turns`, by how many results stand in what it is given."""
+
+    def answer(prompt) -> list[int]:
+        done = CHARS.decode(prompt).count(")")
+        return CHARS.encode(turns[done])
+
+    return scripted_engine(ScriptedEngine(), answer, lambda version: 1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    "turns, text, mask, reason",
+    [
+        (["(12+34)", "46"], "(12+34)46 46", "1111111000111", "stop"),
+        (["(2+3)*(9/3)", "(9/3)", "8"], "(2+3)5 (9/3)3 8", "1111100111110011", "stop"),
+        (["(2+)", "7"], "(2+)7", "111111", "stop"),
+        (["(1/3)", "7"], "(1/3)7", "1111111", "stop"),
+    ],
+)
+def test_the_tools_result_goes_in_with_mask_0_and_the_model_goes_on(
+    make_run: MakeRun, make_ticket: Callable[..., Ticket], turns, text, mask, reason
+):
+    ticket = make_ticket(
+        group_size=1,
+        sampling=Sampling(max_tokens=24),
+        prompt_ids=Array.of(CHARS.encode("12+34="), "int32"),
+    )
+    (response,) = played(saying(*turns), make_run("model.max_positions=128"), ticket)
+    assert CHARS.decode(response.ids) == text
+    assert "".join(map(str, response.mask)) == mask
+    assert response.finish_reason == reason
+    assert sum(s.tokens for s in response.spans) == len(response.ids) == len(response.logprobs)
+
+
+def test_turns_cut_off_anywhere_go_on_as_if_nothing_had_happened(
+    make_run: MakeRun, make_ticket: Callable[..., Ticket]
+):
+    """Cancelled again and again, each time after a few more tokens, on the way over a record and back."""
+    run = make_run("model.max_positions=128")
+    sampling = Sampling(max_tokens=40)
+    ticket = make_ticket(group_size=3, sampling=sampling, seed=11)
+    whole = played(build_engine(TorchEngine(slots=8)), run, ticket)
+
+    async def work() -> list[Response]:
+        engine = build_engine(TorchEngine(slots=8))
+        await engine.start()
+        await engine.load_weights(Publisher(run).make(build_model(run, CHARS), 0))
+        environment = Calculator(Player(engine, CHARS), TOOL)
+        responses = [Response() for _ in range(3)]
+        while not all(r.ended for r in responses):
+            before = engine.tokens_drawn
+            task = asyncio.create_task(environment(ticket, responses))
+            while not task.done() and engine.tokens_drawn < before + 7:
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            records = [decode_partial_response(encode(r.partial())) for r in responses]
+            responses = [Response.of(record.validate()) for record in records]
+        await engine.close()
+        return responses
+
+    decode_partial_response = Decoder(PartialResponse)
+    pieces = asyncio.run(work())
+    assert max(r.turns for r in whole) > 1
+    for piece, want in zip(pieces, whole, strict=True):
+        assert (piece.ids, piece.mask, piece.turns) == (want.ids, want.mask, want.turns)
+        assert (piece.finish_reason, piece.spans) == (want.finish_reason, want.spans)
+        np.testing.assert_allclose(piece.logprobs, want.logprobs, atol=1e-3)
+
+
+def test_the_budget_counts_what_was_drawn_over_all_turns(
+    make_run: MakeRun, make_ticket: Callable[..., Ticket]
+):
+    ticket = make_ticket(group_size=1, sampling=Sampling(max_tokens=8))
+    (response,) = played(saying("(1+1)", "22222222"), make_run(), ticket)
+    assert (CHARS.decode(response.ids), response.drawn) == ("(1+1)2 222", 8)
+    assert response.finish_reason == "length"
+
+
+def test_every_turns_log_probs_are_those_of_the_whole_recomputed(
+    make_run: MakeRun, make_ticket: Callable[..., Ticket]
+):
+    """A random model calls now and then; its recorded numbers are the learner's of the recorded tokens."""
+    run = make_run("rollout.sampling.max_tokens=20", "model.max_positions=128")
+    ticket = make_ticket(group_size=64, sampling=run.rollout.sampling)
+    responses = played(build_engine(TorchEngine(slots=64)), run, ticket)
+    # A result is put in only after a well-formed call, so here the close alone is one turn.
+    assert sum(r.turns > 1 for r in responses) > 5
+    model = build_model(run, build_tokenizer(run))
+    version = Publisher(run).make(model, 0)
+    policy = engine_policy(model.config, version.tensors, run.rollout.format)
+    samples = [sample(ticket, i, r) for i, r in enumerate(responses)]
+    found, _ = Scorer(run.learner)(policy, samples, 1.0)
+    mask = np.concatenate([r.mask for r in responses]) != 0
+    recorded = np.concatenate([r.logprobs for r in responses])
+    assert np.abs(found - recorded)[mask].mean() < 1e-3
+
+
+def sample(ticket: Ticket, index: int, response: Response, advantage: float = 1.0) -> Sample:
+    score = build_score(Run().task)(Problem("", "x"), "")
+    return Sample(
+        group=ticket.number,
+        prompt_ids=ticket.prompt_ids.numpy(),
+        trajectory=response.trajectory(index, score),
+        advantage=advantage,
+        lag=np.zeros(len(response.ids), np.int64),
+    )
+
+
+def test_nothing_is_learnt_from_what_the_tool_said(make_run: MakeRun, make_ticket):
+    """Its log-probs, whatever they are, change no bit of a step; those of drawn tokens do."""
+    run = make_run()
+    ticket = make_ticket()
+
+    def weights(tool_logprob: float, drawn_logprob: float = -1.0) -> torch.Tensor:
+        torch.manual_seed(0)
+        trainer = Trainer(build_model(run, CHARS), run.learner, 1.0)
+        response = Response(
+            ids=[4, 5, 6, 7],
+            logprobs=[drawn_logprob, tool_logprob, tool_logprob, -2.0],
+            mask=[1, 0, 0, 1],
+            spans=[VersionSpan(0, 4, "a")],
+        )
+        samples = [sample(ticket, i, response, a) for i, a in enumerate([1.0, -0.5])]
+        assert pack(samples).mask.tolist() == [True, False, False, True] * 2
+        update_policy(trainer, samples)
+        return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+    assert torch.equal(weights(0.0), weights(-7.0))
+    assert not torch.equal(weights(0.0), weights(0.0, drawn_logprob=-3.0))
+
+
+def test_a_close_of_several_tokens_is_refused():
+    with pytest.raises(ConfigError, match=r"close = '\)\)' is 2 tokens"):
+        Calculator(
+            Player(scripted_engine(ScriptedEngine()), CHARS),
+            msgspec.structs.replace(TOOL, close="))"),
+        )
+
+
+def test_the_task_demonstrates_the_call_and_judges_the_end(make_run: MakeRun):
+    run = make_run("task.type=tool-calculator")
+    score = build_score(run.task)
+    problem = build_task(run.task).train[0]
+    assert score(problem, problem.answer).correct
+    call, _, result = problem.answer.rpartition(" ")
+    assert call.endswith(f"){result}") and problem.prompt == call[1 : call.index(")")] + "="
+    assert not score(problem, f"{call} 1{result}").correct
+    assert not score(problem, "").correct

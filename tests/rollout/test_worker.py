@@ -1,0 +1,793 @@
+"""The rollout worker between a real Redis and a real broadcaster, with both engines."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from areal_q.config import Run, ScriptedEngine, TorchEngine, dump_toml
+from areal_q.messages import Array, Group, Ticket, VersionSpan
+from areal_q.models import Decoder
+from areal_q.quant.state_dict import is_quantized
+from areal_q.tasks import (
+    Problem,
+    Score,
+    build_reward,
+    build_score,
+    build_task,
+    build_tokenizer,
+    problem_at,
+)
+from buffer.redis_store import Claim, LearnerBuffer, WorkerBuffer
+from buffer.redis_store.connection import Patience, insist_async
+from buffer.weight_sync.publisher import Broadcaster
+from buffer.weight_sync.subscriber import Receiver
+from learner.backends.single_device import token_logprobs
+from learner.build import build_model
+from learner.data.admission import Feeder
+from learner.data.group_reader import Intake
+from learner.data.packing import pack, samples_of
+from learner.data.staleness import Lineage
+from learner.publishing.version_builder import Publisher
+from rollout.build import build_environment, room
+from rollout.engines import build_engine
+from rollout.engines.base import Completion, Engine, Request
+from rollout.engines.process.streaming_engine import StreamingEngine
+from rollout.engines.reference.async_engine import EngineLoop
+from rollout.engines.reference.torch_engine import TorchStepper
+from rollout.engines.scripted import scripted_engine
+from rollout.environments.base import Environment, Player, Response
+from rollout.worker import Room, Worker
+
+MakeRun = Callable[..., Run]
+SCRIPTED = "rollout.engine.type=scripted"
+LONG = "model.max_positions=256"
+ONE = ["learner.groups=1", "learner.minibatches=1", LONG]
+
+
+class LearnerSide:
+    """All of a learner that a worker meets."""
+
+    def __init__(self, run: Run, url: str, sockets: Path) -> None:
+        self.run, self.url = run, url
+        self.buffer = LearnerBuffer(url, run.name)
+        self.tokenizer = build_tokenizer(run)
+        self.feeder = Feeder(run, build_task(run.task), self.tokenizer, self.buffer, 0, set())
+        self.model: Decoder = build_model(run, self.tokenizer)
+        self.lineage = Lineage(keep=100)
+        self.publisher = Publisher(run)
+        self.broadcaster = Broadcaster(f"ipc://{sockets}/announce", f"ipc://{sockets}/fetch")
+        self.buffer.publish_run(dump_toml(run), self.broadcaster.endpoints._asdict())
+
+    def publish(self, version: int) -> None:
+        made = self.publisher.make(self.model, version)
+        self.lineage.published(version, made.manifest.digest)
+        self.broadcaster.publish(made)
+
+    def change(self) -> None:
+        """As an update would, coarsely."""
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.add_(0.02 * torch.randn(p.shape))
+
+    async def take(self, count: int, timeout_s: float = 30.0) -> list[Group]:
+        groups = await asyncio.to_thread(self.buffer.take, count, timeout_s)
+        assert len(groups) == count
+        return groups
+
+    def close(self) -> None:
+        self.broadcaster.close()
+        self.buffer.close()
+
+
+@pytest.fixture
+def learner(redis_url: str, short_dir: Path) -> Iterator[Callable[[Run], LearnerSide]]:
+    made: list[LearnerSide] = []
+
+    def make(run: Run) -> LearnerSide:
+        torch.manual_seed(0)
+        made.append(LearnerSide(run, redis_url, short_dir))
+        return made[-1]
+
+    yield make
+    for side in made:
+        side.close()
+
+
+@asynccontextmanager
+async def working(
+    side: LearnerSide,
+    engine: Engine | None = None,
+    environment: Environment | None = None,
+    limit: Room | None = None,
+    begin: Callable[[], Awaitable[object]] | None = None,
+) -> AsyncIterator[Engine]:
+    """A worker that works meanwhile, with the engine and environment of the settings if none are given."""
+    run = side.run
+    endpoints = side.broadcaster.endpoints
+    receiver = Receiver(endpoints.announce, endpoints.fetch, run=run.name)
+    buffer = WorkerBuffer(side.url, run.name, "w", run.buffer.claim_timeout_s)
+    engine = engine or build_engine(run.rollout.engine)
+    player = Player(engine, side.tokenizer, run.rollout.request_timeout_s)
+    worker = Worker(
+        name="w",
+        engine=engine,
+        buffer=buffer,
+        receiver=receiver,
+        tokenizer=side.tokenizer,
+        reward=build_reward(run),
+        weight_format=run.rollout.format,
+        room=limit or room(run),
+        max_lag=run.learner.max_lag,
+        environment=environment or build_environment(run, player),
+    )
+    task = asyncio.create_task(worker.run(begin))
+    try:
+        yield engine
+        assert not task.done(), task.exception()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        receiver.close()
+        await buffer.close()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def run_async(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 200))
+
+
+def test_who_begins_with_a_worker_can_ask_its_engine_before_the_first_weights(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    """An endpoint that is there before its engine would refuse what comes in between."""
+    side = learner(make_run("rollout.engine.type=torch"))
+    engine = build_engine(side.run.rollout.engine)
+    request = Request(
+        prompt_ids=np.array([3, 4], np.int32),
+        num_samples=1,
+        sampling=side.run.rollout.sampling,
+        seed=0,
+        stop_ids=frozenset(),
+    )
+    asked: list[asyncio.Task[list[Completion]]] = []
+
+    async def begin() -> None:
+        asked.append(asyncio.create_task(engine.generate(request)))
+        await asyncio.sleep(0)
+
+    async def work() -> None:
+        async with working(side, engine, begin=begin):
+            await until(lambda: asked)
+            side.publish(0)
+            (completion,) = await asked[0]
+            assert completion.spans[0].version == 0
+
+    run_async(work())
+
+
+@pytest.mark.parametrize("engine", ["scripted", "torch"])
+def test_every_ticket_becomes_one_valid_group(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], engine: str
+):
+    side = learner(make_run(f"rollout.engine.type={engine}", "learner.group_size=3"))
+    score = build_score(side.run.task)
+
+    async def work() -> None:
+        async with working(side):
+            side.publish(0)
+            side.feeder.admit(0)
+            side.feeder.evaluate(0)
+            for group in await side.take(12):
+                group.validate()
+                ticket = group.ticket
+                assert (group.engine, group.weight_format) == (engine, "int8")
+                assert ticket.number in side.feeder.outstanding
+                side.feeder.done(group)
+                assert 0 < group.started_s <= group.finished_s <= time.time()
+                for t in group.trajectories:
+                    ids = t.response_ids.numpy().tolist()
+                    text = side.tokenizer.decode(ids)
+                    expected = score(Problem(ticket.prompt, ticket.answer), text)
+                    assert (t.reward, t.reward_parts["correct"]) == (
+                        expected.reward,
+                        expected.correct,
+                    )
+                    assert (t.finish_reason == "stop") == (ids[-1] == side.tokenizer.eos_id)
+                    assert t.loss_mask.numpy().all()
+                    assert side.lineage.lag(t.spans[0], 0) == 0
+            assert not side.feeder.outstanding
+            evaluations = []
+            await until(
+                lambda: evaluations.extend(side.buffer.take_eval()) or len(evaluations) == 20
+            )
+            assert {g.ticket.purpose for g in evaluations} == {"eval"}
+            assert side.buffer.open_tickets() == set()
+
+    run_async(work())
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+def test_vllm_killed_in_mid_request_comes_back_and_no_ticket_is_lost(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    shape = ["model.width=64", "model.heads=2", "model.kv_heads=1", "model.max_positions=512"]
+    long = ["rollout.sampling.max_tokens=400", "learner.groups=4", "learner.max_lag=0"]
+    side = learner(make_run("rollout.engine.type=vllm", *shape, *long))
+
+    async def work() -> None:
+        async with working(side) as engine:
+            assert isinstance(engine, StreamingEngine)
+            side.publish(0)
+            side.feeder.admit(0)
+            await until(lambda: engine.tokens_drawn > 8)
+            await engine.backend.kill()
+            side.feeder.issue([4, 5], version=0)
+            groups = await side.take(6, timeout_s=600)
+            assert {g.ticket.number for g in groups} == set(range(6))
+            assert (engine.deaths, engine.version) == (1, 0)
+            for t in [t for group in groups for t in group.validate().trajectories]:
+                assert [side.lineage.lag(span, 0) for span in t.spans] == [0]
+
+    asyncio.run(asyncio.wait_for(work(), 800))
+
+
+def test_new_weights_are_stamped_on_the_tokens_that_they_draw(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    settings = [SCRIPTED, LONG, "rollout.sampling.max_tokens=200"]
+    side = learner(make_run(*settings, "learner.groups=2", "learner.max_lag=0"))
+    # No stop token is ever drawn: every response has its full length, and takes two seconds.
+    talker = scripted_engine(
+        ScriptedEngine(tokens_per_s=100), answer=lambda _: [3] * 200, certainty=lambda _: 1.0
+    )
+
+    async def work() -> None:
+        async with working(side, talker) as engine:
+            side.publish(0)
+            side.feeder.admit(0)
+            await until(lambda: engine.tokens_drawn > 8)
+            side.change()
+            side.publish(1)
+            groups = await side.take(2)
+            for t in [t for group in groups for t in group.trajectories]:
+                assert [span.version for span in t.spans] == [0, 1]
+                assert sum(span.tokens for span in t.spans) == t.num_tokens == 200
+                assert [side.lineage.lag(span, 1) for span in t.spans] == [1, 0]
+                assert {s.digest for s in t.spans} == set(side.lineage.digests.values())
+
+    run_async(work())
+
+
+def test_a_ticket_waits_for_weights_as_new_as_itself(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    side = learner(make_run(SCRIPTED))
+
+    async def work() -> None:
+        async with working(side) as engine:
+            side.publish(0)
+            await until(lambda: engine.version == 0)
+            side.feeder.issue([0, 1], version=2)
+            side.feeder.issue([2], version=0)
+            assert [g.ticket.number for g in await side.take(1)] == [2]
+            side.publish(1)
+            await until(lambda: engine.version == 1)
+            await asyncio.sleep(0.2)
+            assert side.buffer.unread() == []
+            side.publish(3)
+            groups = await side.take(2)
+            assert {g.ticket.number for g in groups} == {0, 1}
+            spans = [s for g in groups for t in g.trajectories for s in t.spans]
+            assert {s.version for s in spans} == {3}
+
+    run_async(work())
+
+
+def test_workers_full_of_an_abandoned_history_do_not_stop_the_learner(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    """The learner came back at version 2, and the groups that led it to version 9 before are of no use."""
+    side = learner(make_run(SCRIPTED, "learner.groups=4", "learner.max_lag=1"))
+    intake = Intake(side.buffer, side.feeder, side.lineage, side.run)
+    stop = threading.Event()
+
+    async def work() -> None:
+        side.feeder.issue([0, 1, 2, 3], version=9)
+        side.feeder.issue([4, 5], version=2)
+        async with working(side, limit=Room(responses=4, slots=4, group_size=2)):
+            side.publish(2)
+            taken = await asyncio.to_thread(intake.take, 2, stop)
+            assert taken
+            assert {g.ticket.step for g in taken.groups} == {2}
+            assert len({g.ticket.number for g in taken.groups}) == 4
+
+    try:
+        run_async(work())
+    finally:
+        stop.set()
+
+
+def test_it_is_full_before_the_learner_asks_again(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    slow = [SCRIPTED, "rollout.engine.tokens_per_s=1", "learner.max_lag=0", "learner.groups=2"]
+    side = learner(make_run(*slow))
+
+    async def work() -> None:
+        async with working(side) as engine:
+            side.publish(0)
+            side.feeder.admit(0)
+            await until(lambda: engine.active == 4)
+            status = []
+            await until(lambda: status.extend(side.buffer.workers()) or status)
+            assert (status[0].worker, status[0].version, status[0].pid) == ("w", 0, os.getpid())
+
+    run_async(work())
+
+
+def test_tickets_that_another_worker_took_over_are_abandoned(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], make_group: Callable[..., Group]
+):
+    slow = [SCRIPTED, "rollout.engine.tokens_per_s=1", "learner.max_lag=0", "learner.groups=2"]
+    side = learner(make_run(*slow))
+
+    async def work() -> None:
+        async with working(side) as engine:
+            side.publish(0)
+            side.feeder.admit(0)
+            await until(lambda: engine.active == 4)
+            thief = WorkerBuffer(side.url, side.run.name, "thief", claim_timeout_s=0.001)
+            await asyncio.sleep(0.01)
+            claims = await thief.claim(10, block_s=0.0)
+            assert {claim.ticket.number for claim in claims} == {0, 1}
+            await until(lambda: engine.active == 0)
+            for claim in claims:
+                assert await thief.commit(claim, make_group(claim.ticket, worker="thief"))
+            await thief.close()
+            assert {g.worker for g in await side.take(2)} == {"thief"}
+            # It is free for other work.
+            side.feeder.issue([7], version=0)
+            await until(lambda: engine.active == 2)
+
+    run_async(work())
+
+
+def test_a_renewal_does_not_take_a_commit_under_way_for_a_lost_ticket(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], monkeypatch: pytest.MonkeyPatch
+):
+    commit = WorkerBuffer.commit
+
+    async def answered_late(self: WorkerBuffer, claim: Claim, group: Group) -> bool:
+        committed = await commit(self, claim, group)
+        await asyncio.sleep(0.05)
+        return committed
+
+    monkeypatch.setattr(WorkerBuffer, "commit", answered_late)
+    monkeypatch.setattr("rollout.worker.HEARTBEAT_S", 0.01)
+    side = learner(make_run(SCRIPTED, "learner.max_lag=2", "learner.groups=4"))
+
+    async def work() -> None:
+        async with working(side):
+            side.publish(0)
+            side.feeder.admit(0)
+            await side.take(12)
+            await until(lambda: [s.groups for s in side.buffer.workers()] == [12])
+
+    run_async(work())
+
+
+def test_a_worker_that_ends_hands_its_tickets_back(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    slow = [SCRIPTED, "rollout.engine.tokens_per_s=1", "learner.max_lag=0", "learner.groups=2"]
+    side = learner(make_run(*slow))
+
+    async def work() -> None:
+        async with working(side) as engine:
+            side.publish(0)
+            side.feeder.admit(0)
+            await until(lambda: engine.active == 4)
+        other = WorkerBuffer(side.url, side.run.name, "other", claim_timeout_s=3600)
+        assert {c.ticket.number for c in await other.claim(10, block_s=0.0)} == {0, 1}
+        await other.close()
+
+    run_async(work())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_process_in_peace_and_its_tickets_go_back_at_once(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], number: int
+):
+    slow = [SCRIPTED, "rollout.engine.tokens_per_s=1", "buffer.claim_timeout_s=3600"]
+    side = learner(make_run(*slow))
+    side.publish(0)
+    side.feeder.admit(0)
+    command = [sys.executable, "-m", "rollout", "--redis", side.url, "--run", side.run.name]
+    process = subprocess.Popen([*command, "--id", "mortal"], stderr=subprocess.PIPE, text=True)
+
+    async def work() -> None:
+        active = []
+        await until(lambda: active.extend(w.active for w in side.buffer.workers()) or any(active))
+        process.send_signal(number)
+        _, said = await asyncio.to_thread(process.communicate)
+        assert process.returncode == 0, said
+        assert "Traceback" not in said
+        other = WorkerBuffer(side.url, side.run.name, "other", claim_timeout_s=3600)
+        assert {c.ticket.number for c in await other.claim(100, block_s=0.0)} == set(range(12))
+        await other.close()
+
+    try:
+        run_async(work())
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def uninterrupted(side: LearnerSide, ticket: Ticket, engine: Engine) -> list[Any]:
+    """What an engine that nobody stops draws for `ticket`."""
+    await engine.start()
+    await engine.load_weights(side.publisher.make(side.model, 0))
+    try:
+        return await engine.generate(
+            Request(
+                prompt_ids=ticket.prompt_ids.numpy(),
+                num_samples=ticket.group_size,
+                sampling=ticket.sampling,
+                seed=ticket.seed,
+                stop_ids=frozenset({side.tokenizer.eos_id}),
+            )
+        )
+    finally:
+        await engine.close()
+
+
+def test_the_next_worker_goes_on_from_the_tokens_of_one_that_ended(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    settings = ["rollout.format=bf16", "rollout.sampling.max_tokens=200", LONG]
+    side = learner(make_run(*settings, "learner.max_lag=0", "learner.group_size=4"))
+    config = side.run.rollout.engine
+    assert isinstance(config, TorchEngine)
+    slow = TorchStepper(config)
+    slow.tokens_per_s = 400
+
+    async def work() -> None:
+        async with working(side, EngineLoop(slow)) as engine:
+            side.publish(0)
+            side.feeder.admit(0)
+            await until(lambda: engine.tokens_drawn > 100)
+        done = side.buffer.take(4, 0.0)
+        other = WorkerBuffer(side.url, side.run.name, "other", claim_timeout_s=3600)
+        claims = await other.claim(4, block_s=0.0)
+        assert len(claims) == 4 - len(done)
+        drawn = {c.ticket.number: c.partial.responses for c in claims if c.partial}
+        await other.release(claims)
+        await other.close()
+        async with working(side) as engine:
+            groups = await side.take(len(claims))
+            tokens = sum(t.num_tokens for g in groups for t in g.trajectories)
+            kept = sum(r.response_ids.shape[0] for half in drawn.values() for r in half)
+            assert kept > 0 and engine.tokens_drawn == tokens - kept
+        for group in groups:
+            engine = build_engine(config)
+            want = await uninterrupted(side, group.ticket, engine)
+            for t, completion in zip(group.trajectories, want, strict=True):
+                assert t.response_ids.numpy().tolist() == completion.response_ids.tolist()
+                assert t.finish_reason == completion.finish_reason
+                assert [s.version for s in t.spans] == [0]
+                found = t.behavior_logprobs.numpy()
+                np.testing.assert_allclose(found, completion.logprobs, atol=1e-4)
+                if group.ticket.number in drawn:
+                    before = drawn[group.ticket.number][t.index].behavior_logprobs.numpy()
+                    assert found[: len(before)].tolist() == before.tolist()
+
+    run_async(work())
+
+
+@pytest.mark.parametrize("max_lag, versions", [(1, [0, 1]), (0, [1])])
+def test_tokens_that_are_too_old_are_drawn_again_and_others_keep_their_version(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], max_lag: int, versions: list[int]
+):
+    slow = [SCRIPTED, "rollout.engine.tokens_per_s=30", "rollout.sampling.max_tokens=60"]
+    side = learner(make_run(*slow, *ONE, f"learner.max_lag={max_lag}"))
+
+    async def work() -> None:
+        side.publish(0)
+        side.feeder.admit(0)
+        fast = ScriptedEngine(tokens_per_s=1e6)
+
+        def silent(prompt: Any) -> list[int]:
+            return [5] * 1000
+
+        async with working(side, scripted_engine(side.run.rollout.engine, silent)) as engine:  # type: ignore[arg-type]
+            await until(lambda: engine.tokens_drawn > 8)
+        side.publish(1)
+        async with working(side, scripted_engine(fast, silent)):
+            (group,) = await side.take(1)
+        found = {tuple(s.version for s in t.spans) for t in group.trajectories}
+        assert tuple(versions) in found
+        assert all(set(spans) <= set(versions) for spans in found)
+
+    run_async(work())
+
+
+def test_a_response_that_takes_too_long_is_cut_kept_and_counted(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    slow = [SCRIPTED, "rollout.engine.tokens_per_s=50", "rollout.sampling.max_tokens=100"]
+    side = learner(make_run(*slow, "rollout.request_timeout_s=0.2", *ONE))
+
+    async def work() -> None:
+        def silent(prompt: Any) -> list[int]:
+            return [5] * 1000
+
+        async with working(side, scripted_engine(side.run.rollout.engine, silent)):  # type: ignore[arg-type]
+            side.publish(0)
+            side.feeder.admit(0)
+            (group,) = await side.take(1)
+            late = [t for t in group.trajectories if t.finish_reason == "timeout"]
+            assert late and all(1 <= t.num_tokens < 100 for t in late)
+            await until(lambda: any(w.timeouts >= len(late) for w in side.buffer.workers()))
+
+    run_async(work())
+
+
+def test_a_groups_last_straggler_leaves_room_for_new_groups(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    """Room for 8 responses, groups of 4: two groups at once while all are open, five where each has but one
+    response to come."""
+    side = learner(make_run(SCRIPTED, "learner.group_size=4", "learner.groups=8"))
+
+    async def work() -> None:
+        begun: list[int] = []
+        tail, last = asyncio.Event(), asyncio.Event()
+
+        async def straggling(ticket: Ticket, responses: list[Response]) -> None:
+            begun.append(ticket.number)
+            want = await uninterrupted(side, ticket, build_engine(ScriptedEngine()))
+            for response, completion in zip(responses, want, strict=True):
+                response.add_drawn(completion)
+            await tail.wait()
+            for response in responses[:3]:
+                response.ended = True
+            await last.wait()
+            responses[3].ended = True
+
+        async with working(side, environment=straggling, limit=Room(8, 8, 4)):
+            side.publish(0)
+            side.feeder.admit(0)
+            await until(lambda: len(begun) == 2)
+            await asyncio.sleep(0.3)
+            assert len(begun) == 2
+            tail.set()
+            await until(lambda: len(begun) == 5)
+            await asyncio.sleep(0.3)
+            assert len(begun) == 5
+            last.set()
+            assert len(await side.take(8)) == 8
+
+    run_async(work())
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_process_that_is_terminated_leaves_its_tokens_and_one_that_is_killed_its_tickets(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], signal_number: int
+):
+    slow = [SCRIPTED, "rollout.engine.tokens_per_s=60", "rollout.sampling.max_tokens=40", LONG]
+    side = learner(make_run(*slow, "learner.groups=4", "buffer.claim_timeout_s=3"))
+    side.publish(0)
+    side.feeder.admit(0)
+    command = [sys.executable, "-m", "rollout", "--redis", side.url, "--run", side.run.name]
+    process = subprocess.Popen([*command, "--id", "mortal"], stderr=subprocess.DEVNULL)
+
+    async def work() -> None:
+        tokens: list[int] = []
+        await until(lambda: tokens.extend(w.tokens for w in side.buffer.workers()) or any(tokens))
+        process.send_signal(signal_number)
+        await asyncio.to_thread(process.wait)
+        groups = len(side.buffer.take(100, 0.0))
+        async with working(side, scripted_engine(ScriptedEngine(tokens_per_s=1e6))) as engine:
+            taken = await side.take(12 - groups)
+            resumed = [w.resumed for w in side.buffer.workers() if w.worker == "w"]
+            await until(lambda: resumed.extend(w.resumed for w in side.buffer.workers()) or resumed)
+            drawn = sum(t.num_tokens for g in taken for t in g.trajectories)
+            assert (engine.tokens_drawn < drawn) == (signal_number == signal.SIGTERM)
+        for group in taken:
+            engine = scripted_engine(ScriptedEngine(tokens_per_s=1e6))
+            want = await uninterrupted(side, group.ticket, engine)
+            for trajectory, completion in zip(group.trajectories, want, strict=True):
+                assert trajectory.response_ids.numpy().tolist() == completion.response_ids.tolist()
+
+    try:
+        run_async(work())
+    finally:
+        process.kill()
+        process.wait()
+
+
+def gaps(side: LearnerSide, groups: list[Group]) -> np.ndarray:
+    """|learner's log-prob − behaviour log-prob| of every token."""
+    samples = samples_of(groups, side.run.learner.advantage, side.lineage, version=0)
+    batch = pack(samples)
+    with torch.no_grad():
+        recomputed, _ = token_logprobs(side.model, batch, side.run.rollout.sampling.temperature)
+    return (recomputed - batch.behavior_logprobs).abs().numpy()
+
+
+@pytest.mark.parametrize("format", ["bf16", "int8"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_engines_log_probs_are_those_that_the_learner_recomputes(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], format: str, temperature: float
+):
+    settings = [f"rollout.format={format}", f"rollout.sampling.temperature={temperature}"]
+    side = learner(make_run(*settings, "rollout.sampling.max_tokens=12", "learner.groups=16"))
+    with torch.no_grad():
+        for name, p in side.model.named_parameters():
+            if is_quantized(name):  # so that rounding to bf16 changes nothing
+                p.copy_(p.bfloat16())
+
+    async def work() -> None:
+        async with working(side):
+            side.publish(0)
+            side.feeder.admit(0)
+            found = gaps(side, await side.take(48))
+            assert found.size > 200
+            if format == "bf16":
+                assert found.max() < 1e-4
+            else:
+                assert 1e-4 < found.mean() < 0.05
+                assert found.max() < 0.5
+
+    run_async(work())
+
+
+def test_recorded_log_probs_are_of_the_temperature_that_drew(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], make_ticket: Callable[..., Ticket]
+):
+    side = learner(make_run("rollout.format=bf16", "rollout.sampling.temperature=0.5"))
+
+    async def work() -> None:
+        async with working(side):
+            side.publish(0)
+            side.feeder.admit(0)
+            groups = await side.take(12)
+            batch = pack(samples_of(groups, side.run.learner.advantage, side.lineage, version=0))
+            with torch.no_grad():
+                at_one, _ = token_logprobs(side.model, batch, 1.0)
+            # Recomputed at another temperature they differ by far more than any rounding.
+            assert (at_one - batch.behavior_logprobs).abs().max() > 0.05
+
+    run_async(work())
+
+
+def test_a_cancellation_that_comes_with_an_answer_of_redis_is_not_forgotten():
+    async def answer() -> str:
+        """As asyncio.wait_for before Python 3.12, where both come in one turn of the loop."""
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            return "answer"
+        return "late"
+
+    async def work() -> None:
+        task = asyncio.create_task(insist_async(Patience("redis://", 1.0), answer))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def clean_up() -> str:
+        """Calls go on working while a cancellation is being dealt with."""
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            task.cancel()
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            return await insist_async(Patience("redis://", 1.0), answered)
+        return "not cancelled"
+
+    async def answered() -> str:
+        return "answer"
+
+    run_async(work())
+    assert asyncio.run(clean_up()) == "answer"
+
+
+def test_a_reward_that_hangs_costs_its_response_and_nothing_else(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide], tmp_path: Path
+):
+    """Ticket 5's reward hangs, ticket 6's raises: all twelve groups arrive, from a worker that lives on."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def reward(prompt, response, answer):\n"
+        "    while prompt == HANGS: pass\n"
+        "    return 1 / (prompt != RAISES)\n"
+    )
+    run = make_run(f'reward.path="{file}"', "reward.timeout_s=0.5", "learner.group_size=2")
+    task = build_task(run.task)
+    prompts = [problem_at(task, n, run.seed).prompt for n in range(12)]
+    file.write_text(f"HANGS, RAISES = {prompts[5]!r}, {prompts[6]!r}\n" + file.read_text())
+    side = learner(run)
+
+    async def work() -> None:
+        async with working(side):
+            side.publish(0)
+            side.feeder.admit(0)
+            for group in await side.take(12):
+                hangs = group.ticket.prompt == prompts[5]
+                fails = hangs or group.ticket.prompt == prompts[6]
+                for t in group.trajectories:
+                    assert t.reward == (0.0 if fails else 1.0)
+                    assert t.valid == (not fails)
+                    assert t.failure == ("timeout" if hangs else "exception" if fails else None)
+
+    run_async(work())
+
+
+def test_a_ticket_that_cannot_become_a_group_costs_itself_alone(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    """A prompt too long for the model, or a reward that no group may have, once ended every worker in turn."""
+    side = learner(make_run("rollout.engine.type=torch", *ONE))
+    long = side.feeder._ticket(0, 0)
+    ids = Array.of(np.ones(300, np.int32))
+    side.buffer.admit([msgspec.structs.replace(long, prompt_ids=ids)], 1)
+
+    async def work() -> None:
+        async with working(side):
+            side.publish(0)
+            side.feeder.cursor = 1
+            side.feeder.admit(0)
+            (group,) = await side.take(1)
+            assert group.ticket.number > 0
+            await until(lambda: side.buffer.set_aside() == 1)
+            assert 0 not in side.buffer.open_tickets()
+
+    run_async(work())
+
+
+def test_a_group_that_is_refused_at_its_commit_costs_itself_alone(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    side = learner(make_run(SCRIPTED, *ONE))
+
+    class Rewarded:
+        """Ends every response with a reward, that of ticket 0 too large."""
+
+        async def __call__(self, ticket: Ticket, responses: list[Response]) -> None:
+            for response in responses:
+                response.add_given([1], VersionSpan(0, 0, "a"))
+                response.ended = True
+                response.score = Score(1e16 if ticket.number == 0 else 1.0, True)
+
+    async def work() -> None:
+        async with working(side, environment=Rewarded()):
+            side.publish(0)
+            side.feeder.admit(0)
+            (group,) = await side.take(1)
+            assert group.ticket.number > 0
+            await until(lambda: side.buffer.set_aside() == 1)
+
+    run_async(work())

@@ -1,0 +1,426 @@
+"""Rewards: their parts by hand, and what raises, hangs or dies is bounded, counted and stalls nobody."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_q.algorithms import advantages
+from areal_q.config import Overlong, Run, load
+from areal_q.errors import ConfigError, TaskError
+from areal_q.messages.trajectories import FailureCause
+from areal_q.tasks import Problem, Reward, Score, build_reward, build_task, check_reward
+from areal_q.tasks.datasets.python_file import as_score
+from areal_q.tasks.grading.rewards import STYLES, overlong_penalty
+
+PROBLEM = Problem("2+2=", "4")
+PATIENCE_S = 5.0
+CAUSES: dict[str, FailureCause] = {
+    "exit": "killed",
+    "sysexit": "killed",
+    "memory": "killed",
+    "down": "unavailable",
+}
+"""What fails in another way than by an exception"""
+
+USERS = """
+import os, sys, time
+from areal_q.errors import RewardUnavailable
+print("loaded, on what was stdout")
+
+def reward(prompt, response, answer):
+    print("noise", flush=True)
+    match response:
+        case "hang":
+            while True:
+                pass
+        case "sleep":
+            time.sleep(3600)
+        case "raise":
+            return 1 / 0
+        case "exit":
+            os._exit(3)
+        case "sysexit":
+            sys.exit(3)
+        case "nan":
+            return float("nan")
+        case "text":
+            return "good"
+        case "parts":
+            return {"reward": 0.25, "correct": 1, "style": 2}
+        case "pid":
+            return os.getpid()
+        case "memory":
+            raise MemoryError
+        case "down":
+            raise RewardUnavailable("the judge does not answer")
+        case "flaky":
+            with open(__file__ + ".asked", "a+") as asked:
+                asked.write(".")
+            assert os.path.getsize(__file__ + ".asked") >= 3
+            return 1.0
+        case "stdin":
+            return float(sys.stdin.read() == "")
+        case "flood":
+            raise ValueError("x" * 10_000_000)
+    return float(response == answer)
+
+def other(prompt, response, answer):
+    return 7
+"""
+
+
+def settings(tmp_path: Path, *more: str, source: str = USERS) -> Run:
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    return load(None, [f'reward.path="{file}"', "reward.timeout_s=5", *more])
+
+
+def using(run: Run, work: Callable[[Reward], Awaitable[None]]) -> None:
+    async def main() -> None:
+        reward = build_reward(run)
+        try:
+            await reward.start()
+            await work(reward)
+        finally:
+            await reward.close()
+
+    asyncio.run(asyncio.wait_for(main(), 200))
+
+
+def scored(run: Run, *responses: str) -> list[Score]:
+    scores: list[Score] = []
+
+    async def work(reward: Reward) -> None:
+        for response in responses:
+            scores.append(await reward(PROBLEM, response, len(response)))
+
+    using(run, work)
+    return scores
+
+
+# A user's own file
+
+
+def test_a_reward_from_a_file_scores_with_its_parts_whatever_it_prints(tmp_path: Path):
+    right, wrong, parts, stdin = scored(settings(tmp_path), "4", "5", "parts", "stdin")
+    assert (right, wrong) == (Score(1.0, True), Score(0.0, False))
+    assert parts == Score(0.25, True, {"style": 2.0})
+    assert stdin.reward == 1.0
+    (other,) = scored(settings(tmp_path, "reward.function=other"), "4")
+    assert other == Score(7.0, True)
+
+
+@pytest.mark.parametrize(
+    "bad", ["raise", "exit", "sysexit", "nan", "text", "flood", "memory", "down"]
+)
+def test_a_failed_reward_is_no_score_and_the_next_is_scored(
+    tmp_path: Path, bad: str, caplog: pytest.LogCaptureFixture
+):
+    failed, after = scored(settings(tmp_path, "reward.processes=1"), bad, "4")
+    assert failed == Score.failed(CAUSES.get(bad, "exception")) and not failed.valid
+    assert after == Score(1.0, True)
+    assert "reward failed, 1 so far" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("on_error", "zero_on", "expected"),
+    [
+        ("drop", "[]", [Score.failed("exception"), Score.failed("unavailable")]),
+        ("drop", '["exception"]', [Score.zero("exception"), Score.failed("unavailable")]),
+        (
+            "zero",
+            "[]",
+            [Score.zero("exception", "exception"), Score.zero("unavailable", "unavailable")],
+        ),
+    ],
+)
+def test_settings_say_which_failures_are_worth_0(
+    tmp_path: Path, on_error: str, zero_on: str, expected: list[Score]
+):
+    """The judge that is down never counts as the response's own fault."""
+    run = settings(tmp_path, f"reward.on_error={on_error}", f"reward.zero_on={zero_on}")
+    assert scored(run, "raise", "down") == expected
+
+
+@pytest.mark.parametrize(
+    ("retries", "expected"), [(1, Score.failed("exception")), (2, Score(1.0, True))]
+)
+def test_a_failed_reward_is_asked_again_so_many_times(
+    tmp_path: Path, retries: int, expected: Score
+):
+    """The reward fails twice before it works."""
+    asked = f"reward.retries={retries}"
+    run = settings(tmp_path, "reward.on_error=retry", asked, "reward.retry_pause_s=0.01")
+    assert scored(run, "flaky") == [expected]
+    assert len((tmp_path / "mine.py.asked").read_text()) == retries + 1
+
+
+def test_infrastructure_cannot_be_declared_the_responses_fault():
+    with pytest.raises(ConfigError, match="zero_on"):
+        load(None, ['reward.zero_on=["unavailable"]'])
+
+
+@pytest.mark.parametrize("bad", ["hang", "sleep"])
+def test_a_reward_that_hangs_is_killed_and_stalls_nobody(tmp_path: Path, bad: str):
+    run = settings(tmp_path, "reward.timeout_s=4", "reward.processes=2")
+
+    async def work(reward: Reward) -> None:
+        async def both_pids() -> set[int]:
+            scores = await asyncio.gather(*(reward(PROBLEM, "pid", 1) for _ in range(2)))
+            return {int(score.reward) for score in scores}
+
+        before = await both_pids()
+        hanging = asyncio.create_task(reward(PROBLEM, bad, 1))
+        await asyncio.sleep(0)  # it has taken one of the two processes
+        for _ in range(3):
+            assert (await reward(PROBLEM, "4", 1)).correct
+        assert not hanging.done()
+        assert await hanging == Score.failed("timeout")
+        (killed,) = before - await both_pids()
+        while not gone(killed):
+            await asyncio.sleep(0.01)
+
+    using(run, work)
+
+
+def gone(pid: int) -> bool:
+    """Ended; perhaps not waited for yet, where the machine's init does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return True
+
+
+def test_many_at_once_share_the_processes_and_each_has_its_own_score(tmp_path: Path):
+    async def work(reward: Reward) -> None:
+        responses = ["4", "5", "raise"] * 40
+        scores = await asyncio.gather(*(reward(PROBLEM, r, 1) for r in responses))
+        assert [s.correct for s in scores] == [r == "4" for r in responses]
+        assert [s.valid for s in scores] == [r != "raise" for r in responses]
+
+    using(settings(tmp_path), work)
+
+
+def test_a_cancelled_score_leaves_no_reply_for_the_next_question(tmp_path: Path):
+    async def work(reward: Reward) -> None:
+        waiting = asyncio.create_task(reward(PROBLEM, "sleep", 1))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert (await reward(PROBLEM, "4", 1)).correct
+
+    using(settings(tmp_path, "reward.processes=1"), work)
+
+
+def test_no_process_outlives_close_nor_a_kill_of_the_one_that_scores(tmp_path: Path):
+    pids = [int(s.reward) for s in scored(settings(tmp_path), "pid")]
+    assert all(map(gone, pids))
+
+    program = f"""
+import asyncio
+from areal_q.config import load
+from areal_q.tasks import Problem, build_reward
+
+async def main():
+    reward = build_reward(load(None, ['reward.path="{tmp_path / "mine.py"}"']))
+    await reward.start()
+    print(int((await reward(Problem("p", "4"), "pid", 1)).reward), flush=True)
+    await reward(Problem("p", "4"), "hang", 1)
+
+asyncio.run(main())
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert not gone(pid)
+        parent.kill()
+    deadline = time.monotonic() + PATIENCE_S
+    while not gone(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gone(pid)
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("import nowhere_to_be_found", "ModuleNotFoundError"),
+        ("def rewards(): pass", "no function 'reward'"),
+        ("reward = 3", "no function 'reward'"),
+        ("def reward(:", "SyntaxError"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_is_named_before_any_work(
+    tmp_path: Path, source: str, complaint: str
+):
+    with pytest.raises(TaskError, match=rf"mine\.py: .*{complaint}"):
+        scored(settings(tmp_path, source=source))
+
+
+def test_a_missing_file_is_named_before_anything_starts(tmp_path: Path):
+    with pytest.raises(TaskError, match=r"gone\.py: no such Python file"):
+        check_reward(load(None, [f'reward.path="{tmp_path}/gone.py"']))
+    check_reward(load(None))
+
+
+@pytest.mark.parametrize(
+    ("given", "score"),
+    [
+        (1, Score(1.0, True)),
+        (True, Score(1.0, True)),
+        (0.99, Score(0.99, False)),
+        ({"reward": 2, "correct": 0, "a": 3}, Score(2.0, False, {"a": 3.0})),
+    ],
+)
+def test_what_a_reward_may_return(given: object, score: Score):
+    assert as_score(given) == score
+
+
+@pytest.mark.parametrize(
+    "given", [None, "x", float("inf"), -1e300, {}, {"a": 1}, {"reward": float("nan")}]
+)
+def test_what_a_reward_may_not_return(given: object):
+    with pytest.raises((ValueError, TypeError)):
+        as_score(given)
+
+
+def test_a_task_of_ones_own_is_one_file_and_one_line(tmp_path: Path):
+    file = tmp_path / "doubling.py"
+    file.write_text(
+        "def problems():\n"
+        "    return [(f'{n}*2=', str(2 * n)) for n in range(100)]\n"
+        "def reward(prompt, response, answer):\n"
+        "    return float(response == answer)\n"
+    )
+    run = load(None, [f'task = {{type = "python", path = "{file}"}}'])
+    task = build_task(run.task)
+    assert (len(task.train), len(task.heldout)) == (90, 10)
+    assert task.heldout[0] == Problem("90*2=", "180")
+    assert scored(run, "4", "5") == [Score(1.0, True), Score(0.0, False)]
+    for rows in ("[1]", "[('1*2=', '2', '')]", "[('1*2=', 2)]"):
+        file.write_text(f"def problems():\n    return {rows}\n")
+        with pytest.raises(TaskError, match=r"doubling\.py: problems\(\) must give pairs of text"):
+            build_task(run.task)
+
+
+# math-verify
+
+
+def mathematics(*more: str) -> Run:
+    return load(
+        None, ["model.type=pretrained", "model.path=x", "task.type=math", "task.path=x", *more]
+    )
+
+
+def test_equal_mathematics_is_rewarded_and_what_hangs_is_not():
+    cases = [
+        (r"\frac{1}{2}", r"so \boxed{0.5}", True),
+        ("5", r"\boxed{5}", True),
+        ("(1,2)", r"\boxed{(1, 2)}", True),
+        ("x^2+1", r"\boxed{1+x^2}", True),
+        (r"2\sqrt{3}", r"\boxed{\sqrt{12}}", True),
+        ("7", r"\boxed{8} not \boxed{9}", False),
+        ("7", "7", False),
+        ("7", r"\boxed{}", False),
+        ("7", "\\boxed{" + "1+" * 5000 + "1}", False),
+        ("7", r"\boxed{9999^{9999^{9999}}}", False),
+    ]
+
+    async def work(reward: Reward) -> None:
+        scores = [await reward(Problem("p", answer), response, 1) for answer, response, _ in cases]
+        assert [s.correct for s in scores] == [correct for _, _, correct in cases]
+        assert [s.parts for s in scores] == [{}] * 9 + [{"error": 1.0, "timeout": 1.0}]
+
+    using(mathematics("reward.timeout_s=3", "reward.processes=1"), work)
+
+
+def test_without_math_verify_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    gone = SimpleNamespace(find_spec=lambda name: None)
+    monkeypatch.setattr("areal_q.tasks.graders.importlib.util", gone)
+    with pytest.raises(ConfigError, match=r"areal-q\[math\]"):
+        check_reward(mathematics())
+
+
+# Parts
+
+
+def test_parts_add_up_with_their_weights():
+    run = load(
+        None,
+        [
+            "reward.correct=2.0",
+            "reward.format=0.5",
+            "reward.style=hash",
+            "reward.length=0.25",
+            "reward.overlong={max_tokens=10, cache_tokens=4}",
+            "rollout.sampling.max_tokens=10",
+        ],
+    )
+
+    async def work(reward: Reward) -> None:
+        assert await reward(Problem("p", "4"), "4", 2) == Score(
+            2.0 + 0.25 * 0.8, True, {"format": 0.0, "length": 0.8, "overlong": 0.0}
+        )
+        assert await reward(Problem("p", "4"), "no\n#### 5", 8) == Score(
+            0.5 - 0.5, False, {"format": 1.0, "length": 0.0, "overlong": -0.5}
+        )
+
+    using(run, work)
+
+
+def test_with_default_settings_the_reward_is_the_score():
+    assert scored(load(None), "4", "5") == [Score(1.0, True), Score(0.0, False)]
+
+
+def test_an_error_has_a_defined_reward_whatever_the_weights(tmp_path: Path):
+    run = settings(tmp_path, "reward.overlong={max_tokens=4, cache_tokens=2}", "reward.format=1.0")
+    assert scored(run, "raise")[0].reward == 0.0
+
+
+@given(
+    tokens=st.integers(0, 60),
+    cfg=st.builds(Overlong, max_tokens=st.integers(1, 40), cache_tokens=st.integers(1, 40)),
+)
+def test_the_overlong_penalty_is_that_of_the_learners_formula(tokens: int, cfg: Overlong):
+    expected = advantages.overlong_penalty(torch.tensor([tokens]), cfg).item()
+    assert overlong_penalty(tokens, cfg) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "fits"),
+    [
+        ("boxed", r"so \boxed{3}", True),
+        ("boxed", r"\boxed{}", False),
+        ("boxed", r"\boxed{3", False),
+        ("think", "<think>a < b\n</think>\n<answer>3</answer>", True),
+        ("think", "<think>a</think><answer>3</answer> and more", False),
+        ("think", "<think>a</think><think>b</think><answer>3</answer>", False),
+        ("think", "<answer>3</answer>", False),
+        ("hash", "It is\n#### 1,200.5", True),
+        ("hash", "#### 3\nor so", False),
+        ("hash", "", False),
+    ],
+)
+def test_the_styles_of_responses(style: str, text: str, fits: bool):
+    assert STYLES[style](text) is fits
+
+
+TAGS = ["<think>", "</think>", "<answer>", "</answer>", "a", "<", "\n", "####", "1", "{", "}"]
+
+
+@pytest.mark.parametrize("style", STYLES)
+@given(text=st.lists(st.sampled_from(TAGS)).map("".join))
+def test_a_style_is_a_yes_or_no_for_any_text(style: str, text: str):
+    assert STYLES[style](text) in (True, False)

@@ -1,0 +1,337 @@
+"""Problems and rewards of the built-in tasks."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_q.config import (
+    Arithmetic,
+    Calculator,
+    Choice,
+    Countdown,
+    Gsm8k,
+    Jsonl,
+    Math,
+    Python,
+    TaskConfig,
+    ToolCalculator,
+)
+from areal_q.errors import ConfigError, TaskError
+from areal_q.tasks import (
+    GRADERS,
+    TASKS,
+    Problem,
+    answer_of,
+    build_score,
+    build_task,
+    permute,
+    problem_at,
+)
+from areal_q.tasks.datasets.calculator import CalculatorTask, parse_number
+from areal_q.tasks.datasets.gsm8k import final_number
+
+ALL_CONFIGS = [
+    Arithmetic(),
+    Calculator(path="x"),
+    Choice(path="x"),
+    Countdown(),
+    Gsm8k(path="x"),
+    Jsonl(path="x"),
+    Math(path="x"),
+    Python(path="x"),
+    ToolCalculator(),
+]
+QUICK = [c for c in ALL_CONFIGS if c.grader in GRADERS and not GRADERS[c.grader].slow]
+
+
+def write(path: Path, answers: Iterable[str]) -> str:
+    lines = [json.dumps({"question": f"Q{i}?", "answer": a}) for i, a in enumerate(answers)]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def gsm8k_file(tmp_path: Path) -> str:
+    return write(tmp_path / "train.jsonl", [f"It is {i}+1.\n#### {i + 1}" for i in range(10)])
+
+
+def test_tasks_import_no_torch_and_no_transformers() -> None:
+    code = "import sys, areal_q.tasks; print({'torch', 'transformers'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"
+
+
+def test_every_task_config_has_a_builder_and_a_grader() -> None:
+    assert set(TASKS) == set(TaskConfig.__args__) == {type(c) for c in ALL_CONFIGS}
+    assert {c.grader for c in ALL_CONFIGS} - {"python"} <= set(GRADERS)
+
+
+FRAGMENTS = [
+    "\\boxed{",
+    "}",
+    "{",
+    "####",
+    "Answer: ",
+    "(",
+    ")",
+    "<answer>",
+    "</answer>",
+    "1",
+    "-",
+    "/",
+    "0",
+    "=",
+    "C",
+]
+
+
+@pytest.mark.parametrize("cfg", QUICK, ids=lambda c: type(c).__name__)
+@given(response=st.text() | st.lists(st.sampled_from(FRAGMENTS)).map("".join))
+def test_a_quick_score_never_raises_and_is_0_or_1(cfg: TaskConfig, response: str) -> None:
+    score = build_score(cfg)(Problem("1+1=", "2"), response)
+    assert score.reward == float(score.correct)
+    # What is right is one answer, in one spelling.
+    if score.correct:
+        assert answer_of(cfg)(response) == answer_of(cfg)("2")
+
+
+# Arithmetic
+
+
+def test_arithmetic_holds_out_a_pair_in_both_orders_and_leaves_none_out() -> None:
+    task = build_task(Arithmetic(digits=1, heldout=20))
+
+    def pairs(problems: Sequence[Problem]) -> set[tuple[int, int]]:
+        return {(int(p.prompt[0]), int(p.prompt[2])) for p in problems}
+
+    train, heldout = pairs(task.train), pairs(task.heldout)
+    assert (len(task.heldout), len(task.train)) == (20, 90)
+    assert not train & {pair for a, b in heldout for pair in ((a, b), (b, a))}
+    assert train | heldout == {(a, b) for a in range(10) for b in range(10)}
+
+
+@pytest.mark.parametrize("reverse", [True, False])
+def test_arithmetic_answers_are_the_sums(reverse: bool) -> None:
+    task = build_task(Arithmetic(digits=2, reversed=reverse))
+    for p in task.train[:500]:
+        a, b = map(int, p.prompt.rstrip("=").split("+"))
+        assert int(p.answer[::-1] if reverse else p.answer) == a + b
+        assert len(p.answer) == len(str(a + b))
+
+
+def test_arithmetic_holds_out_the_same_problems_every_time() -> None:
+    assert [*build_task(Arithmetic()).heldout] == [*build_task(Arithmetic()).heldout]
+
+
+def test_arithmetic_of_many_digits_costs_no_memory() -> None:
+    task = build_task(Arithmetic(digits=9))
+    assert len(task.train) == 9 * 10**8 * (9 * 10**8 + 1) - 512
+    assert len(problem_at(task, 10**17, seed=1).prompt) > 10
+
+
+def test_arithmetic_slices_like_a_list() -> None:
+    task = build_task(Arithmetic(digits=1, heldout=20))
+    assert [*task.heldout[5:9]] == [*task.heldout][5:9]
+    assert [*task.heldout[:256]] == [*task.heldout]
+
+
+def test_arithmetic_rewards_exactly_the_answer() -> None:
+    score = build_score(Arithmetic())
+    p = Problem("12+34=", "64")
+    assert score(p, "64").correct
+    assert not any(score(p, r).correct for r in ("46", "640", "", "6 4", "064"))
+
+
+def test_arithmetic_with_nothing_left_to_train_on_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"task\.heldout = 512 leaves none of the 110 additions"):
+        build_task(Arithmetic(digits=1))
+
+
+# The order of problems
+
+
+@given(size=st.integers(1, 300), key=st.lists(st.integers(-(2**70), 2**70), max_size=3))
+def test_permute_is_a_permutation(size: int, key: list[int]) -> None:
+    assert sorted(permute(i, size, *key) for i in range(size)) == list(range(size))
+
+
+def test_permute_spreads_neighbours_like_a_random_order() -> None:
+    size = 10_000
+    places = [permute(i, size, 3) for i in range(size)]
+    jumps = [abs(a - b) for a, b in pairwise(places)]
+    assert sum(jumps) / len(jumps) == pytest.approx(size / 3, rel=0.05)
+    assert sum(a == i for i, a in enumerate(places)) < 10
+
+
+def test_problems_come_once_an_epoch_in_another_order_each_epoch_and_seed() -> None:
+    task = build_task(Arithmetic(digits=1, heldout=20))
+
+    def epoch(number: int, seed: int) -> list[Problem]:
+        return [problem_at(task, number * 90 + i, seed) for i in range(90)]
+
+    orders = [epoch(0, 0), epoch(1, 0), epoch(0, 1), [*task.train]]
+    for i, order in enumerate(orders):
+        assert {p.prompt for p in order} == {p.prompt for p in task.train}
+        assert all(order != other for other in orders[:i])
+    assert epoch(1, 0) == orders[1]
+
+
+# The calculator
+
+
+def test_calculator_reads_annotations_and_counts_malformed_ones(tmp_path: Path) -> None:
+    answers = [
+        "He had <<16-3-4=9>>9 and <<9*2 = 18>>, <<1000+1=1,001>>.",
+        "<<no number>> <<1+1=>> <<=2>> <<1+x=2>> <<1+1=2=2>> <<1/4=.25>>",
+        "<<7*7=49>>49",
+    ]
+    task = CalculatorTask(Calculator(path=write(tmp_path / "f.jsonl", answers), heldout=0.34))
+    assert [*task.train] == [
+        Problem("16-3-4=", "9"),
+        Problem("9*2=", "18"),
+        Problem("1000+1=", "1,001"),
+        Problem("1/4=", ".25"),
+    ]
+    assert [*task.heldout] == [Problem("7*7=", "49")]
+    assert task.skipped == 5
+
+
+def test_calculator_never_trains_on_a_prompt_of_the_held_out_lines(tmp_path: Path) -> None:
+    answers = [f"<<{i % 13}+1={i % 13 + 1}>>" for i in range(20)]
+    task = build_task(Calculator(path=write(tmp_path / "f.jsonl", answers), heldout=0.1))
+    assert {p.prompt for p in task.heldout} == {"5+1=", "6+1="}
+    assert {p.prompt for p in task.train} == {f"{i}+1=" for i in range(13)} - {"5+1=", "6+1="}
+
+
+@pytest.mark.parametrize("response", ["1000.5", "1,000.5", " 1000.50", "+1000.500", "01000.5"])
+def test_calculator_accepts_numerically_equal_answers(response: str) -> None:
+    assert build_score(Calculator(path="x"))(Problem("p", "1000.5"), response).correct
+
+
+@pytest.mark.parametrize(
+    "response", ["", "1000.4", "10005", "1000.5.", "10,00.5", "1e3", "NaN", "٣"]
+)
+def test_calculator_refuses_other_answers(response: str) -> None:
+    assert not build_score(Calculator(path="x"))(Problem("p", "1000.5"), response).correct
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=-(10**9)))
+def test_parse_number_reads_what_python_formats(value: Decimal) -> None:
+    assert parse_number(f"{value:,.3f}") == value
+    assert parse_number(f"{value:f}") == value
+
+
+def test_a_calculator_file_without_annotations_is_refused(gsm8k_file: str) -> None:
+    with pytest.raises(TaskError, match=r"train\.jsonl: no annotation .* to train on"):
+        build_task(Calculator(path=gsm8k_file))
+
+
+# GSM8K
+
+
+def test_gsm8k_holds_out_the_last_share_of_the_questions(gsm8k_file: str) -> None:
+    task = build_task(Gsm8k(path=gsm8k_file, heldout=0.2, template="plain"))
+    assert task.heldout == (
+        Problem("Question: Q8?\nAnswer:", "9"),
+        Problem("Question: Q9?\nAnswer:", "10"),
+    )
+    assert len(task.train) == 8
+
+
+def test_gsm8k_does_not_train_on_a_held_out_question(tmp_path: Path) -> None:
+    row = json.dumps({"question": "same?", "answer": "#### 1"})
+    other = json.dumps({"question": "other?", "answer": "#### 2"})
+    (tmp_path / "f.jsonl").write_text("\n".join([row, other, row]))
+    task = build_task(Gsm8k(path=str(tmp_path / "f.jsonl"), heldout=0.3))
+    assert [p.answer for p in task.train] == ["2"]
+    assert [p.answer for p in task.heldout] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 72", "72"),
+        ("so #### $1,200.", "1200"),
+        ("#### -5 degrees, not 7", "-5"),
+        ("#### 10 wrong; #### 12", "12"),
+        ("5 apples or 10%", "10"),
+        ("12 - 3 = 9.0", "9"),
+        ("it is 20-3", "3"),
+        ("a loss of -$4.50!", "-4.5"),
+        ("we get 1,234,567.", "1234567"),
+        ("choose 1,2", "2"),
+        ("only .5 left", "0.5"),
+        ("#### no number, but 3 before", "3"),
+        ("none", None),
+        ("", None),
+    ],
+)
+def test_final_number(text: str, number: str | None) -> None:
+    assert final_number(text) == (None if number is None else Decimal(number))
+
+
+def test_gsm8k_rewards_the_right_final_number_only() -> None:
+    score = build_score(Gsm8k(path="x"))
+    p = Problem("q", "1,200")
+    assert score(p, "First 3, then #### $1200.00").reward == 1.0
+    assert score(p, "The answer is 1,200 dollars.").reward == 1.0
+    assert score(p, "1200, no: 1201").reward == 0.0
+    assert score(p, "many").reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"question": "q"}', "missing required field `answer`"),
+        ('{"question": 3, "answer": "#### 3"}', r"Expected `str`, got `int` - at `\$.question`"),
+        ('{"question": "q", "answer"', "truncated"),
+        ("\udcff", ""),
+        ('{"question": "q", "answer": "no mark 3"}', "does not end with a line `#### number`"),
+        ('{"question": "q", "answer": "#### none"}', "does not end with a line `#### number`"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_file(tmp_path: Path, line: str, complaint: str) -> None:
+    good = '{"question": "q", "answer": "#### 1"}'
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(f"{good}\n\n{line}\n{good}\n".encode(errors="surrogateescape"))
+    with pytest.raises(TaskError, match=rf"bad\.jsonl:3: .*{complaint}"):
+        build_task(Gsm8k(path=str(path), heldout=0.5))
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_split_that_leaves_a_part_empty_is_refused(gsm8k_file: str, share: float) -> None:
+    with pytest.raises(TaskError, match=rf"task\.heldout = {share} of 10 rows leaves none"):
+        build_task(Gsm8k(path=gsm8k_file, heldout=share))
+
+
+@pytest.mark.parametrize("path", ["/nowhere/train.jsonl", "nowhere/train.jsonl", "/"])
+def test_a_missing_file_is_named(path: str) -> None:
+    with pytest.raises(TaskError, match=f"^{path}: "):
+        build_task(Gsm8k(path=path))
+
+
+def test_a_data_set_of_the_hub_is_loaded_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(name: str, config: str, split: str) -> list[dict[str, str]]:
+        if (name, config, split) != ("openai/gsm8k", "main", "train"):
+            raise FileNotFoundError(f"no {name} here\nsecond line")
+        return [{"question": f"{i}?", "answer": f"#### {i}"} for i in range(10)]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert len(build_task(Gsm8k(path="openai/gsm8k")).train) == 9
+    with pytest.raises(TaskError, match=r"^a/b: cannot be loaded: no a/b here$"):
+        build_task(Gsm8k(path="a/b"))
+
+
+def test_without_datasets_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"areal-q\[hf\]"):
+        build_task(Gsm8k(path="openai/gsm8k"))

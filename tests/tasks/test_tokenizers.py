@@ -1,0 +1,128 @@
+"""Our character tokenizer against `transformers.AutoTokenizer`, and the wrapper of the latter."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from areal_q.config import PretrainedModel, Run
+from areal_q.errors import CheckpointError, ConfigError, TaskError
+from areal_q.tasks import CharTokenizer, HFTokenizer, build_tokenizer, load_tokenizer
+from areal_q.tasks.datasets.calculator import EXPRESSION, parse_number
+from areal_q.tasks.tokenizers import CHARACTERS
+
+TEMPLATE = "{% for m in messages %}({{ m['content'] }}){% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    CharTokenizer().save(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def chat_directory(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Path:
+    path = tmp_path_factory.mktemp("chat")
+    hf = AutoTokenizer.from_pretrained(directory)
+    hf.chat_template = TEMPLATE
+    hf.add_tokens(["!"])
+    hf.save_pretrained(path)
+    return path
+
+
+@given(text=st.text(alphabet=CHARACTERS))
+def test_characters_round_trip(text: str) -> None:
+    tokenizer = CharTokenizer()
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text)
+    assert tokenizer.decode([tokenizer.pad_id, *ids, tokenizer.eos_id]) == text
+    assert all(0 <= i < tokenizer.vocab_size for i in ids)
+
+
+def test_transformers_reads_the_same_ids(directory: Path) -> None:
+    ours, hf = CharTokenizer(), AutoTokenizer.from_pretrained(directory)
+    assert len(hf) == ours.vocab_size
+    assert (hf.eos_token_id, hf.pad_token_id) == (ours.eos_id, ours.pad_id)
+    for text in (CHARACTERS, "12+34=", "  1 , 000 .5 ", "(1-2)*3/4%"):
+        assert hf(text)["input_ids"] == ours.encode(text)
+        assert hf.decode([*ours.encode(text), ours.eos_id], skip_special_tokens=True) == text
+
+
+def test_an_unknown_character_is_named_with_its_text(directory: Path) -> None:
+    with pytest.raises(TaskError, match=r"'x' of '12x3='.* reads only .*model\.path=DIR"):
+        CharTokenizer().encode_prompt("12x3=")
+
+
+def test_every_well_formed_calculator_annotation_can_be_encoded() -> None:
+    for c in map(chr, range(0x250)):
+        if EXPRESSION.fullmatch(f"{c}1") or parse_number(f"1{c}0") or parse_number(f"{c}1"):
+            assert c.isspace() or c in CHARACTERS
+
+
+def test_load_tokenizer_knows_its_own_without_transformers(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert isinstance(load_tokenizer(directory), CharTokenizer)
+
+
+def test_without_transformers_the_extra_is_named(
+    chat_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"areal-q\[hf\]"):
+        load_tokenizer(chat_directory)
+
+
+def test_a_hugging_face_tokenizer_applies_the_chat_template(chat_directory: Path) -> None:
+    tokenizer = load_tokenizer(chat_directory, "chat")
+    assert isinstance(tokenizer, HFTokenizer)
+    assert tokenizer.encode_prompt("1+1") == CharTokenizer().encode("(1+1)=")
+    assert tokenizer.encode("1+1") == CharTokenizer().encode("1+1")
+    assert tokenizer.vocab_size == CharTokenizer().vocab_size + 1
+
+
+def test_plain_prompts_are_bare_text(chat_directory: Path) -> None:
+    tokenizer = load_tokenizer(chat_directory, "plain")
+    assert tokenizer.encode_prompt("1+1=") == CharTokenizer().encode("1+1=")
+    assert tokenizer.decode([*tokenizer.encode("1+1="), tokenizer.eos_id]) == "1+1="
+
+
+def test_a_saved_hugging_face_tokenizer_loads_again(chat_directory: Path, tmp_path: Path) -> None:
+    load_tokenizer(chat_directory, "chat").save(str(tmp_path))
+    assert load_tokenizer(tmp_path, "chat").encode_prompt("2") == CharTokenizer().encode("(2)=")
+
+
+def test_chat_without_a_chat_template_is_refused(chat_directory: Path, tmp_path: Path) -> None:
+    hf = AutoTokenizer.from_pretrained(chat_directory)
+    hf.chat_template = None
+    hf.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"no chat template; use task.template=plain"):
+        load_tokenizer(tmp_path, "chat")
+
+
+def test_a_tokenizer_without_an_end_of_text_token_is_refused(
+    chat_directory: Path, tmp_path: Path
+) -> None:
+    hf = AutoTokenizer.from_pretrained(chat_directory)
+    hf.eos_token = None
+    hf.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="no end-of-text token"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_missing_or_empty_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere: no such directory"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}: no tokenizer can be read: "):
+        load_tokenizer(tmp_path)
+
+
+def test_the_model_decides_which_tokenizer_is_built(directory: Path, chat_directory: Path) -> None:
+    assert isinstance(build_tokenizer(Run()), CharTokenizer)
+    run = Run(model=PretrainedModel(path=str(chat_directory)))
+    assert isinstance(build_tokenizer(run), HFTokenizer)

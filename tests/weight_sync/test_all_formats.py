@@ -1,0 +1,74 @@
+"""All that a learner can publish arrives bit for bit over real sockets, after the first version by deltas."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from areal_q.config import Run
+from areal_q.config.run import Format
+from areal_q.tasks import build_tokenizer
+from areal_q.weights.version import WeightVersion
+from buffer.weight_sync.publisher import Broadcaster
+from buffer.weight_sync.subscriber import Receiver
+from learner.backends.precision import set_precision
+from learner.backends.single_device import Trainer
+from learner.build import build_model
+from learner.data.packing import Sample
+from learner.policy_update import update_policy
+from learner.publishing.version_builder import Publisher
+
+MakeRun = Callable[..., Run]
+MakeSamples = Callable[..., list[Sample]]
+
+SETTINGS = {format: [f"rollout.format={format}"] for format in get_args(Format)} | {
+    "unquantized in bf16": ["rollout.unquantized=bf16", "rollout.sticky_scales=0.05"],
+    "adapters": ["learner.lora.rank=4", "rollout.format=nvfp4"],
+    "noised norms": ["rollout.aqn.stages=4", "rollout.aqn.sigma_start=0.1"],
+    "KV scales": ["rollout.kv_scales.margin=2.0", "rollout.engine.kv_cache=fp8"],
+}
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_what_is_published_arrives_bit_for_bit_and_by_deltas(
+    short_dir: Path,
+    make_run: MakeRun,
+    make_samples: MakeSamples,
+    what: str,
+) -> None:
+    run = make_run("learner.optimizer.lr=1e-4", *SETTINGS[what])
+    model = build_model(run, build_tokenizer(run))
+    set_precision(model, run)
+    trainer, publisher = Trainer(model, run.learner, 1.0), Publisher(run)
+    trainer.calibrate = run.rollout.kv_scales
+    samples = make_samples(9, vocab=13)
+    update_policy(trainer, samples)
+    trainer.calibrate_kv_scales(samples)
+    with ExitStack() as stack:
+        broadcaster = Broadcaster(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f")
+        stack.callback(broadcaster.close)
+        receiver = Receiver(*broadcaster.endpoints, run=run.name)
+        stack.callback(receiver.close)
+        for number in range(1, 4):
+            made = publisher.make(trainer.model, number, trainer.kv_scales)
+            broadcaster.publish(made)
+            assert_same(asyncio.run(receiver.wait()), made)
+            update_policy(trainer, samples)
+            trainer.calibrate_kv_scales(samples)
+        assert (receiver.stats.fetch.fetches, receiver.stats.deltas) == (1, 2)
+    made = publisher.make(trainer.model, 4, trainer.kv_scales)
+    assert what != "noised norms" or made.manifest.noise is not None
+    assert what != "KV scales" or any("k_scale" in name for name in made.tensors)
+    assert what != "adapters" or any("lora_A" in name for name in made.tensors)
+
+
+def assert_same(received: WeightVersion, published: WeightVersion) -> None:
+    assert received.manifest == published.manifest
+    assert received.tensors.keys() == published.tensors.keys()
+    for name, tensor in published.tensors.items():
+        bits = received.tensors[name].reshape(-1).view(torch.uint8)
+        assert torch.equal(bits, tensor.reshape(-1).contiguous().view(torch.uint8)), name

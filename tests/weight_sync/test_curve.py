@@ -1,0 +1,262 @@
+"""With keys, only whoever is listed gets weights, and nobody in between can read them. Real sockets."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+import zmq
+
+from areal_q import messages
+from areal_q.config import BroadcastConfig
+from areal_q.errors import ConfigError
+from areal_q.messages import FetchManifest
+from areal_q.weights.version import WeightVersion
+from buffer.weight_sync.curve import ClientKeys, client_keys, make_keys, server_keys
+from buffer.weight_sync.publisher import Broadcaster, Endpoints
+from buffer.weight_sync.relay import Relay
+from buffer.weight_sync.source import Source
+from buffer.weight_sync.subscriber import Receiver
+
+Make = Callable[..., WeightVersion]
+LOOPBACK = Endpoints("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+def config(keys: Path) -> BroadcastConfig:
+    return BroadcastConfig(heartbeat_s=0.05, timeout_s=0.3, keys=str(keys))
+
+
+@pytest.fixture
+def broadcaster(keys: Path, stack: ExitStack) -> Broadcaster:
+    made = Broadcaster(*LOOPBACK, config(keys))
+    stack.callback(made.close)
+    return made
+
+
+def follow(endpoints: Endpoints, keys: ClientKeys | None, stack: ExitStack, on: Path) -> Receiver:
+    receiver = Receiver(*endpoints, run="run", config=config(on), keys=keys, silence_s=0.5)
+    stack.callback(receiver.close)
+    return receiver
+
+
+def await_version(receiver: Receiver, number: int) -> WeightVersion:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        version = receiver.latest()
+        if version is not None and version.manifest.version == number:
+            return version
+        time.sleep(0.005)
+    raise AssertionError(f"version {number} did not arrive: {receiver.stats}")
+
+
+def test_secret_keys_are_readable_by_their_owner_only(keys: Path) -> None:
+    secrets = sorted(path.name for path in keys.rglob("*.key_secret"))
+    assert secrets == ["server.key_secret", "worker.key_secret"]
+    for path in keys.rglob("*.key_secret"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [path.name for path in (keys / "clients").iterdir()] == ["worker.key"]
+
+
+def test_keys_are_added_but_never_replaced(keys: Path) -> None:
+    server = (keys / "server.key").read_text()
+    assert make_keys(keys, "rack-2") == [keys / "rack-2.key_secret"]
+    assert (keys / "server.key").read_text() == server
+    with pytest.raises(ConfigError, match="exists already"):
+        make_keys(keys, "rack-2")
+    for name in ("server", "../x", "", "a b"):
+        with pytest.raises(ConfigError, match="name"):
+            make_keys(keys, name)
+
+
+def test_a_secret_that_others_can_read_is_refused(keys: Path) -> None:
+    os.chmod(keys / "worker.key_secret", 0o644)
+    with pytest.raises(ConfigError, match="can be read by others"):
+        client_keys(keys)
+    with pytest.raises(ConfigError, match="No such file"):
+        client_keys(keys, "stranger")
+    (keys / "server.key_secret").write_text("nonsense")
+    with pytest.raises(ConfigError, match=r"server\.key_secret"):
+        server_keys(keys)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files away, which needs root")
+@pytest.mark.parametrize(("mode", "accepted"), [(0o440, True), (0o400, False), (0o444, False)])
+def test_a_secret_mounted_into_a_pod_is_one_of_root_that_our_group_reads(
+    keys: Path, mode: int, accepted: bool
+) -> None:
+    """As Kubernetes mounts them under an fsGroup: owner root, group ours."""
+    mounted = Path(tempfile.mkdtemp()) / "keys"
+    shutil.copytree(keys, mounted)
+    for path in [mounted.parent, mounted, *mounted.rglob("*")]:
+        os.chown(path, 0, 10001)
+        os.chmod(path, 0o750 if path.is_dir() else mode)
+    code = (
+        "import os, sys; from buffer.weight_sync.curve import client_keys;"
+        "os.setgroups([]); os.setgid(10001); os.setuid(10001); client_keys(sys.argv[1])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(mounted)], capture_output=True, text=True
+    )
+    shutil.rmtree(mounted.parent)
+    assert (result.returncode == 0) is accepted, result.stderr
+
+
+def test_a_listed_worker_follows_over_encrypted_sockets(
+    broadcaster: Broadcaster, keys: Path, stack: ExitStack, make_version: Make
+) -> None:
+    receiver = follow(broadcaster.endpoints, client_keys(keys), stack, keys)
+    for number in range(3):
+        broadcaster.publish(make_version(number))
+        assert await_version(receiver, number).manifest == make_version(number).manifest
+    assert (receiver.stats.fetch.fetches, receiver.stats.deltas) == (1, 2)
+    assert broadcaster.stats.strangers == 0
+
+
+def raw(kind: int, endpoint: str, keys: ClientKeys | None, stack: ExitStack) -> zmq.Socket:
+    context = stack.enter_context(zmq.Context())
+    sock = stack.enter_context(context.socket(kind))
+    sock.setsockopt(zmq.LINGER, 0)
+    if keys is not None:
+        keys.apply(sock)
+    if kind == zmq.SUB:
+        sock.subscribe(b"")
+    sock.connect(endpoint)
+    return sock
+
+
+@pytest.mark.parametrize("kind", ["no keys", "unknown key", "server's key guessed wrong"])
+def test_whoever_is_not_listed_gets_neither_announcement_nor_answer(
+    kind: str,
+    broadcaster: Broadcaster,
+    keys: Path,
+    tmp_path: Path,
+    stack: ExitStack,
+    make_version: Make,
+) -> None:
+    broadcaster.publish(make_version(1))
+    make_keys(tmp_path / "other")
+    other, mine = client_keys(tmp_path / "other"), client_keys(keys)
+    stranger = {
+        "no keys": None,
+        "unknown key": ClientKeys(other.public, other.secret, mine.server),
+        "server's key guessed wrong": ClientKeys(mine.public, mine.secret, other.server),
+    }[kind]
+    sub = raw(zmq.SUB, broadcaster.endpoints.announce, stranger, stack)
+    dealer = raw(zmq.DEALER, broadcaster.endpoints.fetch, stranger, stack)
+    dealer.send(messages.encode(FetchManifest()))
+    receiver = follow(broadcaster.endpoints, mine, stack, keys)
+    await_version(receiver, 1)
+    # Ten heartbeats later a listed worker has long been served.
+    assert not sub.poll(300) and not dealer.poll(300)
+    assert broadcaster.stats.subscribers == 1 and broadcaster.stats.refused == 0
+    assert (broadcaster.stats.strangers > 0) == (kind == "unknown key")
+
+
+def test_a_worker_with_keys_takes_nothing_from_a_learner_without(
+    keys: Path, stack: ExitStack, make_version: Make
+) -> None:
+    plain = Broadcaster(*LOOPBACK, BroadcastConfig(heartbeat_s=0.05))
+    stack.callback(plain.close)
+    plain.publish(make_version(1))
+    receiver = follow(plain.endpoints, client_keys(keys), stack, keys)
+    time.sleep(0.5)
+    assert receiver.latest() is None and receiver.stats.received == 0
+
+
+def test_a_key_added_or_removed_counts_at_the_next_connection(
+    broadcaster: Broadcaster, keys: Path, stack: ExitStack, make_version: Make
+) -> None:
+    broadcaster.publish(make_version(1))
+    make_keys(keys, "late")
+    await_version(follow(broadcaster.endpoints, client_keys(keys, "late"), stack, keys), 1)
+    (keys / "clients" / "late.key").unlink()
+    locked_out = follow(broadcaster.endpoints, client_keys(keys, "late"), stack, keys)
+    time.sleep(0.4)
+    assert locked_out.latest() is None
+    assert broadcaster.stats.strangers > 0
+
+
+def test_a_relay_speaks_curve_on_both_sides(
+    broadcaster: Broadcaster, keys: Path, stack: ExitStack, make_version: Make
+) -> None:
+    make_keys(keys, "relay")
+    upstream = Source(*broadcaster.endpoints, client="relay")
+    relay = Relay(upstream, LOOPBACK, config(keys))
+    stack.callback(relay.close)
+    receiver = follow(relay.endpoints, client_keys(keys), stack, keys)
+    stranger = follow(relay.endpoints, None, stack, keys)
+    for number in range(3):
+        broadcaster.publish(make_version(number))
+        assert await_version(receiver, number).manifest == make_version(number).manifest
+    assert stranger.latest() is None
+
+
+def test_nothing_of_the_weights_is_readable_on_the_way(
+    broadcaster: Broadcaster, keys: Path, stack: ExitStack, make_version: Make
+) -> None:
+    """A tap on TCP between worker and learner: the manifest's words are seen without keys, not with."""
+    import socket
+    import threading
+
+    def tapped(target: str) -> tuple[str, bytearray]:
+        seen = bytearray()
+        server = socket.create_server(("127.0.0.1", 0))
+        stack.callback(server.close)
+
+        def pump(a: socket.socket, b: socket.socket) -> None:
+            with a, b:
+                while data := a.recv(65536):
+                    seen.extend(data)
+                    b.sendall(data)
+
+        def accept() -> None:
+            here, _ = server.accept()
+            host, port = target.removeprefix("tcp://").split(":")
+            there = socket.create_connection((host, int(port)))
+            stack.callback(there.close)
+            for pair in ((here, there), (there, here)):
+                threading.Thread(target=_quiet, args=(pump, *pair), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        return f"tcp://127.0.0.1:{server.getsockname()[1]}", seen
+
+    def _quiet(work: Callable[..., None], *arguments: object) -> None:
+        with suppress(OSError):
+            work(*arguments)
+
+    plain = Broadcaster(*LOOPBACK, BroadcastConfig(heartbeat_s=0.05))
+    stack.callback(plain.close)
+    for server, own in ((plain, None), (broadcaster, client_keys(keys))):
+        server.publish(make_version(1))
+        fetch, seen = tapped(server.endpoints.fetch)
+        await_version(follow(Endpoints(server.endpoints.announce, fetch), own, stack, keys), 1)
+        assert len(seen) > make_version(1).manifest.nbytes
+        assert (b"hidden_size" in seen) == (own is None)
+
+
+def test_the_command_makes_keys_and_says_so_in_one_line_when_it_cannot(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "areal_q", "keys", str(tmp_path / "k")]
+    made = subprocess.run(command, capture_output=True, text=True)
+    assert made.returncode == 0 and "worker.key_secret" in made.stdout
+    assert client_keys(tmp_path / "k").server == server_keys(tmp_path / "k").public
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 2 and again.stderr.count("\n") == 1

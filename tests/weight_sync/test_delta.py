@@ -1,0 +1,261 @@
+"""A delta applied to its base gives the new version bit for bit, or an error; never other bytes."""
+
+import itertools
+import tracemalloc
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_q import messages
+from areal_q.errors import WeightVersionError
+from areal_q.messages import Noise
+from areal_q.weights import delta, delta_codec, version
+from areal_q.weights.delta_codec import Moves
+from areal_q.weights.version import WeightVersion
+
+DTYPES = [torch.int8, torch.uint8, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
+
+
+def make_version(number: int, tensors: dict[str, torch.Tensor], **changed: Any) -> WeightVersion:
+    fields: dict[str, Any] = {
+        "run": "test",
+        "epoch": "a",
+        "format": "int8",
+        "uaq_scale": 1.5,
+        "model": {"layers": 2},
+        "published_s": float(number),
+    }
+    return version.pack(tensors, version=number, **(fields | changed))
+
+
+def random_bits(rng: np.random.Generator, size: int, dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.empty(size, dtype=dtype)
+    codes(tensor).view(np.uint8)[:] = rng.integers(0, 256, tensor.nbytes, np.uint8)
+    return tensor
+
+
+def codes(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's memory as unsigned integers of its element size."""
+    return tensor.view(torch.uint8).numpy().view(f"<u{tensor.itemsize}")
+
+
+def change_some(
+    rng: np.random.Generator, tensor: torch.Tensor, count: int, small: bool
+) -> torch.Tensor:
+    """`tensor` with `count` elements changed, by ±1 of their integer codes or to any bits."""
+    changed = tensor.clone()
+    raw = codes(changed)
+    where = rng.permutation(raw.size)[:count]
+    if small:
+        raw[where] += rng.choice(np.array([1, -1]), count).astype(raw.dtype)
+    else:
+        raw[where] = codes(random_bits(rng, count, tensor.dtype))
+    return changed
+
+
+def applied(base: WeightVersion, body: bytes) -> WeightVersion:
+    return delta.apply(base, body, torch.full_like(base.payload, 0xAA))
+
+
+def assert_same(a: WeightVersion, b: WeightVersion) -> None:
+    assert a.manifest == b.manifest
+    assert torch.equal(a.payload, b.payload)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    sizes=st.lists(st.sampled_from([0, 1, 2, 63, 1000, 70_000]), min_size=1, max_size=4),
+    dtypes=st.lists(st.sampled_from(DTYPES), min_size=4, max_size=4),
+    density=st.sampled_from([0.0, 1e-5, 1e-3, 0.02, 0.3, 0.6, 1.0]),
+    small=st.booleans(),
+)
+def test_applied_to_its_base_a_delta_gives_the_new_version_bit_for_bit(
+    seed: int, sizes: list[int], dtypes: list[torch.dtype], density: float, small: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    old = {f"t{i}": random_bits(rng, n, dtypes[i]) for i, n in enumerate(sizes)}
+    new = {k: change_some(rng, t, int(np.ceil(density * t.numel())), small) for k, t in old.items()}
+    base, wanted = make_version(1, old), make_version(2, new)
+    body = delta.diff(base, wanted)
+    assert body is not None
+    assert_same(applied(base, body), wanted)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    sizes=st.lists(st.sampled_from([0, 1, 63, 20_000]), min_size=1, max_size=3),
+    dtypes=st.lists(st.sampled_from(DTYPES), min_size=3, max_size=3),
+    densities=st.lists(st.sampled_from([0.0, 1e-5, 0.02, 0.6, 1.0]), min_size=2, max_size=5),
+    small=st.booleans(),
+)
+def test_composed_deltas_are_the_very_bytes_of_the_direct_one(
+    seed: int, sizes: list[int], dtypes: list[torch.dtype], densities: list[float], small: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    states = [{f"t{i}": random_bits(rng, n, dtypes[i]) for i, n in enumerate(sizes)}]
+    for density in densities:
+        last = states[-1]
+        states.append(
+            {
+                k: change_some(rng, t, int(np.ceil(density * t.numel())), small)
+                for k, t in last.items()
+            }
+        )
+    states.append(states[0])  # everything comes back to where it was
+    versions = [make_version(number, state) for number, state in enumerate(states)]
+    bodies = [delta.plain(a, delta.diff(a, b) or b"") for a, b in itertools.pairwise(versions)]
+    for end in range(2, len(versions)):
+        composed = delta.compose([v.manifest for v in versions[: end + 1]], bodies[:end])
+        direct = delta.diff(versions[0], versions[end])
+        assert direct is not None
+        assert composed == delta.plain(versions[0], direct)
+        assert_same(applied(versions[0], composed), versions[end])
+
+
+def test_changed_tells_the_share_of_every_tensor() -> None:
+    old = {"a": torch.zeros(100, dtype=torch.int8), "b": torch.zeros(7), "c": torch.ones(3)}
+    new = {"a": old["a"].clone(), "b": torch.ones(7), "c": old["c"]}
+    new["a"][[3, 60]] = 1
+    base, wanted = make_version(1, old), make_version(2, new)
+    body = delta.diff(base, wanted)
+    assert body is not None
+    assert delta.changed(wanted.manifest, body) == {"a": (2, 100), "b": (7, 7), "c": (0, 3)}
+
+
+def test_what_is_not_tensors_travels_with_a_delta_too() -> None:
+    tensors = {"a": torch.zeros(10, dtype=torch.int8)}
+    base = make_version(1, tensors)
+    wanted = make_version(
+        2,
+        {"a": torch.ones(10, dtype=torch.int8)},
+        noise=Noise(sigma=0.01, seed=7),
+        extra={"lora_alpha": 16, "kv_scales": [0.5, 2.0]},
+    )
+    body = delta.diff(base, wanted)
+    assert body is not None
+    assert_same(applied(base, body), wanted)
+
+
+@pytest.mark.parametrize("gap", [0, 1, 254, 255, 256, 510, 65_535, 65_536, 255 * 256, 1_000_000])
+def test_a_single_change_is_found_again_after_any_gap(gap: int) -> None:
+    old = torch.zeros(1_000_001, dtype=torch.int8)
+    new = old.clone()
+    new[gap] = -1
+    base, wanted = make_version(1, {"t": old}), make_version(2, {"t": new})
+    body = delta.diff(base, wanted)
+    assert body is not None and len(body) < 250
+    assert_same(applied(base, body), wanted)
+
+
+@pytest.mark.parametrize("share", [0.0003, 0.001, 0.01, 0.1, 0.5, 0.9])
+def test_a_delta_comes_close_to_the_entropy_of_its_changes(share: float) -> None:
+    rng = np.random.default_rng(0)
+    n = 4_000_000
+    old = random_bits(rng, n, torch.int8)
+    new = change_some(rng, old, int(share * n), small=True)
+    body = delta.diff(make_version(1, {"t": old}), make_version(2, {"t": new}))
+    assert body is not None
+    entropy = -share * np.log2(share) - (1 - share) * np.log2(1 - share) + share
+    assert len(body) < 1.05 * n * entropy / 8 + 300
+
+
+def test_incompressible_changes_cost_hardly_more_than_the_tensor_itself() -> None:
+    rng = np.random.default_rng(0)
+    old, new = ({"t": random_bits(rng, 100_000, torch.int8)} for _ in range(2))
+    body = delta.diff(make_version(1, old), make_version(2, new))
+    assert body is not None and len(body) < 1.02 * 100_000
+
+
+def test_versions_of_another_layout_have_no_delta() -> None:
+    base = make_version(1, {"t": torch.zeros(4)})
+    assert delta.diff(base, make_version(2, {"t": torch.zeros(2, 2)})) is None
+    assert delta.diff(base, make_version(2, {"u": torch.zeros(4)})) is None
+    assert delta.diff(base, make_version(2, {"t": torch.zeros(4), "u": torch.zeros(1)})) is None
+
+
+def make_pair() -> tuple[WeightVersion, WeightVersion, bytes]:
+    rng = np.random.default_rng(1)
+    old = {"a": random_bits(rng, 5000, torch.int8), "b": random_bits(rng, 40, torch.float32)}
+    new = {k: change_some(rng, t, 20, True) for k, t in old.items()}
+    base, wanted = make_version(1, old), make_version(2, new)
+    body = delta.diff(base, wanted)
+    assert body is not None
+    return base, wanted, body
+
+
+PAIR = make_pair()
+
+
+def test_a_delta_is_refused_on_another_base() -> None:
+    _, wanted, body = PAIR
+    with pytest.raises(WeightVersionError):
+        applied(wanted, body)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_a_damaged_delta_is_refused_or_gives_the_very_same_bytes(data: st.DataObject) -> None:
+    base, wanted, body = PAIR
+    damaged = bytearray(body)
+    kind = data.draw(st.sampled_from(["flip", "cut", "insert"]))
+    at = data.draw(st.integers(0, len(body) - 1))
+    if kind == "flip":
+        damaged[at] ^= data.draw(st.integers(1, 255))
+    elif kind == "cut":
+        del damaged[at : at + data.draw(st.integers(1, len(body)))]
+    else:
+        damaged[at:at] = data.draw(st.binary(min_size=1, max_size=8))
+    try:
+        result = applied(base, bytes(damaged))
+    except WeightVersionError:
+        return
+    assert result.manifest == wanted.manifest
+    assert torch.equal(result.payload, wanted.payload)
+
+
+@pytest.mark.parametrize("stream", ["manifest", "gaps", "flags"])
+def test_a_stream_that_unpacks_to_more_than_it_may_is_refused_unread(stream: str) -> None:
+    base, _, body = PAIR
+    bomb = zstandard.ZstdCompressor(level=1).compress(bytes(512 << 20))
+    assert len(bomb) < 100_000
+    swollen = delta._decode_body(body)
+    if stream == "manifest":
+        swollen = msgspec.structs.replace(swollen, manifest=bomb)
+    else:
+        streams = msgspec.structs.replace(swollen.streams, **{stream: bomb})
+        swollen = msgspec.structs.replace(swollen, streams=streams)
+    with pytest.raises(WeightVersionError, match="frame of 536870912 bytes"):
+        applied(base, messages.encode(swollen))
+
+
+def test_a_tensor_named_many_times_costs_no_memory() -> None:
+    """A delta of 2 KB that named one tensor 300 times once took 9 GB before it was refused."""
+    elements = 3_000_000
+    few = delta_codec.encode([Moves(0, elements, np.array([3]), np.array([1], np.uint8))])
+    many = [delta_codec.Change(0, elements // 3 - 1)] * 300
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="in order, each once"):
+        delta_codec.decode(msgspec.structs.replace(few, changes=many), [(elements, 1)])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_changes_beyond_the_gaps_cost_no_memory() -> None:
+    elements, tensors = 3_000_000, 40
+    few = delta_codec.encode([Moves(0, elements, np.array([3]), np.array([1], np.uint8))])
+    many = [delta_codec.Change(index, elements // 3 - 1) for index in range(tensors)]
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="fewer gaps than changes"):
+        delta_codec.decode(msgspec.structs.replace(few, changes=many), [(elements, 1)] * tensors)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20

@@ -1,0 +1,179 @@
+"""`areal-q weights`: what is listed, verified and followed is what was published."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from areal_q.config import BroadcastConfig, dump_toml, load
+from areal_q.errors import ConfigError, WeightVersionError
+from areal_q.messages import WorkerStatus
+from areal_q.observability.metrics_log import MetricsLog
+from areal_q.weights import delta
+from areal_q.weights.version import WeightVersion
+from buffer.weight_sync.inspect_weights import main
+from buffer.weight_sync.publisher import Broadcaster
+
+Make = Callable[..., WeightVersion]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def run(tmp_path: Path, short_dir: Path) -> Path:
+    """The directory of a run whose learner serves at two ipc endpoints."""
+    ends = [f'broadcast.{kind}="ipc://{short_dir}/{kind}"' for kind in ("announce", "fetch")]
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "config.toml").write_text(dump_toml(load(None, ends)))
+    return directory
+
+
+@pytest.fixture
+def broadcaster(short_dir: Path, stack: ExitStack) -> Broadcaster:
+    config = BroadcastConfig(heartbeat_s=0.05, hold=2, hold_deltas=3)
+    made = Broadcaster(f"ipc://{short_dir}/announce", f"ipc://{short_dir}/fetch", config)
+    stack.callback(made.close)
+    return made
+
+
+def publish(broadcaster: Broadcaster, version: WeightVersion) -> None:
+    before = broadcaster.stats.published
+    broadcaster.publish(version)
+    while broadcaster.stats.published == before:
+        time.sleep(0.002)
+
+
+def command(*arguments: object) -> Result:
+    """In this process: a start of the real command imports torch."""
+    app = typer.Typer()
+    app.command()(main)
+    return CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+
+
+def listed(*arguments: object) -> list[dict[str, Any]]:
+    result = command(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_versions_are_listed_with_their_sizes_and_deltas(
+    run: Path, broadcaster: Broadcaster, make_version: Make
+) -> None:
+    versions = [make_version(number) for number in range(5)]
+    for version in versions:
+        publish(broadcaster, version)
+    rows = listed(run)
+    assert [row["version"] for row in rows] == [2, 3, 4]
+    assert [row["digest"] for row in rows] == [v.manifest.digest for v in versions[2:]]
+    assert [row["whole"] for row in rows] == [False, True, True]
+    for row, old, new in zip(rows, versions[1:], versions[2:], strict=False):
+        assert row["delta_bytes"] == len(delta.diff(old, new) or b"")
+        assert row["bytes"] == new.manifest.nbytes
+    assert listed("--fetch", broadcaster.endpoints.fetch)[-1]["version"] == 4
+    text = command(run).stdout
+    assert text.splitlines()[0].split()[:2] == ["version", "digest"] and "int8" in text
+
+
+def test_what_changed_is_told_by_tensor(
+    run: Path, broadcaster: Broadcaster, make_version: Make
+) -> None:
+    old, new = make_version(0), make_version(1)
+    publish(broadcaster, old)
+    publish(broadcaster, new)
+    for row in listed(run, "--tensors"):
+        differs = old.tensors[row["tensor"]] != new.tensors[row["tensor"]]
+        assert (row["changed"], row["of"]) == (int(differs.sum()), differs.numel())
+
+
+def beat(name: str, version: WeightVersion | None, number: int | None = None) -> WorkerStatus:
+    return WorkerStatus(
+        worker=name,
+        pid=1,
+        version=(version.manifest.version if version else -1) if number is None else number,
+        active=0,
+        tokens=0,
+        tokens_per_s=0.0,
+        idle_share=0.0,
+        groups=0,
+        swaps=1,
+        swap_s=0.0,
+        time_s=0.0,
+        digest=version.manifest.digest if version else "",
+    )
+
+
+def test_a_worker_that_runs_other_bytes_than_were_published_is_found(
+    run: Path, broadcaster: Broadcaster, make_version: Make
+) -> None:
+    versions = [make_version(number) for number in range(3)]
+    for version in versions:
+        publish(broadcaster, version)
+    good = [beat("a", versions[2]), beat("b", versions[1]), beat("new", None)]
+    with MetricsLog(run, tensorboard=False) as log:
+        log.write("step", 1, {}, workers=good)
+        rows = listed(run, "--verify")
+        assert [(r["worker"], r["verdict"], r["behind"]) for r in rows] == [
+            ("a", "same", 0),
+            ("b", "same", 1),
+            ("new", "unknown", 3),
+        ]
+        log.write("step", 2, {}, workers=[*good, beat("liar", versions[1], number=2)])
+    result = command(run, "--verify")
+    assert result.exit_code == 1
+    assert next(line for line in result.stdout.splitlines() if "OTHER" in line).startswith("liar")
+
+
+def test_new_versions_are_followed_live(
+    run: Path, broadcaster: Broadcaster, make_version: Make, stack: ExitStack
+) -> None:
+    publish(broadcaster, make_version(0))
+    argv = [
+        sys.executable,
+        "-m",
+        "buffer.weight_sync.inspect_weights",
+        str(run),
+        "--follow",
+        "--json",
+    ]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    stack.callback(process.stdout.close)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    assert json.loads(process.stdout.readline())[0]["version"] == 0
+    for number in range(1, 4):
+        publish(broadcaster, make_version(number))
+        (row,) = json.loads(process.stdout.readline())
+        assert (row["version"], row["base"]) == (number, number - 1)
+        assert row["digest"] == make_version(number).manifest.digest
+        assert 0 < row["delta_bytes"] < 1000 and row["share"].endswith("%")
+    process.send_signal(signal.SIGINT)
+    process.wait(20)
+
+
+def test_nobody_there_is_said_after_a_while(short_dir: Path) -> None:
+    with pytest.raises(WeightVersionError, match="no answer for 5 s"):
+        command("--fetch", f"ipc://{short_dir}/nobody")
+
+
+def test_what_cannot_be_used_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    for arguments in ([], [str(tmp_path / "missing")]):
+        with pytest.raises(ConfigError):
+            command(*arguments)
+    process = [sys.executable, "-m", "areal_q", "weights"]
+    result = subprocess.run(process, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (2, "weights: RUN is needed\n")
