@@ -47,8 +47,9 @@ from areal_q.messages import (
     encode,
 )
 from areal_q.models import DecoderConfig
-from areal_q.models.hf_checkpoint import load_config, load_decoder
-from areal_q.observability.metrics_log import FILE_NAME, read_metrics
+from areal_q.models.hf.checkpoint import load_config, load_decoder
+from areal_q.observability.metrics_log import read_metrics
+from areal_q.system.run_dir import METRICS_FILE
 from areal_q.weights import delta, version
 from buffer.logs.step_log import StepLog, StepRecord, iter_steps
 from buffer.logs.trajectory_log import TrajectoryLog, read_log
@@ -263,7 +264,7 @@ def _text_targets(place: Path) -> Iterator[Target]:
     yield Target("checkpoint state", read_state, sound, (CheckpointError,), "json", 0.5)
     read_config = file(model / "config.json", lambda: load_config(model))
     yield Target("config.json", read_config, [SMALL_MODEL], (CheckpointError,), "json", 0.5)
-    read = file(place / FILE_NAME, lambda: read_metrics(place / FILE_NAME))
+    read = file(place / METRICS_FILE, lambda: read_metrics(place / METRICS_FILE))
     line = b'{"kind":"step","step":12,"elapsed_s":61.2,"time_s":1.5,"reward/mean":0.63}\n'
     yield Target("metrics.jsonl", read, [line * 3], (RecordError,), "", 0.3)
 

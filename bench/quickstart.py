@@ -21,7 +21,8 @@ import typer
 
 from areal_q.config import Run, load
 from areal_q.models import save_decoder
-from areal_q.observability.metrics_log import FILE_NAME, Tail, read_metrics
+from areal_q.observability.metrics_log import Tail, read_metrics
+from areal_q.system.run_dir import METRICS_FILE
 from areal_q.tasks import build_task, build_tokenizer
 from bench import learning_curve, trl_peer
 from bench.common import (
@@ -113,7 +114,7 @@ def export(run: Run) -> None:
 
 def run_ours(run: Run, arguments: list[str], limit_s: float) -> Curve:
     """`areal-q run`, ended by a Ctrl-C at the time limit."""
-    metrics = Path(run.root) / run.name / FILE_NAME
+    metrics = Path(run.root) / run.name / METRICS_FILE
     with (WORK / "ours.log").open("w") as log:
         argv = [sys.executable, "-m", "areal_q", "run", *arguments]
         child = subprocess.Popen(argv, cwd=ROOT, stdout=log, stderr=log)

@@ -4,7 +4,7 @@ import copy
 import logging
 
 from areal_q.models import save_decoder
-from areal_q.models.hf_adapters import save_adapted
+from areal_q.models.hf.adapters import save_adapted
 from areal_q.quant.uaq import fold_back
 from areal_q.tasks import build_tokenizer
 from learner.loop import Learner

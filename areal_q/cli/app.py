@@ -187,7 +187,7 @@ def quantize(
     import torch
 
     from areal_q.cli.quantize import quantize as write
-    from areal_q.models.hf_quantized import QUANTIZATION_CONFIGS
+    from areal_q.models.hf.quantized import QUANTIZATION_CONFIGS
     from areal_q.quant import FORMATS
 
     known = [name for name in FORMATS if name in QUANTIZATION_CONFIGS]

@@ -8,18 +8,18 @@ from rich.text import Text
 
 from areal_q.config import Run
 from areal_q.evaluation.statistics import Evaluation, read_evaluations
-from areal_q.observability.metrics_log import FILE_NAME, TENSORBOARD_DIR, read_metrics
+from areal_q.observability.metrics_log import TENSORBOARD_DIR, read_metrics
 from areal_q.observability.plots import draw
 from areal_q.observability.reward_signal import FailureLog, hint, reward_name, times
 from areal_q.observability.run_summary import Answer, Summary, summarize
 from areal_q.system import command
-from areal_q.system.run_dir import has_checkpoint
+from areal_q.system.run_dir import METRICS_FILE, has_checkpoint
 
 
 def last_screen(run: Run, run_dir: Path, console: Console | None = None) -> None:
     """Print it; one line where the run has no record yet."""
     console = console or command.console()
-    path = run_dir / FILE_NAME
+    path = run_dir / METRICS_FILE
     records = read_metrics(path) if path.exists() else []
     if not records:
         console.print(f"{run.name}: stopped before its first record", highlight=False)
@@ -42,7 +42,10 @@ def _screen(run: Run, run_dir: Path, summary: Summary, curves: Path | None) -> R
         parts += [Text(), _answers(summary.answers)]
     hf = run_dir / "hf"
     paths = [("model", str(hf))] if hf.is_dir() else []
-    paths += [("checkpoints", str(run_dir / "checkpoints")), ("metrics", str(run_dir / FILE_NAME))]
+    paths += [
+        ("checkpoints", str(run_dir / "checkpoints")),
+        ("metrics", str(run_dir / METRICS_FILE)),
+    ]
     if curves:
         paths.append(("curves", str(curves)))
     parts += [Text(), _pairs(paths), Text(), _pairs(_next_commands(run, run_dir, summary))]

@@ -18,12 +18,12 @@ from rich.text import Text
 
 from areal_q.checks.settings import served_at
 from areal_q.config import External, Run
-from areal_q.observability.metrics_log import FILE_NAME, Record, Tail
+from areal_q.observability.metrics_log import Record, Tail
 from areal_q.observability.reward_signal import RewardWatch
 from areal_q.observability.run_end import how_it_ended
 from areal_q.observability.run_summary import Unfaithful, duration, number, plural, size, unfaithful
 from areal_q.system import command
-from areal_q.system.run_dir import path_of
+from areal_q.system.run_dir import METRICS_FILE, path_of
 
 PLAIN_EVERY_S = 5.0
 REDRAW_EVERY_S = 0.5
@@ -117,7 +117,7 @@ class _Following:
     def __init__(self, run: Run, console: Console) -> None:
         self.run, self.console = run, console
         self.history = History(run.steps)
-        self._tail = Tail(path_of(run) / FILE_NAME)
+        self._tail = Tail(path_of(run) / METRICS_FILE)
         self.rewards = RewardWatch(run, path_of(run))
         self.began = self.heard = time.monotonic()
 
@@ -125,7 +125,7 @@ class _Following:
         self.run_dir = run_dir
         # What the logs of an earlier start say was said then.
         self.rewards = RewardWatch(self.run, run_dir, skip=True)
-        self._tail = Tail(run_dir / FILE_NAME)
+        self._tail = Tail(run_dir / METRICS_FILE)
         self.began = self.heard = time.monotonic()
 
     def note(self, text: str) -> None:

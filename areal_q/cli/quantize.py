@@ -8,7 +8,7 @@ import torch
 
 from areal_q.errors import CheckpointError, QuantizationError
 from areal_q.models import load_decoder
-from areal_q.models.hf_quantized import write_checkpoint
+from areal_q.models.hf.quantized import write_checkpoint
 from areal_q.quant import quantize_state
 
 BESIDE_WEIGHTS = (

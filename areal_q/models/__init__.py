@@ -2,10 +2,10 @@
 
 from areal_q.models.config import DecoderConfig, Experts
 from areal_q.models.decoder import Decoder, init_weights
-from areal_q.models.hf_checkpoint import declared_dtype, load_config, load_decoder, save_decoder
-from areal_q.models.moe import Routing
+from areal_q.models.hf.checkpoint import declared_dtype, load_config, load_decoder, save_decoder
+from areal_q.models.layers.moe import Routing
+from areal_q.models.layers.rope import apply_rope, rope_tables
 from areal_q.models.packed_layout import PackedLayout
-from areal_q.models.rope import apply_rope, rope_tables
 
 __all__ = [
     "Decoder",

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from areal_q.models.bf16_rounding import RoundedEmbedding, straight
 from areal_q.models.config import DecoderConfig
-from areal_q.models.headnorm import HeadNorm
-from areal_q.models.linear import Linear
-from areal_q.models.mlp import Mlp
-from areal_q.models.moe import Routing, SparseMlp
+from areal_q.models.layers.head_norm import HeadNorm
+from areal_q.models.layers.linear import Linear
+from areal_q.models.layers.mlp import Mlp
+from areal_q.models.layers.moe import Routing, SparseMlp
+from areal_q.models.layers.rope import apply_rope, rope_tables
+from areal_q.models.low_bit.bf16_rounding import RoundedEmbedding, straight
 from areal_q.models.packed_layout import PackedLayout
-from areal_q.models.rope import apply_rope, rope_tables
 
 
 class Decoder(nn.Module):

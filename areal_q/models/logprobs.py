@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from areal_q.models.linear import product
+from areal_q.models.layers.linear import product
 
 BLOCK = 1 << 22
 """Logits held at once"""

@@ -20,13 +20,13 @@ from typing import Any, Literal
 import msgspec
 
 from areal_q.errors import RecordError
+from areal_q.system.run_dir import METRICS_FILE
 
 logger = logging.getLogger(__name__)
 
 Kind = Literal["warmstart", "step", "eval", "warning", "end"]
 Record = dict[str, Any]
 
-FILE_NAME = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
 
 
@@ -43,7 +43,7 @@ class MetricsLog:
     """
 
     def __init__(self, run_dir: str | Path, tensorboard: bool = True) -> None:
-        self._path = path = Path(run_dir) / FILE_NAME
+        self._path = path = Path(run_dir) / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         before = _drop_torn_line(path)
         self._began = time.monotonic() - (before[-1]["elapsed_s"] if before else 0.0)
@@ -144,7 +144,7 @@ def read_metrics(path: str | Path) -> list[Record]:
 
 def has_ended(run_dir: str | Path) -> bool:
     """Whether the last record is the run's end. Raises OSError where there is no metrics file."""
-    records = read_metrics(Path(run_dir) / FILE_NAME)
+    records = read_metrics(Path(run_dir) / METRICS_FILE)
     return bool(records) and records[-1]["kind"] == "end"
 
 

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from areal_q.observability.metrics_log import FILE_NAME, Record, read_metrics
+from areal_q.observability.metrics_log import Record, read_metrics
 from areal_q.observability.run_summary import mean
+from areal_q.system.run_dir import METRICS_FILE
 
 BLUE, ORANGE, GREEN, RED = "#2f6fb2", "#d9822b", "#3a9a5b", "#b8433f"
 MAX_POINTS = 400
@@ -17,7 +18,7 @@ def draw(run_dir: str | Path) -> Path:
     Raises OSError if there are no metrics. A run without a step gives empty axes.
     """
     run_dir = Path(run_dir)
-    records = read_metrics(run_dir / FILE_NAME)
+    records = read_metrics(run_dir / METRICS_FILE)
     png = run_dir / "curves.png"
     _figure(records, run_dir.name).savefig(png, dpi=130)
     return png

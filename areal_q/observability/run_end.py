@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-from areal_q.observability.metrics_log import FILE_NAME, Record, read_metrics
+from areal_q.observability.metrics_log import Record, read_metrics
 from areal_q.observability.run_summary import plural
-from areal_q.system.run_dir import try_lock
+from areal_q.system.run_dir import METRICS_FILE, try_lock
 
 
 def how_it_ended(directory: Path) -> tuple[str, bool] | None:
@@ -13,7 +13,7 @@ def how_it_ended(directory: Path) -> tuple[str, bool] | None:
     REDIS_URL names a cluster, its learner may be on another machine."""
     if is_held(directory):
         return None
-    path = directory / FILE_NAME
+    path = directory / METRICS_FILE
     records = read_metrics(path) if path.exists() else []
     if records and records[-1]["kind"] == "end":
         return f"ended: {_last(records)}", True

@@ -29,8 +29,8 @@ import msgspec
 
 from areal_q.config import Run, dump_toml, load, override
 from areal_q.errors import CheckpointError, ConfigError
-from areal_q.observability.metrics_log import FILE_NAME
 
+METRICS_FILE = "metrics.jsonl"
 MAY_CHANGE_ON_RESUME = (
     "steps",
     "eval.",
@@ -192,7 +192,7 @@ def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _last_written(directory: Path) -> float:
-    metrics = directory / FILE_NAME
+    metrics = directory / METRICS_FILE
     return (metrics if metrics.exists() else directory / "config.toml").stat().st_mtime
 
 

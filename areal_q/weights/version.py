@@ -1,7 +1,7 @@
 """A published version of the weights: manifest, payload, and the hashes that tie them together.
 
 The payload is the tensors' raw bytes, each at a 64-byte boundary, exactly as the engine will use
-them. Pure: no socket here (see buffer/wire/ and buffer/weight_sync/subscriber.py).
+them. Pure: no socket here (see buffer/wire/ and buffer/weight_sync/subscribe/subscriber.py).
 """
 
 import math

@@ -16,7 +16,7 @@ from areal_q.config import LearnerConfig, Sampling, TorchEngine, VllmEngine
 from areal_q.errors import AReaLQError
 from areal_q.messages import Array, Trajectory, VersionSpan
 from areal_q.models import Decoder, DecoderConfig
-from areal_q.models.quantized_forward import use
+from areal_q.models.low_bit.quantized_forward import use
 from areal_q.quant import FORMATS
 from areal_q.quant.activations import quantize_groups_e4m3, quantize_rows
 from areal_q.quant.kernels import fp8_gemm

@@ -16,11 +16,11 @@ from areal_q import __version__
 from areal_q.config import Run, load
 from areal_q.errors import LogError
 from areal_q.evaluation.statistics import read_evaluations
-from areal_q.observability.metrics_log import FILE_NAME, Record, read_metrics
+from areal_q.observability.metrics_log import Record, read_metrics
 from areal_q.observability.plots import thinned
 from areal_q.observability.run_summary import mean, summarize
 from areal_q.system.files import by_number
-from areal_q.system.run_dir import flat
+from areal_q.system.run_dir import METRICS_FILE, flat
 from buffer.logs.token_log import MARKS
 from buffer.report.figures import column, plots_for, rows_of
 from buffer.report.index import Index, summed
@@ -70,7 +70,7 @@ class Reported:
         self.groups = Groups(self.index, self.pieces)
 
     def refresh(self) -> None:
-        path = self.directory / FILE_NAME
+        path = self.directory / METRICS_FILE
         self.records = read_metrics(path) if path.exists() else []
         self.index.refresh()
 

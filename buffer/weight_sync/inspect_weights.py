@@ -24,12 +24,13 @@ from areal_q.messages import (
     HeldVersion,
     WorkerStatus,
 )
-from areal_q.observability.metrics_log import FILE_NAME, read_metrics
+from areal_q.observability.metrics_log import read_metrics
 from areal_q.observability.run_end import how_it_ended
 from areal_q.system.command import run_command
+from areal_q.system.run_dir import METRICS_FILE
 from areal_q.weights import delta
 from buffer.weight_sync.client import Client
-from buffer.weight_sync.source import Source
+from buffer.weight_sync.subscribe.source import Source
 
 LEARNER = {"announce": "tcp://127.0.0.1:5551", "fetch": "tcp://127.0.0.1:5552"}
 """Where a learner that was started by itself is"""
@@ -65,7 +66,7 @@ def verdicts(workers: list[WorkerStatus], held: list[HeldVersion]) -> list[dict[
 def workers_of(directory: Path) -> list[WorkerStatus]:
     """The workers' last heartbeats, as the learner's newest record of metrics has them."""
     try:
-        records = read_metrics(directory / FILE_NAME)
+        records = read_metrics(directory / METRICS_FILE)
     except OSError as error:
         raise ConfigError(f"{directory}: {error.strerror}") from error
     beats = next((r["workers"] for r in reversed(records) if "workers" in r), [])

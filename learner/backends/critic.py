@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from areal_q.config import CriticConfig
 from areal_q.models import Decoder
-from areal_q.models.bf16_rounding import round_rest
-from areal_q.models.linear import Linear
-from areal_q.models.quantized_forward import use
+from areal_q.models.layers.linear import Linear
+from areal_q.models.low_bit.bf16_rounding import round_rest
+from areal_q.models.low_bit.quantized_forward import use
 from learner.data.packing import PackedBatch
 from learner.optim.build import build_optimizer
 

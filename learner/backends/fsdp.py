@@ -3,7 +3,7 @@
     whole (rank 0) ──scatter──▶ shard of every rank: all-gather, forward, backward, reduce-scatter, optimizer
                    ◀──gather───
 
-Where the forward has numbers of its own (areal_q/models/quantized_forward.py), every rank quantizes the
+Where the forward has numbers of its own (areal_q/models/low_bit/quantized_forward.py), every rank quantizes the
 gathered weights for itself after an update, all to the same bits, and rank 0 publishes the very tensors of its
 forward. LoRA's frozen base is packed, and whole on every rank; its adapters are sharded.
 """
@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from areal_q.config import LearnerConfig, Run, TorchBackend
 from areal_q.models import Decoder, DecoderConfig
-from areal_q.models.moe import Router
-from areal_q.models.quantized_forward import QuantLinear, linears, materialise
+from areal_q.models.layers.moe import Router
+from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, materialise
 from learner.backends.critic import Critic
 from learner.backends.data_parallel import Ranks
 from learner.backends.messages import Begin

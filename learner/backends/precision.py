@@ -1,13 +1,13 @@
 """Which numbers the learner computes with: full precision, or those of rollouts
-(areal_q/models/quantized_forward.py)."""
+(areal_q/models/low_bit/quantized_forward.py)."""
 
 from areal_q.config import Run
 from areal_q.models import Decoder
-from areal_q.models.bf16_rounding import round_frozen, round_rest
-from areal_q.models.fp8_training import JetLinear
-from areal_q.models.linear import Linear
-from areal_q.models.lora import adapt, adapted
-from areal_q.models.quantized_forward import QuantLinear, linears, use
+from areal_q.models.layers.linear import Linear
+from areal_q.models.low_bit.bf16_rounding import round_frozen, round_rest
+from areal_q.models.low_bit.fp8_training import JetLinear
+from areal_q.models.low_bit.lora import adapt, adapted
+from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, use
 
 LINEARS: dict[str, type[Linear]] = {
     "full": Linear,

@@ -18,7 +18,7 @@ from torch import Tensor
 from areal_q.algorithms import Metrics, Routed
 from areal_q.algorithms.reducers import Mean
 from areal_q.models import Decoder, DecoderConfig, Routing
-from areal_q.models.moe import UNRECORDED, loads
+from areal_q.models.layers.moe import UNRECORDED, loads
 from learner.backends.data_parallel import Ranks
 from learner.data.packing import PackedBatch
 

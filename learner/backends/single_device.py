@@ -11,8 +11,8 @@ from areal_q.algorithms.reducers import Mean, Metrics
 from areal_q.config import KvScales, LearnerConfig
 from areal_q.models import Decoder, DecoderConfig
 from areal_q.models.logprobs import head_logprobs
-from areal_q.models.lora import adapters_off
-from areal_q.models.quantized_forward import materialise
+from areal_q.models.low_bit.lora import adapters_off
+from areal_q.models.low_bit.quantized_forward import materialise
 from areal_q.quant.sticky_scales import StickyRanges
 from learner.backends.base import LossOf, Scores
 from learner.backends.critic import Critic

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from areal_q.errors import CheckpointError
-from areal_q.models.quantized_forward import materialise
+from areal_q.models.low_bit.quantized_forward import materialise
 from areal_q.system.files import by_number, save_tensors
 from learner.backends.single_device import Trainer
 

@@ -17,7 +17,7 @@ from areal_q.algorithms import group_advantages
 from areal_q.config import AdvantageConfig, Gae
 from areal_q.messages import Array, FailureCause, FinishReason, Group, Trajectory
 from areal_q.models import PackedLayout
-from areal_q.models.moe import UNRECORDED
+from areal_q.models.layers.moe import UNRECORDED
 from learner.data.staleness import Lineage
 
 CAUSES: tuple[FailureCause, ...] = get_args(FailureCause)

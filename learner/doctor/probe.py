@@ -15,10 +15,10 @@ import numpy as np
 from areal_q.config import Run
 from areal_q.messages import Group
 from areal_q.models import Decoder
-from areal_q.models.bf16_rounding import round_frozen, round_rest
-from areal_q.models.lora import adapted
-from areal_q.models.published_state import published_state
-from areal_q.models.quantized_forward import QuantLinear, linears, use
+from areal_q.models.low_bit.bf16_rounding import round_frozen, round_rest
+from areal_q.models.low_bit.lora import adapted
+from areal_q.models.low_bit.published_state import published_state
+from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, use
 from areal_q.quant import dequantize_state
 from areal_q.quant.aqn import noise_of, with_noise
 from areal_q.quant.state_dict import parts_of, rest_in_bf16

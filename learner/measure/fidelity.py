@@ -17,7 +17,7 @@ import numpy as np
 from areal_q.config import Run
 from areal_q.messages import Group
 from areal_q.models import Decoder, DecoderConfig
-from areal_q.models.lora import LORA_SCALE
+from areal_q.models.low_bit.lora import LORA_SCALE
 from areal_q.weights.version import WeightVersion
 from learner.data.packing import Sample
 from learner.measure.rescore import Scorer, engine_policy

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from areal_q.config import LearnerConfig
 from areal_q.models import Decoder, DecoderConfig
-from areal_q.models.lora import AdaptedLinear, adapter_of
-from areal_q.models.quantized_forward import QuantLinear, linears
+from areal_q.models.low_bit.lora import AdaptedLinear, adapter_of
+from areal_q.models.low_bit.quantized_forward import QuantLinear, linears
 from areal_q.quant import is_quantized
 from areal_q.quant.state_dict import parts_of
 from learner.backends.single_device import token_logprobs

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from areal_q.config import Run
 from areal_q.models import Decoder
-from areal_q.models.lora import LORA_SCALE
-from areal_q.models.published_state import published_state
+from areal_q.models.low_bit.lora import LORA_SCALE
+from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant.aqn import noise_of, with_noise
 from areal_q.quant.code_changes import codes_moved
 from areal_q.quant.state_dict import rest_in_bf16

@@ -59,7 +59,7 @@ def test_a_mutant_that_a_test_sees_is_killed_in_a_copy(tmp_path):
     mutants = mutants_of("learner/data/group_reader.py", source)
     [counted] = [m for m in mutants if b"self.duplicates -= 1" in m.source(source)]
     [newest] = [m for m in mutants if b"self._newest = -2" in m.source(source)]
-    tree, tests = Tree(tmp_path), ["tests/learner/test_group_reader.py"]
+    tree, tests = Tree(tmp_path), ["tests/data/test_group_reader.py"]
     assert tree.kills(counted, tests, 120)
     assert not tree.kills(newest, tests, 120)
     assert (tmp_path / "learner/data/group_reader.py").read_bytes() == source

@@ -10,7 +10,7 @@ from areal_q.cli.quantize import quantize
 from areal_q.errors import CheckpointError
 from areal_q.models import Decoder, DecoderConfig, init_weights, save_decoder
 from areal_q.models.config import Experts
-from areal_q.models.hf_quantized import LEFT_OUT, QUANTIZATION_CONFIGS
+from areal_q.models.hf.quantized import LEFT_OUT, QUANTIZATION_CONFIGS
 from areal_q.quant.state_dict import is_quantized
 
 CONFIG = DecoderConfig(

@@ -18,8 +18,8 @@ from areal_q.config import Lora, VllmEngine
 from areal_q.errors import WeightVersionError
 from areal_q.messages import Noise
 from areal_q.models import Decoder, PackedLayout, init_weights
-from areal_q.models.lora import LORA_SCALE, adapt, adapted, adapters_off, is_adapter
-from areal_q.models.published_state import published_state
+from areal_q.models.low_bit.lora import LORA_SCALE, adapt, adapted, adapters_off, is_adapter
+from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant.aqn import with_noise
 from areal_q.weights.version import pack
 from rollout.engines.vllm_backend.vllm_engine import vllm_engine

@@ -17,7 +17,7 @@ from areal_q.messages import Array, Group, Ticket, VersionSpan
 from areal_q.models import (
     load_decoder,
 )
-from areal_q.models.hf_adapters import save_adapted
+from areal_q.models.hf.adapters import save_adapted
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.quant import FORMATS
 from areal_q.tasks import build_task, build_tokenizer

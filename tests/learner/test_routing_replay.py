@@ -16,7 +16,7 @@ from areal_q.config import Sampling, TorchEngine, load
 from areal_q.errors import ConfigError, RecordError
 from areal_q.messages import Array, Dtype, Group, Trajectory, decode_group, encode
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights
-from areal_q.models.published_state import published_state
+from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant import FORMATS, quantize_state
 from areal_q.weights.version import WeightVersion, pack
 from buffer.logs.trajectory_log import TrajectoryLog, read_log

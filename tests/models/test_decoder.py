@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from areal_q.models import Decoder, DecoderConfig, PackedLayout, init_weights, rope_tables
 from areal_q.models.decoder import packed_attention
-from areal_q.models.rope import apply_rope
+from areal_q.models.layers.rope import apply_rope
 
 SMALL = DecoderConfig(
     family="qwen3",

@@ -8,10 +8,10 @@ import torch._meta_registrations as torch_checks
 from torch import Tensor, nn
 
 from areal_q.config import Run
-from areal_q.models.fp8_training import JetLinear, operands
-from areal_q.models.linear import Linear
-from areal_q.models.published_state import published_state
-from areal_q.models.quantized_forward import linears, use
+from areal_q.models.layers.linear import Linear
+from areal_q.models.low_bit.fp8_training import JetLinear, operands
+from areal_q.models.low_bit.published_state import published_state
+from areal_q.models.low_bit.quantized_forward import linears, use
 from areal_q.quant import FORMATS, quantize_state
 from areal_q.quant.activations import quantize_groups_e4m3
 from areal_q.quant.formats import fp8_block

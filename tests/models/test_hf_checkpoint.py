@@ -18,7 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
-import areal_q.models.hf_checkpoint as hf_module
+import areal_q.models.hf.checkpoint as hf_module
 from areal_q.errors import CheckpointError
 from areal_q.models import (
     Decoder,

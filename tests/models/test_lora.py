@@ -11,9 +11,9 @@ from helpers.saved import save_at
 from areal_q.config import Run, Sampling, TorchEngine
 from areal_q.errors import ConfigError
 from areal_q.models import Decoder, PackedLayout, load_decoder
-from areal_q.models.hf_adapters import save_adapted
-from areal_q.models.lora import adapted, adapters_off
-from areal_q.models.published_state import published_state
+from areal_q.models.hf.adapters import save_adapted
+from areal_q.models.low_bit.lora import adapted, adapters_off
+from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant import dequantize_state, quantize_state
 from areal_q.quant.uaq import apply_uaq
 from areal_q.tasks import build_tokenizer

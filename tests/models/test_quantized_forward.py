@@ -13,11 +13,11 @@ from torch import nn
 from areal_q.config import Run, Sampling, TorchEngine
 from areal_q.errors import ConfigError
 from areal_q.messages import Array, Trajectory, VersionSpan
-from areal_q.models.bf16_rounding import round_rest
-from areal_q.models.linear import Linear
+from areal_q.models.layers.linear import Linear
+from areal_q.models.low_bit.bf16_rounding import round_rest
+from areal_q.models.low_bit.published_state import published_state
+from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, use
 from areal_q.models.packed_layout import PackedLayout
-from areal_q.models.published_state import published_state
-from areal_q.models.quantized_forward import QuantLinear, linears, use
 from areal_q.quant import FORMATS, is_quantized, quantize_state
 from areal_q.tasks import build_tokenizer
 from areal_q.weights.version import WeightVersion

@@ -9,7 +9,7 @@ import torch
 
 from areal_q.config import Aqn, Run, dump_toml, override, parse
 from areal_q.errors import ConfigError
-from areal_q.models.published_state import published_state
+from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant.aqn import noise_of, sigma_of, with_noise
 from areal_q.quant.uaq import apply_uaq
 from areal_q.tasks import build_tokenizer

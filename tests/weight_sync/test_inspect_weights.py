@@ -21,7 +21,7 @@ from areal_q.observability.metrics_log import MetricsLog
 from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
 from buffer.weight_sync.inspect_weights import main
-from buffer.weight_sync.publisher import Broadcaster
+from buffer.weight_sync.publish.publisher import Broadcaster
 
 Make = Callable[..., WeightVersion]
 

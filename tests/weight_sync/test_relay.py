@@ -16,10 +16,10 @@ import torch
 from areal_q.config import BroadcastConfig
 from areal_q.system.ports import free_ports
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.publisher import Broadcaster, Endpoints
+from buffer.weight_sync.publish.publisher import Broadcaster, Endpoints
 from buffer.weight_sync.relay import Relay
-from buffer.weight_sync.source import Source
-from buffer.weight_sync.subscriber import Receiver
+from buffer.weight_sync.subscribe.source import Source
+from buffer.weight_sync.subscribe.subscriber import Receiver
 
 Make = Callable[..., WeightVersion]
 CONFIG = BroadcastConfig(heartbeat_s=0.05, timeout_s=0.3, chunk_bytes=5000)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from areal_q.config import Lora, MegatronBackend
 from areal_q.models import DecoderConfig
-from learner.backends.megatron.lora import OnBase, split
+from learner.backends.megatron.layers.lora import OnBase, split
 from learner.backends.megatron.model import Policy
 from learner.backends.megatron.tensor_names import WHOLE, Entry, entries
 from learner.data.packing import PackedBatch

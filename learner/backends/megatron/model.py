@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from areal_q.config.run import Precision
 from areal_q.models import DecoderConfig, PackedLayout
-from areal_q.models.bf16_rounding import RoundedNorm, straight
 from areal_q.models.decoder import packed_attention
-from areal_q.models.moe import UNRECORDED, Routing
-from learner.backends.megatron.lora import OnBase, specs
-from learner.backends.megatron.moe import Experts, Router, silence, stacked, tell, unstacked
-from learner.backends.megatron.quantized_forward import Column, Row
+from areal_q.models.layers.moe import UNRECORDED, Routing
+from areal_q.models.low_bit.bf16_rounding import RoundedNorm, straight
+from learner.backends.megatron.layers.lora import OnBase, specs
+from learner.backends.megatron.layers.moe import Experts, Router, silence, stacked, tell, unstacked
+from learner.backends.megatron.layers.quantized_forward import Column, Row
 from learner.backends.megatron.tensor_names import padded
 from learner.data.packing import PackedBatch
 
@@ -109,7 +109,7 @@ class Norm(RoundedNorm):
 class Policy(GPTModel):
     """This rank's part of a stage of the decoder. Its forward is that of `precision`; unless "full", it cannot
     run before the first `materialise`, nor before `load_base` with the adapters of `lora`, which then alone
-    learn. `rounds_rest`: see areal_q/models/bf16_rounding.py."""
+    learn. `rounds_rest`: see areal_q/models/low_bit/bf16_rounding.py."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Policy(GPTModel):
         self.replay = False
         """Whether experts are those that the rollout took"""
         self.told: Tensor
-        """By all routers, of the last batch (learner/backends/megatron/moe.py); on the last stage"""
+        """By all routers, of the last batch (learner/backends/megatron/layers/moe.py); on the last stage"""
         self.routers = [module for module in self.modules() if isinstance(module, Router)]
         below = [layer for layer in shape.sparse_layers if layer < _layers(config, stage)[0]]
         for number, router in enumerate(self.routers, len(below)):

@@ -47,14 +47,20 @@ with warnings.catch_warnings():
         values,
     )
     from learner.backends.megatron.ddp_module import Learnt
-    from learner.backends.megatron.lora import OnBase, adapters_off, load_base, split, with_adapters
+    from learner.backends.megatron.layers.lora import (
+        OnBase,
+        adapters_off,
+        load_base,
+        split,
+        with_adapters,
+    )
+    from learner.backends.megatron.layers.moe import heard, told_size
+    from learner.backends.megatron.layers.quantized_forward import gather_parts, materialise
+    from learner.backends.megatron.layers.vocab_logprobs import token_logprobs
     from learner.backends.megatron.model import Policy
-    from learner.backends.megatron.moe import heard, told_size
-    from learner.backends.megatron.quantized_forward import gather_parts, materialise
     from learner.backends.megatron.schedule import Stages
     from learner.backends.megatron.settings import transformer_config
     from learner.backends.megatron.shard_state import Places, shapes_of
-    from learner.backends.megatron.vocab import token_logprobs
 
 
 class MegatronShard:

@@ -9,7 +9,7 @@ import numpy as np
 from areal_q.errors import CheckpointError, EngineDied, RecordError, WeightVersionError
 from areal_q.messages import Manifest
 from areal_q.models import DecoderConfig
-from areal_q.models.hf_quantized import QUANTIZATION_CONFIGS, write_checkpoint
+from areal_q.models.hf.quantized import QUANTIZATION_CONFIGS, write_checkpoint
 from areal_q.weights.version import WeightVersion
 from rollout.engines.base import Request
 

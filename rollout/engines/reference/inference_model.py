@@ -13,9 +13,9 @@ from torch import Tensor
 
 from areal_q.errors import QuantizationError, WeightVersionError
 from areal_q.models.config import DecoderConfig, Experts
-from areal_q.models.lora import LORA_SCALE, AdaptedLinear, adapter_of
-from areal_q.models.moe import gates_of, mixed
-from areal_q.models.rope import rope_tables
+from areal_q.models.layers.moe import gates_of, mixed
+from areal_q.models.layers.rope import rope_tables
+from areal_q.models.low_bit.lora import LORA_SCALE, AdaptedLinear, adapter_of
 from areal_q.quant import FORMATS
 from areal_q.quant.kv_scales import kv_scales_of
 from areal_q.quant.quantized_linear import Linear

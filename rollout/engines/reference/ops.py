@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal_q.config import Sampling
-from areal_q.models.rope import apply_rope
+from areal_q.models.layers.rope import apply_rope
 from areal_q.quant.quantized_linear import Linear
 from rollout.engines.reference.kv_cache import Attend, Decode, KVCache
 from rollout.engines.reference.sampling import draw_alike, uniform

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal_q.config import Sampling
-from areal_q.models.rope import apply_rope
+from areal_q.models.layers.rope import apply_rope
 from rollout.engines.reference.ops import TorchOps
 from rollout.engines.reference.sampling import draw, draw_alike
 

@@ -1,4 +1,4 @@
-"""Adapters (areal_q/models/lora.py) in vLLM, by its own LoRA, from where the rollout worker stands.
+"""Adapters (areal_q/models/low_bit/lora.py) in vLLM, by its own LoRA, from where the rollout worker stands.
 
     launch: checkpoint of the base ─▶ vLLM with room for one adapter ─▶ the first version's, staged, swapped in
     update: stage ─▶ pause ─▶ swap: the tensors of that one adapter are replaced ─▶ resume
@@ -15,7 +15,7 @@ from typing import Any
 from areal_q.config.engines import VLLM_RANKS
 from areal_q.errors import WeightVersionError
 from areal_q.messages import Manifest
-from areal_q.models.lora import A, B, is_adapter
+from areal_q.models.low_bit.lora import A, B, is_adapter
 from areal_q.quant.kv_scales import NAMES
 from areal_q.weights.version import WeightVersion
 

@@ -11,7 +11,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from areal_q.models.lora import LORA_SCALE, A, B
+from areal_q.models.low_bit.lora import LORA_SCALE, A, B
 from areal_q.weights.version import WeightVersion
 from rollout.engines.vllm_backend.lora_requests import ADAPTER
 

@@ -1,5 +1,5 @@
-"""The router of Megatron's MoELayer, as the learner's (areal_q/models/moe.py): float32, told which experts to
-take and telling which it would. Dispatch, experts and their sharing among ranks are Megatron's.
+"""The router of Megatron's MoELayer, as the learner's (areal_q/models/layers/moe.py): float32, told which
+experts to take and telling which it would. Dispatch, experts and their sharing among ranks are Megatron's.
 
 What routers tell (learner/backends/routing_replay.py) is wanted where the loss is, on the last stage of the
 pipeline. It is a sum over tokens, a few numbers for each layer, and rides below the hidden states that a stage
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from areal_q.algorithms import Routed
 from areal_q.algorithms.reducers import Mean, Metrics
 from areal_q.models import config as shapes
-from areal_q.models.bf16_rounding import straight
 from areal_q.models.config import DecoderConfig
-from areal_q.models.moe import Routing, gates_of
+from areal_q.models.layers.moe import Routing, gates_of
+from areal_q.models.low_bit.bf16_rounding import straight
 from learner.backends.routing_replay import DISAGREEMENT, routed
 from learner.data.packing import PackedBatch
 

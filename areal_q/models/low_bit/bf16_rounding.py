@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from areal_q.models.headnorm import HeadNorm
-from areal_q.models.linear import Linear
+from areal_q.models.layers.head_norm import HeadNorm
+from areal_q.models.layers.linear import Linear
 
 
 def straight(x: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from areal_q.config import Lora
-from areal_q.models.bf16_rounding import straight
-from areal_q.models.quantized_forward import as_engines_compute, linears
+from areal_q.models.low_bit.bf16_rounding import straight
+from areal_q.models.low_bit.quantized_forward import as_engines_compute, linears
 from areal_q.quant.format import Parts
 from areal_q.quant.quantized_linear import Linear
 from areal_q.quant.registry import FORMATS

@@ -18,7 +18,8 @@ from rich.console import Console
 from areal_q.cli.live_view import History, PlainView, picture
 from areal_q.config import Run, load
 from areal_q.messages import Group, WorkerStatus
-from areal_q.observability.metrics_log import FILE_NAME, MetricsLog, read_metrics
+from areal_q.observability.metrics_log import MetricsLog, read_metrics
+from areal_q.system.run_dir import METRICS_FILE
 from areal_q.tasks import build_task, build_tokenizer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from learner.data import group_reader as intake_module
@@ -106,7 +107,7 @@ def test_a_warning_is_on_screen_until_the_next_step(tmp_path: Path):
         history = History(10)
         shown = []
         metrics.write("step", 5, {"reward/mean": 0.0})
-        for record in read_metrics(tmp_path / "demo" / FILE_NAME):
+        for record in read_metrics(tmp_path / "demo" / METRICS_FILE):
             history.add(record)
             with console.capture() as captured:
                 console.print(picture("demo", history, 1.0))
@@ -137,7 +138,7 @@ def test_a_run_resumed_with_other_arithmetic_goes_on(
     """As on a node with another processor: the same steps give other bits. The only worker has room for two
     groups, and more tickets of the abandoned history than that are open."""
     (tmp_path / "base.toml").write_text(SETTINGS)
-    metrics = tmp_path / "fork" / FILE_NAME
+    metrics = tmp_path / "fork" / METRICS_FILE
     plain = os.environ | {"REDIS_URL": redis_url, "OMP_NUM_THREADS": "1"}
 
     def start(name: str, *args: str, **environment: str) -> subprocess.Popen[bytes]:

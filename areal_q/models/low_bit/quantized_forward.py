@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from areal_q.models.bf16_rounding import straight
-from areal_q.models.linear import Linear
+from areal_q.models.layers.linear import Linear
+from areal_q.models.low_bit.bf16_rounding import straight
 from areal_q.quant.format import Parts
 from areal_q.quant.quantized_linear import Linear as Product
 from areal_q.quant.registry import FORMATS

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from areal_q.models.linear import Linear
+from areal_q.models.layers.linear import Linear
 
 
 class Mlp(nn.Module):

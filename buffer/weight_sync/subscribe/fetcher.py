@@ -31,9 +31,9 @@ from areal_q.messages import (
 )
 from areal_q.weights.payload_pool import PayloadPool
 from areal_q.weights.version import WeightVersion, check
-from buffer.weight_sync.chunks import CatchUp, Partial, Snapshot
 from buffer.weight_sync.curve import ClientKeys
-from buffer.weight_sync.subscriber_stats import FetchStats
+from buffer.weight_sync.subscribe.chunks import CatchUp, Partial, Snapshot
+from buffer.weight_sync.subscribe.subscriber_stats import FetchStats
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Follows the learner's versions in the background, on a thread of its own.
 
     SUB ──Delta──▶ of the version held? ──▶ applied to a copy ────────────────┐
-     └─Announce──▶ newer than the one held? ──▶ Fetcher (buffer/weight_sync/fetcher.py) ──▶ verified version
+     └─Announce──▶ newer than the one held? ──▶ Fetcher (fetcher.py) ──▶ verified version
                                                  deltas it lacks, or all of it │
     engine ◀───── latest() / await wait() ◀───── slot (latest wins) ◀─────────┘
 
@@ -26,9 +26,9 @@ from areal_q.messages import Announce, Delta, Manifest
 from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
 from buffer.weight_sync.curve import ClientKeys
-from buffer.weight_sync.fetcher import Fetcher
-from buffer.weight_sync.latest import Slot
-from buffer.weight_sync.subscriber_stats import ReceiverStats
+from buffer.weight_sync.subscribe.fetcher import Fetcher
+from buffer.weight_sync.subscribe.latest import Slot
+from buffer.weight_sync.subscribe.subscriber_stats import ReceiverStats
 
 logger = logging.getLogger(__name__)
 

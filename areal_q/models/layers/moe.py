@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from areal_q.models.bf16_rounding import straight
 from areal_q.models.config import DecoderConfig, Experts
-from areal_q.models.linear import Linear
-from areal_q.models.mlp import Mlp
+from areal_q.models.layers.linear import Linear
+from areal_q.models.layers.mlp import Mlp
+from areal_q.models.low_bit.bf16_rounding import straight
 
 UNRECORDED = -1
 """In place of an expert's number, where nobody wrote down which it was"""

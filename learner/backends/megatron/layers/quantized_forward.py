@@ -1,4 +1,4 @@
-"""The forward on the rollouts' numbers (areal_q/models/quantized_forward.py, jet.py), on tensor-parallel ranks.
+"""The forward on the rollouts' numbers (areal_q/models/low_bit), on tensor-parallel ranks.
 
 Activations are quantized by whole rows, or by groups along them, so a rank computes some of a product's outputs
 from all of its inputs, with the very numbers of one process, and never sums with others:
@@ -28,9 +28,9 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 
 from areal_q.models import Decoder
-from areal_q.models.bf16_rounding import straight
-from areal_q.models.fp8_training import dgrad, fprop, operands, wgrad
-from areal_q.models.quantized_forward import QuantLinear, linears, straight_through
+from areal_q.models.low_bit.bf16_rounding import straight
+from areal_q.models.low_bit.fp8_training import dgrad, fprop, operands, wgrad
+from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, straight_through
 from areal_q.quant.activations import quantize_groups_e4m3
 from areal_q.quant.format import Parts
 from areal_q.quant.kernels.fp8_gemm import Operand

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from areal_q.models.lora import adapted, is_adapter
-from areal_q.models.quantized_forward import QuantLinear, linears
+from areal_q.models.low_bit.lora import adapted, is_adapter
+from areal_q.models.low_bit.quantized_forward import QuantLinear, linears
 from areal_q.quant.registry import FORMATS
 from areal_q.quant.state_dict import RangePolicy, quantize_state
 

@@ -1,4 +1,4 @@
-"""LoRA on a frozen base (areal_q/models/lora.py), on tensor-parallel ranks.
+"""LoRA on a frozen base (areal_q/models/low_bit/lora.py), on tensor-parallel ranks.
 
                      Column: linear_qkv, linear_fc1              Row: linear_proj, linear_fc2
     base             x ─▶ its outputs                            all-gather x ─▶ a part of y ─▶ all-gather
@@ -31,14 +31,14 @@ from torch import Tensor, nn
 
 from areal_q.config import Lora
 from areal_q.models import Decoder, DecoderConfig
-from areal_q.models.bf16_rounding import straight
-from areal_q.models.lora import A, B, adapted
+from areal_q.models.low_bit.bf16_rounding import straight
+from areal_q.models.low_bit.lora import A, B, adapted
 from areal_q.quant.format import Parts
 from areal_q.quant.quantized_linear import Linear as Product
 from areal_q.quant.registry import FORMATS
 from areal_q.quant.state_dict import is_quantized
 from learner.backends.data_parallel import Ranks
-from learner.backends.megatron.quantized_forward import beside, outputs_of
+from learner.backends.megatron.layers.quantized_forward import beside, outputs_of
 from learner.backends.megatron.tensor_names import COLUMNS, ROWS, WHOLE, Entry
 
 ROW = ("linear_proj", "linear_fc2")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_q.models.quantized_forward import QuantLinear
+from areal_q.models.low_bit.quantized_forward import QuantLinear
 from areal_q.quant.activations import quantize_groups_e4m3
 from areal_q.quant.format import Parts
 from areal_q.quant.kernels.fp8_gemm import Operand, fp8_gemm

@@ -1,0 +1,1 @@
+"""Hugging Face's layouts: model directories, adapters and quantized checkpoints."""

@@ -1,0 +1,1 @@
+"""The subscribing end of the weight protocol, in workers and in relays."""

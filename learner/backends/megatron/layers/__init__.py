@@ -1,0 +1,1 @@
+"""Layers of Megatron's model that differ from Megatron's own."""
