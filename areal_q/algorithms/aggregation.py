@@ -6,9 +6,9 @@ A mean becomes a weighted sum whose weights hold the counts of the whole optimiz
 import torch
 from torch import Tensor
 
+from areal_q.algorithms.loss_types import LossInputs, Totals
 from areal_q.algorithms.policy_losses import kept_before_update
 from areal_q.algorithms.ratios import Ratios, ratios
-from areal_q.algorithms.types import LossInputs, Totals
 from areal_q.config.objectives import (
     AggregationConfig,
     ObjectiveConfig,

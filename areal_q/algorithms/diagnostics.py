@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_q.algorithms.loss_types import LossInputs, Surrogate
 from areal_q.algorithms.ratios import MAX_LOG_RATIO, Ratios
 from areal_q.algorithms.reducers import (
     BIN_EDGE,
@@ -29,7 +30,6 @@ from areal_q.algorithms.reducers import (
     RatioQuantile,
     Sum,
 )
-from areal_q.algorithms.types import LossInputs, Surrogate
 
 LAGS = 4
 """Lags 0, 1, 2, and 3 or more"""

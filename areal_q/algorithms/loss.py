@@ -6,10 +6,10 @@ from torch import Tensor
 from areal_q.algorithms.aggregation import count, counted_tokens, token_weights, totals_of
 from areal_q.algorithms.diagnostics import diagnostics
 from areal_q.algorithms.kl import kl_estimate, reference_metrics
+from areal_q.algorithms.loss_types import LossInputs, LossOutputs, Totals
 from areal_q.algorithms.policy_losses import surrogate
 from areal_q.algorithms.ratios import optional, ratios
 from areal_q.algorithms.reducers import Metrics, Sum
-from areal_q.algorithms.types import LossInputs, LossOutputs, Totals
 from areal_q.algorithms.value_loss import value_loss
 from areal_q.config.objectives import (
     AggregationConfig,

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_q.algorithms.loss_types import Surrogate
 from areal_q.algorithms.ratios import Ratios, bounded_exp
-from areal_q.algorithms.types import Surrogate
 from areal_q.config.objectives import (
     Acr,
     Cispo,

@@ -6,7 +6,7 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
-from areal_q.algorithms.types import LossInputs
+from areal_q.algorithms.loss_types import LossInputs
 from areal_q.config.objectives import Level
 from areal_q.errors import RecordError
 

@@ -7,9 +7,9 @@ V is the critic's value of the state before a token, V_old the same before the u
 import torch
 from torch import Tensor
 
+from areal_q.algorithms.loss_types import LossInputs
 from areal_q.algorithms.ratios import Ratios, optional
 from areal_q.algorithms.reducers import ExplainedVariance, Mean, Metrics
-from areal_q.algorithms.types import LossInputs
 from areal_q.config.objectives import ValueLoss
 
 

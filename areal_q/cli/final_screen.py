@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_q.config import Run
-from areal_q.evaluation.statistics import Evaluation, read_evaluations
+from areal_q.evaluation.estimates import Evaluation, read_evaluations
 from areal_q.observability.metrics_log import TENSORBOARD_DIR, read_metrics
 from areal_q.observability.plots import draw
 from areal_q.observability.reward_signal import FailureLog, hint, reward_name, times

@@ -12,7 +12,7 @@ from areal_q.tasks.grading.rewards import (
 )
 from areal_q.tasks.registry import TASKS, all_problems, build_task, build_tokenizer
 from areal_q.tasks.shuffle import permute, problem_at
-from areal_q.tasks.tokenizers import CharTokenizer, HFTokenizer, load_tokenizer
+from areal_q.tasks.tokenizer import CharTokenizer, HFTokenizer, load_tokenizer
 
 __all__ = [
     "GRADERS",

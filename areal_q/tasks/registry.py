@@ -19,7 +19,7 @@ from areal_q.tasks.datasets.calculator import CalculatorTask
 from areal_q.tasks.datasets.countdown import CountdownTask
 from areal_q.tasks.datasets.row_tasks import READERS, FileTask
 from areal_q.tasks.datasets.tool_calculator import ToolCalculatorTask
-from areal_q.tasks.tokenizers import CharTokenizer, load_tokenizer
+from areal_q.tasks.tokenizer import CharTokenizer, load_tokenizer
 
 TASKS: dict[type, Callable[[Any], Task]] = {
     Arithmetic: ArithmeticTask,

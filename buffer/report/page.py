@@ -15,8 +15,8 @@ from itertools import count
 
 import numpy as np
 
-from buffer.report.chunks import pack
 from buffer.report.index import StepIndex, to_chunk
+from buffer.report.packed_arrays import pack
 from buffer.report.runs import Reported, overview
 
 SCRIPTS = (

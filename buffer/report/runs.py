@@ -15,7 +15,7 @@ import numpy as np
 from areal_q import __version__
 from areal_q.config import Run, load
 from areal_q.errors import LogError
-from areal_q.evaluation.statistics import read_evaluations
+from areal_q.evaluation.estimates import read_evaluations
 from areal_q.observability.metrics_log import Record, read_metrics
 from areal_q.observability.plots import thinned
 from areal_q.observability.run_summary import mean, summarize

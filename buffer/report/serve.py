@@ -21,7 +21,7 @@ import msgspec
 
 from areal_q.errors import RecordError
 from areal_q.system.local_requests import is_loopback
-from buffer.report.chunks import pack
+from buffer.report.packed_arrays import pack
 from buffer.report.page import index_chunk, shell, title_of
 from buffer.report.runs import Reported, overview
 

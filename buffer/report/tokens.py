@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from buffer.report.chunks import pack
 from buffer.report.index import Index, StepIndex, matching
+from buffer.report.packed_arrays import pack
 from buffer.report.text import Pieces
 
 HELD_STEPS = 3

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from areal_q.config import Run, Sampling, load
 from areal_q.errors import ConfigError, RecordError, UserError
 from areal_q.evaluation.benchmarks import BENCHMARKS, PRESETS, Preset
-from areal_q.evaluation.statistics import Answered, Evaluation, estimates
+from areal_q.evaluation.estimates import Answered, Evaluation, estimates
 from areal_q.system.command import run_command
 from areal_q.tasks import Problem, all_problems, build_task, check_reward
 

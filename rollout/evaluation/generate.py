@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 from areal_q.config import Run, Sampling, TorchEngine
-from areal_q.evaluation.statistics import Answered, Reply
+from areal_q.evaluation.estimates import Answered, Reply
 from areal_q.messages import Array, Ticket
 from areal_q.models import load_decoder
 from areal_q.quant import quantize_state

@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from areal_q.algorithms.loss_types import LossInputs
 from areal_q.algorithms.policy_losses import OBJECTIVES, surrogate
 from areal_q.algorithms.ratios import ratios
-from areal_q.algorithms.types import LossInputs
 from areal_q.config import Prioritized, Run, Uniform, load
 from areal_q.errors import ConfigError
 from areal_q.messages import Group, Ticket, VersionSpan

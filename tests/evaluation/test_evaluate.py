@@ -20,7 +20,7 @@ import rollout.engines
 from areal_q.cli.final_screen import last_screen
 from areal_q.config import Run, Sampling, ScriptedEngine, dump_toml
 from areal_q.errors import CheckpointError, ConfigError, TaskError
-from areal_q.evaluation.statistics import Answered, estimates, read_evaluations, wilson
+from areal_q.evaluation.estimates import Answered, estimates, read_evaluations, wilson
 from areal_q.models import save_decoder
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.tasks import build_task, build_tokenizer

@@ -20,7 +20,7 @@ from areal_q.errors import LogError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from areal_q.models import Decoder, DecoderConfig, init_weights
 from areal_q.quant import is_quantized
-from areal_q.tasks.tokenizers import CharTokenizer
+from areal_q.tasks.tokenizer import CharTokenizer
 from buffer.logs.step_log import StepLog, StepRecord
 from buffer.logs.trajectory_log import TrajectoryLog
 from learner import checkpoint

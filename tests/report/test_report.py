@@ -22,9 +22,9 @@ from areal_q.observability.metrics_log import read_metrics
 from buffer.logs.token_log import iter_tokens
 from buffer.logs.trajectory_log import TrajectoryLog, iter_log
 from buffer.report import page
-from buffer.report.chunks import pack, unpack
 from buffer.report.figures import DELTA, plots_for, rows_of, write_csv
 from buffer.report.index import Index, matching
+from buffer.report.packed_arrays import pack, unpack
 from buffer.report.page import bisection, interesting, shell, whole_file
 from buffer.report.runs import Reported, different_settings, overview, read_runs
 from buffer.report.serve import ReportServer

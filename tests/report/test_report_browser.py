@@ -18,8 +18,8 @@ from areal_q.messages import Array, VersionSpan
 from areal_q.observability.metrics_log import MetricsLog
 from buffer.logs.trajectory_log import TrajectoryLog
 from buffer.logs.trajectory_schema import to_table
-from buffer.report.chunks import unpack
 from buffer.report.figures import write_csv
+from buffer.report.packed_arrays import unpack
 from buffer.report.page import whole_file
 from buffer.report.runs import read_runs
 from buffer.report.serve import ReportServer

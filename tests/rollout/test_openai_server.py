@@ -26,7 +26,7 @@ from areal_q.tasks import (
     build_tokenizer,
     load_tokenizer,
 )
-from areal_q.tasks.tokenizers import HFTokenizer
+from areal_q.tasks.tokenizer import HFTokenizer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.weight_sync.publish.publisher import Broadcaster
 from buffer.weight_sync.subscribe.subscriber import Receiver

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_q.evaluation.statistics import (
+from areal_q.evaluation.estimates import (
     Answered,
     Reply,
     estimates,
