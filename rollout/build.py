@@ -2,21 +2,22 @@
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from areal_q.config import CalculatorTool, External, Run, ScriptedEngine, parse
+from areal_q.config import Run, ScriptedEngine, parse
 from areal_q.errors import ConfigError, RunChanged
-from areal_q.tasks import Tokenizer, build_reward, build_tokenizer, unscored
+from areal_q.tasks import Tokenizer, build_reward, build_tokenizer
 from buffer.redis_store import WorkerBuffer
 from buffer.weight_sync.subscribe.source import Source
 from buffer.weight_sync.subscribe.subscriber import Receiver
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
-from rollout.environments.base import Calculator, Environment, Player, SingleTurn
+from rollout.environments.base import Environment
+from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
+from rollout.environments.registry import build_environment, build_evaluation_environment
 from rollout.openai_server.app import Endpoint
 from rollout.worker import Room, Worker
 
@@ -50,8 +51,8 @@ def build_parts(run: Run, run_name: str, address: Address) -> Parts:
     engine = build_engine(run.rollout.engine)
     if problem := engine.capabilities.lacks(run.rollout, run.learner.routing_replay):
         raise ConfigError(f"engine {engine.name}: {problem}")
-    player = Player(engine, tokenizer, run.rollout.request_timeout_s)
-    environment = build_environment(run, player)
+    client = EngineClient(engine, tokenizer, run.rollout.request_timeout_s)
+    environment = build_environment(run, client)
     episodes = environment if isinstance(environment, Episodes) else None
     if episodes and not address.at:
         raise ConfigError(
@@ -68,7 +69,7 @@ def build_parts(run: Run, run_name: str, address: Address) -> Parts:
             address=address.at,
             token_file=address.token_file,
         )
-    evaluation = evaluation_of(run, player)
+    evaluation = build_evaluation_environment(run, client)
     return Parts(engine, tokenizer, environment, evaluation, endpoint)
 
 
@@ -142,24 +143,6 @@ async def _serve(
         if receiver:
             receiver.close()
         await buffer.close()
-
-
-def build_environment(run: Run, player: Player) -> Environment:
-    """Raises ConfigError for a tool that the tokenizer cannot spell."""
-    match run.rollout.environment:
-        case CalculatorTool() as config:
-            return Calculator(player, config)
-        case External() as config:
-            failed = partial(unscored, cfg=run.reward)
-            return Episodes(player, config, run.learner.microbatch_tokens, failed)
-        case _:
-            return SingleTurn(player)
-
-
-def evaluation_of(run: Run, player: Player) -> Environment:
-    """How held-out problems are answered: as in training, but for outside agents, in one turn."""
-    outside = isinstance(run.rollout.environment, External)
-    return SingleTurn(player) if outside else build_environment(run, player)
 
 
 def room(run: Run) -> Room:

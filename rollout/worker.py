@@ -38,7 +38,9 @@ from buffer.weight_sync.subscribe.source import Source
 from buffer.weight_sync.subscribe.subscriber import Receiver
 from rollout.engines.base import Engine
 from rollout.engines.stop_conditions import cut, strings
-from rollout.environments.base import Environment, Player, Response, SingleTurn
+from rollout.environments.base import Environment, Response
+from rollout.environments.engine_client import EngineClient
+from rollout.environments.single_turn import SingleTurn
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
@@ -111,7 +113,7 @@ class Worker:
         self._observe = observe
         """Told every heartbeat"""
         self._source = source or Source()
-        single = SingleTurn(Player(engine, tokenizer))
+        single = SingleTurn(EngineClient(engine, tokenizer))
         self._environments = {"train": environment or single, "eval": evaluation or single}
         """By the ticket's purpose"""
         self._routes = routes

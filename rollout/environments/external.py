@@ -22,12 +22,13 @@ from areal_q.errors import RecordError
 from areal_q.messages import FailureCause, Ticket, VersionSpan
 from areal_q.tasks import Score
 from rollout.engines.base import Completion, TokenCallback
-from rollout.environments.base import Player, Response
+from rollout.environments.base import Response
+from rollout.environments.engine_client import EngineClient
 
-LOOK_S = 1.0
-"""Between two looks for agents that are silent"""
+SILENCE_POLL_S = 1.0
+"""Seconds between two looks for agents that have fallen silent"""
 UNDRAWN = VersionSpan(-1, 0, "")
-"""Of tokens that came before the first one was drawn"""
+"""Span of tokens that were given before the model drew its first one; replaced by the version that draws it"""
 
 
 @dataclass(eq=False)
@@ -43,7 +44,8 @@ class Episode:
     messages: list[dict[str, str]] = field(default_factory=list)
     busy: bool = False
     attempt: int = 1
-    """Agents that have had it, this one among them, without those that gave it up themselves"""
+    """Number of agents that have had the episode, the present one included; those that gave it up themselves do
+    not count."""
     seen_s: float = 0.0
 
     @property
@@ -52,37 +54,37 @@ class Episode:
 
     @property
     def left(self) -> int:
-        """Tokens that may still be drawn"""
+        """Tokens that may still be drawn, of the ticket's `max_tokens`."""
         return self.ticket.sampling.max_tokens - self.response.drawn
 
 
 class Episodes:
-    """An Environment (rollout/environments/base.py): its turns come from outside."""
+    """An Environment (rollout/environments/base.py) whose turns agents outside of this process ask for."""
 
     def __init__(
         self,
-        player: Player,
+        client: EngineClient,
         cfg: External,
         longest: int,
         failed: Callable[[FailureCause], Score] = Score.failed,
     ) -> None:
-        """`longest`: tokens of an episode, its prompt's included, that the learner has room for; `failed`: what
-        an episode is worth that failed."""
-        self._player, self._cfg, self._longest = player, cfg, longest
+        """`longest` is the most tokens of an episode, its prompt included, that the learner has room for;
+        `failed` gives the score of an episode that failed."""
+        self._client, self._cfg, self._longest = client, cfg, longest
         self._failed = failed
         self._free: list[Episode] = []
         self._played: dict[str, Episode] = {}
         self._changed = asyncio.Event()
 
     async def __call__(self, ticket: Ticket, responses: list[Response]) -> None:
-        """Each response is put in its place when its episode is rewarded; half an episode is not kept."""
+        """Puts each response in its place when its episode is rewarded; half an episode is not kept."""
         loop = asyncio.get_running_loop()
         mine = [Episode(ticket, i, loop.create_future()) for i in range(ticket.group_size)]
         self._offer(mine)
         open_ones = {episode.done for episode in mine}
         try:
             while open_ones:
-                _, open_ones = await asyncio.wait(open_ones, timeout=LOOK_S)
+                _, open_ones = await asyncio.wait(open_ones, timeout=SILENCE_POLL_S)
                 self._take_back()
             responses[:] = [episode.done.result() for episode in mine]
         finally:
@@ -92,7 +94,7 @@ class Episodes:
             self._played = {i: e for i, e in self._played.items() if e not in mine}
 
     async def begin(self, timeout_s: float) -> Episode | None:
-        """An episode that nobody plays, under a new id; None when none came within `timeout_s`."""
+        """Returns an episode that nobody plays, under a new id; None when there was none within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._take_back()
@@ -112,7 +114,7 @@ class Episodes:
                 continue
 
     def find(self, id: str) -> Episode:
-        """Raises RecordError for an id that is unknown, ended, or was taken back."""
+        """Returns the episode `id`. Raises RecordError if it is unknown, has ended, or was taken back."""
         episode = self._played.get(id)
         if episode is None:
             raise RecordError("no such episode: unknown, ended, or silent for too long")
@@ -147,7 +149,7 @@ class Episodes:
         episode.busy = True
         try:
             budget = min(max_tokens or episode.left, episode.left, room)
-            done = await self._player.turn(
+            done = await self._client.generate_turn(
                 episode.ticket,
                 episode.index,
                 response,
@@ -168,7 +170,8 @@ class Episodes:
         return done
 
     def end(self, episode: Episode, reward: float, parts: dict[str, float]) -> None:
-        """The last of a group commits it. Raises RecordError for an episode without a turn."""
+        """Ends the episode with its reward; the last one of a group commits the group. Raises RecordError if no
+        turn of it is finished."""
         if episode.busy or not episode.response.drawn:
             raise RecordError("the episode has no finished turn")
         correct = bool(parts.get("correct", reward >= 1))
@@ -176,8 +179,9 @@ class Episodes:
         self._settle(episode, Score(reward, correct, others))
 
     def fail(self, episode: Episode, cause: FailureCause) -> None:
-        """The episode failed, and not the model: it has no reward. Without a turn there is nothing to leave
-        out, and it begins again, with whoever asks next."""
+        """Ends an episode that failed through no fault of the model: it has no reward. One without a turn
+        begins again instead, with the agent that asks next, since there is nothing yet to leave out of the
+        loss."""
         if episode.busy:
             raise RecordError("a turn of this episode is under way")
         if episode.response.drawn:
@@ -192,7 +196,7 @@ class Episodes:
             episode.done.set_result(episode.response)
 
     def drop(self, episode: Episode) -> None:
-        """Its agent gives up: it begins again, with whoever asks next."""
+        """Gives the episode back: it begins again, with the agent that asks next."""
         self._begin_again(episode, episode.attempt)
 
     def _begin_again(self, episode: Episode, attempt: int) -> None:

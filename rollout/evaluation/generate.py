@@ -14,10 +14,11 @@ from areal_q.quant.state_dict import rest_in_bf16
 from areal_q.tasks import Problem, Reward, Tokenizer, answer_of, build_reward, build_tokenizer
 from areal_q.weights.version import pack
 from rollout import engines
-from rollout.build import evaluation_of
 from rollout.engines.base import Engine
 from rollout.engines.stop_conditions import cut, strings
-from rollout.environments.base import Player, Response
+from rollout.environments.base import Response
+from rollout.environments.engine_client import EngineClient
+from rollout.environments.registry import build_evaluation_environment
 
 
 async def answered(
@@ -56,7 +57,7 @@ async def answered(
 class _Answering:
     def __init__(self, run: Run, engine: Engine, tokenizer: Tokenizer, reward: Reward) -> None:
         self._run, self._tokenizer, self._reward = run, tokenizer, reward
-        self._environment = evaluation_of(run, Player(engine, tokenizer))
+        self._environment = build_evaluation_environment(run, EngineClient(engine, tokenizer))
         self._given = answer_of(run.task)
 
     async def one(

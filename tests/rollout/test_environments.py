@@ -21,7 +21,9 @@ from learner.publishing.version_builder import Publisher
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
 from rollout.engines.scripted import scripted_engine
-from rollout.environments.base import Calculator, Player, Response
+from rollout.environments.base import Response
+from rollout.environments.calculator import Calculator
+from rollout.environments.engine_client import EngineClient
 
 MakeRun = Callable[..., Run]
 TOOL = CalculatorTool(open="(", close=")", after=" ", max_calls=2)
@@ -34,7 +36,7 @@ def played(engine: Engine, run: Run, ticket: Ticket, tool: CalculatorTool = TOOL
         await engine.load_weights(Publisher(run).make(build_model(run, CHARS), 0))
         try:
             responses = [Response() for _ in range(ticket.group_size)]
-            await Calculator(Player(engine, CHARS), tool)(ticket, responses)
+            await Calculator(EngineClient(engine, CHARS), tool)(ticket, responses)
             return responses
         finally:
             await engine.close()
@@ -89,7 +91,7 @@ def test_turns_cut_off_anywhere_go_on_as_if_nothing_had_happened(
         engine = build_engine(TorchEngine(slots=8))
         await engine.start()
         await engine.load_weights(Publisher(run).make(build_model(run, CHARS), 0))
-        environment = Calculator(Player(engine, CHARS), TOOL)
+        environment = Calculator(EngineClient(engine, CHARS), TOOL)
         responses = [Response() for _ in range(3)]
         while not all(r.ended for r in responses):
             before = engine.tokens_drawn
@@ -177,7 +179,7 @@ def test_nothing_is_learnt_from_what_the_tool_said(make_run: MakeRun, make_ticke
 def test_a_close_of_several_tokens_is_refused():
     with pytest.raises(ConfigError, match=r"close = '\)\)' is 2 tokens"):
         Calculator(
-            Player(scripted_engine(ScriptedEngine()), CHARS),
+            EngineClient(scripted_engine(ScriptedEngine()), CHARS),
             msgspec.structs.replace(TOOL, close="))"),
         )
 

@@ -34,11 +34,13 @@ from learner.build import build_model
 from learner.data.admission import Feeder
 from learner.measure.fidelity import FidelityMeter
 from learner.publishing.version_builder import Publisher
-from rollout.build import build_environment, room
+from rollout.build import room
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
-from rollout.environments.base import Player, Response
+from rollout.environments.base import Response
+from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
+from rollout.environments.registry import build_environment
 from rollout.openai_server.app import MAX_BODY_BYTES, Endpoint
 from rollout.worker import Worker
 
@@ -346,7 +348,7 @@ async def playing(
     engine = build_engine(run.rollout.engine)
     assert isinstance(run.rollout.environment, External)
     episodes = Episodes(
-        Player(engine, tokenizer), run.rollout.environment, run.learner.microbatch_tokens
+        EngineClient(engine, tokenizer), run.rollout.environment, run.learner.microbatch_tokens
     )
     receiver = Receiver(ends.announce, ends.fetch, run=run.name)
     mine = WorkerBuffer(redis_url, run.name, "w")
@@ -492,8 +494,8 @@ def test_an_episode_given_up_begins_again_with_whoever_asks_next(
         engine = build_engine(TorchEngine(slots=8))
         await engine.start()
         await engine.load_weights(Publisher(run).make(build_model(run, build_tokenizer(run)), 0))
-        player = Player(engine, build_tokenizer(run))
-        episodes = Episodes(player, External(episode_timeout_s=0.05), 1000)
+        client = EngineClient(engine, build_tokenizer(run))
+        episodes = Episodes(client, External(episode_timeout_s=0.05), 1000)
         ticket = make_ticket(group_size=1, sampling=run.rollout.sampling)
         responses = [Response()]
         task = asyncio.create_task(episodes(ticket, responses))
@@ -554,8 +556,8 @@ def test_an_episode_left_too_often_has_no_reward(
         engine = build_engine(TorchEngine(slots=8))
         await engine.start()
         await engine.load_weights(Publisher(run).make(build_model(run, build_tokenizer(run)), 0))
-        player = Player(engine, build_tokenizer(run))
-        episodes = build_environment(run, player)
+        client = EngineClient(engine, build_tokenizer(run))
+        episodes = build_environment(run, client)
         assert isinstance(episodes, Episodes)
         responses = [Response()]
         ticket = make_ticket(group_size=1, sampling=run.rollout.sampling)

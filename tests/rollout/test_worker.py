@@ -41,14 +41,16 @@ from learner.data.group_reader import Intake
 from learner.data.packing import pack, samples_of
 from learner.data.staleness import Lineage
 from learner.publishing.version_builder import Publisher
-from rollout.build import build_environment, room
+from rollout.build import room
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine, Request
 from rollout.engines.process.streaming_engine import StreamingEngine
 from rollout.engines.reference.async_engine import EngineLoop
 from rollout.engines.reference.torch_engine import TorchStepper
 from rollout.engines.scripted import scripted_engine
-from rollout.environments.base import Environment, Player, Response
+from rollout.environments.base import Environment, Response
+from rollout.environments.engine_client import EngineClient
+from rollout.environments.registry import build_environment
 from rollout.worker import Room, Worker
 
 MakeRun = Callable[..., Run]
@@ -120,7 +122,7 @@ async def working(
     receiver = Receiver(endpoints.announce, endpoints.fetch, run=run.name)
     buffer = WorkerBuffer(side.url, run.name, "w", run.buffer.claim_timeout_s)
     engine = engine or build_engine(run.rollout.engine)
-    player = Player(engine, side.tokenizer, run.rollout.request_timeout_s)
+    client = EngineClient(engine, side.tokenizer, run.rollout.request_timeout_s)
     worker = Worker(
         name="w",
         engine=engine,
@@ -131,7 +133,7 @@ async def working(
         weight_format=run.rollout.format,
         room=limit or room(run),
         max_lag=run.learner.max_lag,
-        environment=environment or build_environment(run, player),
+        environment=environment or build_environment(run, client),
     )
     task = asyncio.create_task(worker.run(begin))
     try:

@@ -1,0 +1,33 @@
+"""The environment in which a response is what the model draws after the prompt, in one turn."""
+
+import asyncio
+from dataclasses import dataclass
+
+from areal_q.messages import Ticket
+from rollout.engines.base import Completion
+from rollout.environments.base import Response
+from rollout.environments.engine_client import EngineClient
+
+
+@dataclass(frozen=True)
+class SingleTurn:
+    """Lets the model answer the prompt once."""
+
+    client: EngineClient
+
+    async def __call__(self, ticket: Ticket, responses: list[Response]) -> None:
+        if not any(response.ids for response in responses):
+            await self.client.generate_group(ticket, responses)
+            return
+        async with asyncio.TaskGroup() as group:
+            for index, response in enumerate(responses):
+                if not response.ended:
+                    group.create_task(self._rest(ticket, index, response))
+
+    async def _rest(self, ticket: Ticket, index: int, response: Response) -> None:
+        def end(completion: Completion) -> None:
+            response.ended = True
+
+        left = ticket.sampling.max_tokens - len(response.ids)
+        stops = frozenset({self.client.tokenizer.eos_id})
+        await self.client.generate_turn(ticket, index, response, stops, left, end)
