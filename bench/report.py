@@ -26,7 +26,7 @@ from buffer.report.runs import Reported, read_runs
 from learner.backends.single_device import Trainer
 from learner.build import build_model
 from learner.data.packing import samples_of
-from learner.data.staleness import Lineage
+from learner.data.staleness import VersionHistory
 from learner.measure.token_recorder import TokenTap
 from learner.policy_update import update_policy
 from learner.replay.replay_steps import recorded_settings
@@ -70,7 +70,7 @@ def steps(directory: Path) -> tuple[float, float]:
     seconds: dict[bool, list[float]] = {False: [], True: []}
     trainers = {tap: build(run) for tap in seconds}
     for step, groups in iter_log(directory / "trajectories", 0, STEPS):
-        samples = samples_of(groups, run.learner.advantage, Lineage(4), step)
+        samples = samples_of(groups, run.learner.advantage, VersionHistory(4), step)
         for tap in (True, False) if step % 2 else (False, True):
             began = time.process_time()
             trainer = trainers[tap]

@@ -25,8 +25,8 @@ from areal_q.tasks import build_reward, build_task, build_tokenizer
 from bench.common import ROOT, commit, device, publish, table, use_cores
 from bench.stability.lab import Drawer, Tickets, warm_model
 from learner.backends.single_device import Trainer
-from learner.data.admission import Feeder
-from learner.data.staleness import Lineage
+from learner.data.admission import Admission
+from learner.data.staleness import VersionHistory
 from learner.policy_update import SingleProcessUpdater
 from learner.publishing.version_builder import Publisher
 from learner.train_step import train_step
@@ -52,8 +52,8 @@ async def draw(run: Run) -> tuple[list[list[Group]], str]:
     """Groups for each step, all from the weights after the warm start, and those weights' digest."""
     task, tokenizer = build_task(run.task), build_tokenizer(run)
     tickets = Tickets(run.name)
-    feeder = Feeder(run, task, tokenizer, tickets, 0, set())
-    feeder.issue(range(run.steps * run.learner.groups), 0)
+    admission = Admission(run, task, tokenizer, tickets, 0, set())
+    admission.issue(range(run.steps * run.learner.groups), 0)
     version = Publisher(run).make(warm_model(run, task, tokenizer), 0)
     engine = build_engine(run.rollout.engine)
     await engine.start()
@@ -78,11 +78,11 @@ def measure(
     trainer = Trainer(model, run.learner, run.rollout.sampling.temperature)
     weights = rescaled(model)
     trainer.optimizer = OPTIMIZERS[optimizer](weights)
-    lineage = Lineage(1 + len(batches), {0: digest})
+    history = VersionHistory(1 + len(batches), {0: digest})
     seen: list[dict[str, float]] = []
     for batch in batches:
         before, codes = [w.detach().clone() for w in weights], quantized(weights, run)[0]
-        norm = train_step(SingleProcessUpdater(trainer), batch, lineage, 0)["train/grad_norm"]
+        norm = train_step(SingleProcessUpdater(trainer), batch, history, 0)["train/grad_norm"]
         after, rounded = quantized(weights, run)
         pairs = list(zip(before, weights, strict=True))
         moved = sum(int((a != b).sum()) for a, b in zip(codes, after, strict=True))

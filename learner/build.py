@@ -29,12 +29,12 @@ from learner.backends.data_parallel import ALONE, Ranks
 from learner.backends.precision import set_precision
 from learner.backends.single_device import Trainer
 from learner.checkpoint.async_writer import Writer
-from learner.data.admission import Feeder
-from learner.data.group_reader import Intake
-from learner.data.heldout_eval import HeldOut
+from learner.data.admission import Admission
+from learner.data.group_reader import GroupReader
+from learner.data.heldout_eval import HeldOutEvaluation
 from learner.data.replay_check import ReplayCheck
 from learner.data.sft_warmup import warm_start
-from learner.data.staleness import Lineage, forks_at
+from learner.data.staleness import VersionHistory, forks_at
 from learner.data.validation import check_experts, check_format, fits
 from learner.loop import Learner
 from learner.measure.fidelity import FidelityMeter
@@ -153,14 +153,14 @@ def _warm_start(
         metrics.write("warmstart", 0, values, cache=str(cached))
 
 
-def build_feeder(
+def build_admission(
     run: Run,
     task: Task,
     tokenizer: Tokenizer,
     buffer: LearnerBuffer,
     state: checkpoint.State | None,
-) -> Feeder:
-    """A feeder that goes on where Redis stands, or, should Redis be lost, where the checkpoint does.
+) -> Admission:
+    """Builds an admission that goes on where Redis stands, or, should Redis be lost, where the checkpoint does.
 
     A fresh run forgets whatever an earlier one of its name left in Redis.
     """
@@ -179,17 +179,17 @@ def build_feeder(
         admitted = max(cursor, state.cursor if state else 0)
         alive = {n for n in buffer.open_tickets() | set(buffer.unread()) if n < admitted}
         if state is None:
-            return Feeder(run, task, tokenizer, buffer, cursor, alive)
+            return Admission(run, task, tokenizer, buffer, cursor, alive)
         # A Redis that lost its last seconds has the cursor of before, and brings back finished tickets.
         outstanding = {n for n in alive if n >= state.cursor} | (alive & set(state.outstanding))
         lost = (set(state.outstanding) - alive) | set(state.lost)
         cursor = max(cursor, state.cursor)
-        return Feeder(run, task, tokenizer, buffer, cursor, outstanding, lost)
-    feeder = Feeder(run, task, tokenizer, buffer, state.cursor if state else 0, set())
+        return Admission(run, task, tokenizer, buffer, cursor, outstanding, lost)
+    admission = Admission(run, task, tokenizer, buffer, state.cursor if state else 0, set())
     if state:
         buffer.position = START
-        feeder.issue(state.outstanding, state.step)
-    return feeder
+        admission.issue(state.outstanding, state.step)
+    return admission
 
 
 def reached_at(endpoint: str, host: str | None) -> str:
@@ -277,11 +277,11 @@ def _build(
     logs_tokens = run.buffer.log and run.buffer.tokens and ranks is ALONE
     if resume:
         metrics.rewind(start)
-    feeder = build_feeder(run, task, tokenizer, buffer, state)
+    admission = build_admission(run, task, tokenizer, buffer, state)
     recorded = _recorded(directory, start) | buffer.unread_digests() if state else {}
-    keep = run.learner.max_lag + 2
+    keep = run.learner.versions_kept
     forks = forks_at(start, state.forks, keep) if state else []
-    lineage = Lineage(keep, state.digests if state else None, min(forks, default=0))
+    history = VersionHistory(keep, state.digests if state else None, min(forks, default=0))
     broadcaster = Broadcaster(announce, fetch, run.broadcast)
     endpoints = {
         kind: reached_at(endpoint, run.broadcast.host)
@@ -294,14 +294,14 @@ def _build(
         start=start,
         updater=updater,
         buffer=buffer,
-        feeder=feeder,
-        intake=Intake(buffer, feeder, lineage, run, state.uses if state else None),
-        heldout=HeldOut(feeder, buffer, tokenizer, metrics),
-        lineage=lineage,
-        replayed=ReplayCheck(start, recorded),
+        admission=admission,
+        group_reader=GroupReader(buffer, admission, history, run, state.uses if state else None),
+        heldout=HeldOutEvaluation(admission, buffer, tokenizer, metrics),
+        history=history,
+        replay_check=ReplayCheck(start, recorded),
         forks=forks,
         publisher=Publisher(run, trainer.sticky),
-        fidelity=FidelityMeter(run),
+        fidelity=FidelityMeter(run.learner, run.rollout.format),
         broadcaster=broadcaster,
         log=TrajectoryLog(directory / "trajectories", start) if run.buffer.log else None,
         steps=StepLog(directory / "steps", start) if run.buffer.log else None,

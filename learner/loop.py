@@ -1,16 +1,16 @@
 """The learner's loop.
 
-    Feeder ──tickets──▶ Redis ──groups──▶ Intake ──▶  train_step  ──▶ Outlet ──▶ Broadcaster (a thread each)
-       ▲                                     │ too old: dropped, counted, its place refilled   │
-       └──────────── room for new tickets ◀──┴───────────────────── version ◀──────────────────┘
+    Admission ──tickets──▶ Redis ──groups──▶ GroupReader ──▶ train_step ──▶ Outlet ──▶ Broadcaster
+        ▲                                      │ too old: dropped, counted, its place refilled │
+        └─────────── capacity for new tickets ◀┴────────────────── version ◀───────────────────┘
 
-| wait                 | for                           | unblocked by                                   |
-|----------------------|-------------------------------|------------------------------------------------|
-| Intake.take          | B groups within the bound     | workers' commits; a stop request               |
-| Learner.settle       | a checkpoint on disk          | its thread; before the next, and at the end    |
-| HeldOut.finish       | the last evaluation's answers | workers' commits; a stop request; its timeout  |
-| Outlet.release       | weights that are still read   | its thread; before the optimizer writes to them |
-| Outlet.finish        | the version begun last        | its thread; after the next step                |
+| wait                     | for                           | unblocked by                                  |
+|--------------------------|-------------------------------|-----------------------------------------------|
+| GroupReader.take         | B groups within the bound     | workers' commits; a stop request              |
+| Learner.settle           | a checkpoint on disk          | its thread; before the next, and at the end   |
+| HeldOutEvaluation.finish | the last evaluation's answers | workers' commits; a stop request; its timeout |
+| Outlet.release           | weights that are still read   | its thread; before the optimizer writes them  |
+| Outlet.finish            | the version begun last        | its thread; after the next step               |
 
 Quantizing, diffing, compressing and sending overlap with the next step
 (learner/publishing/weight_publisher.py).
@@ -37,11 +37,11 @@ from buffer.weight_sync.publish.publisher import Broadcaster
 from learner import checkpoint
 from learner.backends.single_device import Trainer
 from learner.checkpoint.async_writer import Writer
-from learner.data.admission import Feeder
-from learner.data.group_reader import Intake
-from learner.data.heldout_eval import HeldOut
+from learner.data.admission import Admission
+from learner.data.group_reader import GroupReader
+from learner.data.heldout_eval import HeldOutEvaluation
 from learner.data.replay_check import ReplayCheck
-from learner.data.staleness import Lineage
+from learner.data.staleness import VersionHistory
 from learner.measure.fidelity import FidelityMeter
 from learner.measure.token_recorder import TokenTap
 from learner.policy_update import PolicyUpdater
@@ -62,11 +62,11 @@ class Learner:
     """The first step: 0, or where the checkpoint stands"""
     updater: PolicyUpdater
     buffer: LearnerBuffer
-    feeder: Feeder
-    intake: Intake
-    heldout: HeldOut
-    lineage: Lineage
-    replayed: ReplayCheck
+    admission: Admission
+    group_reader: GroupReader
+    heldout: HeldOutEvaluation
+    history: VersionHistory
+    replay_check: ReplayCheck
     forks: list[int]
     """Where this history forked off abandoned ones, as far as it matters (learner/data/staleness.py)"""
     publisher: Publisher
@@ -96,7 +96,7 @@ class Learner:
     def __post_init__(self) -> None:
         self.outlet = Outlet(self.publisher, self.announce)
         self.trainer.before_write = self.outlet.release
-        self.intake.told = self.warn
+        self.group_reader.on_starvation = self.warn
 
     def train(self, stop: threading.Event) -> int:
         """Runs the steps that remain, or until `stop`. Returns the step that it came to; a checkpoint
@@ -109,18 +109,18 @@ class Learner:
             self.heldout.ask(step)
         while step < self.run.steps and not stop.is_set():
             began = time.monotonic()
-            taken = self.intake.take(step, stop, self.make_room, self.published)
+            taken = self.group_reader.take(step, stop, self.make_room, self.published)
             if taken is None:
                 break
             waited = time.monotonic() - began
             values = train_step(
-                self.updater, taken.groups, self.lineage, step, taken.weights, self.recorder
+                self.updater, taken.groups, self.history, step, taken.weights, self.recorder
             )
             self.published()
             self.record(step, taken, values)
             values |= self.publishing()
             self.publish(step + 1)
-            self.intake.consumed()
+            self.group_reader.consumed()
             step += 1
             values |= self.fidelity.measure(taken.groups)
             self.report(step, values, taken.groups, began, waited)
@@ -158,9 +158,9 @@ class Learner:
         self.outlet.begin(self.trainer.model, version, self.trainer.kv_scales)
 
     def announce(self, made: WeightVersion) -> None:
-        """On the outlet's thread. Nothing is born stale: the lineage knows a version before a worker can draw
+        """On the outlet's thread. Nothing is born stale: the history knows a version before a worker can draw
         with it."""
-        self.lineage.published(made.manifest.version, made.manifest.digest)
+        self.history.add(made.manifest.version, made.manifest.digest)
         self.broadcaster.publish(made)
 
     def published(self) -> None:
@@ -169,8 +169,8 @@ class Learner:
         if made is None:
             return
         self.nbytes = made.manifest.nbytes
-        self.fidelity.published(made)
-        self.replayed.published(made.manifest.version, made.manifest.digest)
+        self.fidelity.remember(made)
+        self.replay_check.compare(made.manifest.version, made.manifest.digest)
         if self.steps and self.unpublished:
             digest = made.manifest.digest
             self.steps.append(msgspec.structs.replace(self.unpublished, digest=digest))
@@ -199,9 +199,9 @@ class Learner:
             tickets=[group.ticket.number for group in taken.groups],
             seeds=[group.ticket.seed for group in taken.groups],
             weights=taken.weights,
-            base_digest=self.lineage.digests[step],
+            base_digest=self.history.digests[step],
             digest="",
-            fork=self.lineage.fork,
+            fork=self.history.fork,
             settings=settings_hash(self.run),
             machine=machine(cfg.device, str(cfg.backend.__struct_config__.tag)),
             metrics=dict(values),
@@ -218,12 +218,12 @@ class Learner:
         state = checkpoint.State(
             run_id=self.buffer.run_id,
             step=step,
-            position=self.intake.position,
-            cursor=self.feeder.cursor,
-            outstanding=sorted(self.feeder.outstanding),
-            uses=self.intake.uses,
-            lost=sorted(self.feeder.lost),
-            digests=dict(self.lineage.digests),
+            position=self.group_reader.position,
+            cursor=self.admission.cursor,
+            outstanding=sorted(self.admission.outstanding),
+            uses=self.group_reader.uses,
+            lost=sorted(self.admission.lost),
+            digests=dict(self.history.digests),
             forks=self.forks,
             updates=self.trainer.updates,
             skipped=self.trainer.skipped,
@@ -245,7 +245,7 @@ class Learner:
         """Redis is full and the learner starves, before step `step`: a checkpoint lets Redis forget what was
         learnt from."""
         self.settle(wait=True)
-        if self.intake.position != self.trimmed:
+        if self.group_reader.position != self.trimmed:
             logger.warning("redis is full: a checkpoint before its time makes room")
             self.save(step)
             self.settle(wait=True)
@@ -272,17 +272,17 @@ class Learner:
             "learner/tokens_per_s": tokens / total_s,
             "rollout/tokens_per_s": sum(w.tokens_per_s for w in workers),
             "rollout/idle_share": sum(w.idle_share for w in workers) / max(1, len(workers)),
-            "buffer/open_tickets": len(self.feeder.outstanding),
-            "buffer/dropped_stale": self.intake.dropped,
-            "buffer/dropped_uniform": self.intake.uniform,
-            "buffer/dropped_invalid": self.intake.invalid,
-            **self.intake.failures.metrics(),
-            "buffer/removed": self.intake.removed,
-            "buffer/duplicates": self.intake.duplicates,
-            "buffer/held": self.intake.held,
+            "buffer/open_tickets": len(self.admission.outstanding),
+            "buffer/dropped_stale": self.group_reader.dropped,
+            "buffer/dropped_uniform": self.group_reader.uniform,
+            "buffer/dropped_invalid": self.group_reader.invalid,
+            **self.group_reader.failures.metrics(),
+            "buffer/removed": self.group_reader.removed,
+            "buffer/duplicates": self.group_reader.duplicates,
+            "buffer/held": self.group_reader.held,
             "buffer/quarantined": self.buffer.set_aside(),
             "buffer/full": float(memory.full),
-            "buffer/refused_admissions": self.feeder.refused,
+            "buffer/refused_admissions": self.admission.refused,
             "buffer/waiting_commits": sum(w.waiting for w in workers),
             "weights/delta_bytes": sent.delta_bytes,
             "weights/fetches": sent.fetches,
@@ -293,5 +293,5 @@ class Learner:
             "redis/used_bytes": memory.used,
             "redis/limit_bytes": memory.limit,
         }
-        values |= self.replayed.metrics()
+        values |= self.replay_check.metrics()
         self.metrics.write("step", step, values, workers=workers)

@@ -1,4 +1,4 @@
-"""One learner step, a function of weights, groups and lineage alone: the loop does it, a replay repeats it."""
+"""One learner step, a function of weights, groups and history alone: the loop does it, a replay repeats it."""
 
 import os
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import torch
 
 from areal_q.messages import Group
 from learner.data.packing import failure_metrics, lag_metrics, part_metrics, samples_of
-from learner.data.staleness import Lineage
+from learner.data.staleness import VersionHistory
 from learner.measure.token_recorder import TokenTap
 from learner.policy_update import PolicyUpdater
 
@@ -15,7 +15,7 @@ from learner.policy_update import PolicyUpdater
 def train_step(
     updater: PolicyUpdater,
     groups: Sequence[Group],
-    lineage: Lineage,
+    history: VersionHistory,
     step: int,
     weights: Sequence[float] = (),
     recorder: TokenTap | None = None,
@@ -29,7 +29,7 @@ def train_step(
     if kl and kl.reset_every and step and step % kl.reset_every == 0:
         updater.reset_reference()
     cfg = trainer.cfg
-    samples = samples_of(groups, cfg.advantage, lineage, step, weights, cfg.mask)
+    samples = samples_of(groups, cfg.advantage, history, step, weights, cfg.mask)
     rewards = [s.trajectory.reward for s in samples]
     mean = sum(rewards) / len(rewards)
     values = updater.update(samples, recorder)

@@ -301,7 +301,7 @@ def _starves(run: Run) -> str | None:
     needed = (
         max(groups, sampler.min_groups) if isinstance(sampler, Uniform | Prioritized) else groups
     )
-    admitted = (run.learner.max_lag + 1) * groups
+    admitted = run.learner.max_outstanding
     if needed > admitted:
         return (
             f"buffer.sampler.min_groups = {needed}, but only {admitted} groups are admitted at once"

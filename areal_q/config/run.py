@@ -299,6 +299,19 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
     """Threads of the learner's process."""
 
     @property
+    def versions_kept(self) -> int:
+        """Versions that a learner remembers: η + 2. A group drawn by any of the newest η + 1 may still be
+        learnt from, and one more is on its way out meanwhile. Example: max_lag = 2: versions 7, 8 and 9 may
+        have drawn what step 9 learns from, and version 10 follows: 4."""
+        return self.max_lag + 2
+
+    @property
+    def max_outstanding(self) -> int:
+        """The largest number of groups that are admitted and neither finished nor dropped: (η + 1) · groups.
+        Example: groups = 64, max_lag = 2: 192."""
+        return (self.max_lag + 1) * self.groups
+
+    @property
     def fewest_valid(self) -> int:
         """Responses that a group must have for one of them to have an advantage: 2 where they are compared with
         each other, 1 where a critic or the batch is the baseline."""

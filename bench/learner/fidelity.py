@@ -22,8 +22,8 @@ from areal_q.tasks import build_task, build_tokenizer
 from bench.common import commit, device, publish, say, table
 from learner.backends.single_device import Trainer
 from learner.build import build_model
-from learner.data.admission import Feeder
-from learner.data.staleness import Lineage
+from learner.data.admission import Admission
+from learner.data.staleness import VersionHistory
 from learner.measure.fidelity import FidelityMeter
 from learner.policy_update import SingleProcessUpdater
 from learner.publishing.version_builder import Publisher
@@ -37,7 +37,7 @@ SHARES = (0.0625, 1.0)
 
 
 class Tickets:
-    """All of a buffer that the feeder asks for."""
+    """The part of a buffer that admission uses."""
 
     def __init__(self) -> None:
         self.new: list[Ticket] = []
@@ -89,24 +89,24 @@ async def measure(run: Run) -> dict[str, list[float]]:
     """CPU seconds of the step, the publishing and the meters, and the mean gap, for each round."""
     tokenizer = build_tokenizer(run)
     trainer = Trainer(build_model(run, tokenizer), run.learner, 1.0)
-    publisher, lineage, tickets = Publisher(run), Lineage(3), Tickets()
-    feeder: Any = Feeder(run, build_task(run.task), tokenizer, tickets, 0, set())  # type: ignore
+    publisher, history, tickets = Publisher(run), VersionHistory(3), Tickets()
+    admission: Any = Admission(run, build_task(run.task), tokenizer, tickets, 0, set())  # type: ignore
     shares = [load(QUICKSTART, [f"learner.fidelity.share={share}"]) for share in SHARES]
-    meters = [FidelityMeter(each) for each in shares]
+    meters = [FidelityMeter(each.learner, each.rollout.format) for each in shares]
     engine = build_engine(run.rollout.engine)
     await engine.start()
     found: dict[str, list[float]] = {"step": [], "gap": [], **{f"meter {s}": [] for s in SHARES}}
     for step in range(ROUNDS):
         version = publisher.make(trainer.model, step)
-        lineage.published(step, version.manifest.digest)
+        history.add(step, version.manifest.digest)
         for meter in meters:
-            meter.published(version)
+            meter.remember(version)
         await engine.load_weights(version)
-        feeder.issue(range(step * run.learner.groups, (step + 1) * run.learner.groups), step)
+        admission.issue(range(step * run.learner.groups, (step + 1) * run.learner.groups), step)
         groups = await asyncio.gather(*(group(engine, t) for t in tickets.new))
         tickets.new.clear()
         updater = SingleProcessUpdater(trainer)
-        step_s, _ = timed(partial(train_step, updater, groups, lineage, step))
+        step_s, _ = timed(partial(train_step, updater, groups, history, step))
         found["step"].append(step_s)
         for share, meter in zip(SHARES, meters, strict=True):
             seconds, values = timed(lambda: meter.measure(groups))  # noqa: B023

@@ -1,10 +1,10 @@
 """One whole training run in one process, without Redis and sockets: for experiments on the algorithms.
 
-    Feeder ──tickets──▶ MemoryBuffer ──▶ engine (published, quantized weights) ──groups──▶ MemoryBuffer
+    Admission ──tickets──▶ MemoryBuffer ──▶ engine (published, quantized weights) ──groups──▶ MemoryBuffer
        ▲                                    ▲ version max(0, t - η)                            │
-       └────────── version ── Publisher ────┴──────────── learn (step t) ◀────── Intake ◀──────┘
+       └────────── version ── Publisher ────┴──────────── learn (step t) ◀────── GroupReader ◀──────┘
 
-Every part is the one that `areal-q run` uses: feeder, intake, lineage, trainer, quantizer, engine, reward.
+Every part is the one that `areal-q run` uses: admission, version history, policy, quantizer, engine, reward.
 What is left out is transport and chance: the buffer lives in memory, and a version is handed to the engine
 instead of sent. The mathematics is the same: a step is a function of weights and groups alone
 (learner/train_step.py), a group one of weights and ticket. What does differ is which version draws a group. In
@@ -38,9 +38,9 @@ from areal_q.weights.version import WeightVersion
 from buffer.in_memory import MemoryBuffer, MemoryLearner
 from learner.backends.single_device import Trainer
 from learner.build import build_model
-from learner.data.admission import Feeder
+from learner.data.admission import Admission
 from learner.data.sft_warmup import warm_start
-from learner.data.staleness import Lineage
+from learner.data.staleness import VersionHistory
 from learner.policy_update import SingleProcessUpdater
 from learner.publishing.version_builder import Publisher
 from learner.train_step import train_step
@@ -154,8 +154,8 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
         warm_model(run, task, tokenizer), run.learner, run.rollout.sampling.temperature
     )
     tickets = Tickets(run.name)
-    feeder = Feeder(run, task, tokenizer, tickets, 0, set())
-    lineage = Lineage(run.learner.max_lag + 2)
+    admission = Admission(run, task, tokenizer, tickets, 0, set())
+    history = VersionHistory(run.learner.versions_kept)
     publishers = Publisher(run), Publisher(override(run, "rollout.format=bf16"))
     engines = build_engines(run)
     drawer = Drawer(engines[0], tokenizer, flaky or reward, run.rollout.format)
@@ -166,7 +166,7 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
 
     async def publish(version: int) -> None:
         kept.append(publishers[0].make(trainer.model, version))
-        lineage.published(version, kept[-1].manifest.digest)
+        history.add(version, kept[-1].manifest.digest)
         if len(kept) > run.learner.max_lag + 1:
             kept.pop(0)
         if engines[0].version != kept[0].manifest.version:
@@ -184,16 +184,16 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
             began = time.process_time()
             groups: list[Group] = []
             while missing := run.learner.groups - len(groups):
-                feeder.admit(step)
+                admission.admit(step)
                 for group in await asyncio.gather(*map(drawer.draw, tickets.next(missing))):
                     # As learner/data/group_reader.py does; others take the places of these.
                     if len(group.valid_trajectories) >= run.learner.fewest_valid:
                         groups.append(group)
                     else:
-                        feeder.done(group)
-            values = train_step(SingleProcessUpdater(trainer), groups, lineage, step)
+                        admission.done(group)
+            values = train_step(SingleProcessUpdater(trainer), groups, history, step)
             for group in groups:
-                feeder.done(group)
+                admission.done(group)
             await publish(step + 1)
             values["cpu_s"] = time.process_time() - began
             if (step + 1) % run.eval.every == 0 or step + 1 == run.steps:

@@ -79,7 +79,7 @@ class Pool:
     @property
     def ahead(self) -> int:
         """Further groups to read if they are there, so that the sampler can choose among all."""
-        return (self._run.learner.max_lag + 1) * self._batch if self._sampler.ahead else 0
+        return self._run.learner.max_outstanding if self._sampler.ahead else 0
 
     def rewind(self) -> None:
         """The stream's ids begin anew, below those that were read: none of them may be trimmed any more."""

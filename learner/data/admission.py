@@ -1,8 +1,9 @@
-"""Admission: which prompts may be generated now, so that nothing is generated that would be too old.
+"""Admission of prompts to generation, so that nothing is generated that would be too old to learn from.
 
 With B groups a step and a bound of η versions, at most (version + η + 1) · B groups may have been admitted
 when the learner is at `version` (AReaL). A step consumes B, so this is the same as: at most (η + 1) · B
-groups are outstanding: admitted, and neither finished nor dropped. A dropped group frees its place.
+groups are outstanding: admitted, and neither finished nor dropped (LearnerConfig.max_outstanding). A dropped
+group frees its place.
 
 In Reverb's vocabulary this is the rate limiter, a Queue of size (η + 1) · B: an insert waits while so many
 groups are outstanding, a sample waits until the sampler has B (or `min_groups`) to choose from. It acts on
@@ -24,7 +25,7 @@ from buffer.interface import LearnerSide
 logger = logging.getLogger(__name__)
 
 
-class Feeder:
+class Admission:
     """Admits training tickets within the bound, and evaluation tickets besides it.
 
     Example: groups = 64, max_lag = 2: 192 tickets at version 0, then 64 more after every step.
@@ -42,22 +43,22 @@ class Feeder:
     ) -> None:
         self._run, self._task, self._tokenizer, self._buffer = run, task, tokenizer, buffer
         self.cursor = cursor
-        """Number of the next ticket"""
+        """Number of the next ticket."""
         self.outstanding = outstanding
+        """Numbers of the tickets that were admitted and are neither finished nor dropped."""
         self.lost = lost or set()
-        """Tickets that came to nothing, their places refilled"""
+        """Numbers of tickets that came to nothing; their places were refilled."""
         self.refused = 0
-        """Admissions that a full Redis put off"""
+        """Number of admissions that a full Redis put off."""
 
     @property
-    def room(self) -> int:
-        """Groups that may be admitted: (η + 1) · B − outstanding."""
-        learner = self._run.learner
-        return (learner.max_lag + 1) * learner.groups - len(self.outstanding)
+    def capacity_left(self) -> int:
+        """Groups that may be admitted now: (η + 1) · B − outstanding."""
+        return self._run.learner.max_outstanding - len(self.outstanding)
 
     def admit(self, version: int) -> int:
-        """Fills the room; returns how many tickets were admitted: none while Redis is full."""
-        numbers = range(self.cursor, self.cursor + max(0, self.room))
+        """Uses up the capacity left; returns how many tickets were admitted, which is 0 while Redis is full."""
+        numbers = range(self.cursor, self.cursor + max(0, self.capacity_left))
         try:
             self.issue(numbers, version)
         except BufferFull as error:
@@ -68,8 +69,8 @@ class Feeder:
         return len(numbers)
 
     def issue(self, numbers: range | list[int], version: int) -> None:
-        """Puts tickets into the buffer: new ones, or those that a lost Redis took with it. Raises BufferFull,
-        and nothing happened, where there is no room for them."""
+        """Puts tickets into the buffer: new ones, or those that a lost Redis took with it. Raises BufferFull if
+        there is no room for them, and then none was put there."""
         cursor = max([self.cursor, *(n + 1 for n in numbers)])
         if numbers:
             self._buffer.admit([self._ticket(n, version) for n in numbers], cursor)
@@ -77,19 +78,19 @@ class Feeder:
         self.outstanding.update(numbers)
 
     def expects(self, number: int) -> bool:
-        """Whether a group of this ticket counts: it is outstanding, or came to nothing and was re-admitted.
-        Any other is of a ticket that is finished, come back from a Redis that lost its last seconds."""
+        """Returns whether a group of this ticket counts: the ticket is outstanding, or came to nothing and was
+        re-admitted. Any other ticket is finished, and came back from a Redis that lost its last seconds."""
         if number in self.lost:
             self.lost.remove(number)
             self.outstanding.add(number)
         return number in self.outstanding
 
     def done(self, group: Group) -> None:
-        """`group` is finished or dropped: its place is free."""
+        """Frees the place of `group`, which is finished or dropped."""
         self.outstanding.discard(group.ticket.number)
 
     def recount(self, alive: set[int]) -> None:
-        """Only tickets in `alive` can still become groups; the places of the others are free."""
+        """Frees the places of all tickets but those in `alive`, which alone can still become groups."""
         lost = self.outstanding - alive
         if lost:
             logger.warning("%d tickets came to nothing; their places are refilled", len(lost))
@@ -102,7 +103,7 @@ class Feeder:
         sampling = replace(self._run.rollout.sampling, temperature=0.0)
         self._buffer.admit_eval(
             [
-                self._make(p, i, version, purpose="eval", group_size=1, sampling=sampling)
+                self._ticket_for(p, i, version, purpose="eval", group_size=1, sampling=sampling)
                 for i, p in enumerate(problems)
             ]
         )
@@ -111,11 +112,11 @@ class Feeder:
     def _ticket(self, number: int, version: int) -> Ticket:
         problem = problem_at(self._task, number, self._run.seed)
         size, sampling = self._run.learner.group_size, self._run.rollout.sampling
-        return self._make(
+        return self._ticket_for(
             problem, number, version, purpose="train", group_size=size, sampling=sampling
         )
 
-    def _make(self, problem: Problem, number: int, version: int, **fields) -> Ticket:
+    def _ticket_for(self, problem: Problem, number: int, version: int, **fields) -> Ticket:
         return Ticket(
             run=self._run.name,
             run_id=self._buffer.run_id,
@@ -130,6 +131,6 @@ class Feeder:
 
 
 def ticket_seed(run_seed: int, number: int) -> int:
-    """A seed in [0, 2^62) that no other ticket of the run shares but by chance."""
+    """Returns a seed in [0, 2^62) that no other ticket of the run shares but by chance."""
     digest = hashlib.blake2b(f"{run_seed}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2

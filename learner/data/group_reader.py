@@ -1,4 +1,5 @@
-"""The learner's side of the groups stream: B groups a step, none of them too old, chosen by the sampler."""
+"""Reading of the groups that workers commit: B groups for a step, none of them too old, chosen by the
+sampler."""
 
 import logging
 import threading
@@ -9,68 +10,69 @@ from areal_q.messages import Group
 from buffer.interface import Entry, LearnerSide
 from buffer.sampling.replay_pool import Draw, Pool
 from buffer.sampling.samplers import Held
-from learner.data.admission import Feeder
+from learner.data.admission import Admission
 from learner.data.invalid_rewards import Failures
-from learner.data.staleness import Lineage
+from learner.data.staleness import VersionHistory
 from learner.data.starvation import Starvation, sentence
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.2
 
 
-class Intake:
-    """Reads groups in stream order into the pool that the sampler draws from. Admission keeps most of them
-    within the bound; what is too old for the present version is dropped before every draw, counted, and its
-    place refilled; so is a group with too few valid responses for an advantage, where `drop_uniform` asks for
-    it one whose rewards are all equal, and what `buffer.removal` does not let stay. None of these is in the
-    trajectory log: that holds what was learnt from.
+class GroupReader:
+    """Reads groups in stream order into the pool that the sampler draws from.
 
-    A task on which every group is uniform, solved or hopeless, would be sampled for ever.
+    Admission keeps most groups within the staleness bound. Before every draw these are dropped and counted, and
+    their places refilled: groups that are too old for the present version; groups with too few valid responses
+    for an advantage; groups whose rewards are all equal, if `drop_uniform` is set; and groups beyond a bound of
+    `buffer.removal`. None of them is in the trajectory log, which holds what was learnt from.
+
+    With `drop_uniform`, a task of which every group is uniform, solved or hopeless, is sampled for ever.
     """
 
     def __init__(
         self,
         buffer: LearnerSide,
-        feeder: Feeder,
-        lineage: Lineage,
+        admission: Admission,
+        history: VersionHistory,
         run: Run,
         uses: dict[int, int] | None = None,
     ) -> None:
-        self._buffer, self._feeder, self._lineage = buffer, feeder, lineage
+        self._buffer, self._admission, self._history = buffer, admission, history
         self._max_lag, self._drop_uniform = run.learner.max_lag, run.learner.drop_uniform
         self._fewest_valid = run.learner.fewest_valid
         self._pool = Pool(run, buffer.position, uses)
         self._starvation = Starvation()
-        self.told: Callable[[int, str], None] = lambda version, sentence: None
-        """Called with the version and a sentence while the learner starves"""
+        self.on_starvation: Callable[[int, str], None] = lambda version, sentence: None
+        """Called with the version and a sentence when the learner has waited long for groups."""
         self._newest = -1
-        """Version that drew a token of any group read"""
+        """The newest version that drew a token of any group read."""
         self.dropped = 0
-        """Groups dropped for their age in versions since the process started"""
+        """Groups dropped since the process started because a token lagged too many versions behind."""
         self.uniform = 0
-        """Groups dropped since then because their rewards were all equal"""
+        """Groups dropped since then because their rewards were all equal."""
         self.failures = Failures(2 * run.learner.groups * run.learner.group_size)
-        """Of the responses read since then, those of dropped groups among them"""
+        """Failed rewards of all responses read since then, those of dropped groups among them."""
         self.invalid = 0
-        """Groups dropped since then because too few of their responses were valid"""
+        """Groups dropped since then because too few of their responses were valid."""
         self.removed = 0
-        """Groups dropped since then by `buffer.removal`"""
+        """Groups dropped since then by `buffer.removal`."""
         self.duplicates = 0
-        """Groups met since then whose ticket had counted already"""
+        """Groups read since then whose ticket had counted already."""
 
     @property
     def position(self) -> str:
-        """Up to here all groups are finished: what a checkpoint records"""
+        """The place in the groups stream up to which all groups are finished; a checkpoint records it."""
         return self._pool.position
 
     @property
     def uses(self) -> dict[int, int]:
-        """What a checkpoint records besides: of unfinished groups that were used, how often"""
-        return {n: k for n, k in self._pool.uses.items() if n in self._feeder.outstanding}
+        """Number of uses of each unfinished group that was used, by ticket; a checkpoint records it."""
+        return {n: k for n, k in self._pool.uses.items() if n in self._admission.outstanding}
 
     @property
     def held(self) -> int:
-        """Groups that were read and are not finished"""
+        """Number of groups that were read and are not finished."""
         return len(self._pool)
 
     def take(
@@ -80,18 +82,21 @@ class Intake:
         make_room: Callable[[int], None] = lambda version: None,
         publish: Callable[[], None] = lambda: None,
     ) -> Draw | None:
-        """B groups no token of which lags more than η behind `version`; None when `stop` came first.
+        """Returns B groups no token of which lags more than η behind `version`, or None if `stop` came first.
+
         `make_room` is called, with `version`, while nothing comes in and Redis is full. `publish` returns once
-        the lineage knows `version`: a resumed learner meets groups that its abandoned history drew by that
-        number, and where its steps came out the same bit for bit, they are of its own."""
+        the history knows `version`. It is called before groups are judged that were drawn by this number: a
+        resumed learner reads groups of its abandoned history, and where the replayed steps came out the same
+        bit for bit, they count as drawn by its own version.
+        """
         while not stop.is_set():
-            self._feeder.admit(version)
+            self._admission.admit(version)
             entries = self._read()
             if entries and self._starvation.over():
                 self._buffer.starves("")
             for entry in entries:
                 self._offer(entry)
-            if self._newest >= version and version not in self._lineage.digests:
+            if self._newest >= version and version not in self._history.digests:
                 publish()
             self._remove(version)
             drawn = self._pool.draw(version)
@@ -104,16 +109,17 @@ class Intake:
         return None
 
     def consumed(self) -> None:
-        """The step that used the groups last taken is over: only now do finished ones free their places."""
+        """Ends the use of the groups last taken, as their step is over: only now do finished ones free their
+        places."""
         for item in self._pool.used():
-            self._feeder.done(item.group)
+            self._admission.done(item.group)
 
     def lag(self, group: Group, version: int) -> int:
-        """The largest lag of any token in `group`."""
-        return max(self._lineage.lag(s, version) for t in group.trajectories for s in t.spans)
+        """Returns the largest lag of any token in `group`."""
+        return max(self._history.lag(s, version) for t in group.trajectories for s in t.spans)
 
     def _read(self) -> list[Entry]:
-        """What the pool wants; waits only while it has too little for a step."""
+        """Reads what the pool wants; waits only while it has too little for a step."""
         missing, ahead = self._pool.missing, self._pool.ahead
         entries = self._buffer.read(missing, timeout_s=POLL_S) if missing else []
         if ahead and len(entries) == missing:
@@ -122,7 +128,7 @@ class Intake:
 
     def _offer(self, entry: Entry) -> None:
         group, number = entry.group, entry.group.ticket.number
-        if number in self._pool or not self._feeder.expects(number):
+        if number in self._pool or not self._admission.expects(number):
             self.duplicates += 1
             self._pool.pass_over(entry)
             logger.info("ticket %d counted already: its second group is passed over", number)
@@ -139,9 +145,9 @@ class Intake:
             self._pool.add(entry)
 
     def _refuse(self, entry: Entry, reason: str) -> None:
-        """A group that teaches nothing is finished, and its place is free."""
+        """Finishes a group that teaches nothing, so that its place is free."""
         self._pool.pass_over(entry)
-        self._feeder.done(entry.group)
+        self._admission.done(entry.group)
         logger.info("ticket %d dropped: %s", entry.group.ticket.number, reason)
 
     def _remove(self, version: int) -> None:
@@ -154,10 +160,10 @@ class Intake:
 
     def _drop(self, items: Sequence[Held], reason: str) -> None:
         for item in items:
-            self._feeder.done(item.group)
+            self._admission.done(item.group)
         if items:
-            told = ", ".join(f"{item.number} (lag {item.lag})" for item in items)
-            logger.info("%d groups dropped, %s: tickets %s", len(items), reason, told)
+            tickets = ", ".join(f"{item.number} (lag {item.lag})" for item in items)
+            logger.info("%d groups dropped, %s: tickets %s", len(items), reason, tickets)
 
     def _starve(self, version: int) -> None:
         """Frees the places of tickets and groups that were set aside as poison, and admits anew what an
@@ -174,24 +180,27 @@ class Intake:
             logger.warning(
                 "redis lost its newest groups, and its clock is behind: its stream is read anew"
             )
-        if again := self._buffer.readmit(version):
+        if readmitted := self._buffer.readmit(version):
             logger.info(
-                "%d tickets of abandoned versions are admitted again at version %d", again, version
+                "%d tickets of abandoned versions are admitted again at version %d",
+                readmitted,
+                version,
             )
         alive = self._buffer.open_tickets() | set(self._buffer.unread())
-        self._feeder.recount(alive | self._pool.numbers)
+        self._admission.recount(alive | self._pool.numbers)
         if seconds := self._starvation.due():
             self._say_starved(version, seconds)
 
     def _say_starved(self, version: int, seconds: float) -> None:
         claims, workers = self._buffer.claims(), self._buffer.workers()
         ready, needed = len(self._pool), self._pool.needed
-        said = sentence(seconds, ready, needed, claims, workers)
-        logger.warning(said)
-        self._buffer.starves(said)
-        self.told(version, said)
+        message = sentence(seconds, ready, needed, claims, workers)
+        logger.warning(message)
+        self._buffer.starves(message)
+        self.on_starvation(version, message)
 
 
 def is_uniform(group: Group) -> bool:
-    """Whether every advantage of the group would be 0 (DAPO's dynamic sampling, arXiv 2503.14476 §3.2)."""
+    """Returns whether every advantage of the group would be 0 (DAPO's dynamic sampling, arXiv 2503.14476
+    §3.2)."""
     return len({t.reward for t in group.valid_trajectories}) == 1

@@ -9,38 +9,40 @@ from areal_q.messages import Group
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.tasks import Tokenizer
 from buffer.interface import LearnerSide
-from learner.data.admission import Feeder
+from learner.data.admission import Admission
 
 logger = logging.getLogger(__name__)
 SAMPLES = 5
 
 
-class HeldOut:
+class HeldOutEvaluation:
     """Asks for greedy answers under the published (quantized) weights and scores them as they come in.
 
     A worker starts on an evaluation ticket only with weights at least as new as the version that asked.
     """
 
     def __init__(
-        self, feeder: Feeder, buffer: LearnerSide, tokenizer: Tokenizer, metrics: MetricsLog
+        self, admission: Admission, buffer: LearnerSide, tokenizer: Tokenizer, metrics: MetricsLog
     ) -> None:
-        self._feeder, self._buffer = feeder, buffer
+        self._admission, self._buffer = admission, buffer
         self._tokenizer, self._metrics = tokenizer, metrics
         self._expected: dict[int, int] = {}
         self._answers: dict[int, list[Group]] = {}
         self.accuracy: float | None = None
-        """Of the newest evaluation that is complete"""
+        """Accuracy of the newest evaluation that is complete; None before the first."""
 
     def ask(self, version: int) -> None:
+        """Begins an evaluation of `version`, unless Redis is full."""
         try:
-            self._expected[version] = self._feeder.evaluate(version)
+            self._expected[version] = self._admission.evaluate(version)
         except BufferFull as error:
             logger.warning("no evaluation at version %d: %s", version, error)
             return
         self._answers[version] = []
 
     def collect(self) -> None:
-        """Takes what has come in; writes an `eval` record for each evaluation that is now complete."""
+        """Reads the answers that have come in, and writes an `eval` record for each evaluation that is
+        complete."""
         for group in self._buffer.take_eval():
             # An evaluation of a history that a crash cut off is nobody's.
             self._answers.get(group.ticket.step, []).append(group)
@@ -56,7 +58,8 @@ class HeldOut:
             time.sleep(0.05)
 
     def _write(self, version: int, groups: list[Group]) -> None:
-        """The accuracy is over the answers that could be scored, and missing where none could."""
+        """Writes the record. The accuracy is over the answers that could be scored, and missing if none
+        could."""
         correct = [t.reward_parts.get("correct", 0.0) for g in groups for t in g.valid_trajectories]
         invalid = len(groups) - len(correct)
         values: dict[str, float] = {"eval/problems": len(groups), "eval/invalid": invalid}

@@ -1,5 +1,5 @@
-"""Rewards that failed: counted by cause over all responses that the learner has read, and judged anew in a
-replay."""
+"""Rewards that failed: counted by cause over all responses that the learner has read, and treated otherwise in
+a replay."""
 
 import logging
 from collections import Counter
@@ -14,22 +14,25 @@ from learner.data.packing import CAUSES
 
 logger = logging.getLogger(__name__)
 FEWEST = 256
-"""Responses after which it may be said that the reward never worked"""
+"""Fewest responses after which it may be said that the reward never worked."""
 
 
 class Failures:
-    """Counts since the process started. `invalid` are left out; `errors` are all, those that count as 0 too.
-    Where none of the first `hopeless` responses could be scored, the learner ends."""
+    """Counts of failed rewards since the process started. The learner ends if none of the first `hopeless`
+    responses could be scored."""
 
     def __init__(self, hopeless: int) -> None:
         self._hopeless = max(hopeless, FEWEST)
         self.responses = 0
+        """Number of responses read."""
         self.errors = 0
+        """Number of rewards that failed, those among them that count as 0."""
         self.invalid: Counter[str] = Counter()
-        self._told = 1
+        """Number of responses that are left out of training, by the cause of the failure."""
+        self._warn_at = 1
 
     def add(self, group: Group) -> None:
-        """Counts the responses of a group. Raises TaskError where no reward has ever worked."""
+        """Counts the responses of a group. Raises TaskError if no reward has ever worked."""
         failed = [t for t in group.trajectories if not t.valid]
         self.responses += len(group.trajectories)
         self.errors += len(failed)
@@ -38,28 +41,28 @@ class Failures:
         )
         self.invalid.update(str(t.failure) for t in failed)
         if failed:
-            self._tell()
+            self._warn()
 
     def metrics(self) -> dict[str, float]:
         by_cause = {f"buffer/invalid/{cause}": float(self.invalid[cause]) for cause in CAUSES}
         return {"buffer/responses": self.responses, "buffer/reward_errors": self.errors, **by_cause}
 
-    def _tell(self) -> None:
+    def _warn(self) -> None:
         total = self.invalid.total()
-        said = ", ".join(f"{count} {cause}" for cause, count in self.invalid.most_common())
+        causes = ", ".join(f"{count} {cause}" for cause, count in self.invalid.most_common())
         if total == self.responses >= self._hopeless:
             raise TaskError(
-                f"the reward failed for all of the first {total} responses ({said}); the workers' logs "
+                f"the reward failed for all of the first {total} responses ({causes}); the workers' logs "
                 "say how: mend it, and continue with --resume"
             )
-        if total >= self._told:  # the 1st, 2nd, 4th, 8th …: a log, not a flood
-            self._told = 2 * total
+        if total >= self._warn_at:  # the 1st, 2nd, 4th, 8th …: a log, not a flood
+            self._warn_at = 2 * total
             logger.warning(
                 "the reward failed for %d of %d responses (%s); they are left out of training, and "
                 "the workers' logs say how it failed",
                 total,
                 self.responses,
-                said,
+                causes,
             )
 
 
@@ -69,17 +72,17 @@ def judged(
     on_error: Literal["drop", "retry", "zero"],
     fewest: int,
 ) -> tuple[list[Group], list[float]]:
-    """Logged groups, with their weights, as another `reward.on_error` would have had them; without those of
-    which fewer than `fewest` responses are valid. Raises ConfigError where no group remains."""
+    """Returns logged groups, with their weights, as another `reward.on_error` would have had them, without
+    those that have fewer than `fewest` valid responses. Raises ConfigError if no group remains."""
     zero = on_error == "zero"
-    found = [
+    changed = [
         replace(
             group,
             trajectories=[replace(t, valid=zero) if t.failure else t for t in group.trajectories],
         )
         for group in groups
     ]
-    kept = [i for i, group in enumerate(found) if len(group.valid_trajectories) >= fewest]
+    kept = [i for i, group in enumerate(changed) if len(group.valid_trajectories) >= fewest]
     if not kept:
         raise ConfigError(f"reward.on_error = {on_error!r} leaves nothing to learn from in a step")
-    return [found[i] for i in kept], [weights[i] for i in kept] if weights else []
+    return [changed[i] for i in kept], [weights[i] for i in kept] if weights else []

@@ -18,7 +18,7 @@ from areal_q.config import AdvantageConfig, Gae
 from areal_q.messages import Array, FailureCause, FinishReason, Group, Trajectory
 from areal_q.models import PackedLayout
 from areal_q.models.layers.moe import UNRECORDED
-from learner.data.staleness import Lineage
+from learner.data.staleness import VersionHistory
 
 CAUSES: tuple[FailureCause, ...] = get_args(FailureCause)
 
@@ -86,7 +86,7 @@ class PackedBatch:
 def samples_of(
     groups: Sequence[Group],
     advantage: AdvantageConfig,
-    lineage: Lineage,
+    history: VersionHistory,
     version: int,
     weights: Sequence[float] = (),
     mask: Sequence[FinishReason] = (),
@@ -112,7 +112,7 @@ def samples_of(
             trajectory=t,
             advantage=next(each) * weight,
             weight=weight,
-            lag=np.repeat([lineage.lag(s, version) for s in t.spans], [s.tokens for s in t.spans]),
+            lag=np.repeat([history.lag(s, version) for s in t.spans], [s.tokens for s in t.spans]),
         )
         for group, weight in zip(groups, weights or [1.0] * len(groups), strict=True)
         for t in group.valid_trajectories

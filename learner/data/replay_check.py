@@ -1,4 +1,4 @@
-"""Whether a resumed learner repeats, bit for bit, the steps that the history before it had made."""
+"""Check whether a resumed learner repeats, bit for bit, the steps that the history before it had made."""
 
 import logging
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 class ReplayCheck:
     """Compares the weights after each replayed step with those that were recorded under its number.
 
-    Example: ReplayCheck(40, {41: "a", 42: "b"}); after published(41, "a") and published(42, "c") the log says
+    Example: ReplayCheck(40, {41: "a", 42: "b"}); after compare(41, "a") and compare(42, "c") the log says
     that the replay is exact up to step 41 and differs at step 42.
     """
 
@@ -17,12 +17,13 @@ class ReplayCheck:
         self._recorded = {v: digest for v, digest in recorded.items() if v > start and digest}
         self._last = max(self._recorded, default=start)
         self.exact_steps = 0
-        """Replayed steps that gave the recorded weights"""
+        """Number of replayed steps that gave the recorded weights."""
         self.differs_at: int | None = None
-        """The first step that did not"""
+        """The first step that did not; None if there was none so far."""
 
-    def published(self, version: int, digest: str) -> None:
-        """Takes note that the present history made `version` of these weights; the log tells what follows."""
+    def compare(self, version: int, digest: str) -> None:
+        """Compares the weights that the present history published as `version` with the recorded ones, and logs
+        where they differ first, or that all were equal."""
         recorded = self._recorded.pop(version, None)
         if recorded is None or self.differs_at is not None:
             return
@@ -39,7 +40,7 @@ class ReplayCheck:
             logger.info("replay is exact up to step %d", version)
 
     def metrics(self) -> dict[str, float]:
-        """Values for the record of a step; none where there was nothing to compare."""
+        """Returns values for the record of a step; none if there was nothing to compare."""
         if not self.exact_steps and self.differs_at is None:
             return {}
         values = {"learner/replay_exact_steps": float(self.exact_steps)}

@@ -1,4 +1,4 @@
-"""How far behind a token is: its distance, in published versions, from the weights that now learn.
+"""Staleness of tokens: the distance, in published versions, to the weights that now learn.
 
     0 ── 1 ── 2 ── 3 ── 4 ✗            the learner crashed after publishing 4; its checkpoint holds 2
               └─── 3' ─ 4' ─ 5'        it resumed at 2 and published other weights as 3', 4', 5'
@@ -11,22 +11,27 @@ digest of the weights that drew it: one drawn by 4' is 1 behind 5', one drawn by
 from areal_q.messages import VersionSpan
 
 
-class Lineage:
-    """Digests of this history's newest versions, and where it forked off abandoned ones."""
+class VersionHistory:
+    """The digests of this history's newest versions, and the version at which it forked off an abandoned
+    one."""
 
     def __init__(self, keep: int, digests: dict[int, str] | None = None, fork: int = 0) -> None:
         self.keep = keep
-        """Versions older than this are never within the staleness bound"""
+        """Number of versions that are remembered (LearnerConfig.versions_kept); older ones are never within the
+        staleness bound."""
         self.digests = dict(digests or {})
+        """Digest of each version that is remembered."""
         self.fork = fork
+        """The version up to which this history and the abandoned ones are surely the same."""
 
-    def published(self, version: int, digest: str) -> None:
+    def add(self, version: int, digest: str) -> None:
+        """Remembers a version of this history, and forgets those that are too old."""
         self.digests[version] = digest
         for old in [v for v in self.digests if v <= version - self.keep]:
             del self.digests[old]
 
     def lag(self, span: VersionSpan, now: int) -> int:
-        """Versions between the weights that drew `span` and version `now`.
+        """Returns the number of versions between the weights that drew `span` and version `now`.
 
         Example: digests {1: a, 2: b}, fork 1, now 2: (1, a) → 1; an abandoned (3, x) → 3.
         """
@@ -38,7 +43,7 @@ class Lineage:
 
 
 def forks_at(start: int, before: list[int], keep: int) -> list[int]:
-    """The forks that still matter after a resumption at `start`; `before` are those until then.
+    """Returns the forks that still matter after a resumption at `start`; `before` are those until then.
 
     After crashes close to each other nothing tells which history an abandoned version is of: lags are counted
     over the oldest of these forks, the longest way, so that no token passes for newer than it is.

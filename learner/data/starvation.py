@@ -1,4 +1,4 @@
-"""A learner that waits for groups says so, with numbers, while it still waits."""
+"""Messages of a learner that waits long for groups: what it waits for, with numbers."""
 
 import time
 from collections.abc import Sequence
@@ -7,8 +7,9 @@ from areal_q.messages import WorkerStatus
 from buffer.interface import Claims
 
 SAY_AFTER_S = 20.0
-"""A wait for this long is told"""
+"""Seconds of waiting after which a message is due."""
 SAY_AGAIN_S = 60.0
+"""Seconds from one message to the next."""
 
 
 class Starvation:
@@ -19,13 +20,14 @@ class Starvation:
         self._next_s = 0.0
 
     def over(self) -> bool:
-        """Groups came in; returns whether a message was given before."""
-        told = self.since_s is not None and self._next_s > self.since_s + SAY_AFTER_S
+        """Ends the wait, as groups came in; returns whether a message was given before."""
+        announced = self.since_s is not None and self._next_s > self.since_s + SAY_AFTER_S
         self.since_s = None
-        return told
+        return announced
 
     def due(self) -> float | None:
-        """Called while nothing comes in: the seconds waited where that is to be told now, else None."""
+        """Returns the seconds waited if a message is due now, else None. To be called while nothing comes
+        in."""
         now_s = time.monotonic()
         if self.since_s is None:
             self.since_s, self._next_s = now_s, now_s + SAY_AFTER_S
@@ -38,8 +40,11 @@ class Starvation:
 def sentence(
     seconds: float, ready: int, needed: int, claims: Claims, workers: Sequence[WorkerStatus]
 ) -> str:
-    """Example: no step for 20 s: 3 of 8 groups are ready; 16 tickets are open, 4 of them claimed (w0: 4);
-    w0 waits for version 9, with version 4; workers draw 0 tokens/s"""
+    """Returns the message.
+
+    Example: no step for 20 s: 3 of 8 groups are ready; 16 tickets are open, 4 of them claimed (w0: 4);
+    w0 waits for version 9, with version 4; workers draw 0 tokens/s
+    """
     held = ", ".join(f"{name}: {count}" for name, count in sorted(claims.by_worker.items()))
     claimed = sum(claims.by_worker.values())
     parts = [

@@ -25,7 +25,7 @@ from areal_q.quant.state_dict import parts_of, rest_in_bf16
 from areal_q.quant.sticky_scales import StickyRanges
 from learner.backends.single_device import Trainer
 from learner.data.packing import Sample, samples_of
-from learner.data.staleness import Lineage
+from learner.data.staleness import VersionHistory
 from learner.doctor.diagnosis import TERMS, TokenTable
 from learner.measure.rescore import Scorer
 
@@ -76,7 +76,7 @@ class Probe:
     responses: int = 0
 
     def __call__(
-        self, trainer: Trainer, step: int, groups: Sequence[Group], lineage: Lineage
+        self, trainer: Trainer, step: int, groups: Sequence[Group], history: VersionHistory
     ) -> None:
         keep = self.run.learner.max_lag + 1
         self.versions = {v: self.versions[v] for v in self.versions if v > step - keep}
@@ -84,9 +84,9 @@ class Probe:
             self.versions[step] = Version(trainer.model, self.run, step, trainer.sticky)
         if step >= self.first:
             cfg = trainer.cfg
-            samples = samples_of(groups, cfg.advantage, lineage, step, mask=cfg.mask)
+            samples = samples_of(groups, cfg.advantage, history, step, mask=cfg.mask)
             sampling = [g.ticket.sampling.temperature for g in groups for _ in g.valid_trajectories]
-            self.parts.append(self._measure(trainer, step, samples, sampling, lineage))
+            self.parts.append(self._measure(trainer, step, samples, sampling, history))
             self.responses += len(samples)
 
     def table(self) -> TokenTable:
@@ -99,13 +99,13 @@ class Probe:
         step: int,
         samples: Sequence[Sample],
         temperatures: list[float],
-        lineage: Lineage,
+        history: VersionHistory,
     ) -> TokenTable:
         score = Scorer(trainer.cfg)
         proximal, entropy = score(trainer.model, samples, trainer.temperature)
         spans = [s.trajectory.spans for s in samples]
         version = np.concatenate(
-            [np.repeat([self._known(x, lineage) for x in y], [x.tokens for x in y]) for y in spans]
+            [np.repeat([self._known(x, history) for x in y], [x.tokens for x in y]) for y in spans]
         )
         first_span = np.concatenate(
             [np.arange(s.trajectory.num_tokens) < s.trajectory.spans[0].tokens for s in samples]
@@ -137,9 +137,9 @@ class Probe:
         )
         return table.where((_tokens(samples, "loss_mask") != 0) & np.isfinite(behavior))
 
-    def _known(self, span, lineage: Lineage) -> int:
+    def _known(self, span, history: VersionHistory) -> int:
         """The version that drew `span`, if its weights are at hand; a number alone does not tell."""
-        same = lineage.digests.get(span.version) == span.digest
+        same = history.digests.get(span.version) == span.digest
         return span.version if same and span.version in self.versions else UNKNOWN
 
     def _chain(

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from areal_q.config import Run
+from areal_q.config import LearnerConfig
 from areal_q.messages import Group
 from areal_q.models import Decoder, DecoderConfig
 from areal_q.models.low_bit.lora import LORA_SCALE
@@ -26,20 +26,21 @@ logger = logging.getLogger(__name__)
 
 
 class FidelityMeter:
-    """Holds the newest max_lag + 2 published versions, in the memory that the broadcaster lent from, and the
-    policy of those that it needed. It takes no part in the step: a replay does without."""
+    """Holds the newest `versions_kept` published versions, in the memory that the broadcaster lent from, and
+    the policy of those that it needed. It takes no part in the step: a replay does without."""
 
-    def __init__(self, run: Run) -> None:
-        self._cfg, self._config = run.learner.fidelity, run.learner
-        self._format = run.rollout.format
-        self._keep = run.learner.max_lag + 2
-        self._score = Scorer(run.learner)
+    def __init__(self, learner: LearnerConfig, format: str) -> None:
+        """`format` is the number format of the rollouts."""
+        self._cfg, self._device = learner.fidelity, learner.device
+        self._format = format
+        self._keep = learner.versions_kept
+        self._score = Scorer(learner)
         self._versions: dict[str, WeightVersion] = {}
         self._policies: dict[str, Decoder] = {}
         self._warned: set[str] = set()
 
-    def published(self, version: WeightVersion) -> None:
-        """Remembers the version by its digest, and forgets the oldest."""
+    def remember(self, version: WeightVersion) -> None:
+        """Keeps a published version, by its digest, and forgets the oldest."""
         if not self._cfg.share:
             return
         self._versions[version.manifest.digest] = version
@@ -48,9 +49,9 @@ class FidelityMeter:
             self._policies.pop(digest, None)
 
     def measure(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Mean and largest |gap| in nats a token, in all and by engine, and the newest version looked at; the
-        bound alone where no group was chosen. Logs a warning the first time that an engine's mean is beyond the
-        bound."""
+        """Returns the mean and the largest |gap| in nats a token, in all and by engine, and the newest version
+        looked at; the bound alone if no group was chosen. Logs a warning the first time that an engine's mean
+        is beyond the bound."""
         if not self._cfg.share:
             return {}
         gaps: dict[str, list[np.ndarray]] = defaultdict(list)
@@ -70,12 +71,13 @@ class FidelityMeter:
         return values
 
     def _chosen(self, group: Group) -> bool:
-        """Every 1/share-th ticket number, evenly: floor(n · share) steps there."""
+        """Returns whether the group is measured. Every 1/share-th ticket number is, evenly: where
+        floor(n · share) grows."""
         number, share = group.ticket.number, self._cfg.share
         return int((number + 1) * share) > int(number * share)
 
     def _gaps(self, groups: Sequence[Group]) -> Iterator[tuple[str, int, np.ndarray]]:
-        """(engine, version, |gap| float64 [N]) for each engine, version and temperature."""
+        """Yields (engine, version, |gap| float64 [N]) for each engine, version and temperature."""
         alike: dict[tuple[str, str, float], list[Sample]] = defaultdict(list)
         for group in groups:
             for sample in _samples(group):
@@ -83,9 +85,9 @@ class FidelityMeter:
                 if digest in self._versions:
                     alike[group.engine, digest, group.ticket.sampling.temperature].append(sample)
         for (engine, digest, temperature), samples in alike.items():
-            found, _ = self._score(self._policy(digest), samples, temperature)
+            logprobs, _ = self._score(self._policy(digest), samples, temperature)
             version = self._versions[digest].manifest.version
-            yield engine, version, _compared(samples, found)
+            yield engine, version, _gap(samples, logprobs)
 
     def _policy(self, digest: str) -> Decoder:
         if digest not in self._policies:
@@ -95,7 +97,7 @@ class FidelityMeter:
                 config,
                 version.tensors,
                 self._format,
-                self._config.device,
+                self._device,
                 float(version.manifest.extra.get(LORA_SCALE, 0.0)),
             )
         return self._policies[digest]
@@ -123,13 +125,13 @@ def _samples(group: Group) -> Iterator[Sample]:
         )
 
 
-def _compared(samples: Sequence[Sample], found: np.ndarray) -> np.ndarray:
-    """|recorded − found| of the sampled tokens of each response's first version."""
+def _gap(samples: Sequence[Sample], logprobs: np.ndarray) -> np.ndarray:
+    """Returns |recorded − `logprobs`| of the sampled tokens of each response's first version."""
     trajectories = [s.trajectory for s in samples]
     recorded = np.concatenate([t.behavior_logprobs.numpy() for t in trajectories])
     drawn = np.concatenate([t.loss_mask.numpy() != 0 for t in trajectories])
     first = np.concatenate([np.arange(t.num_tokens) < t.spans[0].tokens for t in trajectories])
-    return np.abs(recorded.astype(np.float64) - found)[drawn & first]
+    return np.abs(recorded.astype(np.float64) - logprobs)[drawn & first]
 
 
 def _summary(prefix: str, gap: np.ndarray) -> dict[str, float]:

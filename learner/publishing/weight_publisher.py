@@ -1,6 +1,6 @@
 """Versions on their way out while the learner goes on: quantized, hashed and handed over on a thread.
 
-    Learner ─begin(model)─▶ Publisher.make ─▶ announce: lineage, then broadcaster ─▶ finish() tells the learner
+    Learner ─begin(model)─▶ Publisher.make ─▶ announce: history, then broadcaster ─▶ finish() tells the learner
                                  │ reads the weights themselves: nothing is copied for it
     Trainer ─release()── waits ──┘ before the optimizer writes to them
 

@@ -83,11 +83,11 @@ def _run(replay, console: Console, until_diverges: bool, debug: bool):
     columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     stops_in = replay.first if debug else None
 
-    def before(trainer, number, groups, lineage) -> None:
+    def before(trainer, number, groups, history) -> None:
         if number == stops_in:
             bar.stop()
             try:
-                inspect(trainer, number, groups, lineage)
+                inspect(trainer, number, groups, history)
             except BdbQuit:
                 raise typer.Exit from None
 
@@ -106,7 +106,7 @@ def _run(replay, console: Console, until_diverges: bool, debug: bool):
     return done, differing
 
 
-def inspect(trainer, step: int, groups, lineage) -> None:
+def inspect(trainer, step: int, groups, history) -> None:
     """Stops inside step `step`, before its update. At hand: `samples`, one a response; `parts`, one an
     optimizer step, each a list of micro-batches; `batch` (PackedBatch) and `inputs` (LossInputs) of the
     first; `trainer`, with `trainer.model`."""
@@ -114,7 +114,7 @@ def inspect(trainer, step: int, groups, lineage) -> None:
     from learner.policy_update import prepare
 
     cfg = trainer.cfg
-    samples = samples_of(groups, cfg.advantage, lineage, step, mask=cfg.mask)
+    samples = samples_of(groups, cfg.advantage, history, step, mask=cfg.mask)
     parts = prepare(trainer, samples)
     batch, inputs = parts[0][0]  # noqa: RUF059
     typer.echo(

@@ -26,7 +26,7 @@ from learner import checkpoint
 from learner.backends.precision import set_precision
 from learner.backends.single_device import Trainer
 from learner.data.invalid_rewards import judged
-from learner.data.staleness import Lineage
+from learner.data.staleness import VersionHistory
 from learner.measure.token_recorder import TokenTap
 from learner.policy_update import MICROBATCH, SingleProcessUpdater
 from learner.publishing.version_builder import Publisher, sticky_ranges
@@ -47,8 +47,8 @@ FIXED = (
 )
 """Settings that are in the logged groups or in the checkpoint's weights"""
 
-Before = Callable[[Trainer, int, list[Group], Lineage], None]
-"""Called before a step is learnt: (trainer, step, groups, lineage)"""
+Before = Callable[[Trainer, int, list[Group], VersionHistory], None]
+"""Called before a step is learnt: (trainer, step, groups, history)"""
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,7 @@ class Replay:
 
     def steps(self, before: Before | None = None) -> Iterator[Replayed]:
         """Learns one step after the other, those between the checkpoint and `first` included."""
-        keep = self.recorded.learner.max_lag + 2
-        lineage = Lineage(keep, self.state.digests)
+        history = VersionHistory(self.recorded.learner.versions_kept, self.state.digests)
         publisher = Publisher(self.run, self.trainer.sticky)
         logged = iter_log(self.directory / "trajectories", self.state.step, self.stop)
         for record in self.records:
@@ -128,12 +127,12 @@ class Replay:
             if record.step >= self.first and "reward.on_error" in self.changes:
                 on_error, fewest = self.run.reward.on_error, self.run.learner.fewest_valid
                 groups, weights = judged(groups, weights, on_error, fewest)
-            lineage.fork = record.fork
+            history.fork = record.fork
             if before:
-                before(self.trainer, record.step, groups, lineage)
+                before(self.trainer, record.step, groups, history)
             updater = SingleProcessUpdater(self.trainer)
-            metrics = train_step(updater, groups, lineage, record.step, weights, self.recorder)
-            lineage.published(record.step + 1, record.digest)
+            metrics = train_step(updater, groups, history, record.step, weights, self.recorder)
+            history.add(record.step + 1, record.digest)
             made = self._publish(publisher, record.step + 1) if self.publishes else None
             yield Replayed(record, groups, metrics, made.manifest.digest if made else "")
 

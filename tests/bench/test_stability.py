@@ -21,7 +21,7 @@ from bench.stability import run as stability
 from bench.stability.int3 import with_format
 from bench.stability.lab import Values, train, warm_model
 from learner.backends.single_device import Trainer
-from learner.data.staleness import Lineage
+from learner.data.staleness import VersionHistory
 from learner.policy_update import SingleProcessUpdater
 from learner.train_step import train_step
 
@@ -189,7 +189,7 @@ def test_uaq_under_adam_is_a_learning_rate_of_its_own_for_each_kind_of_weight(ma
             train_step(
                 SingleProcessUpdater(trainer),
                 [rewarded(g) for g in batch],
-                Lineage(9, {0: digest}),
+                VersionHistory(9, {0: digest}),
                 0,
             )
         state = model.state_dict()

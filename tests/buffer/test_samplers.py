@@ -24,11 +24,11 @@ from buffer.in_memory import MemoryBuffer
 from buffer.interface import Entry
 from buffer.sampling.replay_pool import Pool
 from buffer.sampling.samplers import Held, build_sampler, inclusion, spread, systematic
-from learner.data import group_reader as intake_module
-from learner.data.admission import Feeder
-from learner.data.group_reader import Intake
+from learner.data import group_reader as group_reader_module
+from learner.data.admission import Admission
+from learner.data.group_reader import GroupReader
 from learner.data.packing import samples_of
-from learner.data.staleness import Lineage
+from learner.data.staleness import VersionHistory
 
 MakeRun = Callable[..., Run]
 MakeGroup = Callable[..., Group]
@@ -156,9 +156,9 @@ def test_the_freshest_are_those_of_the_smallest_lag_then_of_the_latest_commit(ma
 
 def test_a_weight_multiplies_the_advantages_of_its_group(make_run, make_ticket, make_group):
     groups = [rewarded(make_group(make_ticket(n)), 0, 1) for n in range(2)]
-    cfg, lineage = make_run().learner.advantage, Lineage(4)
-    plain = [s.advantage for s in samples_of(groups, cfg, lineage, 1)]
-    weighted = [s.advantage for s in samples_of(groups, cfg, lineage, 1, [1.0, 0.25])]
+    cfg, history = make_run().learner.advantage, VersionHistory(4)
+    plain = [s.advantage for s in samples_of(groups, cfg, history, 1)]
+    weighted = [s.advantage for s in samples_of(groups, cfg, history, 1, [1.0, 0.25])]
     assert weighted == [*plain[:2], plain[2] / 4, plain[3] / 4]
 
 
@@ -231,46 +231,50 @@ class Life:
         self.run, self.make_group = run, make_group
         self.store = MemoryBuffer(run.name)
         self.version, self.digest = 0, 0
-        self.history: list[list[int]] = []
+        self.batches: list[list[int]] = []
         """Tickets of every step that survives"""
         self.learner = self.store.learner()
-        self.feeder = Feeder(
+        self.admission = Admission(
             run, build_task(run.task), build_tokenizer(run), self.learner, 0, set()
         )
-        self.lineage = Lineage(run.learner.max_lag + 2)
-        self.lineage.published(0, "d0")
-        self.intake = Intake(self.learner, self.feeder, self.lineage, run)
+        self.history = VersionHistory(run.learner.versions_kept)
+        self.history.add(0, "d0")
+        self.group_reader = GroupReader(self.learner, self.admission, self.history, run)
         self.save()
 
     def save(self) -> None:
         self.saved = {
             "version": self.version,
-            "position": self.intake.position,
-            "cursor": self.feeder.cursor,
-            "outstanding": set(self.feeder.outstanding),
-            "uses": self.intake.uses,
-            "digests": dict(self.lineage.digests),
+            "position": self.group_reader.position,
+            "cursor": self.admission.cursor,
+            "outstanding": set(self.admission.outstanding),
+            "uses": self.group_reader.uses,
+            "digests": dict(self.history.digests),
         }
-        self.learner.trim(self.intake.position)
+        self.learner.trim(self.group_reader.position)
 
     def crash(self) -> None:
         saved = self.saved
         self.version = saved["version"]
-        del self.history[self.version :]
+        del self.batches[self.version :]
         self.learner = self.store.learner()
         self.learner.position = saved["position"]
         alive = self.learner.open_tickets() | set(self.learner.unread())
         alive = {n for n in alive if n >= saved["cursor"] or n in saved["outstanding"]}
         cursor = max(saved["cursor"], self.store.cursor or 0)
         task, tokenizer = build_task(self.run.task), build_tokenizer(self.run)
-        self.feeder = Feeder(self.run, task, tokenizer, self.learner, cursor, alive)
-        self.lineage = Lineage(self.run.learner.max_lag + 2, dict(saved["digests"]), self.version)
-        self.intake = Intake(self.learner, self.feeder, self.lineage, self.run, saved["uses"])
+        self.admission = Admission(self.run, task, tokenizer, self.learner, cursor, alive)
+        self.history = VersionHistory(
+            self.run.learner.versions_kept, dict(saved["digests"]), self.version
+        )
+        self.group_reader = GroupReader(
+            self.learner, self.admission, self.history, self.run, saved["uses"]
+        )
 
     def answer(self, count: int) -> None:
         def drawn(ticket: Ticket) -> Group:
             group = self.make_group(ticket)
-            digest = self.lineage.digests[self.version]
+            digest = self.history.digests[self.version]
             trajectories = [
                 msgspec.structs.replace(t, spans=[VersionSpan(self.version, t.num_tokens, digest)])
                 for t in group.trajectories
@@ -286,25 +290,25 @@ class Life:
         asyncio.run(commit())
 
     def step(self) -> None:
-        self.feeder.admit(self.version)
+        self.admission.admit(self.version)
         for _ in range(60):
             self.answer(2)
-            drawn = self.intake.take(self.version, Looks(2))
+            drawn = self.group_reader.take(self.version, Looks(2))
             if drawn:
                 break
-            self.feeder.admit(self.version)
+            self.admission.admit(self.version)
         else:
             raise AssertionError("starved")
         numbers = [g.ticket.number for g in drawn.groups]
         assert len(set(numbers)) == len(numbers) == self.run.learner.groups
-        lags = [self.intake.lag(g, self.version) for g in drawn.groups]
+        lags = [self.group_reader.lag(g, self.version) for g in drawn.groups]
         assert max(lags) <= self.run.learner.max_lag
         assert all(0 < w <= 1 for w in drawn.weights)
-        self.history.append(numbers)
+        self.batches.append(numbers)
         self.version += 1
         self.digest += 1
-        self.lineage.published(self.version, f"d{self.digest}")
-        self.intake.consumed()
+        self.history.add(self.version, f"d{self.digest}")
+        self.group_reader.consumed()
 
 
 @pytest.mark.parametrize("type", TYPES)
@@ -318,16 +322,16 @@ def test_over_a_crash_no_group_is_used_more_often_than_it_may(
     max_uses = build_sampler(run.buffer.sampler).max_uses
     life = Life(run, make_group)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(intake_module, "POLL_S", 0.0)
+        patch.setattr(group_reader_module, "POLL_S", 0.0)
         for move in moves:
             getattr(life, move)()
-    uses = Counter(n for numbers in life.history for n in numbers)
+    uses = Counter(n for numbers in life.batches for n in numbers)
     assert max(uses.values(), default=0) <= max_uses
-    assert len(life.history) == life.version
+    assert len(life.batches) == life.version
     # What has a place is all that can still be used; nothing that is finished has one.
     if "crash" not in moves:  # an abandoned history has admitted more, which comes first
-        assert len(life.feeder.outstanding) <= 4 * run.learner.groups
-    assert not {n for n, k in uses.items() if k >= max_uses} & life.feeder.outstanding
+        assert len(life.admission.outstanding) <= 4 * run.learner.groups
+    assert not {n for n, k in uses.items() if k >= max_uses} & life.admission.outstanding
 
 
 def entries(groups: list[Group], nbytes: int = 10) -> list[Entry]:

@@ -27,10 +27,10 @@ from buffer.redis_store.connection import CONNECTIONS, connect_async
 from buffer.redis_store.keys import Keys
 from buffer.redis_store.local_server import RedisServer
 from learner import checkpoint
-from learner.build import build_feeder
-from learner.data import group_reader as intake_module
-from learner.data.group_reader import Intake
-from learner.data.staleness import Lineage
+from learner.build import build_admission
+from learner.data import group_reader as group_reader_module
+from learner.data.group_reader import GroupReader
+from learner.data.staleness import VersionHistory
 
 KEYS = Keys("run")
 PRODUCER = """
@@ -192,15 +192,15 @@ def test_a_full_redis_makes_producers_wait_and_loses_nothing(play, make_ticket):
 
 
 class Learning:
-    """The learner's side with its intake, over a server that may lose its last seconds."""
+    """The learner's side with its group_reader, over a server that may lose its last seconds."""
 
     def __init__(self, run: Run, url: str, state: checkpoint.State | None = None) -> None:
         self.buffer = LearnerBuffer(url, run.name, patience_s=30.0)
         task, tokenizer = build_task(run.task), build_tokenizer(run)
-        self.feeder = build_feeder(run, task, tokenizer, self.buffer, state)
-        lineage = Lineage(run.learner.max_lag + 2, {v: f"d{v}" for v in range(9)})
+        self.admission = build_admission(run, task, tokenizer, self.buffer, state)
+        history = VersionHistory(run.learner.versions_kept, {v: f"d{v}" for v in range(9)})
         self.buffer.publish_run("", {})
-        self.intake = Intake(self.buffer, self.feeder, lineage, run)
+        self.group_reader = GroupReader(self.buffer, self.admission, history, run)
         self.steps = state.step if state else 0
 
     def step(self, work: Callable[[], None]) -> list[int]:
@@ -211,27 +211,27 @@ class Learning:
             while not over.wait(0.01):
                 work()
 
-        self.feeder.admit(0)
+        self.admission.admit(0)
         work()
         thread = threading.Thread(target=go_on)
         thread.start()
-        drawn = self.intake.take(0, threading.Event())
+        drawn = self.group_reader.take(0, threading.Event())
         over.set()
         thread.join()
         assert drawn
-        self.intake.consumed()
+        self.group_reader.consumed()
         self.steps += 1
         return [group.ticket.number for group in drawn.groups]
 
     def state(self) -> checkpoint.State:
         return checkpoint.State(
             step=self.steps,
-            position=self.intake.position,
-            cursor=self.feeder.cursor,
-            outstanding=sorted(self.feeder.outstanding),
+            position=self.group_reader.position,
+            cursor=self.admission.cursor,
+            outstanding=sorted(self.admission.outstanding),
             digests={},
-            uses=self.intake.uses,
-            lost=sorted(self.feeder.lost),
+            uses=self.group_reader.uses,
+            lost=sorted(self.admission.lost),
             updates=0,
             skipped=0,
         )
@@ -246,7 +246,7 @@ def test_tickets_that_a_power_cut_brings_back_do_not_count_again(
     learner_is: str,
 ):
     """The append-only file of some time ago takes the place of the present one."""
-    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+    monkeypatch.setattr(group_reader_module, "POLL_S", 0.01)
     run = make_run("learner.groups=4", "learner.max_lag=2")
     where = (short_dir / "redis", short_dir / "s")
     server = RedisServer.start(*where, appendfsync="always")
@@ -283,8 +283,8 @@ def test_tickets_that_a_power_cut_brings_back_do_not_count_again(
         for _ in range(5):
             counted += learner.step(work)
         assert max(Counter(counted).values()) == 1
-        assert learner.intake.duplicates > 0
-        assert len(learner.feeder.outstanding) <= 12
+        assert learner.group_reader.duplicates > 0
+        assert len(learner.admission.outstanding) <= 12
         learner.buffer.close()
     finally:
         server.stop()
@@ -300,10 +300,10 @@ def test_groups_with_ids_below_the_position_are_read(
     redis_has: str,
 ):
     """Redis came back without its last groups, on a host whose clock is behind."""
-    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+    monkeypatch.setattr(group_reader_module, "POLL_S", 0.01)
     run = make_run("learner.groups=4", "learner.max_lag=2")
     learner, keys = Learning(run, redis_url), Keys(run.name)
-    learner.feeder.admit(0)
+    learner.admission.admit(0)
     with redis.Redis.from_url(redis_url) as client:
 
         def commit(numbers: range, ms: int) -> None:
@@ -312,7 +312,7 @@ def test_groups_with_ids_below_the_position_are_read(
                 client.xadd(keys.groups, {"record": record}, id=f"{ms + n}-0")
 
         commit(range(5), ms=9_000_000)
-        drawn = learner.intake.take(0, threading.Event())
+        drawn = learner.group_reader.take(0, threading.Event())
         assert drawn
         before = [group.ticket.number for group in drawn.groups]
         learner.buffer.read(1, timeout_s=0.0)
@@ -320,12 +320,12 @@ def test_groups_with_ids_below_the_position_are_read(
         if redis_has != "nothing":
             commit(range(2), ms=1_000_000)
         commit(range(5, 9), ms=1_000_000)
-        learner.intake.consumed()
-        after = learner.intake.take(0, threading.Event())
+        learner.group_reader.consumed()
+        after = learner.group_reader.take(0, threading.Event())
         assert after
         assert before + [group.ticket.number for group in after.groups] == [0, 1, 2, 3, 5, 6, 7, 8]
         # Nothing that was not learnt from is trimmed.
-        learner.buffer.trim(learner.intake.position)
+        learner.buffer.trim(learner.group_reader.position)
         assert client.xlen(keys.groups) >= 4
     learner.buffer.close()
 
@@ -347,14 +347,14 @@ def test_a_group_that_is_put_back_counts_though_its_place_was_refilled(
     make_group: Callable[..., Group],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+    monkeypatch.setattr(group_reader_module, "POLL_S", 0.01)
     run = make_run("learner.groups=2", "learner.minibatches=1", "learner.max_lag=1")
     learner = Learning(run, redis_url)
-    learner.feeder.admit(0)
-    assert learner.feeder.outstanding == {0, 1, 2, 3}
+    learner.admission.admit(0)
+    assert learner.admission.outstanding == {0, 1, 2, 3}
     # Ticket 0 is set aside: the learner starves, and its place goes to ticket 4.
-    learner.feeder.recount({1, 2, 3})
-    assert learner.feeder.admit(0) == 1
+    learner.admission.recount({1, 2, 3})
+    assert learner.admission.admit(0) == 1
 
     def work() -> None:
         async def commit() -> None:
@@ -366,8 +366,8 @@ def test_a_group_that_is_put_back_counts_though_its_place_was_refilled(
         asyncio.run(commit())
 
     assert learner.step(work) == [0, 1]
-    assert learner.intake.duplicates == 0
-    assert learner.feeder.lost == set()
+    assert learner.group_reader.duplicates == 0
+    assert learner.admission.lost == set()
     learner.buffer.close()
 
 

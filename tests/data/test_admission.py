@@ -15,16 +15,16 @@ from areal_q.tasks import build_task, build_tokenizer, problem_at
 from buffer.in_memory import MemoryBuffer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from learner import checkpoint
-from learner.build import build_feeder
-from learner.data.admission import Feeder, ticket_seed
+from learner.build import build_admission
+from learner.data.admission import Admission, ticket_seed
 
 MakeRun = Callable[..., Run]
 MakeGroup = Callable[..., Group]
 shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
-def feeder_of(run: Run, store: MemoryBuffer) -> Feeder:
-    return Feeder(run, build_task(run.task), build_tokenizer(run), store.learner(), 0, set())
+def admission_of(run: Run, store: MemoryBuffer) -> Admission:
+    return Admission(run, build_task(run.task), build_tokenizer(run), store.learner(), 0, set())
 
 
 def tickets_in(store: MemoryBuffer) -> list[Ticket]:
@@ -47,7 +47,7 @@ def test_no_interleaving_admits_more_than_the_staleness_bound(
     size, bound = run.learner.groups, (max_lag + 1) * run.learner.groups
     store = MemoryBuffer(run.name)
     learner, worker = store.learner(), store.worker("w")
-    feeder = Feeder(run, build_task(run.task), build_tokenizer(run), learner, 0, set())
+    admission = Admission(run, build_task(run.task), build_tokenizer(run), learner, 0, set())
     version, dropped, taken, claims = 0, 0, [], []
 
     async def commit(count: int) -> None:
@@ -55,7 +55,7 @@ def test_no_interleaving_admits_more_than_the_staleness_bound(
         for claim in [claims.pop(0) for _ in range(min(count, len(claims)))]:
             await worker.commit(claim, make_group(claim.ticket))
 
-    feeder.admit(version)
+    admission.admit(version)
     for move, count in moves:
         if move == "commit":
             asyncio.run(commit(count))
@@ -63,29 +63,29 @@ def test_no_interleaving_admits_more_than_the_staleness_bound(
             groups = learner.take(count, timeout_s=0)
             dropped += len(groups)
             for group in groups:
-                feeder.done(group)
+                admission.done(group)
         else:
             taken += learner.take(size - len(taken), timeout_s=0)
             if len(taken) == size:
                 version += 1
                 for group in taken:
-                    feeder.done(group)
+                    admission.done(group)
                 taken = []
-        feeder.admit(version)
+        admission.admit(version)
         # The formula counts what was dropped as never admitted; equal, since places are refilled at once.
-        assert feeder.cursor - dropped == (version + max_lag + 1) * size
-        assert len(feeder.outstanding) == bound
+        assert admission.cursor - dropped == (version + max_lag + 1) * size
+        assert len(admission.outstanding) == bound
         in_buffer = learner.open_tickets() | set(learner.unread())
-        assert feeder.outstanding == in_buffer | {g.ticket.number for g in taken}
+        assert admission.outstanding == in_buffer | {g.ticket.number for g in taken}
 
 
 def test_a_ticket_counts_while_it_is_outstanding_and_again_if_it_comes_back(make_run: MakeRun):
-    feeder = feeder_of(make_run("learner.max_lag=0"), MemoryBuffer("run"))
-    feeder.admit(0)
-    feeder.recount({0, 1})
-    assert (feeder.outstanding, feeder.lost, feeder.room) == ({0, 1}, {2, 3}, 2)
-    assert [feeder.expects(n) for n in (1, 3, 4)] == [True, True, False]
-    assert (feeder.outstanding, feeder.lost) == ({0, 1, 3}, {2})
+    admission = admission_of(make_run("learner.max_lag=0"), MemoryBuffer("run"))
+    admission.admit(0)
+    admission.recount({0, 1})
+    assert (admission.outstanding, admission.lost, admission.capacity_left) == ({0, 1}, {2, 3}, 2)
+    assert [admission.expects(n) for n in (1, 3, 4)] == [True, True, False]
+    assert (admission.outstanding, admission.lost) == ({0, 1, 3}, {2})
 
 
 def test_without_lag_nothing_is_admitted_before_the_whole_step_is_over(
@@ -93,13 +93,13 @@ def test_without_lag_nothing_is_admitted_before_the_whole_step_is_over(
 ):
     run = make_run("learner.max_lag=0")
     store = MemoryBuffer(run.name)
-    feeder = feeder_of(run, store)
-    assert (feeder.admit(0), feeder.admit(0)) == (4, 0)
+    admission = admission_of(run, store)
+    assert (admission.admit(0), admission.admit(0)) == (4, 0)
     tickets = tickets_in(store)
     for done, ticket in enumerate(tickets, start=1):
-        assert feeder.room == done - 1
-        feeder.done(make_group(ticket))
-    assert feeder.admit(1) == 4
+        assert admission.capacity_left == done - 1
+        admission.done(make_group(ticket))
+    assert admission.admit(1) == 4
     assert [t.number for t in tickets] == [0, 1, 2, 3]
     assert {t.step for t in tickets} == {0}
 
@@ -107,8 +107,8 @@ def test_without_lag_nothing_is_admitted_before_the_whole_step_is_over(
 def test_a_ticket_is_a_function_of_the_seed_and_its_number(make_run: MakeRun):
     run = make_run("seed=3")
     stores = [MemoryBuffer(run.name) for _ in range(2)]
-    feeder_of(run, stores[0]).admit(0)
-    feeder_of(run, stores[1]).issue([7, 2], 0)
+    admission_of(run, stores[0]).admit(0)
+    admission_of(run, stores[1]).issue([7, 2], 0)
     tickets = tickets_in(stores[0])
     assert [t for t in tickets if t.number in (7, 2)] == sorted(
         tickets_in(stores[1]), key=lambda t: t.number
@@ -125,9 +125,9 @@ def test_a_ticket_is_a_function_of_the_seed_and_its_number(make_run: MakeRun):
 def test_evaluation_is_greedy_on_held_out_problems_and_takes_no_place(make_run: MakeRun):
     run = make_run("eval.problems=6")
     store = MemoryBuffer(run.name)
-    feeder = feeder_of(run, store)
-    assert feeder.evaluate(5) == 6
-    assert feeder.room == 12
+    admission = admission_of(run, store)
+    assert admission.evaluate(5) == 6
+    assert admission.capacity_left == 12
     tickets, task = tickets_in(store), build_task(run.task)
     assert [(t.prompt, t.answer) for t in tickets] == [
         (p.prompt, p.answer) for p in task.heldout[:6]
@@ -140,11 +140,11 @@ def test_evaluation_is_greedy_on_held_out_problems_and_takes_no_place(make_run: 
 def test_places_of_tickets_that_came_to_nothing_are_refilled(make_run: MakeRun):
     run = make_run()
     store = MemoryBuffer(run.name)
-    feeder = feeder_of(run, store)
-    feeder.admit(0)
-    feeder.recount(set(range(5, 12)))
-    assert feeder.admit(0) == 5
-    assert feeder.outstanding == set(range(5, 17))
+    admission = admission_of(run, store)
+    admission.admit(0)
+    admission.recount(set(range(5, 12)))
+    assert admission.admit(0) == 5
+    assert admission.outstanding == set(range(5, 17))
 
 
 class History:
@@ -154,7 +154,7 @@ class History:
         self.run, self.url, self.make_group = run, url, make_group
         self.buffer = LearnerBuffer(url, run.name)
         task, tokenizer = build_task(run.task), build_tokenizer(run)
-        self.feeder = build_feeder(run, task, tokenizer, self.buffer, state)
+        self.admission = build_admission(run, task, tokenizer, self.buffer, state)
         self.buffer.publish_run("", {})
         self.version = state.step if state else 0
 
@@ -169,11 +169,11 @@ class History:
 
     def step(self) -> list[int]:
         """Ticket numbers of the B groups that it learns from."""
-        self.feeder.admit(self.version)
+        self.admission.admit(self.version)
         self.work(6)
         groups = self.buffer.take(self.run.learner.groups, timeout_s=0.0)
         for group in groups:
-            self.feeder.done(group)
+            self.admission.done(group)
         self.version += 1
         assert len(groups) == self.run.learner.groups
         return [group.ticket.number for group in groups]
@@ -182,8 +182,8 @@ class History:
         return checkpoint.State(
             step=self.version,
             position=self.buffer.position,
-            cursor=self.feeder.cursor,
-            outstanding=sorted(self.feeder.outstanding),
+            cursor=self.admission.cursor,
+            outstanding=sorted(self.admission.outstanding),
             digests={},
             updates=0,
             skipped=0,
@@ -213,14 +213,14 @@ def test_over_a_crash_every_prompt_counts_once(
     bound = (run.learner.max_lag + 1) * run.learner.groups
     for _ in range(6):
         kept += second.step()
-        assert len(second.feeder.outstanding) <= bound
-    second.feeder.admit(second.version)
-    assert len(second.feeder.outstanding) == bound
+        assert len(second.admission.outstanding) <= bound
+    second.admission.admit(second.version)
+    assert len(second.admission.outstanding) == bound
     second.dies()
 
     assert max(Counter(kept).values()) == 1
     # Nothing admitted is forgotten: it was used, or still will be.
-    assert set(kept) | second.feeder.outstanding == set(range(second.feeder.cursor))
+    assert set(kept) | second.admission.outstanding == set(range(second.admission.cursor))
 
 
 def test_a_fresh_run_of_the_same_name_forgets_the_earlier_one(

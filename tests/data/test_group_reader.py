@@ -11,10 +11,10 @@ from areal_q.config import Run
 from areal_q.messages import Group, Ticket, VersionSpan
 from areal_q.tasks import build_task, build_tokenizer
 from buffer.in_memory import MemoryBuffer, MemoryLearner
-from learner.data import group_reader as intake_module
-from learner.data.admission import Feeder
-from learner.data.group_reader import Intake
-from learner.data.staleness import Lineage
+from learner.data import group_reader as group_reader_module
+from learner.data.admission import Admission
+from learner.data.group_reader import GroupReader
+from learner.data.staleness import VersionHistory
 
 MakeRun = Callable[..., Run]
 MakeGroup = Callable[..., Group]
@@ -39,11 +39,13 @@ class Learner:
     def __init__(self, run: Run, make_group: MakeGroup) -> None:
         self.store, self.make_group = MemoryBuffer(run.name), make_group
         self.buffer: MemoryLearner = self.store.learner()
-        self.feeder = Feeder(run, build_task(run.task), build_tokenizer(run), self.buffer, 0, set())
-        self.lineage = Lineage(keep=run.learner.max_lag + 2, fork=5)
+        self.admission = Admission(
+            run, build_task(run.task), build_tokenizer(run), self.buffer, 0, set()
+        )
+        self.history = VersionHistory(keep=run.learner.versions_kept, fork=5)
         for version in range(6, 10):
-            self.lineage.published(version, f"d{version}")
-        self.intake = Intake(self.buffer, self.feeder, self.lineage, run)
+            self.history.add(version, f"d{version}")
+        self.group_reader = GroupReader(self.buffer, self.admission, self.history, run)
         self.stop = threading.Event()
 
     def answer(self, count: int, *versions: int) -> list[int]:
@@ -59,15 +61,15 @@ class Learner:
         return asyncio.run(commit())
 
     def take(self) -> list[int] | None:
-        taken = self.intake.take(9, self.stop)
+        taken = self.group_reader.take(9, self.stop)
         return None if taken is None else [group.ticket.number for group in taken.groups]
 
 
 @pytest.fixture
 def learner(make_run: MakeRun, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch) -> Learner:
-    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+    monkeypatch.setattr(group_reader_module, "POLL_S", 0.01)
     learner = Learner(make_run("learner.max_lag=2", "learner.groups=4"), make_group)
-    learner.feeder.admit(9)
+    learner.admission.admit(9)
     return learner
 
 
@@ -78,12 +80,12 @@ def test_a_resumed_learner_knows_its_own_version_before_it_judges_groups_by_that
     """Version 10 is still on its way out when groups are read that the abandoned history drew by its own 10."""
     abandoned = learner.answer(4, 10)
     later = learner.answer(4, 9)
-    taken = learner.intake.take(
-        10, learner.stop, publish=lambda: learner.lineage.published(10, digest)
+    taken = learner.group_reader.take(
+        10, learner.stop, publish=lambda: learner.history.add(10, digest)
     )
     assert taken
     assert [g.ticket.number for g in taken.groups] == (later if dropped else abandoned)
-    assert learner.intake.dropped == dropped
+    assert learner.group_reader.dropped == dropped
 
 
 def test_a_group_goes_when_a_single_token_of_it_is_too_old(learner: Learner):
@@ -93,17 +95,17 @@ def test_a_group_goes_when_a_single_token_of_it_is_too_old(learner: Learner):
     stale += learner.answer(1, 8, 6)
     fresh += learner.answer(1, 8)
     assert learner.take() == fresh
-    assert learner.intake.dropped == len(stale) == 3
+    assert learner.group_reader.dropped == len(stale) == 3
     # The places of the dropped ones were refilled: 12 were admitted, 3 more now.
-    assert learner.feeder.cursor == 15
-    assert not learner.feeder.outstanding & set(stale)
+    assert learner.admission.cursor == 15
+    assert not learner.admission.outstanding & set(stale)
 
 
 def test_a_group_whose_ticket_is_finished_is_counted_and_passed_over(learner: Learner):
-    learner.feeder.outstanding -= {0, 2}
+    learner.admission.outstanding -= {0, 2}
     learner.answer(6)
     assert learner.take() == [1, 3, 4, 5]
-    assert (learner.intake.duplicates, learner.intake.dropped) == (2, 0)
+    assert (learner.group_reader.duplicates, learner.group_reader.dropped) == (2, 0)
 
 
 def test_weights_of_another_history_are_as_old_as_the_way_to_them(
@@ -115,18 +117,18 @@ def test_weights_of_another_history_are_as_old_as_the_way_to_them(
         group.trajectories[0], spans=[VersionSpan(9, group.trajectories[0].num_tokens, "other")]
     )
     group = msgspec.structs.replace(group, trajectories=[foreign, *group.trajectories[1:]])
-    assert learner.intake.lag(group, 9) > 2
+    assert learner.group_reader.lag(group, 9) > 2
 
 
 def test_the_position_is_that_of_the_last_step_that_is_over(learner: Learner):
     learner.answer(12)
-    start = learner.intake.position
+    start = learner.group_reader.position
     first = learner.take()
-    assert learner.intake.position == start
-    learner.intake.consumed()
-    after_one = learner.intake.position
+    assert learner.group_reader.position == start
+    learner.group_reader.consumed()
+    after_one = learner.group_reader.position
     second = learner.take()
-    assert learner.intake.position == after_one
+    assert learner.group_reader.position == after_one
     assert after_one != start
 
     # A learner that dies now resumes there, and takes the same groups again.
@@ -139,20 +141,20 @@ def test_the_position_is_that_of_the_last_step_that_is_over(learner: Learner):
 def test_places_become_free_only_when_the_step_is_over(learner: Learner):
     learner.answer(12)
     taken = learner.take()
-    assert learner.feeder.outstanding == set(range(12))
-    learner.intake.consumed()
-    assert learner.feeder.outstanding == set(range(12)) - set(taken or [])
-    learner.intake.consumed()
-    assert len(learner.feeder.outstanding) == 8
+    assert learner.admission.outstanding == set(range(12))
+    learner.group_reader.consumed()
+    assert learner.admission.outstanding == set(range(12)) - set(taken or [])
+    learner.group_reader.consumed()
+    assert len(learner.admission.outstanding) == 8
 
 
 def test_a_stop_while_waiting_takes_nothing_and_loses_nothing(learner: Learner):
     learner.answer(3)
     threading.Timer(0.05, learner.stop.set).start()
     assert learner.take() is None
-    assert learner.feeder.outstanding == set(range(12))
+    assert learner.admission.outstanding == set(range(12))
     again = learner.store.learner()
-    again.position = learner.intake.position
+    again.position = learner.group_reader.position
     assert len(again.take(4, timeout_s=0)) == 3
 
 
@@ -203,14 +205,14 @@ def test_poison_does_not_starve_the_learner(
     request.getfixturevalue("worker_thread")
     assert learner.take() == [12, 13, 14, 15]
     assert len(learner.store.quarantine) == 12
-    learner.intake.consumed()
-    assert len(learner.feeder.outstanding) <= 12
+    learner.group_reader.consumed()
+    assert len(learner.admission.outstanding) <= 12
 
 
 def test_groups_of_equal_rewards_are_dropped_counted_and_their_places_refilled(
     make_run: MakeRun, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+    monkeypatch.setattr(group_reader_module, "POLL_S", 0.01)
 
     def uneven(ticket: Ticket) -> Group:
         """Tickets 0, 2, 3 and every tenth have equal rewards, for all of them failed and count as 0."""
@@ -225,20 +227,20 @@ def test_groups_of_equal_rewards_are_dropped_counted_and_their_places_refilled(
     dropping = Learner(make_run(*settings, "learner.drop_uniform=true"), uneven)
     keeping = Learner(make_run(*settings), uneven)
     for learner in (dropping, keeping):
-        learner.feeder.admit(9)
+        learner.admission.admit(9)
         learner.answer(12, 9)
     assert keeping.take() == [0, 1, 2, 3]
-    assert keeping.intake.uniform == 0
+    assert keeping.group_reader.uniform == 0
 
     assert dropping.take() == [1, 4, 5, 6]
-    assert (dropping.intake.uniform, dropping.intake.dropped) == (3, 0)
-    assert dropping.intake.failures.errors == keeping.intake.failures.errors == 3 * 2
+    assert (dropping.group_reader.uniform, dropping.group_reader.dropped) == (3, 0)
+    assert dropping.group_reader.failures.errors == keeping.group_reader.failures.errors == 3 * 2
     # 12 were admitted; the 3 dropped ones made room for 3 more, which nobody had to wait for.
-    assert dropping.feeder.cursor == 15
-    assert dropping.feeder.outstanding == set(range(15)) - {0, 2, 3}
-    dropping.intake.consumed()
+    assert dropping.admission.cursor == 15
+    assert dropping.admission.outstanding == set(range(15)) - {0, 2, 3}
+    dropping.group_reader.consumed()
     assert dropping.take() == [7, 8, 9, 11]
-    assert dropping.intake.uniform == 4
+    assert dropping.group_reader.uniform == 4
 
 
 def failing(group: Group, *indexes: int) -> Group:
@@ -267,7 +269,7 @@ def test_groups_with_too_few_scores_are_refilled(
 ):
     """Tickets 0 and 3 have no score at all; ticket 2 has one, which serves only where the batch is the
     baseline."""
-    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+    monkeypatch.setattr(group_reader_module, "POLL_S", 0.01)
 
     def some(ticket: Ticket) -> Group:
         lost = {0: (0, 1, 2), 3: (0, 1, 2), 2: (0, 2), 5: (1,)}
@@ -280,13 +282,13 @@ def test_groups_with_too_few_scores_are_refilled(
         f"learner.advantage.type={advantage}",
     )
     learner = Learner(run, some)
-    learner.feeder.admit(9)
+    learner.admission.admit(9)
     learner.answer(12, 9)
     assert learner.take() == taken
     dropped = {0, 3} if 2 in taken else {0, 2, 3}
-    assert learner.intake.invalid == len(dropped)
-    assert learner.feeder.outstanding == set(range(12 + len(dropped))) - dropped
-    counts = learner.intake.failures.metrics()
+    assert learner.group_reader.invalid == len(dropped)
+    assert learner.admission.outstanding == set(range(12 + len(dropped))) - dropped
+    counts = learner.group_reader.failures.metrics()
     read = max(taken) + 1
     assert counts["buffer/responses"] == 3 * read
     assert counts["buffer/invalid/timeout"] == counts["buffer/reward_errors"] == 9
@@ -297,7 +299,7 @@ def test_uniform_groups_are_judged_by_valid_scores(
     make_run: MakeRun, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ):
     """Ticket 1's valid rewards are equal; its failed response's 0 must not make it look informative."""
-    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+    monkeypatch.setattr(group_reader_module, "POLL_S", 0.01)
 
     def some(ticket: Ticket) -> Group:
         group = make_group(ticket)
@@ -308,7 +310,7 @@ def test_uniform_groups_are_judged_by_valid_scores(
 
     sizes = ("learner.max_lag=2", "learner.groups=4", "learner.group_size=3")
     learner = Learner(make_run(*sizes, "learner.drop_uniform=true"), some)
-    learner.feeder.admit(9)
+    learner.admission.admit(9)
     learner.answer(12, 9)
     assert learner.take() == [0, 2, 3, 4]
-    assert (learner.intake.uniform, learner.intake.invalid) == (1, 0)
+    assert (learner.group_reader.uniform, learner.group_reader.invalid) == (1, 0)

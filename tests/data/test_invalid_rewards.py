@@ -29,7 +29,7 @@ from learner.backends.single_device import Trainer
 from learner.build import build_model
 from learner.data.invalid_rewards import Failures, judged
 from learner.data.packing import CAUSES, failure_metrics, samples_of
-from learner.data.staleness import Lineage
+from learner.data.staleness import VersionHistory
 from learner.policy_update import SingleProcessUpdater, minibatches, prepare
 from learner.train_step import train_step
 
@@ -116,7 +116,9 @@ def test_an_invalid_member_changes_no_valid_advantage(
     both: tuple[list[Group], list[Group]], advantage: AdvantageConfig
 ):
     """The oracle is the batch without the invalid members, bit for bit."""
-    mixed, clean = (samples_of(groups, advantage, Lineage(4, {0: "a0"}), 1) for groups in both)
+    mixed, clean = (
+        samples_of(groups, advantage, VersionHistory(4, {0: "a0"}), 1) for groups in both
+    )
     assert [s.trajectory for s in mixed] == [s.trajectory for s in clean]
     assert [s.advantage for s in mixed] == [s.advantage for s in clean]
 
@@ -176,11 +178,11 @@ def test_a_step_is_that_of_the_groups_without_failures(
     run = make_run("learner.groups=6", "learner.minibatches=3", *SMALL, *settings)
     mixed = groups_with_failures()
     clean = [group_of(g.ticket.number, g.valid_trajectories) for g in mixed]
-    lineage = Lineage(4, {0: "a0"})
+    history = VersionHistory(4, {0: "a0"})
     results = []
     for groups in (mixed, clean):
         trainer = trainer_of(run)
-        metrics = train_step(SingleProcessUpdater(trainer), groups, lineage, 1)
+        metrics = train_step(SingleProcessUpdater(trainer), groups, history, 1)
         results.append((metrics, [p.detach().clone() for p in trainer.model.parameters()]))
     (one, weights), (other, same) = results
     counts = {name for name in one if name.startswith("reward/invalid") or name == "reward/errors"}
@@ -194,8 +196,8 @@ def test_a_step_is_that_of_the_groups_without_failures(
 
 def test_groups_that_lost_responses_are_not_cut(make_run: MakeRun):
     """With the KL in the reward, responses of a group are compared after the batch was cut."""
-    lineage = Lineage(4, {0: "a0"})
-    samples = samples_of(groups_with_failures()[:4], Grpo(), lineage, 1)[1:]
+    history = VersionHistory(4, {0: "a0"})
+    samples = samples_of(groups_with_failures()[:4], Grpo(), history, 1)[1:]
     run = make_run("learner.minibatches=2", 'learner.reference_kl={place="reward"}')
     parts = minibatches(samples, run.learner)
     assert [sorted({s.group for s in part}) for part in parts] == [[0, 1], [2, 3]]
@@ -205,10 +207,10 @@ def test_a_cut_off_response_has_no_loss_but_a_reward(make_run: MakeRun):
     """DAPO's overlong filtering: the baseline of the others is as before, the step is that of a batch in which
     the tokens of the first response of each group do not count."""
     run = make_run("learner.groups=6", 'learner.mask=["length"]', *SMALL)
-    lineage = Lineage(4, {0: "a0"})
+    history = VersionHistory(4, {0: "a0"})
     groups = groups_with_failures(finish="length")
-    plain = samples_of(groups, Grpo(), lineage, 1)
-    cut = samples_of(groups, Grpo(), lineage, 1, mask=run.learner.mask)
+    plain = samples_of(groups, Grpo(), history, 1)
+    cut = samples_of(groups, Grpo(), history, 1, mask=run.learner.mask)
     for before, after in zip(plain, cut, strict=True):
         if before.trajectory.finish_reason == "length":
             assert not after.trajectory.loss_mask.numpy().any() and after.advantage == 0.0
@@ -221,14 +223,14 @@ def test_a_cut_off_response_has_no_loss_but_a_reward(make_run: MakeRun):
     for part in prepare(trainer, cut):
         tokens += sum(int(x.mask.sum()) for _, x in part)
     assert tokens == counted
-    timeouts = samples_of(groups, Grpo(), lineage, 1, mask=["timeout"])
+    timeouts = samples_of(groups, Grpo(), history, 1, mask=["timeout"])
     assert [s.trajectory for s in timeouts] == [s.trajectory for s in plain]
 
 
 def test_a_masked_response_moves_no_weight(make_run: MakeRun):
     """Whatever the tokens of a cut-off response are, the step is the same."""
     run = make_run("learner.groups=6", 'learner.mask=["length"]', *SMALL)
-    lineage = Lineage(4, {0: "a0"})
+    history = VersionHistory(4, {0: "a0"})
 
     def other_tokens(t: Trajectory) -> Trajectory:
         if t.finish_reason != "length":
@@ -244,7 +246,7 @@ def test_a_masked_response_moves_no_weight(make_run: MakeRun):
     weights = []
     for batch in (groups, others):
         trainer = trainer_of(run)
-        train_step(SingleProcessUpdater(trainer), batch, lineage, 1)
+        train_step(SingleProcessUpdater(trainer), batch, history, 1)
         weights.append([p.detach().clone() for p in trainer.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 

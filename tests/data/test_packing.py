@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from areal_q.config import DrGrpo
 from areal_q.messages import Array, Group, Ticket, VersionSpan
 from learner.data.packing import Sample, lag_metrics, microbatches, pack, samples_of
-from learner.data.staleness import Lineage
+from learner.data.staleness import VersionHistory
 
 Make = Callable[..., list[Sample]]
 shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -81,11 +81,11 @@ def test_micro_batches_hold_whole_sequences_in_order(
 def test_every_token_has_the_lag_of_the_weights_that_drew_it(
     make_ticket: Callable[..., Ticket], make_group: Callable[..., Group]
 ):
-    lineage = Lineage(keep=5)
+    history = VersionHistory(keep=5)
     for version, digest in enumerate(["a0", "b1", "c2", "d3"]):
-        lineage.published(version, digest)
+        history.add(version, digest)
     groups = [make_group(make_ticket(n, group_size=3)) for n in range(2)]
-    samples = samples_of(groups, DrGrpo(), lineage, version=3)
+    samples = samples_of(groups, DrGrpo(), history, version=3)
     # make_group draws the first token with version 0 and all others with version 1.
     assert [s.lag.tolist() for s in samples] == 2 * [[3, 2], [3, 2, 2], [3, 2, 2, 2]]
     metrics = lag_metrics(samples)
@@ -98,7 +98,7 @@ def test_samples_keep_the_order_of_the_groups_and_each_its_own_advantage(
 ):
     groups = [make_group(make_ticket(n, group_size=4)) for n in (7, 3)]
     # Rewards are 0, 1, 0, 1, so the mean is 1/2.
-    samples = samples_of(groups, DrGrpo(), Lineage(keep=4), version=1)
+    samples = samples_of(groups, DrGrpo(), VersionHistory(keep=4), version=1)
     assert [s.trajectory for s in samples] == [t for g in groups for t in g.trajectories]
     assert [s.advantage for s in samples] == 4 * [-0.5, 0.5]
 
@@ -107,10 +107,10 @@ def test_a_token_of_unknown_weights_lags_as_far_as_can_be(
     make_ticket: Callable[..., Ticket], make_group: Callable[..., Group]
 ):
     (group,) = [make_group(make_ticket(0, group_size=2))]
-    lineage = Lineage(keep=4)
-    lineage.published(0, "a0")
-    lineage.published(1, "another")
-    first, _ = samples_of([group], DrGrpo(), lineage, version=1)
+    history = VersionHistory(keep=4)
+    history.add(0, "a0")
+    history.add(1, "another")
+    first, _ = samples_of([group], DrGrpo(), history, version=1)
     assert first.trajectory.spans == [VersionSpan(0, 1, "a0"), VersionSpan(1, 1, "b1")]
     assert first.lag[0] == 1
     assert first.lag[1] > 1

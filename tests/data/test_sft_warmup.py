@@ -111,7 +111,7 @@ def test_a_file_that_changed_under_its_path_is_not_taken_for_the_old_one(
     run = make_run("warmstart.steps=2", "warmstart.batch=8")
     run = msgspec.structs.replace(run, task=Calculator(path=str(path), heldout=0.2))
     write(20)
-    assert [warmed(run)[1] for _ in range(2)] == [False, True]
+    assert [bool(warmed(run)[1]) for _ in range(2)] == [False, True]
     write(21)
     assert not warmed(run)[1]
 

@@ -2,38 +2,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_q.messages import VersionSpan
-from learner.data.staleness import Lineage, forks_at
+from learner.data.staleness import VersionHistory, forks_at
 
 
 def test_lag_in_one_history_is_the_difference_of_versions():
-    lineage = Lineage(keep=4)
+    history = VersionHistory(keep=4)
     for version, digest in enumerate("abcd"):
-        lineage.published(version, digest)
-    assert [lineage.lag(VersionSpan(v, 1, d), 3) for v, d in enumerate("abcd")] == [3, 2, 1, 0]
+        history.add(version, digest)
+    assert [history.lag(VersionSpan(v, 1, d), 3) for v, d in enumerate("abcd")] == [3, 2, 1, 0]
 
 
 def test_a_token_of_an_abandoned_history_is_as_far_as_the_way_over_the_fork():
     # Versions 0 1 2 3 4 were published; the learner crashed and resumed from a checkpoint at 2.
-    lineage = Lineage(keep=4, digests={1: "b", 2: "c"}, fork=2)
-    lineage.published(3, "d'")
-    lineage.published(4, "e'")
-    assert lineage.lag(VersionSpan(4, 1, "e"), now=4) == (4 - 2) + (4 - 2)
-    assert lineage.lag(VersionSpan(3, 1, "d"), now=2) == 1
-    assert lineage.lag(VersionSpan(4, 1, "e'"), now=5) == 1
-    assert lineage.lag(VersionSpan(2, 1, "c"), now=4) == 2
+    history = VersionHistory(keep=4, digests={1: "b", 2: "c"}, fork=2)
+    history.add(3, "d'")
+    history.add(4, "e'")
+    assert history.lag(VersionSpan(4, 1, "e"), now=4) == (4 - 2) + (4 - 2)
+    assert history.lag(VersionSpan(3, 1, "d"), now=2) == 1
+    assert history.lag(VersionSpan(4, 1, "e'"), now=5) == 1
+    assert history.lag(VersionSpan(2, 1, "c"), now=4) == 2
 
 
 def test_weights_that_were_never_published_are_as_old_as_can_be():
-    lineage = Lineage(keep=4, digests={6: "g", 7: "h"}, fork=5)
-    assert lineage.lag(VersionSpan(5, 1, "foreign"), now=7) == 4
-    assert lineage.lag(VersionSpan(1, 1, "forgotten"), now=7) == 6
+    history = VersionHistory(keep=4, digests={6: "g", 7: "h"}, fork=5)
+    assert history.lag(VersionSpan(5, 1, "foreign"), now=7) == 4
+    assert history.lag(VersionSpan(1, 1, "forgotten"), now=7) == 6
 
 
 def test_only_the_newest_digests_are_kept():
-    lineage = Lineage(keep=3)
+    history = VersionHistory(keep=3)
     for version in range(100):
-        lineage.published(version, str(version))
-    assert sorted(lineage.digests) == [97, 98, 99]
+        history.add(version, str(version))
+    assert sorted(history.digests) == [97, 98, 99]
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), max_size=5), st.integers(2, 5))
@@ -44,24 +44,24 @@ def test_over_any_crashes_no_token_passes_for_newer_than_it_is(
     now = 0
     forks: list[int] = []
     abandoned: list[tuple[int, int]] = []  # (version, where its history left ours)
-    lineage = Lineage(keep)
-    lineage.published(0, "0.0")
+    history = VersionHistory(keep)
+    history.add(0, "0.0")
     for life, (published, lost) in enumerate(crashes, start=1):
         top = now + published
         for version in range(now + 1, top + 1):
-            lineage.published(version, f"{life}.{version}")
+            history.add(version, f"{life}.{version}")
         start = max(now, top - lost)  # a checkpoint stood there
         # Nothing that a crash left unread is older than the bound for long: only those are still about.
         abandoned = [(v, min(f, start)) for v, f in abandoned if start - f < keep]
         abandoned += [(v, start) for v in range(start + 1, top + 1)]
-        digests = {v: d for v, d in lineage.digests.items() if v <= start}
+        digests = {v: d for v, d in history.digests.items() if v <= start}
         forks = forks_at(start, forks, keep)
-        lineage, now = Lineage(keep, digests, min(forks)), start
+        history, now = VersionHistory(keep, digests, min(forks)), start
         for ahead in range(keep):
             for version, left in abandoned:
                 way = (version - left) + (now + ahead - left)
                 span = VersionSpan(version, 1, "of another history")
-                assert min(lineage.lag(span, now + ahead), keep) >= min(way, keep)
+                assert min(history.lag(span, now + ahead), keep) >= min(way, keep)
 
 
 def test_only_forks_within_the_bound_matter():

@@ -22,12 +22,12 @@ from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.system.run_dir import METRICS_FILE
 from areal_q.tasks import build_task, build_tokenizer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
-from learner.data import group_reader as intake_module
+from learner.data import group_reader as group_reader_module
 from learner.data import starvation
-from learner.data.admission import Feeder
-from learner.data.group_reader import Intake
+from learner.data.admission import Admission
+from learner.data.group_reader import GroupReader
 from learner.data.replay_check import ReplayCheck
-from learner.data.staleness import Lineage
+from learner.data.staleness import VersionHistory
 from rollout.commands import status
 
 SETTINGS = """
@@ -55,34 +55,34 @@ def test_a_learner_that_starves_tells_who_holds_its_tickets(
     make_group: Callable[..., Group],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(intake_module, "POLL_S", 0.01)
+    monkeypatch.setattr(group_reader_module, "POLL_S", 0.01)
     monkeypatch.setattr(starvation, "SAY_AFTER_S", 0.05)
     run = make_run("learner.groups=4", "learner.max_lag=1")
     buffer = LearnerBuffer(redis_url, run.name)
-    feeder = Feeder(run, build_task(run.task), build_tokenizer(run), buffer, 0, set())
-    intake = Intake(buffer, feeder, Lineage(3, {0: "a0", 1: "b1"}), run)
+    admission = Admission(run, build_task(run.task), build_tokenizer(run), buffer, 0, set())
+    group_reader = GroupReader(buffer, admission, VersionHistory(3, {0: "a0", 1: "b1"}), run)
     said: list[str] = []
     stop = threading.Event()
 
-    def told(version: int, sentence: str) -> None:
+    def on_starvation(version: int, sentence: str) -> None:
         said.append(sentence)
         stop.set()
 
-    intake.told = told
-    feeder.admit(1)
+    group_reader.on_starvation = on_starvation
+    admission.admit(1)
 
     async def work() -> None:
         worker = WorkerBuffer(redis_url, run.name, "node-3-w")
         claims = await worker.claim(3, block_s=0.0)
         await worker.heartbeat(beat("node-3-w", "version 9, with version 4"))
         await worker.commit(claims[0], make_group(claims[0].ticket))
-        assert await asyncio.to_thread(intake.take, 1, stop) is None
+        assert await asyncio.to_thread(group_reader.take, 1, stop) is None
         with redis.Redis.from_url(redis_url) as client:
             assert status._starves(client, run.name) == said
             for claim in claims[1:] + await worker.claim(1, block_s=0.0):
                 await worker.commit(claim, make_group(claim.ticket))
             stop.clear()
-            assert await asyncio.to_thread(intake.take, 1, stop)
+            assert await asyncio.to_thread(group_reader.take, 1, stop)
             assert status._starves(client, run.name) == []
         await worker.close()
 
@@ -120,12 +120,12 @@ def test_a_replay_is_exact_until_the_first_weights_that_differ(caplog: pytest.Lo
     check = ReplayCheck(40, {39: "x", 40: "y", 41: "a", 42: "b", 43: "c"})
     assert check.metrics() == {}
     for version, digest in [(40, "y"), (41, "a"), (42, "other"), (43, "c"), (44, "d")]:
-        check.published(version, digest)
+        check.compare(version, digest)
     assert check.metrics() == {"learner/replay_exact_steps": 1, "learner/replay_differs_at": 42}
     assert "replay differs at step 42" in caplog.text
     exact = ReplayCheck(40, {41: "a", 43: "c"})
     for version, digest in [(40, "y"), (41, "a"), (42, "b"), (43, "c")]:
-        exact.published(version, digest)
+        exact.compare(version, digest)
     assert "replay is exact up to step 43" in caplog.text
     assert exact.metrics() == {"learner/replay_exact_steps": 2}
 

@@ -29,7 +29,7 @@ from learner.backends.precision import set_precision
 from learner.backends.single_device import Trainer
 from learner.build import build_model, build_trainer
 from learner.data.sft_warmup import supervised_loss
-from learner.data.staleness import Lineage
+from learner.data.staleness import VersionHistory
 from learner.doctor.probe import Probe
 from learner.measure.fidelity import FidelityMeter
 from learner.measure.rescore import Scorer, engine_policy
@@ -254,11 +254,11 @@ def test_a_run_logged_on_a_cpu_is_replayed_and_examined_on_the_device(
     run, directory = make_run("rollout.format=int8", "learner.fidelity.share=1"), tmp_path / "run"
     directory.mkdir()
     (directory / "config.toml").write_text(dump_toml(run))
-    trainer, lineage, publisher = trainers(run)[1], Lineage(4), Publisher(run)
+    trainer, history, publisher = trainers(run)[1], VersionHistory(4), Publisher(run)
     versions = [publisher.make(trainer.model, 0)]
-    lineage.published(0, versions[0].manifest.digest)
+    history.add(0, versions[0].manifest.digest)
     state = checkpoint.State(
-        step=0, position="0-0", cursor=0, outstanding=[], digests=dict(lineage.digests), updates=0,
+        step=0, position="0-0", cursor=0, outstanding=[], digests=dict(history.digests), updates=0,
         skipped=0, model=trainer.model.config.to_hf(),
     )  # fmt: skip
     checkpoint.save(directory / "checkpoints", state, trainer, keep=1)
@@ -266,16 +266,16 @@ def test_a_run_logged_on_a_cpu_is_replayed_and_examined_on_the_device(
     groups: list[Group] = []
     for step in range(2):
         groups = [make_group(make_ticket(4 * step + i, step=step)) for i in range(4)]
-        groups = [within(group, lineage.digests[step], step) for group in groups]
-        metrics = train_step(SingleProcessUpdater(trainer), groups, lineage, step)
-        base = lineage.digests[step]
+        groups = [within(group, history.digests[step], step) for group in groups]
+        metrics = train_step(SingleProcessUpdater(trainer), groups, history, step)
+        base = history.digests[step]
         versions.append(publisher.make(trainer.model, step + 1))
-        lineage.published(step + 1, versions[-1].manifest.digest)
+        history.add(step + 1, versions[-1].manifest.digest)
         log.append(step, step, groups)
         steps.append(
             StepRecord(
                 step=step, tickets=[g.ticket.number for g in groups], seeds=[0] * 4, base_digest=base,
-                digest=lineage.digests[step + 1], fork=0, settings="", machine="a CPU", metrics=metrics,
+                digest=history.digests[step + 1], fork=0, settings="", machine="a CPU", metrics=metrics,
             )
         )  # fmt: skip
     log.close()
@@ -288,8 +288,8 @@ def test_a_run_logged_on_a_cpu_is_replayed_and_examined_on_the_device(
     assert np.isfinite(probe.table().terms).all()
     gaps = []
     for chosen in (replay.run, run):
-        meter = FidelityMeter(chosen)
-        meter.published(versions[1])
+        meter = FidelityMeter(chosen.learner, chosen.rollout.format)
+        meter.remember(versions[1])
         gaps.append(meter.measure(groups))
     assert gaps[0] == pytest.approx(gaps[1], abs=1e-4)
 

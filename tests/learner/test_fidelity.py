@@ -107,9 +107,9 @@ def drawn(make_ticket) -> Callable[..., list[Group]]:
 
 
 def meter_of(run: Run, versions: list[WeightVersion]) -> FidelityMeter:
-    meter = FidelityMeter(run)
+    meter = FidelityMeter(run.learner, run.rollout.format)
     for version in versions:
-        meter.published(version)
+        meter.remember(version)
     return meter
 
 
@@ -151,10 +151,10 @@ def test_a_planted_error_of_a_tenth_of_a_nat_is_seen_and_warned_of_once(
 
 
 def test_the_share_is_of_the_ticket_numbers_whoever_drew_them(make_run, make_group, make_ticket):
-    meter = FidelityMeter(make_run("learner.fidelity.share=0.0625"))
+    meter = FidelityMeter(make_run("learner.fidelity.share=0.0625").learner, "int8")
     groups = [make_group(make_ticket(n)) for n in range(160)]
     assert sum(meter._chosen(g) for g in groups) == 10
-    assert FidelityMeter(make_run("learner.fidelity.share=0")).measure(groups) == {}
+    assert FidelityMeter(make_run("learner.fidelity.share=0").learner, "int8").measure(groups) == {}
 
 
 def test_versions_that_are_no_longer_held_are_passed_over(make_run, make_versions, drawn):

@@ -26,7 +26,7 @@ from buffer.logs.trajectory_log import TrajectoryLog
 from learner import checkpoint
 from learner.backends.single_device import Trainer, token_logprobs
 from learner.data.packing import pack, samples_of
-from learner.data.staleness import Lineage
+from learner.data.staleness import VersionHistory
 from learner.doctor.cli import main
 from learner.doctor.diagnosis import TERMS, Case, LogFacts, TokenTable, diagnose, look_at
 from learner.doctor.diagnosis.group_checks import has_loop, longest_run
@@ -82,11 +82,11 @@ class World:
                 if is_quantized(name):
                     weight[:, 0] *= self.outlier
         trainer = Trainer(model, self.run.learner, self.run.rollout.sampling.temperature)
-        lineage, publisher = Lineage(4), Publisher(self.run)
-        lineage.published(0, publisher.make(model, 0).manifest.digest)
+        history, publisher = VersionHistory(4), Publisher(self.run)
+        history.add(0, publisher.make(model, 0).manifest.digest)
         self.directory.mkdir()
         (self.directory / "config.toml").write_text(dump_toml(self.run))
-        self._save(trainer, lineage)
+        self._save(trainer, history)
         log = TrajectoryLog(self.directory / "trajectories")
         steps = StepLog(self.directory / "steps")
         versions: list[Version] = []
@@ -94,7 +94,7 @@ class World:
             versions.append(Version(model, self.run, step))
             drawn_by = max(0, step - self.lag)
             groups = [
-                self._group(trainer, versions[drawn_by], lineage, drawn_by, step, n)
+                self._group(trainer, versions[drawn_by], history, drawn_by, step, n)
                 for n in range(GROUPS)
             ]
             planted = [self._planted(group, step) for group in groups]
@@ -105,11 +105,11 @@ class World:
                 for t in g.trajectories
             )
             metrics = train_step(
-                SingleProcessUpdater(trainer), planted if sound else groups, lineage, step
+                SingleProcessUpdater(trainer), planted if sound else groups, history, step
             )
             digest = publisher.make(model, step + 1).manifest.digest
-            base = lineage.digests[step]
-            lineage.published(step + 1, digest)
+            base = history.digests[step]
+            history.add(step + 1, digest)
             log.append(step, step, planted)
             steps.append(
                 StepRecord(
@@ -122,15 +122,15 @@ class World:
         steps.close()
         return examine(self.directory, 0, None, Console())
 
-    def _save(self, trainer: Trainer, lineage: Lineage) -> None:
+    def _save(self, trainer: Trainer, history: VersionHistory) -> None:
         state = checkpoint.State(
-            step=0, position="0-0", cursor=0, outstanding=[], digests=lineage.digests, updates=0,
+            step=0, position="0-0", cursor=0, outstanding=[], digests=history.digests, updates=0,
             skipped=0, model=trainer.model.config.to_hf(),
         )  # fmt: skip
         checkpoint.save(self.directory / "checkpoints", state, trainer, keep=1)
 
     def _group(
-        self, trainer: Trainer, version: Version, lineage: Lineage, u: int, step: int, n: int
+        self, trainer: Trainer, version: Version, history: VersionHistory, u: int, step: int, n: int
     ) -> Group:
         rng = np.random.default_rng([step, n])
         ticket = Ticket(
@@ -146,13 +146,13 @@ class World:
                     index=i, response_ids=Array.of(self._ids(rng), "int32"),
                     behavior_logprobs=Array.of(np.zeros(TOKENS), "float32"),
                     loss_mask=Array.of(np.ones(TOKENS), "uint8"),
-                    spans=[VersionSpan(u, TOKENS, lineage.digests[u])],
+                    spans=[VersionSpan(u, TOKENS, history.digests[u])],
                     finish_reason="length", reward=float(i % 2),
                 )
                 for i in range(SIZE)
             ],
         )  # fmt: skip
-        samples = samples_of([group], trainer.cfg.advantage, lineage, step)
+        samples = samples_of([group], trainer.cfg.advantage, history, step)
         with torch.no_grad():
             batch = pack(samples)
             scores = token_logprobs(version.engine, batch, self.temperature)[0].numpy()

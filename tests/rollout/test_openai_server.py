@@ -31,7 +31,7 @@ from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.weight_sync.publish.publisher import Broadcaster
 from buffer.weight_sync.subscribe.subscriber import Receiver
 from learner.build import build_model
-from learner.data.admission import Feeder
+from learner.data.admission import Admission
 from learner.measure.fidelity import FidelityMeter
 from learner.publishing.version_builder import Publisher
 from rollout.build import room
@@ -343,8 +343,8 @@ async def playing(
     buffer.publish_run(dump_toml(run), ends._asdict())
     version = Publisher(run).make(build_model(run, tokenizer), 0)
     broadcaster.publish(version)
-    feeder = Feeder(run, build_task(run.task), tokenizer, buffer, 0, set())
-    feeder.admit(0)
+    admission = Admission(run, build_task(run.task), tokenizer, buffer, 0, set())
+    admission.admit(0)
     engine = build_engine(run.rollout.engine)
     assert isinstance(run.rollout.environment, External)
     episodes = Episodes(
@@ -417,8 +417,8 @@ def test_episodes_played_from_outside_become_a_token_exact_group(
             played = [await play(url, ["(5)", "+1="]) for _ in range(run.learner.group_size)]
             (group,) = await asyncio.to_thread(buffer.take, 1, 20.0)
             check_group(group, played)
-            meter = FidelityMeter(run)
-            meter.published(version)
+            meter = FidelityMeter(run.learner, run.rollout.format)
+            meter.remember(version)
             assert meter.measure([group])["fidelity/gap_mean_nats"] < 1e-3
 
     run_async(work())

@@ -36,10 +36,10 @@ from buffer.weight_sync.publish.publisher import Broadcaster
 from buffer.weight_sync.subscribe.subscriber import Receiver
 from learner.backends.single_device import token_logprobs
 from learner.build import build_model
-from learner.data.admission import Feeder
-from learner.data.group_reader import Intake
+from learner.data.admission import Admission
+from learner.data.group_reader import GroupReader
 from learner.data.packing import pack, samples_of
-from learner.data.staleness import Lineage
+from learner.data.staleness import VersionHistory
 from learner.publishing.version_builder import Publisher
 from rollout.build import room
 from rollout.engines import build_engine
@@ -66,16 +66,16 @@ class LearnerSide:
         self.run, self.url = run, url
         self.buffer = LearnerBuffer(url, run.name)
         self.tokenizer = build_tokenizer(run)
-        self.feeder = Feeder(run, build_task(run.task), self.tokenizer, self.buffer, 0, set())
+        self.admission = Admission(run, build_task(run.task), self.tokenizer, self.buffer, 0, set())
         self.model: Decoder = build_model(run, self.tokenizer)
-        self.lineage = Lineage(keep=100)
+        self.history = VersionHistory(keep=100)
         self.publisher = Publisher(run)
         self.broadcaster = Broadcaster(f"ipc://{sockets}/announce", f"ipc://{sockets}/fetch")
         self.buffer.publish_run(dump_toml(run), self.broadcaster.endpoints._asdict())
 
     def publish(self, version: int) -> None:
         made = self.publisher.make(self.model, version)
-        self.lineage.published(version, made.manifest.digest)
+        self.history.add(version, made.manifest.digest)
         self.broadcaster.publish(made)
 
     def change(self) -> None:
@@ -194,14 +194,14 @@ def test_every_ticket_becomes_one_valid_group(
     async def work() -> None:
         async with working(side):
             side.publish(0)
-            side.feeder.admit(0)
-            side.feeder.evaluate(0)
+            side.admission.admit(0)
+            side.admission.evaluate(0)
             for group in await side.take(12):
                 group.validate()
                 ticket = group.ticket
                 assert (group.engine, group.weight_format) == (engine, "int8")
-                assert ticket.number in side.feeder.outstanding
-                side.feeder.done(group)
+                assert ticket.number in side.admission.outstanding
+                side.admission.done(group)
                 assert 0 < group.started_s <= group.finished_s <= time.time()
                 for t in group.trajectories:
                     ids = t.response_ids.numpy().tolist()
@@ -213,8 +213,8 @@ def test_every_ticket_becomes_one_valid_group(
                     )
                     assert (t.finish_reason == "stop") == (ids[-1] == side.tokenizer.eos_id)
                     assert t.loss_mask.numpy().all()
-                    assert side.lineage.lag(t.spans[0], 0) == 0
-            assert not side.feeder.outstanding
+                    assert side.history.lag(t.spans[0], 0) == 0
+            assert not side.admission.outstanding
             evaluations = []
             await until(
                 lambda: evaluations.extend(side.buffer.take_eval()) or len(evaluations) == 20
@@ -240,15 +240,15 @@ def test_vllm_killed_in_mid_request_comes_back_and_no_ticket_is_lost(
         async with working(side) as engine:
             assert isinstance(engine, StreamingEngine)
             side.publish(0)
-            side.feeder.admit(0)
+            side.admission.admit(0)
             await until(lambda: engine.tokens_drawn > 8)
             await engine.backend.kill()
-            side.feeder.issue([4, 5], version=0)
+            side.admission.issue([4, 5], version=0)
             groups = await side.take(6, timeout_s=600)
             assert {g.ticket.number for g in groups} == set(range(6))
             assert (engine.deaths, engine.version) == (1, 0)
             for t in [t for group in groups for t in group.validate().trajectories]:
-                assert [side.lineage.lag(span, 0) for span in t.spans] == [0]
+                assert [side.history.lag(span, 0) for span in t.spans] == [0]
 
     asyncio.run(asyncio.wait_for(work(), 800))
 
@@ -266,7 +266,7 @@ def test_new_weights_are_stamped_on_the_tokens_that_they_draw(
     async def work() -> None:
         async with working(side, talker) as engine:
             side.publish(0)
-            side.feeder.admit(0)
+            side.admission.admit(0)
             await until(lambda: engine.tokens_drawn > 8)
             side.change()
             side.publish(1)
@@ -274,8 +274,8 @@ def test_new_weights_are_stamped_on_the_tokens_that_they_draw(
             for t in [t for group in groups for t in group.trajectories]:
                 assert [span.version for span in t.spans] == [0, 1]
                 assert sum(span.tokens for span in t.spans) == t.num_tokens == 200
-                assert [side.lineage.lag(span, 1) for span in t.spans] == [1, 0]
-                assert {s.digest for s in t.spans} == set(side.lineage.digests.values())
+                assert [side.history.lag(span, 1) for span in t.spans] == [1, 0]
+                assert {s.digest for s in t.spans} == set(side.history.digests.values())
 
     run_async(work())
 
@@ -289,8 +289,8 @@ def test_a_ticket_waits_for_weights_as_new_as_itself(
         async with working(side) as engine:
             side.publish(0)
             await until(lambda: engine.version == 0)
-            side.feeder.issue([0, 1], version=2)
-            side.feeder.issue([2], version=0)
+            side.admission.issue([0, 1], version=2)
+            side.admission.issue([2], version=0)
             assert [g.ticket.number for g in await side.take(1)] == [2]
             side.publish(1)
             await until(lambda: engine.version == 1)
@@ -310,15 +310,15 @@ def test_workers_full_of_an_abandoned_history_do_not_stop_the_learner(
 ):
     """The learner came back at version 2, and the groups that led it to version 9 before are of no use."""
     side = learner(make_run(SCRIPTED, "learner.groups=4", "learner.max_lag=1"))
-    intake = Intake(side.buffer, side.feeder, side.lineage, side.run)
+    group_reader = GroupReader(side.buffer, side.admission, side.history, side.run)
     stop = threading.Event()
 
     async def work() -> None:
-        side.feeder.issue([0, 1, 2, 3], version=9)
-        side.feeder.issue([4, 5], version=2)
+        side.admission.issue([0, 1, 2, 3], version=9)
+        side.admission.issue([4, 5], version=2)
         async with working(side, limit=Room(responses=4, slots=4, group_size=2)):
             side.publish(2)
-            taken = await asyncio.to_thread(intake.take, 2, stop)
+            taken = await asyncio.to_thread(group_reader.take, 2, stop)
             assert taken
             assert {g.ticket.step for g in taken.groups} == {2}
             assert len({g.ticket.number for g in taken.groups}) == 4
@@ -338,7 +338,7 @@ def test_it_is_full_before_the_learner_asks_again(
     async def work() -> None:
         async with working(side) as engine:
             side.publish(0)
-            side.feeder.admit(0)
+            side.admission.admit(0)
             await until(lambda: engine.active == 4)
             status = []
             await until(lambda: status.extend(side.buffer.workers()) or status)
@@ -356,7 +356,7 @@ def test_tickets_that_another_worker_took_over_are_abandoned(
     async def work() -> None:
         async with working(side) as engine:
             side.publish(0)
-            side.feeder.admit(0)
+            side.admission.admit(0)
             await until(lambda: engine.active == 4)
             thief = WorkerBuffer(side.url, side.run.name, "thief", claim_timeout_s=0.001)
             await asyncio.sleep(0.01)
@@ -368,7 +368,7 @@ def test_tickets_that_another_worker_took_over_are_abandoned(
             await thief.close()
             assert {g.worker for g in await side.take(2)} == {"thief"}
             # It is free for other work.
-            side.feeder.issue([7], version=0)
+            side.admission.issue([7], version=0)
             await until(lambda: engine.active == 2)
 
     run_async(work())
@@ -391,7 +391,7 @@ def test_a_renewal_does_not_take_a_commit_under_way_for_a_lost_ticket(
     async def work() -> None:
         async with working(side):
             side.publish(0)
-            side.feeder.admit(0)
+            side.admission.admit(0)
             await side.take(12)
             await until(lambda: [s.groups for s in side.buffer.workers()] == [12])
 
@@ -407,7 +407,7 @@ def test_a_worker_that_ends_hands_its_tickets_back(
     async def work() -> None:
         async with working(side) as engine:
             side.publish(0)
-            side.feeder.admit(0)
+            side.admission.admit(0)
             await until(lambda: engine.active == 4)
         other = WorkerBuffer(side.url, side.run.name, "other", claim_timeout_s=3600)
         assert {c.ticket.number for c in await other.claim(10, block_s=0.0)} == {0, 1}
@@ -423,7 +423,7 @@ def test_a_signal_ends_the_process_in_peace_and_its_tickets_go_back_at_once(
     slow = [SCRIPTED, "rollout.engine.tokens_per_s=1", "buffer.claim_timeout_s=3600"]
     side = learner(make_run(*slow))
     side.publish(0)
-    side.feeder.admit(0)
+    side.admission.admit(0)
     command = [sys.executable, "-m", "rollout", "--redis", side.url, "--run", side.run.name]
     process = subprocess.Popen([*command, "--id", "mortal"], stderr=subprocess.PIPE, text=True)
 
@@ -476,7 +476,7 @@ def test_the_next_worker_goes_on_from_the_tokens_of_one_that_ended(
     async def work() -> None:
         async with working(side, EngineLoop(slow)) as engine:
             side.publish(0)
-            side.feeder.admit(0)
+            side.admission.admit(0)
             await until(lambda: engine.tokens_drawn > 100)
         done = side.buffer.take(4, 0.0)
         other = WorkerBuffer(side.url, side.run.name, "other", claim_timeout_s=3600)
@@ -515,7 +515,7 @@ def test_tokens_that_are_too_old_are_drawn_again_and_others_keep_their_version(
 
     async def work() -> None:
         side.publish(0)
-        side.feeder.admit(0)
+        side.admission.admit(0)
         fast = ScriptedEngine(tokens_per_s=1e6)
 
         def silent(prompt: Any) -> list[int]:
@@ -545,7 +545,7 @@ def test_a_response_that_takes_too_long_is_cut_kept_and_counted(
 
         async with working(side, scripted_engine(side.run.rollout.engine, silent)):  # type: ignore[arg-type]
             side.publish(0)
-            side.feeder.admit(0)
+            side.admission.admit(0)
             (group,) = await side.take(1)
             late = [t for t in group.trajectories if t.finish_reason == "timeout"]
             assert late and all(1 <= t.num_tokens < 100 for t in late)
@@ -578,7 +578,7 @@ def test_a_groups_last_straggler_leaves_room_for_new_groups(
 
         async with working(side, environment=straggling, limit=Room(8, 8, 4)):
             side.publish(0)
-            side.feeder.admit(0)
+            side.admission.admit(0)
             await until(lambda: len(begun) == 2)
             await asyncio.sleep(0.3)
             assert len(begun) == 2
@@ -599,7 +599,7 @@ def test_a_process_that_is_terminated_leaves_its_tokens_and_one_that_is_killed_i
     slow = [SCRIPTED, "rollout.engine.tokens_per_s=60", "rollout.sampling.max_tokens=40", LONG]
     side = learner(make_run(*slow, "learner.groups=4", "buffer.claim_timeout_s=3"))
     side.publish(0)
-    side.feeder.admit(0)
+    side.admission.admit(0)
     command = [sys.executable, "-m", "rollout", "--redis", side.url, "--run", side.run.name]
     process = subprocess.Popen([*command, "--id", "mortal"], stderr=subprocess.DEVNULL)
 
@@ -630,7 +630,7 @@ def test_a_process_that_is_terminated_leaves_its_tokens_and_one_that_is_killed_i
 
 def gaps(side: LearnerSide, groups: list[Group]) -> np.ndarray:
     """|learner's log-prob − behaviour log-prob| of every token."""
-    samples = samples_of(groups, side.run.learner.advantage, side.lineage, version=0)
+    samples = samples_of(groups, side.run.learner.advantage, side.history, version=0)
     batch = pack(samples)
     with torch.no_grad():
         recomputed, _ = token_logprobs(side.model, batch, side.run.rollout.sampling.temperature)
@@ -652,7 +652,7 @@ def test_the_engines_log_probs_are_those_that_the_learner_recomputes(
     async def work() -> None:
         async with working(side):
             side.publish(0)
-            side.feeder.admit(0)
+            side.admission.admit(0)
             found = gaps(side, await side.take(48))
             assert found.size > 200
             if format == "bf16":
@@ -672,9 +672,9 @@ def test_recorded_log_probs_are_of_the_temperature_that_drew(
     async def work() -> None:
         async with working(side):
             side.publish(0)
-            side.feeder.admit(0)
+            side.admission.admit(0)
             groups = await side.take(12)
-            batch = pack(samples_of(groups, side.run.learner.advantage, side.lineage, version=0))
+            batch = pack(samples_of(groups, side.run.learner.advantage, side.history, version=0))
             with torch.no_grad():
                 at_one, _ = token_logprobs(side.model, batch, 1.0)
             # Recomputed at another temperature they differ by far more than any rounding.
@@ -736,7 +736,7 @@ def test_a_reward_that_hangs_costs_its_response_and_nothing_else(
     async def work() -> None:
         async with working(side):
             side.publish(0)
-            side.feeder.admit(0)
+            side.admission.admit(0)
             for group in await side.take(12):
                 hangs = group.ticket.prompt == prompts[5]
                 fails = hangs or group.ticket.prompt == prompts[6]
@@ -753,15 +753,15 @@ def test_a_ticket_that_cannot_become_a_group_costs_itself_alone(
 ):
     """A prompt too long for the model, or a reward that no group may have, once ended every worker in turn."""
     side = learner(make_run("rollout.engine.type=torch", *ONE))
-    long = side.feeder._ticket(0, 0)
+    long = side.admission._ticket(0, 0)
     ids = Array.of(np.ones(300, np.int32))
     side.buffer.admit([msgspec.structs.replace(long, prompt_ids=ids)], 1)
 
     async def work() -> None:
         async with working(side):
             side.publish(0)
-            side.feeder.cursor = 1
-            side.feeder.admit(0)
+            side.admission.cursor = 1
+            side.admission.admit(0)
             (group,) = await side.take(1)
             assert group.ticket.number > 0
             await until(lambda: side.buffer.set_aside() == 1)
@@ -787,7 +787,7 @@ def test_a_group_that_is_refused_at_its_commit_costs_itself_alone(
     async def work() -> None:
         async with working(side, environment=Rewarded()):
             side.publish(0)
-            side.feeder.admit(0)
+            side.admission.admit(0)
             (group,) = await side.take(1)
             assert group.ticket.number > 0
             await until(lambda: side.buffer.set_aside() == 1)
