@@ -26,13 +26,24 @@ To add one: derive it from the closest class here, say in one line when it is ra
 class AReaLQError(Exception):
     """Base of all errors below."""
 
+    def lines(self) -> list[str]:
+        """Returns the lines that the command line prints: one, except where there are several faults."""
+        return [" ".join(str(self).split())]
+
 
 class UserError(AReaLQError, ValueError):
-    """What a user can mend; the command line prints it as one line and exits with 2."""
+    """What a user can mend; the command line prints its line and exits with 2."""
 
 
 class ConfigError(UserError):
     """A setting is unknown, ill-typed, out of range or contradicts another; names the path."""
+
+
+class SettingsError(ConfigError):
+    """Settings that a run cannot have; the message has a line for each fault."""
+
+    def lines(self) -> list[str]:
+        return str(self).splitlines()
 
 
 class TaskError(UserError):

@@ -13,7 +13,6 @@ checkpoint cannot be used (one line on stderr).
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from typing import Annotated
 import typer
 
 from areal_q.config import MegatronBackend, Run, load
-from areal_q.errors import ConfigError, Stopped, UserError
+from areal_q.errors import ConfigError, Stopped
 from areal_q.observability import service_log
 from areal_q.observability.prometheus_exporter import LEARNER, Exporter, serve_metrics
 from areal_q.system import run_dir as rundir
@@ -165,8 +164,4 @@ def _learn(
 
 
 if __name__ == "__main__":
-    try:
-        run_command("learner", main, EXITS)
-    except UserError as error:
-        print(f"learner: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_command("learner", main, EXITS, who="learner")

@@ -10,7 +10,6 @@ import torch
 
 from areal_q.checks.machine import check_device
 from areal_q.config import Run, SmallModel, dump_toml, workers_hash
-from areal_q.config.load import tokens_after_prompt
 from areal_q.errors import ConfigError
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights, load_config, load_decoder
 from areal_q.observability.metrics_log import MetricsLog
@@ -75,7 +74,7 @@ def longest_prompt(run: Run) -> int:
     model = run.model
     small = isinstance(model, SmallModel)
     positions = model.max_positions if small else load_config(model.path).max_positions
-    return min(positions, run.learner.microbatch_tokens) - tokens_after_prompt(run)
+    return min(positions, run.learner.microbatch_tokens) - run.rollout.tokens_after_prompt
 
 
 def build_trainer(

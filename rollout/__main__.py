@@ -8,14 +8,12 @@ import logging
 import os
 import signal
 import socket
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from areal_q.config import load
-from areal_q.errors import UserError
 from areal_q.observability import service_log
 from areal_q.observability.prometheus_exporter import WORKER, Exporter, serve_metrics
 from areal_q.system.command import run_command
@@ -106,8 +104,4 @@ async def _until_signal(work) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        run_command("rollout", main, EXITS)
-    except UserError as error:
-        print(f"rollout: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_command("rollout", main, EXITS, who="rollout")

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from areal_q import __version__
 from areal_q.config import Run, dump_toml, load
 from areal_q.errors import AReaLQError, ConfigError, UserError
-from areal_q.system.command import PLAIN, WIDTH, accept_any_text
+from areal_q.system.command import PLAIN, WIDTH, accept_any_text, exit_with
 from areal_q.system.processes import module_command
 
 EXITS = (
@@ -287,12 +287,5 @@ def main() -> None:
     accept_any_text()
     try:
         app(prog_name="areal-q")
-    except UserError as error:
-        _fail(" ".join(str(error).split()), 2)
     except AReaLQError as error:
-        _fail(str(error), 1)
-
-
-def _fail(message: str, code: int) -> None:
-    typer.echo(f"areal-q: error: {message}", err=True)
-    sys.exit(code)
+        exit_with(error, 2 if isinstance(error, UserError) else 1)

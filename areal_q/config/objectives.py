@@ -6,9 +6,9 @@ which corrects for quantization, engine and staleness and carries no gradient.
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-from areal_q.config.bounds import (
+from areal_q.config.base import (
     LARGEST_FLOAT,
     Cap,
     Count,
@@ -17,6 +17,8 @@ from areal_q.config.bounds import (
     Limit,
     NonNegative,
     Positive,
+    Settings,
+    TaggedSettings,
 )
 
 Level = Literal["token", "product", "geometric"]
@@ -27,15 +29,7 @@ Denominator = Literal["all_tokens", "kept_tokens"]
 """Whether tokens that an objective masks out still count in the mean, or are as if never sampled."""
 
 
-class _Choice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    pass
-
-
-class _Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class Clip(_Choice, frozen=True, kw_only=True):
+class Clip(TaggedSettings, frozen=True, kw_only=True):
     """The trust region of the policy ratio: [1 - clip_low, 1 + clip_high]. DAPO's clip-higher: 0.2, 0.28."""
 
     clip_low: Fraction = 0.2
@@ -116,7 +110,7 @@ class Gspo(Clip, frozen=True, kw_only=True, tag="gspo"):
     """The response's ratio is clipped above 1 + clip_high."""
 
 
-class Sapo(_Choice, frozen=True, kw_only=True, tag="sapo"):
+class Sapo(TaggedSettings, frozen=True, kw_only=True, tag="sapo"):
     """A sigmoid gate in place of the hard clip (arXiv 2511.20347); blind to π_behav. The temperatures are
     those of TRL and AReaL."""
 
@@ -126,7 +120,7 @@ class Sapo(_Choice, frozen=True, kw_only=True, tag="sapo"):
     """τ⁻, for A ≤ 0: larger, so that negative tokens fade sooner"""
 
 
-class Cispo(_Choice, frozen=True, kw_only=True, tag="cispo"):
+class Cispo(TaggedSettings, frozen=True, kw_only=True, tag="cispo"):
     """The ratio, truncated at 1 + clip_high, as a constant weight of A·log π_θ (arXiv 2506.13585).
 
     The paper has no lower bound and prints no value for the upper one. 4, a weight of at most 5, is what
@@ -137,7 +131,7 @@ class Cispo(_Choice, frozen=True, kw_only=True, tag="cispo"):
     """The ratio is truncated at 1 + clip_high."""
 
 
-class Tbpo(_Choice, frozen=True, kw_only=True, tag="tbpo"):
+class Tbpo(TaggedSettings, frozen=True, kw_only=True, tag="tbpo"):
     """Trust-band policy optimization (QaRL §3.2): sequence level, two-sided band where A < 0.
 
     The defaults are QaRL's own (appendix B), for responses of up to 16,384 tokens; shorter ones want wider
@@ -171,7 +165,7 @@ class Tbpo(_Choice, frozen=True, kw_only=True, tag="tbpo"):
 ObjectiveConfig = Naive | Ppo | Decoupled | Tis | Mis | IcePop | Acr | Gspo | Sapo | Cispo | Tbpo
 
 
-class Grpo(_Choice, frozen=True, kw_only=True, tag="grpo"):
+class Grpo(TaggedSettings, frozen=True, kw_only=True, tag="grpo"):
     """(r - mean) / (std + eps) over the responses to one prompt."""
 
     eps: NonNegative = 1e-6
@@ -180,15 +174,15 @@ class Grpo(_Choice, frozen=True, kw_only=True, tag="grpo"):
     """Whether the variance is divided by G - 1 (torch's default, and so the field's) or by G."""
 
 
-class DrGrpo(_Choice, frozen=True, kw_only=True, tag="dr_grpo"):
+class DrGrpo(TaggedSettings, frozen=True, kw_only=True, tag="dr_grpo"):
     """r - mean over the responses to one prompt (arXiv 2503.20783)."""
 
 
-class Rloo(_Choice, frozen=True, kw_only=True, tag="rloo"):
+class Rloo(TaggedSettings, frozen=True, kw_only=True, tag="rloo"):
     """r - mean over the other responses to the prompt (arXiv 2402.14740)."""
 
 
-class ReinforcePlusPlus(_Choice, frozen=True, kw_only=True, tag="reinforce++"):
+class ReinforcePlusPlus(TaggedSettings, frozen=True, kw_only=True, tag="reinforce++"):
     """(r - baseline), normalised over the responses of the whole batch (arXiv 2501.03262)."""
 
     eps: NonNegative = 1e-8
@@ -197,7 +191,7 @@ class ReinforcePlusPlus(_Choice, frozen=True, kw_only=True, tag="reinforce++"):
     """`group` subtracts the mean of the prompt's responses first (the paper's "-baseline" variant)."""
 
 
-class Gae(_Choice, frozen=True, kw_only=True, tag="gae"):
+class Gae(TaggedSettings, frozen=True, kw_only=True, tag="gae"):
     """Generalised advantage estimation with a critic (arXiv 1506.02438), one advantage per token."""
 
     discount: Fraction = 1.0
@@ -211,15 +205,15 @@ class Gae(_Choice, frozen=True, kw_only=True, tag="gae"):
 AdvantageConfig = Grpo | DrGrpo | Rloo | ReinforcePlusPlus | Gae
 
 
-class TokenMean(_Choice, frozen=True, kw_only=True, tag="token_mean"):
+class TokenMean(TaggedSettings, frozen=True, kw_only=True, tag="token_mean"):
     """Sum over all tokens / number of tokens (DAPO)."""
 
 
-class SeqMeanTokenMean(_Choice, frozen=True, kw_only=True, tag="seq_mean_token_mean"):
+class SeqMeanTokenMean(TaggedSettings, frozen=True, kw_only=True, tag="seq_mean_token_mean"):
     """Mean over the tokens of each response, then over responses (GRPO)."""
 
 
-class SeqMeanTokenSumNorm(_Choice, frozen=True, kw_only=True, tag="seq_mean_token_sum_norm"):
+class SeqMeanTokenSumNorm(TaggedSettings, frozen=True, kw_only=True, tag="seq_mean_token_sum_norm"):
     """Sum over the tokens of each response / `length`, then mean over responses (Dr.GRPO)."""
 
     length: Count
@@ -229,7 +223,7 @@ class SeqMeanTokenSumNorm(_Choice, frozen=True, kw_only=True, tag="seq_mean_toke
 AggregationConfig = TokenMean | SeqMeanTokenMean | SeqMeanTokenSumNorm
 
 
-class ReferenceKl(_Settings, frozen=True, kw_only=True):
+class ReferenceKl(Settings, frozen=True, kw_only=True):
     """A penalty for leaving the frozen reference policy, a copy of which the learner holds."""
 
     coef: Positive = 1e-3
@@ -245,7 +239,7 @@ class ReferenceKl(_Settings, frozen=True, kw_only=True):
     """Learner steps after which the present policy becomes the reference; 0: never"""
 
 
-class ValueLoss(_Settings, frozen=True, kw_only=True):
+class ValueLoss(Settings, frozen=True, kw_only=True):
     """The critic's share of the loss."""
 
     coef: Positive = 0.5
@@ -254,7 +248,7 @@ class ValueLoss(_Settings, frozen=True, kw_only=True):
     """Half-width of the band around the old value inside which the clipped value moves; 0: no clipping"""
 
 
-class Overlong(_Settings, frozen=True, kw_only=True):
+class Overlong(Settings, frozen=True, kw_only=True):
     """DAPO's soft length penalty: 0 up to max_tokens - cache_tokens, falling to -1 at max_tokens."""
 
     max_tokens: Count

@@ -2,12 +2,18 @@
 
 from typing import Literal
 
-from msgspec import Struct
+from areal_q.config.base import (
+    BelowOne,
+    Count,
+    Fraction,
+    Index,
+    NonNegative,
+    Positive,
+    TaggedSettings,
+)
 
-from areal_q.config.bounds import BelowOne, Count, Fraction, Index, NonNegative, Positive
 
-
-class _Optimizer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Optimizer(TaggedSettings, frozen=True, kw_only=True):
     lr: NonNegative = 1.5e-4
     """Learning rate after the warm-up."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
@@ -26,18 +32,18 @@ class _Optimizer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Share of lr that is left after the decay."""
 
 
-class AdamW(_Optimizer, frozen=True, kw_only=True, tag_field="type", tag="adamw"):
+class AdamW(_Optimizer, frozen=True, kw_only=True, tag="adamw"):
     """torch's, with moments in float32 (arXiv 1711.05101)."""
 
 
-class AdamW8bit(_Optimizer, frozen=True, kw_only=True, tag_field="type", tag="adamw8bit"):
+class AdamW8bit(_Optimizer, frozen=True, kw_only=True, tag="adamw8bit"):
     """AdamW with moments of 8 bits in blocks (arXiv 2110.02861): 2 bytes a weight instead of 8."""
 
     small: Index = 4096
     """Parameters of fewer elements keep moments in float32."""
 
 
-class Muon(_Optimizer, frozen=True, kw_only=True, tag_field="type", tag="muon"):
+class Muon(_Optimizer, frozen=True, kw_only=True, tag="muon"):
     """Orthogonalised momentum for the matrices of the hidden layers, AdamW for all else; updates are scaled to
     AdamW's usual size, so that one lr serves both (arXiv 2502.16982)."""
 

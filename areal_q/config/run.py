@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, field
 
-from areal_q.config.bounds import (
+from areal_q.config.base import (
     AtLeastOne,
     Count,
     Fraction,
@@ -14,13 +14,15 @@ from areal_q.config.bounds import (
     Positive,
     Seconds,
     Seed,
+    Settings,
+    TaggedSettings,
     Thousands,
     Threads,
     TokenId,
 )
 from areal_q.config.buffer import BufferConfig
 from areal_q.config.engines import EngineConfig, TorchEngine
-from areal_q.config.environments import EnvironmentConfig, SingleTurn
+from areal_q.config.environments import CalculatorTool, EnvironmentConfig, SingleTurn
 from areal_q.config.objectives import (
     Acr,
     AdvantageConfig,
@@ -42,11 +44,7 @@ Precision = Literal["full", "qarl", "jet"]
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-class _Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class SmallModel(_Settings, frozen=True, kw_only=True, tag_field="type", tag="small"):
+class SmallModel(TaggedSettings, frozen=True, kw_only=True, tag="small"):
     """A Qwen3-architecture decoder made from nothing, with a character tokenizer; a mixture of experts where
     there are any."""
 
@@ -68,7 +66,7 @@ class SmallModel(_Settings, frozen=True, kw_only=True, tag_field="type", tag="sm
     """The longest prompt and response together, in tokens."""
 
 
-class PretrainedModel(_Settings, frozen=True, kw_only=True, tag_field="type", tag="pretrained"):
+class PretrainedModel(TaggedSettings, frozen=True, kw_only=True, tag="pretrained"):
     """A Hugging Face directory (config.json, *.safetensors, tokenizer): Qwen2, Qwen3, Qwen3-MoE or Llama."""
 
     path: str
@@ -78,7 +76,7 @@ class PretrainedModel(_Settings, frozen=True, kw_only=True, tag_field="type", ta
 ModelConfig = SmallModel | PretrainedModel
 
 
-class WarmStart(_Settings, frozen=True, kw_only=True):
+class WarmStart(Settings, frozen=True, kw_only=True):
     """Supervised steps before RL, cached by the hash of all that they depend on. 0 steps: none."""
 
     steps: Index = 0
@@ -98,7 +96,7 @@ StopText = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
 StopIds = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=LONGEST_STOP)]
 
 
-class Sampling(_Settings, frozen=True, kw_only=True):
+class Sampling(Settings, frozen=True, kw_only=True):
     """How a response is drawn. The recorded log-probs are those of this distribution."""
 
     temperature: Annotated[float, Meta(ge=0, le=LARGEST_TEMPERATURE)] = 1.0
@@ -116,7 +114,7 @@ class Sampling(_Settings, frozen=True, kw_only=True):
     sequences of ids; both are part of it."""
 
 
-class KvScales(_Settings, frozen=True, kw_only=True):
+class KvScales(Settings, frozen=True, kw_only=True):
     """The learner measures keys and values in a part of its last batch, and publishes the scales of an FP8 KV
     cache with the weights."""
 
@@ -128,7 +126,7 @@ class KvScales(_Settings, frozen=True, kw_only=True):
     """Tokens of the batch that are looked at, at least: whole sequences."""
 
 
-class Aqn(_Settings, frozen=True, kw_only=True):
+class Aqn(Settings, frozen=True, kw_only=True):
     """QeRL's adaptive quantization noise: in the norms of what is published, less from stage to stage."""
 
     sigma_start: Positive = 1e-2
@@ -145,7 +143,7 @@ class Aqn(_Settings, frozen=True, kw_only=True):
     """`exponential` is the printed one, which ends above sigma_end; the others reach it."""
 
 
-class RolloutConfig(_Settings, frozen=True, kw_only=True):
+class RolloutConfig(Settings, frozen=True, kw_only=True):
     workers: Annotated[int, Meta(ge=0, le=10_000)] = 1
     """Processes started by `areal-q run`; any number more can join by `areal-q rollout`."""
     format: Format = "int8"
@@ -174,8 +172,17 @@ class RolloutConfig(_Settings, frozen=True, kw_only=True):
     threads: Threads = 1
     """Threads of each worker's process."""
 
+    @property
+    def tokens_after_prompt(self) -> int:
+        """Most tokens that can follow a prompt: a response's own, and the results of its calls of a tool.
 
-class CriticConfig(_Settings, frozen=True, kw_only=True):
+        Example: 16 tokens of its own and 4 calls with results of up to 12 tokens are 64."""
+        tool = self.environment
+        results = tool.max_calls * tool.max_result_tokens if isinstance(tool, CalculatorTool) else 0
+        return self.sampling.max_tokens + results
+
+
+class CriticConfig(Settings, frozen=True, kw_only=True):
     """A value for every response token, as `gae` needs it: a linear head on the states of a decoder."""
 
     trunk: Literal["separate", "shared"] = "separate"
@@ -187,7 +194,7 @@ class CriticConfig(_Settings, frozen=True, kw_only=True):
     """Optimizer of the head, and of a separate trunk."""
 
 
-class FidelityConfig(_Settings, frozen=True, kw_only=True):
+class FidelityConfig(Settings, frozen=True, kw_only=True):
     """The fidelity meter: logged log-probs beside what the same published weights give here, in float32."""
 
     share: Fraction = 0.0625
@@ -196,7 +203,7 @@ class FidelityConfig(_Settings, frozen=True, kw_only=True):
     """A mean gap beyond this is warned of once, and an alert."""
 
 
-class Lora(_Settings, frozen=True, kw_only=True):
+class Lora(Settings, frozen=True, kw_only=True):
     """Adapters on a frozen base in `rollout.format` (QeRL): they alone are trained and sent."""
 
     rank: Count = 32
@@ -215,14 +222,14 @@ class Lora(_Settings, frozen=True, kw_only=True):
     """The linear layers that have an adapter."""
 
 
-class TorchBackend(_Settings, frozen=True, kw_only=True, tag_field="type", tag="torch"):
+class TorchBackend(TaggedSettings, frozen=True, kw_only=True, tag="torch"):
     """One device; or FSDP2, where torchrun starts several learner processes, which alone heed these."""
 
     offload: bool = False
     """Weights, gradients and moments rest in the host's memory; needs a GPU."""
 
 
-class MegatronBackend(_Settings, frozen=True, kw_only=True, tag_field="type", tag="megatron"):
+class MegatronBackend(TaggedSettings, frozen=True, kw_only=True, tag="megatron"):
     """Megatron-core: `pip install 'areal-q[megatron]'`. Processes = tensor · pipeline · data parallel ones."""
 
     tensor: Count = 1
@@ -236,7 +243,7 @@ class MegatronBackend(_Settings, frozen=True, kw_only=True, tag_field="type", ta
 BackendConfig = TorchBackend | MegatronBackend
 
 
-class LearnerConfig(_Settings, frozen=True, kw_only=True):
+class LearnerConfig(Settings, frozen=True, kw_only=True):
     groups: Thousands = 64
     """Prompts in a step."""
     group_size: Thousands = 8
@@ -322,7 +329,7 @@ class LearnerConfig(_Settings, frozen=True, kw_only=True):
                 return 2
 
 
-class BroadcastConfig(_Settings, frozen=True, kw_only=True):
+class BroadcastConfig(Settings, frozen=True, kw_only=True):
     """ZeroMQ endpoints that the learner binds; None takes sockets in a temporary directory, or loopback for a
     learner that was started by itself."""
 
@@ -353,7 +360,7 @@ class BroadcastConfig(_Settings, frozen=True, kw_only=True):
     """A directory made by `areal-q keys`: encrypt, and admit only the workers listed there; None: neither."""
 
 
-class CheckpointConfig(_Settings, frozen=True, kw_only=True):
+class CheckpointConfig(Settings, frozen=True, kw_only=True):
     every: Count = 50
     """Steps from one checkpoint to the next."""
     keep: Count = 2
@@ -365,14 +372,14 @@ class CheckpointConfig(_Settings, frozen=True, kw_only=True):
     run's directory."""
 
 
-class EvalConfig(_Settings, frozen=True, kw_only=True):
+class EvalConfig(Settings, frozen=True, kw_only=True):
     every: Count = 10
     """Steps from one evaluation on held-out problems to the next."""
     problems: Count = 256
     """Held-out problems of each evaluation, at most."""
 
 
-class Run(_Settings, frozen=True, kw_only=True):
+class Run(Settings, frozen=True, kw_only=True):
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run and of its directory."""
     root: str = "runs"

@@ -2,20 +2,16 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-from areal_q.config.bounds import Count, Fraction, Seconds, Threads, Weight
+from areal_q.config.base import Count, Fraction, Seconds, Settings, TaggedSettings, Threads, Weight
 from areal_q.config.objectives import Overlong
 
 GraderName = Literal["exact", "number", "final_number", "math", "choice"]
 """How a response is compared with the answer; see areal_q/tasks/grading/graders.py."""
 
 
-class _Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    pass
-
-
-class Arithmetic(_Task, frozen=True, kw_only=True, tag="arithmetic"):
+class Arithmetic(TaggedSettings, frozen=True, kw_only=True, tag="arithmetic"):
     """Additions `12+34=`, answered least significant digit first (`64`): the small model's first subject."""
 
     grader: ClassVar[str] = "exact"
@@ -28,7 +24,7 @@ class Arithmetic(_Task, frozen=True, kw_only=True, tag="arithmetic"):
     """Problems kept for evaluation, never trained on."""
 
 
-class Calculator(_Task, frozen=True, kw_only=True, tag="calculator"):
+class Calculator(TaggedSettings, frozen=True, kw_only=True, tag="calculator"):
     """The calculator annotations in GSM8K's own file: `<<16-3-4=9>>` asks `16-3-4=`, expects `9`."""
 
     grader: ClassVar[str] = "number"
@@ -39,7 +35,7 @@ class Calculator(_Task, frozen=True, kw_only=True, tag="calculator"):
     """The last share of the problems in the file, never trained on."""
 
 
-class ToolCalculator(_Task, frozen=True, kw_only=True, tag="tool-calculator"):
+class ToolCalculator(TaggedSettings, frozen=True, kw_only=True, tag="tool-calculator"):
     """Additions to be solved with the calculator of `rollout.environment`: `12+34=` is answered
     `(12+34)46 46`, where the tool wrote `46 `. Only what follows the last space is judged."""
 
@@ -51,7 +47,7 @@ class ToolCalculator(_Task, frozen=True, kw_only=True, tag="tool-calculator"):
     """Problems kept for evaluation, never trained on."""
 
 
-class Countdown(_Task, frozen=True, kw_only=True, tag="countdown"):
+class Countdown(TaggedSettings, frozen=True, kw_only=True, tag="countdown"):
     """Make a target out of all the given numbers with + - * /, as in `3,5,7 22=` answered `3*5+7`.
 
     The problems are generated, the same in every run, and every one can be solved.
@@ -73,7 +69,7 @@ class Countdown(_Task, frozen=True, kw_only=True, tag="countdown"):
     """`bare` is for the small model; the others say in words what to do."""
 
 
-class _Text(_Task, frozen=True, kw_only=True):
+class _Text(TaggedSettings, frozen=True, kw_only=True):
     """Problems from a JSONL file, asked in words."""
 
     path: str
@@ -122,7 +118,7 @@ class Jsonl(_Text, frozen=True, kw_only=True, tag="jsonl"):
     """`chat`: the tokenizer's own chat template; `plain`: bare text."""
 
 
-class Python(_Task, frozen=True, kw_only=True, tag="python"):
+class Python(TaggedSettings, frozen=True, kw_only=True, tag="python"):
     """A task of one's own: a file with `problems()` and `reward(prompt, response, answer)`.
 
     Trusted code: the learner runs `problems`, a process beside each worker runs `reward`.
@@ -143,7 +139,7 @@ TaskConfig = (
 )
 
 
-class RewardConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RewardConfig(Settings, frozen=True, kw_only=True):
     """reward = correct · (the task's score) + format · … + length · … + overlong penalty.
 
     Each term is also logged by its own name.

@@ -5,10 +5,12 @@ import os
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
+
+from areal_q.errors import AReaLQError, RecordError, UserError
 
 PLAIN: dict[str, Any] = {
     "add_completion": False,
@@ -21,12 +23,26 @@ WIDTH = {"max_content_width": 100}
 EXITS = "Exit codes: 0 done; 2 something to mend, which one line names."
 
 
-def run_command(name: str, main: Callable[..., Any], exits: str = EXITS) -> None:
-    """Runs `main` on the arguments of this process as `areal-q NAME`; the help ends with `exits`."""
+def run_command(
+    name: str, main: Callable[..., Any], exits: str = EXITS, who: str = "areal-q: error"
+) -> None:
+    """Runs `main` on the arguments of this process as `areal-q NAME`; the help ends with `exits`.
+
+    Exits with 2 for what a user can mend, and says on stderr what it is, after `who`."""
     app = typer.Typer(**PLAIN)
     app.command(epilog=exits, context_settings=WIDTH)(main)
     accept_any_text()
-    app(prog_name=f"areal-q {name}")
+    try:
+        app(prog_name=f"areal-q {name}")
+    except (UserError, RecordError) as error:
+        exit_with(error, 2, who)
+
+
+def exit_with(error: AReaLQError, code: int, who: str = "areal-q: error") -> NoReturn:
+    """Ends this process with `code`, after each line of `error` on stderr."""
+    for line in error.lines():
+        print(f"{who}: {line}", file=sys.stderr)
+    sys.exit(code)
 
 
 def accept_any_text() -> None:

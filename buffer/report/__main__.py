@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from areal_q.errors import ConfigError, LogError, RecordError, UserError
+from areal_q.errors import ConfigError, LogError
 from areal_q.observability.run_summary import plural
 from areal_q.system.command import run_command
 
@@ -109,8 +109,4 @@ def _serve(directories: list[Path], port: int) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="areal-q report: %(message)s")
-    try:
-        run_command("report", main)
-    except (UserError, RecordError) as error:
-        print(f"areal-q: error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+    run_command("report", main)

@@ -1,12 +1,10 @@
 """`areal-q keys DIR`: CURVE keys that encrypt the weights on the wire and say who may fetch them."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from areal_q.errors import UserError
 from areal_q.system.command import run_command
 from buffer.weight_sync.curve import make_keys
 
@@ -22,8 +20,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        run_command("keys", main)
-    except UserError as error:
-        print(f"areal-q: error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+    run_command("keys", main)

@@ -7,7 +7,6 @@ One relay to a host or rack: the learner sends each version once to it, however 
 
 import logging
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,6 @@ from typing import Annotated
 import typer
 
 from areal_q.config import BroadcastConfig, load
-from areal_q.errors import UserError
 from areal_q.observability import service_log
 from areal_q.observability.prometheus_exporter import RELAY, Exporter, serve_metrics
 from areal_q.system.command import run_command
@@ -128,8 +126,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        run_command("relay", main)
-    except UserError as error:
-        print(f"relay: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_command("relay", main, who="relay")

@@ -5,14 +5,13 @@ Exit codes: 0 nothing worse than a note, 1 a warning or an error was found, 2 no
 stderr), 130 Ctrl-C.
 """
 
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from areal_q.errors import ConfigError, RecordError, UserError
+from areal_q.errors import ConfigError
 from areal_q.observability.metrics_log import has_ended
 from areal_q.system import command
 from areal_q.system.command import run_command
@@ -95,8 +94,4 @@ def _grows(directory: Path, stop: int) -> bool:
 
 
 if __name__ == "__main__":
-    try:
-        run_command("doctor", main, EXITS)
-    except (UserError, RecordError) as error:
-        print(f"areal-q: error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+    run_command("doctor", main, EXITS)

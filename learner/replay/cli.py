@@ -4,7 +4,6 @@ Exit codes: 0 as recorded, or other settings were asked for; 1 something differs
 log to replay (one line on stderr); 130 Ctrl-C.
 """
 
-import sys
 from bdb import BdbQuit
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from areal_q.errors import ConfigError, RecordError, UserError
+from areal_q.errors import ConfigError
 from areal_q.system import command
 from areal_q.system.command import run_command
 
@@ -187,8 +186,4 @@ def _show_both(replay, done, differing, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        run_command("replay", main, EXITS)
-    except (UserError, RecordError) as error:
-        print(f"areal-q: error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+    run_command("replay", main, EXITS)

@@ -3,14 +3,13 @@
 Exit codes: 0 written; 2 no such run or checkpoint, a damaged one, or DIR is there already.
 """
 
-import sys
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import typer
 
 from areal_q.config import PretrainedModel, Run
-from areal_q.errors import CheckpointError, ConfigError, UserError
+from areal_q.errors import CheckpointError, ConfigError
 from areal_q.system.command import run_command
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -89,8 +88,4 @@ def declared(run: Run) -> Dtype:
 
 
 if __name__ == "__main__":
-    try:
-        run_command("export", main)
-    except UserError as error:
-        print(f"areal-q: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_command("export", main)

@@ -4,7 +4,6 @@ Exit codes: 0 nothing is wrong (notes and warnings aside), 1 an error was found,
 """
 
 import asyncio
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -139,8 +138,4 @@ def show(found: list[Finding]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        run_command("check", main, EXITS)
-    except UserError as error:
-        print(f"areal-q: error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+    run_command("check", main, EXITS)

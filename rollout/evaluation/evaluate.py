@@ -9,7 +9,6 @@ Answers are written as they come in; Ctrl-C keeps those, and tells what they com
 import asyncio
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from areal_q.config import Run, Sampling, load
-from areal_q.errors import ConfigError, RecordError, UserError
+from areal_q.errors import ConfigError, RecordError
 from areal_q.evaluation.benchmarks import BENCHMARKS, PRESETS, Preset
 from areal_q.evaluation.estimates import Answered, Evaluation, estimates
 from areal_q.system.command import run_command
@@ -249,8 +248,4 @@ def _shown(row: Answered) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        run_command("eval", main)
-    except UserError as error:
-        print(f"areal-q: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_command("eval", main)

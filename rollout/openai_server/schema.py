@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from areal_q.config.bounds import TokenId
+from areal_q.config.base import TokenId
 from areal_q.config.run import LARGEST_TEMPERATURE, LONGEST_STOP, MOST_STOPS
 from areal_q.messages.trajectories import LARGEST_REWARD, FailureCause
 

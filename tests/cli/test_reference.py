@@ -3,10 +3,10 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 import pytest
+from helpers.paths import ROOT
 
 from areal_q.cli.reference import (
     attribute_docs,
@@ -20,7 +20,6 @@ from areal_q.messages.trajectories import WorkerStatus
 from areal_q.observability.metric_table import METRICS, WORKER_METRICS, describe
 from areal_q.system.run_dir import flat
 
-ROOT = Path(__file__).parents[1]
 SETTINGS = [setting for section in sections() for setting in section.settings]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from areal_q.checks.settings import preflight
-from areal_q.config import Run, load
+from areal_q.config import Run, load, rules
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.models import save_decoder
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
@@ -180,3 +180,29 @@ def test_sglang_refuses_a_directory_that_is_not_there_before_it_starts():
     run = load(None, [*sglang, "rollout.engine.directory=/nowhere"])
     with pytest.raises(ConfigError, match=r"rollout\.engine\.directory: no directory /nowhere"):
         build_engine(run.rollout.engine)
+
+
+FILE = "learner.groups = 5\nrollout.sampling.top_k = 3\n"
+
+
+def test_all_faults_are_reported_each_on_a_line(tmp_path: Path):
+    (tmp_path / "run.toml").write_text(FILE)
+    done = areal_q(tmp_path, "rollout.sampling.temperature=0", "model.kv_heads=3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        "areal-q: error: run.toml: learner.groups = 5 is not a multiple of learner.minibatches = 2",
+        "areal-q: error: on the command line: rollout.sampling.temperature = 0 draws the same response for a "
+        "whole group",
+        "areal-q: error: run.toml: rollout.sampling.top_p, top_k and min_p must be 1.0, 0 and 0.0 in training",
+        "areal-q: error: on the command line: model.heads = 4 is not a multiple of model.kv_heads = 3",
+    ]
+
+
+def test_every_rule_is_listed_once():
+    functions = {
+        value
+        for value in vars(rules).values()
+        if callable(value) and getattr(value, "__annotations__", {}).get("run") is Run
+    }
+    assert functions - {rules.broken_rules} == set(rules.RULES)
+    assert len(set(rules.RULES)) == len(rules.RULES)

@@ -1,17 +1,27 @@
-"""Bounded numbers: the bound is in the type, so that an error names the path of the setting.
+"""The bases of settings: Structs that refuse unknown fields, and bounded numbers.
 
+A number's bound is in its type, so that an error names the path of the setting.
 Every number has an upper bound. Where nothing smaller is meant it is one that no run reaches, so that what is
 taken fits the integers and the floats it is put into; an infinity is taken only where it means "no bound".
 """
 
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, Struct
+
+
+class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of settings."""
+
+
+class TaggedSettings(Settings, frozen=True, kw_only=True, tag_field="type"):
+    """One of several tables, chosen by `type`."""
+
 
 GENERAL = 10**12
-"""The upper bound of whole numbers that have no other"""
+"""The upper bound of whole numbers that have no other."""
 LARGEST_FLOAT = 1e300
-"""The upper bound of floats that have no other"""
+"""The upper bound of floats that have no other."""
 
 Positive = Annotated[float, Meta(gt=0, le=LARGEST_FLOAT)]
 NonNegative = Annotated[float, Meta(ge=0, le=LARGEST_FLOAT)]
@@ -19,18 +29,18 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 AtLeastOne = Annotated[float, Meta(ge=1, le=LARGEST_FLOAT)]
 Weight = Annotated[float, Meta(ge=-1e9, le=1e9)]
-"""A factor of a reward"""
+"""A factor of a reward."""
 Limit = Annotated[float, Meta(gt=0)]
-"""inf: none"""
+"""A bound; infinity means that there is none."""
 Cap = Annotated[float, Meta(ge=1)]
-"""inf: none"""
+"""A bound; infinity means that there is none."""
 Seconds = Annotated[float, Meta(gt=0, le=1e6)]
-"""At most 11 days: what timers of sockets and threads take"""
+"""At most 11 days, which timers of sockets and threads take."""
 
 Count = Annotated[int, Meta(ge=1, le=GENERAL)]
 Index = Annotated[int, Meta(ge=0, le=GENERAL)]
 Thousands = Annotated[int, Meta(ge=1, le=100_000)]
-"""Things of which each takes memory or time at every step, such as the groups of a batch"""
+"""A number of things that each take memory or time at every step, such as the groups of a batch."""
 Threads = Annotated[int, Meta(ge=1, le=1024)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]

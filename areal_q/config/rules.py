@@ -1,0 +1,321 @@
+"""The rules of settings that cannot go together: each returns what is wrong with a run, or None.
+
+To add one, write a function `(run) -> str | None` and list it in RULES. All rules are asked, so that all faults
+are reported at once; none may raise, whatever the other settings are.
+"""
+
+import math
+from collections.abc import Callable
+
+from areal_q.config.buffer import LONGEST_CLAIM_S, SHORTEST_CLAIM_S, Prioritized, Uniform
+from areal_q.config.engines import ScriptedEngine, SglangEngine, VllmEngine, no_adapters
+from areal_q.config.environments import SingleTurn
+from areal_q.config.objectives import Gae
+from areal_q.config.run import Run, SmallModel
+from areal_q.config.tasks import Choice, Gsm8k, Math, Python
+
+LAST_PORT = 65535
+WILDCARDS = ("tcp://0.0.0.0:", "tcp://*:", "tcp://[::]:")
+"""Endpoints that are bound on every interface begin with one of these."""
+
+
+def minibatches_divide_groups(run: Run) -> str | None:
+    groups, parts = run.learner.groups, run.learner.minibatches
+    if groups % parts:
+        return f"learner.groups = {groups} is not a multiple of learner.minibatches = {parts}"
+    return None
+
+
+def group_is_sampled(run: Run) -> str | None:
+    if run.rollout.sampling.temperature == 0:
+        return "rollout.sampling.temperature = 0 draws the same response for a whole group"
+    return None
+
+
+def distribution_is_whole(run: Run) -> str | None:
+    """The learner scores the whole distribution: a truncated one would bias every ratio."""
+    sampling = run.rollout.sampling
+    if sampling.top_p < 1 or sampling.top_k or sampling.min_p:
+        return "rollout.sampling.top_p, top_k and min_p must be 1.0, 0 and 0.0 in training"
+    return None
+
+
+def critic_goes_with_gae(run: Run) -> str | None:
+    gae = isinstance(run.learner.advantage, Gae)
+    if gae and run.learner.critic is None:
+        return "learner.advantage.type = 'gae' needs a critic: learner.critic = {}"
+    if run.learner.critic and not gae:
+        return "learner.critic serves learner.advantage.type = 'gae' alone"
+    return None
+
+
+def group_has_advantages(run: Run) -> str | None:
+    if run.learner.group_size < run.learner.fewest_valid:
+        kind = run.learner.advantage.__struct_config__.tag
+        return f"learner.group_size = 1 gives no response an advantage of type {kind!r}"
+    if run.learner.group_size == 1 and run.learner.drop_uniform:
+        return "learner.drop_uniform would drop every group of learner.group_size = 1"
+    return None
+
+
+def small_model_reads_the_task(run: Run) -> str | None:
+    """A small model knows the characters of its tasks alone, and has no chat template."""
+    if not isinstance(run.model, SmallModel):
+        return None
+    if isinstance(run.task, Gsm8k | Math | Choice):
+        return f"task.type = {run.task.__struct_config__.tag!r} needs model.type = 'pretrained'"
+    if getattr(run.task, "template", "plain") == "chat":
+        return "task.template = 'chat' needs model.type = 'pretrained'"
+    return None
+
+
+def reward_has_one_file(run: Run) -> str | None:
+    if isinstance(run.task, Python) and run.reward.path:
+        return "reward.path: the reward of task.type = 'python' is in task.path"
+    return None
+
+
+def response_fits_small_model(run: Run) -> str | None:
+    if not isinstance(run.model, SmallModel):
+        return None
+    if run.rollout.sampling.max_tokens >= run.model.max_positions:
+        return "rollout.sampling.max_tokens leaves no room in model.max_positions"
+    if run.rollout.tokens_after_prompt >= run.model.max_positions:
+        return "rollout.environment's results leave no room in model.max_positions"
+    return None
+
+
+def response_fits_microbatch(run: Run) -> str | None:
+    room, tokens = run.learner.microbatch_tokens, run.rollout.tokens_after_prompt
+    if tokens >= room:
+        return (
+            f"learner.microbatch_tokens = {room} has no room for a prompt and the {tokens} tokens that may "
+            "follow it"
+        )
+    return None
+
+
+def group_fits_engine(run: Run) -> str | None:
+    engine, size = run.rollout.engine, run.learner.group_size
+    slots = math.inf if isinstance(engine, ScriptedEngine) else engine.slots
+    if isinstance(run.rollout.environment, SingleTurn) and slots < size:
+        return (
+            f"rollout.engine.slots = {slots} has no room for a group of learner.group_size = {size}"
+        )
+    return None
+
+
+def vllm_takes_temperature(run: Run) -> str | None:
+    temperature = run.rollout.sampling.temperature
+    if isinstance(run.rollout.engine, VllmEngine) and temperature > 2:
+        return f"rollout.sampling.temperature = {temperature}: vLLM takes 2 at most"
+    return None
+
+
+def vllm_multiplies_int4_in_bfloat16(run: Run) -> str | None:
+    engine = run.rollout.engine
+    if (
+        isinstance(engine, VllmEngine)
+        and engine.dtype == "float32"
+        and run.rollout.format == "int4"
+    ):
+        return (
+            "rollout.engine.dtype = 'float32' with rollout.format = 'int4': vLLM's INT4 product takes "
+            "bfloat16"
+        )
+    return None
+
+
+def vllm_fp8_cache_is_measured(run: Run) -> str | None:
+    engine = run.rollout.engine
+    if not isinstance(engine, VllmEngine) or engine.kv_cache != "fp8":
+        return None
+    if engine.kv_on_update == "keep":
+        return "rollout.engine.kv_cache = 'fp8' needs kv_on_update = 'recompute': scales change"
+    if engine.compiled:
+        return "rollout.engine.kv_cache = 'fp8' needs compiled = false: its scales are observed"
+    return None
+
+
+def sglang_server_has_one_worker(run: Run) -> str | None:
+    engine = run.rollout.engine
+    if isinstance(engine, SglangEngine) and engine.url and run.rollout.workers > 1:
+        return "rollout.engine.url: a server takes weights from one worker: rollout.workers = 1"
+    return None
+
+
+def kv_scales_have_an_fp8_cache(run: Run) -> str | None:
+    if run.rollout.kv_scales and getattr(run.rollout.engine, "kv_cache", "auto") != "fp8":
+        return "rollout.kv_scales needs rollout.engine.kv_cache = 'fp8'"
+    return None
+
+
+def lora_trains_in_full_precision(run: Run) -> str | None:
+    if run.learner.lora and run.learner.precision != "full":
+        return (
+            "learner.lora runs on the rollouts' numbers already: learner.precision must be 'full'"
+        )
+    return None
+
+
+def engine_adds_adapters(run: Run) -> str | None:
+    lora = run.learner.lora
+    return no_adapters(run.rollout.engine, run.rollout.format, lora.rank) if lora else None
+
+
+def lora_reference_is_its_base(run: Run) -> str | None:
+    kl = run.learner.reference_kl
+    if run.learner.lora and kl and (kl.path or kl.reset_every):
+        return "learner.reference_kl: with learner.lora the reference is its base: no path, no reset_every"
+    return None
+
+
+def routing_has_experts(run: Run) -> str | None:
+    model, learner = run.model, run.learner
+    if not isinstance(model, SmallModel):
+        return None
+    if model.experts == 0 and (learner.routing_replay or learner.router_aux_coef):
+        return "learner.routing_replay and router_aux_coef need model.experts above 0"
+    if 0 < model.experts < model.experts_per_token:
+        return f"model.experts_per_token = {model.experts_per_token} of {model.experts} experts"
+    return None
+
+
+def heads_divide_width(run: Run) -> str | None:
+    model = run.model
+    if not isinstance(model, SmallModel):
+        return None
+    if model.width % (2 * model.heads):  # RoPE turns pairs
+        return f"model.width = {model.width} is not an even number for each of model.heads = {model.heads}"
+    if model.heads % model.kv_heads:
+        return f"model.heads = {model.heads} is not a multiple of model.kv_heads = {model.kv_heads}"
+    return None
+
+
+def sticky_scales_are_used(run: Run) -> str | None:
+    rollout, learner = run.rollout, run.learner
+    if not rollout.sticky_scales:
+        return None
+    if learner.precision != "full":  # the learner's own forward measures ranges anew
+        return "rollout.sticky_scales must be 0 where learner.precision is not 'full'"
+    if learner.lora or rollout.format == "bf16":
+        why = "learner.lora's base does not change" if learner.lora else "bf16 has no scales"
+        return f"rollout.sticky_scales = {rollout.sticky_scales:g} does nothing: {why}; leave it 0"
+    return None
+
+
+def precision_goes_with_format(run: Run) -> str | None:
+    precision, format = run.learner.precision, run.rollout.format
+    if precision == "jet" and format != "fp8":
+        return f"learner.precision = 'jet' needs rollout.format = 'fp8', not {format!r}"
+    if precision == "qarl" and format == "bf16":
+        return "learner.precision = 'qarl' needs a quantized rollout.format, not 'bf16'"
+    return None
+
+
+def endpoints_have_ports(run: Run) -> str | None:
+    """Each worker takes the port after the last one's; port 0 is any."""
+    first = int(str(run.rollout.serve or 0).rpartition(":")[2])
+    last = first + max(0, run.rollout.workers - 1)
+    if first and last > LAST_PORT:
+        return f"rollout.serve: there is no port {last}"
+    return None
+
+
+def workers_can_connect(run: Run) -> str | None:
+    endpoints = (run.broadcast.announce, run.broadcast.fetch)
+    everywhere = any((endpoint or "").startswith(WILDCARDS) for endpoint in endpoints)
+    if run.broadcast.host is None and everywhere:
+        return "broadcast.host is needed: workers cannot connect to every interface"
+    return None
+
+
+def step_gets_its_groups(run: Run) -> str | None:
+    """A step that may draw only from more groups than there can be would wait for ever."""
+    sampler, removal, groups = run.buffer.sampler, run.buffer.removal, run.learner.groups
+    needed = (
+        max(groups, sampler.min_groups) if isinstance(sampler, Uniform | Prioritized) else groups
+    )
+    admitted = run.learner.max_outstanding
+    if needed > admitted:
+        return (
+            f"buffer.sampler.min_groups = {needed}, but only {admitted} groups are admitted at once"
+        )
+    if removal.max_groups is not None and needed > removal.max_groups:
+        return f"buffer.removal.max_groups = {removal.max_groups}, but a step needs {needed} groups"
+    return None
+
+
+def length_penalty_punishes_some(run: Run) -> str | None:
+    overlong, longest = run.reward.overlong, run.rollout.sampling.max_tokens
+    if overlong is None:
+        return None
+    unpunished = overlong.max_tokens - overlong.cache_tokens
+    if unpunished <= 0:
+        return (
+            f"reward.overlong.cache_tokens = {overlong.cache_tokens} is not below max_tokens = "
+            f"{overlong.max_tokens}: every response would be punished"
+        )
+    if unpunished >= longest:
+        return (
+            f"reward.overlong punishes beyond {unpunished} tokens, which no response of "
+            f"rollout.sampling.max_tokens = {longest} has"
+        )
+    return None
+
+
+def weights_fill_bytes(run: Run) -> str | None:
+    packs = run.rollout.format in ("nvfp4", "mxfp4")  # two weights to a byte
+    if packs and isinstance(run.model, SmallModel) and run.model.mlp % 2:
+        return (
+            f"rollout.format = {run.rollout.format!r} needs an even model.mlp, not {run.model.mlp}"
+        )
+    return None
+
+
+def claims_outlive_heartbeats(run: Run) -> str | None:
+    timeout_s = run.buffer.claim_timeout_s
+    if SHORTEST_CLAIM_S <= timeout_s <= LONGEST_CLAIM_S:
+        return None
+    return (
+        f"buffer.claim_timeout_s = {timeout_s:g} is not between {SHORTEST_CLAIM_S:g} and "
+        f"{LONGEST_CLAIM_S:g}: a worker renews its claims once a second, and one late renewal must not "
+        "cost it its tickets"
+    )
+
+
+RULES: tuple[Callable[[Run], str | None], ...] = (
+    minibatches_divide_groups,
+    group_is_sampled,
+    distribution_is_whole,
+    critic_goes_with_gae,
+    group_has_advantages,
+    small_model_reads_the_task,
+    reward_has_one_file,
+    response_fits_small_model,
+    response_fits_microbatch,
+    group_fits_engine,
+    vllm_takes_temperature,
+    vllm_multiplies_int4_in_bfloat16,
+    vllm_fp8_cache_is_measured,
+    sglang_server_has_one_worker,
+    kv_scales_have_an_fp8_cache,
+    lora_trains_in_full_precision,
+    engine_adds_adapters,
+    lora_reference_is_its_base,
+    routing_has_experts,
+    heads_divide_width,
+    sticky_scales_are_used,
+    precision_goes_with_format,
+    endpoints_have_ports,
+    workers_can_connect,
+    step_gets_its_groups,
+    length_penalty_punishes_some,
+    weights_fill_bytes,
+    claims_outlive_heartbeats,
+)
+
+
+def broken_rules(run: Run) -> list[str]:
+    """Returns what is wrong with `run`, one line for each rule that it breaks."""
+    return [reason for rule in RULES if (reason := rule(run))]
