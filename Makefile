@@ -10,7 +10,10 @@ TORCH_CPU ?= $(TORCH)+cpu
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: run test test-slow test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser reference clean
+.PHONY: setup lock run test test-slow test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser reference clean
+
+# Everything that `make check` and `make test` need.
+setup: $(VENV)/.installed-dev
 
 run: $(VENV)/.installed
 	$(BIN)/areal-q run configs/quickstart.toml
@@ -101,9 +104,18 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -c 'import areal_q.quant.kernels.cpu_numba, rollout.engines.reference.numba_kernels'
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install -q --group dev
+# What the tests need, in the versions that they were last seen to pass with.
+$(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.lock
+	$(BIN)/pip install -q -c requirements/dev.lock -e . --group dev || \
+	  { echo 'The package index lacks a version of requirements/dev.lock: the newest that it has are taken instead.'; \
+	  $(BIN)/pip install -q --group dev; }
 	touch $@
+
+# The versions in the environment become those of requirements/dev.lock; its two first lines stay.
+lock: $(VENV)/.installed-dev
+	{ sed -n 1,2p requirements/dev.lock; $(BIN)/pip freeze --exclude-editable \
+	  | grep '^[A-Za-z0-9._-]*==' | sed 's/+cpu$$//' | LC_ALL=C sort -f; } > requirements/dev.lock.new
+	mv requirements/dev.lock.new requirements/dev.lock
 
 # More than a gigabyte that only these tests need, on top of what is installed already.
 $(VENV)-formats/.installed: $(VENV)/.installed-dev
