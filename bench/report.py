@@ -2,10 +2,9 @@
 
     areal-q run configs/quickstart.toml && python -m bench.report runs/quickstart
 
-CPU seconds on one thread. The learner's step with and without the tap on the same groups, in turns, medians;
-the report as a file beside plain pyarrow that decodes every column of both logs, which is what reading them
-costs at least; one served group.
-Prints a table, and writes it to runs/bench/report.{md,json}.
+CPU seconds on one thread. The learner's step with and without the recorder on the same groups, in turns,
+medians; the report as a file beside plain pyarrow that decodes every column of both logs, which is what reading
+them costs at least; one served group. Prints a table, and writes it to runs/bench/report.{md,json}.
 """
 
 import statistics
@@ -23,11 +22,11 @@ from bench.common import commit, device, number, publish, table, use_cores, vers
 from buffer.logs.trajectory_log import iter_log
 from buffer.report.page import whole_file
 from buffer.report.runs import Reported, read_runs
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.packing import samples_of
 from learner.data.staleness import VersionHistory
-from learner.measure.token_recorder import TokenTap
+from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import update_policy
 from learner.replay.replay_steps import recorded_settings
 
@@ -48,7 +47,7 @@ def main(directory: Path) -> None:
     sizes = {name: size(directory / name) for name in ("trajectories", "tokens")}
     count = run.index.num_trajectories
     rows = [
-        ("step with the token tap, s", number(tapped), number(plain), f"{tapped / plain:.3f}"),
+        ("step with the token recorder, s", number(tapped), number(plain), f"{tapped / plain:.3f}"),
         ("report as a file, s", number(drawn), number(read), f"{drawn / read:.1f}"),
         ("one group, in a step not read before, ms", number(group * 1e3), "", ""),
         (
@@ -65,26 +64,26 @@ def main(directory: Path) -> None:
 
 
 def steps(directory: Path) -> tuple[float, float]:
-    """Median CPU seconds of a step, (without, with) the tap."""
+    """Median CPU seconds of a step, (without, with) the recorder."""
     run = recorded_settings(directory)
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    trainers = {tap: build(run) for tap in seconds}
+    policies = {recording: build(run) for recording in seconds}
     for step, groups in iter_log(directory / "trajectories", 0, STEPS):
         samples = samples_of(groups, run.learner.advantage, VersionHistory(4), step)
-        for tap in (True, False) if step % 2 else (False, True):
+        for recording in (True, False) if step % 2 else (False, True):
             began = time.process_time()
-            trainer = trainers[tap]
-            recorder = TokenTap() if tap else None
-            update_policy(trainer, samples, recorder)
+            policy = policies[recording]
+            recorder = TokenRecorder() if recording else None
+            update_policy(policy, samples, recorder)
             if recorder:
                 recorder.scores()
-            seconds[tap].append(time.process_time() - began)
+            seconds[recording].append(time.process_time() - began)
     return statistics.median(seconds[False]), statistics.median(seconds[True])
 
 
-def build(run: Run) -> Trainer:
+def build(run: Run) -> TorchPolicy:
     model = build_model(run, build_tokenizer(run))
-    return Trainer(model, run.learner, run.rollout.sampling.temperature)
+    return TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
 
 
 def best(work: Callable[[], object]) -> float:

@@ -24,7 +24,7 @@ from areal_q.quant import FORMATS
 from areal_q.tasks import build_reward, build_task, build_tokenizer
 from bench.common import ROOT, commit, device, publish, table, use_cores
 from bench.stability.lab import Drawer, Tickets, warm_model
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.data.admission import Admission
 from learner.data.staleness import VersionHistory
 from learner.policy_update import SingleProcessUpdater
@@ -75,14 +75,14 @@ def measure(
     """Means over the steps. Run with `learner.uaq` as the scale and `learner.max_grad_norm` as the clip."""
     run = override(run, f"learner.optimizer.lr={lr!r}")
     model = warm_model(run, build_task(run.task), build_tokenizer(run))
-    trainer = Trainer(model, run.learner, run.rollout.sampling.temperature)
+    policy = TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
     weights = rescaled(model)
-    trainer.optimizer = OPTIMIZERS[optimizer](weights)
+    policy.optimizer = OPTIMIZERS[optimizer](weights)
     history = VersionHistory(1 + len(batches), {0: digest})
     seen: list[dict[str, float]] = []
     for batch in batches:
         before, codes = [w.detach().clone() for w in weights], quantized(weights, run)[0]
-        norm = train_step(SingleProcessUpdater(trainer), batch, history, 0)["train/grad_norm"]
+        norm = train_step(SingleProcessUpdater(policy), batch, history, 0)["train/grad_norm"]
         after, rounded = quantized(weights, run)
         pairs = list(zip(before, weights, strict=True))
         moved = sum(int((a != b).sum()) for a, b in zip(codes, after, strict=True))

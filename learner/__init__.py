@@ -1,1 +1,1 @@
-"""The trainer: its backends, optimizers, checkpoints and the weight broadcaster."""
+"""The learner: loop and step, the policy with its backends, optimizers, checkpoints, replay and doctor."""

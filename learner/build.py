@@ -26,7 +26,7 @@ from buffer.weight_sync.publish.publisher import Broadcaster
 from learner import checkpoint
 from learner.backends.data_parallel import ALONE, Ranks
 from learner.backends.precision import set_precision
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.async_writer import Writer
 from learner.data.admission import Admission
 from learner.data.group_reader import GroupReader
@@ -37,7 +37,7 @@ from learner.data.staleness import VersionHistory, forks_at
 from learner.data.validation import check_experts, check_format, fits
 from learner.loop import Learner
 from learner.measure.fidelity import FidelityMeter
-from learner.measure.token_recorder import TokenTap
+from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import PolicyUpdater, SingleProcessUpdater
 from learner.publishing.version_builder import Publisher, sticky_ranges
 
@@ -77,7 +77,7 @@ def longest_prompt(run: Run) -> int:
     return min(positions, run.learner.microbatch_tokens) - run.rollout.tokens_after_prompt
 
 
-def build_trainer(
+def build_policy(
     run: Run,
     directory: Path,
     resume: bool,
@@ -85,7 +85,7 @@ def build_trainer(
     tokenizer: Tokenizer,
     metrics: MetricsLog,
     stop: threading.Event,
-) -> tuple[Trainer, checkpoint.State | None]:
+) -> tuple[TorchPolicy, checkpoint.State | None]:
     """The policy at the start of training, or where the newest checkpoint left it."""
     check_device("learner.device", run.learner.device)
     torch.manual_seed(run.seed)
@@ -100,22 +100,22 @@ def build_trainer(
         if run.learner.uaq > 1:
             apply_uaq(model, run.learner.uaq)
     set_precision(model, run)
-    trainer = Trainer(model, run.learner, run.rollout.sampling.temperature)
-    trainer.calibrate = run.rollout.kv_scales
-    trainer.sticky = sticky_ranges(run)
+    policy = TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
+    policy.calibrate = run.rollout.kv_scales
+    policy.sticky = sticky_ranges(run)
     if resume:
-        state = checkpoint.restore(directory / "checkpoints", trainer)
-        if trainer.sticky and not trainer.sticky.tensors():
+        state = checkpoint.restore(directory / "checkpoints", policy)
+        if policy.sticky and not policy.sticky.tensors():
             logger.warning(
                 "checkpoint of step %d: holds no ranges of sticky scales, so that they begin anew, and what "
                 "is published now differs from what was before",
                 state.step,
             )
-        return trainer, state
+        return policy, state
     if run.learner.reference_kl and run.learner.reference_kl.path:
-        trainer.reference = build_reference(run.learner.reference_kl.path, model)
-        set_precision(trainer.reference, run)
-    return trainer, None
+        policy.reference = build_reference(run.learner.reference_kl.path, model)
+        set_precision(policy.reference, run)
+    return policy, None
 
 
 def check_reference(reference: DecoderConfig, policy: DecoderConfig, path: str) -> None:
@@ -209,13 +209,13 @@ def _check_broadcast(run: Run, announce: str, fetch: str) -> None:
         raise ConfigError(f"broadcast: {error}") from error
 
 
-def _updater(trainer: Trainer, run: Run, ranks: Ranks) -> PolicyUpdater:
-    """Shards `trainer` over `ranks`, if there are several processes."""
+def _updater(policy: TorchPolicy, run: Run, ranks: Ranks) -> PolicyUpdater:
+    """Shards `policy` over `ranks`, if there are several processes."""
     if ranks is ALONE:
-        return SingleProcessUpdater(trainer)
+        return SingleProcessUpdater(policy)
     from learner.multi_process import MultiProcessUpdater
 
-    return MultiProcessUpdater(trainer, run, ranks)
+    return MultiProcessUpdater(policy, run, ranks)
 
 
 def build_learner(
@@ -268,10 +268,10 @@ def _build(
     ranks: Ranks,
 ) -> Learner:
     metrics = MetricsLog(directory)
-    trainer, state = build_trainer(run, directory, resume, task, tokenizer, metrics, stop)
-    buffer.check = fits(trainer.model.config, run.learner.microbatch_tokens)
+    policy, state = build_policy(run, directory, resume, task, tokenizer, metrics, stop)
+    buffer.check = fits(policy.model.config, run.learner.microbatch_tokens)
     start = state.step if state else 0
-    updater = _updater(trainer, run, ranks)
+    updater = _updater(policy, run, ranks)
     # Token scores stay on the rank that computed them.
     logs_tokens = run.buffer.log and run.buffer.tokens and ranks is ALONE
     if resume:
@@ -299,13 +299,13 @@ def _build(
         history=history,
         replay_check=ReplayCheck(start, recorded),
         forks=forks,
-        publisher=Publisher(run, trainer.sticky),
+        publisher=Publisher(run, policy.sticky),
         fidelity=FidelityMeter(run.learner, run.rollout.format),
         broadcaster=broadcaster,
         log=TrajectoryLog(directory / "trajectories", start) if run.buffer.log else None,
         steps=StepLog(directory / "steps", start) if run.buffer.log else None,
         tokens=TokenLog(directory / "tokens", start) if logs_tokens else None,
-        recorder=TokenTap() if logs_tokens else None,
+        recorder=TokenRecorder() if logs_tokens else None,
         metrics=metrics,
         checkpoints=Writer(directory / "checkpoints", run.checkpoint.keep),
     )

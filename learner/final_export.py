@@ -1,4 +1,4 @@
-"""The end of a run: the model in Hugging Face layout, in the parameterisation that others expect."""
+"""The end of a run: the model in Hugging Face layout, with the parameters that other programs expect."""
 
 import copy
 import logging
@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 def finish(learner: Learner, step: int) -> None:
     """Exports `hf/` and writes the `end` record: done, or drained before the last step."""
     run = learner.run
-    policy, tokenizer = learner.trainer.model, build_tokenizer(run)
+    model, tokenizer = learner.policy.model, build_tokenizer(run)
     if run.learner.lora:
-        save_adapted(policy, learner.dir, run.learner.lora, run.learner.uaq, tokenizer)
+        save_adapted(model, learner.dir, run.learner.lora, run.learner.uaq, tokenizer)
     else:
-        model = copy.deepcopy(policy)
+        unscaled = copy.deepcopy(model)
         if run.learner.uaq > 1:
-            fold_back(model, run.learner.uaq)
-        save_decoder(model, learner.dir / "hf", tokenizer)
+            fold_back(unscaled, run.learner.uaq)
+        save_decoder(unscaled, learner.dir / "hf", tokenizer)
     accuracy = learner.heldout.accuracy
     learner.metrics.write(
         "end",

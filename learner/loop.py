@@ -35,7 +35,7 @@ from buffer.redis_store import START, LearnerBuffer
 from buffer.sampling.replay_pool import Draw
 from buffer.weight_sync.publish.publisher import Broadcaster
 from learner import checkpoint
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.async_writer import Writer
 from learner.data.admission import Admission
 from learner.data.group_reader import GroupReader
@@ -43,7 +43,7 @@ from learner.data.heldout_eval import HeldOutEvaluation
 from learner.data.replay_check import ReplayCheck
 from learner.data.staleness import VersionHistory
 from learner.measure.fidelity import FidelityMeter
-from learner.measure.token_recorder import TokenTap
+from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import PolicyUpdater
 from learner.publishing.version_builder import Publisher
 from learner.publishing.weight_publisher import Outlet
@@ -75,7 +75,7 @@ class Learner:
     log: TrajectoryLog | None
     steps: StepLog | None
     tokens: TokenLog | None
-    recorder: TokenTap | None
+    recorder: TokenRecorder | None
     """Keeps what the token log holds of the last step"""
     metrics: MetricsLog
     checkpoints: Writer
@@ -89,13 +89,13 @@ class Learner:
     """Whether it was said that no checkpoint can make room"""
 
     @property
-    def trainer(self) -> Trainer:
+    def policy(self) -> TorchPolicy:
         """The whole policy, as this process holds it"""
-        return self.updater.trainer
+        return self.updater.policy
 
     def __post_init__(self) -> None:
         self.outlet = Outlet(self.publisher, self.announce)
-        self.trainer.before_write = self.outlet.release
+        self.policy.before_write = self.outlet.release
         self.group_reader.on_starvation = self.warn
 
     def train(self, stop: threading.Event) -> int:
@@ -155,7 +155,7 @@ class Learner:
 
     def publish(self, version: int) -> None:
         """Begins to publish the present weights."""
-        self.outlet.begin(self.trainer.model, version, self.trainer.kv_scales)
+        self.outlet.begin(self.policy.model, version, self.policy.kv_scales)
 
     def announce(self, made: WeightVersion) -> None:
         """On the outlet's thread. Nothing is born stale: the history knows a version before a worker can draw
@@ -225,9 +225,9 @@ class Learner:
             lost=sorted(self.admission.lost),
             digests=dict(self.history.digests),
             forks=self.forks,
-            updates=self.trainer.updates,
-            skipped=self.trainer.skipped,
-            model=self.trainer.model.config.to_hf(),
+            updates=self.policy.updates,
+            skipped=self.policy.skipped,
+            model=self.policy.model.config.to_hf(),
         )
         self.checkpoints.save(state, self.updater)
 

@@ -32,29 +32,29 @@ from areal_q.errors import ConfigError, UserError
 from learner.backends.base import Shard
 from learner.backends.data_parallel import Ranks
 from learner.backends.messages import Begin, Collect, End, Message, Piece, Reset, Step
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.files import write_share
 from learner.data.packing import Sample
-from learner.measure.token_recorder import TokenTap
+from learner.measure.token_recorder import TokenRecorder
 from learner.policy_advantages import needs_policy
 from learner.policy_update import update_policy
 
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
-def _fsdp(begin: Begin, run: Run, ranks: Ranks, whole: Trainer | None) -> Shard:
+def _fsdp(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) -> Shard:
     from learner.backends.fsdp import fsdp_shard
 
     return fsdp_shard(begin, run, ranks, whole)
 
 
-def _megatron(begin: Begin, run: Run, ranks: Ranks, whole: Trainer | None) -> Shard:
+def _megatron(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) -> Shard:
     from learner.backends.megatron.policy import megatron_shard
 
     return megatron_shard(begin, run, ranks, whole)
 
 
-BACKENDS: dict[type, Callable[[Begin, Run, Ranks, Trainer | None], Shard]] = {
+BACKENDS: dict[type, Callable[[Begin, Run, Ranks, TorchPolicy | None], Shard]] = {
     TorchBackend: _fsdp,
     MegatronBackend: _megatron,
 }
@@ -141,35 +141,35 @@ def hear(ranks: Ranks) -> Message:
 class MultiProcessUpdater:
     """Rank 0's PolicyUpdater: each update is made by all ranks together."""
 
-    def __init__(self, trainer: Trainer, run: Run, ranks: Ranks) -> None:
-        """Shards `trainer` over `ranks`; its own weights stay whole and are gathered after every update."""
-        self.trainer, self._ranks, self._run = trainer, ranks, run
+    def __init__(self, policy: TorchPolicy, run: Run, ranks: Ranks) -> None:
+        """Shards `policy` over `ranks`; its own weights stay whole and are gathered after every update."""
+        self.policy, self._ranks, self._run = policy, ranks, run
         self._broken = True
         """True while other ranks may be in the middle of something"""
         begin = Begin(
-            trainer.model.config.to_hf(),
-            trainer.temperature,
-            trainer.updates,
-            trainer.skipped,
-            moments=bool(trainer.optimizer.state),
+            policy.model.config.to_hf(),
+            policy.temperature,
+            policy.updates,
+            policy.skipped,
+            moments=bool(policy.optimizer.state),
         )
         tell(ranks, begin)
-        self._shard = BACKENDS[type(run.learner.backend)](begin, run, ranks, trainer)
+        self._shard = BACKENDS[type(run.learner.backend)](begin, run, ranks, policy)
         self._broken = False
         if self.shares:
             # The other ranks own the moments from here on.
-            trainer.optimizer.state.clear()
-            if trainer.critic is not None:
-                trainer.critic.optimizer.state.clear()
+            policy.optimizer.state.clear()
+            if policy.critic is not None:
+                policy.critic.optimizer.state.clear()
 
     @property
     def shares(self) -> int:
         return self._ranks.size - 1 if self._run.checkpoint.sharded else 0
 
     def update(
-        self, samples: Sequence[Sample], recorder: TokenTap | None = None
+        self, samples: Sequence[Sample], recorder: TokenRecorder | None = None
     ) -> dict[str, float]:
-        whole = self.trainer
+        whole = self.policy
         self._broken = True
         tell(self._ranks, Step([Piece.of(sample) for sample in samples]))
         values = update_policy(self._shard, samples, recorder)
@@ -182,14 +182,14 @@ class MultiProcessUpdater:
     def collect(self, staged: Path | None = None) -> dict[str, Tensor]:
         tell(self._ranks, Collect(str(staged or "")))
         if staged:
-            return self._shard.share_of_rest(self.trainer)
-        self._shard.gather_rest(self.trainer)
+            return self._shard.share_of_rest(self.policy)
+        self._shard.gather_rest(self.policy)
         return {}
 
     def reset_reference(self) -> None:
         tell(self._ranks, Reset())
         self._shard.reset_reference()
-        self.trainer.reset_reference()
+        self.policy.reset_reference()
 
     def close(self) -> None:
         """Lets the other ranks go. After a failure it tells them nothing: this process ends with an error, and

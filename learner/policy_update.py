@@ -17,9 +17,9 @@ from areal_q.config import Gae, LearnerConfig
 from areal_q.errors import ConfigError, DivergedError
 from learner.backends.base import Backend, Scores
 from learner.backends.routing_replay import balance_weights
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.data.packing import PackedBatch, Sample, masked, pack
-from learner.measure.token_recorder import TokenTap
+from learner.measure.token_recorder import TokenRecorder
 from learner.policy_advantages import needs_policy, with_advantages
 
 MICROBATCH = "train/microbatch_tokens"
@@ -31,7 +31,7 @@ Part = list[tuple[PackedBatch, LossInputs]]
 class PolicyUpdater(Protocol):
     """Makes the updates of rank 0's whole policy: this process alone, or all ranks together (sharded.py)."""
 
-    trainer: Trainer
+    policy: TorchPolicy
 
     @property
     def shares(self) -> int:
@@ -39,13 +39,13 @@ class PolicyUpdater(Protocol):
         ...
 
     def update(
-        self, samples: Sequence[Sample], recorder: TokenTap | None = None
+        self, samples: Sequence[Sample], recorder: TokenRecorder | None = None
     ) -> dict[str, float]:
-        """Learns from `samples`, after which `trainer` holds the new weights; returns the metrics."""
+        """Learns from `samples`, after which `policy` holds the new weights; returns the metrics."""
         ...
 
     def collect(self, staged: Path | None = None) -> dict[str, Tensor]:
-        """Brings into `trainer` what a checkpoint reads of it.
+        """Brings into `policy` what a checkpoint reads of it.
 
         Where other ranks write shares, they write them into `staged`, and this rank's own is returned, by its
         tensors' names in a checkpoint.
@@ -66,26 +66,26 @@ class SingleProcessUpdater:
 
     shares = 0
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self, policy: TorchPolicy) -> None:
+        self.policy = policy
 
     def update(
-        self, samples: Sequence[Sample], recorder: TokenTap | None = None
+        self, samples: Sequence[Sample], recorder: TokenRecorder | None = None
     ) -> dict[str, float]:
-        return update_policy(self.trainer, samples, recorder)
+        return update_policy(self.policy, samples, recorder)
 
     def collect(self, staged: Path | None = None) -> dict[str, Tensor]:
         return {}
 
     def reset_reference(self) -> None:
-        self.trainer.reset_reference()
+        self.policy.reset_reference()
 
     def close(self) -> None:
         pass
 
 
 def update_policy(
-    b: Backend, samples: Sequence[Sample], recorder: TokenTap | None = None
+    b: Backend, samples: Sequence[Sample], recorder: TokenRecorder | None = None
 ) -> dict[str, float]:
     """Learns from `samples` and returns the metrics.
 
@@ -192,7 +192,7 @@ def inputs_of(batch: PackedBatch, scores: Scores, reference: torch.Tensor | None
 
 
 def visit_part(
-    b: Backend, part: Part, first: bool, recorder: TokenTap | None = None
+    b: Backend, part: Part, first: bool, recorder: TokenRecorder | None = None
 ) -> list[Metrics]:
     """Accumulates the gradient of one part; counts span it, so that its cut does not matter.
 

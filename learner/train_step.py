@@ -8,7 +8,7 @@ import torch
 from areal_q.messages import Group
 from learner.data.packing import failure_metrics, lag_metrics, part_metrics, samples_of
 from learner.data.staleness import VersionHistory
-from learner.measure.token_recorder import TokenTap
+from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import PolicyUpdater
 
 
@@ -18,22 +18,22 @@ def train_step(
     history: VersionHistory,
     step: int,
     weights: Sequence[float] = (),
-    recorder: TokenTap | None = None,
+    recorder: TokenRecorder | None = None,
 ) -> dict[str, float]:
     """Takes step `step` on `groups`, in their order and with their sampler's weights.
 
     Returns the step's metrics, none of which depends on time. `recorder` keeps what the token log holds.
     """
-    trainer = updater.trainer
-    kl = trainer.cfg.reference_kl
+    policy = updater.policy
+    kl = policy.cfg.reference_kl
     if kl and kl.reset_every and step and step % kl.reset_every == 0:
         updater.reset_reference()
-    cfg = trainer.cfg
+    cfg = policy.cfg
     samples = samples_of(groups, cfg.advantage, history, step, weights, cfg.mask)
     rewards = [s.trajectory.reward for s in samples]
     mean = sum(rewards) / len(rewards)
     values = updater.update(samples, recorder)
-    trainer.calibrate_kv_scales(samples)
+    policy.calibrate_kv_scales(samples)
     return values | {
         **lag_metrics(samples),
         **part_metrics(samples),

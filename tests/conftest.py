@@ -312,7 +312,7 @@ from learner.backends.precision import set_precision
 from learner.publishing.version_builder import Publisher
 from learner.backends.messages import Piece
 from learner.multi_process import MultiProcessUpdater, follow, join, leave
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 
 torch.set_num_threads(1)
 for job in sys.argv[1:]:
@@ -324,7 +324,7 @@ for job in sys.argv[1:]:
         continue
     model = build_model(run, build_tokenizer(run))
     set_precision(model, run)
-    whole = Trainer(model, run.learner, 0.7)
+    whole = TorchPolicy(model, run.learner, 0.7)
     if list(directory.glob("checkpoints/step-*")):
         checkpoint.restore(directory / "checkpoints", whole)
     updater = MultiProcessUpdater(whole, run, ranks)

@@ -23,7 +23,7 @@ from areal_q.quant.kernels import fp8_gemm
 from areal_q.weights.version import WeightVersion
 from bench.weights.packed import packed
 from learner.backends.precision import LINEARS
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
 from rollout.engines import build_engine
@@ -140,10 +140,10 @@ def learner(device: torch.device, small: bool) -> Iterator[Row]:
             device=str(device), minibatches=1, recompute=True, microbatch_tokens=length * count // 2
         )
         cfg = msgspec.structs.replace(cfg, dtype=dtype, precision=precision)
-        trainer = Trainer(model, cfg, 1.0)
+        policy = TorchPolicy(model, cfg, 1.0)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        took = seconds(partial(update_policy, trainer, samples), device, repeats=2)
+        took = seconds(partial(update_policy, policy, samples), device, repeats=2)
         tokens = sum(s.num_tokens for s in samples) / took
         parameters = sum(p.numel() for p in model.parameters())
         values = {"tokens/s": tokens, "MFU": 6 * parameters * tokens / peak}
@@ -151,7 +151,7 @@ def learner(device: torch.device, small: bool) -> Iterator[Row]:
             values["peak, GiB"] = torch.cuda.max_memory_allocated() / 2**30
         name = dtype if precision == "full" else f"{dtype}, {precision} {format}"
         yield Row(name, values)
-        del trainer, model
+        del policy, model
 
 
 def generation(device: torch.device, small: bool) -> Iterator[Row]:

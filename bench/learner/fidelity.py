@@ -20,7 +20,7 @@ from areal_q.config import Run, load
 from areal_q.messages import Array, Group, Ticket, Trajectory
 from areal_q.tasks import build_task, build_tokenizer
 from bench.common import commit, device, publish, say, table
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.admission import Admission
 from learner.data.staleness import VersionHistory
@@ -88,7 +88,7 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 async def measure(run: Run) -> dict[str, list[float]]:
     """CPU seconds of the step, the publishing and the meters, and the mean gap, for each round."""
     tokenizer = build_tokenizer(run)
-    trainer = Trainer(build_model(run, tokenizer), run.learner, 1.0)
+    policy = TorchPolicy(build_model(run, tokenizer), run.learner, 1.0)
     publisher, history, tickets = Publisher(run), VersionHistory(3), Tickets()
     admission: Any = Admission(run, build_task(run.task), tokenizer, tickets, 0, set())  # type: ignore
     shares = [load(QUICKSTART, [f"learner.fidelity.share={share}"]) for share in SHARES]
@@ -97,7 +97,7 @@ async def measure(run: Run) -> dict[str, list[float]]:
     await engine.start()
     found: dict[str, list[float]] = {"step": [], "gap": [], **{f"meter {s}": [] for s in SHARES}}
     for step in range(ROUNDS):
-        version = publisher.make(trainer.model, step)
+        version = publisher.make(policy.model, step)
         history.add(step, version.manifest.digest)
         for meter in meters:
             meter.remember(version)
@@ -105,7 +105,7 @@ async def measure(run: Run) -> dict[str, list[float]]:
         admission.issue(range(step * run.learner.groups, (step + 1) * run.learner.groups), step)
         groups = await asyncio.gather(*(group(engine, t) for t in tickets.new))
         tickets.new.clear()
-        updater = SingleProcessUpdater(trainer)
+        updater = SingleProcessUpdater(policy)
         step_s, _ = timed(partial(train_step, updater, groups, history, step))
         found["step"].append(step_s)
         for share, meter in zip(SHARES, meters, strict=True):

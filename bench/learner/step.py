@@ -30,7 +30,7 @@ from areal_q.tasks import CharTokenizer
 from bench import trl_peer
 from bench.common import RESULTS, ROOT, commit, device, number, peer_env, publish, say, table
 from bench.learner.memory import peak_bytes
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
 
@@ -130,7 +130,7 @@ def taken(argv: list[str]) -> dict[str, Any]:
 
 
 def ours(spec: dict[str, Any]) -> dict[str, Any]:
-    """`STEPS` of our trainer's steps; a micro-batch has as many tokens as a group of the peers, padded."""
+    """`STEPS` of our policy's steps; a micro-batch has as many tokens as a group of the peers, padded."""
     run = load(
         None,
         [
@@ -139,12 +139,12 @@ def ours(spec: dict[str, Any]) -> dict[str, Any]:
             "learner.optimizer.betas=[0.9,0.999]",
         ],
     )  # fmt: skip
-    trainer = Trainer(load_decoder(spec["model"]), run.learner, temperature=1.0)
+    policy = TorchPolicy(load_decoder(spec["model"]), run.learner, temperature=1.0)
     samples = samples_of(spec["groups"])
     before, seconds, norms = rss_bytes(), [], []
     for _ in range(spec["steps"]):
         began = time.process_time()
-        norms.append(update_policy(trainer, samples)["train/grad_norm"])
+        norms.append(update_policy(policy, samples)["train/grad_norm"])
         seconds.append(time.process_time() - began)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"seconds": seconds, "norms": norms, "before": before, "peak": peak}

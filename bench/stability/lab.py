@@ -36,7 +36,7 @@ from areal_q.tasks import (
 )
 from areal_q.weights.version import WeightVersion
 from buffer.in_memory import MemoryBuffer, MemoryLearner
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.admission import Admission
 from learner.data.sft_warmup import warm_start
@@ -150,7 +150,7 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
     every `eval.every`-th and on the last. `flaky` scores what is trained on in place of the run's own
     reward. Raises what its parts raise."""
     task, tokenizer, reward = build_task(run.task), build_tokenizer(run), build_reward(run)
-    trainer = Trainer(
+    policy = TorchPolicy(
         warm_model(run, task, tokenizer), run.learner, run.rollout.sampling.temperature
     )
     tickets = Tickets(run.name)
@@ -165,7 +165,7 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
     """The newest versions, oldest first: the groups of the next step are drawn by the first"""
 
     async def publish(version: int) -> None:
-        kept.append(publishers[0].make(trainer.model, version))
+        kept.append(publishers[0].make(policy.model, version))
         history.add(version, kept[-1].manifest.digest)
         if len(kept) > run.learner.max_lag + 1:
             kept.pop(0)
@@ -173,7 +173,7 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
             await engines[0].load_weights(kept[0])
 
     async def accuracy(version: int) -> float:
-        await engines[1].load_weights(publishers[1].make(trainer.model, version))
+        await engines[1].load_weights(publishers[1].make(policy.model, version))
         return await judge.accuracy(heldout, run.rollout.sampling.max_tokens)
 
     try:
@@ -191,7 +191,7 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
                         groups.append(group)
                     else:
                         admission.done(group)
-            values = train_step(SingleProcessUpdater(trainer), groups, history, step)
+            values = train_step(SingleProcessUpdater(policy), groups, history, step)
             for group in groups:
                 admission.done(group)
             await publish(step + 1)

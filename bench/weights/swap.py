@@ -27,7 +27,7 @@ from areal_q.tasks import build_task, build_tokenizer
 from bench.common import ROOT, commit, device, publish, table
 from buffer.weight_sync.publish.publisher import Broadcaster
 from buffer.weight_sync.subscribe.subscriber import Receiver
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
@@ -64,22 +64,22 @@ def samples(run: Run, vocab: int) -> list[Sample]:
 def learner_time(run: Run) -> dict[str, list[float]]:
     """Milliseconds of wall and CPU clock of a step, each way, by turns."""
     tokenizer = build_tokenizer(run)
-    trainer = Trainer(build_model(run, tokenizer), run.learner, 1.0)
+    policy = TorchPolicy(build_model(run, tokenizer), run.learner, 1.0)
     batch = samples(run, tokenizer.vocab_size)
     outlet = Outlet(Publisher(run), lambda _: None)
-    trainer.before_write = outlet.release
+    policy.before_write = outlet.release
     version = 0
 
     def alone() -> None:
-        update_policy(trainer, batch)
+        update_policy(policy, batch)
 
     def inline() -> None:
-        update_policy(trainer, batch)
-        outlet.publisher.make(trainer.model, version)
+        update_policy(policy, batch)
+        outlet.publisher.make(policy.model, version)
 
     def beside() -> None:
-        outlet.begin(trainer.model, version, {})
-        update_policy(trainer, batch)
+        outlet.begin(policy.model, version, {})
+        update_policy(policy, batch)
         outlet.finish()
 
     ways: dict[str, Callable[[], None]] = {"alone": alone, "inline": inline, "beside": beside}

@@ -32,17 +32,17 @@ from learner.backends.critic import Critic
 from learner.backends.data_parallel import Ranks
 from learner.backends.messages import Begin
 from learner.backends.precision import set_precision
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.optim.adamw_8bit import LARGEST, AdamW8bit, Part
 from learner.optim.build import build_optimizer
 from learner.optim.dtensor import local
 
 
-class FsdpShard(Trainer):
-    """This rank's part of rank 0's whole trainer, parameter by parameter of the same names."""
+class FsdpShard(TorchPolicy):
+    """This rank's part of rank 0's whole policy, parameter by parameter of the same names."""
 
     @torch.no_grad()
-    def gather_weights(self, whole: Trainer | None) -> None:
+    def gather_weights(self, whole: TorchPolicy | None) -> None:
         _gather_parameters(self.model, whole.model if whole else None)
         if whole:
             own = linears(self.model)
@@ -51,7 +51,7 @@ class FsdpShard(Trainer):
                     linear.take(own[name].parts)  # type: ignore[arg-type]
 
     @torch.no_grad()
-    def gather_rest(self, whole: Trainer | None) -> None:
+    def gather_rest(self, whole: TorchPolicy | None) -> None:
         _gather_moments(self.optimizer, whole.optimizer if whole else None)
         if self.critic is not None:
             theirs = whole.critic if whole else None
@@ -59,7 +59,7 @@ class FsdpShard(Trainer):
             _gather_moments(self.critic.optimizer, theirs.optimizer if theirs else None)
 
     @torch.no_grad()
-    def share_of_rest(self, whole: Trainer | None) -> dict[str, Tensor]:
+    def share_of_rest(self, whole: TorchPolicy | None) -> dict[str, Tensor]:
         optimizers = {"optimizer": self.optimizer}
         if self.critic is not None:
             _gather_parameters(self.critic, whole.critic if whole else None)
@@ -85,7 +85,7 @@ class FsdpShard(Trainer):
         """Does nothing: FSDP2 has no process groups of its own to let go."""
 
 
-def fsdp_shard(begin: Begin, run: Run, ranks: Ranks, whole: Trainer | None) -> FsdpShard:
+def fsdp_shard(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) -> FsdpShard:
     """Collective: this rank's part of rank 0's `whole`."""
     cfg = run.learner
     kind = "cuda" if cfg.device.startswith("cuda") else "cpu"
@@ -95,26 +95,26 @@ def fsdp_shard(begin: Begin, run: Run, ranks: Ranks, whole: Trainer | None) -> F
     mesh = init_device_mesh(kind, (ranks.size,))
     run = msgspec.structs.replace(run, learner=cfg)
 
-    def policy() -> Decoder:
+    def decoder() -> Decoder:
         model = Decoder(DecoderConfig.from_hf(begin.model)).to(cfg.device)
         set_precision(model, run)
         return model
 
-    model = policy()
+    model = decoder()
     critic = Critic(model, cfg.critic) if cfg.critic else None
     shard(model, cfg, mesh)
     _scatter_state(whole.model if whole else None, model)
     materialise(model)
     reference = None
     if cfg.reference_kl and not cfg.lora:
-        reference = policy().requires_grad_(False)
+        reference = decoder().requires_grad_(False)
         shard(reference, cfg, mesh)
         _scatter_state(whole.reference if whole else None, reference)
         materialise(reference)
     if critic:
         _shard_critic(critic, cfg, mesh)
         _scatter_state(whole.critic if whole else None, critic)
-    trainer = FsdpShard(
+    policy = FsdpShard(
         model,
         cfg,
         begin.temperature,
@@ -125,11 +125,11 @@ def fsdp_shard(begin: Begin, run: Run, ranks: Ranks, whole: Trainer | None) -> F
         reference=reference,
     )
     if begin.moments:
-        _scatter_moments(whole.optimizer if whole else None, trainer.optimizer, ranks)
+        _scatter_moments(whole.optimizer if whole else None, policy.optimizer, ranks)
         if critic:
             theirs = whole.critic.optimizer if whole and whole.critic else None
             _scatter_moments(theirs, critic.optimizer, ranks)
-    return trainer
+    return policy
 
 
 def shard(model: Decoder, cfg: LearnerConfig, mesh: DeviceMesh) -> None:

@@ -1,4 +1,4 @@
-"""Routing replay (R3) and the load-balancing loss, as the trainer uses them.
+"""Routing replay (R3) and the load-balancing loss, as the backends use them.
 
 The balancing loss is Switch's (arXiv 2101.03961, eq. 4-6), a mean over layers, 1 where the load is even:
 

@@ -24,7 +24,7 @@ from learner.optim.build import build_optimizer, learning_rate, optimizer_step
 
 
 @dataclass
-class Trainer:
+class TorchPolicy:
     """The policy being learnt and its optimizer; a critic and a frozen reference where they are asked for."""
 
     model: Decoder

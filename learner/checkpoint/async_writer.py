@@ -32,7 +32,7 @@ class Writer:
         assert self._pending is None, "one at a time"
         shares = updater.shares
         staged = checkpoint.stage(self._directory, state.step) if shares else None
-        found = checkpoint.tensors_of(updater.trainer, updater.collect(staged))
+        found = checkpoint.tensors_of(updater.policy, updater.collect(staged))
         tensors = {name: t.clone() for name, t in found.items()}
         files = [staged / checkpoint.SHARE.format(i + 1) for i in range(shares)] if staged else []
         self._pending = self._thread.submit(self._write, state, tensors, files)

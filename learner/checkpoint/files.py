@@ -30,7 +30,7 @@ from torch import nn
 from areal_q.errors import CheckpointError
 from areal_q.models.low_bit.quantized_forward import materialise
 from areal_q.system.files import by_number, save_tensors
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 
 logger = logging.getLogger(__name__)
 START = "step-000000"
@@ -79,9 +79,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     hexadecimal"""
 
 
-def save(directory: Path, state: State, trainer: Trainer, keep: int) -> Path:
-    """`write` with what `trainer` holds now."""
-    return write(directory, state, tensors_of(trainer), keep)
+def save(directory: Path, state: State, policy: TorchPolicy, keep: int) -> Path:
+    """`write` with what `policy` holds now."""
+    return write(directory, state, tensors_of(policy), keep)
 
 
 def stage(directory: Path, step: int) -> Path:
@@ -174,8 +174,8 @@ def steps(directory: Path) -> list[Path]:
     return by_number(directory.glob("step-*"))
 
 
-def restore(directory: Path, trainer: Trainer) -> State:
-    """Loads the newest checkpoint into `trainer`. Raises CheckpointError naming what is damaged and,
+def restore(directory: Path, policy: TorchPolicy) -> State:
+    """Loads the newest checkpoint into `policy`. Raises CheckpointError naming what is damaged and,
     where there is one, the checkpoint before it."""
     _clear_leftovers(directory)
     _clear_shares(directory)
@@ -184,7 +184,7 @@ def restore(directory: Path, trainer: Trainer) -> State:
         raise CheckpointError(f"{directory}: no checkpoint to resume from")
     try:
         state = read_state(found[-1])
-        load(found[-1], state, trainer)
+        load(found[-1], state, policy)
     except CheckpointError as error:
         before = f"; remove it to resume from {found[-2].name}" if len(found) > 1 else ""
         raise CheckpointError(f"{error}{before}") from error
@@ -199,14 +199,14 @@ def read_state(path: Path) -> State:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def load(path: Path, state: State, trainer: Trainer) -> None:
-    """Puts checkpoint `path`, whose state is `state`, into `trainer`. Raises CheckpointError naming what
+def load(path: Path, state: State, policy: TorchPolicy) -> None:
+    """Puts checkpoint `path`, whose state is `state`, into `policy`. Raises CheckpointError naming what
     is damaged or does not fit."""
     try:
-        _load(trainer, read_tensors(path, state))
+        _load(policy, read_tensors(path, state))
     except (KeyError, RuntimeError) as error:
         raise CheckpointError(f"{path}: {error}") from error
-    trainer.updates, trainer.skipped = state.updates, state.skipped
+    policy.updates, policy.skipped = state.updates, state.skipped
 
 
 def read_tensors(path: Path, state: State) -> dict[str, torch.Tensor]:
@@ -222,41 +222,41 @@ def read_tensors(path: Path, state: State) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def tensors_of(trainer: Trainer, collected: Tensors | None = None) -> Tensors:
-    """Returns every tensor of `trainer` that a checkpoint holds, on the CPU.
+def tensors_of(policy: TorchPolicy, collected: Tensors | None = None) -> Tensors:
+    """Returns every tensor of `policy` that a checkpoint holds, on the CPU.
 
     `collected` is what PolicyUpdater.collect returned: this rank's share, where other ranks write theirs.
     """
     tensors: Tensors = {"rng": torch.get_rng_state(), **(collected or {})}
-    for part, module in _modules(trainer).items():
+    for part, module in _modules(policy).items():
         tensors |= {f"{part}.{k}": v for k, v in module.state_dict().items()}
-    for part, optimizer in _optimizers(trainer).items():
+    for part, optimizer in _optimizers(policy).items():
         for i, slot in optimizer.state_dict()["state"].items():
             tensors |= {f"{part}.{i}.{k}": v for k, v in slot.items()}
-    tensors |= {f"{KV}{k}": v for k, v in trainer.kv_scales.items()}
-    if trainer.sticky:
-        tensors |= {f"{STICKY}{k}": v for k, v in trainer.sticky.tensors().items()}
+    tensors |= {f"{KV}{k}": v for k, v in policy.kv_scales.items()}
+    if policy.sticky:
+        tensors |= {f"{STICKY}{k}": v for k, v in policy.sticky.tensors().items()}
     return {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
 
 
-def _modules(trainer: Trainer) -> dict[str, nn.Module]:
+def _modules(policy: TorchPolicy) -> dict[str, nn.Module]:
     """By how the names of their tensors begin."""
-    found = {"model": trainer.model, "critic": trainer.critic, "reference": trainer.reference}
+    found = {"model": policy.model, "critic": policy.critic, "reference": policy.reference}
     return {part: module for part, module in found.items() if module is not None}
 
 
-def _optimizers(trainer: Trainer) -> dict[str, torch.optim.Optimizer]:
-    critic = {"critic_optimizer": trainer.critic.optimizer} if trainer.critic else {}
-    return {"optimizer": trainer.optimizer, **critic}
+def _optimizers(policy: TorchPolicy) -> dict[str, torch.optim.Optimizer]:
+    critic = {"critic_optimizer": policy.critic.optimizer} if policy.critic else {}
+    return {"optimizer": policy.optimizer, **critic}
 
 
-def _load(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> None:
+def _load(policy: TorchPolicy, tensors: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
-        for part, module in _modules(trainer).items():
+        for part, module in _modules(policy).items():
             for name, parameter in module.state_dict().items():
                 parameter.copy_(tensors[f"{part}.{name}"])
             materialise(module)
-    for part, optimizer in _optimizers(trainer).items():
+    for part, optimizer in _optimizers(policy).items():
         slots: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors.items():
             if name.startswith(f"{part}."):
@@ -264,9 +264,9 @@ def _load(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> None:
                 slots.setdefault(int(index), {})[key] = tensor
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": slots, "param_groups": groups})
-    trainer.kv_scales = _named(tensors, KV, trainer.cfg.device)
-    if trainer.sticky:
-        trainer.sticky.restore(_named(tensors, STICKY, trainer.cfg.device))
+    policy.kv_scales = _named(tensors, KV, policy.cfg.device)
+    if policy.sticky:
+        policy.sticky.restore(_named(tensors, STICKY, policy.cfg.device))
     torch.set_rng_state(tensors["rng"])
 
 

@@ -23,7 +23,7 @@ from areal_q.quant import dequantize_state
 from areal_q.quant.aqn import noise_of, with_noise
 from areal_q.quant.state_dict import parts_of, rest_in_bf16
 from areal_q.quant.sticky_scales import StickyRanges
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.data.packing import Sample, samples_of
 from learner.data.staleness import VersionHistory
 from learner.doctor.diagnosis import TERMS, TokenTable
@@ -76,17 +76,17 @@ class Probe:
     responses: int = 0
 
     def __call__(
-        self, trainer: Trainer, step: int, groups: Sequence[Group], history: VersionHistory
+        self, policy: TorchPolicy, step: int, groups: Sequence[Group], history: VersionHistory
     ) -> None:
         keep = self.run.learner.max_lag + 1
         self.versions = {v: self.versions[v] for v in self.versions if v > step - keep}
         if step > self.first - keep:
-            self.versions[step] = Version(trainer.model, self.run, step, trainer.sticky)
+            self.versions[step] = Version(policy.model, self.run, step, policy.sticky)
         if step >= self.first:
-            cfg = trainer.cfg
+            cfg = policy.cfg
             samples = samples_of(groups, cfg.advantage, history, step, mask=cfg.mask)
             sampling = [g.ticket.sampling.temperature for g in groups for _ in g.valid_trajectories]
-            self.parts.append(self._measure(trainer, step, samples, sampling, history))
+            self.parts.append(self._measure(policy, step, samples, sampling, history))
             self.responses += len(samples)
 
     def table(self) -> TokenTable:
@@ -95,14 +95,14 @@ class Probe:
 
     def _measure(
         self,
-        trainer: Trainer,
+        policy: TorchPolicy,
         step: int,
         samples: Sequence[Sample],
         temperatures: list[float],
         history: VersionHistory,
     ) -> TokenTable:
-        score = Scorer(trainer.cfg)
-        proximal, entropy = score(trainer.model, samples, trainer.temperature)
+        score = Scorer(policy.cfg)
+        proximal, entropy = score(policy.model, samples, policy.temperature)
         spans = [s.trajectory.spans for s in samples]
         version = np.concatenate(
             [np.repeat([self._known(x, history) for x in y], [x.tokens for x in y]) for y in spans]
@@ -116,7 +116,7 @@ class Probe:
         for u in np.unique(version[version != UNKNOWN]):
             mine = version == u
             chain = self._chain(
-                score, self.versions[int(u)], samples, mine, temperatures, trainer.temperature
+                score, self.versions[int(u)], samples, mine, temperatures, policy.temperature
             )
             levels = np.stack([proximal, *chain, behavior])[:, mine]
             split = -np.diff(levels, axis=0)

@@ -11,7 +11,7 @@ from buffer.logs.token_log import MARKS, TokenScores
 from learner.data.packing import PackedBatch
 
 
-class TokenTap:
+class TokenRecorder:
     """What every token's last visit of the step looked like, by micro-batch, on the CPU."""
 
     def __init__(self) -> None:

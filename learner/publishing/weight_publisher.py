@@ -2,7 +2,7 @@
 
     Learner ─begin(model)─▶ Publisher.make ─▶ announce: history, then broadcaster ─▶ finish() tells the learner
                                  │ reads the weights themselves: nothing is copied for it
-    Trainer ─release()── waits ──┘ before the optimizer writes to them
+    TorchPolicy ─release()── waits ──┘ before the optimizer writes to them
 
 | wait    | for                                        | unblocked by |
 |---------|--------------------------------------------|--------------|

@@ -82,11 +82,11 @@ def _run(replay, console: Console, until_diverges: bool, debug: bool):
     columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     stops_in = replay.first if debug else None
 
-    def before(trainer, number, groups, history) -> None:
+    def before(policy, number, groups, history) -> None:
         if number == stops_in:
             bar.stop()
             try:
-                inspect(trainer, number, groups, history)
+                inspect(policy, number, groups, history)
             except BdbQuit:
                 raise typer.Exit from None
 
@@ -105,20 +105,20 @@ def _run(replay, console: Console, until_diverges: bool, debug: bool):
     return done, differing
 
 
-def inspect(trainer, step: int, groups, history) -> None:
+def inspect(policy, step: int, groups, history) -> None:
     """Stops inside step `step`, before its update. At hand: `samples`, one a response; `parts`, one an
     optimizer step, each a list of micro-batches; `batch` (PackedBatch) and `inputs` (LossInputs) of the
-    first; `trainer`, with `trainer.model`."""
+    first; `policy`, with `policy.model`."""
     from learner.data.packing import samples_of
     from learner.policy_update import prepare
 
-    cfg = trainer.cfg
+    cfg = policy.cfg
     samples = samples_of(groups, cfg.advantage, history, step, mask=cfg.mask)
-    parts = prepare(trainer, samples)
+    parts = prepare(policy, samples)
     batch, inputs = parts[0][0]  # noqa: RUF059
     typer.echo(
         f"step {step}: {len(samples)} samples, {len(parts)} parts; look at samples, parts[0][0], batch, "
-        "inputs, trainer.model; `c` goes on, `q` ends"
+        "inputs, policy.model; `c` goes on, `q` ends"
     )
     breakpoint()
     typer.echo(f"step {step}: on to the update")

@@ -1,6 +1,6 @@
 """Learner steps again, from a checkpoint and the log alone: no Redis, no engine, no network.
 
-    checkpoints/step-A ─▶ Trainer ◀─ train_step(s) ◀─ trajectories/ (groups of s, in the order logged)
+    checkpoints/step-A ─▶ TorchPolicy ◀─ train_step(s) ◀─ trajectories/ (groups of s, in the order logged)
                              │                     ◀─ steps/ (digests and fork: the lag of every token)
                              └─▶ metrics, digest ─▶ compared with what steps/ recorded
 
@@ -24,10 +24,10 @@ from buffer.logs.step_log import StepRecord, iter_steps
 from buffer.logs.trajectory_log import iter_log, logged_steps
 from learner import checkpoint
 from learner.backends.precision import set_precision
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.data.invalid_rewards import judged
 from learner.data.staleness import VersionHistory
-from learner.measure.token_recorder import TokenTap
+from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import MICROBATCH, SingleProcessUpdater
 from learner.publishing.version_builder import Publisher, sticky_ranges
 from learner.train_step import machine, train_step
@@ -47,8 +47,8 @@ FIXED = (
 )
 """Settings that are in the logged groups or in the checkpoint's weights"""
 
-Before = Callable[[Trainer, int, list[Group], VersionHistory], None]
-"""Called before a step is learnt: (trainer, step, groups, history)"""
+Before = Callable[[TorchPolicy, int, list[Group], VersionHistory], None]
+"""Called before a step is learnt: (policy, step, groups, history)"""
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class Replay:
         self.records = records
         self.stop = records[-1].step + 1
         torch.set_num_threads(self.run.learner.threads)
-        self.trainer = self._restored()
+        self.policy = self._restored()
         self.machine = machine(self.run.learner.device)
-        self.recorder: TokenTap | None = None
+        self.recorder: TokenRecorder | None = None
         """Keeps what the token log holds of the step replayed last"""
-        sticky = self.trainer.sticky
+        sticky = self.policy.sticky
         self.publishes = not self.what_if and (not sticky or bool(sticky.tensors()))
         """Whether the versions can be made again: weights of another history have nothing to be compared with,
         and may be past quantizing; older checkpoints do not hold the ranges of sticky scales"""
@@ -117,42 +117,42 @@ class Replay:
     def steps(self, before: Before | None = None) -> Iterator[Replayed]:
         """Learns one step after the other, those between the checkpoint and `first` included."""
         history = VersionHistory(self.recorded.learner.versions_kept, self.state.digests)
-        publisher = Publisher(self.run, self.trainer.sticky)
+        publisher = Publisher(self.run, self.policy.sticky)
         logged = iter_log(self.directory / "trajectories", self.state.step, self.stop)
         for record in self.records:
             groups = _groups_of(record, next(logged, None), self.directory)
             weights = record.weights
             if record.step == self.first and self.what_if:
-                self.trainer = with_settings(self.trainer, self.run)
+                self.policy = with_settings(self.policy, self.run)
             if record.step >= self.first and "reward.on_error" in self.changes:
                 on_error, fewest = self.run.reward.on_error, self.run.learner.fewest_valid
                 groups, weights = judged(groups, weights, on_error, fewest)
             history.fork = record.fork
             if before:
-                before(self.trainer, record.step, groups, history)
-            updater = SingleProcessUpdater(self.trainer)
+                before(self.policy, record.step, groups, history)
+            updater = SingleProcessUpdater(self.policy)
             metrics = train_step(updater, groups, history, record.step, weights, self.recorder)
             history.add(record.step + 1, record.digest)
             made = self._publish(publisher, record.step + 1) if self.publishes else None
             yield Replayed(record, groups, metrics, made.manifest.digest if made else "")
 
     def _publish(self, publisher: Publisher, version: int) -> WeightVersion:
-        return publisher.make(self.trainer.model, version, self.trainer.kv_scales)
+        return publisher.make(self.policy.model, version, self.policy.kv_scales)
 
     def unequal_tensors(self, step: int) -> list[str] | None:
-        """Names of the tensors in which the trainer, at `step`, differs from the checkpoint there, or None
+        """Names of the tensors in which the policy, at `step`, differs from the checkpoint there, or None
         where there is no checkpoint."""
         path = self.directory / "checkpoints" / f"step-{step:06d}"
         if not path.is_dir():
             return None
         saved = checkpoint.read_tensors(path, checkpoint.read_state(path))
-        now = checkpoint.tensors_of(self.trainer)
+        now = checkpoint.tensors_of(self.policy)
         names = sorted((saved.keys() | now.keys()) - {"rng"})
         if not self.publishes:
             names = [n for n in names if not n.startswith(checkpoint.STICKY)]
         return [n for n in names if n not in saved or n not in now or not _equal(saved[n], now[n])]
 
-    def _restored(self) -> Trainer:
+    def _restored(self) -> TorchPolicy:
         if not self.state.model:
             raise CheckpointError(f"{self.checkpoint}: written before checkpoints held their model")
         cfg = self.run.learner
@@ -164,11 +164,11 @@ class Replay:
             f"learner.microbatch_tokens={cfg.microbatch_tokens}",
         )
         set_precision(model, self.recorded)
-        trainer = Trainer(model, start.learner, self.recorded.rollout.sampling.temperature)
-        trainer.calibrate = self.recorded.rollout.kv_scales
-        trainer.sticky = sticky_ranges(self.recorded)
-        checkpoint.load(self.checkpoint, self.state, trainer)
-        return trainer
+        policy = TorchPolicy(model, start.learner, self.recorded.rollout.sampling.temperature)
+        policy.calibrate = self.recorded.rollout.kv_scales
+        policy.sticky = sticky_ranges(self.recorded)
+        checkpoint.load(self.checkpoint, self.state, policy)
+        return policy
 
 
 def recorded_settings(directory: Path) -> Run:
@@ -178,24 +178,24 @@ def recorded_settings(directory: Path) -> Run:
     return load(directory / "config.toml")
 
 
-def with_settings(trainer: Trainer, run: Run) -> Trainer:
-    """A trainer that goes on with the weights and moments of `trainer` under the settings of `run`.
+def with_settings(policy: TorchPolicy, run: Run) -> TorchPolicy:
+    """A policy that goes on with the weights and moments of `policy` under the settings of `run`.
 
     A critic or a reference that was not there begins here, with the policy as it is now.
     """
-    set_precision(trainer.model, run)
-    new = Trainer(
-        trainer.model,
+    set_precision(policy.model, run)
+    new = TorchPolicy(
+        policy.model,
         run.learner,
         run.rollout.sampling.temperature,
-        updates=trainer.updates,
-        skipped=trainer.skipped,
-        reference=trainer.reference if run.learner.reference_kl else None,
+        updates=policy.updates,
+        skipped=policy.skipped,
+        reference=policy.reference if run.learner.reference_kl else None,
     )
-    take_over(new.optimizer, trainer.optimizer)
-    if new.critic and trainer.critic and new.critic.cfg.trunk == trainer.critic.cfg.trunk:
-        new.critic.load_state_dict(trainer.critic.state_dict())
-        take_over(new.critic.optimizer, trainer.critic.optimizer)
+    take_over(new.optimizer, policy.optimizer)
+    if new.critic and policy.critic and new.critic.cfg.trunk == policy.critic.cfg.trunk:
+        new.critic.load_state_dict(policy.critic.state_dict())
+        take_over(new.critic.optimizer, policy.critic.optimizer)
     return new
 
 

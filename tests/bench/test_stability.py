@@ -20,7 +20,7 @@ from bench.stability import report
 from bench.stability import run as stability
 from bench.stability.int3 import with_format
 from bench.stability.lab import Values, train, warm_model
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.data.staleness import VersionHistory
 from learner.policy_update import SingleProcessUpdater
 from learner.train_step import train_step
@@ -182,12 +182,12 @@ def test_uaq_under_adam_is_a_learning_rate_of_its_own_for_each_kind_of_weight(ma
         model = warm_model(
             override(run, f"learner.uaq={scale}"), build_task(run.task), build_tokenizer(run)
         )
-        trainer = Trainer(model, run.learner, 1.0)
+        policy = TorchPolicy(model, run.learner, 1.0)
         lr = {"linear": 1.0, "norm": 1.0} if scale > 1 else {"linear": s, "norm": 1 / s}
-        trainer.optimizer = KeptRates(model, {**lr, "other": 1.0}, run.learner.optimizer.lr)
+        policy.optimizer = KeptRates(model, {**lr, "other": 1.0}, run.learner.optimizer.lr)
         for batch in drawn:
             train_step(
-                SingleProcessUpdater(trainer),
+                SingleProcessUpdater(policy),
                 [rewarded(g) for g in batch],
                 VersionHistory(9, {0: digest}),
                 0,
@@ -201,7 +201,7 @@ def test_uaq_under_adam_is_a_learning_rate_of_its_own_for_each_kind_of_weight(ma
 
 
 class KeptRates(torch.optim.Adam):
-    """Each kind of parameter has its own learning rate, whatever the trainer sets."""
+    """Each kind of parameter has its own learning rate, whatever the policy sets."""
 
     def __init__(self, model: Decoder, factors: dict[str, float], lr: float) -> None:
         kinds = {name: kind(name) for name, _ in model.named_parameters()}

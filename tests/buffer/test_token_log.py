@@ -12,34 +12,34 @@ from areal_q.errors import RecordError
 from areal_q.tasks import build_tokenizer
 from buffer.logs import parquet_log
 from buffer.logs.token_log import MARKS, TokenLog, TokenScores, iter_tokens, to_table
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
-from learner.measure.token_recorder import TokenTap
+from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import update_policy
 
 
 @pytest.fixture
 def build(make_run):
-    """build("learner.epochs=2") is a trainer of a tiny model."""
+    """build("learner.epochs=2") is a policy of a tiny model."""
 
-    def make(*settings: str) -> Trainer:
+    def make(*settings: str) -> TorchPolicy:
         run = make_run(*settings)
-        return Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+        return TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
 
     return make
 
 
 @pytest.mark.parametrize("objective", ["ppo", "acr", "icepop", "tbpo", "gspo"])
 def test_the_logged_tokens_add_up_to_the_metrics_of_the_step(build, make_samples, objective):
-    tap = TokenTap()
+    recorder = TokenRecorder()
     settings = [
         "learner.minibatches=4",
         "learner.optimizer.lr=0.05",
         "learner.microbatch_tokens=40",
     ]
-    trainer = build(*settings, f"learner.objective.type={objective}")
-    metrics = update_policy(trainer, make_samples(24), tap)
-    scores = tap.scores()
+    policy = build(*settings, f"learner.objective.type={objective}")
+    metrics = update_policy(policy, make_samples(24), recorder)
+    scores = recorder.scores()
     counted = scores.mask
     weight = np.exp(scores.proximal_logprobs.astype(float) - scores.behavior_logprobs)[counted]
     ratio = np.exp(scores.logprobs.astype(float) - scores.proximal_logprobs)[counted]
@@ -64,7 +64,7 @@ def test_the_tap_changes_no_bit_of_a_step(build, make_samples):
     plain, tapped = build(*settings), build(*settings)
     for seed in range(2):
         samples = make_samples(12, seed)
-        assert update_policy(plain, samples) == update_policy(tapped, samples, TokenTap())
+        assert update_policy(plain, samples) == update_policy(tapped, samples, TokenRecorder())
     ours, theirs = plain.model.state_dict(), tapped.model.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -72,11 +72,11 @@ def test_the_tap_changes_no_bit_of_a_step(build, make_samples):
 def test_every_response_is_there_once_with_its_own_values_also_over_several_epochs(
     build, make_samples
 ):
-    tap = TokenTap()
+    recorder = TokenRecorder()
     samples = make_samples(12)
     settings = ("learner.epochs=3", "learner.optimizer.lr=0.05", "learner.microbatch_tokens=30")
-    update_policy(build(*settings), samples, tap)
-    scores = tap.scores()
+    update_policy(build(*settings), samples, recorder)
+    scores = recorder.scores()
     rows = np.split(np.arange(scores.lengths.sum()), np.cumsum(scores.lengths)[:-1])
     keys = list(zip(scores.number.tolist(), scores.index.tolist(), strict=True))
     assert sorted(keys) == sorted((s.group, s.trajectory.index) for s in samples)

@@ -16,7 +16,7 @@ from areal_q.errors import CheckpointError, ConfigError
 from areal_q.models import save_decoder
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.tasks import build_task, build_tokenizer
-from learner.build import build_learner, build_model, build_trainer
+from learner.build import build_learner, build_model, build_policy
 from rollout.engines import build_engine
 
 MakeRun = Callable[..., Run]
@@ -170,7 +170,7 @@ def test_a_learner_refuses_a_reference_of_another_shape_before_its_warm_start(
             MetricsLog(tmp_path, tensorboard=False) as metrics,
             pytest.raises(error, match=complaint),
         ):
-            build_trainer(run, tmp_path, False, task, tokenizer, metrics, NO_STOP)
+            build_policy(run, tmp_path, False, task, tokenizer, metrics, NO_STOP)
     assert not read_metrics(tmp_path / "metrics.jsonl")
 
 

@@ -25,7 +25,7 @@ from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, deco
 from areal_q.tasks import build_tokenizer
 from buffer.logs.trajectory_schema import from_table, to_table
 from buffer.sampling.samplers import Held, PrioritizedSampler, spread
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.invalid_rewards import Failures, judged
 from learner.data.packing import CAUSES, failure_metrics, samples_of
@@ -142,9 +142,9 @@ def test_a_failure_gives_a_group_no_priority():
 SMALL = ("model.layers=1", "model.width=16", "model.heads=2", "model.kv_heads=1", "model.mlp=16")
 
 
-def trainer_of(run: Run) -> Trainer:
+def trainer_of(run: Run) -> TorchPolicy:
     torch.set_num_threads(1)
-    return Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+    return TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
 
 
 def groups_with_failures(finish: str = "stop") -> list[Group]:
@@ -181,9 +181,9 @@ def test_a_step_is_that_of_the_groups_without_failures(
     history = VersionHistory(4, {0: "a0"})
     results = []
     for groups in (mixed, clean):
-        trainer = trainer_of(run)
-        metrics = train_step(SingleProcessUpdater(trainer), groups, history, 1)
-        results.append((metrics, [p.detach().clone() for p in trainer.model.parameters()]))
+        policy = trainer_of(run)
+        metrics = train_step(SingleProcessUpdater(policy), groups, history, 1)
+        results.append((metrics, [p.detach().clone() for p in policy.model.parameters()]))
     (one, weights), (other, same) = results
     counts = {name for name in one if name.startswith("reward/invalid") or name == "reward/errors"}
     assert {k: v for k, v in one.items() if k not in counts} == {
@@ -217,10 +217,10 @@ def test_a_cut_off_response_has_no_loss_but_a_reward(make_run: MakeRun):
         else:
             assert after.advantage == before.advantage
             assert after.trajectory == before.trajectory
-    trainer = trainer_of(run)
+    policy = trainer_of(run)
     counted = sum(int(s.trajectory.loss_mask.numpy().sum()) for s in cut)
     tokens = 0
-    for part in prepare(trainer, cut):
+    for part in prepare(policy, cut):
         tokens += sum(int(x.mask.sum()) for _, x in part)
     assert tokens == counted
     timeouts = samples_of(groups, Grpo(), history, 1, mask=["timeout"])
@@ -245,9 +245,9 @@ def test_a_masked_response_moves_no_weight(make_run: MakeRun):
     ]
     weights = []
     for batch in (groups, others):
-        trainer = trainer_of(run)
-        train_step(SingleProcessUpdater(trainer), batch, history, 1)
-        weights.append([p.detach().clone() for p in trainer.model.parameters()])
+        policy = trainer_of(run)
+        train_step(SingleProcessUpdater(policy), batch, history, 1)
+        weights.append([p.detach().clone() for p in policy.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 

@@ -133,7 +133,7 @@ def test_a_request_to_stop_raises_and_leaves_nothing_in_the_cache(make_run: Make
 def test_no_steps_leave_the_model_alone(make_run: MakeRun, cache: Path):
     run = make_run("warmstart.steps=0")
     model, cached, told = warmed(run)
-    assert (cached, told) == (False, [])
+    assert (cached, told) == (None, [])
     assert same(model, build_model(run, build_tokenizer(run)))
     assert not cache.exists()
 

@@ -20,7 +20,7 @@ from learner import checkpoint
 from learner.backends.data_parallel import KINDS, decoded, encoded, shares
 from learner.backends.messages import Piece
 from learner.backends.precision import set_precision
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.checkpoint.files import State
 from learner.data.packing import Sample, masked
@@ -32,10 +32,10 @@ MakeSamples = Callable[..., list[Sample]]
 OnRanks = Callable[..., list[tuple[list[dict[str, float]], str]]]
 
 
-def build(run: Run) -> Trainer:
+def build(run: Run) -> TorchPolicy:
     model = build_model(run, build_tokenizer(run))
     set_precision(model, run)
-    return Trainer(model, run.learner, 0.7)
+    return TorchPolicy(model, run.learner, 0.7)
 
 
 def assert_metrics(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
@@ -45,10 +45,10 @@ def assert_metrics(found: list[dict[str, float]], expected: list[dict[str, float
             assert one[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
 
 
-def assert_close(path: Path, trainer: Trainer, tolerance: float) -> None:
-    """The checkpoint in `path` holds what `trainer` does."""
+def assert_close(path: Path, policy: TorchPolicy, tolerance: float) -> None:
+    """The checkpoint in `path` holds what `policy` does."""
     found = checkpoint.read_tensors(path, checkpoint.read_state(path))
-    expected = checkpoint.tensors_of(trainer)
+    expected = checkpoint.tensors_of(policy)
     assert found.keys() == expected.keys()
     for name in expected.keys() - {"rng"}:
         torch.testing.assert_close(
@@ -95,17 +95,17 @@ def test_ranks_step_by_8_bit_moments_and_by_muon_as_one_does_and_go_on_from_each
     alone = {kind: build(make_run(*small, setting)) for kind, setting in optimizers.items()}
     for ranks, some, sharded in ((2, steps[:2], "adamw8bit"), (3, steps[2:], "muon")):
         take(ranks, some, sharded)
-        for kind, trainer in alone.items():
+        for kind, policy in alone.items():
             for samples in some:
-                update_policy(trainer, samples)
+                update_policy(policy, samples)
             directory = tmp_path / kind / "checkpoints"
             again = build(make_run(*small, optimizers[kind], "seed=3"))
             checkpoint.restore(directory, again)
             assert_close(directory / "step-000009", again, 0)
-            assert_moments_and_weights(again, trainer)
+            assert_moments_and_weights(again, policy)
 
 
-def assert_moments_and_weights(found: Trainer, expected: Trainer) -> None:
+def assert_moments_and_weights(found: TorchPolicy, expected: TorchPolicy) -> None:
     """But for rounding, which may tip a code of 8 bits over to its neighbour now and then."""
     ours, theirs = checkpoint.tensors_of(found), checkpoint.tensors_of(expected)
     codes = [name for name, t in theirs.items() if t.dtype == torch.uint8 and name != "rng"]
@@ -182,13 +182,13 @@ def test_a_checkpoint_whose_share_is_damaged_is_refused_by_name(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path, damage: str
 ):
     """And the one before it is offered."""
-    trainer = build(make_run())
-    update_policy(trainer, make_samples(6))
+    policy = build(make_run())
+    update_policy(policy, make_samples(6))
     for step in (1, 2):
         state = State(
             step=step, position="0-1", cursor=1, outstanding=[], digests={}, updates=2, skipped=0
         )
-        tensors = checkpoint.tensors_of(trainer)
+        tensors = checkpoint.tensors_of(policy)
         moved = {n: tensors.pop(n) for n in list(tensors) if n.startswith("optimizer.1.")}
         staged = checkpoint.stage(tmp_path, step)
         checkpoint.write_share(staged, 1, moved)
@@ -204,7 +204,7 @@ def test_a_checkpoint_whose_share_is_damaged_is_refused_by_name(
     with pytest.raises(
         CheckpointError, match=r"step-000002: .*remove it to resume from step-000001"
     ):
-        checkpoint.restore(tmp_path, trainer)
+        checkpoint.restore(tmp_path, policy)
 
 
 def rewarded(samples: list[Sample], seed: int) -> list[Sample]:
@@ -320,7 +320,7 @@ def test_what_needs_one_process_is_refused_by_name(
 
 def test_recomputing_layers_gives_the_same_bits(make_run: MakeRun, make_samples: MakeSamples):
     kept, again = build(make_run()), build(make_run("learner.recompute=true"))
-    for trainer in (kept, again):
-        update_policy(trainer, make_samples(6))
+    for policy in (kept, again):
+        update_policy(policy, make_samples(6))
     for a, b in zip(kept.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(a, b)

@@ -23,7 +23,7 @@ from learner import checkpoint
 from learner.backends.megatron import require
 from learner.backends.megatron.tensor_names import Entry, entries, padded
 from learner.backends.precision import set_precision
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
@@ -128,16 +128,16 @@ def rewarded(samples: list[Sample], seed: int) -> list[Sample]:
     ]
 
 
-def alone(run: Run) -> Trainer:
+def alone(run: Run) -> TorchPolicy:
     """The torch backend, in this process."""
     model = build_model(run, build_tokenizer(run))
     set_precision(model, run)
-    return Trainer(model, run.learner, 0.7)
+    return TorchPolicy(model, run.learner, 0.7)
 
 
-def start(directory: Path, trainer: Trainer) -> None:
-    """Leaves a checkpoint of `trainer` to go on from."""
-    save_at(1, directory / "checkpoints", trainer, keep=5)
+def start(directory: Path, policy: TorchPolicy) -> None:
+    """Leaves a checkpoint of `policy` to go on from."""
+    save_at(1, directory / "checkpoints", policy, keep=5)
 
 
 def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
@@ -147,21 +147,21 @@ def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
 
 def check(
     run: Run,
-    trainer: Trainer,
+    policy: TorchPolicy,
     steps: list[list[Sample]],
     found,
     directory: Path,
     tolerance: float = 1e-5,
 ) -> None:
-    """`trainer` takes the same steps: metrics, weights, moments and counts are the same."""
+    """`policy` takes the same steps: metrics, weights, moments and counts are the same."""
     for values, samples in zip(found, steps, strict=True):
         if run.learner.reference_kl and run.learner.reference_kl.reset_every:
-            trainer.reset_reference()
-        expected = update_policy(trainer, samples)
+            policy.reset_reference()
+        expected = update_policy(policy, samples)
         assert values.keys() == expected.keys()
         for name, value in expected.items():
             assert values[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
-    tensors, expected = tensors_in(directory), checkpoint.tensors_of(trainer)
+    tensors, expected = tensors_in(directory), checkpoint.tensors_of(policy)
     assert tensors.keys() == expected.keys()
     for name in expected.keys() - {"rng"}:
         torch.testing.assert_close(
@@ -182,28 +182,28 @@ def test_two_ranks_of_every_kind_learn_what_torch_does_from_its_checkpoint(
     steps = [rewarded(make_samples(15, seed), seed) for seed in range(3)]
     # The first group has no advantage, so that both kinds of micro-batches occur.
     steps = [[replace(s, advantage=0.0) if s.group == 0 else s for s in step] for step in steps]
-    jobs, trainers = {}, {}
+    jobs, policies = {}, {}
     for name, (shape, settings) in JOBS.items():
         run = run_of(shape, *settings)
-        trainers[name] = alone(run)
-        update_policy(trainers[name], steps[0])
-        start(tmp_path / name, trainers[name])
+        policies[name] = alone(run)
+        update_policy(policies[name], steps[0])
+        start(tmp_path / name, policies[name])
         jobs[tmp_path / name] = run, steps[1:]
     # A learning rate too small to move a float32: weights went to the ranks and back.
     still = run_of("qwen2", "learner.backend.tensor=2", "learner.optimizer={lr=1e-30}")
     jobs[tmp_path / "still"] = still, steps[1:2]
     found = on_ranks(2, jobs)
-    for (name, trainer), (values, _) in zip(trainers.items(), found, strict=False):
+    for (name, policy), (values, _) in zip(policies.items(), found, strict=False):
         run = jobs[tmp_path / name][0]
-        check(run, trainer, steps[1:], values, tmp_path / name)
+        check(run, policy, steps[1:], values, tmp_path / name)
         written = (tmp_path / name / "checkpoints" / "step-000009").glob("tensors-*")
         assert len(list(written)) == run.checkpoint.sharded
     # One rank goes on from what two have written, each its share.
-    more, again, trainer = [steps[0]], tmp_path / "again", trainers["pipeline"]
+    more, again, policy = [steps[0]], tmp_path / "again", policies["pipeline"]
     shutil.copytree(tmp_path / "pipeline", again)
     run = run_of("qwen3", REFERENCE, *CRITIC)
     ((values, _),) = on_ranks(1, {again: (run, more)})
-    check(run, trainer, more, values, again)
+    check(run, policy, more, values, again)
     before, after = alone(still).model.state_dict(), tensors_in(tmp_path / "still")
     assert all(torch.equal(after[f"model.{name}"], p) for name, p in before.items())
     same_as_transformers(tensors_in(tmp_path / "tensor"), tmp_path)
@@ -283,20 +283,20 @@ def test_adapters_on_a_packed_base_learn_what_torch_does_on_every_kind_of_ranks(
     run_of: Callable[..., Run], make_samples, on_ranks, tmp_path: Path
 ):
     steps = [rewarded(make_samples(15, seed), seed) for seed in range(3)]
-    jobs, trainers = {}, {}
+    jobs, policies = {}, {}
     for name, (shape, settings) in ADAPTED.items():
         run = run_of(shape, *LORA, *settings)
-        trainers[name] = alone(run)
-        update_policy(trainers[name], steps[0])
-        start(tmp_path / name, trainers[name])
+        policies[name] = alone(run)
+        update_policy(policies[name], steps[0])
+        start(tmp_path / name, policies[name])
         jobs[tmp_path / name] = run, steps[1:]
     for (directory, (run, taken)), (values, digest) in zip(
         jobs.items(), on_ranks(2, jobs), strict=True
     ):
-        trainer = trainers[directory.name]
-        check(run, trainer, taken, values, directory)
-        checkpoint.restore(directory / "checkpoints", trainer)
-        assert Publisher(run).make(trainer.model, 1).manifest.digest == digest, directory.name
+        policy = policies[directory.name]
+        check(run, policy, taken, values, directory)
+        checkpoint.restore(directory / "checkpoints", policy)
+        assert Publisher(run).make(policy.model, 1).manifest.digest == digest, directory.name
 
 
 def with_routes(samples: list[Sample], layers: int) -> list[Sample]:
@@ -317,17 +317,17 @@ def with_routes(samples: list[Sample], layers: int) -> list[Sample]:
 def test_experts_that_two_ranks_share_learn_what_torch_does(
     run_of: Callable[..., Run], make_samples, on_ranks, tmp_path: Path
 ):
-    jobs, trainers = {}, {}
+    jobs, policies = {}, {}
     for name, (shape, settings) in EXPERTS.items():
         layers = len(SHAPES[shape].sparse_layers)
         steps = [rewarded(with_routes(make_samples(15, seed), layers), seed) for seed in range(3)]
         run = run_of(shape, *settings)
-        trainers[name] = alone(run)
-        update_policy(trainers[name], steps[0])
-        start(tmp_path / name, trainers[name])
+        policies[name] = alone(run)
+        update_policy(policies[name], steps[0])
+        start(tmp_path / name, policies[name])
         jobs[tmp_path / name] = run, steps[1:]
     for (directory, (run, taken)), (values, _) in zip(jobs.items(), on_ranks(2, jobs), strict=True):
-        check(run, trainers[directory.name], taken, values, directory)
+        check(run, policies[directory.name], taken, values, directory)
 
 
 ALIGNED = {
@@ -369,13 +369,13 @@ def test_a_forward_on_the_rollouts_numbers_is_that_of_torch_on_every_kind_of_ran
     for (directory, (run, _)), (values, digest) in zip(
         jobs.items(), on_ranks(size, jobs), strict=True
     ):
-        trainer = alone(run)
+        policy = alone(run)
         # Jet rounds the weights' gradient with scales of 128 neighbouring tokens: shares matter.
         tolerance = 1e-3 if directory.name == "data, jet" else 1e-5
-        check(run, trainer, steps, values, directory, tolerance)
+        check(run, policy, steps, values, directory, tolerance)
         # What was published is, to the bit, what one process publishes that goes on from there.
-        checkpoint.restore(directory / "checkpoints", trainer)
-        assert Publisher(run).make(trainer.model, 1).manifest.digest == digest, directory.name
+        checkpoint.restore(directory / "checkpoints", policy)
+        assert Publisher(run).make(policy.model, 1).manifest.digest == digest, directory.name
 
 
 @pytest.mark.parametrize("shape", SHAPES)

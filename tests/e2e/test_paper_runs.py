@@ -121,7 +121,7 @@ def test_a_papers_settings_take_two_real_steps(
     with claimed(run, resume=False) as (directory, _):
         announce, fetch = (f"ipc://{short_dir}/{name}" for name in ("announce", "fetch"))
         learner = build_learner(run, directory, redis_url, announce, fetch, False, stop)
-        before = {k: v.detach().clone() for k, v in learner.trainer.model.state_dict().items()}
+        before = {k: v.detach().clone() for k, v in learner.policy.model.state_dict().items()}
         try:
             with worker(redis_url, run.name):
                 assert learner.train(stop) == 2
@@ -130,7 +130,7 @@ def test_a_papers_settings_take_two_real_steps(
             learner.close()
     steps = [r for r in read_metrics(directory / "metrics.jsonl") if r["kind"] == "step"]
     assert len(steps) == 2
-    parts = learner.trainer.model.state_dict()
+    parts = learner.policy.model.state_dict()
     assert any(not torch.equal(before[k], v) for k, v in parts.items())
     for values in steps:
         assert values["train/skipped_steps"] == 0

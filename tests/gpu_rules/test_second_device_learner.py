@@ -26,14 +26,14 @@ from buffer.logs.step_log import StepLog, StepRecord
 from buffer.logs.trajectory_log import TrajectoryLog
 from learner import checkpoint
 from learner.backends.precision import set_precision
-from learner.backends.single_device import Trainer
-from learner.build import build_model, build_trainer
+from learner.backends.single_device import TorchPolicy
+from learner.build import build_model, build_policy
 from learner.data.sft_warmup import supervised_loss
 from learner.data.staleness import VersionHistory
 from learner.doctor.probe import Probe
 from learner.measure.fidelity import FidelityMeter
 from learner.measure.rescore import Scorer, engine_policy
-from learner.measure.token_recorder import TokenTap
+from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import SingleProcessUpdater, update_policy
 from learner.publishing.version_builder import Publisher
 from learner.publishing.weight_publisher import Outlet
@@ -76,7 +76,7 @@ STEPS: dict[str, tuple[str, ...]] = {
 }
 
 
-def trainers(run: Run) -> tuple[Trainer, Trainer]:
+def policies(run: Run) -> tuple[TorchPolicy, TorchPolicy]:
     """On the second device, and on the CPU: the same weights."""
     found = []
     for device in ("cuda", "cpu"):
@@ -84,12 +84,12 @@ def trainers(run: Run) -> tuple[Trainer, Trainer]:
         placed = msgspec.structs.replace(run, learner=cfg)
         model = build_model(run, build_tokenizer(run)).to(device)
         set_precision(model, placed)
-        found.append(Trainer(model, cfg, 1.0))
+        found.append(TorchPolicy(model, cfg, 1.0))
         found[-1].calibrate = run.rollout.kv_scales
     return found[0], found[1]
 
 
-def close(far: Trainer, near: Trainer, atol: float) -> None:
+def close(far: TorchPolicy, near: TorchPolicy, atol: float) -> None:
     state = far.model.state_dict()
     for name, tensor in near.model.state_dict().items():
         torch.testing.assert_close(state[name].cpu(), tensor, atol=atol, rtol=1e-3, msg=name)
@@ -101,11 +101,11 @@ def test_a_learner_step_is_the_same(
 ) -> None:
     # A large eps makes the optimizer's step smooth in the gradient.
     run = make_run("learner.optimizer.lr=0.01", "learner.optimizer.eps=1e-2", *STEPS[kind])
-    far, near = trainers(run)
-    tap, samples = TokenTap(), make_samples(9)
+    far, near = policies(run)
+    tap, samples = TokenRecorder(), make_samples(9)
     values = [update_policy(far, samples, tap), update_policy(near, samples)]
-    for trainer in (far, near):
-        trainer.calibrate_kv_scales(samples)
+    for policy in (far, near):
+        policy.calibrate_kv_scales(samples)
     if BF16 in STEPS[kind]:  # rounded elsewhere: CUDA's autocast has other lists of operations
         for name in ("train/loss", "train/grad_norm", "policy/entropy"):
             assert values[0][name] == pytest.approx(values[1][name], rel=0.02, abs=0.01), name
@@ -124,7 +124,7 @@ def test_a_learner_step_waits_as_often_with_more_layers(
 ) -> None:
     waits = []
     for layers in (1, 3):
-        far, _ = trainers(make_run(*STEPS[kind], f"model.layers={layers}"))
+        far, _ = policies(make_run(*STEPS[kind], f"model.layers={layers}"))
         update_policy(far, make_samples(9))
         cuda.waits.clear()
         update_policy(far, make_samples(9))
@@ -139,9 +139,9 @@ def test_kv_scales_are_the_same(
     run = make_run(
         "rollout.engine.kv_cache=fp8", f"rollout.kv_scales={{percentile={percentile}, tokens=20}}"
     )
-    far, near = trainers(run)
-    for trainer in (far, near):
-        update_policy(trainer, make_samples(9))
+    far, near = policies(run)
+    for policy in (far, near):
+        update_policy(policy, make_samples(9))
     assert len(far.kv_scales) == 6
     for name, scale in near.kv_scales.items():
         assert isinstance(far.kv_scales[name], Far)
@@ -149,7 +149,7 @@ def test_kv_scales_are_the_same(
 
 
 def test_the_warm_start_is_the_same(make_run: MakeRun, cuda: SecondDevice) -> None:
-    far, near = (trainer.model for trainer in trainers(make_run()))
+    far, near = (policy.model for policy in policies(make_run()))
     rows = [([1, 2, 3], [4, 5]), ([6], [7, 8, 9])]
     (loss, right), (far_loss, far_right) = supervised_loss(near, rows), supervised_loss(far, rows)
     assert far_right == right
@@ -160,7 +160,7 @@ def test_the_warm_start_is_the_same(make_run: MakeRun, cuda: SecondDevice) -> No
 def test_the_fidelity_meters_policy_is_the_same(
     format: str, make_run: MakeRun, make_samples: MakeSamples, cuda: SecondDevice
 ) -> None:
-    model = trainers(make_run())[1].model
+    model = policies(make_run())[1].model
     version = packed(model.state_dict(), format, model.config.to_hf())
     found = []
     for device in ("cuda", "cpu"):
@@ -190,10 +190,10 @@ def test_what_is_published_has_the_same_bytes(
 ) -> None:
     run = make_run(*PUBLISHED[kind])
     digests = []
-    for trainer in trainers(run):
+    for policy in policies(run):
         outlet, made = Outlet(Publisher(run), lambda made: None), []
         for version in range(3):
-            outlet.begin(trainer.model, version, {})
+            outlet.begin(policy.model, version, {})
             outlet.release()
             version = outlet.finish()
             assert version is not None
@@ -210,12 +210,12 @@ def test_a_checkpoint_goes_from_either_device_to_the_other(
     kind: str, make_run: MakeRun, make_samples: MakeSamples, cuda: SecondDevice, tmp_path: Path
 ) -> None:
     run = make_run("learner.optimizer.lr=0.01", "learner.optimizer.eps=1e-2", *STEPS[kind])
-    for number, (source, target) in enumerate([trainers(run), trainers(run)[::-1]]):
+    for number, (source, target) in enumerate([policies(run), policies(run)[::-1]]):
         update_policy(source, make_samples(9))
         save_at(1, tmp_path / str(number), source)
         checkpoint.restore(tmp_path / str(number), target)
-        for trainer in (source, target):
-            update_policy(trainer, make_samples(9, 1))
+        for policy in (source, target):
+            update_policy(policy, make_samples(9, 1))
         close(*((source, target) if number == 0 else (target, source)), 1e-5)
 
 
@@ -229,10 +229,10 @@ def test_a_trainer_is_built_resumed_and_exported_there(
     run = make_run(*place, *more)
     task, tokenizer = build_task(run.task), build_tokenizer(run)
 
-    def build(resume: bool) -> Trainer:
+    def build(resume: bool) -> TorchPolicy:
         with MetricsLog(tmp_path, tensorboard=False) as metrics:
             stop = threading.Event()
-            return build_trainer(run, tmp_path, resume, task, tokenizer, metrics, stop)[0]
+            return build_policy(run, tmp_path, resume, task, tokenizer, metrics, stop)[0]
 
     first, cached = build(False), build(False)  # the latter's warm start is read from its file
     update_policy(first, make_samples(9))
@@ -254,22 +254,22 @@ def test_a_run_logged_on_a_cpu_is_replayed_and_examined_on_the_device(
     run, directory = make_run("rollout.format=int8", "learner.fidelity.share=1"), tmp_path / "run"
     directory.mkdir()
     (directory / "config.toml").write_text(dump_toml(run))
-    trainer, history, publisher = trainers(run)[1], VersionHistory(4), Publisher(run)
-    versions = [publisher.make(trainer.model, 0)]
+    policy, history, publisher = policies(run)[1], VersionHistory(4), Publisher(run)
+    versions = [publisher.make(policy.model, 0)]
     history.add(0, versions[0].manifest.digest)
     state = checkpoint.State(
         step=0, position="0-0", cursor=0, outstanding=[], digests=dict(history.digests), updates=0,
-        skipped=0, model=trainer.model.config.to_hf(),
+        skipped=0, model=policy.model.config.to_hf(),
     )  # fmt: skip
-    checkpoint.save(directory / "checkpoints", state, trainer, keep=1)
+    checkpoint.save(directory / "checkpoints", state, policy, keep=1)
     log, steps = TrajectoryLog(directory / "trajectories"), StepLog(directory / "steps")
     groups: list[Group] = []
     for step in range(2):
         groups = [make_group(make_ticket(4 * step + i, step=step)) for i in range(4)]
         groups = [within(group, history.digests[step], step) for group in groups]
-        metrics = train_step(SingleProcessUpdater(trainer), groups, history, step)
+        metrics = train_step(SingleProcessUpdater(policy), groups, history, step)
         base = history.digests[step]
-        versions.append(publisher.make(trainer.model, step + 1))
+        versions.append(publisher.make(policy.model, step + 1))
         history.add(step + 1, versions[-1].manifest.digest)
         log.append(step, step, groups)
         steps.append(
@@ -284,7 +284,7 @@ def test_a_run_logged_on_a_cpu_is_replayed_and_examined_on_the_device(
     probe = Probe(replay.run, 0)
     replayed = list(replay.steps(probe))
     assert not replay.exact and not [d for one in replayed for d in compare(one, replay.exact)]
-    assert isinstance(next(replay.trainer.model.parameters()), Far)
+    assert isinstance(next(replay.policy.model.parameters()), Far)
     assert np.isfinite(probe.table().terms).all()
     gaps = []
     for chosen in (replay.run, run):

@@ -1,12 +1,12 @@
-"""A checkpoint of a trainer that is part of no run."""
+"""A checkpoint of a policy that is part of no run."""
 
 from pathlib import Path
 
 from learner import checkpoint
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 
 
-def save_at(step: int, directory: Path, trainer: Trainer, keep: int = 1) -> None:
+def save_at(step: int, directory: Path, policy: TorchPolicy, keep: int = 1) -> None:
     """With nothing admitted and nothing published."""
     state = checkpoint.State(
         step=step,
@@ -14,7 +14,7 @@ def save_at(step: int, directory: Path, trainer: Trainer, keep: int = 1) -> None
         cursor=1,
         outstanding=[],
         digests={},
-        updates=trainer.updates,
-        skipped=trainer.skipped,
+        updates=policy.updates,
+        skipped=policy.skipped,
     )
-    checkpoint.save(directory, state, trainer, keep)
+    checkpoint.save(directory, state, policy, keep)

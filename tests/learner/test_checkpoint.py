@@ -20,7 +20,7 @@ from areal_q.config import Run
 from areal_q.errors import CheckpointError
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.checkpoint import files
 from learner.checkpoint.async_writer import Writer
@@ -32,32 +32,32 @@ MakeRun = Callable[..., Run]
 MakeSamples = Callable[..., list[Sample]]
 
 
-def build(run: Run) -> Trainer:
-    return Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+def build(run: Run) -> TorchPolicy:
+    return TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
 
 
-def state_at(step: int, trainer: Trainer) -> State:
+def state_at(step: int, policy: TorchPolicy) -> State:
     return State(
         step=step,
         position=f"17-{step}",
         cursor=100 + step,
         outstanding=[98, 99, 100],
         digests={step - 1: "a0", step: "b1"},
-        updates=trainer.updates,
-        skipped=trainer.skipped,
+        updates=policy.updates,
+        skipped=policy.skipped,
     )
 
 
-def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
-    tensors = {k: v.detach().clone() for k, v in trainer.model.state_dict().items()}
-    for i, slot in trainer.optimizer.state_dict()["state"].items():
+def everything(policy: TorchPolicy) -> dict[str, torch.Tensor]:
+    tensors = {k: v.detach().clone() for k, v in policy.model.state_dict().items()}
+    for i, slot in policy.optimizer.state_dict()["state"].items():
         tensors |= {f"{i}.{k}": v.clone() for k, v in slot.items()}
-    if trainer.critic:
-        tensors |= {f"critic.{k}": v.clone() for k, v in trainer.critic.state_dict().items()}
-        for i, slot in trainer.critic.optimizer.state_dict()["state"].items():
+    if policy.critic:
+        tensors |= {f"critic.{k}": v.clone() for k, v in policy.critic.state_dict().items()}
+        for i, slot in policy.critic.optimizer.state_dict()["state"].items():
             tensors |= {f"critic.{i}.{k}": v.clone() for k, v in slot.items()}
-    if trainer.reference:
-        tensors |= {f"reference.{k}": v.clone() for k, v in trainer.reference.state_dict().items()}
+    if policy.reference:
+        tensors |= {f"reference.{k}": v.clone() for k, v in policy.reference.state_dict().items()}
     return tensors | {"random": torch.rand(5)}
 
 
@@ -67,34 +67,34 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 
 @pytest.fixture
-def trainer(make_run: MakeRun, make_samples: MakeSamples) -> Trainer:
+def policy(make_run: MakeRun, make_samples: MakeSamples) -> TorchPolicy:
     """After one step, so that the optimizer has something to remember."""
-    trainer = build(make_run())
-    update_policy(trainer, make_samples(4))
-    return trainer
+    policy = build(make_run())
+    update_policy(policy, make_samples(4))
+    return policy
 
 
 def test_a_restored_learner_goes_on_bit_for_bit(
-    make_run: MakeRun, make_samples: MakeSamples, trainer: Trainer, tmp_path: Path
+    make_run: MakeRun, make_samples: MakeSamples, policy: TorchPolicy, tmp_path: Path
 ):
     torch.manual_seed(5)
-    state = state_at(3, trainer)
-    checkpoint.save(tmp_path, state, trainer, keep=2)
+    state = state_at(3, policy)
+    checkpoint.save(tmp_path, state, policy, keep=2)
     for seed in (1, 2):
-        update_policy(trainer, make_samples(6, seed))
+        update_policy(policy, make_samples(6, seed))
 
     resumed = build(make_run("seed=9"))
     update_policy(resumed, make_samples(3, 7))  # what it held before does not matter
     restored = checkpoint.restore(tmp_path, resumed)
     assert msgspec.structs.replace(restored, digest="") == state
     assert (resumed.updates, resumed.skipped) == (state.updates, state.skipped)
-    uninterrupted = everything(trainer)
+    uninterrupted = everything(policy)
     torch.manual_seed(0)
     checkpoint.restore(tmp_path, resumed)
     for seed in (1, 2):
         update_policy(resumed, make_samples(6, seed))
     assert_equal(everything(resumed), uninterrupted)
-    assert resumed.updates == trainer.updates
+    assert resumed.updates == policy.updates
 
 
 @pytest.mark.parametrize("trunk", ["separate", "shared"])
@@ -111,18 +111,18 @@ def test_a_critic_and_a_reference_go_on_bit_for_bit_too(
         ]
         return [replace(s, trajectory=t) for s, t in zip(made, trajectories, strict=True)]
 
-    trainer = build(make_run(*settings))
-    update_policy(trainer, samples(4, 0))
-    assert trainer.critic
-    assert trainer.critic.head.weight.abs().max() > 0
-    checkpoint.save(tmp_path, state_at(3, trainer), trainer, keep=2)
+    policy = build(make_run(*settings))
+    update_policy(policy, samples(4, 0))
+    assert policy.critic
+    assert policy.critic.head.weight.abs().max() > 0
+    checkpoint.save(tmp_path, state_at(3, policy), policy, keep=2)
     for seed in (1, 2):
-        update_policy(trainer, samples(6, seed))
+        update_policy(policy, samples(6, seed))
 
     resumed = build(make_run(*settings, "seed=9"))
     update_policy(resumed, samples(3, 7))
     torch.manual_seed(0)
-    uninterrupted = everything(trainer)
+    uninterrupted = everything(policy)
     checkpoint.restore(tmp_path, resumed)
     for seed in (1, 2):
         update_policy(resumed, samples(6, seed))
@@ -131,9 +131,9 @@ def test_a_critic_and_a_reference_go_on_bit_for_bit_too(
 
 
 def test_a_checkpoint_without_the_critic_that_is_asked_for_is_refused(
-    make_run: MakeRun, trainer: Trainer, tmp_path: Path
+    make_run: MakeRun, policy: TorchPolicy, tmp_path: Path
 ):
-    checkpoint.save(tmp_path, state_at(1, trainer), trainer, keep=2)
+    checkpoint.save(tmp_path, state_at(1, policy), policy, keep=2)
     other = build(make_run("learner.advantage.type=gae", "learner.critic={}"))
     with pytest.raises(CheckpointError, match=r"step-000001: .*critic\."):
         checkpoint.restore(tmp_path, other)
@@ -153,37 +153,37 @@ def test_a_checkpoint_before_the_first_step_restores_too(
     assert_equal(one, everything(other))
 
 
-def test_the_newest_checkpoints_are_kept(trainer: Trainer, tmp_path: Path):
+def test_the_newest_checkpoints_are_kept(policy: TorchPolicy, tmp_path: Path):
     for step in (8, 9, 10, 11):
-        path = checkpoint.save(tmp_path, state_at(step, trainer), trainer, keep=2)
+        path = checkpoint.save(tmp_path, state_at(step, policy), policy, keep=2)
         assert path == tmp_path / f"step-{step:06d}"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000010", "step-000011"]
-    assert checkpoint.restore(tmp_path, trainer).step == 11
+    assert checkpoint.restore(tmp_path, policy).step == 11
 
 
-def test_checkpoints_beyond_a_million_steps_are_the_newest(trainer: Trainer, tmp_path: Path):
+def test_checkpoints_beyond_a_million_steps_are_the_newest(policy: TorchPolicy, tmp_path: Path):
     """As text step-1000000 sorts before step-999950, and its own save once removed it."""
     for step in (0, 999_950, 1_000_000, 1_000_050):
-        checkpoint.save(tmp_path, state_at(step, trainer), trainer, keep=2)
+        checkpoint.save(tmp_path, state_at(step, policy), policy, keep=2)
     kept = [path.name for path in checkpoint.steps(tmp_path)]
     assert kept == ["step-000000", "step-1000000", "step-1000050"]
-    assert checkpoint.restore(tmp_path, trainer).step == 1_000_050
+    assert checkpoint.restore(tmp_path, policy).step == 1_000_050
 
 
-def test_a_step_saved_again_is_replaced(trainer: Trainer, tmp_path: Path):
-    checkpoint.save(tmp_path, state_at(4, trainer), trainer, keep=2)
-    again = msgspec.structs.replace(state_at(4, trainer), cursor=777)
-    checkpoint.save(tmp_path, again, trainer, keep=2)
+def test_a_step_saved_again_is_replaced(policy: TorchPolicy, tmp_path: Path):
+    checkpoint.save(tmp_path, state_at(4, policy), policy, keep=2)
+    again = msgspec.structs.replace(state_at(4, policy), cursor=777)
+    checkpoint.save(tmp_path, again, policy, keep=2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000004"]
-    assert checkpoint.restore(tmp_path, trainer).cursor == 777
+    assert checkpoint.restore(tmp_path, policy).cursor == 777
 
 
-def test_what_a_killed_save_left_is_removed(trainer: Trainer, tmp_path: Path):
-    checkpoint.save(tmp_path, state_at(1, trainer), trainer, keep=2)
+def test_what_a_killed_save_left_is_removed(policy: TorchPolicy, tmp_path: Path):
+    checkpoint.save(tmp_path, state_at(1, policy), policy, keep=2)
     for torn in (tmp_path / ".tmp-step-000002", checkpoint.stage(tmp_path, 2)):
         torn.mkdir(exist_ok=True)
         (torn / "tensors.safetensors").write_bytes(b"torn")
-    assert checkpoint.restore(tmp_path, trainer).step == 1
+    assert checkpoint.restore(tmp_path, policy).step == 1
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
 
 
@@ -221,9 +221,9 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(tmp_path: Path, room: i
     assert told[1].startswith(f"{tmp_path}/tensors-00003.safetensors: cannot be written: ")
 
 
-def test_no_checkpoint_is_an_error_that_names_the_place(trainer: Trainer, tmp_path: Path):
+def test_no_checkpoint_is_an_error_that_names_the_place(policy: TorchPolicy, tmp_path: Path):
     with pytest.raises(CheckpointError, match=f"{tmp_path}/none: no checkpoint"):
-        checkpoint.restore(tmp_path / "none", trainer)
+        checkpoint.restore(tmp_path / "none", policy)
 
 
 def cut(data: bytes) -> bytes:
@@ -237,48 +237,48 @@ def flip(data: bytes) -> bytes:
 @pytest.mark.parametrize("name", ["tensors.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", [cut, flip, lambda data: b"", None])
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(
-    trainer: Trainer, tmp_path: Path, name: str, damage: Callable[[bytes], bytes] | None
+    policy: TorchPolicy, tmp_path: Path, name: str, damage: Callable[[bytes], bytes] | None
 ):
     for step in (1, 2):
-        checkpoint.save(tmp_path, state_at(step, trainer), trainer, keep=2)
+        checkpoint.save(tmp_path, state_at(step, policy), policy, keep=2)
     file = tmp_path / "step-000002" / name
     if damage is None:
         file.unlink()
     else:
         file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(CheckpointError) as refused:
-        checkpoint.restore(tmp_path, trainer)
+        checkpoint.restore(tmp_path, policy)
     assert str(tmp_path / "step-000002") in str(refused.value)
     assert "remove it to resume from step-000001" in str(refused.value)
 
     (tmp_path / "step-000002").rename(tmp_path / "damaged")
-    assert checkpoint.restore(tmp_path, trainer).step == 1
+    assert checkpoint.restore(tmp_path, policy).step == 1
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_no_flipped_bit_of_the_state_goes_unnoticed(
-    trainer: Trainer, tmp_path: Path, place: float, bit: int
+    policy: TorchPolicy, tmp_path: Path, place: float, bit: int
 ):
-    path = checkpoint.save(tmp_path, state_at(1, trainer), trainer, keep=2)
+    path = checkpoint.save(tmp_path, state_at(1, policy), policy, keep=2)
     data = bytearray((path / "state.json").read_bytes())
     data[int(place * len(data))] ^= 1 << bit
     (path / "state.json").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"step-000001: ((?!remove).)*$"):
-        checkpoint.restore(tmp_path, trainer)
+        checkpoint.restore(tmp_path, policy)
 
 
 def test_a_checkpoint_of_another_model_is_refused(
-    make_run: MakeRun, trainer: Trainer, tmp_path: Path
+    make_run: MakeRun, policy: TorchPolicy, tmp_path: Path
 ):
-    checkpoint.save(tmp_path, state_at(1, trainer), trainer, keep=2)
+    checkpoint.save(tmp_path, state_at(1, policy), policy, keep=2)
     for other in ("model.width=64", "model.layers=3"):
         with pytest.raises(CheckpointError, match="step-000001"):
             checkpoint.restore(tmp_path, build(make_run(other)))
 
 
-def test_a_checkpoint_from_before_a_field_was_added_restores(trainer: Trainer, tmp_path: Path):
-    path = checkpoint.save(tmp_path, state_at(1, trainer), trainer, keep=2)
+def test_a_checkpoint_from_before_a_field_was_added_restores(policy: TorchPolicy, tmp_path: Path):
+    path = checkpoint.save(tmp_path, state_at(1, policy), policy, keep=2)
     older = json.loads((path / "state.json").read_bytes())
     del older["forks"]
     blank = json.dumps(older | {"digest": ""}, separators=(",", ":")).encode()
@@ -286,29 +286,29 @@ def test_a_checkpoint_from_before_a_field_was_added_restores(trainer: Trainer, t
     (path / "state.json").write_bytes(
         blank.replace(b'"digest":""', f'"digest":"{digest}"'.encode())
     )
-    assert checkpoint.restore(tmp_path, trainer).forks == []
+    assert checkpoint.restore(tmp_path, policy).forks == []
 
 
 def test_a_checkpoint_holds_what_the_learner_held_when_it_began(
-    make_samples: MakeSamples, trainer: Trainer, tmp_path: Path
+    make_samples: MakeSamples, policy: TorchPolicy, tmp_path: Path
 ):
     writer = Writer(tmp_path, keep=2)
-    before = everything(trainer)
-    writer.save(state_at(1, trainer), SingleProcessUpdater(trainer))
-    update_policy(trainer, make_samples(6, 1))
+    before = everything(policy)
+    writer.save(state_at(1, policy), SingleProcessUpdater(policy))
+    update_policy(policy, make_samples(6, 1))
     stands = writer.finish()
     assert stands
     assert (stands[0].step, stands[1]) == (1, tmp_path / "step-000001")
     assert writer.finish() is None and writer.settle() is None
-    checkpoint.restore(tmp_path, trainer)
+    checkpoint.restore(tmp_path, policy)
     del before["random"]
-    after = everything(trainer)
+    after = everything(policy)
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     writer.close()
 
 
 def test_a_checkpoint_is_reported_only_once_it_stands_on_disk(
-    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: TorchPolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     gate, sync = threading.Event(), files._sync
 
@@ -318,7 +318,7 @@ def test_a_checkpoint_is_reported_only_once_it_stands_on_disk(
 
     monkeypatch.setattr(files, "_sync", slow_disk)
     writer = Writer(tmp_path, keep=2)
-    writer.save(state_at(1, trainer), SingleProcessUpdater(trainer))
+    writer.save(state_at(1, policy), SingleProcessUpdater(policy))
     assert writer.settle() is None
     assert checkpoint.steps(tmp_path) == []
     gate.set()
@@ -328,15 +328,15 @@ def test_a_checkpoint_is_reported_only_once_it_stands_on_disk(
 
 
 def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(
-    trainer: Trainer, tmp_path: Path
+    policy: TorchPolicy, tmp_path: Path
 ):
     (tmp_path / "checkpoints").write_text("in the way")
     writer = Writer(tmp_path / "checkpoints", keep=2)
-    writer.save(state_at(1, trainer), SingleProcessUpdater(trainer))
+    writer.save(state_at(1, policy), SingleProcessUpdater(policy))
     with pytest.raises(CheckpointError, match="checkpoints"):
         writer.finish()
     (tmp_path / "checkpoints").unlink()
-    writer.save(state_at(1, trainer), SingleProcessUpdater(trainer))
+    writer.save(state_at(1, policy), SingleProcessUpdater(policy))
     assert writer.finish()
     writer.close()
 
@@ -353,11 +353,11 @@ from learner.checkpoint import files
 from learner.build import build_model
 from learner.checkpoint.async_writer import Writer
 from learner.policy_update import SingleProcessUpdater
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 
 root, background, settings = Path(sys.argv[1]), sys.argv[2] == "background", sys.argv[3:]
 run = load(None, settings)
-trainer = Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+policy = TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
 
 def state(step, cursor):
     return checkpoint.State(step=step, position="0-0", cursor=cursor, outstanding=[], digests={},
@@ -365,7 +365,7 @@ def state(step, cursor):
 
 def weights(value):
     with torch.no_grad():
-        trainer.model.model.norm.weight.fill_(value)
+        policy.model.model.norm.weight.fill_(value)
 
 def save_killed_at(directory, operation, new_step):
     count = itertools.count()
@@ -378,29 +378,29 @@ def save_killed_at(directory, operation, new_step):
     sys.addaudithook(hook)
     if background:
         writer = Writer(directory, keep=2)
-        writer.save(state(new_step, 2), SingleProcessUpdater(trainer))
+        writer.save(state(new_step, 2), SingleProcessUpdater(policy))
         weights(3.0)  # what comes after is no part of it
         writer.finish()
     else:
-        checkpoint.save(directory, state(new_step, 2), trainer, keep=2)
+        checkpoint.save(directory, state(new_step, 2), policy, keep=2)
 
 for new_step in (4, 5):  # the step that is there already, then the next one
     for operation in itertools.count():
         directory = root / f"{new_step}-{operation}"
         weights(1.0)
         for step in (3, 4):
-            checkpoint.save(directory, state(step, 1), trainer, keep=2)
+            checkpoint.save(directory, state(step, 1), policy, keep=2)
         child = os.fork()
         if child == 0:
             save_killed_at(directory, operation, new_step)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         weights(0.0)
-        found = checkpoint.restore(directory, trainer)
-        value = trainer.model.model.norm.weight[0].item()
+        found = checkpoint.restore(directory, policy)
+        value = policy.model.model.norm.weight[0].item()
         print(new_step, operation, os.WIFSIGNALED(status), found.step, found.cursor, value, flush=True)
         # A save after the crash works and leaves nothing hidden behind.
-        checkpoint.save(directory, state(6, 3), trainer, keep=2)
+        checkpoint.save(directory, state(6, 3), policy, keep=2)
         assert all(p.name.startswith("step-") for p in directory.iterdir())
         shutil.rmtree(directory)
         if not os.WIFSIGNALED(status):

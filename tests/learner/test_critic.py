@@ -14,7 +14,7 @@ from areal_q.errors import ConfigError, RecordError
 from areal_q.messages import Array
 from areal_q.models import save_decoder
 from areal_q.tasks import build_tokenizer
-from learner.backends.single_device import Trainer, token_logprobs
+from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.build import build_model, build_reference
 from learner.data.packing import Sample, pack
 from learner.policy_advantages import at_last_token, with_advantages
@@ -26,8 +26,8 @@ GAE = ["learner.advantage.type=gae", "learner.critic={}"]
 LN2 = math.log(2)
 
 
-def build(run: Run, temperature: float = 1.0) -> Trainer:
-    return Trainer(build_model(run, build_tokenizer(run)), run.learner, temperature)
+def build(run: Run, temperature: float = 1.0) -> TorchPolicy:
+    return TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, temperature)
 
 
 def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -41,11 +41,11 @@ def rewarded(samples: list[Sample], rewards: list[float], **fields) -> list[Samp
     ]
 
 
-def mean_of(trainer: Trainer, samples: list[Sample], index: int) -> float:
+def mean_of(policy: TorchPolicy, samples: list[Sample], index: int) -> float:
     """Mean over the tokens that count of their log-prob (0) or entropy (1)."""
     batch = pack(samples)
     with torch.no_grad():
-        found = token_logprobs(trainer.model, batch, trainer.temperature)[index]
+        found = token_logprobs(policy.model, batch, policy.temperature)[index]
     return found[batch.mask].mean().item()
 
 
@@ -64,14 +64,14 @@ def two_responses(make_samples: MakeSamples):
     by_length = {s.trajectory.num_tokens: s for s in make_samples(40)}
     samples = rewarded([by_length[2], by_length[3]], [1.0, 0.0], group=7)
     inputs = []
-    trainer = build(load(None))
+    policy = build(load(None))
     for sample in samples:
         batch = pack([sample])
         n = len(batch.targets)
         prox = torch.full((n,), -1.0)
         inputs.append(
             replace(
-                inputs_of(batch, trainer.scores([batch])[0], None),
+                inputs_of(batch, policy.scores([batch])[0], None),
                 mask=torch.ones(n, dtype=torch.bool),
                 proximal_logprobs=prox,
                 reference_logprobs=prox - torch.tensor([LN2] + [0.0] * (n - 1)),
@@ -120,9 +120,9 @@ def test_the_first_values_are_0_and_the_first_advantages_the_returns(
     make_run: MakeRun, make_samples: MakeSamples
 ):
     run = make_run(*GAE, "learner.advantage.normalize=false")
-    trainer = build(run)
+    policy = build(run)
     samples = rewarded(make_samples(4), [1.0, 0.0, 2.0, 0.5])
-    ((_, first), *_), *_ = prepare(trainer, samples)
+    ((_, first), *_), *_ = prepare(policy, samples)
     assert first.old_values is not None and first.returns is not None
     assert first.old_values.tolist() == [0.0] * len(first.mask)
     counted = [
@@ -140,9 +140,9 @@ def test_the_critic_learns_the_rewards_of_responses(
         *GAE, f"learner.critic.trunk={trunk}", "learner.critic.value.clip=0",
         "learner.critic.optimizer.lr=3e-3", "learner.optimizer.lr=0", "learner.epochs=2",
     )  # fmt: skip
-    trainer = build(run)
+    policy = build(run)
     samples = rewarded(make_samples(12), [float(i % 2) for i in range(12)])
-    values = [update_policy(trainer, samples) for _ in range(25)]
+    values = [update_policy(policy, samples) for _ in range(25)]
     assert values[0]["value/explained_variance"] == pytest.approx(0, abs=1e-6)
     assert values[-1]["loss/value"] < 0.5 * values[0]["loss/value"]
     assert values[-1]["value/explained_variance"] > (0.5 if trunk == "separate" else 0.15)
@@ -155,13 +155,13 @@ def test_the_value_loss_trains_the_policy_only_where_the_trunk_is_shared(
     samples = rewarded(make_samples(6), [0.0, 1.0] * 3)
     gradients = []
     for coef in (0.1, 10.0):
-        trainer = build(make_run(*GAE, f"learner.critic.trunk={trunk}"))
-        update_policy(trainer, samples)  # the head begins at 0, and would pass no gradient on
-        trainer.cfg = override(
+        policy = build(make_run(*GAE, f"learner.critic.trunk={trunk}"))
+        update_policy(policy, samples)  # the head begins at 0, and would pass no gradient on
+        policy.cfg = override(
             make_run(*GAE, f"learner.critic.trunk={trunk}"), f"learner.critic.value.coef={coef}"
         ).learner
-        visit_part(trainer, prepare(trainer, samples)[0], first=True)
-        gradients.append([p.grad for p in trainer.model.parameters()])
+        visit_part(policy, prepare(policy, samples)[0], first=True)
+        gradients.append([p.grad for p in policy.model.parameters()])
     same = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert same == (trunk == "separate")
 
@@ -180,11 +180,11 @@ def test_the_step_does_not_depend_on_how_the_batch_is_cut(
     settings += ["learner.optimizer.lr=0.1", "learner.critic.optimizer={eps=1e-2, lr=0.1}"]
     results, metrics = [], []
     for tokens in (14, 33, 10**6):
-        trainer = build(make_run(*settings, f"learner.microbatch_tokens={tokens}"))
+        policy = build(make_run(*settings, f"learner.microbatch_tokens={tokens}"))
         for seed in (1, 2):
-            values = update_policy(trainer, rewarded(make_samples(9, seed), [0.0, 1.0, 0.5] * 3))
-        assert trainer.critic
-        results.append(weights(trainer.model) | weights(trainer.critic.head))
+            values = update_policy(policy, rewarded(make_samples(9, seed), [0.0, 1.0, 0.5] * 3))
+        assert policy.critic
+        results.append(weights(policy.model) | weights(policy.critic.head))
         metrics.append(values)
     for other, values in zip(results[:-1], metrics[:-1], strict=True):
         for name, tensor in other.items():
@@ -202,9 +202,9 @@ def test_the_entropy_bonus_raises_the_entropy_where_nothing_else_pulls(
     before = mean_of(unmoved, samples, 1)
     update_policy(unmoved, samples)
     assert mean_of(unmoved, samples, 1) == before
-    trainer = build(make_run("learner.optimizer.warmup_steps=0", "learner.entropy_coef=0.1"))
-    values = [update_policy(trainer, samples) for _ in range(3)]
-    assert mean_of(trainer, samples, 1) > before
+    policy = build(make_run("learner.optimizer.warmup_steps=0", "learner.entropy_coef=0.1"))
+    values = [update_policy(policy, samples) for _ in range(3)]
+    assert mean_of(policy, samples, 1) > before
     assert values[-1]["policy/entropy"] > values[0]["policy/entropy"]
 
 
@@ -213,38 +213,38 @@ def test_the_penalty_in_the_loss_pulls_the_policy_back_to_the_reference(
     make_run: MakeRun, make_samples: MakeSamples, estimator: str
 ):
     kl = f"learner.reference_kl={{coef=1.0, estimator='{estimator}'}}"
-    trainer = build(make_run(kl, "learner.optimizer={warmup_steps=0, lr=1e-3}", "learner.epochs=3"))
+    policy = build(make_run(kl, "learner.optimizer={warmup_steps=0, lr=1e-3}", "learner.epochs=3"))
     samples = [replace(s, advantage=0.0) for s in make_samples(9)]
-    reference = mean_of(trainer, samples, 0)
-    values = update_policy(trainer, samples)
+    reference = mean_of(policy, samples, 0)
+    values = update_policy(policy, samples)
     assert values["reference/kl_k3"] == values["train/grad_norm"] == 0  # they are the same
     with torch.no_grad():
-        for p in trainer.model.parameters():
+        for p in policy.model.parameters():
             p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
-    moved = mean_of(trainer, samples, 0)
-    found = [update_policy(trainer, samples)["reference/kl_k3"] for _ in range(10)]
+    moved = mean_of(policy, samples, 0)
+    found = [update_policy(policy, samples)["reference/kl_k3"] for _ in range(10)]
     assert found[-1] < 0.5 * found[0]
-    assert abs(mean_of(trainer, samples, 0) - reference) < 0.5 * abs(moved - reference)
-    assert trainer.reference is not None
-    assert not any(p.requires_grad for p in trainer.reference.parameters())
+    assert abs(mean_of(policy, samples, 0) - reference) < 0.5 * abs(moved - reference)
+    assert policy.reference is not None
+    assert not any(p.requires_grad for p in policy.reference.parameters())
 
 
 def test_the_reference_is_the_model_at_its_path_until_it_is_reset(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
 ):
     run = make_run("learner.reference_kl={}")
-    trainer, other = build(run), build(make_run("seed=3"))
+    policy, other = build(run), build(make_run("seed=3"))
     save_decoder(other.model, tmp_path / "other", build_tokenizer(run))
-    trainer.reference = build_reference(str(tmp_path / "other"), trainer.model)
+    policy.reference = build_reference(str(tmp_path / "other"), policy.model)
     samples = make_samples(4)
-    ((batch, inputs), *_), *_ = prepare(trainer, samples)
+    ((batch, inputs), *_), *_ = prepare(policy, samples)
     with torch.no_grad():
         expected, _ = token_logprobs(other.model, batch, 1.0)
     assert inputs.reference_logprobs is not None
     assert torch.equal(inputs.reference_logprobs, expected)
     assert not torch.equal(inputs.reference_logprobs, inputs.proximal_logprobs)
-    trainer.reset_reference()
-    ((_, inputs), *_), *_ = prepare(trainer, samples)
+    policy.reset_reference()
+    ((_, inputs), *_), *_ = prepare(policy, samples)
     assert inputs.reference_logprobs is not None
     assert torch.equal(inputs.reference_logprobs, inputs.proximal_logprobs)
 
@@ -254,9 +254,9 @@ def test_the_reference_is_the_model_at_its_path_until_it_is_reset(
 
 
 def test_nothing_is_held_or_computed_for_what_is_off(make_run: MakeRun, make_samples: MakeSamples):
-    trainer = build(make_run())
-    assert trainer.critic is None and trainer.reference is None
-    ((_, inputs), *_), *_ = prepare(trainer, make_samples(4))
+    policy = build(make_run())
+    assert policy.critic is None and policy.reference is None
+    ((_, inputs), *_), *_ = prepare(policy, make_samples(4))
     assert inputs.reference_logprobs is inputs.values is inputs.returns is None
     assert inputs.entropy is not None and not inputs.entropy.requires_grad
 

@@ -15,7 +15,7 @@ from areal_q.config import AdamW, AdamW8bit, Muon, OptimizerConfig, Run
 from areal_q.errors import DivergedError
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.packing import Sample
 from learner.optim.adamw_8bit import BLOCK, code_values, dequantize, quantize
@@ -26,12 +26,12 @@ MakeRun = Callable[..., Run]
 MakeSamples = Callable[..., list[Sample]]
 
 
-def build(run: Run) -> Trainer:
-    return Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+def build(run: Run) -> TorchPolicy:
+    return TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
 
 
-def weights(trainer: Trainer) -> dict[str, Tensor]:
-    return {k: v.detach().clone() for k, v in trainer.model.named_parameters()}
+def weights(policy: TorchPolicy) -> dict[str, Tensor]:
+    return {k: v.detach().clone() for k, v in policy.model.named_parameters()}
 
 
 class Net(nn.Module):
@@ -163,15 +163,15 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(
 ):
     settings = [f"learner.optimizer.type={kind}", "learner.optimizer.weight_decay=0.01"]
     settings += ["learner.optimizer.small=100"] if kind == "adamw8bit" else []
-    trainer, resumed = build(make_run(*settings)), build(make_run(*settings, "seed=9"))
-    start = weights(trainer)
-    update_policy(trainer, make_samples(4))
-    save_at(1, tmp_path, trainer)
+    policy, resumed = build(make_run(*settings)), build(make_run(*settings, "seed=9"))
+    start = weights(policy)
+    update_policy(policy, make_samples(4))
+    save_at(1, tmp_path, policy)
     update_policy(resumed, make_samples(3, 7))
     checkpoint.restore(tmp_path, resumed)
-    for one in (trainer, resumed):
+    for one in (policy, resumed):
         update_policy(one, make_samples(6, 1))
-    after = weights(trainer)
+    after = weights(policy)
     assert all(torch.equal(v, weights(resumed)[k]) for k, v in after.items())
     assert all(not torch.equal(v, start[k]) for k, v in after.items())
 
@@ -187,21 +187,21 @@ def test_the_learning_rate_falls_along_a_line_or_half_a_cosine():
 def test_so_many_bad_gradients_in_a_row_end_training_with_the_weights_of_before(
     make_run: MakeRun, make_samples: MakeSamples
 ):
-    trainer = build(make_run("learner.minibatches=1", "learner.max_skipped=3"))
-    before = weights(trainer)
+    policy = build(make_run("learner.minibatches=1", "learner.max_skipped=3"))
+    before = weights(policy)
     calls = itertools.count()
     bad = {0, 1, 3, 4, 5}  # the third is good: the count begins anew
-    trainer.model.model.norm.weight.register_hook(
+    policy.model.model.norm.weight.register_hook(
         lambda g: g * math.nan if next(calls) in bad else g
     )
     for _ in range(2):
-        update_policy(trainer, make_samples(2))
-    assert all(torch.equal(before[k], v) for k, v in weights(trainer).items())
+        update_policy(policy, make_samples(2))
+    assert all(torch.equal(before[k], v) for k, v in weights(policy).items())
     for _ in range(3):
-        update_policy(trainer, make_samples(2))
+        update_policy(policy, make_samples(2))
     with pytest.raises(DivergedError, match=r"step 6: .* 3 times in a row \(learner.max_skipped\)"):
-        update_policy(trainer, make_samples(2))
-    assert all(v.isfinite().all() for v in weights(trainer).values())
+        update_policy(policy, make_samples(2))
+    assert all(v.isfinite().all() for v in weights(policy).values())
 
 
 def test_frozen_parameters_get_no_optimizer(make_run: MakeRun):

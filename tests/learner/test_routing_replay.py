@@ -24,7 +24,7 @@ from learner import checkpoint
 from learner.backends.data_parallel import ALONE
 from learner.backends.precision import set_precision
 from learner.backends.routing_replay import balance_weights, routed, routing_for
-from learner.backends.single_device import Trainer, token_logprobs
+from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.data.packing import Sample
 from learner.data.packing import pack as pack_batch
 from learner.data.validation import check_experts, fits
@@ -290,9 +290,9 @@ def test_adapters_on_experts_are_refused_by_name() -> None:
 # The learner
 
 
-def trainer(model: Decoder, *settings: str) -> Trainer:
+def policy(model: Decoder, *settings: str) -> TorchPolicy:
     run = load(None, ["model.experts=8", "learner.uaq=1", *settings])
-    return Trainer(model, run.learner, temperature=1.0)
+    return TorchPolicy(model, run.learner, temperature=1.0)
 
 
 def quantized_rollouts(format: str = "int4", seed: int = 0) -> list[Sample]:
@@ -303,7 +303,7 @@ def test_replay_lowers_the_gap_of_quantized_rollouts() -> None:
     found = quantized_rollouts()
     kl = {}
     for replay in ("false", "true"):
-        values = update_policy(trainer(decoder(), f"learner.routing_replay={replay}"), found)
+        values = update_policy(policy(decoder(), f"learner.routing_replay={replay}"), found)
         kl[replay] = values["mismatch/kl_k3"]
         assert 0 < values["routing/disagreement"] < 0.9
     assert 0 < kl["true"] < kl["false"]
@@ -311,7 +311,7 @@ def test_replay_lowers_the_gap_of_quantized_rollouts() -> None:
 
 def test_disagreement_is_a_count_of_token_layers_that_go_elsewhere() -> None:
     found = samples(generate(publish(decoder()), PROMPTS))
-    assert update_policy(trainer(decoder()), found)["routing/disagreement"] == 0
+    assert update_policy(policy(decoder()), found)["routing/disagreement"] == 0
     changed, tokens = [], 0
     for s in found:
         assert s.trajectory.routes is not None
@@ -342,7 +342,7 @@ def test_the_step_does_not_depend_on_how_it_is_cut(settings: list[str]) -> None:
     results = []
     for tokens in (10_000, 40):
         model = decoder()
-        one = trainer(
+        one = policy(
             model, "learner.routing_replay=true", f"learner.microbatch_tokens={tokens}", *settings
         )
         values = update_policy(one, found)
@@ -357,7 +357,7 @@ def test_the_step_does_not_depend_on_how_it_is_cut(settings: list[str]) -> None:
 
 def test_gradients_reach_the_router_through_the_gates() -> None:
     model = decoder()
-    one = trainer(model, "learner.routing_replay=true", "learner.optimizer.warmup_steps=0")
+    one = policy(model, "learner.routing_replay=true", "learner.optimizer.warmup_steps=0")
     names = [f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 2)]
     before = {name: model.get_parameter(name).clone() for name in names}
     update_policy(one, quantized_rollouts())
@@ -372,7 +372,7 @@ def test_a_step_without_recorded_routes_takes_the_own_ones() -> None:
     states = []
     for some, replay in ((bare, "true"), (found, "false")):
         model = decoder()
-        values = update_policy(trainer(model, f"learner.routing_replay={replay}"), some)
+        values = update_policy(policy(model, f"learner.routing_replay={replay}"), some)
         assert ("routing/disagreement" in values) == (some is found)
         states.append(model.state_dict())
     assert all(torch.equal(t, states[1][name]) for name, t in states[0].items())
@@ -399,7 +399,7 @@ def test_the_balancing_loss_is_switchs() -> None:
 def test_the_balancing_loss_evens_out_the_load() -> None:
     found = quantized_rollouts("bf16")
     losses = []
-    one = trainer(
+    one = policy(
         decoder(),
         "learner.router_aux_coef=10",
         "learner.optimizer.lr=0.005",
@@ -413,7 +413,7 @@ def test_the_balancing_loss_evens_out_the_load() -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
 def test_every_optimizer_trains_the_experts_as_matrices(optimizer: str) -> None:
     model = decoder()
-    one = trainer(model, f"learner.optimizer.type={optimizer}", "learner.optimizer.lr=0.01")
+    one = policy(model, f"learner.optimizer.type={optimizer}", "learner.optimizer.lr=0.01")
     before = {name: t.clone() for name, t in model.state_dict().items()}
     update_policy(one, quantized_rollouts())
     moved = {name for name, t in model.state_dict().items() if not torch.equal(t, before[name])}
@@ -428,10 +428,10 @@ def test_every_optimizer_trains_the_experts_as_matrices(optimizer: str) -> None:
 def test_a_restored_learner_of_experts_goes_on_bit_for_bit(tmp_path: Path) -> None:
     first, second = quantized_rollouts(), quantized_rollouts(seed=1)
     settings = ["learner.routing_replay=true", "learner.router_aux_coef=0.01"]
-    whole = trainer(decoder(), *settings)
+    whole = policy(decoder(), *settings)
     update_policy(whole, first)
     save_at(1, tmp_path, whole)
-    again = trainer(decoder(7), *settings)
+    again = policy(decoder(7), *settings)
     checkpoint.restore(tmp_path, again)
     assert update_policy(again, second) == update_policy(whole, second)
     theirs = again.model.state_dict()

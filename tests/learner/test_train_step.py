@@ -16,7 +16,7 @@ from areal_q.messages import Array
 from areal_q.models import save_decoder
 from areal_q.tasks import build_tokenizer
 from learner import policy_update as step_module
-from learner.backends.single_device import Trainer, token_logprobs
+from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.build import build_model
 from learner.data.packing import Sample, pack
 from learner.optim.build import learning_rate
@@ -26,19 +26,19 @@ MakeRun = Callable[..., Run]
 MakeSamples = Callable[..., list[Sample]]
 
 
-def build(run: Run, temperature: float = 1.0) -> Trainer:
-    return Trainer(build_model(run, build_tokenizer(run)), run.learner, temperature)
+def build(run: Run, temperature: float = 1.0) -> TorchPolicy:
+    return TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, temperature)
 
 
-def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {k: v.detach().clone() for k, v in trainer.model.state_dict().items()}
+def weights(policy: TorchPolicy) -> dict[str, torch.Tensor]:
+    return {k: v.detach().clone() for k, v in policy.model.state_dict().items()}
 
 
-def total_logprobs(trainer: Trainer, samples: list[Sample]) -> list[float]:
+def total_logprobs(policy: TorchPolicy, samples: list[Sample]) -> list[float]:
     """Log-prob of each sample's whole response."""
     batch = pack(samples)
     with torch.no_grad():
-        logprobs, _ = token_logprobs(trainer.model, batch, trainer.temperature)
+        logprobs, _ = token_logprobs(policy.model, batch, policy.temperature)
     totals = torch.zeros(len(samples)).index_add_(0, batch.sequence_ids, logprobs)
     return totals.tolist()
 
@@ -49,11 +49,11 @@ def test_log_probs_equal_those_of_transformers_at_the_sampling_temperature(
     from transformers import AutoModelForCausalLM
 
     run, temperature = make_run(), 0.7
-    trainer, samples = build(run, temperature), make_samples(9)
-    save_decoder(trainer.model, tmp_path / "hf", build_tokenizer(run))
+    policy, samples = build(run, temperature), make_samples(9)
+    save_decoder(policy.model, tmp_path / "hf", build_tokenizer(run))
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     with torch.no_grad():
-        logprobs, entropy = token_logprobs(trainer.model, pack(samples), temperature)
+        logprobs, entropy = token_logprobs(policy.model, pack(samples), temperature)
         expected, spread = [], []
         for s in samples:
             response = s.trajectory.response_ids.numpy()
@@ -80,11 +80,11 @@ def test_the_step_does_not_depend_on_how_the_batch_is_cut(
         settings.append("learner.aggregation.length=8")
     results, metrics = [], []
     for tokens in (14, 17, 64, 10**6):
-        trainer = build(make_run(*settings, f"learner.microbatch_tokens={tokens}"))
-        before = weights(trainer)
+        policy = build(make_run(*settings, f"learner.microbatch_tokens={tokens}"))
+        before = weights(policy)
         for seed in (1, 2):
-            values = update_policy(trainer, make_samples(15, seed))
-        results.append(weights(trainer))
+            values = update_policy(policy, make_samples(15, seed))
+        results.append(weights(policy))
         metrics.append(values)
     moved = max(float((results[-1][k] - before[k]).abs().max()) for k in before)
     assert moved > 1e-3
@@ -102,12 +102,12 @@ def test_a_response_that_no_micro_batch_has_room_for_is_refused_by_name(
     longest = max(samples, key=lambda s: s.num_tokens)
     fits = build(make_run(f"learner.microbatch_tokens={longest.num_tokens}"))
     update_policy(fits, samples)
-    trainer = build(make_run(f"learner.microbatch_tokens={longest.num_tokens - 1}"))
-    before = weights(trainer)
+    policy = build(make_run(f"learner.microbatch_tokens={longest.num_tokens - 1}"))
+    before = weights(policy)
     where = f"ticket {longest.group}, response {longest.trajectory.index} has {longest.num_tokens}"
     with pytest.raises(ConfigError, match=rf"learner.microbatch_tokens = \d+: {where} tokens"):
-        update_policy(trainer, samples)
-    assert all(torch.equal(p, before[name]) for name, p in weights(trainer).items())
+        update_policy(policy, samples)
+    assert all(torch.equal(p, before[name]) for name, p in weights(policy).items())
     with pytest.raises(ConfigError, match=r"learner\.microbatch_tokens = 4 has no room"):
         make_run("learner.microbatch_tokens=4", "rollout.sampling.max_tokens=4")
 
@@ -115,10 +115,10 @@ def test_a_response_that_no_micro_batch_has_room_for_is_refused_by_name(
 def test_the_proximal_policy_is_the_one_before_the_first_update(
     make_run: MakeRun, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch
 ):
-    trainer = build(make_run("learner.minibatches=4", "learner.optimizer.lr=0.05"))
+    policy = build(make_run("learner.minibatches=4", "learner.optimizer.lr=0.05"))
     samples = make_samples(8)
     with torch.no_grad():
-        before, _ = token_logprobs(trainer.model, pack(samples), 1.0)
+        before, _ = token_logprobs(policy.model, pack(samples), 1.0)
     seen = []
 
     def recording(inputs, *args, **more):
@@ -127,7 +127,7 @@ def test_the_proximal_policy_is_the_one_before_the_first_update(
 
     original = step_module.loss_fn
     monkeypatch.setattr(step_module, "loss_fn", recording)
-    update_policy(trainer, samples)
+    update_policy(policy, samples)
 
     assert len(seen) == 4
     proximal = torch.cat([inputs.proximal_logprobs for inputs in seen])
@@ -143,9 +143,9 @@ def test_the_same_samples_and_weights_give_the_same_weights_bit_for_bit(
 ):
     results = []
     for _ in range(2):
-        trainer = build(make_run("learner.microbatch_tokens=40"))
-        values = [update_policy(trainer, make_samples(12, seed)) for seed in range(3)]
-        results.append((weights(trainer), values))
+        policy = build(make_run("learner.microbatch_tokens=40"))
+        values = [update_policy(policy, make_samples(12, seed)) for seed in range(3)]
+        results.append((weights(policy), values))
     (one, metrics), (other, metrics_again) = results
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert metrics == metrics_again
@@ -154,21 +154,21 @@ def test_the_same_samples_and_weights_give_the_same_weights_bit_for_bit(
 def test_a_rewarded_response_gets_likelier_and_a_punished_one_less_so(
     make_run: MakeRun, make_samples: MakeSamples
 ):
-    trainer = build(make_run("learner.minibatches=1", "learner.optimizer.warmup_steps=0"))
+    policy = build(make_run("learner.minibatches=1", "learner.optimizer.warmup_steps=0"))
     samples = []
     for sample, advantage in zip(make_samples(6), [1.0, -1.0] * 3, strict=True):
         batch = pack([sample])
         with torch.no_grad():
-            logprobs, _ = token_logprobs(trainer.model, batch, 1.0)
+            logprobs, _ = token_logprobs(policy.model, batch, 1.0)
         trajectory = msgspec.structs.replace(
             sample.trajectory,
             behavior_logprobs=Array.of(logprobs.numpy(), "float32"),
             loss_mask=Array.of(np.ones(len(logprobs)), "uint8"),
         )
         samples.append(dataclasses.replace(sample, trajectory=trajectory, advantage=advantage))
-    before = total_logprobs(trainer, samples)
-    update_policy(trainer, samples)
-    change = [after - b for after, b in zip(total_logprobs(trainer, samples), before, strict=True)]
+    before = total_logprobs(policy, samples)
+    update_policy(policy, samples)
+    change = [after - b for after, b in zip(total_logprobs(policy, samples), before, strict=True)]
     assert min(change[::2]) > 0 > max(change[1::2])
 
 
@@ -178,27 +178,27 @@ def test_masked_tokens_teach_nothing(make_run: MakeRun, make_samples: MakeSample
         trajectory = msgspec.structs.replace(sample.trajectory, loss_mask=zeros)
         return dataclasses.replace(sample, trajectory=trajectory)
 
-    trainer = build(make_run())
-    before = weights(trainer)
-    update_policy(trainer, [masked(s) for s in make_samples(4)])
-    assert all(torch.equal(before[k], v) for k, v in weights(trainer).items())
+    policy = build(make_run())
+    before = weights(policy)
+    update_policy(policy, [masked(s) for s in make_samples(4)])
+    assert all(torch.equal(before[k], v) for k, v in weights(policy).items())
 
 
 def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_counted(
     make_run: MakeRun, make_samples: MakeSamples
 ):
-    trainer = build(make_run("learner.minibatches=2"))
-    before = weights(trainer)
-    parameter = trainer.model.model.norm.weight
+    policy = build(make_run("learner.minibatches=2"))
+    before = weights(policy)
+    parameter = policy.model.model.norm.weight
     hook = parameter.register_hook(lambda grad: grad * math.nan)
-    values = update_policy(trainer, make_samples(6))
-    assert all(torch.equal(before[k], v) for k, v in weights(trainer).items())
-    assert (trainer.updates, trainer.skipped, values["train/skipped_steps"]) == (2, 2, 2)
+    values = update_policy(policy, make_samples(6))
+    assert all(torch.equal(before[k], v) for k, v in weights(policy).items())
+    assert (policy.updates, policy.skipped, values["train/skipped_steps"]) == (2, 2, 2)
 
     hook.remove()
-    values = update_policy(trainer, make_samples(6))
-    assert (trainer.updates, trainer.skipped, values["train/skipped_steps"]) == (4, 2, 2)
-    after = weights(trainer)
+    values = update_policy(policy, make_samples(6))
+    assert (policy.updates, policy.skipped, values["train/skipped_steps"]) == (4, 2, 2)
+    after = weights(policy)
     assert all(v.isfinite().all() for v in after.values())
     assert any(not torch.equal(before[k], v) for k, v in after.items())
 
@@ -210,13 +210,13 @@ def test_the_learning_rate_rises_linearly_and_then_stays(make_run: MakeRun):
 
 
 def test_weight_decay_spares_norms(make_run: MakeRun):
-    trainer = build(make_run("learner.optimizer.weight_decay=0.1"))
+    policy = build(make_run("learner.optimizer.weight_decay=0.1"))
     decays = {
         id(p): group["weight_decay"]
-        for group in trainer.optimizer.param_groups
+        for group in policy.optimizer.param_groups
         for p in group["params"]
     }
-    for name, parameter in trainer.model.named_parameters():
+    for name, parameter in policy.model.named_parameters():
         assert decays[id(parameter)] == (0.0 if "norm" in name else 0.1), name
 
 
@@ -239,8 +239,8 @@ def test_in_bfloat16_only_the_products_are_coarser(
     update_policy(fine, samples)
     assert math.isfinite(metrics["train/loss"]) and metrics["train/grad_norm"] > 0
     moves = []
-    for trainer in (fine, coarse):
-        after = weights(trainer)
+    for policy in (fine, coarse):
+        after = weights(policy)
         assert all(w.dtype == torch.float32 for w in after.values())
         moves.append(torch.cat([(after[k] - w).flatten() for k, w in before.items()]))
     assert (

@@ -15,7 +15,7 @@ from areal_q.models import Decoder
 from areal_q.tasks import build_tokenizer
 from areal_q.weights.version import WeightVersion
 from learner.backends.precision import set_precision
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
@@ -40,10 +40,10 @@ class Slow(Publisher):
         return super().make(model, version, beside)
 
 
-def build(run: Run) -> Trainer:
+def build(run: Run) -> TorchPolicy:
     model = build_model(run, build_tokenizer(run))
     set_precision(model, run)
-    return Trainer(model, run.learner, 1.0)
+    return TorchPolicy(model, run.learner, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -59,24 +59,24 @@ def test_a_version_in_the_making_is_of_the_weights_at_its_beginning(
     make_run: MakeRun, make_samples: MakeSamples, settings: tuple[str, ...]
 ) -> None:
     run = make_run("learner.optimizer.lr=0.01", *settings)
-    trainer, publisher = build(run), Slow(run)
+    policy, publisher = build(run), Slow(run)
     outlet = Outlet(publisher, lambda _: None)
-    trainer.before_write = outlet.release
-    before = copy.deepcopy(trainer.model.state_dict())
-    wanted = Publisher(run).make(trainer.model, 1)
-    outlet.begin(trainer.model, 1, {})
+    policy.before_write = outlet.release
+    before = copy.deepcopy(policy.model.state_dict())
+    wanted = Publisher(run).make(policy.model, 1)
+    outlet.begin(policy.model, 1, {})
     with ThreadPoolExecutor(1) as thread:
-        step = thread.submit(update_policy, trainer, make_samples(9, vocab=13))
+        step = thread.submit(update_policy, policy, make_samples(9, vocab=13))
         with pytest.raises(TimeoutError):
             step.result(timeout=0.5)
-        now = trainer.model.state_dict()
+        now = policy.model.state_dict()
         assert all(torch.equal(now[name], tensor) for name, tensor in before.items())
         publisher.may.set()
         step.result()
     made = outlet.finish()
     outlet.close()
     assert made is not None and made.manifest.digest == wanted.manifest.digest
-    now = trainer.model.state_dict()
+    now = policy.model.state_dict()
     assert not all(torch.equal(now[name], tensor) for name, tensor in before.items())
 
 

@@ -26,7 +26,7 @@ from areal_q.quant.kernels.fp8_gemm import (
 )
 from areal_q.tasks import build_tokenizer
 from learner.backends.precision import set_precision
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import Publisher
@@ -102,9 +102,9 @@ def test_the_weights_of_the_flow_are_the_ones_published(make_run: MakeRun, make_
     run = make_run(*JET, "learner.optimizer.lr=0.01")
     model = build_model(run, build_tokenizer(run))
     set_precision(model, run)
-    trainer = Trainer(model, run.learner, 1.0)
+    policy = TorchPolicy(model, run.learner, 1.0)
     first = Publisher(run).make(model, 0).manifest.digest
-    update_policy(trainer, make_samples(12))
+    update_policy(policy, make_samples(12))
     published = published_state(model, "fp8")
     for name, linear in linears(model).items():
         assert isinstance(linear, JetLinear)

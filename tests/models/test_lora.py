@@ -20,7 +20,7 @@ from areal_q.tasks import build_tokenizer
 from areal_q.weights import delta
 from learner import checkpoint
 from learner.backends.precision import set_precision
-from learner.backends.single_device import Trainer, token_logprobs
+from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.build import build_model
 from learner.data.packing import Sample, pack
 from learner.policy_update import prepare, update_policy
@@ -35,20 +35,20 @@ BASES = ["nvfp4", "mxfp4", "nf4", "int4", "int8", "fp8"]
 LORA = ["learner.lora.rank=4", "learner.lora.alpha=8.0", "learner.optimizer.lr=0.02"]
 
 
-def build(run: Run) -> Trainer:
+def build(run: Run) -> TorchPolicy:
     torch.manual_seed(run.seed)
     model = build_model(run, build_tokenizer(run))
     if run.learner.uaq > 1:
         apply_uaq(model, run.learner.uaq)
     set_precision(model, run)
-    return Trainer(model, run.learner, 1.0)
+    return TorchPolicy(model, run.learner, 1.0)
 
 
-def learnt(run: Run, samples: list[Sample]) -> Trainer:
-    trainer = build(run)
-    update_policy(trainer, samples)
-    update_policy(trainer, samples)
-    return trainer
+def learnt(run: Run, samples: list[Sample]) -> TorchPolicy:
+    policy = build(run)
+    update_policy(policy, samples)
+    update_policy(policy, samples)
+    return policy
 
 
 @torch.no_grad()
@@ -62,18 +62,18 @@ IDS = [3, 1, 4, 1, 5, 9, 2, 6]
 @pytest.mark.parametrize("format", BASES)
 def test_only_the_adapters_train(make_run: MakeRun, make_samples: MakeSamples, format: str):
     run = make_run(*LORA, f"rollout.format={format}")
-    trainer = build(run)
-    before = {k: v.clone() for k, v in trainer.model.state_dict().items()}
-    update_policy(trainer, make_samples(12))
+    policy = build(run)
+    before = {k: v.clone() for k, v in policy.model.state_dict().items()}
+    update_policy(policy, make_samples(12))
     moved = {
         k
-        for k, v in trainer.model.state_dict().items()
+        for k, v in policy.model.state_dict().items()
         if not torch.equal(_bytes(v), _bytes(before[k]))
     }
-    factors = {n for n, p in trainer.model.named_parameters() if p.requires_grad}
+    factors = {n for n, p in policy.model.named_parameters() if p.requires_grad}
     # From B = 0 the gradient of A is 0 in the very first update; the second moves it.
     assert moved == factors and len(factors) == 2 * 7 * 2
-    assert sum(p.numel() for p in trainer.optimizer.param_groups[0]["params"]) == sum(
+    assert sum(p.numel() for p in policy.optimizer.param_groups[0]["params"]) == sum(
         before[n].numel() for n in factors
     )
 
@@ -83,14 +83,14 @@ def test_before_training_the_policy_is_the_dequantized_base(make_run: MakeRun, f
     run = make_run(*LORA, f"rollout.format={format}", "learner.uaq=1.0")
     plain = build_model(run, build_tokenizer(run))
     published = quantize_state(plain.state_dict(), format)
-    trainer = build(run)
+    policy = build(run)
     assert all(
         torch.equal(_bytes(published[k]), _bytes(v))
-        for k, v in published_state(trainer.model, format).items()
+        for k, v in published_state(policy.model, format).items()
         if "lora" not in k
     )
     plain.load_state_dict(dequantize_state(published, format))
-    ours, theirs = logits(trainer.model, IDS), logits(plain, IDS)
+    ours, theirs = logits(policy.model, IDS), logits(plain, IDS)
     # Activations of int8 and fp8 are quantized as well.
     tolerance = 0.1 if format in ("int8", "fp8") else 1e-5
     assert (ours - theirs).norm() < tolerance * theirs.norm()
@@ -126,9 +126,9 @@ def test_the_engine_gives_the_learners_log_probs(
 ):
     some = [f"learner.lora.targets={targets}"] if targets else []
     run = make_run(*LORA, f"rollout.format={format}", *some)
-    trainer = learnt(run, make_samples(12))
+    policy = learnt(run, make_samples(12))
     stepper = TorchStepper(TorchEngine(slots=8))
-    stepper.swap(stepper.prepare(Publisher(run).make(trainer.model, 1)))
+    stepper.swap(stepper.prepare(Publisher(run).make(policy.model, 1)))
     recorded: list[tuple[int, float]] = []
     request = Request(
         prompt_ids=np.array(IDS, np.int32), num_samples=1, sampling=Sampling(max_tokens=12), seed=0,
@@ -143,18 +143,18 @@ def test_the_engine_gives_the_learners_log_probs(
         stepper.step()
     loop.close()
     ids = IDS + [t for t, _ in recorded]
-    logp = logits(trainer.model, ids[:-1]).log_softmax(-1)[len(IDS) - 1 :]
+    logp = logits(policy.model, ids[:-1]).log_softmax(-1)[len(IDS) - 1 :]
     ours = [float(logp[i, t]) for i, (t, _) in enumerate(recorded)]
     assert ours == pytest.approx([lp for _, lp in recorded], abs=1e-4)
 
 
 def test_a_delta_holds_the_adapters_alone(make_run: MakeRun, make_samples: MakeSamples):
     run = make_run(*LORA, "rollout.format=nvfp4")
-    trainer, publisher = build(run), Publisher(run)
-    update_policy(trainer, make_samples(12))
-    first = publisher.make(trainer.model, 1)
-    update_policy(trainer, make_samples(12))
-    second = publisher.make(trainer.model, 2)
+    policy, publisher = build(run), Publisher(run)
+    update_policy(policy, make_samples(12))
+    first = publisher.make(policy.model, 1)
+    update_policy(policy, make_samples(12))
+    second = publisher.make(policy.model, 2)
     body = delta.diff(first, second)
     assert body is not None
     changed = {k for k, (n, _) in delta.changed(second.manifest, body).items() if n}
@@ -168,17 +168,17 @@ def test_the_reference_is_the_base_without_a_second_copy(
 ):
     run = make_run(*LORA, "rollout.format=nf4", "learner.reference_kl.coef=0.1")
     samples = make_samples(12)
-    trainer = build(run)
-    assert trainer.reference is None
+    policy = build(run)
+    assert policy.reference is None
     batch = pack(samples)
     with torch.no_grad():
-        start, _ = token_logprobs(trainer.model, batch, 1.0)
-    update_policy(trainer, samples)
-    (prepared, inputs), *_ = prepare(trainer, samples)[0]
+        start, _ = token_logprobs(policy.model, batch, 1.0)
+    update_policy(policy, samples)
+    (prepared, inputs), *_ = prepare(policy, samples)[0]
     assert inputs.reference_logprobs is not None
-    with torch.no_grad(), adapters_off(trainer.model):
-        again, _ = token_logprobs(trainer.model, batch, 1.0)
-        of_part, _ = token_logprobs(trainer.model, prepared, 1.0)
+    with torch.no_grad(), adapters_off(policy.model):
+        again, _ = token_logprobs(policy.model, batch, 1.0)
+        of_part, _ = token_logprobs(policy.model, prepared, 1.0)
     assert torch.equal(again, start)
     assert torch.equal(inputs.reference_logprobs, of_part)
     assert not torch.equal(inputs.proximal_logprobs, inputs.reference_logprobs)
@@ -188,14 +188,14 @@ def test_a_restored_checkpoint_goes_on_bit_for_bit(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
 ):
     run = make_run(*LORA, "rollout.format=nvfp4")
-    trainer = learnt(run, make_samples(12))
-    save_at(2, tmp_path, trainer)
+    policy = learnt(run, make_samples(12))
+    save_at(2, tmp_path, policy)
     resumed = build(make_run(*LORA, "rollout.format=nvfp4", "seed=5"))
     checkpoint.restore(tmp_path, resumed)
-    assert update_policy(trainer, make_samples(12, seed=1)) == update_policy(
+    assert update_policy(policy, make_samples(12, seed=1)) == update_policy(
         resumed, make_samples(12, seed=1)
     )
-    a, b = (Publisher(run).make(t.model, 3).manifest.digest for t in (trainer, resumed))
+    a, b = (Publisher(run).make(t.model, 3).manifest.digest for t in (policy, resumed))
     assert a == b
 
 
@@ -203,15 +203,15 @@ def test_the_merged_export_is_the_policy(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
 ):
     run = make_run(*LORA, "rollout.format=nvfp4", "learner.uaq=1.5")
-    trainer = learnt(run, make_samples(12))
+    policy = learnt(run, make_samples(12))
     assert run.learner.lora
-    save_adapted(trainer.model, tmp_path, run.learner.lora, 1.5, build_tokenizer(run))
-    wanted = logits(trainer.model, IDS)
+    save_adapted(policy.model, tmp_path, run.learner.lora, 1.5, build_tokenizer(run))
+    wanted = logits(policy.model, IDS)
     torch.testing.assert_close(
         logits(load_decoder(tmp_path / "hf"), IDS), wanted, atol=1e-4, rtol=1e-4
     )
-    with adapters_off(trainer.model):
-        base = logits(trainer.model, IDS)
+    with adapters_off(policy.model):
+        base = logits(policy.model, IDS)
     torch.testing.assert_close(
         logits(load_decoder(tmp_path / "base"), IDS), base, atol=1e-4, rtol=1e-4
     )
@@ -227,15 +227,15 @@ def test_peft_loads_the_adapter_onto_the_base(
     from transformers import AutoModelForCausalLM
 
     run = make_run(*LORA, "rollout.format=nf4", "learner.uaq=1.5")
-    trainer = learnt(run, make_samples(12))
+    policy = learnt(run, make_samples(12))
     assert run.learner.lora
-    save_adapted(trainer.model, tmp_path, run.learner.lora, 1.5, build_tokenizer(run))
+    save_adapted(policy.model, tmp_path, run.learner.lora, 1.5, build_tokenizer(run))
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     with torch.no_grad():
         theirs = loaded(torch.tensor([IDS])).logits[0]
         merged = loaded.merge_and_unload()(torch.tensor([IDS])).logits[0]
-    wanted = logits(trainer.model, IDS)
+    wanted = logits(policy.model, IDS)
     torch.testing.assert_close(theirs, wanted, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(merged, wanted, atol=1e-4, rtol=1e-4)
 

@@ -23,7 +23,7 @@ from areal_q.tasks import build_tokenizer
 from areal_q.weights.version import WeightVersion
 from learner import checkpoint
 from learner.backends.precision import set_precision
-from learner.backends.single_device import Trainer, token_logprobs
+from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.build import build_model
 from learner.data.packing import Sample, pack
 from learner.policy_update import update_policy
@@ -39,10 +39,10 @@ MakeSamples = Callable[..., list[Sample]]
 QARL = "learner.precision=qarl"
 
 
-def build(run: Run) -> Trainer:
+def build(run: Run) -> TorchPolicy:
     model = build_model(run, build_tokenizer(run))
     set_precision(model, run)
-    return Trainer(model, run.learner, 1.0)
+    return TorchPolicy(model, run.learner, 1.0)
 
 
 def generate(weights: WeightVersion, prompts: list[np.ndarray], tokens: int) -> list[Completion]:
@@ -94,10 +94,10 @@ def drawn_tokens(weights: WeightVersion) -> list[Sample]:
     return [as_sample(prompts[i // 4], i // 4, c) for i, c in enumerate(drawn)]
 
 
-def gap_to_learner(trainer: Trainer, samples: list[Sample]) -> np.ndarray:
+def gap_to_learner(policy: TorchPolicy, samples: list[Sample]) -> np.ndarray:
     batch = pack(samples)
     with torch.no_grad():
-        logprobs, _ = token_logprobs(trainer.model, batch, 1.0)
+        logprobs, _ = token_logprobs(policy.model, batch, 1.0)
     return (logprobs - batch.behavior_logprobs).abs().numpy()
 
 
@@ -128,8 +128,8 @@ def test_the_aligned_learners_log_probs_are_those_that_the_engine_recorded(
     make_run: MakeRun, format: str, rest: str
 ):
     run = make_run(QARL, f"rollout.format={format}", f"rollout.unquantized={rest}", *LARGER)
-    trainer = build(run)
-    gap = gap_to_learner(trainer, drawn_tokens(Publisher(run).make(trainer.model, 0)))
+    policy = build(run)
+    gap = gap_to_learner(policy, drawn_tokens(Publisher(run).make(policy.model, 0)))
     assert gap.max() < 1e-4
 
 
@@ -179,10 +179,10 @@ def test_with_quantized_activations_learner_and_engine_differ_as_the_engine_does
 ):
     # Where float32 rounding turns the code of an activation, no two orders of summation agree to 1e-4.
     run = make_run(QARL, f"rollout.format={format}", *LARGER)
-    trainer, plain = build(run), build(make_run(f"rollout.format={format}", *LARGER))
-    weights = Publisher(run).make(trainer.model, 0)
+    policy, plain = build(run), build(make_run(f"rollout.format={format}", *LARGER))
+    weights = Publisher(run).make(policy.model, 0)
     samples = drawn_tokens(weights)
-    aligned, engine = gap_to_learner(trainer, samples), gap_to_plain_engine(weights, samples)
+    aligned, engine = gap_to_learner(policy, samples), gap_to_plain_engine(weights, samples)
     unaligned = gap_to_learner(plain, samples)
     assert np.median(aligned) < 1e-4
     assert aligned.mean() < 1.5 * engine.mean() + 1e-6
@@ -192,13 +192,13 @@ def test_with_quantized_activations_learner_and_engine_differ_as_the_engine_does
 @pytest.mark.parametrize("format", sorted(set(FORMATS) - {"bf16"}))
 def test_the_tensors_of_the_forward_are_the_ones_published(make_run: MakeRun, format: str):
     run = make_run(QARL, f"rollout.format={format}")
-    trainer = build(run)
-    published = published_state(trainer.model, format)
-    for name, linear in linears(trainer.model).items():
+    policy = build(run)
+    published = published_state(policy.model, format)
+    for name, linear in linears(policy.model).items():
         assert isinstance(linear, QuantLinear)
         for suffix, tensor in linear.parts.items():
             assert published[f"{name}.{suffix}"] is tensor
-    manifest = Publisher(run).make(trainer.model, 0).manifest
+    manifest = Publisher(run).make(policy.model, 0).manifest
     plain = make_run(f"rollout.format={format}")
     again = Publisher(plain).make(build(plain).model, 0).manifest
     assert (manifest.digest, manifest.nbytes) == (again.digest, again.nbytes)
@@ -236,11 +236,11 @@ def test_the_gradient_is_that_of_the_layer_in_full_precision(format: str):
 
 def test_every_update_quantizes_the_weights_anew(make_run: MakeRun, make_samples: MakeSamples):
     run = make_run(QARL, "rollout.format=nvfp4", "learner.optimizer.lr=0.01", "learner.epochs=2")
-    trainer = build(run)
-    before = published_state(trainer.model, "nvfp4")
-    update_policy(trainer, make_samples(12))
-    after = published_state(trainer.model, "nvfp4")
-    fresh = quantize_state(trainer.model.state_dict(), "nvfp4")
+    policy = build(run)
+    before = published_state(policy.model, "nvfp4")
+    update_policy(policy, make_samples(12))
+    after = published_state(policy.model, "nvfp4")
+    fresh = quantize_state(policy.model.state_dict(), "nvfp4")
     assert all(torch.equal(_bytes(after[k]), _bytes(fresh[k])) for k in fresh)
     assert not all(torch.equal(_bytes(after[k]), _bytes(before[k])) for k in fresh)
 
@@ -249,17 +249,17 @@ def test_a_step_after_a_restored_checkpoint_is_bit_for_bit_the_step_without_one(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
 ):
     run = make_run(QARL, "learner.optimizer.lr=0.01", "learner.reference_kl.coef=0.01")
-    trainer = build(run)
-    update_policy(trainer, make_samples(12))
-    save_at(1, tmp_path, trainer)
+    policy = build(run)
+    update_policy(policy, make_samples(12))
+    save_at(1, tmp_path, policy)
     resumed = build(run)
     checkpoint.restore(tmp_path, resumed)
     ours, theirs = (
-        update_policy(trainer, make_samples(12, seed=1)),
+        update_policy(policy, make_samples(12, seed=1)),
         update_policy(resumed, make_samples(12, seed=1)),
     )
     assert ours == theirs
-    a, b = (Publisher(run).make(t.model, 2).manifest.digest for t in (trainer, resumed))
+    a, b = (Publisher(run).make(t.model, 2).manifest.digest for t in (policy, resumed))
     assert a == b
 
 
@@ -277,9 +277,9 @@ def test_a_learner_that_is_not_aligned_has_plain_linears(make_run: MakeRun):
 
 def test_the_critics_own_trunk_stays_in_full_precision(make_run: MakeRun):
     run = make_run(QARL, "learner.critic={}", "learner.advantage.type=gae")
-    trainer = build(run)
-    assert trainer.critic and trainer.critic.trunk
-    assert {type(linear) for linear in linears(trainer.critic.trunk).values()} == {Linear}
+    policy = build(run)
+    assert policy.critic and policy.critic.trunk
+    assert {type(linear) for linear in linears(policy.critic.trunk).values()} == {Linear}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant.aqn import noise_of, sigma_of, with_noise
 from areal_q.quant.uaq import apply_uaq
 from areal_q.tasks import build_tokenizer
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import Publisher
@@ -131,9 +131,9 @@ def test_the_learners_step_is_the_same_with_noise_and_without(make_run: MakeRun,
     found = []
     for settings in (AQN, AQN[1:]):
         run = make_run(*settings)
-        trainer = Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0)
-        Publisher(run).make(trainer.model, 9)
-        found.append(update_policy(trainer, make_samples(12)))
+        policy = TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+        Publisher(run).make(policy.model, 9)
+        found.append(update_policy(policy, make_samples(12)))
     assert found[0] == found[1]
 
 

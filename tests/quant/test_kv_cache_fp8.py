@@ -22,7 +22,7 @@ from areal_q.tasks import build_tokenizer
 from areal_q.weights.version import WeightVersion
 from learner import checkpoint
 from learner.backends.kv_calibration import kv_scales
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
@@ -228,15 +228,15 @@ def test_published_scales_reach_the_engine_and_come_back_with_the_checkpoint(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
 ):
     run = make_run(*FP8, "rollout.kv_scales={}")
-    trainer = Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0)
-    trainer.calibrate = run.rollout.kv_scales
+    policy = TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+    policy.calibrate = run.rollout.kv_scales
     publisher = Publisher(run)
-    first = publisher.make(trainer.model, 0, trainer.kv_scales)
+    first = publisher.make(policy.model, 0, policy.kv_scales)
     assert kv_scales_of(first.tensors, 2) is None
     samples = make_samples(12)
-    update_policy(trainer, samples)
-    trainer.calibrate_kv_scales(samples)
-    made = publisher.make(trainer.model, 1, trainer.kv_scales)
+    update_policy(policy, samples)
+    policy.calibrate_kv_scales(samples)
+    made = publisher.make(policy.model, 1, policy.kv_scales)
     wanted = kv_scales_of(made.tensors, 2)
     assert wanted is not None and made.manifest.digest != first.manifest.digest
     stepper = TorchStepper(TorchEngine(slots=8, kv_cache="fp8"))
@@ -245,8 +245,8 @@ def test_published_scales_reach_the_engine_and_come_back_with_the_checkpoint(
     _job(stepper)
     stepper.step()
     assert torch.equal(stepper.cache.slot_scales[:, :, 0], wanted)  # type: ignore[attr-defined]
-    save_at(1, tmp_path, trainer)
-    resumed = Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+    save_at(1, tmp_path, policy)
+    resumed = TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
     checkpoint.restore(tmp_path, resumed)
     again = Publisher(run).make(resumed.model, 1, resumed.kv_scales)
     assert again.manifest.digest == made.manifest.digest

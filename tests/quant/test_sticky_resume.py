@@ -17,8 +17,8 @@ from areal_q.config import Run, dump_toml
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.tasks import build_task, build_tokenizer
 from learner.backends.messages import Piece
-from learner.backends.single_device import Trainer
-from learner.build import build_model, build_trainer
+from learner.backends.single_device import TorchPolicy
+from learner.build import build_model, build_policy
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import Publisher, sticky_ranges
@@ -40,19 +40,19 @@ from learner.checkpoint.async_writer import Writer
 from learner.publishing.version_builder import Publisher, sticky_ranges
 from learner.backends.messages import Piece
 from learner.policy_update import SingleProcessUpdater, update_policy
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 
 directory, killed_at = Path(sys.argv[1]), int(sys.argv[2])
 run = load(directory / "config.toml")
-trainer = Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0)
-trainer.sticky = sticky_ranges(run)
+policy = TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+policy.sticky = sticky_ranges(run)
 checkpoints, step = directory / "checkpoints", 0
 if checkpoint.steps(checkpoints):
-    step = checkpoint.restore(checkpoints, trainer).step
-publisher, writer = Publisher(run, trainer.sticky), Writer(checkpoints, 2)
+    step = checkpoint.restore(checkpoints, policy).step
+publisher, writer = Publisher(run, policy.sticky), Writer(checkpoints, 2)
 steps = msgspec.msgpack.decode((directory / "samples").read_bytes(), type=list[list[Piece]])
 while True:
-    print(step, publisher.make(trainer.model, step).manifest.digest, flush=True)
+    print(step, publisher.make(policy.model, step).manifest.digest, flush=True)
     if step == killed_at:
         os.kill(os.getpid(), signal.SIGKILL)
     if step == {STEPS}:
@@ -60,9 +60,9 @@ while True:
     writer.finish()
     if step and step % {EVERY} == 0:
         state = checkpoint.State(step=step, position="0-1", cursor=1, outstanding=[], digests={{}},
-                                 updates=trainer.updates, skipped=0)
-        writer.save(state, SingleProcessUpdater(trainer))
-    update_policy(trainer, [piece.sample() for piece in steps[step]])
+                                 updates=policy.updates, skipped=0)
+        writer.save(state, SingleProcessUpdater(policy))
+    update_policy(policy, [piece.sample() for piece in steps[step]])
     step += 1
 writer.close()
 """
@@ -100,10 +100,10 @@ def test_a_learner_killed_between_steps_publishes_the_versions_of_one_that_was_n
     assert set(first) | set(second) == set(whole)
 
 
-def build(run: Run) -> Trainer:
-    trainer = Trainer(build_model(run, build_tokenizer(run)), run.learner, 1.0)
-    trainer.sticky = sticky_ranges(run)
-    return trainer
+def build(run: Run) -> TorchPolicy:
+    policy = TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+    policy.sticky = sticky_ranges(run)
+    return policy
 
 
 @pytest.mark.parametrize("held", [True, False])
@@ -115,20 +115,20 @@ def test_a_checkpoint_without_ranges_restores_and_says_that_versions_will_differ
     held: bool,
 ):
     run = make_run(*SETTINGS)
-    trainer = build(run)
-    publisher, digests = Publisher(run, trainer.sticky), []
+    policy = build(run)
+    publisher, digests = Publisher(run, policy.sticky), []
     for seed in range(3):
-        update_policy(trainer, make_samples(6, seed, vocab=13))
-        digests.append(publisher.make(trainer.model, seed + 1).manifest.digest)
+        update_policy(policy, make_samples(6, seed, vocab=13))
+        digests.append(publisher.make(policy.model, seed + 1).manifest.digest)
     if not held:
-        trainer.sticky = None
-    save_at(3, tmp_path / "checkpoints", trainer)
+        policy.sticky = None
+    save_at(3, tmp_path / "checkpoints", policy)
     task, tokenizer = build_task(run.task), build_tokenizer(run)
     with (
         caplog.at_level(logging.WARNING, "learner.build"),
         MetricsLog(tmp_path, tensorboard=False) as metrics,
     ):
-        resumed, _ = build_trainer(run, tmp_path, True, task, tokenizer, metrics, threading.Event())
+        resumed, _ = build_policy(run, tmp_path, True, task, tokenizer, metrics, threading.Event())
     assert ("holds no ranges of sticky scales" in caplog.text) is not held
     again = Publisher(run, resumed.sticky).make(resumed.model, 3).manifest.digest
     assert (again == digests[-1]) is held

@@ -24,7 +24,7 @@ from areal_q.tasks.tokenizer import CharTokenizer
 from buffer.logs.step_log import StepLog, StepRecord
 from buffer.logs.trajectory_log import TrajectoryLog
 from learner import checkpoint
-from learner.backends.single_device import Trainer, token_logprobs
+from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.data.packing import pack, samples_of
 from learner.data.staleness import VersionHistory
 from learner.doctor.cli import main
@@ -81,12 +81,12 @@ class World:
             for name, weight in model.named_parameters():
                 if is_quantized(name):
                     weight[:, 0] *= self.outlier
-        trainer = Trainer(model, self.run.learner, self.run.rollout.sampling.temperature)
+        policy = TorchPolicy(model, self.run.learner, self.run.rollout.sampling.temperature)
         history, publisher = VersionHistory(4), Publisher(self.run)
         history.add(0, publisher.make(model, 0).manifest.digest)
         self.directory.mkdir()
         (self.directory / "config.toml").write_text(dump_toml(self.run))
-        self._save(trainer, history)
+        self._save(policy, history)
         log = TrajectoryLog(self.directory / "trajectories")
         steps = StepLog(self.directory / "steps")
         versions: list[Version] = []
@@ -94,7 +94,7 @@ class World:
             versions.append(Version(model, self.run, step))
             drawn_by = max(0, step - self.lag)
             groups = [
-                self._group(trainer, versions[drawn_by], history, drawn_by, step, n)
+                self._group(policy, versions[drawn_by], history, drawn_by, step, n)
                 for n in range(GROUPS)
             ]
             planted = [self._planted(group, step) for group in groups]
@@ -105,7 +105,7 @@ class World:
                 for t in g.trajectories
             )
             metrics = train_step(
-                SingleProcessUpdater(trainer), planted if sound else groups, history, step
+                SingleProcessUpdater(policy), planted if sound else groups, history, step
             )
             digest = publisher.make(model, step + 1).manifest.digest
             base = history.digests[step]
@@ -122,15 +122,21 @@ class World:
         steps.close()
         return examine(self.directory, 0, None, Console())
 
-    def _save(self, trainer: Trainer, history: VersionHistory) -> None:
+    def _save(self, policy: TorchPolicy, history: VersionHistory) -> None:
         state = checkpoint.State(
             step=0, position="0-0", cursor=0, outstanding=[], digests=history.digests, updates=0,
-            skipped=0, model=trainer.model.config.to_hf(),
+            skipped=0, model=policy.model.config.to_hf(),
         )  # fmt: skip
-        checkpoint.save(self.directory / "checkpoints", state, trainer, keep=1)
+        checkpoint.save(self.directory / "checkpoints", state, policy, keep=1)
 
     def _group(
-        self, trainer: Trainer, version: Version, history: VersionHistory, u: int, step: int, n: int
+        self,
+        policy: TorchPolicy,
+        version: Version,
+        history: VersionHistory,
+        u: int,
+        step: int,
+        n: int,
     ) -> Group:
         rng = np.random.default_rng([step, n])
         ticket = Ticket(
@@ -152,7 +158,7 @@ class World:
                 for i in range(SIZE)
             ],
         )  # fmt: skip
-        samples = samples_of([group], trainer.cfg.advantage, history, step)
+        samples = samples_of([group], policy.cfg.advantage, history, step)
         with torch.no_grad():
             batch = pack(samples)
             scores = token_logprobs(version.engine, batch, self.temperature)[0].numpy()

@@ -18,7 +18,7 @@ from areal_q.models.packed_layout import PackedLayout
 from areal_q.quant.uaq import apply_uaq, fold_back
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.policy_update import update_policy
 from learner.replay.export import Dtype, export
@@ -31,9 +31,9 @@ def run_dir(make_run, make_samples, tmp_path: Path) -> Path:
     run = make_run("learner.uaq=2")
     directory = tmp_path / "run"
     model = build_model(run, build_tokenizer(run))
-    trainer = Trainer(model, run.learner, 1.0)
+    policy = TorchPolicy(model, run.learner, 1.0)
     for step in (2, 4):
-        update_policy(trainer, make_samples(4, step))
+        update_policy(policy, make_samples(4, step))
         save_decoder(model, directory / "hf", build_tokenizer(run))
         apply_uaq(model, 2.0)
         state = checkpoint.State(
@@ -46,7 +46,7 @@ def run_dir(make_run, make_samples, tmp_path: Path) -> Path:
             skipped=0,
             model=model.config.to_hf(),
         )
-        checkpoint.save(directory / "checkpoints", state, trainer, keep=2)
+        checkpoint.save(directory / "checkpoints", state, policy, keep=2)
         with torch.no_grad():
             fold_back(model, 2.0)
     (directory / "config.toml").write_text(dump_toml(run))
@@ -134,12 +134,12 @@ def test_what_is_written_is_as_open_to_others_as_the_umask_says(
     try:
         save_decoder(model, tmp_path / "hf", build_tokenizer(run))
         quantize(tmp_path / "hf", tmp_path / "int8", "int8", torch.bfloat16)
-        trainer = Trainer(model, run.learner, 1.0)
+        policy = TorchPolicy(model, run.learner, 1.0)
         state = checkpoint.State(
             step=1, position="0-1", cursor=1, outstanding=[], digests={}, updates=0, skipped=0,
             model=model.config.to_hf(),
         )  # fmt: skip
-        checkpoint.save(tmp_path / "checkpoints", state, trainer, keep=1)
+        checkpoint.save(tmp_path / "checkpoints", state, policy, keep=1)
     finally:
         os.umask(before)
     found = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}

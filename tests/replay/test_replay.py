@@ -28,7 +28,7 @@ from buffer.logs.token_log import to_table as tokens_to_table
 from buffer.logs.trajectory_log import iter_log
 from buffer.logs.trajectory_schema import SCHEMA, from_table, to_table
 from learner import checkpoint
-from learner.measure.token_recorder import TokenTap
+from learner.measure.token_recorder import TokenRecorder
 from learner.replay.cli import main
 from learner.replay.replay_steps import Replay
 from learner.train_step import machine
@@ -143,7 +143,7 @@ def with_first(groups, index: int, **fields):
 
 def test_the_logged_tokens_come_out_again_bit_for_bit(finished):
     replay = Replay(finished)
-    tap = replay.recorder = TokenTap()
+    tap = replay.recorder = TokenRecorder()
     again = [tokens_to_table(one.record.step, tap.scores()) for one in replay.steps()]
     logged = [table for _, table in iter_tokens(finished / "tokens")]
     assert len(again) == len(logged) == STEPS

@@ -12,7 +12,7 @@ from areal_q.config import CalculatorTool, Run, Sampling, ScriptedEngine, TorchE
 from areal_q.errors import ConfigError
 from areal_q.messages import Array, Decoder, PartialResponse, Ticket, VersionSpan, encode
 from areal_q.tasks import CharTokenizer, Problem, build_score, build_task, build_tokenizer
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.packing import Sample, pack
 from learner.measure.rescore import Scorer, engine_policy
@@ -160,7 +160,7 @@ def test_nothing_is_learnt_from_what_the_tool_said(make_run: MakeRun, make_ticke
 
     def weights(tool_logprob: float, drawn_logprob: float = -1.0) -> torch.Tensor:
         torch.manual_seed(0)
-        trainer = Trainer(build_model(run, CHARS), run.learner, 1.0)
+        policy = TorchPolicy(build_model(run, CHARS), run.learner, 1.0)
         response = Response(
             ids=[4, 5, 6, 7],
             logprobs=[drawn_logprob, tool_logprob, tool_logprob, -2.0],
@@ -169,8 +169,8 @@ def test_nothing_is_learnt_from_what_the_tool_said(make_run: MakeRun, make_ticke
         )
         samples = [sample(ticket, i, response, a) for i, a in enumerate([1.0, -0.5])]
         assert pack(samples).mask.tolist() == [True, False, False, True] * 2
-        update_policy(trainer, samples)
-        return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+        update_policy(policy, samples)
+        return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
 
     assert torch.equal(weights(0.0), weights(-7.0))
     assert not torch.equal(weights(0.0), weights(0.0, drawn_logprob=-3.0))

@@ -16,7 +16,7 @@ from areal_q.weights.version import WeightVersion
 from buffer.weight_sync.publish.publisher import Broadcaster
 from buffer.weight_sync.subscribe.subscriber import Receiver
 from learner.backends.precision import set_precision
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
@@ -43,24 +43,24 @@ def test_what_is_published_arrives_bit_for_bit_and_by_deltas(
     run = make_run("learner.optimizer.lr=1e-4", *SETTINGS[what])
     model = build_model(run, build_tokenizer(run))
     set_precision(model, run)
-    trainer, publisher = Trainer(model, run.learner, 1.0), Publisher(run)
-    trainer.calibrate = run.rollout.kv_scales
+    policy, publisher = TorchPolicy(model, run.learner, 1.0), Publisher(run)
+    policy.calibrate = run.rollout.kv_scales
     samples = make_samples(9, vocab=13)
-    update_policy(trainer, samples)
-    trainer.calibrate_kv_scales(samples)
+    update_policy(policy, samples)
+    policy.calibrate_kv_scales(samples)
     with ExitStack() as stack:
         broadcaster = Broadcaster(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f")
         stack.callback(broadcaster.close)
         receiver = Receiver(*broadcaster.endpoints, run=run.name)
         stack.callback(receiver.close)
         for number in range(1, 4):
-            made = publisher.make(trainer.model, number, trainer.kv_scales)
+            made = publisher.make(policy.model, number, policy.kv_scales)
             broadcaster.publish(made)
             assert_same(asyncio.run(receiver.wait()), made)
-            update_policy(trainer, samples)
-            trainer.calibrate_kv_scales(samples)
+            update_policy(policy, samples)
+            policy.calibrate_kv_scales(samples)
         assert (receiver.stats.fetch.fetches, receiver.stats.deltas) == (1, 2)
-    made = publisher.make(trainer.model, 4, trainer.kv_scales)
+    made = publisher.make(policy.model, 4, policy.kv_scales)
     assert what != "noised norms" or made.manifest.noise is not None
     assert what != "KV scales" or any("k_scale" in name for name in made.tensors)
     assert what != "adapters" or any("lora_A" in name for name in made.tensors)

@@ -29,7 +29,7 @@ from learner.backends.data_parallel import Ranks
 from learner.backends.megatron.cuda_shim import cuda_or_cpu
 from learner.backends.megatron.tensor_names import entries
 from learner.backends.messages import Begin
-from learner.backends.single_device import Trainer
+from learner.backends.single_device import TorchPolicy
 from learner.data.packing import PackedBatch
 
 with warnings.catch_warnings():
@@ -64,7 +64,7 @@ with warnings.catch_warnings():
 
 
 class MegatronShard:
-    """This rank's part of rank 0's whole trainer."""
+    """This rank's part of rank 0's whole policy."""
 
     def __init__(self, shape: DecoderConfig, begin: Begin, run: Run) -> None:
         cfg, backend = run.learner, run.learner.backend
@@ -219,7 +219,7 @@ class MegatronShard:
     # The whole
 
     @torch.no_grad()
-    def load(self, begin: Begin, ranks: Ranks, whole: Trainer | None) -> None:
+    def load(self, begin: Begin, ranks: Ranks, whole: TorchPolicy | None) -> None:
         """Rank 0's weights and moments, by way of all `ranks`. Collective."""
         if self._lora:
             trunk = [self.critic] if isinstance(self.critic, Trunk) else []
@@ -238,7 +238,7 @@ class MegatronShard:
             self._materialise(self.frozen, self._frozen)
 
     def _wholes(
-        self, whole: Trainer | None
+        self, whole: TorchPolicy | None
     ) -> list[tuple[torch.nn.Module | None, torch.optim.Optimizer | None]]:
         """Rank 0's counterparts of `_learnt`."""
         if whole is None:
@@ -247,20 +247,20 @@ class MegatronShard:
         return [(whole.model, whole.optimizer), *critic]
 
     @torch.no_grad()
-    def gather_weights(self, whole: Trainer | None) -> None:
+    def gather_weights(self, whole: TorchPolicy | None) -> None:
         self._own.gather(whole.model if whole else None)
         if self.cfg.precision != "full":
             gather_parts(self.policy, self._own.places, whole.model if whole else None)
 
     @torch.no_grad()
-    def gather_rest(self, whole: Trainer | None) -> None:
+    def gather_rest(self, whole: TorchPolicy | None) -> None:
         for learnt, (module, optimizer) in zip(self._learnt, self._wholes(whole), strict=True):
             if learnt is not self._own:
                 learnt.gather(module)
             learnt.gather_moments(module, optimizer)
 
     @torch.no_grad()
-    def share_of_rest(self, whole: Trainer | None) -> dict[str, Tensor]:
+    def share_of_rest(self, whole: TorchPolicy | None) -> dict[str, Tensor]:
         kept: dict[str, Tensor] = {}
         parts = ("optimizer", "critic_optimizer")
         for part, learnt, (module, _) in zip(
@@ -282,7 +282,9 @@ class MegatronShard:
         ps.destroy_model_parallel()
 
 
-def megatron_shard(begin: Begin, run: Run, ranks: Ranks, whole: Trainer | None) -> MegatronShard:
+def megatron_shard(
+    begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None
+) -> MegatronShard:
     """Collective: this rank's part of rank 0's `whole`."""
     cfg, backend = run.learner, run.learner.backend
     assert isinstance(backend, MegatronBackend)

@@ -1,4 +1,4 @@
-"""Rank 0's whole trainer, scattered over Megatron's ranks and gathered again, tensor by tensor.
+"""Rank 0's whole policy, scattered over Megatron's ranks and gathered again, tensor by tensor.
 
     scatter   rank 0 broadcasts a tensor; each rank keeps its part, and of that its optimizer's
     gather    all-reduce over data-parallel ranks ─▶ all-gather over tensor-parallel ones ─▶ sent to rank 0
