@@ -220,7 +220,7 @@ def visit_part(
             balance=balance if batch.counts else None,
         )
         if recorder and batch.counts:
-            recorder.add(batch, before, inputs, out.surrogate)
+            recorder.add(batch, before, inputs, out.policy_loss)
         return out.loss, out.metrics
 
     learning = [(batch, x) for batch, x in part if batch.learns]

@@ -9,7 +9,7 @@ from areal_q.algorithms.advantages import (
 from areal_q.algorithms.aggregation import count
 from areal_q.algorithms.kl import reward_penalty
 from areal_q.algorithms.loss import loss_fn, whole_step
-from areal_q.algorithms.loss_types import LossInputs, LossOutputs, Routed, Surrogate, Totals
+from areal_q.algorithms.loss_types import LossInputs, LossOutputs, PolicyLoss, Routed, Totals
 from areal_q.algorithms.policy_losses import OBJECTIVES
 from areal_q.algorithms.ratios import segment_sum
 from areal_q.algorithms.reducers import Metrics, merge_metrics, reduce_metrics
@@ -19,8 +19,8 @@ __all__ = [
     "LossInputs",
     "LossOutputs",
     "Metrics",
+    "PolicyLoss",
     "Routed",
-    "Surrogate",
     "Totals",
     "count",
     "gae",

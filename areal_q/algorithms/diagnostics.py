@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_q.algorithms.loss_types import LossInputs, Surrogate
+from areal_q.algorithms.loss_types import LossInputs, PolicyLoss
 from areal_q.algorithms.ratios import MAX_LOG_RATIO, Ratios
 from areal_q.algorithms.reducers import (
     BIN_EDGE,
@@ -40,7 +40,7 @@ CHUNK = 1 << 16
 
 
 @torch.no_grad()
-def diagnostics(inputs: LossInputs, x: Ratios, out: Surrogate) -> Metrics:
+def diagnostics(inputs: LossInputs, x: Ratios, out: PolicyLoss) -> Metrics:
     """The metrics named in this module. `x` and `out` belong to `inputs`."""
     cuts = [slice(i, i + CHUNK) for i in range(0, max(1, len(x.mask)), CHUNK)]
     parts = [_Sums.of(_cut(inputs, cut), _cut(x, cut), _cut(out, cut)) for cut in cuts]
@@ -81,7 +81,7 @@ class _Sums:
     """int64 [2, LAGS, BINS] histograms of w and R"""
 
     @classmethod
-    def of(cls, inputs: LossInputs, x: Ratios, out: Surrogate) -> "_Sums":
+    def of(cls, inputs: LossInputs, x: Ratios, out: PolicyLoss) -> "_Sums":
         # Masked tokens go to a bucket of their own, which is dropped.
         bucket = torch.where(x.mask, inputs.version_lag.clamp(0, LAGS - 1), LAGS)
         runs = torch.unique_consecutive(bucket, return_counts=True)
@@ -101,7 +101,7 @@ class _Sums:
 
 
 def _columns(
-    inputs: LossInputs, x: Ratios, out: Surrogate, log_w: Tensor, log_r: Tensor
+    inputs: LossInputs, x: Ratios, out: PolicyLoss, log_w: Tensor, log_r: Tensor
 ) -> Iterator[tuple[str, Tensor | None]]:
     """What is summed over tokens, one [T] at a time so that no more are held; None: 0 everywhere."""
     raw_w, raw_r = x.log_mismatch, x.log_ratio.detach()

@@ -7,7 +7,7 @@ from areal_q.algorithms.aggregation import count, counted_tokens, token_weights,
 from areal_q.algorithms.diagnostics import diagnostics
 from areal_q.algorithms.kl import kl_estimate, reference_metrics
 from areal_q.algorithms.loss_types import LossInputs, LossOutputs, Totals
-from areal_q.algorithms.policy_losses import surrogate
+from areal_q.algorithms.policy_losses import policy_loss
 from areal_q.algorithms.ratios import optional, ratios
 from areal_q.algorithms.reducers import Metrics, Sum
 from areal_q.algorithms.value_loss import value_loss
@@ -43,7 +43,7 @@ def loss_fn(
     counted = counted_tokens(x, objective)
     totals = totals or totals_of(counted, x)
     weights = token_weights(counted, x, aggregation or TokenMean(), totals)
-    out = surrogate(x, objective)
+    out = policy_loss(x, objective)
     terms = {"policy": -weights.dot(out.objective)}
     metrics: Metrics = {}
     if reference_kl is not None:

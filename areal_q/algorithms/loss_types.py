@@ -92,11 +92,11 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Surrogate:
-    """What an objective says about each token; [T] each, J = 0 and masks False where `mask` is False."""
+class PolicyLoss:
+    """The policy loss of each token, as its objective J: tensors [T]; J = 0 and masks False outside `mask`."""
 
     objective: Tensor
-    """J, to be maximised, with gradient"""
+    """J, to be maximised, with gradient; the loss is its negative, aggregated."""
     kept: Tensor | None = None
     """bool: False where the objective masked the token out; None: nothing was"""
     truncated: Tensor | None = None
@@ -117,5 +117,5 @@ class LossOutputs:
     """Scalar, to be minimised"""
     metrics: Metrics
     """Partial sums: combine the micro-batches' by `reduce_metrics`"""
-    surrogate: Surrogate
-    """What the objective did to each token"""
+    policy_loss: PolicyLoss
+    """The policy loss of each token, before aggregation."""

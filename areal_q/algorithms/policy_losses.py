@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_q.algorithms.loss_types import Surrogate
+from areal_q.algorithms.loss_types import PolicyLoss
 from areal_q.algorithms.ratios import Ratios, bounded_exp
 from areal_q.config.objectives import (
     Acr,
@@ -32,39 +32,39 @@ from areal_q.config.objectives import (
 )
 
 
-def naive(x: Ratios, cfg: Naive) -> Surrogate:
+def naive(x: Ratios, cfg: Naive) -> PolicyLoss:
     """ppo(R·w): π_θ/π_behav in the place of R (QuRL eq. 3)."""
     return _ppo(bounded_exp(x.log_ratio + x.log_mismatch), x, cfg)
 
 
-def ppo(x: Ratios, cfg: Ppo) -> Surrogate:
+def ppo(x: Ratios, cfg: Ppo) -> PolicyLoss:
     """ppo(R) (QuRL eq. 1, arXiv 1707.06347)."""
     return _ppo(bounded_exp(x.log_ratio), x, cfg)
 
 
-def decoupled(x: Ratios, cfg: Decoupled) -> Surrogate:
+def decoupled(x: Ratios, cfg: Decoupled) -> PolicyLoss:
     """w · ppo(R) (QuRL eq. 4, arXiv 2110.00641)."""
     return _ppo(bounded_exp(x.log_ratio), x, cfg, weight=bounded_exp(x.log_mismatch))
 
 
-def tis(x: Ratios, cfg: Tis) -> Surrogate:
+def tis(x: Ratios, cfg: Tis) -> PolicyLoss:
     """min(w, C) · ppo(R) (QuRL eq. 5); w of the token, or of the response at a sequence level."""
     w = bounded_exp(x.per_sequence(x.log_mismatch, cfg.level))
     weight, truncated = w.clamp(max=cfg.cap), x.mask & (w > cfg.cap)
     return _ppo(bounded_exp(x.log_ratio), x, cfg, weight=weight, truncated=truncated)
 
 
-def mis(x: Ratios, cfg: Mis) -> Surrogate:
+def mis(x: Ratios, cfg: Mis) -> PolicyLoss:
     """w · ppo(R) where C_low ≤ w ≤ C_high, else 0; whole responses at a sequence level."""
     return _masked(x, cfg, cfg.level)
 
 
-def icepop(x: Ratios, cfg: IcePop) -> Surrogate:
+def icepop(x: Ratios, cfg: IcePop) -> PolicyLoss:
     """w · ppo(R) where C_low ≤ w ≤ C_high, else 0 (arXiv 2510.18855)."""
     return _masked(x, cfg, "token")
 
 
-def acr(x: Ratios, cfg: Acr) -> Surrogate:
+def acr(x: Ratios, cfg: Acr) -> PolicyLoss:
     """min(w, C) · min(R·A, clip(R, 1-ε_l, (1+ε_h)/r)·A), r = min(1, C/w) (QuRL eq. 9).
 
     Where w ≤ C it is TIS; beyond, the upper bound is (1+ε_h)·w/C, so that a token whose weight was
@@ -77,32 +77,32 @@ def acr(x: Ratios, cfg: Acr) -> Surrogate:
     return _ppo(ratio, x, cfg, high=high, weight=weight, truncated=truncated)
 
 
-def gspo(x: Ratios, cfg: Gspo) -> Surrogate:
+def gspo(x: Ratios, cfg: Gspo) -> PolicyLoss:
     """ppo(s), shared by all tokens of the response (arXiv 2507.18071)."""
     return _ppo(bounded_exp(x.per_sequence(x.log_ratio)), x, cfg)
 
 
-def sapo(x: Ratios, cfg: Sapo) -> Surrogate:
+def sapo(x: Ratios, cfg: Sapo) -> PolicyLoss:
     """(4/τ) · sigmoid(τ(R - 1)) · A, τ by the sign of A (arXiv 2511.20347). Its slope at R = 1 is A."""
     ratio = bounded_exp(x.log_ratio)
     tau = torch.full_like(x.advantages, cfg.temperature_negative)
     tau.masked_fill_(x.advantages > 0, cfg.temperature_positive)
-    return Surrogate(torch.sigmoid(tau * (ratio - 1)) * (4 * x.advantages / tau))
+    return PolicyLoss(torch.sigmoid(tau * (ratio - 1)) * (4 * x.advantages / tau))
 
 
-def cispo(x: Ratios, cfg: Cispo) -> Surrogate:
+def cispo(x: Ratios, cfg: Cispo) -> PolicyLoss:
     """sg(min(R, 1+ε_h)) · A · log π_θ: every token keeps a gradient (arXiv 2506.13585)."""
     ratio = bounded_exp(x.log_ratio.detach())
     weight = ratio.clamp(max=1 + cfg.clip_high) * x.advantages
     over = x.mask & (ratio > 1 + cfg.clip_high)
-    return Surrogate(
+    return PolicyLoss(
         weight * x.logprobs,
         clipped_up=over & (x.advantages > 0),
         clipped_dual=over & (x.advantages < 0),
     )
 
 
-def tbpo(x: Ratios, cfg: Tbpo) -> Surrogate:
+def tbpo(x: Ratios, cfg: Tbpo) -> PolicyLoss:
     """clip(w_i, 1/C, C) · J_i, shared by all tokens of the response (QaRL §3.2, appendix E).
 
     A ≥ 0: J_i = A·min(s, 1+ε_h). A < 0: J_i = A·s inside [1-ε⁻_l, 1+ε⁻_h] and without gradient outside.
@@ -120,7 +120,7 @@ def tbpo(x: Ratios, cfg: Tbpo) -> Surrogate:
     if cfg.outside == "drop":
         kept = ~(below | above)
         objective = objective * kept
-    return Surrogate(
+    return PolicyLoss(
         objective,
         kept=kept,
         truncated=x.mask & ((w > cfg.cap) | (w < 1 / cfg.cap)),
@@ -137,7 +137,7 @@ def kept_before_update(x: Ratios, cfg: ObjectiveConfig) -> Tensor | None:
     return None
 
 
-def _masked(x: Ratios, cfg: Mis | IcePop, level: Level) -> Surrogate:
+def _masked(x: Ratios, cfg: Mis | IcePop, level: Level) -> PolicyLoss:
     w, kept = _inside(x, cfg, level)
     weight, truncated = w * kept, x.mask & ~kept
     return _ppo(bounded_exp(x.log_ratio), x, cfg, weight=weight, truncated=truncated, kept=kept)
@@ -156,7 +156,7 @@ def _ppo(
     high: Tensor | float | None = None,
     weight: Tensor | None = None,
     **masks: Tensor,
-) -> Surrogate:
+) -> PolicyLoss:
     """weight · A · (the ratio, bounded above where A > 0, below (and above, by `dual_clip`) where A < 0)."""
     low = 1 - cfg.clip_low
     high = 1 + cfg.clip_high if high is None else high
@@ -167,7 +167,7 @@ def _ppo(
     if cfg.dual_clip is not None:
         dual = negative & (value > cfg.dual_clip)
         bounded = torch.where(dual, cfg.dual_clip, bounded)
-    return Surrogate(
+    return PolicyLoss(
         bounded * (x.advantages if weight is None else weight * x.advantages),
         clipped_up=up,
         clipped_down=down,
@@ -176,7 +176,7 @@ def _ppo(
     )
 
 
-OBJECTIVES: dict[type, Callable[[Ratios, Any], Surrogate]] = {
+OBJECTIVES: dict[type, Callable[[Ratios, Any], PolicyLoss]] = {
     Naive: naive,
     Ppo: ppo,
     Decoupled: decoupled,
@@ -191,5 +191,6 @@ OBJECTIVES: dict[type, Callable[[Ratios, Any], Surrogate]] = {
 }
 
 
-def surrogate(x: Ratios, cfg: ObjectiveConfig) -> Surrogate:
+def policy_loss(x: Ratios, cfg: ObjectiveConfig) -> PolicyLoss:
+    """Returns the policy loss of each token under the objective that `cfg` chooses."""
     return OBJECTIVES[type(cfg)](x, cfg)

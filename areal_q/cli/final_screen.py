@@ -11,7 +11,7 @@ from areal_q.evaluation.estimates import Evaluation, read_evaluations
 from areal_q.observability.metrics_log import TENSORBOARD_DIR, read_metrics
 from areal_q.observability.plots import draw
 from areal_q.observability.reward_signal import FailureLog, hint, reward_name, times
-from areal_q.observability.run_summary import Answer, Summary, summarize
+from areal_q.observability.run_summary import ExampleAnswer, Summary, summarize
 from areal_q.system import command
 from areal_q.system.run_dir import METRICS_FILE, has_checkpoint
 
@@ -91,7 +91,7 @@ def _pairs(rows: list[tuple[str, str]]) -> RenderableType:
     return grid
 
 
-def _answers(answers: list[Answer]) -> RenderableType:
+def _answers(answers: list[ExampleAnswer]) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("  prompt", "expected", "before", "after"):
         table.add_column(column, max_width=36, no_wrap=True, overflow="ellipsis")

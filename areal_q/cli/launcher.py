@@ -40,8 +40,8 @@ from areal_q.system.credentials import check_redis_url, redis_password
 from areal_q.system.processes import die_with_parent, module_command
 from areal_q.system.run_dir import claimed, given_up, has_checkpoint, try_lock
 
-POLL_S = 0.2
-START_S = 30.0
+_POLL_S = 0.2
+_START_S = 30.0
 """Redis answers within this, a large append-only file included, or the run fails."""
 DRAIN_S = 60.0
 """How long a learner may take for its checkpoint after another process died."""
@@ -184,11 +184,11 @@ def _run(plan: Plan, family: "Family", view: View, interrupts: "Interrupts") -> 
             if interrupts.count > 1:
                 raise _Killed
             view.refresh()
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
 
     if plan.redis:
         family.start(plan.redis)
-        wait(lambda: interrupts.count or family.ended() or _answers(plan.redis_url), START_S)
+        wait(lambda: interrupts.count or family.ended() or _answers(plan.redis_url), _START_S)
     if not interrupts.count and not family.ended() and not _answers(plan.redis_url):
         raise _no_redis(plan)
     for program in [] if interrupts.count or family.ended() else [plan.learner, *plan.workers]:
@@ -234,7 +234,7 @@ class _Rewrite:
 
 def _no_redis(plan: Plan) -> Exception:
     if plan.redis:
-        return BufferUnavailable(f"Redis did not answer within {START_S:.0f} s")
+        return BufferUnavailable(f"Redis did not answer within {_START_S:.0f} s")
     return ConfigError("REDIS_URL: no Redis answers there")
 
 

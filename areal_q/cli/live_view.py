@@ -31,7 +31,7 @@ LOOK_EVERY_S = 2.0
 """How often `watch` looks whether the run still goes on"""
 WIDE, NARROW = 100, 72
 """Columns of a terminal from which figures stand in pairs, and from which a header fits one line"""
-WINDOW = 20
+_WINDOW = 20
 """Steps over which the time left is estimated"""
 
 
@@ -43,7 +43,7 @@ class History:
 
     def __init__(self, total_steps: int) -> None:
         self.total_steps = total_steps
-        self.recent: deque[Record] = deque(maxlen=WINDOW)
+        self.recent: deque[Record] = deque(maxlen=_WINDOW)
         self.evals: list[Record] = []
         self.warmstart: Record | None = None
         self.end: Record | None = None
@@ -97,7 +97,7 @@ class History:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until the last step at the pace of the last WINDOW steps."""
+        """Seconds until the last step at the pace of the last _WINDOW steps."""
         if self.end or len(self.recent) < 2:
             return None
         first, last = self.recent[0], self.recent[-1]

@@ -38,7 +38,7 @@ Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 """At most 11 days, which timers of sockets and threads take."""
 
 Count = Annotated[int, Meta(ge=1, le=GENERAL)]
-Index = Annotated[int, Meta(ge=0, le=GENERAL)]
+WholeNumber = Annotated[int, Meta(ge=0, le=GENERAL)]
 Thousands = Annotated[int, Meta(ge=1, le=100_000)]
 """A number of things that each take memory or time at every step, such as the groups of a batch."""
 Threads = Annotated[int, Meta(ge=1, le=1024)]

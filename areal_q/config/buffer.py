@@ -3,11 +3,11 @@
 from areal_q.config.base import (
     Count,
     Fraction,
-    Index,
     NonNegative,
     Positive,
     Settings,
     TaggedSettings,
+    WholeNumber,
 )
 
 SHORTEST_CLAIM_S = 3.0
@@ -31,7 +31,7 @@ class Uniform(TaggedSettings, frozen=True, kw_only=True, tag="uniform"):
 
     max_uses: Count = 2
     """Steps in which a group may be used (Reverb's max_times_sampled)."""
-    min_groups: Index = 0
+    min_groups: WholeNumber = 0
     """Groups that must be there before a step draws (Reverb's MinSize); at least `learner.groups`."""
 
 
@@ -42,7 +42,7 @@ class Prioritized(TaggedSettings, frozen=True, kw_only=True, tag="prioritized"):
 
     max_uses: Count = 2
     """Steps in which a group may be used (Reverb's max_times_sampled)."""
-    min_groups: Index = 0
+    min_groups: WholeNumber = 0
     """Groups that must be there before a step draws (Reverb's MinSize); at least `learner.groups`."""
     alpha: NonNegative = 0.6
     """0 is uniform."""

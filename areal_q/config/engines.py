@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from areal_q.config.base import AtLeastOne, Count, Index, Positive, Seconds, TaggedSettings
+from areal_q.config.base import AtLeastOne, Count, Positive, Seconds, TaggedSettings, WholeNumber
 
 
 class TorchEngine(TaggedSettings, frozen=True, kw_only=True, tag="torch"):
@@ -38,7 +38,7 @@ class _Served(TaggedSettings, frozen=True, kw_only=True):
     """Responses generated at once."""
     kv_on_update: Literal["keep", "recompute"] = "keep"
     """What becomes of the KV cache of half-finished responses when new weights are loaded."""
-    max_positions: Index = 0
+    max_positions: WholeNumber = 0
     """Most tokens of prompt and response together, for which the cache is sized; 0: the model's own."""
     prefix_cache: bool = True
     """Responses to the same prompt share its keys and values."""
@@ -48,7 +48,7 @@ class _Served(TaggedSettings, frozen=True, kw_only=True):
     """The engine must take requests within this time."""
     timeout_s: Seconds = 60.0
     """Without an answer, or a token while there is work, for so long, the process is replaced."""
-    restarts: Index = 3
+    restarts: WholeNumber = 3
     """Deaths in a row, no response finished in between, that are survived."""
 
 
@@ -60,7 +60,7 @@ class VllmEngine(_Served, frozen=True, kw_only=True, tag="vllm"):
     INT4 product has only bfloat16)."""
     kv_cache: Literal["auto", "fp8"] = "auto"
     """fp8: E4M3, scales from the largest keys and values seen under the version before."""
-    kv_cache_bytes: Index = 0
+    kv_cache_bytes: WholeNumber = 0
     """0: on a CPU one sequence of all positions, 256 MiB at least and 1 GiB at most; on a GPU what vLLM finds
     free."""
     compiled: bool = False
@@ -79,7 +79,7 @@ class SglangEngine(_Served, frozen=True, kw_only=True, tag="sglang"):
     """The same seed gives the same response: SGLang's deterministic inference, slower on a GPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type in a server of our own; auto: bfloat16, and float32 on a CPU."""
-    kv_cache_tokens: Index = 0
+    kv_cache_tokens: WholeNumber = 0
     """0: as many as fit into 256 MiB on a CPU, and what SGLang finds free on a GPU."""
     compiled: bool = False
     """CUDA graphs; false starts faster."""

@@ -24,7 +24,7 @@ _EXPECTED = re.compile(
     r"(?:, got `?(?P<got>\w+)`?)?"
 )
 BOUNDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
-KINDS = {
+_KINDS = {
     "int": "a whole number",
     "float": "a number",
     "str": "text",
@@ -119,7 +119,7 @@ def _expectation(what: str) -> str:
     found = _EXPECTED.fullmatch(what)
     if not found:
         return what
-    kinds = " or ".join(KINDS.get(kind, kind) for kind in found["kinds"].split(" | "))
+    kinds = " or ".join(_KINDS.get(kind, kind) for kind in found["kinds"].split(" | "))
     if found["length"]:
         return f"must be {kinds} of {found['length']}"
     bound = f", {BOUNDS[found['sign']]} {float(found['bound']):g}" if found["sign"] else ""

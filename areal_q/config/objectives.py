@@ -13,12 +13,12 @@ from areal_q.config.base import (
     Cap,
     Count,
     Fraction,
-    Index,
     Limit,
     NonNegative,
     Positive,
     Settings,
     TaggedSettings,
+    WholeNumber,
 )
 
 Level = Literal["token", "product", "geometric"]
@@ -235,7 +235,7 @@ class ReferenceKl(Settings, frozen=True, kw_only=True):
     GAE, its sum over the response from the response's reward for all others."""
     path: str | None = None
     """A Hugging Face directory of the reference; None: the policy at the start of training"""
-    reset_every: Index = 0
+    reset_every: WholeNumber = 0
     """Learner steps after which the present policy becomes the reference; 0: never"""
 
 

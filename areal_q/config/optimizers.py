@@ -6,10 +6,10 @@ from areal_q.config.base import (
     BelowOne,
     Count,
     Fraction,
-    Index,
     NonNegative,
     Positive,
     TaggedSettings,
+    WholeNumber,
 )
 
 
@@ -22,9 +22,9 @@ class _Optimizer(TaggedSettings, frozen=True, kw_only=True):
     """Added to the root of the second moment."""
     weight_decay: NonNegative = 0.0
     """Weight decay of matrices; norms and biases have none."""
-    warmup_steps: Index = 10
+    warmup_steps: WholeNumber = 10
     """Optimizer steps over which lr rises linearly from 0."""
-    decay_steps: Index = 0
+    decay_steps: WholeNumber = 0
     """Optimizer steps after the warm-up over which lr falls; 0: it stays."""
     decay: Literal["cosine", "linear"] = "cosine"
     """Shape of the decay: half a cosine, or a line."""
@@ -39,7 +39,7 @@ class AdamW(_Optimizer, frozen=True, kw_only=True, tag="adamw"):
 class AdamW8bit(_Optimizer, frozen=True, kw_only=True, tag="adamw8bit"):
     """AdamW with moments of 8 bits in blocks (arXiv 2110.02861): 2 bytes a weight instead of 8."""
 
-    small: Index = 4096
+    small: WholeNumber = 4096
     """Parameters of fewer elements keep moments in float32."""
 
 

@@ -8,7 +8,6 @@ from areal_q.config.base import (
     AtLeastOne,
     Count,
     Fraction,
-    Index,
     Limit,
     NonNegative,
     Positive,
@@ -19,6 +18,7 @@ from areal_q.config.base import (
     Thousands,
     Threads,
     TokenId,
+    WholeNumber,
 )
 from areal_q.config.buffer import BufferConfig
 from areal_q.config.engines import EngineConfig, TorchEngine
@@ -38,7 +38,9 @@ from areal_q.config.objectives import (
 from areal_q.config.optimizers import AdamW, OptimizerConfig
 from areal_q.config.tasks import Arithmetic, RewardConfig, TaskConfig
 
-Format = Literal["bf16", "int8", "fp8", "fp8-channel", "int4", "int4-fp8", "nvfp4", "mxfp4", "nf4"]
+FormatName = Literal[
+    "bf16", "int8", "fp8", "fp8-channel", "int4", "int4-fp8", "nvfp4", "mxfp4", "nf4"
+]
 
 Precision = Literal["full", "qarl", "jet"]
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -58,7 +60,7 @@ class SmallModel(TaggedSettings, frozen=True, kw_only=True, tag="small"):
     """Heads of the keys and values, shared by groups of attention heads."""
     mlp: Count = 384
     """Width of the MLP, or of each expert."""
-    experts: Index = 0
+    experts: WholeNumber = 0
     """Experts in every layer; 0: dense."""
     experts_per_token: Count = 2
     """Experts that each token goes to."""
@@ -79,7 +81,7 @@ ModelConfig = SmallModel | PretrainedModel
 class WarmStart(Settings, frozen=True, kw_only=True):
     """Supervised steps before RL, cached by the hash of all that they depend on. 0 steps: none."""
 
-    steps: Index = 0
+    steps: WholeNumber = 0
     """Optimizer steps; 0 leaves the warm start out."""
     until_accuracy: Fraction = 1.0
     """Stops early once the running share of answers that greedy decoding would get right is this."""
@@ -103,7 +105,7 @@ class Sampling(Settings, frozen=True, kw_only=True):
     """0 is greedy."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Keeps the most probable tokens whose probabilities add up to this share; 1 keeps all."""
-    top_k: Index = 0
+    top_k: WholeNumber = 0
     """0 keeps the whole vocabulary."""
     min_p: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Drops tokens less probable than this share of the most probable one; 0 drops none."""
@@ -135,7 +137,7 @@ class Aqn(Settings, frozen=True, kw_only=True):
     """Standard deviation that the last stage comes to."""
     stages: Annotated[int, Meta(ge=3, le=1000)] = 10
     """Equal parts of `steps`; the first is without noise."""
-    steps: Index = 0
+    steps: WholeNumber = 0
     """0: the run's, as it is begun. A run that goes on for longer stays in the last stage."""
     schedule: Literal["exponential", "exponential-attained", "linear", "cosine", "logarithmic"] = (
         "exponential"
@@ -146,7 +148,7 @@ class Aqn(Settings, frozen=True, kw_only=True):
 class RolloutConfig(Settings, frozen=True, kw_only=True):
     workers: Annotated[int, Meta(ge=0, le=10_000)] = 1
     """Processes started by `areal-q run`; any number more can join by `areal-q rollout`."""
-    format: Format = "int8"
+    format: FormatName = "int8"
     """Number format of the published linear weights, as the engine runs them."""
     unquantized: Literal["fp32", "bf16"] = "fp32"
     """Embeddings, norms, biases and output head as published. bf16: half the bytes, and nothing lost where
@@ -164,7 +166,7 @@ class RolloutConfig(Settings, frozen=True, kw_only=True):
     """How a response is drawn."""
     environment: EnvironmentConfig = SingleTurn()
     """How a ticket becomes responses."""
-    serve: Annotated[str, Meta(pattern=r"^(.+:)?[0-9]{1,5}$")] | Index | None = None
+    serve: Annotated[str, Meta(pattern=r"^(.+:)?[0-9]{1,5}$")] | WholeNumber | None = None
     """[HOST:]PORT of the OpenAI-compatible endpoint of the first worker that `areal-q run` starts; the next
     ones take the ports after it (0: any). On loopback; beyond it AREAL_Q_SERVE_TOKEN_FILE must name a token."""
     request_timeout_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
@@ -346,9 +348,9 @@ class BroadcastConfig(Settings, frozen=True, kw_only=True):
     """Chunks in flight to one worker: many, so that a busy machine need not wake both sides for each."""
     hold: Count = 3
     """Versions that can be fetched in full; each costs the learner's host the memory of its payload."""
-    hold_deltas: Index = 16
+    hold_deltas: WholeNumber = 16
     """Versions that a worker may be behind and still be brought up to date by deltas."""
-    max_delta_bytes: Index = 64 << 20
+    max_delta_bytes: WholeNumber = 64 << 20
     """A larger delta is not made use of, and all that are held together stay below it; 0: snapshots only."""
     heartbeat_s: Annotated[float, Meta(gt=0, le=60)] = 0.5
     """Between two announcements of the same version."""

@@ -22,7 +22,7 @@ from areal_q.messages.codec import (
     encode_into,
 )
 from areal_q.messages.trajectories import (
-    SCHEMA,
+    MESSAGE_SCHEMA,
     Array,
     Dtype,
     FailureCause,
@@ -60,7 +60,7 @@ from areal_q.messages.weight_sync import (
 __all__ = [
     "MAX_CREDIT",
     "MAX_RECORD_BYTES",
-    "SCHEMA",
+    "MESSAGE_SCHEMA",
     "Announce",
     "Array",
     "Broadcast",

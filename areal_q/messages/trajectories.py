@@ -15,7 +15,7 @@ from areal_q.errors import RecordError
 LARGEST_REWARD = 1e15
 """In magnitude: the variance of a group is a float32"""
 
-SCHEMA = 1
+MESSAGE_SCHEMA = 1
 FinishReason = Literal["stop", "length", "timeout"]
 """A stop was drawn; the budget of tokens was spent; `rollout.request_timeout_s` had passed"""
 FailureCause = Literal["exception", "timeout", "killed", "unavailable", "environment"]
@@ -60,7 +60,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     (130 < (0 + 2 + 1) · 64) and will be used by step 2 or, if stragglers pass it, soon after.
     """
 
-    schema: int = SCHEMA
+    schema: int = MESSAGE_SCHEMA
     run: str
     number: int
     """Position in the run's sequence of prompts; evaluation tickets count for themselves."""
@@ -164,7 +164,7 @@ class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
 class PartialGroup(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker that ended had drawn of a ticket; whoever claims the ticket goes on from there."""
 
-    schema: int = SCHEMA
+    schema: int = MESSAGE_SCHEMA
     ticket: int
     """Its number"""
     responses: list[PartialResponse]
@@ -174,7 +174,7 @@ class PartialGroup(msgspec.Struct, frozen=True, kw_only=True):
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """All responses to one ticket: the unit that is committed, consumed and logged."""
 
-    schema: int = SCHEMA
+    schema: int = MESSAGE_SCHEMA
     ticket: Ticket
     worker: str
     engine: str
@@ -187,8 +187,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self) -> "Group":
         """This group, if it keeps its contract. Raises RecordError naming trajectory and token."""
         where = f"group of ticket {self.ticket.number}"
-        if self.schema > SCHEMA:
-            raise RecordError(f"{where}: schema {self.schema} is newer than {SCHEMA}")
+        if self.schema > MESSAGE_SCHEMA:
+            raise RecordError(f"{where}: schema {self.schema} is newer than {MESSAGE_SCHEMA}")
         in_order = all(t.index == i for i, t in enumerate(self.trajectories))
         if not in_order or len(self.trajectories) != self.ticket.group_size:
             raise RecordError(

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from areal_q.messages.trajectories import SCHEMA
+from areal_q.messages.trajectories import MESSAGE_SCHEMA
 
 MAX_CREDIT = 64
 """Chunks that a worker may ask for ahead; the learner's queue for one worker is sized by it."""
@@ -41,7 +41,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     weights that they are added to, which no delta between versions then holds.
     """
 
-    schema: int = SCHEMA
+    schema: int = MESSAGE_SCHEMA
     run: str
     epoch: str
     """Changes whenever a learner starts, so that a version number is never reused for other weights."""

@@ -19,7 +19,7 @@ from areal_q.models.layers.linear import product
 
 BLOCK = 1 << 22
 """Logits held at once"""
-WHOLE = 1 << 24
+_WHOLE = 1 << 24
 """Up to so many logits plain torch is used: which of the two depends on shapes alone, so that a step computed
 again takes the same one"""
 
@@ -37,7 +37,7 @@ def head_logprobs(
     from the entropy where it `entropy_learns`.
     """
     exact = hidden.dtype == weight.dtype  # else logits would be rounded to the coarser of the two
-    if exact and len(hidden) * len(weight) <= WHOLE:
+    if exact and len(hidden) * len(weight) <= _WHOLE:
         return whole(hidden, weight, targets, temperature, entropy_learns)
     return blockwise(hidden, weight, targets, temperature, entropy_learns)
 

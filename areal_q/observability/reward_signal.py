@@ -13,7 +13,7 @@ from areal_q.config import Python, Run, SmallModel
 from areal_q.observability.metrics_log import Record
 from areal_q.tasks.grading.reward_process import FAILED
 
-Metrics = Mapping[str, Any]
+StepMetrics = Mapping[str, Any]
 
 EQUAL_STEPS = 5
 """Steps in a row with nothing but equal rewards, after which this is said"""
@@ -93,12 +93,12 @@ class RewardWatch:
         return problems
 
 
-def is_equal(step: Metrics) -> bool:
+def is_equal(step: StepMetrics) -> bool:
     """Whether all rewards of the step are the same number."""
     return step.get("reward/std") == 0
 
 
-def equal_steps(steps: Sequence[Metrics]) -> int:
+def equal_steps(steps: Sequence[StepMetrics]) -> int:
     """How many of the newest steps, in a row, had nothing but equal rewards."""
     return next((i for i, step in enumerate(reversed(steps)) if not is_equal(step)), len(steps))
 
@@ -120,7 +120,7 @@ def hint(run: Run) -> str:
     return ""
 
 
-def failed_rewards(steps: Iterable[Metrics]) -> tuple[int, Counter[str]]:
+def failed_rewards(steps: Iterable[StepMetrics]) -> tuple[int, Counter[str]]:
     """(responses whose reward failed, these by cause)."""
     total, causes = 0.0, Counter()
     for step in steps:

@@ -16,8 +16,8 @@ from areal_q.observability.reward_signal import (
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One held-out problem, answered before and after. Example: Answer("12+34=", "64", "46", "64")"""
+class ExampleAnswer:
+    """One held-out problem, answered before and after. Example: ExampleAnswer("12+34=", "64", "46", "64")"""
 
     prompt: str
     expected: str
@@ -51,7 +51,7 @@ class Unfaithful:
 class Summary:
     title: str
     rows: list[tuple[str, str]]
-    answers: list[Answer]
+    answers: list[ExampleAnswer]
     reason: str
     """done, drained, or "" where no `end` record was written"""
 
@@ -137,7 +137,7 @@ def _step_rows(steps: list[Record]) -> Iterable[tuple[str, str]]:
         yield "weights", f"{size(sent)} a version, {paused * 1e3:.0f} ms of the learner's time"
 
 
-def _answers(evals: list[Record]) -> list[Answer]:
+def _answers(evals: list[Record]) -> list[ExampleAnswer]:
     """The samples that both the first and the last evaluation hold."""
     if not evals:
         return []
@@ -146,7 +146,7 @@ def _answers(evals: list[Record]) -> list[Answer]:
     for after in evals[-1].get("samples", []):
         if old := before.get(after["prompt"]):
             answers.append(
-                Answer(
+                ExampleAnswer(
                     prompt=after["prompt"],
                     expected=after["answer"],
                     before=old["response"],

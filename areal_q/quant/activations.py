@@ -18,6 +18,7 @@ INT8_MAX = 127
 E4M3_MAX = 448.0
 GROUP = 128
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""A scale of zero would divide zeros by zero, and a subnormal one has hardly any precision."""
 SMALLEST_ROW_SCALE = 1 / (E4M3_MAX * 512)
 SMALLEST_GROUP_RANGE = 1e-10
 # As tensors, and `on` the same device: CUDA divides by a number, or by a CPU's scalar, as a product with its

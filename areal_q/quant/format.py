@@ -23,14 +23,12 @@ import torch
 from torch import Tensor
 
 from areal_q.errors import QuantizationError
+from areal_q.quant.activations import SMALLEST_SCALE
 from areal_q.quant.kernels import dispatch
 from areal_q.quant.kernels.dispatch import LARGEST, TOO_LARGE
 from areal_q.quant.quantized_linear import Stacked
 
 Parts = dict[str, Tensor]
-
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""A scale of zero would divide zeros by zero, and a subnormal one has hardly any precision."""
 
 
 @dataclass(frozen=True)

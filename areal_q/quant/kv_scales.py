@@ -17,15 +17,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from areal_q.quant.activations import E4M3_MAX, to_e4m3
+from areal_q.quant.activations import E4M3_MAX, SMALLEST_SCALE, to_e4m3
 
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 NAMES = ("q_scale", "k_scale", "v_scale")
 
 
 def scale_for(magnitude: Tensor, margin: float) -> Tensor:
     """float32 scale under which `magnitude` times `margin` is the largest code."""
-    largest = torch.full((), E4M3_MAX, device=magnitude.device)  # see rows.py
+    largest = torch.full((), E4M3_MAX, device=magnitude.device)  # see activations.py
     return (magnitude.float() * margin / largest).clamp(min=SMALLEST_SCALE)
 
 

@@ -1,4 +1,4 @@
-"""Linear layers on published weights: the engine's GEMMs, and the learner's aligned forward.
+"""Linear layers on published weights: the engine's GEMMs, and the learner's quantized forward.
 
 W8A8 (`Int8Linear`): the activation row x_t is quantized on the fly with the formula of the
 weights, and

@@ -5,14 +5,14 @@ from areal_q.config import Run
 from areal_q.models import Decoder
 from areal_q.models.layers.linear import Linear
 from areal_q.models.low_bit.bf16_rounding import round_frozen, round_rest
-from areal_q.models.low_bit.fp8_training import JetLinear
+from areal_q.models.low_bit.fp8_training import Fp8TrainingLinear
 from areal_q.models.low_bit.lora import adapt, adapted
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, use
 
 LINEARS: dict[str, type[Linear]] = {
     "full": Linear,
     "qarl": QuantLinear,
-    "jet": JetLinear,
+    "jet": Fp8TrainingLinear,
 }
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_q.algorithms import LossInputs, Surrogate
+from areal_q.algorithms import LossInputs, PolicyLoss
 from buffer.logs.token_log import MARKS, TokenScores
 from learner.data.packing import PackedBatch
 
@@ -22,7 +22,7 @@ class TokenRecorder:
         self._seen = {}
 
     def add(
-        self, batch: PackedBatch, before: LossInputs, visit: LossInputs, out: Surrogate
+        self, batch: PackedBatch, before: LossInputs, visit: LossInputs, out: PolicyLoss
     ) -> None:
         """One visit: `before` the first update π_θ was π_prox. A later visit takes the place of this."""
         assert before.entropy is not None
@@ -51,7 +51,7 @@ class TokenRecorder:
         )
 
 
-def marks(out: Surrogate) -> Tensor:
+def marks(out: PolicyLoss) -> Tensor:
     """uint8 [T]: the sum of the MARKS that hold for each token."""
     total = torch.zeros_like(out.objective, dtype=torch.uint8)
     for name, bit in MARKS.items():

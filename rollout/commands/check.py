@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from areal_q.checks.machine import Finding, check_device, environment
+from areal_q.checks.machine import CheckResult, check_device, environment
 from areal_q.checks.settings import preflight
 from areal_q.config import Run, SglangEngine, VllmEngine, load
 from areal_q.errors import UserError
@@ -49,7 +49,7 @@ def main(
     raise typer.Exit(1 if any(f.level == "error" for f in found) else 0)
 
 
-def findings(run: Run, redis: str | None) -> Iterator[Finding]:
+def findings(run: Run, redis: str | None) -> Iterator[CheckResult]:
     from buffer.redis_store.server_checks import check_redis
 
     yield from environment(path_of(run))
@@ -59,25 +59,25 @@ def findings(run: Run, redis: str | None) -> Iterator[Finding]:
     yield from engine_of(run)
 
 
-def settings_of(run: Run) -> Iterator[Finding]:
+def settings_of(run: Run) -> Iterator[CheckResult]:
     """What `areal-q run` would refuse before it starts anything."""
     try:
         preflight(run)
-        yield Finding("settings", "ok", "directories and ports that they name")
+        yield CheckResult("settings", "ok", "directories and ports that they name")
     except UserError as error:
-        yield Finding("settings", "error", str(error), "another value of that setting")
+        yield CheckResult("settings", "error", str(error), "another value of that setting")
 
 
-def learner_of(run: Run) -> Iterator[Finding]:
+def learner_of(run: Run) -> Iterator[CheckResult]:
     device = run.learner.device
     try:
         check_device("learner.device", device)
-        yield Finding("learner", "ok", f"on {device}")
+        yield CheckResult("learner", "ok", f"on {device}")
     except UserError as error:
-        yield Finding("learner", "error", str(error), "a device that torch has, such as cpu")
+        yield CheckResult("learner", "error", str(error), "a device that torch has, such as cpu")
 
 
-def engine_of(run: Run) -> Iterator[Finding]:
+def engine_of(run: Run) -> Iterator[CheckResult]:
     """What the configured engine can do, beside what the run asks of it; a server at a URL is asked."""
     from rollout.engines import build_engine
 
@@ -85,16 +85,18 @@ def engine_of(run: Run) -> Iterator[Finding]:
     try:
         engine = build_engine(run.rollout.engine)
     except UserError as error:
-        yield Finding(f"engine {tag}", "error", str(error), "another rollout.engine, or setting")
+        yield CheckResult(
+            f"engine {tag}", "error", str(error), "another rollout.engine, or setting"
+        )
         return
     able = engine.capabilities
     if problem := able.lacks(run.rollout, run.learner.routing_replay):
-        yield Finding(f"engine {tag}", "error", problem, "another rollout.engine, or setting")
+        yield CheckResult(f"engine {tag}", "error", problem, "another rollout.engine, or setting")
     else:
         told = (
             f"formats {', '.join(sorted(able.formats))}; KV {', '.join(sorted(able.kv_on_update))}"
         )
-        yield Finding(f"engine {tag}", "ok", told)
+        yield CheckResult(f"engine {tag}", "ok", told)
         yield from vllm_on_cpu(run)
     if isinstance(run.rollout.engine, SglangEngine) and run.rollout.engine.url:
         from rollout.commands.check_sglang import server_of
@@ -102,7 +104,7 @@ def engine_of(run: Run) -> Iterator[Finding]:
         yield from asyncio.run(server_of(run, run.rollout.engine))
 
 
-def vllm_on_cpu(run: Run) -> Iterator[Finding]:
+def vllm_on_cpu(run: Run) -> Iterator[CheckResult]:
     """What vLLM computes the run's format with, where it runs on a CPU."""
     from rollout.engines.process import checkpoint_backend
     from rollout.engines.vllm_backend import cpu_kernels
@@ -113,7 +115,7 @@ def vllm_on_cpu(run: Run) -> Iterator[Finding]:
     kernel = cpu_kernels.kernel_for(format, engine.dtype)
     dtype = cpu_kernels.dtype_for(format, engine.dtype)
     has = "AMX" if cpu_kernels.has_amx() else "no AMX"
-    yield Finding(
+    yield CheckResult(
         "vllm on this CPU",
         "ok",
         f"{format} in {dtype} by {kernel.product}, on every processor (this one has {has}); log-probs within "
@@ -121,7 +123,7 @@ def vllm_on_cpu(run: Run) -> Iterator[Finding]:
     )
 
 
-def show(found: list[Finding]) -> None:
+def show(found: list[CheckResult]) -> None:
     from rich.markup import escape
     from rich.table import Table
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from areal_q.checks.machine import Finding
+from areal_q.checks.machine import CheckResult
 from areal_q.config import ModelConfig, PretrainedModel, Run, SglangEngine
 from areal_q.errors import ConfigError, EngineDied
 from areal_q.models import load_config
@@ -21,7 +21,7 @@ ASK_S = 5.0
 UPDATE = "/update_weights_from_disk"
 
 
-async def server_of(run: Run, config: SglangEngine) -> list[Finding]:
+async def server_of(run: Run, config: SglangEngine) -> list[CheckResult]:
     """Whether the server at `config.url` answers, as what, and whether it can be given weights. Raises
     CheckpointError where the run's own model cannot be read."""
     assert config.url is not None
@@ -30,29 +30,33 @@ async def server_of(run: Run, config: SglangEngine) -> list[Finding]:
     try:
         client = Client(config.url, secret("SGLANG_KEY_FILE"), ASK_S)
     except ConfigError as error:
-        return [Finding(name, "error", str(error), "a file with the server's key in it")]
+        return [CheckResult(name, "error", str(error), "a file with the server's key in it")]
     try:
         return [finding async for finding in _asked(client, ours, config)]
     except ConfigError as error:
-        return [Finding(name, "error", str(error), "SGLANG_KEY_FILE: a file with the server's key")]
+        return [
+            CheckResult(name, "error", str(error), "SGLANG_KEY_FILE: a file with the server's key")
+        ]
     except (EngineDied, ValueError) as error:
         says = f"rollout.engine.url: {shown(config.url)}: {error}"
-        return [Finding(name, "error", says, "start it, or name another rollout.engine.url")]
+        return [CheckResult(name, "error", says, "start it, or name another rollout.engine.url")]
     finally:
         await client.close()
 
 
-async def _asked(client: Client, ours: str, config: SglangEngine) -> AsyncIterator[Finding]:
+async def _asked(client: Client, ours: str, config: SglangEngine) -> AsyncIterator[CheckResult]:
     info = await client.get("/server_info")
     if not isinstance(info, dict) or "version" not in info:
         raise EngineDied("what answers there is no SGLang")
-    yield Finding("sglang server", "ok", f"{shown(client.url)} is SGLang {info['version']}")
+    yield CheckResult("sglang server", "ok", f"{shown(client.url)} is SGLang {info['version']}")
     yield _model(await client.get("/model_info"), ours)
     try:
         server_checks.check_settings(info, config)
-        yield Finding("its settings", "ok", "seeds, order of steps and log-probs as configured")
+        yield CheckResult("its settings", "ok", "seeds, order of steps and log-probs as configured")
     except ConfigError as error:
-        yield Finding("its settings", "error", str(error), "start it anew, or change the setting")
+        yield CheckResult(
+            "its settings", "error", str(error), "start it anew, or change the setting"
+        )
     yield await _weights(client, config)
 
 
@@ -63,15 +67,17 @@ def _family(model: ModelConfig) -> str:
     return "qwen3_moe" if model.experts else "qwen3"
 
 
-def _model(told: dict[str, Any], ours: str) -> Finding:
+def _model(told: dict[str, Any], ours: str) -> CheckResult:
     family = told.get("model_type")
     says = f"{told.get('model_path')}, a {family}, weights {told.get('weight_version')}"
     if family == ours:
-        return Finding("its model", "ok", says)
-    return Finding("its model", "error", f"{says}; the run's is a {ours}", "serve the run's model")
+        return CheckResult("its model", "ok", says)
+    return CheckResult(
+        "its model", "error", f"{says}; the run's is a {ours}", "serve the run's model"
+    )
 
 
-async def _weights(client: Client, config: SglangEngine) -> Finding:
+async def _weights(client: Client, config: SglangEngine) -> CheckResult:
     """Whether versions can be handed over: a way in, and a place."""
     name, place = "its weights", room_for(config)
     try:
@@ -79,16 +85,18 @@ async def _weights(client: Client, config: SglangEngine) -> Finding:
     except (EngineDied, KeyError, TypeError):
         paths = None  # a server can be told not to say
     if paths is not None and UPDATE not in paths:
-        return Finding(
+        return CheckResult(
             name, "error", f"{shown(client.url)} has no {UPDATE}", "SGLang 0.5.23 or newer"
         )
     if not os.access(place, os.W_OK):
         fix = "another rollout.engine.directory"
-        return Finding(name, "error", f"versions cannot be written to {place}", fix)
+        return CheckResult(name, "error", f"versions cannot be written to {place}", fix)
     if config.directory is None and urlsplit(client.url).hostname not in LOOPBACK:
         says = f"versions are handed over in {place}, which a server elsewhere does not see"
         fix = "rollout.engine.directory: one that both see under the same name"
-        return Finding(name, "warning", says, fix)
+        return CheckResult(name, "warning", says, fix)
     if paths is None:
-        return Finding(name, "note", f"whether there is {UPDATE} is not told", "the first version")
-    return Finding(name, "ok", f"can be loaded from {Path(place)}")
+        return CheckResult(
+            name, "note", f"whether there is {UPDATE} is not told", "the first version"
+        )
+    return CheckResult(name, "ok", f"can be loaded from {Path(place)}")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal_q.algorithms import LossInputs, loss_fn
-from areal_q.algorithms.policy_losses import surrogate
+from areal_q.algorithms.policy_losses import policy_loss
 from areal_q.algorithms.ratios import ratios
 from areal_q.config import (
     Acr,
@@ -145,7 +145,7 @@ def test_on_policy_gradient_is_that_of_reinforce(cfg, aggregation):
 
 def same(left, right, inputs) -> bool:
     x = ratios(inputs)
-    same_value = torch.equal(surrogate(x, left).objective, surrogate(x, right).objective)
+    same_value = torch.equal(policy_loss(x, left).objective, policy_loss(x, right).objective)
     return same_value and torch.equal(gradient(inputs, left), gradient(inputs, right))
 
 

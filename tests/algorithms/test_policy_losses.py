@@ -16,7 +16,7 @@ import torch
 from msgspec import structs
 
 from areal_q.algorithms import OBJECTIVES, LossInputs, loss_fn, reduce_metrics
-from areal_q.algorithms.policy_losses import surrogate
+from areal_q.algorithms.policy_losses import policy_loss
 from areal_q.algorithms.ratios import ratios
 from areal_q.config import (
     Acr,
@@ -67,7 +67,7 @@ def batch(r=R, w=W, a=A, ids=(0, 0, 0, 1, 1), dtype=torch.float64, **more):
 
 
 def objective_and_gradient(inputs, cfg):
-    out = surrogate(ratios(inputs), cfg).objective
+    out = policy_loss(ratios(inputs), cfg).objective
     (gradient,) = torch.autograd.grad(out.sum(), inputs.logprobs)
     return out.detach().tolist(), gradient.tolist()
 
@@ -258,7 +258,7 @@ def test_clip_diagnostics_name_the_tokens_over_a_bound(name):
         num_sequences=9,
         version_lag=torch.zeros(9, dtype=torch.int64),
     )
-    found = surrogate(ratios(inputs), objective)
+    found = policy_loss(ratios(inputs), objective)
     masks = (found.clipped_up, found.clipped_down, found.clipped_dual)
     assert [[] if m is None else m.nonzero().flatten().tolist() for m in masks] == expected
 

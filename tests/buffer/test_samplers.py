@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal_q.algorithms.loss_types import LossInputs
-from areal_q.algorithms.policy_losses import OBJECTIVES, surrogate
+from areal_q.algorithms.policy_losses import OBJECTIVES, policy_loss
 from areal_q.algorithms.ratios import ratios
 from areal_q.config import Prioritized, Run, Uniform, load
 from areal_q.errors import ConfigError
@@ -183,8 +183,8 @@ def test_every_objective_is_linear_in_the_advantage_for_its_sign(objective):
         num_sequences=6,
         version_lag=torch.zeros(24, dtype=torch.int64),
     )
-    whole = surrogate(ratios(x), objective).objective
-    half = surrogate(ratios(replace(x, advantages=x.advantages * 0.5)), objective).objective
+    whole = policy_loss(ratios(x), objective).objective
+    half = policy_loss(ratios(replace(x, advantages=x.advantages * 0.5)), objective).objective
     assert torch.allclose(half, whole * 0.5, rtol=1e-12, atol=0)
     assert whole.abs().max() > 0
 

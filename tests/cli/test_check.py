@@ -18,7 +18,7 @@ import pytest
 import redis
 
 from areal_q.checks import machine as environment
-from areal_q.checks.machine import Finding, engines, machine
+from areal_q.checks.machine import CheckResult, engines, machine
 from areal_q.config import load
 from buffer.redis_store.local_server import find_binary
 from buffer.redis_store.server_checks import check_redis
@@ -51,7 +51,7 @@ def server(tmp_path: Path) -> Iterator[Callable[..., str]]:
         process.wait()
 
 
-def levels(found: Iterator[Finding]) -> dict[str, str]:
+def levels(found: Iterator[CheckResult]) -> dict[str, str]:
     return {finding.name: finding.level for finding in found}
 
 
@@ -168,7 +168,7 @@ def sglang() -> Iterator[Callable[..., str]]:
         yield start
 
 
-def asked(url: str, *settings: str) -> dict[str, Finding]:
+def asked(url: str, *settings: str) -> dict[str, CheckResult]:
     engine = ["rollout.engine.type=sglang", f"rollout.engine.url={url}", "rollout.format=bf16"]
     return {f.name: f for f in engine_of(load(None, [*engine, *settings]))}
 
@@ -245,7 +245,7 @@ def test_the_exit_code_tells_whether_a_run_can_start(args, code):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     if code < 2:
-        found = msgspec.json.decode(done.stdout, type=list[Finding])
+        found = msgspec.json.decode(done.stdout, type=list[CheckResult])
         assert ("error" in {finding.level for finding in found}) == bool(code)
     else:
         blamed = "areal-q: error: on the command line: rollout.format = "

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from areal_q.config import Run
 from areal_q.models.layers.linear import Linear
-from areal_q.models.low_bit.fp8_training import JetLinear, operands
+from areal_q.models.low_bit.fp8_training import Fp8TrainingLinear, operands
 from areal_q.models.low_bit.published_state import published_state
 from areal_q.models.low_bit.quantized_forward import linears, use
 from areal_q.quant import FORMATS, quantize_state
@@ -52,7 +52,7 @@ def layer(tokens: int, inputs: int, outputs: int) -> tuple[Linear, Tensor, Tenso
     torch.manual_seed(0)
     attention = nn.ModuleDict({"q_proj": Linear(inputs, outputs)})
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"self_attn": attention})])})
-    use(JetLinear, model, "fp8")
+    use(Fp8TrainingLinear, model, "fp8")
     x = torch.randn(tokens, inputs).requires_grad_()
     return linears(model)["layers.0.self_attn.q_proj"], x, torch.randn(tokens, outputs)
 
@@ -107,7 +107,7 @@ def test_the_weights_of_the_flow_are_the_ones_published(make_run: MakeRun, make_
     update_policy(policy, make_samples(12))
     published = published_state(model, "fp8")
     for name, linear in linears(model).items():
-        assert isinstance(linear, JetLinear)
+        assert isinstance(linear, Fp8TrainingLinear)
         assert published[f"{name}.weight"] is linear.parts["weight"] is linear.rows.codes
     fresh = quantize_state(model.state_dict(), "fp8")
     assert all(

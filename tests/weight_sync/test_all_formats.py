@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from areal_q.config import Run
-from areal_q.config.run import Format
+from areal_q.config.run import FormatName
 from areal_q.tasks import build_tokenizer
 from areal_q.weights.version import WeightVersion
 from buffer.weight_sync.publish.publisher import Broadcaster
@@ -25,7 +25,7 @@ from learner.publishing.version_builder import Publisher
 MakeRun = Callable[..., Run]
 MakeSamples = Callable[..., list[Sample]]
 
-SETTINGS = {format: [f"rollout.format={format}"] for format in get_args(Format)} | {
+SETTINGS = {format: [f"rollout.format={format}"] for format in get_args(FormatName)} | {
     "unquantized in bf16": ["rollout.unquantized=bf16", "rollout.sticky_scales=0.05"],
     "adapters": ["learner.lora.rank=4", "rollout.format=nvfp4"],
     "noised norms": ["rollout.aqn.stages=4", "rollout.aqn.sigma_start=0.1"],

@@ -15,7 +15,7 @@ from areal_q.models.decoder import Decoder
 from areal_q.system.files import save_tensors
 from areal_q.tasks.base import Tokenizer
 
-WEIGHTS = "model.safetensors"
+_WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
@@ -107,7 +107,7 @@ def save_decoder(
         }
         if dtype != torch.float32:
             _check_fits(state, path)
-        save_tensors(state, part / WEIGHTS, metadata={"format": "pt"})
+        save_tensors(state, part / _WEIGHTS, metadata={"format": "pt"})
         table = model.config.to_hf() | {"torch_dtype": str(dtype).removeprefix("torch.")}
         (part / "config.json").write_text(json.dumps(table, indent=2) + "\n")
         if tokenizer is not None:
@@ -131,8 +131,8 @@ def _clear_leftovers(target: Path, part: Path, old: Path) -> None:
 
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / INDEX
-    if not index.exists() or (directory / WEIGHTS).exists():  # transformers' order
-        return [directory / WEIGHTS]
+    if not index.exists() or (directory / _WEIGHTS).exists():  # transformers' order
+        return [directory / _WEIGHTS]
     shards = _read_object(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
         raise CheckpointError(f"{index}: weight_map is not a table of file names")

@@ -4,8 +4,8 @@
     DGrad   ∂x = ∂y · W      ∂y 1×128 along out  W 128×128, the same codes
     WGrad   ∂W = ∂yᵀ · x     ∂y 1×128 along T    x 128×1 along T, requantized from what was saved
 
-The weights are the codes and scales of format `fp8`, which are the published ones (aligned.py). Of the
-activations only their FP8 codes are kept for the backward. Gradients between operators are rounded to
+The weights are the codes and scales of format `fp8`, which are the published ones (quantized_forward.py).
+Only the FP8 codes of the activations are kept for the backward. Gradients between operators are rounded to
 bfloat16; ∂W stays float32, for the master weights.
 """
 
@@ -20,7 +20,7 @@ from areal_q.quant.format import Parts
 from areal_q.quant.kernels.fp8_gemm import Operand, fp8_gemm
 
 
-class JetLinear(QuantLinear):
+class Fp8TrainingLinear(QuantLinear):
     """`format` must be `fp8`."""
 
     def take(self, parts: Parts) -> None:

@@ -22,12 +22,12 @@ def published_state(
             name.replace("/", "."): _travelling(name, tensor.detach())
             for name, tensor in state.items()
         }
-    aligned = {n: m for n, m in linears(model).items() if isinstance(m, QuantLinear)}
-    if not aligned:
+    quantized = {n: m for n, m in linears(model).items() if isinstance(m, QuantLinear)}
+    if not quantized:
         return quantize_state(state, format, policy)
     published: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        linear = aligned.get(name.removesuffix(".weight"))
+        linear = quantized.get(name.removesuffix(".weight"))
         if linear is None:
             published[name] = tensor.detach()
         else:

@@ -1,7 +1,7 @@
 """nf4: weights as one of 16 quantiles of the normal distribution, in blocks of 64 (QLoRA, arXiv 2305.14314).
 
     scale = max(max |w| over the block, smallest normal)           float32 [⌈out · in / 64⌉]
-    code  = index of the nearest value in TABLE to w · (1 / scale)  two in a byte [⌈out · in / 2⌉, 1]
+    code  = index of the nearest value in _TABLE to w · (1 / scale)  two in a byte [⌈out · in / 2⌉, 1]
 
 Blocks run through the rows of the weight as they lie in memory, from one row into the next where `in`
 is no multiple of 64. Layout of bitsandbytes' 4-bit checkpoints without double quantization: `weight`,
@@ -21,9 +21,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from areal_q.quant.activations import on
+from areal_q.quant.activations import SMALLEST_SCALE, on
 from areal_q.quant.format import (
-    SMALLEST_SCALE,
     Parts,
     Ranges,
     as_float32,
@@ -35,13 +34,13 @@ from areal_q.quant.kernels import dispatch
 from areal_q.quant.quantized_linear import FloatLinear
 
 BLOCK = 64
-TABLE = torch.tensor(
+_TABLE = torch.tensor(
     [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
      -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
      0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
      0.7229568362236023, 1.0]
 )  # fmt: skip
-BORDERS = (TABLE[1:] + TABLE[:-1]) / 2
+BORDERS = (_TABLE[1:] + _TABLE[:-1]) / 2
 _STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
@@ -53,7 +52,7 @@ class Nf4:
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
         n = out_features * in_features
-        constants = 32 * len(TABLE) + 8 * len(_state(out_features, in_features))
+        constants = 32 * len(_TABLE) + 8 * len(_state(out_features, in_features))
         return (8.0 * -(-n // 2) + 32.0 * -(-n // BLOCK) + constants) / n
 
     def ranges(self, weight: Tensor) -> Ranges:
@@ -75,7 +74,7 @@ class Nf4:
         # Only the host reads it.
         state = torch.tensor(list(_state(*w.shape)), dtype=torch.uint8)
         return dict(
-            zip(self.suffixes, (packed, scale, on(TABLE, w.device).clone(), state), strict=True)
+            zip(self.suffixes, (packed, scale, on(_TABLE, w.device).clone(), state), strict=True)
         )
 
     def dequantize(self, parts: Parts) -> Tensor:

@@ -23,10 +23,10 @@ from areal_q.tasks.base import Problem
 from areal_q.tasks.datasets.jsonl_rows import read_objects
 from areal_q.tasks.grading.boxed import last_boxed
 
-Row = dict[str, Any]
+_Row = dict[str, Any]
 
 QUESTION = ("problem", "question", "Problem", "Question", "prompt")
-ANSWER = ("final_answer", "answer", "Answer", "solution", "Solution")
+_ANSWER = ("final_answer", "answer", "Answer", "solution", "Solution")
 MATH_PROMPTS = {
     "chat": "{}\n\nReason step by step, then give the final answer in \\boxed{{}}.",
     "plain": "Problem: {}\nGive the final answer in \\boxed{{}}.\nSolution:",
@@ -60,7 +60,7 @@ def jsonl_problems(cfg: Jsonl) -> list[Problem]:
     ]
 
 
-def text_of(row: Row, name: str, where: str) -> str:
+def text_of(row: _Row, name: str, where: str) -> str:
     """A field as text: numbers are written out (27.0 as "27"), a list of one is its only entry."""
     value = row.get(name)
     if isinstance(value, list) and value and all(isinstance(v, str) for v in value):
@@ -72,16 +72,16 @@ def text_of(row: Row, name: str, where: str) -> str:
     return str(value)
 
 
-def _first(row: Row, names: Sequence[str], where: str) -> str:
+def _first(row: _Row, names: Sequence[str], where: str) -> str:
     name = next((n for n in names if row.get(n) not in (None, [], "")), None)
     if name is None:
         raise TaskError(f"{where}: none of the fields {', '.join(names)}")
     return text_of(row, name, where)
 
 
-def _answer(row: Row, where: str) -> str:
+def _answer(row: _Row, where: str) -> str:
     """What stands in the last \\boxed{} of a worked solution, else what follows `####`, else all of it."""
-    text = _first(row, ANSWER, where)
+    text = _first(row, _ANSWER, where)
     boxed = last_boxed(text)
     answer = text.rpartition("####")[2] if boxed is None else boxed
     if not answer.strip():
@@ -89,7 +89,7 @@ def _answer(row: Row, where: str) -> str:
     return answer.strip()
 
 
-def _choice(row: Row, template: str, where: str) -> Problem:
+def _choice(row: _Row, template: str, where: str) -> Problem:
     if "Correct Answer" in row:
         question, options, right = _gpqa(row, where)
     else:
@@ -101,7 +101,7 @@ def _choice(row: Row, template: str, where: str) -> Problem:
     return Problem(CHOICE_PROMPTS[template].format(asked), ascii_uppercase[right])
 
 
-def _gpqa(row: Row, where: str) -> tuple[str, list[str], int]:
+def _gpqa(row: _Row, where: str) -> tuple[str, list[str], int]:
     """The right choice comes first in the file: where it goes depends on the question alone."""
     names = ["Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3))]
     options = [text_of(row, name, where).strip() for name in names]
@@ -111,7 +111,7 @@ def _gpqa(row: Row, where: str) -> tuple[str, list[str], int]:
     return question, options, right
 
 
-def _listed(row: Row, where: str) -> tuple[str, list[str], int]:
+def _listed(row: _Row, where: str) -> tuple[str, list[str], int]:
     stem = row.get("question")
     if isinstance(stem, dict):  # ARC's own files
         row = {**row, "question": stem.get("stem"), "choices": stem.get("choices")}
@@ -125,7 +125,7 @@ def _listed(row: Row, where: str) -> tuple[str, list[str], int]:
     return question, options, labels.index(key)
 
 
-def _options(row: Row, where: str) -> tuple[list[str], list[str]]:
+def _options(row: _Row, where: str) -> tuple[list[str], list[str]]:
     """(texts, labels) of a list of texts, of {text: […], label: […]}, or of [{text, label}, …]."""
     match row.get("options", row.get("choices")):
         case {"text": list(texts), "label": list(labels)} if len(texts) == len(labels):

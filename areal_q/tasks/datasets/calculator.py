@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 ANNOTATION = re.compile(r"<<(.*?)>>")
 EXPRESSION = re.compile(r"[0-9+\-*/().,%]*[0-9][0-9+\-*/().,%]*")
-NUMBER = re.compile(r"[+-]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)")
+_NUMBER = re.compile(r"[+-]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)")
 
 
 class CalculatorTask:
@@ -66,7 +66,7 @@ def plain(value: Decimal) -> str:
 def parse_number(text: str) -> Decimal | None:
     """The text as a decimal number, thousands commas allowed; None if it is anything else."""
     text = text.strip()
-    return Decimal(text.replace(",", "")) if NUMBER.fullmatch(text) else None
+    return Decimal(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
 
 
 class _Annotations:

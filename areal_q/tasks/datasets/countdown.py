@@ -13,7 +13,7 @@ from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem, Score
 from areal_q.tasks.lazy import Lazy
 
-MAX_CHARACTERS = 200
+_MAX_CHARACTERS = 200
 """A longer expression is refused unread; six numbers need far fewer."""
 HELD_OUT_SHARE = 8
 """One set of numbers in so many is held out, by its hash: the same ones in every run"""
@@ -25,8 +25,8 @@ WORDS = (
     "Using each of the numbers {} exactly once, with + - * / and brackets, write an expression that "
     "equals {}. Give it between <answer> and </answer>."
 )
-PROMPTS = {"bare": "{} {}=", "chat": WORDS, "plain": WORDS + "\n"}
-ANSWER = re.compile(r"<answer>([^<]*)</answer>")
+_PROMPTS = {"bare": "{} {}=", "chat": WORDS, "plain": WORDS + "\n"}
+_ANSWER = re.compile(r"<answer>([^<]*)</answer>")
 
 
 class CountdownTask:
@@ -60,7 +60,7 @@ def generate(cfg: Countdown, index: int, heldout: bool) -> Problem:
         value, solution = _combine(rng, numbers)
         if value.denominator == 1 and 1 <= value <= cfg.largest_target:
             listed = ",".join(map(str, numbers))
-            return Problem(PROMPTS[cfg.template].format(listed, value), solution)
+            return Problem(_PROMPTS[cfg.template].format(listed, value), solution)
     raise TaskError(f"task.largest_target = {cfg.largest_target} is hardly ever met: raise it")
 
 
@@ -97,7 +97,7 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
     Dijkstra's two stacks: no recursion, and nothing that could be run.
     """
     tokens = (
-        re.findall(r"[0-9]+|[-+*/()]|\S", expression) if len(expression) <= MAX_CHARACTERS else []
+        re.findall(r"[0-9]+|[-+*/()]|\S", expression) if len(expression) <= _MAX_CHARACTERS else []
     )
     values: list[Fraction] = []
     operators: list[str] = []
@@ -140,7 +140,7 @@ def _reduce(values: list[Fraction], operators: list[str], level: int) -> None:
 
 def answer(response: str) -> str | None:
     """The expression between the last <answer> tags, else the last line; what follows `=` is left out."""
-    tagged = ANSWER.findall(response)
+    tagged = _ANSWER.findall(response)
     text = tagged[-1] if tagged else (response.strip().splitlines() or [""])[-1]
     expression = "".join(text.partition("=")[0].split())
     return expression or None

@@ -10,12 +10,12 @@ from areal_q.tasks.base import Problem, Score
 from areal_q.tasks.datasets.calculator import plain
 from areal_q.tasks.datasets.jsonl_rows import Row, read_rows
 
-PROMPTS = {
+_PROMPTS = {
     "chat": "{}\n\nReason step by step, then give the final number after ####.",
     "plain": "Question: {}\nAnswer:",
 }
 
-NUMBER = re.compile(
+_NUMBER = re.compile(
     r"(?:(?<![\w.)])[-−])?\$?((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
 """A number in running text. A minus sign after a word, a digit or a bracket is a subtraction."""
@@ -39,9 +39,9 @@ def final_number(text: str) -> Decimal | None:
     Examples: "so #### $1,200." is 1200, "5 apples or 10%" is 10, "12 - 3 = 9.0" is 9.
     """
     _, mark, tail = text.rpartition("####")
-    match = NUMBER.search(tail) if mark else None
+    match = _NUMBER.search(tail) if mark else None
     if match is None:
-        match = next(iter(deque(NUMBER.finditer(text), maxlen=1)), None)
+        match = next(iter(deque(_NUMBER.finditer(text), maxlen=1)), None)
     if match is None:
         return None
     value = Decimal(match[1].replace(",", ""))
@@ -57,4 +57,4 @@ def _problem(row: Row, template: str) -> Problem:
     _, mark, answer = row.answer.rpartition("####")
     if not mark or final_number(answer) is None:
         raise TaskError(f"{row.where}: the answer does not end with a line `#### number`")
-    return Problem(PROMPTS[template].format(row.question), answer.strip())
+    return Problem(_PROMPTS[template].format(row.question), answer.strip())

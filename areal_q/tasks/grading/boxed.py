@@ -7,7 +7,7 @@ import re
 from areal_q.tasks.base import Problem, Score
 
 BRACE = re.compile(r"\\boxed\{|[{}]")
-MAX_CHARACTERS = 500
+_MAX_CHARACTERS = 500
 """A longer answer is no answer: it would only keep the parser busy."""
 
 
@@ -38,7 +38,7 @@ def score(problem: Problem, response: str) -> Score:
     math-verify's own timeouts rely on signals, so they are off; it is killed from outside instead.
     """
     given = answer(response)
-    if given is None or len(given) > MAX_CHARACTERS:
+    if given is None or len(given) > _MAX_CHARACTERS:
         return Score(0.0, False)
     if given == "".join(problem.answer.replace("$", "").split()):
         return Score(1.0, True)

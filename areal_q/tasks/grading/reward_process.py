@@ -7,7 +7,7 @@
 |-------------|---------------------------|----------------------------------------------------------|
 | score       | an idle process           | another score that ends, by its timeout at the latest    |
 |             | its reply                 | the reward's end; the process's death; the timeout       |
-| start       | the process's first frame | the file or library being loaded; START_S                |
+| start       | the process's first frame | the file or library being loaded; _START_S                |
 
 Frames are msgpack with a length in front; a user's `print` goes to stderr and cannot disturb them.
 """
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 TIMED_OUT = "took too long"
 FAILED = "reward failed"
 """Begins every line of the log about a failure; areal_q/observability/reward_signal.py looks for it"""
-START_S = 60.0
+_START_S = 60.0
 """To import what the reward imports; not part of its timeout"""
 MAX_FRAME = 1 << 20
 """Bytes of a reply; a larger one is an error of the reward"""
@@ -133,7 +133,7 @@ class Isolated:
         )
         self._all = {p for p in self._all if p.returncode is None} | {process}
         try:
-            ready = await asyncio.wait_for(_read(process), START_S)
+            ready = await asyncio.wait_for(_read(process), _START_S)
         except (TimeoutError, EOFError, msgspec.MsgspecError) as error:
             _kill(process)
             raise TaskError(f"{self._source[1]}: cannot be started: {error}") from error
