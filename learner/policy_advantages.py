@@ -58,7 +58,7 @@ def with_advantages(
             for x, (advantages, returns) in zip(inputs, columns, strict=True)
         ]
     rewards = rewards - segment_sum(penalty, ids, len(samples))
-    groups = torch.tensor([s.group for s in samples], device=mask.device)
+    groups = torch.tensor([s.ticket for s in samples], device=mask.device)
     ids_of = groups.unique(return_inverse=True)[1]
     per_response = group_advantages(rewards, ids_of, cfg.advantage, combine)
     parts = (per_response * weights)[ids].split(sizes)

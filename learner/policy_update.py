@@ -1,5 +1,12 @@
-"""The policy update of one learner step, on any backend: π_prox, then `epochs` passes over the batch, an
-optimizer step for each part of it."""
+"""The policy update of one learner step, on any backend.
+
+    update_policy ─▶ prepare_minibatches   π_prox, the reference, advantages: all before the first change
+                  └▶ for every epoch, for every minibatch:
+                       accumulate_gradient   loss and gradient, micro-batch by micro-batch
+                       _step_optimizer       clip and step, unless the gradient is not finite
+
+A batch is cut into minibatches, one for each optimizer step, and these into micro-batches, which bound memory.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,19 +30,21 @@ from learner.measure.token_recorder import TokenRecorder
 from learner.policy_advantages import needs_policy, with_advantages
 
 MICROBATCH = "train/microbatch_tokens"
-"""It may change when a run resumes, and sums then round otherwise: a replay must know"""
-Part = list[tuple[PackedBatch, LossInputs]]
-"""The micro-batches of one optimizer step"""
+"""Metric with the size of micro-batches: where it changes as a run resumes, sums round otherwise, which a
+replay must know."""
+Minibatch = list[tuple[PackedBatch, LossInputs]]
+"""The micro-batches of one optimizer step, with the loss's inputs from before the update."""
 
 
 class PolicyUpdater(Protocol):
-    """Makes the updates of rank 0's whole policy: this process alone, or all ranks together (sharded.py)."""
+    """Updates rank 0's whole policy: this process alone, or all ranks together (learner/multi_process.py)."""
 
     policy: TorchPolicy
+    """The whole policy, as this process holds it."""
 
     @property
     def shares(self) -> int:
-        """Number of other ranks that write a share of a checkpoint themselves"""
+        """Number of other ranks that write a share of a checkpoint themselves."""
         ...
 
     def update(
@@ -45,7 +54,7 @@ class PolicyUpdater(Protocol):
         ...
 
     def collect(self, staged: Path | None = None) -> dict[str, Tensor]:
-        """Brings into `policy` what a checkpoint reads of it.
+        """Brings into `policy` all that a checkpoint reads.
 
         Where other ranks write shares, they write them into `staged`, and this rank's own is returned, by its
         tensors' names in a checkpoint.
@@ -85,96 +94,104 @@ class SingleProcessUpdater:
 
 
 def update_policy(
-    b: Backend, samples: Sequence[Sample], recorder: TokenRecorder | None = None
+    backend: Backend, samples: Sequence[Sample], recorder: TokenRecorder | None = None
 ) -> dict[str, float]:
     """Learns from `samples` and returns the metrics.
 
     The result depends on weights, samples and their order alone. `recorder` keeps what the token log
     holds of the step. On several ranks all of them call this together.
     """
-    parts = prepare(b, samples)
+    minibatches = prepare_minibatches(backend, samples)
     if recorder:
         recorder.begin()
     metrics: list[Metrics] = []
-    for visit, part in enumerate(parts * b.cfg.epochs):
-        metrics += visit_part(b, part, first=visit == 0, recorder=recorder)
-        metrics.append(_update(b))
-    values = reduce_metrics(b.ranks.metrics(metrics))
-    values["train/loss"] = values["loss/total"] / (len(parts) * b.cfg.epochs)
-    values["train/lr"] = b.lr
-    values[MICROBATCH] = b.cfg.microbatch_tokens
-    values["train/skipped_steps"] = b.skipped
+    for number, minibatch in enumerate(minibatches * backend.cfg.epochs):
+        metrics += accumulate_gradient(backend, minibatch, first=number == 0, recorder=recorder)
+        metrics.append(_step_optimizer(backend))
+    values = reduce_metrics(backend.ranks.metrics(metrics))
+    values["train/loss"] = values["loss/total"] / (len(minibatches) * backend.cfg.epochs)
+    values["train/lr"] = backend.lr
+    values[MICROBATCH] = backend.cfg.microbatch_tokens
+    values["train/skipped_steps"] = backend.skipped
     return values
 
 
-def prepare(b: Backend, samples: Sequence[Sample]) -> list[Part]:
-    """One part for every optimizer step. All of π_prox before the first update: it is the policy just before
-    this batch changes it. Raises ConfigError for a sample that no micro-batch has room for."""
-    _fits(samples, b.cfg)
-    shares = [_microbatches(b, cut) for cut in minibatches(samples, b.cfg)]
-    # A graph lasts until the forwards of other ranks' parts of the model are due.
-    parts = [_scored(b, share, graph=number == 0) for number, share in enumerate(shares)]
-    if not needs_policy(b.cfg):
-        return parts
-    own = [sample for share in shares for cut, batch in share if batch.counts for sample in cut]
-    inputs = [x for part in parts for batch, x in part if batch.counts]
-    each = iter(with_advantages(inputs, own, b.cfg, b.ranks.add))
+def prepare_minibatches(backend: Backend, samples: Sequence[Sample]) -> list[Minibatch]:
+    """Returns one minibatch for every optimizer step.
+
+    All of π_prox is computed before the first update, as it is the policy just before this batch changes it.
+    Raises ConfigError for a sample that no micro-batch has room for.
+    """
+    _check_lengths(samples, backend.cfg)
+    packed = [_microbatches(backend, cut) for cut in cut_minibatches(samples, backend.cfg)]
+    # Only the first minibatch is learnt from before the weights change, so only its graph is of use.
+    minibatches = [_with_scores(backend, cuts, graph=n == 0) for n, cuts in enumerate(packed)]
+    if not needs_policy(backend.cfg):
+        return minibatches
+    own = [sample for cuts in packed for cut, batch in cuts if batch.counts for sample in cut]
+    inputs = [x for minibatch in minibatches for batch, x in minibatch if batch.counts]
+    each = iter(with_advantages(inputs, own, backend.cfg, backend.ranks.add))
     return [
         [
             (batch, next(each) if batch.counts else replace(x, returns=x.old_values))
-            for batch, x in part
+            for batch, x in minibatch
         ]
-        for part in parts
+        for minibatch in minibatches
     ]
 
 
-def minibatches(samples: Sequence[Sample], cfg: LearnerConfig) -> list[list[Sample]]:
-    """Cuts `samples` into at most `cfg.minibatches` parts of equally many. Where responses are still to be
-    compared within their group, which a rank must then meet as a whole, they are parts of equally many groups:
-    some groups may lack responses that could not be scored."""
+def cut_minibatches(samples: Sequence[Sample], cfg: LearnerConfig) -> list[list[Sample]]:
+    """Cuts `samples` into at most `cfg.minibatches` parts of equally many responses.
+
+    If responses are still to be compared within their group, a rank must have the group as a whole: then these
+    are parts of equally many groups, some of which may lack responses that could not be scored.
+    """
     whole = needs_policy(cfg) and not isinstance(cfg.advantage, Gae)
-    groups = groupby(samples, key=lambda sample: sample.group)
+    groups = groupby(samples, key=lambda sample: sample.ticket)
     units = [list(members) for _, members in groups] if whole else [[s] for s in samples]
     size = -(-len(units) // cfg.minibatches)
     return [list(chain(*units[i : i + size])) for i in range(0, len(units), size)]
 
 
-def _fits(samples: Sequence[Sample], cfg: LearnerConfig) -> None:
+def _check_lengths(samples: Sequence[Sample], cfg: LearnerConfig) -> None:
     longest = max(samples, key=lambda sample: sample.num_tokens)
     if longest.num_tokens > cfg.microbatch_tokens:
         raise ConfigError(
-            f"learner.microbatch_tokens = {cfg.microbatch_tokens}: ticket {longest.group}, response "
+            f"learner.microbatch_tokens = {cfg.microbatch_tokens}: ticket {longest.ticket}, response "
             f"{longest.trajectory.index} has {longest.num_tokens} tokens, its prompt's included"
         )
 
 
 def _microbatches(
-    b: Backend, samples: Sequence[Sample]
+    backend: Backend, samples: Sequence[Sample]
 ) -> list[tuple[Sequence[Sample], PackedBatch]]:
-    """This rank's; those with a gradient and without are apart: of no advantage, they need no backward."""
-    cfg = b.cfg
+    """Returns this rank's micro-batches of one minibatch, each with its samples. Samples without a gradient are
+    packed apart from the others, as they need no backward pass."""
+    cfg = backend.cfg
     all_learn = bool(cfg.critic or cfg.reference_kl or cfg.entropy_coef or cfg.router_aux_coef)
     useful = [sample for sample in samples if sample.advantage or all_learn]
     others = [sample for sample in samples if not (sample.advantage or all_learn)]
     return [
-        (cut, pack(cut or [masked(samples[0])], b.cfg.device, learns, counts=bool(cut)))
+        (cut, pack(cut or [masked(samples[0])], backend.cfg.device, learns, counts=bool(cut)))
         for kind, learns in ((useful, True), (others, False))
-        for cut in b.ranks.cuts(kind, b.cfg.microbatch_tokens)
+        for cut in backend.ranks.cuts(kind, backend.cfg.microbatch_tokens)
     ]
 
 
-def _scored(b: Backend, share: Sequence[tuple[Sequence[Sample], PackedBatch]], graph: bool) -> Part:
-    """The loss's inputs before the update, where π_θ is still π_prox."""
-    batches = [batch for _, batch in share]
-    scores, reference = b.scores(batches, graph), b.reference_logprobs(batches)
+def _with_scores(
+    backend: Backend, packed: Sequence[tuple[Sequence[Sample], PackedBatch]], graph: bool
+) -> Minibatch:
+    """Computes the loss's inputs before the update, while π_θ is still π_prox."""
+    batches = [batch for _, batch in packed]
+    scores, reference = backend.scores(batches, graph), backend.reference_logprobs(batches)
     return [
-        (batch, inputs_of(batch, own, ref))
+        (batch, loss_inputs(batch, own, ref))
         for batch, own, ref in zip(batches, scores, reference, strict=True)
     ]
 
 
-def inputs_of(batch: PackedBatch, scores: Scores, reference: torch.Tensor | None) -> LossInputs:
-    """`scores` are those of π_prox."""
+def loss_inputs(batch: PackedBatch, scores: Scores, reference: torch.Tensor | None) -> LossInputs:
+    """Returns the loss's inputs of one micro-batch; `scores` are those of π_prox."""
     values = scores.get("values")
     return LossInputs(
         **scores,
@@ -191,53 +208,56 @@ def inputs_of(batch: PackedBatch, scores: Scores, reference: torch.Tensor | None
     )
 
 
-def visit_part(
-    b: Backend, part: Part, first: bool, recorder: TokenRecorder | None = None
+def accumulate_gradient(
+    backend: Backend, minibatch: Minibatch, first: bool, recorder: TokenRecorder | None = None
 ) -> list[Metrics]:
-    """Accumulates the gradient of one part; counts span it, so that its cut does not matter.
+    """Accumulates the gradient of one minibatch and returns its metrics. Counts are of the whole minibatch, so
+    that the result does not depend on the cut into micro-batches.
 
-    Before the `first` update π_θ is π_prox: what has no gradient is not computed again, nor is a micro-batch
-    that still has its graph. Of all of them graphs would take too much memory.
+    Before the `first` update π_θ is π_prox: micro-batches without a gradient are not computed again, nor is the
+    one whose graph was kept. Keeping all graphs would take too much memory.
     """
-    own = whole_step([x for batch, x in part if batch.counts], b.cfg.objective)
-    totals = b.ranks.total(own)
+    own = whole_step([x for batch, x in minibatch if batch.counts], backend.cfg.objective)
+    totals = backend.ranks.total(own)
 
     balance = None
-    if b.cfg.router_aux_coef:
-        done = [x.routed for batch, x in part if batch.counts and x.routed]
-        balance = balance_weights(done, b.shape, b.ranks) * b.cfg.router_aux_coef
+    if backend.cfg.router_aux_coef:
+        routed = [x.routed for batch, x in minibatch if batch.counts and x.routed]
+        balance = (
+            balance_weights(routed, backend.shape, backend.ranks) * backend.cfg.router_aux_coef
+        )
 
     def loss(batch: PackedBatch, before: LossInputs, scores: Scores):
         inputs = replace(before, **scores)
         out = loss_fn(
             inputs,
-            b.cfg.objective,
-            b.cfg.aggregation,
+            backend.cfg.objective,
+            backend.cfg.aggregation,
             totals,
-            reference_kl=b.cfg.reference_kl,
-            entropy_coef=b.cfg.entropy_coef,
-            value=b.cfg.critic.value if b.cfg.critic else None,
+            reference_kl=backend.cfg.reference_kl,
+            entropy_coef=backend.cfg.entropy_coef,
+            value=backend.cfg.critic.value if backend.cfg.critic else None,
             balance=balance if batch.counts else None,
         )
         if recorder and batch.counts:
             recorder.add(batch, before, inputs, out.policy_loss)
         return out.loss, out.metrics
 
-    learning = [(batch, x) for batch, x in part if batch.learns]
+    learning = [(batch, x) for batch, x in minibatch if batch.learns]
     metrics: list[Metrics] = []
     if learning:
-        made = _scores_of(learning[0][1])
-        metrics += b.backward(
+        first_scores = _scores_of(learning[0][1])
+        metrics += backend.backward(
             [batch for batch, _ in learning],
             lambda i, scores: loss(*learning[i], scores),
-            made if first and made["logprobs"].requires_grad else None,
+            first_scores if first and first_scores["logprobs"].requires_grad else None,
         )
-    others = [(batch, x) for batch, x in part if not batch.learns]
+    others = [(batch, x) for batch, x in minibatch if not batch.learns]
     if others:
         now = (
             [_scores_of(x) for _, x in others]
             if first
-            else b.scores([batch for batch, _ in others])
+            else backend.scores([batch for batch, _ in others])
         )
         with torch.no_grad():
             metrics += [
@@ -248,19 +268,20 @@ def visit_part(
 
 
 def _scores_of(inputs: LossInputs) -> Scores:
-    found = {name: getattr(inputs, name) for name in ("logprobs", "entropy", "values", "routed")}
-    return {name: x for name, x in found.items() if x is not None}
+    scores = {name: getattr(inputs, name) for name in ("logprobs", "entropy", "values", "routed")}
+    return {name: x for name, x in scores.items() if x is not None}
 
 
-def _update(b: Backend) -> Metrics:
-    """A step of every optimizer on the gradient accumulated."""
-    metrics, taken = b.update()
-    b.updates += 1
-    b.skipped += not taken
-    b.skipped_in_row = 0 if taken else b.skipped_in_row + 1
-    if b.skipped_in_row >= b.cfg.max_skipped:
+def _step_optimizer(backend: Backend) -> Metrics:
+    """Takes a step of every optimizer on the accumulated gradient. Raises DivergedError after too many steps in
+    a row whose gradient was not finite."""
+    metrics, stepped = backend.step_optimizer()
+    backend.updates += 1
+    backend.skipped += not stepped
+    backend.skipped_in_row = 0 if stepped else backend.skipped_in_row + 1
+    if backend.skipped_in_row >= backend.cfg.max_skipped:
         raise DivergedError(
-            f"optimizer step {b.updates}: the gradient was not finite {b.skipped_in_row} times in "
+            f"optimizer step {backend.updates}: the gradient was not finite {backend.skipped_in_row} times in "
             "a row (learner.max_skipped); a smaller learner.optimizer.lr may help"
         )
     return metrics

@@ -279,7 +279,7 @@ def make_samples() -> Callable[..., list[Sample]]:
         def sample(index: int) -> Sample:
             tokens = int(rng.integers(1, 9))
             return Sample(
-                group=index // 3,
+                ticket=index // 3,
                 prompt_ids=prompts[index // 3],
                 trajectory=Trajectory(
                     index=index,

@@ -227,7 +227,7 @@ def random_sample(index: int, length: int, vocabulary: int) -> Sample:
     prompt = length // 8
     count = length - prompt
     return Sample(
-        group=index,
+        ticket=index,
         prompt_ids=rng.integers(0, vocabulary, prompt).astype(np.int32),
         trajectory=Trajectory(
             index=0,

@@ -1,8 +1,8 @@
-"""The seam between a learner's step and what computes it: one update (learner/policy_update.py), two backends.
+"""The interface between a learner's step (learner/policy_update.py) and the two backends that compute it.
 
     update_policy ──batches──▶ scores, reference_logprobs     π_prox, π_ref
                   ──losses───▶ backward                       π_θ and its gradient, micro-batch by micro-batch
-                  ───────────▶ update                         clip, step
+                  ───────────▶ step_optimizer                 clip, step
 
 `torch` is learner/backends/single_device.py: one device, or FSDP2 over several (learner/backends/fsdp.py).
 `megatron` is learner/backends/megatron/policy.py. Where several ranks hold a policy together, each has a
@@ -21,10 +21,10 @@ from learner.backends.data_parallel import Ranks
 from learner.data.packing import PackedBatch
 
 Scores = dict[str, Any]
-"""float32 [T] each: `logprobs` and `entropy`, and `values` where there is a critic; and `routed` (Routed) where
-there are experts"""
+"""The policy's view of a batch's T response tokens, by name: `logprobs` and `entropy`, in nats, and `values` if
+there is a critic, float32 [T] each; and `routed` (Routed) if there are experts."""
 LossOf = Callable[[int, Scores], tuple[Tensor, Metrics]]
-"""Loss and metrics of the batch of that index, from what the policy says about it now"""
+"""A function that returns loss and metrics of the batch of an index, from its present scores."""
 
 
 class Backend(Protocol):
@@ -33,63 +33,67 @@ class Backend(Protocol):
 
     cfg: LearnerConfig
     ranks: Ranks
-    """Those that share the samples out among them"""
+    """The ranks that share out the samples among them."""
     updates: int
+    """Number of optimizer steps tried since the run began."""
     skipped: int
+    """Number of these that were skipped because a gradient was not finite."""
     skipped_in_row: int
+    """Number of steps skipped since the last one that was taken."""
 
     @property
     def shape(self) -> DecoderConfig:
-        """Of the policy"""
+        """The architecture of the policy."""
         ...
 
     @property
     def lr(self) -> float:
-        """Of the last optimizer step that was taken"""
+        """The learning rate of the last optimizer step that was taken."""
         ...
 
     def scores(self, batches: Sequence[PackedBatch], graph: bool = False) -> list[Scores]:
-        """What the policy says about each response token now, without gradient; the first with its `graph`,
-        where that is asked for and can be kept for `backward`."""
+        """Returns the present scores of each batch, without gradient. With `graph`, the first batch's keep
+        their graph for `backward`, if the backend can keep it."""
         ...
 
     def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor | None]:
-        """log π_ref, float32 [T] nats; None where there is no reference policy."""
+        """Returns log π_ref of each batch, float32 [T] nats; None if there is no reference policy."""
         ...
 
     def backward(
-        self, batches: Sequence[PackedBatch], loss_of: LossOf, made: Scores | None = None
+        self, batches: Sequence[PackedBatch], loss_of: LossOf, first_scores: Scores | None = None
     ) -> list[Metrics]:
-        """Adds the gradient of all losses, and returns their metrics on every rank that has a part in them.
-        `made`: the first batch's scores, which still have their graph."""
+        """Adds the gradients of all losses, and returns their metrics on every rank that takes part in them.
+        `first_scores` are the first batch's if these still have their graph."""
         ...
 
-    def update(self) -> tuple[Metrics, bool]:
-        """A step of every optimizer on the gradient that was added up, and whether it was taken: not where
-        the gradient is not finite."""
+    def step_optimizer(self) -> tuple[Metrics, bool]:
+        """Takes a step of every optimizer on the accumulated gradient, unless that is not finite. Returns
+        metrics, and whether the step was taken."""
         ...
 
 
 class Shard(Backend, Protocol):
-    """This rank's part of a policy. Rank 0 has the `whole` besides, as one process would; others pass None."""
+    """This rank's part of a policy. Rank 0 also has the `whole` policy, as one process would; others pass
+    None."""
 
     def gather_weights(self, whole) -> None:
-        """What a step changed of the policy, into the whole."""
+        """Copies the weights that a step changed into the whole policy."""
         ...
 
     def gather_rest(self, whole) -> None:
-        """What else a checkpoint holds: moments, the critic."""
+        """Copies the rest of a checkpoint into the whole policy: moments and the critic."""
         ...
 
     def share_of_rest(self, whole) -> dict[str, Tensor]:
-        """Of the same, this rank's share by its names in a checkpoint; with the other ranks' it is all that
-        `gather_rest` gathers."""
+        """Returns this rank's share of what `gather_rest` copies, by its names in a checkpoint. The shares of
+        all ranks together are the whole."""
         ...
 
     def reset_reference(self) -> None:
-        """The present policy becomes the reference."""
+        """Makes the present policy the reference policy."""
         ...
 
     def close(self) -> None:
-        """Lets go of process groups of its own."""
+        """Closes process groups of its own."""
         ...

@@ -9,7 +9,7 @@ from learner.data.packing import Sample
 class Piece(msgspec.Struct, frozen=True, array_like=True):
     """A sample on its way from rank 0 to another rank."""
 
-    group: int
+    ticket: int
     prompt_ids: Array
     trajectory: Trajectory
     advantage: float
@@ -19,11 +19,11 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, s: Sample) -> "Piece":
         prompt, lag = Array.of(s.prompt_ids, "int32"), Array.of(s.lag, "int64")
-        return cls(s.group, prompt, s.trajectory, s.advantage, lag, s.weight)
+        return cls(s.ticket, prompt, s.trajectory, s.advantage, lag, s.weight)
 
     def sample(self) -> Sample:
         prompt, lag = self.prompt_ids.numpy(), self.lag.numpy()
-        return Sample(self.group, prompt, self.trajectory, self.advantage, lag, self.weight)
+        return Sample(self.ticket, prompt, self.trajectory, self.advantage, lag, self.weight)
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):

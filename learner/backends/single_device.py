@@ -99,11 +99,11 @@ class TorchPolicy:
             return [token_logprobs(self.model, batch, self.temperature)[0] for batch in batches]
 
     def backward(
-        self, batches: Sequence[PackedBatch], loss_of: LossOf, made: Scores | None = None
+        self, batches: Sequence[PackedBatch], loss_of: LossOf, first_scores: Scores | None = None
     ) -> list[Metrics]:
         metrics = []
         for number, batch in enumerate(batches):
-            scores = made if number == 0 and made else self._scores(batch)
+            scores = first_scores if number == 0 and first_scores else self._scores(batch)
             loss, measured = loss_of(number, scores)
             summed(loss, self.ranks).backward()
             metrics.append(measured)
@@ -122,7 +122,7 @@ class TorchPolicy:
             scores["values"] = self.critic(hidden, batch)
         return scores
 
-    def update(self) -> tuple[Metrics, bool]:
+    def step_optimizer(self) -> tuple[Metrics, bool]:
         self.before_write()
         if self.ranks.size > 1:
             for module in (self.model, self.critic, self.reference):

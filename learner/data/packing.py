@@ -27,8 +27,8 @@ CAUSES: tuple[FailureCause, ...] = get_args(FailureCause)
 class Sample:
     """One sequence to learn from."""
 
-    group: int
-    """Neighbours of one number share their prompt"""
+    ticket: int
+    """Number of the group's ticket; neighbours of the same number share their prompt."""
     prompt_ids: np.ndarray
     """int32 [P]"""
     trajectory: Trajectory
@@ -107,7 +107,7 @@ def samples_of(
     each = iter(advantages.tolist())
     samples = [
         Sample(
-            group=group.ticket.number,
+            ticket=group.ticket.number,
             prompt_ids=group.ticket.prompt_ids.numpy(),
             trajectory=t,
             advantage=next(each) * weight,
@@ -175,7 +175,7 @@ def pack(
     groups: list[tuple[int, list[int]]] = []
     origins: list[tuple[Trajectory, int, int]] = []
     end = 0
-    for _, members in groupby(samples, key=lambda sample: sample.group):
+    for _, members in groupby(samples, key=lambda sample: sample.ticket):
         members = list(members)
         prompt = members[0].prompt_ids
         rows.append(prompt)
@@ -210,7 +210,7 @@ def pack(
         version_lag=tensor([sample.lag for sample in samples], torch.int64),
         sequence_ids=tensor(np.repeat(np.arange(len(samples)), lengths), torch.int64),
         num_sequences=len(samples),
-        responses=tuple((sample.group, sample.trajectory.index) for sample in samples),
+        responses=tuple((sample.ticket, sample.trajectory.index) for sample in samples),
         learns=learns or any(sample.advantage for sample in samples),
         routes=None if routes is None else torch.from_numpy(routes).to(device, non_blocking=True),
         counts=counts,

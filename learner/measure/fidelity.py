@@ -117,7 +117,7 @@ class FidelityMeter:
 def _samples(group: Group) -> Iterator[Sample]:
     for t in group.trajectories:
         yield Sample(
-            group=group.ticket.number,
+            ticket=group.ticket.number,
             prompt_ids=group.ticket.prompt_ids.numpy(),
             trajectory=t,
             advantage=0.0,

@@ -106,19 +106,19 @@ def _run(replay, console: Console, until_diverges: bool, debug: bool):
 
 
 def inspect(policy, step: int, groups, history) -> None:
-    """Stops inside step `step`, before its update. At hand: `samples`, one a response; `parts`, one an
-    optimizer step, each a list of micro-batches; `batch` (PackedBatch) and `inputs` (LossInputs) of the
+    """Stops inside step `step`, before its update. At hand: `samples`, one a response; `minibatches`,
+    one an optimizer step, each a list of micro-batches; `batch` (PackedBatch) and `inputs` (LossInputs) of the
     first; `policy`, with `policy.model`."""
     from learner.data.packing import samples_of
-    from learner.policy_update import prepare
+    from learner.policy_update import prepare_minibatches
 
     cfg = policy.cfg
     samples = samples_of(groups, cfg.advantage, history, step, mask=cfg.mask)
-    parts = prepare(policy, samples)
-    batch, inputs = parts[0][0]  # noqa: RUF059
+    minibatches = prepare_minibatches(policy, samples)
+    batch, inputs = minibatches[0][0]  # noqa: RUF059
     typer.echo(
-        f"step {step}: {len(samples)} samples, {len(parts)} parts; look at samples, parts[0][0], batch, "
-        "inputs, policy.model; `c` goes on, `q` ends"
+        f"step {step}: {len(samples)} samples, {len(minibatches)} minibatches; look at samples, minibatches, "
+        "batch, inputs, policy.model; `c` goes on, `q` ends"
     )
     breakpoint()
     typer.echo(f"step {step}: on to the update")

@@ -79,9 +79,9 @@ def test_every_response_is_there_once_with_its_own_values_also_over_several_epoc
     scores = recorder.scores()
     rows = np.split(np.arange(scores.lengths.sum()), np.cumsum(scores.lengths)[:-1])
     keys = list(zip(scores.number.tolist(), scores.index.tolist(), strict=True))
-    assert sorted(keys) == sorted((s.group, s.trajectory.index) for s in samples)
+    assert sorted(keys) == sorted((s.ticket, s.trajectory.index) for s in samples)
     for sample in samples:
-        mine = rows[keys.index((sample.group, sample.trajectory.index))]
+        mine = rows[keys.index((sample.ticket, sample.trajectory.index))]
         behavior = sample.trajectory.behavior_logprobs.numpy()
         np.testing.assert_array_equal(scores.behavior_logprobs[mine], behavior)
         np.testing.assert_array_equal(scores.lag[mine], sample.lag)

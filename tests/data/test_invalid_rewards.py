@@ -30,7 +30,7 @@ from learner.build import build_model
 from learner.data.invalid_rewards import Failures, judged
 from learner.data.packing import CAUSES, failure_metrics, samples_of
 from learner.data.staleness import VersionHistory
-from learner.policy_update import SingleProcessUpdater, minibatches, prepare
+from learner.policy_update import SingleProcessUpdater, cut_minibatches, prepare_minibatches
 from learner.train_step import train_step
 
 MakeRun = Callable[..., Run]
@@ -199,8 +199,8 @@ def test_groups_that_lost_responses_are_not_cut(make_run: MakeRun):
     history = VersionHistory(4, {0: "a0"})
     samples = samples_of(groups_with_failures()[:4], Grpo(), history, 1)[1:]
     run = make_run("learner.minibatches=2", 'learner.reference_kl={place="reward"}')
-    parts = minibatches(samples, run.learner)
-    assert [sorted({s.group for s in part}) for part in parts] == [[0, 1], [2, 3]]
+    parts = cut_minibatches(samples, run.learner)
+    assert [sorted({s.ticket for s in part}) for part in parts] == [[0, 1], [2, 3]]
 
 
 def test_a_cut_off_response_has_no_loss_but_a_reward(make_run: MakeRun):
@@ -220,7 +220,7 @@ def test_a_cut_off_response_has_no_loss_but_a_reward(make_run: MakeRun):
     policy = trainer_of(run)
     counted = sum(int(s.trajectory.loss_mask.numpy().sum()) for s in cut)
     tokens = 0
-    for part in prepare(policy, cut):
+    for part in prepare_minibatches(policy, cut):
         tokens += sum(int(x.mask.sum()) for _, x in part)
     assert tokens == counted
     timeouts = samples_of(groups, Grpo(), history, 1, mask=["timeout"])

@@ -27,7 +27,7 @@ def test_packing_equals_the_naive_construction(make_samples: Make, count: int, s
     for number, sample in enumerate(samples):
         t = sample.trajectory
         response = t.response_ids.numpy().tolist()
-        if number == 0 or samples[number - 1].group != sample.group:
+        if number == 0 or samples[number - 1].ticket != sample.ticket:
             positions += range(len(sample.prompt_ids))
             token_ids += sample.prompt_ids.tolist()
             prompt_end = len(token_ids) - 1

@@ -70,7 +70,7 @@ SETTINGS = [
 
 def some_without_advantage(samples: list[Sample]) -> list[Sample]:
     """The first group has none, so that both kinds of micro-batches occur."""
-    return [replace(s, advantage=0.0) if s.group == 0 else s for s in samples]
+    return [replace(s, advantage=0.0) if s.ticket == 0 else s for s in samples]
 
 
 def test_ranks_step_by_8_bit_moments_and_by_muon_as_one_does_and_go_on_from_each_other(
@@ -123,14 +123,14 @@ def with_routes(samples: list[Sample], layers: int = 2, experts: int = 5) -> lis
     group were not recorded."""
 
     def routed(sample: Sample) -> Sample:
-        of_prompt, rng = (np.random.default_rng(n) for n in (sample.group, len(sample.lag)))
+        of_prompt, rng = (np.random.default_rng(n) for n in (sample.ticket, len(sample.lag)))
         rows = [(len(sample.prompt_ids), of_prompt), (sample.trajectory.num_tokens - 1, rng)]
         scores = np.concatenate([draw.random((n, layers, experts)) for n, draw in rows])
         routes = Array.of(scores.argsort(-1)[..., :2], "uint8")
         trajectory = msgspec.structs.replace(sample.trajectory, routes=routes)
         return replace(sample, trajectory=trajectory)
 
-    return [sample if sample.group == 0 else routed(sample) for sample in samples]
+    return [sample if sample.ticket == 0 else routed(sample) for sample in samples]
 
 
 def test_two_ranks_learn_experts_and_replay_routes_as_one_does(
@@ -262,11 +262,11 @@ def test_shares_are_whole_groups_of_about_as_many_tokens(make_samples: MakeSampl
         owners: dict[int, set[int]] = {}
         for rank, share in enumerate(found):
             for sample in share:
-                owners.setdefault(sample.group, set()).add(rank)
-            assert [s.group for s in share] == sorted(s.group for s in share)
+                owners.setdefault(sample.ticket, set()).add(rank)
+            assert [s.ticket for s in share] == sorted(s.ticket for s in share)
         assert all(len(ranks) == 1 for ranks in owners.values())
         loads = [sum(s.num_tokens for s in share) for share in found]
-        longest = max(sum(s.num_tokens for s in samples if s.group == group) for group in owners)
+        longest = max(sum(s.num_tokens for s in samples if s.ticket == group) for group in owners)
         assert max(loads) - min(loads) <= longest
 
 
@@ -275,7 +275,7 @@ def test_a_sample_arrives_as_it_was_sent_and_a_filler_counts_for_nothing(
 ):
     for sample in make_samples(5):
         sent = msgspec.msgpack.decode(msgspec.msgpack.encode(Piece.of(sample)), type=Piece).sample()
-        assert (sent.group, sent.advantage, sent.weight) == (sample.group, sample.advantage, 1.0)
+        assert (sent.ticket, sent.advantage, sent.weight) == (sample.ticket, sample.advantage, 1.0)
         assert sent.trajectory == sample.trajectory
         assert np.array_equal(sent.prompt_ids, sample.prompt_ids)
         assert np.array_equal(sent.lag, sample.lag)

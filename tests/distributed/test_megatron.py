@@ -181,7 +181,7 @@ def test_two_ranks_of_every_kind_learn_what_torch_does_from_its_checkpoint(
     """And what torch has of theirs, it exports to what transformers computes."""
     steps = [rewarded(make_samples(15, seed), seed) for seed in range(3)]
     # The first group has no advantage, so that both kinds of micro-batches occur.
-    steps = [[replace(s, advantage=0.0) if s.group == 0 else s for s in step] for step in steps]
+    steps = [[replace(s, advantage=0.0) if s.ticket == 0 else s for s in step] for step in steps]
     jobs, policies = {}, {}
     for name, (shape, settings) in JOBS.items():
         run = run_of(shape, *settings)
@@ -309,7 +309,7 @@ def with_routes(samples: list[Sample], layers: int) -> list[Sample]:
         routes = Array.of(torch.cat([first % 4, (first + 1) % 4], -1).numpy(), "uint8")
         return replace(s, trajectory=msgspec.structs.replace(t, routes=routes))
 
-    return [sample if sample.group == 0 else routed(sample) for sample in samples]
+    return [sample if sample.ticket == 0 else routed(sample) for sample in samples]
 
 
 @needs_megatron

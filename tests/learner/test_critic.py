@@ -18,7 +18,12 @@ from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.build import build_model, build_reference
 from learner.data.packing import Sample, pack
 from learner.policy_advantages import at_last_token, with_advantages
-from learner.policy_update import inputs_of, prepare, update_policy, visit_part
+from learner.policy_update import (
+    accumulate_gradient,
+    loss_inputs,
+    prepare_minibatches,
+    update_policy,
+)
 
 MakeRun = Callable[..., Run]
 MakeSamples = Callable[..., list[Sample]]
@@ -62,7 +67,7 @@ def two_responses(make_samples: MakeSamples):
     π_prox / π_ref is 2 at the first token of each: k1 = ln 2 there. V = 0.5 everywhere.
     """
     by_length = {s.trajectory.num_tokens: s for s in make_samples(40)}
-    samples = rewarded([by_length[2], by_length[3]], [1.0, 0.0], group=7)
+    samples = rewarded([by_length[2], by_length[3]], [1.0, 0.0], ticket=7)
     inputs = []
     policy = build(load(None))
     for sample in samples:
@@ -71,7 +76,7 @@ def two_responses(make_samples: MakeSamples):
         prox = torch.full((n,), -1.0)
         inputs.append(
             replace(
-                inputs_of(batch, policy.scores([batch])[0], None),
+                loss_inputs(batch, policy.scores([batch])[0], None),
                 mask=torch.ones(n, dtype=torch.bool),
                 proximal_logprobs=prox,
                 reference_logprobs=prox - torch.tensor([LN2] + [0.0] * (n - 1)),
@@ -122,7 +127,7 @@ def test_the_first_values_are_0_and_the_first_advantages_the_returns(
     run = make_run(*GAE, "learner.advantage.normalize=false")
     policy = build(run)
     samples = rewarded(make_samples(4), [1.0, 0.0, 2.0, 0.5])
-    ((_, first), *_), *_ = prepare(policy, samples)
+    ((_, first), *_), *_ = prepare_minibatches(policy, samples)
     assert first.old_values is not None and first.returns is not None
     assert first.old_values.tolist() == [0.0] * len(first.mask)
     counted = [
@@ -160,7 +165,7 @@ def test_the_value_loss_trains_the_policy_only_where_the_trunk_is_shared(
         policy.cfg = override(
             make_run(*GAE, f"learner.critic.trunk={trunk}"), f"learner.critic.value.coef={coef}"
         ).learner
-        visit_part(policy, prepare(policy, samples)[0], first=True)
+        accumulate_gradient(policy, prepare_minibatches(policy, samples)[0], first=True)
         gradients.append([p.grad for p in policy.model.parameters()])
     same = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert same == (trunk == "separate")
@@ -237,14 +242,14 @@ def test_the_reference_is_the_model_at_its_path_until_it_is_reset(
     save_decoder(other.model, tmp_path / "other", build_tokenizer(run))
     policy.reference = build_reference(str(tmp_path / "other"), policy.model)
     samples = make_samples(4)
-    ((batch, inputs), *_), *_ = prepare(policy, samples)
+    ((batch, inputs), *_), *_ = prepare_minibatches(policy, samples)
     with torch.no_grad():
         expected, _ = token_logprobs(other.model, batch, 1.0)
     assert inputs.reference_logprobs is not None
     assert torch.equal(inputs.reference_logprobs, expected)
     assert not torch.equal(inputs.reference_logprobs, inputs.proximal_logprobs)
     policy.reset_reference()
-    ((_, inputs), *_), *_ = prepare(policy, samples)
+    ((_, inputs), *_), *_ = prepare_minibatches(policy, samples)
     assert inputs.reference_logprobs is not None
     assert torch.equal(inputs.reference_logprobs, inputs.proximal_logprobs)
 
@@ -256,7 +261,7 @@ def test_the_reference_is_the_model_at_its_path_until_it_is_reset(
 def test_nothing_is_held_or_computed_for_what_is_off(make_run: MakeRun, make_samples: MakeSamples):
     policy = build(make_run())
     assert policy.critic is None and policy.reference is None
-    ((_, inputs), *_), *_ = prepare(policy, make_samples(4))
+    ((_, inputs), *_), *_ = prepare_minibatches(policy, make_samples(4))
     assert inputs.reference_logprobs is inputs.values is inputs.returns is None
     assert inputs.entropy is not None and not inputs.entropy.requires_grad
 

@@ -103,7 +103,7 @@ def samples(
 ) -> list[Sample]:
     return [
         Sample(
-            group=number,
+            ticket=number,
             prompt_ids=np.array(prompt, np.int32),
             trajectory=trajectory(index, c),
             advantage=(1.0, -0.5, -0.5)[index],

@@ -104,7 +104,7 @@ def test_a_response_that_no_micro_batch_has_room_for_is_refused_by_name(
     update_policy(fits, samples)
     policy = build(make_run(f"learner.microbatch_tokens={longest.num_tokens - 1}"))
     before = weights(policy)
-    where = f"ticket {longest.group}, response {longest.trajectory.index} has {longest.num_tokens}"
+    where = f"ticket {longest.ticket}, response {longest.trajectory.index} has {longest.num_tokens}"
     with pytest.raises(ConfigError, match=rf"learner.microbatch_tokens = \d+: {where} tokens"):
         update_policy(policy, samples)
     assert all(torch.equal(p, before[name]) for name, p in weights(policy).items())

@@ -23,7 +23,7 @@ from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.build import build_model
 from learner.data.packing import Sample, pack
-from learner.policy_update import prepare, update_policy
+from learner.policy_update import prepare_minibatches, update_policy
 from learner.publishing.version_builder import Publisher
 from rollout.engines.base import Request
 from rollout.engines.reference.async_engine import Job
@@ -174,7 +174,7 @@ def test_the_reference_is_the_base_without_a_second_copy(
     with torch.no_grad():
         start, _ = token_logprobs(policy.model, batch, 1.0)
     update_policy(policy, samples)
-    (prepared, inputs), *_ = prepare(policy, samples)[0]
+    (prepared, inputs), *_ = prepare_minibatches(policy, samples)[0]
     assert inputs.reference_logprobs is not None
     with torch.no_grad(), adapters_off(policy.model):
         again, _ = token_logprobs(policy.model, batch, 1.0)

@@ -71,7 +71,7 @@ def generate(weights: WeightVersion, prompts: list[np.ndarray], tokens: int) -> 
 def as_sample(prompt: np.ndarray, group: int, c: Completion) -> Sample:
     length = len(c.response_ids)
     return Sample(
-        group=group,
+        ticket=group,
         prompt_ids=prompt,
         trajectory=Trajectory(
             index=0,

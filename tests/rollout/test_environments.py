@@ -145,7 +145,7 @@ def test_every_turns_log_probs_are_those_of_the_whole_recomputed(
 def sample(ticket: Ticket, index: int, response: Response, advantage: float = 1.0) -> Sample:
     score = build_score(Run().task)(Problem("", "x"), "")
     return Sample(
-        group=ticket.number,
+        ticket=ticket.number,
         prompt_ids=ticket.prompt_ids.numpy(),
         trajectory=response.trajectory(index, score),
         advantage=advantage,

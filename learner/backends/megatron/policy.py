@@ -2,7 +2,7 @@
 
     update_policy ─scores, reference─▶ schedule, forward only ─▶ last stage: log-probs ─broadcast─▶ all stages
                   ─backward──────────▶ schedule, 1F1B ─▶ last stage: loss, metrics ─broadcast─▶ all stages
-                  ─update────────────▶ clip, distributed optimizer, all-gather of the weights
+                  ─step_optimizer────▶ clip, distributed optimizer, all-gather of the weights
 
 Tensor-parallel ranks, and the stages of a pipeline, work on the same micro-batches; `ranks` are the
 data-parallel ones, which share the samples out. A micro-batch's loss is already a part of the whole step's, so
@@ -163,7 +163,7 @@ class MegatronShard:
             return [*self._stages.on_all(model, batches, logprobs, lambda b: len(b.targets))]
 
     def backward(
-        self, batches: Sequence[PackedBatch], loss_of: LossOf, made: Scores | None = None
+        self, batches: Sequence[PackedBatch], loss_of: LossOf, first_scores: Scores | None = None
     ) -> list[Metrics]:
         scale, number = len(batches) * self.ranks.size, iter(range(len(batches)))
 
@@ -176,7 +176,7 @@ class MegatronShard:
         found = self._stages.run(self._both, batches, loss, forward_only=False)
         return self._stages.metrics(found, len(batches))
 
-    def update(self) -> tuple[Metrics, bool]:
+    def step_optimizer(self) -> tuple[Metrics, bool]:
         norms = [learnt.step(self.updates) if self._dirty else 0.0 for learnt in self._learnt]
         names = ("train/grad_norm", "value/grad_norm")
         metrics: Metrics = {name: Mean(norm, 1) for name, norm in zip(names, norms, strict=False)}
