@@ -22,7 +22,7 @@ from areal_q.system.ports import check_free
 
 logger = logging.getLogger("rollout")
 
-EXITS = (
+_EXITS = (
     "Exit codes: 0 ended by SIGTERM or with its run; 2 a setting that cannot be used, which "
     "one line names."
 )
@@ -78,11 +78,11 @@ def main(
     import uvloop
 
     from buffer.weight_sync.subscribe.source import Source
-    from rollout.build import Address, build_parts, serve
+    from rollout.build import EndpointAddress, build_parts, serve
     from rollout.openai_server.app import bound_to
 
     source = Source(announce, fetch, keys, client)
-    address = Address(serve_at, serve_token)
+    address = EndpointAddress(serve_at, serve_token)
     if address.at:
         check_free("rollout.serve (--serve)", *bound_to(*address)[:2])
     if config:
@@ -104,4 +104,4 @@ async def _until_signal(work) -> None:
 
 
 if __name__ == "__main__":
-    run_command("rollout", main, EXITS, who="rollout")
+    run_command("rollout", main, _EXITS, who="rollout")

@@ -19,23 +19,23 @@ from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
 from rollout.environments.registry import build_environment, build_evaluation_environment
 from rollout.openai_server.app import Endpoint
-from rollout.worker import Room, Worker
+from rollout.worker import Worker, WorkerCapacity
 
 logger = logging.getLogger(__name__)
 
 
-class Address(NamedTuple):
-    """Of the OpenAI-compatible endpoint. Example: Address("0.0.0.0:8000", "/run/secrets/token")"""
+class EndpointAddress(NamedTuple):
+    """Of the OpenAI-compatible endpoint. Example: EndpointAddress("0.0.0.0:8000", "/run/secrets/token")"""
 
     at: str = ""
     """[HOST:]PORT; "" for no endpoint"""
     token_file: str | None = None
 
 
-NO_ENDPOINT = Address()
+NO_ENDPOINT = EndpointAddress()
 
 
-class Parts(NamedTuple):
+class WorkerParts(NamedTuple):
     """What the settings alone decide."""
 
     engine: Engine
@@ -45,7 +45,7 @@ class Parts(NamedTuple):
     endpoint: Endpoint | None
 
 
-def build_parts(run: Run, run_name: str, address: Address) -> Parts:
+def build_parts(run: Run, run_name: str, address: EndpointAddress) -> WorkerParts:
     """Starts nothing. Raises ConfigError, naming the setting, for what cannot be done here."""
     tokenizer = build_tokenizer(run)
     engine = build_engine(run.rollout.engine)
@@ -70,7 +70,7 @@ def build_parts(run: Run, run_name: str, address: Address) -> Parts:
             token_file=address.token_file,
         )
     evaluation = build_evaluation_environment(run, client)
-    return Parts(engine, tokenizer, environment, evaluation, endpoint)
+    return WorkerParts(engine, tokenizer, environment, evaluation, endpoint)
 
 
 async def serve(
@@ -79,7 +79,7 @@ async def serve(
     name: str,
     source: Source,
     observe: Callable[[dict[str, Any]], None],
-    address: Address = NO_ENDPOINT,
+    address: EndpointAddress = NO_ENDPOINT,
 ) -> None:
     """Joins run `run_name` and works until cancelled; `observe` is told every heartbeat.
 
@@ -100,9 +100,9 @@ async def _serve(
     name: str,
     source: Source,
     observe: Callable[[dict[str, Any]], None],
-    address: Address,
+    address: EndpointAddress,
 ) -> None:
-    parts: Parts | None = None
+    parts: WorkerParts | None = None
     buffer = WorkerBuffer(redis_url, run_name, name)
     receiver: Receiver | None = None
     try:
@@ -127,7 +127,7 @@ async def _serve(
             tokenizer=parts.tokenizer,
             reward=build_reward(run),
             weight_format=run.rollout.format,
-            room=room(run),
+            capacity=worker_capacity(run),
             max_lag=run.learner.max_lag,
             observe=observe,
             source=source,
@@ -145,8 +145,8 @@ async def _serve(
         await buffer.close()
 
 
-def room(run: Run) -> Room:
+def worker_capacity(run: Run) -> WorkerCapacity:
     """What fills the engine, and a quarter in reserve; two groups at least."""
     engine, size = run.rollout.engine, run.learner.group_size
     slots = 256 if isinstance(engine, ScriptedEngine) else engine.slots
-    return Room(max(2 * size, slots * 5 // 4), slots, size)
+    return WorkerCapacity(max(2 * size, slots * 5 // 4), slots, size)

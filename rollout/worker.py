@@ -37,7 +37,7 @@ from buffer.redis_store import Claim, WorkerBuffer
 from buffer.weight_sync.subscribe.source import Source
 from buffer.weight_sync.subscribe.subscriber import Receiver
 from rollout.engines.base import Engine
-from rollout.engines.stop_conditions import cut, strings
+from rollout.engines.stop_conditions import cut_at_stop, stop_strings
 from rollout.environments.base import Environment, Response
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.single_turn import SingleTurn
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 SAY_AFTER_S = 10.0
 """A worker that waits for longer than this says for what"""
-LOOK_S = 0.05
+CAPACITY_POLL_S = 0.05
 """Between two looks for room that ended responses of unfinished groups have left"""
 
 
@@ -54,7 +54,7 @@ MOST_REFUSED = 100
 """Tickets in a row that are set aside before the worker gives up"""
 
 
-class Room(NamedTuple):
+class WorkerCapacity(NamedTuple):
     """How much a worker claims."""
 
     responses: int
@@ -66,7 +66,7 @@ class Room(NamedTuple):
 
 
 @dataclass
-class Work:
+class GroupInFlight:
     """A claimed ticket and its responses as far as they are."""
 
     claim: Claim
@@ -98,7 +98,7 @@ class Worker:
         tokenizer: Tokenizer,
         reward: Reward,
         weight_format: str,
-        room: Room,
+        capacity: WorkerCapacity,
         max_lag: int,
         observe: Callable[[dict[str, Any]], None] = lambda status: None,
         source: Source | None = None,
@@ -118,10 +118,10 @@ class Worker:
         """By the ticket's purpose"""
         self._routes = routes
         """Whether the learner wants to know the experts that tokens were sent to"""
-        self._limit = room
+        self._capacity = capacity
         self._max_lag = max_lag
         """Versions by which tokens of another worker may be behind to be gone on from"""
-        self._works: dict[asyncio.Task[None], Work] = {}
+        self._in_flight: dict[asyncio.Task[None], GroupInFlight] = {}
         self._committing: set[asyncio.Task[None]] = set()
         """Their commit tells by itself whether the ticket was lost; a renewal cannot: it is gone either way"""
         self._place_free = asyncio.Event()
@@ -152,23 +152,23 @@ class Worker:
         finally:
             await self._engine.close()
             await self._reward.close()
-            works = self._works.values()
+            works = self._in_flight.values()
             await self._buffer.release([replace(w.claim, partial=w.partial()) for w in works])
 
     async def _claim(self, loops: asyncio.TaskGroup) -> None:
         while True:
-            free = self._limit.responses - sum(work.open for work in self._works.values())
-            if free < self._limit.group_size:
+            free = self._capacity.responses - sum(work.open for work in self._in_flight.values())
+            if free < self._capacity.group_size:
                 self._place_free.clear()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
+                    async with asyncio.timeout(CAPACITY_POLL_S):
                         await self._place_free.wait()
                 continue
-            for claim in await self._buffer.claim(free // self._limit.group_size, block_s=1.0):
-                work = Work(claim, [Response() for _ in range(claim.ticket.group_size)])
-                self._works[loops.create_task(self._handle(work))] = work
+            for claim in await self._buffer.claim(free // self._capacity.group_size, block_s=1.0):
+                work = GroupInFlight(claim, [Response() for _ in range(claim.ticket.group_size)])
+                self._in_flight[loops.create_task(self._handle(work))] = work
 
-    async def _handle(self, work: Work) -> None:
+    async def _handle(self, work: GroupInFlight) -> None:
         """From ticket to committed group. Cancelled, it leaves its work for `run` to release. A ticket that
         cannot become a valid group costs itself alone. Raises RecordError when nothing but such tickets came:
         then it is the weights, or the worker."""
@@ -182,10 +182,10 @@ class Worker:
             if self._refused >= MOST_REFUSED:
                 raise
             await self._buffer.set_aside(work.claim, _first(errors))
-        self._works.pop(task, None)
+        self._in_flight.pop(task, None)
         self._place_free.set()
 
-    async def _make(self, work: Work, task: asyncio.Task[None]) -> None:
+    async def _make(self, work: GroupInFlight, task: asyncio.Task[None]) -> None:
         """Draws, scores and commits the group. Raises RecordError where it is not valid."""
         claim, ticket = work.claim, work.claim.ticket
         # Admission counted on weights no older than the ticket; with older ones the group could be
@@ -215,7 +215,7 @@ class Worker:
         else:
             logger.warning("ticket %d was taken over; its group is discarded", ticket.number)
 
-    def _take_up(self, work: Work) -> None:
+    def _take_up(self, work: GroupInFlight) -> None:
         """Goes on from another worker's tokens, where they are not too old, nor of weights still to come."""
         newest = self._engine.version
         partial = work.claim.partial
@@ -229,7 +229,7 @@ class Worker:
         score = response.score
         if score is None:
             text = self._tokenizer.decode([i for i in response.ids if i != self._tokenizer.eos_id])
-            text = cut(text, strings(ticket.sampling))
+            text = cut_at_stop(text, stop_strings(ticket.sampling))
             problem = Problem(ticket.prompt, ticket.answer)
             score = await self._reward(problem, text, response.drawn)
         wanted = self._routes and ticket.purpose == "train"
@@ -261,17 +261,17 @@ class Worker:
             return "room in Redis"
         if self._engine.active:
             return ""
-        if not self._works:
+        if not self._in_flight:
             return "tickets"
-        steps = [work.claim.ticket.step for work in self._works.values()]
+        steps = [work.claim.ticket.step for work in self._in_flight.values()]
         ahead = [step for step in steps if step > self._engine.version]
         return f"version {min(ahead)}, with version {self._engine.version}" if ahead else ""
 
     def _abandon(self, lost: list[Claim]) -> None:
         """Stops generating for tickets that another worker has taken over."""
-        generating = self._works.keys() - self._committing
-        for task in [task for task in generating if self._works[task].claim in lost]:
-            number = self._works.pop(task).claim.ticket.number
+        generating = self._in_flight.keys() - self._committing
+        for task in [task for task in generating if self._in_flight[task].claim in lost]:
+            number = self._in_flight.pop(task).claim.ticket.number
             logger.warning("ticket %d was taken over", number)
             task.cancel()
             self._place_free.set()
@@ -284,7 +284,7 @@ class Worker:
             await asyncio.sleep(HEARTBEAT_S)
             now_s = time.monotonic()
             span_s = now_s - last_s
-            self._abandon(await self._buffer.renew([w.claim for w in self._works.values()]))
+            self._abandon(await self._buffer.renew([w.claim for w in self._in_flight.values()]))
             await self._buffer.check_run()
             if self._receiver.silent:
                 info = await self._buffer.run_info()
@@ -306,7 +306,7 @@ class Worker:
                 digest=self._digest,
                 behind_s=self._receiver.behind_s,
                 stalls=self._receiver.stats.stalls,
-                slots=self._limit.slots,
+                slots=self._capacity.slots,
                 timeouts=self._timeouts,
                 resumed=self._resumed,
                 run_id=self._run_id,

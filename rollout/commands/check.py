@@ -21,7 +21,7 @@ from areal_q.system.run_dir import path_of
 
 MARKS = {"ok": "[green]✓[/]", "note": "[dim]·[/]", "warning": "[yellow]![/]", "error": "[red]✗[/]"}
 
-EXITS = "Exit codes: 0 nothing is in the way; 1 something is; 2 settings that cannot be read."
+_EXITS = "Exit codes: 0 nothing is in the way; 1 something is; 2 settings that cannot be read."
 
 
 def main(
@@ -140,4 +140,4 @@ def show(found: list[CheckResult]) -> None:
 
 
 if __name__ == "__main__":
-    run_command("check", main, EXITS)
+    run_command("check", main, _EXITS)

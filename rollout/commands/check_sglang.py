@@ -12,8 +12,8 @@ from areal_q.errors import ConfigError, EngineDied
 from areal_q.models import load_config
 from areal_q.system.credentials import secret, shown
 from rollout.engines.sglang_backend import server_checks
-from rollout.engines.sglang_backend.http_client import Client
-from rollout.engines.sglang_backend.sglang_engine import room_for
+from rollout.engines.sglang_backend.http_client import SglangClient
+from rollout.engines.sglang_backend.sglang_engine import handover_directory
 from rollout.openai_server.app import LOOPBACK
 
 ASK_S = 5.0
@@ -28,7 +28,7 @@ async def server_of(run: Run, config: SglangEngine) -> list[CheckResult]:
     ours = _family(run.model)
     name = "sglang server"
     try:
-        client = Client(config.url, secret("SGLANG_KEY_FILE"), ASK_S)
+        client = SglangClient(config.url, secret("SGLANG_KEY_FILE"), ASK_S)
     except ConfigError as error:
         return [CheckResult(name, "error", str(error), "a file with the server's key in it")]
     try:
@@ -44,7 +44,9 @@ async def server_of(run: Run, config: SglangEngine) -> list[CheckResult]:
         await client.close()
 
 
-async def _asked(client: Client, ours: str, config: SglangEngine) -> AsyncIterator[CheckResult]:
+async def _asked(
+    client: SglangClient, ours: str, config: SglangEngine
+) -> AsyncIterator[CheckResult]:
     info = await client.get("/server_info")
     if not isinstance(info, dict) or "version" not in info:
         raise EngineDied("what answers there is no SGLang")
@@ -77,9 +79,9 @@ def _model(told: dict[str, Any], ours: str) -> CheckResult:
     )
 
 
-async def _weights(client: Client, config: SglangEngine) -> CheckResult:
+async def _weights(client: SglangClient, config: SglangEngine) -> CheckResult:
     """Whether versions can be handed over: a way in, and a place."""
-    name, place = "its weights", room_for(config)
+    name, place = "its weights", handover_directory(config)
     try:
         paths = (await client.get("/openapi.json"))["paths"]
     except (EngineDied, KeyError, TypeError):

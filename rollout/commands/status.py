@@ -179,7 +179,7 @@ def _end_if_ended(directory: Path, json: bool) -> None:
         raise typer.Exit(0 if told[1] else 1)
 
 
-EXITS = (
+_EXITS = (
     "Exit codes: 0 all is well, or the run has ended as it should; 1 something is wrong, each "
     "named in a line; 2 nothing to ask."
 )
@@ -228,7 +228,7 @@ def main(
 
 if __name__ == "__main__":
     try:
-        run_command("status", main, EXITS)
+        run_command("status", main, _EXITS)
     except KeyboardInterrupt:
         sys.exit(130)
     except UserError as error:

@@ -21,8 +21,8 @@ from areal_q.messages import Manifest
 from areal_q.quant import FORMATS
 from areal_q.weights.version import WeightVersion
 from rollout.engines.base import Capabilities, Completion, Request
-from rollout.engines.reference.async_engine import EngineLoop, Job, VersionLog
-from rollout.engines.reference.sampling import seed_keys, uniform
+from rollout.engines.reference.async_engine import AsyncEngine, Job, StepVersions
+from rollout.engines.reference.sampling import random_uniform, seed_keys
 
 Answer = Callable[[Sequence[int]], Sequence[int]]
 """Prompt ids → the ids that the script means to say, a stop id included"""
@@ -42,13 +42,13 @@ def scripted_engine(
     answer: Answer = reverse,
     certainty: Callable[[int], float] = rising,
     vocab_size: int = 64,
-) -> EngineLoop:
+) -> AsyncEngine:
     """`vocab_size` is that of the weights' manifest once there is one with a `vocab_size`."""
-    return EngineLoop(ScriptedStepper(config, answer, certainty, vocab_size))
+    return AsyncEngine(ScriptedStepper(config, answer, certainty, vocab_size))
 
 
 @dataclass(eq=False)
-class Response:
+class ScriptedResponse:
     job: Job
     index: int
     script: Sequence[int]
@@ -75,15 +75,15 @@ class ScriptedStepper:
         self.max_positions = math.inf
         self.version = -1
         self.waiting: deque[Job] = deque()
-        self.responses: list[Response] = []
+        self.responses: list[ScriptedResponse] = []
         self.steps = 0
-        self.versions = VersionLog()
+        self.versions = StepVersions()
 
     @property
     def active(self) -> int:
         return len(self.responses)
 
-    def check(self, request: Request) -> None:
+    def check_request(self, request: Request) -> None:
         total = len(request.prompt_ids) + request.sampling.max_tokens
         if total > self.max_positions:
             raise RecordError(
@@ -143,10 +143,10 @@ class ScriptedStepper:
             script = [int(i) for i in self.answer(ids[: len(ids) - drawn])][drawn:]
             keys = seed_keys([request.seed + i for i in range(request.num_samples)])
             for index, key in enumerate(keys):
-                u = uniform(key, drawn + torch.arange(request.sampling.max_tokens)).numpy()
-                self.responses.append(Response(job, index, script, u, [], []))
+                u = random_uniform(key, drawn + torch.arange(request.sampling.max_tokens)).numpy()
+                self.responses.append(ScriptedResponse(job, index, script, u, [], []))
 
-    def _draw(self, r: Response, certainty: float) -> tuple[int, float]:
+    def _draw(self, r: ScriptedResponse, certainty: float) -> tuple[int, float]:
         """The scripted token where u < certainty, else one of the others by what is left of u."""
         at = len(r.ids)
         scripted = r.script[at] if at < len(r.script) else min(r.job.request.stop_ids, default=0)
@@ -158,7 +158,7 @@ class ScriptedStepper:
         rest = min(int((u - certainty) / (1 - certainty) * others), others - 1)
         return rest + (rest >= scripted), math.log((1 - certainty) / others)
 
-    def _ended(self, r: Response) -> bool:
+    def _ended(self, r: ScriptedResponse) -> bool:
         if r.job.stoppers:
             r.job.stoppers[r.index](r.ids[-1])
         if r.job.finish_reason(r.index, r.ids) is None:
@@ -166,7 +166,7 @@ class ScriptedStepper:
         r.job.complete(r.index, self._completion(r))
         return True
 
-    def _completion(self, r: Response) -> Completion:
+    def _completion(self, r: ScriptedResponse) -> Completion:
         return Completion(
             response_ids=np.array(r.ids, np.int32),
             logprobs=np.array(r.logprobs, np.float32),

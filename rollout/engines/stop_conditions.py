@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from areal_q.config import Sampling
 
-Decode = Callable[[Sequence[int]], str]
+DecodeIds = Callable[[Sequence[int]], str]
 UNFINISHED = "�"
 """How a decoder spells the first bytes of a character whose last ones are still to come"""
 
@@ -21,7 +21,7 @@ class TextStream:
     piece before: a decoder may spell a token by what stands around it (the space at a beginning).
     """
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(self, decode: DecodeIds) -> None:
         self._decode = decode
         self._ids: list[int] = []
         self._before = 0
@@ -45,11 +45,11 @@ class Stopper:
     """Watches one response; called with each of its tokens, it says whether the response ends there."""
 
     def __init__(
-        self, sampling: Sampling, decode: Decode | None, drawn: Iterable[int] = ()
+        self, sampling: Sampling, decode: DecodeIds | None, drawn: Iterable[int] = ()
     ) -> None:
         """`drawn`: tokens that the response has already, and that did not end it."""
         self._sequences = [list(s) for s in sampling.stop if not isinstance(s, str)]
-        self._strings = strings(sampling)
+        self._strings = stop_strings(sampling)
         self._tail: deque[int] = deque(maxlen=max(map(len, self._sequences), default=0))
         self._reach = max(map(len, self._strings), default=1) - 1
         """Characters that may be the beginning of a stop string"""
@@ -76,16 +76,18 @@ class Stopper:
         return any(s in text + pending for s in self._strings)
 
 
-def stopper(sampling: Sampling, decode: Decode | None, drawn: Iterable[int] = ()) -> Stopper | None:
+def stopper(
+    sampling: Sampling, decode: DecodeIds | None, drawn: Iterable[int] = ()
+) -> Stopper | None:
     """None where there is nothing to watch for."""
     return Stopper(sampling, decode, drawn) if sampling.stop else None
 
 
-def strings(sampling: Sampling) -> tuple[str, ...]:
+def stop_strings(sampling: Sampling) -> tuple[str, ...]:
     return tuple(s for s in sampling.stop if isinstance(s, str))
 
 
-def cut(text: str, stops: tuple[str, ...]) -> str:
+def cut_at_stop(text: str, stops: tuple[str, ...]) -> str:
     """`text` up to the first of the strings."""
     places = [text.find(s) for s in stops]
     return text[: min((p for p in places if p >= 0), default=len(text))]

@@ -15,7 +15,7 @@ from areal_q.tasks import Problem, Reward, Tokenizer, answer_of, build_reward, b
 from areal_q.weights.version import pack
 from rollout import engines
 from rollout.engines.base import Engine
-from rollout.engines.stop_conditions import cut, strings
+from rollout.engines.stop_conditions import cut_at_stop, stop_strings
 from rollout.environments.base import Response
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.registry import build_evaluation_environment
@@ -100,7 +100,7 @@ class _Answering:
     async def _reply(self, problem: Problem, sampling: Sampling, response: Response) -> Reply:
         """Scored as a worker scores it."""
         text = self._tokenizer.decode([i for i in response.ids if i != self._tokenizer.eos_id])
-        text = cut(text, strings(sampling))
+        text = cut_at_stop(text, stop_strings(sampling))
         score = await self._reward(problem, text, response.drawn)
         return Reply(
             response=text,

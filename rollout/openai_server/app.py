@@ -20,7 +20,7 @@ from areal_q.errors import ConfigError, EngineDied, RecordError, TaskError
 from areal_q.system.local_requests import LOOPBACK, refusal
 from areal_q.tasks import Tokenizer
 from rollout.engines.base import Completion, Engine, Request, TokenCallback
-from rollout.engines.stop_conditions import strings
+from rollout.engines.stop_conditions import stop_strings
 from rollout.environments.external import Episode, Episodes
 from rollout.openai_server.replies import Reply
 from rollout.openai_server.schema import Begin, ChatBody, CompletionBody, RewardBody, Told, decoded
@@ -196,7 +196,7 @@ class Endpoint:
         stops = frozenset([self._tokenizer.eos_id, *(body.stop_token_ids or ())])
         # In an episode the text must say all that is recorded, or the next turn could not extend it.
         kept = body.include_stop_str_in_output or episode is not None
-        hidden = () if kept else strings(sampling)
+        hidden = () if kept else stop_strings(sampling)
         reply = Reply(body, prompt, self._model, self._tokenizer, hidden)
 
         async def generate(on_token: TokenCallback | None) -> list[Completion]:

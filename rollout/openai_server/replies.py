@@ -9,7 +9,7 @@ import msgspec
 
 from areal_q.tasks import Tokenizer
 from rollout.engines.base import Completion
-from rollout.engines.stop_conditions import TextStream, cut, held_back
+from rollout.engines.stop_conditions import TextStream, cut_at_stop, held_back
 from rollout.openai_server.schema import (
     ChatBody,
     CompletionBody,
@@ -52,7 +52,7 @@ class Reply:
         ids = completion.response_ids.tolist()
         return Told(
             index=index,
-            text=cut(self._decode(ids), self._hidden),
+            text=cut_at_stop(self._decode(ids), self._hidden),
             ids=ids,
             pieces=[self._tokenizer.decode([i]) for i in ids],
             logprobs=completion.logprobs.tolist(),
@@ -83,7 +83,7 @@ class Reply:
         stream = self._streams.setdefault(index, TextStream(self._decode))
         text = self._text.get(index, "") + stream.add(token)[0]
         sent = self._sent.get(index, 0)
-        seen = cut(text, self._hidden)
+        seen = cut_at_stop(text, self._hidden)
         waits = held_back(text, self._hidden) if seen == text else 0
         new = seen[sent : len(seen) - waits]
         self._text[index], self._sent[index] = text, sent + len(new)

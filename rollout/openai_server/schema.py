@@ -24,10 +24,10 @@ PartName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
 MAX_PARTS = 32
 Zero = Annotated[float, Meta(ge=0, le=0)]
 One = Annotated[float, Meta(ge=1, le=1)]
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-def decoded(data: bytes, type: type[T]) -> T:
+def decoded(data: bytes, type: type[_T]) -> _T:
     """Raises DecodeError for what is no JSON, and ValidationError, which is one, for what is no `type`."""
     try:
         return msgspec.json.decode(data, type=type)

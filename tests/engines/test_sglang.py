@@ -30,10 +30,10 @@ from helpers.served_model import (
 
 from areal_q.config import RolloutConfig, SglangEngine
 from areal_q.errors import ConfigError, EngineDied, RecordError, WeightVersionError
-from rollout.engines.process.checkpoint_backend import check_quantized, write
+from rollout.engines.process.checkpoint_backend import check_quantized, write_version
 from rollout.engines.sglang_backend import server_checks
-from rollout.engines.sglang_backend.http_client import Client
-from rollout.engines.sglang_backend.server_process import OwnServer, server_settings
+from rollout.engines.sglang_backend.http_client import SglangClient
+from rollout.engines.sglang_backend.server_process import SglangProcess, server_settings
 from rollout.engines.sglang_backend.sglang_engine import sglang_engine
 
 pytestmark = [
@@ -231,15 +231,15 @@ async def checksums(client):
 
 
 @contextlib.contextmanager
-def running(directory, **more) -> Iterator[tuple[asyncio.Runner, OwnServer]]:
+def running(directory, **more) -> Iterator[tuple[asyncio.Runner, SglangProcess]]:
     """A server that nobody of ours owns, with version 7 under a stamp that is not ours."""
     config = SglangEngine(slots=8, kv_on_update="recompute")
     path = directory / "model"
     path.mkdir()
-    write(published(7), path)
+    write_version(published(7), path)
     settings = server_settings(config, str(path), CONFIG, "someone's") | more
     with asyncio.Runner() as runner:
-        server = runner.run(OwnServer.start(settings, directory))
+        server = runner.run(SglangProcess.start(settings, directory))
         try:
             yield runner, server
         finally:
@@ -289,7 +289,7 @@ def test_a_running_server_is_given_our_weights_and_asked_whether_it_keeps_our_pr
                 done = await swapped_after(engine, published(1), 30, ask(max_tokens=350))
                 at = done.spans[0].tokens
                 assert gap(done, 0, last=at) < 2e-4 and gap(done, 1, first=at) < 2e-4
-                client = Client(server.url, server.key, 60)
+                client = SglangClient(server.url, server.key, 60)
                 await client.post("/update_weight_version", {"new_version": "another's"})
                 await client.close()
                 with pytest.raises(EngineDied, match="another's"):
@@ -306,7 +306,7 @@ def test_a_format_that_sglang_accepts_and_does_not_run_is_not_taken_for_quantize
     with running(tmp_path, quantization="modelopt_fp4", dtype="bfloat16") as (runner, server):
 
         async def body():
-            client = Client(server.url, server.key, 60)
+            client = SglangClient(server.url, server.key, 60)
             try:
                 info = await server.up(client, HANG_S)
                 told = await server_checks.linears(client, info, "int8")

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from areal_q.config import Sampling
-from rollout.engines.stop_conditions import Stopper, TextStream, cut, held_back, stopper
+from rollout.engines.stop_conditions import (
+    Stopper,
+    TextStream,
+    cut_at_stop,
+    held_back,
+    stopper,
+)
 
 SAYING = [
     "naïve café: 12 + 34 = 46\n\nObservation: ¡olé! 数式は正しい",
@@ -104,8 +110,8 @@ def test_what_was_drawn_before_counts_for_a_stop_and_does_not_stop_by_itself():
 
 def test_text_is_cut_before_the_first_stop_and_held_back_while_one_may_begin():
     stops = ("\n\n", "Obs:")
-    assert cut("46 Obs:\n\n", stops) == "46 "
-    assert cut("46", stops) == "46"
+    assert cut_at_stop("46 Obs:\n\n", stops) == "46 "
+    assert cut_at_stop("46", stops) == "46"
     assert held_back("46 Ob", stops) == 2
     assert held_back("46\n", stops) == 1
     assert held_back("46", stops) == 0

@@ -10,7 +10,7 @@ from areal_q.config import Sampling
 from areal_q.errors import EngineDied
 from areal_q.weights.version import WeightVersion
 from rollout.engines.base import Capabilities, Request
-from rollout.engines.process.generation_backend import Piece
+from rollout.engines.process.generation_backend import CompletionDelta
 from rollout.engines.process.streaming_engine import StreamingEngine
 
 MakeVersion = Callable[..., WeightVersion]
@@ -28,7 +28,7 @@ class Launches:
 
     name = "launches"
     capabilities = Capabilities(formats=frozenset({"bf16"}), kv_on_update=frozenset({"keep"}))
-    slots, timeout_s, restarts, keeps = 8, 60.0, 2, True
+    slots, timeout_s, restarts, keeps_cache = 8, 60.0, 2, True
 
     def __init__(self, *outcomes: bool, dies_at: int | None = None) -> None:
         self.outcomes, self.launched, self.dies_at = list(outcomes), 0, dies_at
@@ -38,8 +38,8 @@ class Launches:
         self.dead = asyncio.Event()
 
     async def prepare(self) -> None: ...
-    def accept(self, weights: WeightVersion) -> None: ...
-    def check(self, request: Request) -> None: ...
+    def check_weights(self, weights: WeightVersion) -> None: ...
+    def check_request(self, request: Request) -> None: ...
 
     async def launch(self, weights: WeightVersion) -> None:
         self.launched += 1
@@ -52,15 +52,15 @@ class Launches:
     async def push(self, weights: WeightVersion) -> None: ...
     async def resume(self) -> None: ...
 
-    async def stream(self, request: Request, seed: int) -> AsyncGenerator[Piece, None]:
+    async def stream(self, request: Request, seed: int) -> AsyncGenerator[CompletionDelta, None]:
         self.asked.append(np.asarray(request.prompt_ids).tolist())
         await self.begins.wait()
-        drawn = len(request.prompt_ids) - len(REQUEST.prompt_ids)
-        for token in range(drawn, REQUEST.sampling.max_tokens):
+        partial = len(request.prompt_ids) - len(REQUEST.prompt_ids)
+        for token in range(partial, REQUEST.sampling.max_tokens):
             if token == self.dies_at:
                 self.dies_at = None
                 raise EngineDied("while it drew")
-            yield Piece(ids=[token], logprobs=[-1.0])
+            yield CompletionDelta(ids=[token], logprobs=[-1.0])
 
     async def ended(self) -> None:
         await self.dead.wait()
@@ -145,15 +145,15 @@ def test_a_lost_engine_ends_every_wait_with_the_reason(make_version: MakeVersion
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("keeps_cache", [True, False])
 def test_where_old_keys_are_kept_a_response_begins_anew_with_weights_that_came_before_it(
-    make_version: MakeVersion, keeps: bool
+    make_version: MakeVersion, keeps_cache: bool
 ):
     """The same version as before, even: what other weights left in a cache between the two is as wrong."""
     version = make_version(0)
 
     async def body(engine: StreamingEngine, backend: Launches) -> None:
-        backend.keeps = keeps
+        backend.keeps_cache = keeps_cache
         backend.begins.clear()
         waiting = asyncio.ensure_future(engine.generate(REQUEST))
         while not backend.asked:
@@ -162,7 +162,7 @@ def test_where_old_keys_are_kept_a_response_begins_anew_with_weights_that_came_b
         backend.begins.set()
         (done,) = await waiting
         assert done.response_ids.tolist() == [0, 1, 2, 3, 4, 5]
-        assert len(backend.asked) == (2 if keeps else 1)
+        assert len(backend.asked) == (2 if keeps_cache else 1)
         assert engine.deaths == 0
 
     on_engine(Launches, version, body)

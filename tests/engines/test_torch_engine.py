@@ -33,12 +33,12 @@ from rollout.engines import build_engine
 from rollout.engines.base import Request
 from rollout.engines.reference.inference_model import InferenceModel
 from rollout.engines.reference.sampling import (
-    draw,
-    draw_alike,
     log_distribution,
     mix64,
+    random_uniform,
+    sample_tokens,
+    sample_untruncated,
     seed_keys,
-    uniform,
 )
 
 VOCAB = 29
@@ -369,7 +369,7 @@ def test_frequencies_of_drawn_tokens_match_their_probabilities():
     torch.manual_seed(0)
     rows, vocab = 20_000, 12
     logits = torch.randn(vocab).mul_(1.5).expand(rows, vocab).contiguous()
-    u = uniform(seed_keys(list(range(rows))), torch.full((rows,), 5))
+    u = random_uniform(seed_keys(list(range(rows))), torch.full((rows,), 5))
     ones = torch.ones(rows)
     for sampling in (
         Sampling(),
@@ -385,7 +385,7 @@ def test_frequencies_of_drawn_tokens_match_their_probabilities():
             ones * sampling.top_p,
             ones * sampling.min_p,
         )
-        tokens, logprobs = draw(distribution, u)
+        tokens, logprobs = sample_tokens(distribution, u)
         p = distribution[0].exp().double()
         torch.testing.assert_close(p.sum(), torch.ones((), dtype=torch.float64))
         torch.testing.assert_close(logprobs, distribution[0][tokens])
@@ -396,7 +396,7 @@ def test_frequencies_of_drawn_tokens_match_their_probabilities():
         degrees = int(kept.sum()) - 1
         assert chi2 < degrees + 4 * math.sqrt(2 * degrees)
         if (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1, 0):
-            alike = draw_alike(logits, sampling, u)
+            alike = sample_untruncated(logits, sampling, u)
             assert torch.equal(alike[0], tokens)
             torch.testing.assert_close(alike[1], logprobs)
 
@@ -435,7 +435,7 @@ def test_truncation_keeps_what_it_should_by_hand():
 )
 def test_a_token_of_probability_zero_is_never_drawn(logits, u):
     row = torch.tensor([logits]).log_softmax(-1)
-    tokens, logprobs = draw(row, torch.tensor([u], dtype=torch.float64))
+    tokens, logprobs = sample_tokens(row, torch.tensor([u], dtype=torch.float64))
     assert row.exp()[0, tokens[0]] > 0 and logprobs[0] == row[0, tokens[0]]
 
 
@@ -444,14 +444,14 @@ def test_uniform_numbers_are_splitmix64():
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     keys, positions = torch.full((3,), 1234567), torch.tensor([1, 2, 3])
     want = torch.tensor([(x >> 11) * 2.0**-53 for x in published], dtype=torch.float64)
-    assert torch.equal(uniform(keys, positions), want)
+    assert torch.equal(random_uniform(keys, positions), want)
 
 
 def test_uniform_numbers_of_neighbouring_seeds_and_positions_are_unrelated():
     n = 4096
     u = torch.stack(
-        [uniform(seed_keys(list(range(n))), torch.full((n,), p)) for p in (0, 1)]
-        + [uniform(seed_keys(list(range(1, n + 1))), torch.zeros(n, dtype=torch.int64))]
+        [random_uniform(seed_keys(list(range(n))), torch.full((n,), p)) for p in (0, 1)]
+        + [random_uniform(seed_keys(list(range(1, n + 1))), torch.zeros(n, dtype=torch.int64))]
     )
     assert u.min() >= 0 and u.max() < 1
     correlations = torch.corrcoef(u)[~torch.eye(3, dtype=torch.bool)]

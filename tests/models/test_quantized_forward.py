@@ -31,7 +31,7 @@ from learner.publishing.version_builder import Publisher
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Request
 from rollout.engines.reference.inference_model import InferenceModel
-from rollout.engines.reference.kv_cache import KVCache, Prefill
+from rollout.engines.reference.kv_cache import KVCache, PrefillAttention
 from rollout.engines.reference.ops import TorchOps
 
 MakeRun = Callable[..., Run]
@@ -111,7 +111,7 @@ def gap_to_plain_engine(weights: WeightVersion, samples: list[Sample]) -> np.nda
         ids = torch.cat((torch.from_numpy(s.prompt_ids).long(), response))
         cache = KVCache(model.config, "cpu")
         cache.reserve(1, len(ids))
-        prefill = Prefill(cache, 0, torch.zeros(1, dtype=torch.long), 1)
+        prefill = PrefillAttention(cache, 0, torch.zeros(1, dtype=torch.long), 1)
         logits = model.logits(model.forward(ids, torch.arange(len(ids)), prefill))
         logp = logits[len(s.prompt_ids) - 1 : -1].log_softmax(-1)
         now = logp.gather(1, response[:, None]).squeeze(1).numpy()

@@ -34,7 +34,7 @@ from learner.build import build_model
 from learner.data.admission import Admission
 from learner.measure.fidelity import FidelityMeter
 from learner.publishing.version_builder import Publisher
-from rollout.build import room
+from rollout.build import worker_capacity
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
 from rollout.environments.base import Response
@@ -360,7 +360,7 @@ async def playing(
         tokenizer=tokenizer,
         reward=build_reward(run),
         weight_format=run.rollout.format,
-        room=room(run),
+        capacity=worker_capacity(run),
         max_lag=run.learner.max_lag,
         environment=episodes,
     )

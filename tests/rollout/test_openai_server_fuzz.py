@@ -21,7 +21,7 @@ from learner.build import build_model
 from learner.publishing.version_builder import Publisher
 from rollout.engines import build_engine
 from rollout.engines.base import Request
-from rollout.engines.reference.async_engine import EngineLoop
+from rollout.engines.reference.async_engine import AsyncEngine
 from rollout.openai_server.app import Endpoint
 from rollout.openai_server.schema import MAX_STOP_IDS, ChatBody, CompletionBody, RewardBody, decoded
 
@@ -108,7 +108,7 @@ class Served:
     def __init__(self, run: Any) -> None:
         self.loop = asyncio.new_event_loop()
         self.run = run
-        self.engine: EngineLoop = build_engine(TorchEngine(slots=16))  # type: ignore[assignment]
+        self.engine: AsyncEngine = build_engine(TorchEngine(slots=16))  # type: ignore[assignment]
 
     async def start(self) -> None:
         run, tokenizer = self.run, build_tokenizer(self.run)

@@ -41,17 +41,17 @@ from learner.data.group_reader import GroupReader
 from learner.data.packing import pack, samples_of
 from learner.data.staleness import VersionHistory
 from learner.publishing.version_builder import Publisher
-from rollout.build import room
+from rollout.build import worker_capacity
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine, Request
 from rollout.engines.process.streaming_engine import StreamingEngine
-from rollout.engines.reference.async_engine import EngineLoop
+from rollout.engines.reference.async_engine import AsyncEngine
 from rollout.engines.reference.torch_engine import TorchStepper
 from rollout.engines.scripted import scripted_engine
 from rollout.environments.base import Environment, Response
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.registry import build_environment
-from rollout.worker import Room, Worker
+from rollout.worker import Worker, WorkerCapacity
 
 MakeRun = Callable[..., Run]
 SCRIPTED = "rollout.engine.type=scripted"
@@ -113,7 +113,7 @@ async def working(
     side: LearnerSide,
     engine: Engine | None = None,
     environment: Environment | None = None,
-    limit: Room | None = None,
+    limit: WorkerCapacity | None = None,
     begin: Callable[[], Awaitable[object]] | None = None,
 ) -> AsyncIterator[Engine]:
     """A worker that works meanwhile, with the engine and environment of the settings if none are given."""
@@ -131,7 +131,7 @@ async def working(
         tokenizer=side.tokenizer,
         reward=build_reward(run),
         weight_format=run.rollout.format,
-        room=limit or room(run),
+        capacity=limit or worker_capacity(run),
         max_lag=run.learner.max_lag,
         environment=environment or build_environment(run, client),
     )
@@ -316,7 +316,7 @@ def test_workers_full_of_an_abandoned_history_do_not_stop_the_learner(
     async def work() -> None:
         side.admission.issue([0, 1, 2, 3], version=9)
         side.admission.issue([4, 5], version=2)
-        async with working(side, limit=Room(responses=4, slots=4, group_size=2)):
+        async with working(side, limit=WorkerCapacity(responses=4, slots=4, group_size=2)):
             side.publish(2)
             taken = await asyncio.to_thread(group_reader.take, 2, stop)
             assert taken
@@ -474,7 +474,7 @@ def test_the_next_worker_goes_on_from_the_tokens_of_one_that_ended(
     slow.tokens_per_s = 400
 
     async def work() -> None:
-        async with working(side, EngineLoop(slow)) as engine:
+        async with working(side, AsyncEngine(slow)) as engine:
             side.publish(0)
             side.admission.admit(0)
             await until(lambda: engine.tokens_drawn > 100)
@@ -576,7 +576,7 @@ def test_a_groups_last_straggler_leaves_room_for_new_groups(
             await last.wait()
             responses[3].ended = True
 
-        async with working(side, environment=straggling, limit=Room(8, 8, 4)):
+        async with working(side, environment=straggling, limit=WorkerCapacity(8, 8, 4)):
             side.publish(0)
             side.admission.admit(0)
             await until(lambda: len(begun) == 2)

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 UNQUANTIZED = ("UnquantizedLinearMethod",)
 
 
-def accept(weights: WeightVersion, first: Manifest | None) -> None:
+def check_weights(weights: WeightVersion, first: Manifest | None) -> None:
     """Raises WeightVersionError for weights that cannot follow `first`, with which the engine started."""
     manifest = weights.manifest
     where = f"version {manifest.version}"
@@ -34,7 +34,7 @@ def accept(weights: WeightVersion, first: Manifest | None) -> None:
         raise WeightVersionError(f"{where} lacks {min(lacking)[0]}, or has it in another shape")
 
 
-def check(request: Request, model: DecoderConfig, max_positions: int) -> None:
+def check_request(request: Request, model: DecoderConfig, max_positions: int) -> None:
     """Raises RecordError for a request that `model` can never serve. 0 positions: the model's own."""
     prompt, sampling = np.asarray(request.prompt_ids), request.sampling
     most = max_positions or model.max_positions
@@ -47,7 +47,7 @@ def check(request: Request, model: DecoderConfig, max_positions: int) -> None:
         raise RecordError(f"a prompt token is outside the vocabulary of {model.vocab_size}")
 
 
-def write(weights: WeightVersion, directory: Path) -> None:
+def write_version(weights: WeightVersion, directory: Path) -> None:
     """A checkpoint of `weights` in `directory`, which exists. Raises WeightVersionError."""
     manifest = weights.manifest
     try:
@@ -66,7 +66,7 @@ def check_quantized(engine: str, linears: dict[str, str], format: str) -> None:
     logger.info("%s runs %s by %s", engine, format, ", ".join(sorted(set(linears.values()))))
 
 
-def stamp(manifest: Manifest) -> str:
+def version_stamp(manifest: Manifest) -> str:
     """What an engine writes on the tokens of a version."""
     return f"{manifest.version}:{manifest.digest}"
 

@@ -10,7 +10,7 @@ from areal_q.weights.version import WeightVersion
 from rollout.engines.base import Capabilities, Request
 
 
-class Piece(Struct, frozen=True, kw_only=True):
+class CompletionDelta(Struct, frozen=True, kw_only=True):
     """What a stream says next."""
 
     ids: list[int]
@@ -20,7 +20,7 @@ class Piece(Struct, frozen=True, kw_only=True):
     """With the last piece, if the backend stamps tokens itself: of all tokens of the stream"""
 
 
-class Backend(Protocol):
+class GenerationBackend(Protocol):
     """Any method may raise EngineDied; then `launch` begins anew, which ends what is left of it."""
 
     name: str
@@ -28,18 +28,18 @@ class Backend(Protocol):
     slots: int
     timeout_s: float
     restarts: int
-    keeps: bool
+    keeps_cache: bool
     """Whether keys and values outlive the weights that they were computed with"""
 
     async def prepare(self) -> None:
         """What needs no weights, such as slow imports. Raises ConfigError when it cannot run here."""
         ...
 
-    def accept(self, weights: WeightVersion) -> None:
+    def check_weights(self, weights: WeightVersion) -> None:
         """Raises WeightVersionError for weights that cannot follow those that are loaded."""
         ...
 
-    def check(self, request: Request) -> None:
+    def check_request(self, request: Request) -> None:
         """Raises RecordError when the request can never be served. After the first launch."""
         ...
 
@@ -57,7 +57,7 @@ class Backend(Protocol):
         ...
 
     async def resume(self) -> None: ...
-    def stream(self, request: Request, seed: int) -> AsyncGenerator[Piece, None]:
+    def stream(self, request: Request, seed: int) -> AsyncGenerator[CompletionDelta, None]:
         """One response, to its stop token or its budget; closing the iterator cancels it."""
         ...
 

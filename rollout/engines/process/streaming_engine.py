@@ -1,6 +1,6 @@
 """An Engine (rollout/engines/base.py) around a backend that generates in processes of its own.
 
-    generate ─▶ room for its responses ─▶ one stream each ─pieces─▶ Drawn ─▶ completions
+    generate ─▶ room for its responses ─▶ one stream each ─pieces─▶ PartialCompletion ─▶ completions
     load_weights ─▶ stage (generation goes on) ─▶ pause ─▶ push ─▶ resume
     a backend that died ─▶ launched again with the current weights ─▶ streams go on where they were
 
@@ -34,22 +34,22 @@ from rollout.engines.base import (
     TokenCallback,
     check_shape,
 )
-from rollout.engines.process.generation_backend import Backend, Piece
-from rollout.engines.process.partial_response import Drawn
+from rollout.engines.process.generation_backend import CompletionDelta, GenerationBackend
+from rollout.engines.process.partial_completion import PartialCompletion
 
 logger = logging.getLogger(__name__)
 
 WATCH_S = 1.0
 
 
-class Room:
+class ResponseSlots:
     """Places for responses, given out first come first served, all of a group at once."""
 
     def __init__(self, places: int) -> None:
         self.free = places
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
-    async def enter(self, count: int) -> None:
+    async def acquire(self, count: int) -> None:
         turn = asyncio.get_running_loop().create_future()
         self._queue.append((count, turn))
         self._admit()
@@ -60,10 +60,10 @@ class Room:
                 self._queue = deque(entry for entry in self._queue if entry[1] is not turn)
                 self._admit()
             else:
-                self.leave(count)
+                self.release(count)
             raise
 
-    def leave(self, count: int) -> None:
+    def release(self, count: int) -> None:
         self.free += count
         self._admit()
 
@@ -78,7 +78,7 @@ class Room:
 class StreamingEngine:
     """An Engine. Its `load_weights` pauses generation for the swap only, not for the transfer."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: GenerationBackend) -> None:
         self.name, self.capabilities = backend.name, backend.capabilities
         self.backend = backend
         self.deaths = 0
@@ -89,7 +89,7 @@ class StreamingEngine:
         self._weights: WeightVersion | None = None
         self._loadings = 0
         """Since the start; the same version may be loaded twice"""
-        self._room = Room(backend.slots)
+        self._slots = ResponseSlots(backend.slots)
         self._changing = asyncio.Lock()
         self._ready = asyncio.Event()
         self._tasks: set[asyncio.Task[list[Completion]]] = set()
@@ -140,7 +140,7 @@ class StreamingEngine:
         async with self._changing:
             if self._lost is not None:
                 raise self._lost
-            self.backend.accept(weights)
+            self.backend.check_weights(weights)
             if self._weights is None:
                 try:
                     await self.backend.launch(weights)
@@ -202,8 +202,8 @@ class StreamingEngine:
         await self._ready.wait()
         if self._lost is not None:
             raise self._lost
-        self.backend.check(request)
-        await self._room.enter(request.num_samples)
+        self.backend.check_request(request)
+        await self._slots.acquire(request.num_samples)
         self._count(request.num_samples)
         try:
             async with asyncio.TaskGroup() as group:
@@ -220,7 +220,7 @@ class StreamingEngine:
     def _left(self, task: "asyncio.Task[Completion]") -> None:
         """A response's place is free as soon as it ends, whatever its group still does."""
         self._count(-1)
-        self._room.leave(1)
+        self._slots.release(1)
 
     async def _told(
         self,
@@ -230,69 +230,77 @@ class StreamingEngine:
         on_response: ResponseCallback | None,
     ) -> Completion:
         """A response, of which `on_response` hears what there is even if it is cancelled."""
-        drawn = Drawn(request, request.seed + index)
+        partial = PartialCompletion(request, request.seed + index)
         try:
-            completion = await self._response(drawn, index, on_token)
+            completion = await self._response(partial, index, on_token)
         except asyncio.CancelledError:
-            if on_response and drawn.ids and np.isfinite(drawn.logprobs).all():
-                on_response(index, replace(drawn.completion(), finish_reason=None))
+            if on_response and partial.ids and np.isfinite(partial.logprobs).all():
+                on_response(index, replace(partial.completion(), finish_reason=None))
             raise
         if on_response:
             on_response(index, completion)
         return completion
 
     async def _response(
-        self, drawn: Drawn, index: int, on_token: TokenCallback | None
+        self, partial: PartialCompletion, index: int, on_token: TokenCallback | None
     ) -> Completion:
-        while drawn.finish_reason is None:
+        while partial.finish_reason is None:
             launched = self.deaths
             try:
-                begun = await self._draw(drawn, index, on_token)
-                if begun and drawn.finish_reason is None:
-                    raise EngineDied(f"a response of {len(drawn.ids)} tokens ended unasked")
+                begun = await self._draw(partial, index, on_token)
+                if begun and partial.finish_reason is None:
+                    raise EngineDied(f"a response of {len(partial.ids)} tokens ended unasked")
             except EngineDied as error:
-                drawn.kept = drawn.spans
+                partial.kept = partial.spans
                 async with self._changing:
                     if self.deaths == launched:
                         assert self._weights is not None
                         await self._launch_again(self._weights, error)
         self._deaths_in_a_row = 0
-        return drawn.completion()
+        return partial.completion()
 
-    async def _draw(self, drawn: Drawn, index: int, on_token: TokenCallback | None) -> bool:
+    async def _draw(
+        self, partial: PartialCompletion, index: int, on_token: TokenCallback | None
+    ) -> bool:
         """As far as one stream, or the response's time, goes. False: it must begin anew. Weights changed before
         its first token, which may rest on the keys and values that the old ones gave its prompt, from a cache
         or computed in part, and nothing would tell."""
-        loadings, before = self._loadings, len(drawn.ids)
-        stream = self.backend.stream(drawn.rest(), drawn.seed)
-        clock = asyncio.timeout_at(drawn.deadline_s)
+        loadings, before = self._loadings, len(partial.ids)
+        stream = self.backend.stream(partial.rest(), partial.seed)
+        clock = asyncio.timeout_at(partial.deadline_s)
         try:
             async with clock, contextlib.aclosing(stream) as pieces:
-                async for piece in pieces:
-                    waited = len(drawn.ids) == before and self._loadings != loadings
-                    if waited and self.backend.keeps:
+                async for delta in pieces:
+                    waited = len(partial.ids) == before and self._loadings != loadings
+                    if waited and self.backend.keeps_cache:
                         return False
-                    self._hear(drawn, piece, index, on_token)
-                    if drawn.stopped:
+                    self._hear(partial, delta, index, on_token)
+                    if partial.stopped:
                         return True
-                    if drawn.deadline_s is None and drawn.ids and drawn.request.timeout_s:
+                    if partial.deadline_s is None and partial.ids and partial.request.timeout_s:
                         now_s = asyncio.get_running_loop().time()
-                        drawn.deadline_s = now_s + drawn.request.timeout_s
-                        clock.reschedule(drawn.deadline_s)
+                        partial.deadline_s = now_s + partial.request.timeout_s
+                        clock.reschedule(partial.deadline_s)
         except TimeoutError:
             if not clock.expired():
                 raise
-            drawn.late = True
+            partial.late = True
         return True
 
-    def _hear(self, drawn: Drawn, piece: Piece, index: int, on_token: TokenCallback | None) -> None:
+    def _hear(
+        self,
+        partial: PartialCompletion,
+        delta: CompletionDelta,
+        index: int,
+        on_token: TokenCallback | None,
+    ) -> None:
         assert self._weights is not None
         manifest = self._weights.manifest
-        piece = drawn.add(piece, manifest.version, manifest.digest)
-        self._tokens += len(piece.ids)
+        delta = partial.add(delta, manifest.version, manifest.digest)
+        self._tokens += len(delta.ids)
         self._heard_s = time.monotonic()
         if on_token:
-            for token, logprob in zip(piece.ids, piece.logprobs, strict=True):
+            for token, logprob in zip(delta.ids, delta.logprobs, strict=True):
                 on_token(index, token, logprob)
 
     async def _launch_again(self, weights: WeightVersion, error: EngineDied) -> None:

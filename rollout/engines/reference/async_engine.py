@@ -82,7 +82,7 @@ class Job:
             self.future.set_exception(error)
 
 
-class VersionLog:
+class StepVersions:
     """Which version drew at which step, as far back as responses in flight may need it."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Stepper(Protocol):
     @property
     def active(self) -> int: ...
 
-    def check(self, request: Request) -> None:
+    def check_request(self, request: Request) -> None:
         """Raises RecordError when the request can never be served."""
         ...
 
@@ -150,7 +150,7 @@ class Stepper(Protocol):
     def swap(self, prepared: Any) -> None: ...
 
 
-class EngineLoop:
+class AsyncEngine:
     """An Engine (rollout/engines/base.py) around a Stepper."""
 
     def __init__(self, stepper: Stepper) -> None:
@@ -194,7 +194,7 @@ class EngineLoop:
             raise EngineDied(f"engine {self.name} is not running")
         check_shape(request, self._stepper.slots)
         if self.version >= 0:
-            self._stepper.check(request)
+            self._stepper.check_request(request)
         job = Job(request, asyncio.get_running_loop().create_future(), on_token, on_response)
         self._jobs.add(job)
         self._stepper.waiting.append(job)
@@ -223,7 +223,7 @@ class EngineLoop:
         if first:
             for job in list(self._stepper.waiting):
                 try:
-                    self._stepper.check(job.request)
+                    self._stepper.check_request(job.request)
                 except RecordError as error:
                     self._stepper.waiting.remove(job)
                     job.fail(error)

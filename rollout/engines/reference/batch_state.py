@@ -11,7 +11,7 @@ from rollout.engines.reference.kv_cache import grown
 from rollout.engines.reference.sampling import seed_keys
 
 
-class Rows:
+class BatchState:
     """The state of the rows, as tensors whose first dimension is the slot."""
 
     def __init__(self, config: DecoderConfig, device: str) -> None:

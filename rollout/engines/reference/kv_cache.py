@@ -71,7 +71,7 @@ class KVCache:
         self.data[:, :, slots] = 0.0
 
 
-class Decode:
+class DecodeAttention:
     """Each of R rows attends to its own slot, to `positions` int64 [R] included; `length` = L."""
 
     def __init__(self, cache: KVCache, positions: Tensor, length: int) -> None:
@@ -97,7 +97,7 @@ class Decode:
         return torch.bmm(scores.softmax(-1), values).view(self.rows, -1)
 
 
-class Prefill:
+class PrefillAttention:
     """N right-padded prompts attend causally; prompt `source[j]` is cached in slot `first + j`.
 
     Padding needs no mask: it comes after every real token, and what it leaves in the cache lies
@@ -117,7 +117,7 @@ class Prefill:
         return out.transpose(1, 2).reshape(self.prompts * length, -1)
 
 
-def both(decode: Attend, prefill: Prefill, rows: int) -> Attend:
+def combined_attention(decode: Attend, prefill: PrefillAttention, rows: int) -> Attend:
     """One forward for the `rows` decoding rows followed by the prompts' tokens."""
 
     def attend(layer: int, qkv: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 from areal_q.config import Sampling
 from areal_q.models.layers.rope import apply_rope
 from areal_q.quant.quantized_linear import Linear
-from rollout.engines.reference.kv_cache import Attend, Decode, KVCache
-from rollout.engines.reference.sampling import draw_alike, uniform
+from rollout.engines.reference.kv_cache import Attend, DecodeAttention, KVCache
+from rollout.engines.reference.sampling import random_uniform, sample_untruncated
 
 
 class Ops(Protocol):
@@ -69,10 +69,10 @@ class TorchOps:
         return F.silu(gate).mul_(up)
 
     def decode(self, cache: KVCache, positions: Tensor, length: int) -> Attend:
-        return Decode(cache, positions, length)
+        return DecodeAttention(cache, positions, length)
 
     def uniform(self, keys: Tensor, positions: Tensor) -> Tensor:
-        return uniform(keys, positions)
+        return random_uniform(keys, positions)
 
     def draw(self, logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
-        return draw_alike(logits, sampling, u)
+        return sample_untruncated(logits, sampling, u)

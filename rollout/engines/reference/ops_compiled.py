@@ -11,7 +11,7 @@ from torch import Tensor
 from areal_q.config import Sampling
 from areal_q.models.layers.rope import apply_rope
 from rollout.engines.reference.ops import TorchOps
-from rollout.engines.reference.sampling import draw, draw_alike
+from rollout.engines.reference.sampling import sample_tokens, sample_untruncated
 
 
 @torch.compile(dynamic=True)
@@ -37,7 +37,7 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 @torch.compile(dynamic=True)
 def _drawn(logits: Tensor, temperature: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    return draw((logits / temperature).log_softmax(-1), u)
+    return sample_tokens((logits / temperature).log_softmax(-1), u)
 
 
 class CompiledOps(TorchOps):
@@ -57,7 +57,7 @@ class CompiledOps(TorchOps):
 
     def draw(self, logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
         if sampling.temperature == 0:
-            return draw_alike(logits, sampling, u)
+            return sample_untruncated(logits, sampling, u)
         # As a tensor, lest each temperature be compiled anew; an upload of it would be waited for.
         temperature = torch.full((), sampling.temperature, device=logits.device)
         return _drawn(logits, temperature, u)

@@ -18,9 +18,9 @@ from areal_q.quant.quantized_linear import (
     int8_matmul,
 )
 from rollout.engines.reference import numba_kernels
-from rollout.engines.reference.kv_cache import Attend, Decode, KVCache
+from rollout.engines.reference.kv_cache import Attend, DecodeAttention, KVCache
 from rollout.engines.reference.kv_cache_fp8 import Fp8KVCache
-from rollout.engines.reference.sampling import draw_alike
+from rollout.engines.reference.sampling import sample_untruncated
 
 
 class FusedInt8Linear:
@@ -72,7 +72,7 @@ class FusedFp8GroupLinear:
         return y if add is None else y.add_(add)
 
 
-class FusedDecode:
+class FusedDecodeAttention:
     """As attention.Decode; a row looks at its own positions only, so there is no mask."""
 
     def __init__(self, cache: KVCache, positions: Tensor) -> None:
@@ -118,8 +118,8 @@ class FusedOps:
 
     def decode(self, cache: KVCache, positions: Tensor, length: int) -> Attend:
         if isinstance(cache, Fp8KVCache):
-            return Decode(cache, positions, length)
-        return FusedDecode(cache, positions)
+            return DecodeAttention(cache, positions, length)
+        return FusedDecodeAttention(cache, positions)
 
     def uniform(self, keys: Tensor, positions: Tensor) -> Tensor:
         u = np.empty(len(keys))
@@ -128,7 +128,7 @@ class FusedOps:
 
     def draw(self, logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
         if sampling.temperature == 0:
-            return draw_alike(logits, sampling, u)
+            return sample_untruncated(logits, sampling, u)
         tokens, logprobs = np.empty(len(u), np.int64), np.empty(len(u), np.float32)
         numba_kernels.draw(logits.numpy(), sampling.temperature, u.numpy(), tokens, logprobs)
         return torch.from_numpy(tokens), torch.from_numpy(logprobs)

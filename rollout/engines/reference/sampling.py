@@ -33,7 +33,7 @@ def seed_keys(seeds: list[int]) -> Tensor:
     return mix64(torch.tensor([(seed + half) % (2 * half) - half for seed in seeds]))
 
 
-def uniform(keys: Tensor, positions: Tensor) -> Tensor:
+def random_uniform(keys: Tensor, positions: Tensor) -> Tensor:
     """float64 [R] in [0, 1): number `positions` int64 [R] of the streams `keys` int64 [R]."""
     bits = mix64(torch.add(keys, positions, alpha=_GAMMA)) >> 11
     return (bits & ((1 << 53) - 1)).to(torch.float64).mul_(2.0**-53)
@@ -65,7 +65,7 @@ def log_distribution(
     return torch.empty_like(kept).scatter_(-1, order, kept)
 
 
-def draw(logprobs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+def sample_tokens(logprobs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """(tokens int64 [R], their log-probs float32 [R]) by inverse CDF at u float64 [R] in [0, 1).
 
     The first token whose cumulative probability exceeds u times their sum; a token of probability
@@ -80,12 +80,12 @@ def draw(logprobs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     return tokens.squeeze(-1), logprobs.gather(-1, tokens).squeeze(-1)
 
 
-def draw_alike(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
-    """`draw` for rows that share untruncated settings: no sort, no per-row knobs."""
+def sample_untruncated(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
+    """`sample_tokens` for rows that share untruncated settings: no sort, no per-row knobs."""
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
         # NaN stays NaN: the log-prob of a token from diverged weights must not look like a certainty.
         return tokens, logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).mul_(0.0)
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
-    return draw(logits.log_softmax(-1), u)
+    return sample_tokens(logits.log_softmax(-1), u)

@@ -22,22 +22,22 @@ from areal_q.errors import RecordError, WeightVersionError
 from areal_q.quant import FORMATS
 from areal_q.weights.version import WeightVersion
 from rollout.engines.base import Capabilities, Completion, Request
-from rollout.engines.reference.async_engine import EngineLoop, Job, VersionLog
-from rollout.engines.reference.batch_state import Rows
+from rollout.engines.reference.async_engine import AsyncEngine, Job, StepVersions
+from rollout.engines.reference.batch_state import BatchState
 from rollout.engines.reference.build_ops import build_ops
 from rollout.engines.reference.inference_model import InferenceModel
-from rollout.engines.reference.kv_cache import KVCache, Prefill, both
+from rollout.engines.reference.kv_cache import KVCache, PrefillAttention, combined_attention
 from rollout.engines.reference.kv_cache_fp8 import build_cache
-from rollout.engines.reference.sampling import draw, log_distribution
+from rollout.engines.reference.sampling import log_distribution, sample_tokens
 
 PREFILL_TOKENS = 8192
 """Most padded prompt tokens in one forward (a longer prompt goes alone)"""
 
 
-def torch_engine(config: TorchEngine) -> EngineLoop:
+def torch_engine(config: TorchEngine) -> AsyncEngine:
     """Raises ConfigError for a device that torch does not have."""
     check_device("rollout.engine.device", config.device)
-    return EngineLoop(TorchStepper(config))
+    return AsyncEngine(TorchStepper(config))
 
 
 class TorchStepper:
@@ -56,13 +56,13 @@ class TorchStepper:
         self.ops = build_ops(config)
         self.waiting: deque[Job] = deque()
         self.steps = 0
-        self.versions = VersionLog()
+        self.versions = StepVersions()
         self.model: InferenceModel | None = None
         self.owners: list[tuple[Job, int]] = []
         """(job, index in its group) of each row"""
         self.running: dict[Job, int] = {}
         """Rows that each job still has"""
-        self.rows: Rows
+        self.batch: BatchState
         self.cache: KVCache
 
     @property
@@ -73,7 +73,7 @@ class TorchStepper:
     def active(self) -> int:
         return len(self.owners)
 
-    def check(self, request: Request) -> None:
+    def check_request(self, request: Request) -> None:
         assert self.model is not None
         config, prompt = self.model.config, np.asarray(request.prompt_ids)
         total = len(prompt) + request.sampling.max_tokens
@@ -95,7 +95,7 @@ class TorchStepper:
     def swap(self, prepared: InferenceModel) -> None:
         if self.model is None:
             self.cache = build_cache(prepared.config, self.config)
-            self.rows = Rows(prepared.config, self.config.device)
+            self.batch = BatchState(prepared.config, self.config.device)
         self.model = prepared
         self.cache.new_version(prepared.kv_scales)
         self.versions.swapped(self.steps, prepared.manifest)
@@ -112,7 +112,7 @@ class TorchStepper:
             return 0
         logits = self._forward(model, old, jobs)
         tokens, logprobs = self._draw(logits)
-        done = self.rows.append(new, tokens, logprobs)
+        done = self.batch.append(new, tokens, logprobs)
         self.steps += 1
         self._report(tokens, logprobs)
         ended = np.flatnonzero(done.cpu().numpy()).tolist()  # nonzero() would wait for a GPU twice
@@ -146,9 +146,9 @@ class TorchStepper:
         # Slots double, so that a steady trickle of requests does not copy the cache each time.
         room = min(self.config.slots, max(16, 1 << (rows - 1).bit_length()))
         ends = [len(j.request.prompt_ids) + j.request.sampling.max_tokens for j in jobs]
-        self.rows.reserve(room, max(ends))
+        self.batch.reserve(room, max(ends))
         self.cache.reserve(room, max(ends))
-        self.rows.narrow(max((len(j.request.stop_ids) for j in self.running), default=0))
+        self.batch.narrow(max((len(j.request.stop_ids) for j in self.running), default=0))
         return self._place(jobs)
 
     def _place(self, jobs: list[Job]) -> list[Job]:
@@ -156,7 +156,7 @@ class TorchStepper:
         holds fails by itself."""
         requests = [job.request for job in jobs]
         try:
-            self.rows.fill(self.active + sum(r.num_samples for r in requests), requests)
+            self.batch.fill(self.active + sum(r.num_samples for r in requests), requests)
         except (OverflowError, TypeError, ValueError) as error:
             if len(jobs) > 1:
                 return [placed for job in jobs for placed in self._place([job])]
@@ -170,8 +170,8 @@ class TorchStepper:
 
     def _forward(self, model: InferenceModel, old: int, jobs: list[Job]) -> Tensor:
         """Logits [R, V] of every row's next token; `jobs` own the rows from `old` on."""
-        positions = self.rows.length[:old] - 1
-        tokens = self.rows.ids[:old].gather(1, positions.unsqueeze(1)).squeeze(1)
+        positions = self.batch.length[:old] - 1
+        tokens = self.batch.ids[:old].gather(1, positions.unsqueeze(1)).squeeze(1)
         decode = self.ops.decode(self.cache, positions, self._longest()) if old else None
         routes: list[Tensor] | None = [] if model.config.experts else None
         if not jobs:
@@ -184,12 +184,12 @@ class TorchStepper:
         source = torch.arange(len(jobs)).repeat_interleave(copies).to(device, non_blocking=True)
         lengths = [len(job.request.prompt_ids) for job in jobs]
         width, firsts = max(lengths), copies.cumsum(0) - copies + old
-        prompts = self.rows.ids[firsts.to(device, non_blocking=True), :width]
-        prefill = Prefill(self.cache, old, source, len(jobs))
+        prompts = self.batch.ids[firsts.to(device, non_blocking=True), :width]
+        prefill = PrefillAttention(self.cache, old, source, len(jobs))
         hidden = model.forward(
             torch.cat((tokens, prompts.flatten())),
             torch.cat((positions, torch.arange(width, device=positions.device).repeat(len(jobs)))),
-            both(decode, prefill, old) if decode else prefill,
+            combined_attention(decode, prefill, old) if decode else prefill,
             routes,
         )
         self._record(routes, positions, source, width)
@@ -209,23 +209,23 @@ class TorchStepper:
         if not routes:
             return
         old, taken = len(positions), torch.stack(routes, 1)
-        self.rows.add_routes(positions, taken[:old])
+        self.batch.add_routes(positions, taken[:old])
         if source is not None:
-            self.rows.put_routes(old, taken[old:].unflatten(0, (-1, width))[source])
+            self.batch.put_routes(old, taken[old:].unflatten(0, (-1, width))[source])
 
     def _longest(self) -> int:
         """Most tokens that any row has: known without asking the device."""
         return max(len(j.request.prompt_ids) + self.steps - j.started for j in self.running)
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        rows, n = self.rows, len(logits)
+        rows, n = self.batch, len(logits)
         u = self.ops.uniform(rows.keys[:n], rows.length[:n])
         settings = {job.request.sampling for job in self.running}
         first = next(iter(settings))
         if len(settings) == 1 and (first.top_k, first.top_p, first.min_p) == (0, 1, 0):
             return self.ops.draw(logits, first, u)
         knobs = (rows.temperature[:n], rows.top_k[:n], rows.top_p[:n], rows.min_p[:n])
-        return draw(log_distribution(logits, *knobs), u)
+        return sample_tokens(log_distribution(logits, *knobs), u)
 
     def _report(self, tokens: Tensor, logprobs: Tensor) -> None:
         if not any(job.on_token for job in self.running):
@@ -251,7 +251,7 @@ class TorchStepper:
     def _drawn(self, slots: list[int]) -> list[tuple[Job, int, Completion]]:
         """(job, index, what there is of its response) of these slots."""
         found = []
-        ids, logprobs, lengths = self.rows.read(slots)
+        ids, logprobs, lengths = self.batch.read(slots)
         for slot, row_ids, row_logprobs, length in zip(slots, ids, logprobs, lengths, strict=True):
             job, index = self.owners[slot]
             start = len(job.request.prompt_ids)
@@ -261,7 +261,7 @@ class TorchStepper:
                 logprobs=row_logprobs[start:length].copy(),
                 spans=self.versions.spans(job.started, len(response)),
                 finish_reason=job.finish_reason(index, response),
-                routes=self.rows.read_routes(slot, length - 1),
+                routes=self.batch.read_routes(slot, length - 1),
             )
             found.append((job, index, completion))
         return found
@@ -305,7 +305,7 @@ class TorchStepper:
             device = self.config.device
             to, frm = torch.tensor(targets, device=device), torch.tensor(sources, device=device)
             self.cache.move(frm, to, length)
-            self.rows.move(frm, to)
+            self.batch.move(frm, to)
         self.versions.forget_before(min((j.started for j in self.running), default=self.steps))
 
     def _recompute(self, model: InferenceModel) -> None:
@@ -316,7 +316,7 @@ class TorchStepper:
         rows = max(1, PREFILL_TOKENS // width)
         for first in range(0, self.active, rows):
             count = min(rows, self.active - first)
-            tokens = self.rows.ids[first : first + count, :width].flatten()
+            tokens = self.batch.ids[first : first + count, :width].flatten()
             positions = torch.arange(width, device=tokens.device).repeat(count)
             source = torch.arange(count, device=tokens.device)
-            model.forward(tokens, positions, Prefill(self.cache, first, source, count))
+            model.forward(tokens, positions, PrefillAttention(self.cache, first, source, count))

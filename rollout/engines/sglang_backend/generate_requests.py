@@ -8,7 +8,7 @@ from areal_q.config import Sampling
 from areal_q.errors import EngineDied, RecordError
 from areal_q.messages import VersionSpan
 from rollout.engines.base import Request
-from rollout.engines.process.generation_backend import Piece
+from rollout.engines.process.generation_backend import CompletionDelta
 from rollout.engines.sglang_backend.http_client import Chunk, Meta
 
 
@@ -20,7 +20,7 @@ def kept_tokens(sampling: Sampling, vocab_size: int) -> int:
     return min(sampling.top_k or vocab_size, vocab_size)
 
 
-def parameters(request: Request, seed: int, kept: int) -> dict[str, Any]:
+def sglang_sampling_params(request: Request, seed: int, kept: int) -> dict[str, Any]:
     sampling = request.sampling
     return {
         "temperature": sampling.temperature,
@@ -54,7 +54,7 @@ def check_end(chunk: Chunk, meta: Meta, request: Request) -> None:
         )
 
 
-def piece(chunk: Chunk, meta: Meta, new: int, masked: bool) -> Piece:
+def sglang_delta(chunk: Chunk, meta: Meta, new: int, masked: bool) -> CompletionDelta:
     """The last `new` tokens of a chunk. Raises EngineDied when their log-probs are not there."""
     start = len(chunk.output_ids) - new
     if masked:
@@ -64,7 +64,7 @@ def piece(chunk: Chunk, meta: Meta, new: int, masked: bool) -> Piece:
     if start < 0 or len(logprobs) != new:
         raise EngineDied(f"SGLang: {len(logprobs)} log-probs for {new} tokens")
     spans = [_span(s.version, s.end - s.start) for s in meta.weight_versions]
-    return Piece(ids=chunk.output_ids[start:], logprobs=logprobs, spans=spans or None)
+    return CompletionDelta(ids=chunk.output_ids[start:], logprobs=logprobs, spans=spans or None)
 
 
 def _span(stamp: str, tokens: int) -> VersionSpan:

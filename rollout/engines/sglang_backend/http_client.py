@@ -51,7 +51,7 @@ class Chunk(Struct, frozen=True):
 CHUNKS = msgspec.json.Decoder(Chunk)
 
 
-class Client:
+class SglangClient:
     """Every method raises EngineDied when the server does not answer, or not what it should.
 
     `reuse` connections only of a server that never ends one first: a request that goes out on a connection

@@ -6,7 +6,7 @@ from areal_q.config import SglangEngine
 from areal_q.errors import ConfigError, EngineDied
 from areal_q.system.credentials import shown
 from rollout.engines.process.checkpoint_backend import UNQUANTIZED
-from rollout.engines.sglang_backend.http_client import Client
+from rollout.engines.sglang_backend.http_client import SglangClient
 from rollout.engines.sglang_backend.server_main import LINEARS
 
 PROBE_TEMPERATURE = 0.3
@@ -34,7 +34,7 @@ def check_settings(info: dict[str, Any], config: SglangEngine) -> None:
         raise ConfigError(f"{where} drafts tokens, whose log-probs are not those of the model")
 
 
-async def check_logprobs(client: Client, most_masked: int) -> None:
+async def check_logprobs(client: SglangClient, most_masked: int) -> None:
     """Raises ConfigError when the server reports log-probs before the temperature
     (SGLANG_RETURN_ORIGINAL_LOGPROB): those are not of the distribution that draws."""
     probe = {
@@ -59,7 +59,7 @@ async def check_logprobs(client: Client, most_masked: int) -> None:
         )
 
 
-async def linears(client: Client, info: dict[str, Any], format: str) -> dict[str, str]:
+async def linears(client: SglangClient, info: dict[str, Any], format: str) -> dict[str, str]:
     """How each linear of the decoder layers really computes.
 
     A server started by rollout/engines/sglang_backend/server_main.py knows. Of another one only the tensors

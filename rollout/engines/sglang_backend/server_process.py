@@ -16,19 +16,19 @@ from areal_q.models import DecoderConfig
 from areal_q.system.ports import free_ports
 from areal_q.system.processes import module_command
 from rollout.engines.process import checkpoint_backend
-from rollout.engines.sglang_backend.http_client import Client
+from rollout.engines.sglang_backend.http_client import SglangClient
 from rollout.engines.sglang_backend.server_main import CPU_ATTENTION
 
-ENVIRONMENT = {
+SGLANG_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONWARNINGS": "ignore",
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",
     "TOKENIZERS_PARALLELISM": "false",
 }
-GPU_ENVIRONMENT = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
+SGLANG_GPU_ENVIRONMENT = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 """Else SGLang makes the scales of FP8 blocks powers of two and requantizes, on GPUs newer than Hopper"""
-CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
+SGLANG_CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
 CPU_CACHE_BYTES = 256 << 20
 RESERVED_POSITIONS = 16
 """SGLang admits prompts some tokens shorter than its context"""
@@ -36,11 +36,11 @@ RESERVED_POSITIONS = 16
 
 def _for_the_device(cpu: bool) -> dict[str, str]:
     if cpu:
-        return CPU_ENVIRONMENT
-    return {} if checkpoint_backend.is_hopper() else GPU_ENVIRONMENT
+        return SGLANG_CPU_ENVIRONMENT
+    return {} if checkpoint_backend.is_hopper() else SGLANG_GPU_ENVIRONMENT
 
 
-class OwnServer:
+class SglangProcess:
     """Its processes form a group, which ends as a whole; its sockets are in `directory`."""
 
     def __init__(self, process: asyncio.subprocess.Process, url: str, key: str) -> None:
@@ -49,11 +49,11 @@ class OwnServer:
         self.url, self.key = url, key
 
     @classmethod
-    async def start(cls, settings: dict[str, Any], directory: Path) -> "OwnServer":
+    async def start(cls, settings: dict[str, Any], directory: Path) -> "SglangProcess":
         """`settings` are fields of SGLang's ServerArgs; address and key are added here. `directory` is
         removed by whichever of the two processes lives longer."""
         port, key = free_ports(1)[0], secrets.token_hex(32)
-        environment = ENVIRONMENT | _for_the_device(settings.get("device") == "cpu")
+        environment = SGLANG_ENVIRONMENT | _for_the_device(settings.get("device") == "cpu")
         process = await asyncio.create_subprocess_exec(
             *module_command("rollout.engines.sglang_backend.server_main", str(directory)),
             env=environment | os.environ | {"TMPDIR": str(directory)},
@@ -65,7 +65,7 @@ class OwnServer:
         process.stdin.write(msgspec.json.encode(settings | address) + b"\n")
         return cls(process, f"http://127.0.0.1:{port}", key)
 
-    async def up(self, client: Client, timeout_s: float) -> dict[str, Any]:
+    async def up(self, client: SglangClient, timeout_s: float) -> dict[str, Any]:
         """What the server says of itself, once it answers. Raises EngineDied."""
         answer = asyncio.ensure_future(client.up(timeout_s))
         ended = asyncio.ensure_future(self._process.wait())

@@ -30,18 +30,18 @@ from areal_q.system.credentials import secret
 from areal_q.weights.version import WeightVersion
 from rollout.engines.base import Capabilities, Request
 from rollout.engines.process import checkpoint_backend
-from rollout.engines.process.generation_backend import Piece
+from rollout.engines.process.generation_backend import CompletionDelta
 from rollout.engines.process.process_end import first_end
 from rollout.engines.process.streaming_engine import StreamingEngine
 from rollout.engines.sglang_backend import generate_requests, server_checks
-from rollout.engines.sglang_backend.http_client import Client
-from rollout.engines.sglang_backend.server_process import OwnServer, server_settings
+from rollout.engines.sglang_backend.http_client import SglangClient
+from rollout.engines.sglang_backend.server_process import SglangProcess, server_settings
 
 logger = logging.getLogger(__name__)
 
-CPU_FORMATS = frozenset({"bf16"})
+SGLANG_CPU_FORMATS = frozenset({"bf16"})
 """SGLang's quantized products need AMX, or a GPU"""
-GPU_FORMATS = CPU_FORMATS | {"fp8", "fp8-channel", "int8"}
+SGLANG_GPU_FORMATS = SGLANG_CPU_FORMATS | {"fp8", "fp8-channel", "int8"}
 MEMORY = Path("/dev/shm")
 ABORTS_S = 1.0
 """For which the end of a server waits until it has heard what is not wanted any more"""
@@ -62,7 +62,7 @@ def sglang_engine(config: SglangEngine) -> StreamingEngine:
     return StreamingEngine(SglangBackend(config))
 
 
-def room_for(config: SglangEngine) -> str:
+def handover_directory(config: SglangEngine) -> str:
     """Where versions are handed over: in memory, where there is such a place."""
     if config.directory:
         return config.directory
@@ -74,12 +74,14 @@ class SglangBackend:
 
     def __init__(self, config: SglangEngine) -> None:
         self.config = config
-        here = GPU_FORMATS if config.url or checkpoint_backend.has_gpu() else CPU_FORMATS
+        here = (
+            SGLANG_GPU_FORMATS if config.url or checkpoint_backend.has_gpu() else SGLANG_CPU_FORMATS
+        )
         self.capabilities = Capabilities(formats=here, kv_on_update=frozenset(PAUSES))
         self.slots, self.timeout_s = config.slots, config.timeout_s
-        self.restarts, self.keeps = config.restarts, config.kv_on_update == "keep"
-        self._server: OwnServer | None = None
-        self._client: Client | None = None
+        self.restarts, self.keeps_cache = config.restarts, config.kv_on_update == "keep"
+        self._server: SglangProcess | None = None
+        self._client: SglangClient | None = None
         self._directory: Path | None = None
         self._staged: Path | None = None
         self._first: Manifest | None = None
@@ -100,12 +102,12 @@ class SglangBackend:
     async def prepare(self) -> None:
         """Nothing to do before the first version."""
 
-    def accept(self, weights: WeightVersion) -> None:
-        checkpoint_backend.accept(weights, self._first)
+    def check_weights(self, weights: WeightVersion) -> None:
+        checkpoint_backend.check_weights(weights, self._first)
 
-    def check(self, request: Request) -> None:
+    def check_request(self, request: Request) -> None:
         assert self._model is not None
-        checkpoint_backend.check(request, self._model, self._positions)
+        checkpoint_backend.check_request(request, self._model, self._positions)
         if request.sampling.min_p and self._seeded:
             raise RecordError(
                 "min_p: SGLang draws it without seeds only, and dies otherwise: "
@@ -123,7 +125,7 @@ class SglangBackend:
         manifest = weights.manifest
         model = DecoderConfig.from_hf(manifest.model)
         self._directory = Path(
-            tempfile.mkdtemp(prefix="areal-q-sglang-", dir=room_for(self.config))
+            tempfile.mkdtemp(prefix="areal-q-sglang-", dir=handover_directory(self.config))
         )
         if self.config.url:
             # Of another user, perhaps, which only reads. A server of our own is ours.
@@ -151,7 +153,7 @@ class SglangBackend:
         self._unstage()
         self._staged = self._directory / weights.manifest.digest
         self._staged.mkdir()
-        await asyncio.to_thread(checkpoint_backend.write, weights, self._staged)
+        await asyncio.to_thread(checkpoint_backend.write_version, weights, self._staged)
 
     async def pause(self) -> None:
         client = self._running()
@@ -165,8 +167,8 @@ class SglangBackend:
         update = {
             "model_path": str(self._staged),
             "load_format": "safetensors",
-            "weight_version": checkpoint_backend.stamp(weights.manifest),
-            "flush_cache": not self.keeps,
+            "weight_version": checkpoint_backend.version_stamp(weights.manifest),
+            "flush_cache": not self.keeps_cache,
         }
         await self._running().post("/update_weights_from_disk", update)
         self._salt = checkpoint_backend.fresh_salt()
@@ -175,14 +177,14 @@ class SglangBackend:
     async def resume(self) -> None:
         await self._running().post("/continue_generation", {"torch_empty_cache": False})
 
-    async def stream(self, request: Request, seed: int) -> AsyncGenerator[Piece, None]:
+    async def stream(self, request: Request, seed: int) -> AsyncGenerator[CompletionDelta, None]:
         assert self._model is not None
         client, rid, heard, done = self._running(), uuid.uuid4().hex, 0, False
         kept = generate_requests.kept_tokens(request.sampling, self._model.vocab_size)
         body = {
             "rid": rid,
             "input_ids": np.asarray(request.prompt_ids).tolist(),
-            "sampling_params": generate_requests.parameters(request, seed, kept),
+            "sampling_params": generate_requests.sglang_sampling_params(request, seed, kept),
             "return_logprob": True,
             "return_sampling_mask": kept > 0,
             # Blocks of keys and values are shared between requests of one loading only.
@@ -196,7 +198,7 @@ class SglangBackend:
                         raise EngineDied("SGLang: a chunk says nothing of its tokens")
                     done = meta.finish_reason is not None
                     generate_requests.check_end(chunk, meta, request)
-                    yield generate_requests.piece(
+                    yield generate_requests.sglang_delta(
                         chunk, meta, meta.completion_tokens - heard, kept > 0
                     )
                     heard = meta.completion_tokens
@@ -231,17 +233,17 @@ class SglangBackend:
         """A server of our own, that begins with `weights`."""
         await self.stage(weights)
         assert self._directory is not None
-        stamp = checkpoint_backend.stamp(weights.manifest)
+        stamp = checkpoint_backend.version_stamp(weights.manifest)
         settings = server_settings(self.config, str(self._staged), model, stamp)
-        self._server = server = await OwnServer.start(settings, self._directory)
-        self._client = Client(server.url, server.key, self.timeout_s, reuse=True)
+        self._server = server = await SglangProcess.start(settings, self._directory)
+        self._client = SglangClient(server.url, server.key, self.timeout_s, reuse=True)
         info = await server.up(self._client, self.config.start_timeout_s)
         self._unstage()
         return info
 
     async def _join(self, url: str, weights: WeightVersion) -> dict[str, Any]:
         """A server that runs, or will before long: asked whether it is as it must be, and given `weights`."""
-        self._client = Client(url, secret("SGLANG_KEY_FILE"), self.timeout_s)
+        self._client = SglangClient(url, secret("SGLANG_KEY_FILE"), self.timeout_s)
         info = await self._client.up(self.config.start_timeout_s)
         server_checks.check_settings(info, self.config)
         await self.stage(weights)
@@ -253,7 +255,7 @@ class SglangBackend:
         await server_checks.check_logprobs(self._client, info["sampling_mask_max_tokens"])
         return info
 
-    def _running(self) -> Client:
+    def _running(self) -> SglangClient:
         if self._client is None:
             raise EngineDied("SGLang is not running")
         return self._client
@@ -263,7 +265,7 @@ class SglangBackend:
             shutil.rmtree(self._staged, ignore_errors=True)
             self._staged = None
 
-    def _abort(self, client: Client, rid: str) -> None:
+    def _abort(self, client: SglangClient, rid: str) -> None:
         """Asks for it and goes on: SGLang also sees that nobody listens, but only seconds later."""
 
         async def ask() -> None:

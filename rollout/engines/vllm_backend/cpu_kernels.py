@@ -3,7 +3,7 @@
 vLLM itself asks the processor. With AMX tiles it would take SGL's INT8 product, which refuses float32, and
 round the activations of INT4 to eight bits; with AMX-FP8 it would take another FP8 product. A run would compute
 something else on another machine, so those choices are made here instead: by the environment that vLLM reads
-(`ENVIRONMENT`), and by `rollout/engines/vllm_backend/worker_cpu.py` in its worker.
+(`VLLM_CPU_ENVIRONMENT`), and by `rollout/engines/vllm_backend/worker_cpu.py` in its worker.
 """
 
 from typing import Literal, NamedTuple
@@ -12,7 +12,7 @@ import torch
 
 from areal_q.errors import ConfigError
 
-ENVIRONMENT = {
+VLLM_CPU_ENVIRONMENT = {
     # The threads are counted by OMP_NUM_THREADS; binding them to cores would fight with the learner's.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCH_COMPILE_DISABLE": "1",

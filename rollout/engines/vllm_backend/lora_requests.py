@@ -23,11 +23,11 @@ ADAPTER = 1
 """vLLM's number of the one adapter"""
 
 
-def is_adapted(manifest: Manifest) -> bool:
+def has_adapters(manifest: Manifest) -> bool:
     return any(is_adapter(spec.name) for spec in manifest.tensors)
 
 
-def arguments(manifest: Manifest) -> dict[str, Any]:
+def engine_arguments(manifest: Manifest) -> dict[str, Any]:
     """Of vLLM's AsyncEngineArgs, for versions like `manifest`. Raises WeightVersionError for a rank that vLLM
     does not take."""
     ranks = {
@@ -48,30 +48,30 @@ def arguments(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def request(manifest: Manifest) -> Any:
+def lora_request(manifest: Manifest) -> Any:
     """What every request to vLLM carries; None where `manifest` has no adapters."""
-    if not is_adapted(manifest):
+    if not has_adapters(manifest):
         return None
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("areal_q", ADAPTER, "none: it is staged")
 
 
-def base_of(weights: WeightVersion) -> WeightVersion:
+def without_adapters(weights: WeightVersion) -> WeightVersion:
     """`weights` without the adapters' tensors, for a checkpoint; its manifest still names them."""
     base = {name: t for name, t in weights.tensors.items() if not is_adapter(name)}
     return replace(weights, tensors=base)
 
 
-def accept(weights: WeightVersion, first: Manifest | None) -> None:
+def check_adapters(weights: WeightVersion, first: Manifest | None) -> None:
     """Raises WeightVersionError for adapters, or a base, that cannot follow `first`."""
     manifest = weights.manifest
     if first is None:
         return
     where = f"version {manifest.version}"
-    if is_adapted(manifest) != is_adapted(first):
+    if has_adapters(manifest) != has_adapters(first):
         raise WeightVersionError(f"{where}: only one of it and the first version has adapters")
-    if is_adapted(first) and (moved := _frozen(first) ^ _frozen(manifest)):
+    if has_adapters(first) and (moved := _frozen(first) ^ _frozen(manifest)):
         raise WeightVersionError(f"{where}: the base is frozen, but {min(moved)[0]} is another")
 
 

@@ -6,18 +6,20 @@ from typing import Any
 
 from areal_q.messages import VersionSpan
 from rollout.engines.base import Request
-from rollout.engines.process.generation_backend import Piece
+from rollout.engines.process.generation_backend import CompletionDelta
 
 
-def piece(output: Any) -> Piece:
+def vllm_delta(output: Any) -> CompletionDelta:
     spans = None
     if output.weight_versions is not None:  # with the last one only
         stamps = [(s.version.partition(":"), s.end - s.start) for s in output.weight_versions]
         spans = [VersionSpan(int(v), tokens, digest) for (v, _, digest), tokens in stamps]
-    return Piece(ids=list(output.token_ids), logprobs=output.logprobs.logprobs, spans=spans)
+    return CompletionDelta(
+        ids=list(output.token_ids), logprobs=output.logprobs.logprobs, spans=spans
+    )
 
 
-def parameters(request: Request, seed: int) -> Any:
+def vllm_sampling_params(request: Request, seed: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

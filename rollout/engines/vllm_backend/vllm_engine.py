@@ -27,34 +27,34 @@ from areal_q.models import DecoderConfig
 from areal_q.weights.version import WeightVersion
 from rollout.engines.base import Capabilities, Request
 from rollout.engines.process import checkpoint_backend
-from rollout.engines.process.generation_backend import Piece
+from rollout.engines.process.generation_backend import CompletionDelta
 from rollout.engines.process.own_directory import OwnDirectory
 from rollout.engines.process.process_end import first_end
 from rollout.engines.process.streaming_engine import StreamingEngine
 from rollout.engines.vllm_backend import cpu_kernels, lora_requests, sampling_params
 from rollout.engines.vllm_backend.cache_size import cache_for
-from rollout.engines.vllm_backend.weight_stager import Stager
+from rollout.engines.vllm_backend.weight_stager import WeightStager
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 SHUTDOWN_S = 5.0
-ENVIRONMENT = {
+VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-GPU_ENVIRONMENT = {
+VLLM_GPU_ENVIRONMENT = {
     "VLLM_USE_DEEP_GEMM_E8M0": "0",
     "VLLM_DISABLED_KERNELS": "FlashInferMxFp4LinearKernel",
 }
 """Else vLLM makes the scales of FP8 blocks powers of two and requantizes, and rounds the activations of MXFP4
 to four bits where the GPU can: it would not run what was published"""
-GPU_FORMATS = cpu_kernels.FORMATS | {"fp8", "nvfp4", "mxfp4"}
-HOPPER_FORMATS = GPU_FORMATS | {"int4-fp8"}
+VLLM_GPU_FORMATS = cpu_kernels.FORMATS | {"fp8", "nvfp4", "mxfp4"}
+VLLM_HOPPER_FORMATS = VLLM_GPU_FORMATS | {"int4-fp8"}
 EXTENSION = "rollout.engines.vllm_backend.worker_extension"
 
 
@@ -83,11 +83,11 @@ class VllmBackend:
             kv_cache=frozenset({"auto", "fp8"}),
         )
         self.slots, self.timeout_s = config.slots, config.timeout_s
-        self.restarts, self.keeps = config.restarts, config.kv_on_update == "keep"
+        self.restarts, self.keeps_cache = config.restarts, config.kv_on_update == "keep"
         self.pids: list[int] = []
         """The processes that hold the model"""
         self._llm: AsyncLLM | None = None
-        self._stager: Stager | None = None
+        self._stager: WeightStager | None = None
         self._directory: OwnDirectory | None = None
         self._first: Manifest | None = None
         self._model: DecoderConfig | None = None
@@ -98,18 +98,18 @@ class VllmBackend:
         self._requests = 0
 
     async def prepare(self) -> None:
-        for name, value in ENVIRONMENT.items():
+        for name, value in VLLM_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(self.config.start_timeout_s)))
         await asyncio.to_thread(_import_vllm)
 
-    def accept(self, weights: WeightVersion) -> None:
-        checkpoint_backend.accept(weights, self._first)
-        lora_requests.accept(weights, self._first)
+    def check_weights(self, weights: WeightVersion) -> None:
+        checkpoint_backend.check_weights(weights, self._first)
+        lora_requests.check_adapters(weights, self._first)
 
-    def check(self, request: Request) -> None:
+    def check_request(self, request: Request) -> None:
         assert self._model is not None
-        checkpoint_backend.check(request, self._model, self._positions)
+        checkpoint_backend.check_request(request, self._model, self._positions)
         if request.sampling.temperature > 2:
             raise RecordError(f"temperature = {request.sampling.temperature}: vLLM takes 2 at most")
 
@@ -121,13 +121,13 @@ class VllmBackend:
         directory = own.path
         try:
             await asyncio.to_thread(
-                checkpoint_backend.write, lora_requests.base_of(weights), directory
+                checkpoint_backend.write_version, lora_requests.without_adapters(weights), directory
             )
             self._llm = await self._construct(str(directory), settings)
-            self._stager = Stager(directory)
+            self._stager = WeightStager(directory)
             await self._connect(self._llm, self._stager, manifest.format)
             own.note_segments(self.pids)
-            self._adapter = lora_requests.request(manifest)
+            self._adapter = lora_requests.lora_request(manifest)
             if self._adapter:  # the checkpoint is of the base alone
                 await self.stage(weights)
                 await self._swap(manifest)
@@ -147,7 +147,7 @@ class VllmBackend:
         await self._stager.send(weights, self.timeout_s)
 
     async def pause(self) -> None:
-        stop = self._running().pause_generation(mode="keep", clear_cache=not self.keeps)
+        stop = self._running().pause_generation(mode="keep", clear_cache=not self.keeps_cache)
         await self._answer(stop, "pause")
 
     async def push(self, weights: WeightVersion) -> None:
@@ -160,7 +160,7 @@ class VllmBackend:
     async def resume(self) -> None:
         await self._answer(self._running().resume_generation(), "resume")
 
-    async def stream(self, request: Request, seed: int) -> AsyncGenerator[Piece, None]:
+    async def stream(self, request: Request, seed: int) -> AsyncGenerator[CompletionDelta, None]:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         llm = self._running()
@@ -172,14 +172,14 @@ class VllmBackend:
         }
         outputs = llm.generate(
             prompt,
-            sampling_params.parameters(request, seed),
+            sampling_params.vllm_sampling_params(request, seed),
             str(self._requests),
             lora_request=self._adapter,
         )
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
-                    yield sampling_params.piece(output.outputs[0])
+                    yield sampling_params.vllm_delta(output.outputs[0])
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineDied(f"vLLM: {error}") from error
 
@@ -229,13 +229,13 @@ class VllmBackend:
                 "rollout.engine.kv_cache_bytes."
             ) from error
 
-    async def _connect(self, llm: "AsyncLLM", stager: Stager, format: str) -> None:
+    async def _connect(self, llm: "AsyncLLM", stager: WeightStager, format: str) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         self.pids = await self._answer(llm.collective_rpc("areal_pid"), "process id")
         address = WeightTransferInitRequest({"endpoint": stager.endpoint, "adapter": os.getpid()})
         await self._answer(llm.init_weight_transfer_engine(address), "connection")
-        await stager.meet(self.config.tensor_parallel, self.timeout_s)
+        await stager.wait_for_workers(self.config.tensor_parallel, self.timeout_s)
         linears = (await self._answer(llm.collective_rpc("areal_linears"), "linears"))[0]
         checkpoint_backend.check_quantized("vLLM", linears, format)
         if self.config.kv_cache == "fp8":
@@ -249,7 +249,7 @@ class VllmBackend:
     async def _stamp(self, manifest: Manifest) -> None:
         """Tokens drawn from now on carry this version."""
         self._salt = checkpoint_backend.fresh_salt()
-        stamp = checkpoint_backend.stamp(manifest)
+        stamp = checkpoint_backend.version_stamp(manifest)
         await self._answer(self._running().update_weight_version(stamp), "version")
 
     def _running(self) -> "AsyncLLM":
@@ -257,7 +257,7 @@ class VllmBackend:
             raise EngineDied("vLLM is not running")
         return self._llm
 
-    async def _answer(self, call: Awaitable[T], what: str) -> T:
+    async def _answer(self, call: Awaitable[_T], what: str) -> _T:
         """Raises EngineDied when vLLM fails, or does not answer in time."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -274,7 +274,7 @@ class VllmBackend:
 def _formats() -> frozenset[str]:
     if not checkpoint_backend.has_gpu():
         return cpu_kernels.FORMATS
-    return HOPPER_FORMATS if checkpoint_backend.is_hopper() else GPU_FORMATS
+    return VLLM_HOPPER_FORMATS if checkpoint_backend.is_hopper() else VLLM_GPU_FORMATS
 
 
 def _settings(config: VllmEngine, manifest: Manifest) -> dict[str, Any]:
@@ -294,12 +294,14 @@ def _settings(config: VllmEngine, manifest: Manifest) -> dict[str, Any]:
         "kv_cache_dtype": config.kv_cache,
         "enable_prefix_caching": config.prefix_cache,
         "tensor_parallel_size": config.tensor_parallel,
-        **lora_requests.arguments(manifest),
+        **lora_requests.engine_arguments(manifest),
     }
 
 
 def _import_vllm() -> None:
-    environment = GPU_ENVIRONMENT if checkpoint_backend.has_gpu() else cpu_kernels.ENVIRONMENT
+    environment = (
+        VLLM_GPU_ENVIRONMENT if checkpoint_backend.has_gpu() else cpu_kernels.VLLM_CPU_ENVIRONMENT
+    )
     for name, value in environment.items():
         os.environ.setdefault(name, value)
     import vllm  # noqa: F401

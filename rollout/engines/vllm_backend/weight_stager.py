@@ -1,6 +1,6 @@
 """Hands versions to an engine's worker processes ahead of the swap, over a private ZeroMQ socket.
 
-Stager (ROUTER) ◀─ hello ─ worker (DEALER)
+WeightStager (ROUTER) ◀─ hello ─ worker (DEALER)
                 ─ manifest, payload ─▶
                 ◀─ staged | refused, digest, why ─
 """
@@ -18,7 +18,7 @@ from areal_q.weights.version import WeightVersion
 MAX_REPLY_BYTES = 4096
 
 
-class Stager:
+class WeightStager:
     """Lives in `directory`, which only this user can enter. Used by one task at a time."""
 
     def __init__(self, directory: Path) -> None:
@@ -31,7 +31,7 @@ class Stager:
         self._router.bind(self.endpoint)
         self._peers: list[bytes] = []
 
-    async def meet(self, workers: int, timeout_s: float) -> None:
+    async def wait_for_workers(self, workers: int, timeout_s: float) -> None:
         """Waits until all `workers` have said hello. Raises EngineDied."""
         self._peers = [(await self._answer(timeout_s, "hello"))[0] for _ in range(workers)]
 

@@ -42,7 +42,7 @@ from areal_q.errors import RecordError, WeightVersionError
 from areal_q.weights.payload_pool import PayloadPool
 from areal_q.weights.version import WeightVersion, check, unpack
 from rollout.engines.vllm_backend.worker_cpu import keep_float32_off_sgl
-from rollout.engines.vllm_backend.worker_lora import is_adapted, load_adapters
+from rollout.engines.vllm_backend.worker_lora import load_adapters, model_has_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ E4M3_MAX = 448.0
 
 
 @dataclass
-class Address(WeightTransferInitInfo):
+class StagerAddress(WeightTransferInitInfo):
     endpoint: str
     adapter: int
     """Process of the rollout worker"""
@@ -80,7 +80,7 @@ def ancestors(pid: int) -> Iterator[int]:
 class Stage(threading.Thread):
     """Receives one version after the other and keeps the newest, verified."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: StagerAddress) -> None:
         super().__init__(name="areal-q-stage", daemon=True)
         self._adapter = address.adapter
         self._between = list(takewhile(lambda pid: pid != self._adapter, ancestors(os.getpid())))
@@ -145,13 +145,13 @@ class Stage(threading.Thread):
         self._socket.send_multipart([STAGED, digest])
 
 
-class ZmqTransfer(WeightTransferEngine[Address, Staged]):
+class ZmqTransfer(WeightTransferEngine[StagerAddress, Staged]):
     """vLLM's side of a weight update; the base class is vLLM's own interface for it."""
 
-    init_info_cls, update_info_cls = Address, Staged
+    init_info_cls, update_info_cls = StagerAddress, Staged
     _stage: Stage | None = None
 
-    def init_transfer_engine(self, init_info: Address) -> None:
+    def init_transfer_engine(self, init_info: StagerAddress) -> None:
         self.shutdown()
         self._stage = Stage(init_info)
 
@@ -194,7 +194,7 @@ class WorkerExtension:
 
     def areal_swap(self, digest: str) -> None:
         """Loads the staged version in one call: three calls, without a pause, could meet a step halfway."""
-        if is_adapted(self.model_runner.model):
+        if model_has_adapters(self.model_runner.model):
             # vLLM's own update would end with no adapter at all.
             load_adapters(self.model_runner.model, self.weight_transfer_engine.take(digest))
             return

@@ -46,7 +46,7 @@ base_linear._get_lora_device = _device
 PunicaWrapperCPU.add_lora_linear = _add_one_adapter
 
 
-def is_adapted(model: torch.nn.Module) -> bool:
+def model_has_adapters(model: torch.nn.Module) -> bool:
     return getattr(model, "lora_manager", None) is not None
 
 

@@ -8,12 +8,12 @@ from msgspec.structs import replace
 from areal_q.errors import RecordError
 from areal_q.messages import FinishReason, VersionSpan
 from rollout.engines.base import Completion, Request
-from rollout.engines.process.generation_backend import Piece
+from rollout.engines.process.generation_backend import CompletionDelta
 from rollout.engines.stop_conditions import stopper
 
 
 @dataclass
-class Drawn:
+class PartialCompletion:
     """One response, as far as it has come."""
 
     request: Request
@@ -33,7 +33,7 @@ class Drawn:
         before = request.prompt_ids[len(request.prompt_ids) - request.drawn :].tolist()
         self._stopper = stopper(request.sampling, request.decode, before)
 
-    def add(self, piece: Piece, version: int, digest: str) -> Piece:
+    def add(self, piece: CompletionDelta, version: int, digest: str) -> CompletionDelta:
         """Takes `piece` up to the token that ends the response; returns what was taken."""
         taken = self._until_stop(piece.ids)
         self.ids += piece.ids[:taken]
@@ -42,7 +42,7 @@ class Drawn:
             self.spans = merged([*self.kept, *piece.spans])
         elif taken:
             self.spans = merged([*self.spans, VersionSpan(version, taken, digest)])
-        return Piece(ids=piece.ids[:taken], logprobs=piece.logprobs[:taken])
+        return CompletionDelta(ids=piece.ids[:taken], logprobs=piece.logprobs[:taken])
 
     def _until_stop(self, ids: list[int]) -> int:
         if self._stopper is not None:
