@@ -1,12 +1,25 @@
-"""The pages: README lists each of them, links lead somewhere, and lists are those of the code."""
+"""The pages: README lists each of them, links and paths lead somewhere, and lists are those of the code."""
 
 import re
+from pathlib import Path
 
+import pytest
 from helpers.paths import ROOT
 
 from areal_q.system.run_dir import MAY_CHANGE_ON_RESUME
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+ALL_PAGES = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "README.md"]
+PACKAGES = ("areal_q", "buffer", "rollout", "learner")
+TOP = "|".join([*PACKAGES, "bench", "configs", "docker", "docs", "requirements", "tests"])
+PATH = re.compile(
+    rf"`([\w.-]+/[\w./-]*\w\.(?:py|toml|md|ya?ml|csv|sh|js)|(?:{TOP})/(?:\w+/)*)(?:::\w+)?`"
+)
+"""A path in backticks: a file in a folder, or a folder of ours with a slash at its end"""
+GLOSSARY = (
+    "staleness", "version lag", "admission", "ticket", "group", "trajectory", "version", "epoch", "fork",
+    "quarantine", "fidelity gap", "mismatch",
+)  # fmt: skip
 
 
 def test_readme_lists_every_page():
@@ -17,11 +30,70 @@ def test_readme_lists_every_page():
 def test_every_link_between_pages_leads_somewhere():
     broken = [
         f"{page.name}: {link}"
-        for page in [*PAGES, ROOT / "README.md"]
+        for page in ALL_PAGES
         for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text())
         if not (page.parent / link).exists()
     ]
     assert broken == []
+
+
+def lost_paths(text: str, beside: Path) -> list[str]:
+    """Returns the paths in backticks that lead nowhere, from the root or from the folder `beside`."""
+    named = set(PATH.findall(text))
+    return sorted(
+        path for path in named if not ((ROOT / path).exists() or (beside / path).exists())
+    )
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_every_path_in_backticks_exists(page):
+    assert lost_paths(page.read_text(), page.parent) == []
+
+
+def test_path_that_leads_nowhere_is_found():
+    text = "`learner/lineage.py`, `learner/loop.py`, `learner/loop.py::Learner`, `learner/quant/`, `train/lr`"
+    assert lost_paths(text, ROOT / "docs") == ["learner/lineage.py", "learner/quant/"]
+
+
+@pytest.mark.parametrize("word", GLOSSARY)
+def test_glossary_defines_each_word_once(word):
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    assert len(re.findall(rf"^\| {word} \|", text, re.MULTILINE)) == 1
+
+
+def test_no_word_stands_twice_in_the_glossary():
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    words = re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE)
+    assert len(words) == len(set(words))
+
+
+def drawn_folders(tree: str) -> set[str]:
+    """Returns the folders of a drawn tree in which each is indented by two more than the one that holds it."""
+    above: list[str] = []
+    found = set()
+    for line in tree.splitlines():
+        indent, name = re.match(r"( *)(\S+)/ ", line).groups()  # pyright: ignore
+        above = [*above[: len(indent) // 2], name]
+        found.add("/".join(above))
+    return found
+
+
+def test_architecture_draws_every_folder_of_the_packages():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    tree = text.partition("## The tree")[2].split("```")[1].strip("\n")
+    modules = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    folders = {str(path.parent.relative_to(ROOT)) for path in modules}
+    drawn = drawn_folders(tree)
+    assert {folder for folder in drawn if folder.split("/")[0] in PACKAGES} == folders
+    assert [folder for folder in drawn if not (ROOT / folder).is_dir()] == []
+
+
+def test_architecture_keeps_the_three_ways_short():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    ways = {"token's log-prob": 12, "version": 10, "ticket": 12}
+    for way, most in ways.items():
+        section = text.partition(f"## The life of a {way}\n")[2].partition("\n## ")[0]
+        assert 0 < len(re.findall(r"^\d+\. ", section, re.MULTILINE)) <= most
 
 
 def test_troubleshooting_names_what_may_change_on_resume():

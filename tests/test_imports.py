@@ -70,6 +70,7 @@ STAND_INS = "tests/sglang_cpu"
 """Modules there replace those of libraries, so they have their names"""
 NAMES_THAT_OCCUR_TWICE = {
     "areal_q/registry": "the dict of what its subpackage offers: FORMATS, TASKS",
+    "areal_q/base": "what the modules of its subpackage share: Settings, Task",
     "rollout/base": "the Protocol of its subpackage: Engine, Environment",
     "learner/build": "builds the learner, or its optimizer",
     "learner/cli": "the command of its subpackage: replay, doctor",
@@ -227,6 +228,16 @@ def test_subpackages_import_only_lower_layers(package):
 def test_layers_name_only_what_exists(package):
     parts = {part_of(path) for path in sources_of(package)} - {""}
     assert sorted(part for layer in LAYERS[package] for part in layer) == sorted(parts)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_architecture_draws_the_layers(package):
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith(f"{package}: ")]
+    drawn = line.removeprefix(f"{package}: ").split(" ← ")
+    assert tuple(set(layer.strip("{}").split(", ")) for layer in drawn) == tuple(
+        layer for layer in LAYERS[package] if layer != {"__main__"}
+    )
 
 
 def test_planted_upward_import_is_found():
