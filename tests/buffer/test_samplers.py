@@ -203,7 +203,7 @@ def test_settings_that_would_starve_a_step_or_are_of_another_sampler_are_refused
         load(None, ["learner.groups=4", "learner.max_lag=2", *overrides])
 
 
-@pytest.mark.parametrize("seconds", ["0.9", "2.9", "1e8", "inf"])
+@pytest.mark.parametrize("seconds", ["0.9", "2.9", "1e8"])
 def test_a_claim_timeout_of_less_than_three_heartbeats_is_refused(seconds: str):
     with pytest.raises(
         ConfigError, match=r"buffer\.claim_timeout_s = .* renews its claims once a second"

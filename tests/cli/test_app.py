@@ -1,7 +1,6 @@
 """The `areal-q` command as users have it: the installed executable, its answers and its exit codes."""
 
 import os
-import re
 import subprocess
 import sys
 import sysconfig
@@ -251,17 +250,9 @@ def test_a_task_file_imports_its_neighbours(tmp_path):
     code = "from neighbour_of_the_task import PAIRS\ndef problems(): return PAIRS\n"
     (tmp_path / "own.py").write_text(code)
     script = (
-        "import sys\nfrom areal_q.tasks.python_file import load_function\n"
+        "import sys\nfrom areal_q.tasks.datasets.python_file import load_function\n"
         "print(len(load_function(sys.argv[1], 'problems')()))"
     )
     command = [sys.executable, "-P", "-c", script, str(tmp_path / "own.py")]
     done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("9\n", "")
-
-
-def test_the_readme_lists_every_page_of_the_docs():
-    root = Path(areal_q.__file__).parents[1]
-    readme = (root / "README.md").read_text("utf-8")
-    table = readme.partition("## Where to read on")[2].partition("\n## ")[0]
-    pages = {f"docs/{page.name}" for page in (root / "docs").glob("*.md")}
-    assert set(re.findall(r"\((docs/\w+\.md)\)", table)) == pages

@@ -22,7 +22,7 @@ def write_run(run_dir, steps, monkeypatch, total=None):
     """The metrics of a run of `total` steps, `steps` of them done, at 0.8 s a step after 30 s."""
     draw = random.Random(0)
     clock = [1000.0]
-    monkeypatch.setattr("areal_q.metrics.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("areal_q.observability.metrics_log.time.monotonic", lambda: clock[0])
     with MetricsLog(run_dir, tensorboard=False) as log:
         for step in range(0, 301, 100):
             clock[0] = 1000.0 + step / 10
@@ -256,7 +256,7 @@ def test_plain_view_prints_each_evaluation_and_otherwise_a_line_every_few_second
 
 def test_plain_view_of_a_resumed_run_shows_only_what_is_new(run, directory, console, monkeypatch):
     with MetricsLog(directory, tensorboard=False) as log:
-        monkeypatch.setattr("areal_q.metrics.time.time", lambda: 1000.0)
+        monkeypatch.setattr("areal_q.observability.metrics_log.time.time", lambda: 1000.0)
         log.write("eval", 10, {"eval/accuracy": 0.125})
         monkeypatch.undo()
         view = PlainView(run, console)

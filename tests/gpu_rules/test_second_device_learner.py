@@ -140,8 +140,10 @@ def test_kv_scales_are_the_same(
         "rollout.engine.kv_cache=fp8", f"rollout.kv_scales={{percentile={percentile}, tokens=20}}"
     )
     far, near = policies(run)
+    samples = make_samples(9)
     for policy in (far, near):
-        update_policy(policy, make_samples(9))
+        update_policy(policy, samples)
+        policy.calibrate_kv_scales(samples)
     assert len(far.kv_scales) == 6
     for name, scale in near.kv_scales.items():
         assert isinstance(far.kv_scales[name], Far)

@@ -384,7 +384,7 @@ def test_ctrl_c_ends_it_cleanly(finished):
         env=os.environ | {"PYTHONBREAKPOINT": "signal.pause", "NO_COLOR": "1"},
     ) as child:
         assert child.stdout is not None
-        assert any("see samples" in line for line in child.stdout)
+        assert any("look at samples" in line for line in child.stdout)
         time.sleep(0.2)
         child.send_signal(signal.SIGINT)
         _, errors = child.communicate(timeout=120)
