@@ -18,6 +18,7 @@ from areal_q.messages import (
     PartialGroup,
     Ticket,
     WorkerStatus,
+    check_size,
     decode_group,
     decode_ticket,
     encode,
@@ -109,6 +110,11 @@ class MemoryLearner:
                 del entries[id]
                 self._add(self._keys.tickets, [replace(ticket, step=version)])
         return len(ahead)
+
+    def open_eval(self) -> Counter[int]:
+        with self._store.lock:
+            entries = self._store.tickets[self._keys.eval_tickets].values()
+            return Counter(decode_ticket(entry.record).step for entry in entries)
 
     def drop_eval(self) -> int:
         with self._store.lock:
@@ -246,12 +252,14 @@ class MemoryWorker:
         keys = self._store.keys
         evaluation = claim.stream == keys.eval_tickets
         target = keys.eval_groups if evaluation else keys.groups
+        record = encode(group)
+        check_size(len(record))
         self._held.discard((claim.stream, claim.entry))
         with self._store.lock:
             if not self._owns(claim):
                 return False
             del self._store.tickets[claim.stream][claim.entry]
-            self._store.groups[target][self._store.next_id()] = encode(group)
+            self._store.groups[target][self._store.next_id()] = record
             self._store.lock.notify_all()
         return True
 

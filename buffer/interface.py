@@ -1,5 +1,6 @@
 """The replay buffer as the learner and as a worker see it: two Protocols, kept by Redis and by memory."""
 
+from collections import Counter
 from typing import NamedTuple, Protocol
 
 from msgspec import Struct
@@ -82,6 +83,10 @@ class LearnerSide(Protocol):
 
     def drop_eval(self) -> int:
         """Takes back the open evaluation tickets; returns their number."""
+        ...
+
+    def open_eval(self) -> Counter[int]:
+        """How many evaluation tickets of each version can still become a group."""
         ...
 
     def cursor(self) -> int | None:
@@ -169,7 +174,7 @@ class WorkerSide(Protocol):
 
     async def commit(self, claim: Claim, group: Group) -> bool:
         """Exchanges the ticket for the group. False, and nothing happens, if the claim was lost meanwhile.
-        Raises RecordError for a group that breaks its contract."""
+        Raises RecordError for a group that breaks its contract, or is larger than a learner would read."""
         ...
 
     async def renew(self, claims: list[Claim]) -> list[Claim]:

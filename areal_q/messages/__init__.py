@@ -10,6 +10,7 @@ default, and nothing else changes. Arrays travel as raw little-endian bytes with
 from areal_q.messages.codec import (
     MAX_RECORD_BYTES,
     Decoder,
+    check_size,
     decode_broadcast,
     decode_group,
     decode_manifest,
@@ -91,6 +92,7 @@ __all__ = [
     "Trajectory",
     "VersionSpan",
     "WorkerStatus",
+    "check_size",
     "decode_broadcast",
     "decode_group",
     "decode_manifest",

@@ -25,6 +25,12 @@ def encode_into(message: msgspec.Struct, buffer: bytearray) -> None:
     _encoder.encode_into(message, buffer)
 
 
+def check_size(nbytes: int) -> None:
+    """Raises RecordError for a record that no decoder would look at."""
+    if nbytes > MAX_RECORD_BYTES:
+        raise RecordError(f"record of {nbytes} bytes is over the limit of {MAX_RECORD_BYTES}")
+
+
 class Decoder(Generic[T]):
     """Strict decoding of one type (or union) with a size limit; anything else is a RecordError."""
 
@@ -32,10 +38,7 @@ class Decoder(Generic[T]):
         self._decoder = msgspec.msgpack.Decoder(kind)
 
     def __call__(self, data: bytes | memoryview) -> T:
-        if len(data) > MAX_RECORD_BYTES:
-            raise RecordError(
-                f"record of {len(data)} bytes is over the limit of {MAX_RECORD_BYTES}"
-            )
+        check_size(len(data))
         try:
             return self._decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -79,8 +79,8 @@ def requeue(client: redis.Redis, run: str, ids: list[str]) -> tuple[list[Refused
         if reason := still_refused(record, Keys(run)):
             stayed.append(f"{record.id}: {reason}")
         else:
-            script([Keys(run).quarantine, record.source], [record.id])
-            put_back.append(record)
+            if script([Keys(run).quarantine, record.source], [record.id]):
+                put_back.append(record)
     return put_back, stayed
 
 

@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -184,6 +185,9 @@ class LearnerBuffer:
     def drop_eval(self) -> int:
         entries = [(entry, b"") for entry, _ in self._open(self.keys.eval_tickets)]
         return self._exchange(self.keys.eval_tickets, entries)
+
+    def open_eval(self) -> Counter[int]:
+        return Counter(ticket.step for _, ticket in self._open(self.keys.eval_tickets))
 
     def _exchange(self, stream: str, entries: list[tuple[bytes, bytes]]) -> int:
         if not entries:

@@ -244,12 +244,13 @@ return set_aside(KEYS[1], KEYS[2], KEYS[3], ARGV[3], ARGV[1], ARGV[2])
 
 REQUEUE = """
 -- KEYS quarantine, stream that the entry came from; ARGV entry id in the quarantine
--- Puts a record back at the end of its stream; 0 if it is not there any more.
+-- Puts a record back at the end of its stream; 0 if it is not there any more, or came from another stream.
 local found = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])[1]
 if not found then return 0 end
-local record
-for i = 1, #found[2], 2 do if found[2][i] == 'record' then record = found[2][i + 1] end end
-redis.call('XADD', KEYS[2], '*', 'record', record)
+local fields = {}
+for i = 1, #found[2], 2 do fields[found[2][i]] = found[2][i + 1] end
+if fields.source ~= KEYS[2] then return 0 end
+redis.call('XADD', KEYS[2], '*', 'record', fields.record)
 redis.call('XDEL', KEYS[1], ARGV[1])
 return 1
 """

@@ -17,6 +17,7 @@ from areal_q.messages import (
     PartialGroup,
     Ticket,
     WorkerStatus,
+    check_size,
     decode_partial,
     decode_ticket,
     encode,
@@ -161,6 +162,7 @@ class WorkerBuffer:
         target = self.keys.eval_groups if evaluation else self.keys.groups
         buffer = self._buffers.pop() if self._buffers else bytearray()
         encode_into(group, buffer)
+        check_size(len(buffer))
         try:
             with memoryview(buffer) as record:
                 committed = await self._commit(claim, target, record)

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import Counter
 
 from areal_q.errors import BufferFull
 from areal_q.messages import Group
@@ -13,6 +14,8 @@ from learner.data.admission import Admission
 
 logger = logging.getLogger(__name__)
 SAMPLES = 5
+LOOK_S = 1.0
+"""Between two looks for tickets that came to nothing"""
 
 
 class HeldOutEvaluation:
@@ -30,6 +33,7 @@ class HeldOutEvaluation:
         self._answers: dict[int, list[Group]] = {}
         self.accuracy: float | None = None
         """Accuracy of the newest evaluation that is complete; None before the first."""
+        self._looked_s = time.monotonic()
 
     def ask(self, version: int) -> None:
         """Begins an evaluation of `version`, unless Redis is full."""
@@ -41,14 +45,33 @@ class HeldOutEvaluation:
         self._answers[version] = []
 
     def collect(self) -> None:
-        """Reads the answers that have come in, and writes an `eval` record for each evaluation that is
-        complete."""
+        """Reads the answers that have come in, and writes an `eval` record for each complete evaluation:
+        all of its tickets are answered, or have come to nothing, in the quarantine or with a Redis that lost
+        them."""
+        still_open = self._look()
         for group in self._buffer.take_eval():
             # An evaluation of a history that a crash cut off is nobody's.
             self._answers.get(group.ticket.step, []).append(group)
-        for version in [v for v, n in self._expected.items() if len(self._answers[v]) >= n]:
+        for version, asked in list(self._expected.items()):
+            lost = asked - len(self._answers[version])
+            if lost > 0 and (still_open is None or still_open[version]):
+                continue
+            if lost > 0:
+                logger.warning(
+                    "evaluation at version %d: %d of %d problems came to nothing; see areal-q buffer status",
+                    version, lost, asked,
+                )  # fmt: skip
             del self._expected[version]
             self._write(version, self._answers.pop(version))
+
+    def _look(self) -> Counter[int] | None:
+        """Returns the open tickets by version, every LOOK_S while there is an evaluation. It is called before
+        the answers are taken: what is open no longer is among them."""
+        now_s = time.monotonic()
+        if not self._expected or now_s - self._looked_s < LOOK_S:
+            return None
+        self._looked_s = now_s
+        return self._buffer.open_eval()
 
     def finish(self, stop: threading.Event, timeout_s: float) -> None:
         """Waits for the evaluations under way; gives up at `stop` or after `timeout_s`."""

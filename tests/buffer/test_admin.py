@@ -18,7 +18,7 @@ from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, deco
 from buffer.__main__ import main
 from buffer.admin import actions, inspect_state, tables
 from buffer.logs.trajectory_log import TrajectoryLog
-from buffer.redis_store import LearnerBuffer, WorkerBuffer
+from buffer.redis_store import LearnerBuffer, WorkerBuffer, lua_scripts
 from buffer.redis_store.keys import Keys
 from buffer.redis_store.local_server import RedisServer
 
@@ -222,6 +222,17 @@ def test_what_was_refused_is_told_with_its_reason_and_put_back_once_it_is_good(
     assert put_back.returncode == 0, put_back.stderr
     assert client.xrevrange(KEYS.groups, count=1)[0][1] == {b"record": good}
     assert [r.id for r in inspect_state.quarantine(client, "run")] == [bad.id]
+
+
+def test_requeue_puts_no_record_into_another_stream(filled, client):
+    [bad] = inspect_state.quarantine(client, "run")
+    script = client.register_script(lua_scripts.REQUEUE)
+    before = client.xlen(KEYS.tickets)
+
+    assert script([KEYS.quarantine, KEYS.tickets], [bad.id]) == 0
+
+    assert client.xlen(KEYS.tickets) == before
+    assert client.xlen(KEYS.quarantine) == 1
 
 
 def test_the_quarantine_is_bounded_in_bytes_and_keeps_long_records_in_part(

@@ -9,7 +9,14 @@ import pytest
 from msgspec.structs import replace
 
 from areal_q.errors import RecordError
-from areal_q.messages import Array, PartialGroup, PartialResponse, VersionSpan, WorkerStatus
+from areal_q.messages import (
+    Array,
+    PartialGroup,
+    PartialResponse,
+    VersionSpan,
+    WorkerStatus,
+    encode,
+)
 from buffer.in_memory import MemoryBuffer
 from buffer.interface import START, Claim, LearnerSide, WorkerSide
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
@@ -401,6 +408,28 @@ def test_a_group_that_breaks_its_contract_is_refused_before_it_is_written(
 
     asyncio.run(work())
     assert learner.unread() == [0]
+
+
+def test_a_group_that_is_too_large_is_refused_at_its_commit(
+    buffers, make_ticket, make_group, monkeypatch
+):
+    learner = buffers.learner()
+    learner.admit([make_ticket(0)], cursor=1)
+
+    async def work():
+        async with buffers.worker() as worker:
+            [claim] = await worker.claim(1, 0.0)
+            group = make_group(claim.ticket)
+            monkeypatch.setattr("areal_q.messages.codec.MAX_RECORD_BYTES", len(encode(group)) - 1)
+            with pytest.raises(RecordError, match="over the limit") as refused:
+                await worker.commit(claim, group)
+            await worker.set_aside(claim, str(refused.value))
+            assert await worker.claim(1, 0.0) == []
+
+    asyncio.run(work())
+    assert learner.unread() == []
+    assert learner.open_tickets() == set()
+    assert learner.set_aside() == 1
 
 
 def test_workers_learn_of_the_run(buffers):
