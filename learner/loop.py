@@ -33,7 +33,7 @@ from buffer.logs.token_log import TokenLog
 from buffer.logs.trajectory_log import TrajectoryLog
 from buffer.redis_store import START, LearnerBuffer
 from buffer.sampling.replay_pool import Draw
-from buffer.weight_sync.publish.publisher import Broadcaster
+from buffer.weight_sync.server import Broadcaster
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.async_writer import Writer

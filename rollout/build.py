@@ -10,8 +10,8 @@ from areal_q.config import Run, ScriptedEngine, parse
 from areal_q.errors import ConfigError, RunChanged
 from areal_q.tasks import Tokenizer, build_reward, build_tokenizer
 from buffer.redis_store import WorkerBuffer
-from buffer.weight_sync.subscribe.source import Source
-from buffer.weight_sync.subscribe.subscriber import Receiver
+from buffer.weight_sync.sockets import Source
+from buffer.weight_sync.subscriber import Receiver
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
 from rollout.environments.base import Environment

@@ -34,8 +34,8 @@ from areal_q.errors import RecordError
 from areal_q.messages import Group, PartialGroup, Ticket, Trajectory, WorkerStatus
 from areal_q.tasks import Problem, Reward, Tokenizer
 from buffer.redis_store import Claim, WorkerBuffer
-from buffer.weight_sync.subscribe.source import Source
-from buffer.weight_sync.subscribe.subscriber import Receiver
+from buffer.weight_sync.sockets import Source
+from buffer.weight_sync.subscriber import Receiver
 from rollout.engines.base import Engine
 from rollout.engines.stop_conditions import cut_at_stop, stop_strings
 from rollout.environments.base import Environment, Response

@@ -221,19 +221,19 @@ def rollout(ctx: typer.Context) -> None:
 @app.command(context_settings=PASS_THROUGH)
 def relay(ctx: typer.Context) -> None:
     """Pass weights on to the workers of a host or rack, as a service."""
-    _become("buffer.weight_sync.relay", ctx.args)
+    _become("buffer.weight_sync.commands.relay", ctx.args)
 
 
 @app.command(context_settings=PASS_THROUGH)
 def weights(ctx: typer.Context) -> None:
     """List, verify and follow the published weights of a run."""
-    _become("buffer.weight_sync.inspect_weights", ctx.args)
+    _become("buffer.weight_sync.commands.inspect_weights", ctx.args)
 
 
 @app.command(context_settings=PASS_THROUGH)
 def keys(ctx: typer.Context) -> None:
     """Make CURVE keys that encrypt the weights and say who may fetch them."""
-    _become("buffer.weight_sync.make_keys", ctx.args)
+    _become("buffer.weight_sync.commands.make_keys", ctx.args)
 
 
 @app.command(context_settings=PASS_THROUGH)

@@ -150,7 +150,7 @@ class HeldReply(msgspec.Struct, frozen=True, kw_only=True, tag="held"):
 
     versions: list[HeldVersion]
     stats: dict[str, int]
-    """What the broadcaster counted since it started (buffer/weight_sync/publish/publisher_stats.py)"""
+    """What the broadcaster counted since it started (buffer/weight_sync/stats.py)"""
 
 
 class ChunkReply(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):

@@ -2,7 +2,7 @@
 
     learner  every record of metrics.jsonl (areal_q/observability/metrics_log.py)
     worker   every heartbeat (WorkerStatus)
-    relay    its health line (buffer/weight_sync/relay.py)
+    relay    its health line (buffer/weight_sync/commands/relay.py)
 
 Served over HTTP on loopback unless another host is named; nothing but numbers leaves. To export one more
 number: one line in LEARNER or WORKER.

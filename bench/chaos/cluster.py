@@ -216,7 +216,7 @@ def _cluster(
     commands = {
         "redis": _redis(root / "redis", host, ports["redis"]),
         "learner": [*python, "learner", *learner],
-        "relay": [*python, "buffer.weight_sync.relay", *relay, "broadcast.timeout_s=2"],
+        "relay": [*python, "buffer.weight_sync.commands.relay", *relay, "broadcast.timeout_s=2"],
         "rollout-0": [*worker, "--id", "rollout-0"],
         "rollout-1": [*worker, "--id", "rollout-1", *relayed],
         "rollout-2": network.inside(away) if network else away,

@@ -29,12 +29,11 @@ from safetensors.torch import load_file, save_file
 
 from areal_q.config import BroadcastConfig
 from areal_q.weights import version as weights
-from areal_q.weights.payload_pool import PayloadPool
-from areal_q.weights.version import WeightVersion
+from areal_q.weights.version import PayloadPool, WeightVersion
 from bench.common import commit, device, number, publish, table, versions
 from buffer.weight_sync.curve import ClientKeys, client_keys, make_keys
-from buffer.weight_sync.publish.publisher import Broadcaster
-from buffer.weight_sync.subscribe.subscriber import Receiver
+from buffer.weight_sync.server import Broadcaster
+from buffer.weight_sync.subscriber import Receiver
 
 SNAPSHOT_BYTES = 256 << 20
 CHUNK_BYTES = 4 << 20

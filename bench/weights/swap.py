@@ -25,8 +25,8 @@ from areal_q.config import Run, load
 from areal_q.messages import Array, Trajectory, VersionSpan
 from areal_q.tasks import build_task, build_tokenizer
 from bench.common import ROOT, commit, device, publish, table
-from buffer.weight_sync.publish.publisher import Broadcaster
-from buffer.weight_sync.subscribe.subscriber import Receiver
+from buffer.weight_sync.server import Broadcaster
+from buffer.weight_sync.subscriber import Receiver
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.packing import Sample

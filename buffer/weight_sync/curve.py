@@ -18,7 +18,7 @@ from zmq.auth import create_certificates, load_certificate
 from zmq.auth.thread import ThreadAuthenticator
 
 from areal_q.errors import ConfigError
-from buffer.weight_sync.publish.publisher_stats import BroadcastStats
+from buffer.weight_sync.stats import BroadcastStats
 
 SERVER, CLIENT, CLIENTS = "server", "worker", "clients"
 DOMAIN = "areal-q-weights"

@@ -2,14 +2,42 @@
 
 import os
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import zmq
 
 from areal_q.errors import ConfigError
-from buffer.weight_sync.curve import ServerKeys
+from buffer.weight_sync.curve import CLIENT, ClientKeys, ServerKeys, client_keys
 
 MAX_REQUEST_BYTES = 4096
 """A request is about 100 bytes; ZeroMQ hangs up on a peer that sends more than this."""
+
+
+class Endpoints(NamedTuple):
+    announce: str
+    fetch: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the command line says; None leaves it to the learner and the settings."""
+
+    announce: str | None = None
+    fetch: str | None = None
+    keys: str | None = None
+    """Directory of CURVE keys on this machine"""
+    client: str = CLIENT
+    """Whose key in it"""
+
+    def endpoints(self, learner: dict[str, str]) -> tuple[str, str]:
+        """(announce, fetch), given what the learner wrote into Redis."""
+        return self.announce or learner["announce"], self.fetch or learner["fetch"]
+
+    def load_keys(self, configured: str | None) -> ClientKeys | None:
+        """Raises ConfigError naming a key that cannot be used."""
+        directory = self.keys or configured
+        return client_keys(directory, self.client) if directory else None
 
 
 def bind(

@@ -15,8 +15,7 @@ from areal_q.quant.code_changes import codes_moved
 from areal_q.quant.state_dict import rest_in_bf16
 from areal_q.quant.sticky_scales import StickyRanges
 from areal_q.weights import version as weights
-from areal_q.weights.payload_pool import PayloadPool
-from areal_q.weights.version import WeightVersion
+from areal_q.weights.version import PayloadPool, WeightVersion
 
 
 def sticky_ranges(run: Run) -> StickyRanges | None:

@@ -30,7 +30,7 @@ from buffer.admin import inspect_state, tables
 from buffer.admin.open_run import opened
 from buffer.redis_store.keys import Keys
 from buffer.weight_sync.client import Client
-from buffer.weight_sync.subscribe.source import Source
+from buffer.weight_sync.sockets import Source
 
 SILENT_S = 120.0
 """Without a new version for so long, the learner is said to be stuck; --silent-s"""

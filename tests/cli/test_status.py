@@ -16,8 +16,8 @@ from areal_q.config import BroadcastConfig
 from areal_q.messages import WorkerStatus
 from areal_q.weights.version import WeightVersion
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
-from buffer.weight_sync.publish.publisher import Broadcaster
-from buffer.weight_sync.subscribe.source import Source
+from buffer.weight_sync.server import Broadcaster
+from buffer.weight_sync.sockets import Source
 from rollout.commands.status import gather, main
 
 Make = Callable[..., WeightVersion]

@@ -28,8 +28,8 @@ from areal_q.tasks import (
 )
 from areal_q.tasks.tokenizer import HFTokenizer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
-from buffer.weight_sync.publish.publisher import Broadcaster
-from buffer.weight_sync.subscribe.subscriber import Receiver
+from buffer.weight_sync.server import Broadcaster
+from buffer.weight_sync.subscriber import Receiver
 from learner.build import build_model
 from learner.data.admission import Admission
 from learner.measure.fidelity import FidelityMeter

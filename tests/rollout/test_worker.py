@@ -32,8 +32,8 @@ from areal_q.tasks import (
 )
 from buffer.redis_store import Claim, LearnerBuffer, WorkerBuffer
 from buffer.redis_store.connection import Patience, insist_async
-from buffer.weight_sync.publish.publisher import Broadcaster
-from buffer.weight_sync.subscribe.subscriber import Receiver
+from buffer.weight_sync.server import Broadcaster
+from buffer.weight_sync.subscriber import Receiver
 from learner.backends.single_device import token_logprobs
 from learner.build import build_model
 from learner.data.admission import Admission

@@ -16,8 +16,8 @@ from areal_q.config import BroadcastConfig
 from areal_q.messages import Announce, DeltasReply, FetchDeltas, FetchHeld, HeldReply
 from areal_q.weights import version as weights
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.publish.publisher import Broadcaster
-from buffer.weight_sync.subscribe.subscriber import Receiver
+from buffer.weight_sync.server import Broadcaster
+from buffer.weight_sync.subscriber import Receiver
 
 Make = Callable[..., WeightVersion]
 CONFIG = BroadcastConfig(heartbeat_s=0.05, timeout_s=1.0, chunk_bytes=1000, hold=2, hold_deltas=6)

@@ -26,16 +26,16 @@ from areal_q.config import BroadcastConfig
 from areal_q.messages import FetchDeltas
 from areal_q.weights import version as weights
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.publish.publisher import Broadcaster
-from buffer.weight_sync.subscribe.subscriber import Receiver
+from buffer.weight_sync.server import Broadcaster
+from buffer.weight_sync.subscriber import Receiver
 
 CONFIG = BroadcastConfig(heartbeat_s=0.05, chunk_bytes=4096, credit=2, timeout_s=0.5)
 LAST = 3
 """Versions that a learner publishes"""
 
-HANDLER = "buffer.weight_sync.publish.request_handler"
-PUBLISHER = "buffer.weight_sync.publish.publisher"
-SUBSCRIBER = "buffer.weight_sync.subscribe.subscriber"
+HANDLER = "buffer.weight_sync.request_handler"
+PUBLISHER = "buffer.weight_sync.server"
+SUBSCRIBER = "buffer.weight_sync.subscriber"
 
 OF_A_LEARNER = {
     "before the first version is visible": (HANDLER, "Desk.show", "before", 1),
@@ -59,31 +59,31 @@ OF_A_WORKER = {
     "before it connects": (SUBSCRIBER, "Receiver._subscribe", "before", 1),
     "at the first announcement": (SUBSCRIBER, "Receiver._on_broadcast", "before", 1),
     "after it asked for the manifest": (
-        "buffer.weight_sync.subscribe.fetcher",
+        "buffer.weight_sync.fetcher",
         "Fetcher._ask",
         "after",
         1,
     ),
     "when the manifest is there": (
-        "buffer.weight_sync.subscribe.fetcher",
+        "buffer.weight_sync.fetcher",
         "Fetcher._begin",
         "before",
         1,
     ),
     "after it asked for chunks": (
-        "buffer.weight_sync.subscribe.fetcher",
+        "buffer.weight_sync.fetcher",
         "Fetcher._begin",
         "after",
         1,
     ),
     "before the first chunk": (
-        "buffer.weight_sync.subscribe.chunks",
+        "buffer.weight_sync.chunks",
         "Partial.receive",
         "before",
         1,
     ),
     "in the middle of the chunks": (
-        "buffer.weight_sync.subscribe.chunks",
+        "buffer.weight_sync.chunks",
         "Partial.receive",
         "after",
         3,
@@ -95,10 +95,10 @@ OF_A_WORKER = {
         6,
     ),
     "after a snapshot is verified": ("areal_q.weights.version", "Verifier.finish", "after", 1),
-    "before it is handed over": ("buffer.weight_sync.subscribe.latest", "Slot.put", "before", 1),
-    "after it is handed over": ("buffer.weight_sync.subscribe.latest", "Slot.put", "after", 1),
+    "before it is handed over": ("buffer.weight_sync.latest", "Slot.put", "before", 1),
+    "after it is handed over": ("buffer.weight_sync.latest", "Slot.put", "after", 1),
     "when the engine has it, before the swap": (
-        "buffer.weight_sync.subscribe.latest",
+        "buffer.weight_sync.latest",
         "Slot.take",
         "after",
         2,
@@ -106,7 +106,7 @@ OF_A_WORKER = {
     "before a delta is applied": ("areal_q.weights.delta", "apply", "before", 1),
     "in the middle of a delta": ("areal_q.weights.delta", "unpack_unnamed", "before", 1),
     "after a delta is applied": ("areal_q.weights.delta", "apply", "after", 1),
-    "after a delta is handed over": ("buffer.weight_sync.subscribe.latest", "Slot.put", "after", 2),
+    "after a delta is handed over": ("buffer.weight_sync.latest", "Slot.put", "after", 2),
 }
 
 

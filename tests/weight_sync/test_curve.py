@@ -19,11 +19,11 @@ from areal_q.config import BroadcastConfig
 from areal_q.errors import ConfigError
 from areal_q.messages import FetchManifest
 from areal_q.weights.version import WeightVersion
+from buffer.weight_sync.commands.relay import Relay
 from buffer.weight_sync.curve import ClientKeys, client_keys, make_keys, server_keys
-from buffer.weight_sync.publish.publisher import Broadcaster, Endpoints
-from buffer.weight_sync.relay import Relay
-from buffer.weight_sync.subscribe.source import Source
-from buffer.weight_sync.subscribe.subscriber import Receiver
+from buffer.weight_sync.server import Broadcaster
+from buffer.weight_sync.sockets import Endpoints, Source
+from buffer.weight_sync.subscriber import Receiver
 
 Make = Callable[..., WeightVersion]
 LOOPBACK = Endpoints("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")

@@ -20,8 +20,8 @@ from areal_q.messages import WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.inspect_weights import main
-from buffer.weight_sync.publish.publisher import Broadcaster
+from buffer.weight_sync.commands.inspect_weights import main
+from buffer.weight_sync.server import Broadcaster
 
 Make = Callable[..., WeightVersion]
 
@@ -144,7 +144,7 @@ def test_new_versions_are_followed_live(
     argv = [
         sys.executable,
         "-m",
-        "buffer.weight_sync.inspect_weights",
+        "buffer.weight_sync.commands.inspect_weights",
         str(run),
         "--follow",
         "--json",

@@ -17,8 +17,8 @@ from areal_q import messages
 from areal_q.config import BroadcastConfig
 from areal_q.messages import Announce, FetchChunk, FetchManifest, Manifest, ManifestReply
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.publish.publisher import Broadcaster
-from buffer.weight_sync.subscribe.subscriber import Receiver
+from buffer.weight_sync.server import Broadcaster
+from buffer.weight_sync.subscriber import Receiver
 
 Frames = list[bytes]
 Tamper = Callable[[Frames], list[Frames]]

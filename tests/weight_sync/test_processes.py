@@ -14,15 +14,15 @@ import torch
 
 from areal_q.config import BroadcastConfig
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.publish.publisher import Broadcaster
-from buffer.weight_sync.subscribe.subscriber import Receiver
+from buffer.weight_sync.server import Broadcaster
+from buffer.weight_sync.subscriber import Receiver
 
 Make = Callable[..., WeightVersion]
 
 WORKER = """
 import asyncio, sys
 from areal_q.config import BroadcastConfig
-from buffer.weight_sync.subscribe.subscriber import Receiver
+from buffer.weight_sync.subscriber import Receiver
 
 async def main():
     config = BroadcastConfig(chunk_bytes=int(sys.argv[3]), timeout_s=0.5)
@@ -37,7 +37,7 @@ asyncio.run(main())
 BUSY_WORKER = """
 import sys, threading, time
 from areal_q.config import BroadcastConfig
-from buffer.weight_sync.subscribe.subscriber import Receiver
+from buffer.weight_sync.subscriber import Receiver
 
 def busy_at_first(version, _):
     number = version.manifest.version
@@ -55,7 +55,7 @@ LEARNER = """
 import sys, time, torch
 from areal_q.weights import version as weights
 from areal_q.config import BroadcastConfig
-from buffer.weight_sync.publish.publisher import Broadcaster
+from buffer.weight_sync.server import Broadcaster
 
 broadcaster = Broadcaster(sys.argv[1], sys.argv[2], BroadcastConfig(heartbeat_s=0.05))
 number = 0

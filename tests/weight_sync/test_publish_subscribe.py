@@ -13,9 +13,9 @@ from areal_q.config import BroadcastConfig
 from areal_q.errors import ConfigError, WeightVersionError
 from areal_q.weights import version as weights
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.publish.publisher import Broadcaster
-from buffer.weight_sync.publish.version_store import HeldVersions
-from buffer.weight_sync.subscribe.subscriber import Receiver
+from buffer.weight_sync.server import Broadcaster
+from buffer.weight_sync.subscriber import Receiver
+from buffer.weight_sync.version_store import HeldVersions
 
 Make = Callable[..., WeightVersion]
 

@@ -16,10 +16,10 @@ import torch
 from areal_q.config import BroadcastConfig
 from areal_q.system.ports import free_ports
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.publish.publisher import Broadcaster, Endpoints
-from buffer.weight_sync.relay import Relay
-from buffer.weight_sync.subscribe.source import Source
-from buffer.weight_sync.subscribe.subscriber import Receiver
+from buffer.weight_sync.commands.relay import Relay
+from buffer.weight_sync.server import Broadcaster
+from buffer.weight_sync.sockets import Endpoints, Source
+from buffer.weight_sync.subscriber import Receiver
 
 Make = Callable[..., WeightVersion]
 CONFIG = BroadcastConfig(heartbeat_s=0.05, timeout_s=0.3, chunk_bytes=5000)
@@ -120,7 +120,14 @@ def free_endpoints() -> Endpoints:
 
 
 def start(upstream: Endpoints, listen: Endpoints, stack: ExitStack) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "buffer.weight_sync.relay", "--every-s", "0.2", *OVERRIDES]
+    command = [
+        sys.executable,
+        "-m",
+        "buffer.weight_sync.commands.relay",
+        "--every-s",
+        "0.2",
+        *OVERRIDES,
+    ]
     command += ["--from-announce", upstream.announce, "--from-fetch", upstream.fetch]
     command += ["--announce", listen.announce, "--fetch", listen.fetch]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

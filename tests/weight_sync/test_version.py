@@ -13,8 +13,7 @@ from areal_q import messages
 from areal_q.errors import WeightVersionError
 from areal_q.messages import Manifest, TensorSpec
 from areal_q.weights import version as weights
-from areal_q.weights.payload_pool import PayloadPool
-from areal_q.weights.version import ALIGNMENT, DTYPES, WeightVersion
+from areal_q.weights.version import ALIGNMENT, DTYPES, PayloadPool, WeightVersion
 
 Make = Callable[..., WeightVersion]
 

@@ -39,8 +39,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from areal_q import messages
 from areal_q.errors import RecordError, WeightVersionError
-from areal_q.weights.payload_pool import PayloadPool
-from areal_q.weights.version import WeightVersion, check, unpack
+from areal_q.weights.version import PayloadPool, WeightVersion, check, unpack
 from rollout.engines.vllm_backend.worker_cpu import keep_float32_off_sgl
 from rollout.engines.vllm_backend.worker_lora import load_adapters, model_has_adapters
 

@@ -29,20 +29,15 @@ from areal_q.messages import Announce, Manifest
 from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
 from buffer.weight_sync.curve import server_keys
-from buffer.weight_sync.publish.publisher_stats import BroadcastStats
-from buffer.weight_sync.publish.request_handler import QUEUED_REPLIES, Desk
-from buffer.weight_sync.publish.version_store import HeldDeltas, HeldVersions, header_of
-from buffer.weight_sync.sockets import IpcFiles, bind, bound_to
+from buffer.weight_sync.request_handler import QUEUED_REPLIES, Desk
+from buffer.weight_sync.sockets import Endpoints, IpcFiles, bind, bound_to
+from buffer.weight_sync.stats import BroadcastStats
+from buffer.weight_sync.version_store import HeldDeltas, HeldVersions, header_of
 
 logger = logging.getLogger(__name__)
 
 QUEUED_BROADCASTS = 8
 """Deltas and announcements that wait for one worker: what bounds the memory a stuck one costs."""
-
-
-class Endpoints(NamedTuple):
-    announce: str
-    fetch: str
 
 
 class _Handed(NamedTuple):
@@ -67,7 +62,7 @@ class Broadcaster:
       counted (test_a_delta_that_takes_too_long_is_left_out). A delta over `max_delta_bytes` is not sent,
       only announced (test_a_delta_over_the_limit_is_announced_and_fetched); 0 turns deltas off.
     - At most `hold` versions are held, and the oldest fetch under way finishes; at most `hold_deltas` deltas,
-      of `max_delta_bytes` together (buffer/weight_sync/publish/version_store.py). Memory is flat
+      of `max_delta_bytes` together (buffer/weight_sync/version_store.py). Memory is flat
       (test_memory_does_not_grow_over_a_thousand_versions).
     - A worker that answers no ZeroMQ heartbeat for `peer_timeout_s` (stopped, cut off) is dropped with its
       queue.

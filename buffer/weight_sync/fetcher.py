@@ -29,11 +29,10 @@ from areal_q.messages import (
     Manifest,
     ManifestReply,
 )
-from areal_q.weights.payload_pool import PayloadPool
-from areal_q.weights.version import WeightVersion, check
+from areal_q.weights.version import PayloadPool, WeightVersion, check
+from buffer.weight_sync.chunks import CatchUp, Partial, Snapshot
 from buffer.weight_sync.curve import ClientKeys
-from buffer.weight_sync.subscribe.chunks import CatchUp, Partial, Snapshot
-from buffer.weight_sync.subscribe.subscriber_stats import FetchStats
+from buffer.weight_sync.stats import FetchStats
 
 logger = logging.getLogger(__name__)
 

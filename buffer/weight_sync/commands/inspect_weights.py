@@ -1,4 +1,4 @@
-"""`python -m buffer.weight_sync.inspect_weights`: what a learner or relay publishes, for operators.
+"""`python -m buffer.weight_sync.commands.inspect_weights`: what a learner or relay publishes, for operators.
 
     RUN                    a run's directory: where it serves, and what its workers say they run
     --fetch, --announce    or any learner's or relay's endpoints
@@ -30,7 +30,7 @@ from areal_q.system.command import run_command
 from areal_q.system.run_dir import METRICS_FILE
 from areal_q.weights import delta
 from buffer.weight_sync.client import Client
-from buffer.weight_sync.subscribe.source import Source
+from buffer.weight_sync.sockets import Source
 
 LEARNER = {"announce": "tcp://127.0.0.1:5551", "fetch": "tcp://127.0.0.1:5552"}
 """Where a learner that was started by itself is"""

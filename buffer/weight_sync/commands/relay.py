@@ -1,4 +1,4 @@
-"""`python -m buffer.weight_sync.relay`: follows one learner, or relay, and serves the workers behind it.
+"""`areal-q relay`: follows one learner, or relay, and serves the workers behind it.
 
     learner ──deltas, snapshots──▶ Receiver ──every version──▶ Broadcaster ──▶ workers and further relays
 
@@ -18,9 +18,9 @@ from areal_q.observability import service_log
 from areal_q.observability.prometheus_exporter import RELAY, Exporter, serve_metrics
 from areal_q.system.command import run_command
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.publish.publisher import Broadcaster, Endpoints
-from buffer.weight_sync.subscribe.source import Source
-from buffer.weight_sync.subscribe.subscriber import Receiver
+from buffer.weight_sync.server import Broadcaster
+from buffer.weight_sync.sockets import Endpoints, Source
+from buffer.weight_sync.subscriber import Receiver
 
 logger = logging.getLogger("relay")
 
@@ -29,8 +29,8 @@ class Relay:
     """Serves downstream what it verified from upstream, bit for bit, under the same epoch and numbers.
 
     Delivery, told plainly (shown by tests/weight_sync/test_relay.py):
-    - Upstream it is a worker like any other (subscribe/subscriber.py), downstream a learner like any other
-      (publish/publisher.py); all that is said there holds, also over relays of relays
+    - Upstream it is a worker like any other (subscriber.py), downstream a learner like any other
+      (server.py); all that is said there holds, also over relays of relays
       (test_a_tree_of_relays_gives_the_same_bytes).
     - A delta is passed on as it came. Versions that it skipped itself are skipped for all behind it, and a
       delta between those it has is made here.

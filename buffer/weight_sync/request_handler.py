@@ -26,8 +26,8 @@ from areal_q.messages import (
 )
 from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.publish.publisher_stats import BroadcastStats
-from buffer.weight_sync.publish.version_store import (
+from buffer.weight_sync.stats import BroadcastStats
+from buffer.weight_sync.version_store import (
     CatchUp,
     HeldDeltas,
     HeldVersions,

@@ -26,9 +26,9 @@ from areal_q.messages import Announce, Delta, Manifest
 from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
 from buffer.weight_sync.curve import ClientKeys
-from buffer.weight_sync.subscribe.fetcher import Fetcher
-from buffer.weight_sync.subscribe.latest import Slot
-from buffer.weight_sync.subscribe.subscriber_stats import ReceiverStats
+from buffer.weight_sync.fetcher import Fetcher
+from buffer.weight_sync.latest import Slot
+from buffer.weight_sync.stats import ReceiverStats
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +69,7 @@ class Receiver:
 
     The payload of a version stays untouched for as long as any tensor views it (see PayloadPool).
     `on_version`, if given, gets every version instead of the slot, on the receiver's thread, together with
-    (digest of its base, delta) where it came as one: see buffer/weight_sync/relay.py. `run` None follows any
-    run.
+    (digest of its base, delta) where it came as one: see Relay. `run` None follows any run.
     """
 
     def __init__(

@@ -1,1 +1,0 @@
-"""The publishing end of the weight protocol, in the learner and in relays."""

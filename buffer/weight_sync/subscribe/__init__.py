@@ -1,1 +1,0 @@
-"""The subscribing end of the weight protocol, in workers and in relays."""
