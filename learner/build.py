@@ -22,7 +22,7 @@ from buffer.logs.token_log import TokenLog
 from buffer.logs.trajectory_log import TrajectoryLog
 from buffer.redis_store import START, LearnerBuffer
 from buffer.redis_store.lease import owner_of
-from buffer.weight_sync.server import Broadcaster
+from buffer.weight_sync.server import WeightServer
 from learner import checkpoint
 from learner.backends.data_parallel import ALONE, Ranks
 from learner.backends.precision import set_precision
@@ -39,7 +39,7 @@ from learner.loop import Learner
 from learner.measure.fidelity import FidelityMeter
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import PolicyUpdater, SingleProcessUpdater
-from learner.publishing.version_builder import Publisher, sticky_ranges
+from learner.publishing.version_builder import VersionBuilder, sticky_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ def reached_at(endpoint: str, host: str | None) -> str:
 def _check_broadcast(run: Run, announce: str, fetch: str) -> None:
     """Raises ConfigError for a port that is taken and a key that is missing: later, a warm start is lost."""
     try:
-        Broadcaster(announce, fetch, run.broadcast).close()
+        WeightServer(announce, fetch, run.broadcast).close()
     except ConfigError as error:
         raise ConfigError(f"broadcast: {error}") from error
 
@@ -281,10 +281,10 @@ def _build(
     keep = run.learner.versions_kept
     forks = forks_at(start, state.forks, keep) if state else []
     history = VersionHistory(keep, state.digests if state else None, min(forks, default=0))
-    broadcaster = Broadcaster(announce, fetch, run.broadcast)
+    weight_server = WeightServer(announce, fetch, run.broadcast)
     endpoints = {
         kind: reached_at(endpoint, run.broadcast.host)
-        for kind, endpoint in broadcaster.endpoints._asdict().items()
+        for kind, endpoint in weight_server.endpoints._asdict().items()
     }
     buffer.publish_run(dump_toml(run), endpoints, workers_hash(run))
     return Learner(
@@ -299,9 +299,9 @@ def _build(
         history=history,
         replay_check=ReplayCheck(start, recorded),
         forks=forks,
-        publisher=Publisher(run, policy.sticky),
+        builder=VersionBuilder(run, policy.sticky),
         fidelity=FidelityMeter(run.learner, run.rollout.format),
-        broadcaster=broadcaster,
+        weight_server=weight_server,
         log=TrajectoryLog(directory / "trajectories", start) if run.buffer.log else None,
         steps=StepLog(directory / "steps", start) if run.buffer.log else None,
         tokens=TokenLog(directory / "tokens", start) if logs_tokens else None,

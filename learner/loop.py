@@ -1,16 +1,16 @@
 """The learner's loop.
 
-    Admission ──tickets──▶ Redis ──groups──▶ GroupReader ──▶ train_step ──▶ Outlet ──▶ Broadcaster
+    Admission ──tickets──▶ Redis ──groups──▶ GroupReader ──▶ train_step ──▶ WeightPublisher ──▶ WeightServer
         ▲                                      │ too old: dropped, counted, its place refilled │
         └─────────── capacity for new tickets ◀┴────────────────── version ◀───────────────────┘
 
-| wait                     | for                           | unblocked by                                  |
-|--------------------------|-------------------------------|-----------------------------------------------|
-| GroupReader.take         | B groups within the bound     | workers' commits; a stop request              |
-| Learner.settle           | a checkpoint on disk          | its thread; before the next, and at the end   |
-| HeldOutEvaluation.finish | the last evaluation's answers | workers' commits; a stop request; its timeout |
-| Outlet.release           | weights that are still read   | its thread; before the optimizer writes them  |
-| Outlet.finish            | the version begun last        | its thread; after the next step               |
+| wait                            | for                           | unblocked by                               |
+|---------------------------------|-------------------------------|--------------------------------------------|
+| GroupReader.take                | B groups within the bound     | workers' commits; a stop request           |
+| Learner.settle                  | a checkpoint on disk          | its thread; before the next, at the end    |
+| HeldOutEvaluation.finish        | the last evaluation's answers | workers' commits; a stop request; timeout  |
+| WeightPublisher.wait_until_read | weights that are still read   | its thread; before the optimizer writes    |
+| WeightPublisher.wait_until_out  | the version begun last        | its thread; after the next step            |
 
 Quantizing, diffing, compressing and sending overlap with the next step
 (learner/publishing/weight_publisher.py).
@@ -33,7 +33,7 @@ from buffer.logs.token_log import TokenLog
 from buffer.logs.trajectory_log import TrajectoryLog
 from buffer.redis_store import START, LearnerBuffer
 from buffer.sampling.replay_pool import Draw
-from buffer.weight_sync.server import Broadcaster
+from buffer.weight_sync.server import WeightServer
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.async_writer import Writer
@@ -45,8 +45,8 @@ from learner.data.staleness import VersionHistory
 from learner.measure.fidelity import FidelityMeter
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import PolicyUpdater
-from learner.publishing.version_builder import Publisher
-from learner.publishing.weight_publisher import Outlet
+from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.weight_publisher import WeightPublisher
 from learner.train_step import machine, train_step
 
 logger = logging.getLogger(__name__)
@@ -69,9 +69,9 @@ class Learner:
     replay_check: ReplayCheck
     forks: list[int]
     """Where this history forked off abandoned ones, as far as it matters (learner/data/staleness.py)"""
-    publisher: Publisher
+    builder: VersionBuilder
     fidelity: FidelityMeter
-    broadcaster: Broadcaster
+    weight_server: WeightServer
     log: TrajectoryLog | None
     steps: StepLog | None
     tokens: TokenLog | None
@@ -80,9 +80,9 @@ class Learner:
     metrics: MetricsLog
     checkpoints: Writer
     nbytes: int = 0
-    """Of the newest version that is out"""
-    unpublished: StepRecord | None = None
-    """Of the last step, while the digest of the version that it made is not known"""
+    """Bytes of the newest version that is out"""
+    awaiting_digest: StepRecord | None = None
+    """The last step's record, while the digest of the version that it made is not known"""
     trimmed: str = START
     """Up to here Redis was asked to forget the groups"""
     stuck: bool = False
@@ -94,32 +94,32 @@ class Learner:
         return self.updater.policy
 
     def __post_init__(self) -> None:
-        self.outlet = Outlet(self.publisher, self.announce)
-        self.policy.before_write = self.outlet.release
+        self.publisher = WeightPublisher(self.builder, self.hand_to_server)
+        self.policy.before_write = self.publisher.wait_until_read
         self.group_reader.on_starvation = self.warn
 
     def train(self, stop: threading.Event) -> int:
         """Runs the steps that remain, or until `stop`. Returns the step that it came to; a checkpoint
         stands there."""
         step = self.start
-        self.publish(step)
+        self.begin_version(step)
         if step == 0:
             if self.run.checkpoint.start:
                 self.save(step)
             self.heldout.ask(step)
         while step < self.run.steps and not stop.is_set():
             began = time.monotonic()
-            taken = self.group_reader.take(step, stop, self.make_room, self.published)
+            taken = self.group_reader.take(step, stop, self.make_room, self.wait_until_out)
             if taken is None:
                 break
             waited = time.monotonic() - began
             values = train_step(
                 self.updater, taken.groups, self.history, step, taken.weights, self.recorder
             )
-            self.published()
+            self.wait_until_out()
             self.record(step, taken, values)
-            values |= self.publishing()
-            self.publish(step + 1)
+            values |= self.version_metrics()
+            self.begin_version(step + 1)
             self.group_reader.consumed()
             step += 1
             values |= self.fidelity.measure(taken.groups)
@@ -137,10 +137,9 @@ class Learner:
         return step
 
     def close(self) -> None:
-        """Stops the outlet's, the broadcaster's, the checkpoints' and the log's threads and leaves no socket
-        behind."""
-        self.outlet.close()
-        self.broadcaster.close()
+        """Stops the threads of publisher, weight server, checkpoints and logs, and leaves no socket behind."""
+        self.publisher.close()
+        self.weight_server.close()
         self.updater.close()
         self.checkpoints.close()
         for log in (self.log, self.steps, self.tokens):
@@ -153,37 +152,37 @@ class Learner:
         """Records a warning, which the views show."""
         self.metrics.write("warning", step, {}, message=sentence)
 
-    def publish(self, version: int) -> None:
-        """Begins to publish the present weights."""
-        self.outlet.begin(self.policy.model, version, self.policy.kv_scales)
+    def begin_version(self, version: int) -> None:
+        """Begins to publish the present weights as `version`, on the publisher's thread."""
+        self.publisher.begin(self.policy.model, version, self.policy.kv_scales)
 
-    def announce(self, made: WeightVersion) -> None:
-        """On the outlet's thread. Nothing is born stale: the history knows a version before a worker can draw
-        with it."""
+    def hand_to_server(self, made: WeightVersion) -> None:
+        """Lets workers have the version that was built; runs on the publisher's thread."""
+        # The history must know a version before a worker can draw with it, or its tokens would count as stale.
         self.history.add(made.manifest.version, made.manifest.digest)
-        self.broadcaster.publish(made)
+        self.weight_server.publish(made)
 
-    def published(self) -> None:
-        """Returns once the version begun last is out; what its digest was needed for follows."""
-        made = self.outlet.finish()
+    def wait_until_out(self) -> None:
+        """Waits for the version begun last, then completes what needed its digest."""
+        made = self.publisher.wait_until_out()
         if made is None:
             return
         self.nbytes = made.manifest.nbytes
         self.fidelity.remember(made)
         self.replay_check.compare(made.manifest.version, made.manifest.digest)
-        if self.steps and self.unpublished:
+        if self.steps and self.awaiting_digest:
             digest = made.manifest.digest
-            self.steps.append(msgspec.structs.replace(self.unpublished, digest=digest))
-            self.unpublished = None
+            self.steps.append(msgspec.structs.replace(self.awaiting_digest, digest=digest))
+            self.awaiting_digest = None
 
-    def publishing(self) -> dict[str, float]:
-        """Metrics of the newest version that is out: the one that the last step began with."""
-        waited_s, self.outlet.waited_s = self.outlet.waited_s, 0.0
+    def version_metrics(self) -> dict[str, float]:
+        """Returns what the newest version that is out cost: the one that the last step began with."""
+        waited_s, self.publisher.waited_s = self.publisher.waited_s, 0.0
         return {
             "weights/bytes": self.nbytes,
             "weights/publish_s": waited_s,
-            "weights/make_s": self.publisher.make_s,
-            "weights/codes_moved": self.publisher.codes_moved,
+            "weights/make_s": self.builder.build_s,
+            "weights/codes_moved": self.builder.codes_moved,
         }
 
     def record(self, step: int, taken: Draw, values: dict[str, float]) -> None:
@@ -194,7 +193,7 @@ class Learner:
         if self.tokens and self.recorder:
             self.tokens.append(step, self.recorder.scores())
         cfg = self.run.learner
-        self.unpublished = StepRecord(
+        self.awaiting_digest = StepRecord(
             step=step,
             tickets=[group.ticket.number for group in taken.groups],
             seeds=[group.ticket.seed for group in taken.groups],
@@ -211,7 +210,7 @@ class Learner:
         """Begins a checkpoint. Order matters: the log is durable before the checkpoint covers its groups, and
         Redis forgets them only after both (`settle`)."""
         self.settle(wait=True)
-        self.published()
+        self.wait_until_out()
         for log in (self.log, self.steps, self.tokens):
             if log:
                 log.flush()
@@ -264,7 +263,7 @@ class Learner:
         tokens = sum(t.num_tokens for g in taken for t in g.trajectories)
         total_s = time.monotonic() - began
         workers, memory = self.buffer.workers(), self.buffer.memory()
-        sent = self.broadcaster.stats
+        sent = self.weight_server.stats
         values |= {
             "learner/step_s": total_s,
             "learner/wait_s": waited,

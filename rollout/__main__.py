@@ -77,11 +77,11 @@ def main(
         logger.info("metrics on port %d", serve_metrics(metrics, exporter))
     import uvloop
 
-    from buffer.weight_sync.sockets import Source
+    from buffer.weight_sync.sockets import WeightSource
     from rollout.build import EndpointAddress, build_parts, serve
     from rollout.openai_server.app import bound_to
 
-    source = Source(announce, fetch, keys, client)
+    source = WeightSource(announce, fetch, keys, client)
     address = EndpointAddress(serve_at, serve_token)
     if address.at:
         check_free("rollout.serve (--serve)", *bound_to(*address)[:2])

@@ -10,8 +10,8 @@ from areal_q.config import Run, ScriptedEngine, parse
 from areal_q.errors import ConfigError, RunChanged
 from areal_q.tasks import Tokenizer, build_reward, build_tokenizer
 from buffer.redis_store import WorkerBuffer
-from buffer.weight_sync.sockets import Source
-from buffer.weight_sync.subscriber import Receiver
+from buffer.weight_sync.sockets import WeightSource
+from buffer.weight_sync.subscriber import WeightSubscriber
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
 from rollout.environments.base import Environment
@@ -77,7 +77,7 @@ async def serve(
     redis_url: str,
     run_name: str,
     name: str,
-    source: Source,
+    source: WeightSource,
     observe: Callable[[dict[str, Any]], None],
     address: EndpointAddress = NO_ENDPOINT,
 ) -> None:
@@ -98,13 +98,13 @@ async def _serve(
     redis_url: str,
     run_name: str,
     name: str,
-    source: Source,
+    source: WeightSource,
     observe: Callable[[dict[str, Any]], None],
     address: EndpointAddress,
 ) -> None:
     parts: WorkerParts | None = None
     buffer = WorkerBuffer(redis_url, run_name, name)
-    receiver: Receiver | None = None
+    subscriber: WeightSubscriber | None = None
     try:
         info = await buffer.run_info()
         buffer.join(info)
@@ -113,7 +113,7 @@ async def _serve(
         buffer.max_deliveries = run.buffer.max_deliveries
         torch.set_num_threads(run.rollout.threads)
         parts = build_parts(run, run_name, address)
-        receiver = Receiver(
+        subscriber = WeightSubscriber(
             *source.endpoints(info.endpoints),
             run=run_name,
             config=run.broadcast,
@@ -123,7 +123,7 @@ async def _serve(
             name=name,
             engine=parts.engine,
             buffer=buffer,
-            receiver=receiver,
+            subscriber=subscriber,
             tokenizer=parts.tokenizer,
             reward=build_reward(run),
             weight_format=run.rollout.format,
@@ -140,8 +140,8 @@ async def _serve(
     finally:
         if parts and parts.endpoint:
             await parts.endpoint.close()
-        if receiver:
-            receiver.close()
+        if subscriber:
+            subscriber.close()
         await buffer.close()
 
 

@@ -2,7 +2,7 @@
 
     Redis tickets ──claim──▶ [in flight: one task a ticket] ──engine──▶ score ──commit──▶ Redis groups
                                         ▲
-    learner ──ZeroMQ──▶ receiver thread ┴─ swap: new weights between two decoding steps
+    learner ──ZeroMQ──▶ subscriber thread ┴─ swap: new weights between two decoding steps
 
 | loop    | waits for                              | unblocked by                                  |
 |---------|----------------------------------------|-----------------------------------------------|
@@ -10,7 +10,7 @@
 | _handle | weights as new as the ticket           | _swap                                         |
 |         | the engine; then a slow reward         | the last token of the group; its timeout      |
 |         | Redis                                  | the commit                                    |
-| _swap   | a complete, verified version           | the receiver thread                           |
+| _swap   | a complete, verified version           | the subscriber thread                           |
 | _beat   | the heartbeat interval                 | time                                          |
 
 It never waits for the learner: while the learner trains, tickets admitted ahead keep the engine full. Nor for
@@ -34,8 +34,8 @@ from areal_q.errors import RecordError
 from areal_q.messages import Group, PartialGroup, Ticket, Trajectory, WorkerStatus
 from areal_q.tasks import Problem, Reward, Tokenizer
 from buffer.redis_store import Claim, WorkerBuffer
-from buffer.weight_sync.sockets import Source
-from buffer.weight_sync.subscriber import Receiver
+from buffer.weight_sync.sockets import WeightSource
+from buffer.weight_sync.subscriber import WeightSubscriber
 from rollout.engines.base import Engine
 from rollout.engines.stop_conditions import cut_at_stop, stop_strings
 from rollout.environments.base import Environment, Response
@@ -94,25 +94,25 @@ class Worker:
         name: str,
         engine: Engine,
         buffer: WorkerBuffer,
-        receiver: Receiver,
+        subscriber: WeightSubscriber,
         tokenizer: Tokenizer,
         reward: Reward,
         weight_format: str,
         capacity: WorkerCapacity,
         max_lag: int,
         observe: Callable[[dict[str, Any]], None] = lambda status: None,
-        source: Source | None = None,
+        source: WeightSource | None = None,
         environment: Environment | None = None,
         evaluation: Environment | None = None,
         routes: bool = False,
         run_id: str = "",
     ) -> None:
         self.name, self._run_id = name, run_id
-        self._engine, self._buffer, self._receiver = engine, buffer, receiver
+        self._engine, self._buffer, self._subscriber = engine, buffer, subscriber
         self._tokenizer, self._reward, self._format = tokenizer, reward, weight_format
         self._observe = observe
         """Told every heartbeat"""
-        self._source = source or Source()
+        self._source = source or WeightSource()
         single = SingleTurn(EngineClient(engine, tokenizer))
         self._environments = {"train": environment or single, "eval": evaluation or single}
         """By the ticket's purpose"""
@@ -237,7 +237,7 @@ class Worker:
 
     async def _swap(self) -> None:
         while True:
-            weights = await self._receiver.wait()
+            weights = await self._subscriber.wait()
             self._swap_s += await self._engine.load_weights(weights)
             self._swaps += 1
             self._digest = weights.manifest.digest
@@ -286,9 +286,9 @@ class Worker:
             span_s = now_s - last_s
             self._abandon(await self._buffer.renew([w.claim for w in self._in_flight.values()]))
             await self._buffer.check_run()
-            if self._receiver.silent:
+            if self._subscriber.silent:
                 info = await self._buffer.run_info()
-                self._receiver.follow(*self._source.endpoints(info.endpoints))
+                self._subscriber.follow(*self._source.endpoints(info.endpoints))
             status = WorkerStatus(
                 worker=self.name,
                 pid=os.getpid(),
@@ -304,8 +304,8 @@ class Worker:
                 waiting=self._buffer.waiting,
                 full_s=self._buffer.full_s,
                 digest=self._digest,
-                behind_s=self._receiver.behind_s,
-                stalls=self._receiver.stats.stalls,
+                behind_s=self._subscriber.behind_s,
+                stalls=self._subscriber.stats.stalls,
                 slots=self._capacity.slots,
                 timeouts=self._timeouts,
                 resumed=self._resumed,

@@ -309,7 +309,7 @@ from learner import checkpoint
 from learner.build import build_model
 from learner.checkpoint.async_writer import Writer
 from learner.backends.precision import set_precision
-from learner.publishing.version_builder import Publisher
+from learner.publishing.version_builder import VersionBuilder
 from learner.backends.messages import Piece
 from learner.multi_process import MultiProcessUpdater, follow, join, leave
 from learner.backends.single_device import TorchPolicy
@@ -339,7 +339,7 @@ for job in sys.argv[1:]:
     writer.save(state, updater)
     writer.finish()
     writer.close()
-    made = Publisher(run).make(model, 1)
+    made = VersionBuilder(run).build(model, 1)
     updater.close()
     (directory / "found.json").write_text(json.dumps([found, made.manifest.digest]))
 leave()

@@ -18,7 +18,7 @@ from typing import Literal
 MIN_DISK_BYTES = 5 << 30
 """Below this a run of hours may not have room for its checkpoints and log."""
 MIN_OPEN_FILES = 1024
-"""A broadcaster or Redis keeps one or two for every worker."""
+"""A weight server or Redis keeps one or two for every worker."""
 PORTS = {5551: "learner, announcements", 5552: "learner, weights", 9464: "metrics"}
 
 

@@ -128,7 +128,7 @@ class DeltasReply(msgspec.Struct, frozen=True, kw_only=True, tag="deltas"):
 
 
 class HeldVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """A version that a broadcaster or relay remembers."""
+    """A version that a learner or relay remembers."""
 
     epoch: str
     version: int
@@ -150,7 +150,7 @@ class HeldReply(msgspec.Struct, frozen=True, kw_only=True, tag="held"):
 
     versions: list[HeldVersion]
     stats: dict[str, int]
-    """What the broadcaster counted since it started (buffer/weight_sync/stats.py)"""
+    """What the server counted since it started (buffer/weight_sync/stats.py)"""
 
 
 class ChunkReply(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):

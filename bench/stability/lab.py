@@ -2,7 +2,7 @@
 
     Admission ──tickets──▶ MemoryBuffer ──▶ engine (published, quantized weights) ──groups──▶ MemoryBuffer
        ▲                                    ▲ version max(0, t - η)                            │
-       └────────── version ── Publisher ────┴──────────── learn (step t) ◀────── GroupReader ◀──────┘
+       └────────── version ── VersionBuilder ────┴──────────── learn (step t) ◀────── GroupReader ◀──────┘
 
 Every part is the one that `areal-q run` uses: admission, version history, policy, quantizer, engine, reward.
 What is left out is transport and chance: the buffer lives in memory, and a version is handed to the engine
@@ -42,7 +42,7 @@ from learner.data.admission import Admission
 from learner.data.sft_warmup import warm_start
 from learner.data.staleness import VersionHistory
 from learner.policy_update import SingleProcessUpdater
-from learner.publishing.version_builder import Publisher
+from learner.publishing.version_builder import VersionBuilder
 from learner.train_step import train_step
 from rollout.engines.base import Completion, Engine, Request
 from rollout.engines.reference.torch_engine import torch_engine
@@ -156,7 +156,7 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
     tickets = Tickets(run.name)
     admission = Admission(run, task, tokenizer, tickets, 0, set())
     history = VersionHistory(run.learner.versions_kept)
-    publishers = Publisher(run), Publisher(override(run, "rollout.format=bf16"))
+    builders = VersionBuilder(run), VersionBuilder(override(run, "rollout.format=bf16"))
     engines = build_engines(run)
     drawer = Drawer(engines[0], tokenizer, flaky or reward, run.rollout.format)
     judge = Drawer(engines[1], tokenizer, reward, "bf16")
@@ -165,7 +165,7 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
     """The newest versions, oldest first: the groups of the next step are drawn by the first"""
 
     async def publish(version: int) -> None:
-        kept.append(publishers[0].make(policy.model, version))
+        kept.append(builders[0].build(policy.model, version))
         history.add(version, kept[-1].manifest.digest)
         if len(kept) > run.learner.max_lag + 1:
             kept.pop(0)
@@ -173,7 +173,7 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
             await engines[0].load_weights(kept[0])
 
     async def accuracy(version: int) -> float:
-        await engines[1].load_weights(publishers[1].make(policy.model, version))
+        await engines[1].load_weights(builders[1].build(policy.model, version))
         return await judge.accuracy(heldout, run.rollout.sampling.max_tokens)
 
     try:

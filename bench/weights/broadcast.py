@@ -32,8 +32,8 @@ from areal_q.weights import version as weights
 from areal_q.weights.version import PayloadPool, WeightVersion
 from bench.common import commit, device, number, publish, table, versions
 from buffer.weight_sync.curve import ClientKeys, client_keys, make_keys
-from buffer.weight_sync.server import Broadcaster
-from buffer.weight_sync.subscriber import Receiver
+from buffer.weight_sync.server import WeightServer
+from buffer.weight_sync.subscriber import WeightSubscriber
 
 SNAPSHOT_BYTES = 256 << 20
 CHUNK_BYTES = 4 << 20
@@ -71,10 +71,10 @@ def serve(transport: str, directory: str, nbytes: int, deltas: bool, keys: str) 
     noise = rng.integers(0, 256, nbytes, np.uint8)
     pool = PayloadPool()
     config = BroadcastConfig(max_delta_bytes=nbytes if deltas else 0, keys=keys or None)
-    broadcaster = Broadcaster(ends[0], ends[1], config)
+    weight_server = WeightServer(ends[0], ends[1], config)
     with zmq.Context() as context, context.socket(zmq.PUSH) as pusher:
         pusher.bind(ends[2])
-        answer(*broadcaster.endpoints, pusher.getsockopt_string(zmq.LAST_ENDPOINT))
+        answer(*weight_server.endpoints, pusher.getsockopt_string(zmq.LAST_ENDPOINT))
         for line in sys.stdin:
             if line.startswith("cpu"):
                 answer(time.process_time())
@@ -91,9 +91,9 @@ def serve(transport: str, directory: str, nbytes: int, deltas: bool, keys: str) 
             version = make(int(line.split()[1]), torch.from_numpy(noise), pool)
             manifest = msgspec.structs.replace(version.manifest, published_s=time.time())
             began = time.perf_counter()
-            broadcaster.publish(WeightVersion(manifest, version.payload, version.tensors))
+            weight_server.publish(WeightVersion(manifest, version.payload, version.tensors))
             answer(time.perf_counter() - began)
-    broadcaster.close()
+    weight_server.close()
 
 
 def answer(*values: object) -> None:
@@ -130,10 +130,10 @@ class Learner:
         self._process.communicate()
 
 
-async def received(receiver: Receiver, number: int) -> float:
+async def received(subscriber: WeightSubscriber, number: int) -> float:
     """Seconds from publish to the event loop of the worker."""
     while True:
-        manifest = (await receiver.wait()).manifest
+        manifest = (await subscriber.wait()).manifest
         if manifest.version == number:
             return time.time() - manifest.published_s
 
@@ -150,19 +150,19 @@ def snapshot(transport: str, curve: bool = False) -> dict[str, float]:
         if curve:
             make_keys(Path(directory))
         learner = Learner(transport, directory, SNAPSHOT_BYTES, deltas=False, keys=keys)
-        receiver = Receiver(
+        subscriber = WeightSubscriber(
             learner.announce, learner.fetch, run="bench", config=CONFIG, keys=worker_keys(keys)
         )
         with context.socket(zmq.PULL) as pull:
             pull.connect(learner.push)
             for turn in range(REPEATS + 4):
                 learner.ask(f"publish {turn}")
-                ours.append(SNAPSHOT_BYTES / asyncio.run(received(receiver, turn)) / 1e6)
+                ours.append(SNAPSHOT_BYTES / asyncio.run(received(subscriber, turn)) / 1e6)
                 began = learner.ask("push")
                 for _ in range(0, SNAPSHOT_BYTES, CHUNK_BYTES):
                     pull.recv(copy=False)
                 bare.append(SNAPSHOT_BYTES / (time.time() - began) / 1e6)
-        receiver.close()
+        subscriber.close()
         learner.close()
     # The first ones touch fresh memory.
     ours, bare = ours[4:], bare[4:]
@@ -178,13 +178,13 @@ def latency(nbytes: int) -> dict[str, float]:
     """Milliseconds from publish to the worker's event loop by delta, and of the call of `publish`."""
     with tempfile.TemporaryDirectory() as directory:
         learner = Learner("ipc", directory, nbytes, deltas=True)
-        receiver = Receiver(learner.announce, learner.fetch, run="bench")
+        subscriber = WeightSubscriber(learner.announce, learner.fetch, run="bench")
         took, calls = [], []
         for turn in range(FOLLOWED + 2):
             calls.append(1e3 * learner.ask(f"publish {turn}"))
-            took.append(1e3 * asyncio.run(received(receiver, turn)))
-        deltas = receiver.stats.deltas
-        receiver.close()
+            took.append(1e3 * asyncio.run(received(subscriber, turn)))
+        deltas = subscriber.stats.deltas
+        subscriber.close()
         learner.close()
     assert deltas == FOLLOWED + 1
     percent = lambda values, q: float(np.percentile(values[2:], q))  # noqa: E731
@@ -198,16 +198,16 @@ def latency(nbytes: int) -> dict[str, float]:
 
 
 def fan_out(workers: int) -> dict[str, float]:
-    """`workers` receivers in this process: a snapshot to all, then deltas, and what they cost the learner."""
+    """`workers` subscribers in this process: a snapshot to all, then deltas, and what they cost the learner."""
     with tempfile.TemporaryDirectory() as directory:
         learner = Learner("ipc", directory, FAN_OUT_BYTES, deltas=True)
-        receivers = [
-            Receiver(learner.announce, learner.fetch, run="bench", config=CONFIG)
+        subscribers = [
+            WeightSubscriber(learner.announce, learner.fetch, run="bench", config=CONFIG)
             for _ in range(workers)
         ]
 
         async def all_received(turn: int) -> float:
-            return max(await asyncio.gather(*(received(r, turn) for r in receivers)))
+            return max(await asyncio.gather(*(received(r, turn) for r in subscribers)))
 
         learner.ask("publish 0")
         whole_s = asyncio.run(all_received(0))
@@ -216,8 +216,8 @@ def fan_out(workers: int) -> dict[str, float]:
             learner.ask(f"publish {turn}")
             took.append(1e3 * asyncio.run(all_received(turn)))
         cpu_ms = 1e3 * (learner.ask("cpu") - before) / FAN_OUT_TURNS
-        for receiver in receivers:
-            receiver.close()
+        for subscriber in subscribers:
+            subscriber.close()
         learner.close()
     return {
         "workers": workers,

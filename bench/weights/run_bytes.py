@@ -24,7 +24,7 @@ from areal_q.quant.registry import FORMATS
 from areal_q.weights import delta
 from bench.common import commit, device, publish, say, table
 from learner import checkpoint
-from learner.publishing.version_builder import Publisher
+from learner.publishing.version_builder import VersionBuilder
 
 WAYS = {"fp32": ("fp32", 0.0), "bf16": ("bf16", 0.0), "bf16, sticky scales": ("bf16", 0.05)}
 
@@ -43,17 +43,17 @@ def models(directory: Path) -> list[Decoder]:
 
 def measure(run: Run, steps: list[Decoder]) -> dict[str, float]:
     """Means over the versions that follow the first."""
-    publisher = Publisher(run)
-    base = publisher.make(steps[0], 0)
+    builder = VersionBuilder(run)
+    base = builder.build(steps[0], 0)
     sizes, moved = [], []
     for version, model in enumerate(steps[1:], 1):
-        new = publisher.make(model, version)
+        new = builder.build(model, version)
         body = delta.diff(base, new)
         assert body is not None
         result = delta.apply(base, body, torch.empty_like(base.payload))
         assert torch.equal(result.payload, new.payload)
         sizes.append(len(body))
-        moved.append(publisher.codes_moved)
+        moved.append(builder.codes_moved)
         base = new
     return {"whole": base.manifest.nbytes, "delta": mean(sizes), "moved": mean(moved)}
 

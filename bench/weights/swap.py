@@ -25,14 +25,14 @@ from areal_q.config import Run, load
 from areal_q.messages import Array, Trajectory, VersionSpan
 from areal_q.tasks import build_task, build_tokenizer
 from bench.common import ROOT, commit, device, publish, table
-from buffer.weight_sync.server import Broadcaster
-from buffer.weight_sync.subscriber import Receiver
+from buffer.weight_sync.server import WeightServer
+from buffer.weight_sync.subscriber import WeightSubscriber
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import Publisher
-from learner.publishing.weight_publisher import Outlet
+from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.weight_publisher import WeightPublisher
 from rollout.engines import build_engine
 from rollout.engines.base import Request
 
@@ -66,8 +66,8 @@ def learner_time(run: Run) -> dict[str, list[float]]:
     tokenizer = build_tokenizer(run)
     policy = TorchPolicy(build_model(run, tokenizer), run.learner, 1.0)
     batch = samples(run, tokenizer.vocab_size)
-    outlet = Outlet(Publisher(run), lambda _: None)
-    policy.before_write = outlet.release
+    publisher = WeightPublisher(VersionBuilder(run), lambda _: None)
+    policy.before_write = publisher.wait_until_read
     version = 0
 
     def alone() -> None:
@@ -75,25 +75,25 @@ def learner_time(run: Run) -> dict[str, list[float]]:
 
     def inline() -> None:
         update_policy(policy, batch)
-        outlet.publisher.make(policy.model, version)
+        publisher.builder.build(policy.model, version)
 
     def beside() -> None:
-        outlet.begin(policy.model, version, {})
+        publisher.begin(policy.model, version, {})
         update_policy(policy, batch)
-        outlet.finish()
+        publisher.wait_until_out()
 
     ways: dict[str, Callable[[], None]] = {"alone": alone, "inline": inline, "beside": beside}
     took: dict[str, list[float]] = {way: [] for way in ways}
     waits: list[float] = []
     for _turn in range(TURNS):
         for way, run_step in ways.items():
-            version, outlet.waited_s = version + 1, 0.0
+            version, publisher.waited_s = version + 1, 0.0
             began = time.perf_counter()
             run_step()
             took[way].append(1e3 * (time.perf_counter() - began))
             if way == "beside":
-                waits.append(1e3 * outlet.waited_s)
-    outlet.close()
+                waits.append(1e3 * publisher.waited_s)
+    publisher.close()
     return {way: ms[3:] for way, ms in (took | {"waited": waits}).items()}
 
 
@@ -102,13 +102,13 @@ async def first_token(run: Run) -> dict[str, float]:
     version, and the pause of generation at the swap."""
     task, tokenizer = build_task(run.task), build_tokenizer(run)
     model = build_model(run, tokenizer)
-    publisher = Publisher(run)
+    builder = VersionBuilder(run)
     engine = build_engine(run.rollout.engine)
     made_ms, first_ms, pauses_ms = [], [], []
     seen: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as directory:
-        broadcaster = Broadcaster(f"ipc://{directory}/a", f"ipc://{directory}/f")
-        receiver = Receiver(*broadcaster.endpoints, run=run.name)
+        weight_server = WeightServer(f"ipc://{directory}/a", f"ipc://{directory}/f")
+        subscriber = WeightSubscriber(*weight_server.endpoints, run=run.name)
         await engine.start()
         request = Request(
             prompt_ids=np.array(tokenizer.encode_prompt(task.train[0].prompt), np.int32),
@@ -131,9 +131,9 @@ async def first_token(run: Run) -> dict[str, float]:
                 for p in model.parameters():
                     p.add_(torch.randn_like(p), alpha=1e-4)
             began = time.perf_counter()
-            broadcaster.publish(publisher.make(model, version))
+            weight_server.publish(builder.build(model, version))
             made_ms.append(1e3 * (time.perf_counter() - began))
-            pauses_ms.append(1e3 * await engine.load_weights(await receiver.wait()))
+            pauses_ms.append(1e3 * await engine.load_weights(await subscriber.wait()))
             while version not in seen:
                 await asyncio.sleep(0.001)
             first_ms.append(1e3 * (seen[version] - began))
@@ -141,8 +141,8 @@ async def first_token(run: Run) -> dict[str, float]:
             task_.cancel()
         await asyncio.gather(*drawing, return_exceptions=True)
         await engine.close()
-        receiver.close()
-        broadcaster.close()
+        subscriber.close()
+        weight_server.close()
     values = {"learner": made_ms, "first token": first_ms, "pause": pauses_ms}
     return {
         f"{name} p{q}": float(np.percentile(ms[3:], q))

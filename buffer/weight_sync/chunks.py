@@ -12,7 +12,7 @@ from areal_q.messages import ChunkReply, Delta, DeltasReply, FetchChunk, Manifes
 from areal_q.weights.version import Verifier, WeightVersion
 
 
-class Partial:
+class ChunkBuffer:
     """Bytes under way: chunks to ask for, chunks asked for, and the buffer that they fill."""
 
     def __init__(self, digest: str, memory: memoryview, chunk_bytes: int) -> None:
@@ -57,30 +57,30 @@ class Partial:
         del self._asked[reply.offset]
 
 
-class Snapshot:
+class ChunkedSnapshot:
     """A version in full. Hashed while it arrives."""
 
     def __init__(self, manifest: Manifest, payload: torch.Tensor, chunk_bytes: int) -> None:
         self._verifier = Verifier(manifest, payload)
-        self.partial = Partial(manifest.digest, payload.numpy().data, chunk_bytes)
+        self.chunks = ChunkBuffer(manifest.digest, payload.numpy().data, chunk_bytes)
 
     def advance(self) -> WeightVersion | None:
         """Raises WeightVersionError as soon as a tensor does not hash to its digest."""
-        self._verifier.advance(self.partial.front)
-        return self._verifier.finish() if self.partial.complete else None
+        self._verifier.advance(self.chunks.front)
+        return self._verifier.finish() if self.chunks.complete else None
 
 
-class CatchUp:
+class ChunkedDeltas:
     """Deltas that bring the version held up to date. Hashed at the end: they are small."""
 
     def __init__(self, reply: DeltasReply, chunk_bytes: int) -> None:
         self._reply = reply
         self._memory = memoryview(bytearray(sum(reply.sizes)))
-        self.partial = Partial(reply.digest, self._memory, chunk_bytes)
+        self.chunks = ChunkBuffer(reply.digest, self._memory, chunk_bytes)
 
     def advance(self) -> list[tuple[Delta, bytes]] | None:
         """Raises WeightVersionError if all of them do not hash to their digest."""
-        if not self.partial.complete:
+        if not self.chunks.complete:
             return None
         if xxhash.xxh3_128_hexdigest(self._memory) != self._reply.digest:
             raise WeightVersionError(f"deltas do not hash to {self._reply.digest}")

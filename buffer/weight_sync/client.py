@@ -26,7 +26,7 @@ TIMEOUT_S = 5.0
 CHUNK_BYTES = 4 << 20
 
 
-class Client:
+class WeightClient:
     """Asks one thing after the other. Raises WeightVersionError when nobody answers in time."""
 
     def __init__(self, announce: str, fetch: str, keys: ClientKeys | None) -> None:

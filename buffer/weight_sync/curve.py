@@ -18,7 +18,7 @@ from zmq.auth import create_certificates, load_certificate
 from zmq.auth.thread import ThreadAuthenticator
 
 from areal_q.errors import ConfigError
-from buffer.weight_sync.stats import BroadcastStats
+from buffer.weight_sync.stats import ServerStats
 
 SERVER, CLIENT, CLIENTS = "server", "worker", "clients"
 DOMAIN = "areal-q-weights"
@@ -51,7 +51,7 @@ class ServerKeys:
         sock.curve_server = True
         sock.zap_domain = DOMAIN.encode()
 
-    def guard(self, context: zmq.Context, stats: BroadcastStats) -> ThreadAuthenticator:
+    def guard(self, context: zmq.Context, stats: ServerStats) -> ThreadAuthenticator:
         """Admits the listed keys to this context's sockets; a thread until `stop`."""
         guard = ThreadAuthenticator(context)
         guard.start()
@@ -62,7 +62,7 @@ class ServerKeys:
 class _AllowList:
     """Reads the directory at every connection: a key added or removed counts from the next one on."""
 
-    def __init__(self, clients: Path, stats: BroadcastStats) -> None:
+    def __init__(self, clients: Path, stats: ServerStats) -> None:
         self._clients, self._stats = clients, stats
 
     def callback(self, domain: str, key: bytes) -> bool:

@@ -30,7 +30,7 @@ from areal_q.messages import (
     ManifestReply,
 )
 from areal_q.weights.version import PayloadPool, WeightVersion, check
-from buffer.weight_sync.chunks import CatchUp, Partial, Snapshot
+from buffer.weight_sync.chunks import ChunkBuffer, ChunkedDeltas, ChunkedSnapshot
 from buffer.weight_sync.curve import ClientKeys
 from buffer.weight_sync.stats import FetchStats
 
@@ -60,7 +60,7 @@ class Fetcher:
     contradicts itself or is over `max_payload_bytes`. A payload that does not hash to its manifest is fetched
     anew, after rests that double (test_an_altered_payload_is_refused_counted_and_healed).
 
-    Not thread-safe: lives on the receiver's thread, and its socket in the receiver's poller.
+    Not thread-safe: lives on the subscriber's thread, and its socket in the subscriber's poller.
     `wanted` is asked before a payload is fetched. An answer is overdue after `timeout_s`, which doubles with
     every failure in a row, up to four times that: a chunk that a slow line needs longer for still arrives.
     """
@@ -84,7 +84,7 @@ class Fetcher:
         self._timeout_s = config.timeout_s
         self._max_delta_bytes = config.max_delta_bytes
         self._max_payload_bytes = max_payload_bytes
-        self._work: Snapshot | CatchUp | None = None
+        self._work: ChunkedSnapshot | ChunkedDeltas | None = None
         self._question: FetchManifest | FetchDeltas = FetchManifest()
         self._resting = False
         self._failures = 0
@@ -94,7 +94,7 @@ class Fetcher:
 
     def __str__(self) -> str:
         if self._work is not None:
-            return f"{self._work.partial.front:,} bytes in order fetched"
+            return f"{self._work.chunks.front:,} bytes in order fetched"
         return "resting" if self._resting else "nothing asked" if self.idle else "no answer"
 
     @property
@@ -128,8 +128,8 @@ class Fetcher:
         if self._work is None:
             self._ask(self._question)
         else:
-            self._work.partial.ask_again()
-            self._ask_chunks(self._work.partial)
+            self._work.chunks.ask_again()
+            self._ask_chunks(self._work.chunks)
 
     def read(self) -> Fetched | None:
         """Reads what has arrived; a verified version or catch-up if the last chunk was among it."""
@@ -158,11 +158,11 @@ class Fetcher:
                 return self._begin(_manifest_of(reply))
             case DeltasReply() if isinstance(asked, FetchDeltas):
                 return self._catch_up(reply)
-            case Gone() if work is not None and reply.digest == work.partial.digest:
+            case Gone() if work is not None and reply.digest == work.chunks.digest:
                 self.stats.gone += 1
                 self._ask(self._question)
             case ChunkReply() if work is not None:
-                work.partial.receive(reply, self.dealer)
+                work.chunks.receive(reply, self.dealer)
                 self._failures = min(self._failures, 1)
                 return self._advance(work)
             case _:
@@ -179,7 +179,7 @@ class Fetcher:
                 f"version {manifest.version}: {manifest.nbytes} bytes are over the limit"
             )
         payload = self.pool.lend(manifest.nbytes)
-        work = self._work = Snapshot(manifest, payload, self._chunk_bytes)
+        work = self._work = ChunkedSnapshot(manifest, payload, self._chunk_bytes)
         return self._advance(work)
 
     def _catch_up(self, reply: DeltasReply) -> None:
@@ -190,12 +190,12 @@ class Fetcher:
         fits = len(reply.sizes) == len(reply.deltas) and min(reply.sizes) > 0
         if not fits or total > self._max_delta_bytes:
             raise WeightVersionError(f"{len(reply.deltas)} deltas of {total} bytes")
-        self._work = CatchUp(reply, self._chunk_bytes)
-        self._ask_chunks(self._work.partial)
+        self._work = ChunkedDeltas(reply, self._chunk_bytes)
+        self._ask_chunks(self._work.chunks)
 
-    def _advance(self, work: Snapshot | CatchUp) -> Fetched | None:
+    def _advance(self, work: ChunkedSnapshot | ChunkedDeltas) -> Fetched | None:
         """After each chunk: more questions, or the end."""
-        self._ask_chunks(work.partial)
+        self._ask_chunks(work.chunks)
         result = work.advance()
         if result is None:
             return None
@@ -215,8 +215,8 @@ class Fetcher:
         self._work, self._resting, self._question = None, False, question
         self._send(question)
 
-    def _ask_chunks(self, partial: Partial) -> None:
-        for request in partial.next_requests(self._credit):
+    def _ask_chunks(self, chunks: ChunkBuffer) -> None:
+        for request in chunks.next_requests(self._credit):
             self._send(request)
         self.due_s = time.monotonic() + self._patience_s
 

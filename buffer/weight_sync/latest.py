@@ -10,7 +10,7 @@ from areal_q.errors import WeightVersionError
 T = TypeVar("T")
 
 
-class Slot(Generic[T]):
+class LatestValue(Generic[T]):
     """Holds one thing: a newer one replaces it (latest wins), `take` empties it. Thread-safe.
 
     What was replaced before it was taken is gone (test_versions_published_faster_than_taken_are_skipped); who
@@ -41,7 +41,7 @@ class Slot(Generic[T]):
         try:
             while (content := self.take()) is None:
                 if self._closed:
-                    raise WeightVersionError("the receiver of weights stopped")
+                    raise WeightVersionError("the subscriber of weights stopped")
                 await waiter[1].wait()
                 waiter[1].clear()
             return content

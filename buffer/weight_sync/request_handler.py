@@ -26,13 +26,13 @@ from areal_q.messages import (
 )
 from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.stats import BroadcastStats
+from buffer.weight_sync.stats import ServerStats
 from buffer.weight_sync.version_store import (
     CatchUp,
-    HeldDeltas,
-    HeldVersions,
-    Link,
-    catch_up,
+    DeltaChain,
+    DeltaLink,
+    VersionStore,
+    build_catch_up,
 )
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,8 @@ WAITING_WORKERS = 1024
 """Questions for deltas that wait for an answer to be put together; further ones go unanswered."""
 
 
-class Desk:
-    """Owns the ROUTER; lives on the broadcaster's thread.
+class RequestHandler:
+    """Owns the ROUTER; lives on the server's thread.
 
     Delivery, told plainly (shown by tests/test_broadcast*.py and tests/weight_sync/test_catch_up.py):
     - A reply may be lost (peer gone, or over QUEUED_REPLIES behind). The worker asks again. No send blocks.
@@ -67,9 +67,9 @@ class Desk:
     def __init__(
         self,
         router: zmq.Socket,
-        stats: BroadcastStats,
-        versions: HeldVersions,
-        deltas: HeldDeltas,
+        stats: ServerStats,
+        versions: VersionStore,
+        deltas: DeltaChain,
         history: int,
         wake: Callable[[], None],
     ) -> None:
@@ -82,18 +82,20 @@ class Desk:
         """By epoch and the versions they lead from and to, the last KEPT_CATCH_UPS"""
         self._waiting: list[tuple[bytes, Future[CatchUp]]] = []
 
-    def show(self, version: WeightVersion, base: WeightVersion | None, body: bytes | None) -> None:
+    def add_version(
+        self, version: WeightVersion, base: WeightVersion | None, body: bytes | None
+    ) -> None:
         """From now on `version` is the newest; `body` leads to it from `base`."""
         self._versions.add(version)
         link = None
         if base is not None and body is not None:
             # On the thread that will add deltas up, which so never waits for it.
             plain = self._composer.submit(delta.plain, base, body)
-            link = Link(base.manifest, version.manifest, len(body), plain)
+            link = DeltaLink(base.manifest, version.manifest, len(body), plain)
         self._deltas.add(link)
         self._history = [*self._history, version.manifest][-self._history_length :]
 
-    def answer(self) -> None:
+    def answer_requests(self) -> None:
         """Reads the requests that have arrived, and answers those that can be answered at once."""
         with suppress(zmq.Again):
             for _ in range(REQUESTS_PER_TURN):
@@ -106,7 +108,7 @@ class Desk:
                     self._stats.refused += 1
                     logger.debug("request refused: %s", error)
 
-    def answer_waiting(self) -> None:
+    def send_ready_catch_ups(self) -> None:
         """Tells those who wait for deltas that were put together meanwhile."""
         ready = [(peer, made) for peer, made in self._waiting if made.done()]
         self._waiting = [(peer, made) for peer, made in self._waiting if not made.done()]
@@ -140,7 +142,7 @@ class Desk:
         key = request.epoch, request.base, links[-1].new.version
         made = self._catch_ups.pop(key, None)
         if made is None:
-            made = self._composer.submit(catch_up, links)
+            made = self._composer.submit(build_catch_up, links)
             made.add_done_callback(lambda _: self._wake())
         self._catch_ups[key] = made
         while len(self._catch_ups) > KEPT_CATCH_UPS:

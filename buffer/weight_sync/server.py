@@ -1,6 +1,6 @@
 """Publishes versions of the weights over ZeroMQ, from a thread of its own.
 
-    publish(version) ──▶ slot (latest wins) ──▶ broadcaster thread
+    publish(version) ──▶ slot (latest wins) ──▶ server thread
                                                   │ ▲ delta to the version before
                                                   │ └─── differ (one more thread)
                                                   │ XPUB    delta once, announcements again and again
@@ -29,10 +29,10 @@ from areal_q.messages import Announce, Manifest
 from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
 from buffer.weight_sync.curve import server_keys
-from buffer.weight_sync.request_handler import QUEUED_REPLIES, Desk
+from buffer.weight_sync.request_handler import QUEUED_REPLIES, RequestHandler
 from buffer.weight_sync.sockets import Endpoints, IpcFiles, bind, bound_to
-from buffer.weight_sync.stats import BroadcastStats
-from buffer.weight_sync.version_store import HeldDeltas, HeldVersions, header_of
+from buffer.weight_sync.stats import ServerStats
+from buffer.weight_sync.version_store import DeltaChain, VersionStore, delta_header
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class _Handed(NamedTuple):
     """A delta from `base_digest`, where there is one already"""
 
 
-class Broadcaster:
+class WeightServer:
     """Announces each version to all workers and serves its bytes to whoever asks.
 
     Delivery, told plainly (shown by tests/test_broadcast*.py):
@@ -87,7 +87,7 @@ class Broadcaster:
         peer_timeout_s: float = 10.0,
     ) -> None:
         self._config = config = config or BroadcastConfig()
-        self.stats = BroadcastStats()
+        self.stats = ServerStats()
         self._announcement = b""
         self._next_heartbeat_s = 0.0
         self._lock = threading.Lock()
@@ -105,9 +105,9 @@ class Broadcaster:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         options = {"peer_timeout_s": peer_timeout_s, "keys": keys}
-        versions = HeldVersions(config.hold, lease_s)
-        deltas = HeldDeltas(config.hold_deltas, config.max_delta_bytes)
-        self._desk: Desk | None = None
+        versions = VersionStore(config.hold, lease_s)
+        deltas = DeltaChain(config.hold_deltas, config.max_delta_bytes)
+        self._handler: RequestHandler | None = None
         try:
             self._xpub = bind(
                 self._context, zmq.XPUB, announce, queued=QUEUED_BROADCASTS, **options
@@ -120,18 +120,20 @@ class Broadcaster:
         self.endpoints = Endpoints(bound_to(self._xpub), bound_to(self._router))
         self._files = IpcFiles(*self.endpoints)
         history = max(config.hold, config.hold_deltas)
-        self._desk = Desk(self._router, self.stats, versions, deltas, history, self._wake)
-        self._thread = threading.Thread(target=self._run, name="broadcaster", daemon=True)
+        self._handler = RequestHandler(
+            self._router, self.stats, versions, deltas, history, self._wake
+        )
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._thread.start()
 
     def publish(self, version: WeightVersion, delta: tuple[str, bytes] | None = None) -> None:
         """Hands `version` over and returns at once; its payload must not be written to any more.
 
         `delta` is (digest of its base, bytes) where one has been made already, as for a relay.
-        Raises WeightVersionError when the broadcaster is closed or its thread died.
+        Raises WeightVersionError when the server is closed or its thread died.
         """
         if not self._thread.is_alive():
-            raise WeightVersionError(f"version {version.manifest.version}: the broadcaster stopped")
+            raise WeightVersionError(f"version {version.manifest.version}: the server stopped")
         with self._lock:
             if self._pending is not None:
                 self.stats.skipped += 1
@@ -150,8 +152,8 @@ class Broadcaster:
             self._wake_in.send(b"\0")
 
     def _run(self) -> None:
-        desk = self._desk
-        assert desk is not None
+        handler = self._handler
+        assert handler is not None
         poller = zmq.Poller()
         for source in (self._xpub, self._router, self._wake_out):
             poller.register(source, zmq.POLLIN)
@@ -162,11 +164,11 @@ class Broadcaster:
                 events = dict(poller.poll(math.ceil(wait_s * 1000)))
                 if self._wake_out.fileno() in events:
                     self._wake_out.recv(4096)
-                    desk.answer_waiting()
-                self._finish(desk)
-                self._take(desk)
+                    handler.send_ready_catch_ups()
+                self._finish(handler)
+                self._take(handler)
                 if self._router in events:
-                    desk.answer()
+                    handler.answer_requests()
                 if self._xpub in events:
                     self._welcome()
                 self._announce_if_due()
@@ -175,8 +177,8 @@ class Broadcaster:
 
     def _release(self) -> None:
         self._differ.shutdown(cancel_futures=True)
-        if self._desk is not None:
-            self._desk.close()
+        if self._handler is not None:
+            self._handler.close()
         if self._guard is not None:
             self._guard.stop()
         self._context.destroy(linger=0)
@@ -185,7 +187,7 @@ class Broadcaster:
         self._newest = None
         self._files.remove()
 
-    def _take(self, desk: Desk) -> None:
+    def _take(self, handler: RequestHandler) -> None:
         """Makes what was published last visible: at once, or when its delta is ready."""
         if self._next is not None:
             return
@@ -195,9 +197,9 @@ class Broadcaster:
             return
         version, base = handed.version, self._newest
         if base is None or not self._follows(base.manifest, version.manifest):
-            self._show(desk, version, None)
+            self._show(handler, version, None)
         elif handed.body is not None and handed.base_digest == base.manifest.digest:
-            self._show(desk, version, handed.body)
+            self._show(handler, version, handed.body)
         else:
             future = self._differ.submit(delta.diff, base, version)
             self._next = version, future, time.monotonic() + self._config.stall_s
@@ -207,13 +209,13 @@ class Broadcaster:
         """Whether a delta between them is wanted."""
         return base.epoch == new.epoch and self._config.max_delta_bytes > 0
 
-    def _finish(self, desk: Desk) -> None:
+    def _finish(self, handler: RequestHandler) -> None:
         if self._next is None:
             return
         version, future, due_s = self._next
         if future.done():
             self._next = None
-            self._show(desk, version, future.result())
+            self._show(handler, version, future.result())
         elif time.monotonic() >= due_s:
             self._next = None
             self.stats.stalls += 1
@@ -224,9 +226,9 @@ class Broadcaster:
             )
             self._differ.shutdown(wait=False, cancel_futures=True)
             self._differ = ThreadPoolExecutor(1, "differ")
-            self._show(desk, version, None)
+            self._show(handler, version, None)
 
-    def _show(self, desk: Desk, version: WeightVersion, body: bytes | None) -> None:
+    def _show(self, handler: RequestHandler, version: WeightVersion, body: bytes | None) -> None:
         new = version.manifest
         base = self._newest
         if body is not None and len(body) > self._config.max_delta_bytes:
@@ -234,11 +236,11 @@ class Broadcaster:
         self.stats.published += 1
         self.stats.last_version_bytes = new.nbytes if body is None else len(body)
         if base is not None and body is not None:
-            header = messages.encode(header_of(base.manifest, new))
+            header = messages.encode(delta_header(base.manifest, new))
             self._xpub.send_multipart([header, body], copy=False)
             self.stats.deltas += 1
             self.stats.delta_bytes += len(body)
-        desk.show(version, base, body)
+        handler.add_version(version, base, body)
         self._newest = version
         self._announcement = messages.encode(
             Announce(run=new.run, epoch=new.epoch, version=new.version, digest=new.digest)

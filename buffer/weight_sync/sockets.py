@@ -20,7 +20,7 @@ class Endpoints(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """What the command line says; None leaves it to the learner and the settings."""
 
     announce: str | None = None

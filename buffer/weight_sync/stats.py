@@ -1,11 +1,11 @@
-"""What a broadcaster counts."""
+"""What a server counts."""
 
 from dataclasses import dataclass
 
 
 @dataclass
-class BroadcastStats:
-    """Counts since the start; written by the broadcaster's thread only."""
+class ServerStats:
+    """Counts since the start; written by the server's thread only."""
 
     published: int = 0
     """Versions announced"""
@@ -35,7 +35,7 @@ class BroadcastStats:
 
 @dataclass
 class FetchStats:
-    """Counts since the start; written by the receiver's thread only."""
+    """Counts since the start; written by the subscriber's thread only."""
 
     fetches: int = 0
     """Payloads fetched in full"""
@@ -54,8 +54,8 @@ class FetchStats:
 
 
 @dataclass
-class ReceiverStats:
-    """Counts since the start; written by the receiver's thread only."""
+class SubscriberStats:
+    """Counts since the start; written by the subscriber's thread only."""
 
     fetch: FetchStats
     received: int = 0

@@ -27,8 +27,8 @@ from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
 from buffer.weight_sync.curve import ClientKeys
 from buffer.weight_sync.fetcher import Fetcher
-from buffer.weight_sync.latest import Slot
-from buffer.weight_sync.stats import ReceiverStats
+from buffer.weight_sync.latest import LatestValue
+from buffer.weight_sync.stats import SubscriberStats
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ KEPT_DELTAS = 8
 """Deltas kept for a base that is still being fetched"""
 
 
-class Receiver:
+class WeightSubscriber:
     """The newest complete version, bit for bit what the learner published, or nothing.
 
     Delivery, told plainly (shown by tests/test_broadcast*.py and tests/weight_sync/test_catch_up.py):
@@ -68,7 +68,7 @@ class Receiver:
       (test_broadcasts_and_answers_that_are_none_are_counted_and_change_nothing).
 
     The payload of a version stays untouched for as long as any tensor views it (see PayloadPool).
-    `on_version`, if given, gets every version instead of the slot, on the receiver's thread, together with
+    `on_version`, if given, gets every version instead of the slot, on the subscriber's thread, together with
     (digest of its base, delta) where it came as one: see Relay. `run` None follows any run.
     """
 
@@ -89,7 +89,7 @@ class Receiver:
         self._silence_s, self._stall_s = silence_s, config.stall_s
         self._announce_endpoint, self._keys = announce, keys
         self._max_delta_bytes = config.max_delta_bytes
-        self._slot: Slot[WeightVersion] = Slot()
+        self._slot: LatestValue[WeightVersion] = LatestValue()
         self._on_version = on_version or (lambda version, _: self._slot.put(version))
         self._held: WeightVersion | None = None
         self._behind: Announce | Delta | None = None
@@ -113,8 +113,8 @@ class Receiver:
         self._fetcher = Fetcher(
             self._context, self._poller, fetch, self._wants, config, keys, max_payload_bytes
         )
-        self.stats = ReceiverStats(self._fetcher.stats)
-        self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
+        self.stats = SubscriberStats(self._fetcher.stats)
+        self._thread = threading.Thread(target=self._run, name="subscriber", daemon=True)
         self._thread.start()
 
     @property
@@ -127,7 +127,7 @@ class Receiver:
         return self._slot.take()
 
     async def wait(self) -> WeightVersion:
-        """`latest`, once there is one. Raises WeightVersionError when the receiver stops."""
+        """`latest`, once there is one. Raises WeightVersionError when the subscriber stops."""
         return await self._slot.wait()
 
     @property

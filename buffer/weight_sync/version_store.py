@@ -15,7 +15,7 @@ from areal_q.weights.version import WeightVersion
 
 
 @dataclass
-class Held:
+class StoredVersion:
     version: WeightVersion
     memory: memoryview
     """The payload's bytes"""
@@ -27,7 +27,7 @@ class Held:
         return self.version.manifest
 
 
-class HeldVersions:
+class VersionStore:
     """At most `limit` versions, the newest among them.
 
     Versions that nobody fetched from for `lease_s` go first, then the younger ones. So the oldest
@@ -37,27 +37,27 @@ class HeldVersions:
 
     def __init__(self, limit: int, lease_s: float) -> None:
         self._limit, self._lease_s = limit, lease_s
-        self._versions: list[Held] = []
+        self._versions: list[StoredVersion] = []
 
     @property
-    def newest(self) -> Held | None:
+    def newest(self) -> StoredVersion | None:
         return self._versions[-1] if self._versions else None
 
     def add(self, version: WeightVersion) -> None:
-        self._versions.append(Held(version, version.payload.numpy().data))
+        self._versions.append(StoredVersion(version, version.payload.numpy().data))
         leased_from_s = time.monotonic() - self._lease_s
         while len(self._versions) > self._limit:
             older = self._versions[:-1]
             idle = [h for h in older if h.used_s < leased_from_s]
             self._versions.remove((idle or older[-1:])[0])
 
-    def use_newest(self) -> Held | None:
+    def use_newest(self) -> StoredVersion | None:
         """`newest`, which counts as fetched from."""
         if self.newest is not None:
             self.newest.used_s = time.monotonic()
         return self.newest
 
-    def use(self, digest: str) -> Held | None:
+    def use(self, digest: str) -> StoredVersion | None:
         """The version whose bytes hash to `digest`, if it is still there; it counts as fetched from."""
         held = next((h for h in reversed(self._versions) if h.manifest.digest == digest), None)
         if held is not None:
@@ -72,7 +72,7 @@ class HeldVersions:
 
 
 @dataclass(frozen=True)
-class Link:
+class DeltaLink:
     """A delta between two versions that were announced one after the other."""
 
     base: Manifest
@@ -84,10 +84,10 @@ class Link:
 
     @property
     def header(self) -> Delta:
-        return header_of(self.base, self.new)
+        return delta_header(self.base, self.new)
 
 
-def header_of(base: Manifest, new: Manifest) -> Delta:
+def delta_header(base: Manifest, new: Manifest) -> Delta:
     return Delta(
         run=new.run,
         epoch=new.epoch,
@@ -98,16 +98,16 @@ def header_of(base: Manifest, new: Manifest) -> Delta:
     )
 
 
-class HeldDeltas:
+class DeltaChain:
     """The unbroken chain of deltas up to the newest version: at most `limit`, `limit_bytes` together as they
     were sent. In memory they may be half as large again: BF16 and FP8 are (areal_q/weights/delta_codec.py)."""
 
     def __init__(self, limit: int, limit_bytes: int) -> None:
         self._limit, self._limit_bytes = limit, limit_bytes
-        self._chain: deque[Link] = deque()
+        self._chain: deque[DeltaLink] = deque()
         self._nbytes = 0
 
-    def add(self, link: Link | None) -> None:
+    def add(self, link: DeltaLink | None) -> None:
         """`link` leads to the newest version; None breaks the chain."""
         if link is None:
             self._chain.clear()
@@ -118,9 +118,9 @@ class HeldDeltas:
         while len(self._chain) > self._limit or self._nbytes > self._limit_bytes:
             self._nbytes -= self._chain.popleft().nbytes
 
-    def since(self, epoch: str, version: int, digest: str) -> list[Link]:
+    def since(self, epoch: str, version: int, digest: str) -> list[DeltaLink]:
         """What leads from that version to the newest; empty if it is not known."""
-        links: list[Link] = []
+        links: list[DeltaLink] = []
         for link in reversed(self._chain):
             links.insert(0, link)
             base = link.base
@@ -128,7 +128,7 @@ class HeldDeltas:
                 return links
         return []
 
-    def into(self, epoch: str, version: int) -> Link | None:
+    def into(self, epoch: str, version: int) -> DeltaLink | None:
         """The delta that made that version."""
         return next(
             (k for k in self._chain if (k.new.epoch, k.new.version) == (epoch, version)), None
@@ -145,7 +145,7 @@ class CatchUp:
     digest: str
 
 
-def catch_up(links: list[Link]) -> CatchUp:
+def build_catch_up(links: list[DeltaLink]) -> CatchUp:
     """The chain as it is, or one delta that does the same: whichever is smaller.
 
     One delta saves a code that moves back and forth, and the worker a pass over its weights for each.
@@ -158,6 +158,6 @@ def catch_up(links: list[Link]) -> CatchUp:
         except WeightVersionError:  # a relay passes on what it did not make
             one = None
         if one is not None and len(one) <= sum(map(len, bodies)):
-            headers, bodies = [header_of(links[0].base, links[-1].new)], [one]
+            headers, bodies = [delta_header(links[0].base, links[-1].new)], [one]
     body = b"".join(bodies)
     return CatchUp(headers, [len(b) for b in bodies], body, xxhash.xxh3_128_hexdigest(body))

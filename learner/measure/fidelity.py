@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class FidelityMeter:
-    """Holds the newest `versions_kept` published versions, in the memory that the broadcaster lent from, and
+    """Holds the newest `versions_kept` published versions, in the memory that the weight server sends from, and
     the policy of those that it needed. It takes no part in the step: a replay does without."""
 
     def __init__(self, learner: LearnerConfig, format: str) -> None:

@@ -1,1 +1,1 @@
-"""Weights on their way out of the learner: a version is built and handed over."""
+"""The learner's side of weight sync: building a version and handing it to the weight server."""

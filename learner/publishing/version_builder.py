@@ -1,4 +1,4 @@
-"""From the learner's parameters to a published version: quantized, described, hashed, handed over."""
+"""Turns the learner's parameters into a version to publish: quantized, described and hashed."""
 
 import time
 import uuid
@@ -19,32 +19,34 @@ from areal_q.weights.version import PayloadPool, WeightVersion
 
 
 def sticky_ranges(run: Run) -> StickyRanges | None:
-    """None yet in use; or None, where scales are recomputed, or there are none to change."""
+    """Returns empty sticky ranges, or None where scales are computed anew each time or cannot change."""
     drift = run.rollout.sticky_scales
     changes = run.rollout.format != "bf16" and not run.learner.lora
     return StickyRanges(drift) if drift and changes else None
 
 
-class Publisher:
-    """Quantizes the model as engines will run it. UAQ's scaling is already in the learner's weights
-    (learner/build.py), so what is published needs no folding: the function is the same."""
+class VersionBuilder:
+    """Quantizes the model as engines will run it.
+
+    UAQ's scaling is already in the learner's weights (learner/build.py), so nothing is folded in here.
+    """
 
     def __init__(self, run: Run, sticky: StickyRanges | None = None) -> None:
-        """`sticky`: the ranges of the version before, where scales are sticky; None: of none."""
+        """`sticky` holds the ranges of the version before, from a checkpoint; None begins without any."""
         self._run = run
         self._pool = PayloadPool()
         self._epoch = uuid.uuid4().hex
         self._ranges = sticky or sticky_ranges(run)
         self._last: WeightVersion | None = None
         self.codes_moved = 0.0
-        """Share of the codes that differ between the last two versions made"""
-        self.make_s = 0.0
-        """What the last version took"""
+        """Share of the codes, 0 … 1, that differ between the last two versions built"""
+        self.build_s = 0.0
+        """Seconds that building the last version took"""
 
-    def make(
+    def build(
         self, model: Decoder, version: int, beside: Mapping[str, Tensor] | None = None
     ) -> WeightVersion:
-        """Version `version` of `model`, and the tensors `beside`, such as KV scales.
+        """Returns version `version` of `model`, with the tensors `beside` added, such as KV scales.
 
         Raises QuantizationError naming a tensor that is not finite.
         """
@@ -56,7 +58,7 @@ class Publisher:
         published = with_noise(published, noise, run.learner.uaq)
         if run.rollout.unquantized == "bf16":
             published = rest_in_bf16(published, format)
-        made = weights.pack(
+        built = weights.pack(
             published | dict(sorted((beside or {}).items())),
             run=run.name,
             epoch=self._epoch,
@@ -70,7 +72,7 @@ class Publisher:
             pool=self._pool,
         )
         if self._last is not None:
-            self.codes_moved = codes_moved(self._last.tensors, made.tensors, format)
-        self._last = made
-        self.make_s = time.perf_counter() - began
-        return made
+            self.codes_moved = codes_moved(self._last.tensors, built.tensors, format)
+        self._last = built
+        self.build_s = time.perf_counter() - began
+        return built

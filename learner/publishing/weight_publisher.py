@@ -1,18 +1,17 @@
-"""Versions on their way out while the learner goes on: quantized, hashed and handed over on a thread.
+"""Publishes versions of the weights while the learner goes on with the next step.
 
-    Learner ─begin(model)─▶ Publisher.make ─▶ announce: history, then broadcaster ─▶ finish() tells the learner
-                                 │ reads the weights themselves: nothing is copied for it
-    TorchPolicy ─release()── waits ──┘ before the optimizer writes to them
+    Learner ─begin(model)─▶ VersionBuilder.build ─▶ hand_over: history, then WeightServer ─▶ wait_until_out()
+                                 │ reads the weights themselves: nothing is copied for it      tells the Learner
+    TorchPolicy ─wait_until_read()┘ before the optimizer writes to them
 
-| wait    | for                                        | unblocked by |
-|---------|--------------------------------------------|--------------|
-| begin   | the version before                         | the thread   |
-| release | the weights' last reading for this version | the thread   |
-| finish  | the version begun last, handed over        | the thread   |
+| wait            | for                                        | unblocked by |
+|-----------------|--------------------------------------------|--------------|
+| wait_until_read | the weights' last reading for this version | the thread   |
+| wait_until_out  | the version begun last, handed over        | the thread   |
 
-Forward and backward only read weights, and take many times as long as quantizing: so neither `release` nor
-`finish`, called after the next step, finds anything to wait for. One version is on its way at a time, in the
-order of their numbers, which bounds memory; what the broadcaster does with it overlaps further still.
+Forward and backward only read weights, and take many times as long as quantizing: so neither wait, called in
+and after the next step, usually finds anything to wait for. One version is on its way at a time, in the order
+of their numbers, which bounds memory; what the weight server does with it overlaps further still.
 """
 
 import threading
@@ -25,53 +24,62 @@ from torch import Tensor
 
 from areal_q.models import Decoder
 from areal_q.weights.version import WeightVersion
-from learner.publishing.version_builder import Publisher
+from learner.publishing.version_builder import VersionBuilder
 
 T = TypeVar("T")
 
 
-class Outlet:
-    """Makes each version from the weights as they are at `begin`, to the bit what `Publisher.make` gives
-    there (test_a_version_in_the_making_is_of_the_weights_at_its_beginning)."""
+class WeightPublisher:
+    """Builds each version on a thread of its own, from the weights as they are at `begin`.
 
-    def __init__(self, publisher: Publisher, announce: Callable[[WeightVersion], None]) -> None:
-        """`announce` is called on the outlet's thread."""
-        self.publisher, self._announce = publisher, announce
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="outlet")
+    The version has the very bytes that `VersionBuilder.build` would give at that moment
+    (test_a_version_is_of_the_weights_it_began_with).
+    """
+
+    def __init__(self, builder: VersionBuilder, hand_over: Callable[[WeightVersion], None]) -> None:
+        """`hand_over` gets each version once it is built, on the publisher's thread."""
+        self.builder, self._hand_over = builder, hand_over
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._pending: Future[WeightVersion] | None = None
         self._read = threading.Event()
         self.waited_s = 0.0
-        """Of the learner's time, since the start"""
+        """Seconds that the learner's thread spent in both waits since the start"""
 
     def begin(self, model: Decoder, version: int, beside: Mapping[str, Tensor]) -> None:
-        """Version `version`, of the present weights and the tensors `beside` them. They may be read, but not
-        be written to before `release` has returned. Call `finish` before."""
+        """Begins version `version` of the present weights and the tensors `beside` them, and returns at once.
+
+        Until `wait_until_read` has returned, the weights may be read but not written to. The version before
+        must have been waited for by `wait_until_out`.
+        """
         assert self._pending is None, "one at a time"
         self._read.clear()
-        self._pending = self._thread.submit(self._make, model, version, beside)
+        self._pending = self._thread.submit(self._build, model, version, beside)
 
-    def release(self) -> None:
-        """Returns as soon as no weights are read here."""
+    def wait_until_read(self) -> None:
+        """Waits until the version on its way needs the weights no more; the optimizer may write then."""
         if self._pending is not None:
             self._waiting(self._read.wait)
 
-    def finish(self) -> WeightVersion | None:
-        """The version begun last, once it was announced; None if it was returned before. Raises what making
-        it raised, such as QuantizationError."""
+    def wait_until_out(self) -> WeightVersion | None:
+        """Waits until the version begun last was handed over, and returns it; None if it was returned before.
+
+        Raises what building it raised, such as QuantizationError.
+        """
         pending, self._pending = self._pending, None
         return self._waiting(pending.result) if pending else None
 
     def close(self) -> None:
-        """Waits for the thread."""
+        """Waits for the thread and ends it."""
         self._thread.shutdown()
 
-    def _make(self, model: Decoder, version: int, beside: Mapping[str, Tensor]) -> WeightVersion:
+    def _build(self, model: Decoder, version: int, beside: Mapping[str, Tensor]) -> WeightVersion:
         try:
-            made = self.publisher.make(model, version, beside)
+            built = self.builder.build(model, version, beside)
         finally:
+            # Also where building failed, or the trainer would wait for ever; wait_until_out raises the error.
             self._read.set()
-        self._announce(made)
-        return made
+        self._hand_over(built)
+        return built
 
     def _waiting(self, wait: Callable[[], T]) -> T:
         began = time.perf_counter()

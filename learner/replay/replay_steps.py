@@ -29,7 +29,7 @@ from learner.data.invalid_rewards import judged
 from learner.data.staleness import VersionHistory
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import MICROBATCH, SingleProcessUpdater
-from learner.publishing.version_builder import Publisher, sticky_ranges
+from learner.publishing.version_builder import VersionBuilder, sticky_ranges
 from learner.train_step import machine, train_step
 
 ROUNDING_ONLY = ("learner.device", "learner.threads", "learner.microbatch_tokens")
@@ -117,7 +117,7 @@ class Replay:
     def steps(self, before: Before | None = None) -> Iterator[Replayed]:
         """Learns one step after the other, those between the checkpoint and `first` included."""
         history = VersionHistory(self.recorded.learner.versions_kept, self.state.digests)
-        publisher = Publisher(self.run, self.policy.sticky)
+        builder = VersionBuilder(self.run, self.policy.sticky)
         logged = iter_log(self.directory / "trajectories", self.state.step, self.stop)
         for record in self.records:
             groups = _groups_of(record, next(logged, None), self.directory)
@@ -133,11 +133,11 @@ class Replay:
             updater = SingleProcessUpdater(self.policy)
             metrics = train_step(updater, groups, history, record.step, weights, self.recorder)
             history.add(record.step + 1, record.digest)
-            made = self._publish(publisher, record.step + 1) if self.publishes else None
+            made = self._build(builder, record.step + 1) if self.publishes else None
             yield Replayed(record, groups, metrics, made.manifest.digest if made else "")
 
-    def _publish(self, publisher: Publisher, version: int) -> WeightVersion:
-        return publisher.make(self.policy.model, version, self.policy.kv_scales)
+    def _build(self, builder: VersionBuilder, version: int) -> WeightVersion:
+        return builder.build(self.policy.model, version, self.policy.kv_scales)
 
     def unequal_tensors(self, step: int) -> list[str] | None:
         """Names of the tensors in which the policy, at `step`, differs from the checkpoint there, or None

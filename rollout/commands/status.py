@@ -29,8 +29,8 @@ from areal_q.system.credentials import no_password
 from buffer.admin import inspect_state, tables
 from buffer.admin.open_run import opened
 from buffer.redis_store.keys import Keys
-from buffer.weight_sync.client import Client
-from buffer.weight_sync.sockets import Source
+from buffer.weight_sync.client import WeightClient
+from buffer.weight_sync.sockets import WeightSource
 
 SILENT_S = 120.0
 """Without a new version for so long, the learner is said to be stuck; --silent-s"""
@@ -55,7 +55,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     wrong: list[str]
 
 
-def gather(client: redis.Redis, run: str, source: Source, silent_s: float = SILENT_S) -> Cluster:
+def gather(
+    client: redis.Redis, run: str, source: WeightSource, silent_s: float = SILENT_S
+) -> Cluster:
     """Raises redis.RedisError where Redis does not answer, ConfigError for keys that cannot be used."""
     beats = _workers(client, run)
     buffer = inspect_state.status(client, run)
@@ -82,13 +84,13 @@ def _workers(client: redis.Redis, run: str) -> list[WorkerStatus]:
     return [decode_status(beat) for beat in beats if beat is not None]
 
 
-def _learner(client: redis.Redis, run: str, source: Source) -> tuple[HeldVersion | None, int]:
+def _learner(client: redis.Redis, run: str, source: WeightSource) -> tuple[HeldVersion | None, int]:
     """(its newest version, how many listen); (None, 0) where it does not answer or has none yet."""
     told: Any = client.hget(Keys(run).info, "endpoints")
     if told is None:
         return None, 0
     ends = source.endpoints(msgspec.json.decode(told, type=dict[str, str]))
-    asked = Client(*ends, source.load_keys(None))
+    asked = WeightClient(*ends, source.load_keys(None))
     try:
         held = asked.held()
     except WeightVersionError:
@@ -214,7 +216,7 @@ def main(
         _end_if_ended(directory, json)
     with opened(directory, url, run) as (connected, name):
         while True:
-            found = gather(connected, name, Source(None, fetch, keys, client), silent_s)
+            found = gather(connected, name, WeightSource(None, fetch, keys, client), silent_s)
             if json:
                 typer.echo(msgspec.json.encode(found))
             else:

@@ -16,32 +16,32 @@ from areal_q.config import BroadcastConfig
 from areal_q.messages import WorkerStatus
 from areal_q.weights.version import WeightVersion
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
-from buffer.weight_sync.server import Broadcaster
-from buffer.weight_sync.sockets import Source
+from buffer.weight_sync.server import WeightServer
+from buffer.weight_sync.sockets import WeightSource
 from rollout.commands.status import gather, main
 
 Make = Callable[..., WeightVersion]
 
 
 @pytest.fixture
-def broadcaster(short_dir: Path) -> Iterator[Broadcaster]:
+def weight_server(short_dir: Path) -> Iterator[WeightServer]:
     ends = (f"ipc://{short_dir}/announce", f"ipc://{short_dir}/fetch")
-    made = Broadcaster(*ends, BroadcastConfig(heartbeat_s=0.05))
+    made = WeightServer(*ends, BroadcastConfig(heartbeat_s=0.05))
     yield made
     made.close()
 
 
 @pytest.fixture
-def learner(redis_url: str, broadcaster: Broadcaster) -> Iterator[LearnerBuffer]:
+def learner(redis_url: str, weight_server: WeightServer) -> Iterator[LearnerBuffer]:
     made = LearnerBuffer(redis_url, "run")
-    made.publish_run("", broadcaster.endpoints._asdict())
+    made.publish_run("", weight_server.endpoints._asdict())
     yield made
     made.close()
 
 
-def publish(broadcaster: Broadcaster, version: WeightVersion) -> None:
-    broadcaster.publish(version)
-    while broadcaster.stats.published == 0:
+def publish(weight_server: WeightServer, version: WeightVersion) -> None:
+    weight_server.publish(version)
+    while weight_server.stats.published == 0:
         time.sleep(0.002)
 
 
@@ -67,10 +67,10 @@ def command(redis_url: str, *arguments: str) -> Result:
 
 
 def test_a_cluster_at_work_is_told_and_is_well(
-    learner, redis_url, broadcaster, make_version: Make, make_ticket
+    learner, redis_url, weight_server, make_version: Make, make_ticket
 ):
     version = make_version(3, published_s=time.time() - 2)
-    publish(broadcaster, version)
+    publish(weight_server, version)
     learner.admit([make_ticket(0)], cursor=1)
     beat(redis_url, "a", version=3, digest=version.manifest.digest, tokens_per_s=1500.0)
     beat(redis_url, "b", version=2)
@@ -87,9 +87,9 @@ def test_a_cluster_at_work_is_told_and_is_well(
 
 
 def test_no_worker_and_a_learner_that_makes_no_step_are_wrong(
-    learner, redis_url, broadcaster, make_version: Make
+    learner, redis_url, weight_server, make_version: Make
 ):
-    publish(broadcaster, make_version(3, published_s=time.time() - 500))
+    publish(weight_server, make_version(3, published_s=time.time() - 500))
     result = command(redis_url)
     assert result.exit_code == 1
     assert "no new version for 8 min" in result.stdout
@@ -98,19 +98,19 @@ def test_no_worker_and_a_learner_that_makes_no_step_are_wrong(
 
 
 def test_a_worker_with_other_bytes_or_without_new_ones_is_named(
-    learner, redis_url, broadcaster, make_version: Make
+    learner, redis_url, weight_server, make_version: Make
 ):
-    publish(broadcaster, make_version(3, published_s=time.time()))
+    publish(weight_server, make_version(3, published_s=time.time()))
     beat(redis_url, "liar", version=3, digest="other")
     beat(redis_url, "late", version=1, behind_s=300.0)
     with redis.Redis.from_url(redis_url) as client:
-        wrong = gather(client, "run", Source()).wrong
+        wrong = gather(client, "run", WeightSource()).wrong
     assert [line.split(":")[0] for line in wrong] == ["late", "liar"]
 
 
-def test_a_learner_that_does_not_answer_is_wrong(learner, redis_url, broadcaster, monkeypatch):
+def test_a_learner_that_does_not_answer_is_wrong(learner, redis_url, weight_server, monkeypatch):
     monkeypatch.setattr("buffer.weight_sync.client.TIMEOUT_S", 0.2)
-    broadcaster.close()
+    weight_server.close()
     beat(redis_url, "a")
     result = command(redis_url)
     assert result.exit_code == 1

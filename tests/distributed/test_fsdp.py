@@ -25,7 +25,7 @@ from learner.build import build_model
 from learner.checkpoint.files import State
 from learner.data.packing import Sample, masked
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import Publisher
+from learner.publishing.version_builder import VersionBuilder
 
 MakeRun = Callable[..., Run]
 MakeSamples = Callable[..., list[Sample]]
@@ -251,7 +251,7 @@ def test_everything_that_a_policy_learns_beside_and_under_is_the_same_on_two_ran
             assert_close(path / "step-000009", alone, 1e-5)
         # What two ranks publish is, to the bit, what one does that goes on from their checkpoint.
         checkpoint.restore(path, alone)
-        assert Publisher(run).make(alone.model, 1).manifest.digest == digest, part
+        assert VersionBuilder(run).build(alone.model, 1).manifest.digest == digest, part
 
 
 def test_shares_are_whole_groups_of_about_as_many_tokens(make_samples: MakeSamples):

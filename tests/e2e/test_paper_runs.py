@@ -22,7 +22,7 @@ from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.run_dir import claimed
 from areal_q.tasks import load_tokenizer
 from buffer.logs.trajectory_log import iter_log
-from buffer.weight_sync.sockets import Source
+from buffer.weight_sync.sockets import WeightSource
 from learner.build import build_learner
 from learner.final_export import finish
 from rollout.build import serve
@@ -61,7 +61,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Path) -> Path
 @contextmanager
 def worker(redis_url: str, run: str) -> Iterator[None]:
     loop = asyncio.new_event_loop()
-    task = loop.create_task(serve(redis_url, run, "w", Source(), lambda _: None))
+    task = loop.create_task(serve(redis_url, run, "w", WeightSource(), lambda _: None))
 
     def work() -> None:
         asyncio.set_event_loop(loop)

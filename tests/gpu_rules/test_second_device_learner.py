@@ -35,8 +35,8 @@ from learner.measure.fidelity import FidelityMeter
 from learner.measure.rescore import Scorer, engine_policy
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import SingleProcessUpdater, update_policy
-from learner.publishing.version_builder import Publisher
-from learner.publishing.weight_publisher import Outlet
+from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.weight_publisher import WeightPublisher
 from learner.replay.compare import compare
 from learner.replay.replay_steps import Replay
 from learner.train_step import train_step
@@ -193,14 +193,14 @@ def test_what_is_published_has_the_same_bytes(
     run = make_run(*PUBLISHED[kind])
     digests = []
     for policy in policies(run):
-        outlet, made = Outlet(Publisher(run), lambda made: None), []
+        publisher, made = WeightPublisher(VersionBuilder(run), lambda made: None), []
         for version in range(3):
-            outlet.begin(policy.model, version, {})
-            outlet.release()
-            version = outlet.finish()
+            publisher.begin(policy.model, version, {})
+            publisher.wait_until_read()
+            version = publisher.wait_until_out()
             assert version is not None
             made.append(version.manifest.digest)
-        outlet.close()
+        publisher.close()
         digests.append(made)
     assert digests[0] == digests[1]
 
@@ -256,8 +256,8 @@ def test_a_run_logged_on_a_cpu_is_replayed_and_examined_on_the_device(
     run, directory = make_run("rollout.format=int8", "learner.fidelity.share=1"), tmp_path / "run"
     directory.mkdir()
     (directory / "config.toml").write_text(dump_toml(run))
-    policy, history, publisher = policies(run)[1], VersionHistory(4), Publisher(run)
-    versions = [publisher.make(policy.model, 0)]
+    policy, history, builder = policies(run)[1], VersionHistory(4), VersionBuilder(run)
+    versions = [builder.build(policy.model, 0)]
     history.add(0, versions[0].manifest.digest)
     state = checkpoint.State(
         step=0, position="0-0", cursor=0, outstanding=[], digests=dict(history.digests), updates=0,
@@ -271,7 +271,7 @@ def test_a_run_logged_on_a_cpu_is_replayed_and_examined_on_the_device(
         groups = [within(group, history.digests[step], step) for group in groups]
         metrics = train_step(SingleProcessUpdater(policy), groups, history, step)
         base = history.digests[step]
-        versions.append(publisher.make(policy.model, step + 1))
+        versions.append(builder.build(policy.model, step + 1))
         history.add(step + 1, versions[-1].manifest.digest)
         log.append(step, step, groups)
         steps.append(

@@ -18,7 +18,7 @@ from areal_q.weights.version import WeightVersion
 from learner.build import build_model
 from learner.measure.fidelity import FidelityMeter
 from learner.measure.rescore import Scorer, engine_policy
-from learner.publishing.version_builder import Publisher
+from learner.publishing.version_builder import VersionBuilder
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine, Request
 
@@ -32,12 +32,12 @@ def make_versions(make_run: MakeRun) -> Callable[[Run], list[WeightVersion]]:
 
     def make(run: Run) -> list[WeightVersion]:
         model = build_model(run, build_tokenizer(run))
-        publisher = Publisher(run)
-        first = publisher.make(model, 0)
+        builder = VersionBuilder(run)
+        first = builder.build(model, 0)
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
-        return [first, publisher.make(model, 1)]
+        return [first, builder.build(model, 1)]
 
     return make
 

@@ -19,25 +19,25 @@ from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import Publisher
-from learner.publishing.weight_publisher import Outlet
+from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.weight_publisher import WeightPublisher
 
 MakeRun = Callable[..., Run]
 MakeSamples = Callable[..., list[Sample]]
 
 
-class Slow(Publisher):
+class Slow(VersionBuilder):
     """Makes a version only once it may."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.may = threading.Event()
 
-    def make(
+    def build(
         self, model: Decoder, version: int, beside: Mapping[str, Tensor] | None = None
     ) -> WeightVersion:
         self.may.wait()
-        return super().make(model, version, beside)
+        return super().build(model, version, beside)
 
 
 def build(run: Run) -> TorchPolicy:
@@ -59,22 +59,22 @@ def test_a_version_in_the_making_is_of_the_weights_at_its_beginning(
     make_run: MakeRun, make_samples: MakeSamples, settings: tuple[str, ...]
 ) -> None:
     run = make_run("learner.optimizer.lr=0.01", *settings)
-    policy, publisher = build(run), Slow(run)
-    outlet = Outlet(publisher, lambda _: None)
-    policy.before_write = outlet.release
+    policy, builder = build(run), Slow(run)
+    publisher = WeightPublisher(builder, lambda _: None)
+    policy.before_write = publisher.wait_until_read
     before = copy.deepcopy(policy.model.state_dict())
-    wanted = Publisher(run).make(policy.model, 1)
-    outlet.begin(policy.model, 1, {})
+    wanted = VersionBuilder(run).build(policy.model, 1)
+    publisher.begin(policy.model, 1, {})
     with ThreadPoolExecutor(1) as thread:
         step = thread.submit(update_policy, policy, make_samples(9, vocab=13))
         with pytest.raises(TimeoutError):
             step.result(timeout=0.5)
         now = policy.model.state_dict()
         assert all(torch.equal(now[name], tensor) for name, tensor in before.items())
-        publisher.may.set()
+        builder.may.set()
         step.result()
-    made = outlet.finish()
-    outlet.close()
+    made = publisher.wait_until_out()
+    publisher.close()
     assert made is not None and made.manifest.digest == wanted.manifest.digest
     now = policy.model.state_dict()
     assert not all(torch.equal(now[name], tensor) for name, tensor in before.items())
@@ -85,14 +85,16 @@ def test_versions_are_announced_in_order_and_before_they_count_as_finished(
 ) -> None:
     run = make_run()
     model, announced = build(run).model, []
-    outlet = Outlet(Publisher(run), lambda made: announced.append(made.manifest.version))
+    publisher = WeightPublisher(
+        VersionBuilder(run), lambda made: announced.append(made.manifest.version)
+    )
     for version in range(5):
-        outlet.begin(model, version, {})
-        made = outlet.finish()
+        publisher.begin(model, version, {})
+        made = publisher.wait_until_out()
         assert made is not None and made.manifest.version == version
         assert announced == list(range(version + 1))
-    assert outlet.finish() is None
-    outlet.close()
+    assert publisher.wait_until_out() is None
+    publisher.close()
 
 
 def test_what_cannot_be_quantized_is_announced_nowhere_and_ends_the_learner(
@@ -100,12 +102,12 @@ def test_what_cannot_be_quantized_is_announced_nowhere_and_ends_the_learner(
 ) -> None:
     run = make_run()
     model, announced = build(run).model, []
-    outlet = Outlet(Publisher(run), announced.append)
+    publisher = WeightPublisher(VersionBuilder(run), announced.append)
     with torch.no_grad():
         next(p for n, p in model.named_parameters() if "q_proj" in n).fill_(torch.nan)
-    outlet.begin(model, 1, {})
-    outlet.release()
+    publisher.begin(model, 1, {})
+    publisher.wait_until_read()
     with pytest.raises(QuantizationError, match="q_proj"):
-        outlet.finish()
-    outlet.close()
+        publisher.wait_until_out()
+    publisher.close()
     assert announced == []

@@ -29,7 +29,7 @@ from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import Publisher
+from learner.publishing.version_builder import VersionBuilder
 
 MakeRun = Callable[..., Run]
 JET = ["learner.precision=jet", "rollout.format=fp8"]
@@ -103,7 +103,7 @@ def test_the_weights_of_the_flow_are_the_ones_published(make_run: MakeRun, make_
     model = build_model(run, build_tokenizer(run))
     set_precision(model, run)
     policy = TorchPolicy(model, run.learner, 1.0)
-    first = Publisher(run).make(model, 0).manifest.digest
+    first = VersionBuilder(run).build(model, 0).manifest.digest
     update_policy(policy, make_samples(12))
     published = published_state(model, "fp8")
     for name, linear in linears(model).items():
@@ -114,7 +114,7 @@ def test_the_weights_of_the_flow_are_the_ones_published(make_run: MakeRun, make_
         torch.equal(fresh[k].contiguous().view(torch.uint8), v.contiguous().view(torch.uint8))
         for k, v in published.items()
     )
-    assert Publisher(run).make(model, 1).manifest.digest != first
+    assert VersionBuilder(run).build(model, 1).manifest.digest != first
 
 
 def test_rows_of_an_operand_are_its_numbers_wherever_blocks_begin():

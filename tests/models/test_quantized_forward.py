@@ -27,7 +27,7 @@ from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.build import build_model
 from learner.data.packing import Sample, pack
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import Publisher
+from learner.publishing.version_builder import VersionBuilder
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Request
 from rollout.engines.reference.inference_model import InferenceModel
@@ -129,7 +129,7 @@ def test_the_aligned_learners_log_probs_are_those_that_the_engine_recorded(
 ):
     run = make_run(QARL, f"rollout.format={format}", f"rollout.unquantized={rest}", *LARGER)
     policy = build(run)
-    gap = gap_to_learner(policy, drawn_tokens(Publisher(run).make(policy.model, 0)))
+    gap = gap_to_learner(policy, drawn_tokens(VersionBuilder(run).build(policy.model, 0)))
     assert gap.max() < 1e-4
 
 
@@ -137,7 +137,7 @@ def test_what_is_not_quantized_travels_in_bfloat16_where_that_is_asked_for(make_
     model = build(make_run()).model
     kv = {"kv": torch.ones(2)}
     wide, narrow = (
-        Publisher(make_run(f"rollout.unquantized={rest}")).make(model, 0, kv).tensors
+        VersionBuilder(make_run(f"rollout.unquantized={rest}")).build(model, 0, kv).tensors
         for rest in ("fp32", "bf16")
     )
     assert wide.keys() == narrow.keys()
@@ -180,7 +180,7 @@ def test_with_quantized_activations_learner_and_engine_differ_as_the_engine_does
     # Where float32 rounding turns the code of an activation, no two orders of summation agree to 1e-4.
     run = make_run(QARL, f"rollout.format={format}", *LARGER)
     policy, plain = build(run), build(make_run(f"rollout.format={format}", *LARGER))
-    weights = Publisher(run).make(policy.model, 0)
+    weights = VersionBuilder(run).build(policy.model, 0)
     samples = drawn_tokens(weights)
     aligned, engine = gap_to_learner(policy, samples), gap_to_plain_engine(weights, samples)
     unaligned = gap_to_learner(plain, samples)
@@ -198,9 +198,9 @@ def test_the_tensors_of_the_forward_are_the_ones_published(make_run: MakeRun, fo
         assert isinstance(linear, QuantLinear)
         for suffix, tensor in linear.parts.items():
             assert published[f"{name}.{suffix}"] is tensor
-    manifest = Publisher(run).make(policy.model, 0).manifest
+    manifest = VersionBuilder(run).build(policy.model, 0).manifest
     plain = make_run(f"rollout.format={format}")
-    again = Publisher(plain).make(build(plain).model, 0).manifest
+    again = VersionBuilder(plain).build(build(plain).model, 0).manifest
     assert (manifest.digest, manifest.nbytes) == (again.digest, again.nbytes)
 
 
@@ -259,7 +259,7 @@ def test_a_step_after_a_restored_checkpoint_is_bit_for_bit_the_step_without_one(
         update_policy(resumed, make_samples(12, seed=1)),
     )
     assert ours == theirs
-    a, b = (Publisher(run).make(t.model, 2).manifest.digest for t in (policy, resumed))
+    a, b = (VersionBuilder(run).build(t.model, 2).manifest.digest for t in (policy, resumed))
     assert a == b
 
 

@@ -16,7 +16,7 @@ from areal_q.tasks import build_tokenizer
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import Publisher
+from learner.publishing.version_builder import VersionBuilder
 
 MakeRun = Callable[..., Run]
 SCHEDULES = ("exponential", "exponential-attained", "linear", "cosine", "logarithmic")
@@ -68,7 +68,7 @@ def test_only_the_norms_before_q_k_v_and_gate_up_are_noisy_and_only_when_publish
     run = make_run(*AQN)
     model = build_model(run, build_tokenizer(run))
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    made = Publisher(run).make(model, 5)
+    made = VersionBuilder(run).build(model, 5)
     quiet = published_state(model, run.rollout.format)
     noisy = {
         k
@@ -89,7 +89,7 @@ def test_a_version_is_rebuilt_bit_for_bit_from_its_manifest_and_the_learners_wei
     run = make_run("rollout.aqn={}", "steps=20", "learner.uaq=1.5")
     model = build_model(run, build_tokenizer(run))
     apply_uaq(model, 1.5)
-    made = Publisher(run).make(model, 7)
+    made = VersionBuilder(run).build(model, 7)
     m = made.manifest
     again = with_noise(published_state(model, m.format), m.noise, m.uaq_scale)
     assert m.noise is not None and m.noise.sigma > 0
@@ -97,8 +97,8 @@ def test_a_version_is_rebuilt_bit_for_bit_from_its_manifest_and_the_learners_wei
         torch.equal(again[k].view(torch.uint8), t.view(torch.uint8))
         for k, t in made.tensors.items()
     )
-    assert Publisher(run).make(model, 7).manifest.digest == m.digest
-    assert Publisher(run).make(model, 8).manifest.digest != m.digest
+    assert VersionBuilder(run).build(model, 7).manifest.digest == m.digest
+    assert VersionBuilder(run).build(model, 8).manifest.digest != m.digest
 
 
 def test_noise_is_normal_with_the_deviation_of_the_manifest():
@@ -132,7 +132,7 @@ def test_the_learners_step_is_the_same_with_noise_and_without(make_run: MakeRun,
     for settings in (AQN, AQN[1:]):
         run = make_run(*settings)
         policy = TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
-        Publisher(run).make(policy.model, 9)
+        VersionBuilder(run).build(policy.model, 9)
         found.append(update_policy(policy, make_samples(12)))
     assert found[0] == found[1]
 

@@ -26,7 +26,7 @@ from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import Publisher
+from learner.publishing.version_builder import VersionBuilder
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Request
 from rollout.engines.reference.torch_engine import TorchStepper
@@ -138,7 +138,7 @@ def test_log_probs_are_those_of_attention_to_rounded_keys_and_values(
     run = make_run(*FP8)
     model = model_of(run)
     config = TorchEngine(slots=8, kv_cache="fp8", fused=fused)
-    drawn = generate([Publisher(run).make(model, 0)], config)
+    drawn = generate([VersionBuilder(run).build(model, 0)], config)
     plain = [logprobs_of(model, c) for c in drawn]
     scales = list(measured(model))
     monkeypatch.setattr(decoder, "packed_attention", rounding(scales, []))
@@ -155,9 +155,9 @@ def test_every_version_has_scales_of_its_own_and_a_slot_keeps_what_it_was_cached
 ):
     run = make_run(*FP8)
     first, second = model_of(run, 0), model_of(run, 1)
-    publisher = Publisher(run)
+    builder = VersionBuilder(run)
     config = TorchEngine(slots=8, kv_cache="fp8", kv_on_update=kv_on_update)
-    versions = [publisher.make(first, 0), publisher.make(second, 1)]
+    versions = [builder.build(first, 0), builder.build(second, 1)]
     stepper = TorchStepper(config)
     stepper.swap(stepper.prepare(versions[0]))
     cache = stepper.cache
@@ -193,7 +193,7 @@ def test_the_cache_takes_a_quarter_of_the_memory(make_run: MakeRun):
     sizes = []
     for kind in ("auto", "fp8"):
         stepper = TorchStepper(TorchEngine(slots=8, kv_cache=kind))  # type: ignore[arg-type]
-        stepper.swap(stepper.prepare(Publisher(run).make(model_of(run), 0)))
+        stepper.swap(stepper.prepare(VersionBuilder(run).build(model_of(run), 0)))
         _job(stepper)
         stepper.step()
         sizes.append(stepper.cache.data.nbytes)
@@ -230,13 +230,13 @@ def test_published_scales_reach_the_engine_and_come_back_with_the_checkpoint(
     run = make_run(*FP8, "rollout.kv_scales={}")
     policy = TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
     policy.calibrate = run.rollout.kv_scales
-    publisher = Publisher(run)
-    first = publisher.make(policy.model, 0, policy.kv_scales)
+    builder = VersionBuilder(run)
+    first = builder.build(policy.model, 0, policy.kv_scales)
     assert kv_scales_of(first.tensors, 2) is None
     samples = make_samples(12)
     update_policy(policy, samples)
     policy.calibrate_kv_scales(samples)
-    made = publisher.make(policy.model, 1, policy.kv_scales)
+    made = builder.build(policy.model, 1, policy.kv_scales)
     wanted = kv_scales_of(made.tensors, 2)
     assert wanted is not None and made.manifest.digest != first.manifest.digest
     stepper = TorchStepper(TorchEngine(slots=8, kv_cache="fp8"))
@@ -248,7 +248,7 @@ def test_published_scales_reach_the_engine_and_come_back_with_the_checkpoint(
     save_at(1, tmp_path, policy)
     resumed = TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
     checkpoint.restore(tmp_path, resumed)
-    again = Publisher(run).make(resumed.model, 1, resumed.kv_scales)
+    again = VersionBuilder(run).build(resumed.model, 1, resumed.kv_scales)
     assert again.manifest.digest == made.manifest.digest
 
 

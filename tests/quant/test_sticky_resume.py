@@ -22,7 +22,7 @@ from learner.backends.single_device import TorchPolicy
 from learner.build import build_model, build_policy
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import Publisher, sticky_ranges
+from learner.publishing.version_builder import VersionBuilder, sticky_ranges
 
 MakeRun = Callable[..., Run]
 MakeSamples = Callable[..., list[Sample]]
@@ -38,7 +38,7 @@ from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.build import build_model
 from learner.checkpoint.async_writer import Writer
-from learner.publishing.version_builder import Publisher, sticky_ranges
+from learner.publishing.version_builder import VersionBuilder, sticky_ranges
 from learner.backends.messages import Piece
 from learner.policy_update import SingleProcessUpdater, update_policy
 from learner.backends.single_device import TorchPolicy
@@ -50,10 +50,10 @@ policy.sticky = sticky_ranges(run)
 checkpoints, step = directory / "checkpoints", 0
 if checkpoint.steps(checkpoints):
     step = checkpoint.restore(checkpoints, policy).step
-publisher, writer = Publisher(run, policy.sticky), Writer(checkpoints, 2)
+builder, writer = VersionBuilder(run, policy.sticky), Writer(checkpoints, 2)
 steps = msgspec.msgpack.decode((directory / "samples").read_bytes(), type=list[list[Piece]])
 while True:
-    print(step, publisher.make(policy.model, step).manifest.digest, flush=True)
+    print(step, builder.build(policy.model, step).manifest.digest, flush=True)
     if step == killed_at:
         os.kill(os.getpid(), signal.SIGKILL)
     if step == {STEPS}:
@@ -117,10 +117,10 @@ def test_a_checkpoint_without_ranges_restores_and_says_that_versions_will_differ
 ):
     run = make_run(*SETTINGS)
     policy = build(run)
-    publisher, digests = Publisher(run, policy.sticky), []
+    builder, digests = VersionBuilder(run, policy.sticky), []
     for seed in range(3):
         update_policy(policy, make_samples(6, seed, vocab=13))
-        digests.append(publisher.make(policy.model, seed + 1).manifest.digest)
+        digests.append(builder.build(policy.model, seed + 1).manifest.digest)
     if not held:
         policy.sticky = None
     save_at(3, tmp_path / "checkpoints", policy)
@@ -131,7 +131,7 @@ def test_a_checkpoint_without_ranges_restores_and_says_that_versions_will_differ
     ):
         resumed, _ = build_policy(run, tmp_path, True, task, tokenizer, metrics, threading.Event())
     assert ("holds no ranges of sticky scales" in caplog.text) is not held
-    again = Publisher(run, resumed.sticky).make(resumed.model, 3).manifest.digest
+    again = VersionBuilder(run, resumed.sticky).build(resumed.model, 3).manifest.digest
     assert (again == digests[-1]) is held
 
 

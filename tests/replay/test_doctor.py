@@ -35,7 +35,7 @@ from learner.doctor.examine import Examined, empty, examine
 from learner.doctor.probe import Version
 from learner.doctor.tables import bars, screen
 from learner.policy_update import SingleProcessUpdater
-from learner.publishing.version_builder import Publisher
+from learner.publishing.version_builder import VersionBuilder
 from learner.train_step import machine, train_step
 
 GROUPS, SIZE, TOKENS, STEPS = 4, 4, 40, 4
@@ -82,8 +82,8 @@ class World:
                 if is_quantized(name):
                     weight[:, 0] *= self.outlier
         policy = TorchPolicy(model, self.run.learner, self.run.rollout.sampling.temperature)
-        history, publisher = VersionHistory(4), Publisher(self.run)
-        history.add(0, publisher.make(model, 0).manifest.digest)
+        history, builder = VersionHistory(4), VersionBuilder(self.run)
+        history.add(0, builder.build(model, 0).manifest.digest)
         self.directory.mkdir()
         (self.directory / "config.toml").write_text(dump_toml(self.run))
         self._save(policy, history)
@@ -107,7 +107,7 @@ class World:
             metrics = train_step(
                 SingleProcessUpdater(policy), planted if sound else groups, history, step
             )
-            digest = publisher.make(model, step + 1).manifest.digest
+            digest = builder.build(model, step + 1).manifest.digest
             base = history.digests[step]
             history.add(step + 1, digest)
             log.append(step, step, planted)

@@ -28,12 +28,12 @@ from areal_q.tasks import (
 )
 from areal_q.tasks.tokenizer import HFTokenizer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
-from buffer.weight_sync.server import Broadcaster
-from buffer.weight_sync.subscriber import Receiver
+from buffer.weight_sync.server import WeightServer
+from buffer.weight_sync.subscriber import WeightSubscriber
 from learner.build import build_model
 from learner.data.admission import Admission
 from learner.measure.fidelity import FidelityMeter
-from learner.publishing.version_builder import Publisher
+from learner.publishing.version_builder import VersionBuilder
 from rollout.build import worker_capacity
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
@@ -72,7 +72,7 @@ async def asking(run: Run, token: str | None = None) -> AsyncIterator[openai.Asy
     """OpenAI's client of an endpoint with weights, and no worker."""
     engine = build_engine(TorchEngine(slots=32))
     await engine.start()
-    await engine.load_weights(Publisher(run).make(build_model(run, build_tokenizer(run)), 3))
+    await engine.load_weights(VersionBuilder(run).build(build_model(run, build_tokenizer(run)), 3))
     try:
         async with (
             serving(run, engine, None, token) as url,
@@ -338,11 +338,11 @@ async def playing(
     """A worker whose tickets are played from outside: its URL, the learner's buffer, and version 0."""
     tokenizer = build_tokenizer(run)
     buffer = LearnerBuffer(redis_url, run.name)
-    broadcaster = Broadcaster(f"ipc://{sockets}/announce", f"ipc://{sockets}/fetch")
-    ends = broadcaster.endpoints
+    weight_server = WeightServer(f"ipc://{sockets}/announce", f"ipc://{sockets}/fetch")
+    ends = weight_server.endpoints
     buffer.publish_run(dump_toml(run), ends._asdict())
-    version = Publisher(run).make(build_model(run, tokenizer), 0)
-    broadcaster.publish(version)
+    version = VersionBuilder(run).build(build_model(run, tokenizer), 0)
+    weight_server.publish(version)
     admission = Admission(run, build_task(run.task), tokenizer, buffer, 0, set())
     admission.admit(0)
     engine = build_engine(run.rollout.engine)
@@ -350,13 +350,13 @@ async def playing(
     episodes = Episodes(
         EngineClient(engine, tokenizer), run.rollout.environment, run.learner.microbatch_tokens
     )
-    receiver = Receiver(ends.announce, ends.fetch, run=run.name)
+    subscriber = WeightSubscriber(ends.announce, ends.fetch, run=run.name)
     mine = WorkerBuffer(redis_url, run.name, "w")
     worker = Worker(
         name="w",
         engine=engine,
         buffer=mine,
-        receiver=receiver,
+        subscriber=subscriber,
         tokenizer=tokenizer,
         reward=build_reward(run),
         weight_format=run.rollout.format,
@@ -371,9 +371,9 @@ async def playing(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        receiver.close()
+        subscriber.close()
         await mine.close()
-        broadcaster.close()
+        weight_server.close()
         buffer.close()
 
 
@@ -493,7 +493,9 @@ def test_an_episode_given_up_begins_again_with_whoever_asks_next(
     async def work() -> None:
         engine = build_engine(TorchEngine(slots=8))
         await engine.start()
-        await engine.load_weights(Publisher(run).make(build_model(run, build_tokenizer(run)), 0))
+        await engine.load_weights(
+            VersionBuilder(run).build(build_model(run, build_tokenizer(run)), 0)
+        )
         client = EngineClient(engine, build_tokenizer(run))
         episodes = Episodes(client, External(episode_timeout_s=0.05), 1000)
         ticket = make_ticket(group_size=1, sampling=run.rollout.sampling)
@@ -555,7 +557,9 @@ def test_an_episode_left_too_often_has_no_reward(
     async def work() -> None:
         engine = build_engine(TorchEngine(slots=8))
         await engine.start()
-        await engine.load_weights(Publisher(run).make(build_model(run, build_tokenizer(run)), 0))
+        await engine.load_weights(
+            VersionBuilder(run).build(build_model(run, build_tokenizer(run)), 0)
+        )
         client = EngineClient(engine, build_tokenizer(run))
         episodes = build_environment(run, client)
         assert isinstance(episodes, Episodes)

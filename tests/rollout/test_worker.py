@@ -1,4 +1,4 @@
-"""The rollout worker between a real Redis and a real broadcaster, with both engines."""
+"""The rollout worker between a real Redis and a real weight_server, with both engines."""
 
 import asyncio
 import os
@@ -32,15 +32,15 @@ from areal_q.tasks import (
 )
 from buffer.redis_store import Claim, LearnerBuffer, WorkerBuffer
 from buffer.redis_store.connection import Patience, insist_async
-from buffer.weight_sync.server import Broadcaster
-from buffer.weight_sync.subscriber import Receiver
+from buffer.weight_sync.server import WeightServer
+from buffer.weight_sync.subscriber import WeightSubscriber
 from learner.backends.single_device import token_logprobs
 from learner.build import build_model
 from learner.data.admission import Admission
 from learner.data.group_reader import GroupReader
 from learner.data.packing import pack, samples_of
 from learner.data.staleness import VersionHistory
-from learner.publishing.version_builder import Publisher
+from learner.publishing.version_builder import VersionBuilder
 from rollout.build import worker_capacity
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine, Request
@@ -69,14 +69,14 @@ class LearnerSide:
         self.admission = Admission(run, build_task(run.task), self.tokenizer, self.buffer, 0, set())
         self.model: Decoder = build_model(run, self.tokenizer)
         self.history = VersionHistory(keep=100)
-        self.publisher = Publisher(run)
-        self.broadcaster = Broadcaster(f"ipc://{sockets}/announce", f"ipc://{sockets}/fetch")
-        self.buffer.publish_run(dump_toml(run), self.broadcaster.endpoints._asdict())
+        self.builder = VersionBuilder(run)
+        self.weight_server = WeightServer(f"ipc://{sockets}/announce", f"ipc://{sockets}/fetch")
+        self.buffer.publish_run(dump_toml(run), self.weight_server.endpoints._asdict())
 
     def publish(self, version: int) -> None:
-        made = self.publisher.make(self.model, version)
+        made = self.builder.build(self.model, version)
         self.history.add(version, made.manifest.digest)
-        self.broadcaster.publish(made)
+        self.weight_server.publish(made)
 
     def change(self) -> None:
         """As an update would, coarsely."""
@@ -90,7 +90,7 @@ class LearnerSide:
         return groups
 
     def close(self) -> None:
-        self.broadcaster.close()
+        self.weight_server.close()
         self.buffer.close()
 
 
@@ -118,8 +118,8 @@ async def working(
 ) -> AsyncIterator[Engine]:
     """A worker that works meanwhile, with the engine and environment of the settings if none are given."""
     run = side.run
-    endpoints = side.broadcaster.endpoints
-    receiver = Receiver(endpoints.announce, endpoints.fetch, run=run.name)
+    endpoints = side.weight_server.endpoints
+    subscriber = WeightSubscriber(endpoints.announce, endpoints.fetch, run=run.name)
     buffer = WorkerBuffer(side.url, run.name, "w", run.buffer.claim_timeout_s)
     engine = engine or build_engine(run.rollout.engine)
     client = EngineClient(engine, side.tokenizer, run.rollout.request_timeout_s)
@@ -127,7 +127,7 @@ async def working(
         name="w",
         engine=engine,
         buffer=buffer,
-        receiver=receiver,
+        subscriber=subscriber,
         tokenizer=side.tokenizer,
         reward=build_reward(run),
         weight_format=run.rollout.format,
@@ -142,7 +142,7 @@ async def working(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        receiver.close()
+        subscriber.close()
         await buffer.close()
 
 
@@ -448,7 +448,7 @@ def test_a_signal_ends_the_process_in_peace_and_its_tickets_go_back_at_once(
 async def uninterrupted(side: LearnerSide, ticket: Ticket, engine: Engine) -> list[Any]:
     """What an engine that nobody stops draws for `ticket`."""
     await engine.start()
-    await engine.load_weights(side.publisher.make(side.model, 0))
+    await engine.load_weights(side.builder.build(side.model, 0))
     try:
         return await engine.generate(
             Request(

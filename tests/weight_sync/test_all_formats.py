@@ -13,14 +13,14 @@ from areal_q.config import Run
 from areal_q.config.run import FormatName
 from areal_q.tasks import build_tokenizer
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.server import Broadcaster
-from buffer.weight_sync.subscriber import Receiver
+from buffer.weight_sync.server import WeightServer
+from buffer.weight_sync.subscriber import WeightSubscriber
 from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import Publisher
+from learner.publishing.version_builder import VersionBuilder
 
 MakeRun = Callable[..., Run]
 MakeSamples = Callable[..., list[Sample]]
@@ -43,24 +43,24 @@ def test_what_is_published_arrives_bit_for_bit_and_by_deltas(
     run = make_run("learner.optimizer.lr=1e-4", *SETTINGS[what])
     model = build_model(run, build_tokenizer(run))
     set_precision(model, run)
-    policy, publisher = TorchPolicy(model, run.learner, 1.0), Publisher(run)
+    policy, builder = TorchPolicy(model, run.learner, 1.0), VersionBuilder(run)
     policy.calibrate = run.rollout.kv_scales
     samples = make_samples(9, vocab=13)
     update_policy(policy, samples)
     policy.calibrate_kv_scales(samples)
     with ExitStack() as stack:
-        broadcaster = Broadcaster(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f")
-        stack.callback(broadcaster.close)
-        receiver = Receiver(*broadcaster.endpoints, run=run.name)
-        stack.callback(receiver.close)
+        weight_server = WeightServer(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f")
+        stack.callback(weight_server.close)
+        subscriber = WeightSubscriber(*weight_server.endpoints, run=run.name)
+        stack.callback(subscriber.close)
         for number in range(1, 4):
-            made = publisher.make(policy.model, number, policy.kv_scales)
-            broadcaster.publish(made)
-            assert_same(asyncio.run(receiver.wait()), made)
+            made = builder.build(policy.model, number, policy.kv_scales)
+            weight_server.publish(made)
+            assert_same(asyncio.run(subscriber.wait()), made)
             update_policy(policy, samples)
             policy.calibrate_kv_scales(samples)
-        assert (receiver.stats.fetch.fetches, receiver.stats.deltas) == (1, 2)
-    made = publisher.make(policy.model, 4, policy.kv_scales)
+        assert (subscriber.stats.fetch.fetches, subscriber.stats.deltas) == (1, 2)
+    made = builder.build(policy.model, 4, policy.kv_scales)
     assert what != "noised norms" or made.manifest.noise is not None
     assert what != "KV scales" or any("k_scale" in name for name in made.tensors)
     assert what != "adapters" or any("lora_A" in name for name in made.tensors)

@@ -16,8 +16,8 @@ from areal_q.config import BroadcastConfig
 from areal_q.messages import Announce, DeltasReply, FetchDeltas, FetchHeld, HeldReply
 from areal_q.weights import version as weights
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.server import Broadcaster
-from buffer.weight_sync.subscriber import Receiver
+from buffer.weight_sync.server import WeightServer
+from buffer.weight_sync.subscriber import WeightSubscriber
 
 Make = Callable[..., WeightVersion]
 CONFIG = BroadcastConfig(heartbeat_s=0.05, timeout_s=1.0, chunk_bytes=1000, hold=2, hold_deltas=6)
@@ -58,18 +58,18 @@ def herald(short_dir: Path, stack: ExitStack) -> Herald:
     return made
 
 
-def serve(directory: Path, stack: ExitStack, config: BroadcastConfig = CONFIG) -> Broadcaster:
-    made = Broadcaster(f"ipc://{directory}/a", f"ipc://{directory}/f", config)
+def serve(directory: Path, stack: ExitStack, config: BroadcastConfig = CONFIG) -> WeightServer:
+    made = WeightServer(f"ipc://{directory}/a", f"ipc://{directory}/f", config)
     stack.callback(made.close)
     return made
 
 
-def follow(herald: Herald, fetch: str, stack: ExitStack, **settings: float) -> Receiver:
+def follow(herald: Herald, fetch: str, stack: ExitStack, **settings: float) -> WeightSubscriber:
     config = msgspec.structs.replace(CONFIG, **settings)
-    receiver = Receiver(herald.endpoint, fetch, run="run", config=config)
-    stack.callback(receiver.close)
+    subscriber = WeightSubscriber(herald.endpoint, fetch, run="run", config=config)
+    stack.callback(subscriber.close)
     herald.await_follower()
-    return receiver
+    return subscriber
 
 
 def await_true(condition: Callable[[], bool], what: object = "", timeout_s: float = 20.0) -> None:
@@ -79,22 +79,22 @@ def await_true(condition: Callable[[], bool], what: object = "", timeout_s: floa
         time.sleep(0.002)
 
 
-def publish(broadcaster: Broadcaster, version: WeightVersion) -> None:
+def publish(weight_server: WeightServer, version: WeightVersion) -> None:
     """Until it is visible, so that none is skipped."""
-    before = broadcaster.stats.published
-    broadcaster.publish(version)
-    await_true(lambda: broadcaster.stats.published == before + 1)
+    before = weight_server.stats.published
+    weight_server.publish(version)
+    await_true(lambda: weight_server.stats.published == before + 1)
 
 
-def arrive(receiver: Receiver, wanted: WeightVersion) -> None:
+def arrive(subscriber: WeightSubscriber, wanted: WeightVersion) -> None:
     got: list[WeightVersion] = []
 
     def arrived() -> bool:
-        if (version := receiver.latest()) is not None:
+        if (version := subscriber.latest()) is not None:
             got.append(version)
         return bool(got) and got[-1].manifest == wanted.manifest
 
-    await_true(arrived, receiver.stats)
+    await_true(arrived, subscriber.stats)
     assert all(torch.equal(got[-1].tensors[n], t) for n, t in wanted.tensors.items())
 
 
@@ -102,40 +102,40 @@ def arrive(receiver: Receiver, wanted: WeightVersion) -> None:
 def test_a_worker_some_versions_behind_fetches_deltas_only(
     behind: int, short_dir: Path, herald: Herald, stack: ExitStack, make_version: Make
 ) -> None:
-    broadcaster = serve(short_dir, stack)
-    receiver = follow(herald, broadcaster.endpoints.fetch, stack)
-    publish(broadcaster, make_version(0))
+    weight_server = serve(short_dir, stack)
+    subscriber = follow(herald, weight_server.endpoints.fetch, stack)
+    publish(weight_server, make_version(0))
     herald.tell(make_version(0))
-    arrive(receiver, make_version(0))
+    arrive(subscriber, make_version(0))
     for number in range(1, behind + 1):
-        publish(broadcaster, make_version(number))
+        publish(weight_server, make_version(number))
     herald.tell(make_version(behind))
-    arrive(receiver, make_version(behind))
-    assert (receiver.stats.fetch.fetches, receiver.stats.fetch.catch_ups) == (1, 1)
-    assert receiver.stats.fetch.catch_up_bytes < make_version(0).manifest.nbytes / 10
+    arrive(subscriber, make_version(behind))
+    assert (subscriber.stats.fetch.fetches, subscriber.stats.fetch.catch_ups) == (1, 1)
+    assert subscriber.stats.fetch.catch_up_bytes < make_version(0).manifest.nbytes / 10
 
 
 def test_a_worker_further_behind_than_the_deltas_held_fetches_a_snapshot(
     short_dir: Path, herald: Herald, stack: ExitStack, make_version: Make
 ) -> None:
-    broadcaster = serve(short_dir, stack)
-    receiver = follow(herald, broadcaster.endpoints.fetch, stack)
-    publish(broadcaster, make_version(0))
+    weight_server = serve(short_dir, stack)
+    subscriber = follow(herald, weight_server.endpoints.fetch, stack)
+    publish(weight_server, make_version(0))
     herald.tell(make_version(0))
-    arrive(receiver, make_version(0))
+    arrive(subscriber, make_version(0))
     for number in range(1, 8):
-        publish(broadcaster, make_version(number))
+        publish(weight_server, make_version(number))
     herald.tell(make_version(7))
-    arrive(receiver, make_version(7))
-    assert (receiver.stats.fetch.fetches, receiver.stats.fetch.catch_ups) == (2, 0)
+    arrive(subscriber, make_version(7))
+    assert (subscriber.stats.fetch.fetches, subscriber.stats.fetch.catch_ups) == (2, 0)
 
 
-def ask(broadcaster: Broadcaster, stack: ExitStack, request: msgspec.Struct) -> object:
+def ask(weight_server: WeightServer, stack: ExitStack, request: msgspec.Struct) -> object:
     context = stack.enter_context(zmq.Context())
     dealer = stack.enter_context(context.socket(zmq.DEALER))
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.RCVTIMEO, 5000)
-    dealer.connect(broadcaster.endpoints.fetch)
+    dealer.connect(weight_server.endpoints.fetch)
     dealer.send(messages.encode(request))
     return messages.decode_reply(dealer.recv())
 
@@ -148,13 +148,13 @@ def since(version: WeightVersion) -> FetchDeltas:
 def test_one_delta_or_the_chain_whichever_is_smaller(
     short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
-    broadcaster = serve(short_dir, stack)
+    weight_server = serve(short_dir, stack)
     for number in range(5):
-        publish(broadcaster, make_version(number))
-    reply = ask(broadcaster, stack, since(make_version(1)))
+        publish(weight_server, make_version(number))
+    reply = ask(weight_server, stack, since(make_version(1)))
     assert isinstance(reply, DeltasReply)
     assert [(d.base, d.version) for d in reply.deltas] == [(1, 4)]
-    held = ask(broadcaster, stack, FetchHeld())
+    held = ask(weight_server, stack, FetchHeld())
     assert isinstance(held, HeldReply)
     chain = sum(v.delta_bytes or 0 for v in held.versions if v.version > 1)
     assert 0 < reply.sizes[0] < chain
@@ -165,48 +165,48 @@ def test_deltas_held_stay_below_their_limit(
 ) -> None:
     one = 200  # bytes of a delta of make_version, roughly
     config = msgspec.structs.replace(CONFIG, max_delta_bytes=2 * one)
-    broadcaster = serve(short_dir, stack, config)
+    weight_server = serve(short_dir, stack, config)
     for number in range(6):
-        publish(broadcaster, make_version(number))
-    held = ask(broadcaster, stack, FetchHeld())
+        publish(weight_server, make_version(number))
+    held = ask(weight_server, stack, FetchHeld())
     assert isinstance(held, HeldReply)
     sizes = [v.delta_bytes for v in held.versions if v.delta_bytes is not None]
-    assert sizes and sum(sizes) <= 2 * one and broadcaster.stats.deltas == 5
-    assert ask(broadcaster, stack, since(make_version(0))) == DeltasReply()
+    assert sizes and sum(sizes) <= 2 * one and weight_server.stats.deltas == 5
+    assert ask(weight_server, stack, since(make_version(0))) == DeltasReply()
 
 
 def test_another_layout_breaks_the_chain(
     short_dir: Path, herald: Herald, stack: ExitStack, make_version: Make
 ) -> None:
-    broadcaster = serve(short_dir, stack)
-    receiver = follow(herald, broadcaster.endpoints.fetch, stack)
+    weight_server = serve(short_dir, stack)
+    subscriber = follow(herald, weight_server.endpoints.fetch, stack)
     for number, rows in ((0, 300), (1, 400), (2, 400)):
-        publish(broadcaster, make_version(number, rows=rows))
+        publish(weight_server, make_version(number, rows=rows))
         if number == 0:
             herald.tell(make_version(0))
-            arrive(receiver, make_version(0))
+            arrive(subscriber, make_version(0))
     herald.tell(make_version(2, rows=400))
-    arrive(receiver, make_version(2, rows=400))
-    assert (receiver.stats.fetch.fetches, receiver.stats.fetch.catch_ups) == (2, 0)
-    assert ask(broadcaster, stack, since(make_version(1, rows=400))) != DeltasReply()
+    arrive(subscriber, make_version(2, rows=400))
+    assert (subscriber.stats.fetch.fetches, subscriber.stats.fetch.catch_ups) == (2, 0)
+    assert ask(weight_server, stack, since(make_version(1, rows=400))) != DeltasReply()
 
 
 def test_many_workers_behind_are_served_by_one_catch_up(
     short_dir: Path, herald: Herald, stack: ExitStack, make_version: Make
 ) -> None:
-    broadcaster = serve(short_dir, stack)
-    receivers = [follow(herald, broadcaster.endpoints.fetch, stack) for _ in range(8)]
-    publish(broadcaster, make_version(0))
+    weight_server = serve(short_dir, stack)
+    subscribers = [follow(herald, weight_server.endpoints.fetch, stack) for _ in range(8)]
+    publish(weight_server, make_version(0))
     herald.tell(make_version(0))
-    for receiver in receivers:
-        arrive(receiver, make_version(0))
+    for subscriber in subscribers:
+        arrive(subscriber, make_version(0))
     for number in range(1, 5):
-        publish(broadcaster, make_version(number))
+        publish(weight_server, make_version(number))
     herald.tell(make_version(4))
-    for receiver in receivers:
-        arrive(receiver, make_version(4))
-    assert broadcaster.stats.catch_ups == 8
-    assert broadcaster._desk is not None and len(broadcaster._desk._catch_ups) == 1
+    for subscriber in subscribers:
+        arrive(subscriber, make_version(4))
+    assert weight_server.stats.catch_ups == 8
+    assert weight_server._handler is not None and len(weight_server._handler._catch_ups) == 1
 
 
 def test_a_stalled_sync_is_an_event_and_is_told_when_it_ends(
@@ -217,35 +217,35 @@ def test_a_stalled_sync_is_an_event_and_is_told_when_it_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    receiver = follow(herald, f"ipc://{short_dir}/f", stack, stall_s=0.2, timeout_s=0.1)
-    assert receiver.behind_s == 0.0
+    subscriber = follow(herald, f"ipc://{short_dir}/f", stack, stall_s=0.2, timeout_s=0.1)
+    assert subscriber.behind_s == 0.0
     for _ in range(4):
         herald.tell(make_version(3))
         time.sleep(0.1)
-    await_true(lambda: receiver.stats.stalls == 1, receiver.stats)
+    await_true(lambda: subscriber.stats.stalls == 1, subscriber.stats)
     assert "sync stalled: version 3 is known, -1 is held" in caplog.text
-    assert receiver.behind_s > 0.2
-    broadcaster = serve(short_dir, stack)
-    publish(broadcaster, make_version(3))
-    arrive(receiver, make_version(3))
-    assert receiver.behind_s == 0.0 and receiver.stats.stalls == 1
+    assert subscriber.behind_s > 0.2
+    weight_server = serve(short_dir, stack)
+    publish(weight_server, make_version(3))
+    arrive(subscriber, make_version(3))
+    assert subscriber.behind_s == 0.0 and subscriber.stats.stalls == 1
     assert "weights arrive again" in caplog.text
 
 
 def test_a_delta_that_takes_too_long_is_left_out(
     short_dir: Path, herald: Herald, stack: ExitStack, make_version: Make
 ) -> None:
-    broadcaster = serve(short_dir, stack, msgspec.structs.replace(CONFIG, stall_s=0.01))
+    weight_server = serve(short_dir, stack, msgspec.structs.replace(CONFIG, stall_s=0.01))
     versions = [make_version(number) for number in range(2)]
-    receiver = follow(herald, broadcaster.endpoints.fetch, stack)
+    subscriber = follow(herald, weight_server.endpoints.fetch, stack)
     late = threading.Event()
     stack.callback(late.set)
-    broadcaster._differ.submit(late.wait)  # what is in its way before the delta
+    weight_server._differ.submit(late.wait)  # what is in its way before the delta
     for version in versions:
-        publish(broadcaster, version)
+        publish(weight_server, version)
         herald.tell(version)
-        arrive(receiver, version)
-    assert (broadcaster.stats.stalls, broadcaster.stats.deltas) == (1, 0)
+        arrive(subscriber, version)
+    assert (weight_server.stats.stalls, weight_server.stats.deltas) == (1, 0)
 
 
 def test_weights_that_come_back_need_no_bytes_of_theirs(
@@ -256,79 +256,79 @@ def test_weights_that_come_back_need_no_bytes_of_theirs(
         fields = {"run": "run", "epoch": "a", "format": "int8", "uaq_scale": 1.0, "model": {}}
         return weights.pack(tensors, version=number, published_s=0.0, **fields)  # type: ignore[arg-type]
 
-    broadcaster = serve(short_dir, stack)
-    receiver = follow(herald, broadcaster.endpoints.fetch, stack)
+    weight_server = serve(short_dir, stack)
+    subscriber = follow(herald, weight_server.endpoints.fetch, stack)
     versions = [version(0, 5), version(1, 9), version(2, 5), version(3, 5)]
     for v in versions:
-        publish(broadcaster, v)
+        publish(weight_server, v)
         if v is versions[0]:
             herald.tell(v)
-            arrive(receiver, v)
+            arrive(subscriber, v)
     herald.tell(versions[3])
-    arrive(receiver, versions[3])
-    assert receiver.stats.fetch.catch_up_bytes < 200
-    assert (receiver.stats.fetch.fetches, receiver.stats.fetch.catch_ups) == (1, 1)
+    arrive(subscriber, versions[3])
+    assert subscriber.stats.fetch.catch_up_bytes < 200
+    assert (subscriber.stats.fetch.fetches, subscriber.stats.fetch.catch_ups) == (1, 1)
 
 
 def test_workers_that_join_while_versions_are_published_follow_at_once(
     short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
-    broadcaster = serve(short_dir, stack)
-    receivers: list[Receiver] = []
+    weight_server = serve(short_dir, stack)
+    subscribers: list[WeightSubscriber] = []
     for number in range(40):
-        broadcaster.publish(make_version(number))
+        weight_server.publish(make_version(number))
         if number % 4 == 0:
-            made = Receiver(*broadcaster.endpoints, run="run", config=CONFIG)
+            made = WeightSubscriber(*weight_server.endpoints, run="run", config=CONFIG)
             stack.callback(made.close)
-            receivers.append(made)
+            subscribers.append(made)
         time.sleep(0.01)
-    for receiver in receivers:
-        arrive(receiver, make_version(39))
-    assert all(r.stats.mismatches == r.stats.fetch.mismatches == 0 for r in receivers)
+    for subscriber in subscribers:
+        arrive(subscriber, make_version(39))
+    assert all(r.stats.mismatches == r.stats.fetch.mismatches == 0 for r in subscribers)
 
 
 def test_sixteen_workers_of_which_some_never_read_hold_up_nobody(
     short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
-    broadcaster = serve(short_dir, stack)
+    weight_server = serve(short_dir, stack)
     context = stack.enter_context(zmq.Context())
-    publish(broadcaster, make_version(0, rows=2000))
+    publish(weight_server, make_version(0, rows=2000))
     digest = make_version(0, rows=2000).manifest.digest
     for _ in range(4):
         sub = stack.enter_context(context.socket(zmq.SUB))
         sub.setsockopt(zmq.RCVHWM, 1)
         sub.subscribe(b"")
-        sub.connect(broadcaster.endpoints.announce)
+        sub.connect(weight_server.endpoints.announce)
         dealer = stack.enter_context(context.socket(zmq.DEALER))
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.RCVHWM, 1)
-        dealer.connect(broadcaster.endpoints.fetch)
+        dealer.connect(weight_server.endpoints.fetch)
         for offset in range(0, 150_000, 1000):
             request = messages.FetchChunk(digest=digest, offset=offset, nbytes=1000)
             dealer.send(messages.encode(request))
-    receivers = []
+    subscribers = []
     for _ in range(12):
-        receivers.append(Receiver(*broadcaster.endpoints, run="run", config=CONFIG))
-        stack.callback(receivers[-1].close)
-    for receiver in receivers:
-        arrive(receiver, make_version(0, rows=2000))
-    await_true(lambda: broadcaster.stats.subscribers == 16, broadcaster.stats)
+        subscribers.append(WeightSubscriber(*weight_server.endpoints, run="run", config=CONFIG))
+        stack.callback(subscribers[-1].close)
+    for subscriber in subscribers:
+        arrive(subscriber, make_version(0, rows=2000))
+    await_true(lambda: weight_server.stats.subscribers == 16, weight_server.stats)
     for number in range(1, 31):
         version = make_version(number, rows=2000)
-        publish(broadcaster, version)
-        for receiver in receivers:
-            arrive(receiver, version)
-    assert all(r.stats.fetch.fetches == 1 for r in receivers)
+        publish(weight_server, version)
+        for subscriber in subscribers:
+            arrive(subscriber, version)
+    assert all(r.stats.fetch.fetches == 1 for r in subscribers)
 
 
 def test_version_numbers_may_jump(
     short_dir: Path, herald: Herald, stack: ExitStack, make_version: Make
 ) -> None:
-    broadcaster = serve(short_dir, stack)
-    receiver = follow(herald, broadcaster.endpoints.fetch, stack)
+    weight_server = serve(short_dir, stack)
+    subscriber = follow(herald, weight_server.endpoints.fetch, stack)
     for number in (3, 2**31 + 1, 2**62):
-        publish(broadcaster, make_version(number))
+        publish(weight_server, make_version(number))
         herald.tell(make_version(number))
-        arrive(receiver, make_version(number))
-    assert receiver.stats.skipped == 2**62 - 3 - 2
-    assert receiver.stats.fetch.catch_ups == 2
+        arrive(subscriber, make_version(number))
+    assert subscriber.stats.skipped == 2**62 - 3 - 2
+    assert subscriber.stats.fetch.catch_ups == 2

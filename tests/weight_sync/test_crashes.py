@@ -26,8 +26,8 @@ from areal_q.config import BroadcastConfig
 from areal_q.messages import FetchDeltas
 from areal_q.weights import version as weights
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.server import Broadcaster
-from buffer.weight_sync.subscriber import Receiver
+from buffer.weight_sync.server import WeightServer
+from buffer.weight_sync.subscriber import WeightSubscriber
 
 CONFIG = BroadcastConfig(heartbeat_s=0.05, chunk_bytes=4096, credit=2, timeout_s=0.5)
 LAST = 3
@@ -38,26 +38,26 @@ PUBLISHER = "buffer.weight_sync.server"
 SUBSCRIBER = "buffer.weight_sync.subscriber"
 
 OF_A_LEARNER = {
-    "before the first version is visible": (HANDLER, "Desk.show", "before", 1),
-    "after it is visible, before it is announced": (HANDLER, "Desk.show", "after", 1),
-    "after the announcement": (PUBLISHER, "Broadcaster._announce_if_due", "after", 2),
-    "before the answer to a newcomer": (HANDLER, "Desk._reply", "before", 1),
-    "between manifest and chunks": (HANDLER, "Desk._reply", "after", 1),
-    "before the first chunk": (HANDLER, "Desk._send_chunk", "before", 1),
-    "in the middle of the chunks": (HANDLER, "Desk._send_chunk", "after", 3),
-    "after the last chunk": (HANDLER, "Desk._send_chunk", "after", 6),
+    "before the first version is visible": (HANDLER, "RequestHandler.add_version", "before", 1),
+    "after it is visible, before it is announced": (HANDLER, "RequestHandler.add_version", "after", 1),
+    "after the announcement": (PUBLISHER, "WeightServer._announce_if_due", "after", 2),
+    "before the answer to a newcomer": (HANDLER, "RequestHandler._reply", "before", 1),
+    "between manifest and chunks": (HANDLER, "RequestHandler._reply", "after", 1),
+    "before the first chunk": (HANDLER, "RequestHandler._send_chunk", "before", 1),
+    "in the middle of the chunks": (HANDLER, "RequestHandler._send_chunk", "after", 3),
+    "after the last chunk": (HANDLER, "RequestHandler._send_chunk", "after", 6),
     "while a delta is made": ("areal_q.weights.delta", "diff", "before", 1),
     "after a delta is made, before it is sent": ("areal_q.weights.delta", "diff", "after", 1),
-    "after a delta is sent, before it is announced": (HANDLER, "Desk.show", "after", 2),
-    "before deltas are added up": (HANDLER, "Desk._catch_up", "before", 1),
+    "after a delta is sent, before it is announced": (HANDLER, "RequestHandler.add_version", "after", 2),
+    "before deltas are added up": (HANDLER, "RequestHandler._catch_up", "before", 1),
     "after they were added up, before the answer": (
-        HANDLER, "Desk._send_catch_up", "before", 1
+        HANDLER, "RequestHandler._send_catch_up", "before", 1
     ),
 }  # fmt: skip
 
 OF_A_WORKER = {
-    "before it connects": (SUBSCRIBER, "Receiver._subscribe", "before", 1),
-    "at the first announcement": (SUBSCRIBER, "Receiver._on_broadcast", "before", 1),
+    "before it connects": (SUBSCRIBER, "WeightSubscriber._subscribe", "before", 1),
+    "at the first announcement": (SUBSCRIBER, "WeightSubscriber._on_broadcast", "before", 1),
     "after it asked for the manifest": (
         "buffer.weight_sync.fetcher",
         "Fetcher._ask",
@@ -78,13 +78,13 @@ OF_A_WORKER = {
     ),
     "before the first chunk": (
         "buffer.weight_sync.chunks",
-        "Partial.receive",
+        "ChunkBuffer.receive",
         "before",
         1,
     ),
     "in the middle of the chunks": (
         "buffer.weight_sync.chunks",
-        "Partial.receive",
+        "ChunkBuffer.receive",
         "after",
         3,
     ),
@@ -95,18 +95,18 @@ OF_A_WORKER = {
         6,
     ),
     "after a snapshot is verified": ("areal_q.weights.version", "Verifier.finish", "after", 1),
-    "before it is handed over": ("buffer.weight_sync.latest", "Slot.put", "before", 1),
-    "after it is handed over": ("buffer.weight_sync.latest", "Slot.put", "after", 1),
+    "before it is handed over": ("buffer.weight_sync.latest", "LatestValue.put", "before", 1),
+    "after it is handed over": ("buffer.weight_sync.latest", "LatestValue.put", "after", 1),
     "when the engine has it, before the swap": (
         "buffer.weight_sync.latest",
-        "Slot.take",
+        "LatestValue.take",
         "after",
         2,
     ),
     "before a delta is applied": ("areal_q.weights.delta", "apply", "before", 1),
     "in the middle of a delta": ("areal_q.weights.delta", "unpack_unnamed", "before", 1),
     "after a delta is applied": ("areal_q.weights.delta", "apply", "after", 1),
-    "after a delta is handed over": ("buffer.weight_sync.latest", "Slot.put", "after", 2),
+    "after a delta is handed over": ("buffer.weight_sync.latest", "LatestValue.put", "after", 2),
 }
 
 
@@ -152,20 +152,20 @@ def say(*words: object) -> None:
 
 
 def learner(announce: str, fetch: str, epoch: str) -> None:
-    broadcaster = Broadcaster(announce, fetch, CONFIG)
+    weight_server = WeightServer(announce, fetch, CONFIG)
     for number in range(1, LAST + 1):
-        broadcaster.publish(version_of(number, epoch))
+        weight_server.publish(version_of(number, epoch))
         say("published", number)
-        while broadcaster.stats.published < number:
+        while weight_server.stats.published < number:
             time.sleep(0.001)
         time.sleep(0.05)
     time.sleep(60)
 
 
 def worker(announce: str, fetch: str, _: str) -> None:
-    receiver = Receiver(announce, fetch, run="run", config=CONFIG, silence_s=0.5)
+    subscriber = WeightSubscriber(announce, fetch, run="run", config=CONFIG, silence_s=0.5)
     while True:
-        version = asyncio.run(receiver.wait())
+        version = asyncio.run(subscriber.wait())
         say("has", version.manifest.version, version.manifest.digest)
 
 
@@ -245,15 +245,15 @@ def endpoints(short_dir: Path) -> tuple[str, str]:
     return f"ipc://{short_dir}/a", f"ipc://{short_dir}/f"
 
 
-def follow(endpoints: tuple[str, str], stack: ExitStack) -> Receiver:
-    receiver = Receiver(*endpoints, run="run", config=CONFIG, silence_s=0.5)
-    stack.callback(receiver.close)
-    return receiver
+def follow(endpoints: tuple[str, str], stack: ExitStack) -> WeightSubscriber:
+    subscriber = WeightSubscriber(*endpoints, run="run", config=CONFIG, silence_s=0.5)
+    stack.callback(subscriber.close)
+    return subscriber
 
 
-def arrives(receiver: Receiver, wanted: WeightVersion) -> None:
+def arrives(subscriber: WeightSubscriber, wanted: WeightVersion) -> None:
     async def main() -> None:
-        while (await receiver.wait()).manifest.digest != wanted.manifest.digest:
+        while (await subscriber.wait()).manifest.digest != wanted.manifest.digest:
             pass
 
     asyncio.run(asyncio.wait_for(main(), 200))
@@ -263,7 +263,7 @@ def arrives(receiver: Receiver, wanted: WeightVersion) -> None:
 def test_a_learner_that_ends_anywhere_is_followed_once_it_is_back(
     nursery: Nursery, endpoints: tuple[str, str], stack: ExitStack, point: str
 ) -> None:
-    receiver = follow(endpoints, stack)
+    subscriber = follow(endpoints, stack)
     first = nursery.start(stack, "learner", *endpoints, "a", OF_A_LEARNER[point])
     if (
         first.says("ended", f"published {LAST}") != "ended"
@@ -276,26 +276,26 @@ def test_a_learner_that_ends_anywhere_is_followed_once_it_is_back(
         dealer.send(messages.encode(question))
         first.says("ended")
     nursery.start(stack, "learner", *endpoints, "b", None)
-    arrives(receiver, version_of(LAST, "b"))
-    assert receiver.stats.mismatches == receiver.stats.fetch.mismatches == 0
+    arrives(subscriber, version_of(LAST, "b"))
+    assert subscriber.stats.mismatches == subscriber.stats.fetch.mismatches == 0
 
 
 @pytest.mark.parametrize("point", OF_A_WORKER)
 def test_a_worker_that_ends_anywhere_disturbs_nobody_and_has_the_newest_once_it_is_back(
     nursery: Nursery, endpoints: tuple[str, str], stack: ExitStack, point: str
 ) -> None:
-    broadcaster = Broadcaster(*endpoints, CONFIG)
-    stack.callback(broadcaster.close)
+    weight_server = WeightServer(*endpoints, CONFIG)
+    stack.callback(weight_server.close)
     other = follow(endpoints, stack)
-    broadcaster.publish(version_of(1, "a"))
+    weight_server.publish(version_of(1, "a"))
     arrives(other, version_of(1, "a"))
     first = nursery.start(stack, "worker", *endpoints, "", OF_A_WORKER[point])
     if "delta" in point:
         first.says("has 1 ")
-        broadcaster.publish(version_of(2, "a"))
+        weight_server.publish(version_of(2, "a"))
     first.says("ended")
     newest = version_of(LAST, "a")
-    broadcaster.publish(newest)
+    weight_server.publish(newest)
     arrives(other, newest)
     second = nursery.start(stack, "worker", *endpoints, "", None)
     second.says(f"has {LAST} {newest.manifest.digest}")

@@ -21,9 +21,9 @@ from areal_q.messages import FetchManifest
 from areal_q.weights.version import WeightVersion
 from buffer.weight_sync.commands.relay import Relay
 from buffer.weight_sync.curve import ClientKeys, client_keys, make_keys, server_keys
-from buffer.weight_sync.server import Broadcaster
-from buffer.weight_sync.sockets import Endpoints, Source
-from buffer.weight_sync.subscriber import Receiver
+from buffer.weight_sync.server import WeightServer
+from buffer.weight_sync.sockets import Endpoints, WeightSource
+from buffer.weight_sync.subscriber import WeightSubscriber
 
 Make = Callable[..., WeightVersion]
 LOOPBACK = Endpoints("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
@@ -46,26 +46,30 @@ def config(keys: Path) -> BroadcastConfig:
 
 
 @pytest.fixture
-def broadcaster(keys: Path, stack: ExitStack) -> Broadcaster:
-    made = Broadcaster(*LOOPBACK, config(keys))
+def weight_server(keys: Path, stack: ExitStack) -> WeightServer:
+    made = WeightServer(*LOOPBACK, config(keys))
     stack.callback(made.close)
     return made
 
 
-def follow(endpoints: Endpoints, keys: ClientKeys | None, stack: ExitStack, on: Path) -> Receiver:
-    receiver = Receiver(*endpoints, run="run", config=config(on), keys=keys, silence_s=0.5)
-    stack.callback(receiver.close)
-    return receiver
+def follow(
+    endpoints: Endpoints, keys: ClientKeys | None, stack: ExitStack, on: Path
+) -> WeightSubscriber:
+    subscriber = WeightSubscriber(
+        *endpoints, run="run", config=config(on), keys=keys, silence_s=0.5
+    )
+    stack.callback(subscriber.close)
+    return subscriber
 
 
-def await_version(receiver: Receiver, number: int) -> WeightVersion:
+def await_version(subscriber: WeightSubscriber, number: int) -> WeightVersion:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        version = receiver.latest()
+        version = subscriber.latest()
         if version is not None and version.manifest.version == number:
             return version
         time.sleep(0.005)
-    raise AssertionError(f"version {number} did not arrive: {receiver.stats}")
+    raise AssertionError(f"version {number} did not arrive: {subscriber.stats}")
 
 
 def test_secret_keys_are_readable_by_their_owner_only(keys: Path) -> None:
@@ -121,14 +125,14 @@ def test_a_secret_mounted_into_a_pod_is_one_of_root_that_our_group_reads(
 
 
 def test_a_listed_worker_follows_over_encrypted_sockets(
-    broadcaster: Broadcaster, keys: Path, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, keys: Path, stack: ExitStack, make_version: Make
 ) -> None:
-    receiver = follow(broadcaster.endpoints, client_keys(keys), stack, keys)
+    subscriber = follow(weight_server.endpoints, client_keys(keys), stack, keys)
     for number in range(3):
-        broadcaster.publish(make_version(number))
-        assert await_version(receiver, number).manifest == make_version(number).manifest
-    assert (receiver.stats.fetch.fetches, receiver.stats.deltas) == (1, 2)
-    assert broadcaster.stats.strangers == 0
+        weight_server.publish(make_version(number))
+        assert await_version(subscriber, number).manifest == make_version(number).manifest
+    assert (subscriber.stats.fetch.fetches, subscriber.stats.deltas) == (1, 2)
+    assert weight_server.stats.strangers == 0
 
 
 def raw(kind: int, endpoint: str, keys: ClientKeys | None, stack: ExitStack) -> zmq.Socket:
@@ -146,13 +150,13 @@ def raw(kind: int, endpoint: str, keys: ClientKeys | None, stack: ExitStack) -> 
 @pytest.mark.parametrize("kind", ["no keys", "unknown key", "server's key guessed wrong"])
 def test_whoever_is_not_listed_gets_neither_announcement_nor_answer(
     kind: str,
-    broadcaster: Broadcaster,
+    weight_server: WeightServer,
     keys: Path,
     tmp_path: Path,
     stack: ExitStack,
     make_version: Make,
 ) -> None:
-    broadcaster.publish(make_version(1))
+    weight_server.publish(make_version(1))
     make_keys(tmp_path / "other")
     other, mine = client_keys(tmp_path / "other"), client_keys(keys)
     stranger = {
@@ -160,58 +164,58 @@ def test_whoever_is_not_listed_gets_neither_announcement_nor_answer(
         "unknown key": ClientKeys(other.public, other.secret, mine.server),
         "server's key guessed wrong": ClientKeys(mine.public, mine.secret, other.server),
     }[kind]
-    sub = raw(zmq.SUB, broadcaster.endpoints.announce, stranger, stack)
-    dealer = raw(zmq.DEALER, broadcaster.endpoints.fetch, stranger, stack)
+    sub = raw(zmq.SUB, weight_server.endpoints.announce, stranger, stack)
+    dealer = raw(zmq.DEALER, weight_server.endpoints.fetch, stranger, stack)
     dealer.send(messages.encode(FetchManifest()))
-    receiver = follow(broadcaster.endpoints, mine, stack, keys)
-    await_version(receiver, 1)
+    subscriber = follow(weight_server.endpoints, mine, stack, keys)
+    await_version(subscriber, 1)
     # Ten heartbeats later a listed worker has long been served.
     assert not sub.poll(300) and not dealer.poll(300)
-    assert broadcaster.stats.subscribers == 1 and broadcaster.stats.refused == 0
-    assert (broadcaster.stats.strangers > 0) == (kind == "unknown key")
+    assert weight_server.stats.subscribers == 1 and weight_server.stats.refused == 0
+    assert (weight_server.stats.strangers > 0) == (kind == "unknown key")
 
 
 def test_a_worker_with_keys_takes_nothing_from_a_learner_without(
     keys: Path, stack: ExitStack, make_version: Make
 ) -> None:
-    plain = Broadcaster(*LOOPBACK, BroadcastConfig(heartbeat_s=0.05))
+    plain = WeightServer(*LOOPBACK, BroadcastConfig(heartbeat_s=0.05))
     stack.callback(plain.close)
     plain.publish(make_version(1))
-    receiver = follow(plain.endpoints, client_keys(keys), stack, keys)
+    subscriber = follow(plain.endpoints, client_keys(keys), stack, keys)
     time.sleep(0.5)
-    assert receiver.latest() is None and receiver.stats.received == 0
+    assert subscriber.latest() is None and subscriber.stats.received == 0
 
 
 def test_a_key_added_or_removed_counts_at_the_next_connection(
-    broadcaster: Broadcaster, keys: Path, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, keys: Path, stack: ExitStack, make_version: Make
 ) -> None:
-    broadcaster.publish(make_version(1))
+    weight_server.publish(make_version(1))
     make_keys(keys, "late")
-    await_version(follow(broadcaster.endpoints, client_keys(keys, "late"), stack, keys), 1)
+    await_version(follow(weight_server.endpoints, client_keys(keys, "late"), stack, keys), 1)
     (keys / "clients" / "late.key").unlink()
-    locked_out = follow(broadcaster.endpoints, client_keys(keys, "late"), stack, keys)
+    locked_out = follow(weight_server.endpoints, client_keys(keys, "late"), stack, keys)
     time.sleep(0.4)
     assert locked_out.latest() is None
-    assert broadcaster.stats.strangers > 0
+    assert weight_server.stats.strangers > 0
 
 
 def test_a_relay_speaks_curve_on_both_sides(
-    broadcaster: Broadcaster, keys: Path, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, keys: Path, stack: ExitStack, make_version: Make
 ) -> None:
     make_keys(keys, "relay")
-    upstream = Source(*broadcaster.endpoints, client="relay")
+    upstream = WeightSource(*weight_server.endpoints, client="relay")
     relay = Relay(upstream, LOOPBACK, config(keys))
     stack.callback(relay.close)
-    receiver = follow(relay.endpoints, client_keys(keys), stack, keys)
+    subscriber = follow(relay.endpoints, client_keys(keys), stack, keys)
     stranger = follow(relay.endpoints, None, stack, keys)
     for number in range(3):
-        broadcaster.publish(make_version(number))
-        assert await_version(receiver, number).manifest == make_version(number).manifest
+        weight_server.publish(make_version(number))
+        assert await_version(subscriber, number).manifest == make_version(number).manifest
     assert stranger.latest() is None
 
 
 def test_nothing_of_the_weights_is_readable_on_the_way(
-    broadcaster: Broadcaster, keys: Path, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, keys: Path, stack: ExitStack, make_version: Make
 ) -> None:
     """A tap on TCP between worker and learner: the manifest's words are seen without keys, not with."""
     import socket
@@ -243,9 +247,9 @@ def test_nothing_of_the_weights_is_readable_on_the_way(
         with suppress(OSError):
             work(*arguments)
 
-    plain = Broadcaster(*LOOPBACK, BroadcastConfig(heartbeat_s=0.05))
+    plain = WeightServer(*LOOPBACK, BroadcastConfig(heartbeat_s=0.05))
     stack.callback(plain.close)
-    for server, own in ((plain, None), (broadcaster, client_keys(keys))):
+    for server, own in ((plain, None), (weight_server, client_keys(keys))):
         server.publish(make_version(1))
         fetch, seen = tapped(server.endpoints.fetch)
         await_version(follow(Endpoints(server.endpoints.announce, fetch), own, stack, keys), 1)

@@ -21,7 +21,7 @@ from areal_q.observability.metrics_log import MetricsLog
 from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
 from buffer.weight_sync.commands.inspect_weights import main
-from buffer.weight_sync.server import Broadcaster
+from buffer.weight_sync.server import WeightServer
 
 Make = Callable[..., WeightVersion]
 
@@ -43,17 +43,17 @@ def run(tmp_path: Path, short_dir: Path) -> Path:
 
 
 @pytest.fixture
-def broadcaster(short_dir: Path, stack: ExitStack) -> Broadcaster:
+def weight_server(short_dir: Path, stack: ExitStack) -> WeightServer:
     config = BroadcastConfig(heartbeat_s=0.05, hold=2, hold_deltas=3)
-    made = Broadcaster(f"ipc://{short_dir}/announce", f"ipc://{short_dir}/fetch", config)
+    made = WeightServer(f"ipc://{short_dir}/announce", f"ipc://{short_dir}/fetch", config)
     stack.callback(made.close)
     return made
 
 
-def publish(broadcaster: Broadcaster, version: WeightVersion) -> None:
-    before = broadcaster.stats.published
-    broadcaster.publish(version)
-    while broadcaster.stats.published == before:
+def publish(weight_server: WeightServer, version: WeightVersion) -> None:
+    before = weight_server.stats.published
+    weight_server.publish(version)
+    while weight_server.stats.published == before:
         time.sleep(0.002)
 
 
@@ -71,11 +71,11 @@ def listed(*arguments: object) -> list[dict[str, Any]]:
 
 
 def test_versions_are_listed_with_their_sizes_and_deltas(
-    run: Path, broadcaster: Broadcaster, make_version: Make
+    run: Path, weight_server: WeightServer, make_version: Make
 ) -> None:
     versions = [make_version(number) for number in range(5)]
     for version in versions:
-        publish(broadcaster, version)
+        publish(weight_server, version)
     rows = listed(run)
     assert [row["version"] for row in rows] == [2, 3, 4]
     assert [row["digest"] for row in rows] == [v.manifest.digest for v in versions[2:]]
@@ -83,17 +83,17 @@ def test_versions_are_listed_with_their_sizes_and_deltas(
     for row, old, new in zip(rows, versions[1:], versions[2:], strict=False):
         assert row["delta_bytes"] == len(delta.diff(old, new) or b"")
         assert row["bytes"] == new.manifest.nbytes
-    assert listed("--fetch", broadcaster.endpoints.fetch)[-1]["version"] == 4
+    assert listed("--fetch", weight_server.endpoints.fetch)[-1]["version"] == 4
     text = command(run).stdout
     assert text.splitlines()[0].split()[:2] == ["version", "digest"] and "int8" in text
 
 
 def test_what_changed_is_told_by_tensor(
-    run: Path, broadcaster: Broadcaster, make_version: Make
+    run: Path, weight_server: WeightServer, make_version: Make
 ) -> None:
     old, new = make_version(0), make_version(1)
-    publish(broadcaster, old)
-    publish(broadcaster, new)
+    publish(weight_server, old)
+    publish(weight_server, new)
     for row in listed(run, "--tensors"):
         differs = old.tensors[row["tensor"]] != new.tensors[row["tensor"]]
         assert (row["changed"], row["of"]) == (int(differs.sum()), differs.numel())
@@ -117,11 +117,11 @@ def beat(name: str, version: WeightVersion | None, number: int | None = None) ->
 
 
 def test_a_worker_that_runs_other_bytes_than_were_published_is_found(
-    run: Path, broadcaster: Broadcaster, make_version: Make
+    run: Path, weight_server: WeightServer, make_version: Make
 ) -> None:
     versions = [make_version(number) for number in range(3)]
     for version in versions:
-        publish(broadcaster, version)
+        publish(weight_server, version)
     good = [beat("a", versions[2]), beat("b", versions[1]), beat("new", None)]
     with MetricsLog(run, tensorboard=False) as log:
         log.write("step", 1, {}, workers=good)
@@ -138,9 +138,9 @@ def test_a_worker_that_runs_other_bytes_than_were_published_is_found(
 
 
 def test_new_versions_are_followed_live(
-    run: Path, broadcaster: Broadcaster, make_version: Make, stack: ExitStack
+    run: Path, weight_server: WeightServer, make_version: Make, stack: ExitStack
 ) -> None:
-    publish(broadcaster, make_version(0))
+    publish(weight_server, make_version(0))
     argv = [
         sys.executable,
         "-m",
@@ -156,7 +156,7 @@ def test_new_versions_are_followed_live(
     stack.callback(process.kill)
     assert json.loads(process.stdout.readline())[0]["version"] == 0
     for number in range(1, 4):
-        publish(broadcaster, make_version(number))
+        publish(weight_server, make_version(number))
         (row,) = json.loads(process.stdout.readline())
         assert (row["version"], row["base"]) == (number, number - 1)
         assert row["digest"] == make_version(number).manifest.digest

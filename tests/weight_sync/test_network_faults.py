@@ -17,8 +17,8 @@ from areal_q import messages
 from areal_q.config import BroadcastConfig
 from areal_q.messages import Announce, FetchChunk, FetchManifest, Manifest, ManifestReply
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.server import Broadcaster
-from buffer.weight_sync.subscriber import Receiver
+from buffer.weight_sync.server import WeightServer
+from buffer.weight_sync.subscriber import WeightSubscriber
 
 Frames = list[bytes]
 Tamper = Callable[[Frames], list[Frames]]
@@ -29,20 +29,20 @@ QUICK = BroadcastConfig(chunk_bytes=3000, timeout_s=0.1, heartbeat_s=0.05)
 
 
 class Proxy:
-    """Stands between one receiver and the learner; `tamper` makes 0 … n messages of each it carries down."""
+    """Stands between one subscriber and the learner; `tamper` makes 0 … n messages of each it carries down."""
 
-    def __init__(self, directory: Path, broadcaster: Broadcaster) -> None:
+    def __init__(self, directory: Path, weight_server: WeightServer) -> None:
         self.announce, self.fetch = f"ipc://{directory}/pa", f"ipc://{directory}/pf"
         self.tamper_announce: Tamper = lambda frames: [frames]
         self.tamper_fetch: Tamper = lambda frames: [frames]
         self._context = zmq.Context()
         self._closing = False
         self._up = self._context.socket(zmq.XSUB)
-        self._up.connect(broadcaster.endpoints.announce)
+        self._up.connect(weight_server.endpoints.announce)
         self._down = self._context.socket(zmq.XPUB)
         self._down.bind(self.announce)
         self._dealer = self._context.socket(zmq.DEALER)
-        self._dealer.connect(broadcaster.endpoints.fetch)
+        self._dealer.connect(weight_server.endpoints.fetch)
         self._router = self._context.socket(zmq.ROUTER)
         self._router.bind(self.fetch)
         self._thread = threading.Thread(target=self._run)
@@ -117,25 +117,25 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.fixture
-def broadcaster(short_dir: Path, stack: ExitStack) -> Broadcaster:
-    made = Broadcaster(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f", QUICK)
+def weight_server(short_dir: Path, stack: ExitStack) -> WeightServer:
+    made = WeightServer(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f", QUICK)
     stack.callback(made.close)
     return made
 
 
 @pytest.fixture
-def proxy(short_dir: Path, broadcaster: Broadcaster, stack: ExitStack) -> Proxy:
-    made = Proxy(short_dir, broadcaster)
+def proxy(short_dir: Path, weight_server: WeightServer, stack: ExitStack) -> Proxy:
+    made = Proxy(short_dir, weight_server)
     stack.callback(made.close)
     return made
 
 
 def follow(
     announce: str, fetch: str, stack: ExitStack, config: BroadcastConfig = QUICK
-) -> Receiver:
-    receiver = Receiver(announce, fetch, run="run", config=config, silence_s=0.5)
-    stack.callback(receiver.close)
-    return receiver
+) -> WeightSubscriber:
+    subscriber = WeightSubscriber(announce, fetch, run="run", config=config, silence_s=0.5)
+    stack.callback(subscriber.close)
+    return subscriber
 
 
 def await_true(condition: Callable[[], bool], what: object, timeout_s: float = 30.0) -> None:
@@ -145,16 +145,16 @@ def await_true(condition: Callable[[], bool], what: object, timeout_s: float = 3
         time.sleep(0.002)
 
 
-def collect(receiver: Receiver, last: int) -> list[WeightVersion]:
+def collect(subscriber: WeightSubscriber, last: int) -> list[WeightVersion]:
     """All versions handed over until number `last` arrives."""
     seen: list[WeightVersion] = []
 
     def arrived() -> bool:
-        if (version := receiver.latest()) is not None:
+        if (version := subscriber.latest()) is not None:
             seen.append(version)
         return bool(seen) and seen[-1].manifest.version == last
 
-    await_true(arrived, receiver.stats)
+    await_true(arrived, subscriber.stats)
     return seen
 
 
@@ -170,18 +170,18 @@ def assert_honest(seen: list[WeightVersion], make_version: Make) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_faulty_deltas_and_announcements_never_give_other_weights(
-    kind: str, broadcaster: Broadcaster, proxy: Proxy, stack: ExitStack, make_version: Make
+    kind: str, weight_server: WeightServer, proxy: Proxy, stack: ExitStack, make_version: Make
 ) -> None:
     faults = proxy.tamper_announce = Faults(kind, seed=1)
-    receiver = follow(proxy.announce, proxy.fetch, stack)
+    subscriber = follow(proxy.announce, proxy.fetch, stack)
     seen: list[WeightVersion] = []
     for number in range(40):
-        broadcaster.publish(make_version(number))
+        weight_server.publish(make_version(number))
         time.sleep(0.005)
-        if (version := receiver.latest()) is not None:
+        if (version := subscriber.latest()) is not None:
             seen.append(version)
     if not seen or seen[-1].manifest.version != 39:
-        seen += collect(receiver, 39)
+        seen += collect(subscriber, 39)
     assert_honest(seen, make_version)
     assert faults.injected > 5
 
@@ -192,56 +192,56 @@ def test_faulty_answers_never_give_other_weights(
     kind: str, hold_deltas: int, short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
     config = msgspec.structs.replace(QUICK, hold_deltas=hold_deltas, chunk_bytes=8000)
-    broadcaster = Broadcaster(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f", config)
-    stack.callback(broadcaster.close)
-    proxy = Proxy(short_dir, broadcaster)
+    weight_server = WeightServer(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f", config)
+    stack.callback(weight_server.close)
+    proxy = Proxy(short_dir, weight_server)
     stack.callback(proxy.close)
     faults = proxy.tamper_fetch = Faults(kind, seed=2)
     proxy.tamper_announce = lambda frames: [frames] if len(frames) == 1 else []
-    receiver = follow(proxy.announce, proxy.fetch, stack, config)
+    subscriber = follow(proxy.announce, proxy.fetch, stack, config)
     seen = []
     for number in range(20 if hold_deltas else 5):
-        broadcaster.publish(make_version(number))
-        seen += collect(receiver, number)
+        weight_server.publish(make_version(number))
+        seen += collect(subscriber, number)
     assert_honest(seen, make_version)
     assert faults.injected > 3
 
 
 def test_a_lost_delta_is_replaced_by_a_fetched_one(
-    broadcaster: Broadcaster, proxy: Proxy, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, proxy: Proxy, stack: ExitStack, make_version: Make
 ) -> None:
-    receiver = follow(proxy.announce, proxy.fetch, stack)
-    broadcaster.publish(make_version(1))
-    collect(receiver, 1)
+    subscriber = follow(proxy.announce, proxy.fetch, stack)
+    weight_server.publish(make_version(1))
+    collect(subscriber, 1)
     proxy.tamper_announce = lambda frames: [frames] if len(frames) == 1 else []
-    broadcaster.publish(make_version(2))
-    collect(receiver, 2)
-    assert (receiver.stats.fetch.fetches, receiver.stats.fetch.catch_ups) == (1, 1)
+    weight_server.publish(make_version(2))
+    collect(subscriber, 2)
+    assert (subscriber.stats.fetch.fetches, subscriber.stats.fetch.catch_ups) == (1, 1)
     proxy.tamper_announce = lambda frames: [frames]
-    broadcaster.publish(make_version(3))
-    collect(receiver, 3)
-    assert (receiver.stats.fetch.catch_ups, receiver.stats.deltas) == (1, 2)
+    weight_server.publish(make_version(3))
+    collect(subscriber, 3)
+    assert (subscriber.stats.fetch.catch_ups, subscriber.stats.deltas) == (1, 2)
 
 
 def test_an_altered_delta_is_refused_counted_and_healed(
-    broadcaster: Broadcaster, proxy: Proxy, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, proxy: Proxy, stack: ExitStack, make_version: Make
 ) -> None:
-    receiver = follow(proxy.announce, proxy.fetch, stack)
-    broadcaster.publish(make_version(1))
-    collect(receiver, 1)
+    subscriber = follow(proxy.announce, proxy.fetch, stack)
+    weight_server.publish(make_version(1))
+    collect(subscriber, 1)
 
     def alter(frames: Frames) -> list[Frames]:
         return [[frames[0], frames[1][:-1] + b"?"]] if len(frames) == 2 else [frames]
 
     proxy.tamper_announce = alter
-    broadcaster.publish(make_version(2))
-    assert_honest(collect(receiver, 2), make_version)
-    assert receiver.stats.mismatches == 1
-    assert receiver.stats.fetch.fetches == 2
+    weight_server.publish(make_version(2))
+    assert_honest(collect(subscriber, 2), make_version)
+    assert subscriber.stats.mismatches == 1
+    assert subscriber.stats.fetch.fetches == 2
 
 
 def test_an_altered_payload_is_refused_counted_and_healed(
-    broadcaster: Broadcaster, proxy: Proxy, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, proxy: Proxy, stack: ExitStack, make_version: Make
 ) -> None:
     altered = 0
 
@@ -253,14 +253,14 @@ def test_an_altered_payload_is_refused_counted_and_healed(
         return [frames]
 
     proxy.tamper_fetch = alter
-    receiver = follow(proxy.announce, proxy.fetch, stack)
-    broadcaster.publish(make_version(1))
-    assert_honest(collect(receiver, 1), make_version)
-    assert receiver.stats.fetch.mismatches == 1
+    subscriber = follow(proxy.announce, proxy.fetch, stack)
+    weight_server.publish(make_version(1))
+    assert_honest(collect(subscriber, 1), make_version)
+    assert subscriber.stats.fetch.mismatches == 1
 
 
 def test_chunks_that_arrived_are_not_asked_for_again(
-    broadcaster: Broadcaster, proxy: Proxy, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, proxy: Proxy, stack: ExitStack, make_version: Make
 ) -> None:
     count = 0
 
@@ -270,13 +270,13 @@ def test_chunks_that_arrived_are_not_asked_for_again(
         return [] if count == 5 and len(frames) == 2 else [frames]
 
     proxy.tamper_fetch = lose_the_fifth
-    receiver = follow(proxy.announce, proxy.fetch, stack)
-    broadcaster.publish(make_version(1))
-    collect(receiver, 1)
+    subscriber = follow(proxy.announce, proxy.fetch, stack)
+    weight_server.publish(make_version(1))
+    collect(subscriber, 1)
     chunks = -(-make_version(1).manifest.nbytes // 3000)
-    assert receiver.stats.fetch.retries == 1
+    assert subscriber.stats.fetch.retries == 1
     # At most the credit's four chunks were open when the connection was given up.
-    assert chunks < broadcaster.stats.chunks <= chunks + 4
+    assert chunks < weight_server.stats.chunks <= chunks + 4
 
 
 def reply_with(manifest: Manifest) -> ManifestReply:
@@ -285,15 +285,15 @@ def reply_with(manifest: Manifest) -> ManifestReply:
 
 
 def test_the_highest_credit_loses_no_answer(
-    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
-    receiver = Receiver(
-        *broadcaster.endpoints, run="run", config=BroadcastConfig(chunk_bytes=500, credit=10_000)
+    subscriber = WeightSubscriber(
+        *weight_server.endpoints, run="run", config=BroadcastConfig(chunk_bytes=500, credit=10_000)
     )
-    stack.callback(receiver.close)
-    broadcaster.publish(make_version(1, rows=10_000))
-    collect(receiver, 1)
-    assert receiver.stats.fetch.retries == 0
+    stack.callback(subscriber.close)
+    weight_server.publish(make_version(1, rows=10_000))
+    collect(subscriber, 1)
+    assert subscriber.stats.fetch.retries == 0
 
 
 def raw(kind: int, endpoint: str, stack: ExitStack, bind: bool = False) -> zmq.Socket:
@@ -324,36 +324,36 @@ def junk(digest: str) -> list[Frames]:
 
 
 def test_requests_that_are_none_are_counted_and_change_nothing(
-    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
     version = make_version(1)
-    broadcaster.publish(version)
-    attacker = raw(zmq.DEALER, broadcaster.endpoints.fetch, stack)
+    weight_server.publish(version)
+    attacker = raw(zmq.DEALER, weight_server.endpoints.fetch, stack)
     rubbish = junk(version.manifest.digest)
     for frames in rubbish:
         attacker.send_multipart(frames)
-    await_true(lambda: broadcaster.stats.refused == len(rubbish), broadcaster.stats)
+    await_true(lambda: weight_server.stats.refused == len(rubbish), weight_server.stats)
     attacker.send(messages.encode(FetchManifest()))
     reply = messages.decode_reply(attacker.recv())
     assert isinstance(reply, ManifestReply) and reply.manifest is not None
     assert messages.decode_manifest(reply.manifest) == version.manifest
-    shouter = raw(zmq.XSUB, broadcaster.endpoints.announce, stack)
+    shouter = raw(zmq.XSUB, weight_server.endpoints.announce, stack)
     for frames in rubbish[5:]:
         if frames[0][:1] not in (b"", b"\0"):
             shouter.send_multipart(frames)
-    await_true(lambda: broadcaster.stats.refused > len(rubbish), broadcaster.stats)
+    await_true(lambda: weight_server.stats.refused > len(rubbish), weight_server.stats)
     attacker.send(bytes(1 << 20))  # ZeroMQ hangs up on this peer
-    collect(follow(*broadcaster.endpoints, stack), 1)
+    collect(follow(*weight_server.endpoints, stack), 1)
 
 
 def test_a_request_for_a_version_that_went_is_answered_with_gone(
-    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
-    broadcaster.publish(make_version(1))
-    worker = raw(zmq.DEALER, broadcaster.endpoints.fetch, stack)
+    weight_server.publish(make_version(1))
+    worker = raw(zmq.DEALER, weight_server.endpoints.fetch, stack)
     worker.send(messages.encode(FetchChunk(digest="0" * 32, offset=0, nbytes=10)))
     assert isinstance(messages.decode_reply(worker.recv()), messages.Gone)
-    assert broadcaster.stats.gone == 1
+    assert weight_server.stats.gone == 1
 
 
 def test_broadcasts_and_answers_that_are_none_are_counted_and_change_nothing(
@@ -362,7 +362,7 @@ def test_broadcasts_and_answers_that_are_none_are_counted_and_change_nothing(
     announce, fetch = f"ipc://{short_dir}/a", f"ipc://{short_dir}/f"
     pub = raw(zmq.XPUB, announce, stack, bind=True)
     router = raw(zmq.ROUTER, fetch, stack, bind=True)
-    receiver = follow(announce, fetch, stack)
+    subscriber = follow(announce, fetch, stack)
     assert pub.recv() == b"\1"
     hello = Announce(run="run", epoch="a", version=1, digest="")
     rubbish = [
@@ -373,7 +373,7 @@ def test_broadcasts_and_answers_that_are_none_are_counted_and_change_nothing(
     for frames in rubbish:
         pub.send_multipart(frames)
         time.sleep(0.002)  # over the high-water mark they would be dropped, not refused
-    await_true(lambda: receiver.stats.refused == len(rubbish), receiver.stats)
+    await_true(lambda: subscriber.stats.refused == len(rubbish), subscriber.stats)
     pub.send(messages.encode(hello))
     peer, request = router.recv_multipart()
     assert messages.decode_request(request) == FetchManifest()
@@ -385,48 +385,48 @@ def test_broadcasts_and_answers_that_are_none_are_counted_and_change_nothing(
     ]
     for count, manifest in enumerate(bad, 1):
         router.send_multipart([peer, messages.encode(reply_with(manifest))])
-        await_true(lambda n=count: receiver.stats.fetch.mismatches == n, receiver.stats)
+        await_true(lambda n=count: subscriber.stats.fetch.mismatches == n, subscriber.stats)
         peer, request = router.recv_multipart()
         assert messages.decode_request(request) == FetchManifest()
-    before = receiver.stats.fetch.refused
+    before = subscriber.stats.fetch.refused
     for frames in junk(""):
         router.send_multipart([peer, *frames])
-    await_true(lambda: receiver.stats.fetch.refused == before + len(junk("")), receiver.stats)
-    assert receiver.latest() is None
+    await_true(lambda: subscriber.stats.fetch.refused == before + len(junk("")), subscriber.stats)
+    assert subscriber.latest() is None
 
 
 def test_a_silent_learner_is_noticed_once_and_followed_again(
     short_dir: Path, stack: ExitStack, make_version: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     endpoints = f"ipc://{short_dir}/a", f"ipc://{short_dir}/f"
-    first = Broadcaster(*endpoints, QUICK)
-    receiver = Receiver(*endpoints, run="run", silence_s=0.15)
-    stack.callback(receiver.close)
+    first = WeightServer(*endpoints, QUICK)
+    subscriber = WeightSubscriber(*endpoints, run="run", silence_s=0.15)
+    stack.callback(subscriber.close)
     first.publish(make_version(1))
-    collect(receiver, 1)
+    collect(subscriber, 1)
     first.close()
-    await_true(lambda: "no announcement" in caplog.text, receiver.stats)
+    await_true(lambda: "no announcement" in caplog.text, subscriber.stats)
     time.sleep(0.5)
-    second = Broadcaster(*endpoints, QUICK)
+    second = WeightServer(*endpoints, QUICK)
     stack.callback(second.close)
     second.publish(make_version(2))
-    collect(receiver, 2)
-    assert receiver.stats.silences == 1
+    collect(subscriber, 2)
+    assert subscriber.stats.silences == 1
     assert caplog.text.count("no announcement") == 1
 
 
 def test_the_queue_of_a_peer_that_never_reads_does_not_hold_up_others(
-    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
     version = make_version(1, rows=30_000)
-    broadcaster.publish(version)
-    idler = raw(zmq.DEALER, broadcaster.endpoints.fetch, stack)
+    weight_server.publish(version)
+    idler = raw(zmq.DEALER, weight_server.endpoints.fetch, stack)
     ask = FetchChunk(digest=version.manifest.digest, offset=0, nbytes=version.manifest.nbytes)
     for _ in range(200):
         with suppress(zmq.Again):
             idler.send(messages.encode(ask), zmq.NOBLOCK)
-    receiver = Receiver(*broadcaster.endpoints, run="run")
-    stack.callback(receiver.close)
-    collect(receiver, 1)
-    broadcaster.publish(make_version(2, rows=30_000))
-    collect(receiver, 2)
+    subscriber = WeightSubscriber(*weight_server.endpoints, run="run")
+    stack.callback(subscriber.close)
+    collect(subscriber, 1)
+    weight_server.publish(make_version(2, rows=30_000))
+    collect(subscriber, 2)

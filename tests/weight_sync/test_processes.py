@@ -14,22 +14,22 @@ import torch
 
 from areal_q.config import BroadcastConfig
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.server import Broadcaster
-from buffer.weight_sync.subscriber import Receiver
+from buffer.weight_sync.server import WeightServer
+from buffer.weight_sync.subscriber import WeightSubscriber
 
 Make = Callable[..., WeightVersion]
 
 WORKER = """
 import asyncio, sys
 from areal_q.config import BroadcastConfig
-from buffer.weight_sync.subscriber import Receiver
+from buffer.weight_sync.subscriber import WeightSubscriber
 
 async def main():
     config = BroadcastConfig(chunk_bytes=int(sys.argv[3]), timeout_s=0.5)
-    receiver = Receiver(sys.argv[1], sys.argv[2], run="run", config=config)
+    subscriber = WeightSubscriber(sys.argv[1], sys.argv[2], run="run", config=config)
     print("ready", flush=True)
     while True:
-        print((await receiver.wait()).manifest.version, flush=True)
+        print((await subscriber.wait()).manifest.version, flush=True)
 
 asyncio.run(main())
 """
@@ -37,7 +37,7 @@ asyncio.run(main())
 BUSY_WORKER = """
 import sys, threading, time
 from areal_q.config import BroadcastConfig
-from buffer.weight_sync.subscriber import Receiver
+from buffer.weight_sync.subscriber import WeightSubscriber
 
 def busy_at_first(version, _):
     number = version.manifest.version
@@ -46,7 +46,7 @@ def busy_at_first(version, _):
         time.sleep(4.0)
 
 config = BroadcastConfig(timeout_s=0.5)
-receiver = Receiver(sys.argv[1], sys.argv[2], run="run", config=config, on_version=busy_at_first)
+subscriber = WeightSubscriber(sys.argv[1], sys.argv[2], run="run", config=config, on_version=busy_at_first)
 print("ready", flush=True)
 threading.Event().wait()
 """
@@ -55,13 +55,13 @@ LEARNER = """
 import sys, time, torch
 from areal_q.weights import version as weights
 from areal_q.config import BroadcastConfig
-from buffer.weight_sync.server import Broadcaster
+from buffer.weight_sync.server import WeightServer
 
-broadcaster = Broadcaster(sys.argv[1], sys.argv[2], BroadcastConfig(heartbeat_s=0.05))
+weight_server = WeightServer(sys.argv[1], sys.argv[2], BroadcastConfig(heartbeat_s=0.05))
 number = 0
 while True:
     tensors = {"t": torch.full((1 << 20,), number % 100, dtype=torch.int8)}
-    broadcaster.publish(weights.pack(tensors, run="run", epoch=sys.argv[3], version=number, format="int8",
+    weight_server.publish(weights.pack(tensors, run="run", epoch=sys.argv[3], version=number, format="int8",
                                      uaq_scale=1.0, model={}, published_s=0.0))
     number += 1
     time.sleep(0.002)
@@ -80,8 +80,8 @@ def endpoints(short_dir: Path) -> tuple[str, str]:
 
 
 @pytest.fixture
-def broadcaster(endpoints: tuple[str, str], stack: ExitStack) -> Broadcaster:
-    made = Broadcaster(*endpoints, BroadcastConfig(heartbeat_s=0.05), peer_timeout_s=2.0)
+def weight_server(endpoints: tuple[str, str], stack: ExitStack) -> WeightServer:
+    made = WeightServer(*endpoints, BroadcastConfig(heartbeat_s=0.05), peer_timeout_s=2.0)
     stack.callback(made.close)
     return made
 
@@ -121,20 +121,24 @@ def read_until(process: subprocess.Popen[str], number: int) -> None:
     raise AssertionError("the worker ended")
 
 
-def follow(endpoints: tuple[str, str], stack: ExitStack) -> Receiver:
-    receiver = Receiver(*endpoints, run="run", config=BroadcastConfig(timeout_s=0.5), silence_s=0.5)
-    stack.callback(receiver.close)
-    return receiver
+def follow(endpoints: tuple[str, str], stack: ExitStack) -> WeightSubscriber:
+    subscriber = WeightSubscriber(
+        *endpoints, run="run", config=BroadcastConfig(timeout_s=0.5), silence_s=0.5
+    )
+    stack.callback(subscriber.close)
+    return subscriber
 
 
-def await_version(receiver: Receiver, wanted: Callable[[WeightVersion], bool]) -> WeightVersion:
+def await_version(
+    subscriber: WeightSubscriber, wanted: Callable[[WeightVersion], bool]
+) -> WeightVersion:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        version = receiver.latest()
+        version = subscriber.latest()
         if version is not None and wanted(version):
             return version
         time.sleep(0.002)
-    raise AssertionError(f"it did not arrive: {receiver.stats}")
+    raise AssertionError(f"it did not arrive: {subscriber.stats}")
 
 
 def numbered(number: int) -> Callable[[WeightVersion], bool]:
@@ -142,60 +146,60 @@ def numbered(number: int) -> Callable[[WeightVersion], bool]:
 
 
 def test_a_worker_killed_while_it_fetches_disturbs_nobody(
-    broadcaster: Broadcaster, endpoints: tuple[str, str], stack: ExitStack, make_version: Make
+    weight_server: WeightServer, endpoints: tuple[str, str], stack: ExitStack, make_version: Make
 ) -> None:
-    receiver = follow(endpoints, stack)
-    broadcaster.publish(make_version(1, rows=100_000))
-    await_version(receiver, numbered(1))
-    before = broadcaster.stats.chunks
+    subscriber = follow(endpoints, stack)
+    weight_server.publish(make_version(1, rows=100_000))
+    await_version(subscriber, numbered(1))
+    before = weight_server.stats.chunks
     victim = start_worker(endpoints, stack, chunk=200)  # 40,000 chunks: far from done when killed
-    while broadcaster.stats.chunks < before + 10:
+    while weight_server.stats.chunks < before + 10:
         time.sleep(0.001)
     victim.send_signal(signal.SIGKILL)
     victim.wait()
-    fetched = broadcaster.stats.chunks - before
+    fetched = weight_server.stats.chunks - before
     assert fetched < 40_000
-    broadcaster.publish(make_version(2, rows=100_000))
-    await_version(receiver, numbered(2))
+    weight_server.publish(make_version(2, rows=100_000))
+    await_version(subscriber, numbered(2))
     read_until(start_worker(endpoints, stack), 2)
 
 
 def test_a_stopped_worker_holds_up_nobody_and_catches_up(
-    broadcaster: Broadcaster, endpoints: tuple[str, str], stack: ExitStack, make_version: Make
+    weight_server: WeightServer, endpoints: tuple[str, str], stack: ExitStack, make_version: Make
 ) -> None:
-    receiver = follow(endpoints, stack)
+    subscriber = follow(endpoints, stack)
     worker = start_worker(endpoints, stack)
-    broadcaster.publish(make_version(0))
+    weight_server.publish(make_version(0))
     read_until(worker, 0)
     worker.send_signal(signal.SIGSTOP)
     for number in range(1, 60):
-        broadcaster.publish(make_version(number))
-        await_version(receiver, numbered(number))
-    assert receiver.stats.fetch.fetches == 1, "the other worker lost no delta"
+        weight_server.publish(make_version(number))
+        await_version(subscriber, numbered(number))
+    assert subscriber.stats.fetch.fetches == 1, "the other worker lost no delta"
     time.sleep(2.5)  # long enough for ZeroMQ to give the stopped peer up
     worker.send_signal(signal.SIGCONT)
-    broadcaster.publish(make_version(60))
+    weight_server.publish(make_version(60))
     read_until(worker, 60)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_six_of_sixteen_workers_are_stopped_and_the_other_ten_miss_nothing(
-    broadcaster: Broadcaster, endpoints: tuple[str, str], stack: ExitStack, make_version: Make
+    weight_server: WeightServer, endpoints: tuple[str, str], stack: ExitStack, make_version: Make
 ) -> None:
-    receivers = [follow(endpoints, stack) for _ in range(10)]
+    subscribers = [follow(endpoints, stack) for _ in range(10)]
     workers = start_workers(6, endpoints, stack)
-    broadcaster.publish(make_version(0))
+    weight_server.publish(make_version(0))
     for worker in workers:
         read_until(worker, 0)
         worker.send_signal(signal.SIGSTOP)
     for number in range(1, 40):
-        broadcaster.publish(make_version(number))
-        for receiver in receivers:
-            await_version(receiver, numbered(number))
+        weight_server.publish(make_version(number))
+        for subscriber in subscribers:
+            await_version(subscriber, numbered(number))
     for worker in workers:
         worker.send_signal(signal.SIGCONT)
-    broadcaster.publish(make_version(40))
+    weight_server.publish(make_version(40))
     for worker in workers:
         read_until(worker, 40)
 
@@ -204,14 +208,14 @@ def test_a_worker_that_is_given_up_while_it_is_busy_goes_on(
     endpoints: tuple[str, str], stack: ExitStack, make_version: Make
 ) -> None:
     """A full queue, a ping behind it and a peer that hangs up: libzmq 4.3.5 aborts there."""
-    broadcaster = Broadcaster(*endpoints, BroadcastConfig(heartbeat_s=0.05), peer_timeout_s=1.0)
-    stack.callback(broadcaster.close)
+    weight_server = WeightServer(*endpoints, BroadcastConfig(heartbeat_s=0.05), peer_timeout_s=1.0)
+    stack.callback(weight_server.close)
     (worker,) = start_workers(1, endpoints, stack, script=BUSY_WORKER)
-    broadcaster.publish(make_version(0))
+    weight_server.publish(make_version(0))
     read_until(worker, 0)
     worker.send_signal(signal.SIGSTOP)
     for number in range(1, 60):
-        broadcaster.publish(make_version(number))
+        weight_server.publish(make_version(number))
         time.sleep(0.01)
     time.sleep(1.5)
     worker.send_signal(signal.SIGCONT)
@@ -223,18 +227,18 @@ def test_a_worker_that_is_given_up_while_it_is_busy_goes_on(
 def test_a_learner_killed_and_started_again_is_followed(
     endpoints: tuple[str, str], stack: ExitStack
 ) -> None:
-    receiver = follow(endpoints, stack)
+    subscriber = follow(endpoints, stack)
     for epoch in ("a", "b", "c"):
         learner = start(LEARNER, stack, *endpoints, epoch)
         version = await_version(
-            receiver, lambda v, e=epoch: v.manifest.epoch == e and v.manifest.version > 5
+            subscriber, lambda v, e=epoch: v.manifest.epoch == e and v.manifest.version > 5
         )
         number = version.manifest.version % 100
         assert torch.equal(version.tensors["t"], torch.full((1 << 20,), number, dtype=torch.int8))
         learner.send_signal(signal.SIGKILL)
         learner.wait()
-    assert receiver.stats.epochs == 3
-    assert receiver.stats.fetch.mismatches == receiver.stats.mismatches == 0
+    assert subscriber.stats.epochs == 3
+    assert subscriber.stats.fetch.mismatches == subscriber.stats.mismatches == 0
 
 
 def resident_bytes() -> int:
@@ -248,18 +252,18 @@ def resident_bytes() -> int:
     not Path("/proc/self/statm").exists(), reason="reads resident memory from /proc"
 )
 def test_memory_does_not_grow_over_a_thousand_versions(
-    broadcaster: Broadcaster, endpoints: tuple[str, str], stack: ExitStack, make_version: Make
+    weight_server: WeightServer, endpoints: tuple[str, str], stack: ExitStack, make_version: Make
 ) -> None:
-    receiver = follow(endpoints, stack)
+    subscriber = follow(endpoints, stack)
     stopped = start_worker(endpoints, stack)
-    broadcaster.publish(make_version(0, rows=3000))
+    weight_server.publish(make_version(0, rows=3000))
     read_until(stopped, 0)
     stopped.send_signal(signal.SIGSTOP)
     base = 0
     for number in range(1, 1301):
-        broadcaster.publish(make_version(number, rows=3000))
+        weight_server.publish(make_version(number, rows=3000))
         if number % 10 == 0:
-            await_version(receiver, numbered(number))
+            await_version(subscriber, numbered(number))
         if number == 300:
             base = resident_bytes()
     # 1,000 payloads are 240 MB; what is kept is a handful of them.

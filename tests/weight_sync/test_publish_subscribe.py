@@ -13,21 +13,23 @@ from areal_q.config import BroadcastConfig
 from areal_q.errors import ConfigError, WeightVersionError
 from areal_q.weights import version as weights
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.server import Broadcaster
-from buffer.weight_sync.subscriber import Receiver
-from buffer.weight_sync.version_store import HeldVersions
+from buffer.weight_sync.server import WeightServer
+from buffer.weight_sync.subscriber import WeightSubscriber
+from buffer.weight_sync.version_store import VersionStore
 
 Make = Callable[..., WeightVersion]
 
 
-def await_version(receiver: Receiver, number: int, timeout_s: float = 10.0) -> WeightVersion:
+def await_version(
+    subscriber: WeightSubscriber, number: int, timeout_s: float = 10.0
+) -> WeightVersion:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        version = receiver.latest()
+        version = subscriber.latest()
         if version is not None and version.manifest.version == number:
             return version
         time.sleep(0.005)
-    raise AssertionError(f"version {number} did not arrive: {receiver.stats}")
+    raise AssertionError(f"version {number} did not arrive: {subscriber.stats}")
 
 
 def await_true(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -53,53 +55,55 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.fixture(params=["ipc", "tcp"])
-def broadcaster(request: pytest.FixtureRequest, short_dir: Path, stack: ExitStack) -> Broadcaster:
+def weight_server(
+    request: pytest.FixtureRequest, short_dir: Path, stack: ExitStack
+) -> WeightServer:
     if request.param == "ipc":
-        made = Broadcaster(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f")
+        made = WeightServer(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f")
     else:
-        made = Broadcaster("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+        made = WeightServer("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
     stack.callback(made.close)
     return made
 
 
-def follow(broadcaster: Broadcaster, stack: ExitStack, **settings: float) -> Receiver:
+def follow(weight_server: WeightServer, stack: ExitStack, **settings: float) -> WeightSubscriber:
     config = BroadcastConfig(**{"chunk_bytes": 1000, "timeout_s": 1.0} | settings)  # type: ignore[arg-type]
-    receiver = Receiver(*broadcaster.endpoints, run="run", config=config)
-    stack.callback(receiver.close)
-    return receiver
+    subscriber = WeightSubscriber(*weight_server.endpoints, run="run", config=config)
+    stack.callback(subscriber.close)
+    return subscriber
 
 
 def test_a_received_version_is_bit_for_bit_the_published_one(
-    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
-    receiver = follow(broadcaster, stack)
+    subscriber = follow(weight_server, stack)
     for number in range(3):
         published = make_version(number)
-        broadcaster.publish(published)
-        assert_same(await_version(receiver, number), published)
-    assert receiver.latest() is None, "a version is taken once"
-    assert receiver.stats.received == 3
-    assert receiver.stats.fetch.retries == receiver.stats.refused == 0
+        weight_server.publish(published)
+        assert_same(await_version(subscriber, number), published)
+    assert subscriber.latest() is None, "a version is taken once"
+    assert subscriber.stats.received == 3
+    assert subscriber.stats.fetch.retries == subscriber.stats.refused == 0
 
 
 def test_a_late_joiner_gets_the_newest_version(
-    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
     for number in range(5):
-        broadcaster.publish(make_version(number))
-    assert_same(await_version(follow(broadcaster, stack), 4), make_version(4))
+        weight_server.publish(make_version(number))
+    assert_same(await_version(follow(weight_server, stack), 4), make_version(4))
 
 
 def test_versions_published_faster_than_taken_are_skipped(
-    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
-    receiver = follow(broadcaster, stack)
+    subscriber = follow(weight_server, stack)
     for number in range(50):
-        broadcaster.publish(make_version(number))
+        weight_server.publish(make_version(number))
     seen: list[WeightVersion] = []
 
     def last_arrived() -> bool:
-        if (version := receiver.latest()) is not None:
+        if (version := subscriber.latest()) is not None:
             seen.append(version)
         return bool(seen) and seen[-1].manifest.version == 49
 
@@ -110,29 +114,29 @@ def test_versions_published_faster_than_taken_are_skipped(
 
 
 def test_wait_returns_the_version_to_an_event_loop(
-    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
-    receiver = follow(broadcaster, stack)
+    subscriber = follow(weight_server, stack)
 
     async def publish_while_waiting() -> WeightVersion:
-        waiting = asyncio.create_task(receiver.wait())
+        waiting = asyncio.create_task(subscriber.wait())
         await asyncio.sleep(0.01)
         assert not waiting.done()
-        broadcaster.publish(make_version(7))
+        weight_server.publish(make_version(7))
         return await waiting
 
     assert_same(asyncio.run(publish_while_waiting()), make_version(7))
 
 
 def test_wait_raises_when_the_receiver_is_closed(
-    broadcaster: Broadcaster, stack: ExitStack
+    weight_server: WeightServer, stack: ExitStack
 ) -> None:
-    receiver = follow(broadcaster, stack)
+    subscriber = follow(weight_server, stack)
 
     async def close_while_waiting() -> None:
-        waiting = asyncio.create_task(receiver.wait())
+        waiting = asyncio.create_task(subscriber.wait())
         await asyncio.sleep(0.01)
-        receiver.close()
+        subscriber.close()
         with pytest.raises(WeightVersionError, match="stopped"):
             await waiting
 
@@ -143,25 +147,25 @@ def test_a_restarted_learner_is_followed_though_its_numbers_are_lower(
     short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
     endpoints = f"ipc://{short_dir}/a", f"ipc://{short_dir}/f"
-    first = Broadcaster(*endpoints)
-    receiver = follow(first, stack)
+    first = WeightServer(*endpoints)
+    subscriber = follow(first, stack)
     first.publish(make_version(9))
-    await_version(receiver, 9)
+    await_version(subscriber, 9)
     first.close()
-    second = Broadcaster(*endpoints)
+    second = WeightServer(*endpoints)
     stack.callback(second.close)
     second.publish(make_version(3, epoch="b"))
-    assert_same(await_version(receiver, 3), make_version(3, epoch="b"))
-    assert receiver.stats.epochs == 2
+    assert_same(await_version(subscriber, 3), make_version(3, epoch="b"))
+    assert subscriber.stats.epochs == 2
 
 
 def test_the_same_bytes_under_a_new_number_are_not_fetched_again(
-    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
-    receiver = follow(broadcaster, stack)
+    subscriber = follow(weight_server, stack)
     first = make_version(1)
-    broadcaster.publish(first)
-    await_version(receiver, 1)
+    weight_server.publish(first)
+    await_version(subscriber, 1)
     same = weights.pack(
         first.tensors,
         run="run",
@@ -172,74 +176,74 @@ def test_the_same_bytes_under_a_new_number_are_not_fetched_again(
         model={},
         published_s=0.0,
     )
-    broadcaster.publish(same)
-    assert_same(await_version(receiver, 2), same)
-    assert receiver.stats.fetch.fetches == 1
+    weight_server.publish(same)
+    assert_same(await_version(subscriber, 2), same)
+    assert subscriber.stats.fetch.fetches == 1
 
 
 def test_a_payload_is_never_overwritten_while_a_tensor_views_it(
-    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
-    receiver = follow(broadcaster, stack)
+    subscriber = follow(weight_server, stack)
     kept = []
     for number in range(6):
-        broadcaster.publish(make_version(number))
-        kept.append(await_version(receiver, number).tensors["codes"])
+        weight_server.publish(make_version(number))
+        kept.append(await_version(subscriber, number).tensors["codes"])
     for number, codes in enumerate(kept):
         assert torch.equal(codes, make_version(number).tensors["codes"])
-    made = receiver._fetcher.pool.made
+    made = subscriber._fetcher.pool.made
     kept.clear()
     for number in range(6, 30):
-        broadcaster.publish(make_version(number))
-        await_version(receiver, number)
-    assert receiver._fetcher.pool.made == made, "buffers that nobody views are reused"
+        weight_server.publish(make_version(number))
+        await_version(subscriber, number)
+    assert subscriber._fetcher.pool.made == made, "buffers that nobody views are reused"
 
 
 def test_nothing_is_left_behind(short_dir: Path, stack: ExitStack, make_version: Make) -> None:
-    broadcaster = Broadcaster(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f")
-    receiver = follow(broadcaster, stack)
-    broadcaster.publish(make_version(1))
-    await_version(receiver, 1)
-    receiver.close()
-    broadcaster.close()
-    broadcaster.close()
+    weight_server = WeightServer(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f")
+    subscriber = follow(weight_server, stack)
+    weight_server.publish(make_version(1))
+    await_version(subscriber, 1)
+    subscriber.close()
+    weight_server.close()
+    weight_server.close()
     assert list(short_dir.iterdir()) == []
     with pytest.raises(WeightVersionError, match="stopped"):
-        broadcaster.publish(make_version(2))
+        weight_server.publish(make_version(2))
 
 
 def test_an_endpoint_that_cannot_be_bound_is_a_configuration_error(stack: ExitStack) -> None:
-    first = Broadcaster("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+    first = WeightServer("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
     stack.callback(first.close)
     with pytest.raises(ConfigError, match="cannot bind tcp://127"):
-        Broadcaster("tcp://127.0.0.1:0", first.endpoints.fetch)
+        WeightServer("tcp://127.0.0.1:0", first.endpoints.fetch)
 
 
 def test_a_follower_needs_one_fetch_and_then_deltas_only(
-    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
-    receiver = follow(broadcaster, stack)
+    subscriber = follow(weight_server, stack)
     for number in range(10):
-        broadcaster.publish(make_version(number))
-        assert_same(await_version(receiver, number), make_version(number))
-    assert receiver.stats.fetch.fetches == 1
-    assert receiver.stats.deltas == broadcaster.stats.deltas == 9
-    assert receiver.stats.delta_bytes == broadcaster.stats.delta_bytes > 0
-    assert broadcaster.stats.last_version_bytes < make_version(9).manifest.nbytes / 10
+        weight_server.publish(make_version(number))
+        assert_same(await_version(subscriber, number), make_version(number))
+    assert subscriber.stats.fetch.fetches == 1
+    assert subscriber.stats.deltas == weight_server.stats.deltas == 9
+    assert subscriber.stats.delta_bytes == weight_server.stats.delta_bytes > 0
+    assert weight_server.stats.last_version_bytes < make_version(9).manifest.nbytes / 10
 
 
 def test_a_delta_over_the_limit_is_announced_and_fetched(
     short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
-    broadcaster = Broadcaster(
+    weight_server = WeightServer(
         f"ipc://{short_dir}/a",
         f"ipc://{short_dir}/f",
         BroadcastConfig(max_delta_bytes=1000, heartbeat_s=30.0),
     )
-    stack.callback(broadcaster.close)
-    receiver = follow(broadcaster, stack)
-    broadcaster.publish(make_version(1))
-    await_version(receiver, 1)
+    stack.callback(weight_server.close)
+    subscriber = follow(weight_server, stack)
+    weight_server.publish(make_version(1))
+    await_version(subscriber, 1)
     other = weights.pack(
         {n: torch.zeros_like(t) for n, t in make_version(1).tensors.items()}
         | {
@@ -257,26 +261,26 @@ def test_a_delta_over_the_limit_is_announced_and_fetched(
         model={},
         published_s=0.0,
     )
-    broadcaster.publish(other)
-    assert_same(await_version(receiver, 2), other)
-    assert broadcaster.stats.deltas == 0
-    assert receiver.stats.fetch.fetches == 2
+    weight_server.publish(other)
+    assert_same(await_version(subscriber, 2), other)
+    assert weight_server.stats.deltas == 0
+    assert subscriber.stats.fetch.fetches == 2
 
 
 def test_sixteen_receivers_are_served_by_the_same_delta(
-    broadcaster: Broadcaster, stack: ExitStack, make_version: Make
+    weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
-    receivers = [follow(broadcaster, stack) for _ in range(16)]
+    subscribers = [follow(weight_server, stack) for _ in range(16)]
     for number in range(4):
-        broadcaster.publish(make_version(number))
-        for receiver in receivers:
-            assert_same(await_version(receiver, number), make_version(number))
-    assert broadcaster.stats.deltas == 3
-    assert sum(r.stats.fetch.fetches for r in receivers) == 16
+        weight_server.publish(make_version(number))
+        for subscriber in subscribers:
+            assert_same(await_version(subscriber, number), make_version(number))
+    assert weight_server.stats.deltas == 3
+    assert sum(r.stats.fetch.fetches for r in subscribers) == 16
 
 
 def test_the_oldest_fetch_under_way_keeps_its_version(make_version: Make) -> None:
-    held = HeldVersions(limit=3, lease_s=60.0)
+    held = VersionStore(limit=3, lease_s=60.0)
     versions = [make_version(number) for number in range(20)]
     held.add(versions[0])
     for version in versions[1:]:

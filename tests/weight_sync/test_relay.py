@@ -17,9 +17,9 @@ from areal_q.config import BroadcastConfig
 from areal_q.system.ports import free_ports
 from areal_q.weights.version import WeightVersion
 from buffer.weight_sync.commands.relay import Relay
-from buffer.weight_sync.server import Broadcaster
-from buffer.weight_sync.sockets import Endpoints, Source
-from buffer.weight_sync.subscriber import Receiver
+from buffer.weight_sync.server import WeightServer
+from buffer.weight_sync.sockets import Endpoints, WeightSource
+from buffer.weight_sync.subscriber import WeightSubscriber
 
 Make = Callable[..., WeightVersion]
 CONFIG = BroadcastConfig(heartbeat_s=0.05, timeout_s=0.3, chunk_bytes=5000)
@@ -36,33 +36,33 @@ def at(directory: Path, name: str) -> Endpoints:
     return Endpoints(f"ipc://{directory}/{name}a", f"ipc://{directory}/{name}f")
 
 
-def serve(endpoints: Endpoints, stack: ExitStack) -> Broadcaster:
-    made = Broadcaster(*endpoints, CONFIG)
+def serve(endpoints: Endpoints, stack: ExitStack) -> WeightServer:
+    made = WeightServer(*endpoints, CONFIG)
     stack.callback(made.close)
     return made
 
 
 def relay(upstream: Endpoints, listen: Endpoints, stack: ExitStack) -> Relay:
-    made = Relay(Source(*upstream), listen, CONFIG)
+    made = Relay(WeightSource(*upstream), listen, CONFIG)
     stack.callback(made.close)
     return made
 
 
-def follow(endpoints: Endpoints, stack: ExitStack) -> Receiver:
-    receiver = Receiver(*endpoints, run="run", config=CONFIG, silence_s=0.5)
-    stack.callback(receiver.close)
-    return receiver
+def follow(endpoints: Endpoints, stack: ExitStack) -> WeightSubscriber:
+    subscriber = WeightSubscriber(*endpoints, run="run", config=CONFIG, silence_s=0.5)
+    stack.callback(subscriber.close)
+    return subscriber
 
 
-def arrive(receiver: Receiver, wanted: WeightVersion) -> None:
+def arrive(subscriber: WeightSubscriber, wanted: WeightVersion) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        version = receiver.latest()
+        version = subscriber.latest()
         if version is not None and version.manifest == wanted.manifest:
             assert all(torch.equal(version.tensors[n], t) for n, t in wanted.tensors.items())
             return
         time.sleep(0.005)
-    raise AssertionError(f"{wanted.manifest.version} did not arrive: {receiver.stats}")
+    raise AssertionError(f"{wanted.manifest.version} did not arrive: {subscriber.stats}")
 
 
 def test_a_tree_of_relays_gives_the_same_bytes(
@@ -71,15 +71,15 @@ def test_a_tree_of_relays_gives_the_same_bytes(
     learner = serve(at(short_dir, "l"), stack)
     top = relay(learner.endpoints, at(short_dir, "t"), stack)
     leaves = [relay(top.endpoints, at(short_dir, f"r{i}"), stack) for i in range(2)]
-    receivers = [follow(leaf.endpoints, stack) for leaf in leaves for _ in range(4)]
+    subscribers = [follow(leaf.endpoints, stack) for leaf in leaves for _ in range(4)]
     for number in range(6):
         learner.publish(make_version(number))
-        for receiver in receivers:
-            arrive(receiver, make_version(number))
+        for subscriber in subscribers:
+            arrive(subscriber, make_version(number))
     late = follow(leaves[0].endpoints, stack)
     arrive(late, make_version(5))
     assert learner.stats.subscribers == 1 and learner.stats.fetches == 1, "whatever is behind it"
-    assert all(r.stats.fetch.fetches == 1 and r.stats.deltas == 5 for r in receivers)
+    assert all(r.stats.fetch.fetches == 1 and r.stats.deltas == 5 for r in subscribers)
 
 
 def test_a_relay_passes_deltas_on_as_they_came(
@@ -87,11 +87,11 @@ def test_a_relay_passes_deltas_on_as_they_came(
 ) -> None:
     learner = serve(at(short_dir, "l"), stack)
     middle = relay(learner.endpoints, at(short_dir, "m"), stack)
-    receiver = follow(middle.endpoints, stack)
+    subscriber = follow(middle.endpoints, stack)
     for number in range(4):
         learner.publish(make_version(number))
-        arrive(receiver, make_version(number))
-    assert middle._broadcaster.stats.delta_bytes == learner.stats.delta_bytes
+        arrive(subscriber, make_version(number))
+    assert middle._server.stats.delta_bytes == learner.stats.delta_bytes
     status = middle.status()
     assert (status["version"], status["subscribers"], status["behind_s"]) == (3, 1, 0.0)
     assert status["received"] == 4 and status["refused"] == status["stalls"] == 0
@@ -108,7 +108,7 @@ def test_a_relay_serves_those_that_are_behind(
     for number in range(1, 5):
         learner.publish(make_version(number))
         arrive(watcher, make_version(number))
-    held = middle._broadcaster._desk
+    held = middle._server._handler
     assert held is not None
     first = make_version(0).manifest
     links = held._deltas.since(first.epoch, first.version, first.digest)
@@ -144,16 +144,16 @@ def test_a_relay_killed_and_started_again_is_followed(
 ) -> None:
     learner = serve(at(short_dir, "l"), stack)
     listen = free_endpoints()
-    receiver = follow(listen, stack)
+    subscriber = follow(listen, stack)
     for round in range(2):
         process = start(learner.endpoints, listen, stack)
         for number in range(round * 3, round * 3 + 3):
             learner.publish(make_version(number))
-            arrive(receiver, make_version(number))
+            arrive(subscriber, make_version(number))
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert receiver.stats.fetch.mismatches == receiver.stats.mismatches == 0
-    assert receiver.stats.epochs == 1, "the learner is the same one"
+    assert subscriber.stats.fetch.mismatches == subscriber.stats.mismatches == 0
+    assert subscriber.stats.epochs == 1, "the learner is the same one"
 
 
 def test_a_learner_started_again_is_followed_through_a_relay(
@@ -161,13 +161,13 @@ def test_a_learner_started_again_is_followed_through_a_relay(
 ) -> None:
     first = serve(at(short_dir, "l"), stack)
     middle = relay(first.endpoints, at(short_dir, "m"), stack)
-    receiver = follow(middle.endpoints, stack)
+    subscriber = follow(middle.endpoints, stack)
     first.publish(make_version(7))
-    arrive(receiver, make_version(7))
+    arrive(subscriber, make_version(7))
     first.close()
     second = serve(at(short_dir, "l"), stack)
     second.publish(make_version(2, epoch="b"))
-    arrive(receiver, make_version(2, epoch="b"))
+    arrive(subscriber, make_version(2, epoch="b"))
 
 
 def test_a_relay_says_how_it_is_and_ends_in_peace(

@@ -29,8 +29,8 @@ from areal_q.observability.run_end import how_it_ended
 from areal_q.system.command import run_command
 from areal_q.system.run_dir import METRICS_FILE
 from areal_q.weights import delta
-from buffer.weight_sync.client import Client
-from buffer.weight_sync.sockets import Source
+from buffer.weight_sync.client import WeightClient
+from buffer.weight_sync.sockets import WeightSource
 
 LEARNER = {"announce": "tcp://127.0.0.1:5551", "fetch": "tcp://127.0.0.1:5552"}
 """Where a learner that was started by itself is"""
@@ -115,7 +115,7 @@ def _shares(changes: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
     ]
 
 
-def _follow(client: Client, show: Any) -> None:
+def _follow(client: WeightClient, show: Any) -> None:
     """A line for each new version, until Ctrl-C."""
     seen: set[tuple[str, int]] = set()
     manifest = client.manifest()
@@ -171,12 +171,12 @@ def main(
         told |= {k: v for k in told if (v := getattr(settings, k))}
     elif fetch is None or verify:
         raise ConfigError("RUN is needed" + (" to verify its workers" if verify else ""))
-    source = Source(announce, fetch, keys, client)
+    source = WeightSource(announce, fetch, keys, client)
 
     def show(rows: list[dict[str, Any]]) -> None:
         typer.echo(msgspec.json.encode(rows).decode() if as_json else table(rows))
 
-    asked = Client(*source.endpoints(told), source.load_keys(configured))
+    asked = WeightClient(*source.endpoints(told), source.load_keys(configured))
     try:
         held = asked.held().versions
         if verify and run is not None:

@@ -1,6 +1,6 @@
 """`areal-q relay`: follows one learner, or relay, and serves the workers behind it.
 
-    learner ──deltas, snapshots──▶ Receiver ──every version──▶ Broadcaster ──▶ workers and further relays
+    learner ──deltas, snapshots──▶ WeightSubscriber ──versions──▶ WeightServer ──▶ workers and further relays
 
 One relay to a host or rack: the learner sends each version once to it, however many workers stand behind.
 """
@@ -18,9 +18,9 @@ from areal_q.observability import service_log
 from areal_q.observability.prometheus_exporter import RELAY, Exporter, serve_metrics
 from areal_q.system.command import run_command
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.server import Broadcaster
-from buffer.weight_sync.sockets import Endpoints, Source
-from buffer.weight_sync.subscriber import Receiver
+from buffer.weight_sync.server import WeightServer
+from buffer.weight_sync.sockets import Endpoints, WeightSource
+from buffer.weight_sync.subscriber import WeightSubscriber
 
 logger = logging.getLogger("relay")
 
@@ -40,12 +40,12 @@ class Relay:
     - It holds `hold` versions, and nothing on disk.
     """
 
-    def __init__(self, upstream: Source, listen: Endpoints, config: BroadcastConfig) -> None:
-        self._broadcaster = Broadcaster(*listen, config)
-        self.endpoints = self._broadcaster.endpoints
+    def __init__(self, upstream: WeightSource, listen: Endpoints, config: BroadcastConfig) -> None:
+        self._server = WeightServer(*listen, config)
+        self.endpoints = self._server.endpoints
         self._newest: WeightVersion | None = None
         assert upstream.announce and upstream.fetch
-        self._receiver = Receiver(
+        self._subscriber = WeightSubscriber(
             upstream.announce,
             upstream.fetch,
             run=None,
@@ -56,16 +56,16 @@ class Relay:
 
     def _pass_on(self, version: WeightVersion, delta: tuple[str, bytes] | None) -> None:
         self._newest = version
-        self._broadcaster.publish(version, delta)
+        self._server.publish(version, delta)
 
     def status(self) -> dict[str, float]:
         """The numbers of areal_q/observability/prometheus_exporter.py's RELAY."""
-        sent, got = self._broadcaster.stats, self._receiver.stats
+        sent, got = self._server.stats, self._subscriber.stats
         return {
             "version": self._newest.manifest.version if self._newest else -1,
             "subscribers": sent.subscribers,
             "received": got.received,
-            "behind_s": self._receiver.behind_s,
+            "behind_s": self._subscriber.behind_s,
             "stalls": got.stalls + sent.stalls,
             "received_bytes": got.delta_bytes + got.fetch.fetched_bytes,
             "sent_bytes": sent.delta_bytes + sent.chunk_bytes,
@@ -75,8 +75,8 @@ class Relay:
         }
 
     def close(self) -> None:
-        self._receiver.close()
-        self._broadcaster.close()
+        self._subscriber.close()
+        self._server.close()
 
 
 def main(
@@ -113,7 +113,7 @@ def main(
     exporter = Exporter(RELAY, {"relay": announce})
     if metrics:
         logger.info("metrics on port %d", serve_metrics(metrics, exporter))
-    upstream = Source(from_announce, from_fetch, keys, client)
+    upstream = WeightSource(from_announce, from_fetch, keys, client)
     relay = Relay(upstream, Endpoints(announce, fetch), settings)
     logger.info("relaying %s and %s at %s and %s", from_announce, from_fetch, *relay.endpoints)
     try:
