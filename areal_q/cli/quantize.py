@@ -1,7 +1,6 @@
 """`areal-q quantize SRC DST --format int8`: a checkpoint whose linears are quantized as rollouts have them."""
 
 import shutil
-import uuid
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ from areal_q.errors import CheckpointError, QuantizationError
 from areal_q.models import load_decoder
 from areal_q.models.hf.quantized import write_checkpoint
 from areal_q.quant import quantize_state
+from areal_q.system.files import replacing
 
 BESIDE_WEIGHTS = (
     "tokenizer.json",
@@ -44,15 +44,11 @@ def quantize(source: Path, target: Path, format: str, dtype: torch.dtype) -> tup
         for name, tensor in published.items()
     }
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    part.mkdir()
-    try:
+    with replacing(target) as part:
+        part.mkdir()
         write_checkpoint(tensors, format, model.config.to_hf(), part)
         for name in BESIDE_WEIGHTS:
             if (source / name).is_file():
                 shutil.copyfile(source / name, part / name)
-        part.rename(target)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     before = sum(tensor.numel() for tensor in state.values()) * dtype.itemsize
     return before, sum(tensor.nbytes for tensor in tensors.values())

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from areal_q.errors import RecordError
+from areal_q.system.files import replacing
 from areal_q.system.run_dir import METRICS_FILE
 
 logger = logging.getLogger(__name__)
@@ -186,9 +187,8 @@ def truncate_after(path: str | Path, step: int) -> int:
         return 0
     records = read_metrics(path)
     kept = [r for r in records if r["step"] <= step and r["kind"] != "end"]
-    scratch = path.with_suffix(".tmp")
-    scratch.write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in kept))
-    scratch.replace(path)
+    with replacing(path) as scratch:
+        scratch.write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in kept))
     return len(records) - len(kept)
 
 

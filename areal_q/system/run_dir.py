@@ -29,6 +29,7 @@ import msgspec
 
 from areal_q.config import Run, dump_toml, load, override
 from areal_q.errors import CheckpointError, ConfigError
+from areal_q.system.files import replacing
 
 METRICS_FILE = "metrics.jsonl"
 MAY_CHANGE_ON_RESUME = (
@@ -160,9 +161,8 @@ def run_id(directory: Path, before: str = "") -> str:
     file is gone."""
     path = directory / "run-id"
     if not path.exists():
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text(f"{before or uuid.uuid4().hex}\n")
-        scratch.replace(path)
+        with replacing(path) as scratch:
+            scratch.write_text(f"{before or uuid.uuid4().hex}\n")
     return path.read_text().strip()
 
 

@@ -14,7 +14,6 @@ import asyncio
 import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 
 from areal_q.config import Gspo, Run, load
+from areal_q.system.files import replacing
 from bench.common import RESULTS, ROOT, commit, device, say
 from bench.stability.int3 import with_format
 from bench.stability.lab import Values, train
@@ -120,9 +120,8 @@ def run_arm(arm: Arm, seed: int, *overrides: str) -> list[Row]:
 
     rows = windows(arm.name, seed, asyncio.run(steps()))
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps({"commit": commit(), "device": device(), "rows": rows}))
-    part.rename(path)
+    with replacing(path) as scratch:
+        scratch.write_text(json.dumps({"commit": commit(), "device": device(), "rows": rows}))
     last = rows[-1]
     say(f"{arm.name}, seed {seed}: reward {last['reward']}, accuracy {last['accuracy']}")
     return rows

@@ -8,7 +8,6 @@ first column of every schema is `step`; its metadata holds the schema's name and
 """
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_q.errors import RecordError
-from areal_q.system.files import by_number
+from areal_q.system.files import by_number, move_into_place, sync
 
 logger = logging.getLogger(__name__)
 QUEUE_STEPS = 4
@@ -117,7 +116,7 @@ class PartLog:
         self._writer.close()
         self._writer, self._steps_in_part = None, 0
         self._closed_s = time.monotonic()
-        _commit(self._temporary)
+        move_into_place(self._temporary, self._temporary.with_suffix(""))
         self._number += 1
 
     @property
@@ -241,23 +240,8 @@ def _drop_from(directory: Path, format: LogFormat, step: int) -> int:
                     for i in keep:
                         writer.write_table(file.read_row_group(i))
         if keep:
-            _commit(temporary)
+            move_into_place(temporary, path)
         else:
             path.unlink()
-            _sync(directory)
+            sync(directory)
     return dropped
-
-
-def _commit(temporary: Path) -> None:
-    """Makes `x.parquet.tmp` durable as `x.parquet`, replacing what is there."""
-    _sync(temporary)
-    temporary.rename(temporary.with_suffix(""))
-    _sync(temporary.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,6 +14,7 @@ import typer
 from areal_q.errors import ConfigError, LogError
 from areal_q.observability.run_summary import plural
 from areal_q.system.command import run_command
+from areal_q.system.files import replacing
 
 Out = Annotated[
     Path | None, typer.Option("--out", help="the file; default: report.html in the first RUN")
@@ -74,9 +75,8 @@ def _write(runs, out: Path, max_bytes: int, csv: Path | None) -> None:
             typer.echo(one_line(run))
     _tell(f"writing {sum(run.index.num_trajectories for run in runs):,} trajectories")
     page = whole_file(runs, max_bytes)
-    scratch = out.with_name(out.name + ".tmp")
-    scratch.write_text(page, encoding="utf-8")
-    scratch.replace(out)
+    with replacing(out) as scratch:
+        scratch.write_text(page, encoding="utf-8")
     took = time.monotonic() - began
     typer.echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB in {took:.1f} s")
     if csv:

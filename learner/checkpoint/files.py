@@ -12,7 +12,6 @@ hidden one, which the next save or restore sees to. The state carries a hash of 
 """
 
 import logging
-import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,14 @@ from torch import nn
 
 from areal_q.errors import CheckpointError
 from areal_q.models.low_bit.quantized_forward import materialise
-from areal_q.system.files import by_number, save_tensors
+from areal_q.system.files import (
+    SCRATCH,
+    by_number,
+    clear_leftovers,
+    move_into_place,
+    save_tensors,
+    sync,
+)
 from learner.backends.single_device import TorchPolicy
 
 logger = logging.getLogger(__name__)
@@ -37,12 +43,8 @@ START = "step-000000"
 """Never removed: a replay can begin there"""
 KV, STICKY = "kv_scales.", "sticky."
 STATE, TENSORS, SHARE = "state.json", "tensors.safetensors", "tensors-{:05d}.safetensors"
-PART = ".tmp-"
-"""Begins the name of a checkpoint that is being written or removed"""
 STAGED = ".shares-"
 """Begins the name of a directory in which other ranks leave their shares of a checkpoint"""
-REPLACED = ".old-"
-"""Begins the name of one whose successor of the same step is about to take its place"""
 
 
 Tensors = dict[str, torch.Tensor]
@@ -95,11 +97,11 @@ def stage(directory: Path, step: int) -> Path:
 def write_share(staged: Path, rank: int, tensors: Tensors) -> None:
     """What rank `rank` has of a checkpoint. A file of the final name is whole. Raises CheckpointError."""
     file = staged / SHARE.format(rank)
-    part = file.with_name(f".{file.name}")
+    scratch = file.with_name(f"{SCRATCH}{file.name}")
     with _writing(file):
-        save_tensors(tensors, part)
-        _sync(part)
-        part.rename(file)
+        save_tensors(tensors, scratch)
+        sync(scratch)
+        scratch.rename(file)  # the first rank may take it at once, and remove the directory
 
 
 def write(
@@ -125,8 +127,8 @@ def _writing(file: Path) -> Iterator[None]:
 def _write(
     directory: Path, final: Path, state: State, tensors: Tensors, keep: int, shares: Sequence[Path]
 ) -> None:
-    _clear_leftovers(directory)
-    part = directory / f"{PART}{final.name}"
+    clear_leftovers(directory)
+    part = directory / f"{SCRATCH}{final.name}"
     part.mkdir(parents=True)
     save_tensors(tensors, part / TENSORS)
     for share in shares:
@@ -138,29 +140,11 @@ def _write(
     digest = _digest(part, msgspec.json.encode(state))
     state = msgspec.structs.replace(state, digest=digest)
     (part / STATE).write_bytes(msgspec.json.encode(state))
-    for file in (*part.iterdir(), part):
-        _sync(file)
-    # A directory cannot be renamed onto one that has files: the old one steps aside first.
-    if final.exists():
-        final.rename(directory / f"{REPLACED}{final.name}")
-    part.rename(final)
-    _sync(directory)
+    move_into_place(part, final)
     for old in steps(directory)[:-keep]:
         if old.name != START:
-            old.rename(directory / f"{PART}{old.name}")
-    _clear_leftovers(directory)
-
-
-def _clear_leftovers(directory: Path) -> None:
-    """Of this save, or of one that was killed: if between its renames, the replaced checkpoint is put back."""
-    for replaced in directory.glob(f"{REPLACED}*"):
-        final = directory / replaced.name.removeprefix(REPLACED)
-        if final.exists():
-            shutil.rmtree(replaced)
-        else:
-            replaced.rename(final)
-    for part in directory.glob(f"{PART}*"):
-        shutil.rmtree(part)
+            old.rename(directory / f"{SCRATCH}{old.name}")
+    clear_leftovers(directory)
 
 
 def _clear_shares(directory: Path) -> None:
@@ -177,7 +161,7 @@ def steps(directory: Path) -> list[Path]:
 def restore(directory: Path, policy: TorchPolicy) -> State:
     """Loads the newest checkpoint into `policy`. Raises CheckpointError naming what is damaged and,
     where there is one, the checkpoint before it."""
-    _clear_leftovers(directory)
+    clear_leftovers(directory)
     _clear_shares(directory)
     found = steps(directory)
     if not found:
@@ -288,11 +272,3 @@ def _digest(path: Path, state: bytes) -> str:
 def _files(path: Path) -> list[Path]:
     """Of the tensors: rank 0's, then the shares."""
     return [path / TENSORS, *by_number(path.glob(SHARE.replace("{:05d}", "*")))]
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -20,7 +20,7 @@ from torch import nn
 from areal_q.config import Run
 from areal_q.errors import Stopped
 from areal_q.models import Decoder, PackedLayout
-from areal_q.system.files import save_tensors
+from areal_q.system.files import move_into_place, save_tensors
 from areal_q.tasks import Task, Tokenizer, problem_at
 
 logger = logging.getLogger(__name__)
@@ -60,9 +60,9 @@ def warm_start(
 
 def _keep(model: Decoder, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{os.getpid()}.tmp")
+    part = path.with_name(f".{os.getpid()}.tmp")  # several runs may fill one cache at a time
     save_tensors({k: v.cpu().contiguous() for k, v in model.state_dict().items()}, part)
-    part.rename(path)
+    move_into_place(part, path)
 
 
 def _cached(path: Path, model: Decoder) -> bool:

@@ -24,6 +24,7 @@ from areal_q.errors import ConfigError, RecordError
 from areal_q.evaluation.benchmarks import BENCHMARKS, PRESETS, Preset
 from areal_q.evaluation.estimates import Answered, Evaluation, estimates
 from areal_q.system.command import run_command
+from areal_q.system.files import replacing
 from areal_q.tasks import Problem, all_problems, build_task, check_reward
 
 PLAIN_EVERY = 0.1
@@ -210,9 +211,8 @@ def _answers_file(path: Path | None) -> Iterator[tuple[Callable[[Answered], Any]
 
     with file:
         yield write, path
-    part = path.with_suffix(".tmp")
-    part.write_bytes(b"".join(line for _, line in sorted(lines)))
-    part.replace(path)
+    with replacing(path) as scratch:
+        scratch.write_bytes(b"".join(line for _, line in sorted(lines)))
 
 
 @contextlib.contextmanager

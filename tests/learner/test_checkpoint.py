@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from areal_q.config import Run
 from areal_q.errors import CheckpointError
+from areal_q.system import files as system_files
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
-from learner.checkpoint import files
 from learner.checkpoint.async_writer import Writer
 from learner.checkpoint.files import State
 from learner.data.packing import Sample
@@ -310,13 +310,13 @@ def test_a_checkpoint_holds_what_the_learner_held_when_it_began(
 def test_a_checkpoint_is_reported_only_once_it_stands_on_disk(
     policy: TorchPolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    gate, sync = threading.Event(), files._sync
+    gate, sync = threading.Event(), system_files.sync
 
     def slow_disk(path: Path) -> None:
         gate.wait(30)
         sync(path)
 
-    monkeypatch.setattr(files, "_sync", slow_disk)
+    monkeypatch.setattr(system_files, "sync", slow_disk)
     writer = Writer(tmp_path, keep=2)
     writer.save(state_at(1, policy), SingleProcessUpdater(policy))
     assert writer.settle() is None

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -304,10 +305,10 @@ def killed_after(steps: int, monkeypatch: pytest.MonkeyPatch, action: Callable[[
         return call
 
     with monkeypatch.context() as patch:
-        for name in ("mkdir", "rename", "write_text"):
+        for name in ("mkdir", "rename", "replace", "write_text"):
             patch.setattr(Path, name, counted(getattr(Path, name)))
         patch.setattr(hf_module, "save_tensors", counted(hf_module.save_tensors))
-        patch.setattr(hf_module.shutil, "rmtree", counted(hf_module.shutil.rmtree))
+        patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
         try:
             action()
         except Killed:

@@ -1,7 +1,6 @@
 """Checkpoints in Hugging Face's layout: config.json and *.safetensors, one file or sharded."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from areal_q.errors import CheckpointError
 from areal_q.models.config import DecoderConfig
 from areal_q.models.decoder import Decoder
-from areal_q.system.files import save_tensors
+from areal_q.system.files import replacing, save_tensors
 from areal_q.tasks.base import Tokenizer
 
 _WEIGHTS = "model.safetensors"
@@ -98,10 +97,9 @@ def save_decoder(
     One writer at a time.
     """
     target = Path(path)
-    part, old = (target.with_name(f".{target.name}.{kind}") for kind in ("part", "old"))
-    _clear_leftovers(target, part, old)
-    part.mkdir(parents=True)
-    try:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(target) as part:
+        part.mkdir()
         state = {
             name: t.detach().cpu().to(dtype).contiguous() for name, t in model.state_dict().items()
         }
@@ -112,21 +110,6 @@ def save_decoder(
         (part / "config.json").write_text(json.dumps(table, indent=2) + "\n")
         if tokenizer is not None:
             tokenizer.save(str(part))
-        # A directory cannot be renamed onto one that has files: the old one steps aside first.
-        if target.exists():
-            target.rename(old)
-        part.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def _clear_leftovers(target: Path, part: Path, old: Path) -> None:
-    """Of a save that was killed. If it came between its renames, `old` is the checkpoint."""
-    if old.exists() and not target.exists():
-        old.rename(target)
-    for leftover in (part, old):
-        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _weight_files(directory: Path) -> list[Path]:
