@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,20 @@ RESTART_S = 0.5
 """From the end of a process to its successor"""
 RUN_DISK, REDIS_DISK = "768m", "512m"
 """Sizes of the file systems that a fault fills"""
+
+
+@dataclass
+class Notes:
+    """What faults did to the present run that its judge must know."""
+
+    flushed: set[int] = field(default_factory=set)
+    """Tickets that were in Redis, open or with their group, when it was emptied"""
+    spent: set[int] = field(default_factory=set)
+    """Tickets that a foreign hand took, and answered with what cannot be learnt from"""
+    spoiled: dict[str, str] = field(default_factory=dict)
+    """These answers by their entry in the stream, with what is wrong"""
+    breaches: list[str] = field(default_factory=list)
+    """What a fault itself saw go wrong"""
 
 
 @dataclass
@@ -136,10 +150,43 @@ class Cluster:
     """File systems of their own, which can be filled without harm; none where root cannot mount"""
     clocks: dict[str, Path]
     """By service: the file that tells libfaketime how far its clock is off"""
+    notes: Notes = field(default_factory=Notes)
+    run_number: int = 0
+    """Runs of the same name that came before the present one"""
+    ended: set[str] = field(default_factory=set)
+    """Ids of those"""
+    judge: Callable[[], None] = lambda: None
+    """Called when the learner of a run was stopped, before the next run of its name begins"""
+
+    @property
+    def run_root(self) -> Path:
+        return self.root / "runs" / str(self.run_number)
 
     @property
     def run_dir(self) -> Path:
-        return self.root / "runs" / RUN
+        return self.run_root / RUN
+
+    def learner(self, root: Path, announce: str = "", fetch: str = "") -> list[str]:
+        """The command of a learner whose run's directory is in `root`, at any free port unless told."""
+        ports = [f"tcp://{self.host}:{port}" for port in free_ports(2, self.host)]
+        settings = ["--config", str(self.root / "config.toml"), f"root={root}", f"name={RUN}"]
+        ends = ["--announce", announce or ports[0], "--fetch", fetch or ports[1]]
+        url = f"redis://{self.host}:{self.ports['redis']}"
+        return [sys.executable, "-m", "learner", "--redis", url, *settings, *ends]
+
+    def next_run(self) -> None:
+        """Ends the present run, has it judged, and lets the next start begin another of the same name, in a
+        directory of its own. Workers go on."""
+        self.stop("learner")
+        self.ended.add((self.run_dir / "run-id").read_text().strip())
+        self.judge()
+        self.run_number += 1
+        self.notes = Notes()
+        service = self.services["learner"]
+        service.argv = self.learner(
+            self.run_root, self.endpoint("announce"), self.endpoint("fetch")
+        )
+        service.wanted = True
 
     def client(self) -> redis.Redis:
         """Of no second try: a stopped Redis must not hold up the storm, which is to wake it."""
@@ -209,24 +256,24 @@ def _cluster(
     worker = [*python, "rollout", "--redis", url, "--run", RUN]
     relayed = ["--announce", at["relay_announce"], "--fetch", at["relay_fetch"]]
     away = [*worker, "--id", "rollout-2"]
-    learner = ["--redis", url, "--config", str(root / "config.toml"), f"root={root / 'runs'}"]
-    learner += [f"name={RUN}", "--announce", at["announce"], "--fetch", at["fetch"]]
     relay = ["--from-announce", at["announce"], "--from-fetch", at["fetch"]]
     relay += ["--announce", at["relay_announce"], "--fetch", at["relay_fetch"]]
     commands = {
         "redis": _redis(root / "redis", host, ports["redis"]),
-        "learner": [*python, "learner", *learner],
+        "learner": [],
         "relay": [*python, "buffer.weight_sync.commands.relay", *relay, "broadcast.timeout_s=2"],
         "rollout-0": [*worker, "--id", "rollout-0"],
         "rollout-1": [*worker, "--id", "rollout-1", *relayed],
         "rollout-2": network.inside(away) if network else away,
     }
-    clocks = {n: root / f"{n}.clock" for n in ("redis", "rollout-1")} if faketime else {}
+    clocks = {n: root / f"{n}.clock" for n in ("redis", "learner", "rollout-1")} if faketime else {}
     services = {
         name: Service(name, argv, root / f"{name}.log", _faked(faketime, clocks.get(name)))
         for name, argv in commands.items()
     }
-    return Cluster(root, host, ports, services, network, disks, clocks)
+    made = Cluster(root, host, ports, services, network, disks, clocks)
+    services["learner"].argv = made.learner(made.run_root, at["announce"], at["fetch"])
+    return made
 
 
 def _redis(directory: Path, host: str, port: int) -> list[str]:

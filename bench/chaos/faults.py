@@ -5,25 +5,41 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import redis
 import zmq
+from msgspec.structs import replace
 
 from areal_q.errors import RecordError
-from areal_q.messages import FetchChunk, decode_group, encode
+from areal_q.messages import (
+    Array,
+    FetchChunk,
+    Group,
+    Trajectory,
+    VersionSpan,
+    decode_group,
+    decode_ticket,
+    encode,
+)
 from bench.chaos.cluster import RUN, Cluster
-from bench.chaos.promises import FORGED
-from buffer.redis_store.keys import Keys
+from bench.chaos.promises import FOREIGN, FORGED
+from buffer.redis_store.keys import RECORD, WORKERS_GROUP, Keys
+from buffer.redis_store.lease import LEASE_S
 
 Undo = Callable[[], None]
 KEYS = Keys(RUN)
 KILLED = ("learner", "redis", "relay", "rollout-1", "rollout-2")
 STREAMS = (KEYS.tickets, KEYS.groups, KEYS.eval_tickets, KEYS.eval_groups)
+REFUSED_S = 120.0
+"""The longest that a learner which is to be refused may take, most of it to import torch"""
 
 
 class Fault(NamedTuple):
@@ -32,6 +48,8 @@ class Fault(NamedTuple):
     seconds: tuple[float, float]
     """How long it may last"""
     begin: Callable[[Cluster, random.Random], Undo | None]
+    alone: bool = False
+    """Whether the run must be at work, under no other fault, before it begins and before it ends"""
 
 
 def faults(cluster: Cluster) -> list[Fault]:
@@ -53,6 +71,8 @@ def deadly(cluster: Cluster) -> list[Fault]:
         Fault(f"full disk: {name}", 0.8, (2, 6), partial(_fill, name)) for name in cluster.disks
     ]
     hit += [Fault(f"clock of {name}", 1.0, (0, 0), partial(_jump, name)) for name in cluster.clocks]
+    hit.append(Fault("learner on another CPU", 0.6, (0, 0), _other_cpu, alone=True))
+    hit.append(Fault("another run of the name", 0.3, (0, 0), _another_run, alone=True))
     return hit
 
 
@@ -70,6 +90,10 @@ def mild(cluster: Cluster) -> list[Fault]:
         Fault("poison streams", 1.5, (0, 0), _poison_streams),
         Fault("poison sockets", 1.5, (0, 0), _poison_sockets),
         Fault("groups again", 1.0, (0, 0), _again),
+        Fault("groups of a foreign hand", 1.5, (0, 0), _foreign_hand),
+        Fault("flush Redis", 1.0, (0, 0), _flush),
+        Fault("second learner", 0.3, (0, 0), _second_learner, alone=True),
+        Fault("stop learner beyond its lease", 0.2, (0, 0), _outlast_lease, alone=True),
     ]
 
 
@@ -158,6 +182,156 @@ def _again(cluster: Cluster, rng: random.Random) -> None:
                 ticket = msgspec.structs.replace(group.ticket, number=FORGED + rng.randrange(10**6))
                 forged = msgspec.structs.replace(group, ticket=ticket)
                 client.xadd(KEYS.groups, {"record": encode(forged)})
+
+
+def _foreign_hand(cluster: Cluster, rng: random.Random) -> None:
+    """Takes tickets from their workers, and commits for them what cannot be learnt from."""
+    with _quietly(cluster) as client:
+        template = _newest_group(client)
+        if template is None:
+            return
+        taken: Any = client.xautoclaim(
+            KEYS.tickets, WORKERS_GROUP, FOREIGN, 0, "0-0", count=len(SPOILT)
+        )
+        for (entry, fields), (what, spoil) in zip(taken[1], SPOILT.items(), strict=False):
+            with suppress(RecordError):
+                ticket = decode_ticket((fields or {}).get(RECORD, b""))
+                bad = spoil(replace(template, ticket=ticket, worker=FOREIGN))
+                _commit(cluster, client, entry, bad, what)
+
+
+def _newest_group(client: redis.Redis) -> Group | None:
+    found: Any = client.xrevrange(KEYS.groups, count=10)
+    for _, fields in found:
+        with suppress(RecordError):
+            group = decode_group(fields.get(RECORD, b"")).validate()
+            if group.worker != FOREIGN:
+                return group
+    return None
+
+
+def _commit(cluster: Cluster, client: redis.Redis, entry: bytes, group: Group, what: str) -> None:
+    """Commits `group` as a worker does, but for all checks."""
+    with client.pipeline(transaction=True) as pipe:
+        pipe.xadd(KEYS.groups, {RECORD: encode(group)})
+        pipe.xack(KEYS.tickets, WORKERS_GROUP, entry)
+        pipe.xdel(KEYS.tickets, entry)
+        pipe.hdel(KEYS.partials, f"{KEYS.tickets}:{entry.decode()}")
+        made = pipe.execute()[0]
+    cluster.notes.spent.add(group.ticket.number)
+    cluster.notes.spoiled[made.decode()] = what
+
+
+def _first_changed(group: Group, change: Callable[[Trajectory], Trajectory]) -> Group:
+    first, *others = group.trajectories
+    return replace(group, trajectories=[change(first), *others])
+
+
+def _over_long(t: Trajectory) -> Trajectory:
+    """Of more tokens than the model has positions; sound for whoever does not know the model."""
+    size, span = 1000, t.spans[0]
+    return replace(
+        t,
+        response_ids=Array.of([1] * size, "int32"),
+        behavior_logprobs=Array.of([-1.0] * size, "float32"),
+        loss_mask=Array.of([1] * size, "uint8"),
+        spans=[VersionSpan(span.version, size, span.digest)],
+    )
+
+
+def _nan_logprobs(t: Trajectory) -> Trajectory:
+    return replace(t, behavior_logprobs=Array.of([float("nan")] * t.num_tokens, "float32"))
+
+
+SPOILT: dict[str, Callable[[Group], Group]] = {
+    "too long": lambda g: _first_changed(g, _over_long),
+    "a reward that is infinite": lambda g: _first_changed(
+        g, lambda t: replace(t, reward=float("inf"))
+    ),
+    "log-probs that are NaN": lambda g: _first_changed(g, _nan_logprobs),
+    "of another run": lambda g: replace(g, ticket=replace(g.ticket, run_id="0" * 32)),
+}
+
+
+def _flush(cluster: Cluster, rng: random.Random) -> None:
+    """Redis forgets everything; what it held at that moment is noted in the same transaction."""
+    with _quietly(cluster) as client:
+        client.ping()  # one that is stopped would do it later, unnoticed
+        with client.pipeline(transaction=True) as pipe:
+            pipe.xrange(KEYS.tickets)
+            pipe.xrange(KEYS.groups)
+            pipe.flushall()
+            tickets, groups, flushed = pipe.execute(raise_on_error=False)
+        if flushed is not True:
+            return
+        for _, fields in tickets:
+            with suppress(RecordError):
+                cluster.notes.flushed.add(decode_ticket(fields.get(RECORD, b"")).number)
+        for _, fields in groups:
+            with suppress(RecordError):
+                cluster.notes.flushed.add(decode_group(fields.get(RECORD, b"")).ticket.number)
+        cluster.notes.spoiled.clear()
+
+
+def _other_cpu(cluster: Cluster, rng: random.Random) -> Undo:
+    """The learner goes on as on a processor without vector instructions, later as before: each time from its
+    last checkpoint, and to other bits."""
+    learner = cluster.services["learner"]
+
+    def move(capability: dict[str, str]) -> None:
+        learner.env.pop("ATEN_CPU_CAPABILITY", None)
+        learner.env.update(capability)
+        _signal("learner", signal.SIGKILL, cluster, rng)
+
+    move({"ATEN_CPU_CAPABILITY": "default"})
+    return lambda: move({})
+
+
+def _another_run(cluster: Cluster, rng: random.Random) -> None:
+    cluster.next_run()
+
+
+def _second_learner(cluster: Cluster, rng: random.Random) -> None:
+    """One in another directory, which is to be refused and to change nothing."""
+    with _quietly(cluster) as client:
+        before = _leader(client)
+        pid = cluster.services["learner"].pid
+        _refused(cluster, cluster.root / "second", f"process {pid} on host {socket.gethostname()}")
+        if _leader(client) != before:
+            cluster.notes.breaches.append("a second learner of the name changed who leads the run")
+
+
+def _leader(client: redis.Redis) -> list[Any]:
+    owner: Any = client.hmget(KEYS.owner, "token", "run_id", "place", "record")
+    return [*owner, client.hgetall(KEYS.info)]
+
+
+def _outlast_lease(cluster: Cluster, rng: random.Random) -> None:
+    """The learner is stopped until its lease is over; nobody can follow in its directory, whose lock it has."""
+    cluster.services["learner"].send(signal.SIGSTOP)
+    end = time.monotonic() + LEASE_S + 1.0
+    _refused(cluster, cluster.run_root, "a run is going on there")
+    while time.monotonic() < end:
+        cluster.tend()
+        time.sleep(0.1)
+    cluster.services["learner"].send(signal.SIGCONT)
+
+
+def _refused(cluster: Cluster, root: Path, words: str) -> None:
+    """Starts a learner in `root`, and notes a breach unless it ends by itself, with code 2 and these words."""
+    command = subprocess.Popen(
+        cluster.learner(root), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    end = time.monotonic() + REFUSED_S
+    while command.poll() is None and time.monotonic() < end:
+        cluster.tend()
+        time.sleep(0.1)
+    code = command.poll()
+    command.kill()
+    said = command.communicate()[0].decode(errors="replace")
+    if code != 2 or words not in said:
+        last = said.strip().splitlines()[-1:]
+        cluster.notes.breaches.append(f"a second learner was not refused: {code}, {last}")
 
 
 def _poison_sockets(cluster: Cluster, rng: random.Random) -> None:

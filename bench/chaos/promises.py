@@ -19,7 +19,7 @@ import zmq
 
 from areal_q.errors import RecordError
 from areal_q.messages import Group, VersionSpan, decode_broadcast, decode_group
-from bench.chaos.cluster import RUN, Cluster
+from bench.chaos.cluster import RUN, Cluster, Notes
 from buffer.admin.inspect_state import groups, pages, tickets
 from buffer.logs.step_log import StepRecord, iter_steps
 from buffer.logs.trajectory_log import read_log
@@ -29,6 +29,8 @@ from learner import checkpoint
 KEYS = Keys(RUN)
 FORGED = 10**9
 """Tickets of groups that a fault made up have numbers from here"""
+FOREIGN = "foreign-hand"
+"""Worker of the groups that a fault commits, and that cannot be learnt from"""
 
 
 @dataclass
@@ -41,6 +43,30 @@ class Seen:
     """Tickets in the order of their commits"""
     published: dict[tuple[str, int], set[str]] = field(default_factory=dict)
     """Digests by (epoch, version)"""
+    set_aside: set[str] = field(default_factory=set)
+    """Entries of the group stream that went to the quarantine"""
+
+
+class Follower:
+    """Reads a stream along, from its start wherever Redis was emptied and its clock is behind."""
+
+    def __init__(self, client: redis.Redis, stream: str) -> None:
+        self._client, self._stream, self._last = client, stream, "0-0"
+
+    def read(self) -> list[tuple[str, dict[bytes, bytes]]]:
+        """What has come since the last call. Raises RedisError where there is no such stream."""
+        known: Any = self._client.xinfo_stream(self._stream)
+        if _order(known["last-generated-id"].decode()) < _order(self._last):
+            self._last = "0-0"
+        found: Any = self._client.xrange(self._stream, min=f"({self._last}")
+        if found:
+            self._last = found[-1][0].decode()
+        return [(entry.decode(), fields) for entry, fields in found]
+
+
+def _order(entry: str) -> tuple[int, int]:
+    ms, _, sequence = entry.partition("-")
+    return int(ms), int(sequence)
 
 
 class Witness:
@@ -51,7 +77,8 @@ class Witness:
         self.version = -1
         """The newest that was announced"""
         self._cluster, self._over = cluster, threading.Event()
-        self._threads = [threading.Thread(target=work) for work in (self._groups, self._versions)]
+        work = (self._groups, self._quarantine, self._versions)
+        self._threads = [threading.Thread(target=each) for each in work]
         for thread in self._threads:
             thread.start()
 
@@ -60,22 +87,34 @@ class Witness:
         for thread in self._threads:
             thread.join()
 
+    def next_run(self) -> Seen:
+        """What was seen of the run that has ended; what follows is the next one's."""
+        seen, self.seen, self.version = self.seen, Seen(), -1
+        return seen
+
     def _groups(self) -> None:
-        last = "0-0"
-        with self._cluster.client() as client:
-            while not self._over.wait(0.1):
-                with suppress(redis.RedisError):
-                    found: Any = client.xrange(KEYS.groups, min=f"({last}")
-                    for entry, fields in found:
-                        last = entry.decode()
-                        with suppress(RecordError):
-                            self._saw(decode_group(fields.get(b"record", b"")).validate())
+        for _, fields in self._along(KEYS.groups):
+            with suppress(RecordError):
+                self._saw(decode_group(fields.get(b"record", b"")).validate())
 
     def _saw(self, group: Group) -> None:
-        number = group.ticket.number
-        if number < FORGED and number not in self.seen.committed:
-            self.seen.committed[number] = [s for t in group.trajectories for s in t.spans]
-            self.seen.order.append(number)
+        number, seen = group.ticket.number, self.seen
+        foreign = group.worker == FOREIGN or group.ticket.run_id in self._cluster.ended
+        if number < FORGED and number not in seen.committed and not foreign:
+            seen.committed[number] = [s for t in group.trajectories for s in t.spans]
+            seen.order.append(number)
+
+    def _quarantine(self) -> None:
+        for _, fields in self._along(KEYS.quarantine):
+            if fields.get(b"source", b"").decode() == KEYS.groups:
+                self.seen.set_aside.add(fields.get(b"id", b"").decode())
+
+    def _along(self, stream: str) -> Iterator[tuple[str, dict[bytes, bytes]]]:
+        with self._cluster.client() as client:
+            follower = Follower(client, stream)
+            while not self._over.wait(0.1):
+                with suppress(redis.RedisError):
+                    yield from follower.read()
 
     def _versions(self) -> None:
         with zmq.Context() as context, context.socket(zmq.SUB) as sub:
@@ -103,17 +142,22 @@ class Left:
     """Tickets in Redis"""
     unread: set[int]
     """Tickets of committed groups in Redis"""
+    entries: set[str]
+    """All entries of the group stream"""
     quarantine: list[dict[bytes, bytes]]
 
     @classmethod
     def of(cls, run_dir: Path, client: redis.Redis, max_lag: int) -> "Left":
+        # Tickets before groups: a worker that goes on may make the one the other meanwhile.
+        waiting = {t.number for _, t in tickets(client, KEYS.tickets)}
         return cls(
             max_lag,
             list(iter_steps(run_dir / "steps")),
             read_log(run_dir / "trajectories"),
             checkpoint.read_state(checkpoint.steps(run_dir / "checkpoints")[-1]),
-            {t.number for _, t in tickets(client, KEYS.tickets)},
+            waiting,
             {g.ticket.number for _, g in groups(client, RUN)},
+            {entry for entry, _ in pages(client, KEYS.groups)},
             [fields for _, fields in pages(client, KEYS.quarantine)],
         )
 
@@ -132,14 +176,17 @@ class Left:
         return (span.version - fork) + (step - fork)
 
 
-def broken(left: Left, seen: Seen) -> Iterator[str]:
+def broken(left: Left, seen: Seen, notes: Notes) -> Iterator[str]:
     """One line for each breach."""
     yield from _history(left)
     yield from _counted_once(left)
-    yield from _none_lost(left, seen)
+    yield from _none_lost(left, seen, notes)
     yield from _bound(left)
     yield from _same_weights(left, seen)
     yield from _quarantine(left)
+    yield from _own_groups(left)
+    yield from _set_aside(left, seen, notes)
+    yield from notes.breaches
 
 
 def _history(left: Left) -> Iterator[str]:
@@ -166,20 +213,21 @@ def _counted_once(left: Left) -> Iterator[str]:
             yield f"ticket {number} counted and is still outstanding"
 
 
-def _none_lost(left: Left, seen: Seen) -> Iterator[str]:
-    """A committed group was learnt from, is still to be, or was too old when the next in line was used."""
+def _none_lost(left: Left, seen: Seen, notes: Notes) -> Iterator[str]:
+    """A committed group was learnt from, is still to be, or was too old when the next in line was used. What
+    Redis held when it was emptied is nobody's any more."""
     used = {g.ticket.number: step for step, taken in left.log for g in taken}
     following = left.state.step
     for number in reversed(seen.order):
         if number in used:
             following = used[number]
-        elif number not in left.open | left.unread:
+        elif number not in left.open | left.unread | notes.flushed:
             spans = seen.committed[number]
             foreign = any(left.digests.get(s.version) != s.digest for s in spans)
             if not foreign and max(left.lag(s, following) for s in spans) <= left.max_lag:
                 yield f"ticket {number}: its group was committed in time, and is lost"
     for number in left.state.outstanding:
-        if number not in left.open | left.unread:
+        if number not in left.open | left.unread | notes.flushed | notes.spent:
             yield f"ticket {number} is outstanding and nowhere in Redis"
 
 
@@ -208,8 +256,28 @@ def _quarantine(left: Left) -> Iterator[str]:
     for fields in left.quarantine:
         if fields.get(b"source", b"").decode() == KEYS.groups:
             with suppress(RecordError):
-                number = decode_group(fields.get(b"record", b"")).validate().ticket.number
-                yield f"ticket {number}: a sound group in the quarantine"
+                group = decode_group(fields.get(b"record", b"")).validate()
+                if group.worker != FOREIGN:
+                    yield f"ticket {group.ticket.number}: a sound group in the quarantine"
+
+
+def _own_groups(left: Left) -> Iterator[str]:
+    """The learner learns from its own run, and from nothing that cannot be learnt from."""
+    for step, taken in left.log:
+        for group in taken:
+            where = f"step {step}, ticket {group.ticket.number}"
+            if group.ticket.run_id != left.state.run_id:
+                yield f"{where}: a group of run {group.ticket.run_id or 'without an id'}"
+            if group.worker == FOREIGN:
+                yield f"{where}: what a foreign hand committed was learnt from"
+
+
+def _set_aside(left: Left, seen: Seen, notes: Notes) -> Iterator[str]:
+    """What cannot be learnt from is in the quarantine, or its turn is still to come."""
+    kept = {fields.get(b"id", b"").decode() for fields in left.quarantine}
+    for entry, what in notes.spoiled.items():
+        if entry not in seen.set_aside | kept | left.entries:
+            yield f"group {entry}, {what}: neither in the quarantine nor still to come"
 
 
 class Growth(msgspec.Struct, frozen=True):

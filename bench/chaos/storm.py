@@ -7,6 +7,8 @@
 | promise                                                  | how it is checked (bench/chaos/promises.py)   |
 |----------------------------------------------------------|-----------------------------------------------|
 | no committed group lost, none counted twice              | a witness of the stream against the logs      |
+| a run learns from its own groups alone                   | ids in the log; what is spoilt is set aside   |
+| one learner leads a run                                  | a second is started, and must be refused      |
 | no token older than the bound                            | spans and digests of the log, counted again   |
 | workers run exactly what was published                   | digests in groups against those announced     |
 | training goes on after every fault, to the same reward   | a step after the last; two runs               |
@@ -25,6 +27,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -32,7 +35,7 @@ import msgspec
 from areal_q.observability.metrics_log import read_metrics
 from bench.chaos.cluster import Cluster, cluster
 from bench.chaos.faults import Fault, faults, mild, schedule, usage
-from bench.chaos.promises import Growth, Left, Witness, broken, growth
+from bench.chaos.promises import Growth, Left, Seen, Witness, broken, growth
 
 MAX_LAG = 2
 SETTLE_STEPS = 3
@@ -44,6 +47,7 @@ COMMON = """
 max_lag = 2
 groups = {groups}
 group_size = {group_size}
+entropy_coef = {entropy_coef}
 [buffer]
 claim_timeout_s = 4.0
 max_deliveries = 1000
@@ -56,10 +60,10 @@ SCRIPTED = """
 steps = 1000000
 [model]
 layers = 1
-width = 16
+width = 32
 heads = 2
 kv_heads = 1
-mlp = 16
+mlp = 48
 max_positions = 32
 [task]
 type = "arithmetic"
@@ -70,10 +74,13 @@ type = "scripted"
 tokens_per_s = 300
 [rollout.sampling]
 max_tokens = 4
+[learner.optimizer]
+type = "adamw"
+lr = 1e-2
 [eval]
 every = 1000
 problems = 4
-""" + COMMON.format(groups=8, group_size=2)
+""" + COMMON.format(groups=8, group_size=2, entropy_coef=0.1)
 TORCH = """
 steps = 1000000
 [model]
@@ -97,7 +104,7 @@ lr = 1e-3
 [eval]
 every = 1000
 problems = 20
-""" + COMMON.format(groups=32, group_size=8)
+""" + COMMON.format(groups=32, group_size=8, entropy_coef=0.0)
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -109,6 +116,10 @@ class Outcome(msgspec.Struct, kw_only=True):
     steps: int = 0
     groups: int = 0
     forks: int = 0
+    runs: int = 0
+    """Runs of the one name, one after the other"""
+    differing: int = 0
+    """Resumed learners whose replayed steps gave other bits than before"""
     starts: dict[str, int] = {}
     deaths: list[str] = []
     """Processes that ended though no fault had ended them, with their last words"""
@@ -117,14 +128,35 @@ class Outcome(msgspec.Struct, kw_only=True):
     missing: list[str] = []
     """Faults that this machine does not allow"""
     rewards: list[float] = []
-    """Mean reward of each step of the surviving history"""
+    """Mean reward of each step of the last run's surviving history"""
+
+    def judge(self, made: Cluster, seen: Seen) -> None:
+        """Adds what is left of the present run, whose learner has stopped."""
+        with made.client() as client:
+            left = Left.of(made.run_dir, client, MAX_LAG)
+        self.breaches += broken(left, seen, made.notes)
+        self.runs += 1
+        self.steps += left.state.step
+        self.groups += len(seen.committed)
+        self.forks += len({record.fork for record in left.steps})
+        records = read_metrics(made.run_dir / "metrics.jsonl")
+        self.rewards = [r["reward/mean"] for r in records if r["kind"] == "step"]
 
 
 class Storm:
     """Faults at random intervals, each undone when its time has come."""
 
-    def __init__(self, found: list[Fault], made: Cluster, seed: int, gap_s: float) -> None:
+    def __init__(
+        self,
+        found: list[Fault],
+        made: Cluster,
+        seed: int,
+        gap_s: float,
+        at_work: Callable[[], None],
+    ) -> None:
         self._cluster, self._rng, self._gap_s = made, random.Random(seed), gap_s
+        self._at_work = at_work
+        """Returns once the run has made a step"""
         self._schedule = schedule(found, self._rng)
         self._next_s = time.monotonic()
         self._undo: list[tuple[float, int, Callable[[], None]]] = []
@@ -138,17 +170,27 @@ class Storm:
             heapq.heappop(self._undo)[2]()
         if another and now >= self._next_s:
             fault = next(self._schedule)
+            if fault.alone:
+                self.undo_all()
+                self._at_work()
             undo = fault.begin(self._cluster, self._rng)
-            if undo:
+            if fault.alone:
+                self._at_work()
+            if undo and fault.alone:
+                undo()
+            elif undo:
                 end = now + self._rng.uniform(*fault.seconds)
                 heapq.heappush(self._undo, (end, self.count.total(), undo))
             self.count[fault.name] += 1
             self.history.append(f"{time.strftime('%H:%M:%S')} {fault.name}")
-            self._next_s = now + self._rng.uniform(0.2, 1.8) * self._gap_s
+            self._next_s = time.monotonic() + self._rng.uniform(0.2, 1.8) * self._gap_s
 
-    def calm(self) -> None:
+    def undo_all(self) -> None:
         while self._undo:
             heapq.heappop(self._undo)[2]()
+
+    def calm(self) -> None:
+        self.undo_all()
         for path in self._cluster.clocks.values():
             path.write_text("+0")
 
@@ -178,39 +220,42 @@ def survive(
             if not there
         ]
         witness = Witness(made)
+        made.judge = lambda: outcome.judge(made, witness.next_run())
+
+        def steps(more: int, least: int = 0) -> None:
+            goal = max(least, witness.version + more)
+            reached = partial(_reached, witness, goal)
+            until(made, samples, witness, reached, outcome, f"step {goal}")
+
         try:
-            until(made, samples, witness, lambda: witness.version >= 1, outcome, "the first step")
-            storm = Storm(mild(made) if soak_min else faults(made), made, seed, gap_s)
+            steps(2)
+            found = mild(made) if soak_min else faults(made)
+            storm = Storm(found, made, seed, gap_s, at_work=partial(steps, 2))
             end = time.monotonic() + 60 * soak_min
             while storm.count.total() < count or time.monotonic() < end:
                 storm.blow(another=True)
                 tend(made, samples)
             storm.calm()
-            goal = max(until_step, witness.version + SETTLE_STEPS)
-            until(made, samples, witness, lambda: witness.version >= goal, outcome, f"step {goal}")
+            steps(SETTLE_STEPS, until_step)
             made.stop("rollout-1", "rollout-2", "rollout-0", "relay", "learner")
             witness.stop()
-            with made.client() as client:
-                left = Left.of(made.run_dir, client, MAX_LAG)
-                outcome.breaches += broken(left, witness.seen)
+            outcome.judge(made, witness.seen)
         finally:
             witness.stop()
             keep_logs(made)
         outcome.faults = dict(sorted(storm.count.items()))
-        outcome.steps, outcome.groups = left.state.step, len(witness.seen.committed)
-        outcome.forks = len({record.fork for record in left.steps})
+        outcome.differing = made.services["learner"].log.read_text().count("replay differs at")
         outcome.starts = {name: s.starts for name, s in made.services.items()}
         outcome.deaths = [death for s in made.services.values() for death in s.deaths]
         outcome.growth = [g for name, s in samples.items() if (g := growth(name, s))]
         if soak_min:
             outcome.breaches += [f"{g.service} grew" for g in outcome.growth if not g.flat]
-        outcome.rewards = [
-            r["reward/mean"]
-            for r in read_metrics(made.run_dir / "metrics.jsonl")
-            if r["kind"] == "step"
-        ]
     outcome.minutes = (time.monotonic() - began) / 60
     return outcome
+
+
+def _reached(witness: Witness, goal: int) -> bool:
+    return witness.version >= goal
 
 
 def tend(made: Cluster, samples: dict[str, list[tuple[float, int, int, int]]]) -> None:
@@ -265,7 +310,10 @@ def find_faketime() -> str | None:
 def lines_of(outcome: Outcome) -> Iterator[str]:
     count = sum(outcome.faults.values())
     yield f"seed {outcome.seed}: {count} faults in {outcome.minutes:.1f} min"
-    yield f"{outcome.steps} steps, {outcome.groups} groups, {outcome.forks} histories"
+    yield (
+        f"{outcome.steps} steps, {outcome.groups} groups, {outcome.forks} histories of {outcome.runs} runs, "
+        f"{outcome.differing} of which began with other bits"
+    )
     yield "faults: " + ", ".join(f"{n}× {name}" for name, n in outcome.faults.items())
     yield "starts: " + ", ".join(f"{name} {n}" for name, n in outcome.starts.items())
     if outcome.missing:
