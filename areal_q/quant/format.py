@@ -8,11 +8,9 @@ engine takes the tensors unchanged.
 
 A format divides a weight into blocks that share a scale, and derives the scale from the largest
 magnitude of the block: its *range*. Ranges are a step of their own, because they may come from
-elsewhere: from the version before (sticky.py) or from the linears that an engine fuses (plan.py).
+elsewhere: from the version before (sticky_scales.py) or from the linears that an engine fuses (state_dict.py).
 
-To add a format: one file with `quantize` and `dequantize` side by side and its range, granularity
-and error bound in the docstring; then its line in `formats.py` and its name in
-`areal_q.config.run.Format`.
+To add a format: docs/extending.md.
 """
 
 from collections.abc import Callable, Sequence
