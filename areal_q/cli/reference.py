@@ -18,7 +18,7 @@ import msgspec
 from msgspec import inspect as types
 
 from areal_q.config import Run
-from areal_q.config.base import GENERAL
+from areal_q.config.struct_types import GENERAL
 from areal_q.observability.metric_table import METRICS, WORKER_METRICS, Metric
 
 UNITS = {

@@ -1,6 +1,6 @@
 """The settings of the replay buffer: which groups a step draws, how often, and what leaves unused."""
 
-from areal_q.config.base import (
+from areal_q.config.struct_types import (
     Count,
     Fraction,
     NonNegative,

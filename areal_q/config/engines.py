@@ -2,7 +2,14 @@
 
 from typing import Literal
 
-from areal_q.config.base import AtLeastOne, Count, Positive, Seconds, TaggedSettings, WholeNumber
+from areal_q.config.struct_types import (
+    AtLeastOne,
+    Count,
+    Positive,
+    Seconds,
+    TaggedSettings,
+    WholeNumber,
+)
 
 
 class TorchEngine(TaggedSettings, frozen=True, kw_only=True, tag="torch"):

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from areal_q.config.base import Count, Seconds, TaggedSettings
+from areal_q.config.struct_types import Count, Seconds, TaggedSettings
 
 
 class SingleTurn(TaggedSettings, frozen=True, kw_only=True, tag="single"):

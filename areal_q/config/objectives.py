@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from areal_q.config.base import (
+from areal_q.config.struct_types import (
     LARGEST_FLOAT,
     Cap,
     Count,

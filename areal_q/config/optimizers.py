@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from areal_q.config.base import (
+from areal_q.config.struct_types import (
     BelowOne,
     Count,
     Fraction,

@@ -4,22 +4,6 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from areal_q.config.base import (
-    AtLeastOne,
-    Count,
-    Fraction,
-    Limit,
-    NonNegative,
-    Positive,
-    Seconds,
-    Seed,
-    Settings,
-    TaggedSettings,
-    Thousands,
-    Threads,
-    TokenId,
-    WholeNumber,
-)
 from areal_q.config.buffer import BufferConfig
 from areal_q.config.engines import EngineConfig, TorchEngine
 from areal_q.config.environments import CalculatorTool, EnvironmentConfig, SingleTurn
@@ -36,6 +20,22 @@ from areal_q.config.objectives import (
     ValueLoss,
 )
 from areal_q.config.optimizers import AdamW, OptimizerConfig
+from areal_q.config.struct_types import (
+    AtLeastOne,
+    Count,
+    Fraction,
+    Limit,
+    NonNegative,
+    Positive,
+    Seconds,
+    Seed,
+    Settings,
+    TaggedSettings,
+    Thousands,
+    Threads,
+    TokenId,
+    WholeNumber,
+)
 from areal_q.config.tasks import Arithmetic, RewardConfig, TaskConfig
 
 FormatName = Literal[

@@ -4,8 +4,16 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from areal_q.config.base import Count, Fraction, Seconds, Settings, TaggedSettings, Threads, Weight
 from areal_q.config.objectives import Overlong
+from areal_q.config.struct_types import (
+    Count,
+    Fraction,
+    Seconds,
+    Settings,
+    TaggedSettings,
+    Threads,
+    Weight,
+)
 
 GraderName = Literal["exact", "number", "final_number", "math", "choice"]
 """How a response is compared with the answer; see areal_q/tasks/grading/graders.py."""

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from areal_q.config.base import TokenId
 from areal_q.config.run import LARGEST_TEMPERATURE, LONGEST_STOP, MOST_STOPS
+from areal_q.config.struct_types import TokenId
 from areal_q.messages.trajectories import LARGEST_REWARD, FailureCause
 
 Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]

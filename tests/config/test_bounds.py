@@ -9,7 +9,7 @@ import torch
 from msgspec import inspect as types
 
 from areal_q.config import Run, load
-from areal_q.config.base import GENERAL, LARGEST_FLOAT
+from areal_q.config.struct_types import GENERAL, LARGEST_FLOAT
 from areal_q.errors import ConfigError, QuantizationError
 from areal_q.quant import FORMATS
 from learner.build import build_model
