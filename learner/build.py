@@ -169,6 +169,10 @@ def build_admission(
         buffer.forget()
     if state:
         buffer.position = state.position
+        if buffer.rewind():
+            logger.warning(
+                "redis has lost groups that the checkpoint knew: its stream is read anew"
+            )
         buffer.drop_eval()  # whoever asked is gone
     else:
         buffer.forget()

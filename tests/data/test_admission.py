@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import redis
 from hypothesis import HealthCheck, given, settings
@@ -221,6 +222,28 @@ def test_over_a_crash_every_prompt_counts_once(
     assert max(Counter(kept).values()) == 1
     # Nothing admitted is forgotten: it was used, or still will be.
     assert set(kept) | second.admission.outstanding == set(range(second.admission.cursor))
+
+
+def test_groups_of_an_emptied_redis_with_its_clock_behind_count(
+    make_run: MakeRun, make_group: MakeGroup, redis_url: str
+):
+    """The checkpoint's position is of a clock that was ahead, so that the groups' ids are below it."""
+    run = make_run("learner.max_lag=1")
+    first = History(run, redis_url, make_group, None)
+    first.step()
+    state = msgspec.structs.replace(first.state(), position=f"{10**14}-0")
+    first.dies()
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushall()
+    second = History(run, redis_url, make_group, state)
+    second.admission.admit(second.version)
+    second.work(6)
+    second.dies()
+    third = History(run, redis_url, make_group, state)
+    made = third.buffer.unread()
+    assert len(made) == 6
+    assert third.admission.outstanding >= set(made)
+    third.dies()
 
 
 def test_a_fresh_run_of_the_same_name_forgets_the_earlier_one(
