@@ -40,7 +40,7 @@ class Reply(Struct, frozen=True, kw_only=True):
     finished: bool
     """False where the response was cut off at max_tokens"""
     failed: bool = False
-    """The reward raised or took too long"""
+    """The reward raised or took too long: nothing says whether it is correct"""
 
 
 class Answered(Struct, frozen=True, kw_only=True):
@@ -94,20 +94,18 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
 
 
 def estimates(answered: Sequence[Answered]) -> list[Estimate]:
-    """All that the answers tell: accuracy if there are greedy ones, the rest if there are samples."""
-    if not answered:
-        return []
-    out = []
-    if answered[0].greedy:
-        out.append(_estimate("accuracy", [float(a.greedy.correct) for a in answered if a.greedy]))
-    n = len(answered[0].samples)
-    counts = [sum(s.correct for s in a.samples) for a in answered]
-    if n:
-        out.append(_estimate(f"avg@{n}", [c / n for c in counts]))
-    if n > 1:
-        out += [_estimate(f"pass@{k}", [pass_at_k(n, c, k) for c in counts]) for k in _ks(n)]
-        out.append(_estimate(f"majority@{n}", [majority(a.samples) for a in answered]))
-    return out
+    """All that the answers tell: accuracy if there are greedy ones, the rest if there are samples. Answers that
+    could not be scored are left out, and a problem of which too few are left."""
+    greedy = [float(a.greedy.correct) for a in answered if a.greedy and not a.greedy.failed]
+    asked = max((len(a.samples) for a in answered), default=0)
+    drawn = [s for s in ([r for r in a.samples if not r.failed] for a in answered) if s]
+    counts = [(len(replies), sum(r.correct for r in replies)) for replies in drawn]
+    values = {"accuracy": greedy, f"avg@{asked}": [c / n for n, c in counts]}
+    if asked > 1:
+        for k in _ks(asked):
+            values[f"pass@{k}"] = [pass_at_k(n, c, k) for n, c in counts if n >= k]
+        values[f"majority@{asked}"] = [majority(replies) for replies in drawn]
+    return [_estimate(name, each) for name, each in values.items() if each]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

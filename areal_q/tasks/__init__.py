@@ -10,7 +10,7 @@ from areal_q.tasks.grading.rewards import (
     check_reward,
     unscored,
 )
-from areal_q.tasks.registry import TASKS, all_problems, build_task, build_tokenizer
+from areal_q.tasks.registry import TASKS, all_problems, build_task, build_tokenizer, task_types
 from areal_q.tasks.shuffle import permute, problem_at
 from areal_q.tasks.tokenizer import CharTokenizer, HFTokenizer, load_tokenizer
 
@@ -35,5 +35,6 @@ __all__ = [
     "load_tokenizer",
     "permute",
     "problem_at",
+    "task_types",
     "unscored",
 ]

@@ -30,6 +30,11 @@ TASKS: dict[type, Callable[[Any], Task]] = {
 }
 
 
+def task_types() -> list[str]:
+    """Returns the names that `task.type` can be."""
+    return [str(cfg.__struct_config__.tag) for cfg in TASKS]
+
+
 def build_task(cfg: TaskConfig) -> Task:
     """The task with its problems. Raises TaskError naming file and line, ConfigError for an extra."""
     return TASKS[type(cfg)](cfg)

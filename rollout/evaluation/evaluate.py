@@ -25,7 +25,7 @@ from areal_q.evaluation.benchmarks import BENCHMARKS, PRESETS, Preset
 from areal_q.evaluation.estimates import Answered, Evaluation, estimates
 from areal_q.system.command import run_command
 from areal_q.system.files import replacing
-from areal_q.tasks import Problem, all_problems, build_task, check_reward
+from areal_q.tasks import Problem, all_problems, build_task, check_reward, task_types
 
 PLAIN_EVERY = 0.1
 """Share of the problems after which a line is printed where there is no terminal"""
@@ -151,7 +151,8 @@ def remarks(rows: Sequence[Answered]) -> list[str]:
     cut = sum(not r.finished for r in replies)
     failed = sum(r.failed for r in replies)
     told = [f"{cut} of {len(replies)} answers were cut off at --max-tokens"] if cut else []
-    return told + ([f"{failed} answers could not be scored and count as wrong"] if failed else [])
+    left_out = f"{failed} of {len(replies)} answers could not be scored and are left out"
+    return told + ([left_out] if failed else [])
 
 
 def _preset(name: str | None) -> Preset:
@@ -172,13 +173,15 @@ def _settings(
     path = model / "hf" if (model / "hf").is_dir() else model
     if config is None and task is None:
         raise ConfigError(f"{model}: not a run's directory, so --task is needed")
-    if data and task is None and not hasattr(load(config).task, "path"):
+    if data and task is None and not hasattr(load(config, recorded=True).task, "path"):
         raise ConfigError(f"--data {data}: the run's own task reads no file, so --task is needed")
+    if task and task not in (known := sorted({*BENCHMARKS, *task_types()})):
+        raise ConfigError(f"--task {task}: none of {', '.join(known)}")
     choice = [f"task.type={BENCHMARKS.get(task, task)}"] if task else []
     if data:
         choice.append(f"task.path={json.dumps(str(data))}")
     pretrained = ["model.type=pretrained", f"model.path={json.dumps(str(path))}"]
-    return load(config, [*choice, *pretrained, *overrides]), path
+    return load(config, [*choice, *pretrained, *overrides], recorded=config is not None), path
 
 
 def _default_out(model: Path, task: str | None, format: str, preset: str | None) -> Path | None:

@@ -94,3 +94,28 @@ def test_the_bootstrap_holds_the_mean_of_all_problems_about_95_times_in_100():
         width = 2 * 1.96 * np.std(values) / 10
         assert high - low == pytest.approx(width, rel=0.1)
     assert held >= 51  # 57 expected; under 51 once in 200 runs were it not seeded
+
+
+def test_answers_that_could_not_be_scored_are_left_out():
+    def reply(correct: bool, failed: bool = False) -> Reply:
+        return Reply(
+            response="",
+            given="1",
+            correct=correct,
+            reward=0,
+            tokens=1,
+            finished=True,
+            failed=failed,
+        )
+
+    good, wrong, failed = reply(True), reply(False), reply(False, failed=True)
+    rows = [
+        Answered(index=0, prompt="", answer="", greedy=good, samples=[good, failed]),
+        Answered(index=1, prompt="", answer="", greedy=failed, samples=[failed, failed]),
+        Answered(index=2, prompt="", answer="", greedy=wrong, samples=[good, wrong]),
+    ]
+
+    found = {estimate.name: estimate.value for estimate in estimates(rows)}
+
+    assert found == {"accuracy": 0.5, "avg@2": 0.75, "pass@2": 1.0, "majority@2": 0.75}
+    assert estimates([rows[1]]) == []
