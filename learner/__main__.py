@@ -74,7 +74,7 @@ def main(
     if config and not run_dir and is_follower():
         return _follow(load(config, overrides))
     if run_dir and not config and not overrides and is_follower():
-        return _follow(load(run_dir / "config.toml"))
+        return _follow(load(run_dir / "config.toml", recorded=True))
     if config and not run_dir:
         claim = _as_service(config, overrides or [])
     elif run_dir and not config and not overrides:
@@ -116,7 +116,7 @@ def _as_service(config: Path, overrides: list[str]) -> Iterator[tuple[Run, Path,
 
 @contextmanager
 def _under_launcher(directory: Path, resume: bool) -> Iterator[tuple[Run, Path, bool]]:
-    yield load(directory / "config.toml"), directory, resume
+    yield load(directory / "config.toml", recorded=True), directory, resume
 
 
 def _learn(

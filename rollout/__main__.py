@@ -87,7 +87,7 @@ def main(
         check_free("rollout.serve (--serve)", *bound_to(*address)[:2])
     if config:
         # A learner that is not up yet may be at its warm start, for hours.
-        build_parts(load(config), run, address)
+        build_parts(load(config, recorded=True), run, address)
     uvloop.run(_until_signal(serve(redis, run, name, source, exporter.update, address)))
 
 

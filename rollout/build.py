@@ -108,7 +108,7 @@ async def _serve(
     try:
         info = await buffer.run_info()
         buffer.join(info)
-        run = parse(info.config, f"run {run_name}")
+        run = parse(info.config, f"run {run_name}", recorded=True)
         buffer.claim_timeout_s = run.buffer.claim_timeout_s
         buffer.max_deliveries = run.buffer.max_deliveries
         torch.set_num_threads(run.rollout.threads)

@@ -124,7 +124,9 @@ def _settings(config: str | None, overrides: list[str], resume: bool, name: str 
     if not resume:
         if path is None:
             raise ConfigError("run: a CONFIG is needed, such as quickstart")
-        return load(path / "config.toml" if path.is_dir() else path, named)
+        if path.is_dir():
+            return load(path / "config.toml", named, recorded=True)
+        return load(path, named)
     if path is None:
         path = Path("runs", name) if name else run_dir.newest(Path("runs"))
     elif not path.is_dir():
@@ -167,7 +169,7 @@ def watch(
 
     if serve:
         _become("buffer.report", [str(directory), "--serve", "--port", str(port)])
-    follow(load(directory / "config.toml"), directory)
+    follow(load(directory / "config.toml", recorded=True), directory)
 
 
 @app.command(context_settings=PASS_THROUGH)

@@ -100,7 +100,7 @@ def resumed(directory: Path, overrides: list[str]) -> Run:
         raise CheckpointError(f"{directory}: no checkpoint to resume from; start the run afresh")
     # A directory that was renamed is the name of its run from now on.
     place = [f'name="{directory.name}"', f'root="{directory.parent}"']
-    saved = load(directory / "config.toml", place)
+    saved = load(directory / "config.toml", place, recorded=True)
     again = override(saved, *overrides)
     _check_unchanged(saved, again)
     if (step := _newest_step(directory)) > again.steps:
@@ -120,7 +120,7 @@ def resumes(run: Run) -> bool:
     if not has_checkpoint(directory):
         return False
     place = [f'name="{run.name}"', f'root="{run.root}"']
-    _check_unchanged(load(directory / "config.toml", place), run)
+    _check_unchanged(load(directory / "config.toml", place, recorded=True), run)
     return True
 
 

@@ -24,7 +24,7 @@ def opened(
 ) -> Iterator[tuple[redis.Redis, str]]:
     """(a client, the run's name). Raises ConfigError, or BufferUnavailable where nothing answers."""
     if directory is not None and url is None and run is None:
-        name = load(directory / "config.toml").name
+        name = load(directory / "config.toml", recorded=True).name
         where = _server_of(directory)
     elif directory is None and run is not None and (url or os.environ.get("REDIS_URL")):
         name, where = run, _at(url or os.environ["REDIS_URL"])

@@ -139,7 +139,9 @@ def tokenizer_of(client: redis.Redis, run: str) -> Tokenizer | None:
     """That of the settings in Redis; None where there are none, or its files are not on this machine."""
     config: Any = client.hget(Keys(run).info, "config")
     try:
-        return build_tokenizer(parse(config.decode(), f"run {run}")) if config else None
+        return (
+            build_tokenizer(parse(config.decode(), f"run {run}", recorded=True)) if config else None
+        )
     except (UserError, ImportError, OSError):
         return None
 

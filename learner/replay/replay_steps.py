@@ -175,7 +175,7 @@ def recorded_settings(directory: Path) -> Run:
     """The settings of the run in `directory`. Raises LogError where there is no run."""
     if not (directory / "config.toml").is_file():
         raise LogError(f"{directory}: no such run")
-    return load(directory / "config.toml")
+    return load(directory / "config.toml", recorded=True)
 
 
 def with_settings(policy: TorchPolicy, run: Run) -> TorchPolicy:
