@@ -4,7 +4,6 @@ from areal_q.algorithms.advantages import (
     gae,
     group_advantages,
     informative_groups,
-    overlong_penalty,
 )
 from areal_q.algorithms.aggregation import count
 from areal_q.algorithms.kl import reward_penalty
@@ -28,7 +27,6 @@ __all__ = [
     "informative_groups",
     "loss_fn",
     "merge_metrics",
-    "overlong_penalty",
     "reduce_metrics",
     "reward_penalty",
     "segment_sum",

@@ -19,7 +19,6 @@ from areal_q.config.objectives import (
     DrGrpo,
     Gae,
     Grpo,
-    Overlong,
     ReinforcePlusPlus,
     Rloo,
 )
@@ -124,15 +123,6 @@ def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
     low = rewards.new_full((k,), torch.inf).scatter_reduce(0, group_ids, rewards, "amin")
     high = rewards.new_full((k,), -torch.inf).scatter_reduce(0, group_ids, rewards, "amax")
     return high > low
-
-
-def overlong_penalty(lengths: Tensor, cfg: Overlong) -> Tensor:
-    """[N] to add to rewards: 0, then falling linearly over the last `cache_tokens`, -1 from max_tokens on.
-
-    Example: max_tokens 16, cache_tokens 4: lengths [12, 14, 16, 17] → [0, -0.5, -1, -1].
-    """
-    begin = cfg.max_tokens - cfg.cache_tokens
-    return ((begin - lengths.float()) / cfg.cache_tokens).clamp(-1.0, 0.0)
 
 
 def _centered(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,7 @@ from areal_q.messages.trajectories import (
     Trajectory,
     VersionSpan,
     WorkerStatus,
+    merge_spans,
 )
 from areal_q.messages.weight_sync import (
     MAX_CREDIT,
@@ -103,4 +104,5 @@ __all__ = [
     "decode_ticket",
     "encode",
     "encode_into",
+    "merge_spans",
 ]

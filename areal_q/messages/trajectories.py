@@ -4,6 +4,7 @@ Notation: P prompt tokens, T response tokens, G responses to one prompt.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -86,6 +87,17 @@ class VersionSpan(msgspec.Struct, frozen=True):
     version: int
     tokens: int
     digest: str
+
+
+def merge_spans(spans: Iterable[VersionSpan]) -> list[VersionSpan]:
+    """Returns `spans`, neighbours of one version as one: [(v1, 2), (v1, 3), (v2, 1)] → [(v1, 5), (v2, 1)]."""
+    out: list[VersionSpan] = []
+    for span in spans:
+        if out and (out[-1].version, out[-1].digest) == (span.version, span.digest):
+            out[-1] = msgspec.structs.replace(span, tokens=out[-1].tokens + span.tokens)
+        elif span.tokens:
+            out.append(span)
+    return out
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from rich.text import Text
 from areal_q.config import parse
 from areal_q.errors import UserError
 from areal_q.messages import Group, Trajectory
+from areal_q.observability.run_summary import size
 from areal_q.tasks import Tokenizer, build_tokenizer
 from buffer.admin import inspect_state
 from buffer.admin.inspect_state import Refused, Status
@@ -29,15 +30,6 @@ def escaped(text: str) -> str:
     r"""`text` with everything that is not printable as \xNN or \uNNNN: control, bidirectional and invisible
     characters, line ends. Example: "a\x1b[2J" → r"a\x1b[2J"."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def size(count: int) -> str:
-    """Example: 1536 → "1.5 KiB"."""
-    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.4g} {units[0]}"
 
 
 def age(seconds: float | None) -> str:

@@ -1,19 +1,8 @@
-"""The step log: one row for every learner step, with all that a replay compares itself with.
-
-step         the learner step s; it starts from weights of version s and makes version s + 1
-tickets      numbers of the groups' tickets in the order in which they were used: the batch's composition
-seeds        of these tickets: response i of a group was drawn with seed + i
-weights      of these groups' advantages, given by a sampler with priorities; empty: all are 1 (since 2)
-base_digest  of version s as published (areal_q/weights/version.py)
-digest       of version s + 1: equal digests are equal weights, bit for bit
-fork         the step at which this process of the learner began (learner/data/staleness.py)
-settings     hash of the settings in force (areal_q/config): steps with equal hashes had equal settings
-machine      what arithmetic depends on: torch, device, instruction set, threads
-metrics      every number of the step that follows from weights, groups and settings alone
-"""
+"""The step log: one row for every learner step, with all that a replay compares itself with."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import msgspec
 import pyarrow as pa
@@ -22,37 +11,45 @@ from buffer.logs.parquet_log import LogFormat, PartLog, row_groups
 
 SCHEMA_VERSION = 2
 METADATA_KEY = b"areal-q-steps-schema"
-SCHEMA = pa.schema(
-    [
-        ("step", pa.int64()),
-        ("tickets", pa.list_(pa.int64())),
-        ("seeds", pa.list_(pa.int64())),
-        ("weights", pa.list_(pa.float64())),
-        ("base_digest", pa.string()),
-        ("digest", pa.string()),
-        ("fork", pa.int64()),
-        ("settings", pa.string()),
-        ("machine", pa.string()),
-        ("metrics", pa.map_(pa.string(), pa.float64())),
-    ],
-    metadata={METADATA_KEY: str(SCHEMA_VERSION)},
-)
-FORMAT = LogFormat(SCHEMA, METADATA_KEY, SCHEMA_VERSION)
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One learner step; the fields are the columns above."""
+    """One learner step; each field is a column of the log."""
 
     step: int
+    """The learner step s; it starts from weights of version s and makes version s + 1."""
     tickets: list[int]
+    """Numbers of the groups' tickets in the order in which they were used: the batch's composition."""
     seeds: list[int]
+    """The seeds of these tickets: response i of a group was drawn with seed + i."""
     weights: list[float] = []
+    """Weights of these groups' advantages, given by a sampler with priorities; empty: all are 1 (since 2)."""
     base_digest: str
+    """The digest of version s as published (areal_q/weights/version.py)."""
     digest: str
+    """The digest of version s + 1: equal digests are equal weights, bit for bit."""
     fork: int
+    """The step at which this process of the learner began (learner/data/staleness.py)."""
     settings: str
+    """A hash of the settings in force (areal_q/config): steps with equal hashes had equal settings."""
     machine: str
+    """What arithmetic depends on: torch, device, instruction set, threads."""
     metrics: dict[str, float]
+    """Every number of the step that follows from weights, groups and settings alone."""
+
+
+_COLUMN_TYPES: dict[Any, pa.DataType] = {
+    int: pa.int64(),
+    str: pa.string(),
+    list[int]: pa.list_(pa.int64()),
+    list[float]: pa.list_(pa.float64()),
+    dict[str, float]: pa.map_(pa.string(), pa.float64()),
+}
+SCHEMA = pa.schema(
+    [(name, _COLUMN_TYPES[kind]) for name, kind in get_type_hints(StepRecord).items()],
+    metadata={METADATA_KEY: str(SCHEMA_VERSION)},
+)
+FORMAT = LogFormat(SCHEMA, METADATA_KEY, SCHEMA_VERSION)
 
 
 class StepLog(PartLog):

@@ -10,7 +10,15 @@ from typing import Protocol
 
 import numpy as np
 
-from areal_q.messages import Array, FinishReason, PartialResponse, Ticket, Trajectory, VersionSpan
+from areal_q.messages import (
+    Array,
+    FinishReason,
+    PartialResponse,
+    Ticket,
+    Trajectory,
+    VersionSpan,
+    merge_spans,
+)
 from areal_q.tasks import Score
 from rollout.engines.base import Completion
 
@@ -45,8 +53,7 @@ class Response:
         self.ids += completion.response_ids.tolist()
         self.logprobs += completion.logprobs.tolist()
         self.mask += [1] * len(completion.response_ids)
-        for span in completion.spans:
-            self._span(span)
+        self.spans = merge_spans([*self.spans, *completion.spans])
         if completion.routes is not None:
             # What an earlier turn had seen stays as it was when it mattered.
             seen = completion.routes[:0] if self.routes is None else self.routes
@@ -64,7 +71,8 @@ class Response:
         self.ids += ids
         self.logprobs += [0.0] * len(ids)
         self.mask += [0] * len(ids)
-        self._span(VersionSpan(version.version, len(ids), version.digest))
+        span = VersionSpan(version.version, len(ids), version.digest)
+        self.spans = merge_spans([*self.spans, span])
 
     def trajectory(self, index: int, score: Score, *, routes: bool = False) -> Trajectory:
         """Returns the record of the response; with `routes` it holds the experts that the engine recorded."""
@@ -110,13 +118,6 @@ class Response:
             ended=partial.ended,
             routes=None if partial.routes is None else partial.routes.numpy(),
         )
-
-    def _span(self, span: VersionSpan) -> None:
-        last = self.spans[-1] if self.spans else None
-        if last and (last.version, last.digest) == (span.version, span.digest):
-            self.spans[-1] = VersionSpan(span.version, last.tokens + span.tokens, span.digest)
-        else:
-            self.spans.append(span)
 
 
 class Environment(Protocol):

@@ -11,10 +11,9 @@ from areal_q.algorithms import (
     gae,
     group_advantages,
     informative_groups,
-    overlong_penalty,
     reward_penalty,
 )
-from areal_q.config import DrGrpo, Gae, Grpo, Overlong, ReferenceKl, ReinforcePlusPlus, Rloo
+from areal_q.config import DrGrpo, Gae, Grpo, ReferenceKl, ReinforcePlusPlus, Rloo
 from areal_q.errors import ConfigError
 
 # Two prompts with their responses interleaved: group 0 has 1, 0, 0, 1; group 1 has 3, 1.
@@ -181,13 +180,6 @@ def test_informative_groups_are_those_with_unequal_rewards():
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.5, 0.5, 0.5])
     ids = torch.tensor([0, 1, 0, 1, 2, 2, 2])
     assert informative_groups(rewards, ids).tolist() == [True, False, False]
-
-
-def test_overlong_penalty_falls_linearly_over_the_cache():
-    # max 16, cache 4: free up to 12, then (12 - L)/4, -1 from 16 on
-    lengths = torch.tensor([1, 12, 13, 14, 16, 20])
-    penalty = overlong_penalty(lengths, Overlong(max_tokens=16, cache_tokens=4))
-    assert penalty.tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
 
 
 def test_reward_penalty_is_the_kl_estimate_of_counted_tokens():

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from areal_q.algorithms import gae, group_advantages, overlong_penalty, reward_penalty
+from areal_q.algorithms import gae, group_advantages, reward_penalty
 from areal_q.config import DrGrpo, Gae, Grpo, Overlong, ReferenceKl, ReinforcePlusPlus, Rloo
+from areal_q.tasks.grading.rewards import overlong_penalty
 from bench.peers.losses import Padded, areal, trl_scored
 
 pytestmark = [
@@ -217,7 +218,8 @@ def test_overlong_penalty_equals_areals_up_to_the_longest_response_allowed():
     mask = torch.arange(16) < lengths[:, None]
     data = {"rewards": torch.zeros(5), "input_ids": mask.long(), "loss_mask": mask}
     areal("utils.functional.functional").reward_overlong_penalty(data, 4, 1.0, 16)
-    mine = overlong_penalty(lengths, Overlong(max_tokens=16, cache_tokens=4))
+    cfg = Overlong(max_tokens=16, cache_tokens=4)
+    mine = torch.tensor([overlong_penalty(tokens, cfg) for tokens in lengths.tolist()])
     torch.testing.assert_close(mine, data["rewards"])
 
 
@@ -247,7 +249,7 @@ def test_areals_overlong_penalty_goes_on_falling_and_ours_ends_at_minus_one():
     areal("utils.functional.functional").reward_overlong_penalty(data, 4, 1.0, 16)
     assert data["rewards"].item() == -2
     cfg = Overlong(max_tokens=16, cache_tokens=4)
-    assert overlong_penalty(torch.tensor([20]), cfg).item() == -1
+    assert overlong_penalty(20, cfg) == -1
 
 
 def test_areal_goes_on_with_the_critics_value_after_a_cut_off_response_and_ours_with_zero():

@@ -10,11 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_q.algorithms import advantages
 from areal_q.config import Overlong, Run, load
 from areal_q.errors import ConfigError, TaskError
 from areal_q.messages.trajectories import FailureCause
@@ -389,13 +387,12 @@ def test_an_error_has_a_defined_reward_whatever_the_weights(tmp_path: Path):
     assert scored(run, "raise")[0].reward == 0.0
 
 
-@given(
-    tokens=st.integers(0, 60),
-    cfg=st.builds(Overlong, max_tokens=st.integers(1, 40), cache_tokens=st.integers(1, 40)),
+@pytest.mark.parametrize(
+    ("tokens", "penalty"), [(1, 0.0), (12, 0.0), (13, -0.25), (14, -0.5), (16, -1.0), (20, -1.0)]
 )
-def test_the_overlong_penalty_is_that_of_the_learners_formula(tokens: int, cfg: Overlong):
-    expected = advantages.overlong_penalty(torch.tensor([tokens]), cfg).item()
-    assert overlong_penalty(tokens, cfg) == pytest.approx(expected, abs=1e-6)
+def test_overlong_penalty_falls_linearly_over_the_cache(tokens: int, penalty: float):
+    # max 16, cache 4: free up to 12, then (12 - L)/4, -1 from 16 on
+    assert overlong_penalty(tokens, Overlong(max_tokens=16, cache_tokens=4)) == penalty
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from areal_q.errors import RecordError
-from areal_q.messages import FinishReason, VersionSpan
+from areal_q.messages import FinishReason, VersionSpan, merge_spans
 from rollout.engines.base import Completion, Request
 from rollout.engines.process.generation_backend import CompletionDelta
 from rollout.engines.stop_conditions import stopper
@@ -39,9 +39,9 @@ class PartialCompletion:
         self.ids += piece.ids[:taken]
         self.logprobs += piece.logprobs[:taken]
         if piece.spans is not None and taken == len(piece.ids):
-            self.spans = merged([*self.kept, *piece.spans])
+            self.spans = merge_spans([*self.kept, *piece.spans])
         elif taken:
-            self.spans = merged([*self.spans, VersionSpan(version, taken, digest)])
+            self.spans = merge_spans([*self.spans, VersionSpan(version, taken, digest)])
         return CompletionDelta(ids=piece.ids[:taken], logprobs=piece.logprobs[:taken])
 
     def _until_stop(self, ids: list[int]) -> int:
@@ -88,14 +88,3 @@ class PartialCompletion:
             spans=self.spans,
             finish_reason=self.finish_reason,
         )
-
-
-def merged(spans: list[VersionSpan]) -> list[VersionSpan]:
-    """Neighbours of one version as one: [(v1, 2), (v1, 3), (v2, 1)] → [(v1, 5), (v2, 1)]."""
-    out: list[VersionSpan] = []
-    for span in spans:
-        if out and (out[-1].version, out[-1].digest) == (span.version, span.digest):
-            out[-1] = replace(span, tokens=out[-1].tokens + span.tokens)
-        elif span.tokens:
-            out.append(span)
-    return out
