@@ -145,7 +145,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize("cut", [0, 3, 7])
-def test_what_is_normalised_over_the_batch_does_not_depend_on_the_ranks(cut):
+def test_batch_normalisation_does_not_depend_on_the_ranks(cut):
     g = torch.Generator().manual_seed(1)
     rewards, values = torch.randn(2, 10, generator=g)
     ids = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2, 3])

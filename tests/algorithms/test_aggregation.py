@@ -160,9 +160,7 @@ def test_a_cut_over_data_parallel_ranks_changes_nothing(
 
 @given(batches(), objectives, aggregations, st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_cut_over_ranks_that_each_cut_into_micro_batches_changes_nothing(
-    inputs, objective, aggregation, data
-):
+def test_cut_over_ranks_and_micro_batches_changes_nothing(inputs, objective, aggregation, data):
     rank_of = [data.draw(st.integers(0, 2)) for _ in range(inputs.num_sequences)]
     ranks = [[s for s, r in enumerate(rank_of) if r == rank] for rank in range(3)]
     parts = [[take(inputs, [s]) for s in sequences] for sequences in ranks]

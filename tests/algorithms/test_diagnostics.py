@@ -150,7 +150,7 @@ def test_policy_metrics_by_hand():
     assert {key: m[f"policy/{key}"] for key in expected} == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_ratio_beyond_the_bound_that_does_not_bind_is_not_clipped():
+def test_ratio_beyond_a_bound_that_is_idle_is_not_clipped():
     # A > 0 with R = ½, and A < 0 with R = 2: PPO's minimum takes the unclipped term of both.
     inputs = five_tokens()
     m = metrics(replace(inputs, advantages=-inputs.advantages), Ppo())
@@ -247,7 +247,7 @@ def test_a_metric_without_a_count_is_left_out():
     assert reduce_metrics([empty]) == {}
 
 
-def test_metrics_do_not_depend_on_how_many_tokens_are_looked_at_together(monkeypatch):
+def test_metrics_do_not_depend_on_how_tokens_are_batched(monkeypatch):
     whole = metrics(five_tokens(), Acr(cap=2.0))
     monkeypatch.setattr("areal_q.algorithms.diagnostics.CHUNK", 2)
     assert metrics(five_tokens(), Acr(cap=2.0)) == pytest.approx(whole, rel=1e-12, abs=1e-15)

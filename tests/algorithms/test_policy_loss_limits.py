@@ -117,7 +117,7 @@ def test_cispo_has_the_gradient_of_a_weighted_log_likelihood():
     torch.testing.assert_close(gradient(inputs, Cispo(clip_high=0.25)), expected)
 
 
-def test_the_gradient_sees_neither_the_mismatch_weight_nor_the_proximal_policy():
+def test_gradient_sees_no_mismatch_weight_and_no_proximal_policy():
     """Only log π_θ is learnt, also when a caller forgot to detach the others."""
     inputs = random_batch()
     prox = inputs.proximal_logprobs.clone().requires_grad_()
@@ -160,7 +160,7 @@ def test_acr_with_a_widening_of_at_most_one_is_tis():
     assert same(Acr(cap=1.1, max_widening=1.0), Tis(cap=1.1), random_batch())
 
 
-def test_tis_and_acr_become_decoupled_as_the_cap_goes_to_infinity():
+def test_tis_and_acr_become_decoupled_as_the_cap_grows():
     inputs = random_batch(gap=2.0)
     assert same(Tis(cap=1e9), Decoupled(), inputs)
     assert same(Acr(cap=1e9), Decoupled(), inputs)

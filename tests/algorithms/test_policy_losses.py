@@ -174,7 +174,7 @@ BAND = Tbpo(clip_high=0.05, negative_clip_low=0.1, negative_clip_high=0.2, cap=2
         ("drop", 0.91, [1.05, 1.05, -2.38, 0, -1.365], [0, 0, -2.38, 0, -1.365]),
     ],
 )
-def test_tbpo_equals_the_table_at_both_edges_of_its_negative_band(
+def test_tbpo_equals_the_table_at_edges_of_its_negative_band(
     outside, last_r, expected, expected_gradient
 ):
     inputs = batch(
@@ -188,14 +188,14 @@ def test_tbpo_equals_the_table_at_both_edges_of_its_negative_band(
     assert gradient == pytest.approx(expected_gradient, rel=1e-9)
 
 
-def test_tbpo_below_its_positive_bound_gives_the_gradient_of_the_geometric_mean():
+def test_tbpo_below_its_bound_has_the_geometric_mean_s_gradient():
     inputs = batch(r=[1.02] * 5, w=[1.0] * 5, a=[1.0] * 3 + [-1.0] * 2)
     objective, gradient = objective_and_gradient(inputs, BAND)
     assert objective == pytest.approx([1.02, 1.02, 1.02, -1.02, -1.02])
     assert gradient == pytest.approx([1.02, 1.02, 1.02, -1.02, -1.02])
 
 
-def test_tbpo_defaults_are_the_constants_of_qarl_and_widen_as_one_over_root_length():
+def test_tbpo_defaults_are_qarl_s_and_widen_for_short_responses():
     cfg = Tbpo()
     assert (cfg.clip_high, cfg.negative_clip_low, cfg.negative_clip_high, cfg.cap) == (
         0.0004,
@@ -300,7 +300,7 @@ def test_entropy_bonus_lowers_the_loss_and_pulls_entropy_up():
     assert gradient.tolist() == pytest.approx([-0.02] * 5)
 
 
-def test_value_loss_takes_the_worse_of_the_clipped_and_the_plain_error():
+def test_value_loss_takes_the_worse_of_clipped_and_plain_error():
     # old 0, clip 0.5.   V: 0.4 plain (target 1): 0.36;  2 → 0.5 clipped (target 0): plain 4 is worse;
     # 2 → 0.5 (target 2): clipped 2.25 is worse, and constant;  -1 → -0.5 (target 1): plain 4; 0: 0
     values = torch.tensor([0.4, 2.0, 2.0, -1.0, 0.0], dtype=torch.float64, requires_grad=True)
@@ -313,7 +313,7 @@ def test_value_loss_takes_the_worse_of_the_clipped_and_the_plain_error():
     assert gradient.tolist() == pytest.approx([-0.12, 0.4, 0.0, -0.4, 0.0])
 
 
-def test_a_value_that_moved_inside_the_band_is_not_clipped_for_the_rounding_of_a_sum():
+def test_value_inside_the_band_is_not_clipped_for_a_rounding():
     for old, now, returns in torch.rand(100, 3, 5, generator=torch.Generator().manual_seed(0)):
         values = {"values": now / 10, "old_values": old / 10, "returns": returns}
         out = loss_fn(batch(dtype=torch.float32, **values), Ppo(), value=ValueLoss(clip=0.2))
@@ -324,7 +324,7 @@ ALL = [cfg() for cfg in OBJECTIVES]
 
 
 @pytest.mark.parametrize("cfg", ALL, ids=lambda cfg: type(cfg).__name__)
-def test_a_fully_masked_batch_gives_zero_loss_zero_gradient_and_is_counted(cfg):
+def test_fully_masked_batch_gives_zero_loss_and_is_counted(cfg):
     nan = torch.full((5,), torch.nan)
     inputs = batch(mask=torch.zeros(5, dtype=torch.bool), advantages=nan, behavior_logprobs=nan)
     out = loss_fn(inputs, cfg)
@@ -358,7 +358,7 @@ def test_an_empty_micro_batch_is_a_fully_masked_one():
 @pytest.mark.parametrize(
     "name", ["logprobs", "proximal_logprobs", "behavior_logprobs", "advantages"]
 )
-def test_a_non_finite_input_is_an_error_that_names_sequence_and_token(name, bad):
+def test_non_finite_input_raises_naming_sequence_and_token(name, bad):
     values = getattr(batch(), name).detach().clone()
     values[4] = bad
     with pytest.raises(RecordError, match=rf"sequence 1, token 1: {name} is (nan|-inf)"):
@@ -404,7 +404,7 @@ def test_ratios_are_float32_whatever_the_input_and_float64_stays(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cfg", ALL, ids=lambda cfg: type(cfg).__name__)
-def test_a_low_precision_input_gives_the_loss_of_its_rounded_values_in_float32(cfg, dtype):
+def test_low_precision_input_gives_its_values_loss_in_float32(cfg, dtype):
     low = batch(dtype=dtype)
     names = ("logprobs", "proximal_logprobs", "behavior_logprobs", "advantages")
     rounded = {name: getattr(low, name).detach().float() for name in names}

@@ -74,7 +74,7 @@ def test_a_bad_file_is_one_line_with_its_path_and_exit_code_2(
         ("learner.objective.type=sft", "learner.objective"),
     ],
 )
-def test_a_bad_override_is_one_line_with_its_path_and_exit_code_2(
+def test_bad_override_is_one_line_with_its_path_and_exit_2(
     areal_q_command, tmp_path, override, named
 ):
     toml(tmp_path, "")
@@ -93,9 +93,7 @@ def test_a_bad_override_is_one_line_with_its_path_and_exit_code_2(
         (["watch", "runs/gone"], "runs/gone"),
     ],
 )
-def test_a_missing_file_or_run_is_one_line_with_its_path_and_exit_code_2(
-    areal_q_command, args, named
-):
+def test_missing_file_or_run_is_one_line_with_path_and_exit_2(areal_q_command, args, named):
     assert_one_line(areal_q_command(*args), named)
 
 

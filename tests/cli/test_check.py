@@ -62,7 +62,7 @@ def test_a_redis_that_is_set_up_as_it_should_be_has_no_complaint(server):
     assert set(found.values()) <= {"ok", "note"}
 
 
-def test_a_redis_that_evicts_is_an_error_and_one_without_a_file_a_warning(server):
+def test_redis_that_evicts_is_an_error_one_without_a_file_warns(server):
     url = server("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
     found = {f.name: f for f in check_redis(url)}
     assert found["redis memory"].level == "error" and "noeviction" in found["redis memory"].fix
@@ -182,7 +182,7 @@ def answers(**changes: object) -> dict[str, object]:
     }
 
 
-def test_a_running_server_is_asked_which_model_it_serves_and_how_it_takes_weights(sglang):
+def test_running_server_is_asked_for_model_and_weight_updates(sglang):
     url = sglang(answers())
     found = asked(url)
     assert {f.level for f in found.values()} == {"ok"}
@@ -215,7 +215,7 @@ def test_a_server_that_asks_for_a_key_gets_the_one_of_its_file(sglang, tmp_path,
     assert asked(url)["sglang server"].level == "ok"
 
 
-def test_a_server_of_something_else_or_none_is_an_error_and_exit_code_1(sglang, tmp_path):
+def test_server_of_something_else_or_none_is_exit_1(sglang, tmp_path):
     for table in ({}, {"/server_info": []}):
         (said,) = (f for f in asked(sglang(table)).values() if f.level == "error")
         assert said.name == "sglang server"

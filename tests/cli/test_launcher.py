@@ -157,7 +157,7 @@ def pid_of(launched: Launched, word: str) -> int:
     raise AssertionError(f"no process with {word!r}")
 
 
-def test_when_the_learner_is_done_the_workers_stop_before_redis_and_nothing_is_left(launched):
+def test_workers_stop_before_redis_once_the_learner_is_done(launched):
     process = launched.start("finish", "serve")
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
@@ -167,7 +167,7 @@ def test_when_the_learner_is_done_the_workers_stop_before_redis_and_nothing_is_l
     launched.assert_nothing_left()
 
 
-def test_a_worker_that_dies_is_named_with_the_end_of_its_log_and_the_learner_drains(launched):
+def test_dead_worker_is_named_with_its_log_and_learner_drains(launched):
     process = launched.start("serve", "crash")
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
@@ -188,7 +188,7 @@ def test_a_learner_that_crashes_is_named(launched):
     launched.assert_nothing_left()
 
 
-def test_a_mistake_that_the_learner_finds_is_one_line_and_exit_code_2(launched):
+def test_mistake_that_the_learner_finds_is_one_line_and_exit_2(launched):
     process = launched.start("mistake", "serve")
     _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (2, "areal-q: error: task.path: no such file\n")
@@ -241,7 +241,7 @@ def test_a_killed_redis_is_named_and_everything_else_stops(launched):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_drains_the_learner_then_the_workers_then_redis(launched, number):
+def test_first_signal_drains_learner_then_workers_then_redis(launched, number):
     process = launched.start("serve", "serve")
     launched.wait_for("rollout-0 starts")
     launched.wait_for("learner starts")
@@ -253,7 +253,7 @@ def test_the_first_signal_drains_the_learner_then_the_workers_then_redis(launche
     launched.assert_nothing_left()
 
 
-def test_a_signal_that_comes_before_the_learner_listens_for_it_is_no_failure(launched):
+def test_signal_before_the_learner_listens_is_no_failure(launched):
     process = launched.start("early", "serve")
     launched.wait_for("learner starts")
     process.send_signal(signal.SIGINT)
@@ -289,7 +289,7 @@ def has_sleep(launched: Launched) -> bool:
     )
 
 
-def test_no_child_survives_a_kill_9_of_the_launcher_and_the_next_one_tidies_up(launched):
+def test_no_child_survives_kill_9_of_the_launcher(launched):
     process = launched.start("stubborn", "serve")
     launched.wait_for("learner starts")
     launched.wait_for("rollout-0 starts")
@@ -302,7 +302,7 @@ def test_no_child_survives_a_kill_9_of_the_launcher_and_the_next_one_tidies_up(l
     launched.assert_nothing_left()
 
 
-def test_a_directory_in_use_is_refused_and_an_earlier_run_is_moved_aside(launched):
+def test_directory_in_use_is_refused_and_an_earlier_run_moved(launched):
     first = launched.start("serve", "serve")
     launched.wait_for("learner starts")
     second = launched.start("finish", "serve")
@@ -318,7 +318,7 @@ def test_a_directory_in_use_is_refused_and_an_earlier_run_is_moved_aside(launche
     launched.assert_nothing_left()
 
 
-def test_a_redis_url_that_does_not_answer_is_one_line_without_its_password(launched):
+def test_silent_redis_url_is_one_line_without_its_password(launched):
     process = launched.start("serve", "serve", REDIS_URL="redis://:secret@127.0.0.1:1/0")
     _, err = process.communicate(timeout=120)
     assert (process.returncode, launched.events()) == (2, [])
@@ -348,7 +348,7 @@ def test_workers_serve_on_ports_one_after_the_other(tmp_path):
         served("here")
 
 
-def test_the_plan_starts_the_modules_with_the_threads_of_the_settings(tmp_path, monkeypatch):
+def test_plan_starts_modules_with_the_threads_of_the_settings(tmp_path, monkeypatch):
     monkeypatch.delenv("REDIS_URL", raising=False)
     run = load(None, ["rollout.workers=2", "learner.threads=3", "rollout.threads=2"])
     made = plan(run, tmp_path / "run", tmp_path / "s", resume=True)
@@ -382,7 +382,7 @@ def ended(tmp_path):
     return directory
 
 
-def test_a_resumed_run_has_its_saved_settings_and_the_harmless_overrides(ended):
+def test_resumed_run_has_saved_settings_and_harmless_overrides(ended):
     run = run_dir.resumed(
         ended, ["steps=400", "rollout.workers=4", "learner.max_lag=3", "rollout.serve=8001"]
     )

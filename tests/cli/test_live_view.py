@@ -116,7 +116,7 @@ def test_the_picture_shows_progress_time_left_and_every_figure(directory, consol
         assert shown in text, shown
 
 
-def test_the_time_left_is_the_pace_of_the_last_steps_times_the_steps_to_go(directory, monkeypatch):
+def test_time_left_follows_the_pace_of_the_last_steps(directory, monkeypatch):
     write_run(directory, 50, monkeypatch, total=200)
     assert history_of(directory, 200).eta_s == pytest.approx(150 * 0.8, rel=0.01)
 
@@ -137,7 +137,7 @@ def test_phases_follow_the_records():
     assert phases == ["set-up", "warm start", "training", "training", "final evaluation", "done"]
 
 
-def test_a_picture_can_be_drawn_before_the_first_record_and_with_missing_values(console):
+def test_picture_is_drawn_before_records_and_with_gaps(console):
     history = History(5)
     console.print(picture("demo", history, 1.0))
     history.add({"kind": "step", "step": 1, "elapsed_s": 2.0, "reward/mean": None, "workers": []})
@@ -234,7 +234,7 @@ def test_the_clock_goes_on_between_two_records(run, directory, monkeypatch):
     assert "30.0 s" in text and "evaluating 256 problems" in text
 
 
-def test_plain_view_prints_each_evaluation_and_otherwise_a_line_every_few_seconds(
+def test_plain_view_prints_evaluations_and_a_line_now_and_then(
     run, directory, console, monkeypatch
 ):
     view = PlainView(run, console)
@@ -278,7 +278,7 @@ def test_plain_line_of_a_step_without_some_values_shows_dashes():
     assert "step 3/9" in line and "KL –" in line
 
 
-def test_the_live_view_draws_what_was_written_and_starts_over_after_a_rewind(run, directory):
+def test_live_view_draws_records_and_starts_over_after_a_rewind(run, directory):
     console = recording(force_terminal=True)
     view = LiveView(run, console)
     view.start(directory)
@@ -295,9 +295,7 @@ def test_the_live_view_draws_what_was_written_and_starts_over_after_a_rewind(run
     console.file.close()
 
 
-def test_the_last_screen_tells_result_answers_paths_and_next_commands(
-    run, directory, console, monkeypatch
-):
+def test_last_screen_tells_result_answers_paths_and_commands(run, directory, console, monkeypatch):
     write_run(directory, 200, monkeypatch)
     (directory / "hf").mkdir()
     (directory / "checkpoints" / "step-200").mkdir(parents=True)
@@ -338,9 +336,7 @@ def write_gaps(directory, *gaps):
 WORST = "engine vllm: log-probs 0.25 nats off its weights at version 1 (bound 0.03)"
 
 
-def test_the_last_screen_tells_the_worst_gap_of_an_engine_that_is_not_faithful(
-    run, directory, console
-):
+def test_last_screen_tells_the_worst_gap_of_an_unfaithful_engine(run, directory, console):
     write_gaps(directory, (0.001, 0.02), (0.001, 0.25), (0.001, 0.1))
     last_screen(run, directory, console)
     text = " ".join(console.export_text().split())
@@ -354,7 +350,7 @@ def test_a_run_of_faithful_engines_has_no_line_about_it(run, directory, console)
     assert "log-probs" not in console.export_text()
 
 
-def test_the_live_view_and_watch_show_the_gap_the_bound_and_the_version(run, directory):
+def test_live_view_and_watch_show_gap_bound_and_version(run, directory):
     console = recording(force_terminal=True)
     write_gaps(directory, (0.001, 0.02), (0.001, 0.25))
     with MetricsLog(directory, tensorboard=False) as log:
@@ -382,7 +378,7 @@ def test_the_last_screen_offers_no_command_that_cannot_work(run, directory, cons
     assert "tensorboard --logdir" in text and "--resume" not in text and "areal-q eval" not in text
 
 
-def test_a_run_that_stopped_before_its_first_record_has_a_last_screen_too(run, directory, console):
+def test_run_without_a_record_has_a_last_screen_too(run, directory, console):
     last_screen(run, directory, console)
     assert "stopped before its first record" in console.export_text()
 

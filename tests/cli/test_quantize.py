@@ -19,7 +19,7 @@ CONFIG = DecoderConfig(
 )  # fmt: skip
 
 
-def test_a_weight_beyond_the_format_is_named_and_leaves_nothing_behind(tmp_path):
+def test_weight_beyond_the_format_is_named_and_leaves_nothing(tmp_path):
     model = Decoder(CONFIG)
     init_weights(model, 0)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -32,7 +32,7 @@ def test_a_weight_beyond_the_format_is_named_and_leaves_nothing_behind(tmp_path)
 
 
 @pytest.mark.parametrize("format", [f for f, table in QUANTIZATION_CONFIGS.items() if table])
-def test_a_checkpoint_names_every_linear_that_is_left_unquantized(tmp_path, format):
+def test_checkpoint_names_every_linear_left_unquantized(tmp_path, format):
     experts = Experts(count=4, per_token=2, mlp=32, dense_layers=(1,))
     config = msgspec.structs.replace(
         CONFIG, family="qwen3_moe", layers=3, tied=False, experts=experts

@@ -56,7 +56,7 @@ def test_a_setting_shows_bounds_choices_and_default():
     assert by_name["task.path", "python"].default == "must be given"
 
 
-def test_a_field_s_string_is_read_from_the_source_of_its_class_and_bases():
+def test_field_s_docstring_is_read_from_its_class_and_bases():
     docs = attribute_docs(Tis)
     assert docs["cap"] == "The mismatch weight w is truncated here."
     assert docs["clip_low"].startswith("The ratio is clipped")

@@ -39,7 +39,7 @@ def taken() -> Iterator[int]:
         (["model.kv_heads=3"], "model.heads = 4 is not a multiple of model.kv_heads = 3"),
     ],
 )
-def test_settings_that_can_never_work_are_refused_while_they_are_read(
+def test_settings_that_can_never_work_are_refused_when_read(
     make_run: MakeRun, settings: list[str], complaint: str
 ):
     with pytest.raises(ConfigError, match=complaint):
@@ -61,7 +61,7 @@ def test_the_second_workers_port_counts_too(make_run: MakeRun, taken: int):
 
 
 @pytest.mark.parametrize("environment", [None, "0.0.0.0:8000"])
-def test_outside_agents_need_an_endpoint_unless_workers_are_started_elsewhere(
+def test_outside_agents_need_an_endpoint_of_workers_started_here(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, environment: str | None
 ):
     external = "rollout.environment.type=external"
@@ -105,7 +105,7 @@ def test_data_that_are_missing_leave_nothing_behind(tmp_path: Path):
     assert not list((tmp_path / "runs" / "run").iterdir())
 
 
-def test_a_worker_refuses_what_it_cannot_do_while_the_learner_warms_up(tmp_path: Path):
+def test_worker_refuses_what_it_cannot_do_during_warm_start(tmp_path: Path):
     """Two tokens cannot close a call of the calculator; the warm start would take days."""
     tool = 'rollout.environment={type="calculator",close="=+"}'
     done = areal_q(tmp_path, tool, "warmstart.steps=10000000")
@@ -122,7 +122,7 @@ def test_a_worker_refuses_what_it_cannot_do_while_the_learner_warms_up(tmp_path:
         (["--serve", "TAKEN"], "Address already in use"),
     ],
 )
-def test_a_worker_of_its_own_refuses_wrong_options_without_waiting_for_redis(
+def test_worker_refuses_wrong_options_without_waiting_for_redis(
     taken: int, options: list[str], complaint: str
 ):
     given = [option.replace("TAKEN", str(taken)) for option in options]
@@ -144,7 +144,7 @@ def areal_q(directory: Path, *settings: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_a_learner_refuses_a_port_that_is_taken_before_its_warm_start(
+def test_learner_refuses_a_taken_port_before_its_warm_start(
     make_run: MakeRun, tmp_path: Path, taken: int
 ):
     fetch = f"tcp://127.0.0.1:{taken}"
@@ -154,9 +154,7 @@ def test_a_learner_refuses_a_port_that_is_taken_before_its_warm_start(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_learner_refuses_a_reference_of_another_shape_before_its_warm_start(
-    make_run: MakeRun, tmp_path: Path
-):
+def test_learner_refuses_a_misshapen_reference_before_warm_start(make_run: MakeRun, tmp_path: Path):
     other = make_run("model.width=64")
     save_decoder(build_model(other, build_tokenizer(other)), tmp_path / "other")
     for name, error, complaint in (
@@ -174,7 +172,7 @@ def test_a_learner_refuses_a_reference_of_another_shape_before_its_warm_start(
     assert not read_metrics(tmp_path / "metrics.jsonl")
 
 
-def test_sglang_refuses_a_directory_that_is_not_there_before_it_starts():
+def test_sglang_refuses_a_missing_directory_before_it_starts():
     pytest.importorskip("aiohttp")
     sglang = ["rollout.engine.type=sglang", "rollout.engine.url=http://127.0.0.1:1"]
     run = load(None, [*sglang, "rollout.engine.directory=/nowhere"])

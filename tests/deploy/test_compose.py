@@ -167,9 +167,7 @@ def test_compose_accepts_each_file_and_keeps_it_locked(resolved, files, profiles
     ("profile", "gpus", "learning"),
     [("gpus-2", 2, 1), ("gpus-4", 4, 1), ("gpus-8", 8, 1), ("half-4", 4, 2), ("half-8", 8, 4)],
 )
-def test_every_gpu_has_one_service_and_the_workers_without_one_stay_away(
-    resolved, profile, gpus, learning
-):
+def test_every_gpu_has_one_service_and_cpu_workers_stay_away(resolved, profile, gpus, learning):
     found = resolved([COMPOSE, GPU], [profile], LEARNER_GPUS=str(learning))["services"]
     assert "rollout" not in found
     devices = {

@@ -50,7 +50,7 @@ def assert_a_history_without_gaps(steps: Steps) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_workers_come_and_go_without_a_pause_or_a_lost_group_and_the_stack_drains(stack):
+def test_workers_come_and_go_without_a_lost_group_until_drained(stack):
     stack.wait(lambda steps: len(steps) >= 5, "training")
     stack.scale(6)
     stack.wait(workers(6), "six workers")
@@ -109,7 +109,7 @@ def test_killed_and_cut_off_services_come_back_by_themselves(stack):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_workers_behind_the_relay_train_as_those_of_the_learner_do(stack):
+def test_workers_behind_a_relay_train_as_those_of_the_learner(stack):
     stack.wait(lambda steps: len(steps) >= 5, "training")
     stack("stop", "rollout")
     stack.behind_relay()
@@ -120,7 +120,7 @@ def test_workers_behind_the_relay_train_as_those_of_the_learner_do(stack):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_each_service_trains_under_its_own_name_and_is_refused_what_others_may(tmp_path, password):
+def test_each_service_has_its_own_redis_user_and_no_more_rights(tmp_path, password):
     acl = COMPOSE.with_name("compose.acl.yaml")
     users = ("learner", "rollout", "monitor")
     with up(Stack(tmp_path, password, COMPOSE, acl, users=users), *SERVICES) as stack:
@@ -173,9 +173,7 @@ def own_address() -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_workers_of_another_host_train_over_tls_and_curve_and_strangers_get_nothing(
-    tmp_path, password, secrets
-):
+def test_workers_train_over_tls_and_curve_strangers_get_nothing(tmp_path, password, secrets):
     address, of_head, of_others = own_address(), tmp_path / "head", tmp_path / "others"
     of_head.mkdir()
     of_others.mkdir()

@@ -50,7 +50,7 @@ def test_every_alert_asks_for_metrics_that_are_exported():
         assert names <= EXPORTED and (names or "up{" in rule["expr"]), rule["alert"]
 
 
-def test_every_exported_number_of_a_run_is_on_the_dashboard_or_in_an_alert():
+def test_every_exported_number_is_on_the_dashboard_or_alerted():
     """Those that are not are named here, so that a new one is placed by choice."""
     (group,) = ALERTS["groups"]
     shown = {n for p in PANELS for t in p["targets"] for n in asked(t["expr"])}
@@ -90,7 +90,7 @@ def test_the_dashboard_reads_the_provisioned_source():
     assert used == {uid}
 
 
-def test_promtool_accepts_the_files_and_the_alerts_fire_when_they_should(tmp_path):
+def test_promtool_accepts_the_files_and_alerts_fire_when_due(tmp_path):
     promtool = shutil.which("promtool")
     if not promtool:
         pytest.skip("no promtool on PATH (Debian: apt-get install prometheus)")

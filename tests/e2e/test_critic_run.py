@@ -59,7 +59,7 @@ def test_ppo_with_a_critic_raises_the_reward_of_single_responses(finished: Path)
     assert abs(steps[20]["reference/kl_k3"]) < 0.5 * steps[19]["reference/kl_k3"]
 
 
-def test_every_step_with_critic_and_reference_is_replayed_bit_for_bit(finished: Path):
+def test_steps_with_critic_and_reference_replay_bit_for_bit(finished: Path):
     said = areal_q(finished.parent.parent, "replay", "runs/gae")
     assert f"steps 0–{STEPS - 1}:" in said and "weights bit for bit" in said
     assert f"step-{STEPS:06d}: weights and optimizer equal, tensor by tensor" in said

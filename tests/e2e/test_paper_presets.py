@@ -32,7 +32,7 @@ def test_every_configuration_loads_under_its_own_name(path: Path):
 
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda p: p.stem)
-def test_a_papers_file_cites_its_place_and_says_how_it_is_evaluated(path: Path):
+def test_papers_file_cites_its_place_and_its_evaluation(path: Path):
     text = path.read_text()
     assert re.search(r"§\d|table \d|appendix [A-Z]", text.splitlines()[0])
     preset = re.search(r"areal-q eval .* --task (\S+) .* --preset (\S+)", text)
@@ -88,7 +88,7 @@ def test_the_other_papers_constants_are_those_printed():
     assert (fp8.groups, fp8.group_size, fp8.minibatches) == (32, 16, 1)
 
 
-def test_the_bands_printed_for_shorter_responses_are_those_of_the_setting():
+def test_bands_printed_for_short_responses_are_the_setting_s():
     rows = re.findall(
         r"^#  +(\d+) +(\S+) +(\S+) +(\S+)$", (CONFIGS / "papers/qarl-tbpo.toml").read_text(), re.M
     )
@@ -98,7 +98,7 @@ def test_the_bands_printed_for_shorter_responses_are_those_of_the_setting():
 
 
 @pytest.mark.parametrize("tokens", [64, 1024])
-def test_a_scaled_band_holds_as_many_short_responses_as_the_papers_holds_long_ones(tokens: int):
+def test_scaled_band_holds_as_many_short_responses_as_long_ones(tokens: int):
     rng = np.random.default_rng(0)
 
     def outside(cfg: Tbpo, length: int) -> float:
@@ -112,7 +112,7 @@ def test_a_scaled_band_holds_as_many_short_responses_as_the_papers_holds_long_on
     assert outside(Tbpo(), tokens) > 0.35
 
 
-def test_every_benchmark_is_read_by_a_task_and_every_preset_names_its_source():
+def test_every_benchmark_has_a_task_and_every_preset_a_source():
     tags = {cfg.__struct_config__.tag for cfg in TASKS}
     assert set(BENCHMARKS.values()) <= tags
     for preset in PRESETS.values():

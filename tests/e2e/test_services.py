@@ -138,7 +138,7 @@ def test_endpoints_stay_as_they_are_bound_without_a_host():
     assert reached_at("ipc:///tmp/x", "learner") == "ipc:///tmp/x"
 
 
-def test_a_service_resumes_where_there_is_a_checkpoint_with_settings_that_still_fit(tmp_path):
+def test_service_resumes_from_a_checkpoint_with_fitting_settings(tmp_path):
     run = load(None, [f"root={tmp_path}", "name=demo"])
     assert not run_dir.resumes(run)
     (tmp_path / "demo" / "checkpoints" / "step-3").mkdir(parents=True)
@@ -175,9 +175,7 @@ def assert_every_line_is_exported(table, exporter: Exporter, records: list[Recor
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_learner_and_worker_meet_over_tcp_and_the_worker_outlives_the_learner(
-    locked_redis, password_file, tmp_path
-):
+def test_worker_over_tcp_outlives_its_learner(locked_redis, password_file, tmp_path):
     """Two lives of the learner, the second at other ports; it goes on at the first one's checkpoint."""
     (tmp_path / "tiny.toml").write_text(TINY)
     settings = [f"root={tmp_path}", "broadcast.host=localhost"]

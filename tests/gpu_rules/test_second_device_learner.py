@@ -249,7 +249,7 @@ def test_a_trainer_is_built_resumed_and_exported_there(
         assert load_decoder(tmp_path / "hf").config.layers == 2
 
 
-def test_a_run_logged_on_a_cpu_is_replayed_and_examined_on_the_device(
+def test_run_logged_on_a_cpu_is_replayed_on_the_device(
     make_run: MakeRun, make_group: Callable[..., Group], make_ticket: Callable[..., Ticket],
     cuda: SecondDevice, tmp_path: Path,
 ) -> None:  # fmt: skip

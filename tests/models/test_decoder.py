@@ -60,7 +60,7 @@ GROUPS = st.lists(
 
 
 @given(groups=GROUPS)
-def test_sequences_that_share_a_prompt_have_the_states_of_sequences_that_do_not(
+def test_shared_prompt_gives_the_states_of_separate_sequences(
     groups: list[tuple[int, list[int]]],
 ) -> None:
     model = small_model()

@@ -117,7 +117,7 @@ def test_the_weights_of_the_flow_are_the_ones_published(make_run: MakeRun, make_
     assert VersionBuilder(run).build(model, 1).manifest.digest != first
 
 
-def test_rows_of_an_operand_are_its_numbers_wherever_blocks_begin():
+def test_rows_of_an_operand_are_its_numbers_for_any_block_start():
     parts, index = FORMATS["fp8"].quantize(torch.randn(200, 300), "w"), torch.tensor([130, 5, 127])
     for operand in operands(parts):
         alone = operand.rows(index)
@@ -146,7 +146,7 @@ def refuses(a, b):
     raise RuntimeError("only for compute capability 10.0")
 
 
-def test_a_kernel_that_refuses_or_reads_scales_in_another_order_is_passed_over(caplog):
+def test_kernel_that_refuses_or_misreads_scales_is_passed_over(caplog):
     cpu = torch.device("cpu")
     assert agrees(lambda a, b: emulated(a, b).to(torch.bfloat16).float(), cpu, "bf16 out")
     assert not caplog.records

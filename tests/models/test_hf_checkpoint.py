@@ -110,7 +110,7 @@ tied_or_not = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untie
         {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA3},
     ],
 )
-def test_rope_is_what_transformers_reads_from_either_table_of_a_config(
+def test_rope_is_what_transformers_reads_from_either_table(
     tmp_path: Path, change: dict[str, Any]
 ) -> None:
     randomised(hf_config("qwen3", tied=False)).save_pretrained(tmp_path)
@@ -120,7 +120,7 @@ def test_rope_is_what_transformers_reads_from_either_table_of_a_config(
     assert_same_logits(load_decoder(tmp_path), hf.eval())
 
 
-def test_of_one_file_and_a_stale_index_transformers_choice_is_read(tmp_path: Path) -> None:
+def test_file_beside_a_stale_index_is_read_as_transformers_does(tmp_path: Path) -> None:
     randomised(hf_config("llama", tied=False)).save_pretrained(tmp_path)
     stale = {k: v + 0.5 for k, v in load_file(tmp_path / "model.safetensors").items()}
     save_file(stale, tmp_path / "stale.safetensors")
@@ -150,7 +150,7 @@ def test_a_transformers_checkpoint_gives_the_same_logits(
         {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
     ],
 )
-def test_a_config_that_says_the_same_in_other_words_gives_transformers_logits(
+def test_config_in_other_words_gives_transformers_logits(
     tmp_path: Path, family: str, change: dict[str, Any]
 ) -> None:
     theirs = randomised(hf_config(family, tied=True))
@@ -212,7 +212,7 @@ def test_a_tied_checkpoint_with_another_head_is_refused(saved: Path) -> None:
     assert_refused(saved, "lm_head.weight is not the embedding")
 
 
-def test_frequencies_that_an_older_transformers_wrote_are_passed_over(saved: Path) -> None:
+def test_frequencies_of_an_older_transformers_are_passed_over(saved: Path) -> None:
     left = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     edit(saved, lambda t: t | left)
     assert not left.keys() & load_decoder(saved).state_dict().keys()
@@ -227,7 +227,7 @@ def test_the_tokenizer_is_saved_beside_the_model(
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == 40
 
 
-def test_saving_replaces_a_checkpoint_whole_and_leaves_nothing_beside_it(
+def test_saving_replaces_a_checkpoint_whole_and_leaves_no_rest(
     tmp_path: Path, make: Callable[[], Decoder]
 ) -> None:
     for seed in (1, 2):
@@ -421,9 +421,7 @@ def test_a_config_that_is_no_json_object_is_named(saved: Path, text: str) -> Non
 
 
 @pytest.mark.parametrize("shards", [{"model.norm.weight": "../x.safetensors"}, ["a"], {"a": 1}])
-def test_an_index_that_names_no_files_of_the_directory_is_refused(
-    saved: Path, shards: object
-) -> None:
+def test_index_that_names_no_files_of_its_directory_is_refused(saved: Path, shards: object) -> None:
     (saved / "model.safetensors").unlink()
     (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     assert_refused(saved, r"model\.safetensors\.index\.json: ")

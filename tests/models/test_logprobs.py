@@ -113,7 +113,7 @@ def test_small_heads_are_computed_whole_and_large_ones_in_blocks():
     assert not torch.equal(found[0], whole(hidden, weight, targets, 1.0, False)[0])
 
 
-def test_at_152k_tokens_of_vocabulary_a_fifth_of_the_memory_is_enough():
+def test_large_vocabulary_takes_a_fifth_of_the_memory():
     inputs = case(256, 152_000, 64)
 
     def peak(side: Callable[..., tuple[Tensor, Tensor]]) -> int:

@@ -96,7 +96,7 @@ def test_before_training_the_policy_is_the_dequantized_base(make_run: MakeRun, f
     assert (ours - theirs).norm() < tolerance * theirs.norm()
 
 
-def test_the_gradient_of_the_adapters_is_that_of_the_merged_weight(make_run: MakeRun):
+def test_gradient_of_adapters_is_that_of_the_merged_weight(make_run: MakeRun):
     """∂A = s Bᵀ ∂W and ∂B = s ∂W Aᵀ, with ∂W = ∂yᵀ x by autograd through one plain linear."""
     run = make_run(*LORA, "rollout.format=nvfp4")
     linear = next(iter(adapted(build(run).model).values()))

@@ -195,7 +195,7 @@ def test_replayed_experts_run_with_gates_of_the_present_router(model: Decoder) -
     assert layer.gate.weight.grad is not None and layer.gate.weight.grad.abs().max() > 0
 
 
-def test_gates_over_replayed_experts_are_a_softmax_of_their_logits(model: Decoder) -> None:
+def test_gates_over_replayed_experts_are_softmax_of_their_logits(model: Decoder) -> None:
     shape = model.config.experts
     assert shape is not None
     scores = torch.randn(11, 6)

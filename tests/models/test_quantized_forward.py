@@ -124,16 +124,14 @@ LARGER = ["model.width=128", "model.mlp=384", "model.layers=3", "model.max_posit
 
 @pytest.mark.parametrize("rest", ["fp32", "bf16"])
 @pytest.mark.parametrize("format", ["int4", "nvfp4", "nf4"])
-def test_the_aligned_learners_log_probs_are_those_that_the_engine_recorded(
-    make_run: MakeRun, format: str, rest: str
-):
+def test_aligned_learner_has_the_log_probs_of_the_engine(make_run: MakeRun, format: str, rest: str):
     run = make_run(QARL, f"rollout.format={format}", f"rollout.unquantized={rest}", *LARGER)
     policy = build(run)
     gap = gap_to_learner(policy, drawn_tokens(VersionBuilder(run).build(policy.model, 0)))
     assert gap.max() < 1e-4
 
 
-def test_what_is_not_quantized_travels_in_bfloat16_where_that_is_asked_for(make_run: MakeRun):
+def test_unquantized_tensors_travel_in_bfloat16_if_asked(make_run: MakeRun):
     model = build(make_run()).model
     kv = {"kv": torch.ones(2)}
     wide, narrow = (
@@ -147,7 +145,7 @@ def test_what_is_not_quantized_travels_in_bfloat16_where_that_is_asked_for(make_
         assert narrow[name].dtype == (tensor.dtype if quantized else torch.bfloat16)
 
 
-def test_a_forward_on_rounded_tensors_has_the_gradient_of_the_masters(make_run: MakeRun):
+def test_forward_on_rounded_tensors_has_the_masters_gradient(make_run: MakeRun):
     run = make_run(QARL, "rollout.unquantized=bf16")
     model = build(run).model
     with torch.no_grad():
@@ -174,9 +172,7 @@ def test_a_forward_on_rounded_tensors_has_the_gradient_of_the_masters(make_run: 
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])
-def test_with_quantized_activations_learner_and_engine_differ_as_the_engine_does_from_itself(
-    make_run: MakeRun, format: str
-):
+def test_quantized_activations_differ_as_the_engine_from_itself(make_run: MakeRun, format: str):
     # Where float32 rounding turns the code of an activation, no two orders of summation agree to 1e-4.
     run = make_run(QARL, f"rollout.format={format}", *LARGER)
     policy, plain = build(run), build(make_run(f"rollout.format={format}", *LARGER))
@@ -245,7 +241,7 @@ def test_every_update_quantizes_the_weights_anew(make_run: MakeRun, make_samples
     assert not all(torch.equal(_bytes(after[k]), _bytes(before[k])) for k in fresh)
 
 
-def test_a_step_after_a_restored_checkpoint_is_bit_for_bit_the_step_without_one(
+def test_step_after_a_restore_is_bit_for_bit_the_step_without(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
 ):
     run = make_run(QARL, "learner.optimizer.lr=0.01", "learner.reference_kl.coef=0.01")

@@ -24,7 +24,7 @@ AQN = ["rollout.aqn={}", "steps=20", "learner.uaq=1.0"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_noise_starts_at_its_start_falls_and_ends_where_the_schedule_says(schedule):
+def test_noise_falls_from_start_to_end_of_its_schedule(schedule):
     cfg = Aqn(schedule=schedule)
     sigmas = [sigma_of(cfg, k) for k in range(10)]
     # As printed the last exponent is 8/9: 1e-2 · 20^(-8/9).
@@ -53,7 +53,7 @@ def test_stages_are_equal_parts_of_the_run():
     assert len({n.seed for n in stages if n}) == 181
 
 
-def test_a_run_that_goes_on_for_longer_keeps_the_noise_of_the_versions_it_had(make_run: MakeRun):
+def test_longer_run_keeps_the_noise_of_earlier_versions(make_run: MakeRun):
     run = make_run("rollout.aqn={}", "steps=200")
     again = override(parse(dump_toml(run), "config.toml"), "steps=900")
     assert again.steps == 900
@@ -62,7 +62,7 @@ def test_a_run_that_goes_on_for_longer_keeps_the_noise_of_the_versions_it_had(ma
     assert make_run("rollout.aqn={steps=50}", "steps=200").rollout.aqn == Aqn(steps=50)
 
 
-def test_only_the_norms_before_q_k_v_and_gate_up_are_noisy_and_only_when_published(
+def test_only_published_norms_before_qkv_and_gate_up_are_noisy(
     make_run: MakeRun,
 ):
     run = make_run(*AQN)
@@ -83,7 +83,7 @@ def test_only_the_norms_before_q_k_v_and_gate_up_are_noisy_and_only_when_publish
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-def test_a_version_is_rebuilt_bit_for_bit_from_its_manifest_and_the_learners_weights(
+def test_noisy_version_is_rebuilt_bit_for_bit_from_its_manifest(
     make_run: MakeRun,
 ):
     run = make_run("rollout.aqn={}", "steps=20", "learner.uaq=1.5")

@@ -86,7 +86,7 @@ def test_int4_is_what_compressed_tensors_packs(weight):
 
 
 @pytest.mark.parametrize("width", [1, 7, 8, 9, 130])
-def test_rows_that_end_within_a_word_are_packed_as_compressed_tensors_does(width):
+def test_rows_that_end_in_a_word_pack_as_compressed_tensors_does(width):
     weight = torch.randn(5, width)
     parts = FORMATS["int4"].quantize(weight, "w")
     shape = torch.Size(parts["weight_shape"].tolist())
@@ -112,7 +112,7 @@ def test_nvfp4_is_what_compressed_tensors_packs(weight):
     assert torch.equal(FORMATS["nvfp4"].dequantize(parts), real)
 
 
-def test_mxfp4_is_torchaos_mx_tensor_in_the_mode_of_the_specification(weight):
+def test_mxfp4_is_torchao_s_mx_tensor_in_its_standard_mode(weight):
     scale, packed = to_mx(weight, torch.float4_e2m1fn_x2, 32, ScaleCalculationMode.FLOOR)
     parts = FORMATS["mxfp4"].quantize(weight, "w")
     assert same(parts["weight_scale"], scale.view(torch.uint8))

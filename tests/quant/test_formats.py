@@ -87,7 +87,7 @@ def test_rows_of_zeros_and_of_subnormals_keep_a_defined_scale():
 
 
 @every_format
-def test_zeros_are_zeros_and_what_is_hardly_there_stays_in_bounds(name):
+def test_zeros_stay_zeros_and_tiny_weights_stay_in_bounds(name):
     weight = torch.zeros(3, 256)
     assert torch.equal(FORMATS[name].dequantize(FORMATS[name].quantize(weight, "w")), weight)
     weight[0, 3], weight[1, 200], weight[2, 0] = 1e-45, -TINY, 3e-39
@@ -125,7 +125,7 @@ def test_what_is_no_float_matrix_is_refused_by_name(name, weight):
 
 
 @every_format
-def test_magnitudes_up_to_2_to_the_127_are_kept_and_larger_ones_refused(name):
+def test_magnitudes_up_to_2_to_the_127_are_kept_larger_refused(name):
     weight = torch.tensor([[2.0**127, -(2.0**127), 1.0, 0.0]])
     assert FORMATS[name].dequantize(FORMATS[name].quantize(weight, "w")).isfinite().all()
     with pytest.raises(QuantizationError, match="huge"):
@@ -134,7 +134,7 @@ def test_magnitudes_up_to_2_to_the_127_are_kept_and_larger_ones_refused(name):
 
 @every_format
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_weights_of_other_float_dtypes_are_taken_as_the_float32_that_they_are(name, dtype):
+def test_weights_of_other_float_dtypes_are_taken_as_float32(name, dtype):
     weight = torch.randn(6, 48).to(dtype)
     want = FORMATS[name].quantize(weight.float(), "w")
     for suffix, tensor in FORMATS[name].quantize(weight, "w").items():
@@ -155,7 +155,7 @@ def test_what_lies_beyond_given_ranges_is_clamped(name):
 
 
 @every_format
-def test_measured_ranges_are_those_that_are_used_when_none_are_given(name):
+def test_measured_ranges_are_used_when_none_are_given(name):
     weight = torch.randn(130, 300)
     given_them = FORMATS[name].quantize(weight, "w", FORMATS[name].ranges(weight))
     for suffix, tensor in FORMATS[name].quantize(weight, "w").items():
@@ -163,7 +163,7 @@ def test_measured_ranges_are_those_that_are_used_when_none_are_given(name):
 
 
 @every_format
-def test_a_linear_multiplies_with_the_dequantized_weights_of_all_its_parts(name):
+def test_linear_multiplies_with_dequantized_weights_of_all_parts(name):
     chosen = FORMATS[name]
     parts = [chosen.quantize(torch.randn(rows, 200), "w") for rows in (40, 24)]
     x, bias, residual = torch.randn(9, 200), torch.randn(64), torch.randn(9, 64)
@@ -178,7 +178,7 @@ def test_a_linear_multiplies_with_the_dequantized_weights_of_all_its_parts(name)
 
 
 @every_format
-def test_some_outputs_of_a_linear_alone_are_what_they_are_among_all(name):
+def test_some_outputs_of_a_linear_are_the_same_among_all(name):
     chosen = FORMATS[name]
     linear = chosen.linear([chosen.quantize(torch.randn(n, 160), "w") for n in (130, 40)])
     x, index = torch.randn(5, 160), torch.tensor([129, 3, 169, 0])
@@ -239,7 +239,7 @@ def test_the_integer_product_is_exact_without_the_fast_kernel(monkeypatch):
         assert torch.equal(int8_matmul(a, b.t()).long(), a.long() @ b.long().t())
 
 
-def test_int8_linear_multiplies_dequantized_activations_with_dequantized_weights():
+def test_int8_linear_multiplies_dequantized_operands():
     x, weight, residual = torch.randn(9, 48), torch.randn(21, 48), torch.randn(9, 21)
     parts = INT8.quantize(weight, "w")
     codes, scale = quantize_rows(x)
@@ -293,7 +293,7 @@ def test_a_state_survives_the_round_trip_within_the_bound(name, layers):
             assert torch.equal(restored[key], tensor) and published[key].dtype == torch.float32
 
 
-def test_int4_fp8_chooses_codes_for_the_scales_that_the_engine_derives_by_hand():
+def test_int4_fp8_chooses_codes_for_the_engine_s_own_scales():
     # Group scales 448, 57 and 2⁻¹² times 2⁻¹⁰: the row's is 2⁻¹⁰, and E4M3 has 56 beside 448, not 57.
     weight = torch.zeros(1, 384)
     weight[0, [0, 128, 256]] = torch.tensor([448.0, 57.0, 2.0**-12]) * 7 * 2**-10

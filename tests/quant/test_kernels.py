@@ -62,7 +62,7 @@ def test_they_do_so_for_every_code_and_every_border_between_two(name, width):
     assert_same(FORMATS[name].quantize(weight, "w"), plain(name, weight))
 
 
-def test_every_float_near_e4m3s_range_is_rounded_as_torch_rounds_it():
+def test_floats_near_the_range_of_e4m3_round_as_torch_rounds():
     bits = torch.arange(0, 2**31, 997, dtype=torch.int64).to(torch.int32)
     x = bits.view(torch.float32)
     x = torch.cat((x[x <= 2.0**120], -x[x <= 2.0**120]))[: 2 * 10**6]
@@ -74,7 +74,7 @@ def test_every_float_near_e4m3s_range_is_rounded_as_torch_rounds_it():
 
 @pytest.mark.parametrize("dtype", [torch.int8, E4M3])
 @pytest.mark.parametrize("block", [(1, 300), (128, 128)])
-def test_a_fold_is_applied_before_quantizing_and_moved_codes_are_counted(dtype, block):
+def test_fold_precedes_quantizing_and_moved_codes_are_counted(dtype, block):
     weight, fold = torch.randn(200, 300), 1 / 1.5
     before = dispatch.eight_bits(weight, "w", dtype, block)
     folded = dispatch.eight_bits(weight * torch.tensor(fold), "w", dtype, block)

@@ -38,7 +38,7 @@ FP8 = ["rollout.engine.kv_cache=fp8", "rollout.format=bf16", "model.max_position
 
 
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1), st.floats(1.0, 4.0), st.booleans())
-def test_codes_are_torchs_own_cast_within_the_range_and_saturate_beyond(values, margin, small):
+def test_codes_are_torch_s_cast_in_range_and_saturate_beyond(values, margin, small):
     x = torch.tensor(values, dtype=torch.float32)
     seen = x.abs().max() / (3 if small else 1)
     scale = scale_for(seen, margin)
@@ -132,7 +132,7 @@ def measured(model: Decoder) -> Tensor:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_log_probs_are_those_of_attention_to_rounded_keys_and_values(
+def test_log_probs_are_of_attention_to_rounded_keys_and_values(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, fused: bool
 ):
     run = make_run(*FP8)
@@ -150,9 +150,7 @@ def test_log_probs_are_those_of_attention_to_rounded_keys_and_values(
 
 
 @pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
-def test_every_version_has_scales_of_its_own_and_a_slot_keeps_what_it_was_cached_with(
-    make_run: MakeRun, kv_on_update
-):
+def test_every_version_has_its_own_scales_and_slots_keep_theirs(make_run: MakeRun, kv_on_update):
     run = make_run(*FP8)
     first, second = model_of(run, 0), model_of(run, 1)
     builder = VersionBuilder(run)
@@ -224,7 +222,7 @@ def test_the_learners_scales_are_percentiles_of_what_it_sees(
             assert float(found[name_of(i, which)]) == pytest.approx(float(wanted), rel=0.02)
 
 
-def test_published_scales_reach_the_engine_and_come_back_with_the_checkpoint(
+def test_published_scales_reach_the_engine_and_the_checkpoint(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
 ):
     run = make_run(*FP8, "rollout.kv_scales={}")

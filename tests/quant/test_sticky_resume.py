@@ -84,7 +84,7 @@ def life(directory: Path, killed_at: int = -1) -> list[tuple[int, str]]:
     return [(int(version), digest) for version, digest in lines]
 
 
-def test_a_learner_killed_between_steps_publishes_the_versions_of_one_that_was_not(
+def test_killed_learner_goes_on_to_publish_the_same_versions(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
 ):
     run = make_run(*SETTINGS, "rollout.format=nvfp4")
@@ -108,7 +108,7 @@ def build(run: Run) -> TorchPolicy:
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_a_checkpoint_without_ranges_restores_and_says_that_versions_will_differ(
+def test_checkpoint_without_ranges_restores_with_a_warning(
     make_run: MakeRun,
     make_samples: MakeSamples,
     tmp_path: Path,

@@ -34,7 +34,7 @@ def stepped(state: dict[str, torch.Tensor], lr: float, seed: int) -> dict[str, t
     }
 
 
-def test_a_range_stays_between_its_two_bounds_and_is_recentred_beyond_them():
+def test_range_stays_between_its_bounds_and_is_recentred_beyond():
     sticky = StickyRanges(0.1)
     used = [float(sticky("w", ranges(m)).blocks) for m in (1.0, 1.05, 0.95, 1.11, 1.15, 1.0, 0.5)]
     assert used[0] == used[1] == used[2] and used[3] == used[4]
@@ -43,7 +43,7 @@ def test_a_range_stays_between_its_two_bounds_and_is_recentred_beyond_them():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=30), st.floats(0.001, 1.0))
-def test_no_range_is_ever_exceeded_or_larger_than_the_bound_allows(measured, drift):
+def test_no_range_is_exceeded_or_larger_than_its_bound(measured, drift):
     sticky = StickyRanges(drift)
     for m in measured:
         used = float(sticky("w", ranges(m)).blocks)
@@ -87,7 +87,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_restored_ranges_give_the_same_bits_as_those_that_were_never_lost(name):
+def test_restored_ranges_give_the_same_bits(name):
     states, sticky, again = [state_of()], StickyRanges(0.05), StickyRanges(0.05)
     for seed in range(3):
         states.append(stepped(states[-1], 2e-3, seed))
@@ -117,7 +117,7 @@ def test_ranges_of_another_shape_are_not_gone_on_with():
     st.lists(st.floats(0, 2.0**100, width=32), min_size=1, max_size=20),
     st.floats(1e-9, 1),
 )
-def test_ranges_chosen_for_some_weights_stay_for_the_same_weights(sizes: list[float], drift: float):
+def test_ranges_chosen_for_weights_stay_for_the_same_weights(sizes: list[float], drift: float):
     sticky = StickyRanges(drift)
     for m in sizes:
         chosen = [float(sticky("w", ranges(m)).blocks) for _ in range(3)]
@@ -134,7 +134,7 @@ def test_sticky_scales_cost_little_precision(name):
     assert error <= 1.35 * normalized_error(state, quantize_state(state, name), name)
 
 
-def test_linears_that_an_engine_fuses_share_the_scale_of_the_tensor():
+def test_linears_that_an_engine_fuses_share_the_tensor_s_scale():
     state = state_of()
     state[f"{LAYER}.self_attn.q_proj.weight"] *= 10
     published = quantize_state(state, "nvfp4")
@@ -160,7 +160,7 @@ def test_the_metrics_of_a_change_by_hand():
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
-def test_moved_codes_are_counted_one_by_one_however_they_are_packed(name):
+def test_moved_codes_are_counted_however_they_are_packed(name):
     key = f"{LAYER}.mlp.up_proj.weight"
     weight = torch.full((4, 256), 0.5)
     weight[:, ::16] = 1.0

@@ -76,7 +76,7 @@ def test_folding_back_restores_the_original_weights(model):
         model.load_state_dict(original)
 
 
-def test_uaq_touches_the_norms_that_feed_linears_and_those_linears_only(model):
+def test_uaq_touches_only_linears_and_the_norms_that_feed_them(model):
     before = copy.deepcopy(model.state_dict())
     apply_uaq(model, 2.0)
     for name, tensor in model.state_dict().items():
@@ -173,7 +173,7 @@ def test_uaq_preserves_the_logits_of_a_mixture_of_experts(family):
         ("gate", "experts.0.w1", "experts.0.w3"),
     ],
 )
-def test_every_reader_of_a_norm_is_divided_in_the_layout_of_checkpoints(names):
+def test_every_reader_of_a_norm_is_divided_in_checkpoint_layout(names):
     layer, block = "model.layers.0", "block_sparse_moe" if "experts.0.w1" in names else "mlp"
     state = {f"{layer}.post_attention_layernorm.weight": torch.ones(4)}
     state |= {f"{layer}.{block}.{name}.weight": torch.ones(4, 4) for name in names}

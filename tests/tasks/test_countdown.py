@@ -52,7 +52,7 @@ def test_every_problem_has_the_solution_that_it_comes_with(numbers: int):
         CharTokenizer().encode(problem.prompt + problem.answer)
 
 
-def test_the_problems_are_the_same_every_time_and_no_held_out_numbers_are_trained_on():
+def test_problems_are_stable_and_held_out_numbers_never_trained():
     one, other = build_task(Countdown()), build_task(Countdown())
     assert [*one.heldout] == [*other.heldout] and [*one.train[:99]] == [*other.train[:99]]
     assert len({p.prompt for p in one.heldout}) == 256

@@ -109,7 +109,7 @@ def scored(run: Run, *responses: str) -> list[Score]:
 # A user's own file
 
 
-def test_a_reward_from_a_file_scores_with_its_parts_whatever_it_prints(tmp_path: Path):
+def test_reward_from_a_file_scores_its_parts_whatever_it_prints(tmp_path: Path):
     right, wrong, parts, stdin = scored(settings(tmp_path), "4", "5", "parts", "stdin")
     assert (right, wrong) == (Score(1.0, True), Score(0.0, False))
     assert parts == Score(0.25, True, {"style": 2.0})
@@ -200,7 +200,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_many_at_once_share_the_processes_and_each_has_its_own_score(tmp_path: Path):
+def test_many_at_once_share_processes_and_get_their_own_scores(tmp_path: Path):
     async def work(reward: Reward) -> None:
         responses = ["4", "5", "raise"] * 40
         scores = await asyncio.gather(*(reward(PROBLEM, r, 1) for r in responses))
@@ -221,7 +221,7 @@ def test_a_cancelled_score_leaves_no_reply_for_the_next_question(tmp_path: Path)
     using(settings(tmp_path, "reward.processes=1"), work)
 
 
-def test_no_process_outlives_close_nor_a_kill_of_the_one_that_scores(tmp_path: Path):
+def test_no_process_outlives_close_or_the_death_of_its_parent(tmp_path: Path):
     pids = [int(s.reward) for s in scored(settings(tmp_path), "pid")]
     assert all(map(gone, pids))
 

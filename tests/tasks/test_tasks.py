@@ -107,7 +107,7 @@ def test_a_quick_score_never_raises_and_is_0_or_1(cfg: TaskConfig, response: str
 # Arithmetic
 
 
-def test_arithmetic_holds_out_a_pair_in_both_orders_and_leaves_none_out() -> None:
+def test_arithmetic_holds_out_pairs_in_both_orders() -> None:
     task = build_task(Arithmetic(digits=1, heldout=20))
 
     def pairs(problems: Sequence[Problem]) -> set[tuple[int, int]]:
@@ -172,7 +172,7 @@ def test_permute_spreads_neighbours_like_a_random_order() -> None:
     assert sum(a == i for i, a in enumerate(places)) < 10
 
 
-def test_problems_come_once_an_epoch_in_another_order_each_epoch_and_seed() -> None:
+def test_problems_come_once_an_epoch_in_another_order_each_time() -> None:
     task = build_task(Arithmetic(digits=1, heldout=20))
 
     def epoch(number: int, seed: int) -> list[Problem]:
@@ -205,7 +205,7 @@ def test_calculator_reads_annotations_and_counts_malformed_ones(tmp_path: Path) 
     assert task.skipped == 5
 
 
-def test_calculator_never_trains_on_a_prompt_of_the_held_out_lines(tmp_path: Path) -> None:
+def test_calculator_never_trains_on_held_out_prompts(tmp_path: Path) -> None:
     answers = [f"<<{i % 13}+1={i % 13 + 1}>>" for i in range(20)]
     task = build_task(Calculator(path=write(tmp_path / "f.jsonl", answers), heldout=0.1))
     assert {p.prompt for p in task.heldout} == {"5+1=", "6+1="}
