@@ -29,7 +29,7 @@ from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, enco
 from bench.common import ROOT, commit, device, number, peer_env, publish, say, table, versions
 from bench.peers.buffer_rows import make_group, nbytes_of, summary
 from buffer.logs.trajectory_log import TrajectoryLog, read_log
-from buffer.logs.trajectory_schema import SCHEMA, to_table
+from buffer.logs.trajectory_schema import TRAJECTORY_SCHEMA, groups_to_table
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.redis_store.local_server import RedisServer
 
@@ -145,7 +145,7 @@ def log_results(tokens: int, count: int) -> Result:
     """Seconds of wall time to write and read `count` groups, a step each of 8: ours and plain pyarrow's."""
     groups = [group_of(ticket_of(n), tokens) for n in range(count)]
     steps = [groups[i : i + 8] for i in range(0, count, 8)]
-    tables = [to_table(step, step, batch) for step, batch in enumerate(steps)]
+    tables = [groups_to_table(step, step, batch) for step, batch in enumerate(steps)]
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
 
@@ -156,7 +156,9 @@ def log_results(tokens: int, count: int) -> Result:
             log.close()
 
         def plain() -> None:
-            with pq.ParquetWriter(directory / "plain", SCHEMA, compression="zstd") as writer:
+            with pq.ParquetWriter(
+                directory / "plain", TRAJECTORY_SCHEMA, compression="zstd"
+            ) as writer:
                 for rows in tables:
                     writer.write_table(rows)
 

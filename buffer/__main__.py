@@ -16,7 +16,7 @@ from areal_q.errors import AReaLQError, ConfigError
 from areal_q.system.command import PLAIN, WIDTH, accept_any_text, console
 from areal_q.system.credentials import no_password
 from buffer.admin import actions, inspect_state, tables
-from buffer.admin.open_run import opened
+from buffer.admin.open_run import open_run
 
 app = typer.Typer(
     name="areal-q buffer",
@@ -42,8 +42,8 @@ KINDS = ("groups", "tickets", "eval", "quarantine")
 @app.command()
 def status(directory: Directory = None, url: Url = None, run: Name = None, json: Json = False):
     """Streams, memory, workers: how much waits where, and since when."""
-    with opened(directory, url, run) as (client, name):
-        found = inspect_state.status(client, name)
+    with open_run(directory, url, run) as (client, name):
+        found = inspect_state.read_status(client, name)
     if json:
         _print_json(found)
     else:
@@ -63,7 +63,7 @@ def peek(
     """What is in the buffer; with --ticket N one group: its texts, tokens, log-probs, versions, rewards."""
     if what not in KINDS:
         raise ConfigError(f"--what {what}: none of {', '.join(KINDS)}")
-    with opened(directory, url, run) as (client, name):
+    with open_run(directory, url, run) as (client, name):
         if ticket is not None:
             found = next(
                 (g for _, g in inspect_state.groups(client, name) if g.ticket.number == ticket),
@@ -85,8 +85,8 @@ def peek(
 @app.command()
 def export(to: To, directory: Directory = None, url: Url = None, run: Name = None) -> None:
     """Write the committed groups as Parquet, in the format of the trajectory log. They stay in Redis."""
-    with opened(directory, url, run) as (client, name):
-        typer.echo(f"{actions.export(client, name, to)} groups in {to}")
+    with open_run(directory, url, run) as (client, name):
+        typer.echo(f"{actions.export_groups(client, name, to)} groups in {to}")
 
 
 @app.command("import")
@@ -102,8 +102,8 @@ def import_(
     to_step: Annotated[int | None, typer.Option(min=1, help="step to stop before")] = None,
 ) -> None:
     """Add logged groups to the buffer, bit for bit. Those of tickets that are there are passed over."""
-    with opened(directory, url, run) as (client, name):
-        added, passed = actions.import_(client, name, log, from_step, to_step)
+    with open_run(directory, url, run) as (client, name):
+        added, passed = actions.import_groups(client, name, log, from_step, to_step)
     typer.echo(f"{added} groups imported, {passed} passed over: they were there")
 
 
@@ -118,8 +118,8 @@ def requeue(
     """Put refused records back where they came from. What would be refused again stays, with the reason."""
     if bool(ids) == everything:
         raise ConfigError("either ids of the quarantine, or --all")
-    with opened(directory, url, run) as (client, name):
-        put_back, stayed = actions.requeue(client, name, ids or [])
+    with open_run(directory, url, run) as (client, name):
+        put_back, stayed = actions.requeue_records(client, name, ids or [])
     for line in stayed:
         typer.echo(f"stays: {tables.escaped(line)}", err=True)
     typer.echo(f"{len(put_back)} records put back, {len(stayed)} stay")
@@ -138,13 +138,13 @@ def purge(
     """Delete from Redis. Groups that are deleted before they were learnt from are lost."""
     if what not in ("quarantine", "groups", "all"):
         raise ConfigError(f"--what {what}: none of quarantine, groups, all")
-    with opened(directory, url, run) as (client, name):
-        found = inspect_state.status(client, name)
+    with open_run(directory, url, run) as (client, name):
+        found = inspect_state.read_status(client, name)
         if what == "all" and found.workers:
             raise ConfigError(f"--what all: workers are at work for {name}; stop the run first")
         if not yes:
             typer.confirm(f"delete {tables.what_goes(found, what)} of run {name}?", abort=True)
-        count = actions.purge(client, name, cast(actions.What, what))
+        count = actions.purge_run(client, name, cast(actions.What, what))
     typer.echo(f"{count} {'keys' if what == 'all' else 'entries'} deleted")
 
 

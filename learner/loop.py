@@ -32,7 +32,7 @@ from buffer.logs.step_log import StepLog, StepRecord
 from buffer.logs.token_log import TokenLog
 from buffer.logs.trajectory_log import TrajectoryLog
 from buffer.redis_store import START, LearnerBuffer
-from buffer.sampling.replay_pool import Draw
+from buffer.sampling.replay_pool import SampledGroups
 from buffer.weight_sync.server import WeightServer
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
@@ -185,7 +185,7 @@ class Learner:
             "weights/codes_moved": self.builder.codes_moved,
         }
 
-    def record(self, step: int, taken: Draw, values: dict[str, float]) -> None:
+    def record(self, step: int, taken: SampledGroups, values: dict[str, float]) -> None:
         """Logs step `step`, which is about to make version `step` + 1, with all that a replay needs."""
         if not self.log or not self.steps:
             return

@@ -23,7 +23,7 @@ import typer
 
 from bench.common import commit, device, number, publish, say, table
 from bench.scale.redis_costs import GROUP_SIZE, RedisCosts, group_bytes, measure
-from buffer.redis_store.learner_side import PAGE
+from buffer.redis_store.learner_side import READ_PAGE
 
 WORKERS = (100, 1_000, 3_000, 10_000)
 Process = Generator[Any, Any, None]
@@ -182,7 +182,7 @@ class Simulation:
             admitted = bound
             began, taken = self.env.now, 0
             while taken < load.batch:
-                ages = yield from self.read(min(PAGE, load.batch - taken), version)
+                ages = yield from self.read(min(READ_PAGE, load.batch - taken), version)
                 self.lag_max = max([self.lag_max, *(age for age in ages if age <= load.max_lag)])
                 late = sum(age > load.max_lag for age in ages)
                 for _ in range(late):

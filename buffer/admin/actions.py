@@ -10,7 +10,7 @@ import redis
 from areal_q.errors import BufferFull, ConfigError, LogError, RecordError
 from areal_q.messages import Group, decode_group, decode_ticket, encode
 from buffer.admin import inspect_state
-from buffer.admin.inspect_state import PAGE, Refused
+from buffer.admin.inspect_state import ENTRIES_PER_PAGE, RefusedRecord
 from buffer.logs.trajectory_log import TrajectoryLog, iter_log
 from buffer.redis_store import lua_scripts
 from buffer.redis_store.connection import refuses_writes
@@ -22,9 +22,10 @@ NOT_TAKEN = -1
 What = Literal["quarantine", "groups", "all"]
 
 
-def export(client: redis.Redis, run: str, directory: Path) -> int:
-    """Writes the committed groups to `directory` in the format of the trajectory log, PAGE to a `step`; returns
-    their number. They stay in Redis. Raises LogError where the directory holds a log."""
+def export_groups(client: redis.Redis, run: str, directory: Path) -> int:
+    """Writes the committed groups to `directory` in the format of the trajectory log, ENTRIES_PER_PAGE of them
+    to a `step`, and returns their number. They stay in Redis. Raises LogError unless the directory is empty or
+    missing."""
     if directory.exists() and any(directory.iterdir()):
         raise LogError(f"{directory}: not empty")
     found = (group for _, group in inspect_state.groups(client, run))
@@ -38,7 +39,7 @@ def export(client: redis.Redis, run: str, directory: Path) -> int:
     return count
 
 
-def import_(
+def import_groups(
     client: redis.Redis, run: str, directory: Path, from_step: int = 0, to_step: int | None = None
 ) -> tuple[int, int]:
     """Adds the logged groups to the run's stream, bit for bit the records that workers committed; returns how
@@ -65,7 +66,9 @@ def import_(
     return added, passed
 
 
-def requeue(client: redis.Redis, run: str, ids: list[str]) -> tuple[list[Refused], list[str]]:
+def requeue_records(
+    client: redis.Redis, run: str, ids: list[str]
+) -> tuple[list[RefusedRecord], list[str]]:
     """Puts refused records back at the end of the streams that they came from: all, or those of `ids`. Returns
     them, and for each that stayed why. Raises ConfigError for an id that is not there."""
     refused = list(inspect_state.quarantine(client, run))
@@ -84,7 +87,7 @@ def requeue(client: redis.Redis, run: str, ids: list[str]) -> tuple[list[Refused
     return put_back, stayed
 
 
-def still_refused(record: Refused, keys: Keys) -> str | None:
+def still_refused(record: RefusedRecord, keys: Keys) -> str | None:
     """Why a record would be refused again; None if it would not."""
     if not record.whole:
         return f"only {len(record.record)} of {record.nbytes} bytes were kept"
@@ -100,7 +103,7 @@ def still_refused(record: Refused, keys: Keys) -> str | None:
     return None
 
 
-def purge(client: redis.Redis, run: str, what: What) -> int:
+def purge_run(client: redis.Redis, run: str, what: What) -> int:
     """Deletes the quarantine, the committed groups, or every key of the run; returns the number of entries, or
     of keys."""
     keys = Keys(run)
@@ -117,7 +120,7 @@ def purge(client: redis.Redis, run: str, what: What) -> int:
 
 
 def _pages(groups: Iterator[Group]) -> Iterator[list[Group]]:
-    while page := list(islice(groups, PAGE)):
+    while page := list(islice(groups, ENTRIES_PER_PAGE)):
         yield page
 
 

@@ -12,7 +12,7 @@ from areal_q.messages import Group, Ticket, decode_group, decode_ticket
 from buffer.interface import START
 from buffer.redis_store.keys import RECORD, WORKERS_GROUP, Keys
 
-PAGE = 64
+ENTRIES_PER_PAGE = 64
 
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Names; their heartbeats are in the metrics"""
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
+class RefusedRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A record in the quarantine."""
 
     id: str
@@ -67,7 +67,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.record) == self.nbytes
 
 
-def status(client: redis.Redis, run: str) -> Status:
+def read_status(client: redis.Redis, run: str) -> Status:
     keys = Keys(run)
     info: Any = client.info()
     names: Any = client.smembers(keys.workers)
@@ -111,11 +111,11 @@ def tickets(client: redis.Redis, stream: str) -> Iterator[tuple[str, Ticket]]:
             continue
 
 
-def quarantine(client: redis.Redis, run: str) -> Iterator[Refused]:
+def quarantine(client: redis.Redis, run: str) -> Iterator[RefusedRecord]:
     for entry, fields in pages(client, Keys(run).quarantine):
         text = {k: fields.get(k, b"").decode(errors="replace") for k in (b"source", b"reason")}
         record = fields.get(RECORD, b"")
-        yield Refused(
+        yield RefusedRecord(
             id=entry,
             source=text[b"source"],
             reason=text[b"reason"],
@@ -127,13 +127,13 @@ def quarantine(client: redis.Redis, run: str) -> Iterator[Refused]:
 def pages(
     client: redis.Redis, stream: str, after: str = START
 ) -> Iterator[tuple[str, dict[bytes, bytes]]]:
-    """All entries of a stream, PAGE at a time."""
+    """All entries of a stream, ENTRIES_PER_PAGE at a time."""
     while True:
-        page: Any = client.xrange(stream, min=f"({after}", count=PAGE)
+        page: Any = client.xrange(stream, min=f"({after}", count=ENTRIES_PER_PAGE)
         for entry, fields in page:
             after = entry.decode()
             yield after, fields
-        if len(page) < PAGE:
+        if len(page) < ENTRIES_PER_PAGE:
             return
 
 

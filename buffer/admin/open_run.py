@@ -19,7 +19,7 @@ from buffer.redis_store.local_server import RedisServer
 
 
 @contextmanager
-def opened(
+def open_run(
     directory: Path | None, url: str | None, run: str | None
 ) -> Iterator[tuple[redis.Redis, str]]:
     """(a client, the run's name). Raises ConfigError, or BufferUnavailable where nothing answers."""

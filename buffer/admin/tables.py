@@ -19,7 +19,7 @@ from areal_q.messages import Group, Trajectory
 from areal_q.observability.run_summary import size
 from areal_q.tasks import Tokenizer, build_tokenizer
 from buffer.admin import inspect_state
-from buffer.admin.inspect_state import Refused, Status
+from buffer.admin.inspect_state import RefusedRecord, Status
 from buffer.redis_store.keys import Keys
 
 MAX_TEXT = 2000
@@ -174,7 +174,7 @@ def _group_row(entry: str, group: Group) -> Row:
     }
 
 
-def _refused_row(record: Refused) -> Row:
+def _refused_row(record: RefusedRecord) -> Row:
     return {
         "id": record.id,
         "source": record.source.rpartition(":")[2],

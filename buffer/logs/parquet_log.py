@@ -40,7 +40,7 @@ class LogFormat:
     version: int
 
 
-class PartLog:
+class ParquetLog:
     """Appends to the parts in `directory`. One writer per directory.
 
     Delivery: what was appended before a `flush` that returned is on disk, whatever happens after. What was

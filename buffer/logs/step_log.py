@@ -7,10 +7,10 @@ from typing import Any, get_type_hints
 import msgspec
 import pyarrow as pa
 
-from buffer.logs.parquet_log import LogFormat, PartLog, row_groups
+from buffer.logs.parquet_log import LogFormat, ParquetLog, row_groups
 
-SCHEMA_VERSION = 2
-METADATA_KEY = b"areal-q-steps-schema"
+_SCHEMA_VERSION = 2
+_METADATA_KEY = b"areal-q-steps-schema"
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,18 +45,18 @@ _COLUMN_TYPES: dict[Any, pa.DataType] = {
     list[float]: pa.list_(pa.float64()),
     dict[str, float]: pa.map_(pa.string(), pa.float64()),
 }
-SCHEMA = pa.schema(
+STEP_SCHEMA = pa.schema(
     [(name, _COLUMN_TYPES[kind]) for name, kind in get_type_hints(StepRecord).items()],
-    metadata={METADATA_KEY: str(SCHEMA_VERSION)},
+    metadata={_METADATA_KEY: str(_SCHEMA_VERSION)},
 )
-FORMAT = LogFormat(SCHEMA, METADATA_KEY, SCHEMA_VERSION)
+STEP_LOG_FORMAT = LogFormat(STEP_SCHEMA, _METADATA_KEY, _SCHEMA_VERSION)
 
 
-class StepLog(PartLog):
+class StepLog(ParquetLog):
     """Appends step records to the parts in `directory`; flushed where the trajectory log is."""
 
     def __init__(self, directory: str | Path, resume_at: int = 0) -> None:
-        super().__init__(directory, FORMAT, resume_at)
+        super().__init__(directory, STEP_LOG_FORMAT, resume_at)
 
     def append(self, record: StepRecord) -> None:
         self.append_rows(lambda: _to_table(record))
@@ -69,7 +69,7 @@ def iter_steps(
 
     Raises RecordError for a part that is no step log or of a newer schema.
     """
-    for rows in row_groups(Path(directory), FORMAT):
+    for rows in row_groups(Path(directory), STEP_LOG_FORMAT):
         if from_step <= rows.step and (to_step is None or rows.step < to_step):
             for row in rows.read().to_pylist():
                 yield StepRecord(**(row | {"metrics": dict(row["metrics"])}))
@@ -77,4 +77,4 @@ def iter_steps(
 
 def _to_table(record: StepRecord) -> pa.Table:
     row = msgspec.structs.asdict(record) | {"metrics": list(record.metrics.items())}
-    return pa.Table.from_pylist([row], schema=SCHEMA)
+    return pa.Table.from_pylist([row], schema=STEP_SCHEMA)

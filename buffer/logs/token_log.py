@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from buffer.logs.parquet_log import LogFormat, PartLog, row_groups
+from buffer.logs.parquet_log import LogFormat, ParquetLog, row_groups
 
-SCHEMA_VERSION = 1
-METADATA_KEY = b"areal-q-tokens-schema"
+_SCHEMA_VERSION = 1
+_METADATA_KEY = b"areal-q-tokens-schema"
 MARKS = {"clipped_up": 1, "clipped_down": 2, "clipped_dual": 4, "truncated": 8, "dropped": 16}
 """Bits of a mark: clipped (no gradient, the ratio is out of its bounds); truncated (the mismatch weight was
 over its cap); dropped (masked out by the objective)"""
@@ -37,7 +37,7 @@ _LISTS = {
     "lag": pa.int32(),
     "marks": pa.uint8(),
 }
-SCHEMA = pa.schema(
+TOKEN_SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
         ("number", pa.int64()),
@@ -46,9 +46,9 @@ SCHEMA = pa.schema(
         ("largest_gap", pa.float32()),
         ("marked", pa.int32()),
     ],
-    metadata={METADATA_KEY: str(SCHEMA_VERSION)},
+    metadata={_METADATA_KEY: str(_SCHEMA_VERSION)},
 )
-FORMAT = LogFormat(SCHEMA, METADATA_KEY, SCHEMA_VERSION)
+TOKEN_LOG_FORMAT = LogFormat(TOKEN_SCHEMA, _METADATA_KEY, _SCHEMA_VERSION)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,18 +79,18 @@ class TokenScores:
     """bool [T]: tokens that count"""
 
 
-class TokenLog(PartLog):
+class TokenLog(ParquetLog):
     """Appends the scores of steps to the parts in `directory`; flushed where the trajectory log is."""
 
     def __init__(self, directory: str | Path, resume_at: int = 0) -> None:
-        super().__init__(directory, FORMAT, resume_at)
+        super().__init__(directory, TOKEN_LOG_FORMAT, resume_at)
 
     def append(self, step: int, scores: TokenScores) -> None:
         if len(scores.number):
-            self.append_rows(lambda: to_table(step, scores))
+            self.append_rows(lambda: tokens_to_table(step, scores))
 
 
-def to_table(step: int, scores: TokenScores) -> pa.Table:
+def tokens_to_table(step: int, scores: TokenScores) -> pa.Table:
     offsets = np.concatenate(([0], np.cumsum(scores.lengths))).astype(np.int32)
     starts = offsets[:-1]
     gap = np.abs(scores.proximal_logprobs - scores.behavior_logprobs)
@@ -105,8 +105,12 @@ def to_table(step: int, scores: TokenScores) -> pa.Table:
         name: pa.ListArray.from_arrays(pa.array(offsets), pa.array(getattr(scores, name), type))
         for name, type in _LISTS.items()
     }
-    columns = {name: pa.array(values, SCHEMA.field(name).type) for name, values in columns.items()}
-    return pa.Table.from_arrays([(columns | arrays)[f.name] for f in SCHEMA], schema=SCHEMA)
+    columns = {
+        name: pa.array(values, TOKEN_SCHEMA.field(name).type) for name, values in columns.items()
+    }
+    return pa.Table.from_arrays(
+        [(columns | arrays)[f.name] for f in TOKEN_SCHEMA], schema=TOKEN_SCHEMA
+    )
 
 
 def iter_tokens(
@@ -116,6 +120,6 @@ def iter_tokens(
 
     Raises RecordError for a part that is no token log or of a newer schema.
     """
-    for rows in row_groups(Path(directory), FORMAT):
+    for rows in row_groups(Path(directory), TOKEN_LOG_FORMAT):
         if from_step <= rows.step and (to_step is None or rows.step < to_step):
             yield rows.step, rows.read()

@@ -9,25 +9,27 @@ from itertools import groupby
 from pathlib import Path
 
 from areal_q.messages import Group
-from buffer.logs.parquet_log import LogFormat, PartLog, row_groups
-from buffer.logs.step_log import FORMAT as STEPS
-from buffer.logs.trajectory_schema import METADATA_KEY, SCHEMA, SCHEMA_VERSION, from_table, to_table
+from buffer.logs.parquet_log import ParquetLog, row_groups
+from buffer.logs.step_log import STEP_LOG_FORMAT
+from buffer.logs.trajectory_schema import (
+    TRAJECTORY_LOG_FORMAT,
+    groups_from_table,
+    groups_to_table,
+)
 
-FORMAT = LogFormat(SCHEMA, METADATA_KEY, SCHEMA_VERSION)
 
-
-class TrajectoryLog(PartLog):
+class TrajectoryLog(ParquetLog):
     """What a crash takes is still in Redis, since groups are trimmed there only after a flush: each group
     counts once."""
 
     def __init__(self, directory: str | Path, resume_at: int = 0) -> None:
-        super().__init__(directory, FORMAT, resume_at)
+        super().__init__(directory, TRAJECTORY_LOG_FORMAT, resume_at)
 
     def append(self, step: int, version: int, groups: list[Group]) -> None:
         """Queues the groups of one step, valid ones, in the order in which they were used. Steps come in
         order; one without groups leaves no row. Waits only while the writer is QUEUE_STEPS behind."""
         if groups:
-            self.append_rows(lambda: to_table(step, version, groups))
+            self.append_rows(lambda: groups_to_table(step, version, groups))
 
 
 def read_log(
@@ -49,10 +51,10 @@ def iter_log(
 ) -> Iterator[tuple[int, list[Group]]]:
     """Like `read_log`, one step in memory at a time. Without `validate`, groups that break their contract
     are given as they are, for whoever looks for what is wrong with them."""
-    steps = groupby(row_groups(Path(directory), FORMAT), key=lambda rows: rows.step)
+    steps = groupby(row_groups(Path(directory), TRAJECTORY_LOG_FORMAT), key=lambda rows: rows.step)
     for step, parts in steps:
         if from_step <= step and (to_step is None or step < to_step):
-            yield step, [g for rows in parts for g in from_table(rows.read(), validate)]
+            yield step, [g for rows in parts for g in groups_from_table(rows.read(), validate)]
 
 
 def logged_steps(run_dir: Path) -> int:
@@ -60,6 +62,6 @@ def logged_steps(run_dir: Path) -> int:
     going on; 0 where there is none. Reads no row."""
     ends = [
         max((rows.step + 1 for rows in row_groups(run_dir / kind, format)), default=0)
-        for kind, format in (("steps", STEPS), ("trajectories", FORMAT))
+        for kind, format in (("steps", STEP_LOG_FORMAT), ("trajectories", TRAJECTORY_LOG_FORMAT))
     ]
     return min(ends)

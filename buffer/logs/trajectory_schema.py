@@ -11,7 +11,7 @@ Of the trajectory:  index, response_ids, behavior_logprobs, loss_mask, spans, fi
                     where the reward did not fail)
 
 The names are those of areal_q.messages, where their units and shapes stand. A column that is added later
-needs a default for the files that lack it, and a higher SCHEMA_VERSION.
+needs a default for the files that lack it, and a higher _SCHEMA_VERSION.
 """
 
 import math
@@ -25,9 +25,10 @@ import pyarrow as pa
 from areal_q.config import Sampling
 from areal_q.errors import RecordError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
+from buffer.logs.parquet_log import LogFormat
 
-SCHEMA_VERSION = 5
-METADATA_KEY = b"areal-q-log-schema"
+_SCHEMA_VERSION = 5
+_METADATA_KEY = b"areal-q-log-schema"
 
 _SAMPLING = pa.struct(
     [
@@ -40,7 +41,7 @@ _SAMPLING = pa.struct(
 _SPANS = pa.list_(
     pa.struct([("version", pa.int64()), ("tokens", pa.int64()), ("digest", pa.string())])
 )
-SCHEMA = pa.schema(
+TRAJECTORY_SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
         ("version", pa.int64()),
@@ -78,8 +79,9 @@ SCHEMA = pa.schema(
         ("failure", pa.string()),
         ("run_id", pa.string()),
     ],
-    metadata={METADATA_KEY: str(SCHEMA_VERSION)},
+    metadata={_METADATA_KEY: str(_SCHEMA_VERSION)},
 )
+TRAJECTORY_LOG_FORMAT = LogFormat(TRAJECTORY_SCHEMA, _METADATA_KEY, _SCHEMA_VERSION)
 
 _TICKET_FIELDS = ("run", "number", "purpose", "prompt", "answer", "group_size", "seed")
 _GROUP_FIELDS = ("worker", "engine", "weight_format", "started_s", "finished_s")
@@ -87,7 +89,7 @@ _TRAJECTORY_FIELDS = ("index", "finish_reason", "reward")
 _TOKEN_FIELDS = ("response_ids", "behavior_logprobs", "loss_mask")
 
 
-def to_table(step: int, version: int, groups: list[Group]) -> pa.Table:
+def groups_to_table(step: int, version: int, groups: list[Group]) -> pa.Table:
     """The rows of one step's groups, in order. The groups are valid (Group.validate)."""
     rows = [(place, g, t) for place, g in enumerate(groups) for t in g.trajectories]
     tickets = [g.ticket for _, g, _ in rows]
@@ -114,10 +116,12 @@ def to_table(step: int, version: int, groups: list[Group]) -> pa.Table:
     columns |= {name: [getattr(g, name) for _, g, _ in rows] for name in _GROUP_FIELDS}
     columns |= {name: [getattr(t, name) for _, _, t in rows] for name in _TRAJECTORY_FIELDS}
     columns |= {name: _lists([getattr(t, name) for _, _, t in rows]) for name in _TOKEN_FIELDS}
-    return pa.Table.from_arrays([_column(columns[f.name], f) for f in SCHEMA], schema=SCHEMA)
+    return pa.Table.from_arrays(
+        [_column(columns[f.name], f) for f in TRAJECTORY_SCHEMA], schema=TRAJECTORY_SCHEMA
+    )
 
 
-def from_table(table: pa.Table, validate: bool = True) -> list[Group]:
+def groups_from_table(table: pa.Table, validate: bool = True) -> list[Group]:
     """The groups of one step's rows. Raises RecordError for rows that are no valid group."""
     arrays = {
         name: _arrays(table.column(name).combine_chunks())

@@ -17,7 +17,7 @@ from redis.retry import Retry
 from areal_q.errors import BufferUnavailable, ConfigError
 from areal_q.system.credentials import check_redis_url, redis_password, shown
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 TRANSIENT = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
 PATIENCE_S = 60.0
@@ -83,7 +83,7 @@ class Patience:
         return self._pause_s
 
 
-def insist(patience: Patience, call: Callable[[], T], *, disk: bool = True) -> T:
+def insist(patience: Patience, call: Callable[[], _T], *, disk: bool = True) -> _T:
     """`call`, repeated while Redis does not answer or, with `disk`, cannot write its append-only file. It may
     happen twice: it must be repeatable."""
     while True:
@@ -97,7 +97,7 @@ def insist(patience: Patience, call: Callable[[], T], *, disk: bool = True) -> T
             time.sleep(patience.pause(error))
 
 
-async def insist_async(patience: Patience, call: Callable[[], Awaitable[T]]) -> T:
+async def insist_async(patience: Patience, call: Callable[[], Awaitable[_T]]) -> _T:
     """The same for coroutines. A cancellation always gets through: redis-py awaits `asyncio.wait_for`, which
     before Python 3.12 forgets one that comes together with the answer."""
     task = asyncio.current_task()

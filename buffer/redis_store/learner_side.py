@@ -32,9 +32,9 @@ from buffer.redis_store.connection import PATIENCE_S, Patience, connect, insist,
 from buffer.redis_store.keys import RECORD, WORKERS_GROUP, Keys
 from buffer.redis_store.lease import LEASE_S, RENEW_S, Owner
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 logger = logging.getLogger(__name__)
-PAGE = 64
+READ_PAGE = 64
 """Entries read at once; each may be megabytes."""
 
 
@@ -334,17 +334,17 @@ class LearnerBuffer:
         """Up to `count` entries after `position`; waits up to `wait_s` (in slices of 1 s) for the first."""
         block_ms = min(1000, round(wait_s * 1000)) or None
         streams: dict[Any, Any] = {self.keys.groups: self.position}
-        reply: Any = self._call(lambda: self._redis.xread(streams, min(count, PAGE), block_ms))
+        reply: Any = self._call(lambda: self._redis.xread(streams, min(count, READ_PAGE), block_ms))
         return reply[0][1] if reply else []
 
     def _pages(self, stream: str, after: str) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
         while True:
             start = f"({after}"
             page: Any = self._call(
-                functools.partial(self._redis.xrange, stream, min=start, count=PAGE)
+                functools.partial(self._redis.xrange, stream, min=start, count=READ_PAGE)
             )
             yield from page
-            if len(page) < PAGE:
+            if len(page) < READ_PAGE:
                 return
             after = page[-1][0].decode()
 
@@ -395,12 +395,12 @@ class LearnerBuffer:
                 if "BUSYGROUP" not in str(error):
                     raise
 
-    def _call(self, call: Callable[[], T]) -> T:
+    def _call(self, call: Callable[[], _T]) -> _T:
         if self._taken:
             raise self._taken
         return insist(Patience(self._url, self._patience_s), call)
 
-    def _write(self, call: Callable[[], T]) -> T:
+    def _write(self, call: Callable[[], _T]) -> _T:
         try:
             return insist(Patience(self._url, self._patience_s), call, disk=False)
         except redis.ResponseError as error:

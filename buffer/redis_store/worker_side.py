@@ -42,7 +42,7 @@ from buffer.redis_store.keys import (
     Keys,
 )
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 KEPT_BUFFERS = 4
 logger = logging.getLogger(__name__)
 BLOCK_SLICE_S = 0.25
@@ -320,7 +320,7 @@ class WorkerBuffer:
         everything = [WORKERS_GROUP, self._consumer, *args]
         return await self._on_group(functools.partial(self._scripts[name], keys, everything))
 
-    async def _on_group(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _on_group(self, call: Callable[[], Awaitable[_T]]) -> _T:
         """`call`; where the consumer groups are missing (before the learner's start, or after Redis lost its
         data) they are created first."""
         try:
@@ -343,7 +343,7 @@ class WorkerBuffer:
     async def _any(self, command: Callable[..., Any], *args: Any) -> Any:
         return await self._call(functools.partial(command, *args))
 
-    async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _call(self, call: Callable[[], Awaitable[_T]]) -> _T:
         return await insist_async(Patience(self._url, self._patience_s), call)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from areal_q.observability.metric_table import METRICS, WORKER_METRICS, describe
 from areal_q.observability.metrics_log import Record
 
-Source = Literal["step", "eval", "worker"]
+MetricSource = Literal["step", "eval", "worker"]
 DELTA = "weights/delta_bytes_of_step"
 """The growth of the counter weights/delta_bytes, which starts over with the learner's process"""
 
@@ -33,7 +33,7 @@ class Plot(msgspec.Struct, frozen=True, kw_only=True):
     unit: str = ""
     scale: float = 1.0
     """Of the axis only; CSV and columns hold the metric as it was recorded"""
-    source: Source = "step"
+    source: MetricSource = "step"
     log: bool = False
     """A logarithmic axis, for what spans decades"""
     zero: bool = False
@@ -115,7 +115,7 @@ PLOTS = [
 
 def plots_for(records: Sequence[Sequence[Record]]) -> list[Plot]:
     """PLOTS of which some run has a value, then one for every other metric that some run has."""
-    found: dict[Source, set[str]] = {"step": set(), "eval": set(), "worker": set()}
+    found: dict[MetricSource, set[str]] = {"step": set(), "eval": set(), "worker": set()}
     for run in records:
         for source, keys in found.items():
             for record in rows_of(run, source):
@@ -143,7 +143,7 @@ def with_meaning(plot: Plot) -> Plot:
     return msgspec.structs.replace(plot, about=sentences)
 
 
-def rows_of(records: Iterable[Record], source: Source) -> list[Record]:
+def rows_of(records: Iterable[Record], source: MetricSource) -> list[Record]:
     """The records that a source draws from, in order. A worker's are its heartbeats with the step's times."""
     if source == "eval":
         return [r for r in records if r["kind"] == "eval"]

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_q.system.files import by_number
-from buffer.logs import token_log as tokens
-from buffer.logs import trajectory_log
 from buffer.logs.parquet_log import LogFormat, row_groups
+from buffer.logs.token_log import TOKEN_LOG_FORMAT
+from buffer.logs.trajectory_schema import TRAJECTORY_LOG_FORMAT
 
 PROMPT_CHARACTERS = 80
 _COLUMNS = [
@@ -97,10 +97,10 @@ class Index:
     def refresh(self) -> None:
         """Raises RecordError for a part that is no log of ours."""
         scored = {
-            step: where for _, step, where in self._locate(self._dir / "tokens", tokens.FORMAT)
+            step: where for _, step, where in self._locate(self._dir / "tokens", TOKEN_LOG_FORMAT)
         }
         read, parts = {}, _Parts()
-        for stamp, step, where in self._locate(self._dir / "trajectories", trajectory_log.FORMAT):
+        for stamp, step, where in self._locate(self._dir / "trajectories", TRAJECTORY_LOG_FORMAT):
             key = (stamp, step, step in scored)
             read[key] = self._read.get(key) or read_step(step, where, scored.get(step), parts)
         self._read = read

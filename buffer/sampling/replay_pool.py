@@ -23,10 +23,10 @@ import numpy as np
 from areal_q.config import Run
 from areal_q.messages import Group
 from buffer.interface import START, Entry, committed_s
-from buffer.sampling.samplers import Held, build_sampler
+from buffer.sampling.samplers import PooledGroup, build_sampler
 
 
-class Draw(NamedTuple):
+class SampledGroups(NamedTuple):
     """What a step learns from, in order."""
 
     groups: list[Group]
@@ -34,7 +34,7 @@ class Draw(NamedTuple):
     """Of each group's advantages, in (0, 1]; empty: all are 1"""
 
 
-class Pool:
+class ReplayPool:
     """Not for several threads. `uses` are those of groups that a checkpoint left unfinished, by ticket."""
 
     def __init__(self, run: Run, position: str, uses: dict[int, int] | None = None) -> None:
@@ -42,7 +42,7 @@ class Pool:
         self._run, self._batch = run, run.learner.groups
         self._sampler, self._removal = build_sampler(run.buffer.sampler), run.buffer.removal
         self.needed = max(self._batch, self._sampler.min_groups)
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, PooledGroup] = {}
         """By ticket, in the order of their commits"""
         self._read: deque[tuple[str, int]] = deque()
         """(entry, ticket) behind `position`"""
@@ -90,20 +90,20 @@ class Pool:
         number = entry.group.ticket.number
         self._read.append((entry.id, number))
         uses = self._before.pop(number, 0)
-        self._held[number] = Held(entry.id, entry.group, entry.nbytes, lag=0, uses=uses)
+        self._held[number] = PooledGroup(entry.id, entry.group, entry.nbytes, lag=0, uses=uses)
 
     def pass_over(self, entry: Entry) -> None:
         """A group that was read and counts for nothing."""
         self._read.append((entry.id, -1))
         self._advance()
 
-    def remove_older(self, lag: Callable[[Group], int], max_lag: int) -> list[Held]:
+    def remove_older(self, lag: Callable[[Group], int], max_lag: int) -> list[PooledGroup]:
         """Takes out, and returns, what some token makes too old; `lag` is of the present version."""
         for item in self._held.values():
             item.lag = lag(item.group)
         return self._finish([n for n, item in self._held.items() if item.lag > max_lag])
 
-    def remove_excess(self, now_s: Callable[[], float] = time.time) -> list[Held]:
+    def remove_excess(self, now_s: Callable[[], float] = time.time) -> list[PooledGroup]:
         """Takes out, and returns, what `buffer.removal` does not let stay, the oldest first. `now_s` is the
         clock that gave the entries their ids: those of workers and of the learner do not matter."""
         oldest, bounds = list(self._held.values()), self._removal
@@ -118,7 +118,7 @@ class Pool:
             over.append(left.pop(0))
         return self._finish([item.number for item in over])
 
-    def draw(self, step: int) -> Draw | None:
+    def draw(self, step: int) -> SampledGroups | None:
         """The batch of step `step`, a function of the run's seed, the step and what is held; None while that
         is too little. Nothing counts before `used`."""
         if self.missing:
@@ -128,9 +128,9 @@ class Pool:
         progress = step / max(1, self._run.steps - 1)
         chosen, weights = self._sampler.choose(held, self._batch, progress, rng)
         self._drawn = [held[i].number for i in chosen]
-        return Draw([held[i].group for i in chosen], weights)
+        return SampledGroups([held[i].group for i in chosen], weights)
 
-    def used(self) -> list[Held]:
+    def used(self) -> list[PooledGroup]:
         """The step that learnt from the last draw is over. Returns the groups that this finished."""
         for number in self._drawn:
             self._held[number].uses += 1
@@ -138,7 +138,7 @@ class Pool:
         self._drawn = []
         return self._finish(done)
 
-    def _finish(self, numbers: list[int]) -> list[Held]:
+    def _finish(self, numbers: list[int]) -> list[PooledGroup]:
         finished = [self._held.pop(number) for number in numbers]
         self._advance()
         return finished

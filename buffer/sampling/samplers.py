@@ -22,7 +22,7 @@ from areal_q.messages import Group
 
 
 @dataclass
-class Held:
+class PooledGroup:
     """A group that was read and is not finished."""
 
     entry: str
@@ -55,7 +55,7 @@ class Sampler(Protocol):
     """Whether to choose among all that is there, or to read no more than a step needs"""
 
     def choose(
-        self, held: Sequence[Held], count: int, progress: float, rng: np.random.Generator
+        self, held: Sequence[PooledGroup], count: int, progress: float, rng: np.random.Generator
     ) -> Choice:
         """`count` of `held`, which are in the order of their commits and at least so many; `progress` is the
         share of the run that is over."""
@@ -69,7 +69,7 @@ class FifoSampler:
         pass
 
     def choose(
-        self, held: Sequence[Held], count: int, progress: float, rng: np.random.Generator
+        self, held: Sequence[PooledGroup], count: int, progress: float, rng: np.random.Generator
     ) -> Choice:
         return Choice(list(range(count)), [])
 
@@ -81,7 +81,7 @@ class FreshestSampler:
         pass
 
     def choose(
-        self, held: Sequence[Held], count: int, progress: float, rng: np.random.Generator
+        self, held: Sequence[PooledGroup], count: int, progress: float, rng: np.random.Generator
     ) -> Choice:
         """Example: lags [2, 0, 1, 0] and count 3 → [3, 1, 2]."""
         order = sorted(range(len(held)), key=lambda i: (held[i].lag, -i))
@@ -95,7 +95,7 @@ class UniformSampler:
         self.max_uses, self.min_groups = cfg.max_uses, cfg.min_groups
 
     def choose(
-        self, held: Sequence[Held], count: int, progress: float, rng: np.random.Generator
+        self, held: Sequence[PooledGroup], count: int, progress: float, rng: np.random.Generator
     ) -> Choice:
         return Choice(rng.choice(len(held), count, replace=False).tolist(), [])
 
@@ -112,7 +112,7 @@ class PrioritizedSampler:
         self._cfg = cfg
 
     def choose(
-        self, held: Sequence[Held], count: int, progress: float, rng: np.random.Generator
+        self, held: Sequence[PooledGroup], count: int, progress: float, rng: np.random.Generator
     ) -> Choice:
         cfg = self._cfg
         priorities = np.array([spread(item.group) for item in held]) + cfg.floor

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from areal_q.config import Run
 from areal_q.messages import Group
 from buffer.interface import Entry, LearnerSide
-from buffer.sampling.replay_pool import Draw, Pool
-from buffer.sampling.samplers import Held
+from buffer.sampling.replay_pool import ReplayPool, SampledGroups
+from buffer.sampling.samplers import PooledGroup
 from learner.data.admission import Admission
 from learner.data.invalid_rewards import Failures
 from learner.data.staleness import VersionHistory
@@ -41,7 +41,7 @@ class GroupReader:
         self._buffer, self._admission, self._history = buffer, admission, history
         self._max_lag, self._drop_uniform = run.learner.max_lag, run.learner.drop_uniform
         self._fewest_valid = run.learner.fewest_valid
-        self._pool = Pool(run, buffer.position, uses)
+        self._pool = ReplayPool(run, buffer.position, uses)
         self._starvation = Starvation()
         self.on_starvation: Callable[[int, str], None] = lambda version, sentence: None
         """Called with the version and a sentence when the learner has waited long for groups."""
@@ -81,7 +81,7 @@ class GroupReader:
         stop: threading.Event,
         make_room: Callable[[int], None] = lambda version: None,
         publish: Callable[[], None] = lambda: None,
-    ) -> Draw | None:
+    ) -> SampledGroups | None:
         """Returns B groups no token of which lags more than η behind `version`, or None if `stop` came first.
 
         `make_room` is called, with `version`, while nothing comes in and Redis is full. `publish` returns once
@@ -158,7 +158,7 @@ class GroupReader:
         self.removed += len(excess)
         self._drop(excess, "over a bound of buffer.removal")
 
-    def _drop(self, items: Sequence[Held], reason: str) -> None:
+    def _drop(self, items: Sequence[PooledGroup], reason: str) -> None:
         for item in items:
             self._admission.done(item.group)
         if items:

@@ -27,7 +27,7 @@ from areal_q.system import command
 from areal_q.system.command import run_command
 from areal_q.system.credentials import no_password
 from buffer.admin import inspect_state, tables
-from buffer.admin.open_run import opened
+from buffer.admin.open_run import open_run
 from buffer.redis_store.keys import Keys
 from buffer.weight_sync.client import WeightClient
 from buffer.weight_sync.sockets import WeightSource
@@ -60,7 +60,7 @@ def gather(
 ) -> Cluster:
     """Raises redis.RedisError where Redis does not answer, ConfigError for keys that cannot be used."""
     beats = _workers(client, run)
-    buffer = inspect_state.status(client, run)
+    buffer = inspect_state.read_status(client, run)
     newest, subscribers = _learner(client, run, source)
     since = None if newest is None else max(0.0, time.time() - newest.published_s)
     return Cluster(
@@ -214,7 +214,7 @@ def main(
     console = command.console()
     if directory is not None:
         _end_if_ended(directory, json)
-    with opened(directory, url, run) as (connected, name):
+    with open_run(directory, url, run) as (connected, name):
         while True:
             found = gather(connected, name, WeightSource(None, fetch, keys, client), silent_s)
             if json:

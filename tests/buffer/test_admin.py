@@ -200,7 +200,7 @@ def test_a_logged_group_is_in_redis_again_bit_for_bit(client, tmp_path_factory, 
     log.append(0, 0, groups)
     log.append(1, 1, groups[:1])  # used again by a sampler that replays
     log.close()
-    added, passed = actions.import_(client, "run", directory)
+    added, passed = actions.import_groups(client, "run", directory)
     assert (added, passed) == (len(batch), 1)
     assert [fields[b"record"] for _, fields in client.xrange(KEYS.groups)] == batch
 

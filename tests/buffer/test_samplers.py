@@ -22,8 +22,8 @@ from areal_q.messages import Group, Ticket, VersionSpan
 from areal_q.tasks import build_task, build_tokenizer
 from buffer.in_memory import MemoryBuffer
 from buffer.interface import Entry
-from buffer.sampling.replay_pool import Pool
-from buffer.sampling.samplers import Held, build_sampler, inclusion, spread, systematic
+from buffer.sampling.replay_pool import ReplayPool
+from buffer.sampling.samplers import PooledGroup, build_sampler, inclusion, spread, systematic
 from learner.data import group_reader as group_reader_module
 from learner.data.admission import Admission
 from learner.data.group_reader import GroupReader
@@ -78,8 +78,8 @@ def test_systematic_sampling_draws_each_index_with_its_chance_and_none_twice():
     assert np.all(np.abs(seen - chance) <= 5 * np.sqrt(chance * (1 - chance) / 6000) + 1e-12)
 
 
-def held(groups: list[Group]) -> list[Held]:
-    return [Held(f"{i + 1}-0", g, nbytes=10, lag=0) for i, g in enumerate(groups)]
+def held(groups: list[Group]) -> list[PooledGroup]:
+    return [PooledGroup(f"{i + 1}-0", g, nbytes=10, lag=0) for i, g in enumerate(groups)]
 
 
 def test_weights_undo_the_priorities(make_ticket, make_group):
@@ -340,7 +340,7 @@ def entries(groups: list[Group], nbytes: int = 10) -> list[Entry]:
 
 def test_the_position_stays_before_the_oldest_group_that_is_held(make_run, make_ticket, make_group):
     run = make_run("buffer.sampler.type=freshest", "learner.groups=2", "learner.minibatches=1")
-    pool = Pool(run, "0-0")
+    pool = ReplayPool(run, "0-0")
     for entry in entries([make_group(make_ticket(n)) for n in range(4)]):
         pool.add(entry)
     assert [g.ticket.number for g in (pool.draw(0) or ([], []))[0]] == [3, 2]
@@ -354,7 +354,7 @@ def test_the_position_stays_before_the_oldest_group_that_is_held(make_run, make_
 
 def test_what_is_passed_over_does_not_hold_up_the_position(make_run, make_ticket, make_group):
     """Its place in the stream is done with, whatever tickets are held behind it."""
-    pool = Pool(make_run("learner.groups=4", "learner.minibatches=1"), "0-0")
+    pool = ReplayPool(make_run("learner.groups=4", "learner.minibatches=1"), "0-0")
     first, over, *others = entries([make_group(make_ticket(n)) for n in (0, 7, 1, 2)])
     pool.add(first)
     pool.pass_over(over)
@@ -379,7 +379,7 @@ def test_what_is_over_a_bound_of_removal_leaves_the_oldest_first(
 ):
     sampler = ["buffer.sampler.type=uniform", "learner.groups=2", "learner.minibatches=1"]
     run = make_run(*sampler, f"buffer.removal.{bound}")
-    pool, ages = Pool(run, "0-0"), {0: 200, 4: 101} if "age" in bound else {}
+    pool, ages = ReplayPool(run, "0-0"), {0: 200, 4: 101} if "age" in bound else {}
     skews = [0, -3600, 3600, -3600, 3600, 0]  # seconds by which the clocks of the workers are off
     now_s = 1e9
     for n, skew in enumerate(skews):

@@ -144,7 +144,7 @@ def test_a_whole_run_works_with_the_rights_of_each_side(as_user, make_ticket, ma
     assert [w.worker for w in learner.workers()] == ["w"]
     assert learner.memory().used > 0
     with connect(as_user("monitor")) as client:
-        found = inspect_state.status(client, "run")
+        found = inspect_state.read_status(client, "run")
         assert (found.cursor, found.workers) == (4, ["w"])
         assert client.xlen(KEYS.tickets) == 1  # what KEDA asks
         assert client.xpending(KEYS.tickets, WORKERS_GROUP)["pending"] == 1  # pyright: ignore

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from areal_q.errors import RecordError
 from areal_q.tasks import build_tokenizer
 from buffer.logs import parquet_log
-from buffer.logs.token_log import MARKS, TokenLog, TokenScores, iter_tokens, to_table
+from buffer.logs.token_log import MARKS, TokenLog, TokenScores, iter_tokens, tokens_to_table
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.measure.token_recorder import TokenRecorder
@@ -115,7 +115,7 @@ def make_scores(lengths: list[int], seed: int = 0) -> TokenScores:
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(0, 2**32 - 1))
 def test_scores_come_back_from_a_table_as_they_were(lengths, seed):
     scores = make_scores(lengths, seed)
-    rows = to_table(7, scores).to_pylist()
+    rows = tokens_to_table(7, scores).to_pylist()
     ends = np.cumsum(lengths)
     for i, row in enumerate(rows):
         mine = slice(ends[i] - lengths[i], ends[i])
@@ -135,7 +135,7 @@ def test_reopening_at_a_step_drops_the_abandoned_steps(tmp_path):
     TokenLog(tmp_path, resume_at=4).close()
     found = dict(iter_tokens(tmp_path))
     assert sorted(found) == [0, 1, 2, 3]
-    assert found[3].equals(to_table(3, make_scores([3, 1], 3)))
+    assert found[3].equals(tokens_to_table(3, make_scores([3, 1], 3)))
     assert [step for step, _ in iter_tokens(tmp_path, 1, 3)] == [1, 2]
 
 

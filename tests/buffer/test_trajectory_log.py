@@ -20,7 +20,7 @@ from buffer.logs import parquet_log
 from buffer.logs import trajectory_log as log_module
 from buffer.logs.step_log import StepLog, iter_steps
 from buffer.logs.trajectory_log import TrajectoryLog, read_log
-from buffer.logs.trajectory_schema import SCHEMA, from_table, to_table
+from buffer.logs.trajectory_schema import TRAJECTORY_SCHEMA, groups_from_table, groups_to_table
 
 INT64 = st.integers(0, 2**63 - 1)
 SECONDS = st.floats(0, 1e12)
@@ -82,11 +82,11 @@ def groups(draw) -> Group:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(groups(), min_size=1, max_size=3))
 def test_groups_become_rows_and_groups_again_without_loss(batch):
-    table = to_table(5, 7, batch)
-    assert table.schema.equals(SCHEMA)
+    table = groups_to_table(5, 7, batch)
+    assert table.schema.equals(TRAJECTORY_SCHEMA)
     assert table.num_rows == sum(len(g.trajectories) for g in batch)
     assert set(table["step"].to_pylist()) == {5} and set(table["version"].to_pylist()) == {7}
-    assert from_table(table) == batch
+    assert groups_from_table(table) == batch
 
 
 def test_the_log_reads_back_what_was_appended(tmp_path, make_ticket, make_group):
@@ -182,9 +182,9 @@ def test_append_does_not_wait_for_the_writer_until_the_queue_is_full(
     def slow(*args):
         writing.set()
         gate.wait()
-        return to_table(*args)
+        return groups_to_table(*args)
 
-    monkeypatch.setattr(log_module, "to_table", slow)
+    monkeypatch.setattr(log_module, "groups_to_table", slow)
     log = TrajectoryLog(tmp_path)
     for step in range(parquet_log.QUEUE_STEPS):
         log.append(step, step, [make_group()])
@@ -205,7 +205,7 @@ def test_an_error_of_the_writer_reaches_the_learner(tmp_path, make_group, monkey
     def full(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(log_module, "to_table", full)
+    monkeypatch.setattr(log_module, "groups_to_table", full)
     with pytest.raises(OSError, match="No space left"):
         log.append(0, 0, [make_group()])
         log.flush()
@@ -216,7 +216,7 @@ def test_an_error_of_the_writer_reaches_the_learner(tmp_path, make_group, monkey
 
 def test_a_log_of_before_there_were_routes_is_read(tmp_path, make_group):
     group = make_group()
-    table = to_table(0, 0, [group]).drop_columns(["routes", "routes_shape"])
+    table = groups_to_table(0, 0, [group]).drop_columns(["routes", "routes_shape"])
     table = table.replace_schema_metadata({b"areal-q-log-schema": b"1"})
     pq.write_table(table, tmp_path / "part-000000.parquet")
     assert read_log(tmp_path) == [(0, [group])]
@@ -224,7 +224,7 @@ def test_a_log_of_before_there_were_routes_is_read(tmp_path, make_group):
 
 def test_a_part_from_before_min_p_and_stop_is_read_as_without_them(tmp_path, make_group):
     group = make_group()
-    table = to_table(0, 0, [group]).drop_columns(["min_p", "stop"])
+    table = groups_to_table(0, 0, [group]).drop_columns(["min_p", "stop"])
     older = table.replace_schema_metadata({b"areal-q-log-schema": b"2"})
     pq.write_table(older, tmp_path / "part-000000.parquet")
     assert read_log(tmp_path) == [(0, [group])]
@@ -233,8 +233,8 @@ def test_a_part_from_before_min_p_and_stop_is_read_as_without_them(tmp_path, mak
 
 def test_a_part_from_before_runs_had_ids_is_read_as_without(tmp_path, make_ticket, make_group):
     groups = [make_group(make_ticket(0, run_id="id")), make_group(make_ticket(0))]
-    tables = [to_table(0, 0, [group]) for group in groups]
-    assert from_table(tables[0]) == [groups[0]]
+    tables = [groups_to_table(0, 0, [group]) for group in groups]
+    assert groups_from_table(tables[0]) == [groups[0]]
     older = tables[0].drop_columns(["run_id"])
     older = older.replace_schema_metadata({b"areal-q-log-schema": b"4"})
     pq.write_table(older, tmp_path / "part-000000.parquet")
@@ -242,7 +242,7 @@ def test_a_part_from_before_runs_had_ids_is_read_as_without(tmp_path, make_ticke
 
 
 def test_a_part_of_a_newer_schema_or_of_somebody_else_is_refused(tmp_path, make_group):
-    table = to_table(0, 0, [make_group()])
+    table = groups_to_table(0, 0, [make_group()])
     newer = {b"areal-q-log-schema": b"6"}
     for metadata in (newer, None):
         pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "part-000000.parquet")

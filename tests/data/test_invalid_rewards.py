@@ -23,8 +23,8 @@ from areal_q.config import (
 from areal_q.errors import ConfigError, RecordError, TaskError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, decode_group, encode
 from areal_q.tasks import build_tokenizer
-from buffer.logs.trajectory_schema import from_table, to_table
-from buffer.sampling.samplers import Held, PrioritizedSampler, spread
+from buffer.logs.trajectory_schema import groups_from_table, groups_to_table
+from buffer.sampling.samplers import PooledGroup, PrioritizedSampler, spread
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.invalid_rewards import Failures, judged
@@ -134,7 +134,7 @@ def test_a_failure_gives_a_group_no_priority():
     uniform = group_of(0, [trajectory(0, 1.0), trajectory(1, 1.0), failed(trajectory(2, 0.0))])
     telling = group_of(1, [trajectory(0, 1.0), trajectory(1, 0.0), trajectory(2, 1.0)])
     sampler = PrioritizedSampler(Prioritized(alpha=4.0, floor=1e-6))
-    held = [Held(str(g.ticket.number), g, 1, lag=0) for g in (uniform, telling)]
+    held = [PooledGroup(str(g.ticket.number), g, 1, lag=0) for g in (uniform, telling)]
     chosen = {sampler.choose(held, 1, 0.0, np.random.default_rng(s)).indexes[0] for s in range(20)}
     assert chosen == {1}
 
@@ -303,12 +303,12 @@ def test_validity_and_cause_survive_redis_and_the_log(make_group: MakeGroup):
     first, second = group.trajectories
     group = msgspec.structs.replace(group, trajectories=[failed(first), second])
     assert decode_group(encode(group)) == group
-    assert from_table(to_table(3, 3, [group])) == [group]
+    assert groups_from_table(groups_to_table(3, 3, [group])) == [group]
 
 
 def test_a_log_of_before_validity_reads_as_valid(make_group: MakeGroup):
-    table = to_table(0, 0, [make_group()]).drop_columns(["valid", "failure"])
-    assert from_table(table) == [make_group()]
+    table = groups_to_table(0, 0, [make_group()]).drop_columns(["valid", "failure"])
+    assert groups_from_table(table) == [make_group()]
 
 
 def test_a_replay_can_count_failures_as_0_or_drop_them():

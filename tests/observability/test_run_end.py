@@ -125,7 +125,7 @@ def test_the_buffer_of_a_read_only_run_is_looked_at(directory, short_dir, monkey
         client.set("areal-q:demo:cursor", 3)
     before = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
     monkeypatch.setattr(open_run.os, "access", lambda path, mode: False)
-    with open_run.opened(directory, None, None) as (client, name):
+    with open_run.open_run(directory, None, None) as (client, name):
         assert client.get("areal-q:demo:cursor") == b"3" and name == "demo"
     assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
     shutil.rmtree(directory)

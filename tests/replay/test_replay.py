@@ -23,10 +23,9 @@ from areal_q.errors import CheckpointError, LogError, RecordError, UserError
 from areal_q.messages import Array, VersionSpan
 from areal_q.observability.metrics_log import read_metrics
 from buffer.logs.step_log import StepLog, iter_steps
-from buffer.logs.token_log import iter_tokens
-from buffer.logs.token_log import to_table as tokens_to_table
+from buffer.logs.token_log import iter_tokens, tokens_to_table
 from buffer.logs.trajectory_log import iter_log
-from buffer.logs.trajectory_schema import SCHEMA, from_table, to_table
+from buffer.logs.trajectory_schema import TRAJECTORY_SCHEMA, groups_from_table, groups_to_table
 from learner import checkpoint
 from learner.measure.token_recorder import TokenRecorder
 from learner.replay.cli import main
@@ -125,11 +124,13 @@ def rewrite(directory: Path, step: int, change) -> None:
     for path in sorted((directory / "trajectories").glob("*.parquet")):
         with pq.ParquetFile(path) as file:
             tables = [file.read_row_group(i) for i in range(file.num_row_groups)]
-        with pq.ParquetWriter(path, SCHEMA) as writer:
+        with pq.ParquetWriter(path, TRAJECTORY_SCHEMA) as writer:
             for table in tables:
                 changed = table["step"][0].as_py() == step
                 writer.write_table(
-                    to_table(step, step, change(from_table(table))) if changed else table
+                    groups_to_table(step, step, change(groups_from_table(table)))
+                    if changed
+                    else table
                 )
 
 

@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 from areal_q.messages import Array, VersionSpan
 from areal_q.observability.metrics_log import MetricsLog
 from buffer.logs.trajectory_log import TrajectoryLog
-from buffer.logs.trajectory_schema import to_table
+from buffer.logs.trajectory_schema import groups_to_table
 from buffer.report.figures import write_csv
 from buffer.report.packed_arrays import unpack
 from buffer.report.page import whole_file
@@ -340,7 +340,7 @@ def write_large(
 ) -> None:
     """A log of steps · groups · size trajectories: one step's rows again and again."""
     made = [make_group(make_ticket(i, group_size=size)) for i in range(groups)]
-    table = to_table(0, 0, made)
+    table = groups_to_table(0, 0, made)
     log = TrajectoryLog(directory / "trajectories")
     for step in range(steps):
         numbers = pa.array(table["number"].to_numpy() + step * groups)
