@@ -334,8 +334,11 @@ def picture(
         parts.append(Text(f"✗ {problem}", "red"))
     complaints = [history.warning] if history.warning else []
     parts += [Text(f"✗ {warning}", "red") for warning in [*complaints, *warnings]]
-    if workers := (history.last or {}).get("workers"):
+    last = history.last or {}
+    if workers := last.get("workers"):
         parts += [Text(), _workers(workers, width)]
+    if left_out := last.get("workers_left_out"):
+        parts.append(Text(f"and {left_out:,} more workers: areal-q status", "dim"))
     return Group(*parts)
 
 

@@ -29,6 +29,7 @@ METRICS = (
     Metric("reward/invalid", "responses", "Responses of the step that have no valid reward, because computing it failed: they are left out of it."),
     Metric("reward/invalid/*", "responses", "The same, by what failed."),
     Metric("reward/part_*", "", "Mean over the step's responses of one named part of the reward, 0 where a response has not that part."),
+    Metric("reward/parts_left_out", "names", "Parts of the reward in this step beyond the 64 names that a run's metrics may have."),
     Metric("response/tokens_mean", "tokens", "Mean length of the step's responses."),
     Metric("eval/accuracy", "share", "Share of the held-out problems that greedy decoding answers correctly."),
     Metric("eval/invalid", "problems", "Answers whose reward failed; the accuracy is that of the others."),

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 
@@ -29,6 +29,11 @@ Kind = Literal["warmstart", "step", "eval", "warning", "end"]
 Record = dict[str, Any]
 
 TENSORBOARD_DIR = "tensorboard"
+MOST_WORKERS = 64
+"""Workers that a line of the file holds; sums and means beside them are over all"""
+PART, MOST_PARTS = "reward/part_", 64
+"""How metrics begin that are named by a user's reward or an agent, and how many of them there may be"""
+BLOCK = 1 << 16
 
 
 class MetricsLog:
@@ -46,8 +51,9 @@ class MetricsLog:
     def __init__(self, run_dir: str | Path, tensorboard: bool = True) -> None:
         self._path = path = Path(run_dir) / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        before = _drop_torn_line(path)
-        self._began = time.monotonic() - (before[-1]["elapsed_s"] if before else 0.0)
+        last = _drop_torn_line(path)
+        self._began = time.monotonic() - (last["elapsed_s"] if last else 0.0)
+        self._parts: set[str] = set()
         self._file = path.open("ab", buffering=0)
         self._sinks: dict[str, Callable[[Record], None]] = {"metrics.jsonl": self._write_line}
         self._tensorboard: _TensorBoard | None = None
@@ -56,7 +62,9 @@ class MetricsLog:
             self._sinks["TensorBoard"] = self._tensorboard.write
 
     def write(self, kind: Kind, step: int, values: Mapping[str, float], **extra: Any) -> None:
-        """Appends one record at once. NaN and ±inf become null and are counted as `nonfinite`."""
+        """Appends one record at once. NaN and ±inf become null and are counted as `nonfinite`; parts of the
+        reward beyond the first MOST_PARTS names are counted as `reward/parts_left_out`."""
+        values = self._bounded(values)
         record: Record = {
             "kind": kind,
             "step": step,
@@ -99,7 +107,23 @@ class MetricsLog:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _bounded(self, values: Mapping[str, float]) -> Mapping[str, float]:
+        """`values` without parts of the reward under ever new names, each of which would begin a series."""
+        parts = [name for name in values if name.startswith(PART)]
+        for name in parts:
+            if len(self._parts) < MOST_PARTS:
+                self._parts.add(name)
+        left_out = set(parts) - self._parts
+        if not left_out:
+            return values
+        kept = {name: value for name, value in values.items() if name not in left_out}
+        return kept | {"reward/parts_left_out": len(left_out)}
+
     def _write_line(self, record: Record) -> None:
+        workers = record.get("workers", [])
+        if len(workers) > MOST_WORKERS:
+            left_out = len(workers) - MOST_WORKERS
+            record = record | {"workers": workers[:MOST_WORKERS], "workers_left_out": left_out}
         self._file.write(msgspec.json.encode(record) + b"\n")
 
 
@@ -185,27 +209,50 @@ def truncate_after(path: str | Path, step: int) -> int:
     path = Path(path)
     if not path.exists():
         return 0
-    records = read_metrics(path)
-    kept = [r for r in records if r["step"] <= step and r["kind"] != "end"]
-    with replacing(path) as scratch:
-        scratch.write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in kept))
-    return len(records) - len(kept)
+    dropped = 0
+    with replacing(path) as scratch, scratch.open("wb") as kept, path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            record = _decode_line(line, path, number) if line.endswith(b"\n") else {"kind": "end"}
+            if record["kind"] == "end" or record["step"] > step:
+                dropped += line.endswith(b"\n")
+            else:
+                kept.write(line)
+    return dropped
 
 
-def _drop_torn_line(path: Path) -> list[Record]:
-    """The records of an existing file; cuts off a torn last line, so that the next starts clean."""
+def _drop_torn_line(path: Path) -> Record | None:
+    """Cuts off a torn last line, so that the next starts clean, and returns the last record. Reads the end of
+    the file alone: a long run of many workers writes gigabytes."""
     if not path.exists():
-        return []
+        return None
     with path.open("r+b") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
-    return read_metrics(path)
+        end = _last_newline(file, file.seek(0, os.SEEK_END)) + 1
+        file.truncate(end)
+        if not end:
+            return None
+        begin = _last_newline(file, end - 1) + 1
+        file.seek(begin)
+        return _decode(file.read(end - begin), path)[-1]
+
+
+def _last_newline(file: BinaryIO, end: int) -> int:
+    """Place of the last newline before `end`, or -1."""
+    while end > 0:
+        begin = max(0, end - BLOCK)
+        file.seek(begin)
+        found = file.read(end - begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found
+        end = begin
+    return -1
 
 
 def _decode(data: bytes, path: str | Path) -> list[Record]:
-    records = []
-    for number, line in enumerate(data.splitlines(), start=1):
-        try:
-            records.append(msgspec.json.decode(line, type=Record))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise RecordError(f"{path}, line {number}: {error}") from error
-    return records
+    return [_decode_line(line, path, n) for n, line in enumerate(data.splitlines(), start=1)]
+
+
+def _decode_line(line: bytes, path: str | Path, number: int) -> Record:
+    try:
+        return msgspec.json.decode(line, type=Record)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}, line {number}: {error}") from error

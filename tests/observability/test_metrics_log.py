@@ -171,3 +171,39 @@ def test_a_tail_sees_each_record_once_and_notices_a_rewind(tmp_path, log):
 
 def test_a_tail_waits_for_a_file_that_is_not_there_yet(tmp_path):
     assert Tail(tmp_path / "metrics.jsonl").read() == ([], False)
+
+
+def test_a_line_holds_a_bounded_number_of_workers(tmp_path, log):
+    seen = []
+    log.also("exporter", seen.append)
+    log.write("step", 1, {"reward/mean": 0.5}, workers=[{"worker": f"w{i}"} for i in range(5_000)])
+
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert len(record["workers"]) == metrics_log.MOST_WORKERS
+    assert record["workers_left_out"] == 5_000 - metrics_log.MOST_WORKERS
+    assert len(seen[0]["workers"]) == 5_000
+
+
+def test_names_of_reward_parts_are_bounded_over_a_run(tmp_path, log):
+    for step in range(300):
+        log.write("step", step, {f"reward/part_{step}": 1.0, "reward/part_correct": 0.5})
+
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    names = {name for record in records for name in record if name.startswith("reward/part_")}
+    assert len(names) == metrics_log.MOST_PARTS
+    assert all(record["reward/part_correct"] == 0.5 for record in records)
+    assert [r["reward/parts_left_out"] for r in records[-2:]] == [1.0, 1.0]
+
+
+def test_a_rewind_and_a_start_read_no_more_than_they_need(tmp_path, log, monkeypatch):
+    for step in range(50):
+        log.write("step", step, {"reward/mean": 0.5}, reason="x" * 5_000)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"kind": "st')
+    monkeypatch.setattr(metrics_log, "read_metrics", None)
+
+    with MetricsLog(tmp_path, tensorboard=False) as again:
+        assert again.rewind(20) == 29
+
+    monkeypatch.undo()
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == list(range(21))
