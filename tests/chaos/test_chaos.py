@@ -234,3 +234,16 @@ def test_what_the_foreign_hand_commits_cannot_be_learnt_from(
         assert [group.ticket.number for group in learner.take(2, 0.0)] == [1]
         assert learner.set_aside() == 1
     learner.close()
+
+
+@pytest.mark.parametrize(("digest", "lost"), [("d2", True), ("abandoned", False)])
+def test_a_group_of_an_abandoned_history_is_not_missed(sound, digest, lost):
+    """A resumed learner whose bits differ drops what the history before drew; what its own drew it may not."""
+    left, seen, notes = sound
+    steps = [left.steps[0], msgspec.structs.replace(left.steps[1], fork=1)]
+    seen.committed[7] = [VersionSpan(2, 1, digest)]
+    seen.order.append(7)
+    seen.published[("b", 2)] = {"abandoned"}
+    found = list(broken(replace(left, steps=steps), seen, notes))
+    assert ("ticket 7: its group was committed in time, and is lost" in found) == lost
+    assert len(found) == lost
