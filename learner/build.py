@@ -22,7 +22,7 @@ from buffer.logs.token_log import TokenLog
 from buffer.logs.trajectory_log import TrajectoryLog
 from buffer.redis_store import START, LearnerBuffer
 from buffer.redis_store.lease import owner_of
-from buffer.weight_sync.server import WeightServer
+from buffer.weight_sync import WeightServer
 from learner import checkpoint
 from learner.backends.data_parallel import ALONE, Ranks
 from learner.backends.precision import set_precision

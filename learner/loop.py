@@ -33,7 +33,7 @@ from buffer.logs.token_log import TokenLog
 from buffer.logs.trajectory_log import TrajectoryLog
 from buffer.redis_store import START, LearnerBuffer
 from buffer.sampling.replay_pool import SampledGroups
-from buffer.weight_sync.server import WeightServer
+from buffer.weight_sync import WeightServer
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.async_writer import Writer

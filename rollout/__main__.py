@@ -77,7 +77,7 @@ def main(
         logger.info("metrics on port %d", serve_metrics(metrics, exporter))
     import uvloop
 
-    from buffer.weight_sync.sockets import WeightSource
+    from buffer.weight_sync import WeightSource
     from rollout.build import EndpointAddress, build_parts, serve
     from rollout.openai_server.app import bound_to
 

@@ -10,8 +10,7 @@ from areal_q.config import Run, ScriptedEngine, parse
 from areal_q.errors import ConfigError, RunChanged
 from areal_q.tasks import Tokenizer, build_reward, build_tokenizer
 from buffer.redis_store import WorkerBuffer
-from buffer.weight_sync.sockets import WeightSource
-from buffer.weight_sync.subscriber import WeightSubscriber
+from buffer.weight_sync import WeightSource, WeightSubscriber
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
 from rollout.environments.base import Environment

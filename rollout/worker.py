@@ -34,8 +34,7 @@ from areal_q.errors import RecordError
 from areal_q.messages import Group, PartialGroup, Ticket, Trajectory, WorkerStatus
 from areal_q.tasks import Problem, Reward, Tokenizer
 from buffer.redis_store import Claim, WorkerBuffer
-from buffer.weight_sync.sockets import WeightSource
-from buffer.weight_sync.subscriber import WeightSubscriber
+from buffer.weight_sync import WeightSource, WeightSubscriber
 from rollout.engines.base import Engine
 from rollout.engines.stop_conditions import cut_at_stop, stop_strings
 from rollout.environments.base import Environment, Response

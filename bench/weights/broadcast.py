@@ -31,9 +31,8 @@ from areal_q.config import BroadcastConfig
 from areal_q.weights import version as weights
 from areal_q.weights.version import PayloadPool, WeightVersion
 from bench.common import commit, device, number, publish, table, versions
+from buffer.weight_sync import WeightServer, WeightSubscriber
 from buffer.weight_sync.curve import ClientKeys, client_keys, make_keys
-from buffer.weight_sync.server import WeightServer
-from buffer.weight_sync.subscriber import WeightSubscriber
 
 SNAPSHOT_BYTES = 256 << 20
 CHUNK_BYTES = 4 << 20

@@ -25,8 +25,7 @@ from areal_q.config import Run, load
 from areal_q.messages import Array, Trajectory, VersionSpan
 from areal_q.tasks import build_task, build_tokenizer
 from bench.common import ROOT, commit, device, publish, table
-from buffer.weight_sync.server import WeightServer
-from buffer.weight_sync.subscriber import WeightSubscriber
+from buffer.weight_sync import WeightServer, WeightSubscriber
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.packing import Sample

@@ -1,4 +1,39 @@
-"""Serving versions of the weights over ZeroMQ: what the learner and `areal-q relay` have in common.
+"""Weight sync: the learner's versions of the weights on their way to the workers, over ZeroMQ.
 
-The other side, which follows and fetches, is buffer/weight_sync/subscriber.py.
+    learner                                                        worker (any number), or a relay
+    WeightServer.publish(version)                                  await WeightSubscriber.wait() ─▶ engine
+      │ latest wins (1)                                              ▲ latest wins (1)
+      ▼                                                              │ every hash verified (2)
+    delta to the version before ──PUB: delta once ──────────────▶ applied to a copy of the version held
+      │                           PUB: announcement, repeated ──▶ newer than what is held? (3)
+      ▼                                                              │ what is missing is asked for
+    versions and deltas held (4) ◀─ROUTER: deltas, or chunks of a version, `credit` at a time ─┘
+
+1. Neither side waits for the other. Versions may be skipped; they are never repeated or out of order
+   (test_versions_published_faster_than_taken_are_skipped,
+   test_a_stopped_worker_holds_up_nobody_and_catches_up).
+2. An engine gets the published bytes or nothing: what does not hash to its manifest is refused, counted and
+   fetched anew (test_faulty_broadcasts_never_give_other_weights, test_faulty_answers_never_give_other_weights).
+3. A lost message only delays. A late subscriber gets the newest version, one that is some versions behind gets
+   deltas, and a restarted learner is known by its epoch (test_a_late_joiner_gets_the_newest_version,
+   test_a_worker_some_versions_behind_fetches_deltas_only, test_a_learner_that_ends_anywhere_is_followed_again,
+   test_a_worker_that_ends_anywhere_disturbs_nobody).
+4. Memory is bounded on both sides: `hold` versions and `hold_deltas` deltas are held, a few messages wait for
+   each peer (test_memory_does_not_grow_over_a_thousand_versions, test_deltas_held_stay_below_their_limit).
+
+Example, both ends in one process:
+
+    server = WeightServer("ipc:///tmp/announce", "ipc:///tmp/fetch")
+    subscriber = WeightSubscriber(*server.endpoints, run="demo")
+    server.publish(version)                      # areal_q.weights.version.pack(tensors, run="demo", ...)
+    received = await subscriber.wait()           # received.tensors: name to tensor, ready for the engine
+    subscriber.close(), server.close()
+
+What each side promises in detail, and the way of a version file by file: docs/weights.md.
 """
+
+from buffer.weight_sync.server import WeightServer
+from buffer.weight_sync.sockets import Endpoints, WeightSource
+from buffer.weight_sync.subscriber import WeightSubscriber
+
+__all__ = ["Endpoints", "WeightServer", "WeightSource", "WeightSubscriber"]

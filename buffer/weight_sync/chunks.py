@@ -1,4 +1,4 @@
-"""Bytes on their way to a worker: which chunks are there, which were asked for, what they make up."""
+"""Bytes on their way to a worker, chunk by chunk: a whole version, or deltas to the version that it holds."""
 
 from collections import deque
 from itertools import accumulate
@@ -13,7 +13,7 @@ from areal_q.weights.version import Verifier, WeightVersion
 
 
 class ChunkBuffer:
-    """Bytes under way: chunks to ask for, chunks asked for, and the buffer that they fill."""
+    """A buffer that chunks fill in any order: which are there, which were asked for, which are missing."""
 
     def __init__(self, digest: str, memory: memoryview, chunk_bytes: int) -> None:
         self.digest = digest
@@ -24,14 +24,16 @@ class ChunkBuffer:
 
     @property
     def complete(self) -> bool:
+        """Whether every chunk has arrived."""
         return not self._missing and not self._asked
 
     @property
     def front(self) -> int:
-        """All bytes before this one are there."""
+        """Offset of the first byte that has not arrived: all before it are there."""
         return min([len(self._memory), *self._asked, *list(self._missing)[:1]])
 
     def next_requests(self, credit: int) -> list[FetchChunk]:
+        """Returns the requests to send now, so that at most `credit` chunks are on their way."""
         requests = []
         while self._missing and len(self._asked) < credit:
             offset = self._missing.popleft()
@@ -41,11 +43,15 @@ class ChunkBuffer:
         return requests
 
     def ask_again(self) -> None:
+        """Counts what was asked for as missing again, after its answers were lost with a connection."""
         self._missing.extendleft(sorted(self._asked, reverse=True))
         self._asked.clear()
 
     def receive(self, reply: ChunkReply, dealer: zmq.Socket) -> None:
-        """Reads the chunk's bytes into place. Raises RecordError for what was not asked for."""
+        """Reads the chunk's bytes from `dealer` straight into place, without a copy.
+
+        Raises RecordError for a chunk that was not asked for or has another number of bytes.
+        """
         where = f"chunk at {reply.offset} of {reply.digest}"
         if reply.digest != self.digest or self._asked.get(reply.offset) != reply.nbytes:
             raise RecordError(f"{where} was not asked for")
@@ -58,20 +64,23 @@ class ChunkBuffer:
 
 
 class ChunkedSnapshot:
-    """A version in full. Hashed while it arrives."""
+    """A whole version on its way, hashed while it arrives."""
 
     def __init__(self, manifest: Manifest, payload: torch.Tensor, chunk_bytes: int) -> None:
         self._verifier = Verifier(manifest, payload)
         self.chunks = ChunkBuffer(manifest.digest, payload.numpy().data, chunk_bytes)
 
     def advance(self) -> WeightVersion | None:
-        """Raises WeightVersionError as soon as a tensor does not hash to its digest."""
+        """Hashes what has arrived since the last call; returns the version once it is complete, else None.
+
+        Raises WeightVersionError as soon as a tensor does not hash to its digest.
+        """
         self._verifier.advance(self.chunks.front)
         return self._verifier.finish() if self.chunks.complete else None
 
 
 class ChunkedDeltas:
-    """Deltas that bring the version held up to date. Hashed at the end: they are small."""
+    """Deltas on their way, from the version held to the newest; hashed at the end, for they are small."""
 
     def __init__(self, reply: DeltasReply, chunk_bytes: int) -> None:
         self._reply = reply
@@ -79,7 +88,10 @@ class ChunkedDeltas:
         self.chunks = ChunkBuffer(reply.digest, self._memory, chunk_bytes)
 
     def advance(self) -> list[tuple[Delta, bytes]] | None:
-        """Raises WeightVersionError if all of them do not hash to their digest."""
+        """Returns (header, bytes) of each delta, in the order to apply them, once all have arrived; else None.
+
+        Raises WeightVersionError if all of them together do not hash to their digest.
+        """
         if not self.chunks.complete:
             return None
         if xxhash.xxh3_128_hexdigest(self._memory) != self._reply.digest:

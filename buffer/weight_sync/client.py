@@ -1,4 +1,4 @@
-"""Asks a learner or relay one question after the other: what `areal-q weights` shows."""
+"""An operator's client of a weight server, for `areal-q weights` and `areal-q status`."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,10 @@ CHUNK_BYTES = 4 << 20
 
 
 class WeightClient:
-    """Asks one thing after the other. Raises WeightVersionError when nobody answers in time."""
+    """Asks a learner or relay one question after the other.
+
+    Every question raises WeightVersionError when nobody answers within TIMEOUT_S.
+    """
 
     def __init__(self, announce: str, fetch: str, keys: ClientKeys | None) -> None:
         self._context = zmq.Context()
@@ -35,6 +38,7 @@ class WeightClient:
         self._dealer = self._connect(zmq.DEALER, fetch)
 
     def ask(self, request: msgspec.Struct) -> tuple[messages.FetchReply, list[bytes]]:
+        """Returns the answer to `request`, and the frames that came with it."""
         self._dealer.send(messages.encode(request))
         if not self._dealer.poll(round(TIMEOUT_S * 1000)):
             raise WeightVersionError(f"{self._fetch}: no answer for {TIMEOUT_S:g} s")
@@ -42,17 +46,20 @@ class WeightClient:
         return messages.decode_reply(head), rest
 
     def held(self) -> HeldReply:
+        """Returns the versions that the server remembers, and its counters."""
         reply, _ = self.ask(FetchHeld())
         assert isinstance(reply, HeldReply)
         return reply
 
     def manifest(self) -> Manifest | None:
+        """Returns the newest version's manifest; None before the first version."""
         reply, _ = self.ask(FetchManifest())
         assert isinstance(reply, ManifestReply)
         return messages.decode_manifest(reply.manifest) if reply.manifest else None
 
     def changes(self, base: HeldVersion) -> dict[str, tuple[int, int]] | None:
-        """(changed, elements) by tensor, from `base` to the newest; None where no delta is held."""
+        """Returns (elements changed, elements) by tensor, from `base` to the newest; None without a held
+        delta."""
         request = FetchDeltas(epoch=base.epoch, base=base.version, base_digest=base.digest)
         reply, _ = self.ask(request)
         newest = self.manifest()
@@ -63,7 +70,7 @@ class WeightClient:
         return delta.changed(newest, self._bytes(reply.digest, reply.sizes[0]))
 
     def follow(self) -> Iterator[tuple[messages.Broadcast, bytes]]:
-        """What is announced, with the delta where there is one, without end."""
+        """Yields what is announced and its delta, empty where there is none, without end."""
         sub = self._connect(zmq.SUB, self._announce)
         sub.subscribe(b"")
         while True:
@@ -71,6 +78,7 @@ class WeightClient:
             yield messages.decode_broadcast(told), b"".join(rest)
 
     def close(self) -> None:
+        """Closes all sockets."""
         self._context.destroy(linger=0)
 
     def _bytes(self, digest: str, nbytes: int) -> bytes:

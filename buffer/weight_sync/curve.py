@@ -1,4 +1,4 @@
-"""CURVE for the weights' sockets: who may fetch them, and nobody else reads or alters them on the way.
+"""CURVE encryption of the weight sync: listed keys may fetch, and nobody else reads or alters what is sent.
 
 A directory made by `areal-q keys DIR`:
 
@@ -26,33 +26,36 @@ DOMAIN = "areal-q-weights"
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """What a worker or relay needs to connect."""
+    """The keys that a worker or relay needs to connect."""
 
     public: bytes
     secret: bytes
     server: bytes
-    """The server's public key: nobody else is taken for the learner"""
+    """The server's public key: nobody else is taken for the learner."""
 
     def apply(self, sock: zmq.Socket) -> None:
+        """Lets `sock` connect with these keys."""
         sock.curve_publickey, sock.curve_secretkey = self.public, self.secret
         sock.curve_serverkey = self.server
 
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """What the learner or a relay needs to be connected to."""
+    """The keys that the learner or a relay needs to accept connections."""
 
     public: bytes
     secret: bytes
     clients: Path
 
     def apply(self, sock: zmq.Socket) -> None:
+        """Lets `sock` accept encrypted connections only."""
         sock.curve_publickey, sock.curve_secretkey = self.public, self.secret
         sock.curve_server = True
         sock.zap_domain = DOMAIN.encode()
 
     def guard(self, context: zmq.Context, stats: ServerStats) -> ThreadAuthenticator:
-        """Admits the listed keys to this context's sockets; a thread until `stop`."""
+        """Starts a thread that admits only listed keys to the sockets of `context`, and returns it; `stop` ends
+        it."""
         guard = ThreadAuthenticator(context)
         guard.start()
         guard.configure_curve_callback(DOMAIN, _AllowList(self.clients, stats))
@@ -60,13 +63,14 @@ class ServerKeys:
 
 
 class _AllowList:
-    """Reads the directory at every connection: a key added or removed counts from the next one on."""
+    """Decides who may connect; reads the directory anew for each, so that changes count from the next one
+    on."""
 
     def __init__(self, clients: Path, stats: ServerStats) -> None:
         self._clients, self._stats = clients, stats
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """`key` is in Z85, like those in files."""
+        """Returns whether the public key, in Z85 as in key files, is listed. ZeroMQ calls this by its name."""
         listed = any(_public(path) == key for path in self._clients.glob("*.key"))
         self._stats.strangers += not listed
         return listed
@@ -103,7 +107,10 @@ def make_keys(directory: Path, client: str = CLIENT) -> list[Path]:
 
 
 def server_keys(directory: str | Path) -> ServerKeys:
-    """Raises ConfigError naming the file that is missing, readable by others, or no key."""
+    """Reads the server's keys.
+
+    Raises ConfigError naming the file that is missing, readable by others, or no key.
+    """
     public, secret = _pair(Path(directory) / f"{SERVER}.key_secret")
     clients = Path(directory) / CLIENTS
     if not clients.is_dir():
@@ -112,7 +119,10 @@ def server_keys(directory: str | Path) -> ServerKeys:
 
 
 def client_keys(directory: str | Path, name: str = CLIENT) -> ClientKeys:
-    """Raises ConfigError naming the file that is missing, readable by others, or no key."""
+    """Reads the keys of client `name`.
+
+    Raises ConfigError naming the file that is missing, readable by others, or no key.
+    """
     public, secret = _pair(Path(directory) / f"{name}.key_secret")
     path = Path(directory) / f"{SERVER}.key"
     if (server := _public(path)) is None:
@@ -135,8 +145,8 @@ def _pair(path: Path) -> tuple[bytes, bytes]:
 
 
 def _exposed(found: os.stat_result) -> bool:
-    """Whether others may read or write the file. To a service that is not root, the group that root gave it to
-    does not count: so are secrets mounted into a pod."""
+    """Returns whether others may read or write the file."""
+    # Kubernetes mounts a secret as root's, readable by our group; root itself has no reason to share its own.
     mine = 0o740 if found.st_uid == 0 and os.geteuid() != 0 else 0o700
     return bool(found.st_mode & 0o777 & ~mine)
 

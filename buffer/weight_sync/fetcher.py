@@ -37,8 +37,11 @@ from buffer.weight_sync.stats import FetchStats
 logger = logging.getLogger(__name__)
 
 Fetched = WeightVersion | list[tuple[Delta, bytes]]
+"""A verified version, or (header, bytes) of each delta that leads to one."""
 MAX_MANIFEST_BYTES = 64 << 20
+"""Largest answer that is accepted, unless chunks are larger."""
 FIRST_REST_S = 0.1
+"""Seconds of the first pause after fetched bytes were refused."""
 
 
 def _manifest_of(reply: ManifestReply) -> Manifest | None:
@@ -50,17 +53,13 @@ def _manifest_of(reply: ManifestReply) -> Manifest | None:
 
 
 class Fetcher:
-    """One fetch at a time over one DEALER, which it replaces when an answer is overdue.
+    """Fetches one thing at a time over one DEALER socket, which it replaces when an answer is overdue.
 
-    Delivery, told plainly: a question or an answer may be lost, and is asked for again; what answers no
-    question is refused and counted
-    (test_broadcasts_and_answers_that_are_none_are_counted_and_change_nothing). At most `credit` chunks are on
-    their way (test_the_highest_credit_loses_no_answer), none is fetched twice
-    (test_chunks_that_arrived_are_not_asked_for_again), and nothing is allocated for a manifest that
-    contradicts itself or is over `max_payload_bytes`. A payload that does not hash to its manifest is fetched
-    anew, after rests that double (test_an_altered_payload_is_refused_counted_and_healed).
+    What is lost is asked for again, what answers no question is refused, and what does not hash to its manifest
+    is fetched anew after rests that double; at most `credit` chunks are on their way. docs/weights.md has the
+    full list, with the test that shows each. Not thread-safe: it lives on the subscriber's thread, its socket
+    in the subscriber's poller.
 
-    Not thread-safe: lives on the subscriber's thread, and its socket in the subscriber's poller.
     `wanted` is asked before a payload is fetched. An answer is overdue after `timeout_s`, which doubles with
     every failure in a row, up to four times that: a chunk that a slow line needs longer for still arrives.
     """
@@ -89,7 +88,7 @@ class Fetcher:
         self._resting = False
         self._failures = 0
         self.due_s = math.inf
-        """Monotonic time by which `on_due` wants to be called; infinite while idle"""
+        """Monotonic time at which `on_due` wants to be called; infinite while idle."""
         self.dealer = self._connect()
 
     def __str__(self) -> str:
@@ -99,12 +98,14 @@ class Fetcher:
 
     @property
     def idle(self) -> bool:
+        """Whether no fetch is under way."""
         return self.due_s == math.inf
 
     def start(self, base: Manifest | None) -> None:
-        """Asks for what `base` lacks to be the newest version, or for the newest version.
+        """Begins a fetch of the deltas from `base` to the newest version, or of a whole version if `base` is
+        None.
 
-        Nothing happens while a fetch is under way already.
+        Does nothing while a fetch is under way already.
         """
         if not self.idle:
             return
@@ -114,7 +115,7 @@ class Fetcher:
             self._ask(FetchDeltas(epoch=base.epoch, base=base.version, base_digest=base.digest))
 
     def on_due(self) -> None:
-        """An answer is overdue, or a rest is over."""
+        """Asks again: an answer is overdue, which costs the connection, or a rest is over."""
         if self._resting:
             self._ask(FetchManifest())
             return
@@ -132,7 +133,7 @@ class Fetcher:
             self._ask_chunks(self._work.chunks)
 
     def read(self) -> Fetched | None:
-        """Reads what has arrived; a verified version or catch-up if the last chunk was among it."""
+        """Reads what has arrived; returns what is complete and verified if the last chunk was among it."""
         with suppress(zmq.Again):
             while True:
                 frame = self.dealer.recv(zmq.NOBLOCK)
@@ -194,7 +195,7 @@ class Fetcher:
         self._ask_chunks(self._work.chunks)
 
     def _advance(self, work: ChunkedSnapshot | ChunkedDeltas) -> Fetched | None:
-        """After each chunk: more questions, or the end."""
+        """Asks for the next chunks, or ends the fetch if all are there."""
         self._ask_chunks(work.chunks)
         result = work.advance()
         if result is None:

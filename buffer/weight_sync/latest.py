@@ -1,4 +1,4 @@
-"""Hands the latest of something from a thread to asyncio."""
+"""Hands the latest value from a thread to an event loop."""
 
 import asyncio
 import threading
@@ -11,10 +11,11 @@ T = TypeVar("T")
 
 
 class LatestValue(Generic[T]):
-    """Holds one thing: a newer one replaces it (latest wins), `take` empties it. Thread-safe.
+    """Holds at most one value: a newer one replaces it (latest wins), and `take` empties it. Thread-safe.
 
-    What was replaced before it was taken is gone (test_versions_published_faster_than_taken_are_skipped); who
-    waits when it is closed is told so (test_wait_raises_when_the_receiver_is_closed).
+    A value that was replaced before it was taken is gone
+    (test_versions_published_faster_than_taken_are_skipped). Closing wakes everybody who waits, with an error
+    (test_wait_raises_when_the_subscriber_is_closed).
     """
 
     def __init__(self) -> None:
@@ -24,17 +25,22 @@ class LatestValue(Generic[T]):
         self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def put(self, content: T) -> None:
+        """Replaces the value and wakes everybody who waits for one."""
         with self._lock:
             self._content = content
             self._wake()
 
     def take(self) -> T | None:
+        """Returns the value and empties the holder; None where it is empty."""
         with self._lock:
             content, self._content = self._content, None
             return content
 
     async def wait(self) -> T:
-        """`take`, once there is something. Raises WeightVersionError when closed and empty."""
+        """Returns the value as soon as there is one, and empties the holder.
+
+        Raises WeightVersionError when the holder is closed and empty.
+        """
         waiter = (asyncio.get_running_loop(), asyncio.Event())
         with self._lock:
             self._waiters.add(waiter)
@@ -50,6 +56,7 @@ class LatestValue(Generic[T]):
                 self._waiters.discard(waiter)
 
     def close(self) -> None:
+        """Lets everybody who waits end; a value that is still there can be taken."""
         with self._lock:
             self._closed = True
             self._wake()

@@ -1,4 +1,4 @@
-"""Answers workers' requests: manifests, catching up by deltas, chunks, and what is held."""
+"""Answers what workers ask the weight server: the newest manifest, deltas to it, chunks, and what is held."""
 
 import logging
 from collections.abc import Callable
@@ -38,30 +38,24 @@ from buffer.weight_sync.version_store import (
 logger = logging.getLogger(__name__)
 
 MAX_CHUNK_BYTES = 64 << 20
+"""Largest chunk that a worker may ask for."""
 QUEUED_REPLIES = 4 * messages.MAX_CREDIT
-"""Replies that wait for one worker before ZeroMQ drops further ones. ZeroMQ learns of what was read
+"""Most replies that wait for one worker before ZeroMQ drops further ones. ZeroMQ learns of what was read
 only after half of the queue, so less than twice the credit would drop replies to an honest worker."""
 REQUESTS_PER_TURN = 256
-"""Requests answered before the heartbeat gets its turn again."""
+"""Most requests answered before the heartbeat gets its turn again."""
 KEPT_CATCH_UPS = 4
+"""Number of catch-ups that stay fetchable, newest use last."""
 WAITING_WORKERS = 1024
-"""Questions for deltas that wait for an answer to be put together; further ones go unanswered."""
+"""Most workers that wait for deltas to be put together; further ones are told to fetch a snapshot."""
 
 
 class RequestHandler:
-    """Owns the ROUTER; lives on the server's thread.
+    """Owns the ROUTER socket and what can be fetched over it; lives on the weight server's thread.
 
-    Delivery, told plainly (shown by tests/test_broadcast*.py and tests/weight_sync/test_catch_up.py):
-    - A reply may be lost (peer gone, or over QUEUED_REPLIES behind). The worker asks again. No send blocks.
-    - Chunks are sent without copying; those queued for a worker keep what they are part of in memory.
-    - What brings a worker from an older version to the newest is put together once for all workers that
-      stand there, on a thread of its own (test_many_workers_behind_are_served_by_one_catch_up); the last
-      KEPT_CATCH_UPS of these stay fetchable. Where it would cost more than a snapshot, or the version is
-      older than the deltas held, the answer is: none.
-    - Whoever asks for what is no longer held gets Gone
-      (test_a_request_for_a_version_that_went_is_answered_with_gone).
-    - A frame that is no request is counted and ignored
-      (test_requests_that_are_none_are_counted_and_change_nothing).
+    No send blocks: a reply to a peer that is gone, or QUEUED_REPLIES behind, is dropped, and the worker asks
+    again. Deltas for workers at the same version are put together once, on a thread of their own.
+    docs/weights.md has the full list, with the test that shows each.
     """
 
     def __init__(
@@ -79,24 +73,25 @@ class RequestHandler:
         self._history_length = history
         self._composer = ThreadPoolExecutor(1, "composer")
         self._catch_ups: dict[tuple[str, int, int], Future[CatchUp]] = {}
-        """By epoch and the versions they lead from and to, the last KEPT_CATCH_UPS"""
+        """The last KEPT_CATCH_UPS catch-ups, by epoch and the versions that they lead from and to."""
         self._waiting: list[tuple[bytes, Future[CatchUp]]] = []
 
     def add_version(
         self, version: WeightVersion, base: WeightVersion | None, body: bytes | None
     ) -> None:
-        """From now on `version` is the newest; `body` leads to it from `base`."""
+        """Makes `version` the newest that can be fetched; `body` is the delta to it from `base`, if there is
+        one."""
         self._versions.add(version)
         link = None
         if base is not None and body is not None:
-            # On the thread that will add deltas up, which so never waits for it.
+            # The thread that adds deltas up does this too, in order: it never waits for an input.
             plain = self._composer.submit(delta.plain, base, body)
             link = DeltaLink(base.manifest, version.manifest, len(body), plain)
         self._deltas.add(link)
         self._history = [*self._history, version.manifest][-self._history_length :]
 
     def answer_requests(self) -> None:
-        """Reads the requests that have arrived, and answers those that can be answered at once."""
+        """Reads the requests that have arrived and answers those that can be answered at once."""
         with suppress(zmq.Again):
             for _ in range(REQUESTS_PER_TURN):
                 peer, *frames = self._router.recv_multipart(zmq.NOBLOCK)
@@ -109,13 +104,14 @@ class RequestHandler:
                     logger.debug("request refused: %s", error)
 
     def send_ready_catch_ups(self) -> None:
-        """Tells those who wait for deltas that were put together meanwhile."""
+        """Answers the workers whose deltas have been put together meanwhile."""
         ready = [(peer, made) for peer, made in self._waiting if made.done()]
         self._waiting = [(peer, made) for peer, made in self._waiting if not made.done()]
         for peer, made in ready:
             self._send_catch_up(peer, made.result())
 
     def close(self) -> None:
+        """Ends the thread that puts deltas together and lets go of all versions."""
         self._composer.shutdown(cancel_futures=True)
         self._versions.clear()
 

@@ -1,10 +1,10 @@
-"""Publishes versions of the weights over ZeroMQ, from a thread of its own.
+"""The learner's end of weight sync: announces versions and serves their bytes, from a thread of its own.
 
-    publish(version) ──▶ slot (latest wins) ──▶ server thread
-                                                  │ ▲ delta to the version before
-                                                  │ └─── differ (one more thread)
-                                                  │ XPUB    delta once, announcements again and again
-                                                  └ ROUTER  manifests, deltas, chunks (request_handler.py)
+    publish(version) ──▶ pending (latest wins) ──▶ server thread
+                                                     │ ▲ delta to the version before
+                                                     │ └─── differ (one more thread)
+                                                     │ XPUB    delta once, announcements again and again
+                                                     └ ROUTER  manifests, deltas, chunks (request_handler.py)
 
 The thread waits for one thing only, its poll: unblocked by a request, a new subscriber, `publish`,
 a finished delta, `close`, the next heartbeat being due, or a delta that takes too long. No send on these
@@ -37,44 +37,27 @@ from buffer.weight_sync.version_store import DeltaChain, VersionStore, delta_hea
 logger = logging.getLogger(__name__)
 
 QUEUED_BROADCASTS = 8
-"""Deltas and announcements that wait for one worker: what bounds the memory a stuck one costs."""
+"""Most deltas and announcements that wait for one worker, which bounds the memory that a stuck one costs."""
 
 
-class _Handed(NamedTuple):
+class _Pending(NamedTuple):
+    """A version that was published and is not yet visible."""
+
     version: WeightVersion
     base_digest: str
     body: bytes | None
-    """A delta from `base_digest`, where there is one already"""
+    """Delta from the version that hashes to `base_digest`; None where the server has to make it."""
 
 
 class WeightServer:
     """Announces each version to all workers and serves its bytes to whoever asks.
 
-    Delivery, told plainly (shown by tests/test_broadcast*.py):
-    - `publish` never waits for a socket or a worker (test_a_stopped_worker_holds_up_nobody_and_catches_up).
-      A version published before the previous one was announced replaces it: latest wins, versions may
-      be skipped (test_versions_published_faster_than_taken_are_skipped).
-    - Deltas and announcements may be lost (slow or absent subscribers, more than QUEUED_BROADCASTS
-      behind). A delta is sent once, to all; announcements are repeated every `heartbeat_s` and sent
-      at once for a new subscriber: whoever missed a delta learns of it and fetches what it lacks
-      (test_a_lost_delta_is_replaced_by_a_fetched_one).
-    - A version is visible once its delta is ready, or has taken longer than `stall_s`, which is logged and
-      counted (test_a_delta_that_takes_too_long_is_left_out). A delta over `max_delta_bytes` is not sent,
-      only announced (test_a_delta_over_the_limit_is_announced_and_fetched); 0 turns deltas off.
-    - At most `hold` versions are held, and the oldest fetch under way finishes; at most `hold_deltas` deltas,
-      of `max_delta_bytes` together (buffer/weight_sync/version_store.py). Memory is flat
-      (test_memory_does_not_grow_over_a_thousand_versions).
-    - A worker that answers no ZeroMQ heartbeat for `peer_timeout_s` (stopped, cut off) is dropped with its
-      queue.
-    - ZeroMQ hangs up on a peer that sends more than MAX_REQUEST_BYTES. With `keys`, only listed keys get in,
-      and everything is encrypted (tests/weight_sync/test_curve.py); without, nobody is authenticated: bind to
-      loopback or a trusted network.
-    - After a restart of the learner the epoch differs, and workers fetch anew
-      (test_a_learner_killed_and_started_again_is_followed), wherever in the protocol it ended
-      (test_a_learner_that_ends_anywhere_is_followed_once_it_is_back).
+    - `publish` returns at once and never waits for a worker; a version that is not yet announced when the next
+      one comes is skipped.
+    - Announcements repeat every `heartbeat_s`, a delta is sent once: whoever missed it fetches.
+    - Memory is bounded by `hold`, `hold_deltas`, `max_delta_bytes` and QUEUED_BROADCASTS messages a worker.
 
-    Raises ConfigError when an endpoint cannot be bound or a key cannot be used. `.endpoints` has the ports
-    that the system chose where an endpoint ended in `:0` or `:*`.
+    docs/weights.md has the full list, with the test that shows each.
     """
 
     def __init__(
@@ -86,15 +69,23 @@ class WeightServer:
         lease_s: float = 2.0,
         peer_timeout_s: float = 10.0,
     ) -> None:
+        """Binds both endpoints and starts the thread.
+
+        `endpoints` has the ports that the system chose where an endpoint ends in `:0` or `:*`. `lease_s` is how
+        long a version counts as being fetched after its last request; a worker that answers no ZeroMQ heartbeat
+        for `peer_timeout_s` is dropped with its queue. Raises ConfigError when an endpoint cannot be bound or a
+        key cannot be used.
+        """
         self._config = config = config or BroadcastConfig()
         self.stats = ServerStats()
         self._announcement = b""
         self._next_heartbeat_s = 0.0
         self._lock = threading.Lock()
-        self._pending: _Handed | None = None
+        self._pending: _Pending | None = None
         self._differ = ThreadPoolExecutor(1, "differ")
         self._next: tuple[WeightVersion, Future[bytes | None], float] | None = None
-        """The version whose delta is being made, and until when it may take"""
+        """The version whose delta is being made, the delta, and the monotonic time by which it must be
+        ready."""
         self._closing = False
         self._newest: WeightVersion | None = None
         keys = server_keys(config.keys) if config.keys else None
@@ -137,7 +128,7 @@ class WeightServer:
         with self._lock:
             if self._pending is not None:
                 self.stats.skipped += 1
-            self._pending = _Handed(version, *(delta or ("", None)))
+            self._pending = _Pending(version, *(delta or ("", None)))
         self._wake()
 
     def close(self) -> None:
@@ -165,12 +156,12 @@ class WeightServer:
                 if self._wake_out.fileno() in events:
                     self._wake_out.recv(4096)
                     handler.send_ready_catch_ups()
-                self._finish(handler)
-                self._take(handler)
+                self._check_delta(handler)
+                self._take_pending(handler)
                 if self._router in events:
                     handler.answer_requests()
                 if self._xpub in events:
-                    self._welcome()
+                    self._read_subscriptions()
                 self._announce_if_due()
         finally:
             self._release()
@@ -187,8 +178,8 @@ class WeightServer:
         self._newest = None
         self._files.remove()
 
-    def _take(self, handler: RequestHandler) -> None:
-        """Makes what was published last visible: at once, or when its delta is ready."""
+    def _take_pending(self, handler: RequestHandler) -> None:
+        """Takes the version published last: visible at once, or as soon as its delta is ready."""
         if self._next is not None:
             return
         with self._lock:
@@ -197,25 +188,26 @@ class WeightServer:
             return
         version, base = handed.version, self._newest
         if base is None or not self._follows(base.manifest, version.manifest):
-            self._show(handler, version, None)
+            self._make_visible(handler, version, None)
         elif handed.body is not None and handed.base_digest == base.manifest.digest:
-            self._show(handler, version, handed.body)
+            self._make_visible(handler, version, handed.body)
         else:
             future = self._differ.submit(delta.diff, base, version)
             self._next = version, future, time.monotonic() + self._config.stall_s
             future.add_done_callback(lambda _: self._wake())
 
     def _follows(self, base: Manifest, new: Manifest) -> bool:
-        """Whether a delta between them is wanted."""
+        """Returns whether a delta between the two is wanted."""
         return base.epoch == new.epoch and self._config.max_delta_bytes > 0
 
-    def _finish(self, handler: RequestHandler) -> None:
+    def _check_delta(self, handler: RequestHandler) -> None:
+        """Makes the next version visible if its delta is ready, or without one if it takes too long."""
         if self._next is None:
             return
         version, future, due_s = self._next
         if future.done():
             self._next = None
-            self._show(handler, version, future.result())
+            self._make_visible(handler, version, future.result())
         elif time.monotonic() >= due_s:
             self._next = None
             self.stats.stalls += 1
@@ -224,11 +216,17 @@ class WeightServer:
                 version.manifest.version,
                 self._config.stall_s,
             )
+            # The one that is late may take for ever: its thread is left behind, and the next delta gets
+            # another.
             self._differ.shutdown(wait=False, cancel_futures=True)
             self._differ = ThreadPoolExecutor(1, "differ")
-            self._show(handler, version, None)
+            self._make_visible(handler, version, None)
 
-    def _show(self, handler: RequestHandler, version: WeightVersion, body: bytes | None) -> None:
+    def _make_visible(
+        self, handler: RequestHandler, version: WeightVersion, body: bytes | None
+    ) -> None:
+        """Sends the delta `body`, if there is one that is not too large, and announces `version` from now
+        on."""
         new = version.manifest
         base = self._newest
         if body is not None and len(body) > self._config.max_delta_bytes:
@@ -247,8 +245,9 @@ class WeightServer:
         )
         self._next_heartbeat_s = 0.0
 
-    def _welcome(self) -> None:
-        """Announces at once to a new subscriber; whatever else comes up here is refused."""
+    def _read_subscriptions(self) -> None:
+        """Reads who joined and left; a new subscriber gets an announcement at once, anything else is
+        refused."""
         with suppress(zmq.Again):
             while True:
                 frames = self._xpub.recv_multipart(zmq.NOBLOCK)

@@ -1,4 +1,4 @@
-"""Bound ZeroMQ sockets with the limits that every server of weights needs."""
+"""The weight server's endpoints: where to bind or connect, and sockets bound with the limits they need."""
 
 import os
 from contextlib import suppress
@@ -15,27 +15,37 @@ MAX_REQUEST_BYTES = 4096
 
 
 class Endpoints(NamedTuple):
+    """The two ZeroMQ endpoints of a weight server, such as `tcp://learner:5551`."""
+
     announce: str
+    """PUB socket: announcements and deltas for everybody."""
     fetch: str
+    """ROUTER socket: answers to each worker's own requests."""
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """What the command line says; None leaves it to the learner and the settings."""
+    """The weight server that a worker connects to, as the command line names it.
+
+    None leaves an endpoint to what the learner wrote into Redis, and keys to the settings.
+    """
 
     announce: str | None = None
     fetch: str | None = None
     keys: str | None = None
-    """Directory of CURVE keys on this machine"""
+    """Directory of CURVE keys on this machine."""
     client: str = CLIENT
-    """Whose key in it"""
+    """Name of the key in that directory to connect with."""
 
     def endpoints(self, learner: dict[str, str]) -> tuple[str, str]:
-        """(announce, fetch), given what the learner wrote into Redis."""
+        """Returns (announce, fetch), given the endpoints that the learner wrote into Redis."""
         return self.announce or learner["announce"], self.fetch or learner["fetch"]
 
     def load_keys(self, configured: str | None) -> ClientKeys | None:
-        """Raises ConfigError naming a key that cannot be used."""
+        """Returns the keys to connect with, or None where no directory is named.
+
+        `configured` is the directory that the settings name. Raises ConfigError naming a key that is unusable.
+        """
         directory = self.keys or configured
         return client_keys(directory, self.client) if directory else None
 
@@ -49,7 +59,11 @@ def bind(
     peer_timeout_s: float,
     keys: ServerKeys | None,
 ) -> zmq.Socket:
-    """Raises ConfigError when the endpoint cannot be bound."""
+    """Returns a socket of `kind` bound to `endpoint`, which hangs up on peers that misbehave.
+
+    At most `queued` messages wait for one peer; one that answers no heartbeat for `peer_timeout_s` is dropped
+    with its queue. With `keys` only listed clients get in. Raises ConfigError if the endpoint cannot be bound.
+    """
     sock = context.socket(kind)
     sock.setsockopt(zmq.LINGER, 0)
     sock.setsockopt(zmq.SNDHWM, queued)
@@ -66,7 +80,7 @@ def bind(
 
 
 def bound_to(sock: zmq.Socket) -> str:
-    """The endpoint, with the port that the system chose where `:0` or `:*` was asked for."""
+    """Returns the endpoint of `sock`, with the port that the system chose where `:0` or `:*` was asked for."""
     return sock.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
@@ -78,6 +92,7 @@ class IpcFiles:
         self._inodes = {path: os.stat(path).st_ino for path in paths}
 
     def remove(self) -> None:
+        """Deletes the files, except those that another server has bound since."""
         for path, inode in self._inodes.items():
             with suppress(FileNotFoundError):
                 if os.stat(path).st_ino == inode:  # else a successor has bound the same path

@@ -1,77 +1,85 @@
-"""What a server counts."""
+"""Counters of both ends of the weight sync. Each counts since the start, and only its own thread writes it."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class ServerStats:
-    """Counts since the start; written by the server's thread only."""
+    """Counters of a weight server."""
 
     published: int = 0
-    """Versions announced"""
+    """Number of versions announced."""
     skipped: int = 0
-    """Versions replaced by a newer one before their turn came"""
+    """Number of versions that a newer one replaced before their turn came."""
     last_version_bytes: int = 0
-    """What the newest version costs a worker that follows: its delta, or else its payload"""
+    """Bytes that the newest version costs a worker that follows: its delta, or else its payload."""
     deltas: int = 0
+    """Number of deltas sent to all."""
     delta_bytes: int = 0
+    """Bytes of the deltas sent to all, counted once each."""
     stalls: int = 0
-    """Deltas that took longer than `stall_s`; their versions were announced without"""
+    """Number of deltas that took longer than `stall_s`; their versions were announced without."""
     subscribers: int = 0
-    """Workers and relays that listen now"""
+    """Number of workers and relays that listen now."""
     fetches: int = 0
-    """Manifests served"""
+    """Number of manifests served."""
     catch_ups: int = 0
-    """Deltas served on request, to workers that were some versions behind"""
+    """Number of answers with deltas to workers that were some versions behind."""
     chunks: int = 0
+    """Number of chunks sent, of versions and of deltas."""
     chunk_bytes: int = 0
+    """Bytes of the chunks sent."""
     gone: int = 0
-    """Requests for something that is no longer held"""
+    """Number of requests for something that is no longer held."""
     refused: int = 0
-    """Frames that were no request"""
+    """Number of messages that were no valid request."""
     strangers: int = 0
-    """Connections refused because their key is not listed"""
+    """Number of connections refused because their key is not listed."""
 
 
 @dataclass
 class FetchStats:
-    """Counts since the start; written by the subscriber's thread only."""
+    """Counters of a weight subscriber's fetcher."""
 
     fetches: int = 0
-    """Payloads fetched in full"""
+    """Number of payloads fetched in full."""
     fetched_bytes: int = 0
+    """Bytes of the payloads fetched in full."""
     catch_ups: int = 0
-    """Deltas to a version several behind, fetched instead of a payload"""
+    """Number of times that deltas were fetched in place of a payload."""
     catch_up_bytes: int = 0
+    """Bytes of the deltas fetched."""
     retries: int = 0
-    """Answers that were overdue, each met by a new connection and a repeated question"""
+    """Number of overdue answers, each met by a new connection and a repeated question."""
     gone: int = 0
-    """Fetches that began again because the learner no longer held the version"""
+    """Number of fetches that began again because the server no longer held the version."""
     mismatches: int = 0
-    """Versions refused because a hash differed or the manifest contradicts itself"""
+    """Number of versions refused because a hash differed or the manifest contradicts itself."""
     refused: int = 0
-    """Frames that were no awaited answer"""
+    """Number of messages that were no awaited answer."""
 
 
 @dataclass
 class SubscriberStats:
-    """Counts since the start; written by the subscriber's thread only."""
+    """Counters of a weight subscriber."""
 
     fetch: FetchStats
+    """The fetcher's part of the counters."""
     received: int = 0
-    """Versions verified and handed over"""
+    """Number of versions verified and handed over."""
     skipped: int = 0
-    """Version numbers of the same epoch that were never received"""
+    """Number of versions of the same epoch that were never received."""
     epochs: int = 0
-    """Learners followed: 1, and one more for every restart seen"""
+    """Number of learners followed: 1, and one more for every restart seen."""
     deltas: int = 0
-    """Versions received as a delta, those of a catch-up included"""
+    """Number of versions made from a delta, those of a catch-up included."""
     delta_bytes: int = 0
+    """Bytes of the deltas that were applied."""
     mismatches: int = 0
-    """Deltas refused because they were malformed or gave other bytes than the learner's"""
+    """Number of deltas refused because they were malformed or gave other bytes than the learner's."""
     silences: int = 0
-    """Times the learner announced nothing for `silence_s`"""
+    """Number of times that the server announced nothing for `silence_s`."""
     stalls: int = 0
-    """Times a newer version was known and none arrived for `stall_s`"""
+    """Number of times that a newer version was known and none arrived for `stall_s`."""
     refused: int = 0
-    """Messages on the announcement socket that were neither announcement nor delta of this run"""
+    """Number of messages on the announcement socket that were no announcement or delta of this run."""

@@ -1,12 +1,12 @@
-"""Follows the learner's versions in the background, on a thread of its own.
+"""The worker's end of weight sync: follows the learner's versions in the background, on a thread of its own.
 
     SUB ──Delta──▶ of the version held? ──▶ applied to a copy ────────────────┐
      └─Announce──▶ newer than the one held? ──▶ Fetcher (fetcher.py) ──▶ verified version
                                                  deltas it lacks, or all of it │
-    engine ◀───── latest() / await wait() ◀───── slot (latest wins) ◀─────────┘
+    engine ◀───── latest() / await wait() ◀───── LatestValue (latest.py) ◀────┘
 
 The thread waits for one thing only, its poll: unblocked by a frame, `close`, or the nearest deadline
-(an answer is overdue, a rest is over, the learner fell silent, the sync makes no progress).
+(an answer is overdue, a rest is over, the server fell silent, the sync makes no progress).
 """
 
 import logging
@@ -33,43 +33,20 @@ from buffer.weight_sync.stats import SubscriberStats
 logger = logging.getLogger(__name__)
 
 OnVersion = Callable[[WeightVersion, tuple[str, bytes] | None], None]
+"""Called with a version, and (digest of its base, delta) where it came as a delta."""
 KEPT_DELTAS = 8
-"""Deltas kept for a base that is still being fetched"""
+"""Most deltas kept for a base that is still being fetched."""
 
 
 class WeightSubscriber:
-    """The newest complete version, bit for bit what the learner published, or nothing.
+    """Gives the newest complete version, bit for bit what the learner published, or nothing.
 
-    Delivery, told plainly (shown by tests/test_broadcast*.py and tests/weight_sync/test_catch_up.py):
-    - It begins with nothing and fetches the newest version, after every start and wherever it ended before
-      (test_a_worker_that_ends_anywhere_disturbs_nobody_and_has_the_newest_once_it_is_back).
-    - Latest wins: versions may be skipped, never repeated, never out of order within an epoch. A
-      version that was replaced in the slot before it was taken is gone
-      (test_versions_published_faster_than_taken_are_skipped).
-    - Every tensor's hash and the version's are verified before hand-over, whether fetched or made
-      from a delta. A mismatch is counted, logged, and healed by fetching
-      (test_an_altered_delta_is_refused_counted_and_healed).
-    - A delta is applied to a copy of the version held, if that is its base. One that came before its
-      base is kept (KEPT_DELTAS at most); what was lost is fetched as deltas, if the learner still holds
-      them, else as a snapshot (test_a_worker_some_versions_behind_fetches_deltas_only).
-    - A lost or late announcement only delays: the next heartbeat repeats it. An overdue answer is
-      asked for again over a new connection; chunks that have arrived are kept
-      (test_chunks_that_arrived_are_not_asked_for_again).
-    - A restarted learner is known by its epoch; what it publishes is taken whatever its number
-      (test_a_restarted_learner_is_followed_though_its_numbers_are_lower).
-    - Silence is counted and logged once; the connection is renewed every `silence_s`
-      (test_a_silent_learner_is_noticed_once_and_followed_again).
-    - No progress for `stall_s` although a newer version is known is counted and logged
-      (test_a_stalled_sync_is_an_event_and_is_told_when_it_ends); `behind_s` tells it while it lasts.
-    - At most `credit` chunks, and never more than MAX_CREDIT, are asked for ahead.
-    - Memory: the version held, the one being fetched, those that an engine still views, and two
-      spare buffers.
-    - Frames of another run, malformed, duplicate or unasked ones are counted and ignored
-      (test_broadcasts_and_answers_that_are_none_are_counted_and_change_nothing).
+    - Versions may be skipped; within an epoch they are never repeated or out of order.
+    - Every hash is verified before a version is handed over. Whatever was lost, altered or cut off is counted
+      and fetched anew; a restarted learner is followed whatever its numbers.
+    - A version's payload stays untouched as long as any tensor views it (see PayloadPool).
 
-    The payload of a version stays untouched for as long as any tensor views it (see PayloadPool).
-    `on_version`, if given, gets every version instead of the slot, on the subscriber's thread, together with
-    (digest of its base, delta) where it came as one: see Relay. `run` None follows any run.
+    docs/weights.md has the full list, with the test that shows each.
     """
 
     def __init__(
@@ -84,6 +61,12 @@ class WeightSubscriber:
         max_payload_bytes: int = 64 << 30,
         on_version: OnVersion | None = None,
     ) -> None:
+        """Connects to a weight server and starts the thread; nothing need be there yet.
+
+        `run` is the run to follow, None any. `on_version`, if given, gets every version on the subscriber's
+        thread, and `latest` and `wait` get none: a relay passes them on. Larger payloads than
+        `max_payload_bytes` are refused. After `silence_s` without an announcement the connection is renewed.
+        """
         config = config or BroadcastConfig()
         self._expected_run = run
         self._silence_s, self._stall_s = silence_s, config.stall_s
@@ -93,15 +76,15 @@ class WeightSubscriber:
         self._on_version = on_version or (lambda version, _: self._slot.put(version))
         self._held: WeightVersion | None = None
         self._behind: Announce | Delta | None = None
-        """The newest announcement, while it is of something newer than `_held`"""
+        """The newest announcement, while it is of something newer than `_held`."""
         self._newest: Announce | Delta | None = None
-        """The newest announcement of all"""
+        """The newest announcement of all."""
         self._behind_since_s = math.inf
         self._stalled = False
         self._distrusted = ""
-        """Digest of a version held whose deltas gave other bytes: it is replaced in full"""
+        """Digest of a held version whose deltas gave other bytes, so that it is replaced in full."""
         self._deltas: dict[tuple[str, int], tuple[Delta, bytes]] = {}
-        """By epoch and number of their base"""
+        """Announced deltas by epoch and number of their base."""
         self._heard_s = time.monotonic()
         self._silent = False
         self._closing = False
@@ -119,28 +102,32 @@ class WeightSubscriber:
 
     @property
     def behind_s(self) -> float:
-        """Seconds for which a newer version has been known and none has arrived."""
+        """Seconds for which a newer version has been known while none arrived; 0 while up to date."""
         return max(0.0, time.monotonic() - self._behind_since_s)
 
     def latest(self) -> WeightVersion | None:
-        """The newest version that was not taken yet, or None. Taken once."""
+        """Returns the newest version if it was not taken yet, else None."""
         return self._slot.take()
 
     async def wait(self) -> WeightVersion:
-        """`latest`, once there is one. Raises WeightVersionError when the subscriber stops."""
+        """Returns the newest version as soon as there is one that was not taken yet.
+
+        Raises WeightVersionError when the subscriber stops.
+        """
         return await self._slot.wait()
 
     @property
     def silent(self) -> bool:
-        """Whether the learner announced nothing for `silence_s`."""
+        """Whether the server announced nothing for `silence_s`."""
         return self._silent
 
     def follow(self, announce: str, fetch: str) -> None:
-        """The learner may have moved there: taken up at the next reconnection, which silence brings."""
+        """Uses these endpoints from the next reconnection on, which silence brings: the learner may have
+        moved."""
         self._announce_endpoint, self._fetcher.endpoint = announce, fetch
 
     def close(self) -> None:
-        """Stops the thread and wakes whoever waits. Idempotent."""
+        """Stops the thread and wakes everybody who waits. Idempotent."""
         self._closing = True
         if self._thread.is_alive():
             with suppress(OSError):
@@ -201,12 +188,13 @@ class WeightSubscriber:
             self._keep(told, frames[0])
 
     def _keep(self, told: Delta, body: bytes) -> None:
+        """Keeps a delta until its base is there; the oldest goes where there are too many."""
         self._deltas[told.epoch, told.base] = told, body
         while len(self._deltas) > KEPT_DELTAS:
             self._deltas.pop(next(iter(self._deltas)))
 
     def _base_for(self, told: Announce | Delta) -> Manifest | None:
-        """The version held, if deltas may lead from it to what was told."""
+        """Returns the manifest of the version held, if deltas may lead from it to what was announced."""
         held = self._held.manifest if self._held else None
         usable = held and held.epoch == told.epoch and held.digest != self._distrusted
         return held if usable else None
@@ -225,7 +213,7 @@ class WeightSubscriber:
             self._hand_over(fetched, None)
 
     def _apply_deltas(self) -> None:
-        """From delta to delta, as long as there is one of the version held."""
+        """Applies the deltas that are there, one after the other, beginning with that of the version held."""
         while held := self._held:
             key = held.manifest.epoch, held.manifest.version
             told, body = self._deltas.pop(key, (None, b""))
@@ -249,13 +237,15 @@ class WeightSubscriber:
             self._hand_over(version, (told.base_digest, body))
 
     def _is_news(self, told: Announce | Delta | Manifest) -> bool:
+        """Returns whether that version is of another epoch than the one held, or newer."""
         if self._held is None:
             return True
         held = self._held.manifest
         return told.epoch != held.epoch or told.version > held.version
 
     def _wants(self, manifest: Manifest) -> bool:
-        """Whether to fetch this. Bytes held already are handed over at once, under their new number."""
+        """Returns whether to fetch the version; bytes held already are handed over at once, under the new
+        number."""
         self._behind = None
         held = self._held
         if self._expected_run not in (None, manifest.run) or not self._is_news(manifest):

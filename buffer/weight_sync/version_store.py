@@ -1,4 +1,4 @@
-"""What workers may fetch: a few versions in full, and the deltas between the last of them."""
+"""What workers can fetch of a weight server: a few whole versions, and the deltas between the last of them."""
 
 import math
 import time
@@ -16,11 +16,13 @@ from areal_q.weights.version import WeightVersion
 
 @dataclass
 class StoredVersion:
+    """A version that can be fetched, and when it last was."""
+
     version: WeightVersion
     memory: memoryview
-    """The payload's bytes"""
+    """The payload's bytes."""
     used_s: float = -math.inf
-    """When a worker last asked for any of it (monotonic)"""
+    """Monotonic time at which a worker last asked for any of it."""
 
     @property
     def manifest(self) -> Manifest:
@@ -28,10 +30,10 @@ class StoredVersion:
 
 
 class VersionStore:
-    """At most `limit` versions, the newest among them.
+    """Holds at most `limit` versions, the newest among them.
 
-    Versions that nobody fetched from for `lease_s` go first, then the younger ones. So the oldest
-    fetch under way always finishes, however fast versions follow each other
+    When one must go, it is the oldest that nobody fetched from for `lease_s`, else the second newest. So the
+    oldest fetch under way always finishes, however fast versions follow each other
     (test_the_oldest_fetch_under_way_keeps_its_version).
     """
 
@@ -41,9 +43,11 @@ class VersionStore:
 
     @property
     def newest(self) -> StoredVersion | None:
+        """The version added last; None before the first."""
         return self._versions[-1] if self._versions else None
 
     def add(self, version: WeightVersion) -> None:
+        """Adds a version as the newest, and drops others until the limit is kept."""
         self._versions.append(StoredVersion(version, version.payload.numpy().data))
         leased_from_s = time.monotonic() - self._lease_s
         while len(self._versions) > self._limit:
@@ -52,22 +56,25 @@ class VersionStore:
             self._versions.remove((idle or older[-1:])[0])
 
     def use_newest(self) -> StoredVersion | None:
-        """`newest`, which counts as fetched from."""
+        """Returns `newest` and notes that it was fetched from."""
         if self.newest is not None:
             self.newest.used_s = time.monotonic()
         return self.newest
 
     def use(self, digest: str) -> StoredVersion | None:
-        """The version whose bytes hash to `digest`, if it is still there; it counts as fetched from."""
+        """Returns the version that hashes to `digest`, if it is still held, and notes that it was fetched
+        from."""
         held = next((h for h in reversed(self._versions) if h.manifest.digest == digest), None)
         if held is not None:
             held.used_s = time.monotonic()
         return held
 
     def has(self, digest: str) -> bool:
+        """Returns whether the version that hashes to `digest` is still held."""
         return any(h.manifest.digest == digest for h in self._versions)
 
     def clear(self) -> None:
+        """Drops all versions."""
         self._versions.clear()
 
 
@@ -78,16 +85,18 @@ class DeltaLink:
     base: Manifest
     new: Manifest
     nbytes: int
-    """As it was sent"""
+    """Bytes of the delta as it was sent."""
     plain: Future[bytes]
-    """In the form that can be added up without its base (areal_q/weights/delta.py)"""
+    """The delta in the form that can be added up without its base (delta.plain)."""
 
     @property
     def header(self) -> Delta:
+        """The message that announces this delta."""
         return delta_header(self.base, self.new)
 
 
 def delta_header(base: Manifest, new: Manifest) -> Delta:
+    """Returns the message that announces a delta from `base` to `new`."""
     return Delta(
         run=new.run,
         epoch=new.epoch,
@@ -99,8 +108,11 @@ def delta_header(base: Manifest, new: Manifest) -> Delta:
 
 
 class DeltaChain:
-    """The unbroken chain of deltas up to the newest version: at most `limit`, `limit_bytes` together as they
-    were sent. In memory they may be half as large again: BF16 and FP8 are (areal_q/weights/delta_codec.py)."""
+    """The unbroken chain of deltas that ends at the newest version.
+
+    It has at most `limit` deltas, of at most `limit_bytes` together as they were sent. In memory they may take
+    half as much again, as those of BF16 and FP8 do (areal_q/weights/delta_codec.py).
+    """
 
     def __init__(self, limit: int, limit_bytes: int) -> None:
         self._limit, self._limit_bytes = limit, limit_bytes
@@ -108,7 +120,7 @@ class DeltaChain:
         self._nbytes = 0
 
     def add(self, link: DeltaLink | None) -> None:
-        """`link` leads to the newest version; None breaks the chain."""
+        """Appends the delta to the newest version; None says that there is none, and breaks the chain."""
         if link is None:
             self._chain.clear()
             self._nbytes = 0
@@ -119,7 +131,7 @@ class DeltaChain:
             self._nbytes -= self._chain.popleft().nbytes
 
     def since(self, epoch: str, version: int, digest: str) -> list[DeltaLink]:
-        """What leads from that version to the newest; empty if it is not known."""
+        """Returns the deltas that lead from that version to the newest; none if the chain begins later."""
         links: list[DeltaLink] = []
         for link in reversed(self._chain):
             links.insert(0, link)
@@ -129,7 +141,7 @@ class DeltaChain:
         return []
 
     def into(self, epoch: str, version: int) -> DeltaLink | None:
-        """The delta that made that version."""
+        """Returns the delta that leads to that version, or None."""
         return next(
             (k for k in self._chain if (k.new.epoch, k.new.version) == (epoch, version)), None
         )
@@ -137,18 +149,22 @@ class DeltaChain:
 
 @dataclass(frozen=True)
 class CatchUp:
-    """Deltas to apply one after the other, ready to be sent."""
+    """Deltas that bring a worker to the newest version, ready to be sent."""
 
     headers: list[Delta]
+    """What each delta leads from and to, in the order to apply them."""
     sizes: list[int]
+    """Bytes of each delta."""
     body: bytes
+    """The deltas' bytes, one after the other."""
     digest: str
+    """xxh3-128 of `body`, hexadecimal."""
 
 
 def build_catch_up(links: list[DeltaLink]) -> CatchUp:
-    """The chain as it is, or one delta that does the same: whichever is smaller.
+    """Returns the chain as it is, or one delta that does the same: whichever is smaller.
 
-    One delta saves a code that moves back and forth, and the worker a pass over its weights for each.
+    One delta leaves out codes that move back and forth, and saves the worker a pass over its weights for each.
     """
     bodies = [link.plain.result() for link in links]
     headers = [link.header for link in links]

@@ -29,8 +29,8 @@ from areal_q.system.credentials import no_password
 from buffer.admin import inspect_state, tables
 from buffer.admin.open_run import open_run
 from buffer.redis_store.keys import Keys
+from buffer.weight_sync import WeightSource
 from buffer.weight_sync.client import WeightClient
-from buffer.weight_sync.sockets import WeightSource
 
 SILENT_S = 120.0
 """Without a new version for so long, the learner is said to be stuck; --silent-s"""

@@ -16,8 +16,7 @@ from areal_q.config import BroadcastConfig
 from areal_q.messages import WorkerStatus
 from areal_q.weights.version import WeightVersion
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
-from buffer.weight_sync.server import WeightServer
-from buffer.weight_sync.sockets import WeightSource
+from buffer.weight_sync import WeightServer, WeightSource
 from rollout.commands.status import gather, main
 
 Make = Callable[..., WeightVersion]

@@ -22,7 +22,7 @@ from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.run_dir import claimed
 from areal_q.tasks import load_tokenizer
 from buffer.logs.trajectory_log import iter_log
-from buffer.weight_sync.sockets import WeightSource
+from buffer.weight_sync import WeightSource
 from learner.build import build_learner
 from learner.final_export import finish
 from rollout.build import serve

@@ -55,7 +55,7 @@ def build(run: Run) -> TorchPolicy:
         ("rollout.unquantized=bf16", "rollout.sticky_scales=0.05"),
     ],
 )
-def test_a_version_in_the_making_is_of_the_weights_at_its_beginning(
+def test_a_version_is_of_the_weights_it_began_with(
     make_run: MakeRun, make_samples: MakeSamples, settings: tuple[str, ...]
 ) -> None:
     run = make_run("learner.optimizer.lr=0.01", *settings)
@@ -80,7 +80,7 @@ def test_a_version_in_the_making_is_of_the_weights_at_its_beginning(
     assert not all(torch.equal(now[name], tensor) for name, tensor in before.items())
 
 
-def test_versions_are_announced_in_order_and_before_they_count_as_finished(
+def test_versions_are_handed_over_in_order_before_the_wait_ends(
     make_run: MakeRun,
 ) -> None:
     run = make_run()
@@ -97,7 +97,7 @@ def test_versions_are_announced_in_order_and_before_they_count_as_finished(
     publisher.close()
 
 
-def test_what_cannot_be_quantized_is_announced_nowhere_and_ends_the_learner(
+def test_weights_that_are_not_finite_are_handed_to_nobody(
     make_run: MakeRun,
 ) -> None:
     run = make_run()

@@ -19,7 +19,7 @@ from areal_q.observability.run_end import how_it_ended
 from areal_q.system.run_dir import try_lock
 from buffer.admin import open_run
 from buffer.redis_store.local_server import RedisServer
-from buffer.weight_sync import inspect_weights
+from buffer.weight_sync.commands import inspect_weights
 from rollout.commands import status
 
 

@@ -28,8 +28,7 @@ from areal_q.tasks import (
 )
 from areal_q.tasks.tokenizer import HFTokenizer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
-from buffer.weight_sync.server import WeightServer
-from buffer.weight_sync.subscriber import WeightSubscriber
+from buffer.weight_sync import WeightServer, WeightSubscriber
 from learner.build import build_model
 from learner.data.admission import Admission
 from learner.measure.fidelity import FidelityMeter

@@ -32,8 +32,7 @@ from areal_q.tasks import (
 )
 from buffer.redis_store import Claim, LearnerBuffer, WorkerBuffer
 from buffer.redis_store.connection import Patience, insist_async
-from buffer.weight_sync.server import WeightServer
-from buffer.weight_sync.subscriber import WeightSubscriber
+from buffer.weight_sync import WeightServer, WeightSubscriber
 from learner.backends.single_device import token_logprobs
 from learner.build import build_model
 from learner.data.admission import Admission

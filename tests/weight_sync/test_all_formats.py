@@ -13,8 +13,7 @@ from areal_q.config import Run
 from areal_q.config.run import FormatName
 from areal_q.tasks import build_tokenizer
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.server import WeightServer
-from buffer.weight_sync.subscriber import WeightSubscriber
+from buffer.weight_sync import WeightServer, WeightSubscriber
 from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model

@@ -16,8 +16,7 @@ from areal_q.config import BroadcastConfig
 from areal_q.messages import Announce, DeltasReply, FetchDeltas, FetchHeld, HeldReply
 from areal_q.weights import version as weights
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.server import WeightServer
-from buffer.weight_sync.subscriber import WeightSubscriber
+from buffer.weight_sync import WeightServer, WeightSubscriber
 
 Make = Callable[..., WeightVersion]
 CONFIG = BroadcastConfig(heartbeat_s=0.05, timeout_s=1.0, chunk_bytes=1000, hold=2, hold_deltas=6)
@@ -115,7 +114,7 @@ def test_a_worker_some_versions_behind_fetches_deltas_only(
     assert subscriber.stats.fetch.catch_up_bytes < make_version(0).manifest.nbytes / 10
 
 
-def test_a_worker_further_behind_than_the_deltas_held_fetches_a_snapshot(
+def test_a_worker_behind_all_deltas_held_fetches_a_snapshot(
     short_dir: Path, herald: Herald, stack: ExitStack, make_version: Make
 ) -> None:
     weight_server = serve(short_dir, stack)
@@ -270,7 +269,7 @@ def test_weights_that_come_back_need_no_bytes_of_theirs(
     assert (subscriber.stats.fetch.fetches, subscriber.stats.fetch.catch_ups) == (1, 1)
 
 
-def test_workers_that_join_while_versions_are_published_follow_at_once(
+def test_workers_that_join_between_versions_follow_at_once(
     short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
     weight_server = serve(short_dir, stack)

@@ -26,8 +26,7 @@ from areal_q.config import BroadcastConfig
 from areal_q.messages import FetchDeltas
 from areal_q.weights import version as weights
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.server import WeightServer
-from buffer.weight_sync.subscriber import WeightSubscriber
+from buffer.weight_sync import WeightServer, WeightSubscriber
 
 CONFIG = BroadcastConfig(heartbeat_s=0.05, chunk_bytes=4096, credit=2, timeout_s=0.5)
 LAST = 3
@@ -260,7 +259,7 @@ def arrives(subscriber: WeightSubscriber, wanted: WeightVersion) -> None:
 
 
 @pytest.mark.parametrize("point", OF_A_LEARNER)
-def test_a_learner_that_ends_anywhere_is_followed_once_it_is_back(
+def test_a_learner_that_ends_anywhere_is_followed_again(
     nursery: Nursery, endpoints: tuple[str, str], stack: ExitStack, point: str
 ) -> None:
     subscriber = follow(endpoints, stack)
@@ -281,7 +280,7 @@ def test_a_learner_that_ends_anywhere_is_followed_once_it_is_back(
 
 
 @pytest.mark.parametrize("point", OF_A_WORKER)
-def test_a_worker_that_ends_anywhere_disturbs_nobody_and_has_the_newest_once_it_is_back(
+def test_a_worker_that_ends_anywhere_disturbs_nobody(
     nursery: Nursery, endpoints: tuple[str, str], stack: ExitStack, point: str
 ) -> None:
     weight_server = WeightServer(*endpoints, CONFIG)

@@ -19,11 +19,9 @@ from areal_q.config import BroadcastConfig
 from areal_q.errors import ConfigError
 from areal_q.messages import FetchManifest
 from areal_q.weights.version import WeightVersion
+from buffer.weight_sync import Endpoints, WeightServer, WeightSource, WeightSubscriber
 from buffer.weight_sync.commands.relay import Relay
 from buffer.weight_sync.curve import ClientKeys, client_keys, make_keys, server_keys
-from buffer.weight_sync.server import WeightServer
-from buffer.weight_sync.sockets import Endpoints, WeightSource
-from buffer.weight_sync.subscriber import WeightSubscriber
 
 Make = Callable[..., WeightVersion]
 LOOPBACK = Endpoints("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
@@ -104,7 +102,7 @@ def test_a_secret_that_others_can_read_is_refused(keys: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files away, which needs root")
 @pytest.mark.parametrize(("mode", "accepted"), [(0o440, True), (0o400, False), (0o444, False)])
-def test_a_secret_mounted_into_a_pod_is_one_of_root_that_our_group_reads(
+def test_a_secret_in_a_pod_is_read_by_our_group_alone(
     keys: Path, mode: int, accepted: bool
 ) -> None:
     """As Kubernetes mounts them under an fsGroup: owner root, group ours."""
@@ -148,7 +146,7 @@ def raw(kind: int, endpoint: str, keys: ClientKeys | None, stack: ExitStack) -> 
 
 
 @pytest.mark.parametrize("kind", ["no keys", "unknown key", "server's key guessed wrong"])
-def test_whoever_is_not_listed_gets_neither_announcement_nor_answer(
+def test_an_unlisted_key_gets_no_announcement_and_no_answer(
     kind: str,
     weight_server: WeightServer,
     keys: Path,
@@ -257,7 +255,7 @@ def test_nothing_of_the_weights_is_readable_on_the_way(
         assert (b"hidden_size" in seen) == (own is None)
 
 
-def test_the_command_makes_keys_and_says_so_in_one_line_when_it_cannot(tmp_path: Path) -> None:
+def test_the_keys_command_makes_keys_or_fails_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "areal_q", "keys", str(tmp_path / "k")]
     made = subprocess.run(command, capture_output=True, text=True)
     assert made.returncode == 0 and "worker.key_secret" in made.stdout

@@ -20,8 +20,8 @@ from areal_q.messages import WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
+from buffer.weight_sync import WeightServer
 from buffer.weight_sync.commands.inspect_weights import main
-from buffer.weight_sync.server import WeightServer
 
 Make = Callable[..., WeightVersion]
 
@@ -116,7 +116,7 @@ def beat(name: str, version: WeightVersion | None, number: int | None = None) ->
     )
 
 
-def test_a_worker_that_runs_other_bytes_than_were_published_is_found(
+def test_a_worker_with_other_bytes_than_published_is_found(
     run: Path, weight_server: WeightServer, make_version: Make
 ) -> None:
     versions = [make_version(number) for number in range(3)]

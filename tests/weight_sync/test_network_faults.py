@@ -17,8 +17,7 @@ from areal_q import messages
 from areal_q.config import BroadcastConfig
 from areal_q.messages import Announce, FetchChunk, FetchManifest, Manifest, ManifestReply
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.server import WeightServer
-from buffer.weight_sync.subscriber import WeightSubscriber
+from buffer.weight_sync import WeightServer, WeightSubscriber
 
 Frames = list[bytes]
 Tamper = Callable[[Frames], list[Frames]]
@@ -169,7 +168,7 @@ def assert_honest(seen: list[WeightVersion], make_version: Make) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_faulty_deltas_and_announcements_never_give_other_weights(
+def test_faulty_broadcasts_never_give_other_weights(
     kind: str, weight_server: WeightServer, proxy: Proxy, stack: ExitStack, make_version: Make
 ) -> None:
     faults = proxy.tamper_announce = Faults(kind, seed=1)
@@ -323,7 +322,7 @@ def junk(digest: str) -> list[Frames]:
     ]
 
 
-def test_requests_that_are_none_are_counted_and_change_nothing(
+def test_malformed_requests_change_nothing(
     weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
     version = make_version(1)
@@ -356,7 +355,7 @@ def test_a_request_for_a_version_that_went_is_answered_with_gone(
     assert weight_server.stats.gone == 1
 
 
-def test_broadcasts_and_answers_that_are_none_are_counted_and_change_nothing(
+def test_malformed_broadcasts_and_answers_change_nothing(
     short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
     announce, fetch = f"ipc://{short_dir}/a", f"ipc://{short_dir}/f"
@@ -415,7 +414,7 @@ def test_a_silent_learner_is_noticed_once_and_followed_again(
     assert caplog.text.count("no announcement") == 1
 
 
-def test_the_queue_of_a_peer_that_never_reads_does_not_hold_up_others(
+def test_a_peer_that_never_reads_holds_up_nobody(
     weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
     version = make_version(1, rows=30_000)

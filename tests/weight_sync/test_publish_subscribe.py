@@ -13,8 +13,7 @@ from areal_q.config import BroadcastConfig
 from areal_q.errors import ConfigError, WeightVersionError
 from areal_q.weights import version as weights
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.server import WeightServer
-from buffer.weight_sync.subscriber import WeightSubscriber
+from buffer.weight_sync import WeightServer, WeightSubscriber
 from buffer.weight_sync.version_store import VersionStore
 
 Make = Callable[..., WeightVersion]
@@ -128,7 +127,7 @@ def test_wait_returns_the_version_to_an_event_loop(
     assert_same(asyncio.run(publish_while_waiting()), make_version(7))
 
 
-def test_wait_raises_when_the_receiver_is_closed(
+def test_wait_raises_when_the_subscriber_is_closed(
     weight_server: WeightServer, stack: ExitStack
 ) -> None:
     subscriber = follow(weight_server, stack)
@@ -143,7 +142,7 @@ def test_wait_raises_when_the_receiver_is_closed(
     asyncio.run(close_while_waiting())
 
 
-def test_a_restarted_learner_is_followed_though_its_numbers_are_lower(
+def test_a_restarted_learner_with_lower_numbers_is_followed(
     short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
     endpoints = f"ipc://{short_dir}/a", f"ipc://{short_dir}/f"
@@ -212,7 +211,7 @@ def test_nothing_is_left_behind(short_dir: Path, stack: ExitStack, make_version:
         weight_server.publish(make_version(2))
 
 
-def test_an_endpoint_that_cannot_be_bound_is_a_configuration_error(stack: ExitStack) -> None:
+def test_an_endpoint_that_cannot_be_bound_is_a_config_error(stack: ExitStack) -> None:
     first = WeightServer("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
     stack.callback(first.close)
     with pytest.raises(ConfigError, match="cannot bind tcp://127"):
@@ -267,7 +266,7 @@ def test_a_delta_over_the_limit_is_announced_and_fetched(
     assert subscriber.stats.fetch.fetches == 2
 
 
-def test_sixteen_receivers_are_served_by_the_same_delta(
+def test_sixteen_subscribers_are_served_by_the_same_delta(
     weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
     subscribers = [follow(weight_server, stack) for _ in range(16)]

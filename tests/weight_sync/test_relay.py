@@ -16,10 +16,8 @@ import torch
 from areal_q.config import BroadcastConfig
 from areal_q.system.ports import free_ports
 from areal_q.weights.version import WeightVersion
+from buffer.weight_sync import Endpoints, WeightServer, WeightSource, WeightSubscriber
 from buffer.weight_sync.commands.relay import Relay
-from buffer.weight_sync.server import WeightServer
-from buffer.weight_sync.sockets import Endpoints, WeightSource
-from buffer.weight_sync.subscriber import WeightSubscriber
 
 Make = Callable[..., WeightVersion]
 CONFIG = BroadcastConfig(heartbeat_s=0.05, timeout_s=0.3, chunk_bytes=5000)
@@ -183,7 +181,7 @@ def test_a_relay_says_how_it_is_and_ends_in_peace(
     assert process.wait(20) == 0
 
 
-def test_a_setting_that_a_relay_cannot_use_is_one_line_and_exit_code_2() -> None:
+def test_a_bad_setting_of_a_relay_exits_2_with_one_line() -> None:
     command = [sys.executable, "-m", "areal_q", "relay", "--from-announce", "tcp://127.0.0.1:1"]
     command += ["--from-fetch", "tcp://127.0.0.1:2", "broadcast.hold=0"]
     result = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))

@@ -1,4 +1,4 @@
-"""`python -m buffer.weight_sync.commands.inspect_weights`: what a learner or relay publishes, for operators.
+"""`areal-q weights` shows operators what a learner or relay publishes.
 
     RUN                    a run's directory: where it serves, and what its workers say they run
     --fetch, --announce    or any learner's or relay's endpoints
@@ -33,11 +33,11 @@ from buffer.weight_sync.client import WeightClient
 from buffer.weight_sync.sockets import WeightSource
 
 LEARNER = {"announce": "tcp://127.0.0.1:5551", "fetch": "tcp://127.0.0.1:5552"}
-"""Where a learner that was started by itself is"""
+"""Endpoints of a learner that was started by itself."""
 
 
 def verdicts(workers: list[WorkerStatus], held: list[HeldVersion]) -> list[dict[str, Any]]:
-    """What each worker says it runs, against what was published.
+    """Compares what each worker says it runs with what was published; returns a row for each worker.
 
     `verdict`: `same` bytes; `OTHER` bytes under a published number; `unknown` where that version is no
     longer remembered, or the worker has none yet.
@@ -64,7 +64,10 @@ def verdicts(workers: list[WorkerStatus], held: list[HeldVersion]) -> list[dict[
 
 
 def workers_of(directory: Path) -> list[WorkerStatus]:
-    """The workers' last heartbeats, as the learner's newest record of metrics has them."""
+    """Returns the workers' last heartbeats, as the learner's newest record of metrics has them.
+
+    Raises ConfigError where the run has no metrics.
+    """
     try:
         records = read_metrics(directory / METRICS_FILE)
     except OSError as error:
@@ -74,7 +77,7 @@ def workers_of(directory: Path) -> list[WorkerStatus]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Columns as wide as they need to be; numbers to the right."""
+    """Returns the rows as text, columns as wide as they need to be, numbers to the right."""
     if not rows:
         return "(none)"
     lines = [list(rows[0])] + [[_text(v) for v in row.values()] for row in rows]
@@ -116,7 +119,7 @@ def _shares(changes: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
 
 
 def _follow(client: WeightClient, show: Any) -> None:
-    """A line for each new version, until Ctrl-C."""
+    """Shows a line for each new version, until Ctrl-C."""
     seen: set[tuple[str, int]] = set()
     manifest = client.manifest()
     for told, body in client.follow():

@@ -1,4 +1,4 @@
-"""`areal-q keys DIR`: CURVE keys that encrypt the weights on the wire and say who may fetch them."""
+"""`areal-q keys DIR` makes CURVE keys that encrypt the weights on the wire and say who may fetch them."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`areal-q relay`: follows one learner, or relay, and serves the workers behind it.
+"""`areal-q relay` follows a learner or another relay and serves the workers behind it.
 
     learner ──deltas, snapshots──▶ WeightSubscriber ──versions──▶ WeightServer ──▶ workers and further relays
 
@@ -28,16 +28,8 @@ logger = logging.getLogger("relay")
 class Relay:
     """Serves downstream what it verified from upstream, bit for bit, under the same epoch and numbers.
 
-    Delivery, told plainly (shown by tests/weight_sync/test_relay.py):
-    - Upstream it is a worker like any other (subscriber.py), downstream a learner like any other
-      (server.py); all that is said there holds, also over relays of relays
-      (test_a_tree_of_relays_gives_the_same_bytes).
-    - A delta is passed on as it came. Versions that it skipped itself are skipped for all behind it, and a
-      delta between those it has is made here.
-    - A version is passed on only once it is verified here.
-    - Killed and started again it fetches the newest version; workers behind it keep what they have
-      meanwhile, and need nothing anew (test_a_relay_killed_and_started_again_is_followed).
-    - It holds `hold` versions, and nothing on disk.
+    Upstream it is a worker like any other, downstream a learner like any other. It holds `hold` versions and
+    nothing on disk. docs/weights.md says what else holds (shown by tests/weight_sync/test_relay.py).
     """
 
     def __init__(self, upstream: WeightSource, listen: Endpoints, config: BroadcastConfig) -> None:
@@ -59,7 +51,7 @@ class Relay:
         self._server.publish(version, delta)
 
     def status(self) -> dict[str, float]:
-        """The numbers of areal_q/observability/prometheus_exporter.py's RELAY."""
+        """Returns the relay's numbers, by the names in prometheus_exporter.RELAY."""
         sent, got = self._server.stats, self._subscriber.stats
         return {
             "version": self._newest.manifest.version if self._newest else -1,
@@ -75,6 +67,7 @@ class Relay:
         }
 
     def close(self) -> None:
+        """Stops following, then serving."""
         self._subscriber.close()
         self._server.close()
 
