@@ -95,11 +95,11 @@ def is_follower() -> bool:
 def _follow(run: Run) -> None:
     import torch
 
-    from learner.multi_process import follow, join, leave
+    from learner.multi_process import exit_process, follow, join
 
     torch.set_num_threads(run.learner.threads)
     follow(run, join(run))
-    leave()
+    exit_process()
 
 
 @contextmanager
@@ -147,10 +147,10 @@ def _learn(
     except Stopped as stopped:
         logger.info("stopped %s", stopped)
         if ranks is not ALONE:
-            from learner.multi_process import dismiss, leave
+            from learner.multi_process import end_other_ranks, exit_process
 
-            dismiss(ranks)
-            leave()
+            end_other_ranks(ranks)
+            exit_process()
         return
     learner.metrics.also("Prometheus", exporter.update)
     try:
@@ -158,9 +158,9 @@ def _learn(
     finally:
         learner.close()
     if ranks is not ALONE:
-        from learner.multi_process import leave
+        from learner.multi_process import exit_process
 
-        leave()
+        exit_process()
 
 
 if __name__ == "__main__":

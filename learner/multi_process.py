@@ -105,19 +105,19 @@ def _refused(run: Run, size: int) -> dict[str, bool]:
     return found
 
 
-def tell(ranks: Ranks, message: Message) -> None:
+def send(ranks: Ranks, message: Message) -> None:
     """Sends `message` from rank 0 to every other rank."""
     ranks.broadcast(msgspec.msgpack.encode(message))
 
 
-def dismiss(ranks: Ranks) -> None:
+def end_other_ranks(ranks: Ranks) -> None:
     """Ends the other ranks, as this process is about to end."""
     if dist.is_initialized():
-        tell(ranks, End())
+        send(ranks, End())
         dist.destroy_process_group()
 
 
-def leave() -> NoReturn:
+def exit_process() -> NoReturn:
     """Ends this process well, but without the interpreter's own end: a thread of a collective that lets go of
     its last tensor in the middle of that aborts the process, and torchrun would call the run failed."""
     logging.shutdown()
@@ -126,7 +126,7 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def hear(ranks: Ranks) -> Message:
+def receive(ranks: Ranks) -> Message:
     """Returns rank 0's next message.
 
     Raises UserError if rank 0 ended without one: its own last words are what the user has to read.
@@ -153,7 +153,7 @@ class MultiProcessUpdater:
             policy.skipped,
             moments=bool(policy.optimizer.state),
         )
-        tell(ranks, begin)
+        send(ranks, begin)
         self._shard = BACKENDS[type(run.learner.backend)](begin, run, ranks, policy)
         self._broken = False
         if self.shares:
@@ -171,7 +171,7 @@ class MultiProcessUpdater:
     ) -> dict[str, float]:
         whole = self.policy
         self._broken = True
-        tell(self._ranks, Step([Piece.of(sample) for sample in samples]))
+        send(self._ranks, Step([Piece.of(sample) for sample in samples]))
         values = update_policy(self._shard, samples, recorder)
         whole.before_write()
         self._shard.gather_weights(whole)
@@ -180,14 +180,14 @@ class MultiProcessUpdater:
         return values
 
     def collect(self, staged: Path | None = None) -> dict[str, Tensor]:
-        tell(self._ranks, Collect(str(staged or "")))
+        send(self._ranks, Collect(str(staged or "")))
         if staged:
             return self._shard.share_of_rest(self.policy)
         self._shard.gather_rest(self.policy)
         return {}
 
     def reset_reference(self) -> None:
-        tell(self._ranks, Reset())
+        send(self._ranks, Reset())
         self._shard.reset_reference()
         self.policy.reset_reference()
 
@@ -196,18 +196,18 @@ class MultiProcessUpdater:
         torchrun ends the others."""
         if not self._broken:
             self._shard.close()
-            dismiss(self._ranks)
+            end_other_ranks(self._ranks)
 
 
 def follow(run: Run, ranks: Ranks) -> None:
     """Runs the other ranks' side: takes part in each step until rank 0 ends."""
-    begin = hear(ranks)
+    begin = receive(ranks)
     if not isinstance(begin, Begin):
         dist.destroy_process_group()
         return
     shard = BACKENDS[type(run.learner.backend)](begin, run, ranks, None)
     while True:
-        match hear(ranks):
+        match receive(ranks):
             case Step(pieces):
                 update_policy(shard, [piece.sample() for piece in pieces])
                 shard.gather_weights(None)

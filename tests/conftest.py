@@ -311,7 +311,7 @@ from learner.checkpoint.async_writer import Writer
 from learner.backends.precision import set_precision
 from learner.publishing.version_builder import VersionBuilder
 from learner.backends.messages import Piece
-from learner.multi_process import MultiProcessUpdater, follow, join, leave
+from learner.multi_process import MultiProcessUpdater, exit_process, follow, join
 from learner.backends.single_device import TorchPolicy
 
 torch.set_num_threads(1)
@@ -342,7 +342,7 @@ for job in sys.argv[1:]:
     made = VersionBuilder(run).build(model, 1)
     updater.close()
     (directory / "found.json").write_text(json.dumps([found, made.manifest.digest]))
-leave()
+exit_process()
 """
 
 

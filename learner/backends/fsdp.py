@@ -33,7 +33,7 @@ from learner.backends.data_parallel import Ranks
 from learner.backends.messages import Begin
 from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
-from learner.optim.adamw_8bit import LARGEST, AdamW8bit, Part
+from learner.optim.adamw_8bit import LARGEST, AdamW8bit, ParameterShard
 from learner.optim.build import build_optimizer
 from learner.optim.dtensor import local
 
@@ -221,7 +221,7 @@ def _joined(p: Tensor, name: str, value: Tensor) -> Tensor:
     if isinstance(value, DTensor):
         whole = value.full_tensor()
         return whole.flatten() if value.dtype == torch.uint8 else whole  # codes have no shape
-    return Part(p).joined(value) if name.endswith(LARGEST) else value
+    return ParameterShard(p).joined(value) if name.endswith(LARGEST) else value
 
 
 def _gather_moments(own: torch.optim.Optimizer, whole: torch.optim.Optimizer | None) -> None:
@@ -259,7 +259,7 @@ def _scatter_moments(
 
 
 def _own_maxima(p: Tensor, source: Tensor | None) -> Tensor:
-    part = Part(p)
+    part = ParameterShard(p)
     found = torch.empty(part.all_blocks, device=p.device) if source is None else source.to(p.device)
     dist.broadcast(found, 0)
     return part.own(found)

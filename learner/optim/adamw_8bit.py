@@ -24,15 +24,15 @@ from areal_q.quant.activations import on
 from learner.optim.dtensor import local, most_rows
 
 BLOCK = 256
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+SIGNED_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Whether it has a sign"""
 LARGEST = "_max"
-"""Ends the name of what scales a moment's blocks"""
+"""Suffix of the state that scales a moment's blocks."""
 
 
 @cache
 def code_values(signed: bool) -> Tensor:
-    """float32 [256], ascending; the dynamic tree of the paper's §2.1."""
+    """Returns the values of the codes, float32 [256], ascending: the dynamic tree of the paper's §2.1."""
     values = [0.0, 1.0]
     for i in range(7):
         parts = 2 ** (i if signed else i + 1)
@@ -44,13 +44,14 @@ def code_values(signed: bool) -> Tensor:
 
 
 def quantize(x: Tensor, signed: bool, lead: int = 0) -> tuple[Tensor, Tensor]:
-    """float32 of any shape → (codes uint8 [n], largest magnitude of each block float32 [⌈(lead + n)/256⌉]).
-    The first block begins `lead` numbers before x."""
+    """Maps float32 of any shape to (codes uint8 [n], largest magnitude of each block float32 [⌈(lead +
+    n)/256⌉]). The first block begins `lead` numbers before x."""
     largest = block_maxima(x, lead)
     return encode(x, largest, signed, lead), largest
 
 
 def block_maxima(x: Tensor, lead: int = 0) -> Tensor:
+    """Returns the largest magnitude of each block, float32."""
     flat = x.flatten()
     blocks = -(-(lead + len(flat)) // BLOCK)
     end = blocks * BLOCK - lead - len(flat)
@@ -58,14 +59,14 @@ def block_maxima(x: Tensor, lead: int = 0) -> Tensor:
 
 
 def encode(x: Tensor, largest: Tensor, signed: bool, lead: int = 0) -> Tensor:
-    """Codes uint8 [n] of x, whose blocks are scaled by `largest`."""
+    """Returns codes, uint8 [n], of x, whose blocks are scaled by `largest`."""
     values, flat = on(code_values(signed), x.device), x.flatten()
     scaled = flat / _spread(largest.clamp(min=torch.finfo(torch.float32).tiny), len(flat), lead)
     return torch.bucketize(scaled, (values[1:] + values[:-1]) / 2).to(torch.uint8)
 
 
 def dequantize(codes: Tensor, largest: Tensor, signed: bool, lead: int = 0) -> Tensor:
-    """float32 [n]"""
+    """Returns the numbers that the codes stand for, float32 [n]."""
     values = on(code_values(signed), codes.device)
     return values[codes.int()] * _spread(largest, len(codes), lead)
 
@@ -74,13 +75,13 @@ def _spread(largest: Tensor, count: int, lead: int) -> Tensor:
     return largest.repeat_interleave(BLOCK)[lead : lead + count]
 
 
-class Part:
-    """What this rank has of a parameter, flattened: all of it, or the rows of its shard."""
+class ParameterShard:
+    """This rank's part of a flattened parameter, in blocks: all of it, or the rows of its shard."""
 
     def __init__(self, p: Tensor) -> None:
         self.local = local(p)
         self.all_blocks = -(-p.numel() // BLOCK)
-        """Of the parameter"""
+        """Number of blocks of the whole parameter."""
         self._group, starts, rank = None, [0], 0
         if self.local is not p:
             self._group = p.device_mesh.get_group()  # type: ignore[attr-defined]
@@ -93,7 +94,8 @@ class Part:
         self._blocks = -(-(self.lead + count) // BLOCK)
 
     def agree(self, *largest: Tensor) -> None:
-        """On those of blocks that a border cuts, in place. Collective."""
+        """Takes, in place, the largest magnitudes over all ranks of the blocks that a border of ranks cuts.
+        Collective."""
         if not self._cut:
             return
         own = [(i, b - self._first) for i, b in enumerate(self._cut)]
@@ -107,14 +109,14 @@ class Part:
             mine[blocks] = row[at]
 
     def joined(self, largest: Tensor) -> Tensor:
-        """Those of the parameter's blocks, from what each rank has. Collective."""
+        """Returns the largest magnitudes of all the parameter's blocks, from those of each rank. Collective."""
         found = largest.new_zeros(self.all_blocks)
         found[self._first : self._first + self._blocks] = largest
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return found
 
     def own(self, largest: Tensor) -> Tensor:
-        """This rank's of the parameter's."""
+        """Returns this rank's blocks from those of the whole parameter."""
         return largest[self._first : self._first + self._blocks].clone()
 
 
@@ -141,7 +143,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def _update(self, p: Tensor, group: dict[str, Any]) -> None:
         assert p.grad is not None
-        slot, part = self.state[p], Part(p)
+        slot, part = self.state[p], ParameterShard(p)
         if not slot:
             self._begin(slot, p, part)
         slot["step"] += 1
@@ -155,9 +157,9 @@ class AdamW8bit(torch.optim.Optimizer):
         if f"exp_avg{LARGEST}" in slot:
             _put(slot, part, {"exp_avg": mean, "exp_avg_sq": square})
 
-    def _begin(self, slot: dict[str, Tensor], p: Tensor, part: Part) -> None:
+    def _begin(self, slot: dict[str, Tensor], p: Tensor, part: ParameterShard) -> None:
         slot["step"] = torch.tensor(0.0)
-        for name in MOMENTS:
+        for name in SIGNED_MOMENTS:
             if p.numel() < self._small:
                 slot[name] = torch.zeros_like(p, dtype=torch.float32)
             else:
@@ -166,7 +168,7 @@ class AdamW8bit(torch.optim.Optimizer):
                 slot[f"{name}{LARGEST}"] = block_maxima(torch.zeros_like(part.local), part.lead)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch's own would turn codes into numbers of the parameters' dtype."""
+        """Restores the codes as they are; torch's own method would convert them to the parameters' dtype."""
         super().load_state_dict(state_dict)
         params = [p for group in self.param_groups for p in group["params"]]
         for index, slot in state_dict["state"].items():
@@ -174,19 +176,21 @@ class AdamW8bit(torch.optim.Optimizer):
             self.state[params[index]] = kept | {"step": kept["step"].cpu()}
 
 
-def _get(slot: dict[str, Tensor], name: str, part: Part) -> Tensor:
-    """In the shape of the shard: the moment itself, or what its codes stand for."""
+def _get(slot: dict[str, Tensor], name: str, part: ParameterShard) -> Tensor:
+    """Returns the moment in the shape of the shard, dequantized if it is kept as codes."""
     kept, largest = local(slot[name]), slot.get(f"{name}{LARGEST}")
     if largest is None:
         return kept
-    return dequantize(kept.flatten(), largest, MOMENTS[name], part.lead).view(part.local.shape)
+    return dequantize(kept.flatten(), largest, SIGNED_MOMENTS[name], part.lead).view(
+        part.local.shape
+    )
 
 
-def _put(slot: dict[str, Tensor], part: Part, moments: dict[str, Tensor]) -> None:
+def _put(slot: dict[str, Tensor], part: ParameterShard, moments: dict[str, Tensor]) -> None:
     largest = {name: block_maxima(x, part.lead) for name, x in moments.items()}
     part.agree(*largest.values())
     for name, x in moments.items():
         slot[f"{name}{LARGEST}"] = largest[name]
-        codes = encode(x, largest[name], MOMENTS[name], part.lead)
+        codes = encode(x, largest[name], SIGNED_MOMENTS[name], part.lead)
         kept = local(slot[name])
         kept.copy_(codes.view(kept.shape))

@@ -11,16 +11,18 @@ from areal_q.config.optimizers import AdamW, AdamW8bit, Muon, OptimizerConfig
 from learner.optim import adamw_8bit
 
 NOT_HIDDEN = ("embed_tokens.weight", "lm_head.weight", "head.weight", "mlp.gate.weight")
-"""Matrices at the ends of the model, and routers of experts, whose rows are classes as those of a head are"""
+"""Matrices that Muon leaves to AdamW: the ends of the model, and routers, whose rows are classes as a head's
+are."""
 
 
 def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:
-    """For the parameters that learn; weight decay acts on matrices only, not on norms and biases."""
+    """Returns an optimizer of the parameters that learn. Weight decay acts on matrices, not on norms and
+    biases."""
     return OPTIMIZERS[type(cfg)](model, cfg)
 
 
 def in_order(shapes: Mapping[str, torch.Size]) -> list[str]:
-    """Names of a model's parameters as its AdamW numbers them."""
+    """Returns the names of a model's parameters in the order in which its AdamW numbers them."""
     return sorted(shapes, key=lambda name: len(shapes[name]) < 2)
 
 
@@ -102,8 +104,8 @@ class Several(torch.optim.Optimizer):
 
 
 def learning_rate(cfg: OptimizerConfig, update: int) -> float:
-    """Of optimizer step `update`: a linear rise, then along half a cosine or a line from lr to final · lr,
-    if any."""
+    """Returns the learning rate of optimizer step `update`: a linear rise to lr, then, if `decay_steps` are
+    set, half a cosine or a line down to final · lr."""
     if update < cfg.warmup_steps:
         return cfg.lr * (update + 1) / (cfg.warmup_steps + 1)
     if cfg.decay_steps == 0:
@@ -119,7 +121,7 @@ def optimizer_step(
     """Clips and steps. Returns the gradient norm before clipping, and whether the step was taken:
     one whose gradient is not finite is skipped, so that a single bad batch cannot poison the weights."""
     total = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    # Of a sharded model it is spread over the ranks. (DTensor's import takes a second of the CPU.)
+    # The norm of a sharded model is spread over the ranks. (DTensor's import takes a second of the CPU.)
     norm = float(total.full_tensor() if hasattr(total, "full_tensor") else total)  # type: ignore[attr-defined]
     taken = math.isfinite(norm)
     if taken:

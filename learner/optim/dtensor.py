@@ -1,13 +1,15 @@
-"""What FSDP2 gives a rank of a parameter: rows, as many to each; the last ranks may have fewer or none."""
+"""The rows of a parameter that FSDP2 gives to each rank: as many to each; the last ranks may have fewer or
+none."""
 
 from torch import Tensor
 
 
 def local(p: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, whose import takes a second; else the tensor itself."""
+    """Returns this rank's shard of a DTensor, else the tensor itself, without the import of DTensor, which
+    takes a second."""
     return p.to_local() if hasattr(p, "to_local") else p  # type: ignore[attr-defined]
 
 
 def most_rows(p: Tensor, ranks: int) -> int:
-    """That a rank has."""
+    """Returns the largest number of rows that any rank holds."""
     return -(-len(p) // ranks)

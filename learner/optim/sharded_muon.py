@@ -32,7 +32,7 @@ class ShardedMuon(torch.optim.Muon):
                 self._round(learning[first : first + size], group)
 
     def _round(self, params: list[DTensor], group: dict[str, Any]) -> None:
-        """The owner of a matrix is the rank of its number."""
+        """Steps as many matrices as there are ranks; the rank of a matrix's number owns it."""
         own: Tensor | None = None
         for owner, p in enumerate(params):
             whole = _gather_rows(self._update(p, group), p, owner)
@@ -43,7 +43,7 @@ class ShardedMuon(torch.optim.Muon):
             p.to_local().mul_(1 - group["lr"] * group["weight_decay"]).add_(rows, alpha=group["lr"])
 
     def _update(self, p: DTensor, group: dict[str, Any]) -> Tensor:
-        """This rank's rows of the momentum, with Nesterov's look ahead."""
+        """Returns this rank's rows of the momentum, with Nesterov's look ahead."""
         assert isinstance(p.grad, DTensor)
         slot = self.state[p]
         if "momentum_buffer" not in slot:
@@ -54,7 +54,7 @@ class ShardedMuon(torch.optim.Muon):
 
 
 def _unit_step(update: Tensor, group: dict[str, Any]) -> Tensor:
-    """What a step of lr 1 adds to the matrix whose update is given: that of torch's Muon without momentum."""
+    """Returns what a step of lr 1 of torch's Muon without momentum adds to the matrix whose update is given."""
     zero = nn.Parameter(torch.zeros_like(update))
     zero.grad = update
     settings = {"ns_steps": group["ns_steps"], "adjust_lr_fn": group["adjust_lr_fn"]}
@@ -65,7 +65,7 @@ def _unit_step(update: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def _gather_rows(rows: Tensor, p: DTensor, owner: int) -> Tensor | None:
-    """The whole matrix, float32, on its owner."""
+    """Returns the whole matrix, float32, on its owner, and None elsewhere."""
     mesh = p.device_mesh
     group, most = mesh.get_group(), most_rows(p, mesh.size())
     sent = nn.functional.pad(rows.bfloat16(), (0, 0, 0, most - len(rows))).to(mesh.device_type)
@@ -78,7 +78,7 @@ def _gather_rows(rows: Tensor, p: DTensor, owner: int) -> Tensor | None:
 
 
 def _scatter_rows(whole: Tensor | None, p: DTensor, owner: int) -> Tensor:
-    """This rank's rows of the owner's `whole`; of other ranks it is not looked at."""
+    """Returns this rank's rows of the owner's `whole`; what other ranks pass is not read."""
     mesh, local = p.device_mesh, p.to_local()
     group, most = mesh.get_group(), most_rows(p, mesh.size())
     rows = torch.empty(most, p.shape[1], device=mesh.device_type)

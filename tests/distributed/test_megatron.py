@@ -236,7 +236,7 @@ def test_one_rank_learns_what_torch_does_also_in_bfloat16(
     jobs = {tmp_path / "float32": (exact, steps), tmp_path / "bfloat16": (coarse, steps)}
     (values, _), (rounded, _) = on_ranks(1, jobs)
     check(exact, alone(exact), steps, values, tmp_path / "float32")
-    # Rounded as Megatron rounds: near the others, and masters move by less than bfloat16 could tell.
+    # Rounded as Megatron rounds: near the others, and masters move by less than bfloat16 could make_report.
     for one, other in zip(rounded, values, strict=True):
         assert one["train/loss"] == pytest.approx(other["train/loss"], abs=0.05)
         assert one["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=0.1)
@@ -253,7 +253,7 @@ EXPERTS = {
         "moe",
         ["learner.backend={tensor=2, experts=2}", "learner.recompute=true", *CRITIC, SHARED],
     ),
-    # Both stages have experts, and tell the loss of them.
+    # Both stages have experts, and make_report the loss of them.
     "pipeline": ("sparse", ["learner.backend.pipeline=2", *ROUTES, REFERENCE, *CRITIC, SHARES]),
 }
 

@@ -1,5 +1,4 @@
-"""The critic (learner/backends/critic.py) of a stage: on the policy's trunk, or on a trunk of its own beside
-it.
+"""The critic (learner/backends/critic.py) of a stage, on the policy's trunk or on a trunk of its own beside it.
 
     policy's stage ─┬─ [N, 1, D] of each, side by side ─▶ next stage … ─▶ log-probs, entropy ─┬─▶ loss
     critic's stage ─┘                                                  └▶ values ────────────┘
@@ -21,14 +20,14 @@ from torch import Tensor, nn
 
 from areal_q.config import Lora, MegatronBackend
 from areal_q.models import DecoderConfig
-from learner.backends.megatron.layers.lora import OnBase, split
-from learner.backends.megatron.model import Policy
+from learner.backends.megatron.layers.lora import AdapterSettings, split
+from learner.backends.megatron.model import MegatronModel
 from learner.backends.megatron.tensor_names import WHOLE, Entry, entries
 from learner.data.packing import PackedBatch
 
 
 class ValueHead(nn.Module):
-    """On the policy's hidden states."""
+    """A value head on the policy's hidden states."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -36,27 +35,31 @@ class ValueHead(nn.Module):
         self.value = nn.Linear(config.hidden_size, 1)
 
 
-class Trunk(Policy):
-    """A trunk of its own, and the head."""
+class CriticTrunk(MegatronModel):
+    """The critic's own trunk, with the value head."""
 
     def __init__(
-        self, shape: DecoderConfig, config: TransformerConfig, stage: int, lora: OnBase | None
+        self,
+        shape: DecoderConfig,
+        config: TransformerConfig,
+        stage: int,
+        lora: AdapterSettings | None,
     ) -> None:
         super().__init__(msgspec.structs.replace(shape, tied=False), config, stage, lora=lora)
         self.output_layer = None
         self.value = nn.Linear(config.hidden_size, 1)
 
 
-class Pair(nn.Module):
-    """Policy and critic as one model of Megatron's schedules."""
+class PolicyAndCritic(nn.Module):
+    """The policy and the critic as one model of Megatron's schedules."""
 
-    def __init__(self, policy: Policy, critic: Trunk) -> None:
+    def __init__(self, policy: MegatronModel, critic: CriticTrunk) -> None:
         super().__init__()
         self.config, self.model_type = policy.config, policy.model_type
         self.parts = nn.ModuleList([policy, critic])
 
     def set_input_tensor(self, tensors: list[Any]) -> None:
-        """What the stage before sent: [[N, 1, 2 · D]]; [None] where there is none."""
+        """Takes what the stage before sent: [[N, 1, 2 · D]], or [None] on the first stage."""
         (x,) = tensors
         halves = (None, None) if x is None else x.chunk(2, -1)
         for part, half in zip(self.parts, halves, strict=True):
@@ -66,8 +69,8 @@ class Pair(nn.Module):
         return torch.cat([part(batch) for part in self.parts], -1)
 
 
-def values(critic: ValueHead | Trunk, hidden: Tensor, batch: PackedBatch) -> Tensor:
-    """float32 [T] from the hidden states [N, 1, D] that are the critic's."""
+def values(critic: ValueHead | CriticTrunk, hidden: Tensor, batch: PackedBatch) -> Tensor:
+    """Returns values, float32 [T], from the critic's hidden states [N, 1, D]."""
     head, states = critic.value, hidden[batch.predict, 0]
     return F.linear(states.to(head.weight.dtype), head.weight, head.bias).squeeze(-1).float()
 
@@ -75,7 +78,7 @@ def values(critic: ValueHead | Trunk, hidden: Tensor, batch: PackedBatch) -> Ten
 def critic_entries(
     shape: DecoderConfig, backend: MegatronBackend, trunk: bool, lora: Lora | None
 ) -> tuple[list[Entry], list[Entry]]:
-    """What learns of it and what is frozen, by the names of learner/backends/critic.py"""
+    """Returns the entries that learn and those that are frozen, by the names of learner/backends/critic.py."""
     learning, frozen, stages = [], [], backend.pipeline
     if trunk:
         headless = msgspec.structs.replace(shape, tied=True)
@@ -94,7 +97,7 @@ def critic_entries(
 def critic_shapes(
     shapes: Mapping[str, torch.Size], width: int, trunk: bool
 ) -> dict[str, torch.Size]:
-    """Of the critic's tensors, in their order, from those of the policy's."""
+    """Returns the shapes of the critic's tensors, in their order, from those of the policy's."""
     names = [name for name in shapes if trunk and name.startswith("model.")]
     return {renamed(name): shapes[name] for name in names} | {
         "head.weight": torch.Size([1, width]),
@@ -103,5 +106,5 @@ def critic_shapes(
 
 
 def renamed(name: str) -> str:
-    """The trunk's tensor, by the policy's name for it."""
+    """Returns the trunk's name of a tensor from the policy's."""
     return name.replace("model.", "trunk.", 1)

@@ -1,7 +1,7 @@
-"""What Megatron asks of CUDA, answered by the CPU: it names the device outright in many places.
+"""A stand-in on the CPU for the CUDA that Megatron names outright in many places.
 
-Only where there is no CUDA, and only inside `cuda_or_cpu`; on a GPU nothing is touched. Tried on gloo with
-Megatron's schedules, its DDP and its distributed optimizer, tensor and pipeline parallel.
+It acts only on machines without CUDA, and only inside `cuda_or_cpu`. It was tried on gloo with Megatron's
+schedules, its DDP and its distributed optimizer, tensor and pipeline parallel.
 """
 # pyright: reportMissingImports=false
 
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _OnCpu(TorchFunctionMode):
-    """`device="cuda"` and `.cuda()` mean the CPU, and a CPU tensor's type is told as CUDA's."""
+    """Lets `device="cuda"` and `.cuda()` mean the CPU, and names the type of a CPU tensor as CUDA's."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -33,7 +33,7 @@ class _OnCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """All that is done is done in order."""
+    """A stream in which everything is done in order, at once."""
 
     def record_event(self) -> "_Stream":
         return self
@@ -50,7 +50,7 @@ def _as_asked(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
 
 @contextmanager
 def cuda_or_cpu() -> Iterator[None]:
-    """Megatron's code runs in here, whatever the machine."""
+    """Context in which Megatron's code runs, whatever the machine."""
     if torch.cuda.is_available():
         yield
         return

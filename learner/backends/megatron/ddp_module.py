@@ -1,4 +1,4 @@
-"""What learns of a stage: its module in Megatron's DDP, its distributed optimizer, as rank 0 has them whole."""
+"""The learning part of a stage: a module in Megatron's DDP with its distributed optimizer."""
 # pyright: reportMissingImports=false
 
 import math
@@ -18,15 +18,22 @@ from torch import Tensor, nn
 from areal_q.config import AdamW, LearnerConfig
 from learner.backends.megatron.cuda_shim import cuda_or_cpu
 from learner.backends.megatron.settings import optimizer_config
-from learner.backends.megatron.shard_state import MOMENTS, OptimizerState, Places, named_moments
+from learner.backends.megatron.shard_state import (
+    MOMENTS,
+    OptimizerState,
+    ShardLayout,
+    named_moments,
+)
 from learner.backends.megatron.tensor_names import Entry
 from learner.optim.build import in_order, learning_rate
 
 
-class Learnt:
-    """`module` with an optimizer of its own. Rank 0 passes its whole counterparts, others None.
+class DdpModule:
+    """A module in Megatron's DDP, with an optimizer of its own. Where methods take the whole, rank 0 passes its
+    whole counterpart and others pass None.
 
-    `plan` is of what learns, `frozen` of other parameters; `shapes` of the sources of both."""
+    `plan` has the parameters that learn, `frozen` the others; `shapes` are those of the sources of both.
+    """
 
     def __init__(
         self,
@@ -50,20 +57,22 @@ class Learnt:
         self._state = OptimizerState(
             getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         )
-        self.places, self._frozen = Places(plan, module), Places(frozen, module)
+        self.places, self._frozen = ShardLayout(plan, module), ShardLayout(frozen, module)
         self._masters = cfg.dtype != "float32"
         self.lr = 0.0
-        """Of the last step that was taken"""
+        """The learning rate of the last step that was taken."""
 
     def sum_gradients(self) -> None:
-        """Over ranks; of what several hold of a model, over those, too. Collective."""
+        """Sums gradients over data-parallel ranks, and those of parameters that several ranks hold over these,
+        too. Collective."""
         if isinstance(self._module, GPTModel):
             finalize_model_grads([self._ddp])
         else:
             self._ddp.finish_grad_sync()
 
     def step(self, update: int) -> float:
-        """The gradient's norm, before it is clipped; where that is finite, the step was taken. Collective."""
+        """Takes step number `update` if the gradient is finite. Returns the gradient's norm before it is
+        clipped. Collective."""
         lr = learning_rate(self._settings, update)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -79,7 +88,7 @@ class Learnt:
         return norm
 
     def load(self, whole: nn.Module | None) -> None:
-        """Rank 0's weights. Collective."""
+        """Takes over rank 0's weights. Collective."""
         weights = None
         if whole:  # a frozen bias is a buffer
             weights = dict(whole.named_parameters()) | dict(whole.named_buffers())
@@ -92,7 +101,7 @@ class Learnt:
     def load_moments(
         self, whole: nn.Module | None, optimizer: torch.optim.Optimizer | None
     ) -> None:
-        """Rank 0's. Collective."""
+        """Takes over rank 0's moments. Collective."""
         for name in MOMENTS:
             moments = named_moments(whole, optimizer, name) if whole and optimizer else None
             for p, value in self.places.scatter(moments, self._shapes):
@@ -105,14 +114,14 @@ class Learnt:
             self._state.set_steps(p, count)
 
     def gather(self, whole: nn.Module | None) -> None:
-        """The weights to rank 0. Collective."""
+        """Copies the weights into rank 0's. Collective."""
         read = self._state.read("param") if self._masters else torch.Tensor.float
         self.places.gather(read, dict(whole.named_parameters()) if whole else None)
 
     def gather_moments(
         self, whole: nn.Module | None, optimizer: torch.optim.Optimizer | None
     ) -> None:
-        """To rank 0. Collective."""
+        """Copies the moments into rank 0's. Collective."""
         steps = self._state.steps()
         if not steps:
             return
@@ -124,8 +133,8 @@ class Learnt:
                 slot["step"] = steps.clone()
 
     def share_of_moments(self, part: str) -> dict[str, Tensor]:
-        """Whole ones that this rank writes, by their names in a checkpoint; a stage's ranks share them out.
-        Collective."""
+        """Returns the whole moments that this rank writes, by their names in a checkpoint; the ranks of a stage
+        share them out among them. Collective."""
         steps = self._state.steps()
         if not steps:
             return {}
@@ -140,9 +149,9 @@ class Learnt:
                 tensors = self.places.whole(entry, self._state.read(name))
                 for source, tensor in zip(entry.sources, tensors, strict=True):
                     i = number[source]
-                    mine = i % self.places.seats == self.places.seat
+                    mine = i % self.places.ranks_in_stage == self.places.index_in_stage
                     if entry.owner is not None:
-                        mine = self.places.speaks_of(entry)
+                        mine = self.places.sends_to_rank_0(entry)
                     if mine:
                         kept[f"{part}.{i}.{name}"] = tensor.cpu().clone()
                         kept[f"{part}.{i}.step"] = steps.clone()

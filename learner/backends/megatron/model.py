@@ -26,9 +26,16 @@ from areal_q.models import DecoderConfig, PackedLayout
 from areal_q.models.decoder import packed_attention
 from areal_q.models.layers.moe import UNRECORDED, Routing
 from areal_q.models.low_bit.bf16_rounding import RoundedNorm, straight
-from learner.backends.megatron.layers.lora import OnBase, specs
-from learner.backends.megatron.layers.moe import Experts, Router, silence, stacked, tell, unstacked
-from learner.backends.megatron.layers.quantized_forward import Column, Row
+from learner.backends.megatron.layers.lora import AdapterSettings, specs
+from learner.backends.megatron.layers.moe import (
+    Experts,
+    Router,
+    empty_report,
+    make_report,
+    report_of_rows,
+    report_rows,
+)
+from learner.backends.megatron.layers.quantized_forward import QuantizedColumn, QuantizedRow
 from learner.backends.megatron.tensor_names import padded
 from learner.data.packing import PackedBatch
 
@@ -42,7 +49,8 @@ class Packed(PackedSeqParams):
 
 
 class Attention(nn.Module):
-    """Of this rank's heads: q [N, 1, heads, head_dim], k and v [N, 1, kv_heads, head_dim] → [N, 1, …]."""
+    """Attention of this rank's heads: q [N, 1, heads, head_dim], k and v [N, 1, kv_heads, head_dim] → [N, 1,
+    …]."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
@@ -68,14 +76,14 @@ class Attention(nn.Module):
 
 @dataclass(frozen=True)
 class Portion:
-    """Of a micro-batch's tokens, those whose hidden states this rank has between attention and experts: all of
-    them, or as many as every other tensor-parallel rank. Example: 7 tokens over 2 ranks are 4 and 3 with one of
+    """The tokens of a micro-batch whose hidden states this rank has between attention and experts: all of them,
+    or as many as every other tensor-parallel rank. Example: 7 tokens over 2 ranks are 4 and 3 with one of
     padding."""
 
     first: int
     size: int
     padding: int
-    """After the last token, on the last rank or several"""
+    """Number of padding tokens after the last token, on the last rank or on several."""
 
     @classmethod
     def of(cls, count: int, config: TransformerConfig) -> "Portion":
@@ -86,7 +94,7 @@ class Portion:
         return cls(get_tensor_model_parallel_rank() * size, size, size * ranks - count)
 
     def routing(self, routes: Tensor | None) -> Routing:
-        """`routes` of all tokens, [N, L, K]"""
+        """Returns the routing of this portion from `routes` of all tokens, [N, L, K]."""
         if routes is not None and self.size < len(routes):
             padded = F.pad(routes, (0, 0, 0, 0, 0, self.padding), value=UNRECORDED)
             routes = padded[self.first : self.first + self.size]
@@ -106,7 +114,7 @@ class Norm(RoundedNorm):
         return super().forward(x) if self.rounds_rest else nn.RMSNorm.forward(self, x)
 
 
-class Policy(GPTModel):
+class MegatronModel(GPTModel):
     """This rank's part of a stage of the decoder. Its forward is that of `precision`; unless "full", it cannot
     run before the first `materialise`, nor before `load_base` with the adapters of `lora`, which then alone
     learn. `rounds_rest`: see areal_q/models/low_bit/bf16_rounding.py."""
@@ -118,7 +126,7 @@ class Policy(GPTModel):
         stage: int,
         precision: Precision = "full",
         rounds_rest: bool = False,
-        lora: OnBase | None = None,
+        lora: AdapterSettings | None = None,
     ) -> None:
         first, last = stage == 0, stage == config.pipeline_model_parallel_size - 1
         super().__init__(
@@ -134,18 +142,18 @@ class Policy(GPTModel):
         self.shape = shape
         self.rounds_rest = rounds_rest
         self.replay = False
-        """Whether experts are those that the rollout took"""
-        self.told: Tensor
-        """By all routers, of the last batch (learner/backends/megatron/layers/moe.py); on the last stage"""
+        """True if tokens take the experts that the rollout recorded."""
+        self.report: Tensor
+        """The report of all routers about the last batch (layers/moe.py); only on the last stage."""
         self.routers = [module for module in self.modules() if isinstance(module, Router)]
         below = [layer for layer in shape.sparse_layers if layer < _layers(config, stage)[0]]
         for number, router in enumerate(self.routers, len(below)):
             assert shape.experts
             router.shape, router.layer = shape.experts, number
         for module in self.modules():
-            if isinstance(module, Norm | Column | Router):
+            if isinstance(module, Norm | QuantizedColumn | Router):
                 module.rounds_rest = rounds_rest
-            if isinstance(module, Column | Row):
+            if isinstance(module, QuantizedColumn | QuantizedRow):
                 module.flow = precision == "jet"
         apart = config.sequence_parallel or config.expert_model_parallel_size > 1
         for name, p in self.named_parameters():
@@ -157,23 +165,24 @@ class Policy(GPTModel):
         self.frequencies = torch.tensor(shape.inverse_frequencies(), dtype=torch.float32)
 
     def set_input_tensor(self, tensors: list[Any]) -> None:
-        """[what the stage before sent: hidden states [N, 1, D], what routers told below], or [None]"""
-        (self._came,) = tensors
+        """Takes what the stage before sent, hidden states [N, 1, D] with the routers' report below; or
+        [None]."""
+        (self._received,) = tensors
 
     def forward(self, batch: PackedBatch) -> Tensor:  # type: ignore[override]
-        """Hidden states [N, 1, D] that leave this stage, after the final norm, if it is the last. Else those of
-        this rank's portion, and what routers told below them."""
+        """Returns the hidden states [N, 1, D] that leave this stage: on the last one after the final norm, on
+        others this rank's portion, with the routers' report below."""
         own = Portion.of(len(batch.token_ids), self.config)
         routing = own.routing(batch.routes if self.replay else None)
         for router in self.routers:
             router.routing = routing
         positions = F.pad(batch.layout.positions, (0, own.padding))
-        told, x = silence(self.shape, positions.device), None
+        report, x = empty_report(self.shape, positions.device), None
         if self.pre_process:
             x = self._embedded(F.pad(batch.token_ids, (0, own.padding)), positions)
         else:
-            self.decoder.set_input_tensor(self._came[: own.size])
-            told = told + unstacked(self._came[own.size :], len(told))
+            self.decoder.set_input_tensor(self._received[: own.size])
+            report = report + report_of_rows(self._received[own.size :], len(report))
         angles = torch.outer(positions.float(), self.frequencies.to(positions.device))
         hidden = self.decoder(
             hidden_states=x,
@@ -182,10 +191,10 @@ class Policy(GPTModel):
             packed_seq_params=Packed(layout=batch.layout),
         )
         if self.routers:
-            told = told + tell(routing, batch, self.shape, own.first)
+            report = report + make_report(routing, batch, self.shape, own.first)
         if not self.post_process:
-            return torch.cat([hidden, stacked(told, hidden)]) if len(told) else hidden
-        self.told = told
+            return torch.cat([hidden, report_rows(report, hidden)]) if len(report) else hidden
+        self.report = report
         if self.config.sequence_parallel:
             # Whatever comes of them has the whole gradient on every rank.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
@@ -200,7 +209,7 @@ class Policy(GPTModel):
 
     @property
     def head(self) -> Tensor:
-        """This rank's rows of the output head as it acts, the padding's among them."""
+        """This rank's rows of the output head, with padding, as the forward uses them."""
         if self.share_embeddings_and_output_weights:
             return self._acting(self.shared_embedding_or_output_weight())
         return self._acting(self.output_layer.weight)
@@ -219,7 +228,7 @@ def _block(
     config: TransformerConfig,
     stage: int,
     precision: Precision,
-    lora: OnBase | None,
+    lora: AdapterSettings | None,
 ) -> TransformerBlockSubmodules:
     dense = _layer(shape, precision, None, lora)
     sparse = _layer(shape, precision, shape.experts.count) if shape.experts else dense
@@ -231,7 +240,7 @@ def _layer(
     shape: DecoderConfig,
     precision: Precision,
     experts: int | None,
-    lora: OnBase | None = None,
+    lora: AdapterSettings | None = None,
 ) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
         num_experts=experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
@@ -248,6 +257,6 @@ def _layer(
         for name, spec in specs(shape, lora).items():
             setattr(attention if hasattr(attention, name) else mlp, name, spec)
     elif precision != "full":
-        attention.linear_qkv = mlp.linear_fc1 = Column
-        attention.linear_proj = mlp.linear_fc2 = Row
+        attention.linear_qkv = mlp.linear_fc1 = QuantizedColumn
+        attention.linear_proj = mlp.linear_fc2 = QuantizedRow
     return layer

@@ -33,34 +33,34 @@ from learner.backends.single_device import TorchPolicy
 from learner.data.packing import PackedBatch
 
 with warnings.catch_warnings():
-    # That there is no Transformer Engine and no Apex is said in a dozen warnings.
+    # Megatron warns a dozen times that Transformer Engine and Apex are missing.
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state as ps
     from megatron.core import tensor_parallel
 
     from learner.backends.megatron.critic import (
-        Pair,
-        Trunk,
+        CriticTrunk,
+        PolicyAndCritic,
         ValueHead,
         critic_entries,
         critic_shapes,
         values,
     )
-    from learner.backends.megatron.ddp_module import Learnt
+    from learner.backends.megatron.ddp_module import DdpModule
     from learner.backends.megatron.layers.lora import (
-        OnBase,
+        AdapterSettings,
         adapters_off,
         load_base,
         split,
         with_adapters,
     )
-    from learner.backends.megatron.layers.moe import heard, told_size
+    from learner.backends.megatron.layers.moe import read_report, report_size
     from learner.backends.megatron.layers.quantized_forward import gather_parts, materialise
-    from learner.backends.megatron.layers.vocab_logprobs import token_logprobs
-    from learner.backends.megatron.model import Policy
+    from learner.backends.megatron.layers.vocab_logprobs import parallel_token_logprobs
+    from learner.backends.megatron.model import MegatronModel
     from learner.backends.megatron.schedule import Stages
     from learner.backends.megatron.settings import transformer_config
-    from learner.backends.megatron.shard_state import Places, shapes_of
+    from learner.backends.megatron.shard_state import ShardLayout, shapes_of
 
 
 class MegatronShard:
@@ -78,43 +78,47 @@ class MegatronShard:
             ps.get_data_parallel_group(),
         )
         self._stages = Stages(cfg.device)
-        self._lora = OnBase(cfg.lora, self._format) if cfg.lora else None
+        self._lora = AdapterSettings(cfg.lora, self._format) if cfg.lora else None
         config = transformer_config(shape, cfg, backend)
         self.policy = self._stage(shape, config)
         self.policy.replay = cfg.routing_replay
         self._plan = plan = list(entries(shape, backend.pipeline, backend.experts))
         shapes, (learning, rest) = with_adapters(shapes_of(shape), cfg.lora), split(plan, cfg.lora)
-        self._own = Learnt(self.policy, learning, shapes, cfg, cfg.optimizer, rest)
-        self._learnt = [self._own]
+        self._own = DdpModule(self.policy, learning, shapes, cfg, cfg.optimizer, rest)
+        self._ddp_modules = [self._own]
         self.frozen = self._frozen = None
         if cfg.reference_kl and not cfg.lora:
             self.frozen = self._stage(shape, config).requires_grad_(False)
-            self._frozen = Places(plan, self.frozen)
+            self._frozen = ShardLayout(plan, self.frozen)
         self.critic, self._both = None, self.policy
         if cfg.critic:
             self.critic = self._critic(cfg.critic, shape, config)
             trunk = cfg.critic.trunk == "separate"
             learning, rest = critic_entries(shape, backend, trunk, cfg.lora)
             shapes = critic_shapes(shapes, shape.width, trunk)
-            self._learnt.append(
-                Learnt(self.critic, learning, shapes, cfg, cfg.critic.optimizer, rest)
+            self._ddp_modules.append(
+                DdpModule(self.critic, learning, shapes, cfg, cfg.critic.optimizer, rest)
             )
-            if isinstance(self.critic, Trunk):
-                self._both = Pair(self.policy, self.critic)
+            if isinstance(self.critic, CriticTrunk):
+                self._both = PolicyAndCritic(self.policy, self.critic)
         config.no_sync_func = self._no_sync
         config.finalize_model_grads_func = self._finalize
         self._dirty = False
-        """Whether there is a gradient"""
+        """True if a gradient was accumulated since the last step."""
 
-    def _stage(self, shape: DecoderConfig, config: Any) -> Policy:
+    def _stage(self, shape: DecoderConfig, config: Any) -> MegatronModel:
         precision = self.cfg.precision
         rounds = self._rounds and precision != "full"
-        return self._placed(Policy(shape, config, self._stages.rank, precision, rounds, self._lora))
+        return self._placed(
+            MegatronModel(shape, config, self._stages.rank, precision, rounds, self._lora)
+        )
 
-    def _critic(self, cfg: CriticConfig, shape: DecoderConfig, config: Any) -> ValueHead | Trunk:
+    def _critic(
+        self, cfg: CriticConfig, shape: DecoderConfig, config: Any
+    ) -> ValueHead | CriticTrunk:
         if cfg.trunk == "shared":
             return self._placed(ValueHead(config))
-        return self._placed(Trunk(shape, config, self._stages.rank, self._lora))
+        return self._placed(CriticTrunk(shape, config, self._stages.rank, self._lora))
 
     def _placed(self, module: Any) -> Any:
         return module.to(dtype=getattr(torch, self.cfg.dtype), device=self.cfg.device)
@@ -122,15 +126,15 @@ class MegatronShard:
     @contextmanager
     def _no_sync(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for learnt in self._learnt:
-                stack.enter_context(learnt.no_sync())
+            for ddp_module in self._ddp_modules:
+                stack.enter_context(ddp_module.no_sync())
             yield
 
     def _finalize(self, *_: Any, **__: Any) -> None:
-        for learnt in self._learnt:
-            learnt.sum_gradients()
+        for ddp_module in self._ddp_modules:
+            ddp_module.sum_gradients()
 
-    def _materialise(self, model: Policy | None, places: Places | None) -> None:
+    def _materialise(self, model: MegatronModel | None, places: ShardLayout | None) -> None:
         if self.cfg.precision != "full" and model is not None and places:
             materialise(model, places, self._format)
 
@@ -141,14 +145,14 @@ class MegatronShard:
         return self._own.lr
 
     def scores(self, batches: Sequence[PackedBatch], graph: bool = False) -> list[Scores]:
-        def said(batch: PackedBatch, hidden: Tensor) -> Tensor:
-            scores = self._says(batch, hidden)
-            return torch.cat([*(scores[name] for name in self._names), self.policy.told])
+        def flat_scores(batch: PackedBatch, hidden: Tensor) -> Tensor:
+            scores = self._scores(batch, hidden)
+            return torch.cat([*(scores[name] for name in self._names), self.policy.report])
 
         def size(batch: PackedBatch) -> int:
-            return len(self._names) * len(batch.targets) + told_size(self.shape)
+            return len(self._names) * len(batch.targets) + report_size(self.shape)
 
-        found = self._stages.on_all(self._both, batches, said, size)
+        found = self._stages.on_all(self._both, batches, flat_scores, size)
         return [self._scores_in(x, batch) for x, batch in zip(found, batches, strict=True)]
 
     def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor | None]:
@@ -168,7 +172,7 @@ class MegatronShard:
         scale, number = len(batches) * self.ranks.size, iter(range(len(batches)))
 
         def loss(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Metrics]:
-            out, metrics = loss_of(next(number), self._says(batch, hidden))
+            out, metrics = loss_of(next(number), self._scores(batch, hidden))
             # The schedule divides in place by the number of micro-batches, DDP by that of its ranks.
             return out * scale, metrics
 
@@ -177,7 +181,10 @@ class MegatronShard:
         return self._stages.metrics(found, len(batches))
 
     def step_optimizer(self) -> tuple[Metrics, bool]:
-        norms = [learnt.step(self.updates) if self._dirty else 0.0 for learnt in self._learnt]
+        norms = [
+            ddp_module.step(self.updates) if self._dirty else 0.0
+            for ddp_module in self._ddp_modules
+        ]
         names = ("train/grad_norm", "value/grad_norm")
         metrics: Metrics = {name: Mean(norm, 1) for name, norm in zip(names, norms, strict=False)}
         if self._dirty:
@@ -185,50 +192,55 @@ class MegatronShard:
         self._dirty = False
         return metrics, all(math.isfinite(norm) for norm in norms)
 
-    # What policy and critic say
+    # Scores from hidden states
 
     @property
     def _names(self) -> tuple[str, ...]:
         return ("logprobs", "entropy") if self.critic is None else ("logprobs", "entropy", "values")
 
-    def _says(self, batch: PackedBatch, hidden: Tensor) -> Scores:
-        """From what leaves the last of `_both`."""
+    def _scores(self, batch: PackedBatch, hidden: Tensor) -> Scores:
+        """Returns the scores from the hidden states that leave the last stage."""
         own, critics = hidden, hidden
-        if isinstance(self._both, Pair):
+        if isinstance(self._both, PolicyAndCritic):
             own, critics = hidden.chunk(2, -1)
         logprobs, entropy = self._logprobs(self.policy, batch, own)
         found: Scores = {"logprobs": logprobs, "entropy": entropy}
         if self.critic is not None:
             found["values"] = values(self.critic, critics, batch)
-        if len(self.policy.told):
-            found["routed"] = heard(self.policy.told, batch, self.shape)
+        if len(self.policy.report):
+            found["routed"] = read_report(self.policy.report, batch, self.shape)
         return found
 
     def _scores_in(self, flat: Tensor, batch: PackedBatch) -> Scores:
-        """Of `batch`, one after the other, and what routers told."""
+        """Returns the scores of `batch` from one flat tensor: the columns one after the other, then the
+        report."""
         count = len(self._names) * len(batch.targets)
         found: Scores = dict(zip(self._names, flat[:count].view(len(self._names), -1), strict=True))
         if len(flat) > count:
-            found["routed"] = heard(flat[count:], batch, self.shape)
+            found["routed"] = read_report(flat[count:], batch, self.shape)
         return found
 
-    def _logprobs(self, model: Policy, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _logprobs(
+        self, model: MegatronModel, batch: PackedBatch, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
         bonus = self.cfg.entropy_coef > 0
-        return token_logprobs(model, batch, hidden, self.temperature, bonus)
+        return parallel_token_logprobs(model, batch, hidden, self.temperature, bonus)
 
-    # The whole
+    # To and from rank 0's whole policy
 
     @torch.no_grad()
     def load(self, begin: Begin, ranks: Ranks, whole: TorchPolicy | None) -> None:
-        """Rank 0's weights and moments, by way of all `ranks`. Collective."""
+        """Takes over rank 0's weights and moments, sent to all `ranks`. Collective."""
         if self._lora:
-            trunk = [self.critic] if isinstance(self.critic, Trunk) else []
+            trunk = [self.critic] if isinstance(self.critic, CriticTrunk) else []
             base, device = whole.model if whole else None, self.cfg.device
             load_base([self.policy, *trunk], self._plan, self._stages.rank, ranks, base, device)
-        for learnt, (module, optimizer) in zip(self._learnt, self._wholes(whole), strict=True):
-            learnt.load(module)
+        for ddp_module, (module, optimizer) in zip(
+            self._ddp_modules, self._wholes(whole), strict=True
+        ):
+            ddp_module.load(module)
             if begin.moments:
-                learnt.load_moments(module, optimizer)
+                ddp_module.load_moments(module, optimizer)
         self._materialise(self.policy, self._own.places)
         if self._frozen:
             reference = whole.reference if whole else None
@@ -240,9 +252,9 @@ class MegatronShard:
     def _wholes(
         self, whole: TorchPolicy | None
     ) -> list[tuple[torch.nn.Module | None, torch.optim.Optimizer | None]]:
-        """Rank 0's counterparts of `_learnt`."""
+        """Returns rank 0's counterparts of `_ddp_modules`."""
         if whole is None:
-            return [(None, None)] * len(self._learnt)
+            return [(None, None)] * len(self._ddp_modules)
         critic = [(whole.critic, whole.critic.optimizer)] if whole.critic else []
         return [(whole.model, whole.optimizer), *critic]
 
@@ -254,21 +266,23 @@ class MegatronShard:
 
     @torch.no_grad()
     def gather_rest(self, whole: TorchPolicy | None) -> None:
-        for learnt, (module, optimizer) in zip(self._learnt, self._wholes(whole), strict=True):
-            if learnt is not self._own:
-                learnt.gather(module)
-            learnt.gather_moments(module, optimizer)
+        for ddp_module, (module, optimizer) in zip(
+            self._ddp_modules, self._wholes(whole), strict=True
+        ):
+            if ddp_module is not self._own:
+                ddp_module.gather(module)
+            ddp_module.gather_moments(module, optimizer)
 
     @torch.no_grad()
     def share_of_rest(self, whole: TorchPolicy | None) -> dict[str, Tensor]:
         kept: dict[str, Tensor] = {}
         parts = ("optimizer", "critic_optimizer")
-        for part, learnt, (module, _) in zip(
-            parts, self._learnt, self._wholes(whole), strict=False
+        for part, ddp_module, (module, _) in zip(
+            parts, self._ddp_modules, self._wholes(whole), strict=False
         ):
-            if learnt is not self._own:
-                learnt.gather(module)
-            kept |= learnt.share_of_moments(part)
+            if ddp_module is not self._own:
+                ddp_module.gather(module)
+            kept |= ddp_module.share_of_moments(part)
         return kept
 
     @torch.no_grad()
@@ -285,7 +299,7 @@ class MegatronShard:
 def megatron_shard(
     begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None
 ) -> MegatronShard:
-    """Collective: this rank's part of rank 0's `whole`."""
+    """Returns this rank's part of rank 0's `whole` policy. Collective."""
     cfg, backend = run.learner, run.learner.backend
     assert isinstance(backend, MegatronBackend)
     if cfg.device.startswith("cuda"):

@@ -1,8 +1,8 @@
-"""What goes through Megatron's schedules: micro-batches, forward and backward, over the stages of a pipeline.
+"""Megatron's schedules: micro-batches, forward and backward, over the stages of a pipeline.
 
-run        1F1B, or forward only; the last stage alone has what there is at the end
+run        1F1B, or forward only; the last stage alone has the results
 on_all     forward only ─▶ last stage ─broadcast─▶ all stages
-metrics    of the last stage, told to all
+metrics    the last stage's ─broadcast─▶ all stages
 """
 # pyright: reportMissingImports=false
 
@@ -22,7 +22,7 @@ from learner.backends.megatron.cuda_shim import cuda_or_cpu
 from learner.data.packing import PackedBatch
 
 Finish = Callable[[PackedBatch, Tensor], Any]
-"""What is made of the hidden states that leave the last stage"""
+"""A function of a batch and of the hidden states that leave the last stage."""
 
 
 class Stages:
@@ -41,8 +41,8 @@ class Stages:
     def run(
         self, model: nn.Module, batches: Sequence[PackedBatch], finish: Finish, forward_only: bool
     ) -> list[Any]:
-        """What `finish` makes of each batch, with the gradient of the first of the two that it returns unless
-        `forward_only`; in the batches' order, and nothing on other stages."""
+        """Returns what `finish` returns for each batch, in their order; nothing on stages but the last. Unless
+        `forward_only`, accumulates the gradient of the first of the two values that `finish` returns."""
         if not batches:
             return []
 
@@ -56,7 +56,7 @@ class Stages:
                 data_iterator=iter(batches),
                 model=[model],
                 num_microbatches=len(batches),
-                seq_length=1,  # told by each sender, as lengths differ
+                seq_length=1,  # each sender sends the length, as lengths differ
                 micro_batch_size=1,
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
@@ -70,7 +70,7 @@ class Stages:
         finish: Finish,
         size: Callable[[PackedBatch], int],
     ) -> list[Tensor]:
-        """What `finish` makes of each batch, float32 [size(batch)], on all stages."""
+        """Returns on all stages what `finish` returns for each batch, float32 [size(batch)]."""
         found = self.run(model, batches, finish, forward_only=True)
         if self.size == 1:
             return found
@@ -80,7 +80,7 @@ class Stages:
         return found
 
     def metrics(self, own: list[Metrics], count: int) -> list[Metrics]:
-        """The last stage's, of `count` batches, on all stages."""
+        """Returns the last stage's metrics of `count` batches on all stages."""
         if self.size == 1:
             return own
         data = [encoded(m) for m in own] or [b""] * count

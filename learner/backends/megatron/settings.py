@@ -1,4 +1,4 @@
-"""Our settings as Megatron's, and those that it has no answer to, refused by name."""
+"""Translation of our settings into Megatron's; those that it cannot do are refused by name."""
 # pyright: reportMissingImports=false
 
 from typing import Any
@@ -16,7 +16,7 @@ from areal_q.models import DecoderConfig
 def transformer_config(
     shape: DecoderConfig, cfg: LearnerConfig, backend: MegatronBackend
 ) -> TransformerConfig:
-    """Raises ConfigError where ranks cannot share out the model equally, or for what experts do not go with."""
+    """Raises ConfigError if ranks cannot share out the model equally, or for settings that exclude experts."""
     sparse: dict[str, Any] = {}
     if shape.sparse_layers:
         sparse = _sparse(shape, cfg, backend)
@@ -32,9 +32,9 @@ def transformer_config(
                 f"learner.backend.{name} = {ranks} does not divide the model's {count} {what}"
             )
     dtype = getattr(torch, cfg.dtype)
-    again: dict[str, Any] = {}
+    recompute: dict[str, Any] = {}
     if cfg.recompute:
-        again = {
+        recompute = {
             "recompute_granularity": "full",
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
@@ -73,7 +73,7 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=False,
-        **again,
+        **recompute,
         **sparse,
     )
 
@@ -81,13 +81,13 @@ def transformer_config(
 def _sparse(shape: DecoderConfig, cfg: LearnerConfig, backend: MegatronBackend) -> dict[str, Any]:
     experts = shape.experts
     assert experts
-    for name, asked in {
+    for name, refused in {
         "learner.backend.tensor with learner.precision": backend.tensor > 1
         and cfg.precision != "full",
         "learner.dtype": cfg.dtype != "float32",
         "learner.recompute with learner.router_aux_coef": cfg.recompute and cfg.router_aux_coef > 0,
     }.items():
-        if asked:
+        if refused:
             raise ConfigError(f"{name}: not with a mixture of experts on backend megatron")
     if experts.count % backend.experts:
         raise ConfigError(
@@ -107,7 +107,7 @@ def _sparse(shape: DecoderConfig, cfg: LearnerConfig, backend: MegatronBackend) 
 
 
 def optimizer_config(cfg: LearnerConfig, optimizer: AdamW) -> OptimizerConfig:
-    """Of Megatron's distributed AdamW."""
+    """Returns the settings of Megatron's distributed AdamW."""
     dtype = getattr(torch, cfg.dtype)
     return OptimizerConfig(
         optimizer="adam",  # decoupled weight decay is its default

@@ -23,8 +23,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 Read = Callable[[Tensor], Tensor]
 
 
-class Places:
-    """Where this rank stands, and which of the model's parameters it has."""
+class ShardLayout:
+    """This rank's place among the others, and the model's parameters that it has."""
 
     def __init__(self, plan: Sequence[Entry], module: nn.Module) -> None:
         self.plan = plan
@@ -34,18 +34,18 @@ class Places:
             ps.get_tensor_model_parallel_world_size(),
         )
         self.owner = ps.get_expert_model_parallel_rank()
-        self.seat = self.rank + self.size * ps.get_data_parallel_rank()
-        """Among the ranks of its stage, which are `seats`"""
-        self.seats = self.size * ps.get_data_parallel_world_size()
-        self.speaks = self.seat == 0
-        """Of its stage to rank 0, whose pipeline it is in"""
+        self.index_in_stage = self.rank + self.size * ps.get_data_parallel_rank()
+        """This rank's number among the ranks of its stage, of which there are `ranks_in_stage`."""
+        self.ranks_in_stage = self.size * ps.get_data_parallel_world_size()
+        self.sends = self.index_in_stage == 0
+        """True if this rank sends its stage's tensors to rank 0; it is in the same pipeline as rank 0."""
         self.own = dict(module.named_parameters())
 
     def scatter(
         self, whole: Mapping[str, Tensor] | None, shapes: Mapping[str, torch.Size]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """(parameter, this rank's part of the float32 tensor in rank 0's `whole`) for each that is here.
-        Collective."""
+        """Yields (parameter, this rank's part of the float32 tensor in rank 0's `whole`) for each parameter
+        that is here. Collective."""
         for entry in self.plan:
             sources = [_spread(name, whole, shapes) for name in entry.sources]
             if self.here(entry):
@@ -53,7 +53,8 @@ class Places:
                 yield self.own[entry.name], entry.part(sources, *place)
 
     def gather(self, read: Read, whole: Mapping[str, Tensor] | None) -> None:
-        """What `read` gives for each parameter, of its shape and float32, into rank 0's `whole`. Collective."""
+        """Copies what `read` returns for each parameter, of its shape and float32, into rank 0's `whole`.
+        Collective."""
         for entry in self.plan:
             if entry.copy:
                 continue
@@ -62,37 +63,40 @@ class Places:
                 if whole is not None:
                     for name, t in zip(entry.sources, tensors, strict=True):
                         whole[name].copy_(t)
-                elif self.speaks_of(entry):
+                elif self.sends_to_rank_0(entry):
                     for t in tensors:
                         dist.send(t.cpu(), 0)
             elif whole is not None:
                 for name in entry.sources:
                     buffer = torch.empty(whole[name].shape, dtype=torch.float32)
-                    dist.recv(buffer, self.voice(entry))
+                    dist.recv(buffer, self.sender_of(entry))
                     whole[name].copy_(buffer)
 
     def whole(self, entry: Entry, read: Read) -> list[Tensor]:
-        """The sources of `entry`, of this stage, from what `read` gives. Collective over the stage's ranks."""
+        """Returns the whole sources of `entry`, which is of this stage, from what `read` returns. Collective
+        over the stage's ranks."""
         own = read(self.own[entry.name])
         parts = self.shards(own) if entry.owner is None else [own]
         return [t.contiguous() for t in entry.whole(parts)]
 
     def here(self, entry: Entry) -> bool:
+        """Returns whether this rank has the parameter of `entry`, or a part of it."""
         return entry.stage == self.stage and entry.owner in (None, self.owner)
 
-    def speaks_of(self, entry: Entry) -> bool:
-        """Whether to rank 0, of an entry that is here."""
-        return self.speaks if entry.owner is None else ps.get_expert_data_parallel_rank() == 0
+    def sends_to_rank_0(self, entry: Entry) -> bool:
+        """Returns whether this rank sends an entry that is here to rank 0."""
+        return self.sends if entry.owner is None else ps.get_expert_data_parallel_rank() == 0
 
-    def voice(self, entry: Entry) -> int:
-        """The rank that speaks of `entry`; for rank 0, whose place among the others every stage repeats"""
+    def sender_of(self, entry: Entry) -> int:
+        """Returns the rank that sends `entry` to rank 0. Only rank 0 may call this, as it takes its own place
+        in a stage for that of the sender."""
         stage = dist.get_global_rank(ps.get_pipeline_model_parallel_group(), entry.stage)
         if entry.owner is None:
             return stage
         return stage + dist.get_global_rank(ps.get_expert_model_parallel_group(), entry.owner)
 
     def shards(self, own: Tensor) -> list[Tensor]:
-        """What tensor-parallel ranks have of a parameter. Collective over them."""
+        """Returns the parts of a parameter that tensor-parallel ranks have. Collective over them."""
         parts = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(parts, own.contiguous(), group=ps.get_tensor_model_parallel_group())
         return parts
@@ -108,8 +112,8 @@ def _spread(
 
 
 class OptimizerState:
-    """This rank's ranges of masters and moments in Megatron's distributed optimizers: one of the experts that
-    ranks share, one of all else."""
+    """This rank's ranges of master weights and moments in Megatron's distributed optimizers, of which there is
+    one for the experts that ranks share and one for all other parameters."""
 
     def __init__(self, optimizers: list[DistributedOptimizer]) -> None:
         self._all = optimizers
@@ -121,7 +125,7 @@ class OptimizerState:
         return of.optimizer.state[found[1]]
 
     def range_of(self, p: Tensor) -> tuple[slice, nn.Parameter] | None:
-        """(the range of flat `p`, its master), or None where other ranks have all of it."""
+        """Returns (the range of flat `p`, its master weights), or None if other ranks have all of it."""
         for of in self._all:
             if p in of.model_param_group_index_map:
                 found = of._get_model_param_range_map(p)["param"]
@@ -132,7 +136,7 @@ class OptimizerState:
         return None
 
     def set(self, p: Tensor, name: str, whole: Tensor) -> None:
-        """The master, for name "param", or a moment of `p`, from a tensor of its shape."""
+        """Sets the master weights of `p`, for name "param", or a moment, from a tensor of the shape of `p`."""
         if (found := self.range_of(p)) is None:
             return
         part, master = found
@@ -143,6 +147,7 @@ class OptimizerState:
             self._slot(p)[name] = value.clone().view_as(master)
 
     def set_steps(self, p: Tensor, count: Tensor) -> None:
+        """Sets the number of updates that `p` has seen; moments that are missing begin at 0."""
         if found := self.range_of(p):
             slot = self._slot(p)
             slot["step"] = count.clone()
@@ -150,7 +155,8 @@ class OptimizerState:
                 slot.setdefault(name, torch.zeros_like(found[1]))
 
     def read(self, name: str) -> Read:
-        """Reads the masters or the moments whole. Collective over data-parallel ranks."""
+        """Returns a function that reads master weights, or a moment, of a whole parameter. That function is
+        collective over data-parallel ranks."""
 
         def read(p: Tensor) -> Tensor:
             flat = torch.zeros(p.numel(), dtype=torch.float32, device=p.device)
@@ -166,8 +172,8 @@ class OptimizerState:
         return read
 
     def steps(self) -> Tensor:
-        """Updates that parameters have seen, the same for all; collective over all ranks, as a stage's share
-        may be empty."""
+        """Returns the number of updates that parameters have seen, which is the same for all. Collective over
+        all ranks, as a stage's share may be empty."""
         slots = (slot for of in self._all for slot in of.optimizer.state.values())
         counts = [float(slot["step"]) for slot in slots if slot]
         most = torch.tensor(max(counts, default=0.0))
@@ -178,13 +184,13 @@ class OptimizerState:
 def named_moments(
     whole: nn.Module, optimizer: torch.optim.Optimizer, name: str
 ) -> dict[str, Tensor]:
-    """Rank 0's moments by the names of their parameters, made where there are none."""
+    """Returns rank 0's moments by the names of their parameters; moments that are missing begin at 0."""
     state = optimizer.state
     learning = ((n, p) for n, p in whole.named_parameters() if p.requires_grad)
     return {n: state[p].setdefault(name, torch.zeros_like(p)) for n, p in learning}
 
 
 def shapes_of(shape: DecoderConfig) -> dict[str, torch.Size]:
-    """Of all Hugging Face tensors, by name."""
+    """Returns the shapes of all Hugging Face tensors, by name."""
     with torch.device("meta"):
         return {name: p.shape for name, p in Decoder(shape).named_parameters()}

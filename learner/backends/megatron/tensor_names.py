@@ -1,4 +1,4 @@
-"""Which of Hugging Face's tensors make up each of Megatron's, and how ranks share it.
+"""Map from Hugging Face's tensors to Megatron's, and to the parts that ranks hold.
 
     q, k, v       ▶ linear_qkv     one group of query heads after the other, each with its key and value head
     gate, up      ▶ linear_fc1     on every rank its part of gate, then its part of up
@@ -18,31 +18,32 @@ from torch import Tensor
 
 from areal_q.models import DecoderConfig
 
-Tensors = list[Tensor]
+TensorList = list[Tensor]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter of Megatron's."""
+    """A parameter of Megatron's, and the Hugging Face tensors that it is made of."""
 
     stage: int
-    """Of the pipeline"""
+    """The stage of the pipeline that has it."""
     name: str
-    """In the module of that stage"""
+    """Its name in the module of that stage."""
     sources: tuple[str, ...]
-    """Hugging Face names"""
-    part: Callable[[Tensors, int, int], Tensor]
-    """(sources whole, r, n) → what rank r holds"""
-    whole: Callable[[Tensors], Tensors]
-    """What ranks 0 … n-1 hold → the sources"""
+    """Names of the Hugging Face tensors."""
+    part: Callable[[TensorList, int, int], Tensor]
+    """The function (whole sources, r, n) → the part that rank r holds."""
+    whole: Callable[[TensorList], TensorList]
+    """The function (parts of ranks 0 … n-1) → the whole sources."""
     copy: bool = False
-    """Whether another stage has the same: the head of tied embeddings"""
+    """True if another stage has the same tensor: the head of tied embeddings."""
     owner: int | None = None
-    """Of the ranks that share experts, the one that has this, whole; None: all have it, or a part of it"""
+    """The one rank, among those that share experts, that has this whole; None: all have it, or a part of it."""
 
 
 def entries(config: DecoderConfig, stages: int, owners: int = 1) -> Iterator[Entry]:
-    """Of all stages, in the model's order. Layers are shared out equally, and experts among `owners`."""
+    """Yields the entries of all stages, in the model's order. Layers are shared out equally among the stages,
+    and experts among `owners`."""
     last, each = stages - 1, config.layers // stages
     embedding = ("model.embed_tokens.weight",)
     yield Entry(0, "embedding.word_embeddings.weight", embedding, *_rows(config.vocab_size))
@@ -108,12 +109,12 @@ _GATE_UP = (
 
 
 def padded(vocab_size: int, n: int) -> int:
-    """Rows of the embedding over n ranks. Example: 23 over 2 is 24."""
+    """Returns the rows of the embedding, padded to a multiple of n ranks. Example: 23 over 2 is 24."""
     return -(-vocab_size // n) * n
 
 
 def _rows(vocab_size: int) -> tuple:
-    def part(whole: Tensors, r: int, n: int) -> Tensor:
+    def part(whole: TensorList, r: int, n: int) -> Tensor:
         more = padded(vocab_size, n) - vocab_size
         return torch.nn.functional.pad(whole[0], (0, 0, 0, more)).chunk(n)[r]
 
@@ -123,11 +124,11 @@ def _rows(vocab_size: int) -> tuple:
 def _qkv(config: DecoderConfig) -> tuple:
     each, keys = config.heads // config.kv_heads * config.head_dim, config.head_dim
 
-    def part(whole: Tensors, r: int, n: int) -> Tensor:
+    def part(whole: TensorList, r: int, n: int) -> Tensor:
         groups = [w.unflatten(0, (config.kv_heads, -1)) for w in whole]
         return torch.cat(groups, 1).flatten(0, 1).chunk(n)[r]
 
-    def back(parts: Tensors) -> Tensors:
+    def back(parts: TensorList) -> TensorList:
         groups = torch.cat(parts).unflatten(0, (config.kv_heads, -1))
         return [w.flatten(0, 1) for w in groups.split([each, keys, keys], 1)]
 

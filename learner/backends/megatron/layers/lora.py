@@ -1,6 +1,6 @@
 """LoRA on a frozen base (areal_q/models/low_bit/lora.py), on tensor-parallel ranks.
 
-                     Column: linear_qkv, linear_fc1              Row: linear_proj, linear_fc2
+                     AdaptedColumn: linear_qkv, linear_fc1              AdaptedRow: linear_proj, linear_fc2
     base             x ─▶ its outputs                            all-gather x ─▶ a part of y ─▶ all-gather
     A                whole; its gradient is summed over ranks    its columns
     x · Aᵀ           on every rank                               summed over ranks
@@ -42,26 +42,26 @@ from learner.backends.megatron.layers.quantized_forward import beside, outputs_o
 from learner.backends.megatron.tensor_names import COLUMNS, ROWS, WHOLE, Entry
 
 ROW = ("linear_proj", "linear_fc2")
-"""Of Megatron's; the other two are Columns"""
+"""Megatron's linears whose inputs are shared out; the other two are columns, whose outputs are."""
 
 
-class OnBase(NamedTuple):
-    """Adapters, on a base in `format`"""
+class AdapterSettings(NamedTuple):
+    """The adapters' settings, and the number format of the frozen base."""
 
     lora: Lora
     format: str
 
 
 class _Linear(nn.Module, ABC):
-    """Of both kinds, built where Megatron builds its own, without their weights."""
+    """Base of both kinds; Megatron builds them in place of its own, and without weights."""
 
     bias: nn.Parameter | None
     on = True
-    """Whether adapters act"""
+    """True if the adapters act."""
     parts: list[Parts]
-    """Of each source"""
+    """The packed base of each source."""
     outputs: Tensor
-    """Those that this rank computes of the base, int64: sources are stacked, and counted in that order"""
+    """The base's outputs that this rank computes, int64, counted over the stacked sources."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class _Linear(nn.Module, ABC):
         config: TransformerConfig,
         tp_group: torch.distributed.ProcessGroup,
         sources: Mapping[str, int],
-        on_base: OnBase,
+        on_base: AdapterSettings,
         bias: bool = False,
         **_: Any,
     ) -> None:
-        """ins, outs: of all ranks. `sources`: features of each fused linear, by its name."""
+        """`ins` and `outs` are those of all ranks, `sources` the features of each fused linear by its name."""
         super().__init__()
         lora, self.format = on_base
         self.group, self.sources = tp_group, dict(sources)
@@ -89,30 +89,30 @@ class _Linear(nn.Module, ABC):
 
     @abstractmethod
     def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
-        """What this rank has of A and B of source `name`."""
+        """Returns this rank's parts of A and B of source `name`."""
 
     def product(self) -> Product:
         return FORMATS[self.format].linear(self.parts).rows(self.outputs)
 
     def whole(self) -> Tensor:
-        """The base, float32 [outs, ins]"""
+        """Returns the base, float32 [outs, ins]."""
         return torch.cat([FORMATS[self.format].dequantize(parts) for parts in self.parts])
 
 
-class Column(_Linear):
-    """x [N, 1, ins] → [N, 1, this rank's outputs]"""
+class AdaptedColumn(_Linear):
+    """Linear whose outputs are shared out: x [N, 1, ins] → [N, 1, this rank's outputs]."""
 
     def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
         outs = self.sources[name] // self.n
         return _factor(self.rank, self.ins, shared=False), _factor(outs, self.rank, shared=True)
 
     def take(self, parts: list[Parts], entry: Entry) -> None:
-        """`parts` of the base are the sources of `entry`."""
+        """Takes the base: `parts` are those of the sources of `entry`."""
         self.parts = parts
         heights, like = list(self.sources.values()), next(iter(parts[0].values()))
         self.outputs = outputs_of(entry, heights, self.n, like)[self.group.rank()]
         self._order = self.outputs.argsort().argsort()
-        """Of this rank's outputs, where each stands where sources are stacked"""
+        """The place of each of this rank's outputs among those of the stacked sources."""
 
     def forward(self, input_: Tensor, *_: Any) -> tuple[Tensor, None]:
         x = copy_to_tensor_model_parallel_region(input_.squeeze(1), self.group)
@@ -142,8 +142,9 @@ class Column(_Linear):
         return self.whole()[self.outputs]
 
 
-class Row(_Linear):
-    """x [N, 1, this rank's inputs] → [N, 1, outs]. One source, no bias."""
+class AdaptedRow(_Linear):
+    """Linear whose inputs are shared out: x [N, 1, this rank's inputs] → [N, 1, outs]. It has one source, no
+    bias."""
 
     def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
         ins, outs = self.ins // self.n, self.sources[name]
@@ -176,10 +177,10 @@ class Row(_Linear):
 
 
 class _Base(torch.autograd.Function):
-    """The format's own linear; x's gradient through the dequantized weight, made again for it."""
+    """The format's own linear. The gradient of x goes through the weight, which is dequantized again for it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, linear: Column | Row) -> Tensor:
+    def forward(ctx: Any, x: Tensor, linear: AdaptedColumn | AdaptedRow) -> Tensor:
         ctx.linear = linear
         return linear.base(x)
 
@@ -189,14 +190,15 @@ class _Base(torch.autograd.Function):
 
 
 def _factor(rows: int, columns: int, shared: bool) -> nn.Parameter:
-    """`shared` out among ranks, or the same on all of them: a norm counts that once."""
+    """Returns a factor at 0. It is `shared` out among ranks, or the same on all, which a norm then counts
+    once."""
     factor = nn.Parameter(torch.zeros(rows, columns))
     factor.tensor_model_parallel = shared  # type: ignore[attr-defined]
     return factor
 
 
 def split(plan: Sequence[Entry], lora: Lora | None) -> tuple[list[Entry], list[Entry]]:
-    """What learns of a model, and what is frozen of it, but for the packed base."""
+    """Returns the entries that learn and those that are frozen, without the packed base."""
     if lora is None:
         return list(plan), []
     frozen = [entry for entry in plan if not is_quantized(entry.sources[0])]
@@ -220,7 +222,7 @@ def _adapters(entry: Entry, lora: Lora) -> Iterator[Entry]:
 
 
 def with_adapters(shapes: Mapping[str, torch.Size], lora: Lora | None) -> dict[str, torch.Size]:
-    """Of a model's float tensors, from those of one without adapters, in its order."""
+    """Returns the shapes of a model's float tensors from those of one without adapters, in its order."""
     found: dict[str, torch.Size] = {}
     for name, shape in shapes.items():
         if lora is None or not is_quantized(name):
@@ -233,8 +235,8 @@ def with_adapters(shapes: Mapping[str, torch.Size], lora: Lora | None) -> dict[s
     return found
 
 
-def specs(shape: DecoderConfig, on: OnBase) -> dict[str, ModuleSpec]:
-    """Of the linears of a layer, by Megatron's names."""
+def specs(shape: DecoderConfig, on: AdapterSettings) -> dict[str, ModuleSpec]:
+    """Returns the specs of a layer's linears, by Megatron's names."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sources = {
         "linear_qkv": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
@@ -243,7 +245,9 @@ def specs(shape: DecoderConfig, on: OnBase) -> dict[str, ModuleSpec]:
         "linear_fc2": {"down_proj": shape.width},
     }
     return {
-        name: ModuleSpec(Row if name in ROW else Column, {"sources": fused, "on_base": on})
+        name: ModuleSpec(
+            AdaptedRow if name in ROW else AdaptedColumn, {"sources": fused, "on_base": on}
+        )
         for name, fused in sources.items()
     }
 
@@ -256,7 +260,7 @@ def load_base(
     whole: Decoder | None,
     device: str,
 ) -> None:
-    """Rank 0's packed base to all `ranks`; `modules`, all of this stage, share one copy. Collective."""
+    """Sends rank 0's packed base to all `ranks`; `modules`, all of this stage, share one copy. Collective."""
     theirs = adapted(whole) if whole else {}
     for entry in _packed(plan):
         found = []
@@ -266,14 +270,14 @@ def load_base(
             found.append({k: v.to(device) for k, v in load(ranks.broadcast(data)).items()})
         for module in modules if entry.stage == stage else ():
             linear = module.get_submodule(entry.name.removesuffix(".weight"))
-            assert isinstance(linear, Column | Row)
+            assert isinstance(linear, AdaptedColumn | AdaptedRow)
             linear.take(found, entry)
 
 
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """The base alone: the reference policy, without a second copy of the model."""
-    linears = [m for m in module.modules() if isinstance(m, Column | Row)]
+    """Context in which the base acts alone: the reference policy, without a second copy of the model."""
+    linears = [m for m in module.modules() if isinstance(m, AdaptedColumn | AdaptedRow)]
     for linear in linears:
         linear.on = False
     try:

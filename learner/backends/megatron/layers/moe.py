@@ -1,14 +1,14 @@
-"""The router of Megatron's MoELayer, as the learner's (areal_q/models/layers/moe.py): float32, told which
-experts to take and telling which it would. Dispatch, experts and their sharing among ranks are Megatron's.
+"""The router of Megatron's MoELayer, which works as ours (areal_q/models/layers/moe.py): in float32, with the
+recorded experts where routing is replayed. Dispatch, experts and their sharing among ranks are Megatron's.
 
-What routers tell (learner/backends/routing_replay.py) is wanted where the loss is, on the last stage of the
-pipeline. It is a sum over tokens, a few numbers for each layer, and rides below the hidden states that a stage
-sends to the next:
+Routers report how they routed (learner/backends/routing_replay.py). The report is needed with the loss, on the
+last stage of the pipeline. It is a sum over tokens, a few numbers for each layer, and is sent below the hidden
+states that a stage sends to the next:
 
-    [N, 1, D] ┬ hidden states
-    [k, 1, D] ┴ told: probabilities [L, E], choices [L, E], disagreements, tokens that have recorded routes
+    [N, 1, D] ┬ hidden states [k, 1, D] ┴ the report: probabilities [L, E], choices [L, E], disagreements,
+    tokens that have recorded routes
 
-Gradients go back the same way. Every stage adds its own layers to what it was told.
+Gradients go back the same way. Every stage adds its own layers to the report that it received.
 """
 # pyright: reportMissingImports=false
 
@@ -32,13 +32,14 @@ from learner.data.packing import PackedBatch
 
 
 class Router(nn.Module):
-    """In place of Megatron's own; `Policy` sets what is not Megatron's."""
+    """The router in place of Megatron's own; `MegatronModel` sets the attributes that Megatron does not
+    know."""
 
     shape: shapes.Experts
     layer: int
-    """Among the sparse ones"""
+    """The number of its layer among the sparse ones."""
     routing: Routing | None = None
-    """Of the batch that runs now"""
+    """The routing of the batch that runs now."""
     rounds_rest = False
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
@@ -47,10 +48,11 @@ class Router(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def set_layer_number(self, number: int) -> None:
-        """Megatron counts all layers, from 1."""
+        """Does nothing: Megatron counts all layers, from 1."""
 
     def forward(self, hidden: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        """[N, 1, D] → gates float32 [N, E], 0 where not taken, and which are: bool [N, E]."""
+        """Maps [N, 1, D] to gates, float32 [N, E], 0 for experts that are not taken, and bool [N, E]: the taken
+        ones."""
         weight = straight(self.weight) if self.rounds_rest else self.weight
         probs = F.linear(hidden.squeeze(1).float(), weight.float()).softmax(-1)
         taken = probs.topk(self.shape.per_token, dim=-1).indices
@@ -61,28 +63,30 @@ class Router(nn.Module):
 
 
 class Experts(SequentialMLP):
-    """This rank's. Gates multiply what an expert says: Megatron's multiply what its last linear is told, which
-    here may be quantized."""
+    """This rank's experts. Gates multiply an expert's output; Megatron's multiply the input of its last linear,
+    which may be quantized here."""
 
     def forward(self, x: Tensor, counts: Tensor, gates: Tensor) -> tuple[Tensor, None]:
         y, _ = super().forward(x, counts, torch.ones_like(gates))
         return y * gates.unsqueeze(-1), None
 
 
-def told_size(shape: DecoderConfig) -> int:
-    """Numbers that the routers of a model tell of a batch"""
+def report_size(shape: DecoderConfig) -> int:
+    """Returns how many numbers the routers of a model report about a batch."""
     if not shape.sparse_layers or not shape.experts:
         return 0
     return 2 * len(shape.sparse_layers) * shape.experts.count + 2
 
 
-def silence(shape: DecoderConfig, device: torch.device) -> Tensor:
-    return torch.zeros(told_size(shape), device=device)
+def empty_report(shape: DecoderConfig, device: torch.device) -> Tensor:
+    """Returns a report to which no layer has been added."""
+    return torch.zeros(report_size(shape), device=device)
 
 
-def tell(routing: Routing, batch: PackedBatch, shape: DecoderConfig, first: int) -> Tensor:
-    """float32 [told_size], 0 for the layers of other stages; the probabilities with gradient. Tokens of this
-    rank's routers begin with `first`. Collective over tensor-parallel ranks."""
+def make_report(routing: Routing, batch: PackedBatch, shape: DecoderConfig, first: int) -> Tensor:
+    """Returns the report of this stage's layers, float32 [report_size], 0 for the layers of other stages; the
+    probabilities have a gradient. The first token of this rank's routers is `first`. Collective over
+    tensor-parallel ranks."""
     assert shape.experts
     own = routed(routing, batch, shape, first)
     layers = torch.tensor(sorted(routing.own), device=own.probs.device)
@@ -90,24 +94,25 @@ def tell(routing: Routing, batch: PackedBatch, shape: DecoderConfig, first: int)
     sums = sums.index_add(1, layers, torch.stack([own.probs, own.taken]))
     differ = own.metrics.get(DISAGREEMENT, Mean(0, 0))
     assert isinstance(differ, Mean)
-    told = torch.cat([sums.flatten(), sums.new_tensor([differ.sum, differ.count])])
-    return reduce_from_tensor_model_parallel_region(told)
+    report = torch.cat([sums.flatten(), sums.new_tensor([differ.sum, differ.count])])
+    return reduce_from_tensor_model_parallel_region(report)
 
 
-def heard(told: Tensor, batch: PackedBatch, shape: DecoderConfig) -> Routed:
-    """What the routers of all stages told of `batch`."""
+def read_report(report: Tensor, batch: PackedBatch, shape: DecoderConfig) -> Routed:
+    """Returns the content of the finished report about `batch`."""
     assert shape.experts
-    probs, taken = told[:-2].view(2, -1, shape.experts.count)
-    differ, known = map(int, told[-2:].detach())
+    probs, taken = report[:-2].view(2, -1, shape.experts.count)
+    differ, known = map(int, report[-2:].detach())
     metrics: Metrics = {} if batch.routes is None else {DISAGREEMENT: Mean(differ, known)}
     return Routed(metrics, probs, taken.detach())
 
 
-def stacked(told: Tensor, hidden: Tensor) -> Tensor:
-    """As rows [k, 1, D] to stand below `hidden`."""
+def report_rows(report: Tensor, hidden: Tensor) -> Tensor:
+    """Returns the report as rows [k, 1, D], to stand below `hidden`."""
     width = hidden.shape[-1]
-    return F.pad(told, (0, -len(told) % width)).unflatten(0, (-1, 1, width))
+    return F.pad(report, (0, -len(report) % width)).unflatten(0, (-1, 1, width))
 
 
-def unstacked(rows: Tensor, size: int) -> Tensor:
+def report_of_rows(rows: Tensor, size: int) -> Tensor:
+    """Returns the report of `size` numbers that `report_rows` made into rows."""
     return rows.flatten()[:size]

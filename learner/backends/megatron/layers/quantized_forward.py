@@ -3,7 +3,7 @@
 Activations are quantized by whole rows, or by groups along them, so a rank computes some of a product's outputs
 from all of its inputs, with the very numbers of one process, and never sums with others:
 
-                 Column: linear_qkv, linear_fc1                 Row: linear_proj, linear_fc2
+                 QuantizedColumn: linear_qkv, linear_fc1                 QuantizedRow: linear_proj, linear_fc2
     forward      x ─▶ its outputs                               all-gather x ─▶ a part of y ─▶ all-gather
     ∂x, QaRL     ∂y · its shard ─▶ all-reduce                   ∂y · its shard
     ∂x, Jet      all-gather ∂y ─▶ a part of ∂x ─▶ all-gather    ∂y ─▶ its inputs
@@ -37,26 +37,26 @@ from areal_q.quant.kernels.fp8_gemm import Operand
 from areal_q.quant.quantized_linear import Linear as Product
 from areal_q.quant.registry import FORMATS
 from areal_q.quant.state_dict import is_quantized, parts_of, quantize_state
-from learner.backends.megatron.shard_state import Places
+from learner.backends.megatron.shard_state import ShardLayout
 from learner.backends.megatron.tensor_names import Entry
 
 
 class _Aligned:
-    """Of both kinds. Sources are stacked, and outputs are counted in that order."""
+    """Base of both kinds. Outputs are counted over the stacked sources."""
 
     flow = False
-    """Whether it is Jet's; else QaRL's"""
+    """True for Jet's forward and backward in FP8, False for QaRL's forward."""
     parts: list[Parts]
-    """Of each source, where they are published from"""
+    """The quantized tensors of each source, on the rank that sends them to rank 0."""
     product: Product
-    """QaRL: of this rank's outputs"""
+    """QaRL: the product with the rows of this rank's outputs."""
     rows: Operand
-    """Jet: [this rank's outputs, in]"""
+    """Jet: the weight [this rank's outputs, in]."""
     columns: list[Operand]
-    """Jet: [this rank's inputs, out] of each source"""
+    """Jet: the transposed weight [this rank's inputs, out] of each source."""
 
     def take(self, parts: list[Parts], format: str, outputs: Tensor, inputs: Tensor) -> None:
-        """The weights changed: these are the tensors that stand for them."""
+        """Takes the quantized tensors of weights that have changed."""
         if not self.flow:
             self.product = FORMATS[format].linear(parts).rows(outputs)
             return
@@ -67,17 +67,17 @@ class _Aligned:
         self.columns = [c.rows(inputs) for c in columns]
 
 
-class Column(_Aligned, ColumnParallelLinear):
-    """Outputs are shared out: x [..., in] → [..., this rank's outputs]."""
+class QuantizedColumn(_Aligned, ColumnParallelLinear):
+    """Linear whose outputs are shared out: x [..., in] → [..., this rank's outputs]."""
 
     rounds_rest = False
     heights: list[int]
-    """Outputs of each source"""
+    """Number of outputs of each source."""
     order: Tensor
-    """Where among those of rank 0, 1, … each output stands"""
+    """The place of each output among those of rank 0, 1, … side by side."""
 
     def share(self, entry: Entry, heights: list[int], width: int) -> tuple[Tensor, Tensor]:
-        """This rank's outputs and its inputs, int64 each."""
+        """Returns this rank's outputs and its inputs, int64 each."""
         n, rank = self.tp_group.size(), self.tp_group.rank()
         every = outputs_of(entry, heights, n, self.weight)
         self.heights, self.order = heights, torch.cat(every).argsort()
@@ -112,11 +112,12 @@ class Column(_Aligned, ColumnParallelLinear):
         return beside(torch.stack(parts).sum(0), self.tp_group)
 
 
-class Row(_Aligned, RowParallelLinear):
-    """Inputs are shared out: x [..., this rank's inputs] → [..., out]. One source, no bias."""
+class QuantizedRow(_Aligned, RowParallelLinear):
+    """Linear whose inputs are shared out: x [..., this rank's inputs] → [..., out]. It has one source, no
+    bias."""
 
     def share(self, entry: Entry, heights: list[int], width: int) -> tuple[Tensor, Tensor]:
-        """This rank's outputs and its inputs, int64 each."""
+        """Returns this rank's outputs and its inputs, int64 each."""
         n, rank = self.tp_group.size(), self.tp_group.rank()
         self.inputs = entry.part([_count(width, self.weight)[None]], rank, n).flatten()
         return _count(sum(heights), self.weight).chunk(n)[rank], self.inputs
@@ -148,10 +149,12 @@ class Row(_Aligned, RowParallelLinear):
 
 
 class _Flow(torch.autograd.Function):
-    """Jet's, where ranks share the outputs of every product."""
+    """Jet's product, forward and backward, where ranks share its outputs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, linear: Column | Row) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, linear: QuantizedColumn | QuantizedRow
+    ) -> Tensor:
         saved = Operand(*quantize_groups_e4m3(linear.gathered(x)))
         ctx.save_for_backward(saved.codes, saved.scale)
         ctx.linear = linear
@@ -169,13 +172,14 @@ class _Flow(torch.autograd.Function):
 
 
 def outputs_of(entry: Entry, heights: list[int], n: int, like: Tensor) -> list[Tensor]:
-    """Which outputs of `entry`'s sources, stacked, each of n ranks has: int64, beside `like`."""
+    """Returns the outputs of the stacked sources of `entry` that each of n ranks has: int64, on the device of
+    `like`."""
     numbers = [x[:, None] for x in _count(sum(heights), like).split(heights)]
     return [entry.part(numbers, r, n).flatten() for r in range(n)]
 
 
 def beside(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x [T, k] of rank 0, 1, … side by side: [T, n · k]."""
+    """Returns x [T, k] of rank 0, 1, … side by side: [T, n · k]. Collective."""
     if group.size() == 1:
         return x
     every = [
@@ -186,43 +190,43 @@ def beside(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _count(size: int, like: Tensor) -> Tensor:
-    """0 … size - 1, beside `like`"""
+    """Returns 0 … size - 1, on the device of `like`."""
     return torch.arange(size, device=like.device)
 
 
-def _quantized(places: Places) -> Iterator[Entry]:
+def _quantized(places: ShardLayout) -> Iterator[Entry]:
     return (entry for entry in places.plan if is_quantized(entry.sources[0]))
 
 
 def _names(entry: Entry) -> list[str]:
-    """Of the sources, as modules"""
+    """Returns the names of the sources' modules."""
     return [source.removesuffix(".weight") for source in entry.sources]
 
 
 @torch.no_grad()
-def materialise(module: nn.Module, places: Places, format: str) -> None:
+def materialise(module: nn.Module, places: ShardLayout, format: str) -> None:
     """Quantizes the present weights that are here for the forward; to be called whenever they have changed.
     Collective over tensor-parallel ranks. Raises QuantizationError naming a tensor that is not finite."""
     for entry in _quantized(places):
         if not places.here(entry):
             continue
         linear = module.get_submodule(entry.name.removesuffix(".weight"))
-        assert isinstance(linear, Column | Row)
+        assert isinstance(linear, QuantizedColumn | QuantizedRow)
         whole = places.whole(entry, lambda p: p)
         published = quantize_state(dict(zip(entry.sources, whole, strict=True)), format)
         parts = [parts_of(published, name, format) for name in _names(entry)]
         share = linear.share(entry, [len(w) for w in whole], whole[0].shape[1])
         linear.take(parts, format, *share)
-        if places.speaks_of(entry):
+        if places.sends_to_rank_0(entry):
             linear.parts = parts
 
 
-def gather_parts(module: nn.Module, places: Places, whole: Decoder | None) -> None:
-    """The tensors that `module` computes with, to rank 0's linears. Collective."""
+def gather_parts(module: nn.Module, places: ShardLayout, whole: Decoder | None) -> None:
+    """Copies the tensors that `module` computes with into rank 0's linears. Collective."""
     targets = linears(whole) if whole else {}
     for entry in _quantized(places):
         linear: Any = None
-        if places.here(entry) and places.speaks_of(entry):
+        if places.here(entry) and places.sends_to_rank_0(entry):
             linear = module.get_submodule(entry.name.removesuffix(".weight"))
         for i, name in enumerate(_names(entry)):
             if whole is None:
@@ -236,10 +240,10 @@ def gather_parts(module: nn.Module, places: Places, whole: Decoder | None) -> No
                 continue
             found = {k: torch.empty_like(v, device="cpu") for k, v in target.parts.items()}
             for tensor in found.values():
-                dist.recv(_bytes(tensor), places.voice(entry))
+                dist.recv(_bytes(tensor), places.sender_of(entry))
             target.take({k: v.to(target.weight.device) for k, v in found.items()})
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory: not every collective knows every number format."""
+    """Returns the same memory as bytes: not every collective knows every number format."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

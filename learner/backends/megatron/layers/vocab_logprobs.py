@@ -15,15 +15,20 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
 from areal_q.models.logprobs import blocks
-from learner.backends.megatron.model import Policy
+from learner.backends.megatron.model import MegatronModel
 from learner.backends.megatron.tensor_names import padded
 from learner.data.packing import PackedBatch
 
 
-def token_logprobs(
-    model: Policy, batch: PackedBatch, hidden: Tensor, temperature: float, entropy_learns: bool
+def parallel_token_logprobs(
+    model: MegatronModel,
+    batch: PackedBatch,
+    hidden: Tensor,
+    temperature: float,
+    entropy_learns: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Of each response token, and the entropy of its distribution; hidden [N, 1, D] leaves the last stage."""
+    """Returns the log-prob of each response token and the entropy of its distribution, float32 [T] nats; hidden
+    [N, 1, D] leaves the last stage."""
     rank, size = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
     vocab = model.shape.vocab_size
     first = rank * padded(vocab, size) // size
@@ -47,7 +52,7 @@ def vocab_logprobs(
     entropy_learns: bool,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob of each target, entropy), float32 [T], the same on all ranks of `group`.
+    """Returns (log-prob of each target, entropy), float32 [T], the same on all ranks of `group`.
 
     hidden [T, D] on every rank, weight [V / n, D] its rows from `first` on. What reaches hidden in the
     backward pass is this rank's share of the gradient, to be summed over the ranks.
