@@ -70,7 +70,6 @@ STAND_INS = "tests/sglang_cpu"
 """Modules there replace those of libraries, so they have their names"""
 NAMES_THAT_OCCUR_TWICE = {
     "areal_q/registry": "the dict of what its subpackage offers: FORMATS, TASKS",
-    "areal_q/base": "what the modules of its subpackage share: Settings, Task",
     "rollout/base": "the Protocol of its subpackage: Engine, Environment",
     "learner/build": "builds the learner, or its optimizer",
     "learner/cli": "the command of its subpackage: replay, doctor",
