@@ -1,4 +1,4 @@
-"""From rewards to advantages.
+"""Advantages from rewards.
 
 Notation: N responses of a batch, K groups (prompts), T response tokens. A group-based advantage is one
 number per response, the same for each of its tokens; GAE gives one per token.
@@ -25,7 +25,7 @@ from areal_q.config.objectives import (
 from areal_q.errors import ConfigError
 
 Combine = Callable[[Tensor], Tensor]
-"""Sums over data-parallel ranks, such as an all-reduce: float64 [n] → [n]"""
+"""Sums over data-parallel ranks, such as an all-reduce: float64 [n] → [n]."""
 
 
 def alone(sums: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ GROUP_ADVANTAGES: dict[type, Callable[[Tensor, Tensor, Any], Tensor]] = {
     DrGrpo: dr_grpo,
     Rloo: rloo,
 }
-"""Those that look at nothing outside a group"""
+"""Those that look at nothing outside a group."""
 
 
 def group_advantages(

@@ -1,4 +1,4 @@
-"""From per-token values to one number, the same however the batch was cut or packed.
+"""Aggregation of per-token values to one number, the same however the batch was cut or packed.
 
 A mean becomes a weighted sum whose weights hold the counts of the whole optimizer step (`Totals`).
 """
@@ -19,7 +19,8 @@ from areal_q.config.objectives import (
 
 
 def count(inputs: LossInputs, objective: ObjectiveConfig) -> Totals:
-    """What this part of a step adds to its Totals: sum over micro-batches and ranks before the first loss.
+    """Returns what this part of a step adds to its Totals: sum over micro-batches and ranks before the first
+    loss.
 
     Of the log-probs it reads none, or the proximal and behaviour ones where masked-out tokens are to
     leave the denominator; `logprobs` may be any finite stand-in, such as the proximal ones.
@@ -29,7 +30,7 @@ def count(inputs: LossInputs, objective: ObjectiveConfig) -> Totals:
 
 
 def totals_of(counted: Tensor, x: Ratios) -> Totals:
-    """The counts of these tokens, where they are the whole step."""
+    """Returns the counts of these tokens, where they are the whole step."""
     lengths = x.sequence_sum(counted.to(x.advantages.dtype))
     return Totals(tokens=int(counted.sum()), sequences=int((lengths > 0).sum()))
 

@@ -32,16 +32,16 @@ from areal_q.algorithms.reducers import (
 )
 
 LAGS = 4
-"""Lags 0, 1, 2, and 3 or more"""
+"""Lags 0, 1, 2, and 3 or more."""
 
 
 CHUNK = 1 << 16
-"""Tokens that are looked at together, so that what is computed about them stays in a processor's cache"""
+"""Tokens that are looked at together, so that what is computed about them stays in a processor's cache."""
 
 
 @torch.no_grad()
 def diagnostics(inputs: LossInputs, x: Ratios, out: PolicyLoss) -> Metrics:
-    """The metrics named in this module. `x` and `out` belong to `inputs`."""
+    """Returns the metrics named in this module. `x` and `out` belong to `inputs`."""
     cuts = [slice(i, i + CHUNK) for i in range(0, max(1, len(x.mask)), CHUNK)]
     parts = [_Sums.of(_cut(inputs, cut), _cut(x, cut), _cut(out, cut)) for cut in cuts]
     names = parts[0].names
@@ -62,7 +62,7 @@ def diagnostics(inputs: LossInputs, x: Ratios, out: PolicyLoss) -> Metrics:
 
 
 def _cut(record: Any, cut: slice) -> Any:
-    """The same record of some of its tokens."""
+    """Returns the same record of some of its tokens."""
     tensors = {f.name: getattr(record, f.name) for f in fields(record)}
     return replace(record, **{k: v[cut] for k, v in tensors.items() if isinstance(v, Tensor)})
 
@@ -72,13 +72,13 @@ class _Sums:
     """What a few tokens add to the metrics, by lag."""
 
     names: list[str]
-    """Of the rows of `sums`, then of `maxima`"""
+    """Names of the rows of `sums`, then of those of `maxima`."""
     sums: Tensor
-    """float64 [columns, LAGS]"""
+    """float64 [columns, LAGS]."""
     maxima: Tensor
-    """float64 [2, LAGS], -inf where there is no token"""
+    """float64 [2, LAGS], -inf where there is no token."""
     counts: Tensor
-    """int64 [2, LAGS, BINS] histograms of w and R"""
+    """int64 [2, LAGS, BINS] histograms of w and R."""
 
     @classmethod
     def of(cls, inputs: LossInputs, x: Ratios, out: PolicyLoss) -> "_Sums":
@@ -129,7 +129,7 @@ def _named(
     table: dict[str, list[float]],
     histograms: dict[str, list[RatioQuantile]],
 ) -> Metrics:
-    """The metrics of the tokens with these lags."""
+    """Returns the metrics of the tokens with these lags."""
     total = {name: sum(row[k] for k in lags) for name, row in table.items()}
     tokens = total["tokens"]
     if not tokens and label:

@@ -19,9 +19,9 @@ class Routed:
 
     metrics: Metrics
     probs: Tensor
-    """float32 [L, E] with gradient: probabilities summed over the tokens"""
+    """float32 [L, E] with gradient: probabilities summed over the tokens."""
     taken: Tensor
-    """float32 [L, E]: how often each expert was run"""
+    """float32 [L, E]: how often each expert was run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,34 +35,34 @@ class LossInputs:
     """
 
     logprobs: Tensor
-    """[T] log π_θ, with gradient"""
+    """[T] log π_θ, with gradient."""
     proximal_logprobs: Tensor
-    """[T] log π_prox: the learner's policy just before it began to update on this batch"""
+    """[T] log π_prox: the learner's policy just before it began to update on this batch."""
     behavior_logprobs: Tensor
-    """[T] log π_behav: of the distribution that drew the token"""
+    """[T] log π_behav: of the distribution that drew the token."""
     advantages: Tensor
-    """[T]"""
+    """[T]."""
     mask: Tensor
-    """bool [T]: True on tokens that count"""
+    """bool [T]: True on tokens that count."""
     sequence_ids: Tensor
-    """int64 [T] in 0 … S-1, non-decreasing"""
+    """int64 [T] in 0 … S-1, non-decreasing."""
     num_sequences: int
     version_lag: Tensor
-    """int64 [T]: the learner's version minus that of the weights that drew the token"""
+    """int64 [T]: the learner's version minus that of the weights that drew the token."""
     entropy: Tensor | None = None
-    """[T] nats; with gradient if an entropy bonus is on. None: estimated by -log π_θ in the metrics"""
+    """[T] nats; with gradient if an entropy bonus is on. None: estimated by -log π_θ in the metrics."""
     reference_logprobs: Tensor | None = None
-    """[T] log π_ref; needed for a KL term in the loss"""
+    """[T] log π_ref; needed for a KL term in the loss."""
     values: Tensor | None = None
-    """[T] the critic's values, with gradient; needed for a value loss, as are the next two"""
+    """[T] the critic's values, with gradient; needed for a value loss, as are the next two."""
     old_values: Tensor | None = None
-    """[T] the critic's values before the updates on this batch"""
+    """[T] the critic's values before the updates on this batch."""
     returns: Tensor | None = None
-    """[T] targets of the critic"""
+    """[T] targets of the critic."""
     routed: Routed | None = None
-    """None: no experts"""
+    """None: no experts."""
     labels: tuple[str, ...] = ()
-    """[S] what each sequence is called in errors; empty: by its number"""
+    """[S] what each sequence is called in errors; empty: by its number."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -83,9 +83,9 @@ class Totals:
     """
 
     tokens: int
-    """Tokens that count"""
+    """Tokens that count."""
     sequences: int
-    """Sequences with at least one such token"""
+    """Sequences with at least one such token."""
 
     def __add__(self, other: "Totals") -> "Totals":
         return Totals(self.tokens + other.tokens, self.sequences + other.sequences)
@@ -98,15 +98,15 @@ class PolicyLoss:
     objective: Tensor
     """J, to be maximised, with gradient; the loss is its negative, aggregated."""
     kept: Tensor | None = None
-    """bool: False where the objective masked the token out; None: nothing was"""
+    """bool: False where the objective masked the token out; None: nothing was."""
     truncated: Tensor | None = None
-    """bool: the mismatch weight was over (or under) its cap; None: nothing was"""
+    """bool: the mismatch weight was over (or under) its cap; None: nothing was."""
     clipped_up: Tensor | None = None
-    """bool: no gradient, since A > 0 and the ratio is over its upper bound"""
+    """bool: no gradient, since A > 0 and the ratio is over its upper bound."""
     clipped_down: Tensor | None = None
-    """bool: no gradient, since A < 0 and the ratio is under its lower bound"""
+    """bool: no gradient, since A < 0 and the ratio is under its lower bound."""
     clipped_dual: Tensor | None = None
-    """bool: no gradient, since A < 0 and the ratio is over its upper bound (dual clip, TBPO's band)"""
+    """bool: no gradient, since A < 0 and the ratio is over its upper bound (dual clip, TBPO's band)."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class LossOutputs:
     """A micro-batch's share of the step's loss. Sum the losses, or their gradients, over micro-batches."""
 
     loss: Tensor
-    """Scalar, to be minimised"""
+    """Scalar, to be minimised."""
     metrics: Metrics
     """Partial sums: combine the micro-batches' by `reduce_metrics`"""
     policy_loss: PolicyLoss

@@ -1,4 +1,4 @@
-"""From log-probabilities to log-ratios: checked, masked, in float32, and bounded before any exp."""
+"""Log-ratios from log-probabilities: checked, masked, in float32, and bounded before any exp."""
 
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -24,27 +24,27 @@ class Ratios:
     """The log-ratios of T tokens, float32 or float64, 0 (and A = 0) where `mask` is False. Unbounded."""
 
     log_ratio: Tensor
-    """[T] log R = log π_θ - log π_prox, with gradient"""
+    """[T] log R = log π_θ - log π_prox, with gradient."""
     log_mismatch: Tensor
-    """[T] log w = log π_prox - log π_behav, no gradient"""
+    """[T] log w = log π_prox - log π_behav, no gradient."""
     logprobs: Tensor
-    """[T] log π_θ, with gradient"""
+    """[T] log π_θ, with gradient."""
     advantages: Tensor
-    """[T]"""
+    """[T]."""
     mask: Tensor
-    """bool [T]"""
+    """bool [T]."""
     sequence_ids: Tensor
-    """int64 [T] in 0 … S-1"""
+    """int64 [T] in 0 … S-1."""
     num_sequences: int
 
     @cached_property
     def lengths(self) -> Tensor:
-        """[S] number of tokens that count in each sequence"""
+        """[S] number of tokens that count in each sequence."""
         return self.sequence_sum(self.mask.to(self.advantages.dtype))
 
     @cached_property
     def _sizes(self) -> Tensor:
-        """int64 [S] number of tokens, counted or not"""
+        """int64 [S] number of tokens, counted or not."""
         return torch.bincount(self.sequence_ids, minlength=self.num_sequences)
 
     def sequence_sum(self, values: Tensor) -> Tensor:

@@ -108,10 +108,10 @@ class ExplainedVariance:
 
     count: float
     sum: float
-    """Σy"""
+    """Σy."""
     sum_of_squares: float
     error: float
-    """Σ(y - ŷ)"""
+    """Σ(y - ŷ)."""
     error_of_squares: float
 
     def merge(self, other: "ExplainedVariance") -> "ExplainedVariance":
@@ -145,7 +145,7 @@ class RatioQuantile:
     """A quantile of ratios from a fixed histogram of their logarithms, within 1 % of the logarithm."""
 
     counts: np.ndarray
-    """int64 [BINS]"""
+    """int64 [BINS]."""
     quantile: float = 0.99
 
     def merge(self, other: "RatioQuantile") -> "RatioQuantile":
@@ -170,6 +170,6 @@ def merge_metrics(parts: Iterable[Metrics]) -> Metrics:
 
 
 def reduce_metrics(parts: Iterable[Metrics]) -> dict[str, float]:
-    """The values of a step's metrics. What was never counted is left out, not 0 or NaN."""
+    """Returns the values of a step's metrics. What was never counted is left out, not 0 or NaN."""
     values = {key: metric.value() for key, metric in merge_metrics(parts).items()}
     return {key: value for key, value in values.items() if value is not None}

@@ -28,7 +28,7 @@ class CheckResult:
     level: Literal["ok", "note", "warning", "error"]
     says: str
     fix: str = ""
-    """What to do, where the level is not ok"""
+    """What to do, where the level is not ok."""
 
 
 def version_of(package: str) -> str | None:

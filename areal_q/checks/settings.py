@@ -26,7 +26,7 @@ _HINTS = {
 
 
 def _directories(run: Run) -> dict[str, str | None]:
-    """That must be there, by setting."""
+    """Returns the directories that must be there, by setting."""
     kl = run.learner.reference_kl
     return {
         "model.path": run.model.path if isinstance(run.model, PretrainedModel) else None,

@@ -53,7 +53,7 @@ def _screen(run: Run, run_dir: Path, summary: Summary, curves: Path | None) -> R
 
 
 def _reward_rows(run: Run, run_dir: Path, told: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Why rewards failed, from the workers' logs, and what gives a model its first right answers."""
+    """Returns why rewards failed, from the workers' logs, and what gives a model its first right answers."""
     log, rows = FailureLog(run_dir), []
     if failed := log.read():
         rows.append(("last failure", f"✗ {reward_name(run)}, {times(failed)}: {log.last}"))

@@ -46,10 +46,10 @@ _START_S = 30.0
 DRAIN_S = 60.0
 """How long a learner may take for its checkpoint after another process died."""
 STOP_S = 10.0
-"""From SIGTERM to SIGKILL for workers and Redis."""
+"""Seconds from SIGTERM to SIGKILL for workers and Redis."""
 LOG_LINES = 15
 FULL_BYTES = 32 << 20
-"""With less than this free, a full disk is the likeliest cause of a death"""
+"""A full disk is the likeliest cause of a death where fewer bytes are free."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 PLAIN_LOGS = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}
 MAX_SOCKET_BYTES = 100
@@ -73,7 +73,7 @@ class View(Protocol):
 
 @dataclass(frozen=True)
 class Program:
-    """Example: Program("rollout-0", module_command("rollout", …), threads=1)"""
+    """Example: Program("rollout-0", module_command("rollout", …), threads=1)."""
 
     name: str
     argv: list[str]
@@ -91,7 +91,7 @@ class Plan:
 
 
 def plan(run: Run, run_dir: Path, sockets: Path, resume: bool) -> Plan:
-    """The processes that `run` asks for; `sockets` is a directory with a short path."""
+    """Returns the processes that `run` asks for; `sockets` is a directory with a short path."""
     # The children inherit REDIS_URL: an argument would show its password to every user of the machine.
     redis, url, where = None, os.environ.get("REDIS_URL", ""), []
     if not url:
@@ -167,7 +167,7 @@ def launch(
 
 
 def _disk_full(run_dir: Path) -> str:
-    """A line that says so if the disk has no room left, which ends processes in many ways."""
+    """Returns a line that says so if the disk has no room left, which ends processes in many ways."""
     free = shutil.disk_usage(run_dir).free
     if free >= FULL_BYTES:
         return ""
@@ -261,7 +261,7 @@ class Family:
         self._defaults = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._asked: set[str] = set()
-        """To end"""
+        """Names of the children that were sent SIGTERM."""
 
     def start(self, program: Program) -> None:
         threads = dict.fromkeys(THREAD_VARIABLES, str(program.threads))
@@ -277,7 +277,7 @@ class Family:
             )
 
     def ended(self) -> str | None:
-        """The name of a child that has ended; of several the one that the others depend on."""
+        """Returns the name of a child that has ended; of several the one that the others depend on."""
         return next((n for n, child in self._children.items() if child.poll() is not None), None)
 
     def alive(self, names: list[str]) -> bool:
@@ -345,7 +345,8 @@ class _Killed(Exception):
 
 
 def sockets_of(run_dir: Path) -> Path:
-    """A private directory whose path is short enough for socket addresses; it is there while the run goes on.
+    """Returns a private directory whose path is short enough for socket addresses; it is there while the run
+    goes on.
 
     The path is the run's own, the same at every launch: the endpoints that a resumed run finds in
     Redis, written there before the stop, are the right ones.

@@ -28,11 +28,11 @@ from areal_q.system.run_dir import METRICS_FILE, path_of
 PLAIN_EVERY_S = 5.0
 REDRAW_EVERY_S = 0.5
 LOOK_EVERY_S = 2.0
-"""How often `watch` looks whether the run still goes on"""
+"""How often `watch` looks whether the run still goes on."""
 WIDE, NARROW = 100, 72
-"""Columns of a terminal from which figures stand in pairs, and from which a header fits one line"""
+"""Columns of a terminal from which figures stand in pairs, and from which a header fits one line."""
 _WINDOW = 20
-"""Steps over which the time left is estimated"""
+"""Steps over which the time left is estimated."""
 
 
 class History:
@@ -49,9 +49,9 @@ class History:
         self.end: Record | None = None
         self.elapsed_s = 0.0
         self.warning = ""
-        """What the learner complains of, until its next step"""
+        """What the learner complains of, until its next step."""
         self.unfaithful: dict[str, Unfaithful] = {}
-        """By engine, the newest step whose gap was beyond the bound"""
+        """The newest step whose gap was beyond the bound, by engine."""
 
     def add(self, record: Record) -> None:
         match record["kind"]:
@@ -152,7 +152,7 @@ class _Following:
         return records
 
     def awaited(self) -> str:
-        """What the run is waiting for, where nothing else on the screen moves; else empty."""
+        """Returns what the run is waiting for, where nothing else on the screen moves; else empty."""
         return awaited(self.run, self.history)
 
 
@@ -322,7 +322,7 @@ def picture(
     awaits: str = "",
     width: int = WIDE,
 ) -> RenderableType:
-    """The whole live view, for a terminal of `width` columns."""
+    """Returns the whole live view, for a terminal of `width` columns."""
     parts: list[RenderableType] = [_header(name, history, elapsed_s, width)]
     if cache := (history.warmstart or {}).get("cache"):
         parts.append(Text(f"warm start from the cache: {cache}", "dim"))

@@ -21,7 +21,7 @@ BESIDE_WEIGHTS = (
     "merges.txt",
     "tokenizer.model",
 )
-"""What is copied as it is, where SRC has it"""
+"""What is copied as it is, where SRC has it."""
 
 
 def quantize(source: Path, target: Path, format: str, dtype: torch.dtype) -> tuple[int, int]:

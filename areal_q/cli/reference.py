@@ -29,7 +29,7 @@ UNITS = {
     "_lag": "versions",
     "_ids": "token ids",
 }
-"""By the ending of a setting's name"""
+"""The unit of a setting, by the ending of its name."""
 SETTINGS_HEAD = """# All settings
 
 Made by `make reference` from the code; `areal-q settings [WORD]` prints the same. A setting is written in a
@@ -54,7 +54,7 @@ class Setting:
 
     name: str
     variant: str
-    """The `type` of the table that has this setting, where there is a choice of types; else empty"""
+    """The `type` of the table that has this setting, where there is a choice of types; else empty."""
     kind: str
     default: str
     unit: str
@@ -77,7 +77,7 @@ def sections() -> list[Section]:
 
 
 def settings_page() -> str:
-    """The text of docs/settings.md."""
+    """Returns the text of docs/settings.md."""
     parts = [SETTINGS_HEAD]
     for section in sections():
         parts.append(_title(section))
@@ -87,7 +87,7 @@ def settings_page() -> str:
 
 
 def metrics_page() -> str:
-    """The text of docs/metrics.md."""
+    """Returns the text of docs/metrics.md."""
     return "\n".join(
         [
             METRICS_HEAD,
@@ -99,7 +99,7 @@ def metrics_page() -> str:
 
 
 def settings_text(word: str = "") -> str:
-    """The settings whose name or meaning holds `word`, two lines or more for each, for a terminal."""
+    """Returns the settings whose name or meaning holds `word`, two lines or more for each, for a terminal."""
     lines = []
     for section in sections():
         for s in section.settings:
@@ -138,7 +138,7 @@ def _sections(table: types.Type, prefix: str, variant: str) -> Iterator[Section]
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """The strings below the fields of a class and of its bases, as one line each."""
+    """Returns the strings below the fields of a class and of its bases, as one line each."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         module = inspect.getmodule(base)
@@ -149,7 +149,8 @@ def attribute_docs(cls: type) -> dict[str, str]:
 
 @cache
 def _docs_of_module(module: ModuleType) -> dict[str, dict[str, str]]:
-    """By class and field. Python drops these strings when it compiles, so they are read from the source."""
+    """Returns the strings below fields, by class and field. Python drops these strings when it compiles, so
+    they are read from the source."""
     tree = ast.parse(inspect.getsource(module))
     return {
         node.name: dict(_docs_of_class(node))
@@ -178,7 +179,7 @@ def _optional(kind: types.Type) -> bool:
 
 
 def _kind(kind: types.Type) -> str:
-    """The type in words, with its bounds or its choices."""
+    """Returns the type in words, with its bounds or its choices."""
     match kind:
         case types.Metadata():
             return _kind(kind.type)
@@ -236,7 +237,7 @@ def _unit(name: str) -> str:
 
 
 def _doc(cls: type) -> str:
-    """The class's own docstring as one line: an inherited one describes another class."""
+    """Returns the class's own docstring as one line: an inherited one describes another class."""
     return " ".join((cls.__dict__.get("__doc__") or "").split())
 
 

@@ -71,7 +71,7 @@ class Removal(Settings, frozen=True, kw_only=True):
 
 class BufferConfig(Settings, frozen=True, kw_only=True):
     sampler: SamplerConfig = Fifo()
-    """Which groups a step draws, and how often."""
+    """The rule by which a step draws groups, and how often."""
     removal: Removal = Removal()
     """What leaves the buffer unused."""
     claim_timeout_s: Positive = 30.0
@@ -81,4 +81,4 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     log: bool = True
     """Write every consumed group to `runs/NAME/trajectories/` as Parquet."""
     tokens: bool = True
-    """With it, what the learner computed for each token (log π_prox, log π_θ, entropy) to `tokens/`."""
+    """Also write what the learner computed for each token (log π_prox, log π_θ, entropy) to `tokens/`."""

@@ -80,8 +80,8 @@ class SglangEngine(_Served, frozen=True, kw_only=True, tag="sglang"):
     url: str | None = None
     """Address of a running server, which this worker alone gives weights to; None: one of its own."""
     directory: str | None = None
-    """Where versions are handed over; for a server at `url`, one that it sees as well under this name. None:
-    /dev/shm, or the temporary directory."""
+    """The directory in which versions are handed over; for a server at `url`, one that it sees as well under
+    this name. None: /dev/shm, or the temporary directory."""
     seeded: bool = True
     """The same seed gives the same response: SGLang's deterministic inference, slower on a GPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -95,13 +95,13 @@ class SglangEngine(_Served, frozen=True, kw_only=True, tag="sglang"):
 EngineConfig = TorchEngine | VllmEngine | SglangEngine | ScriptedEngine
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Of adapters, that vLLM has room for; what is left of it is zeros"""
+"""Ranks of adapters that vLLM has room for; a smaller one is filled up with zeros."""
 VLLM_BASES = ("bf16", "int8", "int4", "fp8-channel", "fp8", "nvfp4", "mxfp4", "int4-fp8")
-"""Formats to which vLLM adds adapters"""
+"""Formats to which vLLM adds adapters."""
 
 
 def no_adapters(engine: EngineConfig, format: str, rank: int) -> str | None:
-    """Why `engine` does not run adapters of `rank` on a base in `format`."""
+    """Returns why `engine` does not run adapters of `rank` on a base in `format`."""
     if isinstance(engine, SglangEngine):
         return "learner.lora needs rollout.engine.type = 'torch' or 'vllm', which add adapters to their base"
     if not isinstance(engine, VllmEngine):

@@ -18,13 +18,13 @@ class CalculatorTool(TaggedSettings, frozen=True, kw_only=True, tag="calculator"
     open: Annotated[str, Meta(min_length=1)] = "<<"
     """Text that begins a call."""
     close: Annotated[str, Meta(min_length=1)] = ">>"
-    """One token of the tokenizer"""
+    """One token of the tokenizer."""
     after: str = ""
-    """Follows the result"""
+    """Follows the result."""
     max_calls: Count = 4
     """Calls in one response; later ones are not answered."""
     max_result_tokens: Count = 12
-    """A longer result is an error, as a malformed expression is"""
+    """A longer result is an error, as a malformed expression is."""
 
 
 class External(TaggedSettings, frozen=True, kw_only=True, tag="external"):

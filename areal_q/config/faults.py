@@ -37,7 +37,7 @@ PATTERNS = {
     "name": "letters, digits and . _ - after a letter or digit",
     "rollout.serve": "PORT or HOST:PORT",
 }
-"""What the texts of settings with a pattern consist of"""
+"""What the texts of settings with a pattern consist of."""
 
 
 def fault(error: msgspec.ValidationError, table: Table) -> str:
@@ -138,7 +138,7 @@ def _value(table: Table, path: str) -> Any:
 
 
 def _type(path: str, table: Table) -> Type:
-    """The type of the setting at `path` of a Run, by the choices (`type = …`) that `table` makes."""
+    """Returns the type of the setting at `path` of a Run, by the choices (`type = …`) that `table` makes."""
     kind, value = _run_type(), table
     for key in filter(None, path.split(".")):
         struct = _chosen(kind, value)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 def load(
     path: str | Path | None = None, overrides: list[str] | None = None, recorded: bool = False
 ) -> Run:
-    """The settings of a run, from a file or a configuration that comes with the program, by its name.
+    """Returns the settings of a run, from a file or a configuration that comes with the program, by its name.
 
     Raises ConfigError with the file or dotted path at fault. `recorded` settings are those of a run that was
     made, maybe by an earlier version: a rule that they break, and a setting that there is no longer, are
@@ -64,7 +64,8 @@ def parse(
 
 
 def override(run: Run, *overrides: str) -> Run:
-    """`run` with `a.b=c` settings replaced, checked like a file, but for rules that `run` itself breaks."""
+    """Returns `run` with `a.b=c` settings replaced, checked like a file, but for rules that `run` itself
+    breaks."""
     return _overridden(msgspec.to_builtins(run), "settings", overrides)[0]
 
 
@@ -147,8 +148,8 @@ def _warn(sentence: str) -> None:
 
 
 def _with_schedule(run: Run) -> Run:
-    """`run` whose noise has its length written out, since `steps` may change when a run resumes: what was
-    published before must stay what it was."""
+    """Returns `run` whose noise has its length written out, since `steps` may change when a run resumes: what
+    was published before must stay what it was."""
     aqn = run.rollout.aqn
     if aqn is None or aqn.steps:
         return run
@@ -159,7 +160,7 @@ def _with_schedule(run: Run) -> Run:
 
 
 def _parse_override(text: str) -> Table:
-    """`a.b=1.5` as {"a": {"b": 1.5}}. The value is TOML; a bare word is a string."""
+    """Returns `a.b=1.5` as {"a": {"b": 1.5}}. The value is TOML; a bare word is a string."""
     path, sep, raw = text.partition("=")
     if not sep or not path.strip():
         raise ConfigError(f"{COMMAND_LINE}: {text!r} is no setting: write a.b=value")
@@ -177,14 +178,15 @@ def _parse_override(text: str) -> Table:
 
 
 def settings_hash(run: Run) -> str:
-    """Of all settings but the run's name and place: equal hashes are equal settings."""
+    """Returns a hash of all settings but the run's name and place: equal hashes are equal settings."""
     table = msgspec.to_builtins(run, order="sorted")
     table = {key: value for key, value in table.items() if key not in ("name", "root")}
     return hashlib.blake2b(msgspec.json.encode(table), digest_size=16).hexdigest()
 
 
 def workers_hash(run: Run) -> str:
-    """A hash of what rollout workers are set up from: settings, and the files of a reward that a user wrote."""
+    """Returns a hash of what rollout workers are set up from: settings, and the files of a reward that a user
+    wrote."""
     rollout = msgspec.structs.replace(run.rollout, workers=1, serve=None)
     # A worker follows a learner to other endpoints as it is.
     broadcast = msgspec.structs.replace(run.broadcast, announce=None, fetch=None, host=None)
@@ -198,7 +200,7 @@ def workers_hash(run: Run) -> str:
 
 
 def dump_toml(run: Run) -> str:
-    """The resolved settings as TOML that `load` reads back to an equal Run.
+    """Returns the resolved settings as TOML that `load` reads back to an equal Run.
 
     None cannot be written in TOML and is left out; every optional setting defaults to it.
     """

@@ -26,7 +26,7 @@ Level = Literal["token", "product", "geometric"]
 its tokens' weights. Peers call both of the latter "sequence"."""
 
 Denominator = Literal["all_tokens", "kept_tokens"]
-"""Whether tokens that an objective masks out still count in the mean, or are as if never sampled."""
+"""The tokens that a mean counts: all, or only those that an objective does not mask out."""
 
 
 class Clip(TaggedSettings, frozen=True, kw_only=True):
@@ -73,7 +73,7 @@ class Mis(Clip, frozen=True, kw_only=True, tag="mis"):
     """What the mismatch weight spans: a token, or a response as the product or the geometric mean of its
     tokens'."""
     denominator: Denominator = "all_tokens"
-    """Whether masked tokens still count in the mean."""
+    """The tokens that the mean counts: all, or only those that are not masked."""
 
 
 class IcePop(Clip, frozen=True, kw_only=True, tag="icepop"):
@@ -88,7 +88,7 @@ class IcePop(Clip, frozen=True, kw_only=True, tag="icepop"):
     cap_high: Cap = 5.0
     """Upper end β of the band of w."""
     denominator: Denominator = "all_tokens"
-    """Whether masked tokens still count in the mean."""
+    """The tokens that the mean counts: all, or only those that are not masked."""
 
 
 class Acr(Clip, frozen=True, kw_only=True, tag="acr"):
@@ -115,9 +115,9 @@ class Sapo(TaggedSettings, frozen=True, kw_only=True, tag="sapo"):
     those of TRL and AReaL."""
 
     temperature_positive: Positive = 1.0
-    """τ⁺, for A > 0"""
+    """τ⁺, for A > 0."""
     temperature_negative: Positive = 1.05
-    """τ⁻, for A ≤ 0: larger, so that negative tokens fade sooner"""
+    """τ⁻, for A ≤ 0: larger, so that negative tokens fade sooner."""
 
 
 class Cispo(TaggedSettings, frozen=True, kw_only=True, tag="cispo"):
@@ -140,7 +140,7 @@ class Tbpo(TaggedSettings, frozen=True, kw_only=True, tag="tbpo"):
     """
 
     clip_high: Limit = 4e-4
-    """Upper bound of the response's ratio - 1 where A ≥ 0"""
+    """Upper bound of the response's ratio - 1 where A ≥ 0."""
     negative_clip_low: Fraction = 3e-4
     """Lower end of the band, as 1 - this, where A < 0."""
     negative_clip_high: Positive = 7e-4
@@ -171,7 +171,7 @@ class Grpo(TaggedSettings, frozen=True, kw_only=True, tag="grpo"):
     eps: NonNegative = 1e-6
     """Added to the standard deviation."""
     std: Literal["sample", "population"] = "sample"
-    """Whether the variance is divided by G - 1 (torch's default, and so the field's) or by G."""
+    """The divisor of the variance: G - 1 (torch's default, and so the field's) or G."""
 
 
 class DrGrpo(TaggedSettings, frozen=True, kw_only=True, tag="dr_grpo"):
@@ -195,11 +195,11 @@ class Gae(TaggedSettings, frozen=True, kw_only=True, tag="gae"):
     """Generalised advantage estimation with a critic (arXiv 1506.02438), one advantage per token."""
 
     discount: Fraction = 1.0
-    """γ"""
+    """γ."""
     trace: Fraction = 1.0
-    """λ; 1 is the return minus the value"""
+    """λ; 1 is the return minus the value."""
     normalize: bool = True
-    """Mean 0 and variance 1 over the tokens of the batch"""
+    """Mean 0 and variance 1 over the tokens of the batch."""
 
 
 AdvantageConfig = Grpo | DrGrpo | Rloo | ReinforcePlusPlus | Gae
@@ -217,7 +217,7 @@ class SeqMeanTokenSumNorm(TaggedSettings, frozen=True, kw_only=True, tag="seq_me
     """Sum over the tokens of each response / `length`, then mean over responses (Dr.GRPO)."""
 
     length: Count
-    """Constant number of tokens, usually the longest response allowed"""
+    """Constant number of tokens, usually the longest response allowed."""
 
 
 AggregationConfig = TokenMean | SeqMeanTokenMean | SeqMeanTokenSumNorm
@@ -229,14 +229,15 @@ class ReferenceKl(Settings, frozen=True, kw_only=True):
     coef: Positive = 1e-3
     """Weight of the penalty."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """With d = log π_ref - log π_θ: -d, d²/2, exp(d) - d - 1. In the loss, k1's gradient has mean 0."""
+    """The estimate, where d = log π_ref - log π_θ: -d, d²/2 or exp(d) - d - 1. In the loss, k1's gradient has
+    mean 0."""
     place: Literal["loss", "reward"] = "loss"
     """`reward`: coef · KL(π_prox‖π_ref) is subtracted before advantages are computed: token by token for
     GAE, its sum over the response from the response's reward for all others."""
     path: str | None = None
-    """A Hugging Face directory of the reference; None: the policy at the start of training"""
+    """A Hugging Face directory of the reference; None: the policy at the start of training."""
     reset_every: WholeNumber = 0
-    """Learner steps after which the present policy becomes the reference; 0: never"""
+    """Learner steps after which the present policy becomes the reference; 0: never."""
 
 
 class ValueLoss(Settings, frozen=True, kw_only=True):
@@ -245,7 +246,7 @@ class ValueLoss(Settings, frozen=True, kw_only=True):
     coef: Positive = 0.5
     """Weight of the value loss."""
     clip: NonNegative = 0.2
-    """Half-width of the band around the old value inside which the clipped value moves; 0: no clipping"""
+    """Half-width of the band around the old value inside which the clipped value moves; 0: no clipping."""
 
 
 class Overlong(Settings, frozen=True, kw_only=True):

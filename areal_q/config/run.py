@@ -93,7 +93,7 @@ class WarmStart(Settings, frozen=True, kw_only=True):
 
 LARGEST_TEMPERATURE = 1000.0
 MOST_STOPS, LONGEST_STOP = 64, 1000
-"""Each stop is compared with the end of a response at every token"""
+"""Each stop is compared with the end of a response at every token."""
 StopText = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
 StopIds = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=LONGEST_STOP)]
 
@@ -189,7 +189,7 @@ class CriticConfig(Settings, frozen=True, kw_only=True):
 
     trunk: Literal["separate", "shared"] = "separate"
     """`separate`: a copy of the policy's, at the start of training; `shared`: the policy's own, which the
-    value loss then trains as well"""
+    value loss then trains as well."""
     value: ValueLoss = ValueLoss()
     """The critic's share of the loss."""
     optimizer: AdamW = AdamW()
@@ -235,11 +235,11 @@ class MegatronBackend(TaggedSettings, frozen=True, kw_only=True, tag="megatron")
     """Megatron-core: `pip install 'areal-q[megatron]'`. Processes = tensor · pipeline · data parallel ones."""
 
     tensor: Count = 1
-    """Processes that share each matrix"""
+    """Processes that share each matrix."""
     pipeline: Count = 1
-    """Processes that share the layers"""
+    """Processes that share the layers."""
     experts: Count = 1
-    """So many of the processes that have the same layers share the experts of a mixture"""
+    """So many of the processes that have the same layers share the experts of a mixture."""
 
 
 BackendConfig = TorchBackend | MegatronBackend
@@ -270,7 +270,7 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     aggregation: AggregationConfig = TokenMean()
     """How the losses of tokens become one number."""
     entropy_coef: NonNegative = 0.0
-    """Bonus for the entropy of the policy, in nats per token"""
+    """Bonus for the entropy of the policy, in nats per token."""
     reference_kl: ReferenceKl | None = None
     """A penalty for leaving a reference policy; none leaves it out."""
     critic: CriticConfig | None = None
@@ -403,7 +403,7 @@ class Run(Settings, frozen=True, kw_only=True):
     learner: LearnerConfig = LearnerConfig()
     """The learner's step."""
     buffer: BufferConfig = BufferConfig()
-    """Which groups a step draws."""
+    """The replay buffer: the groups that a step draws."""
     broadcast: BroadcastConfig = BroadcastConfig()
     """How weights reach the workers."""
     checkpoint: CheckpointConfig = CheckpointConfig()

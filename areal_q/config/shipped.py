@@ -9,7 +9,8 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def directory() -> Path:
-    """Where they are: in the package, where a wheel has them, or beside it in a clone."""
+    """Returns the directory that holds them: in the package, where a wheel has them, or beside it in a
+    clone."""
     packaged = _PACKAGE / "configs"
     return packaged if packaged.is_dir() else _PACKAGE.parent / "configs"
 
@@ -20,7 +21,7 @@ def names() -> list[str]:
 
 
 def find(path: Path) -> Path:
-    """`path`, or the shipped configuration that is meant by it. Raises ConfigError with their names.
+    """Returns `path`, or the shipped configuration that is meant by it. Raises ConfigError with their names.
 
     Example: `quickstart` and `configs/quickstart.toml` are the same, unless files of these names are there.
     """

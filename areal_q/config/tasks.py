@@ -70,7 +70,7 @@ class Countdown(TaggedSettings, frozen=True, kw_only=True, tag="countdown"):
     largest_target: Annotated[int, Meta(ge=9, le=10**6)] = 100
     """The largest number that is to be made."""
     problems: Count = 100_000
-    """Problems to train on"""
+    """Problems to train on."""
     heldout: Count = 256
     """No set of numbers among these is ever trained on."""
     template: Literal["bare", "chat", "plain"] = "bare"
@@ -83,7 +83,7 @@ class _Text(TaggedSettings, frozen=True, kw_only=True):
     path: str
     """The JSONL file."""
     heldout: Fraction = 0.1
-    """The last share of the rows, never trained on"""
+    """The last share of the rows, never trained on."""
     template: Literal["chat", "plain"] = "chat"
     """`chat`: the tokenizer's own chat template; `plain`: question and answer as bare text."""
 
@@ -117,7 +117,7 @@ class Jsonl(_Text, frozen=True, kw_only=True, tag="jsonl"):
     """Any JSONL file of prompts and answers."""
 
     prompt: str = "prompt"
-    """Name of the field"""
+    """Name of the field."""
     answer: str = "answer"
     """Name of the field with the answer."""
     grader: GraderName = "exact"
@@ -154,19 +154,19 @@ class RewardConfig(Settings, frozen=True, kw_only=True):
     """
 
     correct: Weight = 1.0
-    """Weight of the score itself"""
+    """Weight of the score itself."""
     format: Weight = 0.0
-    """Weight of being in the format `style`, 1 or 0"""
+    """Weight of being in the format `style`, 1 or 0."""
     style: Literal["boxed", "think", "hash"] = "boxed"
-    """`\\boxed{…}`; `<think>…</think><answer>…</answer>` and nothing else; `#### …` on the last line"""
+    """`\\boxed{…}`; `<think>…</think><answer>…</answer>` and nothing else; `#### …` on the last line."""
     length: Weight = 0.0
-    """Weight of the share of rollout.sampling.max_tokens that a correct response leaves unused"""
+    """Weight of the share of rollout.sampling.max_tokens that a correct response leaves unused."""
     overlong: Overlong | None = None
     """A penalty for long responses; none leaves it out."""
     path: str | None = None
     """A Python file with a reward in place of the task's own. Trusted code: each worker runs it."""
     function: str = "reward"
-    """Its name there: (prompt, response, answer) → a number, or a table with `reward` and other numbers"""
+    """Its name there: (prompt, response, answer) → a number, or a table with `reward` and other numbers."""
     timeout_s: Seconds = 10.0
     """After so long a slow reward has failed, and its process is killed."""
     on_error: Literal["drop", "retry", "zero"] = "drop"
@@ -181,4 +181,4 @@ class RewardConfig(Settings, frozen=True, kw_only=True):
     """Failures of which the response is the cause, such as a program that loops in a reward that runs it: these
     are a valid reward of 0, whatever `on_error` says. What raises RewardUnavailable never is one."""
     processes: Threads = 2
-    """Beside each worker, for rewards that are slow: `math` and those from a file"""
+    """Beside each worker, for rewards that are slow: `math` and those from a file."""

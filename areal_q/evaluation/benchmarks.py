@@ -16,7 +16,7 @@ BENCHMARKS: dict[str, str] = {
     "arc-c": "choice",
     "mmlu-pro": "choice",
 }
-"""Benchmark → `task.type`, whose reader knows its fields (areal_q/tasks/datasets/benchmark_fields.py)"""
+"""Benchmark → `task.type`, whose reader knows its fields (areal_q/tasks/datasets/benchmark_fields.py)."""
 
 
 class Preset(Struct, frozen=True, kw_only=True):
@@ -24,7 +24,7 @@ class Preset(Struct, frozen=True, kw_only=True):
 
     source: str
     samples: int = 0
-    """Sampled answers to each problem; 0: greedy ones alone"""
+    """Sampled answers to each problem; 0: greedy ones alone."""
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int | None = None

@@ -33,14 +33,14 @@ class Reply(Struct, frozen=True, kw_only=True):
 
     response: str
     given: str | None
-    """What the response answers, in the task's one spelling; None if nothing"""
+    """What the response answers, in the task's one spelling; None if nothing."""
     correct: bool
     reward: float
     tokens: int
     finished: bool
-    """False where the response was cut off at max_tokens"""
+    """False where the response was cut off at max_tokens."""
     failed: bool = False
-    """The reward raised or took too long: nothing says whether it is correct"""
+    """The reward raised or took too long: nothing says whether it is correct."""
 
 
 class Answered(Struct, frozen=True, kw_only=True):
@@ -77,7 +77,7 @@ class Evaluation(Struct, frozen=True, kw_only=True):
     sampling: Sampling
     asked: int
     answered: int
-    """Fewer than asked: it was interrupted"""
+    """Fewer than asked: it was interrupted."""
     elapsed_s: float
     estimates: list[Estimate]
 

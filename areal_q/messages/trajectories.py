@@ -14,14 +14,14 @@ from areal_q.config import Sampling
 from areal_q.errors import RecordError
 
 LARGEST_REWARD = 1e15
-"""In magnitude: the variance of a group is a float32"""
+"""In magnitude: the variance of a group is a float32."""
 
 MESSAGE_SCHEMA = 1
 FinishReason = Literal["stop", "length", "timeout"]
-"""A stop was drawn; the budget of tokens was spent; `rollout.request_timeout_s` had passed"""
+"""A stop was drawn; the budget of tokens was spent; `rollout.request_timeout_s` had passed."""
 FailureCause = Literal["exception", "timeout", "killed", "unavailable", "environment"]
 """Why a response could not be scored. The reward raised; it took longer than `reward.timeout_s`; its process
-ended or ran out of memory; what it needs, such as a judge, did not answer; the episode's environment failed"""
+ended or ran out of memory; what it needs, such as a judge, did not answer; the episode's environment failed."""
 Dtype = Literal["uint8", "int8", "uint16", "int32", "int64", "float16", "float32"]
 _LITTLE_ENDIAN = {name: np.dtype(name).newbyteorder("<") for name in get_args(Dtype)}
 
@@ -44,7 +44,7 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
         return cls(name, array.shape, little_endian.tobytes())
 
     def numpy(self) -> np.ndarray:
-        """A read-only view. Raises RecordError when the bytes do not fill the shape."""
+        """Returns a read-only view. Raises RecordError when the bytes do not fill the shape."""
         dtype, shape = _LITTLE_ENDIAN[self.dtype], self.shape
         if min(shape, default=0) < 0 or len(self.data) != math.prod(shape) * dtype.itemsize:
             raise RecordError(
@@ -72,7 +72,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     answer: str
     """What the reward compares with; never shown to the model."""
     prompt_ids: Array
-    """int32 [P]"""
+    """int32 [P]."""
     group_size: int
     sampling: Sampling
     seed: int
@@ -111,25 +111,25 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     """Place in the group, 0 … G-1."""
     response_ids: Array
-    """int32 [T], the end-of-text token included when it was drawn"""
+    """int32 [T], the end-of-text token included when it was drawn."""
     behavior_logprobs: Array
-    """float32 [T] nats: of the distribution that drew the token (temperature and truncation applied)"""
+    """float32 [T] nats: of the distribution that drew the token (temperature and truncation applied)."""
     loss_mask: Array
-    """uint8 [T]: 1 where the token counts, 0 for tool output"""
+    """uint8 [T]: 1 where the token counts, 0 for tool output."""
     spans: list[VersionSpan]
-    """Sum of tokens = T"""
+    """Sum of tokens = T."""
     finish_reason: FinishReason
     reward: float
     reward_parts: dict[str, float] = {}
     valid: bool = True
-    """Whether the reward says something about the response; an invalid response enters no advantage, no loss
-    and no mean"""
+    """True if the reward says something about the response; an invalid response enters no advantage, no loss
+    and no mean."""
     failure: FailureCause | None = None
-    """Why scoring failed; with `reward.on_error = "zero"` such a response is valid and has reward 0"""
+    """Why scoring failed; with `reward.on_error = "zero"` such a response is valid and has reward 0."""
     routes: Array | None = None
     """uint8 or uint16 [N, L, K]: the K experts that each of L sparse layers sent the first N tokens of prompt
     and response to, N ≤ P + T - 1; None: no experts, or not recorded. L · K bytes a token: 6 for the small
-    model of configs/quickstart-moe.toml, 384 for Qwen3-30B-A3B, 700k tokens of which fill MAX_RECORD_BYTES"""
+    model of configs/quickstart-moe.toml, 384 for Qwen3-30B-A3B, 700k tokens of which fill MAX_RECORD_BYTES."""
 
     @property
     def num_tokens(self) -> int:
@@ -144,11 +144,11 @@ class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
     loss_mask: Array
     spans: list[VersionSpan]
     finish_reason: FinishReason
-    """Of the last turn that ended"""
+    """The finish reason of the last turn that ended."""
     turns: int
-    """That ended"""
+    """Number of turns that ended."""
     pending: int
-    """Tokens at the end that belong to one that has not"""
+    """Tokens at the end that belong to one that has not."""
     ended: bool
     routes: Array | None = None
 
@@ -178,9 +178,9 @@ class PartialGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     schema: int = MESSAGE_SCHEMA
     ticket: int
-    """Its number"""
+    """Its number."""
     responses: list[PartialResponse]
-    """One for each of the group, in order; empty ones had not begun"""
+    """One for each of the group, in order; empty ones had not begun."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,7 +255,7 @@ def _validate_trajectory(t: Trajectory, where: str) -> None:
 
 
 def _validate_routes(t: Trajectory, prompt_tokens: int, where: str) -> None:
-    """Whether the numbers are those of experts depends on the model: learner/backends/routing_replay.py."""
+    """Raises RecordError for routes of a wrong shape. learner/backends/routing_replay.py checks the numbers."""
     routes = t.routes
     if routes is None:
         return
@@ -275,35 +275,35 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     version: int
     active: int
-    """Responses being generated"""
+    """Responses being generated."""
     tokens: int
-    """Response tokens drawn since the worker started"""
+    """Response tokens drawn since the worker started."""
     tokens_per_s: float
-    """Over the last heartbeat interval"""
+    """Over the last heartbeat interval."""
     idle_share: float
-    """Share of the last interval in which the engine had nothing to do"""
+    """Share of the last interval in which the engine had nothing to do."""
     groups: int
     swaps: int
     swap_s: float
-    """Mean pause of generation for a swap of weights"""
+    """Mean pause of generation for a swap of weights."""
     time_s: float
     waiting: int = 0
-    """Finished groups that wait for room in Redis"""
+    """Finished groups that wait for room in Redis."""
     full_s: float = 0.0
-    """Seconds that commits waited for room since the worker started"""
+    """Seconds that commits waited for room since the worker started."""
     digest: str = ""
-    """Of the weights that the engine runs"""
+    """The digest of the weights that the engine runs."""
     behind_s: float = 0.0
-    """Seconds for which a newer version has been known and none has arrived"""
+    """Seconds for which a newer version has been known and none has arrived."""
     stalls: int = 0
     """Times that this went on for longer than `broadcast.stall_s`"""
     slots: int = 0
-    """Responses that the engine can generate at once"""
+    """Responses that the engine can generate at once."""
     timeouts: int = 0
     """Responses cut by `rollout.request_timeout_s`"""
     run_id: str = ""
-    """Id of the run that it works for"""
+    """Id of the run that it works for."""
     waits_for: str = ""
-    """What keeps it from generating; "" where nothing does"""
+    """What keeps it from generating; "" where nothing does."""
     resumed: int = 0
-    """Responses that went on from where another worker had to leave them"""
+    """Responses that went on from where another worker had to leave them."""

@@ -10,7 +10,7 @@ from areal_q.errors import CheckpointError
 LLAMA3_CONTEXT = "original_max_position_embeddings"
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 SILU = ("silu", "swish")
-"""Two names of one function"""
+"""Two names of one function."""
 
 
 class Experts(Struct, frozen=True, kw_only=True):
@@ -22,13 +22,13 @@ class Experts(Struct, frozen=True, kw_only=True):
     count: int
     per_token: int
     mlp: int
-    """Width of one expert"""
+    """Width of one expert."""
     normalised: bool = True
-    """Whether the gates of a token's experts are divided by their sum"""
+    """True if the gates of a token's experts are divided by their sum."""
     step: int = 1
-    """Every so many layers one is sparse, the last of them"""
+    """Every so many layers one is sparse, the last of them."""
     dense_layers: tuple[int, ...] = ()
-    """Layers that are dense nonetheless"""
+    """Layers that are dense nonetheless."""
 
     def has(self, layer: int) -> bool:
         return layer not in self.dense_layers and (layer + 1) % self.step == 0
@@ -52,10 +52,10 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     max_positions: int
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None
-    """Llama 3's frequency scaling, as in its config.json; None for plain RoPE"""
+    """Llama 3's frequency scaling, as in its config.json; None for plain RoPE."""
     norm_eps: float = 1e-6
     tied: bool = True
-    """Output head shares the embedding's weights"""
+    """Output head shares the embedding's weights."""
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
@@ -68,7 +68,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """Those that have experts"""
+        """Those that have experts."""
         return tuple(i for i in range(self.layers) if self.experts and self.experts.has(i))
 
     @classmethod
@@ -105,7 +105,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """`config.json` as transformers reads it."""
+        """Returns `config.json` as transformers reads it."""
         arch = {
             "qwen2": "Qwen2ForCausalLM",
             "qwen3": "Qwen3ForCausalLM",
@@ -165,8 +165,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
 
 
 def _not_implemented(family: str, hf: dict[str, Any]) -> dict[str, bool]:
-    """What transformers would compute otherwise, or other weights than these; by name, whether it is asked
-    for."""
+    """Returns what transformers would compute otherwise, or other weights than these; by name, whether it is
+    asked for."""
     kinds = {kind for kind in hf.get("layer_types") or () if kind != "full_attention"}
     return {
         f"hidden_act {hf.get('hidden_act')!r}": hf.get("hidden_act", "silu") not in SILU,
@@ -182,8 +182,8 @@ def _not_implemented(family: str, hf: dict[str, Any]) -> dict[str, bool]:
 
 
 def _slides(family: str, hf: dict[str, Any]) -> bool:
-    """Whether a layer would attend to a window only: a `sliding_window` that is not switched on, or begins
-    behind the last layer, is none. What `layer_types` says comes before `max_window_layers`."""
+    """Returns True if a layer would attend to a window only: a `sliding_window` that is not switched on, or
+    begins behind the last layer, is none. What `layer_types` says comes before `max_window_layers`."""
     if family == "llama" or not hf.get("use_sliding_window"):
         return False
     if "sliding_window" in hf and hf["sliding_window"] is None:

@@ -34,10 +34,10 @@ class Decoder(nn.Module):
         self.model = Trunk(config)
         self.lm_head = None if config.tied else Linear(config.width, config.vocab_size, bias=False)
         self.dtype = torch.float32
-        """Of the products within, and of the hidden states; sums along the residual stream stay float32"""
+        """Dtype of the products and of the hidden states; sums along the residual stream stay float32."""
 
     def recompute_layers(self, on: bool) -> None:
-        """Whether the backward pass runs each layer again, so that only its input is kept."""
+        """Turns on or off that the backward pass runs each layer again, so that only its input is kept."""
         for layer in self.model.layers:
             assert isinstance(layer, Layer)
             layer.recompute = on
@@ -124,7 +124,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.observe: Callable[[Tensor, Tensor, Tensor], None] | None = None
-        """Called with q, k and v as they are attended to, where somebody measures them"""
+        """Called with q, k and v as they are attended to, where somebody measures them."""
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.q_proj = Linear(config.width, queries, bias=config.qkv_bias)
         self.k_proj = Linear(config.width, keys, bias=config.qkv_bias)

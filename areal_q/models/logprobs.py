@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 from areal_q.models.layers.linear import product
 
 BLOCK = 1 << 22
-"""Logits held at once"""
+"""Logits held at once."""
 _WHOLE = 1 << 24
 """Up to so many logits plain torch is used: which of the two depends on shapes alone, so that a step computed
-again takes the same one"""
+again takes the same one."""
 
 
 def head_logprobs(
@@ -61,7 +61,7 @@ def blockwise(
     entropy_learns: bool,
     block: int = BLOCK,
 ) -> tuple[Tensor, Tensor]:
-    """The same with at most `block` logits at once (but at least 256 columns)."""
+    """Returns the same with at most `block` logits at once (but at least 256 columns)."""
     chosen, lse, entropy = blocks(hidden, weight, targets, temperature, block)
     return chosen - lse, entropy if entropy_learns else entropy.detach()
 

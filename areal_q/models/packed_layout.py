@@ -1,4 +1,4 @@
-"""Where each token of a packed batch stands: computed once a batch, used by every layer."""
+"""The place of each token of a packed batch: computed once a batch, used by every layer."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 FILL = 0.75
-"""A sequence shorter than this share of its bucket's longest one opens the next bucket"""
+"""A sequence shorter than this share of its bucket's longest one opens the next bucket."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Bucket:
     """Sequences of similar length, padded to the longest of them."""
 
     rows: Tensor
-    """int64 [sequences, longest] into the packed tokens; padding repeats the last token"""
+    """int64 [sequences, longest] into the packed tokens; padding repeats the last token."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class PackedLayout:
     """
 
     lengths: tuple[int, ...]
-    """Of each sequence, its prompt included"""
+    """Tokens of each sequence, its prompt included."""
     positions: Tensor
-    """int64 [T] place of each token in its sequence"""
+    """int64 [T] place of each token in its sequence."""
     buckets: tuple[Bucket, ...]
     unpad: Tensor
-    """int64 [T]: where each packed token stands in the concatenation of all buckets"""
+    """int64 [T]: where each packed token stands in the concatenation of all buckets."""
 
     @property
     def longest(self) -> int:

@@ -17,7 +17,7 @@ _BEAT = re.compile(rf"^{PREFIX}worker_record_timestamp_seconds\{{.*\}} (\S+)$", 
 
 
 def complaint(port: int, now_s: float) -> str | None:
-    """What is wrong, or None. `now_s` is Unix time."""
+    """Returns what is wrong, or None. `now_s` is Unix time."""
     try:
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
             beat = _BEAT.search(page.read().decode())

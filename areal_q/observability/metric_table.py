@@ -16,7 +16,7 @@ class Metric:
     meaning: str
 
     def matches(self, key: str) -> bool:
-        """Whether this line describes the metric `key`. Example: "reward/part_*", "reward/part_a"."""
+        """Returns True if this line describes the metric `key`. Example: "reward/part_*", "reward/part_a"."""
         return re.fullmatch(re.escape(self.key).replace(r"\*", ".+"), key) is not None
 
 
@@ -138,5 +138,5 @@ WORKER_METRICS = (
 
 
 def describe(key: str, table: tuple[Metric, ...] = METRICS) -> Metric | None:
-    """The first line that describes the metric `key`; None for one that is not in the table."""
+    """Returns the first line that describes the metric `key`; None for one that is not in the table."""
     return next((metric for metric in table if metric.matches(key)), None)

@@ -168,7 +168,7 @@ def read_metrics(path: str | Path) -> list[Record]:
 
 
 def has_ended(run_dir: str | Path) -> bool:
-    """Whether the last record is the run's end. Raises OSError where there is no metrics file."""
+    """Returns True if the last record is the run's end. Raises OSError where there is no metrics file."""
     records = read_metrics(Path(run_dir) / METRICS_FILE)
     return bool(records) and records[-1]["kind"] == "end"
 

@@ -27,10 +27,10 @@ class Exported:
     name: str
     """Without PREFIX; ends with its unit, a counter's with `_total`"""
     key: str
-    """Of the record; with `lag_*` in it there is one series for each lag, with `engine_*` for each engine"""
+    """The key of the record; `lag_*` in it makes one series for each lag, `engine_*` one for each engine."""
     help: str
     split: str = ""
-    """What its series are split by, where the key does not name it"""
+    """What its series are split by, where the key does not name it."""
 
     @property
     def kind(self) -> Literal["gauge", "counter"]:
@@ -38,7 +38,7 @@ class Exported:
 
     @property
     def label(self) -> str | None:
-        """What its series are split by"""
+        """What its series are split by."""
         found = re.search(r"(\w+)_\*", self.key)
         return self.split or (found[1] if found else None)
 

@@ -16,9 +16,9 @@ from areal_q.tasks.grading.reward_process import FAILED
 StepMetrics = Mapping[str, Any]
 
 EQUAL_STEPS = 5
-"""Steps in a row with nothing but equal rewards, after which this is said"""
+"""Steps in a row with nothing but equal rewards, after which this is said."""
 AGAIN = 10
-"""What was said is said again once its count is so many times as large"""
+"""What was said is said again once its count is so many times as large."""
 _FAILURE = re.compile(rf"{FAILED}, (\d+) so far: (.*?), for prompt ")
 
 
@@ -33,7 +33,7 @@ class FailureLog:
         self._offsets = {p: p.stat().st_size for p in self._paths()} if skip else {}
         self._counts: dict[Path, int] = {}
         self.last = ""
-        """What the newest failure was, and the log that tells it"""
+        """What the newest failure was, and the log that tells it."""
 
     def read(self) -> int:
         """Failures so far, at least."""
@@ -76,7 +76,8 @@ class RewardWatch:
         return [text for _, _, text in self._problems()]
 
     def due(self) -> list[str]:
-        """The sentences that are new, or whose count has grown AGAIN times since they were last said."""
+        """Returns the sentences that are new, or whose count has grown AGAIN times since they were last
+        said."""
         found = [p for p in self._problems() if p[1] >= AGAIN * self._said.get(p[0], 0)]
         self._said |= {name: count for name, count, _ in found}
         return [text for _, _, text in found]
@@ -94,7 +95,7 @@ class RewardWatch:
 
 
 def is_equal(step: StepMetrics) -> bool:
-    """Whether all rewards of the step are the same number."""
+    """Returns True if all rewards of the step are the same number."""
     return step.get("reward/std") == 0
 
 
@@ -111,7 +112,7 @@ def equal_text(steps: int, mean: float | None, advice: str = "") -> str:
 
 
 def hint(run: Run) -> str:
-    """What gives a model that knows nothing its first right answers; empty where that is no way out."""
+    """Returns what gives a model that knows nothing its first right answers; empty where that is no way out."""
     if isinstance(run.model, SmallModel) and not run.warmstart.steps:
         return (
             "the built-in model starts from random weights: set warmstart.steps=400, "
@@ -139,7 +140,7 @@ def failed_text(failed: int, causes: Counter[str], responses: int) -> str:
 
 
 def reward_name(run: Run) -> str:
-    """The file of the reward, or the name of what judges the answers."""
+    """Returns the file of the reward, or the name of what judges the answers."""
     path = run.task.path if isinstance(run.task, Python) else run.reward.path
     return path or f"of task.type={run.task.__struct_config__.tag}"
 

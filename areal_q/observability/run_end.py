@@ -27,7 +27,7 @@ def how_it_ended(directory: Path) -> tuple[str, bool] | None:
 
 
 def is_held(directory: Path) -> bool:
-    """Whether a launcher or a learner works in `directory`."""
+    """Returns True if a launcher or a learner works in `directory`."""
     handle = try_lock(directory)
     if handle is not None:
         os.close(handle)

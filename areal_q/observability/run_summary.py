@@ -17,7 +17,7 @@ from areal_q.observability.reward_signal import (
 
 @dataclass(frozen=True)
 class ExampleAnswer:
-    """One held-out problem, answered before and after. Example: ExampleAnswer("12+34=", "64", "46", "64")"""
+    """One held-out problem, answered before and after. Example: ExampleAnswer("12+34=", "64", "46", "64")."""
 
     prompt: str
     expected: str
@@ -36,10 +36,10 @@ class Unfaithful:
 
     engine: str
     gap_nats: float
-    """Mean of a step's sampled tokens"""
+    """Mean of a step's sampled tokens."""
     bound_nats: float
     version: float | None
-    """The newest that was looked at; None in records that do not say"""
+    """The newest that was looked at; None in records that do not say."""
 
     def __str__(self) -> str:
         at = "" if self.version is None else f" at version {self.version:.0f}"
@@ -53,11 +53,11 @@ class Summary:
     rows: list[tuple[str, str]]
     answers: list[ExampleAnswer]
     reason: str
-    """done, drained, or "" where no `end` record was written"""
+    """done, drained, or "" where no `end` record was written."""
 
 
 def unfaithful(records: Iterable[Record]) -> list[Unfaithful]:
-    """The worst step of each engine whose gap was beyond the bound."""
+    """Returns the worst step of each engine whose gap was beyond the bound."""
     worst: dict[str, Unfaithful] = {}
     for record in records:
         bound = record.get("fidelity/bound_nats")
@@ -138,7 +138,7 @@ def _step_rows(steps: list[Record]) -> Iterable[tuple[str, str]]:
 
 
 def _answers(evals: list[Record]) -> list[ExampleAnswer]:
-    """The samples that both the first and the last evaluation hold."""
+    """Returns the samples that both the first and the last evaluation hold."""
     if not evals:
         return []
     before = {s["prompt"]: s for s in evals[0].get("samples", [])}
@@ -159,13 +159,13 @@ def _answers(evals: list[Record]) -> list[ExampleAnswer]:
 
 
 def mean(records: Iterable[Record], key: str) -> float | None:
-    """Of the values of `key` that are there and finite; None if there is none."""
+    """Returns the mean of the values of `key` that are there and finite; None if there is none."""
     values = [r[key] for r in records if r.get(key) is not None]
     return sum(values) / len(values) if values else None
 
 
 def number(record: Record | None, key: str, spec: str, missing: str = "–") -> str:
-    """`record[key]` formatted, or a dash where it is missing or was not finite."""
+    """Returns `record[key]` formatted, or a dash where it is missing or was not finite."""
     value: Any = None if record is None else record.get(key)
     return missing if value is None else format(value, spec)
 

@@ -75,7 +75,7 @@ def expanded(scale: Tensor, shape: Sequence[int]) -> Tensor:
 
 @cache
 def on(constant: Tensor, device: torch.device) -> Tensor:
-    """A module's `constant`, copied to `device` once: the host waits for each copy."""
+    """Returns a module's `constant`, copied to `device` once: the host waits for each copy."""
     with torch.inference_mode(False):
         return constant.to(device)
 

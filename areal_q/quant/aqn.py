@@ -53,7 +53,8 @@ def sigma_of(cfg: Aqn, stage: int) -> float:
 
 
 def noise_of(cfg: Aqn | None, version: int, seed: int) -> Noise | None:
-    """The noise of `version`; None for none. `cfg` is a loaded run's, with its length; `seed` the run's."""
+    """Returns the noise of `version`; None for none. `cfg` is a loaded run's, with its length; `seed` the
+    run's."""
     if cfg is None:
         return None
     sigma = sigma_of(cfg, min(version * cfg.stages // cfg.steps, cfg.stages - 1))
@@ -66,7 +67,8 @@ def noise_of(cfg: Aqn | None, version: int, seed: int) -> Noise | None:
 def with_noise(
     state: Mapping[str, Tensor], noise: Noise | None, uaq_scale: float
 ) -> dict[str, Tensor]:
-    """`state` with `noise` in its norms, which are drawn in the order of their names; all else as it is."""
+    """Returns `state` with `noise` in its norms, which are drawn in the order of their names; all else as it
+    is."""
     out = dict(state)
     if noise is None:
         return out

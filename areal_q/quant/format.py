@@ -34,9 +34,9 @@ class Ranges:
     """The largest magnitudes that the scales of a weight must cover."""
 
     blocks: Tensor
-    """float32, of each block, in the shape of the format's block scales"""
+    """float32, of each block, in the shape of the format's block scales."""
     whole: Tensor
-    """float32 scalar: of the tensor, or of all tensors that an engine fuses with it"""
+    """float32 scalar: of the tensor, or of all tensors that an engine fuses with it."""
 
 
 class Format(Protocol):
@@ -53,7 +53,7 @@ class Format(Protocol):
 
     @property
     def shared_scale(self) -> bool:
-        """Whether linears that an engine fuses must agree on `Ranges.whole`."""
+        """True if linears that an engine fuses must agree on `Ranges.whole`."""
         ...
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
@@ -70,7 +70,7 @@ class Format(Protocol):
         ...
 
     def dequantize(self, parts: Parts) -> Tensor:
-        """The real numbers that `parts` stand for, float32 [out, in]."""
+        """Returns the real numbers that `parts` stand for, float32 [out, in]."""
         ...
 
     def error_bound(self, parts: Parts) -> Tensor:
@@ -84,7 +84,7 @@ class Format(Protocol):
 
 
 def checked_float32(weight: Tensor, name: str) -> Tensor:
-    """`weight` as float32 [out, in].
+    """Returns `weight` as float32 [out, in].
 
     Raises QuantizationError for another rank, NaN, an infinity or a magnitude above LARGEST.
     """
@@ -96,7 +96,7 @@ def checked_float32(weight: Tensor, name: str) -> Tensor:
 
 
 def as_float32(weight: Tensor, name: str) -> Tensor:
-    """`weight` as float32 [out, in]. Raises QuantizationError for another rank or dtype."""
+    """Returns `weight` as float32 [out, in]. Raises QuantizationError for another rank or dtype."""
     if weight.dim() != 2 or not weight.is_floating_point():
         raise QuantizationError(
             f"{name}: {weight.dtype} {list(weight.shape)} is not a float [out, in]"

@@ -34,7 +34,7 @@ def quantize(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    """float32"""
+    """float32."""
     return codes.to(torch.float32) * scale
 
 
@@ -44,7 +44,7 @@ def name_of(layer: int, which: str) -> str:
 
 
 def kv_scales_of(tensors: Mapping[str, Tensor], layers: int) -> Tensor | None:
-    """The published scales of keys and values, float32 [layers, 2]; None where there are none.
+    """Returns the published scales of keys and values, float32 [layers, 2]; None where there are none.
 
     Raises KeyError naming one that is missing among others.
     """

@@ -42,12 +42,12 @@ class Linear(Protocol):
 
 class Stacked(Linear, Protocol):
     def rows(self, index: Tensor) -> Linear:
-        """The same, of the outputs `index` alone: int64 [out′], in that order."""
+        """Returns the same, of the outputs `index` alone: int64 [out′], in that order."""
         ...
 
 
 class FloatLinear:
-    """weight float32 [out, in]"""
+    """weight float32 [out, in]."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -61,7 +61,7 @@ class FloatLinear:
 
 
 class Int8Linear:
-    """codes int8 [out, in], scale float32 [out, 1]"""
+    """codes int8 [out, in], scale float32 [out, 1]."""
 
     def __init__(self, codes: Tensor, scale: Tensor) -> None:
         self.codes_t = codes.contiguous().t()
@@ -130,7 +130,7 @@ def _int_mm_takes(a: Tensor, b: Tensor) -> bool:
 
 @cache
 def int_mm_is_exact(device: str) -> bool:
-    """Whether `_int_mm` exists and does not saturate (x86 without VNNI adds products in int16)."""
+    """Returns True if `_int_mm` exists and does not saturate (x86 without VNNI adds products in int16)."""
     if not hasattr(torch, "_int_mm") or device not in ("cpu", "cuda"):
         return False
     a = torch.full((32, 64), INT8_MAX, dtype=torch.int8, device=device)

@@ -1,4 +1,4 @@
-"""Which parameters of a decoder a format applies to, and a whole state dict through it and back.
+"""The parameters of a decoder that a format applies to, and a whole state dict through it and back.
 
 The linears of attention and MLP are quantized, those of each expert and of shared experts too;
 embeddings, norms, the output head, the router of a mixture of experts and biases never are (FP8-RL,
@@ -36,17 +36,17 @@ _FUSED = {
 
 class RangePolicy(Protocol):
     def __call__(self, name: str, ranges: Ranges) -> Ranges:
-        """The ranges to use for parameter `name`, given the measured ones."""
+        """Returns the ranges to use for parameter `name`, given the measured ones."""
         ...
 
 
 def is_quantized(name: str) -> bool:
-    """Whether parameter `name` of a Hugging Face checkpoint takes the rollout's format."""
+    """Returns True if parameter `name` of a Hugging Face checkpoint takes the rollout's format."""
     return _QUANTIZED.search(name) is not None
 
 
 def fused_name(name: str) -> str:
-    """The linear of an engine that parameter `name` becomes a part of.
+    """Returns the linear of an engine that parameter `name` becomes a part of.
 
     Example: `model.layers.0.self_attn.k_proj.weight` is part of `model.layers.0.self_attn.qkv_proj`.
     """
@@ -57,7 +57,7 @@ def fused_name(name: str) -> str:
 def quantize_state(
     state: Mapping[str, Tensor], format: str, policy: RangePolicy | None = None
 ) -> dict[str, Tensor]:
-    """The tensors to publish for `state`, under checkpoint names.
+    """Returns the tensors to publish for `state`, under checkpoint names.
 
     Example: in int8, `X.weight` becomes codes int8 [out, in] and is followed by `X.weight_scale`,
     float32 [out, 1]; every other tensor stays as it is. Raises QuantizationError naming the
@@ -77,7 +77,8 @@ def quantize_state(
 
 
 def rest_in_bf16(published: Mapping[str, Tensor], format: str) -> dict[str, Tensor]:
-    """`published` with the float32 tensors that are no part of a quantized weight rounded to bfloat16."""
+    """Returns `published` with the float32 tensors that are no part of a quantized weight rounded to
+    bfloat16."""
 
     def rest(name: str, tensor: Tensor) -> bool:
         return tensor.dtype == torch.float32 and _split(name, FORMATS[format])[1] is None
@@ -86,7 +87,7 @@ def rest_in_bf16(published: Mapping[str, Tensor], format: str) -> dict[str, Tens
 
 
 def dequantize_state(published: Mapping[str, Tensor], format: str) -> dict[str, Tensor]:
-    """The state that `published` stands for: float32 where it was quantized, else as it is."""
+    """Returns the state that `published` stands for: float32 where it was quantized, else as it is."""
     chosen = FORMATS[format]
     state: dict[str, Tensor] = {}
     for name, tensor in published.items():
@@ -100,7 +101,7 @@ def dequantize_state(published: Mapping[str, Tensor], format: str) -> dict[str, 
 
 
 def parts_of(published: Mapping[str, Tensor], prefix: str, format: str) -> dict[str, Tensor]:
-    """The parts of linear `prefix`. Raises QuantizationError when one is missing."""
+    """Returns the parts of linear `prefix`. Raises QuantizationError when one is missing."""
     try:
         return {suffix: published[f"{prefix}.{suffix}"] for suffix in FORMATS[format].suffixes}
     except KeyError as error:
@@ -108,7 +109,7 @@ def parts_of(published: Mapping[str, Tensor], prefix: str, format: str) -> dict[
 
 
 def codes_of(published: Mapping[str, Tensor], format: str) -> dict[str, Tensor]:
-    """The codes of every quantized parameter, by the parameter's name."""
+    """Returns the codes of every quantized parameter, by the parameter's name."""
     chosen = FORMATS[format]
     found = {name: _split(name, chosen) for name in published}
     return {

@@ -49,8 +49,8 @@ class StickyRanges:
         return new
 
     def tensors(self) -> dict[str, Tensor]:
-        """The ranges in use, float32, by parameter: NAME.blocks in the shape of its block scales, and the
-        scalar NAME.whole."""
+        """Returns the ranges in use, float32, by parameter: NAME.blocks in the shape of its block scales, and
+        the scalar NAME.whole."""
         return {
             f"{name}.{part}": getattr(used, part)
             for name, used in self._used.items()

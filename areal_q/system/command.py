@@ -18,7 +18,7 @@ PLAIN: dict[str, Any] = {
     "rich_markup_mode": None,  # rich takes [a.b=c] for markup
 }
 PIPED_WIDTH = 1000
-"""Columns of an output that is no terminal: nothing is wrapped, so that grep finds whole lines"""
+"""Columns of an output that is no terminal: nothing is wrapped, so that grep finds whole lines."""
 WIDTH = {"max_content_width": 100}
 EXITS = "Exit codes: 0 done; 2 something to mend, which one line names."
 
@@ -53,6 +53,6 @@ def accept_any_text() -> None:
 
 
 def console() -> Console:
-    """The console of stdout, as wide as the terminal; COLUMNS counts where there is none."""
+    """Returns the console of stdout, as wide as the terminal; COLUMNS counts where there is none."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH
     return Console(width=wide)

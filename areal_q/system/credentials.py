@@ -15,7 +15,7 @@ HIDDEN = "…"
 
 
 def redis_password(url: str) -> str | None:
-    """What the file that REDIS_PASSWORD_FILE names holds, white space around it left out.
+    """Returns what the file that REDIS_PASSWORD_FILE names holds, white space around it left out.
 
     None where it is unset, and for a unix socket, which its permissions guard. redis-py lets a password
     in the URL itself go before this one. Raises ConfigError if the file cannot be read or is empty.
@@ -24,7 +24,7 @@ def redis_password(url: str) -> str | None:
 
 
 def secret(variable: str) -> str | None:
-    """What the file that this environment variable names holds, white space around it left out.
+    """Returns what the file that this environment variable names holds, white space around it left out.
 
     None where it is unset. Raises ConfigError if the file cannot be read or is empty.
     """
@@ -42,7 +42,7 @@ def secret(variable: str) -> str | None:
 
 
 def shown(url: str) -> str:
-    """`url` as a message may show it: the scheme, the host, the port and the path alone.
+    """Returns `url` as a message may show it: the scheme, the host, the port and the path alone.
 
     Example: redis://me:secret@host:6379/0?password=x is shown as redis://…@host:6379/0?…
     A URL in which a password with `/`, `?`, `#` or `@` may have moved into other parts is shown as redis://…

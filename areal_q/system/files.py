@@ -84,7 +84,7 @@ def save_tensors(
 
 
 def by_number(paths: Iterable[Path]) -> list[Path]:
-    """`paths` in the order of their names, in which a run of digits counts as one number.
+    """Returns `paths` in the order of their names, in which a run of digits counts as one number.
 
     Example: step-999950 stands before step-1000000, which as text it does not.
     """

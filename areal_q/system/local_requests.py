@@ -1,4 +1,4 @@
-"""Which HTTP requests a server on loopback without a token answers: those of programs on this machine.
+"""The HTTP requests that a server on loopback without a token answers: those of programs on this machine.
 
 A page of any site that is open in the user's browser can reach 127.0.0.1. It is told apart by the Host that it
 asks for (a name of its own that resolves to 127.0.0.1), by its Origin, and by content types that a browser
@@ -10,12 +10,12 @@ from urllib.parse import urlsplit
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 FROM_FORMS = ("text/plain", "multipart/form-data")
-"""Content types that no client of an API sends, and a page of any site may"""
+"""Content types that no client of an API sends, and a page of any site may."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host`, with or without a port, is this machine's loopback. The port does not matter: a tunnel's
-    end may have another."""
+    """Returns True if `host`, with or without a port, is this machine's loopback. The port does not matter: a
+    tunnel's end may have another."""
     try:
         return urlsplit(f"//{host}").hostname in LOOPBACK
     except ValueError:
@@ -23,7 +23,7 @@ def is_loopback(host: str) -> bool:
 
 
 def refusal(headers: Mapping[str, str]) -> str | None:
-    """Why a request with these headers may come from a page of another site; None where it does not."""
+    """Returns why a request with these headers may come from a page of another site; None where it does not."""
     if not is_loopback(headers.get("Host", "")):
         return "Host: only this machine's loopback is served without a token"
     origin = headers.get("Origin")

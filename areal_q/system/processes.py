@@ -12,8 +12,9 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """The command that runs one of our modules. With -P no file of the current directory, a `buffer.py` or a
-    `random.py`, takes the place of ours; with -X utf8 files are read and written as UTF-8 in every locale."""
+    """Returns the command that runs one of our modules. With -P no file of the current directory, a `buffer.py`
+    or a `random.py`, takes the place of ours; with -X utf8 files are read and written as UTF-8 in every
+    locale."""
     return [sys.executable, "-P", "-X", "utf8", "-m", module, *arguments]
 
 

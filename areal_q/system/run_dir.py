@@ -54,8 +54,8 @@ def path_of(run: Run) -> Path:
 
 
 def with_absolute_files(run: Run) -> Run:
-    """`run` with its task, reward and model named from the root, so that it can be evaluated and resumed from
-    any directory. What is no file here, such as the id of a data set, stays as it is."""
+    """Returns `run` with its task, reward and model named from the root, so that it can be evaluated and
+    resumed from any directory. What is no file here, such as the id of a data set, stays as it is."""
     parts = {
         name: msgspec.structs.replace(part, path=str(Path(path).resolve()))
         for name in ("task", "reward", "model")
@@ -89,7 +89,7 @@ def claimed(run: Run, resume: bool) -> Iterator[tuple[Path, Path | None]]:
 
 
 def resumed(directory: Path, overrides: list[str]) -> Run:
-    """The settings saved in `directory`, with `overrides` on top.
+    """Returns the settings saved in `directory`, with `overrides` on top.
 
     Raises CheckpointError where there is nothing to resume, ConfigError for an override that would
     change what is being learnt.
@@ -112,7 +112,8 @@ def resumed(directory: Path, overrides: list[str]) -> Run:
 
 
 def resumes(run: Run) -> bool:
-    """Whether `run` goes on from a checkpoint in its directory: so a service that restarts finds its way.
+    """Returns True if `run` goes on from a checkpoint in its directory: so a service that restarts finds its
+    way.
 
     Raises ConfigError where it would go on with settings that change what is being learnt.
     """
@@ -141,7 +142,7 @@ def has_checkpoint(directory: Path) -> bool:
 
 
 def _newest_step(directory: Path) -> int:
-    """The step of the newest checkpoint; 0 where there is none."""
+    """Returns the step of the newest checkpoint; 0 where there is none."""
     names = (path.name.partition("-")[2] for path in (directory / "checkpoints").glob("step-*"))
     return max((int(name) for name in names if name.isdigit()), default=0)
 
@@ -157,8 +158,8 @@ def given_up(directory: Path, moved: Path | None) -> bool:
 
 
 def run_id(directory: Path, before: str = "") -> str:
-    """The id of the run in `directory`, made at the first call; `before` is the one to take up again where the
-    file is gone."""
+    """Returns the id of the run in `directory`, made at the first call; `before` is the one to take up again
+    where the file is gone."""
     path = directory / "run-id"
     if not path.exists():
         with replacing(path) as scratch:
@@ -167,7 +168,7 @@ def run_id(directory: Path, before: str = "") -> str:
 
 
 def newest(root: Path) -> Path:
-    """The run under `root` that was last active. Raises CheckpointError if there is none."""
+    """Returns the run under `root` that was last active. Raises CheckpointError if there is none."""
     runs = [path.parent for path in root.glob("*/config.toml")]
     if not runs:
         raise CheckpointError(f"{root}: no run to resume")
@@ -181,7 +182,7 @@ def differences(one: Run, other: Run) -> list[str]:
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Example: {"a": {"b": 1}} → {"a.b": 1}"""
+    """Example: {"a": {"b": 1}} → {"a.b": 1}."""
     out: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, dict):
@@ -205,7 +206,7 @@ def _move_aside(directory: Path) -> Path:
 
 
 def try_lock(directory: Path) -> int | None:
-    """A descriptor that holds `directory` until it is closed; None if another holds it, or it went.
+    """Returns a descriptor that holds `directory` until it is closed; None if another holds it, or it went.
 
     Raises OSError if it cannot be opened.
     """

@@ -22,9 +22,9 @@ class Score(Struct, frozen=True):
     correct: bool
     parts: dict[str, float] = {}
     valid: bool = True
-    """Whether the reward says something about the response"""
+    """True if the reward says something about the response."""
     failure: FailureCause | None = None
-    """Why there is no other score"""
+    """Why there is no other score."""
 
     @classmethod
     def failed(cls, cause: FailureCause) -> "Score":
@@ -33,8 +33,8 @@ class Score(Struct, frozen=True):
 
     @classmethod
     def zero(cls, cause: FailureCause, failure: FailureCause | None = None) -> "Score":
-        """A failure that counts as a reward of 0; `failure` is recorded where this is a choice of settings and
-        not the fault of the response."""
+        """Returns a failure that counts as a reward of 0; `failure` is recorded where this is a choice of
+        settings and not the fault of the response."""
         parts = {"error": 1.0, "timeout": float(cause == "timeout")}
         return cls(0.0, False, parts, failure=failure)
 
@@ -52,11 +52,11 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def encode_prompt(self, text: str) -> list[int]: ...
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:
-        """A whole conversation, and the start of the reply to it."""
+        """Returns a whole conversation, and the start of the reply to it."""
         ...
 
     def encode_turn(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        """What stands between the end of an assistant's message and the start of its next one, with
+        """Returns what stands between the end of an assistant's message and the start of its next one, with
         `messages` in between; `ended`: the first one's end-of-text token is there already."""
         ...
 
@@ -75,12 +75,12 @@ class Grader(Struct, frozen=True):
     """How answers are judged, without the data: all that a worker needs of a task."""
 
     score: Callable[[Problem, str], Score]
-    """Pure; never raises for any response"""
+    """Pure; never raises for any response."""
     answer: Callable[[str], str | None]
-    """What a response answers, in one spelling for equal answers, for majority votes; None if nothing"""
+    """What a response answers, in one spelling for equal answers, for majority votes; None if nothing."""
     slow: bool = False
-    """It may take long or hang: it runs in a process that can be killed"""
+    """It may take long or hang: it runs in a process that can be killed."""
     zero_on: tuple[FailureCause, ...] = ()
-    """Failures of which the response is the cause: it is worth 0"""
+    """Failures of which the response is the cause: it is worth 0."""
     needs: str | None = None
-    """A module of the extra that is named like the grader"""
+    """A module of the extra that is named like the grader."""

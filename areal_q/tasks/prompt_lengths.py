@@ -10,7 +10,7 @@ from areal_q.tasks.lazy import Lazy
 
 logger = logging.getLogger(__name__)
 SLACK = 64
-"""Tokens that a template may have more around a prompt than around an empty one"""
+"""Tokens that a template may have more around a prompt than around an empty one."""
 
 
 @dataclass
@@ -20,7 +20,8 @@ class _Kept:
 
 
 def without_long(task: Task, tokenizer: Tokenizer, longest: int) -> Task:
-    """`task` without the problems whose prompts have more than `longest` tokens; itself where there are none.
+    """Returns `task` without the problems whose prompts have more than `longest` tokens; itself where there are
+    none.
 
     Generated problems are all short and are not looked at. Raises TaskError where none would be left.
     """

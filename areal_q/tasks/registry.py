@@ -36,7 +36,7 @@ def task_types() -> list[str]:
 
 
 def build_task(cfg: TaskConfig) -> Task:
-    """The task with its problems. Raises TaskError naming file and line, ConfigError for an extra."""
+    """Returns the task with its problems. Raises TaskError naming file and line, ConfigError for an extra."""
     return TASKS[type(cfg)](cfg)
 
 

@@ -7,7 +7,8 @@ MASK = (1 << 64) - 1
 
 
 def permute(index: int, size: int, *key: int) -> int:
-    """Where `index` goes in the permutation of range(size) that `key` picks. Pure; any index, any order.
+    """Returns the place of `index` in the permutation of range(size) that `key` picks. Pure; any index, any
+    order.
 
     A Feistel network over the smallest square power of two that holds `size`, walked until it lands inside
     (Black & Rogaway, CT-RSA 2002). For shuffling, not for secrets.

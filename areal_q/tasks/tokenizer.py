@@ -12,7 +12,7 @@ from areal_q.tasks.base import Message, Tokenizer
 CHARACTERS = "0123456789+-*/()=.,% "
 PAD, EOS = "<pad>", "<eos>"
 MARK = "\x02the assistant\x03"
-"""No template changes it, and no conversation has it"""
+"""No template changes it, and no conversation has it."""
 
 
 class CharTokenizer:
@@ -48,7 +48,7 @@ class CharTokenizer:
         return self.encode_messages(messages)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The characters; <pad> and <eos> are left out."""
+        """Returns the characters; <pad> and <eos> are left out."""
         return "".join(self._tokens[i] for i in ids if i not in (self.pad_id, self.eos_id))
 
     def save(self, directory: str) -> None:
@@ -67,14 +67,14 @@ class CharTokenizer:
             (Path(directory) / name).write_text(json.dumps(value, indent=2) + "\n")
 
     def wrote(self, directory: str | Path) -> bool:
-        """Whether `directory` holds this very tokenizer."""
+        """Returns True if `directory` holds this very tokenizer."""
         try:
             return json.loads((Path(directory) / "tokenizer.json").read_bytes()) == self._pipeline()
         except (OSError, ValueError):
             return False
 
     def _pipeline(self) -> dict[str, Any]:
-        """The `tokenizers` library's description: split into characters, look each one up."""
+        """Returns the `tokenizers` library's description: split into characters, look each one up."""
         special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         return {
             "version": "1.0",
@@ -133,13 +133,14 @@ class HFTokenizer:
         return self.encode_messages([{"role": "user", "content": text}])
 
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:
-        """By the chat template; without one the contents, one after the other."""
+        """Encodes by the chat template; without one, the contents one after the other."""
         if self._template == "plain":
             return self._hf.encode("".join(m["content"] for m in messages))
         return self._hf.encode(self._rendered(messages), add_special_tokens=False)
 
     def encode_turn(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        """What the template puts after the content of an assistant's message that stands before them."""
+        """Returns what the template puts after the content of an assistant's message that stands before
+        them."""
         if self._template == "plain":
             return self.encode("".join(m["content"] for m in messages))
         first = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
@@ -161,7 +162,7 @@ class HFTokenizer:
 
 
 def load_tokenizer(path: str | Path, template: str = "plain") -> Tokenizer:
-    """The tokenizer in directory `path`: our own needs no transformers, any other does."""
+    """Returns the tokenizer in directory `path`: our own needs no transformers, any other does."""
     if not Path(path).is_dir():
         raise CheckpointError(f"{path}: no such directory")
     small = CharTokenizer()

@@ -58,7 +58,7 @@ def save_adapted(
 
 
 def _plain(model: Decoder, uaq_scale: float) -> Decoder:
-    """A decoder of plain linears with the function that `model` has now."""
+    """Returns a decoder of plain linears with the function that `model` has now."""
     plain = Decoder(model.config)
     plain.load_state_dict(merged_state(model))
     if uaq_scale > 1:

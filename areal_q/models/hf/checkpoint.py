@@ -19,7 +19,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def load_config(path: str | Path) -> DecoderConfig:
-    """The shape of the model in directory `path`. Raises CheckpointError naming the file."""
+    """Returns the shape of the model in directory `path`. Raises CheckpointError naming the file."""
     directory = Path(path)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
@@ -35,15 +35,15 @@ def load_config(path: str | Path) -> DecoderConfig:
 
 
 def declared_dtype(path: str | Path) -> str | None:
-    """What config.json of directory `path` says its weights are in, such as "bfloat16"; None where it says
-    nothing, or is not there any more."""
+    """Returns what config.json of directory `path` says its weights are in, such as "bfloat16"; None where it
+    says nothing, or is not there any more."""
     file = Path(path) / "config.json"
     table = _read_object(file) if file.is_file() else {}
     return table.get("dtype") or table.get("torch_dtype")
 
 
 def load_decoder(path: str | Path) -> Decoder:
-    """The model in directory `path`, in float32 whatever it was stored in, on the CPU.
+    """Returns the model in directory `path`, in float32 whatever it was stored in, on the CPU.
 
     Raises CheckpointError naming the file, and the tensor that is missing, unexpected, misshapen or not
     finite.

@@ -76,13 +76,13 @@ QUANTIZATION_CONFIGS: dict[str, Table | None] = {
         "weight_block_size": [128, 128],
     },
 }
-"""`quantization_config` of each format, but for what it leaves out; bf16 needs none"""
+"""`quantization_config` of each format, but for what it leaves out; bf16 needs none."""
 LEFT_OUT = {
     "compressed-tensors": "ignore",
     "fp8": "ignored_layers",
     "bitsandbytes": "llm_int8_skip_modules",
 }
-"""What each `quant_method` calls the linears that are not quantized"""
+"""What each `quant_method` calls the linears that are not quantized."""
 
 
 def write_checkpoint(
@@ -112,5 +112,5 @@ def write_checkpoint(
 
 
 def _unquantized(model: DecoderConfig) -> list[str]:
-    """The linears that no format quantizes, in full: vLLM matches a bare `gate` to none in fp8."""
+    """Returns the linears that no format quantizes, in full: vLLM matches a bare `gate` to none in fp8."""
     return ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in model.sparse_layers)]

@@ -20,7 +20,7 @@ class Linear(nn.Linear):
     """`nn.Linear` by another kernel: x [T, in] → [T, out]."""
 
     rounds_rest = False
-    """True where a bias, or an output head's weight, acts rounded (areal_q/models/low_bit/bf16_rounding.py)"""
+    """True where a bias, or an output head's weight, acts rounded (areal_q/models/low_bit/bf16_rounding.py)."""
 
     def forward(self, input: Tensor) -> Tensor:
         if _linear is None or not _suits(input) or torch.is_autocast_enabled("cpu"):

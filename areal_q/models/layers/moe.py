@@ -29,7 +29,7 @@ from areal_q.models.layers.mlp import Mlp
 from areal_q.models.low_bit.bf16_rounding import straight
 
 UNRECORDED = -1
-"""In place of an expert's number, where nobody wrote down which it was"""
+"""In place of an expert's number, where nobody wrote down which it was."""
 
 
 class Routing:
@@ -40,17 +40,17 @@ class Routing:
 
     def __init__(self, recorded: Tensor | None = None) -> None:
         self.recorded = recorded
-        """int [T, L, K]: experts to take; UNRECORDED for tokens that take the router's own"""
+        """int [T, L, K]: experts to take; UNRECORDED for tokens that take the router's own."""
         self.own: dict[int, Tensor] = {}
-        """int64 [T, K]: the router's choice"""
+        """int64 [T, K]: the router's choice."""
         self.taken: dict[int, Tensor] = {}
-        """int64 [T, K]: the experts that were run"""
+        """int64 [T, K]: the experts that were run."""
         self.probs: dict[int, Tensor] = {}
-        """float32 [T, E] with gradient: the router's distribution"""
+        """float32 [T, E] with gradient: the router's distribution."""
 
     def choose(self, layer: int, probs: Tensor, own: Tensor) -> Tensor:
-        """The experts to run, int64 [T, K]. A layer that runs again (activation checkpointing) says the same
-        again."""
+        """Returns the experts to run, int64 [T, K]. A layer that runs again (activation checkpointing) says
+        the same again."""
         taken = own
         if self.recorded is not None:
             recorded = self.recorded[:, layer].to(own.dtype)

@@ -28,7 +28,7 @@ def rope_tables(
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [..., heads, head_dim] rotated by its tokens' angles: rows [..., head_dim] of the tables.
+    """Returns `x` [..., heads, head_dim] rotated by its tokens' angles: rows [..., head_dim] of the tables.
 
     Example: apply_rope(q, cos[positions], sin[positions]), q [T, heads, head_dim], positions [T].
     """

@@ -41,8 +41,8 @@ _PLAIN = {rounded: plain for plain, rounded in _KINDS.items()}
 
 
 def round_rest(model: nn.Module, on: bool = True) -> None:
-    """Whether the forward of `model` rounds what is not quantized. Its parameters stay the same objects, as
-    optimizers know them."""
+    """Turns on or off that the forward of `model` rounds what is not quantized. Its parameters stay the same
+    objects, as optimizers know them."""
     kinds = _KINDS if on else _PLAIN
     for module in model.modules():
         if type(module) in kinds:

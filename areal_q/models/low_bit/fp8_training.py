@@ -60,18 +60,18 @@ def operands(parts: Parts) -> tuple[Operand, Operand]:
 
 
 def fprop(x: Operand, rows: Operand) -> Tensor:
-    """x [T, in], W's rows [out, in] → float32 [T, out]"""
+    """x [T, in], W's rows [out, in] → float32 [T, out]."""
     with torch.autocast(x.codes.device.type, enabled=False):
         return fp8_gemm(x.codes.device)(x, rows)
 
 
 def dgrad(grad: Tensor, columns: Operand) -> Tensor:
-    """∂y [T, out], W's columns [in, out] → ∂x [T, in], rounded to bfloat16"""
+    """∂y [T, out], W's columns [in, out] → ∂x [T, in], rounded to bfloat16."""
     dx = fp8_gemm(grad.device)(Operand(*quantize_groups_e4m3(grad)), columns)
     return dx.to(torch.bfloat16).to(grad.dtype)
 
 
 def wgrad(grad: Tensor, x: Tensor) -> Tensor:
-    """∂y [T, out], x [T, in] → ∂W float32 [out, in]"""
+    """∂y [T, out], x [T, in] → ∂W float32 [out, in]."""
     along_tokens = (Operand(*quantize_groups_e4m3(t.t().contiguous())) for t in (grad, x))
     return fp8_gemm(grad.device)(*along_tokens)

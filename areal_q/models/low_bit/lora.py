@@ -26,13 +26,13 @@ from areal_q.quant.registry import FORMATS
 from areal_q.quant.state_dict import parts_of, quantize_state
 
 A, B = "lora_A.weight", "lora_B.weight"
-"""Suffixes of a linear's adapters, as PEFT names them"""
+"""Suffixes of a linear's adapters, as PEFT names them."""
 LORA_SCALE = "lora_scale"
-"""In a manifest's `extra`: alpha / r"""
+"""In a manifest's `extra`: alpha / r."""
 
 
 def is_adapter(name: str) -> bool:
-    """Whether the published tensor `name` is an A or a B."""
+    """Returns True if the published tensor `name` is an A or a B."""
     return name.endswith((A, B))
 
 
@@ -84,7 +84,7 @@ class LoraLinear(nn.Module):
 
     @torch.no_grad()
     def factors(self) -> tuple[Tensor, Tensor]:
-        """A and B as they act, float32."""
+        """Returns A and B as they act, float32."""
         return straight(self.lora_A.weight), straight(self.lora_B.weight)
 
     @torch.no_grad()
@@ -132,7 +132,7 @@ def adapt(model: nn.Module, format: str, cfg: Lora, seed: int) -> None:
 
 
 def adapted(model: nn.Module) -> dict[str, LoraLinear]:
-    """The frozen linears of `model`, by name; none where it was not given adapters."""
+    """Returns the frozen linears of `model`, by name; none where it was not given adapters."""
     return {name: m for name, m in model.named_modules() if isinstance(m, LoraLinear)}
 
 
@@ -150,7 +150,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """A plain decoder's state: base and adapters in one float32 weight for each linear."""
+    """Returns a plain decoder's state: base and adapters in one float32 weight for each linear."""
     layers, state = adapted(model), {}
     for name, tensor in model.state_dict().items():
         owner = next((n for n in layers if name.startswith(f"{n}.")), None)
@@ -162,7 +162,7 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 Adapter = tuple[Tensor, Tensor]
-"""A [r, in] and B [out, r], float32"""
+"""A [r, in] and B [out, r], float32."""
 
 
 def adapter_of(tensors: Mapping[str, Tensor], linear: str) -> Adapter | None:

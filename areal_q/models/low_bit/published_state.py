@@ -14,7 +14,7 @@ from areal_q.quant.state_dict import RangePolicy, quantize_state
 def published_state(
     model: nn.Module, format: str, policy: RangePolicy | None = None
 ) -> dict[str, Tensor]:
-    """The tensors to publish for `model`: those of its forward where that is quantized, a frozen
+    """Returns the tensors to publish for `model`: those of its forward where that is quantized, a frozen
     base and its adapters in bfloat16, else as `quantize_state` makes them. In the order of its state dict."""
     state: Mapping[str, Tensor] = model.state_dict()
     if adapted(model):

@@ -55,7 +55,7 @@ def as_engines_compute(kind: str) -> AbstractContextManager[object]:
 
 
 def straight_through(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
-    """`product(x, bias)`, with the gradients of x · weightᵀ + bias."""
+    """Returns `product(x, bias)`, with the gradients of x · weightᵀ + bias."""
     return _StraightThrough.apply(x, weight, bias, product)  # type: ignore[return-value]
 
 
@@ -83,7 +83,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def linears(model: nn.Module) -> dict[str, Linear]:
-    """The linears of `model` that a format applies to, by name."""
+    """Returns the linears of `model` that a format applies to, by name."""
     return {
         name: module
         for name, module in model.named_modules()

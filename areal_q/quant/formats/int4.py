@@ -83,7 +83,7 @@ class Int4:
         return FloatLinear(torch.cat([self.dequantize(p) for p in parts]))
 
     def scales(self, ranges: Tensor) -> Tensor:
-        """bfloat16 [out, ⌈in/128⌉]"""
+        """bfloat16 [out, ⌈in/128⌉]."""
         return scales_for(ranges, 7.5).to(torch.bfloat16)
 
     def effective(self, scale: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from areal_q.quant.kernels import dispatch
 from areal_q.quant.quantized_linear import Int8Linear
 
 MOST_INPUTS = (2**31 - 1) // INT8_MAX**2
-"""The largest in_features whose products every engine may add up in an int32: 133,144"""
+"""The largest in_features whose products every engine may add up in an int32: 133,144."""
 
 
 class Int8:

@@ -36,7 +36,7 @@ from areal_q.quant.quantized_linear import FloatLinear
 
 BLOCK = 32
 TOP_POWER = 2
-"""log2 of the largest power of two in E2M1"""
+"""log2 of the largest power of two in E2M1."""
 
 
 class Mxfp4:
@@ -76,5 +76,5 @@ class Mxfp4:
 
 
 def _real_scale(scale: Tensor) -> Tensor:
-    """float32 [out, blocks, 1]"""
+    """float32 [out, blocks, 1]."""
     return scale.view(torch.float8_e8m0fnu).to(torch.float32).unsqueeze(-1)

@@ -94,7 +94,7 @@ class Nf4:
 
 
 def _blocks(w: Tensor) -> Tensor:
-    """w [out, in] where its rows are whole blocks; else [⌈n / 64⌉, 64], filled up with zeros"""
+    """w [out, in] where its rows are whole blocks; else [⌈n / 64⌉, 64], filled up with zeros."""
     if w.shape[1] % BLOCK == 0:
         return w
     flat = w.reshape(-1)

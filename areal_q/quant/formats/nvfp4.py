@@ -84,6 +84,6 @@ class Nvfp4:
 
 
 def _real_scale(parts: Parts) -> Tensor:
-    """float32 [out, blocks, 1]"""
+    """float32 [out, blocks, 1]."""
     scale = parts["weight_scale"].to(torch.float32) / parts["weight_global_scale"]
     return scale.unsqueeze(-1)

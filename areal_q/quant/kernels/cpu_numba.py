@@ -23,7 +23,7 @@ F2, U2 = nt.Array(nt.float32, 2, "C"), nt.Array(nt.uint8, 2, "C")
 _TINY = float32(np.finfo(np.float32).tiny)
 _MAGNITUDE = int32(0x7FFFFFFF)
 SHORT = 64
-"""Numbers of which a loop of its own is one of vector operations"""
+"""Numbers of which a loop of its own is one of vector operations."""
 # Adding 1.5 · 2²³ leaves no bits for a fraction, so it rounds half to even; the low bits are the number.
 _ROUND = float32(1.5 * 2**23)
 _ROUND_E4M3 = float32(1.5 * 2**14)  # the same for multiples of 2⁻⁹, E4M3's subnormal numbers

@@ -31,13 +31,13 @@ class Operand(NamedTuple):
     blocks: bool = False
 
     def numbers(self) -> Tensor:
-        """float32 [R, K]"""
+        """float32 [R, K]."""
         if self.blocks:
             return self.codes.float() * expanded(self.scale, self.codes.shape)
         return dequantize_groups(self.codes, self.scale)
 
     def rows(self, index: Tensor) -> "Operand":
-        """Of these rows alone, int64 [R′], wherever blocks begin."""
+        """Returns the operand of these rows alone, int64 [R′], wherever blocks begin."""
         scale = self.scale.repeat_interleave(GROUP, 0) if self.blocks else self.scale
         codes = self.codes.view(torch.uint8)[index]
         return Operand(codes.view(torch.float8_e4m3fn), scale[index])
@@ -53,7 +53,7 @@ class Operand(NamedTuple):
 
 
 Gemm = Callable[[Operand, Operand], Tensor]
-"""a [M, K] by rows, b [N, K] → float32 [M, N]"""
+"""a [M, K] by rows, b [N, K] → float32 [M, N]."""
 
 
 class Fp8KernelLinear:
@@ -75,7 +75,7 @@ def emulated(a: Operand, b: Operand) -> Tensor:
 
 
 def fp8_gemm(device: torch.device) -> Gemm:
-    """The fastest product there is on `device`."""
+    """Returns the fastest product there is on `device`."""
     index = None if device.type == "cpu" else device.index or 0
     return _chosen(device.type, index)
 
@@ -103,9 +103,9 @@ def candidates() -> Iterator[tuple[str, Gemm]]:
 
 
 def agrees(gemm: Gemm, device: torch.device, name: str) -> bool:
-    """Whether products of both kinds of scales, of whole blocks and of parts, are the emulation's within
-    bfloat16's rounding; a kernel that refuses this GPU, or a shape, or reads the scales in another order, is
-    logged and passed over."""
+    """Returns True if products of both kinds of scales, of whole blocks and of parts, are the emulation's
+    within bfloat16's rounding; a kernel that refuses this GPU, or a shape, or reads the scales in another
+    order, is logged and passed over."""
     generator = torch.Generator().manual_seed(0)
     pairs = []
     for rows, outputs, inputs in ((256, 256, 384), (101, 40, 200)):

@@ -18,7 +18,7 @@ PER_THREAD = 16
 """Numbers that a thread holds, where a program has no more warps than it may: few enough that none leaves the
 registers, and that several programs share a multiprocessor."""
 WARPS = 32
-"""The most in one program"""
+"""The most in one program."""
 ROUND = tl.constexpr(12582912.0)
 """1.5 · 2²³: adding it leaves no bits for a fraction, so it rounds half to even; the low bits are the number"""
 
@@ -178,7 +178,7 @@ def _run(
 
 
 def ranges(weight: Tensor, width: int) -> Tensor:
-    """As kernels.ranges, into a new tensor."""
+    """Returns what kernels.ranges writes, in a new tensor."""
     rows, columns = weight.shape
     across, (tile, whole) = -(-columns // width), _tile(width)
     out = torch.empty(rows, across, dtype=torch.float32, device=weight.device)
@@ -192,7 +192,7 @@ def ranges(weight: Tensor, width: int) -> Tensor:
 def nibbles(
     weight: Tensor, scales: Tensor, width: int, row_bytes: int, kind: str, borders: Tensor
 ) -> Tensor:
-    """As kernels.nibbles, into a new tensor; `width` is a power of two."""
+    """Returns what kernels.nibbles writes, in a new tensor; `width` is a power of two."""
     rows, columns = weight.shape
     across, (tile, whole) = scales.shape[1], _tile(width)
     packed = torch.empty(rows, row_bytes, dtype=torch.uint8, device=weight.device)

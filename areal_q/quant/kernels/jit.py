@@ -7,7 +7,7 @@ from numba import njit
 
 
 def kernel(signature: Any = None, **options: Any) -> Callable[[Any], Any]:
-    """`njit`, cached on disk where some directory can be written to; compiled here and now if there
+    """Returns `njit`, cached on disk where some directory can be written to; compiled here and now if there
     is a signature."""
     options = {"nogil": True, "error_model": "numpy", **options}
 

@@ -11,7 +11,7 @@ from areal_q.tasks.lazy import Lazy
 from areal_q.tasks.shuffle import permute
 
 SPLIT_KEY = 0
-"""The same problems are held out in every run, whatever its seed"""
+"""The same problems are held out in every run, whatever its seed."""
 
 
 class ArithmeticTask:
@@ -35,7 +35,7 @@ class ArithmeticTask:
 
 
 def addition(cfg: Arithmetic, place: int) -> Problem:
-    """The problem that stands in `place` of the shuffled sequence."""
+    """Returns the problem that stands in `place` of the shuffled sequence."""
     pair, swapped = divmod(place, 2)
     a, b = _pair(permute(pair, _unordered_pairs(cfg.digits), SPLIT_KEY))
     low = _lowest(cfg.digits)

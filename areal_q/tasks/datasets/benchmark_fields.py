@@ -61,7 +61,7 @@ def jsonl_problems(cfg: Jsonl) -> list[Problem]:
 
 
 def text_of(row: _Row, name: str, where: str) -> str:
-    """A field as text: numbers are written out (27.0 as "27"), a list of one is its only entry."""
+    """Returns a field as text: numbers are written out (27.0 as "27"), a list of one is its only entry."""
     value = row.get(name)
     if isinstance(value, list) and value and all(isinstance(v, str) for v in value):
         value = ", ".join(value)
@@ -80,7 +80,8 @@ def _first(row: _Row, names: Sequence[str], where: str) -> str:
 
 
 def _answer(row: _Row, where: str) -> str:
-    """What stands in the last \\boxed{} of a worked solution, else what follows `####`, else all of it."""
+    """Returns what stands in the last \\boxed{} of a worked solution, else what follows `####`, else all of
+    it."""
     text = _first(row, _ANSWER, where)
     boxed = last_boxed(text)
     answer = text.rpartition("####")[2] if boxed is None else boxed

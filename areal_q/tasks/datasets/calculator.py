@@ -64,7 +64,7 @@ def plain(value: Decimal) -> str:
 
 
 def parse_number(text: str) -> Decimal | None:
-    """The text as a decimal number, thousands commas allowed; None if it is anything else."""
+    """Returns the text as a decimal number, thousands commas allowed; None if it is anything else."""
     text = text.strip()
     return Decimal(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
 

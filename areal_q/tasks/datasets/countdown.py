@@ -16,9 +16,9 @@ from areal_q.tasks.lazy import Lazy
 _MAX_CHARACTERS = 200
 """A longer expression is refused unread; six numbers need far fewer."""
 HELD_OUT_SHARE = 8
-"""One set of numbers in so many is held out, by its hash: the same ones in every run"""
+"""One set of numbers in so many is held out, by its hash: the same ones in every run."""
 MAX_REPEATS = 10
-"""Draws for each distinct problem, on average, before there are held to be no more"""
+"""Draws for each distinct problem, on average, before there are held to be no more."""
 TRIES = 100_000
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 WORDS = (
@@ -65,7 +65,7 @@ def generate(cfg: Countdown, index: int, heldout: bool) -> Problem:
 
 
 def _combine(rng: random.Random, numbers: list[int]) -> tuple[Fraction, str]:
-    """A random expression of all the numbers. Two terms at a time, with brackets only where needed."""
+    """Returns a random expression of all the numbers. Two terms at a time, with brackets only where needed."""
     terms = [(Fraction(n), str(n), 3) for n in numbers]
     while len(terms) > 1:
         a, b = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
@@ -103,7 +103,7 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
     operators: list[str] = []
     numbers: list[int] = []
     operand = True
-    """Whether a number or an opening bracket must come next"""
+    """True if a number or an opening bracket must come next."""
     try:
         for token in tokens:
             if operand and token.isascii() and token.isdigit():
@@ -139,7 +139,8 @@ def _reduce(values: list[Fraction], operators: list[str], level: int) -> None:
 
 
 def answer(response: str) -> str | None:
-    """The expression between the last <answer> tags, else the last line; what follows `=` is left out."""
+    """Returns the expression between the last <answer> tags, else the last line; what follows `=` is left
+    out."""
     tagged = _ANSWER.findall(response)
     text = tagged[-1] if tagged else (response.strip().splitlines() or [""])[-1]
     expression = "".join(text.partition("=")[0].split())

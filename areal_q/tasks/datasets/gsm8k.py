@@ -34,7 +34,7 @@ def score(problem: Problem, response: str) -> Score:
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number after the last `####`; without one, the text's last number; None if it has none.
+    """Returns the number after the last `####`; without one, the text's last number; None if it has none.
 
     Examples: "so #### $1,200." is 1200, "5 apples or 10%" is 10, "12 - 3 = 9.0" is 9.
     """

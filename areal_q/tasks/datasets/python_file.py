@@ -42,7 +42,7 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
 
 
 def load_score(path: str, name: str) -> Callable[[Problem, str], Score]:
-    """The reward `name` of a file as a score; it raises what the user's code raises."""
+    """Returns the reward `name` of a file as a score; it raises what the user's code raises."""
     function = load_function(path, name)
 
     def score(problem: Problem, response: str) -> Score:
@@ -52,7 +52,7 @@ def load_score(path: str, name: str) -> Callable[[Problem, str], Score]:
 
 
 def as_score(given: Any) -> Score:
-    """A score from what a user's reward returned. Raises ValueError for what is no number, or too
+    """Returns a score from what a user's reward returned. Raises ValueError for what is no number, or too
     large to learn from."""
     table = given if isinstance(given, Mapping) else {"reward": given}
     parts = {str(name): _number(str(name), value) for name, value in table.items()}
@@ -64,7 +64,7 @@ def as_score(given: Any) -> Score:
 
 
 def problems(cfg: Python) -> list[Problem]:
-    """What the file's `problems()` returns. Raises TaskError naming the file."""
+    """Returns what the file's `problems()` returns. Raises TaskError naming the file."""
     function = load_function(cfg.path, "problems")
     try:
         rows = list(function())

@@ -29,7 +29,7 @@ def _with_call(problem: Problem) -> Problem:
 
 
 def answer(response: str) -> str | None:
-    """What follows the last space"""
+    """Returns what follows the last space."""
     return response.rpartition(" ")[2] or None
 
 

@@ -12,7 +12,7 @@ _MAX_CHARACTERS = 500
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{…}` whose braces balance; None if there is none.
+    """Returns what stands in the last `\\boxed{…}` whose braces balance; None if there is none.
 
     Example: "so \\boxed{1}, no: \\boxed{\\frac{1}{2}}" is "\\frac{1}{2}".
     """
@@ -27,7 +27,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def answer(response: str) -> str | None:
-    """The last boxed text without spaces and dollar signs; equal values may be spelled in other ways."""
+    """Returns the last boxed text without spaces and dollar signs; equal values may be spelled in other
+    ways."""
     boxed = last_boxed(response)
     return "".join(boxed.replace("$", "").split()) if boxed else None
 

@@ -15,7 +15,8 @@ WRAPPED = re.compile(r"\(?(?:\\(?:text|mathrm|textbf)\{)?\(?([A-Z])\)?\}?\)?")
 
 
 def letter(response: str) -> str | None:
-    """The last boxed letter, else the last that is called the answer, else the response's own; or None."""
+    """Returns the last boxed letter, else the last that is called the answer, else the response's own; or
+    None."""
     boxed = last_boxed(response)
     if boxed and (match := WRAPPED.fullmatch(boxed)):
         return match[1]

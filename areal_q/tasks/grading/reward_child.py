@@ -39,7 +39,7 @@ def main(kind: str, name: str, function: str) -> None:
 
 
 def load(kind: str, name: str, function: str) -> Callable[[Problem, str], Score]:
-    """The score of a built-in grader or of a file."""
+    """Returns the score of a built-in grader or of a file."""
     if kind == "file":
         return load_score(name, function)
     check_extra(name)

@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 TIMED_OUT = "took too long"
 FAILED = "reward failed"
-"""Begins every line of the log about a failure; areal_q/observability/reward_signal.py looks for it"""
+"""Begins every line of the log about a failure; areal_q/observability/reward_signal.py looks for it."""
 _START_S = 60.0
-"""To import what the reward imports; not part of its timeout"""
+"""Seconds to import what the reward imports; no part of its timeout."""
 MAX_FRAME = 1 << 20
-"""Bytes of a reply; a larger one is an error of the reward"""
+"""Bytes of a reply; a larger one is an error of the reward."""
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -47,9 +47,9 @@ class Graded(msgspec.Struct, frozen=True):
     score: Score | None = None
     error: str = ""
     cause: FailureCause = "exception"
-    """Of the error, where a response was to be scored"""
+    """The cause of the error, where a response was to be scored."""
     extra_missing: bool = False
-    """The error is that of an extra that is not installed"""
+    """The error is that of an extra that is not installed."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -69,7 +69,7 @@ class Isolated:
         for _ in range(processes):
             self._idle.put_nowait(None)
         self.errors = 0
-        """Scores that failed or took too long since the start"""
+        """Scores that failed or took too long since the start."""
 
     async def start(self) -> None:
         """Starts one process: what cannot be loaded fails here. Raises TaskError or ConfigError."""

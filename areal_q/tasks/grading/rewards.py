@@ -1,9 +1,9 @@
-"""From a response to its reward: the task's score, format, length; each a part, weighed by settings.
+"""The reward of a response: the task's score, format, length; each a part, weighed by settings.
 
     reward = correct · score + format · (1 or 0) + length · (unused share, if correct) + overlong penalty
 
 The quick built-in graders run here, at no cost; slow ones and those of a user's file in processes beside
-(isolated.py). Imports no torch.
+(reward_process.py). Imports no torch.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ class IsolatedReward:
         return unscored(score.failure, self._cfg)
 
     async def _asked(self, problem: Problem, response: str) -> Score:
-        """The score, asked for again as often as the settings say where that may help."""
+        """Returns the score, asked for again as often as the settings say where that may help."""
         score = await self._isolated.score(problem, response)
         retries = self._cfg.retries if self._cfg.on_error == "retry" else 0
         for retry in range(retries):
@@ -105,12 +105,12 @@ class IsolatedReward:
 
 
 def unscored(cause: FailureCause, cfg: RewardConfig) -> Score:
-    """What `reward.on_error` makes of a failure of which the response is not the cause."""
+    """Returns what `reward.on_error` makes of a failure of which the response is not the cause."""
     return Score.zero(cause, cause) if cfg.on_error == "zero" else Score.failed(cause)
 
 
 def build_reward(run: Run) -> Reward:
-    """The reward of a run, not started yet."""
+    """Returns the reward of a run, not started yet."""
     cfg, max_tokens, grader = run.reward, run.rollout.sampling.max_tokens, run.task.grader
     if file := reward_file(run):
         return IsolatedReward(("file", file, cfg.function), cfg, max_tokens)
@@ -120,12 +120,12 @@ def build_reward(run: Run) -> Reward:
 
 
 def build_score(cfg: TaskConfig) -> Callable[[Problem, str], Score]:
-    """The task's own score, run where it is called: no timeout, no weights."""
+    """Returns the task's own score, run where it is called: no timeout, no weights."""
     return GRADERS[cfg.grader].score
 
 
 def answer_of(cfg: TaskConfig) -> Callable[[str], str | None]:
-    """What a response answers, for majority votes; the bare text where a user's file judges it."""
+    """Returns what a response answers, for majority votes; the bare text where a user's file judges it."""
     return GRADERS[cfg.grader].answer if cfg.grader in GRADERS else str.strip
 
 
@@ -143,7 +143,8 @@ def check_reward(run: Run) -> None:
 
 
 def shaped(score: Score, response: str, tokens: int, cfg: RewardConfig, max_tokens: int) -> Score:
-    """The weighed sum, with every part that has a weight. With default settings it is `score` itself."""
+    """Returns the weighed sum, with every part that has a weight. With default settings it is `score`
+    itself."""
     parts = dict(score.parts)
     reward = cfg.correct * score.reward
     if cfg.format:
