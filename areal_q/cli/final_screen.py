@@ -6,7 +6,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from areal_q.config import Run
+from areal_q.config import Arithmetic, Run
 from areal_q.evaluation.estimates import Evaluation, read_evaluations
 from areal_q.observability.metrics_log import TENSORBOARD_DIR, read_metrics
 from areal_q.observability.plots import draw
@@ -40,6 +40,9 @@ def _screen(run: Run, run_dir: Path, summary: Summary, curves: Path | None) -> R
         parts += [Text(), _pairs([_evaluation(e) for e in evaluations])]
     if summary.answers:
         parts += [Text(), _answers(summary.answers)]
+        if isinstance(run.task, Arithmetic) and run.task.reversed:
+            said = "  answers are written with the least significant digit first (task.reversed)"
+            parts.append(Text(said, "dim"))
     hf = run_dir / "hf"
     paths = [("model", str(hf))] if hf.is_dir() else []
     paths += [
@@ -102,7 +105,10 @@ def _answers(answers: list[ExampleAnswer]) -> RenderableType:
     return table
 
 
-def _marked(text: str, correct: bool) -> Text:
+def _marked(text: str, correct: bool | None) -> Text:
+    """The response behind its mark, which is a question mark where it could not be scored."""
+    if correct is None:
+        return Text("? ", "yellow") + _one_line(text)
     mark = Text("✓ ", "green") if correct else Text("✗ ", "red")
     return mark + _one_line(text)
 

@@ -121,8 +121,8 @@ class MetricsLog:
 
     def _write_line(self, record: Record) -> None:
         workers = record.get("workers", [])
-        if len(workers) > MOST_WORKERS:
-            left_out = len(workers) - MOST_WORKERS
+        left_out = len(workers) - MOST_WORKERS
+        if left_out > 0:
             record = record | {"workers": workers[:MOST_WORKERS], "workers_left_out": left_out}
         self._file.write(msgspec.json.encode(record) + b"\n")
 
@@ -212,9 +212,11 @@ def truncate_after(path: str | Path, step: int) -> int:
     dropped = 0
     with replacing(path) as scratch, scratch.open("wb") as kept, path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            record = _decode_line(line, path, number) if line.endswith(b"\n") else {"kind": "end"}
+            if not line.endswith(b"\n"):  # it was being written
+                break
+            record = _decode_line(line, path, number)
             if record["kind"] == "end" or record["step"] > step:
-                dropped += line.endswith(b"\n")
+                dropped += 1
             else:
                 kept.write(line)
     return dropped

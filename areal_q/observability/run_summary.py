@@ -23,8 +23,9 @@ class ExampleAnswer:
     expected: str
     before: str
     after: str
-    correct_before: bool
-    correct_after: bool
+    correct_before: bool | None
+    """None: it could not be scored"""
+    correct_after: bool | None
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ added as they appear. About 40 bytes a trajectory stay in memory.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from areal_q.messages.trajectories import FailureCause
 from areal_q.system.files import by_number
 from buffer.logs.parquet_log import LogFormat, row_groups
 from buffer.logs.token_log import TOKEN_LOG_FORMAT
@@ -20,8 +21,10 @@ from buffer.logs.trajectory_schema import TRAJECTORY_LOG_FORMAT
 
 PROMPT_CHARACTERS = 80
 _COLUMNS = [
-    "place", "number", "index", "admitted", "prompt", "reward", "finish_reason", "spans",
+    "place", "number", "index", "admitted", "prompt", "reward", "failure", "finish_reason", "spans",
 ]  # fmt: skip
+CAUSES = ("", *get_args(FailureCause))
+"""What the numbers of the column `failed` stand for; 0 is a response that was scored"""
 _TOKEN_COLUMNS = ["number", "index", "largest_gap", "marked"]
 Stamp = tuple[str, int, int]
 """Name, size and time of a part: a part that a resumed run wrote anew has another"""
@@ -77,8 +80,8 @@ class StepIndex:
     size: np.ndarray
     """int32 [G]"""
     columns: dict[str, np.ndarray]
-    """[N] each: index, length, lag (largest), cut (1: no end was drawn) int32; reward, gap, marked float32, the
-    last two NaN without a token log"""
+    """[N] each: index, length, lag (largest), cut (1: no end was drawn), failed (place in CAUSES) int32;
+    reward, gap, marked float32, the last two NaN without a token log"""
     lags: np.ndarray
     """int64: number of tokens of lag 0, 1, …, by version number"""
     ages: np.ndarray
@@ -143,6 +146,7 @@ def read_step(step: int, where: Located, scored: Located | None, parts: _Parts) 
         "length": length.astype(np.int32),
         "lag": (step - np.minimum.reduceat(version, first_span)).astype(np.int32),
         "cut": (table["finish_reason"].to_numpy() != "stop").astype(np.int32),
+        "failed": _failed(table),
         "reward": table["reward"].to_numpy().astype(np.float32),
         **_scores(number, index, scored, parts),
     }
@@ -160,6 +164,14 @@ def read_step(step: int, where: Located, scored: Located | None, parts: _Parts) 
         lags=np.bincount(lag, weights=count).astype(np.int64),
         ages=np.bincount(age).astype(np.int64),
     )
+
+
+def _failed(table: pa.Table) -> np.ndarray:
+    """int32 [N]: why each response has no reward, as its place in CAUSES. The log of before version 4 has no
+    such column."""
+    if "failure" not in table.column_names:
+        return np.zeros(len(table), np.int32)
+    return np.array([CAUSES.index(cause) for cause in table["failure"].to_pylist()], np.int32)
 
 
 def matching(number: np.ndarray, index: np.ndarray, scored: pa.Table) -> np.ndarray:
@@ -212,11 +224,11 @@ def to_chunk(steps: list[StepIndex]) -> tuple[dict[str, Any], dict[str, np.ndarr
     }
     arrays = {f"group/{name}": _joined(parts, np.int32) for name, parts in groups.items()}
     for name, dtype in (
-        ("index", np.int32), ("length", np.int32), ("lag", np.int32), ("cut", np.int32),
+        ("index", np.int32), ("length", np.int32), ("lag", np.int32), ("cut", np.int32), ("failed", np.int32),
         ("reward", np.float32), ("gap", np.float32), ("marked", np.float32),
     ):  # fmt: skip
         arrays[f"trajectory/{name}"] = _joined([s.columns[name] for s in steps], dtype)
-    return {"prompts": [p for s in steps for p in s.prompts]}, arrays
+    return {"prompts": [p for s in steps for p in s.prompts], "causes": CAUSES}, arrays
 
 
 def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:

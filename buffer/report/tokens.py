@@ -94,6 +94,7 @@ def _trajectory(row: dict[str, Any]) -> dict[str, Any]:
         "index": row["index"],
         "length": sum(span["tokens"] for span in row["spans"]),
         "reward": row["reward"],
+        "failure": row.get("failure") or "",
         "parts": row["reward_parts"],
         "finish": row["finish_reason"],
         "spans": [[s["version"], s["tokens"], s["digest"]] for s in row["spans"]],

@@ -95,11 +95,11 @@ class HeldOutEvaluation:
         samples = [self._sample(g) for g in groups[:SAMPLES]]
         self._metrics.write("eval", version, values, samples=samples)
 
-    def _sample(self, group: Group) -> dict[str, str | bool]:
+    def _sample(self, group: Group) -> dict[str, str | bool | None]:
         t = group.trajectories[0]
         return {
             "prompt": group.ticket.prompt,
             "answer": group.ticket.answer,
             "response": self._tokenizer.decode(t.response_ids.numpy().tolist()),
-            "correct": bool(t.reward_parts.get("correct", 0.0)),
+            "correct": bool(t.reward_parts.get("correct", 0.0)) if t.valid else None,
         }

@@ -318,6 +318,7 @@ def test_last_screen_tells_result_answers_paths_and_commands(run, directory, con
         f"tensorboard --logdir {directory}/tensorboard",
         f"{directory}/curves.png",
         f"{directory}/metrics.jsonl",
+        "least significant digit first",
     ):
         assert "".join(shown.split()) in flat, shown
     assert len(text.splitlines()) <= 40

@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.tasks import build_task, build_tokenizer
@@ -73,3 +74,21 @@ def test_an_evaluation_waits_for_its_open_tickets(
     asyncio.run(answer(store, make_group, poison=set()))
     heldout.collect()
     assert evaluations(tmp_path) == {0: 2, 10: 3}
+
+
+def test_an_answer_without_a_score_is_neither_right_nor_wrong(heldout, make_group, store, tmp_path):
+    async def fail() -> None:
+        worker = store.worker("w")
+        for claim in await worker.claim(100, block_s=0.0):
+            group = make_group(claim.ticket)
+            failed = {"valid": False, "failure": "exception", "reward": 0.0, "reward_parts": {}}
+            trajectories = [replace(t, **failed) for t in group.trajectories]
+            await worker.commit(claim, replace(group, trajectories=trajectories))
+
+    heldout.ask(0)
+    asyncio.run(fail())
+    heldout.collect()
+
+    [record] = read_metrics(tmp_path / "metrics.jsonl")
+    assert [sample["correct"] for sample in record["samples"]] == [None] * 3
+    assert record["eval/invalid"] == 3 and "eval/accuracy" not in record

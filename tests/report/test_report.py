@@ -13,8 +13,10 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
+from helpers.paths import ROOT
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from areal_q.config import load
 from areal_q.errors import LogError, RecordError
@@ -23,7 +25,7 @@ from buffer.logs.token_log import iter_tokens
 from buffer.logs.trajectory_log import TrajectoryLog, iter_log
 from buffer.report import page
 from buffer.report.figures import DELTA, plots_for, rows_of, write_csv
-from buffer.report.index import Index, matching
+from buffer.report.index import Index, matching, to_chunk
 from buffer.report.packed_arrays import pack, unpack
 from buffer.report.page import bisection, interesting, shell, whole_file
 from buffer.report.runs import Reported, different_settings, overview, read_runs
@@ -250,6 +252,29 @@ def test_the_list_holds_what_the_logs_say(run_dir):
             ]
         assert one.lags.sum() == sum(t.num_tokens for _, t in everyone)
         assert one.ages.tolist() == ([3] if step == 0 else [0, 3])
+
+
+def test_the_list_says_which_responses_were_not_scored(tmp_path, make_ticket, make_group):
+    group = make_group(make_ticket(0))
+    failed = replace(
+        group.trajectories[1], valid=False, failure="timeout", reward=0.0, reward_parts={}
+    )
+    log = TrajectoryLog(tmp_path / "trajectories")
+    log.append(0, 0, [replace(group, trajectories=[group.trajectories[0], failed])])
+    log.close()
+
+    index = Index(tmp_path)
+    index.refresh()
+    meta, arrays = to_chunk(list(index.steps.values()))
+
+    causes = [meta["causes"][code] for code in arrays["trajectory/failed"]]
+    assert causes == ["", "timeout"]
+
+
+def test_the_list_takes_all_of_an_earlier_version_for_scored():
+    index = Index(ROOT / "tests" / "data" / "old-run")
+    index.refresh()
+    assert not any(one.columns["failed"].any() for one in index.steps.values())
 
 
 @given(

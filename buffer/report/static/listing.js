@@ -5,9 +5,10 @@ const RUN_WIDE = 200;
 class Listing {
   constructor({ meta, arrays }) {
     this.prompts = meta.prompts;
+    this.causes = meta.causes;
     this.loggedSteps = meta.logged_steps;
     for (const name of ["step", "place", "number", "size"]) this[name] = arrays.get(`group/${name}`);
-    this.of = Object.fromEntries(["index", "length", "lag", "cut", "reward", "gap", "marked"].map((n) => [n, arrays.get(`trajectory/${n}`)]));
+    this.of = Object.fromEntries(["index", "length", "lag", "cut", "failed", "reward", "gap", "marked"].map((n) => [n, arrays.get(`trajectory/${n}`)]));
     this.first = new Int32Array(this.size.length); // of a group, among all trajectories
     this.bounds = new Map(); // step to [first group, one past the last]
     let sum = 0;
@@ -33,8 +34,19 @@ class Listing {
     return value;
   }
 
+  // Mean over the responses that were scored; NaN where none was.
   reward(g) {
-    return this.reduce(g, "reward", (a, b) => a + b, 0) / this.size[g];
+    const scored = this.size[g] - this.unscored(g);
+    return scored ? this.reduce(g, "reward", (a, b) => a + b, 0) / scored : NaN;
+  }
+
+  unscored(g) {
+    return this.reduce(g, "failed", (count, cause) => count + (cause > 0), 0);
+  }
+
+  // The reward of a trajectory in words.
+  score(t) {
+    return scored(this.of.reward[t], this.causes[this.of.failed[t]]);
   }
 
   largest(g, name) {
@@ -53,9 +65,13 @@ class Listing {
   }
 }
 
+function scored(reward, cause) {
+  return cause ? `not scored: ${cause}` : `r ${show(reward, 3)}`;
+}
+
 const ORDERS = {
   used: { says: "this step: as used" },
-  reward: { says: "this step: lowest reward", by: (l, g) => -l.reward(g) },
+  reward: { says: "this step: lowest reward", by: (l, g) => (l.unscored(g) === l.size[g] ? -Infinity : -l.reward(g)) },
   gap: { says: "this step: largest mismatch", by: (l, g) => l.largest(g, "gap") },
   marked: { says: "this step: most clipped or masked", by: (l, g) => l.largest(g, "marked") },
   allGap: { says: "whole run: largest mismatch", wide: true, by: (l, g) => l.largest(g, "gap") },

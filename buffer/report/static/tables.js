@@ -100,6 +100,7 @@ function code(text) {
 }
 
 function verdict(text, correct) {
+  if (correct === null) return el("td", { title: "its reward failed" }, "? ", code(text));
   return el("td", { class: correct ? "right" : "wrong" }, correct ? "✓ " : "✗ ", code(text));
 }
 

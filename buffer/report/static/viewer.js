@@ -131,18 +131,18 @@ class Viewer {
 
   groupRow(g) {
     const l = this.listing;
-    const reward = l.reward(g);
+    const unscored = l.unscored(g);
     const marked = l.largest(g, "marked");
     return el("div", { class: this.source.has(this.run, l.step[g]) ? "" : "absent" },
       el("span", { class: "clip" }, oneLine(l.prompts[g])),
-      el("span", { class: "small" }, ORDERS[this.order].wide ? `step ${l.step[g]} · ` : "", `r ${show(reward, 3)} · gap ${show(l.largest(g, "gap"), 2)}`, marked ? ` · ${show(marked)} marked` : ""));
+      el("span", { class: "small" }, ORDERS[this.order].wide ? `step ${l.step[g]} · ` : "", `r ${show(l.reward(g), 3)} · gap ${show(l.largest(g, "gap"), 2)}`, unscored ? ` · ${unscored} of ${l.size[g]} not scored` : "", marked ? ` · ${show(marked)} marked` : ""));
   }
 
   trajectoryRow(t) {
     const l = this.listing;
     const marked = l.of.marked[t];
     return el("div", {}, el("span", { class: "clip" }, this.preview(t)),
-      el("span", { class: "small" }, `#${l.of.index[t]} · r ${show(l.of.reward[t], 3)} · ${l.of.length[t]} tok`, l.of.cut[t] ? " cut" : "", ` · lag ${l.of.lag[t]}`, marked ? ` · ${show(marked)} marked` : ""));
+      el("span", { class: "small" }, `#${l.of.index[t]} · ${l.score(t)} · ${l.of.length[t]} tok`, l.of.cut[t] ? " cut" : "", ` · lag ${l.of.lag[t]}`, marked ? ` · ${show(marked)} marked` : ""));
   }
 
   // The beginning of a response, once its group has come.
@@ -236,7 +236,7 @@ class Viewer {
     this.others.replaceChildren(...this.group.trajectories.slice(0, OTHERS).flatMap((other, at) => {
       if (at === this.t.at) return [];
       const mine = this.response(at);
-      return [el("span", { class: "small" }, `#${other.index} · r ${show(other.reward, 3)}`),
+      return [el("span", { class: "small" }, `#${other.index} · ${scored(other.reward, other.failure)}`),
         el("div", { class: "mini", onclick: () => this.trajectories.choose(at) }, this.spans(mine, 0, Math.min(OTHERS_TOKENS, other.length), scale))];
     }));
     const pages = Math.ceil(length / PAGE_TOKENS);
