@@ -1,4 +1,4 @@
-"""What a rollout worker asks of an engine: the Protocol, and the records that cross it."""
+"""The Protocol of an engine, as a rollout worker sees it, and the records that cross it."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -9,28 +9,29 @@ from msgspec import Struct
 from areal_q.config import RolloutConfig, Sampling
 from areal_q.errors import RecordError
 from areal_q.messages import FinishReason, VersionSpan
+from areal_q.models.config import DecoderConfig
 from areal_q.weights.version import WeightVersion
 
 LARGEST = 2**31
-"""Above any number of tokens, and any id of one"""
+"""Bound above any number of tokens, and above any id of one"""
 MOST_STOP_IDS = 512
-"""Each token drawn is compared with all of them"""
+"""Most stop ids of a request; each token drawn is compared with all of them."""
 
 
 class Capabilities(Struct, frozen=True):
-    """What an engine can do; compared with the configuration when the worker starts."""
+    """The abilities of an engine, compared with the configuration when the worker starts."""
 
     formats: frozenset[str]
     kv_on_update: frozenset[str]
     kv_cache: frozenset[str] = frozenset({"auto"})
     kv_scales: bool = False
-    """Whether it takes an FP8 cache's scales from the learner"""
+    """True if the engine takes the scales of an FP8 cache from the learner."""
     routes: bool = False
-    """Whether it records the experts that tokens were sent to"""
+    """True if the engine records the experts that tokens were sent to."""
 
     def lacks(self, asked: RolloutConfig, routes: bool = False) -> str | None:
-        """What the settings, or a learner that replays `routes`, ask for and the engine cannot do, in one line;
-        None if there is nothing."""
+        """Returns in one line what the settings, or a learner that replays `routes`, ask for and the engine
+        cannot do; None if there is nothing."""
         if asked.format not in self.formats:
             return f"rollout.format: {asked.format} is not among {', '.join(sorted(self.formats))}"
         kv = getattr(asked.engine, "kv_on_update", None)
@@ -53,48 +54,55 @@ class Request(Struct, frozen=True, kw_only=True):
     `seed + i`."""
 
     prompt_ids: np.ndarray
-    """int32 [P]"""
+    """Token ids of the prompt, int32 [P]"""
     num_samples: int
     sampling: Sampling
     seed: int
     stop_ids: frozenset[int]
     """A response ends with the first of these, or with a stop of `sampling`; it is part of the response."""
     decode: Callable[[Sequence[int]], str] | None = None
-    """The tokenizer's, needed where `sampling.stop` has strings"""
+    """Decoder of the tokenizer, needed where `sampling.stop` has strings"""
     drawn: int = 0
-    """So many ids at the end of the prompt are the response's first, drawn by a request before this one;
-    with the same seed this one goes on as that would have done."""
+    """Number of ids at the end of the prompt that are the response's first ones, drawn by a request before
+    this one; with the same seed this request goes on as that one would have done."""
     timeout_s: float = 0.0
-    """A response that has been drawn for so long ends with the tokens that it has, of which there is at
-    least one; 0: never"""
+    """Seconds after which a response ends with the tokens that it has, of which there is at least one; 0
+    means never."""
 
 
 class Completion(Struct, frozen=True, kw_only=True):
     response_ids: np.ndarray
-    """int32 [T]"""
+    """Token ids of the response, int32 [T]"""
     logprobs: np.ndarray
-    """float32 [T] nats, of the distribution that drew the token: after temperature, top-k, top-p and
-    min-p"""
+    """Log-probs in nats, float32 [T], under the distribution that drew the tokens: after temperature, top-k,
+    top-p and min-p."""
     spans: list[VersionSpan]
     finish_reason: FinishReason | None
-    """None: its request was cancelled before it ended"""
+    """Why the response ended; None if its request was cancelled before it ended."""
     routes: np.ndarray | None = None
-    """uint8 or uint16 [N, L, K]: the experts that each of the first N tokens of prompt and response was sent to
-    by each sparse layer; the last token drawn was sent nowhere. None: not recorded, or no sparse layer"""
+    """Experts that each sparse layer sent each of the first N tokens of prompt and response to, uint8 or
+    uint16 [N, L, K]; the last token drawn was sent nowhere. None if they were not recorded, or no layer is
+    sparse."""
 
 
 TokenCallback = Callable[[int, int, float], None]
-"""(index in the group, token id, log-prob), called for every token as it is drawn"""
+"""Called for every token as it is drawn with (index in the group, token id, log-prob in nats)"""
 ResponseCallback = Callable[[int, Completion], None]
 """(index in the group, response), called for every response as it ends; where the request is cancelled, for
 each that has not ended but has tokens. It must not raise."""
 
 
 class Engine(Protocol):
-    """Always on: `load_weights` takes effect between two decoding steps of the requests in flight.
+    r"""The engine as the worker, the environments and the endpoint know it.
 
-    Cancelling the task that awaits `generate` cancels its request and frees its slots.
-    Before the first `load_weights` requests wait.
+    An engine is always on: `load_weights` takes effect between two decoding steps of the requests in flight.
+    Cancelling the task that awaits `generate` cancels its request and frees its slots. Requests wait until
+    the first `load_weights`.
+
+    Nobody implements this Protocol directly. To add an engine that computes in this process, write a Stepper
+    (rollout/engines/reference/async_engine.py) and wrap it in AsyncEngine; for one in processes of its own,
+    write a GenerationBackend (rollout/engines/process/generation_backend.py) and wrap it in StreamingEngine.
+    docs/engines.md, "Add an engine", says more.
     """
 
     name: str
@@ -132,6 +140,35 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def finish_reason(
+    request: Request, ids: Sequence[int], *, stopped: bool, late: bool
+) -> FinishReason | None:
+    """Returns why the response of tokens `ids` has ended; None if it has not.
+
+    `stopped` says that it completed one of the sampling's stops, `late` that its time is up. Time never ends a
+    response before its first token.
+    """
+    if stopped or (len(ids) and int(ids[-1]) in request.stop_ids):
+        return "stop"
+    if len(ids) >= request.sampling.max_tokens:
+        return "length"
+    return "timeout" if late and len(ids) else None
+
+
+def check_fits(request: Request, model: DecoderConfig, max_positions: int = 0) -> None:
+    """Raises RecordError for a request that `model` can never serve: one that is longer than `max_positions` (0
+    takes the model's own), or has a token outside of the vocabulary."""
+    prompt, sampling = np.asarray(request.prompt_ids), request.sampling
+    most = max_positions or model.max_positions
+    if len(prompt) + sampling.max_tokens > most:
+        raise RecordError(
+            f"a prompt of {len(prompt)} tokens and max_tokens = {sampling.max_tokens} "
+            f"exceed max_positions = {most}"
+        )
+    if prompt.min() < 0 or prompt.max() >= model.vocab_size:
+        raise RecordError(f"a prompt token is outside the vocabulary of {model.vocab_size}")
 
 
 def check_shape(request: Request, slots: int) -> None:

@@ -1,17 +1,13 @@
-"""What backends share that serve a checkpoint of the first version: vLLM and SGLang."""
+"""Shared by the backends that serve a checkpoint of the first version: vLLM and SGLang."""
 
 import logging
 import uuid
 from pathlib import Path
 
-import numpy as np
-
-from areal_q.errors import CheckpointError, EngineDied, RecordError, WeightVersionError
+from areal_q.errors import CheckpointError, EngineDied, WeightVersionError
 from areal_q.messages import Manifest
-from areal_q.models import DecoderConfig
 from areal_q.models.hf.quantized import QUANTIZATION_CONFIGS, write_checkpoint
 from areal_q.weights.version import WeightVersion
-from rollout.engines.base import Request
 
 logger = logging.getLogger(__name__)
 
@@ -34,19 +30,6 @@ def check_weights(weights: WeightVersion, first: Manifest | None) -> None:
         raise WeightVersionError(f"{where} lacks {min(lacking)[0]}, or has it in another shape")
 
 
-def check_request(request: Request, model: DecoderConfig, max_positions: int) -> None:
-    """Raises RecordError for a request that `model` can never serve. 0 positions: the model's own."""
-    prompt, sampling = np.asarray(request.prompt_ids), request.sampling
-    most = max_positions or model.max_positions
-    if len(prompt) + sampling.max_tokens > most:
-        raise RecordError(
-            f"a prompt of {len(prompt)} tokens and max_tokens = {sampling.max_tokens} "
-            f"exceed max_positions = {most}"
-        )
-    if prompt.min() < 0 or prompt.max() >= model.vocab_size:
-        raise RecordError(f"a prompt token is outside the vocabulary of {model.vocab_size}")
-
-
 def write_version(weights: WeightVersion, directory: Path) -> None:
     """A checkpoint of `weights` in `directory`, which exists. Raises WeightVersionError."""
     manifest = weights.manifest
@@ -67,14 +50,14 @@ def check_quantized(engine: str, linears: dict[str, str], format: str) -> None:
 
 
 def version_stamp(manifest: Manifest) -> str:
-    """What an engine writes on the tokens of a version."""
+    """Returns the mark that an engine puts on the tokens of a version."""
     return f"{manifest.version}:{manifest.digest}"
 
 
 def fresh_salt() -> str:
-    """For the prefix cache while one loading of weights lasts. Never the version itself: requests that waited
-    while newer weights came may have left those's keys and values under the old salt, and a version comes
-    twice where a learner begins again at a checkpoint."""
+    """Returns a salt for the prefix cache that holds while one loading of weights lasts. It is never the
+    version itself: a request that waited while newer weights came may have left its keys and values under the
+    old salt, and a version comes twice where a learner begins again at a checkpoint."""
     return uuid.uuid4().hex
 
 

@@ -1,4 +1,4 @@
-"""What StreamingEngine asks of a backend that generates in processes of its own."""
+"""The Protocol of a backend that generates in processes of its own, as StreamingEngine sees it."""
 
 from collections.abc import AsyncGenerator
 from typing import Protocol
@@ -11,17 +11,21 @@ from rollout.engines.base import Capabilities, Request
 
 
 class CompletionDelta(Struct, frozen=True, kw_only=True):
-    """What a stream says next."""
+    """The next tokens of a stream."""
 
     ids: list[int]
     logprobs: list[float]
-    """nats, one for each id"""
+    """Log-probs in nats, one for each id"""
     spans: list[VersionSpan] | None = None
-    """With the last piece, if the backend stamps tokens itself: of all tokens of the stream"""
+    """Spans of all tokens of the stream, with its last delta, if the backend stamps tokens itself"""
 
 
 class GenerationBackend(Protocol):
-    """Any method may raise EngineDied; then `launch` begins anew, which ends what is left of it."""
+    r"""An engine that generates in processes of its own, as StreamingEngine drives it. An engine in this
+    process is a Stepper instead.
+
+    Any method may raise EngineDied; then `launch` begins anew, which ends what is left of the processes.
+    """
 
     name: str
     capabilities: Capabilities
@@ -29,10 +33,11 @@ class GenerationBackend(Protocol):
     timeout_s: float
     restarts: int
     keeps_cache: bool
-    """Whether keys and values outlive the weights that they were computed with"""
+    """True if keys and values outlive the weights that they were computed with."""
 
     async def prepare(self) -> None:
-        """What needs no weights, such as slow imports. Raises ConfigError when it cannot run here."""
+        """Does what needs no weights, such as slow imports. Raises ConfigError when the engine cannot run
+        here."""
         ...
 
     def check_weights(self, weights: WeightVersion) -> None:
@@ -66,7 +71,7 @@ class GenerationBackend(Protocol):
         ...
 
     async def kill(self) -> None:
-        """Its streams raise EngineDied soon."""
+        """Ends the processes at once; their streams raise EngineDied soon."""
         ...
 
     async def close(self) -> None: ...

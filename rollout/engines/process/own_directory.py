@@ -15,7 +15,7 @@ from areal_q.system.run_dir import try_lock
 
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENTS = "segments"
-"""A file in the directory: the name and inode of each segment, one a line"""
+"""Name of a file in the directory that holds the name and inode of each segment, one a line"""
 
 
 class OwnDirectory:

@@ -1,4 +1,4 @@
-"""A response as far as its streams have brought it."""
+"""A completion as far as its streams have brought it."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from areal_q.errors import RecordError
 from areal_q.messages import FinishReason, VersionSpan, merge_spans
-from rollout.engines.base import Completion, Request
+from rollout.engines.base import Completion, Request, finish_reason
 from rollout.engines.process.generation_backend import CompletionDelta
 from rollout.engines.stop_conditions import stopper
 
@@ -22,11 +22,12 @@ class PartialCompletion:
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     kept: list[VersionSpan] = field(default_factory=list)
-    """Spans of what streams that died had drawn"""
+    """Spans of what was drawn by streams that died"""
     deadline_s: float | None = None
-    """Time of the event loop at which it is cut; None before its first token, and without a limit"""
+    """Time of the event loop at which the response is cut; None before its first token, and where there is no
+    limit."""
     late: bool = False
-    """That time has come"""
+    """True once that time has come."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -53,19 +54,15 @@ class PartialCompletion:
 
     @property
     def stopped(self) -> bool:
-        """By a stop that the backend does not know of"""
+        """True if the response ended by a stop that the backend does not know of."""
         return self._stopper is not None and self._stopper.stopped
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        if self.stopped or (self.ids and self.ids[-1] in self.request.stop_ids):
-            return "stop"
-        if len(self.ids) >= self.request.sampling.max_tokens:
-            return "length"
-        return "timeout" if self.late and self.ids else None
+        return finish_reason(self.request, self.ids, stopped=self.stopped, late=self.late)
 
     def rest(self) -> Request:
-        """What is still to be drawn, after the tokens that there are."""
+        """Returns the request for what is still to be drawn, after the tokens that there are."""
         if not self.ids:
             return self.request
         sampling = self.request.sampling

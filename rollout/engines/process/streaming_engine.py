@@ -82,13 +82,13 @@ class StreamingEngine:
         self.name, self.capabilities = backend.name, backend.capabilities
         self.backend = backend
         self.deaths = 0
-        """Since the start"""
+        """Number of deaths of the backend since the start"""
         self._deaths_in_a_row = 0
         self._lost: EngineDied | None = None
-        """The last death, once there were too many in a row"""
+        """Last death, once there were too many in a row"""
         self._weights: WeightVersion | None = None
         self._loadings = 0
-        """Since the start; the same version may be loaded twice"""
+        """Number of loadings since the start; the same version may be loaded twice."""
         self._slots = ResponseSlots(backend.slots)
         self._changing = asyncio.Lock()
         self._ready = asyncio.Event()
@@ -262,9 +262,9 @@ class StreamingEngine:
     async def _draw(
         self, partial: PartialCompletion, index: int, on_token: TokenCallback | None
     ) -> bool:
-        """As far as one stream, or the response's time, goes. False: it must begin anew. Weights changed before
-        its first token, which may rest on the keys and values that the old ones gave its prompt, from a cache
-        or computed in part, and nothing would tell."""
+        """Draws as far as one stream, or the response's time, goes. Returns False if the response must begin
+        anew: weights changed before its first token, which may then rest on keys and values that the old ones
+        gave its prompt, from a cache or computed in part, and nothing would tell."""
         loadings, before = self._loadings, len(partial.ids)
         stream = self.backend.stream(partial.rest(), partial.seed)
         clock = asyncio.timeout_at(partial.deadline_s)

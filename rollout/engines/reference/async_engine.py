@@ -29,6 +29,7 @@ from rollout.engines.base import (
     ResponseCallback,
     TokenCallback,
     check_shape,
+    finish_reason,
 )
 from rollout.engines.stop_conditions import Stopper, stopper
 
@@ -42,11 +43,11 @@ class Job:
     on_token: TokenCallback | None = None
     on_response: ResponseCallback | None = None
     started: int = -1
-    """Step that draws its first tokens; -1 while it waits"""
+    """Step that draws the first tokens; -1 while the job waits."""
     deadline_s: float = math.inf
-    """Monotonic time at which its responses are cut"""
+    """Monotonic time at which the responses are cut"""
     stoppers: list[Stopper] = field(default_factory=list)
-    """One for each response, or none"""
+    """One stopper for each response, or none at all"""
     completions: dict[int, Completion] = field(default_factory=dict)
 
     def start(self, step: int) -> None:
@@ -62,13 +63,9 @@ class Job:
 
     def finish_reason(self, index: int, ids: Sequence[int]) -> FinishReason | None:
         """Why the response of tokens `ids` has ended; None if it has not."""
-        if int(ids[-1]) in self.request.stop_ids:
-            return "stop"
-        if self.stoppers and self.stoppers[index].stopped:
-            return "stop"
-        if len(ids) >= self.request.sampling.max_tokens:
-            return "length"
-        return "timeout" if time.monotonic() >= self.deadline_s else None
+        stopped = bool(self.stoppers) and self.stoppers[index].stopped
+        late = time.monotonic() >= self.deadline_s
+        return finish_reason(self.request, ids, stopped=stopped, late=late)
 
     def complete(self, index: int, completion: Completion) -> None:
         self.completions[index] = completion
@@ -83,13 +80,13 @@ class Job:
 
 
 class StepVersions:
-    """Which version drew at which step, as far back as responses in flight may need it."""
+    """Remembers which version drew at which step, as far back as responses in flight may need it."""
 
     def __init__(self) -> None:
         self._since: deque[tuple[int, int, str]] = deque()
 
     def swapped(self, step: int, manifest: Manifest) -> None:
-        """From `step` on, tokens are drawn with this version."""
+        """Notes that from `step` on tokens are drawn with this version."""
         if self._since and self._since[-1][0] == step:
             self._since.pop()
         self._since.append((step, manifest.version, manifest.digest))
@@ -112,14 +109,15 @@ class StepVersions:
 
 
 class Stepper(Protocol):
-    """The synchronous half: holds the rows and draws their next tokens."""
+    """An engine that computes in this process, as AsyncEngine drives it: it holds the rows and draws their next
+    tokens, synchronously. An engine in processes of its own is a GenerationBackend instead."""
 
     name: str
     capabilities: Capabilities
     slots: int
     waiting: deque[Job]
     tokens_per_s: float
-    """Pace of generation; infinite for as fast as it goes"""
+    """Pace of generation in tokens per second; infinite for as fast as it goes."""
 
     @property
     def version(self) -> int: ...
@@ -136,7 +134,7 @@ class Stepper(Protocol):
         ...
 
     def unfinished(self, job: Job) -> dict[int, Completion]:
-        """What a job's responses that have not ended have so far, by their index."""
+        """Returns what there is of a job's responses that have not ended, by their index."""
         ...
 
     def drop(self, job: Job) -> None:

@@ -21,7 +21,7 @@ from areal_q.config import TorchEngine
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.quant import FORMATS
 from areal_q.weights.version import WeightVersion
-from rollout.engines.base import Capabilities, Completion, Request
+from rollout.engines.base import Capabilities, Completion, Request, check_fits
 from rollout.engines.reference.async_engine import AsyncEngine, Job, StepVersions
 from rollout.engines.reference.batch_state import BatchState
 from rollout.engines.reference.build_ops import build_ops
@@ -31,7 +31,7 @@ from rollout.engines.reference.kv_cache_fp8 import build_cache
 from rollout.engines.reference.sampling import log_distribution, sample_tokens
 
 PREFILL_TOKENS = 8192
-"""Most padded prompt tokens in one forward (a longer prompt goes alone)"""
+"""Most padded prompt tokens in one forward; a longer prompt goes alone."""
 
 
 def torch_engine(config: TorchEngine) -> AsyncEngine:
@@ -59,7 +59,7 @@ class TorchStepper:
         self.versions = StepVersions()
         self.model: InferenceModel | None = None
         self.owners: list[tuple[Job, int]] = []
-        """(job, index in its group) of each row"""
+        """The job of each row, and the row's index in the job's group"""
         self.running: dict[Job, int] = {}
         """Rows that each job still has"""
         self.batch: BatchState
@@ -75,15 +75,7 @@ class TorchStepper:
 
     def check_request(self, request: Request) -> None:
         assert self.model is not None
-        config, prompt = self.model.config, np.asarray(request.prompt_ids)
-        total = len(prompt) + request.sampling.max_tokens
-        if total > config.max_positions:
-            raise RecordError(
-                f"a prompt of {len(prompt)} tokens and max_tokens = {request.sampling.max_tokens} "
-                f"exceed the model's max_positions = {config.max_positions}"
-            )
-        if prompt.min() < 0 or prompt.max() >= config.vocab_size:
-            raise RecordError(f"a prompt token is outside the vocabulary of {config.vocab_size}")
+        check_fits(request, self.model.config)
 
     def prepare(self, weights: WeightVersion) -> InferenceModel:
         model = InferenceModel(weights, self.config.device, self.ops)

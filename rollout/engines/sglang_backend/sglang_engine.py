@@ -28,7 +28,7 @@ from areal_q.messages import Manifest
 from areal_q.models import DecoderConfig
 from areal_q.system.credentials import secret
 from areal_q.weights.version import WeightVersion
-from rollout.engines.base import Capabilities, Request
+from rollout.engines.base import Capabilities, Request, check_fits
 from rollout.engines.process import checkpoint_backend
 from rollout.engines.process.generation_backend import CompletionDelta
 from rollout.engines.process.process_end import first_end
@@ -40,11 +40,11 @@ from rollout.engines.sglang_backend.server_process import SglangProcess, server_
 logger = logging.getLogger(__name__)
 
 SGLANG_CPU_FORMATS = frozenset({"bf16"})
-"""SGLang's quantized products need AMX, or a GPU"""
+"""Formats on a CPU; SGLang's quantized products need AMX, or a GPU."""
 SGLANG_GPU_FORMATS = SGLANG_CPU_FORMATS | {"fp8", "fp8-channel", "int8"}
 MEMORY = Path("/dev/shm")
 ABORTS_S = 1.0
-"""For which the end of a server waits until it has heard what is not wanted any more"""
+"""Seconds for which the end of a server waits until it has heard which requests are not wanted any more"""
 PAUSES = {"keep": "in_place", "recompute": "retract"}
 
 
@@ -63,7 +63,7 @@ def sglang_engine(config: SglangEngine) -> StreamingEngine:
 
 
 def handover_directory(config: SglangEngine) -> str:
-    """Where versions are handed over: in memory, where there is such a place."""
+    """Returns the directory in which versions are handed over: in memory, where there is such a place."""
     if config.directory:
         return config.directory
     return str(MEMORY) if os.access(MEMORY, os.W_OK) else tempfile.gettempdir()
@@ -88,15 +88,15 @@ class SglangBackend:
         self._model: DecoderConfig | None = None
         self._positions = config.max_positions
         self._seeded = True
-        """Whether the server draws in its deterministic mode, asked or not"""
+        """True if the server draws in its deterministic mode, asked or not."""
         self._most_masked = 0
-        """Tokens of a truncated distribution whose log-probs the server reports"""
+        """Most tokens of a truncated distribution whose log-probs the server reports"""
         self._salt = ""
         self._aborts: set[asyncio.Task[None]] = set()
 
     @property
     def pid(self) -> int:
-        """Of the server of our own; 0 without one."""
+        """Process id of the server of our own; 0 without one."""
         return self._server.pid if self._server else 0
 
     async def prepare(self) -> None:
@@ -107,7 +107,7 @@ class SglangBackend:
 
     def check_request(self, request: Request) -> None:
         assert self._model is not None
-        checkpoint_backend.check_request(request, self._model, self._positions)
+        check_fits(request, self._model, self._positions)
         if request.sampling.min_p and self._seeded:
             raise RecordError(
                 "min_p: SGLang draws it without seeds only, and dies otherwise: "

@@ -25,7 +25,7 @@ from areal_q.errors import ConfigError, EngineDied, RecordError
 from areal_q.messages import Manifest
 from areal_q.models import DecoderConfig
 from areal_q.weights.version import WeightVersion
-from rollout.engines.base import Capabilities, Request
+from rollout.engines.base import Capabilities, Request, check_fits
 from rollout.engines.process import checkpoint_backend
 from rollout.engines.process.generation_backend import CompletionDelta
 from rollout.engines.process.own_directory import OwnDirectory
@@ -51,8 +51,8 @@ VLLM_GPU_ENVIRONMENT = {
     "VLLM_USE_DEEP_GEMM_E8M0": "0",
     "VLLM_DISABLED_KERNELS": "FlashInferMxFp4LinearKernel",
 }
-"""Else vLLM makes the scales of FP8 blocks powers of two and requantizes, and rounds the activations of MXFP4
-to four bits where the GPU can: it would not run what was published"""
+"""Settings without which vLLM makes the scales of FP8 blocks powers of two and requantizes, and rounds the
+activations of MXFP4 to four bits where the GPU can: it would not run what was published."""
 VLLM_GPU_FORMATS = cpu_kernels.FORMATS | {"fp8", "nvfp4", "mxfp4"}
 VLLM_HOPPER_FORMATS = VLLM_GPU_FORMATS | {"int4-fp8"}
 EXTENSION = "rollout.engines.vllm_backend.worker_extension"
@@ -85,14 +85,14 @@ class VllmBackend:
         self.slots, self.timeout_s = config.slots, config.timeout_s
         self.restarts, self.keeps_cache = config.restarts, config.kv_on_update == "keep"
         self.pids: list[int] = []
-        """The processes that hold the model"""
+        """Ids of the processes that hold the model"""
         self._llm: AsyncLLM | None = None
         self._stager: WeightStager | None = None
         self._directory: OwnDirectory | None = None
         self._first: Manifest | None = None
         self._model: DecoderConfig | None = None
         self._positions = config.max_positions
-        """Most tokens of prompt and response together; 0: the model's own"""
+        """Most tokens of prompt and response together; 0 stands for the model's own."""
         self._salt = ""
         self._adapter: Any = None
         self._requests = 0
@@ -109,7 +109,7 @@ class VllmBackend:
 
     def check_request(self, request: Request) -> None:
         assert self._model is not None
-        checkpoint_backend.check_request(request, self._model, self._positions)
+        check_fits(request, self._model, self._positions)
         if request.sampling.temperature > 2:
             raise RecordError(f"temperature = {request.sampling.temperature}: vLLM takes 2 at most")
 
@@ -213,7 +213,8 @@ class VllmBackend:
             self._directory = None
 
     async def _construct(self, path: str, settings: dict[str, Any]) -> "AsyncLLM":
-        """In a thread, since it takes seconds. Cancelled, it is waited for, so that nothing stays behind."""
+        """Constructs vLLM in a thread, since it takes seconds. When cancelled it waits for the thread, so
+        that nothing stays behind."""
         starting = asyncio.ensure_future(asyncio.to_thread(_start_vllm, path, settings))
         try:
             return await asyncio.shield(starting)
@@ -242,7 +243,7 @@ class VllmBackend:
             await self._answer(llm.collective_rpc("areal_observe"), "observers")
 
     async def _swap(self, manifest: Manifest) -> None:
-        """To what was staged."""
+        """Changes to the weights that were staged."""
         swapped = self._running().collective_rpc("areal_swap", args=(manifest.digest,))
         await self._answer(swapped, "swap")
 
