@@ -24,10 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 class EndpointAddress(NamedTuple):
-    """Of the OpenAI-compatible endpoint. Example: EndpointAddress("0.0.0.0:8000", "/run/secrets/token")"""
+    """Address of the OpenAI-compatible endpoint. Example: EndpointAddress("0.0.0.0:8000",
+    "/run/secrets/token")"""
 
     at: str = ""
-    """[HOST:]PORT; "" for no endpoint"""
+    """Host and port as [HOST:]PORT; "" means that there is no endpoint."""
     token_file: str | None = None
 
 
@@ -35,7 +36,7 @@ NO_ENDPOINT = EndpointAddress()
 
 
 class WorkerParts(NamedTuple):
-    """What the settings alone decide."""
+    """Parts of a worker that follow from the settings alone."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -145,7 +146,8 @@ async def _serve(
 
 
 def worker_capacity(run: Run) -> WorkerCapacity:
-    """What fills the engine, and a quarter in reserve; two groups at least."""
+    """Returns how much a worker claims: what fills the engine and a quarter in reserve, two groups at
+    least."""
     engine, size = run.rollout.engine, run.learner.group_size
     slots = 256 if isinstance(engine, ScriptedEngine) else engine.slots
     return WorkerCapacity(max(2 * size, slots * 5 // 4), slots, size)

@@ -44,9 +44,9 @@ from rollout.environments.single_turn import SingleTurn
 logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 SAY_AFTER_S = 10.0
-"""A worker that waits for longer than this says for what"""
+"""Seconds of waiting after which a worker says in its log what it waits for"""
 CAPACITY_POLL_S = 0.05
-"""Between two looks for room that ended responses of unfinished groups have left"""
+"""Seconds between two looks for room that ended responses of unfinished groups have left"""
 
 
 MOST_REFUSED = 100
@@ -54,14 +54,14 @@ MOST_REFUSED = 100
 
 
 class WorkerCapacity(NamedTuple):
-    """How much a worker claims."""
+    """Bounds on what a worker claims."""
 
     responses: int
-    """That are not ended, at most: what fills the engine, and a reserve"""
+    """Most responses that have not ended: what fills the engine, and a reserve"""
     slots: int
-    """Of the engine"""
+    """Rows of the engine"""
     group_size: int
-    """Of the tickets to come"""
+    """Responses of each ticket to come"""
 
 
 @dataclass
@@ -110,19 +110,20 @@ class Worker:
         self._engine, self._buffer, self._subscriber = engine, buffer, subscriber
         self._tokenizer, self._reward, self._format = tokenizer, reward, weight_format
         self._observe = observe
-        """Told every heartbeat"""
+        """Called at every heartbeat with the worker's status"""
         self._source = source or WeightSource()
         single = SingleTurn(EngineClient(engine, tokenizer))
         self._environments = {"train": environment or single, "eval": evaluation or single}
-        """By the ticket's purpose"""
+        """Environments by the ticket's purpose"""
         self._routes = routes
-        """Whether the learner wants to know the experts that tokens were sent to"""
+        """True if the learner wants to know the experts that tokens were sent to."""
         self._capacity = capacity
         self._max_lag = max_lag
-        """Versions by which tokens of another worker may be behind to be gone on from"""
+        """Versions by which tokens of another worker may be behind if this one is to go on from them"""
         self._in_flight: dict[asyncio.Task[None], GroupInFlight] = {}
         self._committing: set[asyncio.Task[None]] = set()
-        """Their commit tells by itself whether the ticket was lost; a renewal cannot: it is gone either way"""
+        """Tasks whose commit tells by itself whether the ticket was lost; a renewal cannot, since the claim
+        is gone either way."""
         self._place_free = asyncio.Event()
         self._swapped = asyncio.Event()
         self._groups = 0
@@ -134,11 +135,11 @@ class Worker:
         self._swap_s = 0.0
         self._digest = ""
         self._waits = ("", 0.0, False)
-        """For what, since when, and whether it was said"""
+        """What the worker waits for, since when, and whether the log says so already"""
 
     async def run(self, begin: Callable[[], Awaitable[object]] | None = None) -> None:
-        """Until cancelled; `begin` is awaited as soon as requests can be made of the engine. Raises what a loop
-        raises: a worker that cannot work must not look alive."""
+        """Works until cancelled; `begin` is awaited as soon as requests can be made of the engine. Raises
+        what a loop raises: a worker that cannot work must not look alive."""
         await self._reward.start()
         await self._engine.start()
         try:
@@ -168,9 +169,9 @@ class Worker:
                 self._in_flight[loops.create_task(self._handle(work))] = work
 
     async def _handle(self, work: GroupInFlight) -> None:
-        """From ticket to committed group. Cancelled, it leaves its work for `run` to release. A ticket that
-        cannot become a valid group costs itself alone. Raises RecordError when nothing but such tickets came:
-        then it is the weights, or the worker."""
+        """Takes a ticket to its committed group. When cancelled it leaves its work for `run` to release. A
+        ticket that cannot become a valid group costs itself alone. Raises RecordError when nothing but such
+        tickets came: then it is the weights, or the worker."""
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -243,7 +244,7 @@ class Worker:
             self._swapped.set()
 
     def _waits_for(self, now_s: float) -> str:
-        """What keeps all of the engine from work; said once in the log if it lasts."""
+        """Returns what keeps all of the engine from work; it is said once in the log if it lasts."""
         found = self._hindrance()
         what, since_s, said = self._waits
         if found != what:

@@ -60,7 +60,7 @@ def findings(run: Run, redis: str | None) -> Iterator[CheckResult]:
 
 
 def settings_of(run: Run) -> Iterator[CheckResult]:
-    """What `areal-q run` would refuse before it starts anything."""
+    """Returns what `areal-q run` would refuse before it starts anything."""
     try:
         preflight(run)
         yield CheckResult("settings", "ok", "directories and ports that they name")
@@ -78,7 +78,7 @@ def learner_of(run: Run) -> Iterator[CheckResult]:
 
 
 def engine_of(run: Run) -> Iterator[CheckResult]:
-    """What the configured engine can do, beside what the run asks of it; a server at a URL is asked."""
+    """Compares what the configured engine can do with what the run asks of it; a server at a URL is asked."""
     from rollout.engines import build_engine
 
     tag = type(run.rollout.engine).__struct_config__.tag
@@ -105,7 +105,7 @@ def engine_of(run: Run) -> Iterator[CheckResult]:
 
 
 def vllm_on_cpu(run: Run) -> Iterator[CheckResult]:
-    """What vLLM computes the run's format with, where it runs on a CPU."""
+    """Names the kernel that vLLM computes the run's format with, where it runs on a CPU."""
     from rollout.engines.process import checkpoint_backend
     from rollout.engines.vllm_backend import cpu_kernels
 

@@ -1,4 +1,4 @@
-"""What a running SGLang server says of itself, for `areal-q check`: it is asked, and left as it is."""
+"""Asks a running SGLang server what it is, for `areal-q check`, and leaves it as it is."""
 
 import os
 from collections.abc import AsyncIterator
@@ -17,12 +17,12 @@ from rollout.engines.sglang_backend.sglang_engine import handover_directory
 from rollout.openai_server.app import LOOPBACK
 
 ASK_S = 5.0
-"""For each answer"""
+"""Seconds to wait for each answer"""
 UPDATE = "/update_weights_from_disk"
 
 
 async def server_of(run: Run, config: SglangEngine) -> list[CheckResult]:
-    """Whether the server at `config.url` answers, as what, and whether it can be given weights. Raises
+    """Finds out if the server at `config.url` answers, as what, and if it can be given weights. Raises
     CheckpointError where the run's own model cannot be read."""
     assert config.url is not None
     ours = _family(run.model)
@@ -80,7 +80,8 @@ def _model(told: dict[str, Any], ours: str) -> CheckResult:
 
 
 async def _weights(client: SglangClient, config: SglangEngine) -> CheckResult:
-    """Whether versions can be handed over: a way in, and a place."""
+    """Checks that versions can be handed over: that the server has a way in, and that there is a place for
+    them."""
     name, place = "its weights", handover_directory(config)
     try:
         paths = (await client.get("/openapi.json"))["paths"]

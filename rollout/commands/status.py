@@ -33,20 +33,21 @@ from buffer.weight_sync import WeightSource
 from buffer.weight_sync.client import WeightClient
 
 SILENT_S = 120.0
-"""Without a new version for so long, the learner is said to be stuck; --silent-s"""
+"""Seconds without a new version after which the learner is said to be stuck; `--silent-s` sets it."""
 FULL = 0.9
-"""Share of Redis's memory from which it is said to fill up"""
+"""Share of Redis's memory from which Redis is said to fill up"""
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """What `areal-q status --json` prints."""
+    """The document that `areal-q status --json` prints."""
 
     run: str
     version: int | None
-    """The newest that the learner serves: its steps done. None: it does not answer"""
+    """Newest version that the learner serves, which is the number of its steps done; None if it does not
+    answer."""
     digest: str = ""
     since_step_s: float | None = None
-    """Since that version was published"""
+    """Seconds since that version was published"""
     weights_bytes: int = 0
     delta_bytes: int | None = None
     subscribers: int = 0
@@ -101,7 +102,7 @@ def _learner(client: redis.Redis, run: str, source: WeightSource) -> tuple[HeldV
 
 
 def _starves(client: redis.Redis, run: str) -> list[str]:
-    """What a learner that waits for groups says."""
+    """Says what a learner waits for while it waits for groups."""
     said: Any = client.hget(Keys(run).owner, "starves")
     return [said.decode()] if said else []
 
@@ -166,7 +167,7 @@ def _worker_table(found: Cluster) -> Table:
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """What `areal-q status --json` prints of a run that does not go on."""
+    """The document that `areal-q status --json` prints of a run that has ended."""
 
     run: str
     ended: str

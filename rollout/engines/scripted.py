@@ -25,7 +25,7 @@ from rollout.engines.reference.async_engine import AsyncEngine, Job, StepVersion
 from rollout.engines.reference.sampling import random_uniform, seed_keys
 
 Answer = Callable[[Sequence[int]], Sequence[int]]
-"""Prompt ids → the ids that the script means to say, a stop id included"""
+"""Maps prompt ids to the ids that the script means to say, a stop id included."""
 
 
 def reverse(prompt: Sequence[int]) -> Sequence[int]:
@@ -53,7 +53,8 @@ class ScriptedResponse:
     index: int
     script: Sequence[int]
     u: np.ndarray
-    """float64 [max_tokens], two numbers in one: right or wrong, and which wrong token"""
+    """Random numbers, float64 [max_tokens]; each decides two things: right or wrong, and which wrong
+    token."""
     ids: list[int]
     logprobs: list[float]
 

@@ -1,4 +1,4 @@
-"""Where a response ends: with a sequence of ids, or with a string that may begin and end inside of tokens.
+"""Stops of a response: a sequence of ids, or a string that may begin and end inside of tokens.
 
 A response ends with the token that completes a stop. All its tokens stay as they were drawn, those of the
 stop included, so that their log-probs and those that a learner computes are of the same ids.
@@ -11,7 +11,7 @@ from areal_q.config import Sampling
 
 DecodeIds = Callable[[Sequence[int]], str]
 UNFINISHED = "�"
-"""How a decoder spells the first bytes of a character whose last ones are still to come"""
+"""Character with which a decoder spells the first bytes of a character whose last ones are still to come"""
 
 
 class TextStream:
@@ -25,11 +25,12 @@ class TextStream:
         self._decode = decode
         self._ids: list[int] = []
         self._before = 0
-        """How many of `_ids` are of the piece before, whose text is known"""
+        """Number of `_ids` that belong to the piece before, whose text is known"""
         self._known = ""
 
     def add(self, token: int) -> tuple[str, str]:
-        """(new text that no later token will change, what follows it so far of a piece that may change)"""
+        """Returns (new text that no later token will change, the text after it so far that may still
+        change)."""
         self._ids.append(token)
         text = self._decode(self._ids)
         new = text[len(self._known) :]
@@ -52,7 +53,7 @@ class Stopper:
         self._strings = stop_strings(sampling)
         self._tail: deque[int] = deque(maxlen=max(map(len, self._sequences), default=0))
         self._reach = max(map(len, self._strings), default=1) - 1
-        """Characters that may be the beginning of a stop string"""
+        """Number of characters that may be the beginning of a stop string"""
         self._text = ""
         assert not self._strings or decode is not None
         self._stream = TextStream(decode) if decode and self._strings else None
@@ -94,5 +95,5 @@ def cut_at_stop(text: str, stops: tuple[str, ...]) -> str:
 
 
 def held_back(text: str, stops: tuple[str, ...]) -> int:
-    """How many characters at the end of `text` may be the beginning of one of the strings."""
+    """Returns how many characters at the end of `text` may be the beginning of one of the strings."""
     return max((n for s in stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)

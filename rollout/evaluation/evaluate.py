@@ -125,7 +125,7 @@ async def _collect(
     sampling: Sampling,
     write: Callable[[Answered], Any],
 ) -> list[Answered]:
-    """In the problems' order. Cancelled by Ctrl-C, those that are done."""
+    """Returns the replies in the problems' order; when cancelled by Ctrl-C, those that are done."""
     from rollout.evaluation.generate import answered
 
     rows: list[Answered] = []
@@ -146,7 +146,7 @@ async def _collect(
 
 
 def remarks(rows: Sequence[Answered]) -> list[str]:
-    """What a reader of the accuracies must know: answers that were cut off, rewards that failed."""
+    """Returns what a reader of the accuracies must know: answers that were cut off, rewards that failed."""
     replies = [r for row in rows for r in [*row.samples, *([row.greedy] if row.greedy else [])]]
     cut = sum(not r.finished for r in replies)
     failed = sum(r.failed for r in replies)
@@ -220,7 +220,7 @@ def _answers_file(path: Path | None) -> Iterator[tuple[Callable[[Answered], Any]
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """On stderr: a bar on a terminal, elsewhere a line every tenth of the way."""
+    """Prints progress on stderr: a bar on a terminal, elsewhere a line every tenth of the way."""
     console = Console(stderr=True)
     if not console.is_terminal:
         done, step = 0, max(1, round(total * PLAIN_EVERY))

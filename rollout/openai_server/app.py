@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 HEADER = "X-Episode"
 KNOBS = ("temperature", "top_k", "top_p", "min_p")
 MAX_BODY_BYTES = 4 << 20
-"""Some 500,000 token ids in JSON"""
+"""Most bytes of a request: some 500,000 token ids in JSON"""
 B = TypeVar("B", CompletionBody, ChatBody)
 Tokens = asyncio.Queue[tuple[int, int, float] | None]
 
@@ -164,7 +164,8 @@ class Endpoint:
         return None if id is None else self._required().find(id)
 
     def _new_of_prompt(self, episode: Episode, prompt: str | list[int]) -> list[int]:
-        """What follows the recorded tokens or text. Raises RecordError if the prompt does not extend them."""
+        """Returns what follows the recorded tokens or text. Raises RecordError if the prompt does not extend
+        them."""
         known: Any = episode.text if isinstance(prompt, str) else episode.ids
         if prompt[: len(known)] != known:
             raise RecordError("the prompt does not extend what is recorded of the episode")

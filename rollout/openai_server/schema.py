@@ -1,4 +1,4 @@
-"""What the endpoint takes and gives: OpenAI's fields, and beside them `token_ids` and `versions`."""
+"""The fields that the endpoint takes and gives: OpenAI's, and beside them `token_ids` and `versions`."""
 
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
@@ -14,12 +14,12 @@ Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
 Stops = Stop | Annotated[list[Stop], Meta(max_length=MOST_STOPS)] | None
 MAX_CHOICES = 64
 MAX_STOP_IDS = 256
-"""Each token drawn is compared with all of them, in every row of the engine"""
+"""Most stop ids; each token drawn is compared with all of them, in every row of the engine."""
 MAX_PROMPT = 1 << 20
-"""Token ids of a prompt, and messages of a conversation"""
+"""Most token ids of a prompt, and most messages of a conversation"""
 Int32 = Annotated[int, Meta(ge=0, lt=2**31)]
 Number = Annotated[float, Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
-"""A reward or a part of one, as far as Group.validate takes it"""
+"""A reward or a part of one, within the bounds that Group.validate takes"""
 PartName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
 MAX_PARTS = 32
 Zero = Annotated[float, Meta(ge=0, le=0)]
@@ -124,15 +124,15 @@ class ChatBody(_Body, kw_only=True):
 
 class Begin(Struct):
     timeout_s: Annotated[float, Meta(ge=0, le=60)] = 10.0
-    """How long to wait for a ticket"""
+    """Seconds to wait for a ticket"""
 
 
 class RewardBody(Struct):
     reward: Number | None = None
     failed: FailureCause | None = None
-    """In place of a reward: why the episode, and not the model, failed"""
+    """Why the episode, and not the model, failed; given in place of a reward."""
     parts: Annotated[dict[PartName, Number], Meta(max_length=MAX_PARTS)] = {}
-    """Averaged into the metrics; `correct` is what counts as accuracy"""
+    """Parts that are averaged into the metrics; `correct` is what counts as accuracy."""
 
     def __post_init__(self) -> None:
         if (self.reward is None) == (self.failed is None):
@@ -145,13 +145,13 @@ class Told(Struct, frozen=True, kw_only=True):
     index: int
     text: str
     offset: int = 0
-    """Characters that were said before"""
+    """Number of characters that were said before"""
     ids: list[int]
     pieces: list[str]
-    """The text of each token by itself"""
+    """Text of each token by itself"""
     logprobs: list[float]
     versions: list[int]
-    """Of the weights that drew each token"""
+    """Version of the weights that drew each token"""
     finish_reason: str | None
 
 

@@ -1,4 +1,4 @@
-"""What the torch engine knows of each response in flight: prompt, tokens so far, budget, settings."""
+"""The torch engine's state of each response in flight: prompt, tokens so far, budget, settings."""
 
 import numpy as np
 import torch
@@ -20,23 +20,24 @@ class BatchState:
 
         self.device = device
         self.ids = empty(0, 0)
-        """int64 [slots, max_len]: prompt and response so far"""
+        """Prompt and response so far, int64 [slots, max_len]"""
         self.logprobs = empty(0, 0, dtype=torch.float32)
-        """float32 [slots, max_len], beside `ids`; meaningless over the prompt"""
+        """Log-probs beside `ids`, float32 [slots, max_len]; meaningless over the prompt."""
         experts = config.experts
         self.routes = empty(
             *(0, 0, len(config.sparse_layers), experts.per_token if experts else 0),
             dtype=torch.uint8 if not experts or experts.count <= 256 else torch.int16,
         )
-        """[slots, max_len, L, K], beside `ids`: the experts that each token was sent to by each sparse layer"""
+        """Experts that each sparse layer sent each token to, beside `ids`: uint8 or int16 [slots, max_len, L,
+        K]"""
         self.length = empty(0)
-        """int64 [slots]: tokens in `ids`; all but the last have keys and values in the cache"""
+        """Tokens in `ids`, int64 [slots]; all but the last have keys and values in the cache."""
         self.end = empty(0)
-        """int64 [slots]: length at which the row's budget is spent"""
+        """Length at which the row's budget is spent, int64 [slots]"""
         self.keys = empty(0)
-        """int64 [slots]: the row's stream of random numbers"""
+        """Key of the row's stream of random numbers, int64 [slots]"""
         self.stops = empty(0, 1)
-        """int64 [slots, S]: ids that end the response, padded with -1"""
+        """Ids that end the response, int64 [slots, S], padded with -1"""
         self.temperature = empty(0, dtype=torch.float32)
         self.top_k = empty(0)
         self.top_p = empty(0, dtype=torch.float32)

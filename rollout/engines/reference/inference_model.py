@@ -28,14 +28,14 @@ from rollout.engines.reference.ops import Ops
 @dataclass(frozen=True)
 class Layer:
     input_norm: Tensor
-    """[D]"""
+    """Weight of the RMSNorm before attention, float32 [D]"""
     qkv: Linear
     qkv_bias: Tensor | None
     head_norm: Tensor | None
-    """[heads + kv_heads, head_dim]: Qwen3's weights for the norms of q's and k's heads"""
+    """Weights of Qwen3's norms of the heads of q and k, float32 [heads + kv_heads, head_dim]"""
     o: Linear
     post_norm: Tensor
-    """[D]"""
+    """Weight of the RMSNorm before the MLP, float32 [D]"""
     mlp: "Mlp | SparseMlp"
 
 
@@ -51,10 +51,10 @@ class Mlp:
 
 @dataclass(frozen=True)
 class SparseMlp:
-    """As areal_q.models.moe.SparseMlp; the router is in float32."""
+    """The mixture of areal_q/models/layers/moe.py: the router is in float32."""
 
     router: Tensor
-    """[E, D]"""
+    """Weight of the router, float32 [E, D]"""
     experts: list[Mlp]
     shape: Experts
 

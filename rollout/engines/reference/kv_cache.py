@@ -14,7 +14,8 @@ from torch import Tensor
 from areal_q.models.config import DecoderConfig
 
 Attend = Callable[[int, Tensor], Tensor]
-"""(layer, qkv [T, heads + 2 · kv_heads, head_dim]: q's heads, k's, v's) → [T, heads · head_dim]"""
+"""Computes attention of one layer: (layer, qkv [T, heads + 2 · kv_heads, head_dim]) → [T, heads · head_dim].
+The heads of q come first, then those of k, then those of v."""
 
 _LENGTH_STEP = 64
 
@@ -32,7 +33,7 @@ class KVCache:
         self.data = grown(self.data, {2: slots, 4: length})
 
     def split(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        """(q, k, v) of qkv [·, heads + 2 · kv_heads, …]"""
+        """Returns (q, k, v) of qkv [·, heads + 2 · kv_heads, …]."""
         c = self.config
         return qkv.split((c.heads, c.kv_heads, c.kv_heads), 1)
 

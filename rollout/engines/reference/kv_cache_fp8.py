@@ -26,11 +26,11 @@ class Fp8KVCache(KVCache):
         self.margin = margin
         self.data = self.data.to(torch.uint8)
         self.slot_scales = torch.ones(config.layers, 2, 0, device=device)
-        """float32 [layers, 2, slots]"""
+        """Scales of what each slot holds, float32 [layers, 2, slots]: keys first, then values"""
         self.scales = torch.ones(config.layers, 2, device=device)
-        """float32 [layers, 2]: of the prompts to come"""
+        """Scales of the prompts to come, float32 [layers, 2]"""
         self.unmeasured: set[int] = set()
-        """Layers of which no prompt was computed under the present version, and nobody published scales"""
+        """Layers for which no prompt was computed under the present version, and nobody published scales"""
 
     def new_version(self, scales: Tensor | None) -> None:
         self.unmeasured = set(range(self.config.layers)) if scales is None else set()
@@ -74,7 +74,7 @@ class Fp8KVCache(KVCache):
 
 
 def _codes(x: Tensor, scale: Tensor) -> Tensor:
-    """As bytes: not every operation knows E4M3."""
+    """Returns the codes of x as bytes, since not every operation knows E4M3."""
     return quantize(x, scale).view(torch.uint8)
 
 

@@ -27,7 +27,7 @@ _TINY = float32(np.finfo(np.float32).tiny)
 # Adding 1.5 · 2²³ leaves no bits for a fraction, so it rounds half to even; the low bits are the number.
 _ROUND = float32(1.5 * 2**23)
 _ROUND_SUBNORMAL = float32(1.5 * 2**14)
-"""The same for multiples of 2⁻⁹"""
+"""_ROUND for multiples of 2⁻⁹"""
 _SMALLEST_ROW_SCALE, _SMALLEST_GROUP_RANGE = (
     float32(SMALLEST_ROW_SCALE),
     float32(SMALLEST_GROUP_RANGE),
@@ -136,7 +136,7 @@ def e4m3_groups(x, y):
 
 @kernel(void(F2, F1, F1, F2, F2), fastmath=_FMA)
 def rescale(sums, w_scale, x_scale, add, y):
-    """As `dequantize`, of sums in float32."""
+    """Computes what `dequantize` does, of sums in float32."""
     for t in range(sums.shape[0]):
         row = add[t if add.shape[0] > 1 else 0]
         for o in range(sums.shape[1]):

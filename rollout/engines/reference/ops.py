@@ -1,7 +1,7 @@
-"""The operations between the GEMMs of a decoder, in plain torch or, on a CPU, fused (fused.py).
+r"""The operations between the GEMMs of a decoder, in plain torch or, on a CPU, fused (ops_numba.py).
 
-`TorchOps` is the reference and runs on any device. Everything is float32 unless stated. Notation:
-T tokens, R decoding rows, D width, V vocabulary.
+`TorchOps` is the reference and runs on any device. Everything is float32 unless stated. Notation: T tokens, R
+decoding rows, D width, V vocabulary.
 """
 
 from typing import Protocol
@@ -22,7 +22,7 @@ class Ops(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """[T, D], weight [D]"""
+        """Returns the RMSNorm of x [T, D] with weight [D]."""
         ...
 
     def rotate(
@@ -34,19 +34,19 @@ class Ops(Protocol):
         ...
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) · up: [T, 2 · mlp] → [T, mlp]"""
+        """Returns silu(gate) · up: [T, 2 · mlp] → [T, mlp]."""
         ...
 
     def decode(self, cache: KVCache, positions: Tensor, length: int) -> Attend:
-        """As attention.Decode"""
+        """Returns attention of one query a row, as kv_cache.DecodeAttention does."""
         ...
 
     def uniform(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """As sampler.uniform"""
+        """Returns random numbers as sampling.random_uniform does."""
         ...
 
     def draw(self, logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
-        """As sampler.draw_alike"""
+        """Returns tokens and log-probs as sampling.sample_untruncated does."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""TorchOps on one CPU core in a fraction of the time: each operation is one loop of kernels.py.
+r"""TorchOps on one CPU core in a fraction of the time: each operation is one loop of numba_kernels.py.
 
-Here tensors become arrays (no copy) and results are allocated; kernels.py holds the arithmetic.
-The loops run on one thread whatever `rollout.threads` is; the GEMMs stay torch's and use all.
+Here tensors become arrays (no copy) and results are allocated; numba_kernels.py holds the arithmetic. The
+loops run on one thread whatever `rollout.threads` is; the GEMMs stay torch's and use all.
 """
 
 import numpy as np
@@ -73,7 +73,7 @@ class FusedFp8GroupLinear:
 
 
 class FusedDecodeAttention:
-    """As attention.Decode; a row looks at its own positions only, so there is no mask."""
+    """kv_cache.DecodeAttention in one loop; a row looks at its own positions only, so there is no mask."""
 
     def __init__(self, cache: KVCache, positions: Tensor) -> None:
         self.cache, self.positions = cache.data, positions.numpy()

@@ -1,4 +1,4 @@
-"""What one response asks of SGLang, and what its chunks say."""
+"""Requests in SGLang's terms for one response, and the deltas that its chunks hold."""
 
 from typing import Any
 
@@ -13,7 +13,8 @@ from rollout.engines.sglang_backend.http_client import Chunk, Meta
 
 
 def kept_tokens(sampling: Sampling, vocab_size: int) -> int:
-    """How many tokens top-k, top-p and min-p may leave to draw from; 0 where none is on, or T is 0."""
+    """Returns how many tokens top-k, top-p and min-p may leave to draw from; 0 where none is on, or the
+    temperature is 0."""
     whole = sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0
     if sampling.temperature == 0 or whole:
         return 0

@@ -43,7 +43,7 @@ class Refusal(Struct, frozen=True):
 
 class Chunk(Struct, frozen=True):
     output_ids: list[int] = []
-    """New ones, or (a setting of the server) all so far"""
+    """Ids that are new, or, if the server is set up so, all ids so far"""
     meta_info: Meta | None = None
     error: Refusal | None = None
 
@@ -72,14 +72,14 @@ class SglangClient:
         )
 
     async def post(self, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        """What the JSON of the answer holds, or its text."""
+        """Returns the decoded JSON of the answer, or its text."""
         return await self._call("POST", path, {} if body is None else body, timeout_s)
 
     async def get(self, path: str, timeout_s: float | None = None) -> Any:
         return await self._call("GET", path, None, timeout_s)
 
     async def up(self, timeout_s: float) -> dict[str, Any]:
-        """What the server says of itself, once it answers; waits for that."""
+        """Waits until the server answers, and returns what it says of itself."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Whether an SGLang server is what a worker needs, asked over HTTP before the first request."""
+"""Checks over HTTP, before the first request, that an SGLang server is what a worker needs."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from rollout.engines.sglang_backend.server_main import LINEARS
 PROBE_TEMPERATURE = 0.3
 PROBE_TOKENS = 8
 LOGPROB_GAP = 0.05
-"""nats; BF16 rounding stays below, log-probs before the temperature are far beyond"""
+"""Tolerance in nats: BF16 rounding stays below it, log-probs before the temperature are far beyond."""
 
 
 def check_settings(info: dict[str, Any], config: SglangEngine) -> None:

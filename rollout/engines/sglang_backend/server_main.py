@@ -18,7 +18,7 @@ import msgspec
 
 CPU_ATTENTION = "torch_native"
 LINEARS = "areal_q_linears"
-"""In what the server says of itself: the class that computes each linear of the decoder layers"""
+"""Key in what the server says of itself for the class that computes each linear of the decoder layers"""
 
 
 def main() -> None:

@@ -27,11 +27,12 @@ SGLANG_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 SGLANG_GPU_ENVIRONMENT = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
-"""Else SGLang makes the scales of FP8 blocks powers of two and requantizes, on GPUs newer than Hopper"""
+"""Settings without which SGLang makes the scales of FP8 blocks powers of two and requantizes, on GPUs newer
+than Hopper"""
 SGLANG_CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
 CPU_CACHE_BYTES = 256 << 20
 RESERVED_POSITIONS = 16
-"""SGLang admits prompts some tokens shorter than its context"""
+"""Positions beyond those asked for; SGLang admits prompts some tokens shorter than its context."""
 
 
 def _for_the_device(cpu: bool) -> dict[str, str]:
@@ -41,7 +42,7 @@ def _for_the_device(cpu: bool) -> dict[str, str]:
 
 
 class SglangProcess:
-    """Its processes form a group, which ends as a whole; its sockets are in `directory`."""
+    """The processes of a server, which form a group that ends as a whole; its sockets are in `directory`."""
 
     def __init__(self, process: asyncio.subprocess.Process, url: str, key: str) -> None:
         self._process = process
@@ -66,7 +67,8 @@ class SglangProcess:
         return cls(process, f"http://127.0.0.1:{port}", key)
 
     async def up(self, client: SglangClient, timeout_s: float) -> dict[str, Any]:
-        """What the server says of itself, once it answers. Raises EngineDied."""
+        """Waits until the server answers, and returns what it says of itself. Raises EngineDied if it ends
+        before."""
         answer = asyncio.ensure_future(client.up(timeout_s))
         ended = asyncio.ensure_future(self._process.wait())
         try:

@@ -14,17 +14,17 @@ from areal_q.models import DecoderConfig
 logger = logging.getLogger(__name__)
 
 LEAST_BYTES, MOST_BYTES = 256 << 20, 1 << 30
-"""A cache that nobody asked for: one sequence of all positions, between these bounds"""
+"""Bounds of a cache that nobody asked for, between which it holds one sequence of all positions"""
 BLOCK = 128
-"""Positions in a block of vLLM's cache on a CPU; a sequence takes whole blocks"""
+"""Positions in a block of vLLM's cache on a CPU; a sequence takes whole blocks."""
 RESERVED_BLOCKS = 1
-"""vLLM keeps one for itself"""
+"""Blocks that vLLM keeps for itself"""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Cache(NamedTuple):
     bytes: int
-    """In each process of `tensor_parallel`"""
+    """Bytes in each process of `tensor_parallel`"""
     positions: int
     """Most tokens of prompt and response together"""
 

@@ -22,7 +22,7 @@ VLLM_CPU_ENVIRONMENT = {
 
 
 class Kernel(NamedTuple):
-    """How a format is computed in a dtype."""
+    """The way in which a format is computed in a dtype."""
 
     product: str
     tolerance_nats: float
@@ -47,8 +47,8 @@ KERNELS: dict[tuple[str, str], Kernel] = {
     ("fp8-channel", "float32"): Kernel("torch._scaled_mm", 0.5, _FLIPS),
     ("fp8-channel", "bfloat16"): Kernel("torch._scaled_mm", 1.5, f"{_BFLOAT16}; {_FLIPS}"),
 }
-"""By format and dtype. The others are refused on every CPU: vLLM's FP8 blocks exist with AMX alone, and without
-the rounding of activations that the format has; NVFP4, MXFP4 and INT4-FP8 take a GPU; vLLM has no NF4"""
+"""Kernels by format and dtype. The others are refused on every CPU: vLLM's FP8 blocks exist with AMX alone, and
+without the rounding of activations that the format has; NVFP4, MXFP4 and INT4-FP8 take a GPU; vLLM lacks NF4"""
 
 FORMATS = frozenset(format for format, _ in KERNELS)
 

@@ -4,7 +4,7 @@
     update: stage ─▶ pause ─▶ swap: the tensors of that one adapter are replaced ─▶ resume
 
 All requests name the same adapter, so those in flight go on with its new tensors. The base stays: only
-norms, which AQN draws anew, are loaded again with a version. The worker's side is vllm_worker_lora.py.
+norms, which AQN draws anew, are loaded again with a version. The worker's side is worker_lora.py.
 """
 
 # pyright: reportMissingImports=false
@@ -20,7 +20,7 @@ from areal_q.quant.kv_scales import NAMES
 from areal_q.weights.version import WeightVersion
 
 ADAPTER = 1
-"""vLLM's number of the one adapter"""
+"""Number that vLLM gives to the one adapter"""
 
 
 def has_adapters(manifest: Manifest) -> bool:
@@ -28,8 +28,8 @@ def has_adapters(manifest: Manifest) -> bool:
 
 
 def engine_arguments(manifest: Manifest) -> dict[str, Any]:
-    """Of vLLM's AsyncEngineArgs, for versions like `manifest`. Raises WeightVersionError for a rank that vLLM
-    does not take."""
+    """Returns fields of vLLM's AsyncEngineArgs for versions like `manifest`. Raises WeightVersionError for a
+    rank that vLLM does not take."""
     ranks = {
         s.name.removesuffix(f".{A}"): s.shape[0] for s in manifest.tensors if s.name.endswith(A)
     }
@@ -49,7 +49,7 @@ def engine_arguments(manifest: Manifest) -> dict[str, Any]:
 
 
 def lora_request(manifest: Manifest) -> Any:
-    """What every request to vLLM carries; None where `manifest` has no adapters."""
+    """Returns what every request to vLLM carries; None where `manifest` has no adapters."""
     if not has_adapters(manifest):
         return None
     from vllm.lora.request import LoRARequest

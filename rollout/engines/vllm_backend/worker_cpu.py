@@ -8,7 +8,7 @@ import vllm.model_executor.kernels.linear.scaled_mm.cpu as scaled_mm
 
 
 def keep_float32_off_sgl() -> None:
-    """From now on vLLM builds INT8 layers whose activations are float32 on oneDNN's product.
+    """Makes vLLM build INT8 layers whose activations are float32 on oneDNN's product.
 
     With AMX it takes SGL's for all of them and asks for the weights' dtype only; the first product of float32
     activations then ends the engine. Layers are built under the activations' dtype as torch's default.

@@ -55,7 +55,7 @@ E4M3_MAX = 448.0
 class StagerAddress(WeightTransferInitInfo):
     endpoint: str
     adapter: int
-    """Process of the rollout worker"""
+    """Process id of the rollout worker"""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Stage(threading.Thread):
         super().__init__(name="areal-q-stage", daemon=True)
         self._adapter = address.adapter
         self._between = list(takewhile(lambda pid: pid != self._adapter, ancestors(os.getpid())))
-        """vLLM's own processes between this one and the rollout worker"""
+        """Returns vLLM's own processes between this one and the rollout worker."""
         self._pool = PayloadPool()
         self._lock = threading.Lock()
         self._version: WeightVersion | None = None
@@ -208,7 +208,8 @@ class WorkerExtension:
                     module.quant_method.process_weights_after_loading(module)
 
     def areal_linears(self) -> dict[str, str]:
-        """How each linear of the decoder layers really computes: the class of its scheme or method."""
+        """Returns how each linear of the decoder layers really computes: the class of its scheme or
+        method."""
         return {
             name: type(getattr(module, "scheme", None) or module.quant_method).__name__
             for name, module in self.model_runner.model.named_modules()
@@ -216,7 +217,7 @@ class WorkerExtension:
         }
 
     def areal_observe(self) -> None:
-        """From now on, keeps the largest key and value that each attention layer sees."""
+        """Keeps from now on the largest key and value that each attention layer sees."""
         for _, layer in self._attention():
             layer.areal_largest = torch.zeros(2, device=layer._k_scale.device)
             layer.register_forward_pre_hook(_observe)
@@ -233,7 +234,7 @@ class WorkerExtension:
             layer.areal_largest.zero_()
 
     def areal_scales(self) -> dict[str, tuple[float, float]]:
-        """Of keys and values, in each layer's cache."""
+        """Returns the scales of keys and values in each layer's cache."""
         return {n: (layer._k_scale_float, layer._v_scale_float) for n, layer in self._attention()}
 
     def _attention(self) -> Iterator[tuple[str, Any]]:
