@@ -1,4 +1,4 @@
-"""Versions of weights on their way over ZeroMQ: manifests, announcements, deltas, requests and replies."""
+"""Messages of the weight sync over ZeroMQ: manifests, announcements, deltas, requests and replies."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import msgspec
 from areal_q.messages.trajectories import MESSAGE_SCHEMA
 
 MAX_CREDIT = 64
-"""Chunks that a worker may ask for ahead; the learner's queue for one worker is sized by it."""
+"""Most chunks that a worker may ask for ahead; the server's queue for one worker is sized by it."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,23 +19,24 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     dtype: str
-    """torch's name without the prefix: int8, float32, bfloat16, float8_e4m3fn, uint8"""
+    """Type by torch's name without the prefix: int8, float32, bfloat16, float8_e4m3fn, uint8."""
     shape: tuple[int, ...]
     offset: int
     nbytes: int
     digest: str
-    """xxh3-128 of the bytes, hexadecimal"""
+    """xxh3-128 of the bytes, hexadecimal."""
 
 
 class Noise(msgspec.Struct, frozen=True, kw_only=True):
-    """AQN: the published norms hold noise N(0, sigma²) drawn from `seed` (QeRL); the learner's do not."""
+    """Noise N(0, sigma²), drawn from `seed`, that the published norms hold and the learner's do not (AQN,
+    QeRL)."""
 
     sigma: float
     seed: int
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a version consists of. Its digest covers every tensor, so two equal digests are equal weights.
+    """Describes a version. Its digest covers every tensor, so two equal digests are equal weights.
 
     A version is any set of named tensors: codes, scales, KV scales, norms; adapters together with the frozen
     weights that they are added to, which no delta between versions then holds.
@@ -49,19 +50,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: str
     uaq_scale: float
     model: dict[str, Any]
-    """Hugging Face `config.json`: enough to build the engine's model."""
+    """The model's Hugging Face `config.json`: enough to build the engine's model."""
     tensors: list[TensorSpec]
     nbytes: int
     digest: str
-    """xxh3-128 over the names, dtypes, shapes and digests of all tensors, hexadecimal"""
+    """xxh3-128 over the names, dtypes, shapes and digests of all tensors, hexadecimal."""
     published_s: float
     noise: Noise | None = None
     extra: dict[str, Any] = {}
-    """Small facts that an engine needs beside the tensors: numbers, words, lists of them"""
+    """Small facts that an engine needs beside the tensors: numbers, words, lists of them."""
 
 
 class Announce(msgspec.Struct, frozen=True, kw_only=True, tag="announce"):
-    """PUB: version `version` can be fetched. Repeated as a heartbeat, so a late subscriber learns of it."""
+    """PUB: says that version `version` can be fetched; repeated as a heartbeat for those who join late."""
 
     run: str
     epoch: str
@@ -71,7 +72,7 @@ class Announce(msgspec.Struct, frozen=True, kw_only=True, tag="announce"):
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
     """PUB: announces `version`, and the message's second frame turns version `base` of the same epoch
-    into it (areal_q/weights/delta.py). Sent once; whoever misses it fetches."""
+    into it (areal_q/weights/delta.py). It is sent once; whoever misses it fetches."""
 
     run: str
     epoch: str
@@ -82,11 +83,11 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
 
 
 class FetchManifest(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_manifest"):
-    """DEALER → ROUTER: the manifest of the newest version, please."""
+    """DEALER → ROUTER: asks for the newest version's manifest."""
 
 
 class FetchChunk(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_chunk"):
-    """DEALER → ROUTER: `nbytes` from `offset` of what hashes to `digest`: a version's payload, or deltas."""
+    """DEALER → ROUTER: asks for `nbytes` from `offset` of the payload, or deltas, that hash to `digest`."""
 
     digest: str
     offset: int
@@ -94,7 +95,7 @@ class FetchChunk(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_chunk"):
 
 
 class FetchDeltas(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_deltas"):
-    """DEALER → ROUTER: what leads from version `base` of `epoch` to the newest, please."""
+    """DEALER → ROUTER: asks for the deltas that lead from version `base` of `epoch` to the newest."""
 
     epoch: str
     base: int
@@ -102,29 +103,29 @@ class FetchDeltas(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_deltas")
 
 
 class FetchHeld(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_held"):
-    """DEALER → ROUTER: which versions do you remember?"""
+    """DEALER → ROUTER: asks which versions the server remembers."""
 
 
 class ManifestReply(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
-    """ROUTER → DEALER: the newest version, or None before the first."""
+    """ROUTER → DEALER: answers with the newest version's manifest."""
 
     manifest: bytes | None
-    """An encoded Manifest"""
+    """An encoded Manifest; None before the first version."""
     checksum: str = ""
-    """xxh3-128 of it, hexadecimal: the manifest's own digest covers the tensors only"""
+    """xxh3-128 of the encoded manifest, hexadecimal; the manifest's own digest covers the tensors only."""
 
 
 class DeltasReply(msgspec.Struct, frozen=True, kw_only=True, tag="deltas"):
-    """ROUTER → DEALER: deltas to apply one after the other. None at all: fetch the manifest instead.
+    """ROUTER → DEALER: answers with deltas to apply one after the other, none where a snapshot must be fetched.
 
     Their bytes, one after the other, are fetched in chunks like a version's, under `digest`.
     """
 
     deltas: list[Delta] = []
     sizes: list[int] = []
-    """Bytes of each"""
+    """Bytes of each delta."""
     digest: str = ""
-    """xxh3-128 of all of them, hexadecimal"""
+    """xxh3-128 of the deltas' bytes, one after the other, hexadecimal."""
 
 
 class HeldVersion(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,26 +136,27 @@ class HeldVersion(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     format: str
     nbytes: int
-    """Of its payload"""
+    """Bytes of its payload."""
     held: bool
-    """Whether the payload can still be fetched"""
+    """True while the payload can still be fetched."""
     delta_bytes: int | None
-    """From the version before; None where there is no such delta any more, or never was"""
+    """Bytes of the delta from the version before; None where there is none any more, or never was."""
     base: int | None
     base_digest: str | None
     published_s: float
 
 
 class HeldReply(msgspec.Struct, frozen=True, kw_only=True, tag="held"):
-    """ROUTER → DEALER: the versions remembered, oldest first."""
+    """ROUTER → DEALER: answers with what the server remembers and has counted."""
 
     versions: list[HeldVersion]
+    """The versions remembered, oldest first."""
     stats: dict[str, int]
-    """What the server counted since it started (buffer/weight_sync/stats.py)"""
+    """Numbers that the server counted since it started (buffer/weight_sync/stats.py)."""
 
 
 class ChunkReply(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):
-    """ROUTER → DEALER: the header of a chunk; its bytes are the message's second frame."""
+    """ROUTER → DEALER: answers with a chunk, whose bytes are the message's second frame."""
 
     digest: str
     offset: int
@@ -162,11 +164,14 @@ class ChunkReply(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):
 
 
 class Gone(msgspec.Struct, frozen=True, kw_only=True, tag="gone"):
-    """ROUTER → DEALER: what `digest` names is no longer held; ask what there is instead."""
+    """ROUTER → DEALER: says that what hashes to `digest` is no longer held."""
 
     digest: str
 
 
 Broadcast = Announce | Delta
+"""What is sent to everybody."""
 FetchRequest = FetchManifest | FetchDeltas | FetchChunk | FetchHeld
+"""What a worker may ask."""
 FetchReply = ManifestReply | DeltasReply | ChunkReply | HeldReply | Gone
+"""What a worker may be answered."""

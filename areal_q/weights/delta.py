@@ -2,8 +2,7 @@
 
 Tensors with equal digests cost nothing; areal_q/weights/delta_codec.py says how the others are coded. The new
 manifest is compressed with the old one as dictionary, and has a checksum: its own digest covers the
-tensors only. Tensors' digests are left out of it and found again from the bytes that a delta gives.
-Pure: no socket here.
+tensors only. Tensors' digests are left out of it and computed again from the bytes that a delta gives.
 """
 
 from collections import defaultdict
@@ -31,7 +30,7 @@ MANTISSA = {
     torch.float32: 23,
     torch.float64: 52,
 }
-"""Bits of it, of the floats that are stepped through in the order of their values"""
+"""Bits of the mantissa, by float type. Floats are stepped through in the order of their values."""
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True):
@@ -43,7 +42,7 @@ _decode_body: messages.Decoder[_Body] = messages.Decoder(_Body)
 
 
 def diff(base: WeightVersion, new: WeightVersion) -> bytes | None:
-    """What `apply` needs to turn `base` into `new`; None where their tensors are not laid out alike.
+    """Returns the delta with which `apply` turns `base` into `new`; None where their layouts differ.
 
     Needs temporary memory of one byte per element of the largest tensor and about 20 bytes per
     changed element; numpy and zstd release the interpreter lock for most of the time.
@@ -64,9 +63,9 @@ def diff(base: WeightVersion, new: WeightVersion) -> bytes | None:
 
 
 def apply(base: WeightVersion, delta: bytes, payload: torch.Tensor) -> WeightVersion:
-    """The new version, written into `payload` (uint8 [base.manifest.nbytes]), with all hashes verified.
+    """Returns the new version, with all hashes verified, made in `payload`: uint8 [base.manifest.nbytes].
 
-    Raises WeightVersionError for a delta that is malformed, of another base, or gives other bytes.
+    Raises WeightVersionError for a delta that is malformed, belongs to another base, or gives other bytes.
     """
     try:
         body = _decode_body(delta)
@@ -90,7 +89,7 @@ def apply(base: WeightVersion, delta: bytes, payload: torch.Tensor) -> WeightVer
 
 
 def plain(base: WeightVersion, delta: bytes) -> bytes:
-    """The same delta in the form that `compose` takes, which can be read without its base; it may be larger.
+    """Returns the same delta in the form that `compose` takes, readable without its base; it may be larger.
 
     Raises WeightVersionError for a delta that is malformed.
     """
@@ -105,7 +104,8 @@ def plain(base: WeightVersion, delta: bytes) -> bytes:
 
 
 def compose(manifests: Sequence[Manifest], deltas: Sequence[bytes]) -> bytes:
-    """One delta from the first of `manifests` to the last, the same bytes that `diff` and `plain` would give.
+    """Returns one delta from the first of `manifests` to the last, the bytes that `diff` and `plain` would
+    give.
 
     `deltas[i]`, in `plain`'s form, leads from manifests[i] to manifests[i + 1]. Needs no payload, only time
     and memory in proportion to what changed. Raises WeightVersionError for deltas that are malformed.
@@ -123,10 +123,10 @@ def compose(manifests: Sequence[Manifest], deltas: Sequence[bytes]) -> bytes:
 
 
 def changed(manifest: Manifest, delta: bytes) -> dict[str, tuple[int, int]]:
-    """(elements that the delta changes, elements) of every tensor of the version that it leads to; of whole
-    numbers, which may be packed codes, bytes.
+    """Returns (elements that the delta changes, elements) for every tensor of the version that it leads to.
 
-    Raises RecordError for what is no delta, WeightVersionError for one of another version.
+    Elements of whole numbers are bytes, since they may be packed codes. Raises RecordError for bytes that are
+    no delta, WeightVersionError for a delta to another version.
     """
     counts = {c.index: c.count for c in _decode_body(delta).streams.changes}
     if any(index >= len(manifest.tensors) for index in counts):
@@ -138,7 +138,7 @@ def changed(manifest: Manifest, delta: bytes) -> dict[str, tuple[int, int]]:
 
 
 def same_layout(a: Manifest, b: Manifest) -> bool:
-    """Whether a delta between the two is possible: the same tensors at the same places."""
+    """Returns whether a delta between the two is possible: the same tensors lie at the same places."""
 
     def layout(spec: TensorSpec) -> tuple[Any, ...]:
         return spec.name, spec.dtype, spec.shape, spec.offset, spec.nbytes
@@ -172,19 +172,20 @@ def _moves(manifest: Manifest, streams: Streams, floats_of: FloatsOf | None = No
 
 
 def _elements(payload: torch.Tensor, spec: TensorSpec) -> np.ndarray:
-    """A flat view of the tensor's bytes as unsigned integers."""
+    """Returns a flat view of the tensor's bytes as unsigned integers of `_unit` bytes."""
     raw = payload[spec.offset : spec.offset + spec.nbytes].numpy()
     return raw.view(f"<u{_unit(spec)}")
 
 
 def _unit(spec: TensorSpec) -> int:
-    """Bytes that move together: a float's; of whole numbers, which may be packed codes, single ones."""
+    """Returns the bytes that move together: those of a float; one for whole numbers, which may be packed."""
     dtype = DTYPES[spec.dtype]
     return dtype.itemsize if dtype in MANTISSA else 1
 
 
 def _changed(old: np.ndarray, now: np.ndarray) -> np.ndarray:
-    """Positions, int64, at which two arrays differ. Few differences are found word by word: 3× faster."""
+    """Returns the positions, int64, at which two arrays differ."""
+    # Where few differ, comparing 8 bytes at once and then looking inside is 3 times faster.
     per_word = 8 // old.itemsize
     whole = len(old) // per_word * per_word
     words = np.flatnonzero(old[:whole].view(np.uint64) != now[:whole].view(np.uint64))

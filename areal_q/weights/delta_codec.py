@@ -1,8 +1,9 @@
-"""How a delta says which elements moved and by how much: the streams inside areal_q/weights/delta.py.
+"""The streams of a delta (areal_q/weights/delta.py): which elements moved, and by how much.
 
 Between two learner steps few quantized codes change, and those that do mostly move by one. So a tensor's
-difference is kept as *where* and *by how much*, both chosen so that a plain entropy coder (areal_q/
-deltabits.py) comes close to the bound of log2(1/p) + 1.44 bits a position at a share p of changed codes:
+difference is kept as *where* and *by how much*, both chosen so that a plain entropy coder
+(areal_q/weights/bit_packing.py) comes close to the bound of log2(1/p) + 1.44 bits a position at a share p of
+changed codes:
 
 - where: gaps between changed elements, or between unchanged ones where these are fewer; where neither is
   below a third of all, a bitmap. Where changes are independent, gaps are geometric. Of a gap with mean
@@ -35,49 +36,51 @@ from areal_q.weights import delta_kernels as kernels
 from areal_q.weights.delta_kernels import CLASSES
 
 DENSE = 3
-"""One changed element in so many, or more, are not listed."""
+"""Changed elements are listed only where they are at most one in DENSE."""
 FEW = 256
-"""Changes in a tensor below which classes cost more than they save"""
+"""Number of changes in a tensor below which classes cost more than they save."""
 
 
 @dataclass(frozen=True)
 class Moves:
-    """What changes in one tensor. Example: elements 3 and 7 of 10 int8 codes, by +1 and −1:
+    """The changes of one tensor. Example: elements 3 and 7 of 10 int8 codes, by +1 and −1:
     Moves(0, 10, where=[3, 7], step=uint8 [1, 255])."""
 
     index: int
-    """Of the tensor in the manifest"""
+    """Place of the tensor in the manifest."""
     elements: int
-    """Of the whole tensor"""
+    """Number of elements of the whole tensor."""
     where: np.ndarray
-    """int64 [N], rising"""
+    """Positions of the changed elements, int64 [N], rising."""
     step: np.ndarray
-    """Unsigned [N] of the elements' size, never 0: new − old, wrapped"""
+    """New − old, wrapped, never 0: unsigned [N] of the elements' size."""
 
 
 @dataclass(frozen=True)
 class Floats:
-    """A tensor of the base, as unsigned integers, and the bits of its mantissa."""
+    """A tensor of floats in the base, whose exponents sort its elements into classes."""
 
     codes: np.ndarray
+    """The floats' bit patterns as unsigned integers, flat."""
     mantissa: int
+    """Number of bits of the mantissa."""
 
     def sizes(self) -> np.ndarray:
-        """int64 [CLASSES]: elements of each class."""
+        """Returns the number of elements of each class, int64 [CLASSES]."""
         sizes = np.zeros(CLASSES, np.int64)
         kernels.count(self.codes, self.mantissa, sizes)
         return sizes
 
     def classes(self, where: np.ndarray) -> np.ndarray:
-        """uint8: of the elements there."""
+        """Returns the classes of the elements at the positions `where`, uint8."""
         return (self.codes[where] >> self.codes.dtype.type(self.mantissa)).astype(np.uint8) & 15
 
 
 FloatsOf = Callable[[int], Floats | None]
-"""Of the tensor at an index; None where it holds no floats"""
-
+"""Returns the base's tensor at an index of the manifest; None where it holds no floats."""
 
 Amount = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+"""A count or an index, bounded since it comes from outside."""
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True):
@@ -88,25 +91,32 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def count(self) -> int:
+        """Number of elements that differ, over all classes."""
         return self.counts if isinstance(self.counts, int) else sum(self.counts)
 
 
 class Streams(msgspec.Struct, frozen=True, array_like=True):
+    """Everything that a delta says of its tensors, compressed but for `low`."""
+
     changes: list[Change]
+    """The tensors that differ, in the order of the manifest."""
     gaps: bytes
-    """Their high parts, escaped"""
+    """High parts of the gaps between listed elements, escaped."""
     flags: bytes
-    """For each change a bitmap, if it has one; then for each a sign bit per step"""
+    """For each change its bitmap, if it has one; then for each a sign bit per step."""
     steps: list[bytes]
-    """Symbols of |step|, by the size of elements and then by class, those that occur"""
+    """Symbols of |step|: a stream for each size of elements and class that occurs, in that order."""
     low: bytes
-    """Low bits of the gaps, then those of the steps; not compressed"""
+    """Low bits of the gaps, then those of the steps."""
     based: bool = False
-    """Whether the base is needed: where floats have at least FEW changes, their classes are made use of"""
+    """Tells that the base is needed, for classes are used: where floats have at least FEW changes."""
 
 
 def encode(moves: Sequence[Moves], floats_of: FloatsOf | None = None) -> Streams:
-    """Equal moves give equal bytes."""
+    """Returns the streams of `moves`; equal moves give equal bytes.
+
+    With `floats_of` the classes of the base's floats are used, and the base is needed to decode.
+    """
     changes, gaps, shifts, flags, keys = [], [], [], [], []
     based = False
     for m in moves:
@@ -147,7 +157,7 @@ def encode(moves: Sequence[Moves], floats_of: FloatsOf | None = None) -> Streams
 def decode(
     streams: Streams, tensors: Sequence[tuple[int, int]], floats_of: FloatsOf | None = None
 ) -> list[Moves]:
-    """The moves; `tensors` are (elements, bytes of an element) of all tensors of the manifest.
+    """Returns the moves; `tensors` has (elements, bytes of an element) for all tensors of the manifest.
 
     Raises ValueError or ZstdError if the streams are not what the changes need.
     """
@@ -184,7 +194,7 @@ def decode(
 
 
 def add_up(moves: Sequence[Moves]) -> Moves:
-    """Moves of one tensor one after the other, as one. What comes back to where it was is left out."""
+    """Returns one tensor's successive moves as one, without the elements that come back to where they were."""
     where = np.concatenate([m.where for m in moves])
     order = np.argsort(where, kind="stable")
     where, step = where[order], np.concatenate([m.step for m in moves])[order]
@@ -196,17 +206,18 @@ def add_up(moves: Sequence[Moves]) -> Moves:
 
 @dataclass(frozen=True)
 class _Part:
-    """What is known of a change before its streams are read."""
+    """Everything known of a change before its streams are read."""
 
     change: Change
     elements: int
     itemsize: int
     floats: Floats | None
     counts: np.ndarray
-    """Listed elements, in all or of each class: changed ones, or unchanged ones, or none"""
+    """Number of listed elements, in all or of each class: changed ones, or unchanged ones, or none."""
     sizes: np.ndarray
-    """Elements, in all or of each class"""
+    """Number of elements, in all or of each class."""
     bitmap: bool
+    """Tells that a bitmap says where, since neither kind is rare."""
 
     @property
     def flag_bytes(self) -> int:
@@ -235,8 +246,8 @@ def _rare(count: int, elements: int) -> bool:
 
 
 def _listed(m: Moves, floats: Floats | None) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
-    """(positions listed, counted within their class and grouped by it; how many; elements): as `_Part` has
-    it. None for a bitmap."""
+    """Returns the positions listed, counted within their class and grouped by it, then `counts` and `sizes` as
+    in `_Part`. There are no positions, but None, where a bitmap is smaller."""
     elements = np.array([m.elements])
     if not _rare(len(m.where), m.elements):
         if not _rare(m.elements - len(m.where), m.elements):
@@ -254,7 +265,7 @@ def _listed(m: Moves, floats: Floats | None) -> tuple[np.ndarray | None, np.ndar
 
 
 def _gaps(listed: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Elements between one listed and the next, in each class from its start."""
+    """Returns the number of elements between one listed and the next, in each class from its start."""
     gaps = np.diff(listed, prepend=-1) - 1
     first = (np.cumsum(counts) - counts)[counts > 0]
     gaps[first] = listed[first]
@@ -262,7 +273,10 @@ def _gaps(listed: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _where(part: _Part, gaps: "bits.Reader", flags: "bits.Reader") -> np.ndarray:
-    """Positions of the changed elements, int64, rising."""
+    """Returns the positions of the changed elements, int64, rising.
+
+    Raises ValueError where their number is not the announced one.
+    """
     if part.bitmap:
         where = np.flatnonzero(
             np.unpackbits(flags.take(-(-part.elements // 8)), count=part.elements)
@@ -287,7 +301,10 @@ def _where(part: _Part, gaps: "bits.Reader", flags: "bits.Reader") -> np.ndarray
 
 
 def _ranks(part: _Part, gaps: np.ndarray) -> np.ndarray:
-    """The inverse of `_gaps`. Raises ValueError for an element that a class does not have."""
+    """Returns the listed positions again: the inverse of `_gaps`.
+
+    Raises ValueError for an element that a class does not have.
+    """
     ends = np.cumsum(part.counts)
     rank = np.cumsum(gaps + 1) - 1
     before = np.concatenate(([-1], rank))[ends - part.counts]
@@ -300,7 +317,7 @@ def _ranks(part: _Part, gaps: np.ndarray) -> np.ndarray:
 
 
 def _keys(itemsize: int, floats: Floats | None, where: np.ndarray) -> np.ndarray:
-    """uint8 [N]: which stream of symbols each step is in; one-byte elements come first."""
+    """Returns which stream of symbols each step is in, uint8 [N]; one-byte elements come first."""
     first = (itemsize.bit_length() - 1) * (CLASSES + 1)
     if floats is None:
         return np.full(len(where), first, np.uint8)
@@ -316,7 +333,7 @@ class _LowBits:
         self._streams, self._shift = streams, shift
 
     def sizes(self, key: np.ndarray) -> np.ndarray:
-        """uint64: |step| of each, given its stream."""
+        """Returns |step| of each element, uint64, given the stream that it is in."""
         found = np.unique(key)
         if len(found) != len(self._streams.steps):
             raise ValueError(f"{len(self._streams.steps)} streams of steps instead of {len(found)}")

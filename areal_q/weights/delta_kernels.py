@@ -1,19 +1,22 @@
-"""Loops of areal_q/weights/delta_codec.py over elements and bits, compiled. Arrays are C contiguous. The class
-of an element is the low four bits of its exponent: its bits, unsigned, shifted down by the length of its
-mantissa."""
+"""Compiled loops of areal_q/weights/delta_codec.py over elements and bits. Arrays are C contiguous.
+
+An element's class is the low four bits of its exponent: its bits, unsigned, shifted down by the length of its
+mantissa.
+"""
 
 import numpy as np
 
 from areal_q.quant.kernels.jit import kernel
 
 CLASSES = 16
+"""Number of classes that the exponents of floats fall into."""
 int64, uint8, uint64 = np.int64, np.uint8, np.uint64
 
 
 @kernel()
 def ranks(codes, mantissa, where, rank, sizes):
-    """rank int64 [N]: how many elements of its class come before each of the positions `where` (rising).
-    sizes int64 [CLASSES], zero at first: elements of each class."""
+    """Writes into rank, int64 [N], how many elements of its class come before each of the positions `where`
+    (rising), and into sizes, int64 [CLASSES] and zero at first, the number of elements of each class."""
     j = 0
     for i in range(codes.shape[0]):
         c = (int64(codes[i]) >> mantissa) & 15
@@ -25,15 +28,15 @@ def ranks(codes, mantissa, where, rank, sizes):
 
 @kernel()
 def count(codes, mantissa, sizes):
-    """sizes int64 [CLASSES], zero at first: elements of each class."""
+    """Writes into sizes, int64 [CLASSES] and zero at first, the number of elements of each class."""
     for i in range(codes.shape[0]):
         sizes[(int64(codes[i]) >> mantissa) & 15] += 1
 
 
 @kernel()
 def places(codes, mantissa, rank, starts, where):
-    """The inverse of `ranks`, its result grouped by class: those of class c are starts[c] to starts[c + 1].
-    Returns how many were found."""
+    """Writes into where, rising, the positions whose ranks are given, grouped by class: those of class c are
+    rank[starts[c]] to rank[starts[c + 1]]. Returns how many were found. The inverse of `ranks`."""
     following, seen, target = starts[:-1].copy(), np.zeros(16, int64), np.full(16, -1, int64)
     for c in range(16):
         if starts[c] < starts[c + 1]:
@@ -51,9 +54,9 @@ def places(codes, mantissa, rank, starts, where):
 
 
 @kernel()
-def pack(values, widths, out):
-    """The low widths[i] bits of values[i] (uint64), one after the other, lowest first, into `out` (uint8,
-    zeros)."""
+def pack_bits(values, widths, out):
+    """Writes the low widths[i] bits of values[i] (uint64), one after the other, lowest first, into `out`
+    (uint8, zeros)."""
     at = 0
     for i in range(values.shape[0]):
         value, left = values[i], int64(widths[i])
@@ -67,8 +70,8 @@ def pack(values, widths, out):
 
 
 @kernel()
-def unpack(packed, widths, values):
-    """The inverse of `pack`; `packed` must be long enough."""
+def unpack_bits(packed, widths, values):
+    """Writes the values again, uint64: the inverse of `pack_bits`. `packed` must be long enough."""
     at = 0
     for i in range(values.shape[0]):
         value, left, done = uint64(0), int64(widths[i]), 0
@@ -85,8 +88,9 @@ def unpack(packed, widths, values):
 
 @kernel()
 def symbols(values, symbol, widths):
-    """A symbol for each value ≥ 1, and how many of its low bits that leaves open: 0 … 6 are the values 1 … 7,
-    from 7 on four symbols share the values of one bit length by their second and third highest bit."""
+    """Writes a symbol for each value ≥ 1, and how many of its low bits that leaves open. Symbols 0 … 6 are the
+    values 1 … 7; from 7 on four symbols share the values of one bit length by their second and third highest
+    bit."""
     for i in range(values.shape[0]):
         value, bits = values[i], 0
         while value >> uint64(bits) > uint64(7):
@@ -101,7 +105,7 @@ def symbols(values, symbol, widths):
 
 @kernel()
 def values_of(symbol, low, values):
-    """The inverse of `symbols`: `low` (uint64) are the bits that were left open."""
+    """Writes the values again: the inverse of `symbols`. `low` (uint64) has the bits that were left open."""
     for i in range(symbol.shape[0]):
         s = int64(symbol[i])
         if s < 7:

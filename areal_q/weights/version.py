@@ -1,7 +1,7 @@
 """A published version of the weights: manifest, payload, and the hashes that tie them together.
 
 The payload is the tensors' raw bytes, each at a 64-byte boundary, exactly as the engine will use
-them. Pure: no socket here (see buffer/weight_sync/ and buffer/weight_sync/subscriber.py).
+them. Pure: the sockets are in buffer/weight_sync/.
 """
 
 import math
@@ -19,6 +19,7 @@ from areal_q.errors import WeightVersionError
 from areal_q.messages import Manifest, Noise, TensorSpec
 
 ALIGNMENT = 64
+"""Bytes at a multiple of which every tensor begins in the payload."""
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -42,16 +43,17 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class WeightVersion:
-    """A complete, verified version. `tensors` are views into one buffer: do not write to them."""
+    """A complete, verified version."""
 
     manifest: Manifest
     payload: torch.Tensor
-    """uint8 [manifest.nbytes]"""
+    """The bytes of all tensors, uint8 [manifest.nbytes]."""
     tensors: Mapping[str, torch.Tensor]
+    """The tensors by name: views of the payload, not to be written to."""
 
 
 class PayloadPool:
-    """Lends buffers. One comes back by itself, when the last tensor that views it is gone.
+    """Lends buffers for payloads, and takes each back by itself when the last tensor that views it is gone.
 
     So nobody has to hand anything back, and an engine may keep its views as long as it likes: a new
     buffer is made when none is free. At most `spare` free ones are kept. First touch of fresh
@@ -63,10 +65,10 @@ class PayloadPool:
     def __init__(self, spare: int = 2) -> None:
         self._free: deque[torch.Tensor] = deque(maxlen=spare)
         self.made = 0
-        """Buffers allocated so far"""
+        """Number of buffers allocated so far."""
 
     def lend(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes], with arbitrary content."""
+        """Returns a buffer of uint8 [nbytes] with arbitrary content."""
         if nbytes == 0:  # torch.from_numpy gives an empty array a stride that no view accepts
             return torch.empty(0, dtype=torch.uint8)
         memory = self._take(nbytes)
@@ -101,10 +103,9 @@ def pack(
     extra: dict[str, Any] | None = None,
     pool: PayloadPool | None = None,
 ) -> WeightVersion:
-    """Copies `tensors` into one payload and describes it. Names are kept in the order given.
+    """Copies `tensors` into one payload and returns it with its manifest; names keep the order given.
 
-    Who packs again and again passes a pool, so that payloads are reused. `noise` and `extra` are the
-    manifest's.
+    The other fields are the manifest's. A `pool` lets payloads be reused from version to version.
 
     Raises WeightVersionError for a dtype that is not in DTYPES.
     """
@@ -152,9 +153,9 @@ def pack(
 
 
 def unpack(manifest: Manifest, payload: torch.Tensor) -> WeightVersion:
-    """The version that `manifest` describes, from received bytes.
+    """Returns the version that `manifest` describes, made of received bytes: uint8 [manifest.nbytes].
 
-    Raises WeightVersionError if a tensor's byte differs. The bytes between two tensors (padding)
+    Raises WeightVersionError if any byte of a tensor differs. The bytes between two tensors (padding)
     belong to nobody and are not checked.
     """
     verifier = Verifier(manifest, payload)
@@ -163,8 +164,10 @@ def unpack(manifest: Manifest, payload: torch.Tensor) -> WeightVersion:
 
 
 def unpack_unnamed(manifest: Manifest, payload: torch.Tensor) -> WeightVersion:
-    """The same where the manifest lacks the tensors' own digests, which it then gets: the version's digest
-    covers them all. Raises WeightVersionError if that differs."""
+    """Returns the version where the manifest lacks the tensors' own digests: they are computed and filled in.
+
+    The version's digest covers them all; raises WeightVersionError if it differs.
+    """
     if payload.dtype != torch.uint8 or payload.numel() != manifest.nbytes:
         raise WeightVersionError(
             f"version {manifest.version}: {payload.numel()} of {manifest.nbytes} bytes"
@@ -182,7 +185,8 @@ def unpack_unnamed(manifest: Manifest, payload: torch.Tensor) -> WeightVersion:
 
 
 def without_digests(manifest: Manifest) -> Manifest:
-    """`manifest`, its tensors' digests left out: what they add to a delta is no information."""
+    """Returns `manifest` without its tensors' digests: a delta need not carry them, since its result has
+    them."""
     specs = [msgspec.structs.replace(s, digest="") for s in manifest.tensors]
     return msgspec.structs.replace(manifest, tensors=specs)
 
@@ -206,7 +210,7 @@ class Verifier:
         self._next()
 
     def advance(self, nbytes: int) -> None:
-        """The first `nbytes` bytes are there."""
+        """Hashes on, now that the first `nbytes` bytes are there."""
         while (spec := self._spec) is not None:
             end = spec.offset + spec.nbytes
             if self._at < (upto := min(end, nbytes)):
@@ -221,7 +225,7 @@ class Verifier:
             self._next()
 
     def finish(self) -> WeightVersion:
-        """The version, once all bytes have been seen."""
+        """Returns the version; all bytes must have been seen."""
         assert self._spec is None
         return WeightVersion(self._manifest, self._payload, _views(self._manifest, self._payload))
 
@@ -235,8 +239,8 @@ def check(manifest: Manifest) -> None:
     """Raises WeightVersionError unless the manifest agrees with itself.
 
     Tensors have distinct names, known dtypes, as many bytes as their shape needs, and lie in the
-    payload one after the other; all of them together hash to the manifest's digest. To be asked
-    before a payload is allocated.
+    payload one after the other; all of them together hash to the manifest's digest. Receivers ask this
+    before they allocate a payload.
     """
     where = f"version {manifest.version}"
     if digest_of(manifest.tensors) != manifest.digest:
@@ -260,7 +264,7 @@ def check(manifest: Manifest) -> None:
 
 
 def digest_of(specs: list[TensorSpec]) -> str:
-    """xxh3-128 over every tensor's name, dtype, shape and digest."""
+    """Returns xxh3-128 over every tensor's name, dtype, shape and digest, hexadecimal."""
     h = xxhash.xxh3_128()
     for s in specs:
         h.update(f"{s.name}\0{s.dtype}\0{','.join(map(str, s.shape))}\0{s.digest}\n".encode())

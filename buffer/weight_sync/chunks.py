@@ -24,7 +24,7 @@ class ChunkBuffer:
 
     @property
     def complete(self) -> bool:
-        """Whether every chunk has arrived."""
+        """True once every chunk has arrived."""
         return not self._missing and not self._asked
 
     @property

@@ -98,7 +98,7 @@ class Fetcher:
 
     @property
     def idle(self) -> bool:
-        """Whether no fetch is under way."""
+        """True while no fetch is under way."""
         return self.due_s == math.inf
 
     def start(self, base: Manifest | None) -> None:

@@ -118,7 +118,7 @@ class WeightSubscriber:
 
     @property
     def silent(self) -> bool:
-        """Whether the server announced nothing for `silence_s`."""
+        """True while the server has announced nothing for `silence_s`."""
         return self._silent
 
     def follow(self, announce: str, fetch: str) -> None:
