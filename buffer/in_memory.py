@@ -43,7 +43,7 @@ class _Entry:
 
 @dataclass
 class MemoryBuffer:
-    """What a Redis would hold of one run. Safe for threads: every look at it holds `lock`.
+    """The state that a Redis would hold of one run. It is safe for threads: every access holds `lock`.
 
     Example:
         buffer = MemoryBuffer("run")
@@ -57,7 +57,7 @@ class MemoryBuffer:
     tickets: dict[str, OrderedDict[str, _Entry]] = field(init=False)
     groups: dict[str, OrderedDict[str, bytes]] = field(init=False)
     quarantine: list[tuple[str, str, bytes]] = field(default_factory=list)
-    """(stream, reason, record)"""
+    """Records that were set aside, as (stream, reason, record)"""
     beats: dict[str, tuple[float, WorkerStatus]] = field(default_factory=dict)
     sequence: int = 0
     newest_ms: int = 0

@@ -16,10 +16,10 @@ class Claim(Struct, frozen=True):
 
     stream: str
     entry: str
-    """Id in the stream"""
+    """Id of the ticket in its stream"""
     ticket: Ticket
     partial: PartialGroup | None = None
-    """What a worker before this one had drawn; `release` hands it on"""
+    """Responses that a worker before this one had begun; `release` hands them on."""
 
 
 class Entry(NamedTuple):
@@ -28,7 +28,7 @@ class Entry(NamedTuple):
     id: str
     group: Group
     nbytes: int
-    """Of its record"""
+    """Bytes of the group's record"""
 
 
 class Claims(NamedTuple):
@@ -36,20 +36,21 @@ class Claims(NamedTuple):
 
     open: int
     by_worker: dict[str, int]
-    """Those that a worker holds"""
+    """Number of tickets that each worker holds, by its name"""
 
 
 def committed_s(entry: str) -> float:
-    """When the entry was added, by the clock of the buffer: a stream's ids begin with its milliseconds."""
+    """Returns when the entry was added, as Unix time by the clock of the buffer: a stream's ids begin with
+    its milliseconds."""
     return int(entry.partition("-")[0]) / 1000
 
 
 class Memory(NamedTuple):
-    """Of the whole Redis, in bytes."""
+    """Memory of the Redis server, in bytes."""
 
     used: int
     limit: int
-    """0: none"""
+    """Bytes at which Redis refuses writes; 0 means that there is no limit."""
 
     @property
     def full(self) -> bool:
@@ -63,9 +64,9 @@ class LearnerSide(Protocol):
     position: str
     """Everything up to here was taken. A resumed learner sets it to its checkpoint's."""
     quarantined: int
-    """Records set aside by this learner"""
+    """Number of records set aside by this learner"""
     run_id: str
-    """Id of the run; "" where it has none"""
+    """Id of the run; "" where it has none."""
 
     def publish_run(self, config_toml: str, endpoints: dict[str, str], settings: str = "") -> None:
         """Tells workers what to run and where the weights come from; `settings` changes with whatever they are
@@ -86,11 +87,11 @@ class LearnerSide(Protocol):
         ...
 
     def open_eval(self) -> Counter[int]:
-        """How many evaluation tickets of each version can still become a group."""
+        """Returns how many evaluation tickets of each version can still become a group."""
         ...
 
     def cursor(self) -> int | None:
-        """As last admitted; None in a buffer that never saw this run."""
+        """Returns the cursor as last admitted; None in a buffer that never saw this run."""
         ...
 
     def open_tickets(self) -> set[int]:
@@ -149,26 +150,26 @@ class LearnerSide(Protocol):
 
 
 class RunInfo(NamedTuple):
-    """What a learner tells the workers of its run."""
+    """The facts that a learner tells the workers of its run."""
 
     config: str
-    """TOML"""
+    """Settings of the run as TOML"""
     endpoints: dict[str, str]
     run_id: str = ""
     settings: str = ""
-    """Changes with whatever workers are set up from"""
+    """Hash of the settings that workers are set up from: it changes when one of them does."""
 
 
 class WorkerSide(Protocol):
     max_deliveries: int
-    """Workers that may fall silent over a ticket before it goes to the quarantine"""
+    """Number of workers that may fall silent over a ticket before it goes to the quarantine"""
 
     async def run_info(self) -> RunInfo:
         """Waits until a learner has published it."""
         ...
 
     async def claim(self, count: int, block_s: float) -> list[Claim]:
-        """Up to `count` tickets: evaluation first, abandoned before new. Waits up to `block_s` for
+        """Returns up to `count` tickets: evaluation first, abandoned before new. Waits up to `block_s` for
         the first."""
         ...
 

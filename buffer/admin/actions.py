@@ -1,4 +1,5 @@
-"""What a person may do to a run's state in Redis: export, import, put back what was refused, delete."""
+"""Changes that a person may make to a run's state in Redis: export, import, put back what was refused,
+delete."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -17,7 +18,7 @@ from buffer.redis_store.connection import refuses_writes
 from buffer.redis_store.keys import RECORD, Keys
 
 NOT_TAKEN = -1
-"""The learner's version in the log of groups that no learner has taken"""
+"""Version of the learner in the log of groups that no learner has taken"""
 
 What = Literal["quarantine", "groups", "all"]
 

@@ -21,14 +21,14 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     entries: int
     claimed: int = 0
-    """Of tickets: with a worker"""
+    """Number of tickets that are with a worker; 0 in streams of groups"""
     deliveries: int = 0
-    """The largest number of workers that a ticket was given to, among the first 1,000 claimed"""
+    """Largest number of workers that a ticket was given to, among the first 1,000 claimed"""
     nbytes: int = 0
-    """Redis's own estimate, its overhead included"""
+    """Bytes by Redis's own estimate, its overhead included"""
     oldest_s: float | None = None
     newest_s: float | None = None
-    """Seconds since the first and the last entry came"""
+    """Seconds since the last entry came; `oldest_s` are those since the first. None in an empty stream."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,17 +38,17 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     server: str
     used_bytes: int
     limit_bytes: int
-    """0: none"""
+    """Bytes at which Redis is full; 0 means that there is no limit."""
     policy: str
-    """What Redis does at its limit; anything but noeviction may lose groups"""
+    """Policy that Redis follows at its limit; any but noeviction may lose groups."""
     append_only: bool
     cursor: int | None
-    """Number of the next ticket"""
+    """Number of the next ticket; None in a Redis that never saw the run."""
     set_aside: int
     """Records that ever went to the quarantine"""
     streams: list[Stream]
     workers: list[str]
-    """Names; their heartbeats are in the metrics"""
+    """Names of the workers that live; their heartbeats are in the metrics."""
 
 
 class RefusedRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,11 +56,11 @@ class RefusedRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     source: str
-    """The stream that it came from"""
+    """Stream that the record came from"""
     reason: str
     nbytes: int
     record: bytes
-    """Less than `nbytes` where only the start was kept"""
+    """Bytes of the record, fewer than `nbytes` where only the start was kept"""
 
     @property
     def whole(self) -> bool:

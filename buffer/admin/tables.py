@@ -128,7 +128,8 @@ def group_view(group: Group, tokenizer: Tokenizer | None) -> RenderableType:
 
 
 def tokenizer_of(client: redis.Redis, run: str) -> Tokenizer | None:
-    """That of the settings in Redis; None where there are none, or its files are not on this machine."""
+    """Returns the tokenizer of the settings in Redis; None where there are none, or its files are not on this
+    machine."""
     config: Any = client.hget(Keys(run).info, "config")
     try:
         return (

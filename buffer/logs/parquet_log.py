@@ -28,7 +28,7 @@ QUEUE_STEPS = 4
 PART_STEPS = 50
 PART_BYTES = 256 << 20
 PART_S = 60.0
-"""Whoever reads along is no more than so long, or one step, behind"""
+"""Most seconds that a part stays open, so that a reader is no more than this, or one step, behind"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ParquetLog:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.leftovers = _remove_leftovers(self.directory)
-        """Torn parts of an earlier process, removed"""
+        """Torn parts of an earlier process, which were removed"""
         self.dropped_rows = _drop_from(self.directory, format, resume_at)
         found = _parts(self.directory)
         self._format = format

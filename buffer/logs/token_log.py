@@ -56,27 +56,28 @@ class TokenScores:
     """S responses with T tokens in all, one response after the other; the lists are the columns above."""
 
     number: np.ndarray
-    """int64 [S]"""
+    """Number of each response's ticket, int64 [S]"""
     index: np.ndarray
-    """int64 [S]"""
+    """Index of each response in its group, int64 [S]"""
     lengths: np.ndarray
-    """int64 [S], at least 1"""
+    """Tokens of each response, int64 [S], at least 1"""
     proximal_logprobs: np.ndarray
-    """float32 [T]"""
+    """Log-probs in nats just before the first update on the batch, float32 [T]"""
     logprobs: np.ndarray
-    """float32 [T]"""
+    """Log-probs in nats at the token's last visit, when the loss was taken, float32 [T]"""
     entropy: np.ndarray
-    """float32 [T]"""
+    """Entropy in nats of the policy that gave `proximal_logprobs`, float32 [T]"""
     advantages: np.ndarray
-    """float32 [T]"""
+    """Advantage of each token, float32 [T]"""
     lag: np.ndarray
-    """int32 [T]"""
+    """Versions between the weights that drew the token and the learner's, int32 [T]"""
     marks: np.ndarray
-    """uint8 [T]"""
+    """Sum of MARKS for each token, uint8 [T]"""
     behavior_logprobs: np.ndarray
-    """float32 [T]: for `largest_gap`; it is in the trajectory log"""
+    """Log-probs under the policy that drew, in nats, float32 [T]: for `largest_gap` only, since the
+    trajectory log has them"""
     mask: np.ndarray
-    """bool [T]: tokens that count"""
+    """True for the tokens that count, bool [T]"""
 
 
 class TokenLog(ParquetLog):

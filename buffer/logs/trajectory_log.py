@@ -19,8 +19,8 @@ from buffer.logs.trajectory_schema import (
 
 
 class TrajectoryLog(ParquetLog):
-    """What a crash takes is still in Redis, since groups are trimmed there only after a flush: each group
-    counts once."""
+    """Appends consumed groups to the parts in `directory`. Groups that a crash takes from the log are still
+    in Redis, since they are trimmed there only after a flush: each group counts once."""
 
     def __init__(self, directory: str | Path, resume_at: int = 0) -> None:
         super().__init__(directory, TRAJECTORY_LOG_FORMAT, resume_at)

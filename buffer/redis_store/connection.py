@@ -26,9 +26,9 @@ MAX_PAUSE_S = 1.0
 SOCKET_TIMEOUT_S = 30.0
 """Above any BLOCK that we ask for, and long enough for a large record on a busy server."""
 CONNECTIONS = 8
-"""Of a worker, whose groups in flight take turns: a command holds one for a moment. One for each of hundreds of
-groups would be a herd of TLS handshakes at every start, none done in time on a busy machine, and would fill
-Redis's `maxclients` with a few dozen workers."""
+"""Most connections of a worker, whose groups in flight take turns: a command holds one for a moment. One for
+each of hundreds of groups would be a herd of TLS handshakes at every start, none done in time on a busy
+machine, and would fill Redis's `maxclients` with a few dozen workers."""
 
 
 def connect(url: str) -> redis.Redis:
@@ -63,7 +63,8 @@ def _options(url: str) -> dict[str, Any]:
 
 
 class Patience:
-    """How long one operation is tried. `pause` gives the wait before the next try, or gives up."""
+    """The time for which one operation is tried again. `pause` gives the wait before the next try, or gives
+    up."""
 
     def __init__(self, url: str, seconds: float) -> None:
         self._where = shown(url)

@@ -18,9 +18,11 @@ WORKER_TTL_S = 10
 QUARANTINE_LENGTH = 100
 """Records kept for a person to look at, and to put back; older ones go."""
 QUARANTINE_BYTES = 64 << 20
-"""Of all of them: a flood must not fill Redis. Older ones go, but for the last."""
+"""Most bytes of all records in the quarantine, so that a flood does not fill Redis. Older ones go, but for
+the last."""
 QUARANTINE_RECORD_BYTES = 16 << 20
-"""Of a longer record only the start is kept; it cannot be put back."""
+"""Most bytes of a record that is kept whole. Of a longer one only the start is kept; it cannot be put
+back."""
 QUARANTINE_START_BYTES = 64 << 10
 
 

@@ -81,7 +81,7 @@ class LearnerBuffer:
         self.position = START
         self.quarantined = 0
         self.check: Callable[[Group], None] = lambda group: None
-        """Raises RecordError for a valid group that does not fit the model"""
+        """Called with each valid group; raises RecordError for one that does not fit the model."""
         self._url, self._patience_s = url, patience_s
         self._redis = connect(url)
         self._eval_position = START
@@ -89,7 +89,7 @@ class LearnerBuffer:
         self._owner: Owner | None = None
         self._token = ""
         self._info: list[Any] = []
-        """Fields and values, as published"""
+        """Fields and values of the run's hash, as published"""
         self._taken: RunTaken | None = None
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="lease", daemon=True)
@@ -119,7 +119,7 @@ class LearnerBuffer:
         self._keeper.start()
 
     def _keep(self) -> None:
-        """On a thread of its own: renews the lease, and writes again what Redis lost."""
+        """Renews the lease on a thread of its own, and writes again what Redis lost."""
         while not self._closing.wait(RENEW_S):
             try:
                 if self._renew(LEASE_S):
@@ -331,7 +331,8 @@ class LearnerBuffer:
         self._redis.close()
 
     def _read(self, count: int, wait_s: float) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        """Up to `count` entries after `position`; waits up to `wait_s` (in slices of 1 s) for the first."""
+        """Returns up to `count` entries after `position`; waits up to `wait_s` (in slices of 1 s) for the
+        first."""
         block_ms = min(1000, round(wait_s * 1000)) or None
         streams: dict[Any, Any] = {self.keys.groups: self.position}
         reply: Any = self._call(lambda: self._redis.xread(streams, min(count, READ_PAGE), block_ms))
@@ -415,7 +416,7 @@ def _taken(run: str, record: bytes, advice: str) -> RunTaken:
 
 
 def _behind(one: str, other: str) -> bool:
-    """Whether the first of two stream ids is the smaller one."""
+    """Returns True if the first of two stream ids is the smaller one."""
     first, second = (tuple(map(int, id.split("-"))) for id in (one, other))
     return first < second
 

@@ -31,11 +31,11 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
     run_id: str
     place: str
-    """Host, file system and directory: two of the same place share the directory's lock"""
+    """Host, file system and directory: two learners of one place share the directory's lock."""
     host: str
     pid: int
     since_s: float
-    """Unix time at which it acquired the run"""
+    """Unix time at which the learner acquired the run"""
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_s))

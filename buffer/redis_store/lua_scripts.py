@@ -1,4 +1,4 @@
-"""What must happen as a whole or not at all, in Lua. Commands of Redis 6.2 only; EVALSHA through redis-py.
+"""Scripts in Lua for what must happen as a whole or not at all: commands of Redis 6.2, EVALSHA by redis-py.
 
 Every script may be repeated after a lost answer: the second time it finds nothing left to do.
 A write that Redis may refuse when it is full (XADD, SET) comes first where a refusal must change nothing.

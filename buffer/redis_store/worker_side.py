@@ -74,13 +74,14 @@ class WorkerBuffer:
         self.keys = Keys(run)
         self.claim_timeout_s = claim_timeout_s
         self.max_deliveries = 5
-        """These two may be set once `run_info` has brought the configuration"""
+        """Most deliveries of a ticket; it and the claim timeout may be set once `run_info` has brought the
+        configuration."""
         self.quarantined = 0
-        """Poison tickets met"""
+        """Number of poison tickets met"""
         self.waiting = 0
-        """Commits that wait for room"""
+        """Number of commits that wait for room"""
         self.full_s = 0.0
-        """Seconds that commits have waited for it"""
+        """Seconds that commits have waited for room"""
         self._worker = worker
         # A restarted worker must not pass for the dead one of the same name.
         self._consumer = f"{worker}-{uuid.uuid4().hex[:12]}"
@@ -89,7 +90,7 @@ class WorkerBuffer:
         self._joined: RunInfo | None = None
         self._held: set[tuple[str, str]] = set()
         self._buffers: list[bytearray] = []
-        """Memory of records that were sent, for the next ones"""
+        """Memory of records that were sent, used again for the next ones"""
         self._swept_s = time.monotonic()
         self._scripts = {
             name: self._redis.register_script(getattr(lua_scripts, name))
@@ -348,7 +349,8 @@ class WorkerBuffer:
 
 
 def _partial(ticket: Ticket, record: bytes) -> PartialGroup | None:
-    """What was drawn of `ticket`; a record that does not fit it is passed over: it can be drawn again."""
+    """Returns what was drawn of `ticket`. A record that does not fit it is passed over, since it can be drawn
+    again."""
     if not record:
         return None
     try:

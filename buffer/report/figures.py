@@ -17,7 +17,7 @@ from areal_q.observability.metrics_log import Record
 
 MetricSource = Literal["step", "eval", "worker"]
 DELTA = "weights/delta_bytes_of_step"
-"""The growth of the counter weights/delta_bytes, which starts over with the learner's process"""
+"""Key of the growth of the counter weights/delta_bytes, which starts over with the learner's process"""
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -32,14 +32,14 @@ class Plot(msgspec.Struct, frozen=True, kw_only=True):
     lines: list[Line]
     unit: str = ""
     scale: float = 1.0
-    """Of the axis only; CSV and columns hold the metric as it was recorded"""
+    """Factor of the axis only; CSV and columns hold the metric as it was recorded."""
     source: MetricSource = "step"
     log: bool = False
-    """A logarithmic axis, for what spans decades"""
+    """True for a logarithmic axis, for what spans decades."""
     zero: bool = False
-    """The axis holds 0"""
+    """True if the axis holds 0."""
     about: list[str] = []
-    """A sentence for each line that says what it is"""
+    """Sentences that say what each line is, one for each"""
 
 
 def _plot(section: str, id: str, title: str, unit: str, *keys: str, **more: Any) -> Plot:

@@ -72,20 +72,20 @@ class StepIndex:
     rows: Located
     tokens: Located | None
     prompts: list[str]
-    """[G], cut to PROMPT_CHARACTERS"""
+    """Prompt of each group, [G], cut to PROMPT_CHARACTERS"""
     place: np.ndarray
-    """int32 [G]"""
+    """Place of each group in the batch, int32 [G]"""
     number: np.ndarray
-    """int32 [G]: tickets"""
+    """Number of each group's ticket, int32 [G]"""
     size: np.ndarray
-    """int32 [G]"""
+    """Trajectories of each group, int32 [G]"""
     columns: dict[str, np.ndarray]
     """[N] each: index, length, lag (largest), cut (1: no end was drawn), failed (place in CAUSES) int32;
     reward, gap, marked float32, the last two NaN without a token log"""
     lags: np.ndarray
-    """int64: number of tokens of lag 0, 1, …, by version number"""
+    """Number of tokens of lag 0, 1, …, int64, by version number"""
     ages: np.ndarray
-    """int64: number of groups used 0, 1, … versions after they were admitted"""
+    """Number of groups used 0, 1, … versions after they were admitted, int64"""
 
 
 class Index:

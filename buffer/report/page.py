@@ -31,10 +31,10 @@ SCRIPTS = (
     "main.js",
 )
 BLOCK_TRAJECTORIES = 64
-"""Trajectories of a chunk in a file: large enough to compress well, small enough to open at once"""
+"""Trajectories of a chunk in a file: enough to compress well, few enough to open at once"""
 SAMPLED_STEPS = 16
 INDEX_SHARE = 0.4
-"""Of a file's budget, at most, for the list of all trajectories"""
+"""Largest share of a file's budget that the list of all trajectories may take"""
 
 
 def shell(title: str, chunks: Sequence[tuple[str, bytes]] = (), served: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""What a report says of each run, and of several beside each other: the overview chunk.
+"""The overview chunk of a report: its figures of each run, and of several beside each other.
 
 meta.runs[i] is run i in words; the arrays of its plots are `i/step/KEY`, `i/eval/KEY` and `i/worker/N/KEY`,
 each beside `…/step` and `…/elapsed_s`; `i/lags` and `i/ages` are histograms (index.py).
@@ -28,9 +28,9 @@ from buffer.report.text import Pieces
 from buffer.report.tokens import Groups
 
 MAX_STEPS = 2000
-"""Longer runs are averaged into so many points; CSV files of `--csv` are not"""
+"""Most points of a curve; longer runs are averaged into so many, CSV files of `--csv` are not."""
 MAX_SAMPLED = 40
-"""Evaluations of which the samples are shown: the first, the last and some between them"""
+"""Number of evaluations whose samples are shown: the first, the last and some between them"""
 TABLE = [
     ("held-out accuracy", "eval/accuracy", "max"),
     ("reward", "reward/mean", "max"),
@@ -51,7 +51,7 @@ TABLE = [
     ("rollout idle", "rollout/idle_share", "min"),
     ("learner idle", "learner/idle_share", "min"),
 ]
-"""(label, metric, which value is the best)"""
+"""Columns of the table of final figures: (label, metric, which value is the best)"""
 
 
 class Reported:

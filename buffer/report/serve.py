@@ -27,7 +27,7 @@ from buffer.report.runs import Reported, overview
 
 logger = logging.getLogger(__name__)
 MAX_GROUPS = 64
-"""Groups of one answer"""
+"""Most groups of one answer"""
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -45,7 +45,7 @@ class ReportServer(ThreadingHTTPServer):
     def __init__(self, runs: Sequence[Reported], port: int = 0) -> None:
         self.runs = runs
         self.lock = threading.Lock()
-        """Held while runs are read: a refresh changes them"""
+        """Lock held while runs are read, since a refresh changes them"""
         self.title = title_of(runs)
         super().__init__(("127.0.0.1", port), _Handler)
 
@@ -97,7 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
                 raise KeyError(self.path)
 
     def _send_new(self, state: Any, make: Callable[[], bytes]) -> None:
-        """What `make` gives, or that the browser has it: it depends on `state` alone."""
+        """Sends what `make` gives, or says that the browser has it already: the content depends on `state`
+        alone."""
         tag = f'"{blake2b(msgspec.json.encode(state), digest_size=16).hexdigest()}"'
         if self.headers.get("If-None-Match") == tag:
             self._send(HTTPStatus.NOT_MODIFIED, tag=tag)

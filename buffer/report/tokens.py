@@ -11,7 +11,7 @@ from buffer.report.packed_arrays import pack
 from buffer.report.text import Pieces
 
 HELD_STEPS = 3
-"""Steps whose rows stay in memory: whoever looks at one group looks at its neighbours"""
+"""Steps whose rows stay in memory, since a reader of one group soon looks at its neighbours"""
 _PER_TOKEN = {
     "proximal_logprobs": np.float32,
     "logprobs": np.float32,

@@ -27,15 +27,16 @@ from buffer.sampling.samplers import PooledGroup, build_sampler
 
 
 class SampledGroups(NamedTuple):
-    """What a step learns from, in order."""
+    """The groups that a step learns from, in order."""
 
     groups: list[Group]
     weights: list[float]
-    """Of each group's advantages, in (0, 1]; empty: all are 1"""
+    """Weights of the groups' advantages, in (0, 1]; empty where all are 1."""
 
 
 class ReplayPool:
-    """Not for several threads. `uses` are those of groups that a checkpoint left unfinished, by ticket."""
+    """The groups that were read and are not finished. It is not safe for several threads. `uses` are those of
+    groups that a checkpoint left unfinished, by ticket."""
 
     def __init__(self, run: Run, position: str, uses: dict[int, int] | None = None) -> None:
         self.position = position
@@ -43,11 +44,11 @@ class ReplayPool:
         self._sampler, self._removal = build_sampler(run.buffer.sampler), run.buffer.removal
         self.needed = max(self._batch, self._sampler.min_groups)
         self._held: dict[int, PooledGroup] = {}
-        """By ticket, in the order of their commits"""
+        """Groups by ticket, in the order of their commits"""
         self._read: deque[tuple[str, int]] = deque()
-        """(entry, ticket) behind `position`"""
+        """Pairs (entry, ticket) behind `position`"""
         self._before = dict(uses or {})
-        """Uses of groups that were not read again yet"""
+        """Uses of groups that were not read again yet, by ticket"""
         self._drawn: list[int] = []
 
     def __contains__(self, number: int) -> bool:
@@ -62,12 +63,12 @@ class ReplayPool:
 
     @property
     def nbytes(self) -> int:
-        """Of the records held."""
+        """Bytes of the records held."""
         return sum(item.nbytes for item in self._held.values())
 
     @property
     def uses(self) -> dict[int, int]:
-        """By ticket, of those that were used and are not finished."""
+        """Uses by ticket of the groups that were used and are not finished."""
         held = {number: item.uses for number, item in self._held.items() if item.uses}
         return self._before | held
 

@@ -1,4 +1,4 @@
-"""Which of the groups that are there a learner step draws: Reverb's selectors, in the terms of this buffer.
+"""Selection of the groups that a learner step draws: Reverb's selectors, in the terms of this buffer.
 
 | `buffer.sampler.type` | Reverb's sampler | max_times_sampled | weights                             |
 |-----------------------|------------------|-------------------|-------------------------------------|
@@ -26,14 +26,14 @@ class PooledGroup:
     """A group that was read and is not finished."""
 
     entry: str
-    """Its place in the groups stream"""
+    """Id of the group in the groups stream"""
     group: Group
     nbytes: int
-    """Of its record"""
+    """Bytes of the group's record"""
     lag: int
-    """The largest of its tokens, in versions behind the learner; as of the present step"""
+    """Largest lag of its tokens, in versions behind the learner, as of the present step"""
     uses: int = 0
-    """Steps that learnt from it"""
+    """Number of steps that learnt from it"""
 
     @property
     def number(self) -> int:
@@ -52,7 +52,7 @@ class Sampler(Protocol):
     min_groups: int
     """Groups to wait for before a draw, where that is more than a step needs"""
     ahead: bool
-    """Whether to choose among all that is there, or to read no more than a step needs"""
+    """True to choose among all groups that are there, False to read no more than a step needs."""
 
     def choose(
         self, held: Sequence[PooledGroup], count: int, progress: float, rng: np.random.Generator
