@@ -4,7 +4,6 @@ from typing import Literal
 
 from areal_q.config.struct_types import (
     BelowOne,
-    Count,
     Fraction,
     NonNegative,
     Positive,
@@ -49,8 +48,6 @@ class Muon(_Optimizer, frozen=True, kw_only=True, tag="muon"):
 
     momentum: BelowOne = 0.95
     """Decay rate of the momentum."""
-    iterations: Count = 5
-    """Newton–Schulz steps."""
 
 
 OptimizerConfig = AdamW | AdamW8bit | Muon

@@ -57,7 +57,6 @@ def _muon(model: nn.Module, cfg: Muon) -> torch.optim.Optimizer:
         lr=cfg.lr,
         weight_decay=cfg.weight_decay,
         momentum=cfg.momentum,
-        ns_steps=cfg.iterations,
         adjust_lr_fn="match_rms_adamw",
     )
     others = _groups(model, cfg, set(hidden))
