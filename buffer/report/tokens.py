@@ -43,10 +43,11 @@ class Groups:
         start, stop = ends[first] - one.size[first], ends[min(first + count, len(ends)) - 1]
         rows, scored = self._rows(one)
         rows = rows.slice(start, stop - start)
+        found = np.full(len(rows), -1)
         if scored is not None:
-            row = matching(rows["number"].to_numpy(), rows["index"].to_numpy(), scored)
-            scored = scored.take(row) if (row >= 0).all() else None
-        return pack(*self._content(one, rows, scored))
+            found = matching(rows["number"].to_numpy(), rows["index"].to_numpy(), scored)
+            scored = scored.take(found[found >= 0]) if (found >= 0).any() else None
+        return pack(*self._content(one, rows, scored, found >= 0))
 
     def _rows(self, one: StepIndex) -> Rows:
         if one not in self._held:
@@ -56,8 +57,10 @@ class Groups:
         return self._held[one]
 
     def _content(
-        self, one: StepIndex, rows: pa.Table, scored: pa.Table | None
+        self, one: StepIndex, rows: pa.Table, scored: pa.Table | None, learnt: np.ndarray
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """`scored` are the tokens of the rows that were `learnt` from: a response without a valid reward has
+        none."""
         ids = _flat(rows, "response_ids")
         texts, piece = np.unique(self._texts(rows), return_inverse=True)
         arrays = {
@@ -67,7 +70,10 @@ class Groups:
             "mask": _flat(rows, "loss_mask").astype(np.uint8),
         }
         if scored is not None:
-            arrays |= {name: _flat(scored, name).astype(t) for name, t in _PER_TOKEN.items()}
+            of_learnt = np.repeat(learnt, rows["response_ids"].combine_chunks().value_lengths())
+            for name, dtype in _PER_TOKEN.items():
+                arrays[name] = _missing(name, one.step, rows).astype(dtype)
+                arrays[name][of_learnt] = _flat(scored, name)
         return {"step": one.step, "pieces": texts.tolist(), "groups": self._groups(rows)}, arrays
 
     def _texts(self, rows: pa.Table) -> np.ndarray:
@@ -99,6 +105,14 @@ def _trajectory(row: dict[str, Any]) -> dict[str, Any]:
         "finish": row["finish_reason"],
         "spans": [[s["version"], s["tokens"], s["digest"]] for s in row["spans"]],
     }
+
+
+def _missing(name: str, step: int, rows: pa.Table) -> np.ndarray:
+    """What stands for a token that was not learnt from: its lag by version number, no mark, and NaN."""
+    spans = rows["spans"].combine_chunks().flatten()
+    version, tokens = (spans.field(field).to_numpy() for field in ("version", "tokens"))
+    lag = np.repeat(np.maximum(step - version, 0), tokens)
+    return {"lag": lag, "marks": np.zeros(len(lag))}.get(name, np.full(len(lag), np.nan))
 
 
 def _flat(rows: pa.Table, name: str) -> np.ndarray:

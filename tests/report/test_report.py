@@ -5,9 +5,11 @@ import html.parser
 import http.client
 import math
 import re
+import shutil
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -21,7 +23,7 @@ from msgspec.structs import replace
 from areal_q.config import load
 from areal_q.errors import LogError, RecordError
 from areal_q.observability.metrics_log import read_metrics
-from buffer.logs.token_log import iter_tokens
+from buffer.logs.token_log import TokenLog, iter_tokens
 from buffer.logs.trajectory_log import TrajectoryLog, iter_log
 from buffer.report import page
 from buffer.report.figures import DELTA, plots_for, rows_of, write_csv
@@ -329,6 +331,30 @@ def test_a_group_s_chunk_holds_every_token_as_it_was_logged(run_dir):
             for name in ("proximal_logprobs", "logprobs", "entropy", "advantages", "lag", "marks"):
                 assert arrays[name][mine].tolist() == scored[group.ticket.number, t.index][name]
     assert start == len(arrays["id"])
+
+
+def test_scores_stay_beside_a_response_that_was_not_learnt_from(run_dir):
+    _, whole = unpack(read_runs([run_dir])[0].groups.chunk(0, 0, 3))
+    tables = [table for _, table in iter_tokens(run_dir / "tokens")]
+    left_out = tables[0].slice(0, 1).to_pylist()[0]
+    shutil.rmtree(run_dir / "tokens")
+    log = TokenLog(run_dir / "tokens")
+    for table in tables:
+        log.append_rows(partial(table.slice, 1))
+    log.close()
+
+    meta, arrays = unpack(read_runs([run_dir])[0].groups.chunk(0, 0, 3))
+
+    start = 0
+    for group in meta["groups"]:
+        for one in group["trajectories"]:
+            mine = slice(start, start + one["length"])
+            start += one["length"]
+            if (group["number"], one["index"]) == (left_out["number"], left_out["index"]):
+                assert np.isnan(arrays["logprobs"][mine]).all() and not arrays["marks"][mine].any()
+            else:
+                assert arrays["logprobs"][mine].tolist() == whole["logprobs"][mine].tolist()
+                assert arrays["marks"][mine].tolist() == whole["marks"][mine].tolist()
 
 
 def test_a_run_without_a_token_log_shows_what_it_has(write_run, tmp_path):
