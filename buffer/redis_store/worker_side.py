@@ -53,7 +53,7 @@ class WorkerBuffer:
     """A worker's side. Safe for many tasks of one event loop.
 
     Delivery: a claimed ticket is this worker's until `claim_timeout_s` pass without `renew`; then, or
-    after `release`, another gets it (test_kill_9_between_claim_and_commit_gives_the_ticket_to_another).
+    after `release`, another gets it (test_kill_9_after_a_claim_gives_the_ticket_to_another).
     A stale owner's commit is refused. A commit whose answer was lost is repeated and then returns False
     though the group is in the buffer: it is there once either way. A reply of `claim` that is lost leaves
     tickets with this worker that it does not know of; the timeout frees them.

@@ -94,9 +94,7 @@ def test_status_counts_what_is_there(filled, client):
     assert "3" in told and "quarantine" in told and "no limit, append-only file" in told
 
 
-def test_peek_shows_a_group_with_every_token_and_no_control_character(
-    filled, make_group, make_ticket
-):
+def test_peek_shows_every_token_and_no_control_character(filled, make_group, make_ticket):
     shown = tool("peek", *filled, "--ticket", "1")
     assert shown.returncode == 0, shown.stderr
     assert r"\x1b[2J[bold]</script>\u202egnp.exe\x07\n[/]" in shown.stdout
@@ -205,7 +203,7 @@ def test_a_logged_group_is_in_redis_again_bit_for_bit(client, tmp_path_factory, 
     assert [fields[b"record"] for _, fields in client.xrange(KEYS.groups)] == batch
 
 
-def test_what_was_refused_is_told_with_its_reason_and_put_back_once_it_is_good(
+def test_refused_records_say_why_and_go_back_once_good(
     filled, client, redis_url, make_ticket, make_group
 ):
     [bad] = inspect_state.quarantine(client, "run")
@@ -235,9 +233,7 @@ def test_requeue_puts_no_record_into_another_stream(filled, client):
     assert client.xlen(KEYS.quarantine) == 1
 
 
-def test_the_quarantine_is_bounded_in_bytes_and_keeps_long_records_in_part(
-    client, redis_url, monkeypatch
-):
+def test_the_quarantine_is_bounded_and_cuts_long_records(client, redis_url, monkeypatch):
     learner = LearnerBuffer(redis_url, "run")
     for n in range(12):
         client.xadd(KEYS.groups, {"record": bytes([n]) * (8 << 20)})
@@ -281,7 +277,7 @@ def test_wrong_places_are_one_line_and_exit_code_2(redis_url, tmp_path):
     refused(tool("import", "--redis", redis_url, "--run", "run", "--from", str(tmp_path)), "run")
 
 
-def test_a_run_that_has_stopped_is_read_from_the_data_that_it_left(
+def test_a_stopped_run_is_read_from_the_data_it_left(
     short_dir, tmp_path, make_run: Callable[..., Run], make_ticket, monkeypatch
 ):
     monkeypatch.delenv("REDIS_URL", raising=False)

@@ -121,9 +121,7 @@ def test_the_second_commit_of_a_claim_is_refused(buffers, make_ticket, make_grou
     assert learner.unread() == [0]
 
 
-def test_an_abandoned_ticket_passes_on_and_its_stale_owner_is_refused(
-    buffers, make_ticket, make_group
-):
+def test_an_abandoned_ticket_passes_on_its_owner_is_refused(buffers, make_ticket, make_group):
     learner = buffers.learner()
     learner.admit([make_ticket(0)], cursor=1)
 
@@ -155,9 +153,7 @@ def test_a_renewed_ticket_stays_with_its_worker(buffers, make_ticket):
     asyncio.run(work())
 
 
-def test_tickets_of_later_steps_are_admitted_again_and_become_one_group(
-    buffers, make_ticket, make_group
-):
+def test_tickets_admitted_again_become_one_group_each(buffers, make_ticket, make_group):
     learner = buffers.learner()
     steps = [5, 5, 2, 5, 6]
     learner.admit([make_ticket(n, step=step) for n, step in enumerate(steps)], cursor=5)
@@ -182,9 +178,7 @@ def test_tickets_of_later_steps_are_admitted_again_and_become_one_group(
     assert (learner.open_tickets(), learner.cursor()) == (set(), 5)
 
 
-def test_open_evaluation_tickets_are_taken_back_from_who_holds_them(
-    buffers, make_ticket, make_group
-):
+def test_open_evaluation_tickets_are_taken_back(buffers, make_ticket, make_group):
     learner = buffers.learner()
     learner.admit_eval([make_ticket(n, purpose="eval") for n in range(3)])
     learner.admit([make_ticket(9)], cursor=10)
@@ -238,9 +232,7 @@ def half(ticket):
     )
 
 
-def test_what_was_drawn_of_a_ticket_is_handed_on_with_it_until_it_is_committed(
-    buffers, make_ticket, make_group
-):
+def test_a_tickets_drawn_tokens_are_handed_on_until_commit(buffers, make_ticket, make_group):
     learner = buffers.learner()
     learner.admit([make_ticket(n) for n in range(2)], cursor=2)
 
@@ -268,9 +260,7 @@ def test_what_was_drawn_of_a_ticket_is_handed_on_with_it_until_it_is_committed(
     asyncio.run(work())
 
 
-def test_a_released_ticket_can_be_claimed_at_once_and_comes_before_newer_ones(
-    buffers, make_ticket, make_group
-):
+def test_a_released_ticket_comes_before_newer_ones(buffers, make_ticket, make_group):
     learner = buffers.learner()
     learner.admit([make_ticket(n) for n in range(3)], cursor=3)
 
@@ -315,7 +305,7 @@ def test_evaluation_tickets_come_first_and_have_their_own_stream(buffers, make_t
     assert learner.open_tickets() == {1}
 
 
-def test_claim_waits_for_a_ticket_and_gives_no_more_than_asked_for(buffers, make_ticket):
+def test_claim_waits_and_gives_no_more_than_asked_for(buffers, make_ticket):
     learner = buffers.learner()
     learner.publish_run("", {})
 
@@ -390,9 +380,7 @@ def test_the_cursor_is_none_until_the_first_admission(buffers, make_ticket):
     assert learner.cursor() == 1
 
 
-def test_a_group_that_breaks_its_contract_is_refused_before_it_is_written(
-    buffers, make_ticket, make_group
-):
+def test_an_invalid_group_is_refused_before_it_is_written(buffers, make_ticket, make_group):
     learner = buffers.learner()
     learner.admit([make_ticket(0)], cursor=1)
 

@@ -78,7 +78,7 @@ def learner(redis_url):
     made.close()
 
 
-def test_kill_9_between_claim_and_commit_gives_the_ticket_to_another(
+def test_kill_9_after_a_claim_gives_the_ticket_to_another(
     learner, redis_url, make_ticket, make_group
 ):
     learner.admit([make_ticket(n) for n in range(4)], cursor=4)
@@ -226,7 +226,7 @@ def test_poison_groups_go_to_the_quarantine_and_do_not_count(
     assert b"responses asked for" in kept[1][b"reason"]
 
 
-def test_a_poison_ticket_goes_to_the_quarantine_and_the_next_is_served(
+def test_a_poison_ticket_is_quarantined_and_the_next_served(
     learner, client, redis_url, make_ticket
 ):
     client.xadd(KEYS.tickets, {"record": b"\xc1"})
@@ -286,9 +286,7 @@ def test_no_key_is_left_that_keys_py_does_not_name(
     assert client.keys("*") == [KEYS.owner.encode()]
 
 
-def test_a_committed_group_survives_kill_9_of_the_server_and_both_sides_outlive_it(
-    short_dir, make_ticket, make_group
-):
+def test_a_committed_group_survives_kill_9_of_the_server(short_dir, make_ticket, make_group):
     server = RedisServer.start(short_dir / "redis", short_dir / "s", appendfsync="always")
     learner = LearnerBuffer(server.url, "run", patience_s=20.0)
     learner.publish_run("x = 1", {})
@@ -319,7 +317,7 @@ def test_a_committed_group_survives_kill_9_of_the_server_and_both_sides_outlive_
             each.stop()
 
 
-def test_patience_ends_in_buffer_unavailable_that_names_no_password(short_dir, make_ticket):
+def test_patience_ends_in_an_error_that_names_no_password(short_dir, make_ticket):
     url = f"unix://:secret@{short_dir}/nobody"
     learner = LearnerBuffer(url, "run", patience_s=0.1)
     with pytest.raises(BufferUnavailable) as caught:

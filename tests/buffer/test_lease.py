@@ -104,7 +104,7 @@ def test_a_second_learner_is_refused_with_the_name_of_the_first(
     make("b", place="elsewhere")  # at once: the first one gave the run free
 
 
-def test_a_crashed_learner_is_followed_at_once_from_its_own_directory(
+def test_a_crashed_learner_is_followed_from_its_directory(
     make: MakeLearner, client: redis.Redis, tmp_path: Path
 ):
     made = [owner_of("a", tmp_path), owner_of("a", tmp_path)]
@@ -117,7 +117,7 @@ def test_a_crashed_learner_is_followed_at_once_from_its_own_directory(
     second.trim("0-0")
 
 
-def test_the_end_of_a_lease_is_waited_for_and_a_stop_ends_the_wait(
+def test_a_stop_ends_the_wait_for_the_end_of_a_lease(
     make: MakeLearner, url: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(learner_side, "LEASE_S", 3600)
@@ -168,7 +168,7 @@ def test_what_redis_lost_of_a_run_is_written_again(
     other.close()
 
 
-def test_a_worker_notices_another_run_of_its_name_and_other_settings(
+def test_a_worker_notices_another_run_and_other_settings(
     make: MakeLearner,
     url: str,
     make_ticket: Callable[..., Ticket],

@@ -15,7 +15,7 @@ from areal_q.system.processes import die_with_parent
 from buffer.redis_store.local_server import RedisServer
 
 
-def test_the_server_listens_on_its_unix_socket_only_and_keeps_an_append_only_file(short_dir):
+def test_the_server_has_a_unix_socket_and_an_append_only_file(short_dir):
     with RedisServer.start(short_dir / "redis", short_dir / "s") as server:
         with redis.Redis.from_url(server.url, decode_responses=True) as client:
             settings = client.config_get("*")

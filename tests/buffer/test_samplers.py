@@ -48,9 +48,7 @@ def rewarded(group: Group, *rewards: float) -> Group:
     sizes=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=30),
     share=st.floats(0, 1),
 )
-def test_chances_add_up_to_the_batch_are_at_most_1_and_follow_the_sizes(
-    sizes: list[float], share: float
-):
+def test_chances_sum_to_the_batch_and_follow_the_sizes(sizes: list[float], share: float):
     count = max(1, round(share * len(sizes)))
     chance = inclusion(np.array(sizes), count)
     assert chance.sum() == pytest.approx(count)
@@ -68,7 +66,7 @@ def test_chances_of_a_worked_example():
     assert inclusion(np.array([1.0, 2.0, 3.0]), 1) == pytest.approx([1 / 6, 2 / 6, 3 / 6])
 
 
-def test_systematic_sampling_draws_each_index_with_its_chance_and_none_twice():
+def test_systematic_sampling_draws_by_chance_and_none_twice():
     rng = np.random.default_rng(3)
     chance = inclusion(np.array([5.0, 1, 2, 0.3, 40, 1, 1]), 3)
     draws = [systematic(chance, rng) for _ in range(6000)]
@@ -124,7 +122,7 @@ def test_the_correction_grows_from_beta_to_beta_final(make_ticket, make_group):
         assert weights == pytest.approx(expected.tolist())
 
 
-def test_a_spread_of_rewards_is_the_mean_distance_from_their_mean(make_group):
+def test_a_spread_is_the_mean_distance_from_the_mean(make_group):
     assert spread(rewarded(make_group(), 1, 1)) == 0
     assert spread(rewarded(make_group(), 0, 1)) == 0.5
     assert spread(rewarded(make_group(), -3, 1)) == 2
@@ -145,7 +143,7 @@ def test_uniform_draws_all_alike_and_none_twice(make_ticket, make_group):
     assert np.all(np.abs(seen - 3 / 7) < 5 * np.sqrt(3 / 7 * 4 / 7 / 4000))
 
 
-def test_the_freshest_are_those_of_the_smallest_lag_then_of_the_latest_commit(make_run, make_group):
+def test_the_freshest_have_the_least_lag_then_the_last_commit(make_run, make_group):
     run = make_run("buffer.sampler.type=freshest")
     items = held([make_group()] * 4)
     for item, lag in zip(items, [2, 0, 1, 0], strict=True):
@@ -198,13 +196,13 @@ def test_every_objective_is_linear_in_the_advantage_for_its_sign(objective):
         ["buffer.sampler.alpha=1.0"],
     ],
 )
-def test_settings_that_would_starve_a_step_or_are_of_another_sampler_are_refused(overrides):
+def test_settings_that_would_starve_a_step_are_refused(overrides):
     with pytest.raises(ConfigError, match=r"buffer\.(sampler|removal)"):
         load(None, ["learner.groups=4", "learner.max_lag=2", *overrides])
 
 
 @pytest.mark.parametrize("seconds", ["0.9", "2.9", "1e8"])
-def test_a_claim_timeout_of_less_than_three_heartbeats_is_refused(seconds: str):
+def test_a_claim_timeout_below_three_heartbeats_is_refused(seconds: str):
     with pytest.raises(
         ConfigError, match=r"buffer\.claim_timeout_s = .* renews its claims once a second"
     ):

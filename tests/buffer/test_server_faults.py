@@ -341,7 +341,7 @@ def fresh(group: Group) -> Group:
     return replace(group, trajectories=[replace(t, spans=s) for t, s in pairs])
 
 
-def test_a_group_that_is_put_back_counts_though_its_place_was_refilled(
+def test_a_group_put_back_counts_though_its_place_was_filled(
     redis_url: str,
     make_run: Callable[..., Run],
     make_group: Callable[..., Group],
@@ -372,7 +372,7 @@ def test_a_group_that_is_put_back_counts_though_its_place_was_refilled(
 
 
 @pytest.mark.parametrize("kind", ["redis 6.2", "redis 7", "valkey 9"])
-def test_a_worker_in_a_full_redis_leaves_the_consumers_of_the_dead_for_later(
+def test_a_full_redis_lets_dead_consumers_wait(
     servers: Callable[[str], str], make_ticket: Callable[..., Ticket], kind: str
 ):
     url = servers(kind)
@@ -403,9 +403,7 @@ def test_a_worker_in_a_full_redis_leaves_the_consumers_of_the_dead_for_later(
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_a_run_in_a_redis_that_is_too_small_checkpoints_before_its_time_and_ends(
-    short_dir: Path, tmp_path: Path
-):
+def test_a_run_in_a_small_redis_checkpoints_early_and_ends(short_dir: Path, tmp_path: Path):
     """Without the early checkpoints it would wait for ever: the next regular one is after the last step."""
     settings = ["model.width=32", "model.layers=1", "model.mlp=48", "warmstart.steps=0"]
     settings += ["steps=40", "checkpoint.every=1000", "eval.problems=2", f"root={tmp_path}"]
@@ -426,7 +424,7 @@ def test_a_run_in_a_redis_that_is_too_small_checkpoints_before_its_time_and_ends
     assert [r["step"] for r in metrics if r["kind"] == "step"] == list(range(1, 41))
 
 
-def test_three_hundred_groups_in_flight_take_turns_on_a_few_connections(redis_url: str):
+def test_three_hundred_groups_share_a_few_connections(redis_url: str):
     async def main() -> None:
         client = connect_async(redis_url)
         try:

@@ -69,9 +69,7 @@ def test_the_tap_changes_no_bit_of_a_step(build, make_samples):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_every_response_is_there_once_with_its_own_values_also_over_several_epochs(
-    build, make_samples
-):
+def test_every_response_is_logged_once_over_several_epochs(build, make_samples):
     recorder = TokenRecorder()
     samples = make_samples(12)
     settings = ("learner.epochs=3", "learner.optimizer.lr=0.05", "learner.microbatch_tokens=30")

@@ -116,7 +116,7 @@ def test_log_probs_keep_every_bit_and_columns_their_types(tmp_path, make_group):
     assert values.tobytes() == group.trajectories[1].behavior_logprobs.data
 
 
-def test_flush_makes_appended_steps_durable_though_the_process_is_killed(tmp_path, make_group):
+def test_flushed_steps_outlive_a_killed_process(tmp_path, make_group):
     script = """
 import sys, time
 from areal_q.messages import decode_group
@@ -174,9 +174,7 @@ def test_parts_beyond_a_million_stay_in_order(tmp_path, make_ticket, make_group,
     assert [step for step, _ in read_log(tmp_path)] == [0, 1, 2]
 
 
-def test_append_does_not_wait_for_the_writer_until_the_queue_is_full(
-    tmp_path, make_group, monkeypatch
-):
+def test_append_waits_only_once_the_writers_queue_is_full(tmp_path, make_group, monkeypatch):
     gate, writing = threading.Event(), threading.Event()
 
     def slow(*args):
@@ -222,7 +220,7 @@ def test_a_log_of_before_there_were_routes_is_read(tmp_path, make_group):
     assert read_log(tmp_path) == [(0, [group])]
 
 
-def test_a_part_from_before_min_p_and_stop_is_read_as_without_them(tmp_path, make_group):
+def test_a_part_from_before_min_p_is_read_without_it(tmp_path, make_group):
     group = make_group()
     table = groups_to_table(0, 0, [group]).drop_columns(["min_p", "stop"])
     older = table.replace_schema_metadata({b"areal-q-log-schema": b"2"})

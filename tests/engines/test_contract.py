@@ -156,7 +156,7 @@ def check(request, completions):
             assert stops == [] and tokens == request.sampling.max_tokens
 
 
-def test_a_response_ends_with_the_first_stop_token_or_at_its_budget(with_engine):
+def test_a_response_ends_at_a_stop_token_or_its_budget(with_engine):
     async def body(engine):
         requests = [ask(seed, 4, 1 + seed, stop=(1, 2, 3)) for seed in range(12)]
         for request, done in zip(
@@ -177,7 +177,7 @@ def spelled(ids):
 
 
 @pytest.mark.parametrize("by", ["ids", "text"])
-def test_a_response_ends_with_the_first_token_that_completes_a_stop_of_several(with_engine, by):
+def test_a_response_ends_with_the_first_completed_stop(with_engine, by):
     """The stops are pieces of what is drawn without them; all else stays as it is, token for token."""
 
     async def body(engine):
@@ -232,7 +232,7 @@ def test_strings_to_stop_at_without_a_tokenizer_are_refused(with_engine):
     with_engine(body)
 
 
-def test_a_response_that_takes_too_long_ends_with_the_tokens_it_has(with_engine):
+def test_a_late_response_ends_with_the_tokens_it_has(with_engine):
     async def body(engine):
         (whole,) = await engine.generate(ask(9, 1, 400))
         request = ask(9, 1, 400, timeout_s=1e-6)
@@ -248,9 +248,7 @@ def test_a_response_that_takes_too_long_ends_with_the_tokens_it_has(with_engine)
     with_engine(body)
 
 
-def test_a_cancelled_request_tells_what_there_is_and_another_goes_on_token_for_token(
-    with_engine, published
-):
+def test_a_cancelled_request_is_continued_token_for_token(with_engine, published):
     async def body(engine):
         whole = await engine.generate(ask(31, 3, 60))
         told, drawn = {}, 0
@@ -291,7 +289,7 @@ def test_responses_are_told_as_they_end(with_engine):
     with_engine(body)
 
 
-def test_the_same_seed_and_weights_give_the_same_tokens_in_any_company(with_engine):
+def test_equal_seeds_give_equal_tokens_in_any_company(with_engine):
     async def body(engine):
         alone = await engine.generate(ask(7, 3))
         crowd = [ask(100 + i, 4, prompt=(i % 5, 2, 9)) for i in range(10)]
@@ -347,7 +345,7 @@ def test_tokens_are_stamped_with_the_version_that_drew_them(with_engine, publish
     with_engine(body)
 
 
-def test_a_response_that_starts_after_a_swap_holds_only_the_new_version(with_engine, published):
+def test_a_response_begun_after_a_swap_holds_the_new_version(with_engine, published):
     async def body(engine):
         for version in (1, 2):
             await engine.load_weights(published(version))
@@ -385,7 +383,7 @@ def test_requests_that_can_never_be_served_are_refused_by_name(with_engine):
     with_engine(body)
 
 
-def test_weights_of_an_unknown_format_are_refused_and_the_old_ones_kept(with_engine, published):
+def test_weights_of_an_unknown_format_are_refused(with_engine, published):
     async def body(engine):
         bad = published(3)
         manifest = type(bad.manifest)(
@@ -400,7 +398,7 @@ def test_weights_of_an_unknown_format_are_refused_and_the_old_ones_kept(with_eng
     with_engine(body)
 
 
-def test_cancelling_a_request_frees_its_slots_and_disturbs_nobody(with_engine):
+def test_cancelling_frees_the_slots_and_disturbs_nobody(with_engine):
     async def body(engine):
         undisturbed = [await engine.generate(ask(seed, 1, 20)) for seed in range(32)]
         drawn = 0
@@ -467,7 +465,7 @@ def test_greedy_tokens_are_certain(with_engine):
     with_engine(body)
 
 
-def test_closing_cancels_what_is_in_flight_and_later_requests_are_refused(with_engine):
+def test_closing_cancels_requests_and_refuses_later_ones(with_engine):
     async def body(engine):
         task = asyncio.ensure_future(engine.generate(ask(max_tokens=100)))
         await asyncio.sleep(0)

@@ -63,7 +63,7 @@ ANY_ROWS = hnp.arrays(
 
 
 @given(ANY_ROWS)
-def test_activations_in_e4m3_are_those_of_the_plain_formats_to_the_bit(x):
+def test_e4m3_activations_equal_the_plain_formats_bits(x):
     """NaN and infinity included: they must reach the log-prob."""
     numbers, scales = np.empty(x.shape, np.float32), np.empty(len(x), np.float32)
     with np.errstate(all="ignore"):
@@ -77,7 +77,7 @@ def test_activations_in_e4m3_are_those_of_the_plain_formats_to_the_bit(x):
     np.testing.assert_array_equal(grouped, want_grouped.numpy())
 
 
-def test_every_e4m3_number_and_every_middle_between_two_is_rounded_as_torch_does():
+def test_e4m3_numbers_and_middles_round_as_in_torch():
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     every = every[every.isfinite()].sort().values
     middles = (every[1:] + every[:-1]) / 2
@@ -271,7 +271,7 @@ def test_an_engine_draws_the_same_responses_either_way():
     assert np.quantile(gaps, 0.95) < 1e-4
 
 
-def test_plain_torch_runs_where_asked_and_where_there_is_no_numba(monkeypatch, caplog):
+def test_plain_torch_runs_where_asked_or_without_numba(monkeypatch, caplog):
     assert isinstance(build_ops(TorchEngine()), FusedOps)
     assert isinstance(build_ops(TorchEngine(fused=False)), TorchOps)
     assert isinstance(build_ops(TorchEngine(device="cuda")), TorchOps)

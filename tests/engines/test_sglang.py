@@ -74,7 +74,7 @@ def test_log_probs_are_of_the_distribution_that_drew(live, sampling):
     live()(body)
 
 
-def test_kept_keys_and_values_are_stale_and_the_recorded_log_probs_say_so(live):
+def test_kept_keys_are_stale_and_the_log_probs_say_so(live):
     async def body(engine):
         done = await swapped_after(engine, published(1), 30, ask(max_tokens=350))
         at = done.spans[0].tokens
@@ -86,7 +86,7 @@ def test_kept_keys_and_values_are_stale_and_the_recorded_log_probs_say_so(live):
     live()(body)
 
 
-def test_a_prompt_that_was_cached_is_computed_again_under_new_weights(live):
+def test_a_cached_prompt_is_computed_again_under_new_weights(live):
     async def body(engine):
         await engine.generate(ask())
         await engine.load_weights(published(1))
@@ -96,7 +96,7 @@ def test_a_prompt_that_was_cached_is_computed_again_under_new_weights(live):
     live()(body)
 
 
-def test_half_of_a_fused_layer_is_refused_and_the_old_weights_kept(live):
+def test_half_of_a_fused_layer_is_refused(live):
     async def body(engine):
         whole = published(1).tensors
         part = {n: t for n, t in whole.items() if "k_proj" not in n and "v_proj" not in n}
@@ -109,7 +109,7 @@ def test_half_of_a_fused_layer_is_refused_and_the_old_weights_kept(live):
     live()(body)
 
 
-def test_sixty_four_requests_with_cancellations_and_updates_in_flight(live):
+def test_cancellations_and_updates_disturb_no_other_request(live):
     async def body(engine):
         tasks = [
             asyncio.ensure_future(engine.generate(ask(seed=i, max_tokens=100))) for i in range(64)
@@ -172,7 +172,7 @@ async def running_requests(client):
     return load["num_running_reqs"]
 
 
-def test_a_killed_engine_comes_back_with_the_same_version_and_goes_on_where_it_was(live):
+def test_a_killed_engine_comes_back_and_goes_on_where_it_was(live):
     """The process that holds the model: SGLang's scheduler, whose death takes the server along."""
 
     async def body(engine):
@@ -211,7 +211,7 @@ def test_an_update_in_flight_is_exact_before_and_after(live):
     live(kv_on_update="recompute")(body)
 
 
-def test_weights_that_were_pushed_are_those_that_a_fresh_server_loads(live):
+def test_pushed_weights_equal_those_a_fresh_server_loads(live):
     async def body(engine):
         client = engine.backend._client
         before = await checksums(client)
@@ -254,9 +254,7 @@ UNSEEDED: list[dict[str, Any]] = [
 """What a server draws that needs no seeds; min-p only there"""
 
 
-def test_a_running_server_is_given_our_weights_and_asked_whether_it_keeps_our_promises(
-    tmp_path, monkeypatch
-):
+def test_a_running_server_gets_our_weights_and_is_checked(tmp_path, monkeypatch):
     key = tmp_path / "key"
     key.write_text("no")
     monkeypatch.setenv("SGLANG_KEY_FILE", str(key))
@@ -301,7 +299,7 @@ def test_a_running_server_is_given_our_weights_and_asked_whether_it_keeps_our_pr
         runner.run(asyncio.wait_for(body(), HANG_S))
 
 
-def test_a_format_that_sglang_accepts_and_does_not_run_is_not_taken_for_quantized(tmp_path):
+def test_a_format_that_sglang_does_not_run_is_refused(tmp_path):
     """modelopt_fp4 starts on a CPU, and stays in full precision."""
     with running(tmp_path, quantization="modelopt_fp4", dtype="bfloat16") as (runner, server):
 
@@ -344,7 +342,7 @@ def test_min_p_is_refused_by_name_where_seeds_draw(live):
     live(kv_on_update="recompute")(body)
 
 
-def test_a_truncation_beyond_what_the_server_reports_is_refused_by_name(live, monkeypatch):
+def test_a_truncation_beyond_the_servers_mask_is_refused(live, monkeypatch):
     async def body(engine):
         monkeypatch.setattr(engine.backend, "_most_masked", 10)
         with pytest.raises(RecordError, match="keep up to 48 tokens"):

@@ -102,13 +102,13 @@ def test_a_stop_inside_of_a_token_ends_after_that_token():
     assert [across(0), across(3), across(1)] == [False, False, True]
 
 
-def test_what_was_drawn_before_counts_for_a_stop_and_does_not_stop_by_itself():
+def test_earlier_tokens_count_for_a_stop_but_do_not_stop():
     watch = Stopper(Sampling(stop=((1, 2, 3), (7,))), None, drawn=[7, 1, 2])
     assert not watch.stopped and watch(3)
     assert stopper(Sampling(), None) is None
 
 
-def test_text_is_cut_before_the_first_stop_and_held_back_while_one_may_begin():
+def test_text_is_cut_at_a_stop_and_held_back_before_one():
     stops = ("\n\n", "Obs:")
     assert cut_at_stop("46 Obs:\n\n", stops) == "46 "
     assert cut_at_stop("46", stops) == "46"

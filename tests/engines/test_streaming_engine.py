@@ -146,7 +146,7 @@ def test_a_lost_engine_ends_every_wait_with_the_reason(make_version: MakeVersion
 
 
 @pytest.mark.parametrize("keeps_cache", [True, False])
-def test_where_old_keys_are_kept_a_response_begins_anew_with_weights_that_came_before_it(
+def test_a_response_begins_anew_under_weights_that_came_first(
     make_version: MakeVersion, keeps_cache: bool
 ):
     """The same version as before, even: what other weights left in a cache between the two is as wrong."""

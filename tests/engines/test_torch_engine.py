@@ -136,7 +136,7 @@ def reference_logprobs(model, prompt, response, sampling):
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("family", list(MODELS))
-def test_log_probs_are_those_of_transformers_under_every_sampling(family, fused):
+def test_log_probs_equal_transformers_under_every_sampling(family, fused):
     config = TorchEngine(slots=64, fused=fused)
     model = random_model(family)
     settings = [
@@ -220,7 +220,7 @@ def test_greedy_decoding_is_transformers_generate(family):
 
 @pytest.mark.parametrize("fused", [True, False])
 @torch.no_grad()
-def test_int8_is_dequantized_activations_times_dequantized_weights(fused):
+def test_int8_equals_the_product_of_dequantized_factors(fused):
     model = random_model("qwen2")
     weights = publish(model, format="int8")
     reference = copy.deepcopy(model)
@@ -276,7 +276,7 @@ def generate_with_swap(old, new, kv_on_update, at=10):
     return asyncio.run(main())
 
 
-def test_recomputing_the_cache_gives_the_log_probs_of_the_new_weights():
+def test_recomputing_the_cache_gives_the_new_log_probs():
     old, new = random_model(seed=2), random_model(seed=3)
     for c in generate_with_swap(old, new, "recompute"):
         (first, second), n = c.spans, c.spans[0].tokens
@@ -288,7 +288,7 @@ def test_recomputing_the_cache_gives_the_log_probs_of_the_new_weights():
 
 
 @torch.no_grad()
-def test_keeping_the_cache_records_the_honest_log_probs_of_the_mixture():
+def test_keeping_the_cache_records_the_mixtures_log_probs():
     old, new = random_model(seed=2), random_model(seed=3)
     for c in generate_with_swap(old, new, "keep"):
         n = c.spans[0].tokens
@@ -304,7 +304,7 @@ def test_keeping_the_cache_records_the_honest_log_probs_of_the_mixture():
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_slots_that_empty_and_fill_again_leave_no_trace_in_the_log_probs(fused):
+def test_refilled_slots_leave_no_trace_in_the_log_probs(fused):
     model = random_model(seed=4)
     requests = [
         ask([i % VOCAB] * (1 + i % 13), 1 + i % 4, seed=i, stop=(3, 4, 5)) for i in range(40)
@@ -319,7 +319,7 @@ def test_slots_that_empty_and_fill_again_leave_no_trace_in_the_log_probs(fused):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_diverged_weights_fail_their_requests_and_good_ones_recover(fused):
+def test_diverged_weights_fail_requests_and_good_ones_recover(fused):
     model = random_model()
     broken = copy.deepcopy(model)
     with torch.no_grad():
@@ -343,7 +343,7 @@ def test_diverged_weights_fail_their_requests_and_good_ones_recover(fused):
     np.testing.assert_allclose(c.logprobs, want, atol=1e-4)
 
 
-def test_weights_of_another_model_or_with_a_tensor_missing_are_refused():
+def test_weights_of_another_model_or_with_a_gap_are_refused():
     async def main():
         engine = build_engine(TorchEngine(slots=4))
         await engine.start()
@@ -447,7 +447,7 @@ def test_uniform_numbers_are_splitmix64():
     assert torch.equal(random_uniform(keys, positions), want)
 
 
-def test_uniform_numbers_of_neighbouring_seeds_and_positions_are_unrelated():
+def test_uniform_numbers_of_neighbouring_seeds_are_unrelated():
     n = 4096
     u = torch.stack(
         [random_uniform(seed_keys(list(range(n))), torch.full((n,), p)) for p in (0, 1)]
@@ -469,7 +469,7 @@ def test_distinct_seeds_have_distinct_streams(seeds):
     assert torch.equal(before, torch.arange(8))
 
 
-def test_a_group_that_the_slots_have_no_room_for_is_refused_by_name(make_run):
+def test_a_group_larger_than_the_slots_is_refused_by_name(make_run):
     asked = ["learner.group_size=8", "rollout.engine.slots=4"]
     with pytest.raises(ConfigError, match=r"rollout\.engine\.slots = 4 has no room for a group"):
         make_run(*asked)

@@ -83,7 +83,7 @@ TOLERANCE = {
 """Other weights differ by far more"""
 
 
-def test_kept_keys_and_values_are_stale_and_the_recorded_log_probs_say_so(live):
+def test_kept_keys_are_stale_and_the_log_probs_say_so(live):
     async def body(engine):
         done = await swapped_after(engine, published(1, "bf16"), 30, ask(max_tokens=350))
         at = done.spans[0].tokens
@@ -94,7 +94,7 @@ def test_kept_keys_and_values_are_stale_and_the_recorded_log_probs_say_so(live):
     live("bf16")(body)
 
 
-def test_a_prompt_that_was_cached_is_computed_again_under_new_weights(live):
+def test_a_cached_prompt_is_computed_again_under_new_weights(live):
     async def body(engine):
         await engine.generate(ask())
         await engine.load_weights(published(1, "bf16"))
@@ -104,7 +104,7 @@ def test_a_prompt_that_was_cached_is_computed_again_under_new_weights(live):
     live("bf16")(body)
 
 
-def test_half_of_a_fused_layer_is_refused_and_the_old_weights_kept(live):
+def test_half_of_a_fused_layer_is_refused(live):
     async def body(engine):
         whole = published(1, "bf16").tensors
         part = {n: t for n, t in whole.items() if "k_proj" not in n and "v_proj" not in n}
@@ -117,7 +117,7 @@ def test_half_of_a_fused_layer_is_refused_and_the_old_weights_kept(live):
     live("bf16")(body)
 
 
-def test_sixty_four_requests_with_cancellations_and_updates_in_flight(live):
+def test_cancellations_and_updates_disturb_no_other_request(live):
     async def body(engine):
         tasks = [
             asyncio.ensure_future(engine.generate(ask(seed=i, max_tokens=100))) for i in range(64)
@@ -137,7 +137,7 @@ def test_sixty_four_requests_with_cancellations_and_updates_in_flight(live):
     live("bf16")(body)
 
 
-def test_a_killed_engine_comes_back_with_the_same_version_and_goes_on_where_it_was(live):
+def test_a_killed_engine_comes_back_and_goes_on_where_it_was(live):
     async def body(engine):
         deaths, pid, drawn = engine.deaths, engine.backend.pid, []
 
@@ -310,7 +310,7 @@ def test_int8_stays_finite_and_right_after_many_reloads(live):
     live("int8", kv_on_update="recompute")(body)
 
 
-def test_a_format_that_vllm_runs_in_full_precision_is_not_taken_for_quantized(live):
+def test_a_format_that_vllm_runs_unquantized_is_refused(live):
     async def body(engine):
         return (await engine.backend._llm.collective_rpc("areal_linears"))[0]
 
@@ -326,7 +326,7 @@ def test_a_format_that_vllm_runs_in_full_precision_is_not_taken_for_quantized(li
         check_quantized("vLLM", {}, "int8")
 
 
-def test_a_temperature_that_vllm_does_not_take_is_refused_by_name(live, make_run):
+def test_a_temperature_beyond_vllms_is_refused_by_name(live, make_run):
     async def body(engine):
         with pytest.raises(RecordError, match=r"temperature = 2\.5: vLLM takes 2"):
             await engine.generate(ask(temperature=2.5))

@@ -93,7 +93,7 @@ def test_no_text_becomes_markup_of_the_page(text):
     assert tags(text, text, {text: text}) == tags("x", "x", "x")
 
 
-def test_the_page_may_run_its_own_script_only_and_names_no_other_place(run_dir):
+def test_the_page_runs_its_own_script_and_names_no_other_place(run_dir):
     text = whole_file(read_runs([run_dir]), 10**6)
     policy = re.search(r'Security-Policy" content="([^"]*)"', text)
     assert policy
@@ -142,7 +142,7 @@ def test_csv_holds_every_metric_as_it_was_recorded(write_run, tmp_path):
     assert found["a", None, 4, DELTA] == "1000.0"
 
 
-def test_a_counter_that_starts_over_with_its_process_gives_growth_and_never_less_than_0():
+def test_a_counter_that_starts_over_never_gives_negative_growth():
     totals = [5.0, 9.0, 2.0, 2.0]
     records = [
         {"kind": "step", "step": i, "weights/delta_bytes": total} for i, total in enumerate(totals)
@@ -376,7 +376,7 @@ def test_what_is_not_there_is_refused(run_dir, tmp_path):
         run.refresh()
 
 
-def test_the_list_grows_with_the_log_and_forgets_what_a_resumption_took_back(run_dir, make_group):
+def test_the_list_grows_and_forgets_what_a_resume_took_back(run_dir, make_group):
     index = Index(run_dir)
     index.refresh()
     state, kept = index.state, index.steps[1]
@@ -448,7 +448,7 @@ def test_a_small_budget_leaves_out_groups_and_not_curves(write_run, tmp_path):
     assert {0, 39} <= steps and len(steps) < 40
 
 
-def test_the_command_writes_file_and_csv_and_names_what_is_missing(run_dir, tmp_path):
+def test_the_command_writes_file_and_csv_and_names_gaps(run_dir, tmp_path):
     def areal_q(*args):
         command = [sys.executable, "-m", "areal_q", "report", *map(str, args)]
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -549,9 +549,7 @@ def test_what_has_not_changed_is_not_sent_again(ask, run_dir):
         ("/data/index/١", "GET", {}, 404),
     ],
 )  # fmt: skip
-def test_the_server_answers_this_machine_get_and_known_paths_only(
-    ask, path, method, headers, status
-):
+def test_the_server_answers_local_gets_of_known_paths_only(ask, path, method, headers, status):
     path = path.encode().decode("latin-1").replace("\xd9\xa1", "%D9%A1")
     assert ask(path, method, **headers)[0] == status
 

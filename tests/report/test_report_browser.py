@@ -95,7 +95,7 @@ def rows_of(path: Path) -> list[list[str]]:
     return [head, *sorted(rows, key=lambda row: row[: head.index("step") + 1])]
 
 
-def test_every_plot_is_drawn_and_its_csv_is_that_of_the_command_line(show, write_run, tmp_path):
+def test_every_plot_is_drawn_and_its_csv_is_the_commands(show, write_run, tmp_path):
     directories = [write_run(tmp_path / "a", 6), write_run(tmp_path / "b", 4, "seed=1")]
     page = show(directories)
     runs = read_runs(directories)
@@ -198,9 +198,7 @@ def test_the_viewer_is_walked_by_keyboard_alone(show, write_run, tmp_path):
     expect(title).to_contain_text("Step 3")
 
 
-def test_axis_and_smoothing_redraw_every_line_and_a_run_can_be_switched_off(
-    show, write_run, tmp_path
-):
+def test_axis_smoothing_and_run_switches_redraw_the_plots(show, write_run, tmp_path):
     page = show([write_run(tmp_path / "a", 30), write_run(tmp_path / "b", 30, "seed=1")])
     line = page.locator("figure[data-plot=loss] path.line")
     expect(line).to_have_count(2)
@@ -238,7 +236,7 @@ def test_many_runs_share_one_legend_with_their_final_figures(show, write_run, tm
     assert page.evaluate("document.documentElement.scrollWidth") == 1400
 
 
-def test_every_axis_has_three_ticks_and_every_plot_an_explanation(show, write_run, tmp_path):
+def test_axes_have_three_ticks_and_plots_an_explanation(show, write_run, tmp_path):
     page = show([write_run(tmp_path / "a", 6)])
     ticks = page.locator("#curves > section figure svg[tabindex]").evaluate_all(
         "all => all.map(e => e.querySelectorAll('.axes text[text-anchor=end]').length)"
@@ -352,7 +350,7 @@ def write_large(
     log.close()
 
 
-def test_100_000_trajectories_open_within_the_budget_and_are_paged(
+def test_100_000_trajectories_open_in_budget_and_are_paged(
     show, write_run, make_group, make_ticket, tmp_path
 ):
     directory = write_run(tmp_path / "large", 1)

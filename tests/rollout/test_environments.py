@@ -63,7 +63,7 @@ def saying(*turns: str) -> Engine:
         (["(1/3)", "7"], "(1/3)7", "1111111", "stop"),
     ],
 )
-def test_the_tools_result_goes_in_with_mask_0_and_the_model_goes_on(
+def test_the_tools_result_goes_in_with_mask_0(
     make_run: MakeRun, make_ticket: Callable[..., Ticket], turns, text, mask, reason
 ):
     ticket = make_ticket(

@@ -106,7 +106,7 @@ def test_completions_have_log_probs_ids_and_versions(make_run: MakeRun):
     run_async(work())
 
 
-def test_strings_to_stop_at_are_not_said_though_their_tokens_are_recorded(make_run: MakeRun):
+def test_stop_strings_are_not_said_but_their_tokens_are_kept(make_run: MakeRun):
     async def work() -> None:
         async with asking(make_run()) as client:
             create: Any = client.completions.create
@@ -279,9 +279,7 @@ class Full:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_before_the_first_token_leaves_nothing_in_the_engine(
-    make_run: MakeRun, stream: bool
-):
+def test_a_client_that_leaves_early_leaves_the_engine_empty(make_run: MakeRun, stream: bool):
     async def work() -> None:
         engine: Any = Full()
         async with serving(make_run(), engine) as url, aiohttp.ClientSession() as session:
@@ -577,7 +575,7 @@ def test_an_episode_left_too_often_has_no_reward(
     run_async(work())
 
 
-def test_the_chat_templates_turns_are_those_of_a_conversation_rendered_at_once(
+def test_chat_turns_render_as_the_whole_conversation_does(
     byte_tokenizer: Path,
 ):
     """The oracle is the template itself, on the whole conversation."""

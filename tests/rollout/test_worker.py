@@ -154,7 +154,7 @@ def run_async(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 200))
 
 
-def test_who_begins_with_a_worker_can_ask_its_engine_before_the_first_weights(
+def test_an_engine_can_be_asked_before_the_first_weights(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
     """An endpoint that is there before its engine would refuse what comes in between."""
@@ -227,7 +227,7 @@ def test_every_ticket_becomes_one_valid_group(
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
-def test_vllm_killed_in_mid_request_comes_back_and_no_ticket_is_lost(
+def test_killed_vllm_comes_back_and_no_ticket_is_lost(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
     pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -304,7 +304,7 @@ def test_a_ticket_waits_for_weights_as_new_as_itself(
     run_async(work())
 
 
-def test_workers_full_of_an_abandoned_history_do_not_stop_the_learner(
+def test_workers_full_of_old_history_do_not_stop_the_learner(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
     """The learner came back at version 2, and the groups that led it to version 9 before are of no use."""
@@ -373,7 +373,7 @@ def test_tickets_that_another_worker_took_over_are_abandoned(
     run_async(work())
 
 
-def test_a_renewal_does_not_take_a_commit_under_way_for_a_lost_ticket(
+def test_a_renewal_takes_no_commit_under_way_for_a_lost_ticket(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], monkeypatch: pytest.MonkeyPatch
 ):
     commit = WorkerBuffer.commit
@@ -416,7 +416,7 @@ def test_a_worker_that_ends_hands_its_tickets_back(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_process_in_peace_and_its_tickets_go_back_at_once(
+def test_a_signal_ends_the_process_and_returns_its_tickets(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], number: int
 ):
     slow = [SCRIPTED, "rollout.engine.tokens_per_s=1", "buffer.claim_timeout_s=3600"]
@@ -462,7 +462,7 @@ async def uninterrupted(side: LearnerSide, ticket: Ticket, engine: Engine) -> li
         await engine.close()
 
 
-def test_the_next_worker_goes_on_from_the_tokens_of_one_that_ended(
+def test_the_next_worker_goes_on_from_the_drawn_tokens(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
     settings = ["rollout.format=bf16", "rollout.sampling.max_tokens=200", LONG]
@@ -506,7 +506,7 @@ def test_the_next_worker_goes_on_from_the_tokens_of_one_that_ended(
 
 
 @pytest.mark.parametrize("max_lag, versions", [(1, [0, 1]), (0, [1])])
-def test_tokens_that_are_too_old_are_drawn_again_and_others_keep_their_version(
+def test_too_old_tokens_are_drawn_again_others_keep_versions(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], max_lag: int, versions: list[int]
 ):
     slow = [SCRIPTED, "rollout.engine.tokens_per_s=30", "rollout.sampling.max_tokens=60"]
@@ -592,7 +592,7 @@ def test_a_groups_last_straggler_leaves_room_for_new_groups(
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_process_that_is_terminated_leaves_its_tokens_and_one_that_is_killed_its_tickets(
+def test_sigterm_hands_on_tokens_and_sigkill_tickets_alone(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], signal_number: int
 ):
     slow = [SCRIPTED, "rollout.engine.tokens_per_s=60", "rollout.sampling.max_tokens=40", LONG]
@@ -638,7 +638,7 @@ def gaps(side: LearnerSide, groups: list[Group]) -> np.ndarray:
 
 @pytest.mark.parametrize("format", ["bf16", "int8"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_the_engines_log_probs_are_those_that_the_learner_recomputes(
+def test_the_learner_recomputes_the_engines_log_probs(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], format: str, temperature: float
 ):
     settings = [f"rollout.format={format}", f"rollout.sampling.temperature={temperature}"]
@@ -682,7 +682,7 @@ def test_recorded_log_probs_are_of_the_temperature_that_drew(
     run_async(work())
 
 
-def test_a_cancellation_that_comes_with_an_answer_of_redis_is_not_forgotten():
+def test_a_cancellation_beside_a_redis_answer_is_not_lost():
     async def answer() -> str:
         """As asyncio.wait_for before Python 3.12, where both come in one turn of the loop."""
         try:
@@ -769,7 +769,7 @@ def test_a_ticket_that_cannot_become_a_group_costs_itself_alone(
     run_async(work())
 
 
-def test_a_group_that_is_refused_at_its_commit_costs_itself_alone(
+def test_a_group_refused_at_its_commit_costs_itself_alone(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
     side = learner(make_run(SCRIPTED, *ONE))
