@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
+from helpers.paths import EXECUTABLE
 
 import areal_q
 from areal_q.cli.app import GROUPS, app
@@ -14,8 +14,6 @@ from areal_q.cli.launcher import plan
 from areal_q.config import Run, load, shipped
 from areal_q.errors import ConfigError
 from areal_q.tasks.datasets.jsonl_rows import read_jsonl
-
-EXECUTABLE = Path(sysconfig.get_path("scripts")) / "areal-q"
 
 
 @pytest.fixture

@@ -5,10 +5,11 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.fixture_types import MakeRun
 
 from areal_q.checks.settings import preflight
 from areal_q.config import Run, load, rules
@@ -19,7 +20,6 @@ from areal_q.tasks import build_task, build_tokenizer
 from learner.build import build_learner, build_model, build_policy
 from rollout.engines import build_engine
 
-MakeRun = Callable[..., Run]
 NO_STOP = threading.Event()
 
 

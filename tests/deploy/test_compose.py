@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import yaml
 from helpers.compose_stack import docker, missing
-from helpers.paths import ROOT
+from helpers.paths import DOCKER, ROOT
 
 from areal_q.config import load
 from areal_q.errors import ConfigError
 
-DOCKER = ROOT / "docker"
 COMPOSE = DOCKER / "compose.yaml"
 GPU, HEAD, WORKERS, ACL = (
     DOCKER / f"compose.{name}.yaml" for name in ("gpu", "head", "workers", "acl")

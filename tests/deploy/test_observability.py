@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 import yaml
-from helpers.paths import ROOT
+from helpers.paths import DOCKER
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from areal_q.observability.health import MAX_AGE_S, complaint
@@ -19,7 +19,6 @@ from areal_q.observability.prometheus_exporter import (
     serve_metrics,
 )
 
-DOCKER = ROOT / "docker"
 DASHBOARD = json.loads((DOCKER / "grafana" / "dashboards" / "areal-q.json").read_text())
 ALERTS = yaml.safe_load((DOCKER / "prometheus" / "alerts.yml").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]

@@ -2,11 +2,10 @@
 
 import os
 import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
-from helpers.paths import ROOT
+from helpers.paths import EXECUTABLE, QUICKSTART
 from safetensors import safe_open
 
 from areal_q.models import load_decoder
@@ -14,7 +13,6 @@ from areal_q.observability.metrics_log import read_metrics
 from learner import checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-QUICKSTART = ROOT / "configs" / "quickstart.toml"
 SETTINGS = [
     *("name=gae", "task.digits=1", "task.heldout=20", "rollout.sampling.max_tokens=4"),
     *("model.layers=2", "model.width=64", "model.mlp=128", "learner.optimizer.lr=1e-3"),
@@ -30,7 +28,7 @@ FORK, STEPS = 12, 30
 def areal_q(cwd: Path, *args: str) -> str:
     environment = {**os.environ, "COLUMNS": "160", "NO_COLOR": "1"}
     environment.pop("REDIS_URL", None)
-    command = [Path(sysconfig.get_path("scripts")) / "areal-q", *args]
+    command = [EXECUTABLE, *args]
     done = subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
     )

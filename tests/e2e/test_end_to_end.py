@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from helpers.paths import ROOT
+from helpers.paths import QUICKSTART
 
 from areal_q.messages import Group
 from areal_q.models import PackedLayout, load_decoder
@@ -25,7 +25,6 @@ from learner.checkpoint.files import State
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-QUICKSTART = ROOT / "configs" / "quickstart.toml"
 SMALL = [
     *("task.digits=1", "task.heldout=20", "model.layers=2", "model.width=64", "model.mlp=128"),
     *("warmstart.steps=30", "warmstart.until_accuracy=0.3", "rollout.sampling.max_tokens=4"),

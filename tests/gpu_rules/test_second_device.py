@@ -4,7 +4,7 @@ no tensors of two devices in one operation."""
 import asyncio
 import copy
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from areal_q.config import Run, Sampling, TorchEngine
+from areal_q.config import Sampling, TorchEngine
 from areal_q.messages import Noise
 from areal_q.models import (
     Decoder,
@@ -40,9 +40,6 @@ from rollout.engines.base import Request
 if not shutil.which("c++"):
     pytest.skip("no C++ compiler for the second device's guard", allow_module_level=True)
 from helpers.second_device import Far, SecondDevice, same_bits
-
-MakeRun = Callable[..., Run]
-MakeSamples = Callable[..., list]
 
 
 def refusals() -> dict[str, Callable[[], Any]]:
@@ -105,12 +102,6 @@ def test_waits_are_counted_where_they_are(cuda: SecondDevice) -> None:
 
 
 READ_BY_THE_HOST = ("weight_shape", "weight.quant_state.bitsandbytes__nf4")
-
-
-@pytest.fixture
-def cuda() -> Iterator[SecondDevice]:
-    with SecondDevice().present() as device:
-        yield device
 
 
 @pytest.mark.parametrize("name", FORMATS)

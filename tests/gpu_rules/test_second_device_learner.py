@@ -3,13 +3,14 @@ each layer."""
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.saved import save_at
 
 from areal_q.config import LearnerConfig, Run, dump_toml
@@ -44,16 +45,6 @@ from learner.train_step import train_step
 if not shutil.which("c++"):
     pytest.skip("no C++ compiler for the second device's guard", allow_module_level=True)
 from helpers.second_device import Far, SecondDevice
-
-MakeRun = Callable[..., Run]
-MakeSamples = Callable[..., list]
-
-
-@pytest.fixture
-def cuda() -> Iterator[SecondDevice]:
-    with SecondDevice().present() as device:
-        yield device
-
 
 BF16 = "learner.dtype=bfloat16"
 STEPS: dict[str, tuple[str, ...]] = {

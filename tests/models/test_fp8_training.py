@@ -1,13 +1,11 @@
 """The FP8 flow: each product against its definition in float64, and what of it is kept."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch._meta_registrations as torch_checks
+from helpers.fixture_types import MakeRun
 from torch import Tensor, nn
 
-from areal_q.config import Run
 from areal_q.models.layers.linear import Linear
 from areal_q.models.low_bit.fp8_training import Fp8TrainingLinear, operands
 from areal_q.models.low_bit.published_state import published_state
@@ -31,7 +29,6 @@ from learner.build import build_model
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder
 
-MakeRun = Callable[..., Run]
 JET = ["learner.precision=jet", "rollout.format=fp8"]
 SHAPES = [(7, 32, 48), (130, 160, 96), (256, 256, 128)]
 

@@ -1,11 +1,12 @@
 """LoRA on a quantized base: what trains, what travels, what engine and learner make of it, what PEFT reads."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.fixture_types import MakeRun, MakeSamples
+from helpers.policies import raw_bytes
 from helpers.saved import save_at
 
 from areal_q.config import Run, Sampling, TorchEngine
@@ -29,8 +30,6 @@ from rollout.engines.base import Request
 from rollout.engines.reference.async_engine import Job
 from rollout.engines.reference.torch_engine import TorchStepper
 
-MakeRun = Callable[..., Run]
-MakeSamples = Callable[..., list[Sample]]
 BASES = ["nvfp4", "mxfp4", "nf4", "int4", "int8", "fp8"]
 LORA = ["learner.lora.rank=4", "learner.lora.alpha=8.0", "learner.optimizer.lr=0.02"]
 
@@ -68,7 +67,7 @@ def test_only_the_adapters_train(make_run: MakeRun, make_samples: MakeSamples, f
     moved = {
         k
         for k, v in policy.model.state_dict().items()
-        if not torch.equal(_bytes(v), _bytes(before[k]))
+        if not torch.equal(raw_bytes(v), raw_bytes(before[k]))
     }
     factors = {n for n, p in policy.model.named_parameters() if p.requires_grad}
     # From B = 0 the gradient of A is 0 in the very first update; the second moves it.
@@ -85,7 +84,7 @@ def test_before_training_the_policy_is_the_dequantized_base(make_run: MakeRun, f
     published = quantize_state(plain.state_dict(), format)
     policy = build(run)
     assert all(
-        torch.equal(_bytes(published[k]), _bytes(v))
+        torch.equal(raw_bytes(published[k]), raw_bytes(v))
         for k, v in published_state(policy.model, format).items()
         if "lora" not in k
     )
@@ -257,7 +256,3 @@ def test_settings_that_do_not_go_with_adapters_are_refused(
 ):
     with pytest.raises(ConfigError, match=reason):
         make_run(*LORA, *settings)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

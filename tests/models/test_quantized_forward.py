@@ -1,16 +1,17 @@
 """The aligned forward: the published numbers, a straight-through gradient, the engine's log-probs."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.fixture_types import MakeRun, MakeSamples
+from helpers.policies import build_policy, raw_bytes
 from helpers.saved import save_at
 from torch import nn
 
-from areal_q.config import Run, Sampling, TorchEngine
+from areal_q.config import Sampling, TorchEngine
 from areal_q.errors import ConfigError
 from areal_q.messages import Array, Trajectory, VersionSpan
 from areal_q.models.layers.linear import Linear
@@ -19,12 +20,10 @@ from areal_q.models.low_bit.published_state import published_state
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, use
 from areal_q.models.packed_layout import PackedLayout
 from areal_q.quant import FORMATS, is_quantized, quantize_state
-from areal_q.tasks import build_tokenizer
 from areal_q.weights.version import WeightVersion
 from learner import checkpoint
 from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy, token_logprobs
-from learner.build import build_model
 from learner.data.packing import Sample, pack
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder
@@ -34,15 +33,7 @@ from rollout.engines.reference.inference_model import InferenceModel
 from rollout.engines.reference.kv_cache import KVCache, PrefillAttention
 from rollout.engines.reference.ops import TorchOps
 
-MakeRun = Callable[..., Run]
-MakeSamples = Callable[..., list[Sample]]
 QARL = "learner.precision=qarl"
-
-
-def build(run: Run) -> TorchPolicy:
-    model = build_model(run, build_tokenizer(run))
-    set_precision(model, run)
-    return TorchPolicy(model, run.learner, 1.0)
 
 
 def generate(weights: WeightVersion, prompts: list[np.ndarray], tokens: int) -> list[Completion]:
@@ -126,13 +117,13 @@ LARGER = ["model.width=128", "model.mlp=384", "model.layers=3", "model.max_posit
 @pytest.mark.parametrize("format", ["int4", "nvfp4", "nf4"])
 def test_aligned_learner_has_the_log_probs_of_the_engine(make_run: MakeRun, format: str, rest: str):
     run = make_run(QARL, f"rollout.format={format}", f"rollout.unquantized={rest}", *LARGER)
-    policy = build(run)
+    policy = build_policy(run)
     gap = gap_to_learner(policy, drawn_tokens(VersionBuilder(run).build(policy.model, 0)))
     assert gap.max() < 1e-4
 
 
 def test_unquantized_tensors_travel_in_bfloat16_if_asked(make_run: MakeRun):
-    model = build(make_run()).model
+    model = build_policy(make_run()).model
     kv = {"kv": torch.ones(2)}
     wide, narrow = (
         VersionBuilder(make_run(f"rollout.unquantized={rest}")).build(model, 0, kv).tensors
@@ -147,7 +138,7 @@ def test_unquantized_tensors_travel_in_bfloat16_if_asked(make_run: MakeRun):
 
 def test_forward_on_rounded_tensors_has_the_masters_gradient(make_run: MakeRun):
     run = make_run(QARL, "rollout.unquantized=bf16")
-    model = build(run).model
+    model = build_policy(run).model
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim == 1:  # norms, all of them, with weights that bfloat16 does not hold
@@ -175,7 +166,7 @@ def test_forward_on_rounded_tensors_has_the_masters_gradient(make_run: MakeRun):
 def test_quantized_activations_differ_as_the_engine_from_itself(make_run: MakeRun, format: str):
     # Where float32 rounding turns the code of an activation, no two orders of summation agree to 1e-4.
     run = make_run(QARL, f"rollout.format={format}", *LARGER)
-    policy, plain = build(run), build(make_run(f"rollout.format={format}", *LARGER))
+    policy, plain = build_policy(run), build_policy(make_run(f"rollout.format={format}", *LARGER))
     weights = VersionBuilder(run).build(policy.model, 0)
     samples = drawn_tokens(weights)
     aligned, engine = gap_to_learner(policy, samples), gap_to_plain_engine(weights, samples)
@@ -188,7 +179,7 @@ def test_quantized_activations_differ_as_the_engine_from_itself(make_run: MakeRu
 @pytest.mark.parametrize("format", sorted(set(FORMATS) - {"bf16"}))
 def test_the_tensors_of_the_forward_are_the_ones_published(make_run: MakeRun, format: str):
     run = make_run(QARL, f"rollout.format={format}")
-    policy = build(run)
+    policy = build_policy(run)
     published = published_state(policy.model, format)
     for name, linear in linears(policy.model).items():
         assert isinstance(linear, QuantLinear)
@@ -196,7 +187,7 @@ def test_the_tensors_of_the_forward_are_the_ones_published(make_run: MakeRun, fo
             assert published[f"{name}.{suffix}"] is tensor
     manifest = VersionBuilder(run).build(policy.model, 0).manifest
     plain = make_run(f"rollout.format={format}")
-    again = VersionBuilder(plain).build(build(plain).model, 0).manifest
+    again = VersionBuilder(plain).build(build_policy(plain).model, 0).manifest
     assert (manifest.digest, manifest.nbytes) == (again.digest, again.nbytes)
 
 
@@ -232,23 +223,23 @@ def test_the_gradient_is_that_of_the_layer_in_full_precision(format: str):
 
 def test_every_update_quantizes_the_weights_anew(make_run: MakeRun, make_samples: MakeSamples):
     run = make_run(QARL, "rollout.format=nvfp4", "learner.optimizer.lr=0.01", "learner.epochs=2")
-    policy = build(run)
+    policy = build_policy(run)
     before = published_state(policy.model, "nvfp4")
     update_policy(policy, make_samples(12))
     after = published_state(policy.model, "nvfp4")
     fresh = quantize_state(policy.model.state_dict(), "nvfp4")
-    assert all(torch.equal(_bytes(after[k]), _bytes(fresh[k])) for k in fresh)
-    assert not all(torch.equal(_bytes(after[k]), _bytes(before[k])) for k in fresh)
+    assert all(torch.equal(raw_bytes(after[k]), raw_bytes(fresh[k])) for k in fresh)
+    assert not all(torch.equal(raw_bytes(after[k]), raw_bytes(before[k])) for k in fresh)
 
 
 def test_step_after_a_restore_is_bit_for_bit_the_step_without(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
 ):
     run = make_run(QARL, "learner.optimizer.lr=0.01", "learner.reference_kl.coef=0.01")
-    policy = build(run)
+    policy = build_policy(run)
     update_policy(policy, make_samples(12))
     save_at(1, tmp_path, policy)
-    resumed = build(run)
+    resumed = build_policy(run)
     checkpoint.restore(tmp_path, resumed)
     ours, theirs = (
         update_policy(policy, make_samples(12, seed=1)),
@@ -261,7 +252,7 @@ def test_step_after_a_restore_is_bit_for_bit_the_step_without(
 
 def test_a_learner_that_is_not_aligned_has_plain_linears(make_run: MakeRun):
     run = make_run()
-    model = build(run).model
+    model = build_policy(run).model
     assert {type(linear) for linear in linears(model).values()} == {Linear}
     set_precision(model, make_run(QARL))
     assert {type(linear) for linear in linears(model).values()} == {QuantLinear}
@@ -273,7 +264,7 @@ def test_a_learner_that_is_not_aligned_has_plain_linears(make_run: MakeRun):
 
 def test_the_critics_own_trunk_stays_in_full_precision(make_run: MakeRun):
     run = make_run(QARL, "learner.critic={}", "learner.advantage.type=gae")
-    policy = build(run)
+    policy = build_policy(run)
     assert policy.critic and policy.critic.trunk
     assert {type(linear) for linear in linears(policy.critic.trunk).values()} == {Linear}
 
@@ -289,7 +280,3 @@ def test_the_critics_own_trunk_stays_in_full_precision(make_run: MakeRun):
 def test_a_precision_that_cannot_be_is_refused(make_run: MakeRun, settings: list[str], reason: str):
     with pytest.raises(ConfigError, match=reason):
         make_run(*settings)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,13 +1,13 @@
 """Adaptive quantization noise: the schedules' printed ends, noise in published norms alone."""
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 import torch
+from helpers.fixture_types import MakeRun
 
-from areal_q.config import Aqn, Run, dump_toml, override, parse
+from areal_q.config import Aqn, dump_toml, override, parse
 from areal_q.errors import ConfigError
 from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant.aqn import noise_of, sigma_of, with_noise
@@ -18,7 +18,6 @@ from learner.build import build_model
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder
 
-MakeRun = Callable[..., Run]
 SCHEDULES = ("exponential", "exponential-attained", "linear", "cosine", "logarithmic")
 AQN = ["rollout.aqn={}", "steps=20", "learner.uaq=1.0"]
 

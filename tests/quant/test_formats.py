@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from helpers.formats import every_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -16,7 +17,6 @@ from areal_q.weights import delta, version
 INT8, BF16 = FORMATS["int8"], FORMATS["bf16"]
 TINY = torch.finfo(torch.float32).tiny
 SHAPES = [(1, 2), (3, 34), (128, 128), (130, 258), (5, 1024)]
-every_format = pytest.mark.parametrize("name", list(FORMATS))
 
 float_weights = hnp.arrays(
     np.float32,

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from helpers.formats import E4M3, every_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -12,9 +13,6 @@ from areal_q.quant import FORMATS
 from areal_q.quant.activations import to_e4m3
 from areal_q.quant.format import Parts, Ranges
 from areal_q.quant.kernels import cpu_numba, dispatch
-
-every_format = pytest.mark.parametrize("name", list(FORMATS))
-E4M3 = torch.float8_e4m3fn
 
 any_weights = hnp.arrays(
     np.float32,

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.saved import save_at
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +25,6 @@ from learner import checkpoint
 from learner.backends.kv_calibration import kv_scales
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
-from learner.data.packing import Sample
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder
 from rollout.engines import build_engine
@@ -32,8 +32,6 @@ from rollout.engines.base import Completion, Request
 from rollout.engines.reference.torch_engine import TorchStepper
 from rollout.engines.scripted import scripted_engine
 
-MakeRun = Callable[..., Run]
-MakeSamples = Callable[..., list[Sample]]
 FP8 = ["rollout.engine.kv_cache=fp8", "rollout.format=bf16", "model.max_positions=64"]
 
 

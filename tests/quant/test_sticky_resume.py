@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.saved import save_at
 from msgspec.structs import replace
 
@@ -20,12 +20,9 @@ from areal_q.tasks import build_task, build_tokenizer
 from learner.backends.messages import Piece
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model, build_policy
-from learner.data.packing import Sample
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, sticky_ranges
 
-MakeRun = Callable[..., Run]
-MakeSamples = Callable[..., list[Sample]]
 STEPS, EVERY = 9, 3
 SETTINGS = ["rollout.sticky_scales=0.01", "learner.optimizer.lr=0.01"]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.formats import E4M3
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip(
@@ -28,7 +29,6 @@ from triton.runtime.jit import JITFunction
 from areal_q.quant.kernels import gpu_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-E4M3 = torch.float8_e4m3fn
 DISASSEMBLER = Path(str(triton.__file__)).parent / "backends/nvidia/bin/cuobjdump"
 ROWS = [896, 3584, 4864, 18944, 28672]
 """Inputs of the linears of Qwen2.5's 0.5B to 72B"""

@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from helpers.formats import E4M3
 
 from areal_q.quant import activations
 from areal_q.quant.formats.nf4 import BORDERS
@@ -21,7 +22,6 @@ pytest.importorskip(
 from areal_q.quant.kernels import gpu_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-E4M3 = torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, E4M3])
