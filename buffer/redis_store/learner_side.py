@@ -97,7 +97,8 @@ class LearnerBuffer:
         self._scripts = {
             name: self._redis.register_script(lua_scripts.GUARD + getattr(lua_scripts, name))
             for name in (
-                "ADMIT", "FORGET", "PUBLISH", "QUARANTINE", "READMIT", "REMOVE", "RENEW_LEASE", "TRIM",
+                "ADMIT", "CREATE_GROUPS", "FORGET", "PUBLISH", "QUARANTINE", "READMIT", "REMOVE",
+                "RENEW_LEASE", "TRIM",
             )
         }  # fmt: skip
 
@@ -156,8 +157,9 @@ class LearnerBuffer:
             "settings": settings,
         }
         self._info = [part for pair in fields.items() for part in pair]
-        self._create_groups()
-        self._write(lambda: self._guarded("PUBLISH", [self.keys.info], self._info))
+        streams = [self.keys.tickets, self.keys.eval_tickets]
+        self._call(lambda: self._guarded("CREATE_GROUPS", streams, [WORKERS_GROUP]))
+        self._call(lambda: self._guarded("PUBLISH", [self.keys.info], self._info))
 
     def published_id(self) -> str:
         """Id of the run that Redis holds the state of; "" where there is none, or it has none."""
@@ -383,18 +385,6 @@ class LearnerBuffer:
         found = group.ticket.run_id
         if found and self.run_id and found != self.run_id:
             raise RecordError(f"group of ticket {group.ticket.number}: of run {found}")
-
-    def _create_groups(self) -> None:
-        for stream in (self.keys.tickets, self.keys.eval_tickets):
-            try:
-                self._write(
-                    functools.partial(
-                        self._redis.xgroup_create, stream, WORKERS_GROUP, id="0", mkstream=True
-                    )
-                )
-            except redis.ResponseError as error:
-                if "BUSYGROUP" not in str(error):
-                    raise
 
     def _call(self, call: Callable[[], _T]) -> _T:
         if self._taken:

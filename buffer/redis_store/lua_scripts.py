@@ -52,6 +52,12 @@ local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 """
 
+_EVEN_IF_FULL = """
+-- A full Redis refuses a script's first write where that needs memory, and none once the script has written.
+-- Only a learner makes room, so that one must be able to come back: this write needs no memory.
+redis.call('HDEL', KEYS[1], '')
+"""
+
 ACQUIRE = (
     _NOW_MS
     + """
@@ -61,6 +67,9 @@ local found = redis.call('HMGET', KEYS[1], 'token', 'run_id', 'place', 'record',
 local same = found[2] == ARGV[1] and found[3] == ARGV[2]
 if not same and tonumber(found[5] or '0') > now_ms then return {'0', found[4], found[5]} end
 local token = string.format('%.0f', math.max(now_ms, tonumber(found[1] or '0') + 1))
+"""
+    + _EVEN_IF_FULL
+    + """
 redis.call('HSET', KEYS[1], 'token', token, 'run_id', ARGV[1], 'place', ARGV[2], 'record', ARGV[3],
   'starves', '', 'until', string.format('%.0f', now_ms + ARGV[4]))
 return {token}
@@ -69,6 +78,7 @@ return {token}
 
 RENEW_LEASE = (
     _NOW_MS
+    + _EVEN_IF_FULL
     + """
 -- KEYS owner, run's info; ARGV run id, place, record, lease ms (0 gives the run free), then field, value… of
 -- the info. Writes the info again if Redis lost it; returns whether it did.
@@ -80,9 +90,22 @@ return 1
 """
 )
 
-PUBLISH = """
+PUBLISH = (
+    _EVEN_IF_FULL
+    + """
 -- KEYS run's info; ARGV field, value…
 redis.call('HSET', KEYS[1], unpack(ARGV))
+return 1
+"""
+)
+
+CREATE_GROUPS = """
+-- KEYS ticket streams; ARGV consumer group. XDEL, of an id that no entry has, since Redis may be full.
+redis.call('XDEL', KEYS[1], '0-0')
+for _, key in ipairs(KEYS) do
+  local reply = redis.pcall('XGROUP', 'CREATE', key, ARGV[1], '0', 'MKSTREAM')
+  if reply.err and not string.find(reply.err, 'BUSYGROUP') then return reply end
+end
 return 1
 """
 

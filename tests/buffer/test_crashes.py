@@ -180,6 +180,7 @@ def test_a_redis_whose_disk_is_gone_is_waited_for_by_both_sides(short_dir, make_
                         worker.renew([claim]),
                         worker.commit(claim, make_group(claim.ticket)),
                         asyncio.to_thread(learner.trim, "1-0"),
+                        asyncio.to_thread(learner.publish_run, "x = 2", {}),
                     )
                 ]
                 await asyncio.sleep(0.5)
@@ -187,7 +188,7 @@ def test_a_redis_whose_disk_is_gone_is_waited_for_by_both_sides(short_dir, make_
                 (short_dir / "new").mkdir()
                 client.config_set("dir", str(short_dir / "new"))
                 client.bgsave()
-                claims, _, committed, _ = await asyncio.gather(*waiting)
+                claims, _, committed, *_ = await asyncio.gather(*waiting)
                 assert ([c.ticket.number for c in claims], committed) == ([1], True)  # pyright: ignore
                 await worker.close()
 

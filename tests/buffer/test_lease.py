@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -143,6 +144,22 @@ def test_a_learner_that_only_waits_learns_that_it_was_followed(
     with pytest.raises(RunTaken):
         while True:
             first.read(1, timeout_s=0.1)
+
+
+def test_a_learner_comes_back_to_a_full_redis(make: MakeLearner, client: redis.Redis):
+    """Only a learner makes room: one that crashed while Redis was full once could not start again."""
+    make("a").publish_run("x = 1", {})
+    client.config_set("maxmemory", 1)
+    try:
+        second = make("a")
+        second.publish_run("x = 2", {})
+        until: Any = client.hget(KEYS.owner, "until")
+        second.close()
+        freed: Any = client.hget(KEYS.owner, "until")
+        assert int(freed) < int(until)
+        assert client.hget(KEYS.info, "config") == b"x = 2"
+    finally:
+        client.config_set("maxmemory", 0)
 
 
 def test_what_redis_lost_of_a_run_is_written_again(
