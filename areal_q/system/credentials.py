@@ -32,13 +32,13 @@ def secret(variable: str) -> str | None:
     if not name:
         return None
     try:
-        held = Path(name).read_text().strip()
+        content = Path(name).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{variable}: {reason} - {name}") from error
-    if not held:
+    if not content:
         raise ConfigError(f"{variable}: {name} is empty")
-    return held
+    return content
 
 
 def shown(url: str) -> str:

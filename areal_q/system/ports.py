@@ -12,13 +12,13 @@ the server binds it, be that a minute later."""
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Different ones, free at `host`. Raises OSError where there are not so many."""
+    """Returns different ports that are free at `host`. Raises OSError where there are not so many."""
     found: list[int] = []
-    with ExitStack() as held:
+    with ExitStack() as probes:
         for port in random.sample(CANDIDATES, len(CANDIDATES)):
             if len(found) == count:
                 return found
-            probe = held.enter_context(socket.socket())
+            probe = probes.enter_context(socket.socket())
             try:
                 probe.bind((host, port))
             except OSError:

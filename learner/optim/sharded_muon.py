@@ -6,6 +6,10 @@ Only the whole matrix can be orthogonalised. Matrices are sorted by size and dea
 ranks work at the same time on matrices of about the same size. Weights and momentum stay sharded; a rank holds
 one whole update at a time. Updates travel in bfloat16, to which Newton–Schulz rounds them anyway: what comes
 out is, but for the rounding of the gradients' sums, what one process computes.
+
+torch.optim.Muon takes such DTensors too, and multiplies them as shards: 11 all-reduces a matrix, of partial
+sums that were rounded to bfloat16. On two ranks (torch 2.13, a 48×32 matrix) a step differed from that of one
+process by up to 2.5 % of its largest element; hence this class.
 """
 
 from collections.abc import Callable

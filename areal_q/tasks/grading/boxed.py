@@ -16,12 +16,12 @@ def last_boxed(text: str) -> str | None:
 
     Example: "so \\boxed{1}, no: \\boxed{\\frac{1}{2}}" is "\\frac{1}{2}".
     """
-    opened: list[int] = []
+    starts: list[int] = []
     start, end = -1, -1
     for match in BRACE.finditer(text):
         if match[0] != "}":
-            opened.append(match.end() if match[0] != "{" else -1)
-        elif opened and (begin := opened.pop()) > start:
+            starts.append(match.end() if match[0] != "{" else -1)
+        elif starts and (begin := starts.pop()) > start:
             start, end = begin, match.start()
     return text[start:end].strip() if start >= 0 else None
 
