@@ -33,7 +33,7 @@ logger = logging.getLogger("learner")
 ANNOUNCE, FETCH = "tcp://127.0.0.1:5551", "tcp://127.0.0.1:5552"
 """Fixed ports: workers find a learner that restarted where it was."""
 
-EXITS = (
+LEARNER_EXIT_CODES = (
     "Exit codes: 0 done, or ended by SIGTERM with a checkpoint; 2 a setting, file or "
     "checkpoint that cannot be used, which one line names."
 )
@@ -88,7 +88,7 @@ def main(
 
 
 def is_follower() -> bool:
-    """Whether torchrun started this process and another of them leads."""
+    """Returns whether torchrun started this process and another of them leads."""
     return os.environ.get("RANK", "0") != "0"
 
 
@@ -164,4 +164,4 @@ def _learn(
 
 
 if __name__ == "__main__":
-    run_command("learner", main, EXITS, who="learner")
+    run_command("learner", main, LEARNER_EXIT_CODES, who="learner")

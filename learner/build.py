@@ -27,7 +27,7 @@ from learner import checkpoint
 from learner.backends.data_parallel import ALONE, Ranks
 from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
-from learner.checkpoint.async_writer import Writer
+from learner.checkpoint.async_writer import CheckpointWriter
 from learner.data.admission import Admission
 from learner.data.group_reader import GroupReader
 from learner.data.heldout_eval import HeldOutEvaluation
@@ -311,5 +311,5 @@ def _build(
         tokens=TokenLog(directory / "tokens", start) if logs_tokens else None,
         recorder=TokenRecorder() if logs_tokens else None,
         metrics=metrics,
-        checkpoints=Writer(directory / "checkpoints", run.checkpoint.keep),
+        checkpoints=CheckpointWriter(directory / "checkpoints", run.checkpoint.keep),
     )

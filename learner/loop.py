@@ -36,7 +36,7 @@ from buffer.sampling.replay_pool import SampledGroups
 from buffer.weight_sync import WeightServer
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
-from learner.checkpoint.async_writer import Writer
+from learner.checkpoint.async_writer import CheckpointWriter
 from learner.data.admission import Admission
 from learner.data.group_reader import GroupReader
 from learner.data.heldout_eval import HeldOutEvaluation
@@ -59,7 +59,7 @@ class Learner:
     run: Run
     dir: Path
     start: int
-    """The first step: 0, or where the checkpoint stands"""
+    """The first step: 0, or the checkpoint's."""
     updater: PolicyUpdater
     buffer: LearnerBuffer
     admission: Admission
@@ -68,7 +68,8 @@ class Learner:
     history: VersionHistory
     replay_check: ReplayCheck
     forks: list[int]
-    """Where this history forked off abandoned ones, as far as it matters (learner/data/staleness.py)"""
+    """The versions at which this history forked off abandoned ones, if they still matter
+    (data/staleness.py)."""
     builder: VersionBuilder
     fidelity: FidelityMeter
     weight_server: WeightServer
@@ -76,21 +77,21 @@ class Learner:
     steps: StepLog | None
     tokens: TokenLog | None
     recorder: TokenRecorder | None
-    """Keeps what the token log holds of the last step"""
+    """Records the tokens of the last step for the token log."""
     metrics: MetricsLog
-    checkpoints: Writer
+    checkpoints: CheckpointWriter
     nbytes: int = 0
     """Bytes of the newest version that is out"""
     awaiting_digest: StepRecord | None = None
     """The last step's record, while the digest of the version that it made is not known"""
     trimmed: str = START
-    """Up to here Redis was asked to forget the groups"""
+    """The place in the stream up to which Redis was asked to forget the groups."""
     stuck: bool = False
-    """Whether it was said that no checkpoint can make room"""
+    """True once it was logged that no checkpoint can make room."""
 
     @property
     def policy(self) -> TorchPolicy:
-        """The whole policy, as this process holds it"""
+        """The whole policy, as this process holds it."""
         return self.updater.policy
 
     def __post_init__(self) -> None:
@@ -109,21 +110,21 @@ class Learner:
             self.heldout.ask(step)
         while step < self.run.steps and not stop.is_set():
             began = time.monotonic()
-            taken = self.group_reader.take(step, stop, self.make_room, self.wait_until_out)
-            if taken is None:
+            batch = self.group_reader.take(step, stop, self.make_room, self.wait_until_out)
+            if batch is None:
                 break
             waited = time.monotonic() - began
             values = train_step(
-                self.updater, taken.groups, self.history, step, taken.weights, self.recorder
+                self.updater, batch.groups, self.history, step, batch.weights, self.recorder
             )
             self.wait_until_out()
-            self.record(step, taken, values)
+            self.record(step, batch, values)
             values |= self.version_metrics()
             self.begin_version(step + 1)
             self.group_reader.consumed()
             step += 1
-            values |= self.fidelity.measure(taken.groups)
-            self.report(step, values, taken.groups, began, waited)
+            values |= self.fidelity.measure(batch.groups)
+            self.report(step, values, batch.groups, began, waited)
             if step % self.run.eval.every == 0 and step < self.run.steps:
                 self.heldout.ask(step)
             if step % self.run.checkpoint.every == 0 and step < self.run.steps:
@@ -185,19 +186,19 @@ class Learner:
             "weights/codes_moved": self.builder.codes_moved,
         }
 
-    def record(self, step: int, taken: SampledGroups, values: dict[str, float]) -> None:
+    def record(self, step: int, batch: SampledGroups, values: dict[str, float]) -> None:
         """Logs step `step`, which is about to make version `step` + 1, with all that a replay needs."""
         if not self.log or not self.steps:
             return
-        self.log.append(step, step, taken.groups)
+        self.log.append(step, step, batch.groups)
         if self.tokens and self.recorder:
             self.tokens.append(step, self.recorder.scores())
         cfg = self.run.learner
         self.awaiting_digest = StepRecord(
             step=step,
-            tickets=[group.ticket.number for group in taken.groups],
-            seeds=[group.ticket.seed for group in taken.groups],
-            weights=taken.weights,
+            tickets=[group.ticket.number for group in batch.groups],
+            seeds=[group.ticket.seed for group in batch.groups],
+            weights=batch.weights,
             base_digest=self.history.digests[step],
             digest="",
             fork=self.history.fork,
@@ -256,11 +257,11 @@ class Learner:
             )
 
     def report(
-        self, step: int, values: dict[str, float], taken: list[Group], began: float, waited: float
+        self, step: int, values: dict[str, float], groups: list[Group], began: float, waited: float
     ) -> None:
         """One line of metrics for the step that ended as `step` - 1 and made version `step`."""
         self.heldout.collect()
-        tokens = sum(t.num_tokens for g in taken for t in g.trajectories)
+        tokens = sum(t.num_tokens for g in groups for t in g.trajectories)
         total_s = time.monotonic() - began
         workers, memory = self.buffer.workers(), self.buffer.memory()
         sent = self.weight_server.stats

@@ -17,7 +17,7 @@ from learner.data.packing import Sample
 
 
 def needs_policy(cfg: LearnerConfig) -> bool:
-    """Whether advantages have to wait for the learner's own forward."""
+    """Returns whether advantages have to wait for the learner's own forward."""
     in_reward = cfg.reference_kl is not None and cfg.reference_kl.place == "reward"
     return in_reward or isinstance(cfg.advantage, Gae)
 
@@ -28,8 +28,8 @@ def with_advantages(
     cfg: LearnerConfig,
     combine: Combine = alone,
 ) -> list[LossInputs]:
-    """`inputs`, the micro-batches of all `samples` in their order, with advantages and, for GAE, returns.
-    On several ranks each has samples of its own, whole groups; `combine` sums over the ranks.
+    """Returns `inputs`, the micro-batches of all `samples` in their order, with advantages and, for GAE,
+    returns. On several ranks each has samples of its own, whole groups; `combine` sums over the ranks.
 
     A token's reward is -coef · KL, where the KL is in the reward, and at the last token that counts the
     response's reward as well. For all but GAE the response's reward is the sum of these. Advantages are
@@ -48,14 +48,14 @@ def with_advantages(
     weights = torch.tensor([s.weight for s in samples], device=mask.device)
     if isinstance(cfg.advantage, Gae):
         per_token = at_last_token(rewards, mask, ids) - penalty
-        found, returns = gae(
+        advantages, returns = gae(
             per_token, _joined(inputs, "old_values"), mask, ids, cfg.advantage, combine
         )
-        found = found * weights[ids]
-        columns = zip(found.split(sizes), returns.split(sizes), strict=True)
+        advantages = advantages * weights[ids]
+        columns = zip(advantages.split(sizes), returns.split(sizes), strict=True)
         return [
-            replace(x, advantages=advantages, returns=returns)
-            for x, (advantages, returns) in zip(inputs, columns, strict=True)
+            replace(x, advantages=part, returns=part_returns)
+            for x, (part, part_returns) in zip(inputs, columns, strict=True)
         ]
     rewards = rewards - segment_sum(penalty, ids, len(samples))
     groups = torch.tensor([s.ticket for s in samples], device=mask.device)

@@ -45,7 +45,7 @@ def train_step(
 
 
 def machine(device: str, backend: str = "torch") -> str:
-    """What the bits of a step depend on besides its inputs."""
+    """Names what the bits of a step depend on besides its inputs: torch, device, processor, threads, ranks."""
     where = device
     if device.startswith("cuda"):
         where = torch.cuda.get_device_name(device)

@@ -307,7 +307,7 @@ from areal_q.config import load
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.build import build_model
-from learner.checkpoint.async_writer import Writer
+from learner.checkpoint.async_writer import CheckpointWriter
 from learner.backends.precision import set_precision
 from learner.publishing.version_builder import VersionBuilder
 from learner.backends.messages import Piece
@@ -335,7 +335,7 @@ for job in sys.argv[1:]:
         found.append(updater.update([piece.sample() for piece in pieces]))
     state = checkpoint.State(step=9, position="0-1", cursor=1, outstanding=[], digests={},
                              updates=whole.updates, skipped=whole.skipped, model=model.config.to_hf())
-    writer = Writer(directory / "checkpoints", 5)
+    writer = CheckpointWriter(directory / "checkpoints", 5)
     writer.save(state, updater)
     writer.finish()
     writer.close()

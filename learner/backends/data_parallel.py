@@ -1,4 +1,4 @@
-"""Data-parallel ranks of one learner: who learns from which samples, and what they tell each other.
+"""Data-parallel ranks of one learner: how they share out samples, and what they send each other.
 
 Rank 0 alone talks to Redis, workers and disk; it sends every rank the whole batch, and each takes its share by
 the same rule. Bytes, sums and metrics travel through torch.distributed's collectives: msgpack, never pickle.
@@ -36,37 +36,37 @@ class Ranks:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
-    """None: all that torchrun started"""
+    """The process group; None stands for all processes that torchrun started."""
 
     def cuts(self, samples: Sequence[Sample], max_tokens: int) -> list[Sequence[Sample]]:
-        """This rank's micro-batches. All ranks have as many, as sharding needs all to keep pace: where a rank
-        has fewer, empty ones."""
+        """Returns this rank's micro-batches. All ranks have as many, as sharding needs all to keep pace: a rank
+        with fewer gets empty ones."""
         each = [list(microbatches(share, max_tokens)) for share in shares(samples, self.size)]
         own, most = each[self.rank], max(map(len, each))
         return own + [()] * (most - len(own))
 
     def total(self, own: Totals) -> Totals:
-        """Of all ranks."""
+        """Returns token and sequence counts summed over all ranks."""
         if self.size == 1:
             return own
         tokens, sequences = self.add(torch.tensor([own.tokens, own.sequences])).tolist()
         return Totals(tokens, sequences)
 
     def add(self, own: Tensor) -> Tensor:
-        """Over all ranks, on each of them."""
+        """Sums a tensor over all ranks, in place, and returns it."""
         if self.size > 1:
             dist.all_reduce(own, group=self.group)
         return own
 
     def metrics(self, own: Sequence[Metrics]) -> list[Metrics]:
-        """Of all ranks, on each of them."""
+        """Returns the metrics of all ranks on each of them."""
         if self.size == 1:
             return list(own)
         data = encoded(r.merge_metrics(own))
         return [decoded(self.broadcast(data, rank)) for rank in range(self.size)]
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
-        """What rank `source` calls this with."""
+        """Returns the `data` that rank `source` calls this with. Collective."""
         length = torch.tensor([len(data)])
         dist.broadcast(length, group=self.group, group_src=source)
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == source else None
@@ -79,7 +79,8 @@ ALONE = Ranks()
 
 
 def shares(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
-    """Whole groups, the longest first, each to whoever has the fewest tokens; in their order within a share.
+    """Deals out whole groups, the longest first, each to the rank with the fewest tokens; in their order within
+    a share.
 
     Example: groups of 5, 4, 3, 3 tokens for 2 ranks: 5 + 3 and 4 + 3.
     """
@@ -96,12 +97,12 @@ def shares(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
 
 
 def summed(loss: Tensor, ranks: Ranks) -> Tensor:
-    """The loss whose gradient FSDP's mean over ranks turns into the sum."""
+    """Returns the loss whose gradient FSDP's mean over ranks turns into the sum."""
     return loss * ranks.size
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """After a forward without a backward FSDP2 would go on with the ends of the model as they are now."""
+    """Frees the gathered ends of the model: after a forward without a backward FSDP2 would go on with them."""
     from torch.distributed.fsdp import FSDPModule
 
     assert isinstance(model, FSDPModule)
@@ -109,6 +110,8 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def encoded(metrics: Metrics) -> bytes:
+    """Returns metrics as msgpack."""
+
     def plain(value: Any) -> Any:
         return Array.of(value) if isinstance(value, np.ndarray) else value
 
@@ -120,6 +123,7 @@ def encoded(metrics: Metrics) -> bytes:
 
 
 def decoded(data: bytes) -> Metrics:
+    """Returns the metrics that `encoded` made into msgpack."""
     found: Metrics = {}
     for key, name, values in msgspec.msgpack.decode(data, type=list[tuple[str, str, list[Any]]]):
         kind = KINDS[name]

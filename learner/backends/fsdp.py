@@ -54,9 +54,9 @@ class FsdpShard(TorchPolicy):
     def gather_rest(self, whole: TorchPolicy | None) -> None:
         _gather_moments(self.optimizer, whole.optimizer if whole else None)
         if self.critic is not None:
-            theirs = whole.critic if whole else None
-            _gather_parameters(self.critic, theirs)
-            _gather_moments(self.critic.optimizer, theirs.optimizer if theirs else None)
+            whole_critic = whole.critic if whole else None
+            _gather_parameters(self.critic, whole_critic)
+            _gather_moments(self.critic.optimizer, whole_critic.optimizer if whole_critic else None)
 
     @torch.no_grad()
     def share_of_rest(self, whole: TorchPolicy | None) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ class FsdpShard(TorchPolicy):
 
 
 def fsdp_shard(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) -> FsdpShard:
-    """Collective: this rank's part of rank 0's `whole`."""
+    """Returns this rank's part of rank 0's `whole` policy. Collective."""
     cfg = run.learner
     kind = "cuda" if cfg.device.startswith("cuda") else "cpu"
     if kind == "cuda":
@@ -127,14 +127,14 @@ def fsdp_shard(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) 
     if begin.moments:
         _scatter_moments(whole.optimizer if whole else None, policy.optimizer, ranks)
         if critic:
-            theirs = whole.critic.optimizer if whole and whole.critic else None
-            _scatter_moments(theirs, critic.optimizer, ranks)
+            whole_optimizer = whole.critic.optimizer if whole and whole.critic else None
+            _scatter_moments(whole_optimizer, critic.optimizer, ranks)
     return policy
 
 
 def shard(model: Decoder, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
-    """Every layer on its own, the ends of the model together. Master weights and sums of gradients are float32,
-    whatever `learner.dtype` computes with."""
+    """Shards every layer on its own, and the ends of the model together. Master weights and sums of gradients
+    are float32, whatever `learner.dtype` computes with."""
     _shard_routers(model, cfg, mesh)
     for layer in model.model.layers:
         _shard(layer, cfg, mesh)
@@ -151,7 +151,7 @@ def _shard_critic(critic: Critic, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
 
 
 def _shard_routers(model: nn.Module, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
-    """They stay float32."""
+    """Shards routers apart, as they stay float32."""
     exact = msgspec.structs.replace(cfg, dtype="float32")
     for module in model.modules():
         if isinstance(module, Router):
@@ -166,7 +166,7 @@ def _shard(module: nn.Module, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
 
 
 def scatter(source: Tensor | None, target: Tensor) -> None:
-    """Rank 0's whole tensor `source` into the shards of `target`."""
+    """Copies rank 0's whole tensor `source` into the shards of `target`."""
     assert isinstance(target, DTensor)
     device = target.device_mesh.device_type
     full = (
@@ -179,7 +179,7 @@ def scatter(source: Tensor | None, target: Tensor) -> None:
 
 
 def gather(source: Tensor, target: Tensor | None) -> None:
-    """The shards of `source` into rank 0's whole `target`."""
+    """Copies the shards of `source` into rank 0's whole `target`."""
     assert isinstance(source, DTensor)
     full = source.full_tensor()
     if target is not None:
@@ -188,7 +188,7 @@ def gather(source: Tensor, target: Tensor | None) -> None:
 
 @torch.no_grad()
 def _scatter_state(whole: nn.Module | None, module: nn.Module) -> None:
-    """Parameters into shards; buffers, such as a frozen base's codes, are whole on every rank."""
+    """Copies parameters into shards; buffers, such as a frozen base's codes, are whole on every rank."""
     sources = dict(whole.named_parameters()) if whole else {}
     for name, p in module.named_parameters():
         scatter(sources.get(name), p)
@@ -202,7 +202,7 @@ def _scatter_state(whole: nn.Module | None, module: nn.Module) -> None:
 
 
 def _gather_parameters(module: nn.Module, whole: nn.Module | None) -> None:
-    """Of those that learn: others are as they were."""
+    """Gathers the parameters that learn; others are as they were."""
     targets = dict(whole.named_parameters()) if whole else {}
     for name, p in module.named_parameters():
         if p.requires_grad:
@@ -210,14 +210,14 @@ def _gather_parameters(module: nn.Module, whole: nn.Module | None) -> None:
 
 
 def _slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """(parameter, its state), in the optimizer's order."""
+    """Yields (parameter, its state), in the optimizer's order."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             yield p, optimizer.state[p]
 
 
 def _joined(p: Tensor, name: str, value: Tensor) -> Tensor:
-    """A value of p's state as one process has it. Collective."""
+    """Returns a value of p's state as one process has it. Collective."""
     if isinstance(value, DTensor):
         whole = value.full_tensor()
         return whole.flatten() if value.dtype == torch.uint8 else whole  # codes have no shape
@@ -243,9 +243,9 @@ def _scatter_moments(
     kinds = [
         {k: float(v) if k == "step" else str(v.dtype) for k, v in slot.items()} for slot in sources
     ]
-    told = msgspec.msgpack.decode(ranks.broadcast(msgspec.msgpack.encode(kinds)))
+    received = msgspec.msgpack.decode(ranks.broadcast(msgspec.msgpack.encode(kinds)))
     for i, (p, slot) in enumerate(_slots(own)):
-        for name, kind in told[i].items():
+        for name, kind in received[i].items():
             source = sources[i][name] if sources else None
             if name == "step":
                 eight = isinstance(own, AdamW8bit)

@@ -17,8 +17,8 @@ from learner.data.packing import Sample, pack
 def kv_scales(
     model: Decoder, samples: Sequence[Sample], cfg: KvScales, device: str
 ) -> dict[str, Tensor]:
-    """Scales to publish with the weights as they are now, float32 [1] each, by name: of the magnitudes of q, k
-    and v of every layer over the first of `samples` that hold `cfg.tokens` tokens together."""
+    """Returns scales to publish with the weights as they are now, float32 [1] each, by name: of the magnitudes
+    of q, k and v of every layer over the first of `samples` that hold `cfg.tokens` tokens together."""
     found: dict[str, Tensor] = {}
 
     def observe(layer: int, *states: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks of one learner: one tagged union, decoded strictly."""
+"""Messages from rank 0 to the other ranks of one learner: one tagged union, decoded strictly."""
 
 import msgspec
 

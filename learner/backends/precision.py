@@ -1,4 +1,4 @@
-"""Which numbers the learner computes with: full precision, or those of rollouts
+"""The numbers that the learner computes with: full precision, or those of rollouts
 (areal_q/models/low_bit/quantized_forward.py)."""
 
 from areal_q.config import Run

@@ -26,15 +26,16 @@ DISAGREEMENT = "routing/disagreement"
 
 
 def routing_for(model: Decoder, batch: PackedBatch, replay: bool) -> Routing | None:
-    """None for a model without experts. With `replay`, tokens take the experts recorded in `batch`."""
+    """Returns a routing for the forward of `batch`, or None for a model without experts. With `replay`, tokens
+    take the experts recorded in `batch`."""
     if not model.config.sparse_layers:
         return None
     return Routing(batch.routes if replay else None)
 
 
 def routed(routing: Routing, batch: PackedBatch, config: DecoderConfig, first: int = 0) -> Routed:
-    """What the forward of `batch` left in `routing`, of the layers and the tokens that ran, `first` and those
-    after it, at the positions that predict a token that counts."""
+    """Returns what the forward of `batch` left in `routing`, of the layers and the tokens that ran, `first` and
+    those after it, at the positions that predict a token that counts."""
     assert config.experts
     layers = sorted(routing.own)
     at = batch.predict[batch.mask]
@@ -50,8 +51,8 @@ def routed(routing: Routing, batch: PackedBatch, config: DecoderConfig, first: i
 
 
 def _disagreement(own: Tensor, recorded: Tensor | None) -> Metrics:
-    """Share of (token, layer) at which the router's own choice, int64 [T, L, K], is another set of experts than
-    the recorded one."""
+    """Returns the share of (token, layer) at which the router's own choice, int64 [T, L, K], is another set of
+    experts than the recorded one."""
     if recorded is None:
         return {}
     known = (recorded != UNRECORDED).all(-1)
@@ -60,7 +61,7 @@ def _disagreement(own: Tensor, recorded: Tensor | None) -> Metrics:
 
 
 def balance_weights(parts: Sequence[Routed], config: DecoderConfig, ranks: Ranks) -> Tensor:
-    """float32 [L, E]: multiplied with a micro-batch's sums of probabilities they give its share of the
+    """Returns float32 [L, E]: multiplied with a micro-batch's sums of probabilities they give its share of the
     balancing loss. `parts` are this rank's micro-batches of the step."""
     assert config.experts
     shape = len(config.sparse_layers), config.experts.count

@@ -30,27 +30,29 @@ class TorchPolicy:
     model: Decoder
     cfg: LearnerConfig
     temperature: float
-    """The rollouts' sampling temperature: log-probs on both sides are those of logits / temperature"""
+    """The rollouts' sampling temperature: log-probs on both sides are those of logits / temperature."""
     updates: int = 0
-    """Optimizer steps tried since the run began"""
+    """Number of optimizer steps tried since the run began."""
     skipped: int = 0
-    """Of these, steps skipped because a gradient was not finite"""
+    """Number of these that were skipped because a gradient was not finite."""
     skipped_in_row: int = 0
-    """Of these, the latest, without one taken since; a resumed run counts anew"""
+    """Number of steps skipped since the last one that was taken; a resumed run counts anew."""
     calibrate: KvScales | None = None
-    """How to measure `kv_scales`; None: not at all"""
+    """How to measure `kv_scales`; None: they are not measured."""
     kv_scales: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Of an FP8 KV cache, for the weights after the last step; to be published with them"""
+    """Scales of an FP8 KV cache, for the weights after the last step; to be published with them."""
     sticky: StickyRanges | None = None
-    """Of the version published last, where scales are sticky: the publisher's, kept for checkpoints"""
+    """Ranges of the version published last if scales are sticky; they are the publisher's, kept here for
+    checkpoints."""
     ranks: Ranks = ALONE
-    """With others, `model` is sharded over them (learner/backends/fsdp.py)"""
+    """The ranks that learn together; with others, `model` is sharded over them (learner/backends/fsdp.py)."""
     before_write: Callable[[], None] = lambda: None
-    """Called before the weights change: returns once nobody else reads them"""
+    """Called before the weights change; returns once nobody else reads them."""
     optimizer: torch.optim.Optimizer = field(init=False)
     critic: Critic | None = None
     reference: Decoder | None = None
-    """Frozen; by default the policy as it is now. None with LoRA: the base is in the policy itself"""
+    """The frozen reference policy, by default the policy as it is now. None with LoRA: the base is in the
+    policy."""
 
     def __post_init__(self) -> None:
         cfg = self.cfg
@@ -83,11 +85,11 @@ class TorchPolicy:
     def scores(self, batches: Sequence[PackedBatch], graph: bool = False) -> list[Scores]:
         # A sharded model's graph would not survive the forwards that follow.
         graph = graph and self.ranks.size == 1
-        found = []
+        scores = []
         for number, batch in enumerate(batches):
             with torch.set_grad_enabled(graph and number == 0 and batch.learns):
-                found.append(self._scores(batch))
-        return found
+                scores.append(self._scores(batch))
+        return scores
 
     @torch.no_grad()
     def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor | None]:
@@ -110,7 +112,7 @@ class TorchPolicy:
         return metrics
 
     def _scores(self, batch: PackedBatch) -> Scores:
-        """What the model, and the critic, say about each response token now."""
+        """Returns the present scores of the model, and of the critic, for each response token."""
         routing = routing_for(self.model, batch, self.cfg.routing_replay)
         hidden = self.model(batch.token_ids, batch.layout, routing)[batch.predict]
         bonus = self.cfg.entropy_coef > 0
@@ -130,22 +132,23 @@ class TorchPolicy:
                     reshard(module)
         bound = self.cfg.max_grad_norm
         lr = learning_rate(self.cfg.optimizer, self.updates)
-        norm, taken = optimizer_step(self.model, self.optimizer, lr, bound)
+        norm, stepped = optimizer_step(self.model, self.optimizer, lr, bound)
         metrics: Metrics = {"train/grad_norm": Mean(norm, 1)}
         if self.critic is not None:
             lr = learning_rate(self.critic.cfg.optimizer, self.updates)
-            norm, also = optimizer_step(self.critic, self.critic.optimizer, lr, bound)
+            norm, critic_stepped = optimizer_step(self.critic, self.critic.optimizer, lr, bound)
             metrics["value/grad_norm"] = Mean(norm, 1)
-            taken = taken and also
+            stepped = stepped and critic_stepped
         if self.cfg.precision != "full":
             materialise(self.model)
-        return metrics, taken
+        return metrics, stepped
 
 
 def token_logprobs(
     model: Decoder, batch: PackedBatch, temperature: float, replay: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each response token, and entropy of its distribution (no gradient); float32 [T] nats.
+    """Returns the log-prob of each response token, and the entropy of its distribution (no gradient); float32
+    [T] nats.
 
     Only the positions that predict a response token reach the output head. With `replay`, experts are those
     recorded.
@@ -162,6 +165,6 @@ def logprobs_of(
     temperature: float,
     entropy_learns: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same from the hidden states [T, D] that predict the response tokens; the entropy has a gradient
-    where it `entropy_learns`."""
+    """Returns what `token_logprobs` does, from the hidden states [T, D] that predict the response tokens; the
+    entropy has a gradient where it `entropy_learns`."""
     return head_logprobs(hidden, model.head, batch.targets, temperature, entropy_learns)

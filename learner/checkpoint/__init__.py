@@ -1,24 +1,20 @@
-"""Checkpoints of the learner: the files, and writing them in the background."""
+"""Checkpoints of the learner: their files, the policy's tensors in them, and writing them in the background."""
 
 from learner.checkpoint.files import (
     SHARE,
     START,
     STATE,
-    STICKY,
     TENSORS,
     State,
     Tensors,
-    load,
     read_state,
     read_tensors,
-    restore,
-    save,
     stage,
     steps,
-    tensors_of,
     write,
     write_share,
 )
+from learner.checkpoint.policy_state import STICKY, load, restore, save, tensors_of
 
 __all__ = [
     "SHARE",

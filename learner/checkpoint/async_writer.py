@@ -19,7 +19,7 @@ from learner.checkpoint.files import State
 from learner.policy_update import PolicyUpdater
 
 
-class Writer:
+class CheckpointWriter:
     """Writes checkpoints to `directory` and keeps the start's and the newest `keep`."""
 
     def __init__(self, directory: Path, keep: int) -> None:
@@ -32,8 +32,8 @@ class Writer:
         assert self._pending is None, "one at a time"
         shares = updater.shares
         staged = checkpoint.stage(self._directory, state.step) if shares else None
-        found = checkpoint.tensors_of(updater.policy, updater.collect(staged))
-        tensors = {name: t.clone() for name, t in found.items()}
+        present = checkpoint.tensors_of(updater.policy, updater.collect(staged))
+        tensors = {name: t.clone() for name, t in present.items()}
         files = [staged / checkpoint.SHARE.format(i + 1) for i in range(shares)] if staged else []
         self._pending = self._thread.submit(self._write, state, tensors, files)
 
@@ -43,12 +43,12 @@ class Writer:
         return state, checkpoint.write(self._directory, state, tensors, self._keep, shares)
 
     def settle(self) -> tuple[State, Path] | None:
-        """The checkpoint that has come to stand on disk since the last call, if any. Raises what writing
-        it raised."""
+        """Returns the checkpoint that was completed since the last call, if any. Raises what writing it
+        raised."""
         return self.finish() if self._pending and self._pending.done() else None
 
     def finish(self) -> tuple[State, Path] | None:
-        """The same, after waiting for the one that is being written."""
+        """Returns the same, after waiting for the checkpoint that is being written."""
         pending, self._pending = self._pending, None
         return pending.result() if pending else None
 

@@ -1,4 +1,4 @@
-"""From groups of trajectories to packed tensors: no padding, one row per token.
+"""Packing of groups of trajectories into tensors: no padding, one row per token.
 
 Notation: N tokens of all sequences (prompts and responses), T response tokens, S sequences.
 """
@@ -33,13 +33,13 @@ class Sample:
     """int32 [P]"""
     trajectory: Trajectory
     advantage: float
-    """From rewards alone (for GAE the reward - its mean). Where it needs the critic's values or the distance
-    to the reference, the real one takes its place before the update: learner/policy_advantages.py.
-    Times `weight`"""
+    """The advantage from rewards alone (for GAE the reward - its mean), times `weight`. If it needs the
+    critic's values or the distance to the reference, learner/policy_advantages.py replaces it before the
+    update."""
     lag: np.ndarray
-    """int64 [T] versions between the weights that drew the token and the learner's"""
+    """int64 [T] versions between the weights that drew each token and the learner's."""
     weight: float = 1.0
-    """Of its group, by the sampler"""
+    """The weight that the sampler gave to its group."""
 
     @property
     def num_tokens(self) -> int:
@@ -76,11 +76,11 @@ class PackedBatch:
     responses: tuple[tuple[int, int], ...]
     """[S] (ticket, index) of each sequence"""
     learns: bool
-    """Otherwise the tokens count and are measured, but have no gradient: every advantage is 0"""
+    """False if every advantage is 0: the tokens count and are measured, but have no gradient."""
     routes: torch.Tensor | None = None
     """int16 [N, L, K]: the experts that the rollout sent each token to, or UNRECORDED; None: none recorded"""
     counts: bool = True
-    """Otherwise it only keeps pace with other ranks' micro-batches"""
+    """False if the batch only keeps pace with other ranks' micro-batches."""
 
 
 def samples_of(
@@ -91,9 +91,9 @@ def samples_of(
     weights: Sequence[float] = (),
     mask: Sequence[FinishReason] = (),
 ) -> list[Sample]:
-    """Every valid trajectory of `groups` with its advantage and its tokens' lags, in the groups' order. What
-    is not valid changes nothing: the samples are those of the groups without it. Responses that ended for a
-    reason in `mask` have no token that counts, and their reward is in the baseline of the others.
+    """Returns every valid trajectory of `groups` with its advantage and its tokens' lags, in the groups' order.
+    What is not valid changes nothing: the samples are those of the groups without it. Responses that ended for
+    a reason in `mask` have no token that counts, and their reward is in the baseline of the others.
 
     `weights` multiply the groups' advantages; none: all are 1. Every objective is linear in A for a given
     sign of it, so this weights the policy's loss of a sample, whatever the objective.
@@ -121,14 +121,14 @@ def samples_of(
 
 
 def masked(sample: Sample) -> Sample:
-    """`sample` with every token masked: it counts for nothing."""
+    """Returns `sample` with every token masked, so that it counts for nothing."""
     none = Array.of(np.zeros(sample.trajectory.num_tokens), "uint8")
     trajectory = msgspec.structs.replace(sample.trajectory, loss_mask=none)
     return replace(sample, trajectory=trajectory, advantage=0.0)
 
 
 def failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """`reward/invalid`: number of responses left out since their reward failed, and the same by cause;
+    """Returns `reward/invalid`: number of responses left out since their reward failed, and the same by cause;
     `reward/errors`: number of rewards that failed, those that count as 0 among them."""
     everyone = [t for group in groups for t in group.trajectories]
     causes = Counter(t.failure for t in everyone if not t.valid)
@@ -138,13 +138,13 @@ def failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def lag_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Mean over tokens, and largest, of the versions by which tokens lag behind the learner."""
+    """Returns the mean over tokens, and the largest, of the versions by which tokens lag behind the learner."""
     lags = np.concatenate([sample.lag for sample in samples])
     return {"lag/mean": float(lags.mean()), "lag/max": int(lags.max())}
 
 
 def part_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """`reward/part_NAME`: mean over responses of each part of the reward, 0 where it has not that part."""
+    """Returns `reward/part_NAME`: the mean over responses of each part of the reward; a missing part is 0."""
     sums: Counter[str] = Counter()
     for sample in samples:
         sums.update(sample.trajectory.reward_parts)
@@ -218,7 +218,8 @@ def pack(
 
 
 def _routes(origins: Sequence[tuple[Trajectory, int, int]]) -> np.ndarray | None:
-    """int16 [N, L, K] of packed tokens, which are the tokens [start, stop) of these trajectories."""
+    """Returns the routes, int16 [N, L, K], of packed tokens, which are the tokens [start, stop) of these
+    trajectories."""
     shapes = {t.routes.shape[1:] for t, _, _ in origins if t.routes}
     if not shapes:
         return None

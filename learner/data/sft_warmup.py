@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, float], None]
 """(step, loss)"""
 REVISION = 2
-"""Part of the cache's key: raise it when the same settings come to give other weights"""
+"""Version of the cache's key, to be raised when the same settings come to give other weights."""
 WARMUP_STEPS = 20
 PROGRESS_STEPS = 10
 MEAN_STEPS = 8
-"""Of the running mean of the accuracy"""
+"""Steps of the running mean of the accuracy."""
 
 
 def warm_start(
@@ -118,8 +118,8 @@ def _row(task: Task, number: int, seed: int, tokenizer: Tokenizer) -> tuple[list
 def supervised_loss(
     model: Decoder, rows: list[tuple[list[int], list[int]]]
 ) -> tuple[torch.Tensor, float]:
-    """Mean cross-entropy, in nats, of the response tokens of (prompt, response) rows; and the share of
-    rows of which every token is the likeliest: those that greedy decoding gets right."""
+    """Returns the mean cross-entropy, in nats, of the response tokens of (prompt, response) rows, and the share
+    of rows of which every token is the likeliest: those that greedy decoding gets right."""
     device = next(model.parameters()).device
     layout = PackedLayout.of([len(p) + len(r) for p, r in rows], device)
     ids = torch.tensor([t for p, r in rows for t in (*p, *r)]).to(device, non_blocking=True)
@@ -138,7 +138,7 @@ def supervised_loss(
 
 
 def _key(run: Run, task: Task) -> str:
-    """Of the settings and of some of the problems themselves: a file may change under its path."""
+    """Returns a hash of the settings and of some of the problems: a file may change under its path."""
     some = range(min(len(task.train), 4096))
     parts = [REVISION, run.model, run.task, run.warmstart, run.seed, len(task.train)]
     parts += [problem_at(task, number, run.seed) for number in some]

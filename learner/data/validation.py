@@ -1,4 +1,4 @@
-"""What fits the model that is learnt: settings about experts, and groups that come from elsewhere."""
+"""Validation against the model that is learnt: of settings about experts, and of groups from workers."""
 
 from collections.abc import Callable
 
@@ -38,8 +38,8 @@ def check_format(model: nn.Module, format: str) -> None:
 
 
 def fits(config: DecoderConfig, longest: int) -> Callable[[Group], None]:
-    """A check that raises RecordError for a group whose tokens or routes are not those of such a model, or in
-    which a prompt and its response have more than `longest` tokens (learner.microbatch_tokens)."""
+    """Returns a check that raises RecordError for a group whose tokens or routes are not those of such a model,
+    or in which a prompt and its response have more than `longest` tokens (learner.microbatch_tokens)."""
     most = min(longest, config.max_positions)
 
     def check(group: Group) -> None:

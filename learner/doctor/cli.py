@@ -16,10 +16,10 @@ from areal_q.observability.metrics_log import has_ended
 from areal_q.system import command
 from areal_q.system.command import run_command
 
-POLL_S = 1.0
+FOLLOW_POLL_S = 1.0
 """Between two looks at a log that may have grown"""
 
-EXITS = (
+DOCTOR_EXIT_CODES = (
     "Exit codes: 0 nothing worse than a note; 1 a warning or an error was found; 2 no run or log."
 )
 
@@ -68,12 +68,12 @@ def main(
 def _look(directory: Path, first: int | None, stop: int | None, console) -> tuple[int, bool]:
     """Examines, shows and writes; (the step after the last, whether something is worse than a note)."""
     from learner.doctor.examine import examine
-    from learner.doctor.tables import screen, write
+    from learner.doctor.tables import screen, write_json
 
     examined = examine(directory, first, stop, console)
     screen(examined, console)
     try:
-        write(examined, directory / "doctor.json")
+        write_json(examined, directory / "doctor.json")
         typer.echo(directory / "doctor.json")
     except OSError as error:  # a run that can be read, and not written to
         typer.echo(f"{directory / 'doctor.json'}: not written: {error.strerror}")
@@ -90,8 +90,8 @@ def _grows(directory: Path, stop: int) -> bool:
             return True
         if ended:
             return False
-        time.sleep(POLL_S)
+        time.sleep(FOLLOW_POLL_S)
 
 
 if __name__ == "__main__":
-    run_command("doctor", main, EXITS)
+    run_command("doctor", main, DOCTOR_EXIT_CODES)

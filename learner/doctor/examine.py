@@ -35,7 +35,7 @@ class Examined:
     """Empty where the steps could not be replayed"""
     findings: list[Finding]
     exact: bool | None
-    """Whether the replay came out as recorded; None: there was none"""
+    """True if the replay came out as recorded; None if there was none"""
     note: str
     """Why there was none"""
 

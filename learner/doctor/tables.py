@@ -1,4 +1,4 @@
-"""What the doctor says: one screen, and `doctor.json` with the same numbers."""
+"""The doctor's report: one screen, and `doctor.json` with the same numbers."""
 
 from pathlib import Path
 
@@ -7,7 +7,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from learner.doctor.diagnosis.token_ratios import TERMS, by_lag, by_position, histogram, rms, split
+from learner.doctor.diagnosis.token_ratios import (
+    TERMS,
+    by_lag,
+    by_position,
+    histogram,
+    rms,
+    split_by_term,
+)
 from learner.doctor.examine import Examined
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -103,7 +110,7 @@ def _terms(x: Examined) -> Table:
     for title in ("rms", "KL", "share"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("", style="dim")
-    parts = split(x.tokens)
+    parts = split_by_term(x.tokens)
     for part in parts:
         row = (f"{part.rms:.4f}", f"{part.kl:+.5f}", f"{part.share:.1%}", MEANING[part.term])
         table.add_row(part.term, *row)
@@ -119,7 +126,7 @@ def bars(counts: np.ndarray) -> str:
     return "".join(BARS[int(np.ceil(h * (len(BARS) - 1)))] for h in heights)
 
 
-def write(x: Examined, path: Path) -> None:
+def write_json(x: Examined, path: Path) -> None:
     """JSON: `window`, `log`, `by_lag`, `terms` (in the order of TERMS), `by_position`, `findings`."""
     edge = max(0.01, 3 * rms(x.tokens.log_w)) if len(x.tokens) else 0.0
     lags = [
@@ -130,7 +137,7 @@ def write(x: Examined, path: Path) -> None:
             "rms": rms(some.log_w),
             "weight_max": float(np.exp(some.log_w.max())),
             "histogram": histogram(some, edge).tolist(),
-            "terms": [msgspec.to_builtins(part) for part in split(some)],
+            "terms": [msgspec.to_builtins(part) for part in split_by_term(some)],
         }
         for lag, some in by_lag(x.tokens)
     ]
@@ -141,7 +148,7 @@ def write(x: Examined, path: Path) -> None:
         "log": facts | {"sampling": sampling, "formats": dict(facts["formats"])},
         "histogram_edge_nats": edge,
         "by_lag": lags,
-        "terms": [msgspec.to_builtins(part) for part in split(x.tokens)],
+        "terms": [msgspec.to_builtins(part) for part in split_by_term(x.tokens)],
         "by_position": [
             {"first": a, "last": b, "tokens": n, "rms": v} for a, b, n, v in by_position(x.tokens)
         ],

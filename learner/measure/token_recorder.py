@@ -1,4 +1,4 @@
-"""Looks at a step while it is taken, and keeps what the token log holds. Changes nothing in it."""
+"""Recording of each token's scores during a step, for the token log; the step is not changed by it."""
 
 from collections.abc import Sequence
 
@@ -12,19 +12,20 @@ from learner.data.packing import PackedBatch
 
 
 class TokenRecorder:
-    """What every token's last visit of the step looked like, by micro-batch, on the CPU."""
+    """Records every token's last visit in a step, by micro-batch, on the CPU."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, int], tuple[PackedBatch, dict[str, np.ndarray]]] = {}
 
     def begin(self) -> None:
-        """A new step: forgets the last one."""
+        """Begins a new step and forgets the last one."""
         self._seen = {}
 
     def add(
         self, batch: PackedBatch, before: LossInputs, visit: LossInputs, out: PolicyLoss
     ) -> None:
-        """One visit: `before` the first update π_θ was π_prox. A later visit takes the place of this."""
+        """Records one visit; `before` are the inputs from before the first update, when π_θ was π_prox. A later
+        visit of the same tokens replaces it."""
         assert before.entropy is not None
         columns = {
             "proximal_logprobs": before.proximal_logprobs,
@@ -42,7 +43,7 @@ class TokenRecorder:
         )
 
     def scores(self) -> TokenScores:
-        """Of the step that was begun last, in the order in which micro-batches were first visited."""
+        """Returns the scores of the step begun last, in the order in which micro-batches were first visited."""
         batches, columns = zip(*self._seen.values(), strict=True)
         responses = np.array([r for batch in batches for r in batch.responses], np.int64)
         joined = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
@@ -52,7 +53,7 @@ class TokenRecorder:
 
 
 def marks(out: PolicyLoss) -> Tensor:
-    """uint8 [T]: the sum of the MARKS that hold for each token."""
+    """Returns uint8 [T]: the sum of the MARKS that hold for each token."""
     total = torch.zeros_like(out.objective, dtype=torch.uint8)
     for name, bit in MARKS.items():
         flags = None if name == "dropped" else getattr(out, name)

@@ -25,7 +25,7 @@ from learner.optim.dtensor import local, most_rows
 
 BLOCK = 256
 SIGNED_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
-"""Whether it has a sign"""
+"""True for a moment that has a sign"""
 LARGEST = "_max"
 """Suffix of the state that scales a moment's blocks."""
 

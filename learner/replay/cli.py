@@ -26,7 +26,7 @@ Settings = Annotated[
     list[str] | None, typer.Option("--set", help="a.b=c, such as learner.objective.type=tbpo")
 ]
 
-EXITS = (
+REPLAY_EXIT_CODES = (
     "Exit codes: 0 as recorded, or another history was asked for; 1 something differs; 2 "
     "nothing to replay, or a setting that cannot change, which one line names."
 )
@@ -186,4 +186,4 @@ def _show_both(replay, done, differing, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    run_command("replay", main, EXITS)
+    run_command("replay", main, REPLAY_EXIT_CODES)

@@ -1,4 +1,4 @@
-"""What was recorded beside what came out: the numbers that differ, and by how much."""
+"""Comparison of a replay with the record: the numbers that differ, and by how much."""
 
 import math
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ class Difference:
     step: int
     metric: str
     recorded: float | None
-    """None: not recorded, or no number"""
+    """The recorded value; None if it was not recorded, or is no number"""
     replayed: float | None
 
     def __str__(self) -> str:

@@ -79,7 +79,7 @@ def export(
 
 
 def declared(run: Run) -> Dtype:
-    """That of the model which the run began with, as long as it can be read."""
+    """Returns the dtype of the model that the run began with, if it can still be read."""
     from areal_q.models import declared_dtype
 
     path = run.model.path if isinstance(run.model, PretrainedModel) else None

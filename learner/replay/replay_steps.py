@@ -59,7 +59,7 @@ class Replayed:
     groups: list[Group]
     metrics: dict[str, float]
     digest: str
-    """Of the weights after the step, as published; empty under other settings"""
+    """Digest of the weights after the step, as published; empty under other settings"""
 
 
 class Replay:
@@ -96,17 +96,17 @@ class Replay:
         """Keeps what the token log holds of the step replayed last"""
         sticky = self.policy.sticky
         self.publishes = not self.what_if and (not sticky or bool(sticky.tensors()))
-        """Whether the versions can be made again: weights of another history have nothing to be compared with,
+        """True if the versions can be made again: weights of another history have nothing to be compared with,
         and may be past quantizing; older checkpoints do not hold the ranges of sticky scales"""
 
     @property
     def what_if(self) -> bool:
-        """Whether other settings ask for another history."""
+        """True if other settings ask for another history."""
         return any(key not in ROUNDING_ONLY for key in self.changes)
 
     @property
     def exact(self) -> bool:
-        """Whether every bit must come out as recorded: same settings, same machine, same micro-batches."""
+        """True if every bit must come out as recorded: same settings, same machine, same micro-batches."""
         cut = self.run.learner.microbatch_tokens
         alike = all(
             r.machine == self.machine and r.metrics.get(MICROBATCH, cut) == cut
@@ -234,7 +234,7 @@ def _nearest(directory: Path, first: int | None) -> Path:
 
 
 def _records(directory: Path, first: int, stop: int | None) -> list[StepRecord]:
-    """Those of the steps from `first` to before `stop`, or to the end of the log."""
+    """Returns the records of the steps from `first` to before `stop`, or to the end of the log."""
     records = list(iter_steps(directory / "steps", first, stop))
     for expected, record in enumerate(records, first):
         if record.step != expected:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from learner.replay.replay_steps import Replayed
 
-COLUMNS = {
+METRIC_COLUMNS = {
     "train/loss": "loss",
     "train/grad_norm": "gradient norm",
     "policy/entropy": "entropy",
@@ -18,19 +18,19 @@ COLUMNS = {
     "mismatch/kl": "mismatch KL",
     "policy/clip_fraction_up": "clipped up",
 }
-ROWS = 20
+MAX_ROWS = 20
 
 
 def side_by_side(steps: Sequence[Replayed], width: int) -> Table:
-    """At most ROWS steps, evenly spaced, the first and the last among them; as many of COLUMNS as `width`
-    characters take."""
-    columns = dict(list(COLUMNS.items())[: max(2, (width - 6) // 20)])
+    """At most MAX_ROWS steps, evenly spaced, the first and the last among them; as many of METRIC_COLUMNS as
+    `width` characters take."""
+    columns = dict(list(METRIC_COLUMNS.items())[: max(2, (width - 6) // 20)])
     table = Table(box=None, padding=(0, 1), header_style="bold")
     table.add_column("step", justify="right")
     for title in columns.values():
         table.add_column(f"{title}\nlogged", justify="right", style="dim", no_wrap=True)
         table.add_column("\nnow", justify="right", no_wrap=True)
-    count = min(ROWS, len(steps))
+    count = min(MAX_ROWS, len(steps))
     chosen = {round(i * (len(steps) - 1) / max(1, count - 1)) for i in range(count)}
     for one in (steps[i] for i in sorted(chosen)):
         pairs = ((one.record.metrics.get(key), one.metrics.get(key)) for key in columns)
@@ -64,13 +64,13 @@ def write_csv(steps: Sequence[Replayed], path: Path) -> None:
 
 
 def draw(steps: Sequence[Replayed], title: str, path: Path) -> None:
-    """One panel for each of COLUMNS, both histories in it."""
+    """One panel for each of METRIC_COLUMNS, both histories in it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 6), layout="constrained")
     figure.suptitle(title, fontsize=11)
     axes = figure.subplots(2, 3, sharex=True)
-    for axis, (key, name) in zip(axes.flat, COLUMNS.items(), strict=True):
+    for axis, (key, name) in zip(axes.flat, METRIC_COLUMNS.items(), strict=True):
         axis.set_title(name, fontsize=10, loc="left")
         axis.grid(color="#e6e6e6", linewidth=0.7)
         axis.tick_params(labelsize=8, color="#999999")

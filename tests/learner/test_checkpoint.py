@@ -23,7 +23,7 @@ from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
-from learner.checkpoint.async_writer import Writer
+from learner.checkpoint.async_writer import CheckpointWriter
 from learner.checkpoint.files import State
 from learner.data.packing import Sample
 from learner.policy_update import SingleProcessUpdater, update_policy
@@ -292,7 +292,7 @@ def test_a_checkpoint_from_before_a_field_was_added_restores(policy: TorchPolicy
 def test_a_checkpoint_holds_what_the_learner_held_when_it_began(
     make_samples: MakeSamples, policy: TorchPolicy, tmp_path: Path
 ):
-    writer = Writer(tmp_path, keep=2)
+    writer = CheckpointWriter(tmp_path, keep=2)
     before = everything(policy)
     writer.save(state_at(1, policy), SingleProcessUpdater(policy))
     update_policy(policy, make_samples(6, 1))
@@ -317,7 +317,7 @@ def test_a_checkpoint_is_reported_only_once_it_stands_on_disk(
         sync(path)
 
     monkeypatch.setattr(system_files, "sync", slow_disk)
-    writer = Writer(tmp_path, keep=2)
+    writer = CheckpointWriter(tmp_path, keep=2)
     writer.save(state_at(1, policy), SingleProcessUpdater(policy))
     assert writer.settle() is None
     assert checkpoint.steps(tmp_path) == []
@@ -331,7 +331,7 @@ def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(
     policy: TorchPolicy, tmp_path: Path
 ):
     (tmp_path / "checkpoints").write_text("in the way")
-    writer = Writer(tmp_path / "checkpoints", keep=2)
+    writer = CheckpointWriter(tmp_path / "checkpoints", keep=2)
     writer.save(state_at(1, policy), SingleProcessUpdater(policy))
     with pytest.raises(CheckpointError, match="checkpoints"):
         writer.finish()
@@ -351,7 +351,7 @@ from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.checkpoint import files
 from learner.build import build_model
-from learner.checkpoint.async_writer import Writer
+from learner.checkpoint.async_writer import CheckpointWriter
 from learner.policy_update import SingleProcessUpdater
 from learner.backends.single_device import TorchPolicy
 
@@ -377,7 +377,7 @@ def save_killed_at(directory, operation, new_step):
     weights(2.0)
     sys.addaudithook(hook)
     if background:
-        writer = Writer(directory, keep=2)
+        writer = CheckpointWriter(directory, keep=2)
         writer.save(state(new_step, 2), SingleProcessUpdater(policy))
         weights(3.0)  # what comes after is no part of it
         writer.finish()

@@ -34,7 +34,7 @@ from areal_q.config import load
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.build import build_model
-from learner.checkpoint.async_writer import Writer
+from learner.checkpoint.async_writer import CheckpointWriter
 from learner.publishing.version_builder import VersionBuilder, sticky_ranges
 from learner.backends.messages import Piece
 from learner.policy_update import SingleProcessUpdater, update_policy
@@ -47,7 +47,7 @@ policy.sticky = sticky_ranges(run)
 checkpoints, step = directory / "checkpoints", 0
 if checkpoint.steps(checkpoints):
     step = checkpoint.restore(checkpoints, policy).step
-builder, writer = VersionBuilder(run, policy.sticky), Writer(checkpoints, 2)
+builder, writer = VersionBuilder(run, policy.sticky), CheckpointWriter(checkpoints, 2)
 steps = msgspec.msgpack.decode((directory / "samples").read_bytes(), type=list[list[Piece]])
 while True:
     print(step, builder.build(policy.model, step).manifest.digest, flush=True)

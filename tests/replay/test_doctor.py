@@ -30,7 +30,7 @@ from learner.data.staleness import VersionHistory
 from learner.doctor.cli import main
 from learner.doctor.diagnosis import TERMS, Case, LogFacts, TokenTable, diagnose, look_at
 from learner.doctor.diagnosis.group_checks import has_loop, longest_run
-from learner.doctor.diagnosis.token_ratios import histogram, rms, split
+from learner.doctor.diagnosis.token_ratios import histogram, rms, split_by_term
 from learner.doctor.examine import Examined, empty, examine
 from learner.doctor.probe import Version
 from learner.doctor.tables import bars, screen
@@ -271,14 +271,14 @@ def test_terms_add_up_to_the_gap_of_every_token(tmp_path):
     x = World(tmp_path / "run", lag=2, plant=with_logprobs(alternating(0.2))).play()
     assert x.tokens.known.all() and len(x.tokens) == STEPS * GROUPS * SIZE * TOKENS
     np.testing.assert_allclose(x.tokens.terms.sum(-1), x.tokens.log_w, atol=1e-12)
-    parts = split(x.tokens)
+    parts = split_by_term(x.tokens)
     assert sum(p.share for p in parts) == pytest.approx(1)
     assert sum(p.kl for p in parts) == pytest.approx(-x.tokens.log_w.mean())
 
 
 def test_each_term_is_the_gap_of_its_own_link(healthy):
     """Without lag, with the format's own arithmetic as the engine: only quantization is left."""
-    rms = {p.term: p.rms for p in split(healthy.tokens)}
+    rms = {p.term: p.rms for p in split_by_term(healthy.tokens)}
     assert rms["weights"] > 1e-4 and rms["activations"] > 1e-4
     assert rms["staleness"] == rms["sampling"] == rms["cache"] == 0.0
     assert rms["engine"] < 1e-5
@@ -293,14 +293,14 @@ def test_the_planted_amount_comes_out_as_the_engines_term(tmp_path):
 
 def test_a_temperature_of_its_own_is_the_sampling_term(tmp_path):
     x = World(tmp_path / "run", temperature=1.3).play()
-    rms = {p.term: p.rms for p in split(x.tokens)}
+    rms = {p.term: p.rms for p in split_by_term(x.tokens)}
     assert rms["sampling"] > 0.05 and rms["engine"] < 1e-5
 
 
 def test_without_quantization_no_gap_is_left(tmp_path):
     run = override(RUN, "rollout.format=bf16")
     plain = replace(World(tmp_path / "run"), run=run).play()
-    rms = {p.term: p.rms for p in split(plain.tokens)}
+    rms = {p.term: p.rms for p in split_by_term(plain.tokens)}
     assert rms["activations"] < 1e-5 and rms["engine"] < 1e-5
 
 

@@ -16,7 +16,7 @@ from areal_q.observability.reward_signal import (
     hint,
 )
 from learner.doctor.diagnosis.group_checks import LogFacts, longest_run
-from learner.doctor.diagnosis.token_ratios import Split, TokenTable, by_position, split
+from learner.doctor.diagnosis.token_ratios import Split, TokenTable, by_position, split_by_term
 
 LARGE_RMS = 0.05
 """nats: below it w stays within about ±10 % for 95 % of the tokens, which no objective minds"""
@@ -47,7 +47,7 @@ class Case:
     disagreement: float | None = None
     """Share of routes (token, layer) that the learner would not have taken; None: none was recorded"""
     experts: bool = False
-    """Whether the model has any"""
+    """True if the model has experts"""
     metrics: Sequence[Mapping[str, float | None]] = ()
     """The metrics of each step that was looked at"""
 
@@ -57,13 +57,13 @@ class Finding:
     name: str
     severity: Literal["error", "warning", "note"]
     number: float
-    """What the finding rests on; `says` gives its unit"""
+    """The figure that the finding rests on; `says` gives its unit"""
     says: str
     change: str
 
 
 def diagnose(case: Case) -> list[Finding]:
-    """What is wrong, errors first. Empty: nothing that a rule knows."""
+    """Returns what is wrong, errors first; empty if no rule found anything."""
     found = [finding for rule in RULES if (finding := rule(case)) is not None]
     return sorted(found, key=lambda f: ("error", "warning", "note").index(f.severity))
 
@@ -164,7 +164,7 @@ def failing_rewards(case: Case) -> Finding | None:
 
 
 def flat_rewards(case: Case) -> Finding | None:
-    """Where no reward differs from another, no estimator finds a direction."""
+    """Reports groups whose rewards are all equal: no estimator finds a direction there."""
     steps = equal_steps(case.metrics)
     if not steps or steps < min(EQUAL_STEPS, len(case.metrics)):
         return None
@@ -340,7 +340,7 @@ def _ess(case: Case) -> float:
 def _large(case: Case) -> list[Split]:
     """The terms, where the gap is large enough to mind."""
     total = float(np.sqrt(np.mean(case.tokens.log_w**2))) if len(case.tokens) else 0.0
-    return split(case.tokens) if total >= LARGE_RMS else []
+    return split_by_term(case.tokens) if total >= LARGE_RMS else []
 
 
 def _main(case: Case, term: str) -> Split | None:

@@ -1,4 +1,4 @@
-"""What logged groups say about themselves, without any model: contract, settings, endless loops."""
+"""Checks of logged groups that need no model: contract, settings, endless loops."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ class LogFacts:
     after_end: int = 0
     """Tokens behind an end-of-text token that count nonetheless: padding"""
     first_bad: str = ""
-    """Where the first of these stands"""
+    """The place of the first of these"""
     loops: int = 0
     """Responses that repeat themselves to the end of a stretch"""
     negative: int = 0
@@ -81,7 +81,7 @@ def _count(
 
 
 def has_loop(ids: np.ndarray) -> bool:
-    """Whether some stretch of ids int [T] is a piece of at most MAX_PERIOD tokens over and over.
+    """Returns whether some stretch of ids int [T] is a piece of at most MAX_PERIOD tokens over and over.
 
     Example: 5 6 7 5 6 7 5 6 7 5 6 7 5 6 7 5: period 3, 16 tokens, 5 times.
     """

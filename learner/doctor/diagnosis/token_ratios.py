@@ -70,7 +70,7 @@ class TokenTable:
 
 @dataclass(frozen=True)
 class Split:
-    """What one term contributes."""
+    """The contribution of one term."""
 
     term: str
     rms: float
@@ -81,7 +81,7 @@ class Split:
     """of mean(log² w); below 0 where the term works against the others"""
 
 
-def split(tokens: TokenTable) -> list[Split]:
+def split_by_term(tokens: TokenTable) -> list[Split]:
     """One line for each term, of the tokens for which terms are known; none where no token is."""
     known = tokens.where(tokens.known)
     if not len(known):

@@ -1,0 +1,109 @@
+"""The tensors of a policy that a checkpoint holds, by their names there, and the way back into a policy."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from areal_q.errors import CheckpointError
+from areal_q.models.low_bit.quantized_forward import materialise
+from areal_q.system.files import clear_leftovers
+from learner.backends.single_device import TorchPolicy
+from learner.checkpoint.files import (
+    State,
+    Tensors,
+    clear_shares,
+    read_state,
+    read_tensors,
+    steps,
+    write,
+)
+
+KV, STICKY = "kv_scales.", "sticky."
+
+
+def save(directory: Path, state: State, policy: TorchPolicy, keep: int) -> Path:
+    """Writes a checkpoint of what `policy` holds now; see `write`."""
+    return write(directory, state, tensors_of(policy), keep)
+
+
+def restore(directory: Path, policy: TorchPolicy) -> State:
+    """Loads the newest checkpoint into `policy`. Raises CheckpointError naming what is damaged and,
+    where there is one, the checkpoint before it."""
+    clear_leftovers(directory)
+    clear_shares(directory)
+    complete = steps(directory)
+    if not complete:
+        raise CheckpointError(f"{directory}: no checkpoint to resume from")
+    try:
+        state = read_state(complete[-1])
+        load(complete[-1], state, policy)
+    except CheckpointError as error:
+        before = f"; remove it to resume from {complete[-2].name}" if len(complete) > 1 else ""
+        raise CheckpointError(f"{error}{before}") from error
+    return state
+
+
+def load(path: Path, state: State, policy: TorchPolicy) -> None:
+    """Puts checkpoint `path`, whose state is `state`, into `policy`. Raises CheckpointError naming what
+    is damaged or does not fit."""
+    try:
+        _load(policy, read_tensors(path, state))
+    except (KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    policy.updates, policy.skipped = state.updates, state.skipped
+
+
+def tensors_of(policy: TorchPolicy, collected: Tensors | None = None) -> Tensors:
+    """Returns every tensor of `policy` that a checkpoint holds, on the CPU.
+
+    `collected` is what PolicyUpdater.collect returned: this rank's share, where other ranks write theirs.
+    """
+    tensors: Tensors = {"rng": torch.get_rng_state(), **(collected or {})}
+    for part, module in _modules(policy).items():
+        tensors |= {f"{part}.{k}": v for k, v in module.state_dict().items()}
+    for part, optimizer in _optimizers(policy).items():
+        for i, slot in optimizer.state_dict()["state"].items():
+            tensors |= {f"{part}.{i}.{k}": v for k, v in slot.items()}
+    tensors |= {f"{KV}{k}": v for k, v in policy.kv_scales.items()}
+    if policy.sticky:
+        tensors |= {f"{STICKY}{k}": v for k, v in policy.sticky.tensors().items()}
+    return {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+
+
+def _modules(policy: TorchPolicy) -> dict[str, nn.Module]:
+    """Returns the modules by the prefix of their tensors' names."""
+    modules = {"model": policy.model, "critic": policy.critic, "reference": policy.reference}
+    return {part: module for part, module in modules.items() if module is not None}
+
+
+def _optimizers(policy: TorchPolicy) -> dict[str, torch.optim.Optimizer]:
+    critic = {"critic_optimizer": policy.critic.optimizer} if policy.critic else {}
+    return {"optimizer": policy.optimizer, **critic}
+
+
+def _load(policy: TorchPolicy, tensors: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for part, module in _modules(policy).items():
+            for name, parameter in module.state_dict().items():
+                parameter.copy_(tensors[f"{part}.{name}"])
+            materialise(module)
+    for part, optimizer in _optimizers(policy).items():
+        slots: dict[int, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith(f"{part}."):
+                _, index, key = name.split(".")
+                slots.setdefault(int(index), {})[key] = tensor
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": slots, "param_groups": groups})
+    policy.kv_scales = _named(tensors, KV, policy.cfg.device)
+    if policy.sticky:
+        policy.sticky.restore(_named(tensors, STICKY, policy.cfg.device))
+    torch.set_rng_state(tensors["rng"])
+
+
+def _named(tensors: Tensors, prefix: str, device: str) -> Tensors:
+    """Returns the tensors whose names begin with `prefix`, by their names without it."""
+    return {
+        k.removeprefix(prefix): v.to(device) for k, v in tensors.items() if k.startswith(prefix)
+    }
