@@ -145,11 +145,10 @@ EDITS: dict[str, Edits] = {
     },
     "A log column": {
         "buffer/logs/step_log.py": [
-            (r"SCHEMA_VERSION = 2\n", "SCHEMA_VERSION = 3\n"),
-            (r'(        \("step", pa.int64\(\)\),\n)', r'\1        ("mine", pa.float64()),\n'),
-            (r"(    metrics: dict\[str, float\]\n)", r"\1    mine: float = 0.0\n"),
+            (r"_SCHEMA_VERSION = 2\n", "_SCHEMA_VERSION = 3\n"),
+            (r"(    metrics: dict\[str, float\]\n)", r"\1    mine: int = 0\n"),
         ],
-        "learner/loop.py": [(r"(StepRecord\(\n)", r"\1            mine=7.0,\n")],
+        "learner/loop.py": [(r"(StepRecord\(\n)", r"\1            mine=7,\n")],
     },
     "A metric": {
         "areal_q/observability/metric_table.py": registered(
@@ -178,7 +177,7 @@ from rollout.environments.registry import build_environment
 run = load(None, ["learner.objective.type=mine", "learner.advantage.type=mine", "rollout.format=mine",
     "rollout.engine.type=mine", "rollout.environment.type=mine", "task.type=mine", "buffer.sampler.type=mine"])
 record = StepRecord(step=0, tickets=[], seeds=[], base_digest="", digest="", fork=0, settings="", machine="",
-    metrics={}, mine=7.0)
+    metrics={}, mine=7)
 log = StepLog(sys.argv[1])
 log.append(record)
 log.close()
@@ -204,7 +203,7 @@ SEEN = {
     "An environment": "rollout.environments.mine",
     "A task": "2",
     "A sampler": "Mine",
-    "A log column": [7.0],
+    "A log column": [7],
     "A metric": "Mine.",
 }
 
