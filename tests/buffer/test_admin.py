@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
-import redis
+from helpers.commands import refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,12 +24,6 @@ from buffer.redis_store.local_server import RedisServer
 
 KEYS = Keys("run")
 HOSTILE = "\x1b[2J[bold]</script>\u202egnp.exe\x07\n[/]"
-
-
-@pytest.fixture
-def client(redis_url):
-    with redis.Redis.from_url(redis_url) as made:
-        yield made
 
 
 def process(*args: str) -> subprocess.CompletedProcess[str]:
@@ -48,13 +42,6 @@ def tool(*args: str, input: str = "") -> subprocess.CompletedProcess[str]:
             main()
     code = ended.value.code or 0
     return subprocess.CompletedProcess(args, int(code), out.getvalue(), err.getvalue())
-
-
-def refused(result: subprocess.CompletedProcess[str], *named: str) -> None:
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert len(result.stderr.splitlines()) == 1, result.stderr
-    for word in named:
-        assert word in result.stderr
 
 
 @pytest.fixture

@@ -66,12 +66,6 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 @pytest.fixture
-def client(redis_url):
-    with redis.Redis.from_url(redis_url) as made:
-        yield made
-
-
-@pytest.fixture
 def learner(redis_url):
     made = LearnerBuffer(redis_url, "run")
     yield made

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import typer
+from helpers.commands import refused
 from helpers.paths import ROOT
 
 from areal_q.config import load, settings_hash
@@ -110,13 +111,6 @@ def here(capsys, monkeypatch):
         return exit.value.exit_code, capsys.readouterr().out
 
     return call
-
-
-def refused(result: subprocess.CompletedProcess[str], *named: str) -> None:
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert len(result.stderr.splitlines()) == 1, result.stderr
-    for word in named:
-        assert word in result.stderr
 
 
 def rewrite(directory: Path, step: int, change) -> None:

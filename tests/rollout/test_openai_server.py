@@ -4,7 +4,7 @@ import asyncio
 import io
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -14,6 +14,7 @@ import aiohttp
 import numpy as np
 import openai
 import pytest
+from helpers.asynchronous import run_async
 from helpers.paths import ROOT
 
 from areal_q.config import External, Run, TorchEngine, dump_toml
@@ -45,10 +46,6 @@ from rollout.worker import Worker
 
 MakeRun = Callable[..., Run]
 EXTERNAL = "rollout.environment.type=external"
-
-
-def run_async(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 200))
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.asynchronous import run_async
 
 from areal_q.config import Run, ScriptedEngine, TorchEngine, dump_toml
 from areal_q.messages import Array, Group, Ticket, VersionSpan
@@ -148,10 +149,6 @@ async def working(
 async def until(condition: Callable[[], object]) -> None:
     while not condition():
         await asyncio.sleep(0.01)
-
-
-def run_async(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 200))
 
 
 def test_an_engine_can_be_asked_before_the_first_weights(
