@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -66,6 +67,13 @@ def short_dir() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="aq-"))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Closes what a test opens, newest first."""
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture(scope="session")

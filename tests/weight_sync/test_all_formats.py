@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import torch
+from helpers.weight_sync import assert_same
 
 from areal_q.config import Run
 from areal_q.config.run import FormatName
 from areal_q.tasks import build_tokenizer
-from areal_q.weights.version import WeightVersion
 from buffer.weight_sync import WeightServer, WeightSubscriber
 from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
@@ -63,11 +62,3 @@ def test_what_is_published_arrives_bit_for_bit_and_by_deltas(
     assert what != "noised norms" or made.manifest.noise is not None
     assert what != "KV scales" or any("k_scale" in name for name in made.tensors)
     assert what != "adapters" or any("lora_A" in name for name in made.tensors)
-
-
-def assert_same(received: WeightVersion, published: WeightVersion) -> None:
-    assert received.manifest == published.manifest
-    assert received.tensors.keys() == published.tensors.keys()
-    for name, tensor in published.tensors.items():
-        bits = received.tensors[name].reshape(-1).view(torch.uint8)
-        assert torch.equal(bits, tensor.reshape(-1).contiguous().view(torch.uint8)), name

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,13 +10,14 @@ import msgspec
 import pytest
 import torch
 import zmq
+from helpers.weight_sync import arrive, await_true, follow, publish, serve
 
 from areal_q import messages
 from areal_q.config import BroadcastConfig
 from areal_q.messages import Announce, DeltasReply, FetchDeltas, FetchHeld, HeldReply
 from areal_q.weights import version as weights
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync import WeightServer, WeightSubscriber
+from buffer.weight_sync import Endpoints, WeightServer, WeightSubscriber
 
 Make = Callable[..., WeightVersion]
 CONFIG = BroadcastConfig(heartbeat_s=0.05, timeout_s=1.0, chunk_bytes=1000, hold=2, hold_deltas=6)
@@ -45,64 +46,18 @@ class Herald:
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
 def herald(short_dir: Path, stack: ExitStack) -> Herald:
     made = Herald(short_dir)
     stack.callback(made.close)
     return made
 
 
-def serve(directory: Path, stack: ExitStack, config: BroadcastConfig = CONFIG) -> WeightServer:
-    made = WeightServer(f"ipc://{directory}/a", f"ipc://{directory}/f", config)
-    stack.callback(made.close)
-    return made
-
-
-def follow(herald: Herald, fetch: str, stack: ExitStack, **settings: float) -> WeightSubscriber:
-    config = msgspec.structs.replace(CONFIG, **settings)
-    subscriber = WeightSubscriber(herald.endpoint, fetch, run="run", config=config)
-    stack.callback(subscriber.close)
-    herald.await_follower()
-    return subscriber
-
-
-def await_true(condition: Callable[[], bool], what: object = "", timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.002)
-
-
-def publish(weight_server: WeightServer, version: WeightVersion) -> None:
-    """Until it is visible, so that none is skipped."""
-    before = weight_server.stats.published
-    weight_server.publish(version)
-    await_true(lambda: weight_server.stats.published == before + 1)
-
-
-def arrive(subscriber: WeightSubscriber, wanted: WeightVersion) -> None:
-    got: list[WeightVersion] = []
-
-    def arrived() -> bool:
-        if (version := subscriber.latest()) is not None:
-            got.append(version)
-        return bool(got) and got[-1].manifest == wanted.manifest
-
-    await_true(arrived, subscriber.stats)
-    assert all(torch.equal(got[-1].tensors[n], t) for n, t in wanted.tensors.items())
-
-
 @pytest.mark.parametrize("behind", [1, 2, 3, 6])
 def test_a_worker_some_versions_behind_fetches_deltas_only(
-    behind: int, short_dir: Path, herald: Herald, stack: ExitStack, make_version: Make
+    behind: int, endpoints: Endpoints, herald: Herald, stack: ExitStack, make_version: Make
 ) -> None:
-    weight_server = serve(short_dir, stack)
-    subscriber = follow(herald, weight_server.endpoints.fetch, stack)
+    weight_server = serve(endpoints, stack, CONFIG)
+    subscriber = follow_herald(herald, weight_server.endpoints.fetch, stack)
     publish(weight_server, make_version(0))
     herald.tell(make_version(0))
     arrive(subscriber, make_version(0))
@@ -115,10 +70,10 @@ def test_a_worker_some_versions_behind_fetches_deltas_only(
 
 
 def test_a_worker_behind_all_deltas_held_fetches_a_snapshot(
-    short_dir: Path, herald: Herald, stack: ExitStack, make_version: Make
+    endpoints: Endpoints, herald: Herald, stack: ExitStack, make_version: Make
 ) -> None:
-    weight_server = serve(short_dir, stack)
-    subscriber = follow(herald, weight_server.endpoints.fetch, stack)
+    weight_server = serve(endpoints, stack, CONFIG)
+    subscriber = follow_herald(herald, weight_server.endpoints.fetch, stack)
     publish(weight_server, make_version(0))
     herald.tell(make_version(0))
     arrive(subscriber, make_version(0))
@@ -127,6 +82,15 @@ def test_a_worker_behind_all_deltas_held_fetches_a_snapshot(
     herald.tell(make_version(7))
     arrive(subscriber, make_version(7))
     assert (subscriber.stats.fetch.fetches, subscriber.stats.fetch.catch_ups) == (2, 0)
+
+
+def follow_herald(
+    herald: Herald, fetch: str, stack: ExitStack, **settings: float
+) -> WeightSubscriber:
+    config = msgspec.structs.replace(CONFIG, **settings)
+    subscriber = follow((herald.endpoint, fetch), stack, config)
+    herald.await_follower()
+    return subscriber
 
 
 def ask(weight_server: WeightServer, stack: ExitStack, request: msgspec.Struct) -> object:
@@ -145,9 +109,9 @@ def since(version: WeightVersion) -> FetchDeltas:
 
 
 def test_one_delta_or_the_chain_whichever_is_smaller(
-    short_dir: Path, stack: ExitStack, make_version: Make
+    endpoints: Endpoints, stack: ExitStack, make_version: Make
 ) -> None:
-    weight_server = serve(short_dir, stack)
+    weight_server = serve(endpoints, stack, CONFIG)
     for number in range(5):
         publish(weight_server, make_version(number))
     reply = ask(weight_server, stack, since(make_version(1)))
@@ -160,11 +124,11 @@ def test_one_delta_or_the_chain_whichever_is_smaller(
 
 
 def test_deltas_held_stay_below_their_limit(
-    short_dir: Path, stack: ExitStack, make_version: Make
+    endpoints: Endpoints, stack: ExitStack, make_version: Make
 ) -> None:
     one = 200  # bytes of a delta of make_version, roughly
     config = msgspec.structs.replace(CONFIG, max_delta_bytes=2 * one)
-    weight_server = serve(short_dir, stack, config)
+    weight_server = serve(endpoints, stack, config)
     for number in range(6):
         publish(weight_server, make_version(number))
     held = ask(weight_server, stack, FetchHeld())
@@ -175,10 +139,10 @@ def test_deltas_held_stay_below_their_limit(
 
 
 def test_another_layout_breaks_the_chain(
-    short_dir: Path, herald: Herald, stack: ExitStack, make_version: Make
+    endpoints: Endpoints, herald: Herald, stack: ExitStack, make_version: Make
 ) -> None:
-    weight_server = serve(short_dir, stack)
-    subscriber = follow(herald, weight_server.endpoints.fetch, stack)
+    weight_server = serve(endpoints, stack, CONFIG)
+    subscriber = follow_herald(herald, weight_server.endpoints.fetch, stack)
     for number, rows in ((0, 300), (1, 400), (2, 400)):
         publish(weight_server, make_version(number, rows=rows))
         if number == 0:
@@ -191,10 +155,10 @@ def test_another_layout_breaks_the_chain(
 
 
 def test_many_workers_behind_are_served_by_one_catch_up(
-    short_dir: Path, herald: Herald, stack: ExitStack, make_version: Make
+    endpoints: Endpoints, herald: Herald, stack: ExitStack, make_version: Make
 ) -> None:
-    weight_server = serve(short_dir, stack)
-    subscribers = [follow(herald, weight_server.endpoints.fetch, stack) for _ in range(8)]
+    weight_server = serve(endpoints, stack, CONFIG)
+    subscribers = [follow_herald(herald, weight_server.endpoints.fetch, stack) for _ in range(8)]
     publish(weight_server, make_version(0))
     herald.tell(make_version(0))
     for subscriber in subscribers:
@@ -209,14 +173,14 @@ def test_many_workers_behind_are_served_by_one_catch_up(
 
 
 def test_a_stalled_sync_is_an_event_and_is_told_when_it_ends(
-    short_dir: Path,
+    endpoints: Endpoints,
     herald: Herald,
     stack: ExitStack,
     make_version: Make,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    subscriber = follow(herald, f"ipc://{short_dir}/f", stack, stall_s=0.2, timeout_s=0.1)
+    subscriber = follow_herald(herald, endpoints.fetch, stack, stall_s=0.2, timeout_s=0.1)
     assert subscriber.behind_s == 0.0
     for _ in range(4):
         herald.tell(make_version(3))
@@ -224,7 +188,7 @@ def test_a_stalled_sync_is_an_event_and_is_told_when_it_ends(
     await_true(lambda: subscriber.stats.stalls == 1, subscriber.stats)
     assert "sync stalled: version 3 is known, -1 is held" in caplog.text
     assert subscriber.behind_s > 0.2
-    weight_server = serve(short_dir, stack)
+    weight_server = serve(endpoints, stack, CONFIG)
     publish(weight_server, make_version(3))
     arrive(subscriber, make_version(3))
     assert subscriber.behind_s == 0.0 and subscriber.stats.stalls == 1
@@ -232,11 +196,11 @@ def test_a_stalled_sync_is_an_event_and_is_told_when_it_ends(
 
 
 def test_a_delta_that_takes_too_long_is_left_out(
-    short_dir: Path, herald: Herald, stack: ExitStack, make_version: Make
+    endpoints: Endpoints, herald: Herald, stack: ExitStack, make_version: Make
 ) -> None:
-    weight_server = serve(short_dir, stack, msgspec.structs.replace(CONFIG, stall_s=0.01))
+    weight_server = serve(endpoints, stack, msgspec.structs.replace(CONFIG, stall_s=0.01))
     versions = [make_version(number) for number in range(2)]
-    subscriber = follow(herald, weight_server.endpoints.fetch, stack)
+    subscriber = follow_herald(herald, weight_server.endpoints.fetch, stack)
     late = threading.Event()
     stack.callback(late.set)
     weight_server._differ.submit(late.wait)  # what is in its way before the delta
@@ -248,15 +212,15 @@ def test_a_delta_that_takes_too_long_is_left_out(
 
 
 def test_weights_that_come_back_need_no_bytes_of_theirs(
-    short_dir: Path, herald: Herald, stack: ExitStack
+    endpoints: Endpoints, herald: Herald, stack: ExitStack
 ) -> None:
     def version(number: int, value: int) -> WeightVersion:
         tensors = {"a": torch.full((50_000,), value, dtype=torch.int8)}
         fields = {"run": "run", "epoch": "a", "format": "int8", "uaq_scale": 1.0, "model": {}}
         return weights.pack(tensors, version=number, published_s=0.0, **fields)  # type: ignore[arg-type]
 
-    weight_server = serve(short_dir, stack)
-    subscriber = follow(herald, weight_server.endpoints.fetch, stack)
+    weight_server = serve(endpoints, stack, CONFIG)
+    subscriber = follow_herald(herald, weight_server.endpoints.fetch, stack)
     versions = [version(0, 5), version(1, 9), version(2, 5), version(3, 5)]
     for v in versions:
         publish(weight_server, v)
@@ -270,9 +234,9 @@ def test_weights_that_come_back_need_no_bytes_of_theirs(
 
 
 def test_workers_that_join_between_versions_follow_at_once(
-    short_dir: Path, stack: ExitStack, make_version: Make
+    endpoints: Endpoints, stack: ExitStack, make_version: Make
 ) -> None:
-    weight_server = serve(short_dir, stack)
+    weight_server = serve(endpoints, stack, CONFIG)
     subscribers: list[WeightSubscriber] = []
     for number in range(40):
         weight_server.publish(make_version(number))
@@ -287,9 +251,9 @@ def test_workers_that_join_between_versions_follow_at_once(
 
 
 def test_sixteen_workers_of_which_some_never_read_hold_up_nobody(
-    short_dir: Path, stack: ExitStack, make_version: Make
+    endpoints: Endpoints, stack: ExitStack, make_version: Make
 ) -> None:
-    weight_server = serve(short_dir, stack)
+    weight_server = serve(endpoints, stack, CONFIG)
     context = stack.enter_context(zmq.Context())
     publish(weight_server, make_version(0, rows=2000))
     digest = make_version(0, rows=2000).manifest.digest
@@ -321,10 +285,10 @@ def test_sixteen_workers_of_which_some_never_read_hold_up_nobody(
 
 
 def test_version_numbers_may_jump(
-    short_dir: Path, herald: Herald, stack: ExitStack, make_version: Make
+    endpoints: Endpoints, herald: Herald, stack: ExitStack, make_version: Make
 ) -> None:
-    weight_server = serve(short_dir, stack)
-    subscriber = follow(herald, weight_server.endpoints.fetch, stack)
+    weight_server = serve(endpoints, stack, CONFIG)
+    subscriber = follow_herald(herald, weight_server.endpoints.fetch, stack)
     for number in (3, 2**31 + 1, 2**62):
         publish(weight_server, make_version(number))
         herald.tell(make_version(number))

@@ -15,11 +15,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import pytest
 import torch
 import zmq
+from helpers.weight_sync import follow
 
 from areal_q import messages
 from areal_q.config import BroadcastConfig
@@ -191,6 +191,8 @@ class Nursery:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # A script's own path has no tests/helpers.
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             start_new_session=True,
         )
 
@@ -226,28 +228,11 @@ class Child:
             os.kill(self._pid, signal.SIGKILL)
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
     made = Nursery()
     yield made
     made.close()
-
-
-@pytest.fixture
-def endpoints(short_dir: Path) -> tuple[str, str]:
-    return f"ipc://{short_dir}/a", f"ipc://{short_dir}/f"
-
-
-def follow(endpoints: tuple[str, str], stack: ExitStack) -> WeightSubscriber:
-    subscriber = WeightSubscriber(*endpoints, run="run", config=CONFIG, silence_s=0.5)
-    stack.callback(subscriber.close)
-    return subscriber
 
 
 def arrives(subscriber: WeightSubscriber, wanted: WeightVersion) -> None:
@@ -262,7 +247,7 @@ def arrives(subscriber: WeightSubscriber, wanted: WeightVersion) -> None:
 def test_a_learner_that_ends_anywhere_is_followed_again(
     nursery: Nursery, endpoints: tuple[str, str], stack: ExitStack, point: str
 ) -> None:
-    subscriber = follow(endpoints, stack)
+    subscriber = follow(endpoints, stack, CONFIG, silence_s=0.5)
     first = nursery.start(stack, "learner", *endpoints, "a", OF_A_LEARNER[point])
     if (
         first.says("ended", f"published {LAST}") != "ended"
@@ -285,7 +270,7 @@ def test_a_worker_that_ends_anywhere_disturbs_nobody(
 ) -> None:
     weight_server = WeightServer(*endpoints, CONFIG)
     stack.callback(weight_server.close)
-    other = follow(endpoints, stack)
+    other = follow(endpoints, stack, CONFIG, silence_s=0.5)
     weight_server.publish(version_of(1, "a"))
     arrives(other, version_of(1, "a"))
     first = nursery.start(stack, "worker", *endpoints, "", OF_A_WORKER[point])

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 import zmq
+from helpers.weight_sync import await_version, follow, raw_socket
 
 from areal_q import messages
 from areal_q.config import BroadcastConfig
@@ -25,12 +26,6 @@ from buffer.weight_sync.curve import ClientKeys, client_keys, make_keys, server_
 
 Make = Callable[..., WeightVersion]
 LOOPBACK = Endpoints("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture
@@ -50,24 +45,10 @@ def weight_server(keys: Path, stack: ExitStack) -> WeightServer:
     return made
 
 
-def follow(
+def follow_with(
     endpoints: Endpoints, keys: ClientKeys | None, stack: ExitStack, on: Path
 ) -> WeightSubscriber:
-    subscriber = WeightSubscriber(
-        *endpoints, run="run", config=config(on), keys=keys, silence_s=0.5
-    )
-    stack.callback(subscriber.close)
-    return subscriber
-
-
-def await_version(subscriber: WeightSubscriber, number: int) -> WeightVersion:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        version = subscriber.latest()
-        if version is not None and version.manifest.version == number:
-            return version
-        time.sleep(0.005)
-    raise AssertionError(f"version {number} did not arrive: {subscriber.stats}")
+    return follow(endpoints, stack, config(on), keys=keys, silence_s=0.5)
 
 
 def test_secret_keys_are_readable_by_their_owner_only(keys: Path) -> None:
@@ -125,24 +106,12 @@ def test_a_secret_in_a_pod_is_read_by_our_group_alone(
 def test_a_listed_worker_follows_over_encrypted_sockets(
     weight_server: WeightServer, keys: Path, stack: ExitStack, make_version: Make
 ) -> None:
-    subscriber = follow(weight_server.endpoints, client_keys(keys), stack, keys)
+    subscriber = follow_with(weight_server.endpoints, client_keys(keys), stack, keys)
     for number in range(3):
         weight_server.publish(make_version(number))
         assert await_version(subscriber, number).manifest == make_version(number).manifest
     assert (subscriber.stats.fetch.fetches, subscriber.stats.deltas) == (1, 2)
     assert weight_server.stats.strangers == 0
-
-
-def raw(kind: int, endpoint: str, keys: ClientKeys | None, stack: ExitStack) -> zmq.Socket:
-    context = stack.enter_context(zmq.Context())
-    sock = stack.enter_context(context.socket(kind))
-    sock.setsockopt(zmq.LINGER, 0)
-    if keys is not None:
-        keys.apply(sock)
-    if kind == zmq.SUB:
-        sock.subscribe(b"")
-    sock.connect(endpoint)
-    return sock
 
 
 @pytest.mark.parametrize("kind", ["no keys", "unknown key", "server's key guessed wrong"])
@@ -162,10 +131,10 @@ def test_an_unlisted_key_gets_no_announcement_and_no_answer(
         "unknown key": ClientKeys(other.public, other.secret, mine.server),
         "server's key guessed wrong": ClientKeys(mine.public, mine.secret, other.server),
     }[kind]
-    sub = raw(zmq.SUB, weight_server.endpoints.announce, stranger, stack)
-    dealer = raw(zmq.DEALER, weight_server.endpoints.fetch, stranger, stack)
+    sub = raw_socket(zmq.SUB, weight_server.endpoints.announce, stack, stranger)
+    dealer = raw_socket(zmq.DEALER, weight_server.endpoints.fetch, stack, stranger)
     dealer.send(messages.encode(FetchManifest()))
-    subscriber = follow(weight_server.endpoints, mine, stack, keys)
+    subscriber = follow_with(weight_server.endpoints, mine, stack, keys)
     await_version(subscriber, 1)
     # Ten heartbeats later a listed worker has long been served.
     assert not sub.poll(300) and not dealer.poll(300)
@@ -179,7 +148,7 @@ def test_a_worker_with_keys_takes_nothing_from_a_learner_without(
     plain = WeightServer(*LOOPBACK, BroadcastConfig(heartbeat_s=0.05))
     stack.callback(plain.close)
     plain.publish(make_version(1))
-    subscriber = follow(plain.endpoints, client_keys(keys), stack, keys)
+    subscriber = follow_with(plain.endpoints, client_keys(keys), stack, keys)
     time.sleep(0.5)
     assert subscriber.latest() is None and subscriber.stats.received == 0
 
@@ -189,9 +158,9 @@ def test_a_key_added_or_removed_counts_at_the_next_connection(
 ) -> None:
     weight_server.publish(make_version(1))
     make_keys(keys, "late")
-    await_version(follow(weight_server.endpoints, client_keys(keys, "late"), stack, keys), 1)
+    await_version(follow_with(weight_server.endpoints, client_keys(keys, "late"), stack, keys), 1)
     (keys / "clients" / "late.key").unlink()
-    locked_out = follow(weight_server.endpoints, client_keys(keys, "late"), stack, keys)
+    locked_out = follow_with(weight_server.endpoints, client_keys(keys, "late"), stack, keys)
     time.sleep(0.4)
     assert locked_out.latest() is None
     assert weight_server.stats.strangers > 0
@@ -204,8 +173,8 @@ def test_a_relay_speaks_curve_on_both_sides(
     upstream = WeightSource(*weight_server.endpoints, client="relay")
     relay = Relay(upstream, LOOPBACK, config(keys))
     stack.callback(relay.close)
-    subscriber = follow(relay.endpoints, client_keys(keys), stack, keys)
-    stranger = follow(relay.endpoints, None, stack, keys)
+    subscriber = follow_with(relay.endpoints, client_keys(keys), stack, keys)
+    stranger = follow_with(relay.endpoints, None, stack, keys)
     for number in range(3):
         weight_server.publish(make_version(number))
         assert await_version(subscriber, number).manifest == make_version(number).manifest
@@ -250,7 +219,7 @@ def test_nothing_of_the_weights_is_readable_on_the_way(
     for server, own in ((plain, None), (weight_server, client_keys(keys))):
         server.publish(make_version(1))
         fetch, seen = tapped(server.endpoints.fetch)
-        await_version(follow(Endpoints(server.endpoints.announce, fetch), own, stack, keys), 1)
+        await_version(follow_with(Endpoints(server.endpoints.announce, fetch), own, stack, keys), 1)
         assert len(seen) > make_version(1).manifest.nbytes
         assert (b"hidden_size" in seen) == (own is None)
 

@@ -4,14 +4,14 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from helpers.weight_sync import publish
 from typer.testing import CliRunner, Result
 
 from areal_q.config import BroadcastConfig, dump_toml, load
@@ -24,12 +24,6 @@ from buffer.weight_sync import WeightServer
 from buffer.weight_sync.commands.inspect_weights import main
 
 Make = Callable[..., WeightVersion]
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture
@@ -48,13 +42,6 @@ def weight_server(short_dir: Path, stack: ExitStack) -> WeightServer:
     made = WeightServer(f"ipc://{short_dir}/announce", f"ipc://{short_dir}/fetch", config)
     stack.callback(made.close)
     return made
-
-
-def publish(weight_server: WeightServer, version: WeightVersion) -> None:
-    before = weight_server.stats.published
-    weight_server.publish(version)
-    while weight_server.stats.published == before:
-        time.sleep(0.002)
 
 
 def command(*arguments: object) -> Result:
@@ -176,4 +163,4 @@ def test_what_cannot_be_used_is_one_line_and_exit_code_2(tmp_path: Path) -> None
             command(*arguments)
     process = [sys.executable, "-m", "areal_q", "weights"]
     result = subprocess.run(process, capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (2, "weights: RUN is needed\n")
+    assert (result.returncode, result.stderr) == (2, "areal-q: error: RUN is needed\n")

@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 import xxhash
 import zmq
+from helpers.weight_sync import await_true, collect_until, follow, raw_socket
 
 from areal_q import messages
 from areal_q.config import BroadcastConfig
@@ -110,12 +111,6 @@ KINDS = ["drop", "duplicate", "reorder", "truncate", "lose a frame", "flip a bit
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
 def weight_server(short_dir: Path, stack: ExitStack) -> WeightServer:
     made = WeightServer(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f", QUICK)
     stack.callback(made.close)
@@ -127,34 +122,6 @@ def proxy(short_dir: Path, weight_server: WeightServer, stack: ExitStack) -> Pro
     made = Proxy(short_dir, weight_server)
     stack.callback(made.close)
     return made
-
-
-def follow(
-    announce: str, fetch: str, stack: ExitStack, config: BroadcastConfig = QUICK
-) -> WeightSubscriber:
-    subscriber = WeightSubscriber(announce, fetch, run="run", config=config, silence_s=0.5)
-    stack.callback(subscriber.close)
-    return subscriber
-
-
-def await_true(condition: Callable[[], bool], what: object, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.002)
-
-
-def collect(subscriber: WeightSubscriber, last: int) -> list[WeightVersion]:
-    """All versions handed over until number `last` arrives."""
-    seen: list[WeightVersion] = []
-
-    def arrived() -> bool:
-        if (version := subscriber.latest()) is not None:
-            seen.append(version)
-        return bool(seen) and seen[-1].manifest.version == last
-
-    await_true(arrived, subscriber.stats)
-    return seen
 
 
 def assert_honest(seen: list[WeightVersion], make_version: Make) -> None:
@@ -172,7 +139,7 @@ def test_faulty_broadcasts_never_give_other_weights(
     kind: str, weight_server: WeightServer, proxy: Proxy, stack: ExitStack, make_version: Make
 ) -> None:
     faults = proxy.tamper_announce = Faults(kind, seed=1)
-    subscriber = follow(proxy.announce, proxy.fetch, stack)
+    subscriber = follow((proxy.announce, proxy.fetch), stack, QUICK, silence_s=0.5)
     seen: list[WeightVersion] = []
     for number in range(40):
         weight_server.publish(make_version(number))
@@ -180,7 +147,7 @@ def test_faulty_broadcasts_never_give_other_weights(
         if (version := subscriber.latest()) is not None:
             seen.append(version)
     if not seen or seen[-1].manifest.version != 39:
-        seen += collect(subscriber, 39)
+        seen += collect_until(subscriber, 39)
     assert_honest(seen, make_version)
     assert faults.injected > 5
 
@@ -197,11 +164,11 @@ def test_faulty_answers_never_give_other_weights(
     stack.callback(proxy.close)
     faults = proxy.tamper_fetch = Faults(kind, seed=2)
     proxy.tamper_announce = lambda frames: [frames] if len(frames) == 1 else []
-    subscriber = follow(proxy.announce, proxy.fetch, stack, config)
+    subscriber = follow((proxy.announce, proxy.fetch), stack, config, silence_s=0.5)
     seen = []
     for number in range(20 if hold_deltas else 5):
         weight_server.publish(make_version(number))
-        seen += collect(subscriber, number)
+        seen += collect_until(subscriber, number)
     assert_honest(seen, make_version)
     assert faults.injected > 3
 
@@ -209,32 +176,32 @@ def test_faulty_answers_never_give_other_weights(
 def test_a_lost_delta_is_replaced_by_a_fetched_one(
     weight_server: WeightServer, proxy: Proxy, stack: ExitStack, make_version: Make
 ) -> None:
-    subscriber = follow(proxy.announce, proxy.fetch, stack)
+    subscriber = follow((proxy.announce, proxy.fetch), stack, QUICK, silence_s=0.5)
     weight_server.publish(make_version(1))
-    collect(subscriber, 1)
+    collect_until(subscriber, 1)
     proxy.tamper_announce = lambda frames: [frames] if len(frames) == 1 else []
     weight_server.publish(make_version(2))
-    collect(subscriber, 2)
+    collect_until(subscriber, 2)
     assert (subscriber.stats.fetch.fetches, subscriber.stats.fetch.catch_ups) == (1, 1)
     proxy.tamper_announce = lambda frames: [frames]
     weight_server.publish(make_version(3))
-    collect(subscriber, 3)
+    collect_until(subscriber, 3)
     assert (subscriber.stats.fetch.catch_ups, subscriber.stats.deltas) == (1, 2)
 
 
 def test_an_altered_delta_is_refused_counted_and_healed(
     weight_server: WeightServer, proxy: Proxy, stack: ExitStack, make_version: Make
 ) -> None:
-    subscriber = follow(proxy.announce, proxy.fetch, stack)
+    subscriber = follow((proxy.announce, proxy.fetch), stack, QUICK, silence_s=0.5)
     weight_server.publish(make_version(1))
-    collect(subscriber, 1)
+    collect_until(subscriber, 1)
 
     def alter(frames: Frames) -> list[Frames]:
         return [[frames[0], frames[1][:-1] + b"?"]] if len(frames) == 2 else [frames]
 
     proxy.tamper_announce = alter
     weight_server.publish(make_version(2))
-    assert_honest(collect(subscriber, 2), make_version)
+    assert_honest(collect_until(subscriber, 2), make_version)
     assert subscriber.stats.mismatches == 1
     assert subscriber.stats.fetch.fetches == 2
 
@@ -252,9 +219,9 @@ def test_an_altered_payload_is_refused_counted_and_healed(
         return [frames]
 
     proxy.tamper_fetch = alter
-    subscriber = follow(proxy.announce, proxy.fetch, stack)
+    subscriber = follow((proxy.announce, proxy.fetch), stack, QUICK, silence_s=0.5)
     weight_server.publish(make_version(1))
-    assert_honest(collect(subscriber, 1), make_version)
+    assert_honest(collect_until(subscriber, 1), make_version)
     assert subscriber.stats.fetch.mismatches == 1
 
 
@@ -269,9 +236,9 @@ def test_chunks_that_arrived_are_not_asked_for_again(
         return [] if count == 5 and len(frames) == 2 else [frames]
 
     proxy.tamper_fetch = lose_the_fifth
-    subscriber = follow(proxy.announce, proxy.fetch, stack)
+    subscriber = follow((proxy.announce, proxy.fetch), stack, QUICK, silence_s=0.5)
     weight_server.publish(make_version(1))
-    collect(subscriber, 1)
+    collect_until(subscriber, 1)
     chunks = -(-make_version(1).manifest.nbytes // 3000)
     assert subscriber.stats.fetch.retries == 1
     # At most the credit's four chunks were open when the connection was given up.
@@ -291,17 +258,8 @@ def test_the_highest_credit_loses_no_answer(
     )
     stack.callback(subscriber.close)
     weight_server.publish(make_version(1, rows=10_000))
-    collect(subscriber, 1)
+    collect_until(subscriber, 1)
     assert subscriber.stats.fetch.retries == 0
-
-
-def raw(kind: int, endpoint: str, stack: ExitStack, bind: bool = False) -> zmq.Socket:
-    context = stack.enter_context(zmq.Context())
-    sock = stack.enter_context(context.socket(kind))
-    sock.setsockopt(zmq.LINGER, 0)
-    sock.setsockopt(zmq.RCVTIMEO, 5000)
-    sock.bind(endpoint) if bind else sock.connect(endpoint)
-    return sock
 
 
 def junk(digest: str) -> list[Frames]:
@@ -327,7 +285,7 @@ def test_malformed_requests_change_nothing(
 ) -> None:
     version = make_version(1)
     weight_server.publish(version)
-    attacker = raw(zmq.DEALER, weight_server.endpoints.fetch, stack)
+    attacker = raw_socket(zmq.DEALER, weight_server.endpoints.fetch, stack)
     rubbish = junk(version.manifest.digest)
     for frames in rubbish:
         attacker.send_multipart(frames)
@@ -336,20 +294,20 @@ def test_malformed_requests_change_nothing(
     reply = messages.decode_reply(attacker.recv())
     assert isinstance(reply, ManifestReply) and reply.manifest is not None
     assert messages.decode_manifest(reply.manifest) == version.manifest
-    shouter = raw(zmq.XSUB, weight_server.endpoints.announce, stack)
+    shouter = raw_socket(zmq.XSUB, weight_server.endpoints.announce, stack)
     for frames in rubbish[5:]:
         if frames[0][:1] not in (b"", b"\0"):
             shouter.send_multipart(frames)
     await_true(lambda: weight_server.stats.refused > len(rubbish), weight_server.stats)
     attacker.send(bytes(1 << 20))  # ZeroMQ hangs up on this peer
-    collect(follow(*weight_server.endpoints, stack), 1)
+    collect_until(follow(weight_server.endpoints, stack, QUICK, silence_s=0.5), 1)
 
 
 def test_a_request_for_a_version_that_went_is_answered_with_gone(
     weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
     weight_server.publish(make_version(1))
-    worker = raw(zmq.DEALER, weight_server.endpoints.fetch, stack)
+    worker = raw_socket(zmq.DEALER, weight_server.endpoints.fetch, stack)
     worker.send(messages.encode(FetchChunk(digest="0" * 32, offset=0, nbytes=10)))
     assert isinstance(messages.decode_reply(worker.recv()), messages.Gone)
     assert weight_server.stats.gone == 1
@@ -359,9 +317,9 @@ def test_malformed_broadcasts_and_answers_change_nothing(
     short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
     announce, fetch = f"ipc://{short_dir}/a", f"ipc://{short_dir}/f"
-    pub = raw(zmq.XPUB, announce, stack, bind=True)
-    router = raw(zmq.ROUTER, fetch, stack, bind=True)
-    subscriber = follow(announce, fetch, stack)
+    pub = raw_socket(zmq.XPUB, announce, stack, bind=True)
+    router = raw_socket(zmq.ROUTER, fetch, stack, bind=True)
+    subscriber = follow((announce, fetch), stack, QUICK, silence_s=0.5)
     assert pub.recv() == b"\1"
     hello = Announce(run="run", epoch="a", version=1, digest="")
     rubbish = [
@@ -402,14 +360,14 @@ def test_a_silent_learner_is_noticed_once_and_followed_again(
     subscriber = WeightSubscriber(*endpoints, run="run", silence_s=0.15)
     stack.callback(subscriber.close)
     first.publish(make_version(1))
-    collect(subscriber, 1)
+    collect_until(subscriber, 1)
     first.close()
     await_true(lambda: "no announcement" in caplog.text, subscriber.stats)
     time.sleep(0.5)
     second = WeightServer(*endpoints, QUICK)
     stack.callback(second.close)
     second.publish(make_version(2))
-    collect(subscriber, 2)
+    collect_until(subscriber, 2)
     assert subscriber.stats.silences == 1
     assert caplog.text.count("no announcement") == 1
 
@@ -419,13 +377,13 @@ def test_a_peer_that_never_reads_holds_up_nobody(
 ) -> None:
     version = make_version(1, rows=30_000)
     weight_server.publish(version)
-    idler = raw(zmq.DEALER, weight_server.endpoints.fetch, stack)
+    idler = raw_socket(zmq.DEALER, weight_server.endpoints.fetch, stack)
     ask = FetchChunk(digest=version.manifest.digest, offset=0, nbytes=version.manifest.nbytes)
     for _ in range(200):
         with suppress(zmq.Again):
             idler.send(messages.encode(ask), zmq.NOBLOCK)
     subscriber = WeightSubscriber(*weight_server.endpoints, run="run")
     stack.callback(subscriber.close)
-    collect(subscriber, 1)
+    collect_until(subscriber, 1)
     weight_server.publish(make_version(2, rows=30_000))
-    collect(subscriber, 2)
+    collect_until(subscriber, 2)

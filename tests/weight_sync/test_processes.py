@@ -5,16 +5,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.weight_sync import await_version, collect, follow
 
 from areal_q.config import BroadcastConfig
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync import WeightServer, WeightSubscriber
+from buffer.weight_sync import WeightServer
 
 Make = Callable[..., WeightVersion]
 
@@ -68,17 +69,6 @@ while True:
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def endpoints(short_dir: Path) -> tuple[str, str]:
-    return f"ipc://{short_dir}/a", f"ipc://{short_dir}/f"
-
-
-@pytest.fixture
 def weight_server(endpoints: tuple[str, str], stack: ExitStack) -> WeightServer:
     made = WeightServer(*endpoints, BroadcastConfig(heartbeat_s=0.05), peer_timeout_s=2.0)
     stack.callback(made.close)
@@ -120,36 +110,12 @@ def read_until(process: subprocess.Popen[str], number: int) -> None:
     raise AssertionError("the worker ended")
 
 
-def follow(endpoints: tuple[str, str], stack: ExitStack) -> WeightSubscriber:
-    subscriber = WeightSubscriber(
-        *endpoints, run="run", config=BroadcastConfig(timeout_s=0.5), silence_s=0.5
-    )
-    stack.callback(subscriber.close)
-    return subscriber
-
-
-def await_version(
-    subscriber: WeightSubscriber, wanted: Callable[[WeightVersion], bool]
-) -> WeightVersion:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        version = subscriber.latest()
-        if version is not None and wanted(version):
-            return version
-        time.sleep(0.002)
-    raise AssertionError(f"it did not arrive: {subscriber.stats}")
-
-
-def numbered(number: int) -> Callable[[WeightVersion], bool]:
-    return lambda version: version.manifest.version == number
-
-
 def test_a_worker_killed_while_it_fetches_disturbs_nobody(
     weight_server: WeightServer, endpoints: tuple[str, str], stack: ExitStack, make_version: Make
 ) -> None:
-    subscriber = follow(endpoints, stack)
+    subscriber = follow(endpoints, stack, BroadcastConfig(timeout_s=0.5), silence_s=0.5)
     weight_server.publish(make_version(1, rows=100_000))
-    await_version(subscriber, numbered(1))
+    await_version(subscriber, 1)
     before = weight_server.stats.chunks
     victim = start_worker(endpoints, stack, chunk=200)  # 40,000 chunks: far from done when killed
     while weight_server.stats.chunks < before + 10:
@@ -159,21 +125,21 @@ def test_a_worker_killed_while_it_fetches_disturbs_nobody(
     fetched = weight_server.stats.chunks - before
     assert fetched < 40_000
     weight_server.publish(make_version(2, rows=100_000))
-    await_version(subscriber, numbered(2))
+    await_version(subscriber, 2)
     read_until(start_worker(endpoints, stack), 2)
 
 
 def test_a_stopped_worker_holds_up_nobody_and_catches_up(
     weight_server: WeightServer, endpoints: tuple[str, str], stack: ExitStack, make_version: Make
 ) -> None:
-    subscriber = follow(endpoints, stack)
+    subscriber = follow(endpoints, stack, BroadcastConfig(timeout_s=0.5), silence_s=0.5)
     worker = start_worker(endpoints, stack)
     weight_server.publish(make_version(0))
     read_until(worker, 0)
     worker.send_signal(signal.SIGSTOP)
     for number in range(1, 60):
         weight_server.publish(make_version(number))
-        await_version(subscriber, numbered(number))
+        await_version(subscriber, number)
     assert subscriber.stats.fetch.fetches == 1, "the other worker lost no delta"
     time.sleep(2.5)  # long enough for ZeroMQ to give the stopped peer up
     worker.send_signal(signal.SIGCONT)
@@ -186,7 +152,9 @@ def test_a_stopped_worker_holds_up_nobody_and_catches_up(
 def test_six_stopped_workers_cost_the_other_ten_nothing(
     weight_server: WeightServer, endpoints: tuple[str, str], stack: ExitStack, make_version: Make
 ) -> None:
-    subscribers = [follow(endpoints, stack) for _ in range(10)]
+    subscribers = [
+        follow(endpoints, stack, BroadcastConfig(timeout_s=0.5), silence_s=0.5) for _ in range(10)
+    ]
     workers = start_workers(6, endpoints, stack)
     weight_server.publish(make_version(0))
     for worker in workers:
@@ -195,7 +163,7 @@ def test_six_stopped_workers_cost_the_other_ten_nothing(
     for number in range(1, 40):
         weight_server.publish(make_version(number))
         for subscriber in subscribers:
-            await_version(subscriber, numbered(number))
+            await_version(subscriber, number)
     for worker in workers:
         worker.send_signal(signal.SIGCONT)
     weight_server.publish(make_version(40))
@@ -226,12 +194,12 @@ def test_a_worker_that_is_given_up_while_it_is_busy_goes_on(
 def test_a_learner_killed_and_started_again_is_followed(
     endpoints: tuple[str, str], stack: ExitStack
 ) -> None:
-    subscriber = follow(endpoints, stack)
+    subscriber = follow(endpoints, stack, BroadcastConfig(timeout_s=0.5), silence_s=0.5)
     for epoch in ("a", "b", "c"):
         learner = start(LEARNER, stack, *endpoints, epoch)
-        version = await_version(
+        version = collect(
             subscriber, lambda v, e=epoch: v.manifest.epoch == e and v.manifest.version > 5
-        )
+        )[-1]
         number = version.manifest.version % 100
         assert torch.equal(version.tensors["t"], torch.full((1 << 20,), number, dtype=torch.int8))
         learner.send_signal(signal.SIGKILL)
@@ -253,7 +221,7 @@ def resident_bytes() -> int:
 def test_memory_does_not_grow_over_a_thousand_versions(
     weight_server: WeightServer, endpoints: tuple[str, str], stack: ExitStack, make_version: Make
 ) -> None:
-    subscriber = follow(endpoints, stack)
+    subscriber = follow(endpoints, stack, BroadcastConfig(timeout_s=0.5), silence_s=0.5)
     stopped = start_worker(endpoints, stack)
     weight_server.publish(make_version(0, rows=3000))
     read_until(stopped, 0)
@@ -262,7 +230,7 @@ def test_memory_does_not_grow_over_a_thousand_versions(
     for number in range(1, 1301):
         weight_server.publish(make_version(number, rows=3000))
         if number % 10 == 0:
-            await_version(subscriber, numbered(number))
+            await_version(subscriber, number)
         if number == 300:
             base = resident_bytes()
     # 1,000 payloads are 240 MB; what is kept is a handful of them.

@@ -1,56 +1,23 @@
 """Learner to worker over real sockets: what is received is bit for bit what was published."""
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.weight_sync import assert_same, await_true, await_version, follow
 
 from areal_q.config import BroadcastConfig
 from areal_q.errors import ConfigError, WeightVersionError
 from areal_q.weights import version as weights
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync import WeightServer, WeightSubscriber
+from buffer.weight_sync import WeightServer
 from buffer.weight_sync.version_store import VersionStore
 
 Make = Callable[..., WeightVersion]
-
-
-def await_version(
-    subscriber: WeightSubscriber, number: int, timeout_s: float = 10.0
-) -> WeightVersion:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        version = subscriber.latest()
-        if version is not None and version.manifest.version == number:
-            return version
-        time.sleep(0.005)
-    raise AssertionError(f"version {number} did not arrive: {subscriber.stats}")
-
-
-def await_true(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def assert_same(received: WeightVersion, published: WeightVersion) -> None:
-    assert received.manifest == published.manifest
-    assert list(received.tensors) == list(published.tensors)
-    for name, tensor in published.tensors.items():
-        got = received.tensors[name]
-        assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(got.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
+QUICK = BroadcastConfig(chunk_bytes=1000, timeout_s=1.0)
 
 
 @pytest.fixture(params=["ipc", "tcp"])
@@ -65,17 +32,10 @@ def weight_server(
     return made
 
 
-def follow(weight_server: WeightServer, stack: ExitStack, **settings: float) -> WeightSubscriber:
-    config = BroadcastConfig(**{"chunk_bytes": 1000, "timeout_s": 1.0} | settings)  # type: ignore[arg-type]
-    subscriber = WeightSubscriber(*weight_server.endpoints, run="run", config=config)
-    stack.callback(subscriber.close)
-    return subscriber
-
-
 def test_a_received_version_is_bit_for_bit_the_published_one(
     weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
-    subscriber = follow(weight_server, stack)
+    subscriber = follow(weight_server.endpoints, stack, QUICK)
     for number in range(3):
         published = make_version(number)
         weight_server.publish(published)
@@ -90,13 +50,13 @@ def test_a_late_joiner_gets_the_newest_version(
 ) -> None:
     for number in range(5):
         weight_server.publish(make_version(number))
-    assert_same(await_version(follow(weight_server, stack), 4), make_version(4))
+    assert_same(await_version(follow(weight_server.endpoints, stack, QUICK), 4), make_version(4))
 
 
 def test_versions_published_faster_than_taken_are_skipped(
     weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
-    subscriber = follow(weight_server, stack)
+    subscriber = follow(weight_server.endpoints, stack, QUICK)
     for number in range(50):
         weight_server.publish(make_version(number))
     seen: list[WeightVersion] = []
@@ -115,7 +75,7 @@ def test_versions_published_faster_than_taken_are_skipped(
 def test_wait_returns_the_version_to_an_event_loop(
     weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
-    subscriber = follow(weight_server, stack)
+    subscriber = follow(weight_server.endpoints, stack, QUICK)
 
     async def publish_while_waiting() -> WeightVersion:
         waiting = asyncio.create_task(subscriber.wait())
@@ -130,7 +90,7 @@ def test_wait_returns_the_version_to_an_event_loop(
 def test_wait_raises_when_the_subscriber_is_closed(
     weight_server: WeightServer, stack: ExitStack
 ) -> None:
-    subscriber = follow(weight_server, stack)
+    subscriber = follow(weight_server.endpoints, stack, QUICK)
 
     async def close_while_waiting() -> None:
         waiting = asyncio.create_task(subscriber.wait())
@@ -147,7 +107,7 @@ def test_a_restarted_learner_with_lower_numbers_is_followed(
 ) -> None:
     endpoints = f"ipc://{short_dir}/a", f"ipc://{short_dir}/f"
     first = WeightServer(*endpoints)
-    subscriber = follow(first, stack)
+    subscriber = follow(first.endpoints, stack, QUICK)
     first.publish(make_version(9))
     await_version(subscriber, 9)
     first.close()
@@ -161,7 +121,7 @@ def test_a_restarted_learner_with_lower_numbers_is_followed(
 def test_the_same_bytes_under_a_new_number_are_not_fetched_again(
     weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
-    subscriber = follow(weight_server, stack)
+    subscriber = follow(weight_server.endpoints, stack, QUICK)
     first = make_version(1)
     weight_server.publish(first)
     await_version(subscriber, 1)
@@ -183,7 +143,7 @@ def test_the_same_bytes_under_a_new_number_are_not_fetched_again(
 def test_a_payload_is_never_overwritten_while_a_tensor_views_it(
     weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
-    subscriber = follow(weight_server, stack)
+    subscriber = follow(weight_server.endpoints, stack, QUICK)
     kept = []
     for number in range(6):
         weight_server.publish(make_version(number))
@@ -200,7 +160,7 @@ def test_a_payload_is_never_overwritten_while_a_tensor_views_it(
 
 def test_nothing_is_left_behind(short_dir: Path, stack: ExitStack, make_version: Make) -> None:
     weight_server = WeightServer(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f")
-    subscriber = follow(weight_server, stack)
+    subscriber = follow(weight_server.endpoints, stack, QUICK)
     weight_server.publish(make_version(1))
     await_version(subscriber, 1)
     subscriber.close()
@@ -221,7 +181,7 @@ def test_an_endpoint_that_cannot_be_bound_is_a_config_error(stack: ExitStack) ->
 def test_a_follower_needs_one_fetch_and_then_deltas_only(
     weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
-    subscriber = follow(weight_server, stack)
+    subscriber = follow(weight_server.endpoints, stack, QUICK)
     for number in range(10):
         weight_server.publish(make_version(number))
         assert_same(await_version(subscriber, number), make_version(number))
@@ -240,7 +200,7 @@ def test_a_delta_over_the_limit_is_announced_and_fetched(
         BroadcastConfig(max_delta_bytes=1000, heartbeat_s=30.0),
     )
     stack.callback(weight_server.close)
-    subscriber = follow(weight_server, stack)
+    subscriber = follow(weight_server.endpoints, stack, QUICK)
     weight_server.publish(make_version(1))
     await_version(subscriber, 1)
     other = weights.pack(
@@ -269,7 +229,7 @@ def test_a_delta_over_the_limit_is_announced_and_fetched(
 def test_sixteen_subscribers_are_served_by_the_same_delta(
     weight_server: WeightServer, stack: ExitStack, make_version: Make
 ) -> None:
-    subscribers = [follow(weight_server, stack) for _ in range(16)]
+    subscribers = [follow(weight_server.endpoints, stack, QUICK) for _ in range(16)]
     for number in range(4):
         weight_server.publish(make_version(number))
         for subscriber in subscribers:

@@ -5,18 +5,16 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
-import torch
+from helpers.weight_sync import arrive, follow, serve
 
 from areal_q.config import BroadcastConfig
 from areal_q.system.ports import free_ports
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync import Endpoints, WeightServer, WeightSource, WeightSubscriber
+from buffer.weight_sync import Endpoints, WeightSource
 from buffer.weight_sync.commands.relay import Relay
 
 Make = Callable[..., WeightVersion]
@@ -24,20 +22,8 @@ CONFIG = BroadcastConfig(heartbeat_s=0.05, timeout_s=0.3, chunk_bytes=5000)
 OVERRIDES = ["broadcast.heartbeat_s=0.05", "broadcast.timeout_s=0.3"]
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 def at(directory: Path, name: str) -> Endpoints:
     return Endpoints(f"ipc://{directory}/{name}a", f"ipc://{directory}/{name}f")
-
-
-def serve(endpoints: Endpoints, stack: ExitStack) -> WeightServer:
-    made = WeightServer(*endpoints, CONFIG)
-    stack.callback(made.close)
-    return made
 
 
 def relay(upstream: Endpoints, listen: Endpoints, stack: ExitStack) -> Relay:
@@ -46,35 +32,20 @@ def relay(upstream: Endpoints, listen: Endpoints, stack: ExitStack) -> Relay:
     return made
 
 
-def follow(endpoints: Endpoints, stack: ExitStack) -> WeightSubscriber:
-    subscriber = WeightSubscriber(*endpoints, run="run", config=CONFIG, silence_s=0.5)
-    stack.callback(subscriber.close)
-    return subscriber
-
-
-def arrive(subscriber: WeightSubscriber, wanted: WeightVersion) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        version = subscriber.latest()
-        if version is not None and version.manifest == wanted.manifest:
-            assert all(torch.equal(version.tensors[n], t) for n, t in wanted.tensors.items())
-            return
-        time.sleep(0.005)
-    raise AssertionError(f"{wanted.manifest.version} did not arrive: {subscriber.stats}")
-
-
 def test_a_tree_of_relays_gives_the_same_bytes(
     short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
-    learner = serve(at(short_dir, "l"), stack)
+    learner = serve(at(short_dir, "l"), stack, CONFIG)
     top = relay(learner.endpoints, at(short_dir, "t"), stack)
     leaves = [relay(top.endpoints, at(short_dir, f"r{i}"), stack) for i in range(2)]
-    subscribers = [follow(leaf.endpoints, stack) for leaf in leaves for _ in range(4)]
+    subscribers = [
+        follow(leaf.endpoints, stack, CONFIG, silence_s=0.5) for leaf in leaves for _ in range(4)
+    ]
     for number in range(6):
         learner.publish(make_version(number))
         for subscriber in subscribers:
             arrive(subscriber, make_version(number))
-    late = follow(leaves[0].endpoints, stack)
+    late = follow(leaves[0].endpoints, stack, CONFIG, silence_s=0.5)
     arrive(late, make_version(5))
     assert learner.stats.subscribers == 1 and learner.stats.fetches == 1, "whatever is behind it"
     assert all(r.stats.fetch.fetches == 1 and r.stats.deltas == 5 for r in subscribers)
@@ -83,9 +54,9 @@ def test_a_tree_of_relays_gives_the_same_bytes(
 def test_a_relay_passes_deltas_on_as_they_came(
     short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
-    learner = serve(at(short_dir, "l"), stack)
+    learner = serve(at(short_dir, "l"), stack, CONFIG)
     middle = relay(learner.endpoints, at(short_dir, "m"), stack)
-    subscriber = follow(middle.endpoints, stack)
+    subscriber = follow(middle.endpoints, stack, CONFIG, silence_s=0.5)
     for number in range(4):
         learner.publish(make_version(number))
         arrive(subscriber, make_version(number))
@@ -98,9 +69,9 @@ def test_a_relay_passes_deltas_on_as_they_came(
 def test_a_relay_serves_those_that_are_behind(
     short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
-    learner = serve(at(short_dir, "l"), stack)
+    learner = serve(at(short_dir, "l"), stack, CONFIG)
     middle = relay(learner.endpoints, at(short_dir, "m"), stack)
-    watcher = follow(middle.endpoints, stack)
+    watcher = follow(middle.endpoints, stack, CONFIG, silence_s=0.5)
     learner.publish(make_version(0))
     arrive(watcher, make_version(0))
     for number in range(1, 5):
@@ -140,9 +111,9 @@ def start(upstream: Endpoints, listen: Endpoints, stack: ExitStack) -> subproces
 def test_a_relay_killed_and_started_again_is_followed(
     short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
-    learner = serve(at(short_dir, "l"), stack)
+    learner = serve(at(short_dir, "l"), stack, CONFIG)
     listen = free_endpoints()
-    subscriber = follow(listen, stack)
+    subscriber = follow(listen, stack, CONFIG, silence_s=0.5)
     for round in range(2):
         process = start(learner.endpoints, listen, stack)
         for number in range(round * 3, round * 3 + 3):
@@ -157,13 +128,13 @@ def test_a_relay_killed_and_started_again_is_followed(
 def test_a_learner_started_again_is_followed_through_a_relay(
     short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
-    first = serve(at(short_dir, "l"), stack)
+    first = serve(at(short_dir, "l"), stack, CONFIG)
     middle = relay(first.endpoints, at(short_dir, "m"), stack)
-    subscriber = follow(middle.endpoints, stack)
+    subscriber = follow(middle.endpoints, stack, CONFIG, silence_s=0.5)
     first.publish(make_version(7))
     arrive(subscriber, make_version(7))
     first.close()
-    second = serve(at(short_dir, "l"), stack)
+    second = serve(at(short_dir, "l"), stack, CONFIG)
     second.publish(make_version(2, epoch="b"))
     arrive(subscriber, make_version(2, epoch="b"))
 
@@ -171,7 +142,7 @@ def test_a_learner_started_again_is_followed_through_a_relay(
 def test_a_relay_says_how_it_is_and_ends_in_peace(
     short_dir: Path, stack: ExitStack, make_version: Make
 ) -> None:
-    learner = serve(at(short_dir, "l"), stack)
+    learner = serve(at(short_dir, "l"), stack, CONFIG)
     process = start(learner.endpoints, free_endpoints(), stack)
     learner.publish(make_version(4))
     assert process.stderr is not None
