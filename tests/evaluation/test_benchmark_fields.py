@@ -105,6 +105,19 @@ def test_a_row_without_its_fields_is_named(write, cfg: type, row: dict, complain
         all_problems(cfg(path=write(row)))
 
 
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"question": "Q", "answer": "1"}, "no field `prompt`; the row has question, answer"),
+        ({}, "no field `prompt`; the row has none"),
+        ({"prompt": " ", "answer": "1"}, "field `prompt` is empty"),
+    ],
+)
+def test_a_row_without_a_prompt_is_told_what_it_has(write, row: dict, complaint: str):
+    with pytest.raises(TaskError, match=f":1: {complaint}"):
+        all_problems(Jsonl(path=write(row)))
+
+
 def test_a_line_that_is_no_object_is_named(write):
     with pytest.raises(TaskError, match=r"rows\.jsonl:2: Expected `object`"):
         all_problems(Jsonl(path=write({"prompt": "Q", "answer": "A"}, ["Q", "A"])))

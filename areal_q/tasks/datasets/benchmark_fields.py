@@ -55,14 +55,23 @@ def choice_problems(cfg: Choice) -> list[Problem]:
 def jsonl_problems(cfg: Jsonl) -> list[Problem]:
     """All that the file holds. Raises TaskError naming the line that has not both fields."""
     return [
-        Problem(text_of(row, cfg.prompt, where), text_of(row, cfg.answer, where))
+        Problem(_prompt(row, cfg.prompt, where), text_of(row, cfg.answer, where))
         for where, row in read_objects(cfg.path)
     ]
 
 
+def _prompt(row: _Row, name: str, where: str) -> str:
+    text = text_of(row, name, where)
+    if not text.strip():
+        raise TaskError(f"{where}: field `{name}` is empty: there is nothing to answer")
+    return text
+
+
 def text_of(row: _Row, name: str, where: str) -> str:
     """Returns a field as text: numbers are written out (27.0 as "27"), a list of one is its only entry."""
-    value = row.get(name)
+    if name not in row:
+        raise TaskError(f"{where}: no field `{name}`; the row has {', '.join(row) or 'none'}")
+    value = row[name]
     if isinstance(value, list) and value and all(isinstance(v, str) for v in value):
         value = ", ".join(value)
     if isinstance(value, float):
