@@ -34,7 +34,7 @@ from learner.data.heldout_eval import HeldOutEvaluation
 from learner.data.replay_check import ReplayCheck
 from learner.data.sft_warmup import warm_start
 from learner.data.staleness import VersionHistory, forks_at
-from learner.data.validation import check_experts, check_format, fits
+from learner.data.validation import check_data, check_experts, check_format, fits
 from learner.loop import Learner
 from learner.measure.fidelity import FidelityMeter
 from learner.measure.token_recorder import TokenRecorder
@@ -237,7 +237,9 @@ def build_learner(
     check_reward(run)
     _check_broadcast(run, announce, fetch)
     tokenizer = build_tokenizer(run)
-    task = without_long(build_task(run.task), tokenizer, longest_prompt(run))
+    task = build_task(run.task)
+    check_data(directory, run.task, task)
+    task = without_long(task, tokenizer, longest_prompt(run))
     buffer = LearnerBuffer(redis_url, run.name)
     with ExitStack() as failed:
         failed.callback(buffer.close)

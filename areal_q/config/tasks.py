@@ -13,6 +13,7 @@ from areal_q.config.struct_types import (
     TaggedSettings,
     Threads,
     Weight,
+    WholeNumber,
 )
 
 GraderName = Literal["exact", "number", "final_number", "math", "choice"]
@@ -182,3 +183,6 @@ class RewardConfig(Settings, frozen=True, kw_only=True):
     are a valid reward of 0, whatever `on_error` says. What raises RewardUnavailable never is one."""
     processes: Threads = 2
     """Beside each worker, for rewards that are slow: `math` and those from a file."""
+    memory_mib: WholeNumber = 4096
+    """Address space that scoring may take in each of these processes, beyond what loading the reward took: a
+    response that makes it ask for more has failed with cause `killed`. 0: no bound"""

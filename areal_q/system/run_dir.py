@@ -3,6 +3,7 @@
 runs/NAME/
     config.toml       the settings in force
     run-id            tells this run from others of its name, wherever it goes on
+    problems-digest   tells whether the file of problems is still that of the start
     metrics.jsonl     one record per event (areal_q/observability/metrics_log.py); tensorboard/ holds the same
     logs/             what each process said
     checkpoints/      to resume from

@@ -1,16 +1,23 @@
 """Validation against the model that is learnt: of settings about experts, and of groups from workers."""
 
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
 import torch
+import xxhash
 from torch import nn
 
-from areal_q.config import LearnerConfig
-from areal_q.errors import ConfigError, QuantizationError, RecordError
+from areal_q.config import LearnerConfig, Python, TaskConfig
+from areal_q.errors import ConfigError, QuantizationError, RecordError, TaskError
 from areal_q.messages import Group, Trajectory
 from areal_q.models import DecoderConfig
 from areal_q.quant import FORMATS
 from areal_q.quant.state_dict import is_quantized
+from areal_q.tasks import Task
+
+DATA_DIGEST = "problems-digest"
+"""Name of the file in a run's directory that tells which problems it began with"""
 
 
 def check_experts(config: DecoderConfig, cfg: LearnerConfig) -> None:
@@ -68,3 +75,30 @@ def _check_routes(t: Trajectory, config: DecoderConfig, where: str) -> None:
         raise RecordError(f"{where}: routes {list(t.routes.shape)} of another model")
     if t.routes.numpy().max() >= experts.count:
         raise RecordError(f"{where}: routes to more than {experts.count} experts")
+
+
+def check_data(directory: Path, cfg: TaskConfig, task: Task) -> None:
+    """Remembers, in the run's `directory`, which file of problems the run began with. Raises TaskError where it
+    is another one now: the numbers of tickets would stand for other problems, and accuracies be of others."""
+    path = getattr(cfg, "path", None)
+    if path is None or not Path(path).is_file():
+        return  # problems are made from the settings, or come from a Hub under a name of their own
+    found = _digest_of(Path(path), task if isinstance(cfg, Python) else None)
+    record = directory / DATA_DIGEST
+    if record.exists() and record.read_text().strip() != found:
+        raise TaskError(
+            f"{path}: its problems are not those that the run began with; put the file of that time back, "
+            f"or remove {record} to go on with these"
+        )
+    record.write_text(found + "\n")
+
+
+def _digest_of(path: Path, task: Task | None) -> str:
+    """Of the bytes of a file of rows; of a file of code its problems, so that its reward may change."""
+    digest = xxhash.xxh3_128()
+    if task is None:
+        digest.update(path.read_bytes())
+    else:
+        for problem in (*task.train, *task.heldout):
+            digest.update(msgspec.json.encode((problem.prompt, problem.answer)))
+    return digest.hexdigest()

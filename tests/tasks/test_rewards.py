@@ -59,6 +59,8 @@ def reward(prompt, response, answer):
             return os.getpid()
         case "memory":
             raise MemoryError
+        case "allocate":
+            return len(bytearray(1 << 30)) / (1 << 30)
         case "down":
             raise RewardUnavailable("the judge does not answer")
         case "flaky":
@@ -128,6 +130,16 @@ def test_a_failed_reward_is_no_score_and_the_next_is_scored(
     assert failed == Score.failed(CAUSES.get(bad, "exception")) and not failed.valid
     assert after == Score(1.0, True)
     assert "reward failed, 1 so far" in caplog.text
+
+
+def test_a_reward_that_takes_too_much_memory_is_killed(tmp_path: Path):
+    held, after = scored(
+        settings(tmp_path, "reward.processes=1", "reward.memory_mib=256"), "allocate", "4"
+    )
+    assert held == Score.failed("killed")
+    assert after == Score(1.0, True)
+    (free,) = scored(settings(tmp_path, "reward.memory_mib=0"), "allocate")
+    assert free == Score(1.0, True)
 
 
 @pytest.mark.parametrize(

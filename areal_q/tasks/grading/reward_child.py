@@ -5,9 +5,11 @@ Questions come in on stdin, replies go out on what was stdout; it ends when stdi
 
 import importlib
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
@@ -22,7 +24,7 @@ from areal_q.tasks.grading.reward_process import Ask, Graded
 _encoder = msgspec.msgpack.Encoder()
 
 
-def main(kind: str, name: str, function: str) -> None:
+def main(kind: str, name: str, function: str, memory_mib: str) -> None:
     # Ctrl-C is for the worker, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     questions, replies = _private_pipes()
@@ -31,6 +33,7 @@ def main(kind: str, name: str, function: str) -> None:
     except (ConfigError, TaskError) as error:
         _send(replies, Graded(error=str(error), extra_missing=isinstance(error, ConfigError)))
         return
+    _limit_memory(int(memory_mib) << 20)
     _send(replies, Graded())
     decoder = msgspec.msgpack.Decoder(Ask)
     while size := questions.read(4):
@@ -60,6 +63,18 @@ def _cause(error: Exception) -> FailureCause:
     if isinstance(error, RewardUnavailable):
         return "unavailable"
     return "killed" if isinstance(error, MemoryError) else "exception"
+
+
+def _limit_memory(more: int) -> None:
+    """Lets this process take `more` bytes of address space beyond what it has now; 0: as many as it likes. What
+    libraries reserve as they are imported, some of them tens of gigabytes, does not count."""
+    held = Path("/proc/self/statm")
+    if not more or not held.exists():
+        return
+    now = int(held.read_text().split()[0]) * resource.getpagesize()
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    bound = now + more if most == resource.RLIM_INFINITY else min(now + more, most)
+    resource.setrlimit(resource.RLIMIT_AS, (bound, most))
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:

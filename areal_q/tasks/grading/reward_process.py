@@ -62,8 +62,14 @@ class Isolated:
     `source` is what the child loads: ("grader", "math", "") or ("file", path, function).
     """
 
-    def __init__(self, source: tuple[str, str, str], timeout_s: float, processes: int) -> None:
-        self._source, self._timeout_s = source, timeout_s
+    def __init__(
+        self,
+        source: tuple[str, str, str],
+        timeout_s: float,
+        processes: int,
+        memory_mib: int = 0,
+    ) -> None:
+        self._source, self._timeout_s, self._memory_mib = source, timeout_s, memory_mib
         self._idle: asyncio.LifoQueue[Process | None] = asyncio.LifoQueue()
         self._all: set[Process] = set()
         for _ in range(processes):
@@ -126,7 +132,9 @@ class Isolated:
 
     async def _spawn(self) -> Process:
         process = await asyncio.create_subprocess_exec(
-            *module_command("areal_q.tasks.grading.reward_child", *self._source),
+            *module_command(
+                "areal_q.tasks.grading.reward_child", *self._source, str(self._memory_mib)
+            ),
             stdin=PIPE,
             stdout=PIPE,
             preexec_fn=die_with_parent(signal.SIGKILL),

@@ -74,7 +74,7 @@ class IsolatedReward:
         max_tokens: int,
         zero_on: tuple[FailureCause, ...] = (),
     ) -> None:
-        self._isolated = Isolated(source, cfg.timeout_s, cfg.processes)
+        self._isolated = Isolated(source, cfg.timeout_s, cfg.processes, cfg.memory_mib)
         self._cfg, self._max_tokens = cfg, max_tokens
         self._zero_on = {*zero_on, *cfg.zero_on}
 
