@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 import redis
+from helpers.fixture_types import MakeRun
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from learner import checkpoint
 from learner.build import build_admission
 from learner.data.admission import Admission, ticket_seed
 
-MakeRun = Callable[..., Run]
 MakeGroup = Callable[..., Group]
 shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
+from helpers.fixture_types import MakeRun
 
 from areal_q.config import Run
 from areal_q.messages import Group, Ticket, VersionSpan
@@ -16,7 +17,6 @@ from learner.data.admission import Admission
 from learner.data.group_reader import GroupReader
 from learner.data.staleness import VersionHistory
 
-MakeRun = Callable[..., Run]
 MakeGroup = Callable[..., Group]
 
 

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.fixture_types import MakeRun
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,7 +34,6 @@ from learner.data.staleness import VersionHistory
 from learner.policy_update import SingleProcessUpdater, cut_minibatches, prepare_minibatches
 from learner.train_step import train_step
 
-MakeRun = Callable[..., Run]
 MakeGroup = Callable[..., Group]
 MakeTicket = Callable[..., Ticket]
 VOCAB = 12

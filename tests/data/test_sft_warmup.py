@@ -2,12 +2,12 @@
 
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from helpers.fixture_types import MakeRun
 
 from areal_q.config import Arithmetic, Calculator, Run
 from areal_q.errors import Stopped
@@ -16,7 +16,6 @@ from areal_q.tasks import build_task, build_tokenizer, problem_at
 from learner.build import build_model
 from learner.data.sft_warmup import supervised_loss, warm_start
 
-MakeRun = Callable[..., Run]
 Progress = list[tuple[int, float]]
 
 

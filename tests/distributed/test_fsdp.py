@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.saved import save_at
 
 from areal_q.algorithms import reducers
@@ -27,8 +28,6 @@ from learner.data.packing import Sample, masked
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder
 
-MakeRun = Callable[..., Run]
-MakeSamples = Callable[..., list[Sample]]
 OnRanks = Callable[..., list[tuple[list[dict[str, float]], str]]]
 
 

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 import xxhash
+from helpers.fixture_types import MakeRun, MakeSamples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,9 +28,6 @@ from learner.checkpoint.async_writer import CheckpointWriter
 from learner.checkpoint.files import State
 from learner.data.packing import Sample
 from learner.policy_update import SingleProcessUpdater, update_policy
-
-MakeRun = Callable[..., Run]
-MakeSamples = Callable[..., list[Sample]]
 
 
 def build(run: Run) -> TorchPolicy:

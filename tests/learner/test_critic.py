@@ -1,13 +1,13 @@
 """The critic and the reference policy inside a learner step."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from helpers.fixture_types import MakeRun, MakeSamples
 
 from areal_q.config import Gae, Run, load, override
 from areal_q.errors import ConfigError, RecordError
@@ -25,8 +25,6 @@ from learner.policy_update import (
     update_policy,
 )
 
-MakeRun = Callable[..., Run]
-MakeSamples = Callable[..., list[Sample]]
 GAE = ["learner.advantage.type=gae", "learner.critic={}"]
 LN2 = math.log(2)
 

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.fixture_types import MakeRun
 
 from areal_q.config import Run, TorchEngine
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
@@ -22,7 +23,6 @@ from learner.publishing.version_builder import VersionBuilder
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine, Request
 
-MakeRun = Callable[..., Run]
 EVERY = "learner.fidelity.share=1"
 
 

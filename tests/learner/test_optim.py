@@ -2,10 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.saved import save_at
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,13 +17,9 @@ from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
-from learner.data.packing import Sample
 from learner.optim.adamw_8bit import BLOCK, code_values, dequantize, quantize
 from learner.optim.build import build_optimizer, learning_rate, optimizer_step
 from learner.policy_update import update_policy
-
-MakeRun = Callable[..., Run]
-MakeSamples = Callable[..., list[Sample]]
 
 
 def build(run: Run) -> TorchPolicy:

@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.fixture_types import MakeRun, MakeSamples
 
 from areal_q.config import Run
 from areal_q.errors import ConfigError
@@ -21,9 +21,6 @@ from learner.build import build_model
 from learner.data.packing import Sample, pack
 from learner.optim.build import learning_rate
 from learner.policy_update import update_policy
-
-MakeRun = Callable[..., Run]
-MakeSamples = Callable[..., list[Sample]]
 
 
 def build(run: Run, temperature: float = 1.0) -> TorchPolicy:

@@ -2,11 +2,12 @@
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from helpers.fixture_types import MakeRun, MakeSamples
 from torch import Tensor
 
 from areal_q.config import Run
@@ -17,13 +18,9 @@ from areal_q.weights.version import WeightVersion
 from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
-from learner.data.packing import Sample
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder
 from learner.publishing.weight_publisher import WeightPublisher
-
-MakeRun = Callable[..., Run]
-MakeSamples = Callable[..., list[Sample]]
 
 
 class Slow(VersionBuilder):
