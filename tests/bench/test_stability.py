@@ -2,11 +2,11 @@
 
 import asyncio
 import fcntl
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.fixture_types import MakeRun
 from msgspec.structs import replace
 
 from areal_q.config import Run, override, settings_hash
@@ -24,8 +24,6 @@ from learner.backends.single_device import TorchPolicy
 from learner.data.staleness import VersionHistory
 from learner.policy_update import SingleProcessUpdater
 from learner.train_step import train_step
-
-MakeRun = Callable[..., Run]
 
 
 def trained(run: Run) -> list[Values]:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.fixture_types import MakeRun
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +31,6 @@ from learner.data.group_reader import GroupReader
 from learner.data.packing import samples_of
 from learner.data.staleness import VersionHistory
 
-MakeRun = Callable[..., Run]
 MakeGroup = Callable[..., Group]
 TYPES = ["fifo", "freshest", "uniform", "prioritized"]
 shared = settings(

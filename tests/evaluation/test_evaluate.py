@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import typer
+from helpers.fixture_types import MakeRun
 from rich.console import Console
 
 import rollout.engines
@@ -27,8 +28,6 @@ from areal_q.tasks import build_task, build_tokenizer
 from learner.build import build_model
 from rollout.engines.scripted import scripted_engine
 from rollout.evaluation import evaluate
-
-MakeRun = Callable[..., Run]
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.fixture_types import MakeRun
 
 from areal_q.config import CalculatorTool, Run, Sampling, ScriptedEngine, TorchEngine
 from areal_q.errors import ConfigError
@@ -25,7 +26,6 @@ from rollout.environments.base import Response
 from rollout.environments.calculator import Calculator
 from rollout.environments.engine_client import EngineClient
 
-MakeRun = Callable[..., Run]
 TOOL = CalculatorTool(open="(", close=")", after=" ", max_calls=2)
 CHARS = CharTokenizer()
 
