@@ -24,7 +24,7 @@ MODEL = DecoderConfig(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_dozen_faults_break_no_promise():
     outcome = survive(SCRIPTED, seed=5, count=12, gap_s=2.0, faketime=None)
     assert outcome.breaches == []
