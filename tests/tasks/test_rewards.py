@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_q.checks.settings import preflight
 from areal_q.config import Overlong, Run, load
 from areal_q.errors import ConfigError, TaskError
 from areal_q.messages.trajectories import FailureCause
@@ -433,3 +434,11 @@ TAGS = ["<think>", "</think>", "<answer>", "</answer>", "a", "<", "\n", "####", 
 @given(text=st.lists(st.sampled_from(TAGS)).map("".join))
 def test_a_style_is_a_yes_or_no_for_any_text(style: str, text: str):
     assert STYLES[style](text) in (True, False)
+
+
+def test_a_task_without_its_reward_is_named_before_its_problems(tmp_path: Path):
+    file = tmp_path / "mine.py"
+    file.write_text("def problems(): return [('1+1=', '2')] * 20\n")
+    run = load(None, ["task.type=python", f'task.path="{file}"'])
+    with pytest.raises(TaskError, match="no function 'reward'"):
+        preflight(run)

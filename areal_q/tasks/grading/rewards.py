@@ -16,6 +16,7 @@ from areal_q.config import Overlong, Python, RewardConfig, Run, TaskConfig
 from areal_q.errors import TaskError
 from areal_q.messages.trajectories import FailureCause
 from areal_q.tasks.base import Grader, Problem, Score
+from areal_q.tasks.datasets.python_file import load_function
 from areal_q.tasks.grading.boxed import last_boxed
 from areal_q.tasks.grading.graders import GRADERS, check_extra
 from areal_q.tasks.grading.reward_process import Isolated
@@ -140,6 +141,8 @@ def check_reward(run: Run) -> None:
         check_extra(run.task.grader)
     elif not Path(file).is_file():
         raise TaskError(f"{file}: no such Python file")
+    elif isinstance(run.task, Python):  # whose problems the learner loads from the same file
+        load_function(file, run.reward.function)
 
 
 def shaped(score: Score, response: str, tokens: int, cfg: RewardConfig, max_tokens: int) -> Score:
