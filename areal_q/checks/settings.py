@@ -35,6 +35,20 @@ def _directories(run: Run) -> dict[str, str | None]:
     }
 
 
+def without_effect(run: Run) -> list[str]:
+    """Returns a sentence for each setting that does nothing in a run whose learner is one process."""
+    backend, said = run.learner.backend, []
+    if run.checkpoint.sharded:
+        said.append("checkpoint.sharded does nothing: the learner is one process, with no ranks")
+    if getattr(backend, "offload", False):
+        said.append(
+            "learner.backend.offload does nothing: the learner is one process, with no ranks"
+        )
+    if run.buffer.tokens and not run.buffer.log:
+        said.append("buffer.tokens does nothing without buffer.log: no token is logged")
+    return said
+
+
 def preflight(run: Run) -> None:
     """Raises ConfigError or TaskError, naming the setting or the file, for what keeps workers or learner from
     starting here: its data are read."""

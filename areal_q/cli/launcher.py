@@ -32,7 +32,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from areal_q.checks.settings import preflight, served_at
+from areal_q.checks.settings import preflight, served_at, without_effect
 from areal_q.config import Run
 from areal_q.errors import BufferUnavailable, ChildDied, ConfigError, UserError
 from areal_q.observability.run_summary import size
@@ -146,6 +146,8 @@ def launch(
             view.note(f"an earlier run was in {run_dir}: moved to {moved}")
         family = Family(run_dir / "logs", sockets)
         view.start(run_dir)
+        for sentence in without_effect(run):
+            view.note(f"warning: {sentence}")
         try:
             _run(plan(run, run_dir, sockets, resume), family, view, interrupts)
         except _Killed:

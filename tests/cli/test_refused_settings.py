@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.fixture_types import MakeRun
 
-from areal_q.checks.settings import preflight
+from areal_q.checks.settings import preflight, without_effect
 from areal_q.config import Run, load, rules
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.models import save_decoder
@@ -204,3 +204,18 @@ def test_every_rule_is_listed_once():
     }
     assert functions - {rules.broken_rules} == set(rules.RULES)
     assert len(set(rules.RULES)) == len(rules.RULES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (["buffer.log=false"], ["buffer.tokens"]),
+        (["buffer.log=false", "buffer.tokens=false"], []),
+        (["checkpoint.sharded=true"], ["checkpoint.sharded"]),
+        (["learner.backend.offload=true"], ["learner.backend.offload"]),
+        ([], []),
+    ],
+)
+def test_a_setting_without_effect_is_named(settings: list[str], named: list[str]):
+    said = without_effect(load(None, settings))
+    assert [sentence.partition(" ")[0] for sentence in said] == named
