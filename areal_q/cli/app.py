@@ -163,12 +163,15 @@ def watch(
         bool, typer.Option("--serve", help="in a browser: the report, served on loopback")
     ] = False,
     port: Annotated[int, typer.Option(help="with --serve; 0: a free one")] = 0,
+    open: Annotated[bool, typer.Option("--open", help="with --serve: in the browser here")] = False,
 ) -> None:
     """Watch a run that is going on, or that has ended, in a terminal of its own."""
     from areal_q.cli.live_view import watch as follow
 
     if serve:
-        _become("buffer.report", [str(directory), "--serve", "--port", str(port)])
+        _become(
+            "buffer.report", [str(directory), "--serve", "--port", str(port), *["--open"] * open]
+        )
     follow(load(directory / "config.toml", recorded=True), directory)
 
 

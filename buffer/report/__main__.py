@@ -4,8 +4,11 @@ Exit codes: 0; 2 no such run, or a port or file that cannot be had (one line on 
 """
 
 import logging
+import os
+import socket
 import sys
 import time
+import webbrowser
 from pathlib import Path
 from typing import Annotated
 
@@ -38,6 +41,7 @@ def main(
         bool, typer.Option("--serve", help="on loopback, live, with every trajectory of the log")
     ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="with --serve; 0: a free one")] = 0,
+    open: Annotated[bool, typer.Option("--open", help="with --serve: in the browser here")] = False,
 ) -> None:
     """Draws the report of a run, or of several in comparison.
 
@@ -48,7 +52,7 @@ def main(
     from buffer.report.runs import read_runs
 
     if serve:
-        _serve(directories, port)
+        _serve(directories, port, open)
         return
     _tell(f"reading {plural(len(directories), 'run')}")
     runs = read_runs(directories)
@@ -90,7 +94,14 @@ def _tell(text: str) -> None:
         typer.echo(f"{text} …", err=True)
 
 
-def _serve(directories: list[Path], port: int) -> None:
+def elsewhere(port: int) -> str:
+    """Returns what to type where the browser is, on a host without a display; "" on one that has one."""
+    if any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")):
+        return ""
+    return f"from another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}"
+
+
+def _serve(directories: list[Path], port: int, open: bool) -> None:
     from buffer.report.runs import read_runs
     from buffer.report.serve import ReportServer
 
@@ -99,6 +110,10 @@ def _serve(directories: list[Path], port: int) -> None:
     except OSError as error:
         raise ConfigError(f"port {port}: {error.strerror}") from error
     typer.echo(f"{server.url}  (Ctrl-C ends)")
+    if hint := elsewhere(server.server_address[1]):
+        typer.echo(hint)
+    if open:
+        webbrowser.open(server.url)
     try:
         server.serve_forever()
     except KeyboardInterrupt:

@@ -26,6 +26,7 @@ from areal_q.observability.metrics_log import read_metrics
 from buffer.logs.token_log import TokenLog, iter_tokens
 from buffer.logs.trajectory_log import TrajectoryLog, iter_log
 from buffer.report import page
+from buffer.report.__main__ import elsewhere
 from buffer.report.figures import DELTA, plots_for, rows_of, write_csv
 from buffer.report.index import Index, matching, to_chunk
 from buffer.report.packed_arrays import pack, unpack
@@ -552,6 +553,14 @@ def test_what_has_not_changed_is_not_sent_again(ask, run_dir):
 def test_the_server_answers_local_gets_of_known_paths_only(ask, path, method, headers, status):
     path = path.encode().decode("latin-1").replace("\xd9\xa1", "%D9%A1")
     assert ask(path, method, **headers)[0] == status
+
+
+def test_a_host_without_a_display_is_told_how_to_tunnel(monkeypatch):
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert elsewhere(8123) == ""
+    monkeypatch.delenv("DISPLAY")
+    assert "ssh -L 8123:127.0.0.1:8123 " in elsewhere(8123)
 
 
 def test_the_server_listens_on_loopback_only(run_dir):
