@@ -199,7 +199,10 @@ def _run(plan: Plan, family: "Family", view: View, interrupts: "Interrupts") -> 
 
     first = family.ended()
     if first is None:
-        view.note("draining: the learner ends its step and writes a checkpoint; Ctrl-C again kills")
+        view.note(
+            "draining: waits for the learner to end its step and write a checkpoint, then for workers to hand "
+            "back their tickets; Ctrl-C again kills"
+        )
     family.send(["learner"], signal.SIGTERM)
     wait(lambda: not family.alive(["learner"]), DRAIN_S if first else float("inf"))
     workers = [program.name for program in plan.workers]
