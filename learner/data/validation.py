@@ -94,7 +94,7 @@ def check_data(directory: Path, cfg: TaskConfig, task: Task) -> None:
 
 
 def _digest_of(path: Path, task: Task | None) -> str:
-    """Of the bytes of a file of rows; of a file of code its problems, so that its reward may change."""
+    """Returns the digest of a file's bytes, or of a Python task's problems, so that its reward may change."""
     digest = xxhash.xxh3_128()
     if task is None:
         digest.update(path.read_bytes())
