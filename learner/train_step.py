@@ -1,7 +1,9 @@
 """One learner step, a function of weights, groups and history alone: the loop does it, a replay repeats it."""
 
 import os
+import platform
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -44,14 +46,25 @@ def train_step(
     }
 
 
-def machine(device: str, backend: str = "torch") -> str:
-    """Names what the bits of a step depend on besides its inputs: torch, device, processor, threads, ranks."""
-    where = device
-    if device.startswith("cuda"):
-        where = torch.cuda.get_device_name(device)
+def machine(device: str, backend: str = "torch", *, processor: str | None = None) -> str:
+    """Names what the bits of a step depend on besides its inputs: torch, device, processor, threads, ranks.
+
+    `processor` is this machine's by default; "" leaves it out, as records of earlier versions do.
+    """
+    where = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    if name := _processor() if processor is None else processor:
+        where += f", {name}"
     capability = torch.backends.cpu.get_cpu_capability()
     ranks = os.environ.get("WORLD_SIZE", "1")
     several = f", {ranks} ranks" if ranks != "1" else ""
     other = f", {backend}" if backend != "torch" else ""
     threads = f"{torch.get_num_threads()} threads"
     return f"torch {torch.__version__}, {where}, {capability}, {threads}{several}{other}"
+
+
+def _processor() -> str:
+    """Returns the processor's name, for kernels are chosen by more than the capability that torch tells."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

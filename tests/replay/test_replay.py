@@ -264,6 +264,15 @@ def test_the_other_backend_gives_other_bits_as_another_processor_does():
     assert machine("cpu", "megatron") == machine("cpu") + ", megatron"
 
 
+@pytest.mark.parametrize(("processor", "exact"), [(None, True), ("", True), ("Z80", False)])
+def test_bits_are_asked_of_the_same_processor(finished, processor, exact):
+    """Records of earlier versions hold no processor's name."""
+    replay = Replay(finished)
+    recorded = machine("cpu", processor=processor)
+    replay.records = [msgspec.structs.replace(r, machine=recorded) for r in replay.records]
+    assert replay.exact is exact
+
+
 def test_a_changed_log_prob_is_found_at_its_step(run_dir, here):
     def change(groups):
         t = groups[1].trajectories[0]
