@@ -27,12 +27,15 @@ class AReaLQError(Exception):
     """Base of all errors below."""
 
     def lines(self) -> list[str]:
-        """Returns the lines that the command line prints: one, except where there are several faults."""
-        return [" ".join(str(self).split())]
+        """Returns the messages that the command line prints: one, except where there are several faults."""
+        return [str(self)]
 
 
 class UserError(AReaLQError, ValueError):
     """What a user can mend; the command line prints its line and exits with 2."""
+
+    def lines(self) -> list[str]:
+        return [" ".join(str(self).split())]
 
 
 class ConfigError(UserError):

@@ -18,12 +18,18 @@ from areal_q.tasks import build_task, build_tokenizer
 from bench import uaq
 from bench.stability import report
 from bench.stability import run as stability
-from bench.stability.int3 import with_format
+from bench.stability.int3 import Int3, with_format
 from bench.stability.lab import Values, train, warm_model
 from learner.backends.single_device import TorchPolicy
 from learner.data.staleness import VersionHistory
 from learner.policy_update import SingleProcessUpdater
 from learner.train_step import train_step
+
+
+@pytest.fixture(autouse=True)
+def int3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the laboratory's format out of the table again, which other tests go through."""
+    monkeypatch.setitem(FORMATS, "int3", Int3())
 
 
 def trained(run: Run) -> list[Values]:

@@ -142,7 +142,7 @@ class Served:
     @property
     def width(self) -> int:
         """Stop ids that each step compares a token of each row with."""
-        return self.engine._stepper.rows.stops.shape[1]  # type: ignore[attr-defined]
+        return self.engine._stepper.batch.stops.shape[1]  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
