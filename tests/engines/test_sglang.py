@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from helpers.paths import ROOT
 from helpers.served_model import (
     CONFIG,
     HANG_S,
@@ -354,7 +355,7 @@ def test_a_truncation_beyond_the_servers_mask_is_refused(live, monkeypatch):
 
 CHILD = """
 import asyncio, sys
-sys.path[:0] = [{tests!r}]
+sys.path[:0] = {paths!r}
 import test_sglang
 from areal_q.config import SglangEngine
 
@@ -372,7 +373,7 @@ if __name__ == "__main__":
 
 def test_kill_9_of_the_worker_leaves_no_engine_behind(tmp_path):
     script = tmp_path / "child.py"
-    script.write_text(CHILD.format(tests=os.path.dirname(__file__)))
+    script.write_text(CHILD.format(paths=[os.path.dirname(__file__), str(ROOT / "tests")]))
     child = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.paths import ROOT
 from helpers.served_model import (
     CONFIG,
     HANG_S,
@@ -353,7 +354,7 @@ def test_an_fp8_cache_is_rescaled_for_every_version(live):
 
 CHILD = """
 import asyncio, sys
-sys.path[:0] = [{tests!r}]
+sys.path[:0] = {paths!r}
 import test_vllm
 from areal_q.config import VllmEngine
 
@@ -380,7 +381,7 @@ def is_running(pid: int) -> bool:
 
 def test_kill_9_of_the_worker_leaves_no_engine_behind(tmp_path):
     script = tmp_path / "child.py"
-    script.write_text(CHILD.format(tests=os.path.dirname(__file__)))
+    script.write_text(CHILD.format(paths=[os.path.dirname(__file__), str(ROOT / "tests")]))
     child = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
