@@ -286,7 +286,9 @@ def _build(
     recorded = _recorded(directory, start) | buffer.unread_digests() if state else {}
     keep = run.learner.versions_kept
     forks = forks_at(start, state.forks, keep) if state else []
-    history = VersionHistory(keep, state.digests if state else None, min(forks, default=0))
+    history = VersionHistory(
+        keep, state.digests if state else None, min(forks, default=0), resumed=bool(state)
+    )
     weight_server = WeightServer(announce, fetch, run.broadcast)
     endpoints = {
         kind: reached_at(endpoint, run.broadcast.host)

@@ -17,8 +17,18 @@ import msgspec
 import redis
 import zmq
 
+from areal_q import messages
 from areal_q.errors import RecordError
-from areal_q.messages import Group, VersionSpan, decode_broadcast, decode_group
+from areal_q.messages import (
+    Broadcast,
+    FetchHeld,
+    FetchReply,
+    Group,
+    HeldReply,
+    VersionSpan,
+    decode_broadcast,
+    decode_group,
+)
 from bench.chaos.cluster import RUN, Cluster, Notes
 from buffer.admin.inspect_state import groups, pages, tickets
 from buffer.logs.step_log import StepRecord, iter_steps
@@ -88,8 +98,13 @@ class Witness:
             thread.join()
 
     def next_run(self) -> Seen:
-        """What was seen of the run that has ended; what follows is the next one's."""
-        seen, self.seen, self.version = self.seen, Seen(), -1
+        """Returns what was seen of the run that has ended; what follows is the next one's.
+
+        Its weights stay known: a relay serves them to workers of the next run until that one's first version.
+        The learner drops what they draw.
+        """
+        seen, published = self.seen, {key: set(found) for key, found in self.seen.published.items()}
+        self.seen, self.version = Seen(published=published), -1
         return seen
 
     def _groups(self) -> None:
@@ -117,17 +132,47 @@ class Witness:
                     yield from follower.read()
 
     def _versions(self) -> None:
-        with zmq.Context() as context, context.socket(zmq.SUB) as sub:
+        """Follows the announcements, and asks at each new one what else the server published.
+
+        A learner that was started just now may announce two versions before this subscriber has found it.
+        """
+        with (
+            zmq.Context() as context,
+            context.socket(zmq.SUB) as sub,
+            context.socket(zmq.DEALER) as dealer,
+        ):
             sub.setsockopt(zmq.LINGER, 0)
+            dealer.setsockopt(zmq.LINGER, 0)
             sub.subscribe(b"")
             sub.connect(self._cluster.endpoint("announce"))
+            dealer.connect(self._cluster.endpoint("fetch"))
+            poller = zmq.Poller()
+            poller.register(sub, zmq.POLLIN)
+            poller.register(dealer, zmq.POLLIN)
             while not self._over.is_set():
-                if sub.poll(200):
-                    with suppress(RecordError):
-                        told = decode_broadcast(sub.recv_multipart()[0])
-                        self.version = told.version
-                        key = (told.epoch, told.version)
-                        self.seen.published.setdefault(key, set()).add(told.digest)
+                for socket, _ in poller.poll(200):
+                    frame = socket.recv_multipart()[0]
+                    with suppress(RecordError, zmq.Again):
+                        if socket is dealer:
+                            self._remembered(messages.decode_reply(frame))
+                        elif self._announced(decode_broadcast(frame)):
+                            dealer.send(messages.encode(FetchHeld()), zmq.NOBLOCK)
+
+    def _announced(self, told: Broadcast) -> bool:
+        """Notes an announcement; returns whether it is the first of its version."""
+        self.version = told.version
+        return self._published(told.epoch, told.version, told.digest)
+
+    def _remembered(self, reply: FetchReply) -> None:
+        if isinstance(reply, HeldReply):
+            for version in reply.versions:
+                self._published(version.epoch, version.version, version.digest)
+
+    def _published(self, epoch: str, version: int, digest: str) -> bool:
+        digests = self.seen.published.setdefault((epoch, version), set())
+        first = not digests
+        digests.add(digest)
+        return first
 
 
 @dataclass(frozen=True)

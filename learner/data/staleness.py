@@ -15,7 +15,14 @@ class VersionHistory:
     """The digests of this history's newest versions, and the version at which it forked off an abandoned
     one."""
 
-    def __init__(self, keep: int, digests: dict[int, str] | None = None, fork: int = 0) -> None:
+    def __init__(
+        self,
+        keep: int,
+        digests: dict[int, str] | None = None,
+        fork: int = 0,
+        *,
+        resumed: bool = True,
+    ) -> None:
         self.keep = keep
         """Number of versions that are remembered (LearnerConfig.versions_kept); older ones are never within the
         staleness bound."""
@@ -23,6 +30,9 @@ class VersionHistory:
         """Digest of each version that is remembered."""
         self.fork = fork
         """The version up to which this history and the abandoned ones are surely the same."""
+        self.resumed = resumed
+        """False for a run that never resumed: it has no abandoned history, so weights that it does not know are
+        those of an earlier run of its name, which a relay may still serve."""
 
     def add(self, version: int, digest: str) -> None:
         """Remembers a version of this history, and forgets those that are too old."""
@@ -37,7 +47,7 @@ class VersionHistory:
         """
         if self.digests.get(span.version) == span.digest:
             return now - span.version
-        if span.version > self.fork:
+        if self.resumed and span.version > self.fork:
             return (span.version - self.fork) + (now - self.fork)
         return max(now - span.version, self.keep)
 
