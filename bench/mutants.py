@@ -221,7 +221,7 @@ class Tree:
         return time.monotonic() - start
 
     def kills(self, mutant: Mutant, tests: list[str], timeout: float) -> bool:
-        """Whether a test sees the change."""
+        """Tells if a test sees the change."""
         path = self._place / mutant.path
         source = path.read_bytes()
         path.write_bytes(mutant.source(source))
@@ -261,7 +261,7 @@ class Tree:
 def try_all(
     mutants: list[Mutant], tests: dict[str, list[str]], jobs: int
 ) -> Iterator[tuple[Mutant, bool]]:
-    """Whether each is killed, in the order of the list."""
+    """Tells of each whether it is killed, in the order of the list."""
     with tempfile.TemporaryDirectory(prefix="aq-mutants-") as directory:
         trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
         for job in range(jobs):

@@ -63,7 +63,7 @@ class NearReward:
 
 
 def nearly(answer: str, response: str) -> bool:
-    """Whether exactly one character differs."""
+    """Tells if exactly one character differs."""
     return len(answer) == len(response) and sum(map(str.__ne__, answer, response)) == 1
 
 

@@ -189,7 +189,7 @@ class Cluster:
         service.wanted = True
 
     def client(self) -> redis.Redis:
-        """Of no second try: a stopped Redis must not hold up the storm, which is to wake it."""
+        """Returns a client that tries once: a stopped Redis must not hold up the storm, which is to wake it."""
         once = Retry(NoBackoff(), 0)
         return redis.Redis(self.host, self.ports["redis"], socket_timeout=5.0, retry=once)
 

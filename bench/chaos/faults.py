@@ -58,7 +58,7 @@ def faults(cluster: Cluster) -> list[Fault]:
 
 
 def deadly(cluster: Cluster) -> list[Fault]:
-    """By which processes end, or may."""
+    """Returns the faults by which processes end, or may."""
     hit = [
         Fault(f"kill -9 {name}", 1.0, (0, 0), partial(_signal, name, signal.SIGKILL))
         for name in KILLED
@@ -77,7 +77,7 @@ def deadly(cluster: Cluster) -> list[Fault]:
 
 
 def mild(cluster: Cluster) -> list[Fault]:
-    """Which every process must outlive."""
+    """Returns the faults that every process must outlive."""
     hit = [
         Fault(f"stop {name}", 0.7, (1, 8), partial(_freeze, name))
         for name in (*KILLED, "rollout-0")
@@ -228,7 +228,7 @@ def _first_changed(group: Group, change: Callable[[Trajectory], Trajectory]) -> 
 
 
 def _over_long(t: Trajectory) -> Trajectory:
-    """Of more tokens than the model has positions; sound for whoever does not know the model."""
+    """Makes a group of more tokens than the model has positions; sound for whoever does not know the model."""
     size, span = 1000, t.spans[0]
     return replace(
         t,

@@ -208,7 +208,7 @@ class Left:
 
     @cached_property
     def digests(self) -> dict[int, str]:
-        """Of the versions of the surviving history."""
+        """Digests of the versions of the surviving history."""
         first = {0: self.steps[0].base_digest} if self.steps else {}
         return first | {r.step + 1: r.digest for r in self.steps}
 
@@ -326,7 +326,7 @@ def _set_aside(left: Left, seen: Seen, notes: Notes) -> Iterator[str]:
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """Of the longest-lived process of a service."""
+    """Growth of the longest-lived process of a service."""
 
     service: str
     minutes: float

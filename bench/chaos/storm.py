@@ -291,7 +291,7 @@ def until(
 
 
 def keep_logs(made: Cluster) -> None:
-    """Where CHAOS_LOGS names a directory: what each process said."""
+    """Keeps what each process said, where CHAOS_LOGS names a directory."""
     if place := os.environ.get("CHAOS_LOGS"):
         Path(place).mkdir(parents=True, exist_ok=True)
         for service in made.services.values():

@@ -58,7 +58,7 @@ def measure() -> RedisCosts:
 
 
 def group_bytes(tokens: int, group_size: int = GROUP_SIZE) -> int:
-    """Of the record of a group whose responses have `tokens` tokens each."""
+    """Returns the size of the record of a group whose responses have `tokens` tokens each."""
     return len(encode(_group(_ticket(0, group_size), tokens)))
 
 

@@ -67,7 +67,7 @@ class Load:
         return self.in_flight * GROUP_SIZE * self.response_tokens / self.tokens_per_s
 
     def arrival_s(self, worker: int) -> float:
-        """From the end of a step until `worker` has the new weights."""
+        """Returns the time from the end of a step until `worker` has the new weights."""
         one = self.delta_bytes / self.network_bytes_per_s
         if not self.fan_out:
             return one * (worker + 1)
