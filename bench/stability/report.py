@@ -75,7 +75,7 @@ class Results:
             self.runs.setdefault(row["arm"], {}).setdefault(int(row["seed"]), []).append(row)
 
     def final(self, arm: str, column: str) -> dict[int, float]:
-        """By seed: the mean over the last steps; of a maximum the largest; of an accuracy the last."""
+        """Returns, by seed, the mean over the last steps; of a maximum the largest; of an accuracy the last."""
         values = {}
         for seed, rows in self.runs[arm].items():
             found = [r[column] for r in rows[-max(1, round(LAST * len(rows))) :] if column in r]

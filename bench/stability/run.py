@@ -1,4 +1,4 @@
-"""Which objectives survive quantized rollouts: every arm from the same warm start, several seeds.
+"""Tells which objectives survive quantized rollouts: every arm from the same warm start, several seeds.
 
     python -m bench.stability                  # what is missing of arms × seeds, then table and figure
     python -m bench.stability --only "int3 acr,bf16 ppo"
@@ -141,7 +141,7 @@ def work(runs: Sequence[tuple[Arm, int]], *overrides: str) -> None:
 
 
 def result(arm: Arm, seed: int, *overrides: str) -> Path:
-    """Where the result of these settings is kept."""
+    """Returns where the result of these settings is kept."""
     given = "\n".join([*arm.settings(seed), *overrides]).encode()
     digest = hashlib.blake2b(given, digest_size=4).hexdigest()
     return RUNS / f"{arm.name.replace(' ', '-')}-{seed}-{digest}.json"

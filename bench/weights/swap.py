@@ -40,7 +40,7 @@ FOLLOWED = 50
 
 
 def samples(run: Run, vocab: int) -> list[Sample]:
-    """As many responses as a step of the quickstart has, of its length."""
+    """Returns as many responses as a step of the quickstart has, of its length."""
     rng = np.random.default_rng(0)
 
     def sample(index: int) -> Sample:
@@ -97,8 +97,8 @@ def learner_time(run: Run) -> dict[str, list[float]]:
 
 
 async def first_token(run: Run) -> dict[str, float]:
-    """With the quickstart's model, its engine full: from `publish` to the first token drawn with the new
-    version, and the pause of generation at the swap."""
+    """Times, with the quickstart's model and its engine full, from `publish` to the first token drawn with
+    the new version, and the pause of generation at the swap."""
     task, tokenizer = build_task(run.task), build_tokenizer(run)
     model = build_model(run, tokenizer)
     builder = VersionBuilder(run)
