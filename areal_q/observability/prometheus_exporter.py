@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from areal_q.errors import ConfigError
+from areal_q.observability.metric_table import WORKER_METRICS, describe
 
 PREFIX = "areal_q_"
 
@@ -28,9 +29,16 @@ class Exported:
     """Without PREFIX; ends with its unit, a counter's with `_total`"""
     key: str
     """The key of the record; `lag_*` in it makes one series for each lag, `engine_*` one for each engine."""
-    help: str
+    help: str = ""
+    """What is told of a key that the table of metrics lacks."""
     split: str = ""
     """What its series are split by, where the key does not name it."""
+
+    @property
+    def meaning(self) -> str:
+        """What it means, by default as docs/metrics.md says."""
+        found = describe(self.key) or describe(self.key, WORKER_METRICS)
+        return self.help or (found.meaning if found else "")
 
     @property
     def kind(self) -> Literal["gauge", "counter"]:
@@ -46,86 +54,76 @@ class Exported:
 LEARNER = (
     Exported("learner_step", "step", "Learner steps done; the newest weight version"),
     Exported("learner_record_timestamp_seconds", "time_s", "Unix time of the newest record"),
-    Exported("reward_mean", "reward/mean", "Mean reward of the step's responses"),
-    Exported("held_out_accuracy_ratio", "eval/accuracy", "Accuracy of the newest evaluation"),
-    Exported("response_tokens_mean", "response/tokens_mean", "Mean length of a response"),
-    Exported("lag_mean_versions", "lag/mean", "Mean staleness of the step's tokens"),
-    Exported("lag_max_versions", "lag/max", "Largest staleness of the step's tokens"),
-    Exported("mismatch_kl_nats", "mismatch/kl", "KL(behaviour || proximal), a token"),
-    Exported("mismatch_weight_max", "mismatch/weight_max", "Largest w before truncation"),
-    Exported("mismatch_weight_p99", "mismatch/weight_p99", "99th percentile of w, raw"),
-    Exported("mismatch_ess_ratio", "mismatch/ess", "Effective sample size of w, share of tokens"),
-    Exported("mismatch_kl_by_lag_nats", "mismatch/lag_*/kl", "mismatch_kl_nats by staleness"),
-    Exported(
-        "fidelity_gap_mean_nats", "fidelity/engine_*/gap_mean_nats", "Engine - rescored, a token"
-    ),
-    Exported("fidelity_gap_max_nats", "fidelity/engine_*/gap_max_nats", "The same, largest"),
-    Exported(
-        "fidelity_bound_nats", "fidelity/bound_nats", "Mean gap that is too much, by the settings"
-    ),
-    Exported(
-        "routing_disagreement_ratio",
-        "routing/disagreement",
-        "Routes that the learner would not take",
-    ),
-    Exported("policy_kl_nats", "policy/kl", "KL(proximal || policy), a token"),
-    Exported("policy_ratio_max", "policy/ratio_max", "Largest policy ratio R"),
-    Exported("policy_entropy_nats", "policy/entropy", "Entropy of the policy, a token"),
-    Exported("policy_clipped_up_ratio", "policy/clip_fraction_up", "Tokens clipped above"),
-    Exported("policy_clipped_down_ratio", "policy/clip_fraction_down", "Tokens clipped below"),
-    Exported("policy_masked_ratio", "policy/mask_fraction", "Tokens that the objective masked"),
-    Exported("train_loss", "train/loss", "Loss, mean over the optimizer steps"),
-    Exported("train_grad_norm", "train/grad_norm", "Gradient norm before clipping"),
-    Exported("train_learning_rate", "train/lr", "Learning rate"),
-    Exported("train_skipped_steps_total", "train/skipped_steps", "Steps with gradients not finite"),
-    Exported("learner_step_seconds", "learner/step_s", "Wall time of the newest step"),
-    Exported("learner_wait_seconds", "learner/wait_s", "Of it, waiting for groups"),
-    Exported("learner_tokens_per_second", "learner/tokens_per_s", "Response tokens learnt from"),
-    Exported("rollout_tokens_per_second", "rollout/tokens_per_s", "Drawn by all live workers"),
+    Exported("reward_mean", "reward/mean"),
+    Exported("held_out_accuracy_ratio", "eval/accuracy"),
+    Exported("response_tokens_mean", "response/tokens_mean"),
+    Exported("lag_mean_versions", "lag/mean"),
+    Exported("lag_max_versions", "lag/max"),
+    Exported("mismatch_kl_nats", "mismatch/kl"),
+    Exported("mismatch_weight_max", "mismatch/weight_max"),
+    Exported("mismatch_weight_p99", "mismatch/weight_p99"),
+    Exported("mismatch_ess_ratio", "mismatch/ess"),
+    Exported("mismatch_kl_by_lag_nats", "mismatch/lag_*/kl"),
+    Exported("fidelity_gap_mean_nats", "fidelity/engine_*/gap_mean_nats"),
+    Exported("fidelity_gap_max_nats", "fidelity/engine_*/gap_max_nats"),
+    Exported("fidelity_bound_nats", "fidelity/bound_nats"),
+    Exported("routing_disagreement_ratio", "routing/disagreement"),
+    Exported("policy_kl_nats", "policy/kl"),
+    Exported("policy_ratio_max", "policy/ratio_max"),
+    Exported("policy_entropy_nats", "policy/entropy"),
+    Exported("policy_clipped_up_ratio", "policy/clip_fraction_up"),
+    Exported("policy_clipped_down_ratio", "policy/clip_fraction_down"),
+    Exported("policy_masked_ratio", "policy/mask_fraction"),
+    Exported("train_loss", "train/loss"),
+    Exported("train_grad_norm", "train/grad_norm"),
+    Exported("train_learning_rate", "train/lr"),
+    Exported("train_skipped_steps_total", "train/skipped_steps"),
+    Exported("learner_step_seconds", "learner/step_s"),
+    Exported("learner_wait_seconds", "learner/wait_s"),
+    Exported("learner_tokens_per_second", "learner/tokens_per_s"),
+    Exported("rollout_tokens_per_second", "rollout/tokens_per_s"),
     Exported("workers", "workers", "Workers with a recent heartbeat"),
-    Exported("buffer_open_tickets", "buffer/open_tickets", "Admitted and not yet learnt from"),
-    Exported("buffer_dropped_stale_total", "buffer/dropped_stale", "Groups too old to be used"),
-    Exported("buffer_dropped_uniform_total", "buffer/dropped_uniform", "Groups of equal rewards"),
-    Exported("buffer_dropped_invalid_total", "buffer/dropped_invalid", "Groups of too few rewards"),
-    Exported("buffer_responses_total", "buffer/responses", "Responses read"),
-    Exported("buffer_reward_errors_total", "buffer/reward_errors", "Rewards that failed"),
-    Exported(
-        "buffer_invalid_total", "buffer/invalid/*", "Responses left out, by cause", split="cause"
-    ),
-    Exported("buffer_removed_total", "buffer/removed", "Groups over a bound of buffer.removal"),
-    Exported("buffer_duplicates_total", "buffer/duplicates", "Groups whose ticket had counted"),
-    Exported("buffer_held_groups", "buffer/held", "Groups that a step can choose from"),
-    Exported("buffer_quarantined_total", "buffer/quarantined", "Records refused"),
-    Exported("buffer_full", "buffer/full", "1 while Redis is at its memory limit"),
-    Exported("buffer_waiting_commits", "buffer/waiting_commits", "Groups that wait for room"),
-    Exported("redis_used_bytes", "redis/used_bytes", "Memory that Redis uses"),
-    Exported("redis_limit_bytes", "redis/limit_bytes", "Its maxmemory; 0: none"),
-    Exported("weights_bytes", "weights/bytes", "Size of a version"),
-    Exported("weights_publish_seconds", "weights/publish_s", "Learner time for a version"),
-    Exported("weights_delta_bytes_total", "weights/delta_bytes", "Deltas sent"),
-    Exported("weights_fetches_total", "weights/fetches", "Snapshots fetched"),
-    Exported("weights_refused_total", "weights/refused", "Malformed requests on the weight ports"),
-    Exported("weights_catch_ups_total", "weights/catch_ups", "Deltas fetched by workers behind"),
-    Exported("weights_stalls_total", "weights/stalls", "Deltas that took too long to make"),
-    Exported("weights_behind_seconds", "weights/behind_s", "Longest a live worker is behind"),
+    Exported("buffer_open_tickets", "buffer/open_tickets"),
+    Exported("buffer_dropped_stale_total", "buffer/dropped_stale"),
+    Exported("buffer_dropped_uniform_total", "buffer/dropped_uniform"),
+    Exported("buffer_dropped_invalid_total", "buffer/dropped_invalid"),
+    Exported("buffer_responses_total", "buffer/responses"),
+    Exported("buffer_reward_errors_total", "buffer/reward_errors"),
+    Exported("buffer_invalid_total", "buffer/invalid/*", split="cause"),
+    Exported("buffer_removed_total", "buffer/removed"),
+    Exported("buffer_duplicates_total", "buffer/duplicates"),
+    Exported("buffer_held_groups", "buffer/held"),
+    Exported("buffer_quarantined_total", "buffer/quarantined"),
+    Exported("buffer_full", "buffer/full"),
+    Exported("buffer_waiting_commits", "buffer/waiting_commits"),
+    Exported("redis_used_bytes", "redis/used_bytes"),
+    Exported("redis_limit_bytes", "redis/limit_bytes"),
+    Exported("weights_bytes", "weights/bytes"),
+    Exported("weights_publish_seconds", "weights/publish_s"),
+    Exported("weights_delta_bytes_total", "weights/delta_bytes"),
+    Exported("weights_fetches_total", "weights/fetches"),
+    Exported("weights_refused_total", "weights/refused"),
+    Exported("weights_catch_ups_total", "weights/catch_ups"),
+    Exported("weights_stalls_total", "weights/stalls"),
+    Exported("weights_behind_seconds", "weights/behind_s"),
 )
 WORKER = (
-    Exported("worker_weights_version", "version", "Version that the engine runs"),
+    Exported("worker_weights_version", "version"),
     Exported("worker_record_timestamp_seconds", "time_s", "Unix time of the newest heartbeat"),
-    Exported("worker_active_responses", "active", "Responses being generated"),
-    Exported("worker_slots", "slots", "Responses that the engine can generate at once"),
-    Exported("worker_timeouts_total", "timeouts", "Responses cut by their time limit"),
-    Exported("worker_resumed_total", "resumed", "Responses continued from another worker's"),
-    Exported("worker_tokens_total", "tokens", "Response tokens drawn"),
-    Exported("worker_tokens_per_second", "tokens_per_s", "Over the last heartbeat interval"),
-    Exported("worker_idle_ratio", "idle_share", "Share of the interval without work"),
-    Exported("worker_waiting_groups", "waiting", "Finished groups that wait for room in Redis"),
-    Exported("worker_full_seconds_total", "full_s", "Time that commits waited for room"),
-    Exported("worker_groups_total", "groups", "Groups committed"),
-    Exported("worker_swaps_total", "swaps", "Weight versions swapped in"),
-    Exported("worker_swap_seconds", "swap_s", "Mean pause of generation for a swap"),
-    Exported("worker_behind_seconds", "behind_s", "Newer weights known, and none arrived"),
-    Exported("worker_stalls_total", "stalls", "Times that this went on for too long"),
+    Exported("worker_active_responses", "active"),
+    Exported("worker_slots", "slots"),
+    Exported("worker_timeouts_total", "timeouts"),
+    Exported("worker_resumed_total", "resumed"),
+    Exported("worker_tokens_total", "tokens"),
+    Exported("worker_tokens_per_second", "tokens_per_s"),
+    Exported("worker_idle_ratio", "idle_share"),
+    Exported("worker_waiting_groups", "waiting"),
+    Exported("worker_full_seconds_total", "full_s"),
+    Exported("worker_groups_total", "groups"),
+    Exported("worker_swaps_total", "swaps"),
+    Exported("worker_swap_seconds", "swap_s"),
+    Exported("worker_behind_seconds", "behind_s"),
+    Exported("worker_stalls_total", "stalls"),
 )
 RELAY = (
     Exported("relay_weights_version", "version", "Version that it serves"),
@@ -158,7 +156,7 @@ class Exporter(Collector):
         for line in self._table:
             names = [*self._labels, line.label] if line.label else list(self._labels)
             family = CounterMetricFamily if line.kind == "counter" else GaugeMetricFamily
-            metric = family(PREFIX + line.name, line.help, labels=names)
+            metric = family(PREFIX + line.name, line.meaning, labels=names)
             for split, value in _series(line, values):
                 labels = list(self._labels.values())
                 metric.add_metric([*labels, split] if line.label else labels, value)

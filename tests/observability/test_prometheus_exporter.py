@@ -13,6 +13,7 @@ from areal_q.errors import ConfigError
 from areal_q.observability.prometheus_exporter import (
     LEARNER,
     PREFIX,
+    RELAY,
     WORKER,
     Exporter,
     serve_metrics,
@@ -78,10 +79,10 @@ def test_a_port_in_use_is_named():
 
 
 def test_names_are_those_of_prometheus():
-    for line in (*LEARNER, *WORKER):
+    for line in (*LEARNER, *WORKER, *RELAY):
         assert line.name.replace("_", "").isalnum() and line.name == line.name.lower()
-        assert line.help and len(line.help) <= 60
-    names = [line.name for line in (*LEARNER, *WORKER)]
+        assert line.meaning, f"{line.key} is described nowhere"
+    names = [line.name for line in (*LEARNER, *WORKER, *RELAY)]
     assert len(set(names)) == len(names)
 
 
