@@ -50,6 +50,19 @@ def test_every_path_in_backticks_exists(page):
     assert lost_paths(page.read_text(), page.parent) == []
 
 
+def test_every_test_that_is_named_exists():
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    there = {name for file in files for name in re.findall(r"\bdef (test_\w+)", file.read_text())}
+    modules = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    named = {
+        (place.name, name)
+        for place in [*ALL_PAGES, *modules]
+        for name in re.findall(r"\b(?<!/)test_\w+\b(?!\.py)", place.read_text())
+    }
+    assert len(named) > 50
+    assert {(place, name) for place, name in named if name not in there} == set()
+
+
 def test_path_that_leads_nowhere_is_found():
     text = "`learner/lineage.py`, `learner/loop.py`, `learner/loop.py::Learner`, `learner/quant/`, `train/lr`"
     assert lost_paths(text, ROOT / "docs") == ["learner/lineage.py", "learner/quant/"]

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md promises: commands that exist, local hooks, locked versions, subjects of commits."""
+"""What CONTRIBUTING.md promises: commands, hooks, locked versions, subjects of commits, names of tests."""
 
 import importlib.util
 import re
@@ -13,6 +13,7 @@ from helpers.paths import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+LONGEST_TEST_NAME = 60
 CHECKER = ROOT / ".ci" / "commit_subject.py"
 
 
@@ -35,6 +36,13 @@ def test_every_make_target_that_is_named_exists():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     named = set(re.findall(r"`make ([a-z-]+)`", text))
     assert {"setup", "check", "test", "run"} <= named <= targets
+
+
+def test_names_of_tests_keep_to_their_length():
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    names = [name for file in files for name in re.findall(r"\bdef (test_\w+)", file.read_text())]
+    assert len(names) > 1000
+    assert [name for name in names if len(name) > LONGEST_TEST_NAME] == []
 
 
 def test_lock_file_holds_nothing_but_versions():

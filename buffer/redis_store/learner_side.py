@@ -68,10 +68,11 @@ class LearnerBuffer:
     another learner has followed (buffer/redis_store/lease.py); a tool that is no learner writes without.
 
     Delivery: `take` reads in stream order without removing, so a learner that resumes at a checkpoint's
-    position gets the same groups again, in the same order, until `trim` (test_a_resumed_learner_takes_the_
-    same_groups_again). `admit` is atomic and happens once, also when its answer is lost. An evaluation
-    group is removed after it was read: a learner killed in between reads it again. What cannot be decoded
-    or breaks the contract goes to the quarantine and its ticket produces nothing.
+    position gets the same groups again, in the same order, until `trim`
+    (test_a_resumed_learner_takes_the_same_groups_again). `admit` is atomic and happens once, also when its
+    answer is lost. An evaluation group is removed after it was read: a learner killed in between reads it
+    again. What cannot be decoded or breaks the contract goes to the quarantine and its ticket produces
+    nothing.
     While Redis does not answer, calls are repeated for `patience_s`, then raise BufferUnavailable. A full
     Redis refuses `admit` at once with BufferFull and admits nothing: only a checkpoint and `trim` make room.
     """

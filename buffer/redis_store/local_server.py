@@ -29,7 +29,7 @@ class RedisServer:
 
     Durability: AOF with fsync every second. A kill -9 of the server loses nothing that it had answered to
     (the kernel holds the pages), unless it was behind with a slow disk; a power cut loses up to about 2 s.
-    `appendfsync="always"` closes that gap. See test_redis_server.py.
+    `appendfsync="always"` closes that gap. See tests/buffer/test_server_faults.py.
     """
 
     def __init__(self, url: str, process: subprocess.Popen, log: Path):

@@ -7,7 +7,7 @@ from bench.learning_curve import Curve, gain_per_minute, ours, time_to, trls, va
 RISING = [(0.0, 0.3), (60.0, 0.6), (120.0, 1.0), (180.0, 0.7)]
 
 
-def test_the_goal_is_reached_on_the_line_between_two_measurements():
+def test_goal_is_reached_on_the_line_between_two_measurements():
     assert time_to(RISING, 0.8) == pytest.approx(90)
     assert time_to(RISING, 0.6) == pytest.approx(60)
 
@@ -20,7 +20,7 @@ def test_gain_per_minute_stops_counting_at_the_goal():
     assert gain_per_minute(RISING, 0.8) == pytest.approx((0.8 - 0.3) / 1.5)
 
 
-def test_gain_per_minute_without_the_goal_is_that_of_the_whole_time():
+def test_gain_per_minute_covers_all_time_if_the_goal_is_missed():
     assert gain_per_minute(RISING, 1.1) == pytest.approx((0.7 - 0.3) / 3)
 
 
@@ -28,7 +28,7 @@ def test_the_value_at_a_time_is_the_last_one_known():
     assert [value_at(RISING, t) for t in (0, 59, 60, 1000)] == [0.3, 0.3, 0.6, 0.7]
 
 
-def test_smoothed_rewards_start_at_the_first_batch_and_average_the_last_five():
+def test_smoothed_rewards_average_the_last_five_batches():
     curve = Curve(reward=[(float(t), r) for t, r in enumerate((0.1, 0.2, 0.3, 0.4, 0.5, 1.1), 1)])
     seconds, values = zip(*curve.smooth_reward, strict=True)
     assert seconds == (0.0, 5.0, 6.0)
@@ -64,7 +64,7 @@ def test_our_clock_starts_at_the_end_of_the_warm_start():
     )
 
 
-def test_trl_is_charged_for_training_what_it_did_not_spend_drawing():
+def test_trl_is_charged_for_training_what_is_not_drawing():
     step = {"kind": "step", "reward": 0.5, "tokens": 300, "generate_s": 1.0}
     curve = trls(
         [

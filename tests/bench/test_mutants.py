@@ -33,7 +33,7 @@ CHANGED = [
 ]
 
 
-def test_operators_and_constants_change_and_texts_and_types_do_not():
+def test_operators_and_constants_change_but_not_texts_or_types():
     found = []
     for mutant in mutants_of("f.py", SOURCE):
         after, before = mutant.source(SOURCE).split(b"\n"), SOURCE.split(b"\n")

@@ -15,7 +15,7 @@ def simulated(load: Load, costs: RedisCosts, nbytes: int = 0, steps: int = 8):
     return Simulation(load, costs, nbytes).run(steps)
 
 
-def test_a_queue_at_redis_is_as_long_as_pollaczek_and_khinchine_say():
+def test_queue_at_redis_has_the_length_of_pollaczek_khinchine():
     """M/D/1: mean wait ρ·s / (2·(1 − ρ)) before a service of s."""
     service_s, load = 0.001, 0.6
     simulation = Simulation(SMALL, FREE, 0)
@@ -73,7 +73,7 @@ def test_the_same_seed_is_the_same_history():
     assert simulated(SMALL, costs, steps=3) == simulated(SMALL, costs, steps=3)
 
 
-def test_the_costs_of_a_real_redis_are_positive_and_grow_with_size():
+def test_costs_of_a_real_redis_are_positive_and_grow_with_size():
     found = measure()
     assert 1e-11 < found.byte_s < 1e-6
     assert found.beat_s > 0

@@ -60,7 +60,7 @@ def test_every_token_lags_by_as_much_as_the_bound_allows(make_run: MakeRun):
     assert [(v["lag/mean"], v["lag/max"]) for v in steps] == [(0, 0), (1, 1)] + [(2, 2)] * 3
 
 
-def test_without_quantization_staleness_and_updates_no_ratio_differs_from_one(make_run: MakeRun):
+def test_ratios_are_one_without_quantization_lag_and_updates(make_run: MakeRun):
     # bfloat16 rounds the weights, so a format without any rounding is not to be had: 2⁻⁸ relative.
     [first] = trained(make_run("steps=1", "rollout.format=bf16", "learner.minibatches=1"))
     assert first["policy/ratio_max"] == pytest.approx(1, abs=1e-6)
@@ -126,7 +126,7 @@ def test_a_window_holds_means_and_maxima_of_its_steps():
     ]
 
 
-def test_a_final_value_is_the_mean_of_the_last_fifth_of_the_steps():
+def test_final_value_is_the_mean_of_the_last_fifth_of_the_steps():
     rows = [
         {"arm": "a", "seed": 0, "step": 10 * i, "reward": float(i), "weight_max": 100.0 / i}
         for i in range(1, 11)
@@ -162,7 +162,7 @@ def test_uaq_alone_changes_no_code_where_scales_are_real_numbers(make_run: MakeR
 
 
 @pytest.mark.parametrize(("optimizer", "power"), [("SGD", 2), ("AdamW", 1), ("Muon", 1)])
-def test_uaq_raises_update_over_error_by_a_power_that_the_optimizer_sets(
+def test_uaq_raises_update_over_error_by_the_optimizers_power(
     make_run: MakeRun, optimizer: str, power: int
 ):
     run = make_run("steps=1", "learner.minibatches=1", "learner.max_lag=0", "learner.groups=8")
@@ -176,7 +176,7 @@ def test_uaq_raises_update_over_error_by_a_power_that_the_optimizer_sets(
     assert ratios[1] / ratios[0] == pytest.approx(2**power, rel=0.02)
 
 
-def test_uaq_under_adam_is_a_learning_rate_of_its_own_for_each_kind_of_weight(make_run: MakeRun):
+def test_uaq_under_adam_is_a_learning_rate_for_each_weight_kind(make_run: MakeRun):
     s = 2.0
     run = make_run("steps=3", "learner.minibatches=1", "learner.max_lag=0", "learner.uaq=1")
     run = override(run, "learner.max_grad_norm=1e9", "learner.optimizer.eps=1e-20")

@@ -90,7 +90,7 @@ def test_a_committed_group_that_is_nowhere_is_seen(sound):
 
 
 @pytest.mark.parametrize(("version", "lost"), [(0, False), (1, True)])
-def test_the_last_groups_are_too_old_for_the_step_that_was_still_to_come(sound, version, lost):
+def test_last_groups_are_too_old_for_the_step_still_to_come(sound, version, lost):
     """Step 2 never ran, but the learner was drawing for it: two versions old is over its bound of one."""
     left, seen, notes = sound
     seen.committed[7] = [VersionSpan(version, 1, f"d{version}")]
@@ -157,7 +157,7 @@ def test_a_group_of_another_run_that_was_learnt_from_is_seen(sound):
     assert "step 1, ticket 3: a group of run without an id" in found
 
 
-def test_what_a_foreign_hand_committed_and_was_learnt_from_is_seen(sound):
+def test_foreign_commit_that_was_learnt_from_is_seen(sound):
     left, seen, notes = sound
     step, [first, second] = left.log[1]
     forged = msgspec.structs.replace(second, worker=FOREIGN)

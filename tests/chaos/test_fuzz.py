@@ -76,7 +76,7 @@ def test_a_group_whose_response_has_no_dimension_is_refused(make_group):
         broken.validate()
 
 
-def test_a_group_that_claims_any_number_of_responses_costs_no_memory(make_group, make_ticket):
+def test_claimed_number_of_responses_costs_no_memory(make_group, make_ticket):
     """It once took all memory that there was."""
     group = make_group()
     ticket = msgspec.structs.replace(group.ticket, group_size=2**60)

@@ -80,7 +80,7 @@ def test_no_interleaving_admits_more_than_the_staleness_bound(
         assert admission.outstanding == in_buffer | {g.ticket.number for g in taken}
 
 
-def test_a_ticket_counts_while_it_is_outstanding_and_again_if_it_comes_back(make_run: MakeRun):
+def test_ticket_counts_while_outstanding_and_if_it_comes_back(make_run: MakeRun):
     admission = admission_of(make_run("learner.max_lag=0"), MemoryBuffer("run"))
     admission.admit(0)
     admission.recount({0, 1})
@@ -89,7 +89,7 @@ def test_a_ticket_counts_while_it_is_outstanding_and_again_if_it_comes_back(make
     assert (admission.outstanding, admission.lost) == ({0, 1, 3}, {2})
 
 
-def test_without_lag_nothing_is_admitted_before_the_whole_step_is_over(
+def test_lag_0_admits_nothing_before_the_whole_step_is_over(
     make_run: MakeRun, make_group: MakeGroup
 ):
     run = make_run("learner.max_lag=0")
@@ -123,7 +123,7 @@ def test_a_ticket_is_a_function_of_the_seed_and_its_number(make_run: MakeRun):
     assert len({ticket_seed(seed, n) for seed in range(20) for n in range(500)}) == 10_000
 
 
-def test_evaluation_is_greedy_on_held_out_problems_and_takes_no_place(make_run: MakeRun):
+def test_evaluation_is_greedy_on_held_out_and_takes_no_place(make_run: MakeRun):
     run = make_run("eval.problems=6")
     store = MemoryBuffer(run.name)
     admission = admission_of(run, store)

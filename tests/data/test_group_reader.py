@@ -74,7 +74,7 @@ def learner(make_run: MakeRun, make_group: MakeGroup, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("digest", "dropped"), [("d10", 0), ("other", 4)])
-def test_a_resumed_learner_knows_its_own_version_before_it_judges_groups_by_that_number(
+def test_resumed_learner_knows_its_version_before_judging_groups(
     learner: Learner, digest: str, dropped: int
 ):
     """Version 10 is still on its way out when groups are read that the abandoned history drew by its own 10."""
@@ -101,14 +101,14 @@ def test_a_group_goes_when_a_single_token_of_it_is_too_old(learner: Learner):
     assert not learner.admission.outstanding & set(stale)
 
 
-def test_a_group_whose_ticket_is_finished_is_counted_and_passed_over(learner: Learner):
+def test_group_of_a_finished_ticket_is_counted_and_passed_over(learner: Learner):
     learner.admission.outstanding -= {0, 2}
     learner.answer(6)
     assert learner.take() == [1, 3, 4, 5]
     assert (learner.group_reader.duplicates, learner.group_reader.dropped) == (2, 0)
 
 
-def test_weights_of_another_history_are_as_old_as_the_way_to_them(
+def test_weights_of_another_history_are_as_old_as_their_way(
     learner: Learner, make_group: MakeGroup
 ):
     learner.answer(4)
@@ -209,7 +209,7 @@ def test_poison_does_not_starve_the_learner(
     assert len(learner.admission.outstanding) <= 12
 
 
-def test_groups_of_equal_rewards_are_dropped_counted_and_their_places_refilled(
+def test_groups_of_equal_rewards_are_dropped_and_refilled(
     make_run: MakeRun, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(group_reader_module, "POLL_S", 0.01)

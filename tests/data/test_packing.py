@@ -93,7 +93,7 @@ def test_every_token_has_the_lag_of_the_weights_that_drew_it(
     assert metrics["lag/mean"] == pytest.approx((6 * 3 + 12 * 2) / 18)
 
 
-def test_samples_keep_the_order_of_the_groups_and_each_its_own_advantage(
+def test_samples_keep_the_groups_order_and_their_advantages(
     make_ticket: Callable[..., Ticket], make_group: Callable[..., Group]
 ):
     groups = [make_group(make_ticket(n, group_size=4)) for n in (7, 3)]

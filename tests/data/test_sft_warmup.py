@@ -68,7 +68,7 @@ def test_a_cache_that_cannot_be_written_costs_the_cache_alone(
     assert "cannot be cached for the next run" in caplog.text
 
 
-def test_the_same_settings_give_the_same_weights_without_the_cache(
+def test_same_settings_give_the_same_weights_without_the_cache(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     run = make_run("warmstart.steps=2", "warmstart.batch=8")
@@ -99,9 +99,7 @@ def test_other_settings_are_not_taken_for_these(make_run: MakeRun, other: str):
     assert warmed(make_run(*settings, "learner.max_lag=0", "steps=99"))[1]
 
 
-def test_a_file_that_changed_under_its_path_is_not_taken_for_the_old_one(
-    make_run: MakeRun, tmp_path: Path
-):
+def test_changed_file_is_not_taken_for_the_old_one(make_run: MakeRun, tmp_path: Path):
     def write(sums: int) -> None:
         lines = [{"question": "", "answer": f"<<{n}+2={n + 2}>>\n#### 1"} for n in range(sums)]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -121,7 +119,7 @@ def test_it_stops_at_the_accuracy_that_is_enough(make_run: MakeRun):
     assert told[0][1] == told[1][1]
 
 
-def test_a_request_to_stop_raises_and_leaves_nothing_in_the_cache(make_run: MakeRun, cache: Path):
+def test_stop_request_raises_and_leaves_nothing_in_the_cache(make_run: MakeRun, cache: Path):
     stop = threading.Event()
     stop.set()
     with pytest.raises(Stopped):
@@ -148,7 +146,7 @@ def test_a_torn_file_in_the_cache_is_made_again(make_run: MakeRun, cache: Path):
     assert warmed(run)[1]
 
 
-def test_the_loss_is_the_mean_cross_entropy_of_the_answers_tokens(make_run: MakeRun):
+def test_loss_is_the_mean_cross_entropy_of_the_answers_tokens(make_run: MakeRun):
     run = make_run()
     tokenizer, task = build_tokenizer(run), build_task(run.task)
     model = build_model(run, tokenizer)

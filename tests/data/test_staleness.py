@@ -12,7 +12,7 @@ def test_lag_in_one_history_is_the_difference_of_versions():
     assert [history.lag(VersionSpan(v, 1, d), 3) for v, d in enumerate("abcd")] == [3, 2, 1, 0]
 
 
-def test_a_token_of_an_abandoned_history_is_as_far_as_the_way_over_the_fork():
+def test_token_of_an_abandoned_history_counts_over_the_fork():
     # Versions 0 1 2 3 4 were published; the learner crashed and resumed from a checkpoint at 2.
     history = VersionHistory(keep=4, digests={1: "b", 2: "c"}, fork=2)
     history.add(3, "d'")

@@ -72,7 +72,7 @@ def some_without_advantage(samples: list[Sample]) -> list[Sample]:
     return [replace(s, advantage=0.0) if s.ticket == 0 else s for s in samples]
 
 
-def test_ranks_step_by_8_bit_moments_and_by_muon_as_one_does_and_go_on_from_each_other(
+def test_ranks_step_by_8_bit_moments_and_muon_as_one_rank_does(
     make_run: MakeRun, make_samples: MakeSamples, on_ranks: OnRanks, tmp_path: Path
 ):
     # Blocks of 256 numbers end within shards, or span several; of three ranks the last has no key rows at all.
@@ -147,7 +147,7 @@ def test_two_ranks_learn_experts_and_replay_routes_as_one_does(
         assert two["loss/router"] == pytest.approx(one["loss/router"], rel=1e-4)
 
 
-def test_two_ranks_learn_what_one_does_and_resume_from_each_other(
+def test_two_ranks_learn_what_one_does_and_resume_each_other(
     make_run: MakeRun, make_samples: MakeSamples, on_ranks: OnRanks, tmp_path: Path
 ):
     run = make_run(*SETTINGS, "learner.recompute=true", "checkpoint.sharded=true")
@@ -232,7 +232,7 @@ PARTS = {
 }
 
 
-def test_everything_that_a_policy_learns_beside_and_under_is_the_same_on_two_ranks(
+def test_adapters_critic_and_references_are_equal_on_two_ranks(
     make_run: MakeRun, make_samples: MakeSamples, on_ranks: OnRanks, tmp_path: Path
 ):
     steps = [rewarded(make_samples(12, seed), seed) for seed in range(2)]
@@ -269,7 +269,7 @@ def test_shares_are_whole_groups_of_about_as_many_tokens(make_samples: MakeSampl
         assert max(loads) - min(loads) <= longest
 
 
-def test_a_sample_arrives_as_it_was_sent_and_a_filler_counts_for_nothing(
+def test_sample_arrives_as_sent_and_a_filler_counts_for_nothing(
     make_samples: MakeSamples,
 ):
     for sample in make_samples(5):

@@ -175,7 +175,7 @@ def check(
 
 @needs_megatron
 @pytest.mark.timeout(900)
-def test_two_ranks_of_every_kind_learn_what_torch_does_from_its_checkpoint(
+def test_two_ranks_of_every_kind_learn_what_torch_does(
     run_of: Callable[..., Run], make_samples, on_ranks, tmp_path: Path
 ):
     """And what torch has of theirs, it exports to what transformers computes."""
@@ -279,7 +279,7 @@ ADAPTED = {
 
 @needs_megatron
 @pytest.mark.timeout(300)
-def test_adapters_on_a_packed_base_learn_what_torch_does_on_every_kind_of_ranks(
+def test_adapters_on_a_packed_base_learn_what_torch_does(
     run_of: Callable[..., Run], make_samples, on_ranks, tmp_path: Path
 ):
     steps = [rewarded(make_samples(15, seed), seed) for seed in range(3)]
@@ -356,7 +356,7 @@ NOISY = ("experts, jet",)
 @needs_megatron
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_forward_on_the_rollouts_numbers_is_that_of_torch_on_every_kind_of_ranks(
+def test_forward_on_the_rollouts_numbers_is_that_of_torch(
     run_of: Callable[..., Run], make_samples, on_ranks, tmp_path: Path, size: int
 ):
     steps = [make_samples(15, seed) for seed in range(2)]
@@ -380,7 +380,7 @@ def test_a_forward_on_the_rollouts_numbers_is_that_of_torch_on_every_kind_of_ran
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (2, 2)])
-def test_parts_of_all_ranks_make_up_every_tensor_of_hugging_face_once(
+def test_parts_of_all_ranks_make_every_hugging_face_tensor_once(
     shape: str, ranks: int, stages: int
 ):
     config = SHAPES[shape]
@@ -397,7 +397,7 @@ def test_parts_of_all_ranks_make_up_every_tensor_of_hugging_face_once(
     assert all(torch.equal(found[name], p) for name, p in state.items())
 
 
-def test_each_key_head_stands_beside_its_queries_and_each_gate_beside_its_up_on_a_rank():
+def test_rank_has_keys_beside_queries_and_gates_beside_ups():
     config = shaped(heads=4, kv_heads=2, head_dim=1)
     plan: dict[str, Entry] = {entry.name: entry for entry in entries(config, 1)}
     q, k, v = (
@@ -434,9 +434,7 @@ def test_experts_are_shared_out_in_their_order():
         ("learner.recompute=true learner.router_aux_coef=0.1", "learner.recompute"),
     ],
 )
-def test_what_experts_do_not_go_with_on_megatron_is_refused_by_name(
-    run_of, setting: str, name: str
-):
+def test_settings_that_experts_exclude_are_refused_by_name(run_of, setting: str, name: str):
     from learner.backends.megatron.settings import transformer_config
 
     run = run_of("moe", *setting.split())

@@ -73,7 +73,7 @@ def test_choices_are_read_from_the_fields_of_each_benchmark(write, row: dict):
     assert f"{problem.answer}. yes" in lines
 
 
-def test_the_right_choice_of_gpqa_stands_anywhere_and_always_there(write):
+def test_right_choice_of_gpqa_takes_every_place_and_keeps_it(write):
     path = write(*({**GPQA, "Question": f"Q{i}"} for i in range(60)))
     once, again = (all_problems(Choice(path=path)) for _ in range(2))
     assert once == again

@@ -56,13 +56,13 @@ def model(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Path) -> Pat
     return path
 
 
-def test_there_is_a_row_for_every_benchmark_and_every_preset_is_used():
+def test_every_benchmark_has_a_row_and_every_preset_is_used():
     assert ROWS.keys() == BENCHMARKS.keys()
     assert {preset for _, _, preset in ROWS.values()} == PRESETS.keys()
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_benchmarks_rows_are_asked_scored_and_saved_under_a_papers_preset(
+def test_benchmark_is_asked_scored_and_saved_under_a_preset(
     name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):  # fmt: skip

@@ -78,12 +78,12 @@ def test_estimates_are_those_of_a_table_counted_by_hand():
         assert 0 <= e.low <= e.value <= e.high <= 1
 
 
-def test_where_every_problem_counts_0_or_1_the_interval_is_wilsons():
+def test_interval_of_problems_that_count_0_or_1_is_wilsons():
     assert interval([1.0, 0.0, 0.0, 1.0, 1.0]) == wilson(3 / 5, 5)
     assert interval([1.0] * 30) == wilson(1.0, 30)
 
 
-def test_the_bootstrap_holds_the_mean_of_all_problems_about_95_times_in_100():
+def test_bootstrap_holds_the_mean_about_95_times_in_100():
     rng = np.random.default_rng(1)
     truth, held = 2 / 7, 0
     for _ in range(60):

@@ -204,7 +204,7 @@ def additions(tmp_path: Path) -> Path:
     return path
 
 
-def test_all_problems_of_a_file_are_asked_with_greedy_and_drawn_answers(
+def test_every_problem_is_asked_for_greedy_and_drawn_answers(
     make_run: MakeRun,
     run_dir: Path,
     additions: Path,
@@ -274,7 +274,7 @@ def test_a_preset_sets_what_is_not_said_otherwise(
     assert (settings["samples"], settings["sampling"]["top_p"]) == (2, 1.0)
 
 
-def test_ctrl_c_keeps_what_is_finished_and_tells_what_it_comes_to(
+def test_ctrl_c_keeps_what_is_finished_and_says_its_result(
     make_run: MakeRun,
     run_dir: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -128,7 +128,7 @@ def test_a_critic_and_a_reference_go_on_bit_for_bit_too(
     assert_equal(everything(resumed), uninterrupted)
 
 
-def test_a_checkpoint_without_the_critic_that_is_asked_for_is_refused(
+def test_checkpoint_without_the_wanted_critic_is_refused(
     make_run: MakeRun, policy: TorchPolicy, tmp_path: Path
 ):
     checkpoint.save(tmp_path, state_at(1, policy), policy, keep=2)
@@ -234,7 +234,7 @@ def flip(data: bytes) -> bytes:
 
 @pytest.mark.parametrize("name", ["tensors.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", [cut, flip, lambda data: b"", None])
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(
+def test_damaged_checkpoint_is_refused_and_the_one_before_named(
     policy: TorchPolicy, tmp_path: Path, name: str, damage: Callable[[bytes], bytes] | None
 ):
     for step in (1, 2):
@@ -325,9 +325,7 @@ def test_a_checkpoint_is_reported_only_once_it_stands_on_disk(
     writer.close()
 
 
-def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(
-    policy: TorchPolicy, tmp_path: Path
-):
+def test_background_error_is_raised_by_the_next_call(policy: TorchPolicy, tmp_path: Path):
     (tmp_path / "checkpoints").write_text("in the way")
     writer = CheckpointWriter(tmp_path / "checkpoints", keep=2)
     writer.save(state_at(1, policy), SingleProcessUpdater(policy))

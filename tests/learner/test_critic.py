@@ -84,7 +84,7 @@ def two_responses(make_samples: MakeSamples):
     return samples, inputs
 
 
-def test_token_rewards_of_gae_are_the_penalty_and_at_last_the_reward(
+def test_token_rewards_of_gae_are_penalties_then_the_reward(
     make_run: MakeRun, make_samples: MakeSamples
 ):
     samples, inputs = two_responses(make_samples)
@@ -102,7 +102,7 @@ def test_token_rewards_of_gae_are_the_penalty_and_at_last_the_reward(
     assert one.returns.tolist() == pytest.approx([0.75 - 0.1 * LN2, 1.0])
 
 
-def test_the_penalty_of_a_whole_response_comes_off_its_reward_for_group_advantages(
+def test_group_advantages_subtract_each_responses_whole_penalty(
     make_run: MakeRun, make_samples: MakeSamples
 ):
     samples, inputs = two_responses(make_samples)
@@ -119,7 +119,7 @@ def test_the_penalty_of_a_whole_response_comes_off_its_reward_for_group_advantag
     assert one.returns is None
 
 
-def test_the_first_values_are_0_and_the_first_advantages_the_returns(
+def test_first_values_are_0_and_first_advantages_the_returns(
     make_run: MakeRun, make_samples: MakeSamples
 ):
     run = make_run(*GAE, "learner.advantage.normalize=false")
@@ -152,7 +152,7 @@ def test_the_critic_learns_the_rewards_of_responses(
 
 
 @pytest.mark.parametrize("trunk", ["separate", "shared"])
-def test_the_value_loss_trains_the_policy_only_where_the_trunk_is_shared(
+def test_value_loss_trains_the_policy_only_in_a_shared_trunk(
     make_run: MakeRun, make_samples: MakeSamples, trunk: str
 ):
     samples = rewarded(make_samples(6), [0.0, 1.0] * 3)
@@ -197,9 +197,7 @@ def test_the_step_does_not_depend_on_how_the_batch_is_cut(
             assert values[key] == pytest.approx(metrics[-1][key], rel=1e-3, abs=1e-6)
 
 
-def test_the_entropy_bonus_raises_the_entropy_where_nothing_else_pulls(
-    make_run: MakeRun, make_samples: MakeSamples
-):
+def test_entropy_bonus_alone_raises_the_entropy(make_run: MakeRun, make_samples: MakeSamples):
     samples = [replace(s, advantage=0.0) for s in make_samples(6)]
     unmoved = build(make_run("learner.optimizer.warmup_steps=0"))
     before = mean_of(unmoved, samples, 1)
@@ -212,7 +210,7 @@ def test_the_entropy_bonus_raises_the_entropy_where_nothing_else_pulls(
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_the_penalty_in_the_loss_pulls_the_policy_back_to_the_reference(
+def test_penalty_in_the_loss_pulls_the_policy_to_the_reference(
     make_run: MakeRun, make_samples: MakeSamples, estimator: str
 ):
     kl = f"learner.reference_kl={{coef=1.0, estimator='{estimator}'}}"
@@ -232,7 +230,7 @@ def test_the_penalty_in_the_loss_pulls_the_policy_back_to_the_reference(
     assert not any(p.requires_grad for p in policy.reference.parameters())
 
 
-def test_the_reference_is_the_model_at_its_path_until_it_is_reset(
+def test_reference_is_the_model_at_its_path_until_it_is_reset(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
 ):
     run = make_run("learner.reference_kl={}")
@@ -264,7 +262,7 @@ def test_nothing_is_held_or_computed_for_what_is_off(make_run: MakeRun, make_sam
     assert inputs.entropy is not None and not inputs.entropy.requires_grad
 
 
-def test_a_log_prob_that_is_not_finite_names_ticket_response_and_token(
+def test_nonfinite_log_prob_names_ticket_response_and_token(
     make_run: MakeRun, make_samples: MakeSamples
 ):
     samples = make_samples(6)

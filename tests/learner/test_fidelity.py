@@ -130,7 +130,7 @@ def test_a_healthy_engine_is_as_near_as_rounding(
     assert not caplog.records
 
 
-def test_a_planted_error_of_a_tenth_of_a_nat_is_seen_and_warned_of_once(
+def test_planted_error_of_a_tenth_of_a_nat_is_warned_of_once(
     make_run, make_versions, drawn, caplog
 ):
     run = make_run(EVERY)

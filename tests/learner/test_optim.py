@@ -180,7 +180,7 @@ def test_the_learning_rate_falls_along_a_line_or_half_a_cosine():
     assert [learning_rate(curve, u) for u in range(5)] == pytest.approx(expected)
 
 
-def test_so_many_bad_gradients_in_a_row_end_training_with_the_weights_of_before(
+def test_bad_gradients_in_a_row_end_training_on_old_weights(
     make_run: MakeRun, make_samples: MakeSamples
 ):
     policy = build(make_run("learner.minibatches=1", "learner.max_skipped=3"))

@@ -133,9 +133,7 @@ def trajectory(index: int, c: Completion) -> Trajectory:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("format", list(FORMATS))
-def test_log_probs_and_routes_are_those_of_the_learner_on_the_same_weights(
-    format: str, fused: bool
-) -> None:
+def test_log_probs_and_routes_equal_the_learners(format: str, fused: bool) -> None:
     weights = publish(decoder(), format)
     found = samples(generate(weights, PROMPTS, fused=fused))
     policy = engine_policy(CONFIG, weights.tensors, format)
@@ -309,7 +307,7 @@ def test_replay_lowers_the_gap_of_quantized_rollouts() -> None:
     assert 0 < kl["true"] < kl["false"]
 
 
-def test_disagreement_is_a_count_of_token_layers_that_go_elsewhere() -> None:
+def test_disagreement_counts_token_layers_that_go_elsewhere() -> None:
     found = samples(generate(publish(decoder()), PROMPTS))
     assert update_policy(policy(decoder()), found)["routing/disagreement"] == 0
     changed, tokens = [], 0

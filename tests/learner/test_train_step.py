@@ -40,7 +40,7 @@ def total_logprobs(policy: TorchPolicy, samples: list[Sample]) -> list[float]:
     return totals.tolist()
 
 
-def test_log_probs_equal_those_of_transformers_at_the_sampling_temperature(
+def test_log_probs_equal_transformers_at_the_temperature(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
 ):
     from transformers import AutoModelForCausalLM
@@ -92,7 +92,7 @@ def test_the_step_does_not_depend_on_how_the_batch_is_cut(
             assert values[key] == pytest.approx(metrics[-1][key], rel=1e-3, abs=1e-6)
 
 
-def test_a_response_that_no_micro_batch_has_room_for_is_refused_by_name(
+def test_response_too_long_for_a_micro_batch_is_refused_by_name(
     make_run: MakeRun, make_samples: MakeSamples
 ):
     samples = make_samples(9)
@@ -135,7 +135,7 @@ def test_the_proximal_policy_is_the_one_before_the_first_update(
     assert (seen[-1].logprobs - seen[-1].proximal_logprobs).abs().max() > 1e-2
 
 
-def test_the_same_samples_and_weights_give_the_same_weights_bit_for_bit(
+def test_same_samples_and_weights_give_bit_equal_weights(
     make_run: MakeRun, make_samples: MakeSamples
 ):
     results = []
@@ -148,7 +148,7 @@ def test_the_same_samples_and_weights_give_the_same_weights_bit_for_bit(
     assert metrics == metrics_again
 
 
-def test_a_rewarded_response_gets_likelier_and_a_punished_one_less_so(
+def test_rewarded_response_gets_likelier_and_a_punished_one_less(
     make_run: MakeRun, make_samples: MakeSamples
 ):
     policy = build(make_run("learner.minibatches=1", "learner.optimizer.warmup_steps=0"))
@@ -181,7 +181,7 @@ def test_masked_tokens_teach_nothing(make_run: MakeRun, make_samples: MakeSample
     assert all(torch.equal(before[k], v) for k, v in weights(policy).items())
 
 
-def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_counted(
+def test_step_with_a_nonfinite_gradient_is_skipped_and_counted(
     make_run: MakeRun, make_samples: MakeSamples
 ):
     policy = build(make_run("learner.minibatches=2"))

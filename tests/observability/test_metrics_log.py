@@ -39,7 +39,7 @@ def test_every_finite_value_survives_exactly(tmp_path_factory, values):
     assert {k: v for k, v in record.items() if "/" in k} == prefixed
 
 
-def test_each_line_is_plain_json_on_disk_as_soon_as_it_is_written(tmp_path, log):
+def test_each_line_is_plain_json_on_disk_once_it_is_written(tmp_path, log):
     log.write("eval", 1, {"eval/accuracy": 0.25})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["eval/accuracy"] for line in lines] == [0.25]
@@ -63,7 +63,7 @@ def test_non_finite_values_become_null_and_are_counted(tmp_path, log):
     assert "nonfinite" not in good
 
 
-def test_elapsed_time_goes_on_over_a_resumption_without_the_pause(tmp_path, monkeypatch):
+def test_elapsed_time_goes_on_after_a_pause_without_the_pause(tmp_path, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(metrics_log.time, "monotonic", lambda: clock[0])
     with MetricsLog(tmp_path, tensorboard=False) as log:
@@ -76,7 +76,7 @@ def test_elapsed_time_goes_on_over_a_resumption_without_the_pause(tmp_path, monk
     assert [r["elapsed_s"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [7.5, 9.5]
 
 
-def test_a_torn_last_line_is_not_read_and_does_not_spoil_the_next_record(tmp_path, log):
+def test_torn_last_line_is_not_read_and_spoils_no_next_record(tmp_path, log):
     path = tmp_path / "metrics.jsonl"
     log.write("step", 1, {"a/x": 1.0})
     whole = path.read_bytes()
@@ -95,7 +95,7 @@ def test_a_line_that_is_no_record_is_named(tmp_path):
         read_metrics(path)
 
 
-def test_truncation_drops_later_steps_and_the_end_of_the_abandoned_history(tmp_path, log):
+def test_truncation_drops_later_steps_and_the_abandoned_end(tmp_path, log):
     for step in range(5):
         log.write("step", step, {"a/x": step / 2})
     log.write("end", 2, {}, reason="drained")
@@ -109,7 +109,7 @@ def test_truncating_a_missing_file_leaves_it_missing(tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_after_a_rewind_both_sinks_hold_only_the_surviving_history(tmp_path):
+def test_both_sinks_hold_the_surviving_history_after_a_rewind(tmp_path):
     with MetricsLog(tmp_path) as log:
         for step in range(6):
             log.write("step", step, {"reward/mean": 0.1})
@@ -133,7 +133,7 @@ def test_tensorboard_gets_the_scalars_and_nothing_else(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
-def test_a_full_disk_costs_records_but_not_the_run_and_is_logged_once(tmp_path, caplog):
+def test_full_disk_costs_records_not_the_run_and_is_logged_once(tmp_path, caplog):
     log = MetricsLog(tmp_path, tensorboard=False)
     with open("/dev/full", "ab") as full:
         os.dup2(full.fileno(), log._file.fileno())

@@ -68,7 +68,7 @@ def lines_of(console):
     return [line for line in console.export_text().splitlines() if line.startswith("warning")]
 
 
-def test_the_first_failure_of_a_reward_is_said_with_its_cause_and_file(own, run_dir):
+def test_first_failure_of_a_reward_is_said_with_cause_and_file(own, run_dir):
     console = Console(record=True, width=200, file=io.StringIO())
     view = PlainView(own, console)
     view.start(run_dir)
@@ -80,7 +80,7 @@ def test_the_first_failure_of_a_reward_is_said_with_its_cause_and_file(own, run_
     assert str(own.reward.path) in line and "rollout-0.log" in line
 
 
-def test_failures_are_counted_and_said_again_when_there_are_ten_times_as_many(own, run_dir):
+def test_failures_are_said_again_at_ten_times_as_many(own, run_dir):
     watch = RewardWatch(own, run_dir)
     fail(own, 1)
     assert len(watch.due()) == 1
@@ -150,14 +150,14 @@ def test_the_summary_tells_share_and_causes_of_failures(own, run_dir):
     assert "raised ZeroDivisionError" in text
 
 
-def test_a_run_whose_every_reward_failed_says_so_without_any_record(own, run_dir):
+def test_run_whose_every_reward_failed_says_so_without_a_record(own, run_dir):
     fail(own, 1)
     console = Console(record=True, width=200, file=io.StringIO())
     last_screen(own, run_dir, console)
     assert "raised ZeroDivisionError" in console.export_text()
 
 
-def test_the_summary_of_flat_rewards_says_that_nothing_was_learnt(run_dir):
+def test_summary_of_flat_rewards_says_that_nothing_was_learnt(run_dir):
     def rows(*rewards):
         steps = [
             {"kind": "step", "step": i, "elapsed_s": 1.0, "reward/mean": m, "reward/std": s}

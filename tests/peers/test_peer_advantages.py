@@ -109,7 +109,7 @@ def test_group_advantages_equal_areals_reward_normalization(cfg, theirs):
     torch.testing.assert_close(group_advantages(REWARDS, GROUPS, cfg)[order], expected)
 
 
-def test_reinforce_plus_plus_equals_verls_where_all_responses_are_equally_long():
+def test_reinforce_plus_plus_equals_verls_at_equal_lengths():
     """verl's variance is over tokens and divided by their number - 1."""
     mask = mask_of(torch.full_like(LENGTHS, 10)) | True
     tokens = mask.sum()
@@ -213,7 +213,7 @@ def test_kl_estimates_equal_areals(estimator):
     torch.testing.assert_close(mine[mask], theirs[mask])
 
 
-def test_overlong_penalty_equals_areals_up_to_the_longest_response_allowed():
+def test_overlong_penalty_equals_areals_up_to_the_longest():
     lengths = torch.tensor([1, 12, 13, 14, 16])
     mask = torch.arange(16) < lengths[:, None]
     data = {"rewards": torch.zeros(5), "input_ids": mask.long(), "loss_mask": mask}
@@ -226,7 +226,7 @@ def test_overlong_penalty_equals_areals_up_to_the_longest_response_allowed():
 # ---- Known disagreements. Each says which side does what, and fails when a peer changes its mind.
 
 
-def test_a_group_of_one_has_its_reward_as_advantage_in_verl_and_zero_in_ours():
+def test_group_of_one_has_advantage_reward_in_verl_zero_in_ours():
     one, mask = torch.tensor([5.0]), torch.ones(1, 3).bool()
     for name, cfg in (("grpo", Grpo()), ("rloo", Rloo())):
         theirs = verl(name, mask, one, index=np.array([0]))
@@ -234,7 +234,7 @@ def test_a_group_of_one_has_its_reward_as_advantage_in_verl_and_zero_in_ours():
         assert group_advantages(one, torch.tensor([0]), cfg).tolist() == [0.0]
 
 
-def test_verl_normalizes_reinforce_plus_plus_over_tokens_and_ours_over_responses():
+def test_verl_normalizes_over_tokens_and_ours_over_responses():
     """A token mean weighs a long response more: the mean of ours is 0 over responses, of verl's over tokens."""
     mask = mask_of()
     mine = group_advantages(REWARDS, GROUPS, ReinforcePlusPlus())
@@ -243,7 +243,7 @@ def test_verl_normalizes_reinforce_plus_plus_over_tokens_and_ours_over_responses
     assert per_token(mine, mask).mean().abs() > 0.05
 
 
-def test_areals_overlong_penalty_goes_on_falling_and_ours_ends_at_minus_one():
+def test_overlong_penalty_falls_on_in_areal_and_ends_in_ours():
     mask = torch.ones(1, 20).bool()
     data = {"rewards": torch.zeros(1), "input_ids": mask.long(), "loss_mask": mask}
     areal("utils.functional.functional").reward_overlong_penalty(data, 4, 1.0, 16)
@@ -252,7 +252,7 @@ def test_areals_overlong_penalty_goes_on_falling_and_ours_ends_at_minus_one():
     assert overlong_penalty(20, cfg) == -1
 
 
-def test_areal_goes_on_with_the_critics_value_after_a_cut_off_response_and_ours_with_zero():
+def test_cut_off_response_ends_in_areals_value_and_in_our_zero():
     mask = torch.ones(1, 9).bool()
     zeros, values = torch.zeros(1, 9), torch.ones(1, 10)
     whole = {"logprobs": zeros, "reference": zeros}

@@ -112,7 +112,7 @@ def test_dual_clip_equals_verls(mode):
     assert not agree(mine, verl(batch, aggregation=mode), batch, 1e-3)
 
 
-def test_naive_equals_verls_loss_with_the_engines_logprobs_as_old_ones():
+def test_naive_equals_verls_loss_with_engine_logprobs_as_old():
     batch = responses()
     assert agree(ours(batch, Naive()), verl(batch, old=batch.behavior), batch)
 
@@ -161,9 +161,7 @@ def test_mismatch_weights_equal_verls_rollout_correction(objective, is_level, th
     [("token", "token", "token_k1"), ("product", "sequence", "seq_sum_k1")],
 )
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_masks_equal_verls_rejection_over_kept_tokens_with_its_bounds_inverted(
-    level, is_level, rejection, mode
-):
+def test_masks_equal_verls_rejection_with_its_bounds_inverted(level, is_level, rejection, mode):
     """verl compares -log w with the logarithms of its bounds: "a_b" keeps 1/b ≤ w ≤ 1/a."""
     batch, low, high = responses(), 0.3, 1.6
     weights, mask = verl_correction(
@@ -214,7 +212,7 @@ def test_value_loss_equals_verls_and_areals():
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_micro_batches_add_up_as_verls_do_when_told_the_counts_of_the_step(mode):
+def test_micro_batches_add_up_as_verls_told_the_steps_counts(mode):
     batch = responses()
     counts = {
         "batch_num_tokens": int(batch.mask.sum()),
@@ -331,7 +329,7 @@ def test_losses_equal_trls(objective, aggregation, settings):
     ],
     ids=str,
 )
-def test_mismatch_weights_equal_trls_importance_sampling_correction(objective, mode, bounds):
+def test_mismatch_weights_equal_trls_importance_correction(objective, mode, bounds):
     batch = responses()
     settings = {f"vllm_importance_sampling_clip_{name}": x for name, x in bounds.items()}
     settings |= {"vllm_importance_sampling_mode": mode}
@@ -340,7 +338,7 @@ def test_mismatch_weights_equal_trls_importance_sampling_correction(objective, m
     assert agree(ours(batch, objective), theirs, batch, FLOAT32)
 
 
-def test_k3_in_the_loss_equals_trls_without_its_correction_of_the_gradient():
+def test_k3_in_the_loss_equals_trls_without_its_correction():
     batch = responses()
     reference = batch.proximal + 0.4 * torch.randn(batch.mask.shape, dtype=torch.float64)
     mine = loss_fn(
@@ -354,7 +352,7 @@ def test_k3_in_the_loss_equals_trls_without_its_correction_of_the_gradient():
 # ---- Known disagreements. Each says which side does what, and fails when a peer changes its mind.
 
 
-def test_a_sequence_weight_is_a_product_in_verl_and_trl_and_a_geometric_mean_in_areal():
+def test_sequence_weight_is_a_product_but_a_mean_in_areal():
     batch = responses()
     weights, _ = verl_correction(batch, rollout_is="sequence", rollout_is_threshold=1.1)
     of_verl = verl(batch, weights=weights)
@@ -364,7 +362,7 @@ def test_a_sequence_weight_is_a_product_in_verl_and_trl_and_a_geometric_mean_in_
     assert agree(ours(batch, Tis(cap=1.1, level="geometric")), of_areal, batch, FLOAT32)
 
 
-def test_verls_rejection_divides_by_the_kept_tokens_and_areals_by_all():
+def test_verls_rejection_divides_by_kept_tokens_areals_by_all():
     batch, low, high = responses(), 0.6, 1.5
     weights, mask = verl_correction(
         batch,
@@ -403,7 +401,7 @@ def test_verls_k1_bounds_hold_for_the_inverse_of_the_weight(weight, kept_by_verl
     assert kept_by_us is (0.6 <= weight <= 1.6)
 
 
-def test_areals_decoupled_loss_has_no_mismatch_weight_unless_rejection_is_configured():
+def test_areals_decoupled_loss_has_no_weight_without_rejection():
     batch = responses()
     theirs = areal_loss(batch)
     assert agree(ours(batch, Ppo()), theirs, batch)
@@ -439,7 +437,7 @@ def test_gspo_with_an_advantage_per_token_differs_in_all_four():
     assert not agree(token_mean, of_areal, batch, 1e-2)
 
 
-def test_a_response_without_a_counted_token_counts_in_trls_means_and_not_in_ours_or_verls():
+def test_response_without_counted_tokens_counts_in_trl_alone():
     whole = responses()
     mask = whole.mask.clone()
     mask[1] = False
@@ -452,7 +450,7 @@ def test_a_response_without_a_counted_token_counts_in_trls_means_and_not_in_ours
     assert agree(constant * 23 / 24, theirs, batch)
 
 
-def test_verl_and_areal_cap_a_k3_of_one_token_at_ten_and_ours_does_not():
+def test_verl_and_areal_cap_a_tokens_k3_at_ten_and_ours_does_not():
     from verl.trainer.ppo.core_algos import kl_penalty
 
     logprobs, reference = torch.tensor([-8.0]), torch.tensor([-1.0])  # e⁷ - 7 - 1
@@ -472,7 +470,7 @@ def test_verl_and_areal_cap_a_k3_of_one_token_at_ten_and_ours_does_not():
     assert mine.item() == pytest.approx(1096.6331584 - 8)
 
 
-def test_trl_trains_on_a_truncated_distribution_and_ours_refuses_to():
+def test_trl_trains_on_truncated_sampling_and_ours_refuses_to():
     """The engine's log-probs are then of fewer tokens than the learner's, and no ratio is right."""
     from trl import GRPOConfig
 

@@ -254,7 +254,7 @@ def names(examined: Examined) -> set[str]:
 
 
 @pytest.mark.parametrize("cause", PLANTS)
-def test_a_planted_cause_is_found_and_named_with_a_number_and_a_remedy(tmp_path, healthy, cause):
+def test_planted_cause_is_named_with_a_number_and_a_remedy(tmp_path, healthy, cause):
     planted = World(tmp_path / "run", **PLANTS[cause]).play()
     assert cause in names(planted)
     assert cause not in names(healthy)
@@ -397,7 +397,7 @@ def test_the_screen_has_its_verdict_first_and_fits_80_columns(tmp_path, world, v
     assert drawn.removeprefix(" lag 0  ").rstrip() == whole.rstrip()
 
 
-def test_staleness_within_the_bound_is_a_note_until_few_samples_count():
+def test_staleness_in_bounds_is_a_note_until_few_samples_count():
     def examined(gap):
         n = 1000
         zeros = np.zeros(n)

@@ -53,14 +53,14 @@ def run_dir(make_run, make_samples, tmp_path: Path) -> Path:
     return directory
 
 
-def test_the_newest_checkpoint_gives_what_the_end_of_the_run_would(run_dir: Path, tmp_path: Path):
+def test_newest_checkpoint_gives_what_the_end_of_the_run_would(run_dir: Path, tmp_path: Path):
     assert export(run_dir, tmp_path / "out")[0].name == "step-000004"
     ours, theirs = (sorted(p.iterdir()) for p in (tmp_path / "out", run_dir / "hf"))
     assert [p.name for p in ours] == [p.name for p in theirs]
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(ours, theirs, strict=True))
 
 
-def test_an_earlier_step_is_loaded_by_transformers_and_says_the_same(run_dir: Path, tmp_path: Path):
+def test_earlier_step_answers_alike_when_transformers_loads_it(run_dir: Path, tmp_path: Path):
     from transformers import AutoModelForCausalLM
 
     export(run_dir, tmp_path / "out", step=2)
@@ -110,7 +110,7 @@ def test_without_a_dtype_it_is_the_one_that_the_source_declares(
     assert declared_for(run) == "float32"
 
 
-def test_a_weight_beyond_the_dtype_is_named_and_nothing_is_written(tmp_path: Path, make_run):
+def test_weight_beyond_the_dtype_is_named_and_nothing_written(tmp_path: Path, make_run):
     run = make_run()
     model = build_model(run, build_tokenizer(run))
     with torch.no_grad():
@@ -148,9 +148,7 @@ def test_what_is_written_is_as_open_to_others_as_the_umask_says(
     assert not wrong
 
 
-def test_a_step_that_has_no_checkpoint_is_refused_and_those_there_are_named(
-    run_dir: Path, tmp_path: Path
-):
+def test_step_without_a_checkpoint_is_refused_and_others_named(run_dir: Path, tmp_path: Path):
     with pytest.raises(CheckpointError, match="no checkpoint of step 3; there are: 2, 4"):
         export(run_dir, tmp_path / "out", step=3)
     with pytest.raises(LogError, match="no such run"):

@@ -159,7 +159,7 @@ def test_a_replay_from_a_later_checkpoint_ends_in_the_same_bits(finished, here):
     assert "equal, tensor by tensor" in out
 
 
-def test_steps_between_checkpoints_are_led_up_to_from_the_one_before(finished, here):
+def test_step_between_checkpoints_is_reached_from_the_one_before(finished, here):
     code, out = here(finished, first=2, stop=5)
     assert code == 0 and "steps 2–4:" in out and "bit for bit" in out
 
@@ -211,7 +211,7 @@ def test_the_step_log_names_batch_order_seeds_and_settings(finished):
     assert len(set(hashes[:FORK])) == len(set(hashes[FORK:])) == 1 < len(set(hashes))
 
 
-def test_another_objective_is_another_history_and_shown_beside_the_first(run_dir, here):
+def test_another_objective_is_shown_beside_the_first(run_dir, here):
     code, out = here(run_dir, first=2, settings=["learner.objective.type=tbpo"])
     assert code == 0 and "learner.objective.type=tbpo: another history" in out
     assert (run_dir / "replay" / "replay.png").read_bytes().startswith(b"\x89PNG")
@@ -235,20 +235,20 @@ def test_other_settings_begin_at_the_first_step_asked_for(run_dir):
     assert changed[4].metrics["mismatch/kl"] != changed[4].record.metrics["mismatch/kl"]
 
 
-def test_other_settings_stop_at_the_first_step_that_differs_if_asked(run_dir, here):
+def test_other_settings_stop_at_the_first_difference_if_asked(run_dir, here):
     code, out = here(run_dir, until_diverges=True, settings=["learner.optimizer.lr=1e-2"])
     assert code == 0, out
     assert "step 0 with" in out
     assert re.search(r"step 0 is the first that differs: \S+/\S+ [-\d.e]+ became", out)
 
 
-def test_only_rounding_is_allowed_where_micro_batches_are_cut_otherwise(finished, here):
+def test_other_micro_batches_are_allowed_nothing_but_rounding(finished, here):
     code, out = here(finished, settings=["learner.microbatch_tokens=64"])
     assert code == 0, out
     assert "within tolerances" in out and "bit for bit" not in out
 
 
-def test_another_instruction_set_gives_other_bits_within_the_tolerances(finished):
+def test_another_instruction_set_stays_within_the_tolerances(finished):
     """The nearest thing to a log from another device: every kernel of torch without AVX."""
     plain = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
     result = areal_q(finished.parent, "replay", str(finished), env=plain)
@@ -259,7 +259,7 @@ def test_another_instruction_set_gives_other_bits_within_the_tolerances(finished
     assert differs, f"the same bits, nothing was compared: {other.stdout}"
 
 
-def test_the_other_backend_gives_other_bits_as_another_processor_does():
+def test_other_backend_gives_other_bits_within_tolerances():
     assert machine("cpu", "torch") == machine("cpu")
     assert machine("cpu", "megatron") == machine("cpu") + ", megatron"
 
@@ -287,7 +287,7 @@ def test_a_changed_log_prob_is_found_at_its_step(run_dir, here):
     assert re.search(r"\S+/\S+ [-\d.e]+ became [-\d.e]+ \([+-]", out)
 
 
-def test_groups_in_another_order_are_not_the_step_that_was_learnt(run_dir):
+def test_groups_in_another_order_are_not_the_learnt_step(run_dir):
     rewrite(run_dir, 4, lambda groups: groups[::-1])
     with pytest.raises(LogError, match="other groups at step 4"):
         list(Replay(run_dir).steps())
@@ -430,7 +430,7 @@ def test_the_doctor_follows_a_run_until_it_ends(tmp_path):
             run.kill()
 
 
-def test_a_probe_at_learning_rate_0_has_no_staleness_whatever_the_lag(run_dir):
+def test_probe_at_learning_rate_0_has_no_staleness_at_any_lag(run_dir):
     """Through launcher, engine and buffer; the run itself, which learns, has some."""
     results = {}
     for name, args in (("run", ()), ("probe", ("--probe", "4"))):
