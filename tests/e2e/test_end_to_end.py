@@ -154,6 +154,7 @@ def finished(make_runs: Callable[[], Runs]) -> tuple[Runs, str]:
     """A run of the quickstart's own model for 8 steps, and what it said."""
     runs = make_runs()
     settings = ["steps=8", "warmstart.steps=20", "learner.groups=16", "eval.problems=32"]
+    settings.append("checkpoint.every=4")
     return runs, runs.run("run", str(QUICKSTART), *settings)
 
 
@@ -165,6 +166,12 @@ def test_a_run_ends_well_and_says_where_everything_is(finished: tuple[Runs, str]
     assert (end["kind"], end["reason"]) == ("end", "done")
     for name in ("hf", "checkpoints", "curves.png", "config.toml"):
         assert (runs.root / "runs" / "quickstart" / name).exists()
+
+
+def test_a_finished_quickstart_keeps_two_checkpoints(finished: tuple[Runs, str]):
+    """The start's, of the weights alone, and the last: of 31 MB that a run left, 7 were one before it."""
+    kept = finished[0].root / "runs" / "quickstart" / "checkpoints"
+    assert sorted(path.name for path in kept.iterdir()) == ["step-000000", "step-000008"]
 
 
 def test_quantization_alone_costs_little(finished: tuple[Runs, str]):
