@@ -15,6 +15,7 @@
     ├── BufferUnavailable               Redis does not answer, or refuses writes
     │   └── BufferFull                  it is at its memory limit: nothing was written, and nothing is lost
     ├── RunChanged                      the run in Redis is not the one that a worker was set up for
+    ├── RunFinished                     the run that a worker works for has done its last step
     ├── ChildDied                       a process of a run ended when it should not have
     ├── RewardUnavailable               raised by a user's reward: what it needs did not answer
     └── Stopped                         asked to end before there was anything to keep
@@ -102,6 +103,10 @@ class RewardUnavailable(AReaLQError):
 
 class RunChanged(AReaLQError):
     """The run in Redis has another id, or other settings, than the one that a worker was set up for."""
+
+
+class RunFinished(AReaLQError):
+    """The run that a worker works for has done its last step: not a failure."""
 
 
 class Stopped(AReaLQError):

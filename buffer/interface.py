@@ -158,6 +158,8 @@ class RunInfo(NamedTuple):
     run_id: str = ""
     settings: str = ""
     """Hash of the settings that workers are set up from: it changes when one of them does."""
+    finished: bool = False
+    """True once the last step is done, until a learner takes the run up again."""
 
 
 class WorkerSide(Protocol):

@@ -6,14 +6,13 @@
 With torchrun in place of python (`-m torch.distributed.run --nproc-per-node N -m learner …`) the model is
 sharded over N processes; the first does all that is described here, the others follow it.
 
-SIGTERM or SIGINT: the current step ends, a checkpoint is written, exit 0. Exit 2: a setting, file or
-checkpoint cannot be used (one line on stderr).
+SIGTERM or SIGINT: the current step ends, a checkpoint is written, and the exit code is 143 or 130
+(areal_q/system/stop_request.py), or 0 if that was the last step. Exit 2: a setting, file or checkpoint cannot
+be used (one line on stderr).
 """
 
 import logging
 import os
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,14 +27,15 @@ from areal_q.observability.prometheus_exporter import LEARNER, Exporter, serve_m
 from areal_q.system import run_dir as rundir
 from areal_q.system.command import run_command
 from areal_q.system.credentials import no_password
+from areal_q.system.stop_request import StopRequest
 
 logger = logging.getLogger("learner")
 ANNOUNCE, FETCH = "tcp://127.0.0.1:5551", "tcp://127.0.0.1:5552"
 """Fixed ports: workers find a learner that restarted where it was."""
 
 LEARNER_EXIT_CODES = (
-    "Exit codes: 0 done, or ended by SIGTERM with a checkpoint; 2 a setting, file or "
-    "checkpoint that cannot be used, which one line names."
+    "Exit codes: 0 the run is finished; 143 ended by SIGTERM, 130 by SIGINT, with a checkpoint to go on "
+    "from; 2 a setting, file or checkpoint that cannot be used, which one line names; 1 a crash."
 )
 
 
@@ -68,9 +68,8 @@ def main(
 ) -> None:
     """Learns until the last step, then exports the model in Hugging Face layout."""
     service_log.set_up("learner")
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = StopRequest()
+    stop.listen()
     if config and not run_dir and is_follower():
         return _follow(load(config, overrides))
     if run_dir and not config and not overrides and is_follower():
@@ -84,7 +83,8 @@ def main(
     with claim as (run, directory, resume):
         announce = announce or run.broadcast.announce or ANNOUNCE
         fetch = fetch or run.broadcast.fetch or FETCH
-        _learn(run, directory, redis, announce, fetch, resume, stop, metrics)
+        code = _learn(run, directory, redis, announce, fetch, resume, stop, metrics)
+    raise typer.Exit(code)
 
 
 def is_follower() -> bool:
@@ -126,9 +126,10 @@ def _learn(
     announce: str,
     fetch: str,
     resume: bool,
-    stop: threading.Event,
+    stop: StopRequest,
     metrics: str,
-) -> None:
+) -> int:
+    """Returns the exit code."""
     exporter = Exporter(LEARNER, {"run": run.name})
     if metrics:
         logger.info("metrics on port %d", serve_metrics(metrics, exporter))
@@ -150,17 +151,19 @@ def _learn(
             from learner.multi_process import end_other_ranks, exit_process
 
             end_other_ranks(ranks)
-            exit_process()
-        return
+            exit_process(stop.exit_code)
+        return stop.exit_code
     learner.metrics.also("Prometheus", exporter.update)
     try:
-        finish(learner, learner.train(stop))
+        finished = finish(learner, learner.train(stop))
     finally:
         learner.close()
+    code = 0 if finished else stop.exit_code
     if ranks is not ALONE:
         from learner.multi_process import exit_process
 
-        exit_process()
+        exit_process(code)
+    return code
 
 
 if __name__ == "__main__":

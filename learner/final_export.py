@@ -12,8 +12,9 @@ from learner.loop import Learner
 logger = logging.getLogger(__name__)
 
 
-def finish(learner: Learner, step: int) -> None:
-    """Exports `hf/` and writes the `end` record: done, or drained before the last step."""
+def finish(learner: Learner, step: int) -> bool:
+    """Exports `hf/` and writes the `end` record: done, or drained before the last step. Returns whether it is
+    done; then the workers are told so, and end."""
     run = learner.run
     model, tokenizer = learner.policy.model, build_tokenizer(run)
     if run.learner.lora:
@@ -23,11 +24,14 @@ def finish(learner: Learner, step: int) -> None:
         if run.learner.uaq > 1:
             fold_back(unscaled, run.learner.uaq)
         save_decoder(unscaled, learner.dir / "hf", tokenizer)
-    accuracy = learner.heldout.accuracy
+    accuracy, done = learner.heldout.accuracy, step == run.steps
     learner.metrics.write(
         "end",
         step,
         {} if accuracy is None else {"eval/accuracy": accuracy},
-        reason="done" if step == run.steps else "drained",
+        reason="done" if done else "drained",
         model=str(learner.dir / "hf"),
     )
+    if done:
+        learner.buffer.finish()
+    return done

@@ -117,13 +117,13 @@ def end_other_ranks(ranks: Ranks) -> None:
         dist.destroy_process_group()
 
 
-def exit_process() -> NoReturn:
-    """Ends this process well, but without the interpreter's own end: a thread of a collective that lets go of
-    its last tensor in the middle of that aborts the process, and torchrun would call the run failed."""
+def exit_process(code: int = 0) -> NoReturn:
+    """Ends this process with `code`, but without the interpreter's own end: a thread of a collective that lets
+    go of its last tensor in the middle of that aborts the process, and torchrun would call the run failed."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def receive(ranks: Ranks) -> Message:

@@ -1,15 +1,16 @@
 """`python -m rollout`: a rollout worker as a process of its own. All it is told is where Redis is.
 
-SIGTERM or SIGINT: generation stops, its tickets go back to the queue with what was drawn of them, exit 0.
+SIGTERM or SIGINT: generation stops, its tickets go back to the queue with what was drawn of them, and the exit
+code is 143 or 130 (areal_q/system/stop_request.py). Exit 0: the run is finished.
 """
 
 import asyncio
 import logging
 import os
-import signal
 import socket
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,12 +20,15 @@ from areal_q.observability.prometheus_exporter import WORKER, Exporter, serve_me
 from areal_q.system.command import run_command
 from areal_q.system.credentials import no_password
 from areal_q.system.ports import check_free
+from areal_q.system.stop_request import StopRequest
 
 logger = logging.getLogger("rollout")
+FINISHED_WAIT_S = 60.0
+"""The time from a worker's start to its learner's, where both are started at once"""
 
 _EXITS = (
-    "Exit codes: 0 ended by SIGTERM or with its run; 2 a setting that cannot be used, which "
-    "one line names."
+    "Exit codes: 0 the run is finished; 143 ended by SIGTERM, 130 by SIGINT, its tickets handed back; 2 a "
+    "setting that cannot be used, which one line names; 1 a crash."
 )
 
 
@@ -68,8 +72,16 @@ def main(
         typer.Option(help="a TOML file: what it asks for and cannot be done is refused at once"),
     ] = None,
     client: Annotated[str, typer.Option(help="whose key in it")] = "worker",
+    finished_wait: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="how long to wait, at the start, for a learner that goes on with a finished run; or inf",
+            envvar="AREAL_Q_FINISHED_WAIT",
+        ),
+    ] = FINISHED_WAIT_S,
 ) -> None:
-    """Generates for a run until it is told to stop."""
+    """Generates for a run until it is finished, or until told to stop."""
     service_log.set_up("rollout")
     name = id or f"{socket.gethostname()}-{os.getpid()}"
     exporter = Exporter(WORKER, {"run": run, "worker": name})
@@ -88,19 +100,27 @@ def main(
     if config:
         # A learner that is not up yet may be at its warm start, for hours.
         build_parts(load(config, recorded=True), run, address)
-    uvloop.run(_until_signal(serve(redis, run, name, source, exporter.update, address)))
+    work = serve(redis, run, name, source, exporter.update, address, finished_wait)
+    raise typer.Exit(uvloop.run(_until_signal(work)))
 
 
-async def _until_signal(work) -> None:
-    """Runs `work`; SIGTERM and SIGINT cancel it, which is its way to end in peace."""
-    task = asyncio.ensure_future(work)
+async def _until_signal(work: Coroutine[Any, Any, None]) -> int:
+    """Runs `work`; SIGTERM and SIGINT cancel it, which is its way to end in peace. Returns the exit code."""
+    task, stop = asyncio.ensure_future(work), StopRequest()
+
+    def end(number: int) -> None:
+        stop.receive(number)
+        task.cancel()
+
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
+    for number in StopRequest.SIGNALS:
+        loop.add_signal_handler(number, end, number)
     try:
         await task
     except asyncio.CancelledError:
         logger.info("stopped")
+        return stop.exit_code
+    return 0
 
 
 if __name__ == "__main__":

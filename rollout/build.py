@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from areal_q.config import Run, ScriptedEngine, parse
-from areal_q.errors import ConfigError, RunChanged
+from areal_q.errors import ConfigError, RunChanged, RunFinished
 from areal_q.tasks import Tokenizer, build_reward, build_tokenizer
 from buffer.redis_store import WorkerBuffer
 from buffer.weight_sync import WeightSource, WeightSubscriber
@@ -30,9 +30,6 @@ class EndpointAddress(NamedTuple):
     at: str = ""
     """Host and port as [HOST:]PORT; "" means that there is no endpoint."""
     token_file: str | None = None
-
-
-NO_ENDPOINT = EndpointAddress()
 
 
 class WorkerParts(NamedTuple):
@@ -79,19 +76,25 @@ async def serve(
     name: str,
     source: WeightSource,
     observe: Callable[[dict[str, Any]], None],
-    address: EndpointAddress = NO_ENDPOINT,
+    address: EndpointAddress,
+    finished_wait_s: float,
 ) -> None:
-    """Joins run `run_name` and works until cancelled; `observe` is told every heartbeat.
+    """Joins run `run_name` and works until the run is finished, or until cancelled; `observe` is told every
+    heartbeat. A run that is finished already may be taken up again within `finished_wait_s`.
 
     Where another run of that name takes its place, or it goes on with other settings, the worker sets itself up
     anew from what the learner says now. It does not end instead: not every worker has a service manager that
     would bring it back.
     """
-    while True:
+    finished = False
+    while not finished:
         try:
-            await _serve(redis_url, run_name, name, source, observe, address)
+            await _serve(redis_url, run_name, name, source, observe, address, finished_wait_s)
         except* RunChanged as changed:
             logger.warning("%s; setting up anew", changed.exceptions[0])
+        except* RunFinished as ended:
+            logger.info("%s: this worker ends", ended.exceptions[0])
+            finished = True
 
 
 async def _serve(
@@ -101,12 +104,13 @@ async def _serve(
     source: WeightSource,
     observe: Callable[[dict[str, Any]], None],
     address: EndpointAddress,
+    finished_wait_s: float,
 ) -> None:
     parts: WorkerParts | None = None
     buffer = WorkerBuffer(redis_url, run_name, name)
     subscriber: WeightSubscriber | None = None
     try:
-        info = await buffer.run_info()
+        info = await buffer.unfinished_run(finished_wait_s)
         buffer.join(info)
         run = parse(info.config, f"run {run_name}", recorded=True)
         buffer.claim_timeout_s = run.buffer.claim_timeout_s

@@ -1,7 +1,7 @@
 """`areal-q`: one command for everything. Heavy modules are imported by the command that needs them.
 
-Exit codes: 0 done or drained, 1 a process of the run died, 2 something that the user can mend (one
-line on stderr), 130 killed by a second Ctrl-C.
+Exit codes: 0 done, or drained after Ctrl-C, 143 drained after SIGTERM, 1 a process of the run died, 2 something
+that the user can mend (one line on stderr), 130 killed by a second Ctrl-C.
 """
 
 import os
@@ -19,8 +19,8 @@ from areal_q.system.command import PLAIN, WIDTH, accept_any_text, exit_with
 from areal_q.system.processes import module_command
 
 EXITS = (
-    "Exit codes: 0 done, or stopped with a checkpoint; 1 a process of the run died; 2 something to mend, "
-    "which one line names; 130 killed by a second Ctrl-C."
+    "Exit codes: 0 done, or stopped by Ctrl-C with a checkpoint; 143 so stopped by SIGTERM; 1 a process of the "
+    "run died; 2 something to mend, which one line names; 130 killed by a second Ctrl-C."
 )
 GROUPS = {
     "Train": ("run", "check", "settings", "check-config"),

@@ -6,9 +6,11 @@
 | what happens                     | what follows                                            | result    |
 |----------------------------------|---------------------------------------------------------|-----------|
 | the learner exits with 0         | the others stop                                         | 0         |
+| a worker exits with 0            | nothing: the run is finished, the learner ends, too     |           |
 | a child exits with 2             | the others stop; its last line is the error             | UserError |
 | any other process ends by itself | the learner drains, the others stop                     | ChildDied |
-| Ctrl-C, SIGTERM or SIGHUP        | the learner drains, the others stop                     | 0         |
+| Ctrl-C                           | the learner drains, the others stop                     | 0         |
+| SIGTERM or SIGHUP                | the same                                                | 143, 129  |
 | a second one                     | everything is killed                                    | 130       |
 | kill -9 of the launcher          | the kernel kills the children; the next launch tidies   |           |
 
@@ -47,6 +49,8 @@ DRAIN_S = 60.0
 """How long a learner may take for its checkpoint after another process died."""
 STOP_S = 10.0
 """Seconds from SIGTERM to SIGKILL for workers and Redis."""
+LEARNER_ENDS = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+"""Exit codes of a learner that is done, or was told to go and left a checkpoint"""
 LOG_LINES = 15
 FULL_BYTES = 32 << 20
 """A full disk is the likeliest cause of a death where fewer bytes are free."""
@@ -105,7 +109,8 @@ def plan(run: Run, run_dir: Path, sockets: Path, resume: bool) -> Plan:
     learner = module_command("learner", *where, "--run-dir", str(run_dir))
     learner += ["--announce", announce, "--fetch", fetch, *(["--resume"] if resume else [])]
     worker = module_command("rollout", *where, "--run", run.name)
-    worker += ["--config", str(run_dir / "config.toml")]
+    # The learner of this launch takes a finished run up again, however long its start takes.
+    worker += ["--config", str(run_dir / "config.toml"), "--finished-wait", "inf"]
     names = [f"rollout-{i}" for i in range(run.rollout.workers)]
     return Plan(
         redis,
@@ -132,7 +137,7 @@ def launch(
     view: View,
     plan: Callable[[Run, Path, Path, bool], Plan] = plan,
 ) -> int:
-    """Runs until done, drained (0) or killed by a second Ctrl-C (130).
+    """Runs until done, drained or killed by a second Ctrl-C; returns the exit code, as the table above has it.
 
     Raises UserError for what the user can mend, ChildDied with the last lines of a dead child's log.
     """
@@ -149,7 +154,7 @@ def launch(
         for sentence in without_effect(run):
             view.note(f"warning: {sentence}")
         try:
-            _run(plan(run, run_dir, sockets, resume), family, view, interrupts)
+            code = _run(plan(run, run_dir, sockets, resume), family, view, interrupts)
         except _Killed:
             view.note("killed")
             return 130
@@ -165,7 +170,7 @@ def launch(
             family.kill()
             view.stop()
     view.finish()
-    return 0
+    return code
 
 
 def _disk_full(run_dir: Path) -> str:
@@ -176,8 +181,8 @@ def _disk_full(run_dir: Path) -> str:
     return f"\nthe disk is full: {size(free)} free at {run_dir}; make room there first"
 
 
-def _run(plan: Plan, family: "Family", view: View, interrupts: "Interrupts") -> None:
-    """One screen: start, watch, drain, stop."""
+def _run(plan: Plan, family: "Family", view: View, interrupts: "Interrupts") -> int:
+    """One screen: start, watch, drain, stop. Returns the exit code."""
 
     def wait(until: Callable[[], object], timeout_s: float = float("inf")) -> None:
         """Keeps the view alive until `until`, the first interrupt of a watch or a second one."""
@@ -214,6 +219,15 @@ def _run(plan: Plan, family: "Family", view: View, interrupts: "Interrupts") -> 
     family.send(["redis"], signal.SIGTERM)
     wait(lambda: not family.alive(["redis"]), STOP_S)
     family.check(first or "learner")
+    return _exit_code(family.exit_code("learner"), interrupts.first)
+
+
+def _exit_code(learner: int | None, interrupt: int) -> int:
+    """Returns 0 for a finished run, and for one that a person interrupted with Ctrl-C; else what says that it
+    was told to go, as its learner says it (areal_q/system/stop_request.py)."""
+    if learner == 0 or interrupt == signal.SIGINT:
+        return 0
+    return 128 + interrupt if interrupt else learner or 0
 
 
 class _Rewrite:
@@ -282,8 +296,17 @@ class Family:
             )
 
     def ended(self) -> str | None:
-        """Returns the name of a child that has ended; of several the one that the others depend on."""
-        return next((n for n, child in self._children.items() if child.poll() is not None), None)
+        """Returns the name of a child that has ended; of several the one that the others depend on. Workers
+        that ended because the run is finished do not count: their learner is about to end."""
+        return next((name for name in self._children if self._has_ended(name)), None)
+
+    def _has_ended(self, name: str) -> bool:
+        code = self._children[name].poll()
+        return code is not None and not (code == 0 and name.startswith("rollout"))
+
+    def exit_code(self, name: str) -> int | None:
+        """Returns the exit code of child `name`; None if it was not started, or has not ended."""
+        return self._children[name].poll() if name in self._children else None
 
     def alive(self, names: list[str]) -> bool:
         return any(n in self._children and self._children[n].poll() is None for n in names)
@@ -295,9 +318,10 @@ class Family:
                 self._asked.add(name)
 
     def check(self, name: str) -> None:
-        """Raises what the end of child `name` means; nothing if it is a learner that is done."""
+        """Raises what the end of child `name` means; nothing if it is a learner that is done or was told to
+        go."""
         child = self._children.get(name)
-        if child is None or (name == "learner" and child.returncode == 0):
+        if child is None or (name == "learner" and child.returncode in LEARNER_ENDS):
             return
         if name in self._asked and child.returncode == -signal.SIGTERM:
             return  # it had not come to the point from which on it ends in peace: nothing is lost
@@ -326,12 +350,13 @@ def _how(returncode: int | None) -> str:
 
 
 class Interrupts:
-    """Counts the requests to stop instead of raising KeyboardInterrupt somewhere."""
+    """Counts the requests to stop instead of raising KeyboardInterrupt somewhere; `first` is the first one's
+    number, 0 before it."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.first = 0
 
     def __enter__(self) -> "Interrupts":
         self._before = {number: signal.signal(number, self._count) for number in self.SIGNALS}
@@ -343,6 +368,7 @@ class Interrupts:
 
     def _count(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
+        self.first = self.first or number
 
 
 class _Killed(Exception):

@@ -38,8 +38,8 @@ class Keys:
 
     @property
     def info(self) -> str:
-        """Hash: `config` (TOML), `endpoints` (JSON), `run_id`, and `settings`, a hash that changes with
-        whatever a worker is set up from."""
+        """Hash: `config` (TOML), `endpoints` (JSON), `run_id`, `settings`, a hash that changes with whatever a
+        worker is set up from, and `finished` once the last step is done."""
         return f"{self.tag}:run"
 
     @property

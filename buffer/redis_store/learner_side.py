@@ -104,10 +104,12 @@ class LearnerBuffer:
         }  # fmt: skip
 
     def acquire(self, owner: Owner, stop: threading.Event | None = None) -> None:
-        """Becomes the learner of the run, and stays it until `close`. Waits while the lease of a learner that
-        is gone goes on; raises RunTaken where one is at work, Stopped at `stop`."""
+        """Becomes the learner of the run, and stays it until `close`; a run that was finished goes on. Waits
+        while the lease of a learner that is gone goes on; raises RunTaken where one is at work, Stopped at
+        `stop`."""
         args = [owner.run_id, owner.place, msgspec.json.encode(owner), round(LEASE_S * 1000)]
-        first = self._call(lambda: self._acquire([self.keys.owner], args))
+        keys = [self.keys.owner, self.keys.info]
+        first = self._call(lambda: self._acquire(keys, args))
         answer: Any = first
         while answer[0] == b"0":
             if answer[1:] != first[1:]:  # pyright: ignore
@@ -116,7 +118,7 @@ class LearnerBuffer:
                 logger.info("run %s: waits for the end of another learner's lease", self.keys.run)
             if (stop or self._closing).wait(0.2):
                 raise Stopped("while another learner's lease went on")
-            answer = self._call(lambda: self._acquire([self.keys.owner], args))
+            answer = self._call(lambda: self._acquire(keys, args))
         self._token, self._owner, self.run_id = answer[0], owner, owner.run_id
         self._keeper.start()
 
@@ -161,6 +163,10 @@ class LearnerBuffer:
         streams = [self.keys.tickets, self.keys.eval_tickets]
         self._call(lambda: self._guarded("CREATE_GROUPS", streams, [WORKERS_GROUP]))
         self._call(lambda: self._guarded("PUBLISH", [self.keys.info], self._info))
+
+    def finish(self) -> None:
+        """Tells the workers that the run is finished, until a learner acquires it again."""
+        self._call(lambda: self._guarded("PUBLISH", [self.keys.info], ["finished", "1"]))
 
     def published_id(self) -> str:
         """Id of the run that Redis holds the state of; "" where there is none, or it has none."""

@@ -61,7 +61,7 @@ redis.call('HDEL', KEYS[1], '')
 ACQUIRE = (
     _NOW_MS
     + """
--- KEYS owner; ARGV run id, place, record, lease ms
+-- KEYS owner, run's info; ARGV run id, place, record, lease ms
 -- Returns {token} to whoever may lead the run now, else {0, record of who does, the end of its lease}.
 local found = redis.call('HMGET', KEYS[1], 'token', 'run_id', 'place', 'record', 'until')
 local same = found[2] == ARGV[1] and found[3] == ARGV[2]
@@ -72,6 +72,7 @@ local token = string.format('%.0f', math.max(now_ms, tonumber(found[1] or '0') +
     + """
 redis.call('HSET', KEYS[1], 'token', token, 'run_id', ARGV[1], 'place', ARGV[2], 'record', ARGV[3],
   'starves', '', 'until', string.format('%.0f', now_ms + ARGV[4]))
+redis.call('HDEL', KEYS[2], 'finished')
 return {token}
 """
 )

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import redis
 
-from areal_q.errors import RecordError, RunChanged
+from areal_q.errors import RecordError, RunChanged, RunFinished
 from areal_q.messages import (
     Group,
     PartialGroup,
@@ -108,13 +108,30 @@ class WorkerBuffer:
             await asyncio.sleep(0.1)
         return info
 
+    async def unfinished_run(self, patience_s: float) -> RunInfo:
+        """Returns what the learner tells of the run. Raises RunFinished where the run is finished and no
+        learner takes it up again for `patience_s`: one that goes on may start after its workers."""
+        deadline, waits = time.monotonic() + patience_s, False
+        while (info := await self.run_info()).finished:
+            if time.monotonic() >= deadline:
+                raise self._finished()
+            if not waits:
+                logger.info(
+                    "run %s is finished: waits %g s for a learner that goes on",
+                    self.keys.run,
+                    patience_s,
+                )
+            waits = True
+            await asyncio.sleep(0.2)
+        return info
+
     def join(self, info: RunInfo) -> None:
         """Works for the run that `info` tells of, and for no other of its name from now on."""
         self._joined = info
 
     async def check_run(self) -> None:
-        """Raises RunChanged if the run is not the one that was joined, or is set up otherwise. A Redis that has
-        lost the run says nothing."""
+        """Raises RunChanged if the run is not the one that was joined, or is set up otherwise, RunFinished if
+        it is finished. A Redis that has lost the run says nothing."""
         joined, found = self._joined, await self._info()
         if joined is None or found is None:
             return
@@ -122,18 +139,22 @@ class WorkerBuffer:
             raise self._changed(found.run_id)
         if found.settings != joined.settings:
             raise RunChanged(f"run {self.keys.run} goes on with other settings")
+        if found.finished:
+            raise self._finished()
 
     async def _info(self) -> RunInfo | None:
-        names = ["config", "endpoints", "run_id", "settings"]
-        config, endpoints, run_id, settings = await self._any(
+        names = ["config", "endpoints", "run_id", "settings", "finished"]
+        config, endpoints, run_id, settings, finished = await self._any(
             self._redis.hmget, self.keys.info, names
         )
         if config is None or endpoints is None:
             return None
         ends = msgspec.json.decode(endpoints, type=dict[str, str])
-        return RunInfo(
-            config.decode(), ends, *((part or b"").decode() for part in (run_id, settings))
-        )
+        run_id, settings = ((part or b"").decode() for part in (run_id, settings))
+        return RunInfo(config.decode(), ends, run_id, settings, bool(finished))
+
+    def _finished(self) -> RunFinished:
+        return RunFinished(f"run {self.keys.run} is finished")
 
     def _changed(self, found: str) -> RunChanged:
         joined = self._joined.run_id if self._joined else ""

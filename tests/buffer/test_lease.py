@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import redis
 
-from areal_q.errors import RunChanged, RunTaken, Stopped
+from areal_q.errors import RunChanged, RunFinished, RunTaken, Stopped
 from areal_q.messages import Group, Ticket
 from areal_q.system import run_dir
 from buffer.redis_store import LearnerBuffer, WorkerBuffer, learner_side
@@ -61,6 +61,7 @@ def writes(learner: LearnerBuffer, ticket: Ticket) -> list[Callable[[], object]]
         lambda: learner.trim("9-9"),
         lambda: learner.publish_run("x = 2", {}),
         lambda: learner.take(1, timeout_s=0.0),  # a poison group goes to the quarantine
+        learner.finish,
         learner.forget,
     ]
 
@@ -173,7 +174,7 @@ def test_what_redis_lost_of_a_run_is_written_again(
     async def join() -> None:
         worker = WorkerBuffer(url, "run", "late")
         info = await asyncio.wait_for(worker.run_info(), 60)
-        assert info == ("x = 1", {"announce": "tcp://a:1"}, "a", "hash")
+        assert info == ("x = 1", {"announce": "tcp://a:1"}, "a", "hash", False)
         worker.join(info)
         await worker.check_run()
         await worker.close()
@@ -219,6 +220,30 @@ def test_a_worker_notices_another_run_and_other_settings(
 
     asyncio.run(work())
     assert learner.unread() == []
+
+
+def test_a_worker_ends_with_its_run_unless_it_is_taken_up(make: MakeLearner, url: str):
+    learner = make("a")
+    learner.publish_run("x = 1", {}, "one")
+
+    async def work() -> None:
+        worker = WorkerBuffer(url, "run", "w")
+        worker.join(await worker.unfinished_run(0.0))
+        await worker.check_run()
+        learner.finish()
+        with pytest.raises(RunFinished, match="run run is finished"):
+            await worker.check_run()
+        with pytest.raises(RunFinished):
+            await worker.unfinished_run(0.0)
+        waits = asyncio.create_task(worker.unfinished_run(1e6))
+        await asyncio.sleep(0.5)
+        assert not waits.done()
+        make("a")
+        assert (await asyncio.wait_for(waits, 60)).config == "x = 1"
+        await worker.check_run()
+        await worker.close()
+
+    asyncio.run(work())
 
 
 def test_a_group_of_a_foreign_run_goes_to_the_quarantine(

@@ -152,6 +152,7 @@ def test_a_whole_run_works_with_the_rights_of_each_side(as_user, make_ticket, ma
         assert [c["name"] for c in consumers] == [b"released"]
     learner.trim(learner.position)
     assert (learner.open_tickets(), learner.unread()) == ({3}, [])
+    learner.finish()
     learner.forget()
     learner.close()
 

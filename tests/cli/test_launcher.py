@@ -31,12 +31,14 @@ def term(*_):
     redis = "with" if os.path.exists(os.path.join(sockets, "redis")) else "without"
     say(f"stops {redis} redis")
     if mode != "stubborn":
-        sys.exit(0)
+        sys.exit(128 + signal.SIGTERM)
 
 if mode != "early":
     signal.signal(signal.SIGTERM, term)
 say("starts")
 if mode == "crash":
+    while "learner starts" not in open(events).read():
+        time.sleep(0.05)
     print(*(f"line {i} of {name}" for i in range(40)), sep="\\n")
     sys.exit(3)
 if mode == "mistake":
@@ -46,6 +48,13 @@ if mode == "parent":
     subprocess.Popen(["sleep", "60"])
 if mode == "finish":
     time.sleep(0.3)
+    say("is done")
+    sys.exit(0)
+if mode == "finish last":
+    while "rollout-0 is done" not in open(events).read():
+        time.sleep(0.05)
+    time.sleep(1)  # longer than the launcher takes to look
+    say("is done")
     sys.exit(0)
 while True:
     time.sleep(0.05)
@@ -163,7 +172,24 @@ def test_workers_stop_before_redis_once_the_learner_is_done(launched):
     assert (process.returncode, err) == (0, "")
     assert "stopped before its first record" in out
     assert sorted(launched.events()[:2]) == ["learner starts", "rollout-0 starts"]
-    assert launched.events()[2:] == ["rollout-0 stops with redis"]
+    assert launched.events()[2:] == ["learner is done", "rollout-0 stops with redis"]
+    launched.assert_nothing_left()
+
+
+def test_a_worker_that_ends_with_the_run_is_no_failure(launched):
+    process = launched.start("finish last", "finish")
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert launched.events()[2:] == ["rollout-0 is done", "learner is done"]
+    launched.assert_nothing_left()
+
+
+def test_a_learner_told_to_go_from_outside_ends_the_run(launched):
+    process = launched.start("serve", "serve")
+    launched.wait_for("learner starts")
+    os.kill(pid_of(launched, "child.py learner"), signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (143, "")
     launched.assert_nothing_left()
 
 
@@ -240,14 +266,14 @@ def test_a_killed_redis_is_named_and_everything_else_stops(launched):
     launched.assert_nothing_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_first_signal_drains_learner_then_workers_then_redis(launched, number):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_first_signal_drains_learner_then_workers_then_redis(launched, number, code):
     process = launched.start("serve", "serve")
     launched.wait_for("rollout-0 starts")
     launched.wait_for("learner starts")
     process.send_signal(number)
     out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, "")
+    assert (process.returncode, err) == (code, "")
     assert "draining" in out
     assert launched.events()[2:] == ["learner stops with redis", "rollout-0 stops with redis"]
     launched.assert_nothing_left()

