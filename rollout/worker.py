@@ -6,7 +6,8 @@
 
 | loop    | waits for                              | unblocked by                                  |
 |---------|----------------------------------------|-----------------------------------------------|
-| _claim  | room for a group, then a ticket        | ended responses; admission; a dead worker     |
+| _claim  | the first weights                      | _swap                                         |
+|         | room for a group, then a ticket        | ended responses; admission; a dead worker     |
 | _handle | weights as new as the ticket           | _swap                                         |
 |         | the engine; then a slow reward         | the last token of the group; its timeout      |
 |         | Redis                                  | the commit                                    |
@@ -156,6 +157,8 @@ class Worker:
             await self._buffer.release([replace(w.claim, partial=w.partial()) for w in works])
 
     async def _claim(self, loops: asyncio.TaskGroup) -> None:
+        # A worker whose relay has nothing for it would keep the tickets from workers that have weights.
+        await self._until_version(0)
         while True:
             free = self._capacity.responses - sum(work.open for work in self._in_flight.values())
             if free < self._capacity.group_size:
@@ -190,9 +193,7 @@ class Worker:
         claim, ticket = work.claim, work.claim.ticket
         # Admission counted on weights no older than the ticket; with older ones the group could be
         # too old when its turn comes.
-        while self._engine.version < ticket.step:
-            self._swapped.clear()
-            await self._swapped.wait()
+        await self._until_version(ticket.step)
         started = time.time()
         self._take_up(work)
         await self._environments[ticket.purpose](ticket, work.responses)
@@ -214,6 +215,11 @@ class Worker:
             self._groups += 1
         else:
             logger.warning("ticket %d was taken over; its group is discarded", ticket.number)
+
+    async def _until_version(self, version: int) -> None:
+        while self._engine.version < version:
+            self._swapped.clear()
+            await self._swapped.wait()
 
     def _take_up(self, work: GroupInFlight) -> None:
         """Goes on from another worker's tokens, where they are not too old, nor of weights still to come."""

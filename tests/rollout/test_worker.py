@@ -301,6 +301,28 @@ def test_a_ticket_waits_for_weights_as_new_as_itself(
     run_async(work())
 
 
+def test_a_worker_without_weights_leaves_tickets_to_others(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    """Behind a relay that had none it kept all of them, renewed, and the run stood still."""
+    side = learner(make_run(SCRIPTED))
+
+    async def work() -> None:
+        side.admission.admit(0)
+        async with working(side) as engine:
+            await until(lambda: side.buffer.workers())
+            other = WorkerBuffer(side.url, side.run.name, "other")
+            claims = await other.claim(100, block_s=0.0)
+            assert {c.ticket.number for c in claims} == side.admission.outstanding
+            await other.release(claims)
+            await other.close()
+            side.publish(0)
+            await side.take(len(claims))
+            assert engine.version == 0
+
+    run_async(work())
+
+
 def test_workers_full_of_old_history_do_not_stop_the_learner(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
