@@ -10,7 +10,7 @@ TORCH_CPU ?= $(TORCH)+cpu
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: setup lock run test test-slow test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser reference clean
+.PHONY: setup lock run test test-slow test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool reference clean
 
 # Everything that `make check` and `make test` need.
 setup: $(VENV)/.installed-dev
@@ -170,6 +170,13 @@ browser: $(VENV)/.installed-dev
 	for name in chromium chromium-browser google-chrome; do command -v $$name && exit; done; \
 	{ apt-get update -qq && apt-get install -qqy --no-install-recommends chromium; } \
 	|| $(BIN)/playwright install chromium
+
+# Prometheus' own checker of rules, for the tests of the alerts: one that is there, or Debian's, taken out of its
+# package, so that no server is installed and none starts.
+promtool: $(VENV)/.installed-dev
+	command -v promtool || test -x $(BIN)/promtool || { \
+	  directory=$$(mktemp -d) && cd $$directory && apt-get update -qq && apt-get download -qq prometheus \
+	  && dpkg -x prometheus_*.deb . && cp usr/bin/promtool $(abspath $(BIN)) && rm -r $$directory; }
 
 clean:
 	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-vllm $(VENV)-sglang $(VENV)-megatron build dist *.egg-info

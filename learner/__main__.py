@@ -132,7 +132,10 @@ def _learn(
     """Returns the exit code."""
     exporter = Exporter(LEARNER, {"run": run.name})
     if metrics:
+        from learner.measure.vitals import Vitals
+
         logger.info("metrics on port %d", serve_metrics(metrics, exporter))
+        Vitals(redis, run.name, directory, exporter.update).start()
     # torch and all that needs it only now, so that a signal during the import finds its handler.
     from learner.backends.data_parallel import ALONE
     from learner.build import build_learner
@@ -158,6 +161,9 @@ def _learn(
         finished = finish(learner, learner.train(stop))
     finally:
         learner.close()
+    if finished:
+        exporter.update({"run/ended": 1.0})
+        exporter.wait_until_read(stop)
     code = 0 if finished else stop.exit_code
     if ranks is not ALONE:
         from learner.multi_process import exit_process

@@ -273,6 +273,7 @@ class Learner:
             "rollout/tokens_per_s": sum(w.tokens_per_s for w in workers),
             "rollout/idle_share": sum(w.idle_share for w in workers) / max(1, len(workers)),
             "buffer/open_tickets": len(self.admission.outstanding),
+            "buffer/groups": self.group_reader.groups,
             "buffer/dropped_stale": self.group_reader.dropped,
             "buffer/dropped_uniform": self.group_reader.uniform,
             "buffer/dropped_invalid": self.group_reader.invalid,

@@ -8,9 +8,9 @@ import re
 import sys
 import time
 from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
-from areal_q.observability.prometheus_exporter import PREFIX
+from areal_q.observability.prometheus_exporter import HEALTH_AGENT, PREFIX
 
 MAX_AGE_S = 30.0
 _BEAT = re.compile(rf"^{PREFIX}worker_record_timestamp_seconds\{{.*\}} (\S+)$", re.MULTILINE)
@@ -18,8 +18,9 @@ _BEAT = re.compile(rf"^{PREFIX}worker_record_timestamp_seconds\{{.*\}} (\S+)$", 
 
 def complaint(port: int, now_s: float) -> str | None:
     """Returns what is wrong, or None. `now_s` is Unix time."""
+    request = Request(f"http://127.0.0.1:{port}/metrics", headers={"User-Agent": HEALTH_AGENT})
     try:
-        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+        with urlopen(request, timeout=5) as page:
             beat = _BEAT.search(page.read().decode())
     except (URLError, TimeoutError) as error:
         return f"no metrics on port {port}: {error}"

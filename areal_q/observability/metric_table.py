@@ -90,6 +90,7 @@ METRICS = (
     Metric("rollout/tokens_per_s", "tokens/s", "Response tokens that all live workers drew per second."),
     Metric("rollout/idle_share", "share", "Share of the time in which workers had nothing to generate, the mean over workers."),
     Metric("buffer/open_tickets", "tickets", "Tickets admitted and not yet learnt from."),
+    Metric("buffer/groups", "groups since the start", "Groups read, dropped ones as well."),
     Metric("buffer/dropped_stale", "groups since the start", "Groups dropped because they were too old when they arrived."),
     Metric("buffer/dropped_uniform", "groups since the start", "Groups dropped because all their rewards were equal (learner.drop_uniform)."),
     Metric("buffer/dropped_invalid", "groups since the start", "Groups dropped because too few of their responses have a valid reward."),

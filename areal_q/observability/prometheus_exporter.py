@@ -9,9 +9,12 @@ number: one line in LEARNER or WORKER.
 """
 
 import re
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -21,6 +24,8 @@ from areal_q.errors import ConfigError
 from areal_q.observability.metric_table import WORKER_METRICS, describe
 
 PREFIX = "areal_q_"
+HEALTH_AGENT = "areal-q-health"
+"""The User-Agent by which a health check is known: it is not one who keeps what it reads."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,15 @@ LEARNER = (
     Exported("learner_tokens_per_second", "learner/tokens_per_s"),
     Exported("rollout_tokens_per_second", "rollout/tokens_per_s"),
     Exported("workers", "workers", "Workers with a recent heartbeat"),
+    Exported(
+        "run_ended",
+        "run/ended",
+        "1 once the last step is done and exported; 0 before",
+    ),
+    Exported("disk_free_bytes", "disk/free_bytes", "Free bytes on the disk of the run's directory"),
+    Exported("disk_size_bytes", "disk/size_bytes", "Size of the disk of the run's directory"),
+    Exported("redis_up", "redis/up", "1 while Redis answers the learner; 0 while it does not"),
+    Exported("buffer_groups_total", "buffer/groups"),
     Exported("buffer_open_tickets", "buffer/open_tickets"),
     Exported("buffer_dropped_stale_total", "buffer/dropped_stale"),
     Exported("buffer_dropped_uniform_total", "buffer/dropped_uniform"),
@@ -146,10 +160,29 @@ class Exporter(Collector):
         self._table = table
         self._labels = dict(labels)
         self._values: dict[str, Any] = {}
+        self._changes = threading.Condition()
+        self._read_s = 0.0
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Keeps what the record says; what it does not name stays as it was. Safe from any thread."""
-        self._values = {**self._values, **record}
+        with self._changes:
+            self._values = {**self._values, **record}
+
+    def was_read(self, began_s: float) -> None:
+        """Notes that a reading which began then, by time.monotonic(), was answered in full."""
+        with self._changes:
+            self._read_s = max(self._read_s, began_s)
+            self._changes.notify_all()
+
+    def wait_until_read(self, stop: threading.Event, timeout_s: float = 30.0) -> None:
+        """Waits until the present values have been read, so that the last ones before a process ends are
+        known. Returns at once where nobody ever read, and at `stop`."""
+        now_s = time.monotonic()
+        with self._changes:
+            while 0 < self._read_s < now_s and not stop.is_set():
+                if time.monotonic() - now_s > timeout_s:
+                    return
+                self._changes.wait(0.1)
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         values = self._values
@@ -179,7 +212,21 @@ def serve_metrics(address: str, exporter: Exporter) -> int:
         server, _ = start_http_server(int(port), host or "127.0.0.1", registry)
     except OSError as error:
         raise ConfigError(f"--metrics: {address}: {error.strerror or error}") from error
+    server.RequestHandlerClass = _noting(server.RequestHandlerClass, exporter)
     return server.server_port
+
+
+def _noting(handler: Any, exporter: Exporter) -> type[WSGIRequestHandler]:
+    """Returns a request handler that tells `exporter` of each reading."""
+
+    class Noting(handler):
+        def handle(self) -> None:
+            began_s = time.monotonic()
+            super().handle()
+            if self.headers.get("User-Agent") != HEALTH_AGENT:
+                exporter.was_read(began_s)
+
+    return Noting
 
 
 def _series(line: Exported, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

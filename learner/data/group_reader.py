@@ -47,8 +47,10 @@ class GroupReader:
         """Called with the version and a sentence when the learner has waited long for groups."""
         self._newest = -1
         """The newest version that drew a token of any group read."""
+        self.groups = 0
+        """Groups read since the process started, those that are dropped among them."""
         self.dropped = 0
-        """Groups dropped since the process started because a token lagged too many versions behind."""
+        """Groups dropped since then because a token lagged too many versions behind."""
         self.uniform = 0
         """Groups dropped since then because their rewards were all equal."""
         self.failures = Failures(2 * run.learner.groups * run.learner.group_size)
@@ -133,6 +135,7 @@ class GroupReader:
             self._pool.pass_over(entry)
             logger.info("ticket %d counted already: its second group is passed over", number)
             return
+        self.groups += 1
         self._newest = max(self._newest, *(s.version for t in group.trajectories for s in t.spans))
         self.failures.add(group)
         if len(group.valid_trajectories) < self._fewest_valid:

@@ -4,12 +4,14 @@ import json
 import logging
 import socket
 import sys
+import threading
 from urllib.request import urlopen
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from areal_q.errors import ConfigError
+from areal_q.observability.health import complaint
 from areal_q.observability.prometheus_exporter import (
     LEARNER,
     PREFIX,
@@ -104,3 +106,25 @@ def test_an_unknown_log_format_is_named(monkeypatch):
     monkeypatch.setenv(LOG_FORMAT, "xml")
     with pytest.raises(ConfigError, match="AREAL_Q_LOG"):
         set_up("learner")
+
+
+def test_the_last_values_are_read_before_a_service_ends():
+    exporter, stop = Exporter(LEARNER, {"run": "demo"}), threading.Event()
+    exporter.wait_until_read(stop)  # nobody ever read: nothing to wait for
+    port = serve_metrics("0", exporter)
+    scraped(port)
+    exporter.update({"run/ended": 1.0})
+    ends = threading.Thread(target=exporter.wait_until_read, args=[stop, 600.0])
+    ends.start()
+    assert complaint(port, now_s=0.0) is None  # a health check keeps nothing
+    ends.join(0.3)
+    assert ends.is_alive()
+    assert scraped(port)[PREFIX + "run_ended"] == {(("run", "demo"),): 1.0}
+    ends.join()
+
+
+def test_a_service_told_to_go_waits_for_no_reader():
+    exporter, stop = Exporter(LEARNER, {"run": "demo"}), threading.Event()
+    scraped(serve_metrics("0", exporter))
+    stop.set()
+    exporter.wait_until_read(stop, timeout_s=600.0)

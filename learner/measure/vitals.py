@@ -1,0 +1,48 @@
+"""What Prometheus is told of a learner also between two steps, and before the first one: whether Redis
+answers, how full it and the disk are, how many workers live."""
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from areal_q.errors import BufferUnavailable
+from buffer.redis_store import LearnerBuffer
+
+EVERY_S = 5.0
+
+
+class Vitals(threading.Thread):
+    """Looks every EVERY_S seconds and hands `record` what it saw, on a thread of its own that ends with the
+    process: a Redis that hangs holds up neither the learner nor the page of metrics."""
+
+    def __init__(
+        self, redis: str, run: str, directory: Path, record: Callable[[dict[str, Any]], None]
+    ) -> None:
+        super().__init__(name="vitals", daemon=True)
+        self._buffer = LearnerBuffer(redis, run, patience_s=0.0)
+        self._directory, self._record = directory, record
+        record({"run/ended": 0.0})
+
+    def run(self) -> None:
+        never = threading.Event()
+        self._record(self.look())
+        while not never.wait(EVERY_S):
+            self._record(self.look())
+
+    def look(self) -> dict[str, Any]:
+        """Returns the present values by the keys of metrics; those of Redis only where it answers."""
+        disk = shutil.disk_usage(self._directory)
+        found: dict[str, Any] = {"disk/free_bytes": disk.free, "disk/size_bytes": disk.total}
+        try:
+            workers, memory = self._buffer.workers(), self._buffer.memory()
+        except BufferUnavailable:
+            return found | {"redis/up": 0.0}
+        return found | {
+            "redis/up": 1.0,
+            "workers": workers,
+            "redis/used_bytes": memory.used,
+            "redis/limit_bytes": memory.limit,
+            "buffer/full": float(memory.full),
+        }
