@@ -228,7 +228,8 @@ def make_group(make_ticket: Callable[..., Ticket]) -> Callable[..., Group]:
 
 @pytest.fixture
 def make_version() -> Callable[..., WeightVersion]:
-    """make_version(7) is version 7 of small weights: a function of the number, and close to version 6."""
+    """make_version(7) is version 7 of small weights: a function of the number, and close to version 6;
+    make_version(7, version=9) has the same weights under another number."""
 
     def make(number: int, *, rows: int = 300, **fields) -> WeightVersion:
         generator = torch.Generator().manual_seed(0)
@@ -244,12 +245,13 @@ def make_version() -> Callable[..., WeightVersion]:
         defaults = {
             "run": "run",
             "epoch": "a",
+            "version": number,
             "format": "int8",
             "uaq_scale": 1.5,
             "model": {"hidden_size": 77},
             "published_s": float(number),
         }
-        return version.pack(tensors, version=number, **(defaults | fields))
+        return version.pack(tensors, **(defaults | fields))
 
     return make
 

@@ -16,7 +16,7 @@
    fetched anew (test_faulty_broadcasts_never_give_other_weights, test_faulty_answers_never_give_other_weights).
 3. A lost message only delays. A late subscriber gets the newest version, one that is some versions behind gets
    deltas, and a restarted learner is known by its epoch (test_a_late_joiner_gets_the_newest_version,
-   test_a_worker_some_versions_behind_fetches_deltas_only, test_a_learner_that_ends_anywhere_is_followed_again,
+   test_a_worker_behind_fetches_deltas_or_else_a_snapshot, test_a_learner_that_ends_anywhere_is_followed_again,
    test_a_worker_that_ends_anywhere_disturbs_nobody).
 4. Memory is bounded on both sides: `hold` versions and `hold_deltas` deltas are held, a few messages wait for
    each peer (test_memory_does_not_grow_over_a_thousand_versions, test_deltas_held_stay_below_their_limit).

@@ -3,18 +3,114 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import zmq
 
+from areal_q import messages
 from areal_q.config import BroadcastConfig
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync import WeightServer, WeightSubscriber
+from buffer.weight_sync import Endpoints, WeightServer, WeightSource, WeightSubscriber
+from buffer.weight_sync.commands.relay import Relay
 from buffer.weight_sync.curve import ClientKeys
 
 HANG_S = 120.0
 """Seconds after which a wait counts as a hang."""
+LOOPBACK = Endpoints("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+
+
+class WeightSync:
+    """Servers, subscribers, relays and bare sockets of one test, which are closed at its end.
+
+    All have the settings of `config`, except where a call names another value; `version` is the fixture
+    make_version.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        stack: ExitStack,
+        version: Callable[..., WeightVersion],
+        config: BroadcastConfig,
+    ) -> None:
+        self.stack, self.version, self.config = stack, version, config
+        self._directory = directory
+
+    def at(self, name: str = "") -> Endpoints:
+        """Returns endpoints that only this test uses."""
+        return Endpoints(f"ipc://{self._directory}/{name}a", f"ipc://{self._directory}/{name}f")
+
+    @cached_property
+    def server(self) -> WeightServer:
+        """The learner's server at `at()`, started when it is first needed."""
+        return self.serve()
+
+    def serve(
+        self, at: Endpoints | None = None, peer_timeout_s: float = 10.0, **settings: Any
+    ) -> WeightServer:
+        config = msgspec.structs.replace(self.config, **settings)
+        made = WeightServer(*at or self.at(), config, peer_timeout_s=peer_timeout_s)
+        self.stack.callback(made.close)
+        return made
+
+    def follow(
+        self, at: tuple[str, str] | None = None, keys: ClientKeys | None = None,
+        silence_s: float = 0.5, **settings: Any,
+    ) -> WeightSubscriber:  # fmt: skip
+        """Starts a subscriber of run "run"; by default of `server`."""
+        config = msgspec.structs.replace(self.config, **settings)
+        ends = at or self.server.endpoints
+        made = WeightSubscriber(*ends, run="run", config=config, keys=keys, silence_s=silence_s)
+        self.stack.callback(made.close)
+        return made
+
+    def relay(self, upstream: WeightSource | Endpoints, listen: Endpoints) -> Relay:
+        source = upstream if isinstance(upstream, WeightSource) else WeightSource(*upstream)
+        made = Relay(source, listen, self.config)
+        self.stack.callback(made.close)
+        return made
+
+    def publish(self, *numbers: int, **fields: Any) -> WeightVersion:
+        """Publishes these versions, each once the one before it is visible; returns the last."""
+        versions = [self.version(number, **fields) for number in numbers]
+        for version in versions:
+            publish(self.server, version)
+        return versions[-1]
+
+    def bring(self, number: int, *subscribers: WeightSubscriber) -> None:
+        """Publishes the version and waits until each of them has it, bit for bit."""
+        version = self.publish(number)
+        for subscriber in subscribers:
+            arrive(subscriber, version)
+
+    def socket(
+        self, kind: int, endpoint: str, *, keys: ClientKeys | None = None, bind: bool = False,
+        queued: int = 1000,
+    ) -> zmq.Socket:  # fmt: skip
+        """Opens a bare ZeroMQ socket with room for so many messages; a SUB socket hears everything."""
+        context = self.stack.enter_context(zmq.Context())
+        sock = self.stack.enter_context(context.socket(kind))
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.RCVTIMEO, 5000)
+        sock.setsockopt(zmq.RCVHWM, queued)
+        if keys is not None:
+            keys.apply(sock)
+        if kind == zmq.SUB:
+            sock.subscribe(b"")
+        if kind == zmq.XPUB:
+            sock.setsockopt(zmq.XPUB_VERBOSE, 1)
+        sock.bind(endpoint) if bind else sock.connect(endpoint)
+        return sock
+
+    def ask(self, request: msgspec.Struct) -> object:
+        """Returns the server's answer to `request`."""
+        dealer = self.socket(zmq.DEALER, self.server.endpoints.fetch)
+        dealer.send(messages.encode(request))
+        return messages.decode_reply(dealer.recv())
 
 
 def await_true(condition: Callable[[], bool], what: object = "") -> None:
@@ -23,30 +119,6 @@ def await_true(condition: Callable[[], bool], what: object = "") -> None:
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.002)
-
-
-def serve(
-    endpoints: tuple[str, str],
-    stack: ExitStack,
-    config: BroadcastConfig | None = None,
-    **options: Any,
-) -> WeightServer:
-    """Starts a weight server, which `stack` closes."""
-    made = WeightServer(*endpoints, config, **options)
-    stack.callback(made.close)
-    return made
-
-
-def follow(
-    endpoints: tuple[str, str],
-    stack: ExitStack,
-    config: BroadcastConfig | None = None,
-    **options: Any,
-) -> WeightSubscriber:
-    """Starts a subscriber of run "run", which `stack` closes."""
-    made = WeightSubscriber(*endpoints, run="run", config=config, **options)
-    stack.callback(made.close)
-    return made
 
 
 def publish(server: WeightServer, version: WeightVersion) -> None:
@@ -94,26 +166,6 @@ def assert_same(received: WeightVersion, published: WeightVersion) -> None:
         got = received.tensors[name]
         assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(_bits(got), _bits(tensor)), name
-
-
-def raw_socket(
-    kind: int,
-    endpoint: str,
-    stack: ExitStack,
-    keys: ClientKeys | None = None,
-    bind: bool = False,
-) -> zmq.Socket:
-    """Opens a bare ZeroMQ socket, which `stack` closes; a SUB socket hears everything."""
-    context = stack.enter_context(zmq.Context())
-    sock = stack.enter_context(context.socket(kind))
-    sock.setsockopt(zmq.LINGER, 0)
-    sock.setsockopt(zmq.RCVTIMEO, 5000)
-    if keys is not None:
-        keys.apply(sock)
-    if kind == zmq.SUB:
-        sock.subscribe(b"")
-    sock.bind(endpoint) if bind else sock.connect(endpoint)
-    return sock
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,15 @@
 """Fixtures of the tests of weight sync."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-
-from buffer.weight_sync import Endpoints
+from helpers.weight_sync import WeightSync
 
 
 @pytest.fixture
-def endpoints(short_dir: Path) -> Endpoints:
-    """Endpoints of a weight server that only this test uses."""
-    return Endpoints(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f")
+def sync(
+    short_dir: Path, stack: ExitStack, make_version, request: pytest.FixtureRequest
+) -> WeightSync:
+    """Both ends of weight sync, with the settings in the test file's CONFIG."""
+    return WeightSync(short_dir, stack, make_version, request.module.CONFIG)

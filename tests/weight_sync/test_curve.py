@@ -2,30 +2,28 @@
 
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
-from helpers.weight_sync import await_version, follow, raw_socket
+from helpers.weight_sync import LOOPBACK, WeightSync, arrive
 
 from areal_q import messages
 from areal_q.config import BroadcastConfig
 from areal_q.errors import ConfigError
 from areal_q.messages import FetchManifest
-from areal_q.weights.version import WeightVersion
-from buffer.weight_sync import Endpoints, WeightServer, WeightSource, WeightSubscriber
-from buffer.weight_sync.commands.relay import Relay
+from buffer.weight_sync import Endpoints, WeightSource
 from buffer.weight_sync.curve import ClientKeys, client_keys, make_keys, server_keys
 
-Make = Callable[..., WeightVersion]
-LOOPBACK = Endpoints("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+CONFIG = BroadcastConfig(heartbeat_s=0.05, timeout_s=0.3)
 
 
 @pytest.fixture
@@ -34,21 +32,12 @@ def keys(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
-def config(keys: Path) -> BroadcastConfig:
-    return BroadcastConfig(heartbeat_s=0.05, timeout_s=0.3, keys=str(keys))
-
-
 @pytest.fixture
-def weight_server(keys: Path, stack: ExitStack) -> WeightServer:
-    made = WeightServer(*LOOPBACK, config(keys))
-    stack.callback(made.close)
-    return made
-
-
-def follow_with(
-    endpoints: Endpoints, keys: ClientKeys | None, stack: ExitStack, on: Path
-) -> WeightSubscriber:
-    return follow(endpoints, stack, config(on), keys=keys, silence_s=0.5)
+def sync(sync: WeightSync, keys: Path) -> WeightSync:
+    """Both ends on loopback; the server admits those whose keys are listed."""
+    sync.config = msgspec.structs.replace(CONFIG, keys=str(keys))
+    sync.server = sync.serve(LOOPBACK)
+    return sync
 
 
 def test_secret_keys_are_readable_by_their_owner_only(keys: Path) -> None:
@@ -81,49 +70,53 @@ def test_a_secret_that_others_can_read_is_refused(keys: Path) -> None:
         server_keys(keys)
 
 
+READ_KEYS = """
+import os, sys
+from areal_q.errors import ConfigError
+from buffer.weight_sync.curve import client_keys
+os.setgroups([]); os.setgid(10001); os.setuid(10001)
+for directory in sys.argv[1:]:
+    try:
+        client_keys(directory)
+        print("read")
+    except ConfigError:
+        print("refused")
+"""
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files away, which needs root")
-@pytest.mark.parametrize(("mode", "accepted"), [(0o440, True), (0o400, False), (0o444, False)])
-def test_a_secret_in_a_pod_is_read_by_our_group_alone(
-    keys: Path, mode: int, accepted: bool
-) -> None:
+def test_a_secret_in_a_pod_is_read_by_our_group_alone(keys: Path, short_dir: Path) -> None:
     """As Kubernetes mounts them under an fsGroup: owner root, group ours."""
-    mounted = Path(tempfile.mkdtemp()) / "keys"
-    shutil.copytree(keys, mounted)
-    for path in [mounted.parent, mounted, *mounted.rglob("*")]:
-        os.chown(path, 0, 10001)
-        os.chmod(path, 0o750 if path.is_dir() else mode)
-    code = (
-        "import os, sys; from buffer.weight_sync.curve import client_keys;"
-        "os.setgroups([]); os.setgid(10001); os.setuid(10001); client_keys(sys.argv[1])"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(mounted)], capture_output=True, text=True
-    )
-    shutil.rmtree(mounted.parent)
-    assert (result.returncode == 0) is accepted, result.stderr
+    expected = {0o440: "read", 0o400: "refused", 0o444: "refused"}
+    for mode in expected:
+        shutil.copytree(keys, short_dir / f"{mode:o}")
+        for path in [short_dir, *(short_dir / f"{mode:o}").rglob("*")]:
+            os.chown(path, 0, 10001)
+            os.chmod(path, 0o750 if path.is_dir() else mode)
+        os.chown(short_dir / f"{mode:o}", 0, 10001)
+    command = [
+        sys.executable,
+        "-c",
+        READ_KEYS,
+        *(str(short_dir / f"{mode:o}") for mode in expected),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.stdout.split() == list(expected.values()), result.stderr
 
 
-def test_a_listed_worker_follows_over_encrypted_sockets(
-    weight_server: WeightServer, keys: Path, stack: ExitStack, make_version: Make
-) -> None:
-    subscriber = follow_with(weight_server.endpoints, client_keys(keys), stack, keys)
+def test_a_listed_worker_follows_over_encrypted_sockets(sync: WeightSync, keys: Path) -> None:
+    subscriber = sync.follow(keys=client_keys(keys))
     for number in range(3):
-        weight_server.publish(make_version(number))
-        assert await_version(subscriber, number).manifest == make_version(number).manifest
+        sync.bring(number, subscriber)
     assert (subscriber.stats.fetch.fetches, subscriber.stats.deltas) == (1, 2)
-    assert weight_server.stats.strangers == 0
+    assert sync.server.stats.strangers == 0
 
 
 @pytest.mark.parametrize("kind", ["no keys", "unknown key", "server's key guessed wrong"])
 def test_an_unlisted_key_gets_no_announcement_and_no_answer(
-    kind: str,
-    weight_server: WeightServer,
-    keys: Path,
-    tmp_path: Path,
-    stack: ExitStack,
-    make_version: Make,
+    kind: str, sync: WeightSync, keys: Path, tmp_path: Path
 ) -> None:
-    weight_server.publish(make_version(1))
+    version = sync.publish(1)
     make_keys(tmp_path / "other")
     other, mine = client_keys(tmp_path / "other"), client_keys(keys)
     stranger = {
@@ -131,97 +124,84 @@ def test_an_unlisted_key_gets_no_announcement_and_no_answer(
         "unknown key": ClientKeys(other.public, other.secret, mine.server),
         "server's key guessed wrong": ClientKeys(mine.public, mine.secret, other.server),
     }[kind]
-    sub = raw_socket(zmq.SUB, weight_server.endpoints.announce, stack, stranger)
-    dealer = raw_socket(zmq.DEALER, weight_server.endpoints.fetch, stack, stranger)
+    sub = sync.socket(zmq.SUB, sync.server.endpoints.announce, keys=stranger)
+    dealer = sync.socket(zmq.DEALER, sync.server.endpoints.fetch, keys=stranger)
     dealer.send(messages.encode(FetchManifest()))
-    subscriber = follow_with(weight_server.endpoints, mine, stack, keys)
-    await_version(subscriber, 1)
+    arrive(sync.follow(keys=mine), version)
     # Ten heartbeats later a listed worker has long been served.
     assert not sub.poll(300) and not dealer.poll(300)
-    assert weight_server.stats.subscribers == 1 and weight_server.stats.refused == 0
-    assert (weight_server.stats.strangers > 0) == (kind == "unknown key")
+    assert sync.server.stats.subscribers == 1 and sync.server.stats.refused == 0
+    assert (sync.server.stats.strangers > 0) == (kind == "unknown key")
 
 
 def test_a_worker_with_keys_takes_nothing_from_a_learner_without(
-    keys: Path, stack: ExitStack, make_version: Make
+    sync: WeightSync, keys: Path
 ) -> None:
-    plain = WeightServer(*LOOPBACK, BroadcastConfig(heartbeat_s=0.05))
-    stack.callback(plain.close)
-    plain.publish(make_version(1))
-    subscriber = follow_with(plain.endpoints, client_keys(keys), stack, keys)
+    sync.server = sync.serve(LOOPBACK, keys=None)
+    sync.publish(1)
+    subscriber = sync.follow(keys=client_keys(keys))
     time.sleep(0.5)
     assert subscriber.latest() is None and subscriber.stats.received == 0
 
 
-def test_a_key_added_or_removed_counts_at_the_next_connection(
-    weight_server: WeightServer, keys: Path, stack: ExitStack, make_version: Make
-) -> None:
-    weight_server.publish(make_version(1))
+def test_a_key_added_or_removed_counts_at_the_next_connection(sync: WeightSync, keys: Path) -> None:
+    version = sync.publish(1)
     make_keys(keys, "late")
-    await_version(follow_with(weight_server.endpoints, client_keys(keys, "late"), stack, keys), 1)
+    arrive(sync.follow(keys=client_keys(keys, "late")), version)
     (keys / "clients" / "late.key").unlink()
-    locked_out = follow_with(weight_server.endpoints, client_keys(keys, "late"), stack, keys)
+    locked_out = sync.follow(keys=client_keys(keys, "late"))
     time.sleep(0.4)
     assert locked_out.latest() is None
-    assert weight_server.stats.strangers > 0
+    assert sync.server.stats.strangers > 0
 
 
-def test_a_relay_speaks_curve_on_both_sides(
-    weight_server: WeightServer, keys: Path, stack: ExitStack, make_version: Make
-) -> None:
+def test_a_relay_speaks_curve_on_both_sides(sync: WeightSync, keys: Path) -> None:
     make_keys(keys, "relay")
-    upstream = WeightSource(*weight_server.endpoints, client="relay")
-    relay = Relay(upstream, LOOPBACK, config(keys))
-    stack.callback(relay.close)
-    subscriber = follow_with(relay.endpoints, client_keys(keys), stack, keys)
-    stranger = follow_with(relay.endpoints, None, stack, keys)
+    relay = sync.relay(WeightSource(*sync.server.endpoints, client="relay"), LOOPBACK)
+    subscriber = sync.follow(relay.endpoints, client_keys(keys))
+    stranger = sync.follow(relay.endpoints)
     for number in range(3):
-        weight_server.publish(make_version(number))
-        assert await_version(subscriber, number).manifest == make_version(number).manifest
+        sync.bring(number, subscriber)
     assert stranger.latest() is None
 
 
-def test_nothing_of_the_weights_is_readable_on_the_way(
-    weight_server: WeightServer, keys: Path, stack: ExitStack, make_version: Make
+class Tap:
+    """Stands between worker and learner on TCP and keeps all bytes of the first connection."""
+
+    def __init__(self, sync: WeightSync) -> None:
+        self.seen = bytearray()
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._stack, self._target = sync.stack, sync.server.endpoints.fetch
+        self._stack.callback(self._server.close)
+        self.endpoint = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        here, _ = self._server.accept()
+        host, port = self._target.removeprefix("tcp://").split(":")
+        there = socket.create_connection((host, int(port)))
+        self._stack.callback(there.close)
+        for pair in ((here, there), (there, here)):
+            threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError), source, target:
+            while data := source.recv(65536):
+                self.seen.extend(data)
+                target.sendall(data)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_weights_are_readable_on_the_way_without_keys_alone(
+    sync: WeightSync, keys: Path, encrypted: bool
 ) -> None:
-    """A tap on TCP between worker and learner: the manifest's words are seen without keys, not with."""
-    import socket
-    import threading
-
-    def tapped(target: str) -> tuple[str, bytearray]:
-        seen = bytearray()
-        server = socket.create_server(("127.0.0.1", 0))
-        stack.callback(server.close)
-
-        def pump(a: socket.socket, b: socket.socket) -> None:
-            with a, b:
-                while data := a.recv(65536):
-                    seen.extend(data)
-                    b.sendall(data)
-
-        def accept() -> None:
-            here, _ = server.accept()
-            host, port = target.removeprefix("tcp://").split(":")
-            there = socket.create_connection((host, int(port)))
-            stack.callback(there.close)
-            for pair in ((here, there), (there, here)):
-                threading.Thread(target=_quiet, args=(pump, *pair), daemon=True).start()
-
-        threading.Thread(target=accept, daemon=True).start()
-        return f"tcp://127.0.0.1:{server.getsockname()[1]}", seen
-
-    def _quiet(work: Callable[..., None], *arguments: object) -> None:
-        with suppress(OSError):
-            work(*arguments)
-
-    plain = WeightServer(*LOOPBACK, BroadcastConfig(heartbeat_s=0.05))
-    stack.callback(plain.close)
-    for server, own in ((plain, None), (weight_server, client_keys(keys))):
-        server.publish(make_version(1))
-        fetch, seen = tapped(server.endpoints.fetch)
-        await_version(follow_with(Endpoints(server.endpoints.announce, fetch), own, stack, keys), 1)
-        assert len(seen) > make_version(1).manifest.nbytes
-        assert (b"hidden_size" in seen) == (own is None)
+    if not encrypted:
+        sync.server = sync.serve(LOOPBACK, keys=None)
+    tap = Tap(sync)
+    ends = Endpoints(sync.server.endpoints.announce, tap.endpoint)
+    sync.bring(1, sync.follow(ends, client_keys(keys) if encrypted else None))
+    assert len(tap.seen) > sync.version(1).manifest.nbytes
+    assert (b"hidden_size" in tap.seen) != encrypted
 
 
 def test_the_keys_command_makes_keys_or_fails_in_one_line(tmp_path: Path) -> None:

@@ -4,14 +4,12 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from helpers.weight_sync import publish
+from helpers.weight_sync import WeightSync
 from typer.testing import CliRunner, Result
 
 from areal_q.config import BroadcastConfig, dump_toml, load
@@ -20,28 +18,19 @@ from areal_q.messages import WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync import WeightServer
 from buffer.weight_sync.commands.inspect_weights import main
 
-Make = Callable[..., WeightVersion]
+CONFIG = BroadcastConfig(heartbeat_s=0.05, hold=2, hold_deltas=3)
 
 
 @pytest.fixture
-def run(tmp_path: Path, short_dir: Path) -> Path:
-    """The directory of a run whose learner serves at two ipc endpoints."""
-    ends = [f'broadcast.{kind}="ipc://{short_dir}/{kind}"' for kind in ("announce", "fetch")]
+def run(tmp_path: Path, sync: WeightSync) -> Path:
+    """The directory of a run whose learner serves at the endpoints of `sync`."""
+    ends = [f'broadcast.{kind}="{end}"' for kind, end in sync.at()._asdict().items()]
     directory = tmp_path / "run"
     directory.mkdir()
     (directory / "config.toml").write_text(dump_toml(load(None, ends)))
     return directory
-
-
-@pytest.fixture
-def weight_server(short_dir: Path, stack: ExitStack) -> WeightServer:
-    config = BroadcastConfig(heartbeat_s=0.05, hold=2, hold_deltas=3)
-    made = WeightServer(f"ipc://{short_dir}/announce", f"ipc://{short_dir}/fetch", config)
-    stack.callback(made.close)
-    return made
 
 
 def command(*arguments: object) -> Result:
@@ -57,12 +46,8 @@ def listed(*arguments: object) -> list[dict[str, Any]]:
     return json.loads(result.stdout)
 
 
-def test_versions_are_listed_with_their_sizes_and_deltas(
-    run: Path, weight_server: WeightServer, make_version: Make
-) -> None:
-    versions = [make_version(number) for number in range(5)]
-    for version in versions:
-        publish(weight_server, version)
+def test_versions_are_listed_with_their_sizes_and_deltas(run: Path, sync: WeightSync) -> None:
+    versions = [sync.publish(number) for number in range(5)]
     rows = listed(run)
     assert [row["version"] for row in rows] == [2, 3, 4]
     assert [row["digest"] for row in rows] == [v.manifest.digest for v in versions[2:]]
@@ -70,17 +55,13 @@ def test_versions_are_listed_with_their_sizes_and_deltas(
     for row, old, new in zip(rows, versions[1:], versions[2:], strict=False):
         assert row["delta_bytes"] == len(delta.diff(old, new) or b"")
         assert row["bytes"] == new.manifest.nbytes
-    assert listed("--fetch", weight_server.endpoints.fetch)[-1]["version"] == 4
+    assert listed("--fetch", sync.server.endpoints.fetch)[-1]["version"] == 4
     text = command(run).stdout
     assert text.splitlines()[0].split()[:2] == ["version", "digest"] and "int8" in text
 
 
-def test_what_changed_is_told_by_tensor(
-    run: Path, weight_server: WeightServer, make_version: Make
-) -> None:
-    old, new = make_version(0), make_version(1)
-    publish(weight_server, old)
-    publish(weight_server, new)
+def test_what_changed_is_told_by_tensor(run: Path, sync: WeightSync) -> None:
+    old, new = sync.publish(0), sync.publish(1)
     for row in listed(run, "--tensors"):
         differs = old.tensors[row["tensor"]] != new.tensors[row["tensor"]]
         assert (row["changed"], row["of"]) == (int(differs.sum()), differs.numel())
@@ -89,26 +70,14 @@ def test_what_changed_is_told_by_tensor(
 def beat(name: str, version: WeightVersion | None, number: int | None = None) -> WorkerStatus:
     return WorkerStatus(
         worker=name,
-        pid=1,
         version=(version.manifest.version if version else -1) if number is None else number,
-        active=0,
-        tokens=0,
-        tokens_per_s=0.0,
-        idle_share=0.0,
-        groups=0,
-        swaps=1,
-        swap_s=0.0,
-        time_s=0.0,
         digest=version.manifest.digest if version else "",
-    )
+        pid=1, active=0, tokens=0, tokens_per_s=0.0, idle_share=0.0, groups=0, swaps=1, swap_s=0.0, time_s=0.0,
+    )  # fmt: skip
 
 
-def test_a_worker_with_other_bytes_than_published_is_found(
-    run: Path, weight_server: WeightServer, make_version: Make
-) -> None:
-    versions = [make_version(number) for number in range(3)]
-    for version in versions:
-        publish(weight_server, version)
+def test_a_worker_with_other_bytes_than_published_is_found(run: Path, sync: WeightSync) -> None:
+    versions = [sync.publish(number) for number in range(3)]
     good = [beat("a", versions[2]), beat("b", versions[1]), beat("new", None)]
     with MetricsLog(run, tensorboard=False) as log:
         log.write("step", 1, {}, workers=good)
@@ -124,29 +93,22 @@ def test_a_worker_with_other_bytes_than_published_is_found(
     assert next(line for line in result.stdout.splitlines() if "OTHER" in line).startswith("liar")
 
 
-def test_new_versions_are_followed_live(
-    run: Path, weight_server: WeightServer, make_version: Make, stack: ExitStack
-) -> None:
-    publish(weight_server, make_version(0))
-    argv = [
-        sys.executable,
-        "-m",
-        "buffer.weight_sync.commands.inspect_weights",
-        str(run),
-        "--follow",
-        "--json",
-    ]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+def test_new_versions_are_followed_live(run: Path, sync: WeightSync) -> None:
+    sync.publish(0)
+    program = [sys.executable, "-m", "buffer.weight_sync.commands.inspect_weights"]
+    process = subprocess.Popen(
+        [*program, str(run), "--follow", "--json"], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
-    stack.callback(process.stdout.close)
-    stack.callback(process.wait)
-    stack.callback(process.kill)
+    sync.stack.callback(process.stdout.close)
+    sync.stack.callback(process.wait)
+    sync.stack.callback(process.kill)
     assert json.loads(process.stdout.readline())[0]["version"] == 0
     for number in range(1, 4):
-        publish(weight_server, make_version(number))
+        version = sync.publish(number)
         (row,) = json.loads(process.stdout.readline())
         assert (row["version"], row["base"]) == (number, number - 1)
-        assert row["digest"] == make_version(number).manifest.digest
+        assert row["digest"] == version.manifest.digest
         assert 0 < row["delta_bytes"] < 1000 and row["share"].endswith("%")
     process.send_signal(signal.SIGINT)
     process.wait(20)

@@ -4,49 +4,40 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from dataclasses import dataclass
 
 import msgspec
 import pytest
-import torch
 import xxhash
 import zmq
-from helpers.weight_sync import await_true, collect_until, follow, raw_socket
+from helpers.weight_sync import WeightSync, arrive, assert_same, await_true, collect_until
 
 from areal_q import messages
 from areal_q.config import BroadcastConfig
-from areal_q.messages import Announce, FetchChunk, FetchManifest, Manifest, ManifestReply
+from areal_q.messages import Announce, FetchChunk, FetchManifest, Gone, Manifest, ManifestReply
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync import WeightServer, WeightSubscriber
 
 Frames = list[bytes]
 Tamper = Callable[[Frames], list[Frames]]
-Make = Callable[..., WeightVersion]
-
-
-QUICK = BroadcastConfig(chunk_bytes=3000, timeout_s=0.1, heartbeat_s=0.05)
+CONFIG = BroadcastConfig(chunk_bytes=3000, timeout_s=0.1, heartbeat_s=0.05)
 
 
 class Proxy:
     """Stands between one subscriber and the learner; `tamper` makes 0 … n messages of each it carries down."""
 
-    def __init__(self, directory: Path, weight_server: WeightServer) -> None:
-        self.announce, self.fetch = f"ipc://{directory}/pa", f"ipc://{directory}/pf"
+    def __init__(self, sync: WeightSync) -> None:
+        self.endpoints = sync.at("p")
         self.tamper_announce: Tamper = lambda frames: [frames]
         self.tamper_fetch: Tamper = lambda frames: [frames]
-        self._context = zmq.Context()
         self._closing = False
-        self._up = self._context.socket(zmq.XSUB)
-        self._up.connect(weight_server.endpoints.announce)
-        self._down = self._context.socket(zmq.XPUB)
-        self._down.bind(self.announce)
-        self._dealer = self._context.socket(zmq.DEALER)
-        self._dealer.connect(weight_server.endpoints.fetch)
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.bind(self.fetch)
+        announce, fetch = sync.server.endpoints
+        self._up = sync.socket(zmq.XSUB, announce)
+        self._down = sync.socket(zmq.XPUB, self.endpoints.announce, bind=True)
+        self._dealer = sync.socket(zmq.DEALER, fetch)
+        self._router = sync.socket(zmq.ROUTER, self.endpoints.fetch, bind=True)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
+        sync.stack.callback(self.close)
 
     def _run(self) -> None:
         poller, peer = zmq.Poller(), b""
@@ -66,7 +57,6 @@ class Proxy:
                 else:
                     for changed in self.tamper_fetch(frames):
                         self._router.send_multipart([peer, *changed])
-        self._context.destroy(linger=0)
 
     def close(self) -> None:
         self._closing = True
@@ -111,155 +101,118 @@ KINDS = ["drop", "duplicate", "reorder", "truncate", "lose a frame", "flip a bit
 
 
 @pytest.fixture
-def weight_server(short_dir: Path, stack: ExitStack) -> WeightServer:
-    made = WeightServer(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f", QUICK)
-    stack.callback(made.close)
-    return made
+def proxy(sync: WeightSync) -> Proxy:
+    return Proxy(sync)
 
 
-@pytest.fixture
-def proxy(short_dir: Path, weight_server: WeightServer, stack: ExitStack) -> Proxy:
-    made = Proxy(short_dir, weight_server)
-    stack.callback(made.close)
-    return made
+def deltas_lost(frames: Frames) -> list[Frames]:
+    return [frames] if len(frames) == 1 else []
 
 
-def assert_honest(seen: list[WeightVersion], make_version: Make) -> None:
+def assert_honest(seen: list[WeightVersion], sync: WeightSync) -> None:
     numbers = [version.manifest.version for version in seen]
     assert numbers == sorted(set(numbers))
     for version in seen:
-        published = make_version(version.manifest.version)
-        assert version.manifest == published.manifest
-        for name, tensor in published.tensors.items():
-            assert torch.equal(version.tensors[name], tensor)
+        assert_same(version, sync.version(version.manifest.version))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_faulty_broadcasts_never_give_other_weights(
-    kind: str, weight_server: WeightServer, proxy: Proxy, stack: ExitStack, make_version: Make
+    sync: WeightSync, proxy: Proxy, kind: str
 ) -> None:
     faults = proxy.tamper_announce = Faults(kind, seed=1)
-    subscriber = follow((proxy.announce, proxy.fetch), stack, QUICK, silence_s=0.5)
+    subscriber = sync.follow(proxy.endpoints)
     seen: list[WeightVersion] = []
     for number in range(40):
-        weight_server.publish(make_version(number))
+        sync.server.publish(sync.version(number))
         time.sleep(0.005)
         if (version := subscriber.latest()) is not None:
             seen.append(version)
     if not seen or seen[-1].manifest.version != 39:
         seen += collect_until(subscriber, 39)
-    assert_honest(seen, make_version)
+    assert_honest(seen, sync)
     assert faults.injected > 5
 
 
 @pytest.mark.parametrize("hold_deltas", [0, 16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_faulty_answers_never_give_other_weights(
-    kind: str, hold_deltas: int, short_dir: Path, stack: ExitStack, make_version: Make
+    sync: WeightSync, kind: str, hold_deltas: int
 ) -> None:
-    config = msgspec.structs.replace(QUICK, hold_deltas=hold_deltas, chunk_bytes=8000)
-    weight_server = WeightServer(f"ipc://{short_dir}/a", f"ipc://{short_dir}/f", config)
-    stack.callback(weight_server.close)
-    proxy = Proxy(short_dir, weight_server)
-    stack.callback(proxy.close)
+    sync.config = msgspec.structs.replace(CONFIG, hold_deltas=hold_deltas, chunk_bytes=8000)
+    proxy = Proxy(sync)
     faults = proxy.tamper_fetch = Faults(kind, seed=2)
-    proxy.tamper_announce = lambda frames: [frames] if len(frames) == 1 else []
-    subscriber = follow((proxy.announce, proxy.fetch), stack, config, silence_s=0.5)
+    proxy.tamper_announce = deltas_lost
+    subscriber = sync.follow(proxy.endpoints)
     seen = []
     for number in range(20 if hold_deltas else 5):
-        weight_server.publish(make_version(number))
+        sync.server.publish(sync.version(number))
         seen += collect_until(subscriber, number)
-    assert_honest(seen, make_version)
+    assert_honest(seen, sync)
     assert faults.injected > 3
 
 
-def test_a_lost_delta_is_replaced_by_a_fetched_one(
-    weight_server: WeightServer, proxy: Proxy, stack: ExitStack, make_version: Make
+@dataclass
+class Spoil:
+    """Changes the messages with a body, by their number: a delta that is sent, or a chunk of an answer."""
+
+    numbers: tuple[int, ...]
+    change: Callable[[bytes], list[bytes]]
+    seen: int = -1
+
+    def __call__(self, frames: Frames) -> list[Frames]:
+        self.seen += len(frames) == 2
+        if len(frames) != 2 or self.seen not in self.numbers:
+            return [frames]
+        return [[frames[0], body] for body in self.change(frames[1])]
+
+
+def lose(_: bytes) -> list[bytes]:
+    return []
+
+
+HEALED = {
+    "a lost delta": ("tamper_announce", (0,), lose, (1, 1, 2, 0, 0)),
+    "an altered delta": ("tamper_announce", (0,), lambda b: [b[:-1] + b"?"], (2, 0, 1, 1, 0)),
+    "an altered payload": ("tamper_fetch", (0, 1), lambda b: [bytes(len(b))], (1, 0, 2, 0, 1)),
+}
+"""What goes wrong on the way of three versions, and the counts of fetches, catch-ups, deltas, refused deltas
+and refused payloads"""
+
+
+@pytest.mark.parametrize("fault", HEALED)
+def test_a_lost_or_altered_message_is_counted_and_healed(
+    sync: WeightSync, proxy: Proxy, fault: str
 ) -> None:
-    subscriber = follow((proxy.announce, proxy.fetch), stack, QUICK, silence_s=0.5)
-    weight_server.publish(make_version(1))
-    collect_until(subscriber, 1)
-    proxy.tamper_announce = lambda frames: [frames] if len(frames) == 1 else []
-    weight_server.publish(make_version(2))
-    collect_until(subscriber, 2)
-    assert (subscriber.stats.fetch.fetches, subscriber.stats.fetch.catch_ups) == (1, 1)
-    proxy.tamper_announce = lambda frames: [frames]
-    weight_server.publish(make_version(3))
-    collect_until(subscriber, 3)
-    assert (subscriber.stats.fetch.catch_ups, subscriber.stats.deltas) == (1, 2)
+    side, numbers, change, counts = HEALED[fault]
+    setattr(proxy, side, Spoil(numbers, change))
+    subscriber = sync.follow(proxy.endpoints)
+    for number in (1, 2, 3):
+        sync.bring(number, subscriber)
+    stats, fetch = subscriber.stats, subscriber.stats.fetch
+    found = fetch.fetches, fetch.catch_ups, stats.deltas, stats.mismatches, fetch.mismatches
+    assert found == counts
 
 
-def test_an_altered_delta_is_refused_counted_and_healed(
-    weight_server: WeightServer, proxy: Proxy, stack: ExitStack, make_version: Make
-) -> None:
-    subscriber = follow((proxy.announce, proxy.fetch), stack, QUICK, silence_s=0.5)
-    weight_server.publish(make_version(1))
-    collect_until(subscriber, 1)
-
-    def alter(frames: Frames) -> list[Frames]:
-        return [[frames[0], frames[1][:-1] + b"?"]] if len(frames) == 2 else [frames]
-
-    proxy.tamper_announce = alter
-    weight_server.publish(make_version(2))
-    assert_honest(collect_until(subscriber, 2), make_version)
-    assert subscriber.stats.mismatches == 1
-    assert subscriber.stats.fetch.fetches == 2
-
-
-def test_an_altered_payload_is_refused_counted_and_healed(
-    weight_server: WeightServer, proxy: Proxy, stack: ExitStack, make_version: Make
-) -> None:
-    altered = 0
-
-    def alter(frames: Frames) -> list[Frames]:
-        nonlocal altered
-        if len(frames) == 2 and altered < 2:
-            altered += 1
-            return [[frames[0], bytes(len(frames[1]))]]
-        return [frames]
-
-    proxy.tamper_fetch = alter
-    subscriber = follow((proxy.announce, proxy.fetch), stack, QUICK, silence_s=0.5)
-    weight_server.publish(make_version(1))
-    assert_honest(collect_until(subscriber, 1), make_version)
-    assert subscriber.stats.fetch.mismatches == 1
-
-
-def test_chunks_that_arrived_are_not_asked_for_again(
-    weight_server: WeightServer, proxy: Proxy, stack: ExitStack, make_version: Make
-) -> None:
-    count = 0
-
-    def lose_the_fifth(frames: Frames) -> list[Frames]:
-        nonlocal count
-        count += len(frames) == 2
-        return [] if count == 5 and len(frames) == 2 else [frames]
-
-    proxy.tamper_fetch = lose_the_fifth
-    subscriber = follow((proxy.announce, proxy.fetch), stack, QUICK, silence_s=0.5)
-    weight_server.publish(make_version(1))
-    collect_until(subscriber, 1)
-    chunks = -(-make_version(1).manifest.nbytes // 3000)
+def test_chunks_that_arrived_are_not_asked_for_again(sync: WeightSync, proxy: Proxy) -> None:
+    proxy.tamper_fetch = Spoil((4,), lose)
+    subscriber = sync.follow(proxy.endpoints)
+    sync.bring(1, subscriber)
+    chunks = -(-sync.version(1).manifest.nbytes // CONFIG.chunk_bytes)
     assert subscriber.stats.fetch.retries == 1
     # At most the credit's four chunks were open when the connection was given up.
-    assert chunks < weight_server.stats.chunks <= chunks + 4
+    assert chunks < sync.server.stats.chunks <= chunks + 4
+
+
+def test_the_highest_credit_loses_no_answer(sync: WeightSync) -> None:
+    subscriber = sync.follow(chunk_bytes=500, credit=10_000, timeout_s=5.0, silence_s=10.0)
+    arrive(subscriber, sync.publish(1, rows=10_000))
+    assert subscriber.stats.fetch.retries == 0
 
 
 def reply_with(manifest: Manifest) -> ManifestReply:
     encoded = messages.encode(manifest)
     return ManifestReply(manifest=encoded, checksum=xxhash.xxh3_128_hexdigest(encoded))
-
-
-def test_the_highest_credit_loses_no_answer(
-    weight_server: WeightServer, stack: ExitStack, make_version: Make
-) -> None:
-    subscriber = WeightSubscriber(
-        *weight_server.endpoints, run="run", config=BroadcastConfig(chunk_bytes=500, credit=10_000)
-    )
-    stack.callback(subscriber.close)
-    weight_server.publish(make_version(1, rows=10_000))
-    collect_until(subscriber, 1)
-    assert subscriber.stats.fetch.retries == 0
 
 
 def junk(digest: str) -> list[Frames]:
@@ -280,46 +233,36 @@ def junk(digest: str) -> list[Frames]:
     ]
 
 
-def test_malformed_requests_change_nothing(
-    weight_server: WeightServer, stack: ExitStack, make_version: Make
-) -> None:
-    version = make_version(1)
-    weight_server.publish(version)
-    attacker = raw_socket(zmq.DEALER, weight_server.endpoints.fetch, stack)
+def test_malformed_requests_change_nothing(sync: WeightSync) -> None:
+    version = sync.publish(1)
+    attacker = sync.socket(zmq.DEALER, sync.server.endpoints.fetch)
     rubbish = junk(version.manifest.digest)
     for frames in rubbish:
         attacker.send_multipart(frames)
-    await_true(lambda: weight_server.stats.refused == len(rubbish), weight_server.stats)
+    await_true(lambda: sync.server.stats.refused == len(rubbish), sync.server.stats)
     attacker.send(messages.encode(FetchManifest()))
     reply = messages.decode_reply(attacker.recv())
     assert isinstance(reply, ManifestReply) and reply.manifest is not None
     assert messages.decode_manifest(reply.manifest) == version.manifest
-    shouter = raw_socket(zmq.XSUB, weight_server.endpoints.announce, stack)
+    shouter = sync.socket(zmq.XSUB, sync.server.endpoints.announce)
     for frames in rubbish[5:]:
         if frames[0][:1] not in (b"", b"\0"):
             shouter.send_multipart(frames)
-    await_true(lambda: weight_server.stats.refused > len(rubbish), weight_server.stats)
+    await_true(lambda: sync.server.stats.refused > len(rubbish), sync.server.stats)
     attacker.send(bytes(1 << 20))  # ZeroMQ hangs up on this peer
-    collect_until(follow(weight_server.endpoints, stack, QUICK, silence_s=0.5), 1)
+    arrive(sync.follow(), version)
 
 
-def test_a_request_for_a_version_that_went_is_answered_with_gone(
-    weight_server: WeightServer, stack: ExitStack, make_version: Make
-) -> None:
-    weight_server.publish(make_version(1))
-    worker = raw_socket(zmq.DEALER, weight_server.endpoints.fetch, stack)
-    worker.send(messages.encode(FetchChunk(digest="0" * 32, offset=0, nbytes=10)))
-    assert isinstance(messages.decode_reply(worker.recv()), messages.Gone)
-    assert weight_server.stats.gone == 1
+def test_a_request_for_a_version_that_went_is_answered_with_gone(sync: WeightSync) -> None:
+    sync.publish(1)
+    assert isinstance(sync.ask(FetchChunk(digest="0" * 32, offset=0, nbytes=10)), Gone)
+    assert sync.server.stats.gone == 1
 
 
-def test_malformed_broadcasts_and_answers_change_nothing(
-    short_dir: Path, stack: ExitStack, make_version: Make
-) -> None:
-    announce, fetch = f"ipc://{short_dir}/a", f"ipc://{short_dir}/f"
-    pub = raw_socket(zmq.XPUB, announce, stack, bind=True)
-    router = raw_socket(zmq.ROUTER, fetch, stack, bind=True)
-    subscriber = follow((announce, fetch), stack, QUICK, silence_s=0.5)
+def test_malformed_broadcasts_and_answers_change_nothing(sync: WeightSync) -> None:
+    pub = sync.socket(zmq.XPUB, sync.at().announce, bind=True)
+    router = sync.socket(zmq.ROUTER, sync.at().fetch, bind=True)
+    subscriber = sync.follow(sync.at())
     assert pub.recv() == b"\1"
     hello = Announce(run="run", epoch="a", version=1, digest="")
     rubbish = [
@@ -334,7 +277,7 @@ def test_malformed_broadcasts_and_answers_change_nothing(
     pub.send(messages.encode(hello))
     peer, request = router.recv_multipart()
     assert messages.decode_request(request) == FetchManifest()
-    good = make_version(1).manifest
+    good = sync.version(1).manifest
     bad = [
         msgspec.structs.replace(good, digest="0" * 32),
         msgspec.structs.replace(good, nbytes=1 << 50),
@@ -353,37 +296,14 @@ def test_malformed_broadcasts_and_answers_change_nothing(
 
 
 def test_a_silent_learner_is_noticed_once_and_followed_again(
-    short_dir: Path, stack: ExitStack, make_version: Make, caplog: pytest.LogCaptureFixture
+    sync: WeightSync, caplog: pytest.LogCaptureFixture
 ) -> None:
-    endpoints = f"ipc://{short_dir}/a", f"ipc://{short_dir}/f"
-    first = WeightServer(*endpoints, QUICK)
-    subscriber = WeightSubscriber(*endpoints, run="run", silence_s=0.15)
-    stack.callback(subscriber.close)
-    first.publish(make_version(1))
-    collect_until(subscriber, 1)
-    first.close()
+    subscriber = sync.follow(silence_s=0.15)
+    sync.bring(1, subscriber)
+    sync.server.close()
     await_true(lambda: "no announcement" in caplog.text, subscriber.stats)
     time.sleep(0.5)
-    second = WeightServer(*endpoints, QUICK)
-    stack.callback(second.close)
-    second.publish(make_version(2))
-    collect_until(subscriber, 2)
+    sync.server = sync.serve()
+    sync.bring(2, subscriber)
     assert subscriber.stats.silences == 1
     assert caplog.text.count("no announcement") == 1
-
-
-def test_a_peer_that_never_reads_holds_up_nobody(
-    weight_server: WeightServer, stack: ExitStack, make_version: Make
-) -> None:
-    version = make_version(1, rows=30_000)
-    weight_server.publish(version)
-    idler = raw_socket(zmq.DEALER, weight_server.endpoints.fetch, stack)
-    ask = FetchChunk(digest=version.manifest.digest, offset=0, nbytes=version.manifest.nbytes)
-    for _ in range(200):
-        with suppress(zmq.Again):
-            idler.send(messages.encode(ask), zmq.NOBLOCK)
-    subscriber = WeightSubscriber(*weight_server.endpoints, run="run")
-    stack.callback(subscriber.close)
-    collect_until(subscriber, 1)
-    weight_server.publish(make_version(2, rows=30_000))
-    collect_until(subscriber, 2)
