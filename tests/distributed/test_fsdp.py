@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
-from helpers.saved import save_at
+from helpers.policies import save_at
 
 from areal_q.algorithms import reducers
 from areal_q.config import Run

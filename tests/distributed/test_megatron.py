@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from helpers.saved import save_at
+from helpers.policies import save_at
 
 from areal_q.config import Run
 from areal_q.errors import ConfigError

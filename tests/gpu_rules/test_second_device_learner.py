@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
-from helpers.saved import save_at
+from helpers.policies import save_at
 
 from areal_q.config import LearnerConfig, Run, dump_toml
 from areal_q.messages import Array, Group, Ticket, VersionSpan

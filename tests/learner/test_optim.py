@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
-from helpers.saved import save_at
+from helpers.policies import save_at
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn

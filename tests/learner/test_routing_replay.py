@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from helpers.saved import save_at
+from helpers.policies import save_at
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from areal_q.config import Sampling, TorchEngine, load

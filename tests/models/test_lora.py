@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
-from helpers.policies import raw_bytes
-from helpers.saved import save_at
+from helpers.policies import raw_bytes, save_at
 
 from areal_q.config import Run, Sampling, TorchEngine
 from areal_q.errors import ConfigError

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
-from helpers.policies import build_policy, raw_bytes
-from helpers.saved import save_at
+from helpers.policies import build_policy, raw_bytes, save_at
 from torch import nn
 
 from areal_q.config import Sampling, TorchEngine

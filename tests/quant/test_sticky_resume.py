@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from helpers.fixture_types import MakeRun, MakeSamples
-from helpers.saved import save_at
+from helpers.policies import save_at
 from msgspec.structs import replace
 
 from areal_q.config import Lora, Run, dump_toml
