@@ -13,6 +13,7 @@
     ├── WeightVersionError              a published version is incomplete or altered
     ├── EngineDied                      the process of an engine ended, or fell silent
     ├── BufferUnavailable               Redis does not answer, or refuses writes
+    │   ├── BufferGone                  the same, of a process that was told to go: it ends without Redis
     │   └── BufferFull                  it is at its memory limit: nothing was written, and nothing is lost
     ├── RunChanged                      the run in Redis is not the one that a worker was set up for
     ├── RunFinished                     the run that a worker works for has done its last step
@@ -88,6 +89,10 @@ class EngineDied(AReaLQError):
 
 class BufferUnavailable(AReaLQError):
     """Redis does not answer, or refuses writes."""
+
+
+class BufferGone(BufferUnavailable):
+    """Redis does not answer a process that was told to go, and ends without it: not a failure."""
 
 
 class BufferFull(BufferUnavailable):

@@ -21,7 +21,7 @@ from typing import Annotated
 import typer
 
 from areal_q.config import MegatronBackend, Run, load
-from areal_q.errors import ConfigError, Stopped
+from areal_q.errors import BufferGone, ConfigError, Stopped
 from areal_q.observability import service_log
 from areal_q.observability.prometheus_exporter import LEARNER, Exporter, serve_metrics
 from areal_q.system import run_dir as rundir
@@ -148,8 +148,8 @@ def _learn(
         ranks = join(run)
     try:
         learner = build_learner(run, directory, redis, announce, fetch, resume, stop, ranks)
-    except Stopped as stopped:
-        logger.info("stopped %s", stopped)
+    except (Stopped, BufferGone) as stopped:
+        logger.info("stopped: %s", stopped)
         if ranks is not ALONE:
             from learner.multi_process import end_other_ranks, exit_process
 

@@ -240,7 +240,7 @@ def build_learner(
     task = build_task(run.task)
     check_data(directory, run.task, task)
     task = without_long(task, tokenizer, longest_prompt(run))
-    buffer = LearnerBuffer(redis_url, run.name)
+    buffer = LearnerBuffer(redis_url, run.name, stop=stop)
     with ExitStack() as failed:
         failed.callback(buffer.close)
         buffer.acquire(owner_of(_run_id(directory), directory), stop)

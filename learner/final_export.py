@@ -2,7 +2,9 @@
 
 import copy
 import logging
+from contextlib import suppress
 
+from areal_q.errors import BufferGone
 from areal_q.models import save_decoder
 from areal_q.models.hf.adapters import save_adapted
 from areal_q.quant.uaq import fold_back
@@ -14,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 def finish(learner: Learner, step: int) -> bool:
     """Exports `hf/` and writes the `end` record: done, or drained before the last step. Returns whether it is
-    done; then the workers are told so, and end."""
+    done and the workers were told so, which end then."""
     run = learner.run
     model, tokenizer = learner.policy.model, build_tokenizer(run)
     if run.learner.lora:
@@ -33,5 +35,7 @@ def finish(learner: Learner, step: int) -> bool:
         model=str(learner.dir / "hf"),
     )
     if done:
-        learner.buffer.finish()
-    return done
+        with suppress(BufferGone):
+            learner.buffer.finish()
+            return True
+    return False

@@ -19,13 +19,15 @@ Quantizing, diffing, compressing and sending overlap with the next step
 import logging
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from areal_q.config import Run, settings_hash
-from areal_q.messages import Group
+from areal_q.errors import BufferGone
+from areal_q.messages import Group, WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.weights.version import WeightVersion
 from buffer.logs.step_log import StepLog, StepRecord
@@ -80,6 +82,8 @@ class Learner:
     """Records the tokens of the last step for the token log."""
     metrics: MetricsLog
     checkpoints: CheckpointWriter
+    step: int = 0
+    """The next step; the checkpoint at the end is of it."""
     nbytes: int = 0
     """Bytes of the newest version that is out"""
     awaiting_digest: StepRecord | None = None
@@ -101,18 +105,31 @@ class Learner:
 
     def train(self, stop: threading.Event) -> int:
         """Runs the steps that remain, or until `stop`. Returns the step that it came to; a checkpoint
-        stands there."""
-        step = self.start
-        self.begin_version(step)
-        if step == 0:
+        stands there. Where all is told to go at once, Redis may be gone first; the checkpoint needs none."""
+        self.step = self.start
+        try:
+            self.take_steps(stop)
+            if self.step == self.run.steps and not stop.is_set():
+                self.heldout.ask(self.step)
+                self.heldout.finish(stop, timeout_s=120.0)
+        except BufferGone as error:
+            logger.warning("redis is gone, too: %s", error)
+        self.save(self.step)
+        self.settle(wait=True)
+        return self.step
+
+    def take_steps(self, stop: threading.Event) -> None:
+        """Runs the steps that remain, or until `stop`; `step` is then the one that it came to."""
+        self.begin_version(self.step)
+        if self.step == 0:
             if self.run.checkpoint.start:
-                self.save(step)
-            self.heldout.ask(step)
-        while step < self.run.steps and not stop.is_set():
-            began = time.monotonic()
+                self.save(0)
+            self.heldout.ask(0)
+        while self.step < self.run.steps and not stop.is_set():
+            step, began = self.step, time.monotonic()
             batch = self.group_reader.take(step, stop, self.make_room, self.wait_until_out)
             if batch is None:
-                break
+                return
             waited = time.monotonic() - began
             values = train_step(
                 self.updater, batch.groups, self.history, step, batch.weights, self.recorder
@@ -122,7 +139,7 @@ class Learner:
             values |= self.version_metrics()
             self.begin_version(step + 1)
             self.group_reader.consumed()
-            step += 1
+            self.step = step = step + 1
             values |= self.fidelity.measure(batch.groups)
             self.report(step, values, batch.groups, began, waited)
             if step % self.run.eval.every == 0 and step < self.run.steps:
@@ -130,12 +147,6 @@ class Learner:
             if step % self.run.checkpoint.every == 0 and step < self.run.steps:
                 self.save(step)
             self.settle()
-        if step == self.run.steps and not stop.is_set():
-            self.heldout.ask(step)
-            self.heldout.finish(stop, timeout_s=120.0)
-        self.save(step)
-        self.settle(wait=True)
-        return step
 
     def close(self) -> None:
         """Stops the threads of publisher, weight server, checkpoints and logs, and leaves no socket behind."""
@@ -237,9 +248,10 @@ class Learner:
         stands = self.checkpoints.finish() if wait else self.checkpoints.settle()
         if stands:
             state, path = stands
-            self.buffer.trim(state.position)
-            self.trimmed = state.position
             logger.info("checkpoint %s", path)
+            with suppress(BufferGone):  # the next checkpoint, of a learner to come, lets them go
+                self.buffer.trim(state.position)
+                self.trimmed = state.position
 
     def make_room(self, step: int) -> None:
         """Redis is full and the learner starves, before step `step`: a checkpoint lets Redis forget what was
@@ -260,18 +272,14 @@ class Learner:
         self, step: int, values: dict[str, float], groups: list[Group], began: float, waited: float
     ) -> None:
         """One line of metrics for the step that ended as `step` - 1 and made version `step`."""
-        self.heldout.collect()
         tokens = sum(t.num_tokens for g in groups for t in g.trajectories)
         total_s = time.monotonic() - began
-        workers, memory = self.buffer.workers(), self.buffer.memory()
         sent = self.weight_server.stats
         values |= {
             "learner/step_s": total_s,
             "learner/wait_s": waited,
             "learner/idle_share": waited / total_s,
             "learner/tokens_per_s": tokens / total_s,
-            "rollout/tokens_per_s": sum(w.tokens_per_s for w in workers),
-            "rollout/idle_share": sum(w.idle_share for w in workers) / max(1, len(workers)),
             "buffer/open_tickets": len(self.admission.outstanding),
             "buffer/groups": self.group_reader.groups,
             "buffer/dropped_stale": self.group_reader.dropped,
@@ -281,18 +289,31 @@ class Learner:
             "buffer/removed": self.group_reader.removed,
             "buffer/duplicates": self.group_reader.duplicates,
             "buffer/held": self.group_reader.held,
-            "buffer/quarantined": self.buffer.set_aside(),
-            "buffer/full": float(memory.full),
             "buffer/refused_admissions": self.admission.refused,
-            "buffer/waiting_commits": sum(w.waiting for w in workers),
             "weights/delta_bytes": sent.delta_bytes,
             "weights/fetches": sent.fetches,
             "weights/refused": sent.refused,
             "weights/catch_ups": sent.catch_ups,
             "weights/stalls": sent.stalls,
+        }
+        values |= self.replay_check.metrics()
+        workers: list[WorkerStatus] = []
+        with suppress(BufferGone):  # the step counts all the same
+            self.heldout.collect()
+            workers = self.buffer.workers()
+            values |= self.buffer_metrics(workers)
+        self.metrics.write("step", step, values, workers=workers)
+
+    def buffer_metrics(self, workers: list[WorkerStatus]) -> dict[str, float]:
+        """Returns what Redis and the heartbeats in it tell."""
+        memory = self.buffer.memory()
+        return {
+            "rollout/tokens_per_s": sum(w.tokens_per_s for w in workers),
+            "rollout/idle_share": sum(w.idle_share for w in workers) / max(1, len(workers)),
+            "buffer/quarantined": self.buffer.set_aside(),
+            "buffer/full": float(memory.full),
+            "buffer/waiting_commits": sum(w.waiting for w in workers),
             "weights/behind_s": max((w.behind_s for w in workers), default=0.0),
             "redis/used_bytes": memory.used,
             "redis/limit_bytes": memory.limit,
         }
-        values |= self.replay_check.metrics()
-        self.metrics.write("step", step, values, workers=workers)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from areal_q.config import Run, ScriptedEngine, parse
-from areal_q.errors import ConfigError, RunChanged, RunFinished
+from areal_q.errors import BufferUnavailable, ConfigError, RunChanged, RunFinished
 from areal_q.tasks import Tokenizer, build_reward, build_tokenizer
 from buffer.redis_store import WorkerBuffer
 from buffer.weight_sync import WeightSource, WeightSubscriber
@@ -18,7 +18,7 @@ from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
 from rollout.environments.registry import build_environment, build_evaluation_environment
 from rollout.openai_server.app import Endpoint
-from rollout.worker import Worker, WorkerCapacity
+from rollout.worker import Worker, WorkerCapacity, first_error
 
 logger = logging.getLogger(__name__)
 
@@ -80,13 +80,14 @@ async def serve(
     finished_wait_s: float,
 ) -> None:
     """Joins run `run_name` and works until the run is finished, or until cancelled; `observe` is told every
-    heartbeat. A run that is finished already may be taken up again within `finished_wait_s`.
+    heartbeat. A run that is finished already may be taken up again within `finished_wait_s`. Raises
+    BufferUnavailable where Redis does not answer for a minute.
 
     Where another run of that name takes its place, or it goes on with other settings, the worker sets itself up
     anew from what the learner says now. It does not end instead: not every worker has a service manager that
     would bring it back.
     """
-    finished = False
+    finished, gone = False, None
     while not finished:
         try:
             await _serve(redis_url, run_name, name, source, observe, address, finished_wait_s)
@@ -95,6 +96,10 @@ async def serve(
         except* RunFinished as ended:
             logger.info("%s: this worker ends", ended.exceptions[0])
             finished = True
+        except* BufferUnavailable as errors:
+            finished, gone = True, first_error(errors)
+    if gone is not None:
+        raise gone
 
 
 async def _serve(

@@ -154,7 +154,7 @@ class Worker:
             await self._engine.close()
             await self._reward.close()
             works = self._in_flight.values()
-            await self._buffer.release([replace(w.claim, partial=w.partial()) for w in works])
+            await self._buffer.leave([replace(w.claim, partial=w.partial()) for w in works])
 
     async def _claim(self, loops: asyncio.TaskGroup) -> None:
         # A worker whose relay has nothing for it would keep the tickets from workers that have weights.
@@ -184,7 +184,7 @@ class Worker:
             self._refused += 1
             if self._refused >= MOST_REFUSED:
                 raise
-            await self._buffer.set_aside(work.claim, _first(errors))
+            await self._buffer.set_aside(work.claim, str(first_error(errors)))
         self._in_flight.pop(task, None)
         self._place_free.set()
 
@@ -323,9 +323,9 @@ class Worker:
             last_s, last_tokens, last_busy = now_s, engine.tokens_drawn, engine.busy_s
 
 
-def _first(errors: BaseExceptionGroup[RecordError]) -> str:
-    """The reason that the first of them gives."""
+def first_error(errors: BaseExceptionGroup[Exception]) -> BaseException:
+    """Returns the first of the errors that are in `errors`, or in groups within it."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return str(error)
+    return error

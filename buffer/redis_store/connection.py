@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import random
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -14,7 +16,7 @@ from redis.connection import parse_url
 from redis.exceptions import OutOfMemoryError
 from redis.retry import Retry
 
-from areal_q.errors import BufferUnavailable, ConfigError
+from areal_q.errors import BufferGone, BufferUnavailable, ConfigError
 from areal_q.system.credentials import check_redis_url, redis_password, shown
 
 _T = TypeVar("_T")
@@ -22,7 +24,12 @@ logger = logging.getLogger(__name__)
 TRANSIENT = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
 PATIENCE_S = 60.0
 """Covers the restart of a Redis that loads a large append-only file."""
+LEAVE_S = 3.0
+"""The same for a process that was told to go: where everything is, Redis may go first."""
 MAX_PAUSE_S = 1.0
+SAY_AGAIN_S = 30.0
+CONNECT_S = 5.0
+"""For the learner's connections, of which there are few: a host that is gone refuses nothing, it is silent."""
 SOCKET_TIMEOUT_S = 30.0
 """Above any BLOCK that we ask for, and long enough for a large record on a busy server."""
 CONNECTIONS = 8
@@ -32,7 +39,8 @@ machine, and would fill Redis's `maxclients` with a few dozen workers."""
 
 
 def connect(url: str) -> redis.Redis:
-    return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **_options(url))
+    options = {"socket_connect_timeout": CONNECT_S, **_options(url)}
+    return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
 
 
 def connect_async(url: str) -> redis.asyncio.Redis:
@@ -62,26 +70,81 @@ def _options(url: str) -> dict[str, Any]:
     }
 
 
+class Outage:
+    """The time for which Redis does not answer a client, whose calls share it: the log has one line when it
+    begins, one every SAY_AGAIN_S while it lasts, and one at its end, however many calls are tried again."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        self._last_s = self._next_s = 0.0
+
+    def goes_on(self, where: str, error: Exception) -> None:
+        """Takes note of a call that failed."""
+        self._last_s = now_s = time.monotonic()
+        if self._since_s is None:
+            self._since_s, self._next_s = now_s, now_s + SAY_AGAIN_S
+            logger.warning("redis at %s: %s; trying again", where, error)
+        elif now_s >= self._next_s:
+            self._next_s = now_s + SAY_AGAIN_S
+            lasts_s = now_s - self._since_s
+            logger.warning("redis at %s: for %.0f s now: %s", where, lasts_s, error)
+
+    def answered(self, *, after_failure: bool) -> None:
+        """Takes note of a call that succeeded. One that never failed says little of the others: a Redis whose
+        disk is full answers whoever only reads."""
+        now_s = time.monotonic()
+        if self._since_s is not None and (after_failure or now_s - self._last_s > SAY_AGAIN_S):
+            logger.info("redis answers again, after %.1f s", now_s - self._since_s)
+            self._since_s = None
+
+
 class Patience:
     """The time for which one operation is tried again. `pause` gives the wait before the next try, or gives
-    up."""
+    up: sooner where `stop` says that this process was told to go."""
 
-    def __init__(self, url: str, seconds: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        seconds: float,
+        outage: Outage | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
         self._where = shown(url)
         self._seconds = seconds
         self._until = time.monotonic() + seconds
         self._pause_s = 0.05
+        self._failed = False
+        self._outage, self._stop = outage or Outage(), stop
+        self._given_up: type[BufferUnavailable] = BufferUnavailable
 
     def pause(self, error: Exception) -> float:
         """Seconds. Raises BufferUnavailable once patience is over, and at once for a wrong password."""
         if isinstance(error, redis.AuthenticationError):
             raise BufferUnavailable(f"{self._where}: {error}") from error
-        if time.monotonic() >= self._until:
-            raise BufferUnavailable(f"{self._where}: {error} (for {self._seconds:g} s)") from error
-        if self._pause_s == 0.05:
-            logger.warning("redis: %s; trying again", error)
+        now_s = time.monotonic()
+        if self._stop is not None and self._stop.is_set():
+            self._until = min(self._until, now_s + LEAVE_S)
+            self._stop, self._given_up = None, BufferGone
+        if now_s >= self._until:
+            lasted = "" if self._given_up is BufferGone else f" (for {self._seconds:g} s)"
+            raise self._given_up(f"{self._where}: {error}{lasted}") from error
+        self._failed = True
+        self._outage.goes_on(self._where, error)
         self._pause_s = min(MAX_PAUSE_S, self._pause_s * 2)
-        return self._pause_s
+        # Clients that lost Redis at the same moment do not come back at the same one.
+        return self._pause_s * random.uniform(0.5, 1.0)
+
+    def wait(self, error: Exception) -> None:
+        """Pauses before the next try; a stop request ends the pause."""
+        pause_s = self.pause(error)
+        if self._stop is None:
+            time.sleep(pause_s)
+        else:
+            self._stop.wait(pause_s)
+
+    def over(self) -> None:
+        """Takes note that the operation succeeded."""
+        self._outage.answered(after_failure=self._failed)
 
 
 def insist(patience: Patience, call: Callable[[], _T], *, disk: bool = True) -> _T:
@@ -89,33 +152,40 @@ def insist(patience: Patience, call: Callable[[], _T], *, disk: bool = True) -> 
     happen twice: it must be repeatable."""
     while True:
         try:
-            return call()
+            result = call()
         except TRANSIENT as error:
-            time.sleep(patience.pause(error))
+            patience.wait(error)
         except redis.ResponseError as error:
             if not (disk and cannot_persist(error)):
                 raise
-            time.sleep(patience.pause(error))
+            patience.wait(error)
+        else:
+            patience.over()
+            return result
 
 
 async def insist_async(patience: Patience, call: Callable[[], Awaitable[_T]]) -> _T:
     """The same for coroutines. A cancellation always gets through: redis-py awaits `asyncio.wait_for`, which
-    before Python 3.12 forgets one that comes together with the answer."""
+    before Python 3.12 forgets one that comes together with the answer, or with the end of the connection."""
     task = asyncio.current_task()
     cancellations = task.cancelling() if task else 0
     while True:
+        failure: Exception | None = None
         try:
             result = await call()
         except TRANSIENT as error:
-            await asyncio.sleep(patience.pause(error))
+            failure = error
         except redis.ResponseError as error:
             if not cannot_persist(error):
                 raise
-            await asyncio.sleep(patience.pause(error))
+            failure = error
         else:
-            if task and task.cancelling() > cancellations:
-                raise asyncio.CancelledError
-            return result
+            patience.over()
+        if task and task.cancelling() > cancellations:
+            raise asyncio.CancelledError
+        if failure is None:
+            return result  # pyright: ignore[reportPossiblyUnbound]
+        await asyncio.sleep(patience.pause(failure))
 
 
 def refuses_writes(error: redis.ResponseError) -> bool:

@@ -14,7 +14,7 @@ import msgspec
 import redis
 from msgspec.structs import replace
 
-from areal_q.errors import BufferFull, RecordError, RunTaken, Stopped
+from areal_q.errors import BufferFull, BufferGone, RecordError, RunTaken, Stopped
 from areal_q.messages import (
     Decoder,
     Group,
@@ -28,7 +28,14 @@ from areal_q.messages import (
 )
 from buffer.interface import START, Claims, Entry, Memory
 from buffer.redis_store import lua_scripts
-from buffer.redis_store.connection import PATIENCE_S, Patience, connect, insist, refuses_writes
+from buffer.redis_store.connection import (
+    PATIENCE_S,
+    Outage,
+    Patience,
+    connect,
+    insist,
+    refuses_writes,
+)
 from buffer.redis_store.keys import RECORD, WORKERS_GROUP, Keys
 from buffer.redis_store.lease import LEASE_S, RENEW_S, Owner
 
@@ -73,17 +80,25 @@ class LearnerBuffer:
     answer is lost. An evaluation group is removed after it was read: a learner killed in between reads it
     again. What cannot be decoded or breaks the contract goes to the quarantine and its ticket produces
     nothing.
-    While Redis does not answer, calls are repeated for `patience_s`, then raise BufferUnavailable. A full
+    While Redis does not answer, calls are repeated for `patience_s`, then raise BufferUnavailable; once `stop`
+    is set, for a few seconds, then raise BufferGone, and those after it at once. A full
     Redis refuses `admit` at once with BufferFull and admits nothing: only a checkpoint and `trim` make room.
     """
 
-    def __init__(self, url: str, run: str, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        run: str,
+        patience_s: float = PATIENCE_S,
+        stop: threading.Event | None = None,
+    ) -> None:
         self.keys = Keys(run)
         self.position = START
         self.quarantined = 0
         self.check: Callable[[Group], None] = lambda group: None
         """Called with each valid group; raises RecordError for one that does not fit the model."""
-        self._url, self._patience_s = url, patience_s
+        self._url, self._patience_s, self._stop = url, patience_s, stop
+        self._outage = Outage()
         self._redis = connect(url)
         self._eval_position = START
         self.run_id = ""
@@ -124,15 +139,19 @@ class LearnerBuffer:
 
     def _keep(self) -> None:
         """Renews the lease on a thread of its own, and writes again what Redis lost."""
+        renewed = True
         while not self._closing.wait(RENEW_S):
             try:
                 if self._renew(LEASE_S):
                     logger.warning("redis had lost the description of the run: published again")
+                renewed = True
             except RunTaken as error:
                 self._taken = error
                 return
             except redis.RedisError as error:
-                logger.warning("the lease of the run is not renewed: %s", error)
+                if renewed:
+                    logger.warning("the lease of the run is not renewed: %s", error)
+                renewed = False
 
     def _renew(self, seconds: float) -> bool:
         assert self._owner
@@ -396,11 +415,19 @@ class LearnerBuffer:
     def _call(self, call: Callable[[], _T]) -> _T:
         if self._taken:
             raise self._taken
-        return insist(Patience(self._url, self._patience_s), call)
+        return self._insist(call, disk=True)
+
+    def _insist(self, call: Callable[[], _T], disk: bool) -> _T:
+        patience = Patience(self._url, self._patience_s, self._outage, self._stop)
+        try:
+            return insist(patience, call, disk=disk)
+        except BufferGone:
+            self._patience_s = 0.0
+            raise
 
     def _write(self, call: Callable[[], _T]) -> _T:
         try:
-            return insist(Patience(self._url, self._patience_s), call, disk=False)
+            return self._insist(call, disk=False)
         except redis.ResponseError as error:
             if not refuses_writes(error):
                 raise

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import redis
 
-from areal_q.errors import RecordError, RunChanged, RunFinished
+from areal_q.errors import BufferUnavailable, RecordError, RunChanged, RunFinished
 from areal_q.messages import (
     Group,
     PartialGroup,
@@ -27,7 +27,9 @@ from areal_q.system.credentials import shown
 from buffer.interface import Claim, RunInfo
 from buffer.redis_store import lua_scripts
 from buffer.redis_store.connection import (
+    LEAVE_S,
     PATIENCE_S,
+    Outage,
     Patience,
     connect_async,
     insist_async,
@@ -85,7 +87,7 @@ class WorkerBuffer:
         self._worker = worker
         # A restarted worker must not pass for the dead one of the same name.
         self._consumer = f"{worker}-{uuid.uuid4().hex[:12]}"
-        self._url, self._patience_s = url, patience_s
+        self._url, self._patience_s, self._outage = url, patience_s, Outage()
         self._redis = connect_async(url)
         self._joined: RunInfo | None = None
         self._held: set[tuple[str, str]] = set()
@@ -240,6 +242,15 @@ class WorkerBuffer:
             await self._script("RELEASE", keys, RELEASED, RELEASED_IDLE_MS, *pairs)
             self._held -= {(stream, entry) for entry in mine}
 
+    async def leave(self, claims: list[Claim]) -> None:
+        """Hands tickets back as the last thing that a worker does. Where Redis does not answer soon, the claim
+        timeout frees them."""
+        self._patience_s = min(self._patience_s, LEAVE_S)
+        try:
+            await self.release(claims)
+        except BufferUnavailable as error:
+            logger.warning("%d tickets were not handed back: %s", len(claims), error)
+
     async def set_aside(self, claim: Claim, reason: str) -> None:
         if not await self.renew([claim]):
             await self._to_quarantine(claim.stream, claim.entry, reason)
@@ -366,7 +377,7 @@ class WorkerBuffer:
         return await self._call(functools.partial(command, *args))
 
     async def _call(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        return await insist_async(Patience(self._url, self._patience_s), call)
+        return await insist_async(Patience(self._url, self._patience_s, self._outage), call)
 
 
 def _partial(ticket: Ticket, record: bytes) -> PartialGroup | None:

@@ -279,6 +279,28 @@ def test_first_signal_drains_learner_then_workers_then_redis(launched, number, c
     launched.assert_nothing_left()
 
 
+def test_a_redis_told_to_go_with_the_launcher_is_no_failure(launched):
+    process = launched.start("serve", "serve")
+    launched.wait_for("learner starts")
+    launched.wait_for("rollout-0 starts")
+    process.send_signal(signal.SIGSTOP)
+    os.kill(pid_of(launched, "redis-server"), signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: not has_redis(launched), "the end of Redis")
+    process.send_signal(signal.SIGCONT)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (143, "")
+    launched.assert_nothing_left()
+
+
+def has_redis(launched: Launched) -> bool:
+    return any("redis-server" in word for word in commands(launched))
+
+
+def commands(launched: Launched) -> list[str]:
+    return [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in launched.pids()]
+
+
 def test_signal_before_the_learner_listens_is_no_failure(launched):
     process = launched.start("early", "serve")
     launched.wait_for("learner starts")

@@ -84,7 +84,7 @@ def test_a_learner_on_two_ranks_goes_on_after_kill_9_of_one(
             assert first.wait(120) != 0, "torchrun ends all when one dies"
         with started(log, *learner) as second:
             assert second.wait(240) == 0, log.read_text()[-3000:]
-        assert worker.poll() is None
+        assert worker.wait(60) == 0, "it ends with its run"
     assert steps_in(directory) == list(range(1, STEPS + 1))
     found = checkpoint.steps(directory / "checkpoints")
     assert found[-1].name == f"step-{STEPS:06d}"

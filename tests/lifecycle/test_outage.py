@@ -1,0 +1,94 @@
+"""How clients take a Redis that does not answer: few lines in the log, and no wait once they are told to go."""
+
+import asyncio
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+
+from areal_q.errors import BufferGone
+from areal_q.messages import Ticket
+from buffer.redis_store import LearnerBuffer, WorkerBuffer
+from buffer.redis_store.local_server import find_binary
+
+NOBODY = "unix:///nowhere/redis"
+
+
+def serve(directory: Path, *settings: str) -> tuple[subprocess.Popen[bytes], str]:
+    argv = [
+        find_binary(),
+        "--port",
+        "0",
+        "--unixsocket",
+        "s",
+        "--dir",
+        str(directory),
+        "--save",
+        "",
+        *settings,
+    ]
+    server = subprocess.Popen(argv, cwd=directory, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (directory / "s").exists():
+        assert server.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    return server, f"unix://{directory / 's'}"
+
+
+def test_a_redis_that_loads_is_said_once(short_dir: Path, caplog: pytest.LogCaptureFixture):
+    """A restart of Redis once gave 181 lines in 0.4 s: one for each group that two workers had in flight."""
+    caplog.set_level("INFO")
+    first, url = serve(short_dir)
+    with redis.Redis.from_url(url) as client:
+        client.config_set("rdbcompression", "no")
+        client.mset({str(n): "x" * 3000 for n in range(3000)})
+        client.save()
+    first.kill()
+    first.wait()
+    (short_dir / "s").unlink()
+    second, url = serve(short_dir, "--key-load-delay", "1000")
+
+    async def scenario() -> None:
+        worker = WorkerBuffer(url, "run", "w")
+        await asyncio.gather(*(worker.claim(1, block_s=0.0) for _ in range(60)))
+        await worker.close()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        second.kill()
+        second.wait()
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("trying again" in line for line in said) == 1, said
+    assert sum("answers again" in line for line in said) == 1, said
+    assert len(said) < 6, said
+
+
+def test_a_learner_told_to_go_does_not_wait_for_redis():
+    stop = threading.Event()
+    learner = LearnerBuffer(NOBODY, "run", patience_s=1e6, stop=stop)
+    timer = threading.Timer(0.2, stop.set)
+    timer.start()
+    for _ in range(3):
+        with pytest.raises(BufferGone):
+            learner.cursor()
+    timer.join()
+    learner.close()
+
+
+def test_a_worker_told_to_go_does_not_wait_for_redis(
+    make_ticket: Callable[..., Ticket], caplog: pytest.LogCaptureFixture
+):
+    from buffer.interface import Claim
+
+    async def scenario() -> None:
+        worker = WorkerBuffer(NOBODY, "run", "w", patience_s=1e6)
+        await worker.leave([Claim("tickets", "1-1", make_ticket(1))])
+        await worker.close()
+
+    asyncio.run(scenario())
+    assert "1 tickets were not handed back" in caplog.text
