@@ -23,6 +23,7 @@ import typer
 from areal_q.config import MegatronBackend, Run, load
 from areal_q.errors import BufferGone, ConfigError, Stopped
 from areal_q.observability import service_log
+from areal_q.observability.progress import ProgressLog
 from areal_q.observability.prometheus_exporter import LEARNER, Exporter, serve_metrics
 from areal_q.system import run_dir as rundir
 from areal_q.system.command import run_command
@@ -157,6 +158,7 @@ def _learn(
             exit_process(stop.exit_code)
         return stop.exit_code
     learner.metrics.also("Prometheus", exporter.update)
+    learner.metrics.also("log", ProgressLog(run, directory, logger.info).add)
     try:
         finished = finish(learner, learner.train(stop))
     finally:

@@ -6,7 +6,6 @@ dumb terminal) one plain line every few seconds.
 
 import os
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,9 +18,10 @@ from rich.text import Text
 from areal_q.checks.settings import served_at
 from areal_q.config import External, Run
 from areal_q.observability.metrics_log import Record, Tail
+from areal_q.observability.progress import History, plain_line
 from areal_q.observability.reward_signal import RewardWatch
 from areal_q.observability.run_end import how_it_ended
-from areal_q.observability.run_summary import Unfaithful, duration, number, plural, size, unfaithful
+from areal_q.observability.run_summary import duration, number, plural, size, unfaithful
 from areal_q.system import command
 from areal_q.system.run_dir import METRICS_FILE, path_of
 
@@ -31,82 +31,6 @@ LOOK_EVERY_S = 2.0
 """How often `watch` looks whether the run still goes on."""
 WIDE, NARROW = 100, 72
 """Columns of a terminal from which figures stand in pairs, and from which a header fits one line."""
-_WINDOW = 20
-"""Steps over which the time left is estimated."""
-
-
-class History:
-    """What the view needs of the records so far. Bounded but for one entry per evaluation.
-
-    Example: after 10 of 40 steps at 2 s each, `eta_s` is 60.
-    """
-
-    def __init__(self, total_steps: int) -> None:
-        self.total_steps = total_steps
-        self.recent: deque[Record] = deque(maxlen=_WINDOW)
-        self.evals: list[Record] = []
-        self.warmstart: Record | None = None
-        self.end: Record | None = None
-        self.elapsed_s = 0.0
-        self.warning = ""
-        """What the learner complains of, until its next step."""
-        self.unfaithful: dict[str, Unfaithful] = {}
-        """The newest step whose gap was beyond the bound, by engine."""
-
-    def add(self, record: Record) -> None:
-        match record["kind"]:
-            case "step":
-                self.warning = ""
-                self.recent.append(record)
-                self.unfaithful |= {problem.engine: problem for problem in unfaithful([record])}
-            case "eval":
-                self.evals.append(record)
-            case "warmstart":
-                self.warmstart = record
-            case "warning":
-                self.warning = str(record["message"])
-        # A resumed run goes on after the end of its earlier part.
-        self.end = record if record["kind"] == "end" else None
-        self.elapsed_s = record["elapsed_s"]
-
-    @property
-    def last(self) -> Record | None:
-        return self.recent[-1] if self.recent else None
-
-    @property
-    def step(self) -> int:
-        return self.last["step"] if self.last else 0
-
-    @property
-    def progress(self) -> tuple[float, float]:
-        """(done, total) of the warm start or of the steps."""
-        if self.phase == "warm start" and self.warmstart:
-            return self.warmstart["warmstart/step"], self.warmstart["warmstart/steps"]
-        return self.step, self.total_steps
-
-    @property
-    def phase(self) -> str:
-        if self.end:
-            return str(self.end.get("reason", "ended"))
-        if self.last:
-            return "training" if self.step < self.total_steps else "final evaluation"
-        if self.warmstart is None:
-            return "training" if self.evals else "set-up"
-        done = self.warmstart["warmstart/step"] >= self.warmstart["warmstart/steps"]
-        return "training" if done or self.evals else "warm start"
-
-    @property
-    def eta_s(self) -> float | None:
-        """Seconds until the last step at the pace of the last _WINDOW steps."""
-        if self.end or len(self.recent) < 2:
-            return None
-        first, last = self.recent[0], self.recent[-1]
-        pace = (last["elapsed_s"] - first["elapsed_s"]) / max(1, last["step"] - first["step"])
-        return pace * (self.total_steps - self.step)
-
-    @property
-    def best_eval(self) -> Record | None:
-        return max(self.evals, key=lambda r: r.get("eval/accuracy") or 0.0, default=None)
 
 
 class _Following:
@@ -285,33 +209,6 @@ def _for_agents(run: Run) -> str:
     urls = [f"http://{host or '127.0.0.1'}:{port}" for host, port in filter(None, served) if port]
     where = f"at {', '.join(urls)}" if urls else "at the endpoint that logs/rollout-0.log names"
     return f"waiting for agents {where}; a step takes {plural(needed, 'episode')}"
-
-
-def plain_line(record: Record, history: History) -> str:
-    """One record as a line of text."""
-    head = f"{record['elapsed_s']:7.1f} s  "
-    match record["kind"]:
-        case "warmstart" if "cache" in record:
-            return f"{head}warm start from the cache: {record['cache']}"
-        case "warmstart":
-            of = f"{record['warmstart/step']:.0f}/{record['warmstart/steps']:.0f}"
-            return f"{head}warm start {of}  loss {number(record, 'warmstart/loss', '.3f')}"
-        case "eval":
-            accuracy = number(record, "eval/accuracy", ".3f")
-            return (
-                f"{head}step {record['step']}/{history.total_steps}  held-out accuracy {accuracy}"
-            )
-        case "end":
-            return f"{head}{record.get('reason', 'ended')} at step {record['step']}"
-    eta = "" if history.eta_s is None else f"  left {duration(history.eta_s)}"
-    return (
-        f"{head}step {record['step']}/{history.total_steps}"
-        f"  reward {number(record, 'reward/mean', '.3f')}"
-        f"  lag {number(record, 'lag/mean', '.2f')}/{number(record, 'lag/max', '.0f')}"
-        f"  KL {number(record, 'mismatch/kl', '.1e')}"
-        f"  rollout {number(record, 'rollout/tokens_per_s', ',.0f')} tok/s"
-        f"  learner {number(record, 'learner/tokens_per_s', ',.0f')} tok/s{eta}"
-    )
 
 
 def picture(

@@ -11,10 +11,11 @@ from rich.console import Console
 
 from areal_q.cli import live_view
 from areal_q.cli.final_screen import last_screen
-from areal_q.cli.live_view import History, LiveView, PlainView, build_view, picture, plain_line
+from areal_q.cli.live_view import LiveView, PlainView, build_view, picture
 from areal_q.config import Run, load
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.observability.plots import MAX_POINTS, draw, thinned
+from areal_q.observability.progress import History, plain_line
 from areal_q.observability.run_summary import duration, size, summarize
 
 

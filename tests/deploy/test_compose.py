@@ -1,8 +1,9 @@
-"""docker/: what the files promise, read as YAML; the schema, by compose. On a real engine: test_engine.py"""
+"""docker/: what the files promise, read as YAML; the schema, by compose. On an engine: test_docker_engine.py"""
 
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,26 +36,51 @@ def settings() -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
+def filled(text: str, values: dict[str, str]) -> str:
+    """`text` with ${NAME}, ${NAME:-default} and ${NAME:+instead} filled in, innermost first."""
+
+    def value(found: re.Match[str]) -> str:
+        name, sign, other = found.groups()
+        if sign is None:
+            return values[name]
+        return other if bool(values.get(name)) == (sign == ":+") else values.get(name, "")
+
+    before = ""
+    while before != text:
+        before, text = text, re.sub(r"(?<!\$)\$\{(\w+)(?:(:[-+])([^{}]*))?\}", value, text)
+    return text
+
+
 @pytest.fixture
 def compose() -> dict[str, Any]:
     """The file with its variables filled in, and `$$` as the `$` that a container sees."""
-    values = settings()
-    text = re.sub(r"(?<!\$)\$\{(\w+)\}", lambda m: values[m[1]], COMPOSE.read_text())
-    return yaml.safe_load(text.replace("$$", "$"))
+    return yaml.safe_load(filled(COMPOSE.read_text(), settings()).replace("$$", "$"))
 
 
 def test_no_port_is_published_beyond_loopback(compose):
     ports = [str(p) for service in compose["services"].values() for p in service.get("ports", [])]
     assert [port for port in ports if not port.startswith("127.0.0.1:")] == []
     assert "ports" not in compose["services"]["redis"]
-    assert not any("network_mode" in service for service in compose["services"].values())
     assert compose["networks"]["cluster"] == {"internal": True}
-    reached = [name for name, x in compose["services"].items() if x["networks"] != ["cluster"]]
-    assert reached == ["grafana"]
+    services = dict(compose["services"])
+    assert services.pop("secrets")["network_mode"] == "none"
+    assert not any("network_mode" in service for service in services.values())
+    assert [name for name, x in services.items() if x["networks"] != ["cluster"]] == ["grafana"]
+
+
+def test_secrets_are_made_by_what_ends_at_once_and_reads_only(compose):
+    service = compose["services"]["secrets"]
+    assert service["cap_drop"] == ["ALL"]
+    assert set(service["cap_add"]) == {"CHOWN", "DAC_OVERRIDE"}
+    assert (service["read_only"], service["restart"]) == (True, "no")
+    binds = [volume for volume in service["volumes"] if isinstance(volume, dict)]
+    assert {volume["target"].split("/")[1] for volume in binds} == {"own", "named"}
+    assert all(volume["read_only"] for volume in binds)
 
 
 def test_no_service_has_more_rights_than_it_needs(compose):
-    for name, service in compose["services"].items():
+    services = {name: x for name, x in compose["services"].items() if name != "secrets"}
+    for name, service in services.items():
         asked = {"privileged", "cap_add", "devices", "pid", "ipc", "userns_mode"} & service.keys()
         assert asked == set(), name
         assert service["cap_drop"] == ["ALL"], name
@@ -65,11 +91,15 @@ def test_no_service_has_more_rights_than_it_needs(compose):
     assert compose["services"]["redis"]["user"] == "redis"
 
 
-def test_the_password_is_only_ever_a_file(compose):
-    assert all(secret.keys() == {"file"} for secret in compose["secrets"].values())
+def test_each_service_sees_a_file_with_its_own_password_alone(compose):
+    assert "secrets" not in compose
     for name, service in compose["services"].items():
-        needed = {"grafana": ["grafana_password"], "prometheus": [], "relay": []}
-        assert service.get("secrets", []) == needed.get(name, ["redis_password"]), name
+        if name != "secrets":
+            seen = [v for v in service.get("volumes", []) if v.split(":")[1] == "/secrets"]
+            owner = "learner" if name == "tools" else name
+            expected = [] if name in ("prometheus", "relay") else [f"{owner}-secrets:/secrets:ro"]
+            assert seen == expected, name
+            assert not any("made" in str(volume) for volume in service.get("volumes", []))
         environment = service.get("environment", {})
         said = [key for key in environment if "PASSWORD" in key and not key.endswith("_FILE")]
         assert said == [], name
@@ -86,7 +116,7 @@ def test_redis_keeps_what_it_answered_to_and_never_evicts(compose):
 
 def test_learner_and_workers_agree_on_run_and_endpoints(compose):
     learner, rollout = (compose["services"][name]["command"] for name in ("learner", "rollout"))
-    option, config, *others = learner
+    option, config, *others = shlex.split(learner)
     run = load(ROOT / config, [setting for setting in others if not setting.startswith("--")])
     metrics = "--metrics=0.0.0.0:9464"
     assert metrics in others
@@ -138,6 +168,7 @@ def resolved(tmp_path: Path) -> Resolve:
 @pytest.mark.parametrize(
     ("files", "profiles", "services"),
     [
+        ([ROOT / "compose.yaml"], [], {"redis", "learner", "rollout", "prometheus", "grafana"}),
         ([COMPOSE], [], {"redis", "learner", "rollout", "prometheus", "grafana"}),
         ([COMPOSE], ["relay", "tools"], {"relay", "tools", "learner"}),
         ([COMPOSE, ACL], [], {"redis", "learner", "rollout", "prometheus", "grafana"}),
@@ -159,7 +190,8 @@ def test_compose_accepts_each_file_and_keeps_it_locked(resolved, files, profiles
         assert service["cap_drop"] == ["ALL"], name
         assert service["read_only"] is True, name
         assert service["security_opt"] == ["no-new-privileges:true"], name
-        assert not {"privileged", "cap_add", "network_mode"} & service.keys(), name
+        if name != "secrets":
+            assert not {"privileged", "cap_add", "network_mode"} & service.keys(), name
 
 
 @pytest.mark.parametrize(
@@ -183,6 +215,8 @@ def test_every_gpu_has_one_service_and_cpu_workers_stay_away(resolved, profile, 
         "--nproc-per-node=gpu",
     ]
     assert "learner.device=cuda" in found["learner"]["command"]
+    built = [service["build"]["args"] for service in found.values() if "build" in service]
+    assert built and not any("cpu" in args["TORCH"] + args["PIP_EXTRA_INDEX_URL"] for args in built)
     for name, service in found.items():
         if name.startswith("rollout-gpu"):
             assert service["build"]["target"] == "rollout-engine"
@@ -218,6 +252,22 @@ def test_a_port_is_open_to_other_hosts_only_with_tls_and_keys(resolved):
     assert {"/keys/server.key", "/keys/worker.key_secret"} <= keys
     assert "/keys/server.key_secret" not in keys
     assert "--keys=/keys" in workers["relay"]["command"]
+
+
+def test_the_root_has_the_same_services_as_the_file_it_includes(resolved):
+    from_root = resolved([ROOT / "compose.yaml"], ["relay", "tools"])
+    direct = resolved([COMPOSE], ["relay", "tools"])
+    assert {k: from_root[k] for k in ("name", "configs", "volumes", "networks")} == {
+        k: direct[k] for k in ("name", "configs", "volumes", "networks")
+    }
+    assert from_root["services"] == direct["services"]
+
+
+def test_further_settings_are_split_as_a_shell_would(resolved):
+    asked = 'steps=7 learner.objective.type=tbpo task.path="/a b"'
+    for files in ([COMPOSE], [COMPOSE, GPU], [COMPOSE, HEAD]):
+        command = resolved(files, [], ARGS=asked, **HOSTS)["services"]["learner"]["command"]
+        assert command[-3:] == ["steps=7", "learner.objective.type=tbpo", "task.path=/a b"]
 
 
 def test_the_files_for_several_hosts_ask_for_the_hosts(resolved):

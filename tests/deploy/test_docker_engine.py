@@ -5,6 +5,7 @@ Needs an engine and the images, which it does not build:
 or, on a Debian machine without Docker, docker/engine.sh.
 """
 
+import re
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,9 +15,12 @@ import pytest
 import redis
 import zmq
 from helpers.compose_stack import COMPOSE, IMAGES, SERVICES, Stack, Steps, docker, missing, up
+from helpers.paths import ROOT
 
 MAX_LAG = 2
 HEAD = "head.example"
+ODD_PASSWORD = """p4ss "word" #x $HOME 'y' \\ü"""
+"""One whose characters mean something to shells and to redis.conf"""
 
 
 @pytest.fixture
@@ -28,14 +32,14 @@ def password(tmp_path: Path) -> Path:
     if reason := missing("compose", "version"):
         pytest.skip(f"docker compose: {reason}")
     file = tmp_path / "password"
-    file.write_text("a-password-of-tests")
-    file.chmod(0o644)
+    file.write_text(f"{ODD_PASSWORD}\n")
+    file.chmod(0o600)
     return file
 
 
 @pytest.fixture
 def stack(tmp_path: Path, password: Path) -> Iterator[Stack]:
-    with up(Stack(tmp_path, password, COMPOSE), *SERVICES) as stack:
+    with up(Stack(tmp_path, COMPOSE, REDIS_PASSWORD_FILE=str(password)), *SERVICES) as stack:
         yield stack
 
 
@@ -46,6 +50,38 @@ def workers(count: int) -> Callable[[Steps], bool]:
 def assert_a_history_without_gaps(steps: Steps) -> None:
     assert [r["step"] for r in steps] == list(range(1, len(steps) + 1))
     assert max(r["lag/max"] for r in steps) <= MAX_LAG
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_plain_up_makes_its_secrets_and_trains_on_a_taken_port(tmp_path, password):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        stack = Stack(tmp_path, ROOT / "compose.yaml", GRAFANA_PORT=port)
+        with up(stack):
+            assert "address already in use" in stack.up_said
+            stack.more(5)
+            look = ["exec", "-T", "learner", "sh", "-c", "stat -c '%n %a %u' /secrets/*"]
+            assert stack(*look).split() == ["/secrets/redis_password", "400", "10001"]
+            secret = stack("exec", "-T", "redis", "cat", "/secrets/redis_password")
+            assert len(secret) == 64
+            assert secret not in stack("logs") + stack.up_said
+            stack("up", "-d", "--no-build", "--force-recreate", "--no-deps", "secrets")
+            assert stack("exec", "-T", "learner", "cat", "/secrets/redis_password") == secret
+            line = re.compile(r"step \d+/100000 +reward")
+            stack.until(lambda: bool(line.search(stack("logs", "learner"))), "line of training")
+
+
+@pytest.mark.slow
+def test_an_empty_password_file_is_one_line_and_starts_nothing(tmp_path, password):
+    password.write_text(" \n")
+    stack = Stack(tmp_path, ROOT / "compose.yaml", REDIS_PASSWORD_FILE=str(password))
+    with up(stack):
+        assert "secrets" in stack.up_said
+        (line,) = stack("logs", "--no-log-prefix", "secrets").splitlines()
+        assert "secrets: redis_password: the file is empty" in line
+        running = stack("ps", "--services", "--status=running").split()
+        assert running == ["prometheus"]
 
 
 @pytest.mark.slow
@@ -122,8 +158,7 @@ def test_workers_behind_a_relay_train_as_those_of_the_learner(stack):
 @pytest.mark.timeout(600)
 def test_each_service_has_its_own_redis_user_and_no_more_rights(tmp_path, password):
     acl = COMPOSE.with_name("compose.acl.yaml")
-    users = ("learner", "rollout", "monitor")
-    with up(Stack(tmp_path, password, COMPOSE, acl, users=users), *SERVICES) as stack:
+    with up(Stack(tmp_path, COMPOSE, acl), *SERVICES) as stack:
         stack.scale(2)
         stack.wait(workers(2), "two workers")
         stack.kill(stack.containers("rollout")[0])
@@ -178,9 +213,11 @@ def test_workers_train_over_tls_and_curve_strangers_get_nothing(tmp_path, passwo
     of_head.mkdir()
     of_others.mkdir()
     settings = secrets | {"HEAD_HOST": HEAD, "HEAD_ADDRESS": address}
+    settings["REDIS_PASSWORD_FILE"] = str(password)
     files = (COMPOSE, COMPOSE.with_name("compose.head.yaml"))
-    head = Stack(of_head, password, *files, **settings)
-    others = Stack(of_others, password, COMPOSE.with_name("compose.workers.yaml"), **settings)
+    head = Stack(of_head, *files, **settings)
+    workers_file = COMPOSE.with_name("compose.workers.yaml")
+    others = Stack(of_others, workers_file, hosts={HEAD: address}, **settings)
     with up(head, "redis", "learner"), up(others, "rollout"):
         head.wait(workers(1), "a worker")
         head.more(20)

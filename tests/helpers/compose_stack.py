@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ SMALL = [
 ]
 """The quickstart, made small enough for a step to take a fraction of a second, and without an end"""
 SERVICES = ("redis", "learner", "rollout", "prometheus")
+HOST_SERVICES = ("rollout", "relay")
+"""Services that run on other hosts than the learner's"""
 IMAGES = (
     *("areal-q/learner", "areal-q/rollout", "areal-q/tools"),
     *("redis:7-bookworm", "prom/prometheus:v2.55.1"),
@@ -54,13 +56,6 @@ class Plain(yaml.SafeLoader):
 Plain.add_multi_constructor("!", lambda *_: None)
 
 
-class Whole(yaml.SafeDumper):
-    """Without references from one place to another."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
 def read(file: Path) -> dict[str, Any]:
     return yaml.load(file.read_text(), Loader=Plain)
 
@@ -69,31 +64,28 @@ class Stack:
     """The real compose file under a project name of its own, with the quickstart made small."""
 
     def __init__(
-        self, directory: Path, password: Path, *files: Path, users: Sequence[str] = (), **more: str
+        self, directory: Path, *files: Path, hosts: dict[str, str] | None = None, **more: str
     ) -> None:
-        """Of the compose `files`; `users` of Redis have the same password, `more` is for the environment."""
+        """Takes the compose `files`; `hosts` are names and their addresses, `more` is for the environment."""
         self._name = f"areal-q-test-{directory.name.replace('_', '-')}-{os.getpid()}"
-        passwords = dict.fromkeys(("REDIS_PASSWORD_FILE", "GRAFANA_PASSWORD_FILE"), str(password))
-        self._environment = os.environ | passwords | more
-        services = {name: s for file in files for name, s in read(file)["services"].items()}
-        changes: dict[str, Any] = {}
-        if learner := services.get("learner"):
-            command = learner.get("command", read(COMPOSE)["services"]["learner"]["command"])
-            changes["learner"] = {"command": command + SMALL}
-        elif "HEAD_HOST" in more:
-            known = {"extra_hosts": [f"{more['HEAD_HOST']}:{more['HEAD_ADDRESS']}"]}
-            changes |= dict.fromkeys(services, known)
-        secrets = {f"redis_{user}": {"file": str(password)} for user in users}
+        self._environment = os.environ | {"ARGS": shlex.join(SMALL)} | more
+        services = [name for file in files for name in read(file).get("services", {})]
+        known = [f"{name}:{address}" for name, address in (hosts or {}).items()]
+        changes = {name: {"extra_hosts": known} for name in services if name in HOST_SERVICES}
         override = directory / "changes.yaml"
-        override.write_text(yaml.dump({"services": changes, "secrets": secrets}, Dumper=Whole))
+        override.write_text(yaml.dump({"services": changes if hosts else {}}))
         self._files = [arg for file in (*files, override) for arg in ("-f", str(file))]
         self._directory = directory
+        self.up_said = ""
 
     def __call__(self, *args: str) -> str:
-        command = ["compose", "-p", self._name, *self._files, *args]
-        result = docker(*command, env=self._environment)
+        result = self.tried(*args)
         assert result.returncode == 0, f"{shlex.join(args)}: {result.stderr}"
         return result.stdout
+
+    def tried(self, *args: str) -> subprocess.CompletedProcess[str]:
+        """Returns what became of `docker compose ARGS`, which may fail."""
+        return docker("compose", "-p", self._name, *self._files, *args, env=self._environment)
 
     def scale(self, workers: int) -> None:
         scale = ["--scale", f"rollout={workers}"]
@@ -135,7 +127,7 @@ class Stack:
 
     def redis(self, user: str, command: str) -> str:
         """What Redis answers to a command of one of its users; to nobody's if there is no name."""
-        password = f"$(cat /run/secrets/redis_{user})"
+        password = f'"$(cat /secrets/redis_{user})"'
         name = f"--user {user} --pass {password} --no-auth-warning " if user else ""
         return self("exec", "-T", "redis", "sh", "-c", f"redis-cli {name}{command}").strip()
 
@@ -158,11 +150,7 @@ class Stack:
 
     def records(self) -> list[Record]:
         """Of the metrics, as far as they are written; a last line may be torn."""
-        result = docker(
-            *("compose", "-p", self._name, *self._files, "exec", "-T", "learner"),
-            *("sh", "-c", "cat /runs/*/metrics.jsonl"),
-            env=self._environment,
-        )
+        result = self.tried("exec", "-T", "learner", "sh", "-c", "cat /runs/*/metrics.jsonl")
         return [msgspec.json.decode(x) for x in result.stdout.splitlines() if x.endswith("}")]
 
     def steps(self) -> Steps:
@@ -205,8 +193,13 @@ class Stack:
 
 @contextmanager
 def up(stack: Stack, *services: str) -> Iterator[Stack]:
+    """The stack with `services` started, all if none are named: then a service may fail,
+    and `up_said` holds what was said of it."""
     try:
-        stack("up", "-d", "--no-build", *services)
+        if services:
+            stack("up", "-d", "--no-build", *services)
+        else:
+            stack.up_said = stack.tried("up", "-d", "--no-build").stderr
         yield stack
     finally:
         stack("--profile", "*", "down", "--volumes", "--timeout", "20")

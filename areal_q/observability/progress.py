@@ -1,0 +1,149 @@
+"""How far a run has come, record by record: for the views, and for the log of a learner that is a service."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from areal_q.config import Run
+from areal_q.observability.metrics_log import Record, read_metrics
+from areal_q.observability.run_summary import Unfaithful, duration, number, summarize, unfaithful
+from areal_q.system.run_dir import METRICS_FILE
+
+LINE_EVERY_S = 15.0
+"""Seconds from one line of a service's log to the next"""
+_WINDOW = 20
+"""Steps over which the time left is estimated."""
+
+
+class History:
+    """What the view needs of the records so far. Bounded but for one entry per evaluation.
+
+    Example: after 10 of 40 steps at 2 s each, `eta_s` is 60.
+    """
+
+    def __init__(self, total_steps: int) -> None:
+        self.total_steps = total_steps
+        self.recent: deque[Record] = deque(maxlen=_WINDOW)
+        self.evals: list[Record] = []
+        self.warmstart: Record | None = None
+        self.end: Record | None = None
+        self.elapsed_s = 0.0
+        self.warning = ""
+        """What the learner complains of, until its next step."""
+        self.unfaithful: dict[str, Unfaithful] = {}
+        """The newest step whose gap was beyond the bound, by engine."""
+
+    def add(self, record: Record) -> None:
+        match record["kind"]:
+            case "step":
+                self.warning = ""
+                self.recent.append(record)
+                self.unfaithful |= {problem.engine: problem for problem in unfaithful([record])}
+            case "eval":
+                self.evals.append(record)
+            case "warmstart":
+                self.warmstart = record
+            case "warning":
+                self.warning = str(record["message"])
+        # A resumed run goes on after the end of its earlier part.
+        self.end = record if record["kind"] == "end" else None
+        self.elapsed_s = record["elapsed_s"]
+
+    @property
+    def last(self) -> Record | None:
+        return self.recent[-1] if self.recent else None
+
+    @property
+    def step(self) -> int:
+        return self.last["step"] if self.last else 0
+
+    @property
+    def progress(self) -> tuple[float, float]:
+        """(done, total) of the warm start or of the steps."""
+        if self.phase == "warm start" and self.warmstart:
+            return self.warmstart["warmstart/step"], self.warmstart["warmstart/steps"]
+        return self.step, self.total_steps
+
+    @property
+    def phase(self) -> str:
+        if self.end:
+            return str(self.end.get("reason", "ended"))
+        if self.last:
+            return "training" if self.step < self.total_steps else "final evaluation"
+        if self.warmstart is None:
+            return "training" if self.evals else "set-up"
+        done = self.warmstart["warmstart/step"] >= self.warmstart["warmstart/steps"]
+        return "training" if done or self.evals else "warm start"
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until the last step at the pace of the last _WINDOW steps."""
+        if self.end or len(self.recent) < 2:
+            return None
+        first, last = self.recent[0], self.recent[-1]
+        pace = (last["elapsed_s"] - first["elapsed_s"]) / max(1, last["step"] - first["step"])
+        return pace * (self.total_steps - self.step)
+
+    @property
+    def best_eval(self) -> Record | None:
+        return max(self.evals, key=lambda r: r.get("eval/accuracy") or 0.0, default=None)
+
+
+def plain_line(record: Record, history: History) -> str:
+    """One record as a line of text."""
+    head = f"{record['elapsed_s']:7.1f} s  "
+    match record["kind"]:
+        case "warmstart" if "cache" in record:
+            return f"{head}warm start from the cache: {record['cache']}"
+        case "warmstart":
+            of = f"{record['warmstart/step']:.0f}/{record['warmstart/steps']:.0f}"
+            return f"{head}warm start {of}  loss {number(record, 'warmstart/loss', '.3f')}"
+        case "eval":
+            accuracy = number(record, "eval/accuracy", ".3f")
+            return (
+                f"{head}step {record['step']}/{history.total_steps}  held-out accuracy {accuracy}"
+            )
+        case "end":
+            return f"{head}{record.get('reason', 'ended')} at step {record['step']}"
+    eta = "" if history.eta_s is None else f"  left {duration(history.eta_s)}"
+    return (
+        f"{head}step {record['step']}/{history.total_steps}"
+        f"  reward {number(record, 'reward/mean', '.3f')}"
+        f"  lag {number(record, 'lag/mean', '.2f')}/{number(record, 'lag/max', '.0f')}"
+        f"  KL {number(record, 'mismatch/kl', '.1e')}"
+        f"  rollout {number(record, 'rollout/tokens_per_s', ',.0f')} tok/s"
+        f"  learner {number(record, 'learner/tokens_per_s', ',.0f')} tok/s{eta}"
+    )
+
+
+class ProgressLog:
+    """Says in a log how the run goes: a line every `every_s` seconds, one for each evaluation, and at the end
+    what the run came to. `add` is a sink of the run's MetricsLog.
+
+    Example: metrics.also("log", ProgressLog(run, run_dir, logger.info).add)
+    """
+
+    def __init__(
+        self, run: Run, run_dir: Path, say: Callable[[str], None], every_s: float = LINE_EVERY_S
+    ) -> None:
+        self._run, self._path, self._say, self._every_s = run, run_dir / METRICS_FILE, say, every_s
+        self._history = History(run.steps)
+        self._next_line = 0.0
+
+    def add(self, record: Record) -> None:
+        """Takes note of a record, and says it if it is time."""
+        self._history.add(record)
+        kind = record["kind"]
+        if kind == "end":
+            self._say_summary()
+        elif kind == "eval" or (kind != "warning" and time.monotonic() >= self._next_line):
+            self._say(plain_line(record, self._history).strip())
+            self._next_line = time.monotonic() + self._every_s
+
+    def _say_summary(self) -> None:
+        responses = self._run.learner.groups * self._run.learner.group_size
+        summary = summarize(read_metrics(self._path), responses)
+        self._say(f"{self._run.name}: {summary.title}")
+        for label, value in [*summary.rows, ("model", str(self._path.parent / "hf"))]:
+            self._say(f"  {label:<17}  {value}")

@@ -1,0 +1,38 @@
+"""What a learner that is a service says in its log of how the run goes."""
+
+from pathlib import Path
+
+from areal_q.config import load
+from areal_q.observability.metrics_log import MetricsLog
+from areal_q.observability.progress import ProgressLog
+
+
+def said(run_dir: Path, every_s: float) -> list[str]:
+    """The lines of a run of three steps and an evaluation."""
+    lines: list[str] = []
+    run = load("quickstart", ["steps=3"])
+    with MetricsLog(run_dir, tensorboard=False) as metrics:
+        metrics.also("log", ProgressLog(run, run_dir, lines.append, every_s).add)
+        for step in range(1, 4):
+            metrics.write("step", step, {"reward/mean": 0.1 * step, "lag/max": 1.0})
+        metrics.write("eval", 3, {"eval/accuracy": 0.75, "eval/problems": 8.0})
+        metrics.write("end", 3, {}, reason="done")
+    return lines
+
+
+def test_log_has_one_line_a_while_and_each_evaluation(tmp_path):
+    lines = [line.split("  ")[1:3] for line in said(tmp_path, every_s=3600.0) if " s  step" in line]
+    assert lines == [["step 1/3", "reward 0.100"], ["step 3/3", "held-out accuracy 0.750"]]
+
+
+def test_log_has_every_step_where_no_time_is_between_lines(tmp_path):
+    lines = [line for line in said(tmp_path, every_s=0.0) if " s  step" in line]
+    assert [line.split("  ")[1] for line in lines] == [f"step {n}/3" for n in (1, 2, 3, 3)]
+
+
+def test_log_ends_with_what_the_run_came_to(tmp_path):
+    title, *rows = said(tmp_path, every_s=3600.0)[2:]
+    assert title.startswith("quickstart: done after 3 steps in ")
+    told = {row[2:19].strip(): row[21:] for row in rows}
+    assert told["held-out accuracy"].startswith("0.750 → 0.750")
+    assert told["model"] == str(tmp_path / "hf")
