@@ -307,7 +307,7 @@ def _build(
         history=history,
         replay_check=ReplayCheck(start, recorded),
         forks=forks,
-        builder=VersionBuilder(run, policy.sticky),
+        builder=VersionBuilder(run, policy.sticky, buffer.run_id),
         fidelity=FidelityMeter(run.learner, run.rollout.format),
         weight_server=weight_server,
         log=TrajectoryLog(directory / "trajectories", start) if run.buffer.log else None,

@@ -125,6 +125,7 @@ async def _serve(
         subscriber = WeightSubscriber(
             *source.endpoints(info.endpoints),
             run=run_name,
+            run_id=info.run_id,
             config=run.broadcast,
             keys=source.load_keys(run.broadcast.keys),
         )

@@ -6,6 +6,8 @@ import msgspec
 
 from areal_q.messages.trajectories import MESSAGE_SCHEMA
 
+RUN_ID = "run_id"
+"""Key in Manifest.extra of the run's id."""
 MAX_CREDIT = 64
 """Most chunks that a worker may ask for ahead; the server's queue for one worker is sized by it."""
 
@@ -58,13 +60,24 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     published_s: float
     noise: Noise | None = None
     extra: dict[str, Any] = {}
-    """Small facts that an engine needs beside the tensors: numbers, words, lists of them."""
+    """Small facts that belong to the tensors: numbers, words, lists of them."""
+
+    @property
+    def run_id(self) -> str:
+        """The id that tells runs of one name apart; "" where the learner does not say it.
+
+        It stands in `extra`, not in a field: deltas are compressed with the encoded manifest of their base, so
+        programs that know a field and ones that do not could not read each other's, and a relay would drop it.
+        """
+        return str(self.extra.get(RUN_ID, ""))
 
 
 class Announce(msgspec.Struct, frozen=True, kw_only=True, tag="announce"):
     """PUB: says that version `version` can be fetched; repeated as a heartbeat for those who join late."""
 
     run: str
+    run_id: str = ""
+    """The run's id; "" where the sender does not say it."""
     epoch: str
     version: int
     digest: str
@@ -75,6 +88,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
     into it (areal_q/weights/delta.py). It is sent once; whoever misses it fetches."""
 
     run: str
+    run_id: str = ""
+    """The run's id; "" where the sender does not say it."""
     epoch: str
     version: int
     digest: str

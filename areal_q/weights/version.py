@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from areal_q.errors import WeightVersionError
-from areal_q.messages import Manifest, Noise, TensorSpec
+from areal_q.messages import RUN_ID, Manifest, Noise, TensorSpec
 
 ALIGNMENT = 64
 """Bytes at a multiple of which every tensor begins in the payload."""
@@ -99,13 +99,15 @@ def pack(
     uaq_scale: float,
     model: dict[str, Any],
     published_s: float,
+    run_id: str = "",
     noise: Noise | None = None,
     extra: dict[str, Any] | None = None,
     pool: PayloadPool | None = None,
 ) -> WeightVersion:
     """Copies `tensors` into one payload and returns it with its manifest; names keep the order given.
 
-    The other fields are the manifest's. A `pool` lets payloads be reused from version to version.
+    The other fields are the manifest's; `run_id` goes into its `extra`. A `pool` lets payloads be reused from
+    version to version.
 
     Raises WeightVersionError for a dtype that is not in DTYPES.
     """
@@ -147,7 +149,7 @@ def pack(
         digest=digest_of(specs),
         published_s=published_s,
         noise=noise,
-        extra=extra or {},
+        extra=(extra or {}) | ({RUN_ID: run_id} if run_id else {}),
     )
     return WeightVersion(manifest, payload, _views(manifest, payload))
 

@@ -18,6 +18,8 @@
    deltas, and a restarted learner is known by its epoch (test_a_late_joiner_gets_the_newest_version,
    test_a_worker_behind_fetches_deltas_or_else_a_snapshot, test_a_learner_that_ends_anywhere_is_followed_again,
    test_a_worker_that_ends_anywhere_disturbs_nobody).
+   Weights of another run are refused by the run's id, also those of an earlier run of its name that a relay
+   still holds (test_a_relay_that_holds_an_earlier_run_gives_nothing).
 4. Memory is bounded on both sides: `hold` versions and `hold_deltas` deltas are held, a few messages wait for
    each peer (test_memory_does_not_grow_over_a_thousand_versions, test_deltas_held_stay_below_their_limit).
 

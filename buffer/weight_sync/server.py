@@ -241,7 +241,13 @@ class WeightServer:
         handler.add_version(version, base, body)
         self._newest = version
         self._announcement = messages.encode(
-            Announce(run=new.run, epoch=new.epoch, version=new.version, digest=new.digest)
+            Announce(
+                run=new.run,
+                run_id=new.run_id,
+                epoch=new.epoch,
+                version=new.version,
+                digest=new.digest,
+            )
         )
         self._next_heartbeat_s = 0.0
 

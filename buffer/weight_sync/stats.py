@@ -82,4 +82,4 @@ class SubscriberStats:
     stalls: int = 0
     """Number of times that a newer version was known and none arrived for `stall_s`."""
     refused: int = 0
-    """Number of messages on the announcement socket that were no announcement or delta of this run."""
+    """Number of announcements, deltas and manifests that were malformed or of another run."""

@@ -42,6 +42,7 @@ class WeightSubscriber:
     """Gives the newest complete version, bit for bit what the learner published, or nothing.
 
     - Versions may be skipped; within an epoch they are never repeated or out of order.
+    - Weights of another run are refused, also of an earlier one of the same name that a relay still holds.
     - Every hash is verified before a version is handed over. Whatever was lost, altered or cut off is counted
       and fetched anew; a restarted learner is followed whatever its numbers.
     - A version's payload stays untouched as long as any tensor views it (see PayloadPool).
@@ -55,6 +56,7 @@ class WeightSubscriber:
         fetch: str,
         *,
         run: str | None,
+        run_id: str = "",
         config: BroadcastConfig | None = None,
         keys: ClientKeys | None = None,
         silence_s: float = 10.0,
@@ -63,12 +65,14 @@ class WeightSubscriber:
     ) -> None:
         """Connects to a weight server and starts the thread; nothing need be there yet.
 
-        `run` is the run to follow, None any. `on_version`, if given, gets every version on the subscriber's
-        thread, and `latest` and `wait` get none: a relay passes them on. Larger payloads than
-        `max_payload_bytes` are refused. After `silence_s` without an announcement the connection is renewed.
+        `run` is the name of the run to follow, None any; `run_id` its id, "" any. `on_version`, if given, gets
+        every version on the subscriber's thread, and `latest` and `wait` get none: a relay passes them on.
+        Larger payloads than `max_payload_bytes` are refused. After `silence_s` without an announcement the
+        connection is renewed.
         """
         config = config or BroadcastConfig()
-        self._expected_run = run
+        self._expected_run, self._expected_id = run, run_id
+        self._said_foreign = False
         self._silence_s, self._stall_s = silence_s, config.stall_s
         self._announce_endpoint, self._keys = announce, keys
         self._max_delta_bytes = config.max_delta_bytes
@@ -172,8 +176,8 @@ class WeightSubscriber:
                     logger.debug("broadcast refused: %s", error)
 
     def _on_broadcast(self, told: Announce | Delta, frames: list[bytes]) -> None:
-        if self._expected_run not in (None, told.run):
-            raise RecordError(f"announcement of run {told.run!r}")
+        if not self._is_ours(told):
+            raise RecordError(f"announcement of run {told.run!r}, id {told.run_id!r}")
         if len(frames) != isinstance(told, Delta):
             raise RecordError(f"{type(told).__name__} with {len(frames)} further frames")
         self._heard_s = time.monotonic()
@@ -236,6 +240,22 @@ class WeightSubscriber:
             self.stats.delta_bytes += len(body)
             self._hand_over(version, (told.base_digest, body))
 
+    def _is_ours(self, told: Announce | Delta | Manifest) -> bool:
+        """Returns whether that version is of the run to follow. A version or run without an id passes for it:
+        learners and relays of older programs tell none."""
+        if self._expected_run not in (None, told.run):
+            return False
+        if not told.run_id or self._expected_id in ("", told.run_id):
+            return True
+        if not self._said_foreign:
+            self._said_foreign = True
+            logger.warning(
+                "weights of another run named %s are refused: its id is %s, this worker's run has %s; a relay "
+                "may hold them until this run's first version reaches it",
+                *(told.run, told.run_id, self._expected_id),
+            )
+        return False
+
     def _is_news(self, told: Announce | Delta | Manifest) -> bool:
         """Returns whether that version is of another epoch than the one held, or newer."""
         if self._held is None:
@@ -248,7 +268,10 @@ class WeightSubscriber:
         number."""
         self._behind = None
         held = self._held
-        if self._expected_run not in (None, manifest.run) or not self._is_news(manifest):
+        if not self._is_ours(manifest):
+            self.stats.refused += 1
+            return False
+        if not self._is_news(manifest):
             return False
         if held is not None and manifest.tensors == held.manifest.tensors:
             self._hand_over(WeightVersion(manifest, held.payload, held.tensors), None)

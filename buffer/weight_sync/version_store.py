@@ -99,6 +99,7 @@ def delta_header(base: Manifest, new: Manifest) -> Delta:
     """Returns the message that announces a delta from `base` to `new`."""
     return Delta(
         run=new.run,
+        run_id=new.run_id,
         epoch=new.epoch,
         version=new.version,
         digest=new.digest,

@@ -32,7 +32,8 @@ class VersionHistory:
         """The version up to which this history and the abandoned ones are surely the same."""
         self.resumed = resumed
         """False for a run that never resumed: it has no abandoned history, so weights that it does not know are
-        those of an earlier run of its name, which a relay may still serve."""
+        not its own. Workers refuse those of an earlier run of its name by the run's id, but have none to go by
+        where that one's learner was of an older program."""
 
     def add(self, version: int, digest: str) -> None:
         """Remembers a version of this history, and forgets those that are too old."""

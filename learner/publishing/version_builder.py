@@ -31,9 +31,10 @@ class VersionBuilder:
     UAQ's scaling is already in the learner's weights (learner/build.py), so nothing is folded in here.
     """
 
-    def __init__(self, run: Run, sticky: StickyRanges | None = None) -> None:
-        """`sticky` holds the ranges of the version before, from a checkpoint; None begins without any."""
-        self._run = run
+    def __init__(self, run: Run, sticky: StickyRanges | None = None, run_id: str = "") -> None:
+        """`sticky` holds the ranges of the version before, from a checkpoint; None begins without any. `run_id`
+        is told with each version."""
+        self._run, self._run_id = run, run_id
         self._pool = PayloadPool()
         self._epoch = uuid.uuid4().hex
         self._ranges = sticky or sticky_ranges(run)
@@ -67,6 +68,7 @@ class VersionBuilder:
             uaq_scale=run.learner.uaq,
             model=model.config.to_hf(),
             published_s=time.time(),
+            run_id=self._run_id,
             noise=noise,
             extra={LORA_SCALE: lora.alpha / lora.rank} if lora else None,
             pool=self._pool,

@@ -9,10 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
+from areal_q.messages import WorkerStatus, decode_status
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.system.run_dir import METRICS_FILE
 from buffer.logs.trajectory_log import read_log
@@ -44,8 +46,16 @@ class Processes:
         settings = ["--config", str(self.logs / "base.toml"), f"root={root}", *overrides]
         return self._start(name, "learner", *settings, *ends)
 
-    def worker(self, name: str) -> subprocess.Popen[bytes]:
-        return self._start(name, "rollout", "--run", "twice", "--id", name)
+    def worker(self, name: str, *options: str) -> subprocess.Popen[bytes]:
+        return self._start(name, "rollout", "--run", "twice", "--id", name, *options)
+
+    def relay(self, name: str, learner: str) -> tuple[str, str]:
+        """Starts a relay behind that learner, and returns a worker's options to stand behind it."""
+        ends = [f"{kind}=ipc://{self._sockets}/" for kind in ("announce", "fetch")]
+        above = [f"--from-{end}{learner}-{end.partition('=')[0]}" for end in ends]
+        below = [f"--{end}{name}-{end.partition('=')[0]}" for end in ends]
+        self._start(name, "buffer.weight_sync.commands.relay", *above, *below)
+        return below[0], below[1]
 
     def said(self, name: str) -> str:
         return (self.logs / f"{name}.log").read_text()
@@ -86,6 +96,14 @@ def state_of(client: redis.Redis) -> dict[bytes, bytes]:
     """What a learner may change of a run, of which heartbeats are no part."""
     keys = (key for key in KEYS.fixed if key != KEYS.workers)
     return {key.encode(): found for key in keys if (found := client.dump(key))}  # pyright: ignore
+
+
+def status(client: redis.Redis, worker: str) -> WorkerStatus:
+    found: Any = None
+    while not found:
+        time.sleep(0.05)
+        found = client.get(KEYS.worker(worker))
+    return decode_status(found)
 
 
 @pytest.mark.slow
@@ -149,3 +167,29 @@ def test_a_worker_rebuilds_itself_for_another_run(processes: Processes, tmp_path
     assert rewards == {"a": {0.0}, "b": {-1.0}}
     for name, found in ids.items():
         assert found == {(tmp_path / name / "twice" / "run-id").read_text().strip()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_worker_takes_no_weights_of_an_earlier_run(
+    processes: Processes, redis_url: str, tmp_path: Path
+):
+    """A relay holds them, and hears nothing of the run that begins: its learner is at other endpoints."""
+    first = processes.learner("first", tmp_path / "a")
+    worker = processes.worker("w0", *processes.relay("relay", "first"))
+    until_step(tmp_path / "a", 2, first, worker)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(200) == 143
+    earlier = (tmp_path / "a" / "twice" / "run-id").read_text().strip()
+    second = processes.learner("second", tmp_path / "b", "steps=3")
+    refused = "weights of another run named twice are refused"
+    with redis.Redis.from_url(redis_url) as client:
+        while refused not in processes.said("w0"):
+            assert worker.poll() is second.poll() is None
+            found = status(client, "w0")
+            assert found.run_id == earlier or found.version == -1
+    processes.worker("w1")
+    assert second.wait(200) == 0
+    log = read_log(tmp_path / "b" / "twice" / "trajectories")
+    assert {group.worker for _, taken in log for group in taken} == {"w1"}
+    assert processes.said("w0").count(refused) == 1

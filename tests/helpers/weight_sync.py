@@ -59,12 +59,14 @@ class WeightSync:
 
     def follow(
         self, at: tuple[str, str] | None = None, keys: ClientKeys | None = None,
-        silence_s: float = 0.5, **settings: Any,
+        silence_s: float = 0.5, run_id: str = "", **settings: Any,
     ) -> WeightSubscriber:  # fmt: skip
         """Starts a subscriber of run "run"; by default of `server`."""
         config = msgspec.structs.replace(self.config, **settings)
         ends = at or self.server.endpoints
-        made = WeightSubscriber(*ends, run="run", config=config, keys=keys, silence_s=silence_s)
+        made = WeightSubscriber(
+            *ends, run="run", run_id=run_id, config=config, keys=keys, silence_s=silence_s
+        )
         self.stack.callback(made.close)
         return made
 

@@ -6,9 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from helpers.weight_sync import WeightSync, arrive
+import zmq
+from helpers.weight_sync import WeightSync, arrive, assert_same, await_true, collect
 
+from areal_q import messages
 from areal_q.config import BroadcastConfig
+from areal_q.messages import Announce
 from areal_q.system.ports import free_ports
 from buffer.weight_sync import Endpoints
 
@@ -86,6 +89,45 @@ def test_a_relay_killed_and_started_again_is_followed(sync: WeightSync) -> None:
         process.wait()
     assert subscriber.stats.fetch.mismatches == subscriber.stats.mismatches == 0
     assert subscriber.stats.epochs == 1, "the learner is the same one"
+
+
+def test_a_relay_that_holds_an_earlier_run_gives_nothing(
+    sync: WeightSync, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its numbers may be those of the new run's next versions, so that nothing else would tell them apart."""
+    listen = free_endpoints()
+    start(sync, listen)
+    arrive(sync.follow(listen, run_id="first"), sync.publish(0, run_id="first"))
+    sync.server.close()
+    worker = sync.follow(listen, run_id="second")
+    await_true(lambda: worker.stats.refused > 2, worker.stats)
+    assert worker.latest() is None and worker.stats.fetch.fetches == 0
+    sync.server = sync.serve()
+    wanted = sync.publish(0, run_id="second", epoch="b", rows=200)
+    assert_same(collect(worker, lambda version: True)[0], wanted)
+    assert caplog.text.count("refused: its id is first, this worker's run has second") == 1
+
+
+def test_a_manifest_is_refused_where_the_announcement_has_no_id(sync: WeightSync) -> None:
+    """A relay of a program that knows no ids announces none, and passes the manifest on as it came."""
+    digest = sync.publish(3, run_id="first").manifest.digest
+    told = messages.encode(Announce(run="run", epoch="a", version=3, digest=digest))
+    announcer = sync.socket(zmq.PUB, sync.at("older").announce, bind=True)
+    ends = sync.at("older").announce, sync.server.endpoints.fetch
+    worker = sync.follow(ends, run_id="second")
+
+    def refused() -> bool:
+        announcer.send(told)
+        return worker.stats.refused > 0
+
+    await_true(refused, worker.stats)
+    assert worker.latest() is None and worker.stats.fetch.fetches == 0
+
+
+def test_weights_without_an_id_are_taken(sync: WeightSync) -> None:
+    worker = sync.follow(run_id="second")
+    for number in range(2):
+        sync.bring(number, worker)
 
 
 def test_a_relay_says_how_it_is_and_ends_in_peace(sync: WeightSync) -> None:
