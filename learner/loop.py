@@ -40,6 +40,7 @@ from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.async_writer import CheckpointWriter
 from learner.data.admission import Admission
+from learner.data.agent_episodes import AgentEpisodes
 from learner.data.group_reader import GroupReader
 from learner.data.heldout_eval import HeldOutEvaluation
 from learner.data.replay_check import ReplayCheck
@@ -102,6 +103,8 @@ class Learner:
         self.publisher = WeightPublisher(self.builder, self.hand_to_server)
         self.policy.before_write = self.publisher.wait_until_read
         self.group_reader.on_starvation = self.warn
+        self.group_reader.on_wait = self.record_episodes
+        self.episodes = AgentEpisodes(self.run)
 
     def train(self, stop: threading.Event) -> int:
         """Runs the steps that remain, or until `stop`. Returns the step that it came to; a checkpoint
@@ -163,6 +166,11 @@ class Learner:
     def warn(self, step: int, sentence: str) -> None:
         """Records a warning, which the views show."""
         self.metrics.write("warning", step, {}, message=sentence)
+
+    def record_episodes(self, step: int) -> None:
+        """Records how many episodes agents play, whenever that has changed while step `step` waits."""
+        if counts := self.episodes.changed(self.buffer.workers):
+            self.metrics.write("waiting", step, counts)
 
     def begin_version(self, version: int) -> None:
         """Begins to publish the present weights as `version`, on the publisher's thread."""
@@ -310,6 +318,7 @@ class Learner:
         return {
             "rollout/tokens_per_s": sum(w.tokens_per_s for w in workers),
             "rollout/idle_share": sum(w.idle_share for w in workers) / max(1, len(workers)),
+            **self.episodes.metrics(workers),
             "buffer/quarantined": self.buffer.set_aside(),
             "buffer/full": float(memory.full),
             "buffer/waiting_commits": sum(w.waiting for w in workers),

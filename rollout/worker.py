@@ -40,6 +40,7 @@ from rollout.engines.base import Engine
 from rollout.engines.stop_conditions import cut_at_stop, stop_strings
 from rollout.environments.base import Environment, Response
 from rollout.environments.engine_client import EngineClient
+from rollout.environments.external import Episodes
 from rollout.environments.single_turn import SingleTurn
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,7 @@ class Worker:
         single = SingleTurn(EngineClient(engine, tokenizer))
         self._environments = {"train": environment or single, "eval": evaluation or single}
         """Environments by the ticket's purpose"""
+        self._episodes = environment if isinstance(environment, Episodes) else None
         self._routes = routes
         """True if the learner wants to know the experts that tokens were sent to."""
         self._capacity = capacity
@@ -271,7 +273,14 @@ class Worker:
             return "tickets"
         steps = [work.claim.ticket.step for work in self._in_flight.values()]
         ahead = [step for step in steps if step > self._engine.version]
-        return f"version {min(ahead)}, with version {self._engine.version}" if ahead else ""
+        if ahead:
+            return f"version {min(ahead)}, with version {self._engine.version}"
+        return self._agents_wanted()
+
+    def _agents_wanted(self) -> str:
+        if self._episodes is None:
+            return ""
+        return f"agents, with {self._episodes.open} of {self._episodes.unfinished} episodes open"
 
     def _abandon(self, lost: list[Claim]) -> None:
         """Stops generating for tickets that another worker has taken over."""
@@ -317,6 +326,8 @@ class Worker:
                 resumed=self._resumed,
                 run_id=self._run_id,
                 waits_for=self._waits_for(now_s),
+                episodes=self._episodes.unfinished if self._episodes else 0,
+                open_episodes=self._episodes.open if self._episodes else 0,
             )
             self._observe(msgspec.structs.asdict(status))
             await self._buffer.heartbeat(status)

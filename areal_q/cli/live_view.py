@@ -104,13 +104,15 @@ class PlainView(_Following):
             always = record["kind"] in ("eval", "end") or "cache" in record
             if record["kind"] == "warning":
                 self.note(f"warning: {record['message']}")
-            elif always or (due and record is fresh[-1]):
+            elif always or (due and record is fresh[-1] and record["kind"] != "waiting"):
                 self.note(plain_line(record, self.history))
                 self._next_line = time.monotonic() + PLAIN_EVERY_S
-        if self.awaited() != self._awaited:
+        if self.awaited() != self._awaited and (due or not self.history.episodes):
             self._awaited = self.awaited()
             if self._awaited:
                 self.note(f"{time.monotonic() - self.began:7.1f} s  {self._awaited}")
+            if self.history.episodes:
+                self._next_line = time.monotonic() + PLAIN_EVERY_S
         for problem in unfaithful(fresh):
             if problem.engine not in self._warned:
                 self._warned.add(problem.engine)
@@ -186,6 +188,8 @@ def awaited(run: Run, history: History) -> str:
     """Example: "evaluating 512 problems"; empty while records tell of progress."""
     if history.end or history.phase == "warm start":
         return ""
+    if history.episodes:
+        return f"waiting for agents {_endpoint(run)}, {history.episodes}"
     evaluated = history.evals[-1]["step"] if history.evals else -1
     if history.phase == "set-up":
         first = "" if run.warmstart.steps else f", then {_evaluating(run)}"
@@ -205,10 +209,13 @@ def _evaluating(run: Run) -> str:
 
 def _for_agents(run: Run) -> str:
     needed = run.learner.groups * run.learner.group_size
+    return f"waiting for agents {_endpoint(run)}; a step takes {plural(needed, 'episode')}"
+
+
+def _endpoint(run: Run) -> str:
     served = [served_at(run, i) for i in range(run.rollout.workers)]
     urls = [f"http://{host or '127.0.0.1'}:{port}" for host, port in filter(None, served) if port]
-    where = f"at {', '.join(urls)}" if urls else "at the endpoint that logs/rollout-0.log names"
-    return f"waiting for agents {where}; a step takes {plural(needed, 'episode')}"
+    return f"at {', '.join(urls)}" if urls else "at the endpoint that logs/rollout-0.log names"
 
 
 def picture(

@@ -307,3 +307,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What keeps it from generating; "" where nothing does."""
     resumed: int = 0
     """Responses that went on from where another worker had to leave them."""
+    episodes: int = 0
+    """Episodes of its tickets that agents play or may begin."""
+    open_episodes: int = 0
+    """Those of them that an agent plays now."""

@@ -89,6 +89,8 @@ METRICS = (
     Metric("learner/replay_differs_at", "step", "The first step replayed since a resume that gave other weights than recorded."),
     Metric("rollout/tokens_per_s", "tokens/s", "Response tokens that all live workers drew per second."),
     Metric("rollout/idle_share", "share", "Share of the time in which workers had nothing to generate, the mean over workers."),
+    Metric("rollout/episodes", "episodes", "Episodes that agents play, or may begin at a worker's endpoint (rollout.environment.type = external)."),
+    Metric("rollout/open_episodes", "episodes", "Those of them that an agent plays."),
     Metric("buffer/open_tickets", "tickets", "Tickets admitted and not yet learnt from."),
     Metric("buffer/groups", "groups since the start", "Groups read, dropped ones as well."),
     Metric("buffer/dropped_stale", "groups since the start", "Groups dropped because they were too old when they arrived."),
@@ -133,6 +135,8 @@ WORKER_METRICS = (
     Metric("full_s", "s since the start", "Time that commits waited for room in Redis."),
     Metric("timeouts", "since the start", "Responses cut by rollout.request_timeout_s."),
     Metric("resumed", "since the start", "Responses continued from what another worker had drawn."),
+    Metric("episodes", "episodes", "Episodes of the worker's tickets that agents play, or may begin."),
+    Metric("open_episodes", "episodes", "Those of them that an agent plays."),
     Metric("behind_s", "s", "How long the worker has known of newer weights without having them."),
     Metric("stalls", "since the start", "Times that this went on for too long."),
 )  # fmt: skip

@@ -4,9 +4,9 @@ A line is flat, so that every tool can read it:
 
     {"kind": "step", "step": 12, "elapsed_s": 61.2, "time_s": 1767225600.1, "reward/mean": 0.63, …}
 
-`kind` is warmstart, step, eval, warning or end; keys with a slash are `area/name_unit`; what is not a number
-(`workers`, `samples`, `reason`) stands beside them. The live view, the summary and the curves
-read nothing else.
+`kind` is warmstart, waiting (for agents, before step `step`), step, eval, warning or end; keys with a slash are
+`area/name_unit`; what is not a number (`workers`, `samples`, `reason`) stands beside them. The live view, the
+summary and the curves read nothing else.
 """
 
 import logging
@@ -25,7 +25,7 @@ from areal_q.system.run_dir import METRICS_FILE
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["warmstart", "step", "eval", "warning", "end"]
+Kind = Literal["warmstart", "waiting", "step", "eval", "warning", "end"]
 Record = dict[str, Any]
 
 TENSORBOARD_DIR = "tensorboard"

@@ -31,10 +31,13 @@ class History:
         self.elapsed_s = 0.0
         self.warning = ""
         """What the learner complains of, until its next step."""
+        self.episodes = ""
+        """How many episodes agents play, while a step waits for them."""
         self.unfaithful: dict[str, Unfaithful] = {}
         """The newest step whose gap was beyond the bound, by engine."""
 
     def add(self, record: Record) -> None:
+        self.episodes = open_episodes(record) if record["kind"] == "waiting" else ""
         match record["kind"]:
             case "step":
                 self.warning = ""
@@ -72,7 +75,7 @@ class History:
         if self.last:
             return "training" if self.step < self.total_steps else "final evaluation"
         if self.warmstart is None:
-            return "training" if self.evals else "set-up"
+            return "training" if self.evals or self.episodes else "set-up"
         done = self.warmstart["warmstart/step"] >= self.warmstart["warmstart/steps"]
         return "training" if done or self.evals else "warm start"
 
@@ -90,6 +93,12 @@ class History:
         return max(self.evals, key=lambda r: r.get("eval/accuracy") or 0.0, default=None)
 
 
+def open_episodes(record: Record) -> str:
+    """Example: "3 of 64 episodes open"."""
+    open_, all_ = record["rollout/open_episodes"], record["rollout/episodes"]
+    return f"{open_:.0f} of {all_:.0f} episodes open"
+
+
 def plain_line(record: Record, history: History) -> str:
     """One record as a line of text."""
     head = f"{record['elapsed_s']:7.1f} s  "
@@ -99,6 +108,8 @@ def plain_line(record: Record, history: History) -> str:
         case "warmstart":
             of = f"{record['warmstart/step']:.0f}/{record['warmstart/steps']:.0f}"
             return f"{head}warm start {of}  loss {number(record, 'warmstart/loss', '.3f')}"
+        case "waiting":
+            return f"{head}waiting for agents, {open_episodes(record)}"
         case "eval":
             accuracy = number(record, "eval/accuracy", ".3f")
             return (

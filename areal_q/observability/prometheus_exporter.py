@@ -132,6 +132,8 @@ WORKER = (
     Exported("worker_tokens_per_second", "tokens_per_s"),
     Exported("worker_idle_ratio", "idle_share"),
     Exported("worker_waiting_groups", "waiting"),
+    Exported("worker_episodes", "episodes"),
+    Exported("worker_open_episodes", "open_episodes"),
     Exported("worker_full_seconds_total", "full_s"),
     Exported("worker_groups_total", "groups"),
     Exported("worker_swaps_total", "swaps"),

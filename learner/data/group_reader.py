@@ -45,6 +45,8 @@ class GroupReader:
         self._starvation = Starvation()
         self.on_starvation: Callable[[int, str], None] = lambda version, sentence: None
         """Called with the version and a sentence when the learner has waited long for groups."""
+        self.on_wait: Callable[[int], None] = lambda version: None
+        """Called with the version, every POLL_S seconds, while no groups come in."""
         self._newest = -1
         """The newest version that drew a token of any group read."""
         self.groups = 0
@@ -105,6 +107,7 @@ class GroupReader:
             if drawn:
                 return drawn
             if not entries:
+                self.on_wait(version)
                 self._starve(version)
                 if self._buffer.memory().full:
                     make_room(version)

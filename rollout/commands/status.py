@@ -156,11 +156,15 @@ def _worker_table(found: Cluster) -> Table:
     for name in ("worker", "version", "behind", "tok/s", "idle", "active", "groups", "waiting"):
         table.add_column(name, justify="left" if name == "worker" else "right")
     table.add_column("waits for")
+    agents = any(w.episodes for w in found.workers)
+    if agents:
+        table.add_column("episodes open", justify="right")
     for w in found.workers:
         behind = "–" if found.version is None else str(found.version - w.version)
         numbers = (f"{w.tokens_per_s:,.0f}", f"{w.idle_share:.0%}", w.active, w.groups, w.waiting)
         cells = (str(w.version), behind, *map(str, numbers), tables.escaped(w.waits_for))
-        table.add_row(tables.escaped(w.worker), *cells)
+        episodes = [f"{w.open_episodes} of {w.episodes}"] * agents
+        table.add_row(tables.escaped(w.worker), *cells, *episodes)
     total = sum(w.tokens_per_s for w in found.workers)
     table.add_row(plural(len(found.workers), "worker"), "", "", f"{total:,.0f}", style="dim")
     return table

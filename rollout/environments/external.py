@@ -76,6 +76,16 @@ class Episodes:
         self._played: dict[str, Episode] = {}
         self._changed = asyncio.Event()
 
+    @property
+    def open(self) -> int:
+        """Episodes that an agent plays now."""
+        return len(self._played)
+
+    @property
+    def unfinished(self) -> int:
+        """Episodes that have not ended, played or not."""
+        return len(self._free) + len(self._played)
+
     async def __call__(self, ticket: Ticket, responses: list[Response]) -> None:
         """Puts each response in its place when its episode is rewarded; half an episode is not kept."""
         loop = asyncio.get_running_loop()

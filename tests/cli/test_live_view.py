@@ -179,6 +179,7 @@ STARTED = {"step": 0, "elapsed_s": 1.0}
 WARMED = STARTED | {"kind": "warmstart", "warmstart/step": 9, "warmstart/steps": 9}
 EVALUATED = STARTED | {"kind": "eval", "eval/accuracy": 0.5}
 AGENTS = "rollout.environment.type=external"
+OPEN = {"kind": "waiting", "rollout/open_episodes": 3.0, "rollout/episodes": 64.0}
 
 
 @pytest.mark.parametrize(
@@ -191,6 +192,16 @@ AGENTS = "rollout.environment.type=external"
             [AGENTS, "rollout.serve=8009", "learner.groups=8", "learner.group_size=8"],
             [WARMED, EVALUATED],
             "waiting for agents at http://127.0.0.1:8009; a step takes 64 episodes",
+        ),
+        (
+            [AGENTS, "rollout.serve=8009"],
+            [EVALUATED, STARTED | {"kind": "step", "step": 1}, STARTED | OPEN],
+            "waiting for agents at http://127.0.0.1:8009, 3 of 64 episodes open",
+        ),
+        (
+            [AGENTS, "rollout.serve=8009"],
+            [EVALUATED, STARTED | OPEN, STARTED | {"kind": "step", "step": 1}],
+            "",
         ),
         ([], [WARMED, EVALUATED, STARTED | {"kind": "step", "step": 1}], ""),
         (
@@ -253,6 +264,24 @@ def test_plain_view_prints_evaluations_and_a_line_now_and_then(
     steps = [line.split("step ")[1].split("/")[0] for line in lines if "reward" in line]
     assert steps == ["1", "6", "11", "16"]
     assert "step 20/200  held-out accuracy 0.625" in lines[-1]
+
+
+def test_plain_view_counts_open_episodes_now_and_then(run, directory, console, monkeypatch):
+    agents = load(None, [f"root={directory.parent}", "name=demo", AGENTS, "rollout.serve=8009"])
+    view = PlainView(agents, console)
+    view.start(directory)
+    clock = [100.0]
+    with MetricsLog(directory, tensorboard=False) as log:
+        monkeypatch.setattr(live_view.time, "monotonic", lambda: clock[0])
+        log.write("eval", 0, {"eval/accuracy": 0.5})
+        view.refresh()
+        clock[0] += 10.0
+        for played in range(11):
+            clock[0] += 1.0
+            log.write("waiting", 0, {"rollout/open_episodes": played, "rollout/episodes": 64})
+            view.refresh()
+    lines = [line for line in console.export_text().splitlines() if "episodes open" in line]
+    assert [line.split(", ")[1].split()[0] for line in lines] == ["0", "5", "10"]
 
 
 def test_plain_view_of_a_resumed_run_shows_only_what_is_new(run, directory, console, monkeypatch):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from msgspec.structs import replace
 from rich.console import Console
 
 from areal_q.cli.live_view import History, PlainView, picture
@@ -22,9 +23,10 @@ from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.system.run_dir import METRICS_FILE
 from areal_q.tasks import build_task, build_tokenizer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
+from learner.data import agent_episodes, starvation
 from learner.data import group_reader as group_reader_module
-from learner.data import starvation
 from learner.data.admission import Admission
+from learner.data.agent_episodes import AgentEpisodes
 from learner.data.group_reader import GroupReader
 from learner.data.replay_check import ReplayCheck
 from learner.data.staleness import VersionHistory
@@ -93,6 +95,20 @@ def test_a_learner_that_starves_tells_who_holds_its_tickets(
         "node-3-w waits for version 9, with version 4; workers draw 0 tokens/s"
     )
     buffer.close()
+
+
+def test_open_episodes_are_told_when_they_change(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(agent_episodes, "LOOK_EVERY_S", 0.0)
+    beats = [replace(beat("a", ""), episodes=64), replace(beat("b", ""), episodes=8)]
+    episodes = AgentEpisodes(make_run("rollout.environment.type=external", "rollout.serve=0"))
+    told = {"rollout/episodes": 72, "rollout/open_episodes": 0}
+    assert episodes.changed(lambda: beats) == told
+    assert episodes.changed(lambda: beats) == {}
+    beats[0] = replace(beats[0], open_episodes=3)
+    assert episodes.changed(lambda: beats) == told | {"rollout/open_episodes": 3}
+    assert AgentEpisodes(make_run()).changed(lambda: beats) == {}
 
 
 def test_a_warning_is_on_screen_until_the_next_step(tmp_path: Path):

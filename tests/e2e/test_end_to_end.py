@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from helpers.paths import QUICKSTART
 from areal_q.messages import Group
 from areal_q.models import PackedLayout, load_decoder
 from areal_q.observability.metrics_log import Record, read_metrics
+from areal_q.system.ports import free_ports
 from buffer.logs.trajectory_log import read_log
 from learner import checkpoint
 from learner.checkpoint.files import State
@@ -65,6 +67,11 @@ class Runs:
         assert process.returncode == 0, said
         self.assert_tidy()
         return said
+
+    def ask(self, *args: str) -> str:
+        """Returns what a command says while a run goes on."""
+        process = self.start(*args)
+        return process.communicate()[0]
 
     def steps(self, name: str) -> list[Record]:
         return [r for r in self.records(name) if r["kind"] == "step"]
@@ -199,6 +206,29 @@ def test_the_result_can_be_evaluated(finished: tuple[Runs, str]):
     said = finished[0].run("eval", "runs/quickstart", "--problems", "32", "--show", "0")
     assert any(line.startswith("accuracy 0.") for line in said.splitlines())
     assert "(32 problems" in said
+
+
+def test_a_run_counts_the_episodes_that_agents_play(runs: Runs):
+    (port,) = free_ports(1)
+    settings = [*SMALL, "warmstart.steps=0", "learner.group_size=4", "rollout.engine.slots=16"]
+    agents = ["rollout.environment.type=external", f"rollout.serve={port}"]
+    process = runs.start("run", str(QUICKSTART), *settings, *agents, "steps=1", "name=demo")
+    assert process.stdout
+    awaited = f"waiting for agents at http://127.0.0.1:{port}, 0 of 20 episodes open"
+    said = next(line for line in process.stdout if ", 0 of 20 episodes open" in line)
+    assert awaited in said
+    assert "agents, with 0 of 20 episodes open" in runs.ask("status", "runs/demo")
+    begin = Request(
+        f"http://127.0.0.1:{port}/v1/episodes", b"{}", {"Content-Type": "application/json"}
+    )
+    with urlopen(begin, timeout=60):
+        while runs.records("demo")[-1].get("rollout/open_episodes") != 1:
+            assert process.poll() is None
+            time.sleep(0.05)
+    assert "1 of 20" in runs.ask("status", "runs/demo")
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode == 0
 
 
 def test_an_interrupted_run_drains_and_goes_on_where_it_stopped(runs: Runs):
