@@ -3,14 +3,13 @@
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from helpers.fixture_types import MakeRun
+from helpers.fixture_types import MakeGroup, MakeRun
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +30,6 @@ from learner.data.group_reader import GroupReader
 from learner.data.packing import samples_of
 from learner.data.staleness import VersionHistory
 
-MakeGroup = Callable[..., Group]
 TYPES = ["fifo", "freshest", "uniform", "prioritized"]
 shared = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40

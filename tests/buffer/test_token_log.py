@@ -5,15 +5,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers.policies import build_policy
 from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_q.errors import RecordError
-from areal_q.tasks import build_tokenizer
 from buffer.logs import parquet_log
 from buffer.logs.token_log import MARKS, TokenLog, TokenScores, iter_tokens, tokens_to_table
 from learner.backends.single_device import TorchPolicy
-from learner.build import build_model
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import update_policy
 
@@ -24,7 +23,7 @@ def build(make_run):
 
     def make(*settings: str) -> TorchPolicy:
         run = make_run(*settings)
-        return TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+        return build_policy(run)
 
     return make
 

@@ -2,17 +2,16 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 
 import msgspec
 import pytest
 import redis
-from helpers.fixture_types import MakeRun
+from helpers.fixture_types import MakeGroup, MakeRun
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal_q.config import Run
-from areal_q.messages import Group, Ticket
+from areal_q.messages import Ticket
 from areal_q.tasks import build_task, build_tokenizer, problem_at
 from buffer.in_memory import MemoryBuffer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
@@ -20,7 +19,6 @@ from learner import checkpoint
 from learner.build import build_admission
 from learner.data.admission import Admission, ticket_seed
 
-MakeGroup = Callable[..., Group]
 shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 

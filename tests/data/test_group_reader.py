@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from helpers.fixture_types import MakeRun
+from helpers.fixture_types import MakeGroup, MakeRun
 
 from areal_q.config import Run
 from areal_q.messages import Group, Ticket, VersionSpan
@@ -16,8 +16,6 @@ from learner.data import group_reader as group_reader_module
 from learner.data.admission import Admission
 from learner.data.group_reader import GroupReader
 from learner.data.staleness import VersionHistory
-
-MakeGroup = Callable[..., Group]
 
 
 def drawn_by(group: Group, *versions: int) -> Group:

@@ -1,12 +1,13 @@
 """A failed reward is no reward: what could not be scored changes nothing of what could."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from helpers.fixture_types import MakeRun
+from helpers.fixture_types import MakeGroup, MakeRun
+from helpers.policies import build_policy
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,24 +19,18 @@ from areal_q.config import (
     Prioritized,
     ReinforcePlusPlus,
     Rloo,
-    Run,
     Sampling,
 )
 from areal_q.errors import ConfigError, RecordError, TaskError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, decode_group, encode
-from areal_q.tasks import build_tokenizer
 from buffer.logs.trajectory_schema import groups_from_table, groups_to_table
 from buffer.sampling.samplers import PooledGroup, PrioritizedSampler, spread
-from learner.backends.single_device import TorchPolicy
-from learner.build import build_model
 from learner.data.invalid_rewards import Failures, judged
 from learner.data.packing import CAUSES, failure_metrics, samples_of
 from learner.data.staleness import VersionHistory
 from learner.policy_update import SingleProcessUpdater, cut_minibatches, prepare_minibatches
 from learner.train_step import train_step
 
-MakeGroup = Callable[..., Group]
-MakeTicket = Callable[..., Ticket]
 VOCAB = 12
 ESTIMATORS = [
     Grpo(),
@@ -142,11 +137,6 @@ def test_a_failure_gives_a_group_no_priority():
 SMALL = ("model.layers=1", "model.width=16", "model.heads=2", "model.kv_heads=1", "model.mlp=16")
 
 
-def trainer_of(run: Run) -> TorchPolicy:
-    torch.set_num_threads(1)
-    return TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
-
-
 def groups_with_failures(finish: str = "stop") -> list[Group]:
     """Six groups of up to five, in each of which something failed; valid rewards differ."""
 
@@ -181,7 +171,7 @@ def test_a_step_is_that_of_the_groups_without_failures(
     history = VersionHistory(4, {0: "a0"})
     results = []
     for groups in (mixed, clean):
-        policy = trainer_of(run)
+        policy = build_policy(run)
         metrics = train_step(SingleProcessUpdater(policy), groups, history, 1)
         results.append((metrics, [p.detach().clone() for p in policy.model.parameters()]))
     (one, weights), (other, same) = results
@@ -217,7 +207,7 @@ def test_a_cut_off_response_has_no_loss_but_a_reward(make_run: MakeRun):
         else:
             assert after.advantage == before.advantage
             assert after.trajectory == before.trajectory
-    policy = trainer_of(run)
+    policy = build_policy(run)
     counted = sum(int(s.trajectory.loss_mask.numpy().sum()) for s in cut)
     tokens = 0
     for part in prepare_minibatches(policy, cut):
@@ -245,7 +235,7 @@ def test_a_masked_response_moves_no_weight(make_run: MakeRun):
     ]
     weights = []
     for batch in (groups, others):
-        policy = trainer_of(run)
+        policy = build_policy(run)
         train_step(SingleProcessUpdater(policy), batch, history, 1)
         weights.append([p.detach().clone() for p in policy.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -10,31 +11,22 @@ import numpy as np
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
-from helpers.policies import save_at
+from helpers.policies import build_policy, save_at
 
 from areal_q.algorithms import reducers
-from areal_q.config import Run
 from areal_q.errors import CheckpointError
 from areal_q.messages import Array
-from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.backends.data_parallel import KINDS, decoded, encoded, shares
 from learner.backends.messages import Piece
-from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
-from learner.build import build_model
 from learner.checkpoint.files import State
 from learner.data.packing import Sample, masked
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder
 
+build = partial(build_policy, temperature=0.7)
 OnRanks = Callable[..., list[tuple[list[dict[str, float]], str]]]
-
-
-def build(run: Run) -> TorchPolicy:
-    model = build_model(run, build_tokenizer(run))
-    set_precision(model, run)
-    return TorchPolicy(model, run.learner, 0.7)
 
 
 def assert_metrics(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:

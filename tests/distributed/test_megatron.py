@@ -12,19 +12,16 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from helpers.policies import save_at
+from helpers.policies import build_policy, save_at
 
 from areal_q.config import Run
 from areal_q.errors import ConfigError
 from areal_q.messages import Array
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights, load_decoder, save_decoder
-from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.backends.megatron import require
 from learner.backends.megatron.tensor_names import Entry, entries, padded
-from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
-from learner.build import build_model
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder
@@ -130,9 +127,7 @@ def rewarded(samples: list[Sample], seed: int) -> list[Sample]:
 
 def alone(run: Run) -> TorchPolicy:
     """The torch backend, in this process."""
-    model = build_model(run, build_tokenizer(run))
-    set_precision(model, run)
-    return TorchPolicy(model, run.learner, 0.7)
+    return build_policy(run, 0.7)
 
 
 def start(directory: Path, policy: TorchPolicy) -> None:

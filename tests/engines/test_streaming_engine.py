@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 
 import numpy as np
 import pytest
+from helpers.fixture_types import MakeVersion
 
 from areal_q.config import Sampling
 from areal_q.errors import EngineDied
@@ -13,7 +14,6 @@ from rollout.engines.base import Capabilities, Request
 from rollout.engines.process.generation_backend import CompletionDelta
 from rollout.engines.process.streaming_engine import StreamingEngine
 
-MakeVersion = Callable[..., WeightVersion]
 REQUEST = Request(
     prompt_ids=np.array([3], np.int32),
     num_samples=1,

@@ -12,11 +12,11 @@ from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 
 
-def build_policy(run: Run) -> TorchPolicy:
-    """Returns the policy of `run` at its beginning, for rollouts at temperature 1."""
+def build_policy(run: Run, temperature: float = 1.0) -> TorchPolicy:
+    """Returns the policy of `run` at its beginning, for rollouts at `temperature`."""
     model = build_model(run, build_tokenizer(run))
     set_precision(model, run)
-    return TorchPolicy(model, run.learner, 1.0)
+    return TorchPolicy(model, run.learner, temperature)
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:

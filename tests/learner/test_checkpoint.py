@@ -14,24 +14,18 @@ import pytest
 import torch
 import xxhash
 from helpers.fixture_types import MakeRun, MakeSamples
+from helpers.policies import build_policy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from areal_q.config import Run
 from areal_q.errors import CheckpointError
 from areal_q.system import files as system_files
-from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
-from learner.build import build_model
 from learner.checkpoint.async_writer import CheckpointWriter
 from learner.checkpoint.files import State
 from learner.data.packing import Sample
 from learner.policy_update import SingleProcessUpdater, update_policy
-
-
-def build(run: Run) -> TorchPolicy:
-    return TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
 
 
 def state_at(step: int, policy: TorchPolicy) -> State:
@@ -67,7 +61,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 @pytest.fixture
 def policy(make_run: MakeRun, make_samples: MakeSamples) -> TorchPolicy:
     """After one step, so that the optimizer has something to remember."""
-    policy = build(make_run())
+    policy = build_policy(make_run())
     update_policy(policy, make_samples(4))
     return policy
 
@@ -81,7 +75,7 @@ def test_a_restored_learner_goes_on_bit_for_bit(
     for seed in (1, 2):
         update_policy(policy, make_samples(6, seed))
 
-    resumed = build(make_run("seed=9"))
+    resumed = build_policy(make_run("seed=9"))
     update_policy(resumed, make_samples(3, 7))  # what it held before does not matter
     restored = checkpoint.restore(tmp_path, resumed)
     assert msgspec.structs.replace(restored, digest="") == state
@@ -109,7 +103,7 @@ def test_a_critic_and_a_reference_go_on_bit_for_bit_too(
         ]
         return [replace(s, trajectory=t) for s, t in zip(made, trajectories, strict=True)]
 
-    policy = build(make_run(*settings))
+    policy = build_policy(make_run(*settings))
     update_policy(policy, samples(4, 0))
     assert policy.critic
     assert policy.critic.head.weight.abs().max() > 0
@@ -117,7 +111,7 @@ def test_a_critic_and_a_reference_go_on_bit_for_bit_too(
     for seed in (1, 2):
         update_policy(policy, samples(6, seed))
 
-    resumed = build(make_run(*settings, "seed=9"))
+    resumed = build_policy(make_run(*settings, "seed=9"))
     update_policy(resumed, samples(3, 7))
     torch.manual_seed(0)
     uninterrupted = everything(policy)
@@ -132,7 +126,7 @@ def test_checkpoint_without_the_wanted_critic_is_refused(
     make_run: MakeRun, policy: TorchPolicy, tmp_path: Path
 ):
     checkpoint.save(tmp_path, state_at(1, policy), policy, keep=2)
-    other = build(make_run("learner.advantage.type=gae", "learner.critic={}"))
+    other = build_policy(make_run("learner.advantage.type=gae", "learner.critic={}"))
     with pytest.raises(CheckpointError, match=r"step-000001: .*critic\."):
         checkpoint.restore(tmp_path, other)
 
@@ -140,7 +134,7 @@ def test_checkpoint_without_the_wanted_critic_is_refused(
 def test_a_checkpoint_before_the_first_step_restores_too(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
 ):
-    fresh, other = build(make_run()), build(make_run("seed=1"))
+    fresh, other = build_policy(make_run()), build_policy(make_run("seed=1"))
     checkpoint.save(tmp_path, state_at(0, fresh), fresh, keep=2)
     checkpoint.restore(tmp_path, other)
     for t in (fresh, other):
@@ -272,7 +266,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     checkpoint.save(tmp_path, state_at(1, policy), policy, keep=2)
     for other in ("model.width=64", "model.layers=3"):
         with pytest.raises(CheckpointError, match="step-000001"):
-            checkpoint.restore(tmp_path, build(make_run(other)))
+            checkpoint.restore(tmp_path, build_policy(make_run(other)))
 
 
 def test_a_checkpoint_from_before_a_field_was_added_restores(policy: TorchPolicy, tmp_path: Path):

@@ -8,14 +8,15 @@ import msgspec
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
+from helpers.policies import build_policy
 
-from areal_q.config import Gae, Run, load, override
+from areal_q.config import Gae, load, override
 from areal_q.errors import ConfigError, RecordError
 from areal_q.messages import Array
 from areal_q.models import save_decoder
 from areal_q.tasks import build_tokenizer
 from learner.backends.single_device import TorchPolicy, token_logprobs
-from learner.build import build_model, build_reference
+from learner.build import build_reference
 from learner.data.packing import Sample, pack
 from learner.policy_advantages import at_last_token, with_advantages
 from learner.policy_update import (
@@ -27,10 +28,6 @@ from learner.policy_update import (
 
 GAE = ["learner.advantage.type=gae", "learner.critic={}"]
 LN2 = math.log(2)
-
-
-def build(run: Run, temperature: float = 1.0) -> TorchPolicy:
-    return TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, temperature)
 
 
 def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -67,7 +64,7 @@ def two_responses(make_samples: MakeSamples):
     by_length = {s.trajectory.num_tokens: s for s in make_samples(40)}
     samples = rewarded([by_length[2], by_length[3]], [1.0, 0.0], ticket=7)
     inputs = []
-    policy = build(load(None))
+    policy = build_policy(load(None))
     for sample in samples:
         batch = pack([sample])
         n = len(batch.targets)
@@ -123,7 +120,7 @@ def test_first_values_are_0_and_first_advantages_the_returns(
     make_run: MakeRun, make_samples: MakeSamples
 ):
     run = make_run(*GAE, "learner.advantage.normalize=false")
-    policy = build(run)
+    policy = build_policy(run)
     samples = rewarded(make_samples(4), [1.0, 0.0, 2.0, 0.5])
     ((_, first), *_), *_ = prepare_minibatches(policy, samples)
     assert first.old_values is not None and first.returns is not None
@@ -143,7 +140,7 @@ def test_the_critic_learns_the_rewards_of_responses(
         *GAE, f"learner.critic.trunk={trunk}", "learner.critic.value.clip=0",
         "learner.critic.optimizer.lr=3e-3", "learner.optimizer.lr=0", "learner.epochs=2",
     )  # fmt: skip
-    policy = build(run)
+    policy = build_policy(run)
     samples = rewarded(make_samples(12), [float(i % 2) for i in range(12)])
     values = [update_policy(policy, samples) for _ in range(25)]
     assert values[0]["value/explained_variance"] == pytest.approx(0, abs=1e-6)
@@ -158,7 +155,7 @@ def test_value_loss_trains_the_policy_only_in_a_shared_trunk(
     samples = rewarded(make_samples(6), [0.0, 1.0] * 3)
     gradients = []
     for coef in (0.1, 10.0):
-        policy = build(make_run(*GAE, f"learner.critic.trunk={trunk}"))
+        policy = build_policy(make_run(*GAE, f"learner.critic.trunk={trunk}"))
         update_policy(policy, samples)  # the head begins at 0, and would pass no gradient on
         policy.cfg = override(
             make_run(*GAE, f"learner.critic.trunk={trunk}"), f"learner.critic.value.coef={coef}"
@@ -183,7 +180,7 @@ def test_the_step_does_not_depend_on_how_the_batch_is_cut(
     settings += ["learner.optimizer.lr=0.1", "learner.critic.optimizer={eps=1e-2, lr=0.1}"]
     results, metrics = [], []
     for tokens in (14, 33, 10**6):
-        policy = build(make_run(*settings, f"learner.microbatch_tokens={tokens}"))
+        policy = build_policy(make_run(*settings, f"learner.microbatch_tokens={tokens}"))
         for seed in (1, 2):
             values = update_policy(policy, rewarded(make_samples(9, seed), [0.0, 1.0, 0.5] * 3))
         assert policy.critic
@@ -199,11 +196,11 @@ def test_the_step_does_not_depend_on_how_the_batch_is_cut(
 
 def test_entropy_bonus_alone_raises_the_entropy(make_run: MakeRun, make_samples: MakeSamples):
     samples = [replace(s, advantage=0.0) for s in make_samples(6)]
-    unmoved = build(make_run("learner.optimizer.warmup_steps=0"))
+    unmoved = build_policy(make_run("learner.optimizer.warmup_steps=0"))
     before = mean_of(unmoved, samples, 1)
     update_policy(unmoved, samples)
     assert mean_of(unmoved, samples, 1) == before
-    policy = build(make_run("learner.optimizer.warmup_steps=0", "learner.entropy_coef=0.1"))
+    policy = build_policy(make_run("learner.optimizer.warmup_steps=0", "learner.entropy_coef=0.1"))
     values = [update_policy(policy, samples) for _ in range(3)]
     assert mean_of(policy, samples, 1) > before
     assert values[-1]["policy/entropy"] > values[0]["policy/entropy"]
@@ -214,7 +211,9 @@ def test_penalty_in_the_loss_pulls_the_policy_to_the_reference(
     make_run: MakeRun, make_samples: MakeSamples, estimator: str
 ):
     kl = f"learner.reference_kl={{coef=1.0, estimator='{estimator}'}}"
-    policy = build(make_run(kl, "learner.optimizer={warmup_steps=0, lr=1e-3}", "learner.epochs=3"))
+    policy = build_policy(
+        make_run(kl, "learner.optimizer={warmup_steps=0, lr=1e-3}", "learner.epochs=3")
+    )
     samples = [replace(s, advantage=0.0) for s in make_samples(9)]
     reference = mean_of(policy, samples, 0)
     values = update_policy(policy, samples)
@@ -234,7 +233,7 @@ def test_reference_is_the_model_at_its_path_until_it_is_reset(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
 ):
     run = make_run("learner.reference_kl={}")
-    policy, other = build(run), build(make_run("seed=3"))
+    policy, other = build_policy(run), build_policy(make_run("seed=3"))
     save_decoder(other.model, tmp_path / "other", build_tokenizer(run))
     policy.reference = build_reference(str(tmp_path / "other"), policy.model)
     samples = make_samples(4)
@@ -249,13 +248,13 @@ def test_reference_is_the_model_at_its_path_until_it_is_reset(
     assert inputs.reference_logprobs is not None
     assert torch.equal(inputs.reference_logprobs, inputs.proximal_logprobs)
 
-    wide = build(make_run("model.width=64"))
+    wide = build_policy(make_run("model.width=64"))
     with pytest.raises(ConfigError, match="not shaped like the policy"):
         build_reference(str(tmp_path / "other"), wide.model)
 
 
 def test_nothing_is_held_or_computed_for_what_is_off(make_run: MakeRun, make_samples: MakeSamples):
-    policy = build(make_run())
+    policy = build_policy(make_run())
     assert policy.critic is None and policy.reference is None
     ((_, inputs), *_), *_ = prepare_minibatches(policy, make_samples(4))
     assert inputs.reference_logprobs is inputs.values is inputs.returns is None
@@ -274,7 +273,7 @@ def test_nonfinite_log_prob_names_ticket_response_and_token(
     samples[4] = replace(samples[4], trajectory=broken)
     named = f"ticket 1, response 4, token {counted}: behavior_logprobs is -inf"
     with pytest.raises(RecordError, match=named):
-        update_policy(build(make_run()), samples)
+        update_policy(build_policy(make_run()), samples)
 
 
 def test_gae_takes_one_response_to_a_prompt():

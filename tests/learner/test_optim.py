@@ -6,24 +6,18 @@ import math
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
-from helpers.policies import save_at
+from helpers.policies import build_policy, save_at
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from areal_q.config import AdamW, AdamW8bit, Muon, OptimizerConfig, Run
+from areal_q.config import AdamW, AdamW8bit, Muon, OptimizerConfig
 from areal_q.errors import DivergedError
-from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
-from learner.build import build_model
 from learner.optim.adamw_8bit import BLOCK, code_values, dequantize, quantize
 from learner.optim.build import build_optimizer, learning_rate, optimizer_step
 from learner.policy_update import update_policy
-
-
-def build(run: Run) -> TorchPolicy:
-    return TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
 
 
 def weights(policy: TorchPolicy) -> dict[str, Tensor]:
@@ -159,7 +153,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(
 ):
     settings = [f"learner.optimizer.type={kind}", "learner.optimizer.weight_decay=0.01"]
     settings += ["learner.optimizer.small=100"] if kind == "adamw8bit" else []
-    policy, resumed = build(make_run(*settings)), build(make_run(*settings, "seed=9"))
+    policy, resumed = build_policy(make_run(*settings)), build_policy(make_run(*settings, "seed=9"))
     start = weights(policy)
     update_policy(policy, make_samples(4))
     save_at(1, tmp_path, policy)
@@ -183,7 +177,7 @@ def test_the_learning_rate_falls_along_a_line_or_half_a_cosine():
 def test_bad_gradients_in_a_row_end_training_on_old_weights(
     make_run: MakeRun, make_samples: MakeSamples
 ):
-    policy = build(make_run("learner.minibatches=1", "learner.max_skipped=3"))
+    policy = build_policy(make_run("learner.minibatches=1", "learner.max_skipped=3"))
     before = weights(policy)
     calls = itertools.count()
     bad = {0, 1, 3, 4, 5}  # the third is good: the count begins anew
@@ -202,7 +196,7 @@ def test_bad_gradients_in_a_row_end_training_on_old_weights(
 
 def test_frozen_parameters_get_no_optimizer(make_run: MakeRun):
     for cfg in (AdamW(), AdamW8bit(), Muon()):
-        model = build(make_run()).model
+        model = build_policy(make_run()).model
         model.model.embed_tokens.requires_grad_(False)
         optimizer = build_optimizer(model, cfg)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -9,22 +9,17 @@ import numpy as np
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
+from helpers.policies import build_policy
 
-from areal_q.config import Run
 from areal_q.errors import ConfigError
 from areal_q.messages import Array
 from areal_q.models import save_decoder
 from areal_q.tasks import build_tokenizer
 from learner import policy_update as step_module
 from learner.backends.single_device import TorchPolicy, token_logprobs
-from learner.build import build_model
 from learner.data.packing import Sample, pack
 from learner.optim.build import learning_rate
 from learner.policy_update import update_policy
-
-
-def build(run: Run, temperature: float = 1.0) -> TorchPolicy:
-    return TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, temperature)
 
 
 def weights(policy: TorchPolicy) -> dict[str, torch.Tensor]:
@@ -46,7 +41,7 @@ def test_log_probs_equal_transformers_at_the_temperature(
     from transformers import AutoModelForCausalLM
 
     run, temperature = make_run(), 0.7
-    policy, samples = build(run, temperature), make_samples(9)
+    policy, samples = build_policy(run, temperature), make_samples(9)
     save_decoder(policy.model, tmp_path / "hf", build_tokenizer(run))
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     with torch.no_grad():
@@ -77,7 +72,7 @@ def test_the_step_does_not_depend_on_how_the_batch_is_cut(
         settings.append("learner.aggregation.length=8")
     results, metrics = [], []
     for tokens in (14, 17, 64, 10**6):
-        policy = build(make_run(*settings, f"learner.microbatch_tokens={tokens}"))
+        policy = build_policy(make_run(*settings, f"learner.microbatch_tokens={tokens}"))
         before = weights(policy)
         for seed in (1, 2):
             values = update_policy(policy, make_samples(15, seed))
@@ -97,9 +92,9 @@ def test_response_too_long_for_a_micro_batch_is_refused_by_name(
 ):
     samples = make_samples(9)
     longest = max(samples, key=lambda s: s.num_tokens)
-    fits = build(make_run(f"learner.microbatch_tokens={longest.num_tokens}"))
+    fits = build_policy(make_run(f"learner.microbatch_tokens={longest.num_tokens}"))
     update_policy(fits, samples)
-    policy = build(make_run(f"learner.microbatch_tokens={longest.num_tokens - 1}"))
+    policy = build_policy(make_run(f"learner.microbatch_tokens={longest.num_tokens - 1}"))
     before = weights(policy)
     where = f"ticket {longest.ticket}, response {longest.trajectory.index} has {longest.num_tokens}"
     with pytest.raises(ConfigError, match=rf"learner.microbatch_tokens = \d+: {where} tokens"):
@@ -112,7 +107,7 @@ def test_response_too_long_for_a_micro_batch_is_refused_by_name(
 def test_the_proximal_policy_is_the_one_before_the_first_update(
     make_run: MakeRun, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch
 ):
-    policy = build(make_run("learner.minibatches=4", "learner.optimizer.lr=0.05"))
+    policy = build_policy(make_run("learner.minibatches=4", "learner.optimizer.lr=0.05"))
     samples = make_samples(8)
     with torch.no_grad():
         before, _ = token_logprobs(policy.model, pack(samples), 1.0)
@@ -140,7 +135,7 @@ def test_same_samples_and_weights_give_bit_equal_weights(
 ):
     results = []
     for _ in range(2):
-        policy = build(make_run("learner.microbatch_tokens=40"))
+        policy = build_policy(make_run("learner.microbatch_tokens=40"))
         values = [update_policy(policy, make_samples(12, seed)) for seed in range(3)]
         results.append((weights(policy), values))
     (one, metrics), (other, metrics_again) = results
@@ -151,7 +146,7 @@ def test_same_samples_and_weights_give_bit_equal_weights(
 def test_rewarded_response_gets_likelier_and_a_punished_one_less(
     make_run: MakeRun, make_samples: MakeSamples
 ):
-    policy = build(make_run("learner.minibatches=1", "learner.optimizer.warmup_steps=0"))
+    policy = build_policy(make_run("learner.minibatches=1", "learner.optimizer.warmup_steps=0"))
     samples = []
     for sample, advantage in zip(make_samples(6), [1.0, -1.0] * 3, strict=True):
         batch = pack([sample])
@@ -175,7 +170,7 @@ def test_masked_tokens_teach_nothing(make_run: MakeRun, make_samples: MakeSample
         trajectory = msgspec.structs.replace(sample.trajectory, loss_mask=zeros)
         return dataclasses.replace(sample, trajectory=trajectory)
 
-    policy = build(make_run())
+    policy = build_policy(make_run())
     before = weights(policy)
     update_policy(policy, [masked(s) for s in make_samples(4)])
     assert all(torch.equal(before[k], v) for k, v in weights(policy).items())
@@ -184,7 +179,7 @@ def test_masked_tokens_teach_nothing(make_run: MakeRun, make_samples: MakeSample
 def test_step_with_a_nonfinite_gradient_is_skipped_and_counted(
     make_run: MakeRun, make_samples: MakeSamples
 ):
-    policy = build(make_run("learner.minibatches=2"))
+    policy = build_policy(make_run("learner.minibatches=2"))
     before = weights(policy)
     parameter = policy.model.model.norm.weight
     hook = parameter.register_hook(lambda grad: grad * math.nan)
@@ -207,7 +202,7 @@ def test_the_learning_rate_rises_linearly_and_then_stays(make_run: MakeRun):
 
 
 def test_weight_decay_spares_norms(make_run: MakeRun):
-    policy = build(make_run("learner.optimizer.weight_decay=0.1"))
+    policy = build_policy(make_run("learner.optimizer.weight_decay=0.1"))
     decays = {
         id(p): group["weight_decay"]
         for group in policy.optimizer.param_groups
@@ -223,15 +218,16 @@ def test_in_bfloat16_only_the_products_are_coarser(
 ):
     format = "int8" if precision == "qarl" else "fp8"
     settings = [f"learner.precision={precision}", f"rollout.format={format}"]
-    fine = build(make_run(*settings))
-    coarse = build(make_run(*settings, "learner.dtype=bfloat16"))
+    fine = build_policy(make_run(*settings))
+    coarse = build_policy(make_run(*settings, "learner.dtype=bfloat16"))
     samples = make_samples(9)
     with torch.no_grad():
         a, b = (token_logprobs(t.model, pack(samples), 1.0) for t in (fine, coarse))
     for exact, rounded in zip(a, b, strict=True):
         assert rounded.dtype == torch.float32
         gap = (exact - rounded).abs().max()
-        assert 0 < gap < 0.1
+        # An operand that rounds otherwise in bfloat16 may fall to FP8's next number, a sixteenth away.
+        assert 0 < gap < (0.5 if precision == "jet" else 0.1)
     before, metrics = weights(coarse), update_policy(coarse, samples)
     update_policy(fine, samples)
     assert math.isfinite(metrics["train/loss"]) and metrics["train/grad_norm"] > 0

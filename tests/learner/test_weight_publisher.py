@@ -8,16 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
+from helpers.policies import build_policy
 from torch import Tensor
 
 from areal_q.config import Run
 from areal_q.errors import QuantizationError
 from areal_q.models import Decoder
-from areal_q.tasks import build_tokenizer
 from areal_q.weights.version import WeightVersion
-from learner.backends.precision import set_precision
-from learner.backends.single_device import TorchPolicy
-from learner.build import build_model
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder
 from learner.publishing.weight_publisher import WeightPublisher
@@ -30,17 +27,11 @@ class Slow(VersionBuilder):
         super().__init__(run)
         self.may = threading.Event()
 
-    def build(
+    def build_policy(
         self, model: Decoder, version: int, beside: Mapping[str, Tensor] | None = None
     ) -> WeightVersion:
         self.may.wait()
         return super().build(model, version, beside)
-
-
-def build(run: Run) -> TorchPolicy:
-    model = build_model(run, build_tokenizer(run))
-    set_precision(model, run)
-    return TorchPolicy(model, run.learner, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +47,7 @@ def test_a_version_is_of_the_weights_it_began_with(
     make_run: MakeRun, make_samples: MakeSamples, settings: tuple[str, ...]
 ) -> None:
     run = make_run("learner.optimizer.lr=0.01", *settings)
-    policy, builder = build(run), Slow(run)
+    policy, builder = build_policy(run), Slow(run)
     publisher = WeightPublisher(builder, lambda _: None)
     policy.before_write = publisher.wait_until_read
     before = copy.deepcopy(policy.model.state_dict())
@@ -81,7 +72,7 @@ def test_versions_are_handed_over_in_order_before_the_wait_ends(
     make_run: MakeRun,
 ) -> None:
     run = make_run()
-    model, announced = build(run).model, []
+    model, announced = build_policy(run).model, []
     publisher = WeightPublisher(
         VersionBuilder(run), lambda made: announced.append(made.manifest.version)
     )
@@ -98,7 +89,7 @@ def test_weights_that_are_not_finite_are_handed_to_nobody(
     make_run: MakeRun,
 ) -> None:
     run = make_run()
-    model, announced = build(run).model, []
+    model, announced = build_policy(run).model, []
     publisher = WeightPublisher(VersionBuilder(run), announced.append)
     with torch.no_grad():
         next(p for n, p in model.named_parameters() if "q_proj" in n).fill_(torch.nan)

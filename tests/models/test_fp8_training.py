@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch._meta_registrations as torch_checks
 from helpers.fixture_types import MakeRun
+from helpers.policies import build_policy
 from torch import Tensor, nn
 
 from areal_q.models.layers.linear import Linear
@@ -22,10 +23,6 @@ from areal_q.quant.kernels.fp8_gemm import (
     fp8_gemm,
     scales_for_cublas,
 )
-from areal_q.tasks import build_tokenizer
-from learner.backends.precision import set_precision
-from learner.backends.single_device import TorchPolicy
-from learner.build import build_model
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder
 
@@ -97,9 +94,8 @@ def test_of_activations_only_fp8_codes_and_scales_are_kept():
 
 def test_the_weights_of_the_flow_are_the_ones_published(make_run: MakeRun, make_samples):
     run = make_run(*JET, "learner.optimizer.lr=0.01")
-    model = build_model(run, build_tokenizer(run))
-    set_precision(model, run)
-    policy = TorchPolicy(model, run.learner, 1.0)
+    policy = build_policy(run)
+    model = policy.model
     first = VersionBuilder(run).build(model, 0).manifest.digest
     update_policy(policy, make_samples(12))
     published = published_state(model, "fp8")

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers.fixture_types import MakeRun
+from helpers.policies import build_policy
 
 from areal_q.config import Aqn, dump_toml, override, parse
 from areal_q.errors import ConfigError
@@ -13,7 +14,6 @@ from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant.aqn import noise_of, sigma_of, with_noise
 from areal_q.quant.uaq import apply_uaq
 from areal_q.tasks import build_tokenizer
-from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder
@@ -130,7 +130,7 @@ def test_the_learners_step_is_the_same_with_noise_and_without(make_run: MakeRun,
     found = []
     for settings in (AQN, AQN[1:]):
         run = make_run(*settings)
-        policy = TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+        policy = build_policy(run)
         VersionBuilder(run).build(policy.model, 9)
         found.append(update_policy(policy, make_samples(12)))
     assert found[0] == found[1]

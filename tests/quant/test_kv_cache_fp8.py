@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
-from helpers.policies import save_at
+from helpers.policies import build_policy, save_at
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -23,7 +23,6 @@ from areal_q.tasks import build_tokenizer
 from areal_q.weights.version import WeightVersion
 from learner import checkpoint
 from learner.backends.kv_calibration import kv_scales
-from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder
@@ -224,7 +223,7 @@ def test_published_scales_reach_the_engine_and_the_checkpoint(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
 ):
     run = make_run(*FP8, "rollout.kv_scales={}")
-    policy = TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+    policy = build_policy(run)
     policy.calibrate = run.rollout.kv_scales
     builder = VersionBuilder(run)
     first = builder.build(policy.model, 0, policy.kv_scales)
@@ -242,7 +241,7 @@ def test_published_scales_reach_the_engine_and_the_checkpoint(
     stepper.step()
     assert torch.equal(stepper.cache.slot_scales[:, :, 0], wanted)  # type: ignore[attr-defined]
     save_at(1, tmp_path, policy)
-    resumed = TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+    resumed = build_policy(run)
     checkpoint.restore(tmp_path, resumed)
     again = VersionBuilder(run).build(resumed.model, 1, resumed.kv_scales)
     assert again.manifest.digest == made.manifest.digest

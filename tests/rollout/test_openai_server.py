@@ -15,6 +15,7 @@ import numpy as np
 import openai
 import pytest
 from helpers.asynchronous import run_async
+from helpers.fixture_types import MakeRun
 from helpers.paths import ROOT
 
 from areal_q.config import External, Run, TorchEngine, dump_toml
@@ -44,7 +45,6 @@ from rollout.environments.registry import build_environment
 from rollout.openai_server.app import MAX_BODY_BYTES, Endpoint
 from rollout.worker import Worker
 
-MakeRun = Callable[..., Run]
 EXTERNAL = "rollout.environment.type=external"
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.asynchronous import run_async
+from helpers.fixture_types import MakeRun
 
 from areal_q.config import Run, ScriptedEngine, TorchEngine, dump_toml
 from areal_q.messages import Array, Group, Ticket, VersionSpan
@@ -53,7 +54,6 @@ from rollout.environments.engine_client import EngineClient
 from rollout.environments.registry import build_environment
 from rollout.worker import Worker, WorkerCapacity
 
-MakeRun = Callable[..., Run]
 SCRIPTED = "rollout.engine.type=scripted"
 LONG = "model.max_positions=256"
 ONE = ["learner.groups=1", "learner.minibatches=1", LONG]

@@ -4,14 +4,11 @@ from typing import get_args
 
 import pytest
 from helpers.fixture_types import MakeRun, MakeSamples
+from helpers.policies import build_policy
 from helpers.weight_sync import WeightSync, arrive
 
 from areal_q.config import BroadcastConfig
 from areal_q.config.run import FormatName
-from areal_q.tasks import build_tokenizer
-from learner.backends.precision import set_precision
-from learner.backends.single_device import TorchPolicy
-from learner.build import build_model
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder
 
@@ -29,9 +26,7 @@ def test_what_is_published_arrives_bit_for_bit_and_by_deltas(
     sync: WeightSync, make_run: MakeRun, make_samples: MakeSamples, what: str
 ) -> None:
     run = make_run("learner.optimizer.lr=1e-4", *SETTINGS[what])
-    model = build_model(run, build_tokenizer(run))
-    set_precision(model, run)
-    policy, builder = TorchPolicy(model, run.learner, 1.0), VersionBuilder(run)
+    policy, builder = build_policy(run), VersionBuilder(run)
     policy.calibrate = run.rollout.kv_scales
     samples = make_samples(9, vocab=13)
     update_policy(policy, samples)
