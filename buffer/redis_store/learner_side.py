@@ -163,7 +163,8 @@ class LearnerBuffer:
     def _guarded(self, name: str, keys: list[str], args: list[Any]) -> Any:
         """Runs a script that changes the run. Raises RunTaken if another learner has followed this one."""
         try:
-            return self._scripts[name]([self.keys.owner, *keys], [self._token, *args])
+            mine = (self._owner.run_id, self._owner.place) if self._owner else ("", "")
+            return self._scripts[name]([self.keys.owner, *keys], [self._token, *mine, *args])
         except redis.ResponseError as error:
             code, _, record = str(error).partition(" ")
             if code != "FENCED":

@@ -9,6 +9,10 @@ The token of whoever acquires the run is above all tokens before. Each script by
 run compares its token with the newest one (buffer/redis_store/lua_scripts.py, GUARD), as one step with what it
 changes: so a learner that was stopped for longer than its lease, and goes on, changes nothing any more.
 
+Redis takes tokens from its clock. Should it be emptied and that clock step back, a learner that follows gets a
+lower token than the one before it. Then the lease decides: a learner with a higher token than the newest is
+refused as well while another one holds the lease.
+
 A learner that restarts in the directory of the one before does not wait for the end of that one's lease. The
 directory's lock was free, so that process has ended; and were it not so, the token would shut it out.
 """

@@ -35,14 +35,23 @@ end
 """
 
 GUARD = """
--- Before a script by which a learner changes the run. KEYS owner, then the script's; ARGV token, then its own.
--- Refuses a learner that another one has followed. '' is the token of a tool that is no learner.
+-- Before a script by which a learner changes the run. KEYS owner, then the script's; ARGV token, run id and
+-- place, then its own. Refuses a learner that another one has followed. '' is the token of a tool that is no
+-- learner.
 local owner, token = table.remove(KEYS, 1), table.remove(ARGV, 1)
+local run_id, place = table.remove(ARGV, 1), table.remove(ARGV, 1)
 if token ~= '' then
-  local newest = tonumber(redis.call('HGET', owner, 'token') or '0')
+  local found = redis.call('HMGET', owner, 'token', 'run_id', 'place', 'record', 'until')
+  local newest, fenced = tonumber(found[1] or '0'), false
   if newest > tonumber(token) then
-    return redis.error_reply('FENCED ' .. (redis.call('HGET', owner, 'record') or ''))
+    fenced = true
+  elseif newest > 0 and newest < tonumber(token) then
+    -- Redis has lost this learner's token. It was restored to an earlier state; or it was emptied, its clock
+    -- stepped back, and another learner acquired the run: that one holds a lease.
+    local same, time = found[2] == run_id and found[3] == place, redis.call('TIME')
+    fenced = not same and tonumber(found[5] or '0') > time[1] * 1000 + math.floor(time[2] / 1000)
   end
+  if fenced then return redis.error_reply('FENCED ' .. (found[4] or '')) end
   if newest < tonumber(token) then redis.call('HSET', owner, 'token', token) end
 end
 """

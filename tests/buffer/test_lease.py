@@ -66,12 +66,18 @@ def writes(learner: LearnerBuffer, ticket: Ticket) -> list[Callable[[], object]]
     ]
 
 
-@pytest.mark.parametrize("redis_is", ["as it was", "flushed"])
+@pytest.mark.parametrize("redis_is", ["as it was", "flushed", "flushed, its clock set back"])
 def test_a_learner_that_was_followed_changes_nothing_any_more(
     make: MakeLearner, client: redis.Redis, make_ticket: Callable[..., Ticket], redis_is: str
 ):
+    if "clock" in redis_is:
+        client.hset(
+            KEYS.owner, "token", 2**52
+        )  # tokens begin above the time that the clock goes back to
     first = make("a")
     client.hset(KEYS.owner, "until", 0)  # it was stopped for longer than its lease
+    if "clock" in redis_is:
+        client.flushall()
     second = make("b", place="elsewhere")
     if redis_is == "flushed":
         client.flushall()
@@ -85,10 +91,25 @@ def test_a_learner_that_was_followed_changes_nothing_any_more(
     for write in writes(first, make_ticket(0)):
         with pytest.raises(RunTaken) as refused:
             write()
-        assert ("process 1 on host node-7" in str(refused.value)) == (redis_is == "as it was")
+        assert ("process 1 on host node-7" in str(refused.value)) == (redis_is != "flushed")
     assert {key: client.dump(key) for key in client.keys("*")} == before
     for write in writes(second, make_ticket(0)):
         write()
+
+
+@pytest.mark.parametrize("place, lease_over", [("here", False), ("elsewhere", True)])
+def test_a_learner_goes_on_where_redis_was_restored(
+    make: MakeLearner, client: redis.Redis, place: str, lease_over: bool
+):
+    """What is restored knows the learner before only: of this directory, or with a lease that is over."""
+    make("a", place=place)
+    if lease_over:
+        client.hset(KEYS.owner, "until", 0)
+    earlier: Any = client.dump(KEYS.owner)
+    learner = make("a")
+    client.restore(KEYS.owner, 0, earlier, replace=True)
+    learner.trim("0-0")
+    assert client.hget(KEYS.owner, "token") == learner._token
 
 
 def test_a_second_learner_is_refused_with_the_name_of_the_first(
