@@ -27,7 +27,7 @@ class Slow(VersionBuilder):
         super().__init__(run)
         self.may = threading.Event()
 
-    def build_policy(
+    def build(
         self, model: Decoder, version: int, beside: Mapping[str, Tensor] | None = None
     ) -> WeightVersion:
         self.may.wait()
