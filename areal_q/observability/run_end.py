@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 from areal_q.observability.metrics_log import Record, read_metrics
-from areal_q.observability.run_summary import plural
 from areal_q.system.run_dir import METRICS_FILE, try_lock
 
 
@@ -23,7 +22,7 @@ def how_it_ended(directory: Path) -> tuple[str, bool] | None:
     if not records:
         return f"ended before its first record; {logs}", False
     done = max(record["step"] for record in records)
-    return f"ended without a word after {plural(done, 'step')}; {logs}", False
+    return f"ended without a word after {done} step{'s' * (done != 1)}; {logs}", False
 
 
 def is_held(directory: Path) -> bool:

@@ -34,8 +34,22 @@ Example, both ends in one process:
 What each side promises in detail, and the way of a version file by file: docs/weights.md.
 """
 
-from buffer.weight_sync.server import WeightServer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from buffer.weight_sync.sockets import Endpoints, WeightSource
-from buffer.weight_sync.subscriber import WeightSubscriber
+
+if TYPE_CHECKING:
+    from buffer.weight_sync.server import WeightServer
+    from buffer.weight_sync.subscriber import WeightSubscriber
 
 __all__ = ["Endpoints", "WeightServer", "WeightSource", "WeightSubscriber"]
+_NEED_TORCH = {"WeightServer": "server", "WeightSubscriber": "subscriber"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports an end of the protocol when it is first used: both need torch, which takes two seconds that no
+    command which only asks or makes keys should take."""
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)

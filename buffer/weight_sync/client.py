@@ -19,7 +19,6 @@ from areal_q.messages import (
     Manifest,
     ManifestReply,
 )
-from areal_q.weights import delta
 from buffer.weight_sync.curve import ClientKeys
 
 TIMEOUT_S = 5.0
@@ -60,6 +59,8 @@ class WeightClient:
     def changes(self, base: HeldVersion) -> dict[str, tuple[int, int]] | None:
         """Returns (elements changed, elements) by tensor, from `base` to the newest; None without a held
         delta."""
+        from areal_q.weights import delta  # it needs torch, which no other question does
+
         request = FetchDeltas(epoch=base.epoch, base=base.version, base_digest=base.digest)
         reply, _ = self.ask(request)
         newest = self.manifest()

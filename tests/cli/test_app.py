@@ -210,6 +210,29 @@ def test_any_encoding_of_the_output_will_do(areal_q_command, encoding):
     assert ("→" in result.stdout) == (encoding == "utf-8")
 
 
+LIGHT = {
+    "areal_q.cli.app": {"torch", "numba", "numpy", "pyarrow", "redis"},
+    "buffer.weight_sync.commands.make_keys": {"torch", "numba", "numpy", "pyarrow", "redis"},
+    "rollout.commands.status": {"torch", "numba", "numpy", "pyarrow", "redis"},
+    "buffer.__main__": {"torch", "numba"},
+    "buffer.report.__main__": {"torch", "numba"},
+    "buffer.weight_sync.commands.inspect_weights": {"torch", "numba"},
+    "learner.doctor.cli": {"torch", "numba"},
+    "learner.replay.cli": {"torch", "numba"},
+    "rollout.commands.check": {"torch", "numba"},
+    "rollout.commands.cluster": {"torch", "numba"},
+    "rollout.evaluation.evaluate": {"torch", "numba"},
+}
+"""Modules of commands, and what they must not import before they need it: torch alone takes two seconds."""
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_a_command_imports_no_more_than_it_needs(module):
+    code = f"import sys, {module}; print(*{LIGHT[module]!r} & sys.modules.keys())"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.stdout.strip(), result.stderr) == ("", "")
+
+
 def test_an_unknown_option_is_refused_with_exit_code_2(areal_q_command):
     result = areal_q_command("run", "--fast")
     assert result.returncode == 2 and "--fast" in result.stderr

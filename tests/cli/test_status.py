@@ -17,7 +17,8 @@ from areal_q.messages import WorkerStatus
 from areal_q.weights.version import WeightVersion
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.weight_sync import WeightServer, WeightSource
-from rollout.commands.status import gather, main
+from rollout.commands.cluster import gather
+from rollout.commands.status import SILENT_S, main
 
 Make = Callable[..., WeightVersion]
 
@@ -103,7 +104,7 @@ def test_a_worker_with_other_bytes_or_without_new_ones_is_named(
     beat(redis_url, "liar", version=3, digest="other")
     beat(redis_url, "late", version=1, behind_s=300.0)
     with redis.Redis.from_url(redis_url) as client:
-        wrong = gather(client, "run", WeightSource()).wrong
+        wrong = gather(client, "run", WeightSource(), SILENT_S).wrong
     assert [line.split(":")[0] for line in wrong] == ["late", "liar"]
 
 

@@ -30,7 +30,7 @@ from learner.data.agent_episodes import AgentEpisodes
 from learner.data.group_reader import GroupReader
 from learner.data.replay_check import ReplayCheck
 from learner.data.staleness import VersionHistory
-from rollout.commands import status
+from rollout.commands import cluster
 
 SETTINGS = """
 name = "fork"
@@ -80,12 +80,12 @@ def test_a_learner_that_starves_tells_who_holds_its_tickets(
         await worker.commit(claims[0], make_group(claims[0].ticket))
         assert await asyncio.to_thread(group_reader.take, 1, stop) is None
         with redis.Redis.from_url(redis_url) as client:
-            assert status._starves(client, run.name) == said
+            assert cluster._starves(client, run.name) == said
             for claim in claims[1:] + await worker.claim(1, block_s=0.0):
                 await worker.commit(claim, make_group(claim.ticket))
             stop.clear()
             assert await asyncio.to_thread(group_reader.take, 1, stop)
-            assert status._starves(client, run.name) == []
+            assert cluster._starves(client, run.name) == []
         await worker.close()
 
     asyncio.run(work())

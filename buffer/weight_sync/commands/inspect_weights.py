@@ -28,7 +28,6 @@ from areal_q.observability.metrics_log import read_metrics
 from areal_q.observability.run_end import how_it_ended
 from areal_q.system.command import run_command
 from areal_q.system.run_dir import METRICS_FILE
-from areal_q.weights import delta
 from buffer.weight_sync.client import WeightClient
 from buffer.weight_sync.sockets import WeightSource
 
@@ -120,6 +119,8 @@ def _shares(changes: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
 
 def _follow(client: WeightClient, show: Any) -> None:
     """Shows a line for each new version, until Ctrl-C."""
+    from areal_q.weights import delta  # needs torch, which listing the versions does not
+
     seen: set[tuple[str, int]] = set()
     manifest = client.manifest()
     for told, body in client.follow():

@@ -1,0 +1,157 @@
+"""A running cluster on one screen, from what it tells anyway.
+
+    Redis         heartbeats of the workers, streams, memory        (buffer/admin/inspect_state.py)
+    the learner   its newest versions, asked over ZeroMQ            (buffer/weight_sync/client.py)
+
+A step publishes a version, so the newest version's age is the time since the last step.
+"""
+
+import time
+from typing import Any
+
+import msgspec
+import redis
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from areal_q.errors import WeightVersionError
+from areal_q.messages import HeldVersion, WorkerStatus, decode_status
+from areal_q.observability.run_summary import plural, size
+from buffer.admin import inspect_state, tables
+from buffer.redis_store.keys import Keys
+from buffer.weight_sync import WeightSource
+from buffer.weight_sync.client import WeightClient
+
+FULL = 0.9
+"""Share of Redis's memory from which Redis is said to fill up"""
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """The document that `areal-q status --json` prints."""
+
+    run: str
+    version: int | None
+    """Newest version that the learner serves, which is the number of its steps done; None if it does not
+    answer."""
+    digest: str = ""
+    since_step_s: float | None = None
+    """Seconds since that version was published"""
+    weights_bytes: int = 0
+    delta_bytes: int | None = None
+    subscribers: int = 0
+    workers: list[WorkerStatus]
+    redis: inspect_state.Status
+    wrong: list[str]
+
+
+def gather(client: redis.Redis, run: str, source: WeightSource, silent_s: float) -> Cluster:
+    """Raises redis.RedisError where Redis does not answer, ConfigError for keys that cannot be used."""
+    beats = _workers(client, run)
+    buffer = inspect_state.read_status(client, run)
+    newest, subscribers = _learner(client, run, source)
+    since = None if newest is None else max(0.0, time.time() - newest.published_s)
+    return Cluster(
+        run=run,
+        version=newest.version if newest else None,
+        digest=newest.digest if newest else "",
+        since_step_s=since,
+        weights_bytes=newest.nbytes if newest else 0,
+        delta_bytes=newest.delta_bytes if newest else None,
+        subscribers=subscribers,
+        workers=beats,
+        redis=buffer,
+        wrong=[*_wrong(since, silent_s, newest, beats, buffer), *_starves(client, run)],
+    )
+
+
+def _workers(client: redis.Redis, run: str) -> list[WorkerStatus]:
+    keys = Keys(run)
+    names: Any = client.smembers(keys.workers)
+    beats: Any = client.mget([keys.worker(n.decode()) for n in sorted(names)]) if names else []
+    return [decode_status(beat) for beat in beats if beat is not None]
+
+
+def _learner(client: redis.Redis, run: str, source: WeightSource) -> tuple[HeldVersion | None, int]:
+    """(its newest version, how many listen); (None, 0) where it does not answer or has none yet."""
+    told: Any = client.hget(Keys(run).info, "endpoints")
+    if told is None:
+        return None, 0
+    ends = source.endpoints(msgspec.json.decode(told, type=dict[str, str]))
+    asked = WeightClient(*ends, source.load_keys(None))
+    try:
+        held = asked.held()
+    except WeightVersionError:
+        return None, 0
+    finally:
+        asked.close()
+    return held.versions[-1] if held.versions else None, held.stats.get("subscribers", 0)
+
+
+def _starves(client: redis.Redis, run: str) -> list[str]:
+    """Says what a learner waits for while it waits for groups."""
+    said: Any = client.hget(Keys(run).owner, "starves")
+    return [said.decode()] if said else []
+
+
+def _wrong(
+    since_s: float | None,
+    silent_s: float,
+    newest: HeldVersion | None,
+    workers: list[WorkerStatus],
+    buffer: inspect_state.Status,
+):
+    if since_s is None:
+        yield "the learner does not answer"
+    elif since_s > silent_s:
+        yield f"no new version for {tables.age(since_s)}"
+    if not workers:
+        yield "no worker has sent a heartbeat"
+    for w in workers:
+        if w.behind_s > silent_s:
+            yield f"{w.worker}: newer weights known for {tables.age(w.behind_s)}, and none arrived"
+        if newest and w.version == newest.version and w.digest not in ("", newest.digest):
+            yield f"{w.worker}: runs other bytes than version {w.version} was published with"
+    if buffer.limit_bytes and buffer.used_bytes > FULL * buffer.limit_bytes:
+        yield f"redis is {buffer.used_bytes / buffer.limit_bytes:.0%} full"
+    if buffer.policy != "noeviction":
+        yield f"redis may lose groups: maxmemory-policy is {buffer.policy}"
+
+
+def screen(found: Cluster) -> RenderableType:
+    return Group(
+        _head(found),
+        _worker_table(found),
+        tables.status_table(found.redis),
+        *(Text(f"WRONG: {tables.escaped(line)}", style="bold red") for line in found.wrong),
+    )
+
+
+def _head(found: Cluster) -> Text:
+    if found.version is None:
+        return Text("learner: no answer")
+    delta = "" if found.delta_bytes is None else f", delta {size(found.delta_bytes)}"
+    return Text(
+        f"learner: step {found.version}, the last one {tables.age(found.since_step_s)} ago\n"
+        f"weights: version {found.version}, {found.digest}, {size(found.weights_bytes)}{delta}; "
+        f"{plural(found.subscribers, 'listener')}\n"
+    )
+
+
+def _worker_table(found: Cluster) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("worker", "version", "behind", "tok/s", "idle", "active", "groups", "waiting"):
+        table.add_column(name, justify="left" if name == "worker" else "right")
+    table.add_column("waits for")
+    agents = any(w.episodes for w in found.workers)
+    if agents:
+        table.add_column("episodes open", justify="right")
+    for w in found.workers:
+        behind = "–" if found.version is None else str(found.version - w.version)
+        numbers = (f"{w.tokens_per_s:,.0f}", f"{w.idle_share:.0%}", w.active, w.groups, w.waiting)
+        cells = (str(w.version), behind, *map(str, numbers), tables.escaped(w.waits_for))
+        episodes = [f"{w.open_episodes} of {w.episodes}"] * agents
+        table.add_row(tables.escaped(w.worker), *cells, *episodes)
+    total = sum(w.tokens_per_s for w in found.workers)
+    table.add_row(plural(len(found.workers), "worker"), "", "", f"{total:,.0f}", style="dim")
+    return table
