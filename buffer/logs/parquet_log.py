@@ -1,10 +1,11 @@
 """Rows of learner steps as Parquet in parts: written off the hot path, never torn, one history.
 
-    append ─▶ queue of 4 steps ─▶ writer thread ─▶ part-000007.parquet.tmp ─▶ part-000007.parquet
-                                                    one row group a step      complete, synced, renamed
+    append ─▶ queue of 4 steps ─▶ writer thread ─▶ .part-000007.parquet.tmp ─▶ part-000007.parquet
+                                                    one row group a step       complete, synced, renamed
 
-A part has its final name only when it is complete and on disk, so what is readable is never torn. The
-first column of every schema is `step`; its metadata holds the schema's name and version.
+A part has its final name only when it is complete and on disk, so what is readable is never torn. The name of
+an unfinished one begins with a dot, which pyarrow and pandas pass over, and does not end as `*.parquet` does.
+The first column of every schema is `step`; its metadata holds the schema's name and version.
 """
 
 import logging
@@ -116,12 +117,16 @@ class ParquetLog:
         self._writer.close()
         self._writer, self._steps_in_part = None, 0
         self._closed_s = time.monotonic()
-        move_into_place(self._temporary, self._temporary.with_suffix(""))
+        move_into_place(self._temporary, self._part)
         self._number += 1
 
     @property
+    def _part(self) -> Path:
+        return self.directory / f"part-{self._number:06d}.parquet"
+
+    @property
     def _temporary(self) -> Path:
-        return self.directory / f"part-{self._number:06d}.parquet.tmp"
+        return _unfinished(self._part)
 
 
 class RowGroup(NamedTuple):
@@ -210,12 +215,17 @@ def _step_of(file: pq.ParquetFile, row_group: int) -> int:
     return found.min
 
 
+def _unfinished(part: Path) -> Path:
+    return part.with_name(f".{part.name}.tmp")
+
+
 def _parts(directory: Path) -> list[Path]:
     return by_number(directory.glob("part-*.parquet"))
 
 
 def _remove_leftovers(directory: Path) -> int:
-    leftovers = list(directory.glob("part-*.parquet.tmp"))
+    names = (".part-*.parquet.tmp", "part-*.parquet.tmp")  # the second is of earlier versions
+    leftovers = [path for name in names for path in directory.glob(name)]
     for path in leftovers:
         logger.info("%s: unfinished, removed", path)
         path.unlink()
@@ -227,7 +237,7 @@ def _drop_from(directory: Path, format: LogFormat, step: int) -> int:
     their number."""
     dropped = 0
     for path in reversed(_parts(directory)):
-        temporary = path.with_suffix(".parquet.tmp")
+        temporary = _unfinished(path)
         with _open(path, format) as file:
             numbers = range(file.num_row_groups)
             keep = [i for i in numbers if _step_of(file, i) < step]

@@ -161,6 +161,39 @@ def test_reopening_at_a_step_drops_the_abandoned_steps(
     assert numbers == kept + [(s, 100 + s) for s in range(resume_at, 9)]
 
 
+@pytest.mark.parametrize("writer", ["goes on", "was killed"])
+def test_a_live_log_opens_as_a_directory_of_parquet(tmp_path, make_group, writer):
+    """As `pandas.read_parquet` opens it. An unfinished part once stood in the way: "magic bytes not found"."""
+    script = """
+import os, pathlib, sys, time
+from areal_q.messages import decode_group
+from buffer.logs.trajectory_log import TrajectoryLog
+group = decode_group(pathlib.Path(sys.argv[2]).read_bytes())
+log = TrajectoryLog(sys.argv[1])
+for step in range(3):
+    log.append(step, step, [group])
+    if step == 0:
+        log.flush()
+while not any(path.name.endswith(".tmp") for path in pathlib.Path(sys.argv[1]).iterdir()):
+    time.sleep(0.01)
+print("writes", flush=True)
+time.sleep(1e6)
+"""
+    (tmp_path / "group").write_bytes(encode(make_group()))
+    command = [sys.executable, "-c", script, str(tmp_path / "log"), str(tmp_path / "group")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout and child.stdout.readline() == "writes\n"
+        if writer == "was killed":
+            child.kill()
+            child.wait()
+        assert len(list((tmp_path / "log").iterdir())) == 2
+        assert set(pq.read_table(tmp_path / "log")["step"].to_pylist()) == {0}
+        child.kill()
+    (tmp_path / "log" / "part-000004.parquet.tmp").touch()  # as earlier versions named it
+    TrajectoryLog(tmp_path / "log", resume_at=1).close()
+    assert [path.name for path in (tmp_path / "log").iterdir()] == ["part-000000.parquet"]
+
+
 def test_parts_beyond_a_million_stay_in_order(tmp_path, make_ticket, make_group, monkeypatch):
     monkeypatch.setattr(parquet_log, "PART_STEPS", 1)
     log = TrajectoryLog(tmp_path)
