@@ -33,6 +33,19 @@ from areal_q.errors import CheckpointError, ConfigError
 from areal_q.system.files import replacing
 
 METRICS_FILE = "metrics.jsonl"
+OF_A_START = {
+    *(
+        "config.toml",
+        "run-id",
+        "problems-digest",
+        METRICS_FILE,
+        "tensorboard",
+        "logs",
+        "checkpoints",
+    ),
+    *("trajectories", "steps", "tokens", "redis"),
+}
+"""What a start may leave that fails before its first checkpoint"""
 MAY_CHANGE_ON_RESUME = (
     "steps",
     "eval.",
@@ -69,6 +82,7 @@ def with_absolute_files(run: Run) -> Run:
 def claimed(run: Run, resume: bool) -> Iterator[tuple[Path, Path | None]]:
     """(the run's directory with config.toml in it, where an earlier run of that name went).
 
+    An earlier start that failed before it learnt anything is no run: its directory is taken over.
     Held against other launchers by a lock that goes with this process, however it ends.
     Raises ConfigError where a run is going on in it, or it cannot be written.
     """
@@ -76,7 +90,10 @@ def claimed(run: Run, resume: bool) -> Iterator[tuple[Path, Path | None]]:
     try:
         if directory.exists() and not resume:
             os.close(_lock(directory))
-            moved = _move_aside(directory)
+            if learnt_nothing(directory):
+                _clear_start(directory)
+            else:
+                moved = _move_aside(directory)
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         handle = _lock(directory)
         settings = dump_toml(with_absolute_files(run))
@@ -146,6 +163,24 @@ def _newest_step(directory: Path) -> int:
     """Returns the step of the newest checkpoint; 0 where there is none."""
     names = (path.name.partition("-")[2] for path in (directory / "checkpoints").glob("step-*"))
     return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def learnt_nothing(directory: Path) -> bool:
+    """Returns True for the directory of a run that has no checkpoint, no logged step and no foreign file."""
+    if has_checkpoint(directory) or not {path.name for path in directory.iterdir()} <= OF_A_START:
+        return False
+    metrics = directory / METRICS_FILE
+    logs = ("trajectories", "steps")
+    logged = any(True for log in logs for _ in directory.glob(f"{log}/part-*.parquet"))
+    return not logged and not (metrics.exists() and b'"kind":"step"' in metrics.read_bytes())
+
+
+def _clear_start(directory: Path) -> None:
+    """Removes what an earlier start wrote of its settings and problems, which may be others now. What its
+    processes said stays, and so does its id: a learner that comes back need not wait for its own lease."""
+    for path in directory.iterdir():
+        if path.name not in ("logs", "run-id"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def given_up(directory: Path, moved: Path | None) -> bool:

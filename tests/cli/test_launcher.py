@@ -223,7 +223,7 @@ def test_mistake_that_the_learner_finds_is_one_line_and_exit_2(launched):
 
 def test_a_start_that_failed_leaves_what_was_there(launched):
     earlier = launched.root / "runs" / "demo" / "config.toml"
-    earlier.parent.mkdir(parents=True)
+    (earlier.parent / "checkpoints" / "step-000000").mkdir(parents=True)
     earlier.write_text("# the earlier run")
     process = launched.start("mistake", "serve")
     assert process.communicate(timeout=120)[1] == "areal-q: error: task.path: no such file\n"
@@ -359,6 +359,7 @@ def test_directory_in_use_is_refused_and_an_earlier_run_moved(launched):
     assert err == "areal-q: error: runs/demo: a run is going on there; choose another --name\n"
     first.send_signal(signal.SIGTERM)
     first.communicate(timeout=120)
+    (launched.root / "runs" / "demo" / "checkpoints" / "step-000000").mkdir(parents=True)
     third = launched.start("finish", "serve")
     out, _ = third.communicate(timeout=120)
     assert third.returncode == 0 and "moved to runs/demo.1" in out
@@ -450,6 +451,32 @@ def test_a_run_s_own_files_are_found_from_any_directory(tmp_path, monkeypatch):
     (directory / "checkpoints" / "step-50").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert run_dir.resumed(directory, ['task.path="mine.py"'])
+
+
+def test_starts_that_learnt_nothing_leave_one_directory(tmp_path):
+    """Each restart of a learner that ran out of memory in its warm start once left a directory."""
+    settings = load(None, [f'root="{tmp_path}"', 'name="demo"'])
+    for said in ("once", "twice"):
+        with run_dir.claimed(settings, False) as (directory, moved):
+            assert moved is None and not (directory / "metrics.jsonl").exists()
+            id = run_dir.run_id(directory)
+            (directory / "metrics.jsonl").write_text('{"kind":"warmstart","step":0}\n')
+            with (directory / "logs" / "learner.log").open("a") as log:
+                log.write(f"{said}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["demo"]
+    assert (directory / "logs" / "learner.log").read_text() == "once\ntwice\n"
+    assert run_dir.run_id(directory) == id
+
+
+@pytest.mark.parametrize(
+    "kept", ["checkpoints/step-000000/state.json", "steps/part-000000.parquet", "notes.txt"]
+)
+def test_what_was_learnt_or_is_not_ours_is_moved_aside(tmp_path, kept):
+    file = tmp_path / "demo" / kept
+    file.parent.mkdir(parents=True)
+    file.touch()
+    with run_dir.claimed(load(None, [f'root="{tmp_path}"', 'name="demo"']), False) as (_, moved):
+        assert moved == tmp_path / "demo.1" and (moved / kept).exists()
 
 
 def test_the_id_of_a_data_set_is_no_file_to_be_found():
