@@ -315,5 +315,6 @@ def _build(
         tokens=TokenLog(directory / "tokens", start) if logs_tokens else None,
         recorder=TokenRecorder() if logs_tokens else None,
         metrics=metrics,
+        totals_before=dict(state.totals) if state else {},
         checkpoints=CheckpointWriter(directory / "checkpoints", run.checkpoint.keep),
     )

@@ -20,7 +20,7 @@ import logging
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -83,6 +83,8 @@ class Learner:
     """Records the tokens of the last step for the token log."""
     metrics: MetricsLog
     checkpoints: CheckpointWriter
+    totals_before: dict[str, float] = field(default_factory=dict)
+    """What earlier learners of the run counted, as the checkpoint has it"""
     step: int = 0
     """The next step; the checkpoint at the end is of it."""
     nbytes: int = 0
@@ -243,12 +245,18 @@ class Learner:
             uses=self.group_reader.uses,
             lost=sorted(self.admission.lost),
             digests=dict(self.history.digests),
+            totals=self.totals_at_checkpoint(),
             forks=self.forks,
             updates=self.policy.updates,
             skipped=self.policy.skipped,
             model=self.policy.model.config.to_hf(),
         )
         self.checkpoints.save(state, self.updater)
+
+    def totals_at_checkpoint(self) -> dict[str, float]:
+        """Returns `totals` without the groups that a learner which resumes there reads, and counts, again."""
+        again = self.group_reader.unfinished_totals()
+        return {name: n - again.get(name, 0.0) for name, n in self.totals().items()}
 
     def settle(self, wait: bool = False) -> None:
         """Redis forgets the groups that a checkpoint covers which has come to stand on disk; `wait` until the
@@ -282,7 +290,6 @@ class Learner:
         """One line of metrics for the step that ended as `step` - 1 and made version `step`."""
         tokens = sum(t.num_tokens for g in groups for t in g.trajectories)
         total_s = time.monotonic() - began
-        sent = self.weight_server.stats
         values |= {
             "learner/step_s": total_s,
             "learner/wait_s": waited,
@@ -290,19 +297,8 @@ class Learner:
             "learner/tokens_per_s": tokens / total_s,
             "buffer/open_tickets": len(self.admission.outstanding),
             "buffer/groups": self.group_reader.groups,
-            "buffer/dropped_stale": self.group_reader.dropped,
-            "buffer/dropped_uniform": self.group_reader.uniform,
-            "buffer/dropped_invalid": self.group_reader.invalid,
-            **self.group_reader.failures.metrics(),
-            "buffer/removed": self.group_reader.removed,
-            "buffer/duplicates": self.group_reader.duplicates,
             "buffer/held": self.group_reader.held,
-            "buffer/refused_admissions": self.admission.refused,
-            "weights/delta_bytes": sent.delta_bytes,
-            "weights/fetches": sent.fetches,
-            "weights/refused": sent.refused,
-            "weights/catch_ups": sent.catch_ups,
-            "weights/stalls": sent.stalls,
+            **self.totals(),
         }
         values |= self.replay_check.metrics()
         workers: list[WorkerStatus] = []
@@ -311,6 +307,19 @@ class Learner:
             workers = self.buffer.workers()
             values |= self.buffer_metrics(workers)
         self.metrics.write("step", step, values, workers=workers)
+
+    def totals(self) -> dict[str, float]:
+        """Returns what was counted since the run began, over all its learners."""
+        sent = self.weight_server.stats
+        counted = self.group_reader.totals() | {
+            "buffer/refused_admissions": self.admission.refused,
+            "weights/delta_bytes": sent.delta_bytes,
+            "weights/fetches": sent.fetches,
+            "weights/refused": sent.refused,
+            "weights/catch_ups": sent.catch_ups,
+            "weights/stalls": sent.stalls,
+        }
+        return {name: self.totals_before.get(name, 0.0) + n for name, n in counted.items()}
 
     def buffer_metrics(self, workers: list[WorkerStatus]) -> dict[str, float]:
         """Returns what Redis and the heartbeats in it tell."""

@@ -47,6 +47,8 @@ from buffer.redis_store.keys import (
 _T = TypeVar("_T")
 KEPT_BUFFERS = 4
 logger = logging.getLogger(__name__)
+STREAM_GONE = ("NOGROUP", "no such key", "UNBLOCKED")
+"""Parts of the errors by which Redis says that a stream, or its consumer group, is not there"""
 BLOCK_SLICE_S = 0.25
 """The longest that a claim sleeps in Redis: released and abandoned tickets wake nobody."""
 
@@ -354,12 +356,12 @@ class WorkerBuffer:
         return await self._on_group(functools.partial(self._scripts[name], keys, everything))
 
     async def _on_group(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """`call`; where the consumer groups are missing (before the learner's start, or after Redis lost its
-        data) they are created first."""
+        """`call`; where the consumer groups are missing (before the learner's start, after Redis lost its data,
+        or when a new run of the name deleted them under a claim that waits) they are created first."""
         try:
             return await self._call(call)
         except redis.ResponseError as error:
-            if "NOGROUP" not in str(error) and "no such key" not in str(error):
+            if not any(reason in str(error) for reason in STREAM_GONE):
                 raise
         for stream in self._streams:
             try:

@@ -58,6 +58,10 @@ class ReplayPool:
         return len(self._held)
 
     @property
+    def groups(self) -> list[Group]:
+        return [item.group for item in self._held.values()]
+
+    @property
     def numbers(self) -> set[int]:
         return set(self._held)
 

@@ -67,6 +67,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Tickets that came to nothing: should one be re-admitted, it counts."""
     digests: dict[int, str]
     """Digests of this history's newest versions (learner/data/staleness.py)."""
+    totals: dict[str, float] = {}
+    """Counters of the run so far, by the metric's name; empty in checkpoints from before they were kept."""
     forks: list[int] = []
     """Versions at which this history lately forked off abandoned ones."""
     updates: int

@@ -74,6 +74,24 @@ class GroupReader:
         """Number of uses of each unfinished group that was used, by ticket; a checkpoint records it."""
         return {n: k for n, k in self._pool.uses.items() if n in self._admission.outstanding}
 
+    def totals(self) -> dict[str, float]:
+        """Returns what was counted since the process started, by the metric's name."""
+        return {
+            "buffer/dropped_stale": self.dropped,
+            "buffer/dropped_uniform": self.uniform,
+            "buffer/dropped_invalid": self.invalid,
+            "buffer/removed": self.removed,
+            "buffer/duplicates": self.duplicates,
+            **self.failures.metrics(),
+        }
+
+    def unfinished_totals(self) -> dict[str, float]:
+        """Returns the part of `totals` that a resumed learner counts again: of groups that it reads again."""
+        again = Failures(0)
+        for group in self._pool.groups:
+            again.count(group)
+        return again.metrics()
+
     @property
     def held(self) -> int:
         """Number of groups that were read and are not finished."""

@@ -18,7 +18,7 @@ FEWEST = 256
 
 
 class Failures:
-    """Counts of failed rewards since the process started. The learner ends if none of the first `hopeless`
+    """Counts of failed rewards since the run began. The learner ends if none of the first `hopeless`
     responses could be scored."""
 
     def __init__(self, hopeless: int) -> None:
@@ -33,6 +33,11 @@ class Failures:
 
     def add(self, group: Group) -> None:
         """Counts the responses of a group. Raises TaskError if no reward has ever worked."""
+        if self.count(group):
+            self._warn()
+
+    def count(self, group: Group) -> bool:
+        """Counts the responses of a group; returns whether any reward failed."""
         failed = [t for t in group.trajectories if not t.valid]
         self.responses += len(group.trajectories)
         self.errors += len(failed)
@@ -40,8 +45,7 @@ class Failures:
             t.valid and t.reward_parts.get("error", 0) > 0 for t in group.trajectories
         )
         self.invalid.update(str(t.failure) for t in failed)
-        if failed:
-            self._warn()
+        return bool(failed)
 
     def metrics(self) -> dict[str, float]:
         by_cause = {f"buffer/invalid/{cause}": float(self.invalid[cause]) for cause in CAUSES}

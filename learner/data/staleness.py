@@ -48,6 +48,8 @@ class VersionHistory:
         """
         if self.digests.get(span.version) == span.digest:
             return now - span.version
+        if span.version <= now - self.keep:  # forgotten: too old, of whichever history
+            return now - span.version
         if self.resumed and span.version > self.fork:
             return (span.version - self.fork) + (now - self.fork)
         return max(now - span.version, self.keep)

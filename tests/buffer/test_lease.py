@@ -12,7 +12,7 @@ import redis
 from areal_q.errors import RunChanged, RunFinished, RunTaken, Stopped
 from areal_q.messages import Group, Ticket
 from areal_q.system import run_dir
-from buffer.redis_store import LearnerBuffer, WorkerBuffer, learner_side
+from buffer.redis_store import LearnerBuffer, WorkerBuffer, learner_side, worker_side
 from buffer.redis_store.keys import Keys
 from buffer.redis_store.lease import Owner, owner_of
 
@@ -265,6 +265,34 @@ def test_a_worker_ends_with_its_run_unless_it_is_taken_up(make: MakeLearner, url
         await worker.close()
 
     asyncio.run(work())
+
+
+def test_a_claim_that_waits_outlives_its_stream(
+    make: MakeLearner,
+    url: str,
+    client: redis.Redis,
+    make_ticket: Callable[..., Ticket],
+    monkeypatch,
+):
+    """As a new run of the name deletes it. The worker once ended with Redis's UNBLOCKED and a traceback."""
+    monkeypatch.setattr(worker_side, "BLOCK_SLICE_S", 60.0)
+    learner = make("a")
+    learner.publish_run("x = 1", {})
+
+    async def work() -> list[int]:
+        worker = WorkerBuffer(url, "run", "w")
+        waits = asyncio.create_task(worker.claim(1, block_s=60.0))
+        while not client.info("clients")["blocked_clients"]:  # pyright: ignore
+            await asyncio.sleep(0.01)
+        client.delete(KEYS.tickets, KEYS.eval_tickets)
+        while not client.exists(KEYS.tickets):
+            await asyncio.sleep(0.01)
+        learner.admit([make_ticket(5)], cursor=6)
+        claims = await asyncio.wait_for(waits, 30)
+        await worker.close()
+        return [claim.ticket.number for claim in claims]
+
+    assert asyncio.run(work()) == [5]
 
 
 def test_a_group_of_a_foreign_run_goes_to_the_quarantine(

@@ -118,6 +118,16 @@ def test_weights_of_another_history_are_as_old_as_their_way(
     assert learner.group_reader.lag(group, 9) > 2
 
 
+def test_totals_count_what_a_resumed_learner_reads_again_once(learner: Learner):
+    learner.answer(4)
+    learner.take()
+    reader, name = learner.group_reader, "buffer/responses"
+    read = reader.totals()[name]
+    assert read == reader.unfinished_totals()[name] > 0
+    reader.consumed()
+    assert (reader.totals()[name], reader.unfinished_totals()[name]) == (read, 0)
+
+
 def test_the_position_is_that_of_the_last_step_that_is_over(learner: Learner):
     learner.answer(12)
     start = learner.group_reader.position

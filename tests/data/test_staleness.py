@@ -29,6 +29,13 @@ def test_weights_that_were_never_published_are_as_old_as_can_be():
     assert history.lag(VersionSpan(1, 1, "forgotten"), now=7) == 6
 
 
+def test_a_forgotten_version_is_as_old_as_its_number_says():
+    """A group of version 540 was once said to lag 490 versions behind 550, counted over a fork at 300."""
+    history = VersionHistory(keep=4, digests={v: str(v) for v in range(547, 551)}, fork=300)
+    assert history.lag(VersionSpan(540, 1, "540"), now=550) == 10
+    assert history.lag(VersionSpan(548, 1, "abandoned"), now=550) == (548 - 300) + (550 - 300)
+
+
 def test_only_the_newest_digests_are_kept():
     history = VersionHistory(keep=3)
     for version in range(100):

@@ -240,6 +240,8 @@ def test_a_worker_outlives_a_stopped_learner_not_its_run(locked_redis, password_
         said.close()
     records = read_metrics(tmp_path / "services" / "metrics.jsonl")
     assert steps() == list(range(1, done + 5))
+    counted = [r["buffer/responses"] for r in records if r["kind"] == "step"]
+    assert counted[-1] >= (done + 4) * 4 * 2, "of all three learners"
     assert_every_line_is_exported(LEARNER, Exporter(LEARNER, {"run": "services"}), records)
     groups = re.search(r'areal_q_worker_groups_total\{run="services",worker="w"\} (\S+)', exported)
     assert groups and float(groups[1]) >= 3 * 4, exported
