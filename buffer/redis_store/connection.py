@@ -170,21 +170,21 @@ async def insist_async(patience: Patience, call: Callable[[], Awaitable[_T]]) ->
     task = asyncio.current_task()
     cancellations = task.cancelling() if task else 0
     while True:
+        results: list[_T] = []
         failure: Exception | None = None
         try:
-            result = await call()
+            results.append(await call())
+            patience.over()
         except TRANSIENT as error:
             failure = error
         except redis.ResponseError as error:
             if not cannot_persist(error):
                 raise
             failure = error
-        else:
-            patience.over()
         if task and task.cancelling() > cancellations:
             raise asyncio.CancelledError
         if failure is None:
-            return result  # pyright: ignore[reportPossiblyUnbound]
+            return results[0]
         await asyncio.sleep(patience.pause(failure))
 
 
