@@ -60,9 +60,10 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-# docs/settings.md and docs/metrics.md, from the code.
+# docs/settings.md and docs/metrics.md, from the code; the alerts as the Prometheus operator takes them.
 reference: $(VENV)/.installed
 	for page in settings metrics; do $(BIN)/python -m areal_q.cli.reference $$page > docs/$$page.md; done
+	$(BIN)/python docker/kubernetes/rules.py > docker/kubernetes/monitoring/rules.yaml
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench.quickstart

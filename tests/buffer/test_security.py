@@ -1,4 +1,5 @@
-"""Redis by name and over TLS: each side works with the rights of docker/users.acl, and is refused all else."""
+"""Redis by name and over TLS: each side works with the rights of docker/redis/users.acl, and is refused all
+else."""
 
 import asyncio
 import subprocess
@@ -23,7 +24,7 @@ from buffer.redis_store.keys import WORKERS_GROUP, Keys
 from buffer.redis_store.lease import owner_of
 
 KEYS = Keys("run")
-ACL = ROOT / "docker" / "users.acl"
+ACL = ROOT / "docker" / "redis" / "users.acl"
 USERS = ("learner", "rollout", "monitor")
 
 
@@ -56,7 +57,7 @@ def modern(request: pytest.FixtureRequest, binary_of) -> str:
 
 @pytest.fixture
 def url(modern: str, start, tmp_path: Path) -> str:
-    """Of a server with docker/users.acl, without a user; each user's password is its name backwards."""
+    """Of a server with docker/redis/users.acl, without a user; each user's password is its name backwards."""
     _fill_in_as_compose_does(tmp_path)
     port = free_ports(1)[0]
     start(modern, port=str(port), aclfile=str(tmp_path / "users.acl"))
@@ -66,11 +67,11 @@ def url(modern: str, start, tmp_path: Path) -> str:
 def _fill_in_as_compose_does(directory: Path) -> None:
     """Runs the entry point of compose.acl.yaml with the paths of this machine."""
     for user in USERS:
-        (directory / f"redis_{user}").write_text(f"{user[::-1]}\n")
-    overlay = yaml.safe_load((ACL.parent / "compose.acl.yaml").read_text())
+        (directory / f"redis_{user}").write_text(user[::-1])
+    overlay = yaml.safe_load((ACL.parent.parent / "compose.acl.yaml").read_text())
     shell = overlay["services"]["redis"]["entrypoint"][2].replace("$$", "$")
     for there, here in (
-        ("/run/secrets/", f"{directory}/"),
+        ("/secrets/", f"{directory}/"),
         ("/etc/redis/users.acl", str(ACL)),
         ("/tmp/users.acl", f"{directory}/users.acl"),
     ):

@@ -1,7 +1,8 @@
-"""docker/kubernetes: valid for Kubernetes' own schemas, locked down, and in step with the code."""
+"""docker/kubernetes, as kustomize builds it: valid for Kubernetes' own schemas, locked down, and in step with
+the code."""
 
-import shutil
-import subprocess
+import json
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,207 +10,249 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from helpers.paths import ROOT
+from helpers.kubernetes.overlays import COMBINATIONS, NAMESPACE, build, kustomization
+from helpers.paths import DOCKER, ROOT
 
 from areal_q.config import load
 from buffer.redis_store.keys import Keys
 
-KUBERNETES = ROOT / "docker" / "kubernetes"
-BASE = KUBERNETES / "base"
+KUBERNETES = DOCKER / "kubernetes"
 SCHEMA = "1.32"
+EVERYTHING = COMBINATIONS[-1]
+Objects = list[dict[str, Any]]
+Built = Callable[..., Objects]
 
 
-def objects_of(*paths: Path) -> list[dict[str, Any]]:
-    return [x for path in paths for x in yaml.safe_load_all(path.read_text())]
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Builds an overlay with components, by a kustomization as a user writes it; each once."""
+    known: dict[str, Objects] = {}
+
+    def made(overlay: str = "base", *components: str, **changed: Any) -> Objects:
+        key = repr((overlay, components, changed))
+        if key not in known:
+            directory = tmp_path_factory.mktemp("own")
+            known[key] = build(kustomization(directory, overlay, *components, **changed))
+        return known[key]
+
+    return made
 
 
-FILES = [path for path in sorted(BASE.glob("*.yaml")) if path.stem != "kustomization"]
-RELAY = KUBERNETES / "relay" / "relay.yaml"
-OBJECTS = objects_of(*FILES, RELAY)
-KUSTOMIZATION = yaml.safe_load((BASE / "kustomization.yaml").read_text())
-(GENERATED,) = KUSTOMIZATION["configMapGenerator"]
-SETTINGS = dict(line.split("=", 1) for line in GENERATED["literals"])
-
-
-def found(kind: str, name: str) -> dict[str, Any]:
-    (one,) = [x for x in OBJECTS if (x["kind"], x["metadata"]["name"]) == (kind, name)]
+def found(objects: Objects, kind: str, name: str) -> dict[str, Any]:
+    (one,) = [x for x in objects if (x["kind"], x["metadata"]["name"]) == (kind, name)]
     return one
 
 
-def pods() -> Iterator[tuple[str, dict[str, Any]]]:
-    for one in OBJECTS:
+def settings(objects: Objects) -> dict[str, str]:
+    """Returns the settings that services get in their environment."""
+    (one,) = [x["data"] for x in objects if x["kind"] == "ConfigMap" and "RUN" in x["data"]]
+    return one
+
+
+def pods(objects: Objects) -> Iterator[tuple[str, dict[str, Any]]]:
+    for one in objects:
         if "template" in one.get("spec", {}):
             yield one["metadata"]["name"], one["spec"]["template"]["spec"]
+    yield "loader", yaml.safe_load((KUBERNETES / "own-model" / "loader.yaml").read_text())["spec"]
 
 
-def test_every_object_of_kubernetes_fits_its_schema():
-    own = [x for x in OBJECTS if not x["apiVersion"].startswith("keda.sh/")]
-    assert len(own) >= 8
-    for one in own:
-        kubernetes_validate.validate(one, SCHEMA, strict=True)
+def container(objects: Objects, name: str) -> dict[str, Any]:
+    (one,) = [c for _, spec in pods(objects) for c in spec["containers"] if c["name"] == name]
+    return one
 
 
-def test_the_schema_check_can_fail():
-    broken = found("Deployment", "rollout") | {"spec": {"selectors": {}}}
+@pytest.mark.parametrize(("overlay", "components"), COMBINATIONS)
+def test_every_combination_fits_the_schemas(built: Built, overlay: str, components: list[str]):
+    objects = built(overlay, *components)
+    assert len(objects) >= 15
+    for one in objects:
+        assert one["metadata"]["namespace"] == NAMESPACE
+        if not one["apiVersion"].startswith(("keda.sh/", "monitoring.coreos.com/")):
+            kubernetes_validate.validate(one, SCHEMA, strict=True)
+    (name,) = [x["metadata"]["name"] for x in objects if "RUN" in x.get("data", {})]
+    for _, spec in pods(objects):
+        for one in [*spec["containers"], *spec.get("initContainers", [])]:
+            for source in one.get("envFrom", []):
+                assert source["configMapRef"]["name"] == name
+
+
+def test_the_schema_check_can_fail(built: Built):
+    broken = found(built(), "Deployment", "rollout") | {"spec": {"selectors": {}}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(broken, SCHEMA, strict=True)
 
 
-def test_every_file_is_in_the_kustomization():
-    assert sorted(KUSTOMIZATION["resources"]) == [path.name for path in FILES]
+def test_every_file_is_in_a_kustomization():
+    for file in KUBERNETES.rglob("kustomization.yaml"):
+        text = file.read_text()
+        for beside in file.parent.glob("*.*"):
+            named = beside.name in text or beside.name in ("kustomization.yaml", "rules.py")
+            assert named or beside.name == "loader.yaml", beside
 
 
-def test_no_pod_has_more_rights_than_it_needs():
-    assert {name for name, _ in pods()} == {"redis", "learner", "rollout", "relay"}
-    for name, spec in pods():
+def test_no_pod_has_more_rights_than_it_needs(built: Built):
+    specs = dict(pods(built(EVERYTHING[0], *EVERYTHING[1])))
+    assert specs.keys() == {"redis", "learner", "rollout", "relay", "loader"}
+    for name, spec in specs.items():
         assert spec["automountServiceAccountToken"] is False, name
         assert spec["securityContext"]["runAsNonRoot"] is True, name
+        assert spec["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch", name
         assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys(), name
-        for container in spec["containers"]:
-            assert container["securityContext"] == {
+        for one in [*spec["containers"], *spec.get("initContainers", [])]:
+            assert one["securityContext"] == {
                 "allowPrivilegeEscalation": False,
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             }, name
-            assert "env" not in container, name  # secrets are files
-            assert {"requests", "limits"} <= container["resources"].keys(), name
+            assert "env" not in one, name  # secrets are files
         assert all("hostPath" not in volume for volume in spec["volumes"]), name
 
 
-def test_learner_and_workers_are_told_what_the_code_understands():
-    def arguments(spec: dict[str, Any]) -> list[str]:
-        (container,) = spec["containers"]
-        said = container["args"]
-        for name, value in SETTINGS.items():
-            said = [text.replace(f"$({name})", value) for text in said]
-        return said
+def test_every_container_and_scratch_volume_has_its_bounds(built: Built):
+    for name, spec in pods(built(EVERYTHING[0], *EVERYTHING[1])):
+        for one in [*spec["containers"], *spec.get("initContainers", [])]:
+            assert {"cpu", "memory"} <= one["resources"]["requests"].keys(), name
+            assert {"cpu", "memory"} <= one["resources"]["limits"].keys(), name
+            assert one["imagePullPolicy"] == "IfNotPresent", name
+        for volume in spec["volumes"]:
+            assert "sizeLimit" in volume.get("emptyDir", {"sizeLimit": ""}), (name, volume)
 
-    specs = dict(pods())
-    learner = arguments(specs["learner"])
-    run = load(ROOT / SETTINGS["CONFIG"], [text for text in learner if not text.startswith("--")])
-    assert run.broadcast.host == found("Service", "learner")["metadata"]["name"]
-    assert arguments(specs["rollout"])[0] == f"--run={run.name}"
-    ports = {p["name"]: p["port"] for p in found("Service", "learner")["spec"]["ports"]}
+
+@pytest.mark.parametrize(("overlay", "components"), [("base", []), EVERYTHING])
+def test_probes_wait_for_a_loaded_node(built: Built, overlay: str, components: list[str]):
+    """A probe is a Python that starts; half a second on an idle node, and the default limit is one second."""
+    probes = ("startupProbe", "livenessProbe", "readinessProbe")
+    for name, spec in pods(built(overlay, *components)):
+        for one in spec["containers"]:
+            assert name == "loader" or {*probes[:2]} <= one.keys()
+            for probe in (one[kind] for kind in probes if kind in one):
+                assert probe["timeoutSeconds"] >= 5, name
+
+
+def arguments(objects: Objects, name: str) -> list[str]:
+    """Returns a container's arguments with the settings of its environment in their place."""
+    said = container(objects, name)["args"]
+    for key, value in settings(objects).items():
+        said = [text.replace(f"$({key})", value) for text in said]
+    return said
+
+
+def test_learner_and_workers_are_told_what_the_code_understands(built: Built):
+    objects = built("base", settings={"ARGS": "steps=7 learner.max_lag=1"})
+    learner, told = arguments(objects, "learner"), settings(objects)
+    overrides = [text for text in learner if not text.startswith("--")]
+    run = load(ROOT / told["CONFIG"], [*overrides, *shlex.split(told["ARGS"])])
+    assert (run.steps, run.learner.max_lag) == (7, 1)
+    assert container(objects, "learner")["command"][2] == 'exec areal-q learner "$@" $ARGS'
+    assert run.broadcast.host == found(objects, "Service", "learner")["metadata"]["name"]
+    assert arguments(objects, "rollout")[0] == f"--run={run.name}"
+    service = found(objects, "Service", "learner")["spec"]
+    ports = {p["name"]: p["port"] for p in service["ports"]}
     assert run.broadcast.announce == f"tcp://0.0.0.0:{ports['announce']}"
     assert run.broadcast.fetch == f"tcp://0.0.0.0:{ports['fetch']}"
     assert f"--metrics=0.0.0.0:{ports['metrics']}" in learner
-    mounts = {m["mountPath"] for m in specs["learner"]["containers"][0]["volumeMounts"]}
-    assert run.root in mounts
-    assert str(Path(SETTINGS["REDIS_PASSWORD_FILE"]).parent) in mounts
+    mounts = {m["mountPath"] for m in container(objects, "learner")["volumeMounts"]}
+    assert {run.root, str(Path(told["REDIS_PASSWORD_FILE"]).parent)} <= mounts
 
 
-def test_workers_are_scaled_on_the_stream_of_open_tickets():
+def test_run_and_namespace_stand_once_and_reach_all_parts(built: Built):
+    objects = built("gpu", namespace="mine", settings={"RUN": "other"})
+    trigger = found(objects, "ScaledObject", "rollout")["spec"]["triggers"][0]["metadata"]
+    assert trigger["stream"] == Keys("other").tickets
+    assert trigger["address"] == "redis.mine.svc:6379"
+    assert "name=other" in arguments(objects, "learner")
+    assert "--run=other" in arguments(objects, "rollout")
+    assert "quickstart}" not in json.dumps(objects) and "areal-q.svc" not in json.dumps(objects)
+
+
+def test_workers_follow_open_tickets_while_a_learner_is_there(built: Built):
     """KEDA's redis-streams scaler without a consumer group counts the entries of the stream."""
-    scaled = found("ScaledObject", "rollout")["spec"]
+    objects = built()
+    scaled = found(objects, "ScaledObject", "rollout")["spec"]
     assert scaled["scaleTargetRef"] == {"name": "rollout"}
-    assert "replicas" not in found("Deployment", "rollout")["spec"]
-    (trigger,) = scaled["triggers"]
-    assert trigger["type"] == "redis-streams"
-    asked = trigger["metadata"]
-    assert asked["stream"] == Keys(SETTINGS["RUN"]).tickets and "consumerGroup" not in asked
-    assert int(asked["streamLength"]) > 0
-    assert asked["address"] == f"redis.{KUSTOMIZATION['namespace']}.svc:6379"
-    secret = found("TriggerAuthentication", "redis")["spec"]["secretTargetRef"]
-    assert secret == [{"parameter": "password", "name": "redis", "key": "password"}]
+    assert "replicas" not in found(objects, "Deployment", "rollout")["spec"]
+    tickets, learner = scaled["triggers"]
+    assert tickets["type"] == "redis-streams" and "consumerGroup" not in tickets["metadata"]
+    assert tickets["metadata"]["username"] == "monitor"
+    secret = found(objects, "TriggerAuthentication", "redis")["spec"]["secretTargetRef"]
+    assert secret == [{"parameter": "password", "name": "redis-monitor", "key": "password"}]
+    assert learner["type"] == "kubernetes-workload"
+    labels = found(objects, "Job", "learner")["spec"]["template"]["metadata"]["labels"]
+    assert learner["metadata"]["podSelector"] == f"app={labels['app']}"
+    names = [tickets["name"], learner["name"]]
+    formula = scaled["advanced"]["scalingModifiers"]["formula"]
+    assert all(name in formula for name in names)
 
 
-def test_nobody_may_speak_to_a_pod_but_those_who_are_named():
-    default = found("NetworkPolicy", "nobody")["spec"]
-    assert default == {"podSelector": {}, "policyTypes": ["Ingress"]}
-    for one in OBJECTS:
-        if one["kind"] == "NetworkPolicy" and one["metadata"]["name"] != "nobody":
-            for rule in one["spec"]["ingress"]:
-                assert rule["from"] and rule["ports"], one["metadata"]["name"]
+def test_each_service_has_its_own_user_of_redis(built: Built):
+    objects = built()
+    acl = (DOCKER / "redis" / "users.acl").read_text()
+    for name in ("learner", "rollout"):
+        assert f"--redis=redis://{name}@redis:6379" in container(objects, name)["args"]
+        assert f"\nuser {name} on " in acl
+        volumes = dict(pods(objects))[name]["volumes"]
+        secrets = [v["secret"]["secretName"] for v in volumes if "secret" in v]
+        assert secrets == [f"redis-{name}"]
+    (users,) = [x for x in objects if "users.acl" in x.get("data", {})]
+    assert users["data"]["users.acl"] == acl
 
 
-@pytest.fixture
-def built(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """What kustomize makes of an overlay with components, by a kustomization as a user writes it."""
-    kubectl = shutil.which("kubectl")
-    if not kubectl:
-        pytest.skip("no kubectl on PATH")
-
-    def build(overlay: str, *components: str) -> list[dict[str, Any]]:
-        copy = tmp_path / "kubernetes"
-        shutil.copytree(KUBERNETES, copy, dirs_exist_ok=True)
-        (tmp_path / "own").mkdir(exist_ok=True)
-        own = {
-            "namespace": KUSTOMIZATION["namespace"],
-            "resources": [f"../kubernetes/{overlay}".rstrip("/")],
-            "components": [f"../kubernetes/{name}" for name in components],
-        }
-        (tmp_path / "own" / "kustomization.yaml").write_text(yaml.safe_dump(own))
-        command = [kubectl, "kustomize", str(tmp_path / "own")]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-        return list(yaml.safe_load_all(result.stdout))
-
-    return build
-
-
-@pytest.mark.parametrize(
-    ("overlay", "components", "count"),
-    [
-        ("", [], 13),
-        ("gpu", [], 13),
-        ("", ["relay"], 16),
-        ("", ["curve"], 13),
-        ("gpu", ["relay", "curve"], 16),
-    ],
-)
-def test_kustomize_builds_every_combination(built, overlay, components, count):
-    objects = built(overlay, *components)
-    assert len(objects) == count
-    (settings,) = [x["metadata"]["name"] for x in objects if x["kind"] == "ConfigMap"]
+def test_nobody_speaks_or_is_spoken_to_but_those_who_are_named(built: Built):
+    objects = built(EVERYTHING[0], *EVERYTHING[1])
+    default = found(objects, "NetworkPolicy", "nobody")["spec"]
+    assert default == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
     for one in objects:
-        assert one["metadata"]["namespace"] == KUSTOMIZATION["namespace"]
-        if not one["apiVersion"].startswith("keda.sh/"):
-            kubernetes_validate.validate(one, SCHEMA, strict=True)
-        for container in containers_of(one):
-            for source in container.get("envFrom", []):
-                assert source["configMapRef"]["name"] == settings
+        if one["kind"] == "NetworkPolicy" and one["metadata"]["name"] != "nobody":
+            spec, name = one["spec"], one["metadata"]["name"]
+            assert all(rule["from"] for rule in spec.get("ingress", [])), name
+            assert all(rule["to"] for rule in spec.get("egress", [])), name
 
 
-def containers_of(one: dict[str, Any]) -> list[dict[str, Any]]:
-    return one.get("spec", {}).get("template", {}).get("spec", {}).get("containers", [])
+def test_no_pod_reaches_the_internet_unless_hub_is_added(built: Built):
+    for components, expected in ([], []), (["own-model", "hub"], ["hub"]):
+        policies = [x for x in built("base", *components) if x["kind"] == "NetworkPolicy"]
+        reach = [x["metadata"]["name"] for x in policies if "0.0.0.0/0" in json.dumps(x)]
+        assert reach == expected
 
 
-def container(objects: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    (one,) = [c for x in objects for c in containers_of(x) if c["name"] == name]
-    return one
+def test_learner_ends_for_good_if_done_or_set_wrongly(built: Built):
+    spec = found(built(), "Job", "learner")["spec"]
+    stop, drained = spec["podFailurePolicy"]["rules"]
+    assert stop["action"] == "FailJob" and stop["onExitCodes"]["values"] == [2]
+    assert drained == {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+    assert spec["podReplacementPolicy"] == "Failed"
 
 
-def test_workers_behind_relays_speak_to_that_of_their_node(built):
-    objects = built("", "relay")
-    assert {"--announce=tcp://relay:5561", "--fetch=tcp://relay:5562"} <= set(
-        container(objects, "rollout")["args"]
-    )
-    services = {x["metadata"]["name"]: x["spec"] for x in objects if x["kind"] == "Service"}
-    assert services["relay"]["internalTrafficPolicy"] == "Local"
-    ports = {p["name"]: p["port"] for p in services["relay"]["ports"]}
-    said = container(objects, "relay")["args"]
-    assert f"--announce=tcp://0.0.0.0:{ports['announce']}" in said
-    upstream = {p["name"]: p["port"] for p in services["learner"]["ports"]}
-    assert f"--from-fetch=tcp://learner:{upstream['fetch']}" in said
-    (policy,) = [
-        x["spec"]
-        for x in objects
-        if (x["kind"], x["metadata"]["name"]) == ("NetworkPolicy", "learner")
-    ]
-    admitted = [x["podSelector"]["matchLabels"]["app"] for x in policy["ingress"][0]["from"]]
-    assert admitted == ["rollout", "relay"]
+def test_workers_behind_relays_speak_to_that_of_their_node(built: Built):
+    objects = built("base", "relay")
+    said = set(container(objects, "rollout")["args"])
+    assert {"--announce=tcp://relay:5561", "--fetch=tcp://relay:5562"} <= said
+    service = found(objects, "Service", "relay")["spec"]
+    assert service["internalTrafficPolicy"] == "Local"
+    ports = {p["name"]: p["port"] for p in service["ports"]}
+    relay = container(objects, "relay")["args"]
+    assert f"--announce=tcp://0.0.0.0:{ports['announce']}" in relay
+    upstream = {p["name"]: p["port"] for p in found(objects, "Service", "learner")["spec"]["ports"]}
+    assert f"--from-fetch=tcp://learner:{upstream['fetch']}" in relay
+    ingress = found(objects, "NetworkPolicy", "learner")["spec"]["ingress"][0]["from"]
+    assert [x["podSelector"]["matchLabels"]["app"] for x in ingress] == ["rollout", "relay"]
+    egress = json.dumps(found(objects, "NetworkPolicy", "rollout")["spec"]["egress"])
+    assert str(ports["announce"]) in egress and str(ports["fetch"]) in egress
 
 
-def test_a_worker_has_no_secret_key_but_its_own(built):
+def test_a_worker_has_no_secret_key_but_its_own(built: Built):
     objects = built("gpu", "relay", "curve")
     assert "broadcast.keys=/keys" in container(objects, "learner")["args"]
     assert "--keys=/keys" in container(objects, "relay")["args"]
     assert "--keys=/keys" in container(objects, "rollout")["args"]
     volumes = {
-        x["metadata"]["name"]: volume["secret"]
-        for x in objects
-        if containers_of(x)
-        for volume in x["spec"]["template"]["spec"].get("volumes", [])
+        name: volume["secret"]
+        for name, spec in pods(objects)
+        for volume in spec["volumes"]
         if volume["name"] == "keys"
     }
     assert {name: x["secretName"] for name, x in volumes.items()} == {
@@ -221,20 +264,68 @@ def test_a_worker_has_no_secret_key_but_its_own(built):
     assert paths == {"server.key", "server.key_secret", "worker.key_secret", "clients/worker.key"}
 
 
-def test_the_overlay_for_gpus_asks_for_one_each_and_for_vllm(built):
+def test_the_overlay_for_gpus_asks_for_one_each_and_for_vllm(built: Built):
     objects = built("gpu")
-    for name, image in (("learner", "areal-q/learner"), ("rollout", "areal-q/rollout-vllm")):
-        found = container(objects, name)
-        assert found["resources"]["limits"]["nvidia.com/gpu"] == "1"
-        assert found["image"].partition(":")[0] == image
-    learner = container(objects, "learner")
-    assert "learner.device=cuda" in learner["args"]
-    assert learner["command"] == [
-        "torchrun",
-        "--standalone",
-        "--nproc-per-node=gpu",
-        "-m",
-        "learner",
-    ]
-    (settings,) = [x["data"] for x in objects if x["kind"] == "ConfigMap"]
-    assert type(load(ROOT / settings["CONFIG"]).rollout.engine).__struct_config__.tag == "vllm"
+    for name, image in (("learner", "learner"), ("rollout", "rollout-vllm")):
+        one = container(objects, name)
+        assert one["resources"]["limits"]["nvidia.com/gpu"] == "1"
+        assert one["image"] == f"registry.example/areal-q/{image}:latest"
+    assert "learner.device=cuda" in container(objects, "learner")["args"]
+    engine = load(ROOT / settings(objects)["CONFIG"]).rollout.engine
+    assert type(engine).__struct_config__.tag == "vllm"
+    strategy = found(objects, "Deployment", "rollout")["spec"]["strategy"]["rollingUpdate"]
+    assert strategy == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+def test_own_settings_model_and_data_are_where_they_are_named(built: Built):
+    objects = built("base", "own-model")
+    (own,) = [x["data"]["own.toml"] for x in objects if "own.toml" in x.get("data", {})]
+    assert settings(objects)["CONFIG"] == "/settings/own.toml"
+    for name, places in (("learner", {"/own", "/settings"}), ("rollout", {"/own"})):
+        mounts = container(objects, name)["volumeMounts"]
+        assert places <= {m["mountPath"] for m in mounts if m.get("readOnly")}
+    run = load(KUBERNETES / "own-model" / "own.toml")
+    assert own == (KUBERNETES / "own-model" / "own.toml").read_text()
+    assert str(getattr(run.model, "path", "")).startswith("/own/")
+    assert str(getattr(run.task, "path", "")).startswith("/own/")
+
+
+def test_every_pod_fetches_a_model_of_the_hub_beforehand(built: Built):
+    objects = built("base", "own-model", "hub")
+    claims = [x["metadata"]["name"] for x in objects if x["kind"] == "PersistentVolumeClaim"]
+    assert "own" not in claims and settings(objects)["HUB_MODEL"]
+    for name in ("learner", "rollout"):
+        spec = dict(pods(objects))[name]
+        assert [one["name"] for one in spec["initContainers"]] == ["hub"]
+        (volume,) = [v for v in spec["volumes"] if v["name"] == "own"]
+        assert volume.keys() == {"name", "emptyDir"}
+
+
+def test_ranks_find_the_first_one_and_only_it_serves(built: Built):
+    objects = built("gpu", "ranks")
+    spec = found(objects, "Job", "learner")["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
+    assert settings(objects)["LEARNER_PODS"] == str(spec["completions"])
+    assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    command = container(objects, "learner")["command"][2]
+    ranks = found(objects, "Service", "ranks")["spec"]
+    subdomain = spec["template"]["spec"]["subdomain"]
+    assert (
+        f"--master-addr=learner-0.{subdomain} --master-port={ranks['ports'][0]['port']}" in command
+    )
+    assert ranks["clusterIP"] == "None" and ranks["publishNotReadyAddresses"] is True
+    selector = found(objects, "Service", "learner")["spec"]["selector"]
+    assert selector["batch.kubernetes.io/job-completion-index"] == "0"
+
+
+def test_the_operators_rules_are_those_of_prometheus(built: Built):
+    objects = built("base", "monitoring")
+    rules = found(objects, "PrometheusRule", "areal-q")["spec"]
+    assert rules == yaml.safe_load((DOCKER / "prometheus" / "alerts.yml").read_text())
+    (board,) = [x["data"] for x in objects if "areal-q.json" in x.get("data", {})]
+    dashboard = DOCKER / "grafana" / "dashboards" / "areal-q.json"
+    assert json.loads(board["areal-q.json"]) == json.loads(dashboard.read_text())
+    jobs = [x["spec"] for x in objects if x["kind"] == "PodMonitor"]
+    assert [x["jobLabel"] for x in jobs] == ["app", "app"]
+    for name in ("learner", "rollout"):
+        assert "metrics" in {port["name"] for port in container(objects, name)["ports"]}
