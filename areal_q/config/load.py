@@ -1,8 +1,6 @@
 """Settings = defaults ← TOML file ← `a.b=c` overrides: merged as tables, converted once."""
 
-import functools
 import hashlib
-import logging
 import re
 import tomllib
 from collections.abc import Sequence
@@ -12,7 +10,7 @@ from typing import Any
 import msgspec
 
 from areal_q.config import shipped
-from areal_q.config.faults import fault
+from areal_q.config.faults import fault, warn, within_bound
 from areal_q.config.rules import broken_rules
 from areal_q.config.run import Run
 from areal_q.config.tasks import Python
@@ -21,7 +19,6 @@ from areal_q.errors import ConfigError, SettingsError
 Table = dict[str, Any]
 COMMAND_LINE = "on the command line"
 UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`(?: - at `\$\.?(?P<path>.*)`)?")
-logger = logging.getLogger(__name__)
 
 
 def load(
@@ -59,7 +56,7 @@ def parse(
     if broken and not recorded:
         raise SettingsError("\n".join(f"{source}: {it}" for it in broken))
     for it in broken:
-        _warn(f"{source}: {it}; taken as it is, since the run was made with it")
+        warn(f"{source}: {it}; taken as it is, since the run was made with it")
     return run
 
 
@@ -122,15 +119,19 @@ def _built(table: Table) -> Run | None:
 
 
 def _known(table: Table, source: str) -> Table:
-    """Returns `table` without the settings that there are not, each with a warning."""
+    """Returns `table` without the settings that there are not, and with numbers within their bounds, each with
+    a warning."""
+    merged = merge(msgspec.to_builtins(Run()), table)
     try:
-        msgspec.convert(merge(msgspec.to_builtins(Run()), table), Run)
+        msgspec.convert(merged, Run)
     except msgspec.ValidationError as error:
         if found := UNKNOWN.fullmatch(str(error)):
             keys = [key for key in (found["path"] or "").split(".") if key]
             path = ".".join([*keys, found["name"]])
-            _warn(f"{source}: {path}: there is no such setting any more; left out")
+            warn(f"{source}: {path}: there is no such setting any more; left out")
             return _known(_without(table, [*keys, found["name"]]), source)
+        if moved := within_bound(merged, error, source):
+            return _known(moved, source)
     return table
 
 
@@ -139,12 +140,6 @@ def _without(table: Table, path: Sequence[str]) -> Table:
     if not rest:
         return {key: value for key, value in table.items() if key != first}
     return table | {first: _without(table[first], rest)}
-
-
-@functools.cache
-def _warn(sentence: str) -> None:
-    """Logs a warning, once however often the settings are read."""
-    logger.warning(sentence)
 
 
 def _with_schedule(run: Run) -> Run:

@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from areal_q.config import Sampling
+from areal_q.config.faults import convert_recorded
 from areal_q.errors import RecordError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from buffer.logs.parquet_log import LogFormat
@@ -157,7 +158,7 @@ def _sampling(row: dict[str, Any]) -> Sampling:
     try:
         stop = msgspec.json.decode(row.get("stop") or "[]")
         table = {**row["sampling"], "min_p": row.get("min_p") or 0.0, "stop": stop}
-        return msgspec.convert(table, Sampling)
+        return convert_recorded(table, Sampling, "the log's sampling settings")
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         raise RecordError(f"sampling settings of ticket {row['number']}: {error}") from error
 

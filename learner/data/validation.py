@@ -78,23 +78,29 @@ def _check_routes(t: Trajectory, config: DecoderConfig, where: str) -> None:
 
 
 def check_data(directory: Path, cfg: TaskConfig, task: Task) -> None:
-    """Remembers, in the run's `directory`, which file of problems the run began with. Raises TaskError where it
-    is another one now: the numbers of tickets would stand for other problems, and accuracies be of others."""
+    """Remembers, in the run's `directory`, which problems the run began with. Raises TaskError where they are
+    others now: the numbers of tickets would stand for other problems, and accuracies be of others.
+
+    Of a data set of the Hub it is the problems themselves that are compared: its name stays the same from one
+    revision to the next, and the fingerprint that `datasets` gives changes with the version of `datasets`.
+    """
     path = getattr(cfg, "path", None)
-    if path is None or not Path(path).is_file():
-        return  # problems are made from the settings, or come from a Hub under a name of their own
-    found = _digest_of(Path(path), task if isinstance(cfg, Python) else None)
+    if path is None:
+        return  # problems are made from the settings
+    local = Path(path).is_file() and not isinstance(cfg, Python)
+    found = _digest_of(Path(path), None if local else task)
     record = directory / DATA_DIGEST
     if record.exists() and record.read_text().strip() != found:
         raise TaskError(
-            f"{path}: its problems are not those that the run began with; put the file of that time back, "
+            f"{path}: its problems are not those that the run began with; put the data of that time back, "
             f"or remove {record} to go on with these"
         )
     record.write_text(found + "\n")
 
 
 def _digest_of(path: Path, task: Task | None) -> str:
-    """Returns the digest of a file's bytes, or of a Python task's problems, so that its reward may change."""
+    """Returns the digest of the problems of `task`, or of a file's bytes without one. A Python task's reward
+    may change."""
     digest = xxhash.xxh3_128()
     if task is None:
         digest.update(path.read_bytes())

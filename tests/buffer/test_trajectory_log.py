@@ -272,6 +272,18 @@ def test_a_part_from_before_runs_had_ids_is_read_as_without(tmp_path, make_ticke
     assert read_log(tmp_path) == [(0, [groups[1]])]
 
 
+def test_sampling_beyond_a_bound_that_came_later_is_read(make_group, caplog):
+    table = groups_to_table(0, 0, [make_group()])
+    sampling = [row | {"temperature": 5000.0} for row in table["sampling"].to_pylist()]
+    place = table.schema.get_field_index("sampling")
+    old = table.set_column(
+        place, table.schema.field(place), pa.array(sampling, table["sampling"].type)
+    )
+    (group,) = groups_from_table(old)
+    assert group.ticket.sampling.temperature == 1000.0
+    assert "temperature = 5000.0: taken as 1000.0" in caplog.text
+
+
 def test_a_part_of_a_newer_schema_or_of_somebody_else_is_refused(tmp_path, make_group):
     table = groups_to_table(0, 0, [make_group()])
     newer = {b"areal-q-log-schema": b"6"}

@@ -7,6 +7,7 @@ import pytest
 
 from areal_q.config import dump_toml, load, override
 from areal_q.errors import ConfigError
+from areal_q.system.run_dir import claimed, resumed
 
 IDLE = '[rollout]\nformat = "bf16"\nsticky_scales = 0.1\n[buffer]\nclaim_timeout_s = 2.0\n'
 """A setting that does nothing, and one below its least value of today"""
@@ -41,6 +42,34 @@ def test_a_setting_that_went_is_left_out_of_a_recorded_run(tmp_path: Path, caplo
 
     assert run.steps == 9
     assert "colour" in caplog.text and "learner.objective.taste" in caplog.text
+
+
+def test_a_number_of_a_recorded_run_is_moved_within_its_bound(tmp_path: Path, caplog):
+    path = tmp_path / "config.toml"
+    path.write_text(
+        "steps = 0\n[learner]\nmax_lag = 5000\n[learner.optimizer]\nbetas = [0.9, 1.5]\n"
+        "[rollout.sampling]\ntop_p = 1.5\n"
+    )
+    with pytest.raises(ConfigError, match="at least 1"):
+        load(path)
+
+    with caplog.at_level(logging.WARNING):
+        run = load(path, recorded=True)
+
+    assert (run.steps, run.learner.max_lag, run.rollout.sampling.top_p) == (1, 1000, 1.0)
+    assert run.learner.optimizer.betas[0] == 0.9 and 0.999 < run.learner.optimizer.betas[1] < 1
+    assert f"{path}: learner.max_lag = 5000: taken as 1000" in caplog.text
+    with pytest.raises(ConfigError, match=r"on the command line: learner\.max_lag"):
+        load(path, ["learner.max_lag=5000"], recorded=True)
+
+
+def test_a_run_with_a_number_beyond_its_bound_resumes(tmp_path: Path):
+    (tmp_path / "old" / "checkpoints" / "step-000003").mkdir(parents=True)
+    (tmp_path / "old" / "config.toml").write_text("[learner]\nmax_lag = 5000\n")
+    again = resumed(tmp_path / "old", ["steps=7"])
+    assert (again.steps, again.learner.max_lag) == (7, 1000)
+    with claimed(again, resume=True):
+        assert load(tmp_path / "old" / "config.toml").learner.max_lag == 1000
 
 
 def test_an_override_of_a_recorded_run_is_checked(recorded: Path):

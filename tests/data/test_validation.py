@@ -1,10 +1,12 @@
 """A run goes on with the problems that it began with, or says that they are others."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from areal_q.config import Arithmetic, Jsonl, Python
+from areal_q.config import Arithmetic, Gsm8k, Jsonl, Python
 from areal_q.errors import TaskError
 from areal_q.tasks import build_task
 from learner.data.validation import check_data
@@ -33,6 +35,23 @@ def test_other_problems_in_the_same_file_are_refused(tmp_path: Path):
 
     (tmp_path / "problems-digest").unlink()
     check(tmp_path, cfg)
+
+
+def test_other_problems_of_a_data_set_of_the_hub_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its name is the same; one answer of a later revision is another."""
+    cfg, answers = Gsm8k(path="openai/gsm8k"), [str(n) for n in range(10)]
+
+    def load_dataset(name: str, config: str, split: str) -> list[dict[str, str]]:
+        return [{"question": f"{n}?", "answer": f"#### {a}"} for n, a in enumerate(answers)]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    check_data(tmp_path, cfg, build_task(cfg))
+    check_data(tmp_path, cfg, build_task(cfg))
+    answers[3] = "4"
+    with pytest.raises(TaskError, match="openai/gsm8k: its problems are not those"):
+        check_data(tmp_path, cfg, build_task(cfg))
 
 
 def test_the_reward_of_a_task_may_change_its_problems_may_not(tmp_path: Path):
