@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -354,6 +355,23 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(saved: Path, name: str) -> None:
     (saved / name).unlink()
     assert_refused(saved, f"{name}: [Nn]o such file")
+
+
+def test_weights_of_another_user_are_told_from_missing_ones(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers writes mode 0600, and safetensors calls what it may not open a file that is not there."""
+    if os.getuid() == 0:  # may read everything
+        monkeypatch.setattr("areal_q.models.hf.checkpoint.safe_open", not_there)
+        monkeypatch.setattr("areal_q.models.hf.checkpoint.os.access", lambda path, mode: False)
+    (saved / "model.safetensors").chmod(0)
+    assert_refused(
+        saved, r"model.safetensors: user \d+ may not read it by its mode.* chmod -R a\+rX"
+    )
+
+
+def not_there(file: Path, framework: str) -> None:
+    raise FileNotFoundError(f"No such file or directory: {file}")
 
 
 def test_a_missing_tensor_is_named(saved: Path) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints in Hugging Face's layout: config.json and *.safetensors, one file or sharded."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,11 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
         with safe_open(file, framework="pt") as tensors:
             return {name: tensors.get_tensor(name).float() for name in tensors.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
+        if not os.access(file, os.R_OK):  # which safetensors calls a file that is not there
+            raise CheckpointError(
+                f"{file}: user {os.getuid()} may not read it by its mode; transformers writes files "
+                "for their owner alone: chmod -R a+rX the directory"
+            ) from error
         raise CheckpointError(f"{file}: {error}") from error
 
 
