@@ -13,10 +13,11 @@ be used (one line on stderr).
 
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,6 +30,9 @@ from areal_q.system import run_dir as rundir
 from areal_q.system.command import run_command
 from areal_q.system.credentials import no_password
 from areal_q.system.stop_request import StopRequest
+
+if TYPE_CHECKING:
+    from learner.data.group_reader import GroupReader
 
 logger = logging.getLogger("learner")
 ANNOUNCE, FETCH = "tcp://127.0.0.1:5551", "tcp://127.0.0.1:5552"
@@ -158,6 +162,7 @@ def _learn(
             exit_process(stop.exit_code)
         return stop.exit_code
     learner.metrics.also("Prometheus", exporter.update)
+    _tell_of_waits(learner.group_reader, exporter)
     learner.metrics.also("log", ProgressLog(run, directory, logger.info).add)
     try:
         finished = finish(learner, learner.train(stop))
@@ -172,6 +177,17 @@ def _learn(
 
         exit_process(code)
     return code
+
+
+def _tell_of_waits(reader: "GroupReader", exporter: Exporter) -> None:
+    """Has the metrics say when the learner last waited for groups: it is not stuck then."""
+    before = reader.on_wait
+
+    def on_wait(version: int) -> None:
+        before(version)
+        exporter.update({"waiting_s": time.time()})
+
+    reader.on_wait = on_wait
 
 
 if __name__ == "__main__":

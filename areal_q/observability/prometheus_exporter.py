@@ -59,6 +59,9 @@ class Exported:
 LEARNER = (
     Exported("learner_step", "step", "Learner steps done; the newest weight version"),
     Exported("learner_record_timestamp_seconds", "time_s", "Unix time of the newest record"),
+    Exported(
+        "learner_waiting_timestamp_seconds", "waiting_s", "Unix time when it last waited for groups"
+    ),
     Exported("reward_mean", "reward/mean"),
     Exported("held_out_accuracy_ratio", "eval/accuracy"),
     Exported("response_tokens_mean", "response/tokens_mean"),

@@ -1,0 +1,146 @@
+"""`python -m areal_q.observability.supervisor [--health PORT] COMMAND...`: COMMAND as a container's service.
+
+| COMMAND                                    | what follows                                                  |
+|--------------------------------------------|---------------------------------------------------------------|
+| ends with 0: its run is finished           | this process ends with 0                                      |
+| ends after SIGTERM or SIGINT, passed on    | this process ends with the same code                          |
+| ends with 2 before it ran for WELL_S       | this process ends with 2: a setting, which no retry mends     |
+| ends with 2 later: a full disk, say        | started again after each of MENDING_S, then as above          |
+| ends otherwise: killed, a crash            | started again, after 1, 2, 4 … at most 60 s                   |
+| lives, but is not well for STUCK_S         | killed, then as above (areal_q/observability/health.py)       |
+
+Docker restarts what has ended, whatever its exit code, and does not act on health. Exit codes are those of
+areal_q/system/stop_request.py.
+"""
+
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from areal_q.observability import service_log
+from areal_q.observability.health import complaint
+from areal_q.observability.run_summary import duration, size
+from areal_q.system.stop_request import StopRequest
+
+logger = logging.getLogger("supervisor")
+WELL_S = 60.0
+"""What ran for so long had settings that can be used."""
+STUCK_S = 120.0
+LOOK_EVERY_S = 10.0
+MENDING_S = (10.0, 60.0, 300.0)
+"""Waits for a person, or another service, to mend what ended a service that had run well"""
+LONGEST_WAIT_S = 60.0
+CGROUP = Path("/sys/fs/cgroup")
+
+
+class Supervisor:
+    """Runs `command` again and again, until it is finished, told to go or given up."""
+
+    def __init__(self, command: Sequence[str], health_port: int | None = None) -> None:
+        self._command, self._port = command, health_port
+        self._stop = StopRequest()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._crashes = self._faults = 0
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        for number in StopRequest.SIGNALS:
+            signal.signal(number, self._pass_on)
+        while True:
+            code, lasted_s = self._run_once()
+            if code == 0 or self._stop.is_set():
+                return code
+            if lasted_s >= WELL_S:
+                self._crashes = self._faults = 0
+            wait_s = self._wait_before_again(code, lasted_s)
+            if wait_s is None:
+                logger.error(
+                    "exit code 2, see the line above: it has to be mended; not tried again"
+                )
+                return code
+            logger.warning("%s; started again in %g s", _how(code, self._out_of_memory()), wait_s)
+            if self._stop.wait(wait_s):
+                return self._stop.exit_code
+
+    def _wait_before_again(self, code: int, lasted_s: float) -> float | None:
+        """Returns the seconds to wait before the next start; None where there is none."""
+        if code == 2:
+            self._faults += lasted_s >= WELL_S or self._faults > 0
+            return MENDING_S[self._faults - 1] if 0 < self._faults <= len(MENDING_S) else None
+        self._crashes += 1
+        return min(2.0 ** (self._crashes - 1), LONGEST_WAIT_S)
+
+    def _run_once(self) -> tuple[int, float]:
+        """Returns (exit code, 128 plus the signal's number where one ended it; seconds that it ran)."""
+        began = time.monotonic()
+        self._oom_kills = _oom_kills()
+        self._child = subprocess.Popen(self._command)
+        if self._stop.is_set():  # between two starts
+            self._child.send_signal(self._stop.number)
+        code = self._watch(self._child)
+        return code if code >= 0 else 128 - code, time.monotonic() - began
+
+    def _watch(self, child: subprocess.Popen[bytes]) -> int:
+        well = float("inf")
+        while True:
+            try:
+                return child.wait(LOOK_EVERY_S)
+            except subprocess.TimeoutExpired:
+                found = complaint(self._port, time.time()) if self._port else None
+            now = time.monotonic()
+            if found is None:
+                well = now
+            elif now - well > STUCK_S and not self._stop.is_set():
+                logger.error("%s for %s: killed", found, duration(now - well))
+                child.kill()
+
+    def _out_of_memory(self) -> bool:
+        return _oom_kills() > self._oom_kills
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._stop.receive(number)
+        if self._child:
+            self._child.send_signal(number)
+
+
+def _how(code: int, out_of_memory: bool) -> str:
+    """Returns how a command ended. Example: "killed by SIGKILL"."""
+    if out_of_memory:
+        return f"killed for want of memory: {_limit()}"
+    return f"killed by {signal.Signals(code - 128).name}" if code > 128 else f"ended with {code}"
+
+
+def _limit() -> str:
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        path = CGROUP / name
+        if path.exists() and (text := path.read_text().strip()).isdecimal():
+            return f"the container may have {size(int(text))} (mem_limit; docker/.env)"
+    return "the machine has none left"
+
+
+def _oom_kills() -> int:
+    """Returns how many processes of this container the kernel killed for want of memory so far."""
+    for name in ("memory.events", "memory/memory.oom_control"):
+        path = CGROUP / name
+        if path.exists():
+            counts = dict(line.split() for line in path.read_text().splitlines())
+            return int(counts.get("oom_kill", 0))
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code of the service that `arguments` name."""
+    service_log.set_up("supervisor")
+    port = None
+    if arguments[:1] == ["--health"]:
+        port, arguments = int(arguments[1]), arguments[2:]
+    return Supervisor(arguments, port).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,149 @@
+"""The entry point of a container's service: what it starts again, and what it leaves."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from areal_q.observability import health, supervisor
+from areal_q.observability.supervisor import Supervisor
+
+
+@pytest.fixture(autouse=True)
+def signals_and_waits(monkeypatch):
+    """Restores the handlers that a supervisor sets; nothing waits long."""
+    monkeypatch.setattr(supervisor, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(supervisor, "LONGEST_WAIT_S", 0.0)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def ends_with(directory: Path, *codes: str) -> list[str]:
+    """A command that ends with the first of `codes` (or kills itself with -9), then with the next."""
+    script = directory / "command.sh"
+    script.write_text(
+        f"""echo start >> {directory}/starts
+n=$(wc -l < {directory}/starts)
+code=$(echo {" ".join(codes)} | cut -d' ' -f$n)
+[ "$code" = -9 ] && kill -9 $$
+exit $code
+"""
+    )
+    return ["sh", str(script)]
+
+
+def starts(directory: Path) -> int:
+    return len((directory / "starts").read_text().splitlines())
+
+
+def test_a_finished_service_is_not_started_again(tmp_path):
+    assert Supervisor(ends_with(tmp_path, "0", "1")).run() == 0
+    assert starts(tmp_path) == 1
+
+
+def test_crashed_and_killed_services_are_started_again(tmp_path):
+    assert Supervisor(ends_with(tmp_path, "1", "-9", "1", "0")).run() == 0
+    assert starts(tmp_path) == 4
+
+
+def test_a_wrong_setting_is_not_tried_again(tmp_path):
+    assert Supervisor(ends_with(tmp_path, "2", "0")).run() == 2
+    assert starts(tmp_path) == 1
+
+
+def test_a_fault_after_a_good_while_is_tried_a_few_times(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "MENDING_S", (0.0, 0.0))
+    monkeypatch.setattr(supervisor, "WELL_S", 0.0)
+    first = Supervisor(ends_with(tmp_path, "2", "2", "0"))
+    assert first.run() == 0
+    assert starts(tmp_path) == 3
+
+
+def test_waits_of_crashes_grow_and_of_faults_end(monkeypatch):
+    monkeypatch.setattr(supervisor, "LONGEST_WAIT_S", 60.0)
+    crashes = Supervisor([])
+    waits = [crashes._wait_before_again(1, 0.0) for _ in range(8)]
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
+    faults = Supervisor([])
+    assert faults._wait_before_again(2, 3.0) is None
+    assert [faults._wait_before_again(2, t) for t in (90.0, 3.0, 3.0, 3.0)] == [10, 60, 300, None]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_is_passed_on_and_its_exit_code_back(tmp_path, number):
+    asked = f"trap 'exit 77' TERM INT; touch {tmp_path}/up; while :; do sleep 0.05; done"
+    command = [sys.executable, "-m", "areal_q.observability.supervisor", "sh", "-c", asked]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        while not (tmp_path / "up").exists():
+            time.sleep(0.02)
+        process.send_signal(number)
+        assert process.wait() == 77
+
+
+def test_a_stuck_service_is_killed_and_started_again(tmp_path, monkeypatch, caplog):
+    said = iter([None, "it hangs", "it hangs", "it hangs", "it hangs"])
+    monkeypatch.setattr(supervisor, "complaint", lambda port, now_s: next(said, None))
+    monkeypatch.setattr(supervisor, "STUCK_S", 0.08)
+    script = f"echo start >> {tmp_path}/starts; [ $(wc -l < {tmp_path}/starts) = 2 ] || sleep 600"
+    assert Supervisor(["sh", "-c", f"{script}; exit 0"], 1).run() == 0
+    assert starts(tmp_path) == 2
+    assert "it hangs for" in caplog.text and "killed by SIGKILL" in caplog.text
+
+
+def test_a_service_that_was_never_well_is_left_to_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "complaint", lambda port, now_s: "no metrics")
+    monkeypatch.setattr(supervisor, "STUCK_S", 0.0)
+    assert Supervisor(["sleep", "0.5"], 1).run() == 0
+
+
+@pytest.mark.parametrize(
+    ("counts", "limit", "named"),
+    [
+        ("memory.events", "memory.max", "260 MB"),
+        ("memory/memory.oom_control", "memory/memory.limit_in_bytes", "260 MB"),
+        ("memory.events", "nothing", "the machine has none left"),
+    ],
+)
+def test_a_kill_for_want_of_memory_is_said(tmp_path, monkeypatch, caplog, counts, limit, named):
+    (tmp_path / "memory").mkdir()
+    (tmp_path / counts).write_text("low 0\noom_kill 3\n")
+    (tmp_path / limit).write_text("260000000\n")
+    monkeypatch.setattr(supervisor, "CGROUP", tmp_path)
+    command = f"[ -e {tmp_path}/two ] && exit 0; touch {tmp_path}/two"
+    kernel = f"echo oom_kill 4 > {tmp_path / counts}; kill -9 $$"
+    assert Supervisor(["sh", "-c", f"{command}; {kernel}"]).run() == 0
+    assert (
+        f"killed for want of memory: {'the container may have ' * ('MB' in named)}{named}"
+        in caplog.text
+    )
+
+
+def metrics_of_learner(ended_s: float, waited_s: float, step_s: float) -> str:
+    values = {"record_timestamp_seconds": ended_s, "waiting_timestamp_seconds": waited_s}
+    values["step_seconds"] = step_s
+    return "".join(f'areal_q_learner_{k}{{run="x"}} {v}\n' for k, v in values.items())
+
+
+@pytest.mark.parametrize(
+    ("ended_s", "waited_s", "step_s", "well"),
+    [
+        (9_000.0, 0.0, 1.0, True),
+        (8_000.0, 9_990.0, 1.0, True),
+        (8_000.0, 8_000.0, 1.0, False),
+        (8_000.0, 0.0, 300.0, True),
+        (6_000.0, 0.0, 300.0, False),
+    ],
+)
+def test_a_learner_is_judged_by_its_steps_and_waits(ended_s, waited_s, step_s, well):
+    metrics = metrics_of_learner(ended_s, waited_s, step_s)
+    assert (health._learner_complaint(metrics, now_s=10_000.0) is None) == well
+
+
+def test_a_learner_before_its_first_step_is_well():
+    metrics = 'areal_q_learner_record_timestamp_seconds{run="x"} 5\n'
+    assert health._learner_complaint(metrics, now_s=1e6) is None
