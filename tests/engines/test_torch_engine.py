@@ -40,6 +40,7 @@ from rollout.engines.reference.sampling import (
     sample_untruncated,
     seed_keys,
 )
+from rollout.engines.reference.torch_engine import TorchStepper
 
 VOCAB = 29
 SHAPE = {
@@ -165,7 +166,18 @@ def test_log_probs_equal_transformers_under_every_sampling(family, fused):
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_compiled_the_engine_draws_the_same_tokens(family):
+def test_compiled_the_engine_draws_the_same_tokens(family, monkeypatch):
+    """The compiler is done before the first step: it holds the event loop for longer than a claim lasts."""
+    torch._dynamo.reset()
+    before, in_steps, step = graphs_compiled(), [], TorchStepper.step
+
+    def counting(self: TorchStepper) -> int:
+        began = graphs_compiled()
+        drawn = step(self)
+        in_steps.append(graphs_compiled() - began)
+        return drawn
+
+    monkeypatch.setattr(TorchStepper, "step", counting)
     weights = publish(random_model(family))
     requests = [
         ask([1, 2, 3], 4, seed=1),
@@ -181,6 +193,11 @@ def test_compiled_the_engine_draws_the_same_tokens(family):
         for a, b in zip(want, found, strict=True):
             assert a.response_ids.tolist() == b.response_ids.tolist()
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+    assert graphs_compiled() > before and not any(in_steps)
+
+
+def graphs_compiled() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def test_the_prompt_of_a_group_is_computed_once(monkeypatch):

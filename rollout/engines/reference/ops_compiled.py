@@ -1,11 +1,12 @@
 """TorchOps with each chain of small operations as one kernel of torch.compile: Triton on a GPU, C++ on a CPU.
 
-Compiled when first used, for any number of rows (`dynamic`), and kept for later versions: weights are
-arguments. The products, and attention, stay what they are. Results are TorchOps' to float32 rounding.
+Compiled when first used, with the first weights before the first ticket, for any number of rows (`dynamic`),
+and kept for later versions: weights are arguments. The products, and attention, stay what they are. Results are
+TorchOps' to float32 rounding.
 
 They are meant for a GPU, where every small operation is a launch; there they were not measured. On a CPU they
 cost more than they give: at 64 rows (D = 256, V = 512, one busy core) the operations of one layer and one draw
-took 441 μs, TorchOps' 258 μs and FusedOps' 160 μs, and the first step waited 63 s for the compiler.
+took 441 μs, TorchOps' 258 μs and FusedOps' 160 μs, and the first weights waited 63 s for the compiler.
 """
 
 import torch

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from areal_q.checks.machine import check_device
-from areal_q.config import TorchEngine
+from areal_q.config import Sampling, TorchEngine
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.quant import FORMATS
 from areal_q.weights.version import WeightVersion
@@ -32,6 +32,9 @@ from rollout.engines.reference.sampling import log_distribution, sample_tokens
 
 PREFILL_TOKENS = 8192
 """Most padded prompt tokens in one forward; a longer prompt goes alone."""
+MANY_ROWS = 19
+"""Rows for which operations are compiled that take any number of them: no width of a model, for which alone
+they would be compiled then."""
 
 
 def torch_engine(config: TorchEngine) -> AsyncEngine:
@@ -79,9 +82,24 @@ class TorchStepper:
 
     def prepare(self, weights: WeightVersion) -> InferenceModel:
         model = InferenceModel(weights, self.config.device, self.ops)
+        if self.model is None and self.config.compiled:
+            self._compile(model)
         if self.model is not None and model.config != self.model.config:
             raise WeightVersionError(f"version {model.manifest.version} is of another model")
         return model
+
+    @torch.inference_mode()
+    def _compile(self, model: InferenceModel) -> None:
+        """Uses each operation for one row and for many. The compiler takes a minute, longer than a claim lasts
+        that is not renewed: it must not run in a step, which holds the event loop."""
+        cache, device = build_cache(model.config, self.config), self.config.device
+        cache.new_version(model.kv_scales)
+        for rows in (1, min(MANY_ROWS, model.config.max_positions)):
+            cache.reserve(1, rows)
+            positions = torch.arange(rows, device=device)
+            prefill = PrefillAttention(cache, 0, positions[:1], 1)
+            logits = model.logits(model.forward(positions.clamp(max=1), positions, prefill))
+            self.ops.draw(logits, Sampling(), self.ops.uniform(positions, positions))
 
     @torch.inference_mode()
     def swap(self, prepared: InferenceModel) -> None:
