@@ -1,11 +1,14 @@
 """Checkpoints: bit-exact, whole or absent, and refused by name when damaged."""
 
+import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +25,7 @@ from areal_q.errors import CheckpointError
 from areal_q.system import files as system_files
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
+from learner.checkpoint import files
 from learner.checkpoint.async_writer import CheckpointWriter
 from learner.checkpoint.files import State
 from learner.data.packing import Sample
@@ -179,38 +183,33 @@ def test_what_a_killed_save_left_is_removed(policy: TorchPolicy, tmp_path: Path)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
 
 
-FULL_DISK = """
-import resource, sys
-import torch
-from pathlib import Path
-from areal_q.errors import CheckpointError
-from learner.checkpoint.files import State, steps, write, write_share
-
-place, room = Path(sys.argv[1]), int(sys.argv[2])
-_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-tensors = {"model.w": torch.zeros(5000)}
-
-def at(step):
-    return State(step=step, position="0", cursor=0, outstanding=[], digests={}, updates=0, skipped=0)
-
-write(place, at(1), tensors, keep=1)
-resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-for attempt in (lambda: write(place, at(2), tensors, keep=1), lambda: write_share(place, 3, tensors)):
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """Lets no file grow beyond `room` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
     try:
-        attempt()
-    except CheckpointError as error:
-        print(error)
-print(*(path.name for path in steps(place)))
-"""
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("room", [1, 100, 20_000])
-def test_a_full_disk_is_one_line_and_costs_no_checkpoint(tmp_path: Path, room: int):
-    argv = [sys.executable, "-c", FULL_DISK, str(tmp_path), str(room)]
-    told = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert len(told) == 3 and told[2] == "step-000001"
-    assert told[0].startswith(f"{tmp_path}/step-000002: cannot be written: ")
-    assert told[1].startswith(f"{tmp_path}/tensors-00003.safetensors: cannot be written: ")
+def test_a_full_disk_is_one_line_and_costs_no_checkpoint(
+    policy: TorchPolicy, tmp_path: Path, room: int
+):
+    tensors = {"model.w": torch.zeros(5000)}
+    files.write(tmp_path, state_at(1, policy), tensors, keep=1)
+    attempts = {
+        "step-000002": lambda: files.write(tmp_path, state_at(2, policy), tensors, keep=1),
+        "tensors-00003.safetensors": lambda: files.write_share(tmp_path, 3, tensors),
+    }
+    for name, attempt in attempts.items():
+        with full_disk(room), pytest.raises(CheckpointError) as caught:
+            attempt()
+        assert str(caught.value).startswith(f"{tmp_path}/{name}: cannot be written: ")
+        assert "\n" not in str(caught.value)
+    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-000001"]
 
 
 def test_no_checkpoint_is_an_error_that_names_the_place(policy: TorchPolicy, tmp_path: Path):
@@ -345,7 +344,7 @@ from learner.checkpoint.async_writer import CheckpointWriter
 from learner.policy_update import SingleProcessUpdater
 from learner.backends.single_device import TorchPolicy
 
-root, background, settings = Path(sys.argv[1]), sys.argv[2] == "background", sys.argv[3:]
+root, settings = Path(sys.argv[1]), sys.argv[2:]
 run = load(None, settings)
 policy = TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
 
@@ -357,7 +356,7 @@ def weights(value):
     with torch.no_grad():
         policy.model.model.norm.weight.fill_(value)
 
-def save_killed_at(directory, operation, new_step):
+def save_killed_at(directory, operation, new_step, background):
     count = itertools.count()
     def hook(event, args):
         changes = event in ("os.rename", "os.mkdir", "os.rmdir", "os.remove") or (
@@ -374,7 +373,8 @@ def save_killed_at(directory, operation, new_step):
     else:
         checkpoint.save(directory, state(new_step, 2), policy, keep=2)
 
-for new_step in (4, 5):  # the step that is there already, then the next one
+# The step that is there already, then the next one.
+for background, new_step in itertools.product((False, True), (4, 5)):
     for operation in itertools.count():
         directory = root / f"{new_step}-{operation}"
         weights(1.0)
@@ -382,13 +382,13 @@ for new_step in (4, 5):  # the step that is there already, then the next one
             checkpoint.save(directory, state(step, 1), policy, keep=2)
         child = os.fork()
         if child == 0:
-            save_killed_at(directory, operation, new_step)
+            save_killed_at(directory, operation, new_step, background)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         weights(0.0)
         found = checkpoint.restore(directory, policy)
         value = policy.model.model.norm.weight[0].item()
-        print(new_step, operation, os.WIFSIGNALED(status), found.step, found.cursor, value, flush=True)
+        print(background, new_step, os.WIFSIGNALED(status), found.step, found.cursor, value, flush=True)
         # A save after the crash works and leaves nothing hidden behind.
         checkpoint.save(directory, state(6, 3), policy, keep=2)
         assert all(p.name.startswith("step-") for p in directory.iterdir())
@@ -398,8 +398,7 @@ for new_step in (4, 5):  # the step that is there already, then the next one
 """
 
 
-@pytest.mark.parametrize("where", ["foreground", "background"])
-def test_a_save_killed_at_any_moment_loses_no_checkpoint(tmp_path: Path, where: str):
+def test_a_save_killed_at_any_moment_loses_no_checkpoint(tmp_path: Path):
     small = [
         "model.layers=1",
         "model.width=16",
@@ -408,7 +407,7 @@ def test_a_save_killed_at_any_moment_loses_no_checkpoint(tmp_path: Path, where: 
         "model.mlp=16",
     ]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path), where, *small],
+        [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path), *small],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -416,8 +415,8 @@ def test_a_save_killed_at_any_moment_loses_no_checkpoint(tmp_path: Path, where: 
     )
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
-    for new_step in ("4", "5"):
-        mine = [row for row in rows if row[0] == new_step]
+    for background, new_step in itertools.product(("False", "True"), ("4", "5")):
+        mine = [row for row in rows if row[:2] == [background, new_step]]
         killed = [row[2] == "True" for row in mine]
         assert killed == [True] * (len(mine) - 1) + [False]
         assert len(killed) > 6
