@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -59,6 +59,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         definitions = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009
         if any(found.scope == "module" for same in definitions for found in same):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
+    """Stretches the time limit of a test that names none by how many jobs share each processor."""
+    limit = float(item.config.getini("timeout"))
+    if item.config.getoption("timeout") is None and not item.get_closest_marker("timeout"):
+        jobs = os.getloadavg()[0] / (os.cpu_count() or 1)
+        item.add_marker(pytest.mark.timeout(limit * max(1.0, jobs)))
+    return (yield)
 
 
 @pytest.fixture
