@@ -3,17 +3,23 @@ the code."""
 
 import json
 import shlex
+import subprocess
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
+import redis
 import yaml
 from helpers.kubernetes.overlays import COMBINATIONS, NAMESPACE, build, kustomization
 from helpers.paths import DOCKER, ROOT
+from redis.exceptions import AuthenticationError, NoPermissionError
 
 from areal_q.config import load
+from areal_q.system.ports import free_ports
 from buffer.redis_store.keys import Keys
 
 KUBERNETES = DOCKER / "kubernetes"
@@ -195,6 +201,46 @@ def test_each_service_has_its_own_user_of_redis(built: Built):
         assert secrets == [f"redis-{name}"]
     (users,) = [x for x in objects if "users.acl" in x.get("data", {})]
     assert users["data"]["users.acl"] == acl
+
+
+def test_redis_knows_its_users_and_nobody_else(
+    built: Built, binary_of: Callable[[str], str], tmp_path: Path, stack: ExitStack
+):
+    """The container's own script on a real server, with the paths of this machine."""
+    port = free_ports(1)[0]
+    for user in ("learner", "rollout", "monitor"):
+        (tmp_path / user).write_text(f"{user} 's password\n")
+    (script,) = container(built(), "redis")["args"]
+    for there, here in (
+        ("/run/secrets/redis/", f"{tmp_path}/"),
+        ("/etc/redis/users.acl", str(DOCKER / "redis" / "users.acl")),
+        ("/tmp/users.acl", f"{tmp_path}/users.acl"),
+        ("dir /data", f"dir {tmp_path}\nport {port}"),
+        ("redis-server", binary_of("valkey 9")),
+    ):
+        assert there in script
+        script = script.replace(there, here)
+    server = stack.enter_context(subprocess.Popen(["sh", "-ec", script]))
+    stack.callback(server.terminate)
+    as_user = {
+        user: stack.enter_context(redis.Redis(port=port, username=user, password=password))
+        for user, password in (("health", "any"), ("monitor", "monitor 's password"))
+    }
+    while not answers(as_user["health"]):
+        assert server.poll() is None
+    assert as_user["monitor"].xlen(Keys("quickstart").tickets) == 0
+    with pytest.raises(NoPermissionError):
+        as_user["monitor"].set(Keys("quickstart").cursor, 1)
+    with redis.Redis(port=port) as nobody, pytest.raises(AuthenticationError):
+        nobody.ping()
+
+
+def answers(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:
+        time.sleep(0.05)
+        return False
 
 
 def test_nobody_speaks_or_is_spoken_to_but_those_who_are_named(built: Built):
