@@ -31,7 +31,7 @@ POLL_S = 0.005
 
 
 @dataclass
-class _Entry:
+class QueuedTicket:
     """A ticket: unclaimed while `owner` is None."""
 
     record: bytes
@@ -54,7 +54,7 @@ class MemoryBuffer:
     lock: threading.Condition = field(default_factory=threading.Condition)
     info: RunInfo | None = None
     cursor: int | None = None
-    tickets: dict[str, OrderedDict[str, _Entry]] = field(init=False)
+    tickets: dict[str, OrderedDict[str, QueuedTicket]] = field(init=False)
     groups: dict[str, OrderedDict[str, bytes]] = field(init=False)
     quarantine: list[tuple[str, str, bytes]] = field(default_factory=list)
     """Records that were set aside, as (stream, reason, record)"""
@@ -194,7 +194,7 @@ class MemoryLearner:
 
     def _add(self, stream: str, tickets: list[Ticket]) -> None:
         for ticket in tickets:
-            self._store.tickets[stream][self._store.next_id()] = _Entry(encode(ticket))
+            self._store.tickets[stream][self._store.next_id()] = QueuedTicket(encode(ticket))
 
     def _after(self) -> list[tuple[str, bytes]]:
         groups = self._store.groups[self._keys.groups]

@@ -43,6 +43,11 @@ def metrics(inputs, cfg, **more):
     return reduce_metrics([loss_fn(inputs, cfg, **more).metrics])
 
 
+def test_one_float64_input_makes_the_loss_float64():
+    mixed = replace(five_tokens(), advantages=five_tokens().advantages.float())
+    assert loss_fn(mixed, Acr(cap=2.0)).loss.dtype == torch.float64
+
+
 def test_mismatch_metrics_by_hand():
     m = metrics(five_tokens(), Acr(cap=2.0))
     expected = {
@@ -243,6 +248,7 @@ def test_a_metric_without_a_count_is_left_out():
         "b": Max(-math.inf),
         "c": EffectiveSampleShare(0.0, 0.0, 0),
         "d": RatioQuantile(np.zeros(BINS, dtype=np.int64)),
+        "e": EffectiveSampleShare(0.0, 0.0, 3),  # weights that are all 0
     }
     assert reduce_metrics([empty]) == {}
 

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+import redis
 from msgspec.structs import replace
 
 from areal_q.errors import RecordError
@@ -17,9 +18,10 @@ from areal_q.messages import (
     WorkerStatus,
     encode,
 )
-from buffer.in_memory import MemoryBuffer
+from buffer.in_memory import MemoryBuffer, QueuedTicket
 from buffer.interface import START, Claim, LearnerSide, WorkerSide
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
+from buffer.redis_store.keys import Keys
 
 
 class Buffers:
@@ -33,6 +35,15 @@ class Buffers:
         made = LearnerBuffer(self._url, "run") if self._url else self._memory.learner()
         self.learners.append(made)
         return made
+
+    def poison(self, record: bytes) -> None:
+        """Puts what is no ticket among the tickets."""
+        if self._url:
+            with redis.Redis.from_url(self._url) as client:
+                client.xadd(Keys("run").tickets, {"record": record})
+        else:
+            memory = self._memory
+            memory.tickets[Keys("run").tickets][memory.next_id()] = QueuedTicket(record)
 
     @asynccontextmanager
     async def worker(
@@ -487,6 +498,20 @@ def test_arrays_come_back_bit_for_bit(buffers, make_ticket, make_group):
     [group] = learner.take(1, 0.0)
     got = group.trajectories[1].behavior_logprobs.numpy()
     assert got.tobytes() == logprobs.tobytes()
+
+
+def test_a_poison_ticket_is_quarantined_and_the_next_served(buffers, make_ticket):
+    learner = buffers.learner()
+    buffers.poison(b"\xc1")
+    learner.admit([make_ticket(1)], cursor=2)
+
+    async def work() -> tuple[list[int], int]:
+        async with buffers.worker() as worker:
+            return numbers(await worker.claim(5, 0.0)), worker.quarantined
+
+    assert asyncio.run(work()) == ([1], 1)
+    assert learner.set_aside() == 1
+    assert learner.open_tickets() == {1}
 
 
 def test_a_ticket_that_kills_every_worker_goes_to_the_quarantine(buffers, make_ticket):

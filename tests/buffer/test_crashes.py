@@ -221,23 +221,6 @@ def test_poison_groups_go_to_the_quarantine_and_do_not_count(
     assert b"responses asked for" in kept[1][b"reason"]
 
 
-def test_a_poison_ticket_is_quarantined_and_the_next_served(
-    learner, client, redis_url, make_ticket
-):
-    client.xadd(KEYS.tickets, {"record": b"\xc1"})
-    learner.admit([make_ticket(1)], cursor=2)
-
-    async def work():
-        worker = WorkerBuffer(redis_url, "run", "w")
-        claims = await worker.claim(5, 0.0)
-        await worker.close()
-        return [c.ticket.number for c in claims], worker.quarantined
-
-    assert asyncio.run(work()) == ([1], 1)
-    assert client.xlen(KEYS.quarantine) == 1
-    assert learner.open_tickets() == {1}
-
-
 def test_no_key_is_left_that_keys_py_does_not_name(
     learner, client, redis_url, make_ticket, make_group, tmp_path
 ):

@@ -29,11 +29,13 @@ build = partial(build_policy, temperature=0.7)
 OnRanks = Callable[..., list[tuple[list[dict[str, float]], str]]]
 
 
-def assert_metrics(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+def assert_metrics(
+    found: list[dict[str, float]], expected: list[dict[str, float]], rel: float = 1e-3
+) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one.keys() == other.keys()
         for name, value in other.items():
-            assert one[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+            assert one[name] == pytest.approx(value, rel=rel, abs=1e-5), name
 
 
 def assert_close(path: Path, policy: TorchPolicy, tolerance: float) -> None:
@@ -238,8 +240,10 @@ def test_adapters_critic_and_references_are_equal_on_two_ranks(
             expected.append(update_policy(alone, samples))
         path = tmp_path / part / "checkpoints"
         if part != "jet":  # its weights' gradient is rounded with scales of 128 neighbouring tokens
-            assert_metrics(metrics, expected)
-            assert_close(path / "step-000009", alone, 1e-5)
+            # Two ranks add up in another order. A number that this moves across a code's edge is a 127th off.
+            rounded = part == "qarl"
+            assert_metrics(metrics, expected, 1e-2 if rounded else 1e-3)
+            assert_close(path / "step-000009", alone, 1e-4 if rounded else 1e-5)
         # What two ranks publish is, to the bit, what one does that goes on from their checkpoint.
         checkpoint.restore(path, alone)
         assert VersionBuilder(run).build(alone.model, 1).manifest.digest == digest, part

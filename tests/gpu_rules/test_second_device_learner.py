@@ -52,7 +52,8 @@ STEPS: dict[str, tuple[str, ...]] = {
     "full, bfloat16, recomputed": (BF16, "learner.recompute=true"),
     "qarl int8": ("learner.precision=qarl", "rollout.format=int8"),
     "qarl int8, bfloat16": ("learner.precision=qarl", "rollout.format=int8", BF16),
-    "qarl fp8": ("learner.precision=qarl", "rollout.format=fp8", BF16, "learner.recompute=true"),
+    "qarl fp8": ("learner.precision=qarl", "rollout.format=fp8", "learner.recompute=true"),
+    "qarl fp8, bfloat16": ("learner.precision=qarl", "rollout.format=fp8", BF16),
     "qarl int4": ("learner.precision=qarl", "rollout.format=int4", "rollout.unquantized=bf16"),
     "jet fp8": ("learner.precision=jet", "rollout.format=fp8"),
     "jet fp8, bfloat16": ("learner.precision=jet", "rollout.format=fp8", BF16),
@@ -98,8 +99,11 @@ def test_a_learner_step_is_the_same(
     for policy in (far, near):
         policy.calibrate_kv_scales(samples)
     if BF16 in STEPS[kind]:  # rounded elsewhere: CUDA's autocast has other lists of operations
+        # A neighbouring bfloat16 may fall on the next E4M3 code, an eighth away; which one does, differs
+        # between processors.
+        rel = 0.125 if "fp8" in kind else 0.02
         for name in ("train/loss", "train/grad_norm", "policy/entropy"):
-            assert values[0][name] == pytest.approx(values[1][name], rel=0.02, abs=0.01), name
+            assert values[0][name] == pytest.approx(values[1][name], rel=rel, abs=0.01), name
         close(far, near, 5e-3)
     else:
         assert values[0] == pytest.approx(values[1], rel=1e-3, abs=1e-4)

@@ -5,7 +5,7 @@ import torch
 
 from areal_q.errors import QuantizationError
 from areal_q.quant import FORMATS, dequantize_state, is_quantized, quantize_state
-from areal_q.quant.state_dict import codes_of, fused_name, parts_of
+from areal_q.quant.state_dict import codes_of, fused_name, parts_of, rest_in_bf16
 
 LAYER = "model.layers.3"
 LINEARS = [
@@ -90,3 +90,12 @@ def test_a_tied_head_stays_what_it_is_under_either_name():
     assert all(
         tensor is embedding or torch.equal(tensor, embedding) for tensor in published.values()
     )
+
+
+def test_what_is_no_part_of_a_quantized_weight_goes_in_bf16():
+    state = {"model.norm.weight": torch.ones(8), f"{LAYER}.mlp.up_proj.weight": torch.randn(4, 8)}
+    published = quantize_state(state, "int8")
+    rounded = rest_in_bf16(published, "int8")
+    assert rounded.pop("model.norm.weight").dtype == torch.bfloat16
+    assert all(torch.equal(tensor, published[name]) for name, tensor in rounded.items())
+    assert rounded.keys() | {"model.norm.weight"} == published.keys()

@@ -303,7 +303,9 @@ def test_a_silent_learner_is_noticed_once_and_followed_again(
     sync.server.close()
     await_true(lambda: "no announcement" in caplog.text, subscriber.stats)
     time.sleep(0.5)
+    assert subscriber.silent
     sync.server = sync.serve()
     sync.bring(2, subscriber)
+    assert not subscriber.silent
     assert subscriber.stats.silences == 1
     assert caplog.text.count("no announcement") == 1
