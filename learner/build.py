@@ -316,5 +316,7 @@ def _build(
         recorder=TokenRecorder() if logs_tokens else None,
         metrics=metrics,
         totals_before=dict(state.totals) if state else {},
-        checkpoints=CheckpointWriter(directory / "checkpoints", run.checkpoint.keep),
+        checkpoints=CheckpointWriter(
+            directory / "checkpoints", run.checkpoint.keep, run.checkpoint.keep_every
+        ),
     )

@@ -25,7 +25,7 @@ EXITS = (
 GROUPS = {
     "Train": ("run", "check", "settings", "check-config"),
     "While a run goes on": ("watch", "status", "weights", "buffer"),
-    "Afterwards, or meanwhile": ("report", "doctor", "replay", "eval"),
+    "Afterwards, or meanwhile": ("report", "doctor", "replay", "fetch", "eval"),
     "Models": ("export", "quantize"),
     "Services, for several machines": ("learner", "rollout", "relay", "keys"),
     "Other": ("version",),
@@ -245,6 +245,12 @@ def keys(ctx: typer.Context) -> None:
 def replay(ctx: typer.Context) -> None:
     """Re-run logged learner steps offline, as they were or otherwise."""
     _become("learner.replay.cli", ctx.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def fetch(ctx: typer.Context) -> None:
+    """Write what a replay of some steps needs as a tar stream, to take it elsewhere."""
+    _become("learner.replay.fetch", ctx.args)
 
 
 @app.command(context_settings=PASS_THROUGH)

@@ -367,6 +367,8 @@ class CheckpointConfig(Settings, frozen=True, kw_only=True):
     """Steps from one checkpoint to the next."""
     keep: Count = 2
     """Checkpoints that are kept, the newest."""
+    keep_every: WholeNumber = 0
+    """Keep those of every so many steps for good, so that a replay of any step begins near it; 0: none."""
     start: bool = True
     """Keep one of the start as well, so that a replay can begin there."""
     sharded: bool = False

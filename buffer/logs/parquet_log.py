@@ -163,6 +163,15 @@ def row_groups(
                 yield RowGroup(_step_of(file, i), path, file, i)
 
 
+def steps_of(part: Path) -> tuple[int, int]:
+    """Returns the first and the last step of a part. Raises RecordError for what is none."""
+    try:
+        with pq.ParquetFile(part) as file:
+            return _step_of(file, 0), _step_of(file, file.num_row_groups - 1)
+    except (pa.ArrowException, OSError) as error:
+        raise RecordError(f"{part}: {error}") from error
+
+
 def _writer(path: Path, format: LogFormat) -> pq.ParquetWriter:
     """A row group is one step, too small for dictionaries and for statistics of columns that nobody filters by:
     with them a run's log is half as large again."""

@@ -20,10 +20,11 @@ from learner.policy_update import PolicyUpdater
 
 
 class CheckpointWriter:
-    """Writes checkpoints to `directory` and keeps the start's and the newest `keep`."""
+    """Writes checkpoints to `directory` and keeps the start's, the newest `keep`, and those of every
+    `keep_every` steps."""
 
-    def __init__(self, directory: Path, keep: int) -> None:
-        self._directory, self._keep = directory, keep
+    def __init__(self, directory: Path, keep: int, keep_every: int = 0) -> None:
+        self._directory, self._keep, self._keep_every = directory, keep, keep_every
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[tuple[State, Path]] | None = None
 
@@ -40,7 +41,8 @@ class CheckpointWriter:
     def _write(
         self, state: State, tensors: checkpoint.Tensors, shares: list[Path]
     ) -> tuple[State, Path]:
-        return state, checkpoint.write(self._directory, state, tensors, self._keep, shares)
+        keep = self._keep, self._keep_every
+        return state, checkpoint.write(self._directory, state, tensors, *keep, shares)
 
     def settle(self) -> tuple[State, Path] | None:
         """Returns the checkpoint that was completed since the last call, if any. Raises what writing it

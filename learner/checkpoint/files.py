@@ -101,14 +101,21 @@ def write_share(staged: Path, rank: int, tensors: Tensors) -> None:
 
 
 def write(
-    directory: Path, state: State, tensors: Tensors, keep: int, shares: Sequence[Path] = ()
+    directory: Path,
+    state: State,
+    tensors: Tensors,
+    keep: int,
+    keep_every: int = 0,
+    shares: Sequence[Path] = (),
 ) -> Path:
-    """Writes `directory/step-NNNNNN` and removes all but the start's and the newest `keep`. Returns its
-    path. Waits for the files `shares`, which other ranks are writing, and takes them along. Raises
-    CheckpointError for a full disk, say; those before are as they were."""
+    """Writes `directory/step-NNNNNN` and removes all but the start's, the newest `keep`, and those whose step
+    is a multiple of `keep_every`. Returns its path. Waits for the files `shares`, which other ranks are
+    writing, and takes them along. Raises CheckpointError for a full disk, say; those before are as they
+    were."""
     final = directory / f"step-{state.step:06d}"
     with _writing(final):
-        _write(directory, final, state, tensors, keep, shares)
+        _write(directory, final, state, tensors, shares)
+        _remove_old(directory, keep, keep_every)
     return final
 
 
@@ -121,7 +128,7 @@ def _writing(file: Path) -> Iterator[None]:
 
 
 def _write(
-    directory: Path, final: Path, state: State, tensors: Tensors, keep: int, shares: Sequence[Path]
+    directory: Path, final: Path, state: State, tensors: Tensors, shares: Sequence[Path]
 ) -> None:
     clear_leftovers(directory)
     part = directory / f"{SCRATCH}{final.name}"
@@ -137,8 +144,13 @@ def _write(
     state = msgspec.structs.replace(state, digest=digest)
     (part / STATE).write_bytes(msgspec.json.encode(state))
     move_into_place(part, final)
+
+
+def _remove_old(directory: Path, keep: int, keep_every: int) -> None:
     for old in steps(directory)[:-keep]:
-        if old.name != START:
+        number = old.name.removeprefix("step-")
+        stays = keep_every > 0 and number.isdigit() and int(number) % keep_every == 0
+        if old.name != START and not stays:
             old.rename(directory / f"{SCRATCH}{old.name}")
     clear_leftovers(directory)
 

@@ -219,6 +219,7 @@ LIGHT = {
     "buffer.weight_sync.commands.inspect_weights": {"torch", "numba"},
     "learner.doctor.cli": {"torch", "numba"},
     "learner.replay.cli": {"torch", "numba"},
+    "learner.replay.fetch": {"torch", "numba"},
     "rollout.commands.check": {"torch", "numba"},
     "rollout.commands.cluster": {"torch", "numba"},
     "rollout.evaluation.evaluate": {"torch", "numba"},

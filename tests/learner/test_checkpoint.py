@@ -157,6 +157,16 @@ def test_the_newest_checkpoints_are_kept(policy: TorchPolicy, tmp_path: Path):
     assert checkpoint.restore(tmp_path, policy).step == 11
 
 
+def test_checkpoints_of_every_so_many_steps_stay(policy: TorchPolicy, tmp_path: Path):
+    """So that a replay of any step begins near it."""
+    tensors = checkpoint.tensors_of(policy)
+    for step in range(0, 70, 10):
+        checkpoint.write(tmp_path, state_at(step, policy), tensors, keep=2, keep_every=20)
+    assert [path.name for path in checkpoint.steps(tmp_path)] == [
+        f"step-{step:06d}" for step in (0, 20, 40, 50, 60)
+    ]
+
+
 def test_checkpoints_beyond_a_million_steps_are_the_newest(policy: TorchPolicy, tmp_path: Path):
     """As text step-1000000 sorts before step-999950, and its own save once removed it."""
     for step in (0, 999_950, 1_000_000, 1_000_050):

@@ -9,11 +9,13 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 from helpers.paths import ROOT
 
+from buffer.logs.parquet_log import steps_of
 from buffer.logs.step_log import iter_steps
 from learner import checkpoint
 from learner.replay.replay_steps import Replay
@@ -72,3 +74,36 @@ def test_commands_read_a_run_of_an_earlier_version(old_run: Path):
     # Exit code 1 where another processor comes to other bits.
     assert "metric" in areal_q(cwd, "replay", name, codes=(0, 1))
     assert "made again by replay" in areal_q(cwd, "doctor", name)
+
+
+def test_fetched_steps_replay_elsewhere(old_run: Path, tmp_path: Path):
+    """Of two checkpoints the one that the steps need, and no part of the log that begins after them."""
+    argv = [
+        sys.executable,
+        "-P",
+        "-m",
+        "areal_q",
+        "fetch",
+        str(old_run),
+        "--from",
+        "2",
+        "--to",
+        "4",
+    ]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as child:
+        assert child.stdout
+        with tarfile.open(fileobj=child.stdout, mode="r|") as tar:
+            tar.extractall(tmp_path, filter="data")
+    assert child.returncode == 0
+    there = tmp_path / "old-run"
+    assert [path.name for path in (there / "checkpoints").iterdir()] == ["step-000000"]
+    replayed = [step.record.step for step in Replay(there, None, 2, 4).steps()]
+    assert replayed[-1] == 3
+    said = areal_q(tmp_path, "fetch", "old-run", "--from", "900", codes=(2,))
+    assert said == ""
+
+
+def test_a_part_says_which_steps_it_holds(old_run: Path):
+    [part] = (old_run / "steps").glob("part-*.parquet")
+    steps = [record.step for record in iter_steps(old_run / "steps")]
+    assert steps_of(part) == (steps[0], steps[-1])

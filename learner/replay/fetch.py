@@ -1,0 +1,113 @@
+"""`areal-q fetch RUN --from A --to B`: what a replay of these steps needs, as a tar stream on standard output.
+
+    docker compose exec -T learner areal-q fetch /runs/NAME --from 840 --to 845 | tar x
+    kubectl exec learner-0 -- areal-q fetch /runs/NAME --from 840 --to 845 | tar x
+
+It holds the directory NAME: settings, metrics, what the processes said, the newest checkpoint at or before A,
+and the parts of the log with the steps from there to B; also while the run goes on.
+
+Exit codes: 0 written; 2 no such run, checkpoint or step, which one line names.
+"""
+
+import sys
+import tarfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import typer
+
+from areal_q.errors import CheckpointError, ConfigError, LogError
+from areal_q.system.command import run_command
+from areal_q.system.files import by_number
+from areal_q.system.run_dir import METRICS_FILE
+
+SMALL = ("config.toml", "run-id", "problems-digest", METRICS_FILE)
+LOGS = ("trajectories", "steps", "tokens")
+FETCH_EXIT_CODES = "Exit codes: 0 written; 2 no such run, checkpoint or step, which one line names."
+
+
+def main(
+    directory: Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory")],
+    first: Annotated[
+        int | None,
+        typer.Option(
+            "--from", min=0, help="first step to replay; default: of the first checkpoint"
+        ),
+    ] = None,
+    stop: Annotated[
+        int | None, typer.Option("--to", min=1, help="step to stop before; default: the log's end")
+    ] = None,
+) -> None:
+    """Writes a tar stream with what `areal-q replay` needs of some steps of RUN: pipe it into `tar x`."""
+    if sys.stdout.isatty():
+        raise ConfigError("standard output is a terminal: pipe it, as in areal-q fetch RUN | tar x")
+    fetch(directory, first, stop, sys.stdout.buffer)
+
+
+def fetch(directory: Path, first: int | None, stop: int | None, out: BinaryIO) -> None:
+    """Writes the tar stream to `out`. Raises LogError where there is no such run or step, CheckpointError where
+    no checkpoint stands at or before `first`."""
+    if not (directory / "config.toml").is_file():
+        raise LogError(f"{directory}: no such run")
+    directory = directory.resolve()
+    with ExitStack() as files:
+        found = _checkpoint(directory, first)
+        # Held open, so that a learner which removes it meanwhile takes nothing away.
+        held = [files.enter_context(path.open("rb")) for path in sorted(found.iterdir())]
+        begins = int(found.name.removeprefix("step-"))
+        parts = list(_parts(directory, begins, stop))
+        _check_logged(directory, begins if first is None else first)
+        small = [path for name in SMALL if (path := directory / name).exists()]
+        logs = sorted(directory.glob("logs/*.log"))
+        with tarfile.open(fileobj=out, mode="w|") as tar:
+            for file in held:
+                _add(tar, directory, file)
+            for path in (*small, *logs, *parts):
+                with path.open("rb") as file:
+                    _add(tar, directory, file)
+
+
+def _add(tar: tarfile.TarFile, directory: Path, file: BinaryIO) -> None:
+    name = Path(file.name).relative_to(directory.parent)
+    member = tar.gettarinfo(arcname=str(name), fileobj=file)
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    tar.addfile(member, file)
+
+
+def _checkpoint(directory: Path, first: int | None) -> Path:
+    """Returns the newest checkpoint at or before step `first`; the first one for None."""
+    found = by_number((directory / "checkpoints").glob("step-*"))
+    before = [p for p in found if first is None or int(p.name.removeprefix("step-")) <= first]
+    if not before:
+        at = "" if first is None else f" at or before step {first}"
+        raise CheckpointError(f"{directory / 'checkpoints'}: no checkpoint{at}")
+    return before[0 if first is None else -1]
+
+
+def _check_logged(directory: Path, step: int) -> None:
+    """Raises LogError unless the log reaches `step`; the last minute of a run that goes on is not readable."""
+    from buffer.logs.parquet_log import steps_of
+
+    parts = by_number((directory / "steps").glob("part-*.parquet"))
+    newest = steps_of(parts[-1])[1] if parts else -1
+    if newest < step:
+        end = f"the log ends at step {newest}" if parts else "nothing is logged"
+        raise LogError(f"{directory / 'steps'}: no record of step {step}: {end}")
+
+
+def _parts(directory: Path, first: int, stop: int | None) -> Iterator[Path]:
+    """The parts of the logs that hold a step from `first` to before `stop`."""
+    from buffer.logs.parquet_log import steps_of
+
+    for log in LOGS:
+        for path in by_number((directory / log).glob("part-*.parquet")):
+            oldest, newest = steps_of(path)
+            if newest >= first and (stop is None or oldest < stop):
+                yield path
+
+
+if __name__ == "__main__":
+    run_command("fetch", main, FETCH_EXIT_CODES)
