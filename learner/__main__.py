@@ -13,11 +13,10 @@ be used (one line on stderr).
 
 import logging
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -27,12 +26,10 @@ from areal_q.observability import service_log
 from areal_q.observability.progress import ProgressLog
 from areal_q.observability.prometheus_exporter import LEARNER, Exporter, serve_metrics
 from areal_q.system import run_dir as rundir
-from areal_q.system.command import run_command
+from areal_q.system.command import WatchdogSeconds, run_command
 from areal_q.system.credentials import no_password
 from areal_q.system.stop_request import StopRequest
-
-if TYPE_CHECKING:
-    from learner.data.group_reader import GroupReader
+from areal_q.system.watchdog import Progress, Watchdog
 
 logger = logging.getLogger("learner")
 ANNOUNCE, FETCH = "tcp://127.0.0.1:5551", "tcp://127.0.0.1:5552"
@@ -40,7 +37,8 @@ ANNOUNCE, FETCH = "tcp://127.0.0.1:5551", "tcp://127.0.0.1:5552"
 
 LEARNER_EXIT_CODES = (
     "Exit codes: 0 the run is finished; 143 ended by SIGTERM, 130 by SIGINT, with a checkpoint to go on "
-    "from; 2 a setting, file or checkpoint that cannot be used, which one line names; 1 a crash."
+    "from; 75 ended by its own watchdog; 2 a setting, file or checkpoint that cannot be used, which one line "
+    "names; 1 a crash."
 )
 
 
@@ -70,6 +68,7 @@ def main(
     metrics: Annotated[
         str, typer.Option(metavar="[HOST:]PORT", help="serve Prometheus metrics; on loopback")
     ] = "",
+    watchdog: WatchdogSeconds = 0.0,
 ) -> None:
     """Learns until the last step, then exports the model in Hugging Face layout."""
     service_log.set_up("learner")
@@ -88,7 +87,7 @@ def main(
     with claim as (run, directory, resume):
         announce = announce or run.broadcast.announce or ANNOUNCE
         fetch = fetch or run.broadcast.fetch or FETCH
-        code = _learn(run, directory, redis, announce, fetch, resume, stop, metrics)
+        code = _learn(run, directory, redis, announce, fetch, resume, stop, metrics, watchdog)
     raise typer.Exit(code)
 
 
@@ -133,6 +132,7 @@ def _learn(
     resume: bool,
     stop: StopRequest,
     metrics: str,
+    watchdog: float,
 ) -> int:
     """Returns the exit code."""
     exporter = Exporter(LEARNER, {"run": run.name})
@@ -161,8 +161,10 @@ def _learn(
             end_other_ranks(ranks)
             exit_process(stop.exit_code)
         return stop.exit_code
+    exporter.progress = learner.progress = Progress(*([watchdog] if watchdog else []))
+    if watchdog:
+        Watchdog(learner.progress).start()
     learner.metrics.also("Prometheus", exporter.update)
-    _tell_of_waits(learner.group_reader, exporter)
     learner.metrics.also("log", ProgressLog(run, directory, logger.info).add)
     try:
         finished = finish(learner, learner.train(stop))
@@ -177,17 +179,6 @@ def _learn(
 
         exit_process(code)
     return code
-
-
-def _tell_of_waits(reader: "GroupReader", exporter: Exporter) -> None:
-    """Has the metrics say when the learner last waited for groups: it is not stuck then."""
-    before = reader.on_wait
-
-    def on_wait(version: int) -> None:
-        before(version)
-        exporter.update({"waiting_s": time.time()})
-
-    reader.on_wait = on_wait
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from areal_q.config import Run, settings_hash
 from areal_q.errors import BufferGone
 from areal_q.messages import Group, WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog
+from areal_q.system.watchdog import Progress
 from areal_q.weights.version import WeightVersion
 from buffer.logs.step_log import StepLog, StepRecord
 from buffer.logs.token_log import TokenLog
@@ -101,10 +102,15 @@ class Learner:
         """The whole policy, as this process holds it."""
         return self.updater.policy
 
+    progress: Progress = field(default_factory=Progress)
+    """Takes note of each record and of each look for groups, for whoever asks whether this learner is stuck."""
+
     def __post_init__(self) -> None:
         self.publisher = WeightPublisher(self.builder, self.hand_to_server)
         self.policy.before_write = self.publisher.wait_until_read
         self.group_reader.on_starvation = self.warn
+        self.group_reader.on_look = lambda: self.progress.beat()
+        self.metrics.also("progress", lambda record: self.progress.beat())
         self.group_reader.on_wait = self.record_episodes
         self.episodes = AgentEpisodes(self.run)
 
@@ -119,6 +125,7 @@ class Learner:
                 self.heldout.finish(stop, timeout_s=120.0)
         except BufferGone as error:
             logger.warning("redis is gone, too: %s", error)
+        self.progress.rest()
         self.save(self.step)
         self.settle(wait=True)
         return self.step
@@ -145,6 +152,7 @@ class Learner:
             self.begin_version(step + 1)
             self.group_reader.consumed()
             self.step = step = step + 1
+            self.progress.step()
             values |= self.fidelity.measure(batch.groups)
             self.report(step, values, batch.groups, began, waited)
             if step % self.run.eval.every == 0 and step < self.run.steps:

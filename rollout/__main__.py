@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,10 +17,11 @@ import typer
 from areal_q.config import load
 from areal_q.observability import service_log
 from areal_q.observability.prometheus_exporter import WORKER, Exporter, serve_metrics
-from areal_q.system.command import run_command
+from areal_q.system.command import WatchdogSeconds, run_command
 from areal_q.system.credentials import no_password
 from areal_q.system.ports import check_free
 from areal_q.system.stop_request import StopRequest
+from areal_q.system.watchdog import Progress, Watchdog
 
 logger = logging.getLogger("rollout")
 FINISHED_WAIT_S = 60.0
@@ -28,7 +29,7 @@ FINISHED_WAIT_S = 60.0
 
 _EXITS = (
     "Exit codes: 0 the run is finished; 143 ended by SIGTERM, 130 by SIGINT, its tickets handed back; 2 a "
-    "setting that cannot be used, which one line names; 1 a crash."
+    "setting that cannot be used, which one line names; 75 ended by its own watchdog; 1 a crash."
 )
 
 
@@ -80,6 +81,7 @@ def main(
             envvar="AREAL_Q_FINISHED_WAIT",
         ),
     ] = FINISHED_WAIT_S,
+    watchdog: WatchdogSeconds = 0.0,
 ) -> None:
     """Generates for a run until it is finished, or until told to stop."""
     service_log.set_up("rollout")
@@ -100,8 +102,27 @@ def main(
     if config:
         # A learner that is not up yet may be at its warm start, for hours.
         build_parts(load(config, recorded=True), run, address)
-    work = serve(redis, run, name, source, exporter.update, address, finished_wait)
+    progress = exporter.progress = Progress(*([watchdog] if watchdog else []))
+    if watchdog:
+        Watchdog(progress).start()
+    observe = _observer(exporter, progress)
+    work = serve(redis, run, name, source, observe, address, finished_wait)
     raise typer.Exit(uvloop.run(_until_signal(work)))
+
+
+def _observer(exporter: Exporter, progress: Progress) -> Callable[[dict[str, Any]], None]:
+    """Returns what a heartbeat is told to: it counts as progress where tokens were drawn, or none were asked
+    for."""
+    drawn = -1
+
+    def observe(status: dict[str, Any]) -> None:
+        nonlocal drawn
+        exporter.update(status)
+        if status["tokens"] != drawn or not status["active"]:
+            progress.step()
+        drawn = status["tokens"]
+
+    return observe
 
 
 async def _until_signal(work: Coroutine[Any, Any, None]) -> int:

@@ -1,7 +1,7 @@
 """`python -m areal_q.observability.health PORT`: whether the service whose metrics are on that port is well.
 
-Exit codes: 0 well; 1 it does not answer, a worker's last heartbeat is older than MAX_AGE_S, or a learner has
-neither ended a step nor waited for groups for STEP_S and for STEPS times its last step (one line).
+Exit codes: 0 well; 1 it does not answer, a worker's last heartbeat is older than MAX_AGE_S, or its work has not
+got on for longer than a limit that follows its own pace (areal_q/system/watchdog.py); one line says which.
 """
 
 import re
@@ -9,11 +9,14 @@ import sys
 import time
 from urllib.request import Request, urlopen
 
-from areal_q.observability.prometheus_exporter import HEALTH_AGENT, PREFIX
+from areal_q.observability.prometheus_exporter import (
+    HEALTH_AGENT,
+    PREFIX,
+    PROGRESS_AGE,
+    PROGRESS_LIMIT,
+)
 
 MAX_AGE_S = 30.0
-STEP_S, STEPS = 1800.0, 10.0
-"""How long a step may take, at least; a first one compiles, a last one is followed by a checkpoint."""
 
 
 def complaint(port: int, now_s: float) -> str | None:
@@ -24,7 +27,7 @@ def complaint(port: int, now_s: float) -> str | None:
             text = page.read().decode()
     except (OSError, TimeoutError) as error:
         return f"no metrics on port {port}: {error}"
-    return _worker_complaint(text, now_s) or _learner_complaint(text, now_s)
+    return _worker_complaint(text, now_s) or _progress_complaint(text)
 
 
 def _worker_complaint(metrics: str, now_s: float) -> str | None:
@@ -34,14 +37,10 @@ def _worker_complaint(metrics: str, now_s: float) -> str | None:
     return None
 
 
-def _learner_complaint(metrics: str, now_s: float) -> str | None:
-    step_s = _value(metrics, "learner_step_seconds")
-    if step_s is None:  # before its first step
-        return None
-    names = ("learner_record_timestamp_seconds", "learner_waiting_timestamp_seconds")
-    silent_s = now_s - max(_value(metrics, name) or 0.0 for name in names)
-    if silent_s > max(STEP_S, STEPS * step_s):
-        return f"no step ended in {silent_s:.0f} s, and it waits for no groups; the last took {step_s:.1f} s"
+def _progress_complaint(metrics: str) -> str | None:
+    age_s, limit_s = _value(metrics, PROGRESS_AGE), _value(metrics, PROGRESS_LIMIT)
+    if age_s is not None and limit_s is not None and age_s > limit_s:
+        return f"stuck: no progress for {age_s:.0f} s, more than {limit_s:.0f} s"
     return None
 
 

@@ -22,8 +22,10 @@ from prometheus_client.registry import Collector
 
 from areal_q.errors import ConfigError
 from areal_q.observability.metric_table import WORKER_METRICS, describe
+from areal_q.system.watchdog import Progress
 
 PREFIX = "areal_q_"
+PROGRESS_AGE, PROGRESS_LIMIT = "progress_age_seconds", "progress_limit_seconds"
 HEALTH_AGENT = "areal-q-health"
 """The User-Agent by which a health check is known: it is not one who keeps what it reads."""
 
@@ -59,9 +61,6 @@ class Exported:
 LEARNER = (
     Exported("learner_step", "step", "Learner steps done; the newest weight version"),
     Exported("learner_record_timestamp_seconds", "time_s", "Unix time of the newest record"),
-    Exported(
-        "learner_waiting_timestamp_seconds", "waiting_s", "Unix time when it last waited for groups"
-    ),
     Exported("reward_mean", "reward/mean"),
     Exported("held_out_accuracy_ratio", "eval/accuracy"),
     Exported("response_tokens_mean", "response/tokens_mean"),
@@ -167,6 +166,8 @@ class Exporter(Collector):
         self._values: dict[str, Any] = {}
         self._changes = threading.Condition()
         self._read_s = 0.0
+        self.progress: Progress | None = None
+        """Told at each reading as age and limit, if there is one; see areal_q/system/watchdog.py"""
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Keeps what the record says; what it does not name stays as it was. Safe from any thread."""
@@ -199,6 +200,15 @@ class Exporter(Collector):
                 labels = list(self._labels.values())
                 metric.add_metric([*labels, split] if line.label else labels, value)
             yield metric
+        if self.progress:
+            limit_s = self.progress.limit_s
+            yield self._gauge(PROGRESS_AGE, "Since the work last got on", self.progress.age_s)
+            yield self._gauge(PROGRESS_LIMIT, "Age at which the service counts as stuck", limit_s)
+
+    def _gauge(self, name: str, help: str, value: float) -> GaugeMetricFamily:
+        metric = GaugeMetricFamily(PREFIX + name, help, labels=list(self._labels))
+        metric.add_metric(list(self._labels.values()), value)
+        return metric
 
 
 def serve_metrics(address: str, exporter: Exporter) -> int:

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -21,6 +21,17 @@ PIPED_WIDTH = 1000
 """Columns of an output that is no terminal: nothing is wrapped, so that grep finds whole lines."""
 WIDTH = {"max_content_width": 100}
 EXITS = "Exit codes: 0 done; 2 something to mend, which one line names."
+
+WatchdogSeconds = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        min=0.0,
+        help="end with exit code 75 after at least so long without progress; 0: never",
+        envvar="AREAL_Q_WATCHDOG",
+    ),
+]
+"""An option of a service"""
 
 
 def run_command(

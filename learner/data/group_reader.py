@@ -47,6 +47,8 @@ class GroupReader:
         """Called with the version and a sentence when the learner has waited long for groups."""
         self.on_wait: Callable[[int], None] = lambda version: None
         """Called with the version, every POLL_S seconds, while no groups come in."""
+        self.on_look: Callable[[], None] = lambda: None
+        """Called before each look for groups: a learner that waits is at work."""
         self._newest = -1
         """The newest version that drew a token of any group read."""
         self.groups = 0
@@ -112,6 +114,7 @@ class GroupReader:
         bit for bit, they count as drawn by its own version.
         """
         while not stop.is_set():
+            self.on_look()
             self._admission.admit(version)
             entries = self._read()
             if entries and self._starvation.over():

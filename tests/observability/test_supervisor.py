@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_q.observability import health, supervisor
+from areal_q.observability import supervisor
 from areal_q.observability.supervisor import Supervisor
 
 
@@ -121,29 +121,3 @@ def test_a_kill_for_want_of_memory_is_said(tmp_path, monkeypatch, caplog, counts
         f"killed for want of memory: {'the container may have ' * ('MB' in named)}{named}"
         in caplog.text
     )
-
-
-def metrics_of_learner(ended_s: float, waited_s: float, step_s: float) -> str:
-    values = {"record_timestamp_seconds": ended_s, "waiting_timestamp_seconds": waited_s}
-    values["step_seconds"] = step_s
-    return "".join(f'areal_q_learner_{k}{{run="x"}} {v}\n' for k, v in values.items())
-
-
-@pytest.mark.parametrize(
-    ("ended_s", "waited_s", "step_s", "well"),
-    [
-        (9_000.0, 0.0, 1.0, True),
-        (8_000.0, 9_990.0, 1.0, True),
-        (8_000.0, 8_000.0, 1.0, False),
-        (8_000.0, 0.0, 300.0, True),
-        (6_000.0, 0.0, 300.0, False),
-    ],
-)
-def test_a_learner_is_judged_by_its_steps_and_waits(ended_s, waited_s, step_s, well):
-    metrics = metrics_of_learner(ended_s, waited_s, step_s)
-    assert (health._learner_complaint(metrics, now_s=10_000.0) is None) == well
-
-
-def test_a_learner_before_its_first_step_is_well():
-    metrics = 'areal_q_learner_record_timestamp_seconds{run="x"} 5\n'
-    assert health._learner_complaint(metrics, now_s=1e6) is None

@@ -1,0 +1,110 @@
+"""Finds a service that answers but no longer gets on with its work, and ends it.
+
+    main loop ──beat──▶ Progress ──age, limit──▶ metrics ──▶ areal_q/observability/health.py
+                           │
+                           └──▶ Watchdog, a thread: past the limit one line, the stacks of all threads, exit 75
+
+| service | beats                                                                                          |
+|---------|------------------------------------------------------------------------------------------------|
+| learner | each record: a step, an evaluation, a warning; each look for groups, so that waiting is no fault |
+| worker  | each second in which tokens were drawn, or its engine had nothing to draw                        |
+
+The limit follows the work: ten times the longest time between two beats so far, and never less than LEAST_S.
+The first step, which may compile and load, has FIRST_S. What precedes it, such as a warm start, is not watched.
+"""
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+
+logger = logging.getLogger(__name__)
+LEAST_S = 1800.0
+FIRST_S = 3600.0
+TIMES_LONGEST = 10.0
+STUCK = 75
+"""Exit code of a process that its watchdog ended: started again, it goes on."""
+
+
+class Progress:
+    """The times at which a service got on with its work. Safe from any thread."""
+
+    def __init__(self, least_s: float = LEAST_S, first_s: float = FIRST_S) -> None:
+        self._least_s, self._first_s = least_s, max(least_s, first_s)
+        self._last_s: float | None = None
+        self._longest_s = 0.0
+        self._first_done = False
+
+    def beat(self) -> None:
+        """Takes note that the work goes on."""
+        now_s = time.monotonic()
+        if self._last_s is not None:
+            self._longest_s = max(self._longest_s, now_s - self._last_s)
+        self._last_s = now_s
+
+    def step(self) -> None:
+        """Takes note of a step: from the first one on, the limit is that of ordinary work."""
+        if not self._first_done:
+            self._first_done, self._last_s = (
+                True,
+                None,
+            )  # the first may have taken long for its own reasons
+        self.beat()
+
+    def rest(self) -> None:
+        """Takes note that what follows, until the next beat, is not watched: the export at the end, say."""
+        self._last_s = None
+
+    def forgive(self, seconds: float) -> None:
+        """Leaves out seconds in which the whole process was stopped."""
+        if self._last_s is not None:
+            self._last_s += seconds
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last beat; 0 before the first."""
+        return 0.0 if self._last_s is None else time.monotonic() - self._last_s
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds after which the service counts as stuck."""
+        if not self._first_done:
+            return self._first_s
+        return max(self._least_s, TIMES_LONGEST * self._longest_s)
+
+
+class Watchdog(threading.Thread):
+    """Ends this process with exit code STUCK once `progress` is older than its limit. Says so in one line, and
+    writes the stacks of all threads to stderr.
+
+    Code that holds the interpreter's lock keeps this thread from running, too: then `faulthandler`, which needs
+    no lock, writes the stacks and ends the process with 1."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(name="watchdog", daemon=True)
+        self._progress = progress
+
+    def run(self) -> None:
+        never = threading.Event()
+        while True:
+            tick_s = min(5.0, self._progress.limit_s / 10)
+            began_s = time.monotonic()
+            faulthandler.dump_traceback_later(self._progress.limit_s + tick_s, exit=True)
+            never.wait(tick_s)
+            paused_s = time.monotonic() - began_s - tick_s
+            if paused_s > 10 * tick_s:  # stopped by a signal, or with the machine
+                self._progress.forgive(paused_s)
+            age_s, limit_s = self._progress.age_s, self._progress.limit_s
+            if age_s > limit_s:
+                self._end(age_s, limit_s)
+
+    def _end(self, age_s: float, limit_s: float) -> None:
+        logger.error(
+            "stuck: no progress for %.0f s, more than %.0f s; the stacks of all threads follow, exit code %d",
+            age_s, limit_s, STUCK,
+        )  # fmt: skip
+        sys.stderr.flush()
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(STUCK)
