@@ -10,7 +10,7 @@ TORCH_CPU ?= $(TORCH)+cpu
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: setup lock run test test-slow test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool reference clean
+.PHONY: setup lock run test test-slow test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool crds reference clean
 
 # Everything that `make check` and `make test` need.
 setup: $(VENV)/.installed-dev
@@ -178,6 +178,11 @@ promtool: $(VENV)/.installed-dev
 	command -v promtool || test -x $(BIN)/promtool || { \
 	  directory=$$(mktemp -d) && cd $$directory && apt-get update -qq && apt-get download -qq prometheus \
 	  && dpkg -x prometheus_*.deb . && cp usr/bin/promtool $(abspath $(BIN)) && rm -r $$directory; }
+
+# Validators of the kinds that KEDA and the Prometheus operator define, for the tests of docker/kubernetes.
+crds: $(VENV)/.installed-dev
+	test -d $(VENV)/crds/node_modules || npm install --prefix $(VENV)/crds --silent --no-audit --no-fund \
+	  @kubernetes-models/keda@2.0.0 @kubernetes-models/prometheus-operator@6.0.0
 
 clean:
 	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-vllm $(VENV)-sglang $(VENV)-megatron build dist *.egg-info

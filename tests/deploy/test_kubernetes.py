@@ -3,7 +3,9 @@ the code."""
 
 import json
 import shlex
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -25,6 +27,7 @@ from buffer.redis_store.keys import Keys
 KUBERNETES = DOCKER / "kubernetes"
 SCHEMA = "1.32"
 EVERYTHING = COMBINATIONS[-1]
+FOREIGN = ("keda.sh/", "monitoring.coreos.com/")
 Objects = list[dict[str, Any]]
 Built = Callable[..., Objects]
 
@@ -73,7 +76,7 @@ def test_every_combination_fits_the_schemas(built: Built, overlay: str, componen
     assert len(objects) >= 15
     for one in objects:
         assert one["metadata"]["namespace"] == NAMESPACE
-        if not one["apiVersion"].startswith(("keda.sh/", "monitoring.coreos.com/")):
+        if not one["apiVersion"].startswith(FOREIGN):
             kubernetes_validate.validate(one, SCHEMA, strict=True)
     (name,) = [x["metadata"]["name"] for x in objects if "RUN" in x.get("data", {})]
     for _, spec in pods(objects):
@@ -86,6 +89,48 @@ def test_the_schema_check_can_fail(built: Built):
     broken = found(built(), "Deployment", "rollout") | {"spec": {"selectors": {}}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(broken, SCHEMA, strict=True)
+
+
+CHECK_FOREIGN = """
+import { readFileSync } from "node:fs";
+const packages = {
+  "keda.sh/v1alpha1": "@kubernetes-models/keda",
+  "monitoring.coreos.com/v1": "@kubernetes-models/prometheus-operator",
+};
+for (const one of JSON.parse(readFileSync(0, "utf8"))) {
+  const kinds = await import(`${packages[one.apiVersion]}/${one.apiVersion}`);
+  try {
+    new kinds[one.kind](one).validate();
+  } catch (error) {
+    console.log(`${one.kind} ${one.metadata.name}: ${error.message}`);
+  }
+}
+"""
+
+
+def faults_of_foreign(objects: Objects) -> str:
+    """Returns what the validators of KEDA's and the Prometheus operator's kinds complain of, a line each."""
+    validators, node = Path(sys.prefix) / "crds", shutil.which("node")
+    if not node or not (validators / "node_modules").exists():
+        pytest.skip("no validators of KEDA's and the operator's kinds: make crds")
+    command = [node, "--input-type=module", "--eval", CHECK_FOREIGN]
+    done = subprocess.run(
+        command, cwd=validators, input=json.dumps(objects), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_kinds_of_keda_and_the_operator_fit_their_definitions(built: Built):
+    objects = [
+        x for x in built(EVERYTHING[0], *EVERYTHING[1]) if x["apiVersion"].startswith(FOREIGN)
+    ]
+    kinds = {one["kind"] for one in objects}
+    assert kinds == {"ScaledObject", "TriggerAuthentication", "PodMonitor", "PrometheusRule"}
+    assert faults_of_foreign(objects) == ""
+    (scaled,) = [one for one in objects if one["kind"] == "ScaledObject"]
+    broken = scaled | {"spec": scaled["spec"] | {"cooldownPeriod": "ten minutes"}}
+    assert "cooldownPeriod must be integer" in faults_of_foreign([broken])
 
 
 def test_every_file_is_in_a_kustomization():
