@@ -28,7 +28,7 @@ from learner.backends.single_device import TorchPolicy
 from learner.data.admission import Admission
 from learner.data.staleness import VersionHistory
 from learner.policy_update import SingleProcessUpdater
-from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from learner.train_step import train_step
 from rollout.engines import build_engine
 
@@ -54,7 +54,7 @@ async def draw(run: Run) -> tuple[list[list[Group]], str]:
     tickets = Tickets(run.name)
     admission = Admission(run, task, tokenizer, tickets, 0, set())
     admission.issue(range(run.steps * run.learner.groups), 0)
-    version = VersionBuilder(run).build(warm_model(run, task, tokenizer), 0)
+    version = VersionBuilder(VersionSettings.of(run)).build(warm_model(run, task, tokenizer), 0)
     engine = build_engine(run.rollout.engine)
     await engine.start()
     await engine.load_weights(version)

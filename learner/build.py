@@ -39,7 +39,7 @@ from learner.loop import Learner
 from learner.measure.fidelity import FidelityMeter
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import PolicyUpdater, SingleProcessUpdater
-from learner.publishing.version_builder import VersionBuilder, sticky_ranges
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def build_policy(
     set_precision(model, run)
     policy = TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
     policy.calibrate = run.rollout.kv_scales
-    policy.sticky = sticky_ranges(run)
+    policy.sticky = VersionSettings.of(run).new_ranges()
     if resume:
         state = checkpoint.restore(directory / "checkpoints", policy)
         if policy.sticky and not policy.sticky.tensors():
@@ -307,7 +307,7 @@ def _build(
         history=history,
         replay_check=ReplayCheck(start, recorded),
         forks=forks,
-        builder=VersionBuilder(run, policy.sticky, buffer.run_id),
+        builder=VersionBuilder(VersionSettings.of(run), policy.sticky, buffer.run_id),
         fidelity=FidelityMeter(run.learner, run.rollout.format),
         weight_server=weight_server,
         log=TrajectoryLog(directory / "trajectories", start) if run.buffer.log else None,

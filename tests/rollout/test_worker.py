@@ -41,7 +41,7 @@ from learner.data.admission import Admission
 from learner.data.group_reader import GroupReader
 from learner.data.packing import pack, samples_of
 from learner.data.staleness import VersionHistory
-from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.build import worker_capacity
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine, Request
@@ -69,7 +69,7 @@ class LearnerSide:
         self.admission = Admission(run, build_task(run.task), self.tokenizer, self.buffer, 0, set())
         self.model: Decoder = build_model(run, self.tokenizer)
         self.history = VersionHistory(keep=100)
-        self.builder = VersionBuilder(run)
+        self.builder = VersionBuilder(VersionSettings.of(run))
         self.weight_server = WeightServer(f"ipc://{sockets}/announce", f"ipc://{sockets}/fetch")
         self.buffer.publish_run(dump_toml(run), self.weight_server.endpoints._asdict())
 
