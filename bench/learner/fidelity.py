@@ -22,7 +22,7 @@ from areal_q.tasks import build_task, build_tokenizer
 from bench.common import commit, device, publish, say, table
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
-from learner.data.admission import Admission
+from learner.data.admission import Admission, AdmissionSettings
 from learner.data.staleness import VersionHistory
 from learner.measure.fidelity import FidelityMeter
 from learner.policy_update import SingleProcessUpdater
@@ -94,7 +94,8 @@ async def measure(run: Run) -> dict[str, list[float]]:
         VersionHistory(3),
         Tickets(),
     )
-    admission: Any = Admission(run, build_task(run.task), tokenizer, tickets, 0, set())  # type: ignore
+    settings, task = AdmissionSettings.of(run), build_task(run.task)
+    admission: Any = Admission(settings, task, tokenizer, tickets, 0, set())  # type: ignore
     shares = [load(QUICKSTART, [f"learner.fidelity.share={share}"]) for share in SHARES]
     meters = [FidelityMeter(each.learner, each.rollout.format) for each in shares]
     engine = build_engine(run.rollout.engine)

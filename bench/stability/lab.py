@@ -38,7 +38,7 @@ from areal_q.weights.version import WeightVersion
 from buffer.in_memory import MemoryBuffer, MemoryLearner
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
-from learner.data.admission import Admission
+from learner.data.admission import Admission, AdmissionSettings
 from learner.data.sft_warmup import warm_start
 from learner.data.staleness import VersionHistory
 from learner.policy_update import SingleProcessUpdater
@@ -154,7 +154,7 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
         warm_model(run, task, tokenizer), run.learner, run.rollout.sampling.temperature
     )
     tickets = Tickets(run.name)
-    admission = Admission(run, task, tokenizer, tickets, 0, set())
+    admission = Admission(AdmissionSettings.of(run), task, tokenizer, tickets, 0, set())
     history = VersionHistory(run.learner.versions_kept)
     builders = (
         VersionBuilder(VersionSettings.of(run)),

@@ -32,7 +32,7 @@ from areal_q.tasks.tokenizer import HFTokenizer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.weight_sync import WeightServer, WeightSubscriber
 from learner.build import build_model
-from learner.data.admission import Admission
+from learner.data.admission import Admission, AdmissionSettings
 from learner.measure.fidelity import FidelityMeter
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.build import worker_capacity
@@ -339,7 +339,9 @@ async def playing(
     buffer.publish_run(dump_toml(run), ends._asdict())
     version = VersionBuilder(VersionSettings.of(run)).build(build_model(run, tokenizer), 0)
     weight_server.publish(version)
-    admission = Admission(run, build_task(run.task), tokenizer, buffer, 0, set())
+    admission = Admission(
+        AdmissionSettings.of(run), build_task(run.task), tokenizer, buffer, 0, set()
+    )
     admission.admit(0)
     engine = build_engine(run.rollout.engine)
     assert isinstance(run.rollout.environment, External)
