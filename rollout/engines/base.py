@@ -1,5 +1,6 @@
 """The Protocol of an engine, as a rollout worker sees it, and the records that cross it."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -7,7 +8,7 @@ import numpy as np
 from msgspec import Struct
 
 from areal_q.config import RolloutConfig, Sampling
-from areal_q.errors import RecordError
+from areal_q.errors import EngineDied, RecordError
 from areal_q.messages import FinishReason, VersionSpan
 from areal_q.models.config import DecoderConfig
 from areal_q.weights.version import WeightVersion
@@ -140,6 +141,24 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class EngineBase:
+    """Name, running task and number of tokens drawn, which both kinds of engine keep alike."""
+
+    def __init__(self, name: str, capabilities: Capabilities, slots: int) -> None:
+        self.name, self.capabilities = name, capabilities
+        self.tokens_drawn = 0
+        """Response tokens since the start."""
+        self._max_samples = slots
+        self._task: asyncio.Task[None] | None = None
+        """The task that runs for as long as the engine does; None before the start."""
+
+    def _check_running(self, request: Request) -> None:
+        """Raises EngineDied when the engine is not running, RecordError for what no engine can serve."""
+        if self._task is None or self._task.done():
+            raise EngineDied(f"engine {self.name} is not running")
+        check_shape(request, self._max_samples)
 
 
 def finish_reason(
