@@ -20,7 +20,7 @@ PLAIN: dict[str, Any] = {
 PIPED_WIDTH = 1000
 """Columns of an output that is no terminal: nothing is wrapped, so that grep finds whole lines."""
 WIDTH = {"max_content_width": 100}
-EXITS = "Exit codes: 0 done; 2 something to mend, which one line names."
+_EXITS = "Exit codes: 0 done; 2 something to mend, which one line names."
 
 WatchdogSeconds = Annotated[
     float,
@@ -35,7 +35,7 @@ WatchdogSeconds = Annotated[
 
 
 def run_command(
-    name: str, main: Callable[..., Any], exits: str = EXITS, who: str = "areal-q: error"
+    name: str, main: Callable[..., Any], exits: str = _EXITS, who: str = "areal-q: error"
 ) -> None:
     """Runs `main` on the arguments of this process as `areal-q NAME`; the help ends with `exits`.
 

@@ -29,7 +29,7 @@ from learner.doctor.diagnosis import TERMS, TokenTable
 from learner.measure.rescore import Scorer
 from learner.publishing.version_builder import VersionSettings
 
-UNKNOWN = -1
+_UNKNOWN = -1
 
 
 class Version:
@@ -95,7 +95,7 @@ class Probe:
 
     def table(self) -> TokenTable:
         """All tokens that count, with finite log-probs."""
-        return joined(self.parts)
+        return _joined(self.parts)
 
     def _measure(
         self,
@@ -117,7 +117,7 @@ class Probe:
         behavior = _tokens(samples, "behavior_logprobs").astype(np.float64)
         lengths = [s.trajectory.num_tokens for s in samples]
         terms = np.full((len(behavior), len(TERMS)), np.nan)
-        for u in np.unique(version[version != UNKNOWN]):
+        for u in np.unique(version[version != _UNKNOWN]):
             mine = version == u
             chain = self._chain(
                 score, self.versions[int(u)], samples, mine, temperatures, policy.temperature
@@ -144,7 +144,7 @@ class Probe:
     def _known(self, span, history: VersionHistory) -> int:
         """The version that drew `span`, if its weights are at hand; a number alone does not tell."""
         same = history.digests.get(span.version) == span.digest
-        return span.version if same and span.version in self.versions else UNKNOWN
+        return span.version if same and span.version in self.versions else _UNKNOWN
 
     def _chain(
         self,
@@ -181,7 +181,7 @@ class Probe:
         return out
 
 
-def joined(parts: Sequence[TokenTable]) -> TokenTable:
+def _joined(parts: Sequence[TokenTable]) -> TokenTable:
     names = TokenTable.__dataclass_fields__
     return TokenTable(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
 

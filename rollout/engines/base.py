@@ -13,9 +13,9 @@ from areal_q.messages import FinishReason, VersionSpan
 from areal_q.models.config import DecoderConfig
 from areal_q.weights.version import WeightVersion
 
-LARGEST = 2**31
+_LARGEST = 2**31
 """Bound above any number of tokens, and above any id of one"""
-MOST_STOP_IDS = 512
+_MOST_STOP_IDS = 512
 """Most stop ids of a request; each token drawn is compared with all of them."""
 
 
@@ -158,7 +158,7 @@ class EngineBase:
         """Raises EngineDied when the engine is not running, RecordError for what no engine can serve."""
         if self._task is None or self._task.done():
             raise EngineDied(f"engine {self.name} is not running")
-        check_shape(request, self._max_samples)
+        _check_shape(request, self._max_samples)
 
 
 def finish_reason(
@@ -190,7 +190,7 @@ def check_fits(request: Request, model: DecoderConfig, max_positions: int = 0) -
         raise RecordError(f"a prompt token is outside the vocabulary of {model.vocab_size}")
 
 
-def check_shape(request: Request, slots: int) -> None:
+def _check_shape(request: Request, slots: int) -> None:
     """Raises RecordError for what no engine can serve, whatever its weights."""
     if request.num_samples < 1 or np.ndim(request.prompt_ids) != 1 or not len(request.prompt_ids):
         raise RecordError("a request needs a prompt of at least one token and one response")
@@ -199,9 +199,9 @@ def check_shape(request: Request, slots: int) -> None:
             f"{request.num_samples} responses at once exceed the engine's {slots} slots"
         )
     ids = request.stop_ids
-    if len(ids) > MOST_STOP_IDS or not all(0 <= i < LARGEST for i in ids):
-        raise RecordError(f"stop ids are more than {MOST_STOP_IDS}, or one is no id of a token")
-    if request.sampling.top_k >= LARGEST or request.sampling.max_tokens >= LARGEST:
-        raise RecordError(f"top_k or max_tokens is not below {LARGEST}")
+    if len(ids) > _MOST_STOP_IDS or not all(0 <= i < _LARGEST for i in ids):
+        raise RecordError(f"stop ids are more than {_MOST_STOP_IDS}, or one is no id of a token")
+    if request.sampling.top_k >= _LARGEST or request.sampling.max_tokens >= _LARGEST:
+        raise RecordError(f"top_k or max_tokens is not below {_LARGEST}")
     if request.decode is None and any(isinstance(s, str) for s in request.sampling.stop):
         raise RecordError("stop strings need a tokenizer, which this request has not")
