@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from areal_q.errors import AReaLQError, BufferUnavailable, RecordError, UserError
+from areal_q.errors import AReaLQError, BufferUnavailable, RankLost, RecordError, UserError
 
 PLAIN: dict[str, Any] = {
     "add_completion": False,
@@ -39,8 +39,8 @@ def run_command(
 ) -> None:
     """Runs `main` on the arguments of this process as `areal-q NAME`; the help ends with `exits`.
 
-    Exits with 2 for what a user can mend, with 1 where Redis went away, and says on stderr what it is, after
-    `who`."""
+    Exits with 2 for what a user can mend, with 1 where Redis or another rank went away, and says on stderr what
+    it is, after `who`."""
     app = typer.Typer(**PLAIN)
     app.command(epilog=exits, context_settings=WIDTH)(main)
     accept_any_text()
@@ -48,7 +48,7 @@ def run_command(
         app(prog_name=f"areal-q {name}")
     except (UserError, RecordError) as error:
         exit_with(error, 2, who)
-    except BufferUnavailable as error:
+    except (BufferUnavailable, RankLost) as error:
         exit_with(error, 1, who)
 
 
