@@ -23,7 +23,7 @@ PROMPT_CHARACTERS = 80
 _COLUMNS = [
     "place", "number", "index", "admitted", "prompt", "reward", "failure", "finish_reason", "spans",
 ]  # fmt: skip
-_CAUSES = ("", *get_args(FailureCause))
+CAUSES = ("", *get_args(FailureCause))
 """What the numbers of the column `failed` stand for; 0 is a response that was scored"""
 _TOKEN_COLUMNS = ["number", "index", "largest_gap", "marked"]
 Stamp = tuple[str, int, int]
@@ -80,7 +80,7 @@ class StepIndex:
     size: np.ndarray
     """Trajectories of each group, int32 [G]"""
     columns: dict[str, np.ndarray]
-    """[N] each: index, length, lag (largest), cut (1: no end was drawn), failed (place in _CAUSES) int32;
+    """[N] each: index, length, lag (largest), cut (1: no end was drawn), failed (place in CAUSES) int32;
     reward, gap, marked float32, the last two NaN without a token log"""
     lags: np.ndarray
     """Number of tokens of lag 0, 1, …, int64, by version number"""
@@ -167,11 +167,11 @@ def read_step(step: int, where: Located, scored: Located | None, parts: _Parts) 
 
 
 def _failed(table: pa.Table) -> np.ndarray:
-    """int32 [N]: why each response has no reward, as its place in _CAUSES. The log of before version 4 has no
+    """int32 [N]: why each response has no reward, as its place in CAUSES. The log of before version 4 has no
     such column."""
     if "failure" not in table.column_names:
         return np.zeros(len(table), np.int32)
-    return np.array([_CAUSES.index(cause) for cause in table["failure"].to_pylist()], np.int32)
+    return np.array([CAUSES.index(cause) for cause in table["failure"].to_pylist()], np.int32)
 
 
 def matching(number: np.ndarray, index: np.ndarray, scored: pa.Table) -> np.ndarray:
@@ -228,7 +228,7 @@ def to_chunk(steps: list[StepIndex]) -> tuple[dict[str, Any], dict[str, np.ndarr
         ("reward", np.float32), ("gap", np.float32), ("marked", np.float32),
     ):  # fmt: skip
         arrays[f"trajectory/{name}"] = _joined([s.columns[name] for s in steps], dtype)
-    return {"prompts": [p for s in steps for p in s.prompts], "causes": _CAUSES}, arrays
+    return {"prompts": [p for s in steps for p in s.prompts], "causes": CAUSES}, arrays
 
 
 def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:

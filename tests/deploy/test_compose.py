@@ -13,7 +13,7 @@ import yaml
 from helpers.compose_stack import docker, missing
 from helpers.paths import DOCKER, ROOT
 
-from areal_q.config import load
+from areal_q.config import Gsm8k, PretrainedModel, load
 from areal_q.errors import ConfigError
 
 COMPOSE = DOCKER / "compose.yaml"
@@ -68,6 +68,35 @@ def test_no_port_is_published_beyond_loopback(compose):
     assert [name for name, x in services.items() if x["networks"] != ["cluster"]] == ["grafana"]
 
 
+def test_every_service_has_limits_and_bounded_logs(compose):
+    for name, service in compose["services"].items():
+        if name != "secrets":  # ends at once
+            assert service["mem_limit"] and service["pids_limit"], name
+            assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
+
+
+def test_redis_may_take_twice_what_it_may_hold(compose):
+    limit = compose["services"]["redis"]["mem_limit"]
+    assert (settings()["REDIS_MAXMEMORY"], limit) == ("1gb", "2g")
+
+
+def test_services_that_can_hang_are_supervised_and_restarted_a_few_times(compose):
+    for name in ("learner", "rollout", "relay"):
+        service = compose["services"][name]
+        assert service["restart"] == "on-failure:3"
+        supervised = "python -m areal_q.observability.supervisor --health 9464 "
+        assert service["entrypoint"].startswith(supervised)
+        assert "--metrics=0.0.0.0:9464" in service["command"]
+
+
+def test_ranks_start_torchrun_and_one_learner_does_not(resolved):
+    one = resolved([COMPOSE], [])["services"]["learner"]["entrypoint"]
+    several = resolved([COMPOSE], [], RANKS="3")["services"]["learner"]["entrypoint"]
+    assert one[-3:] == ["python", "-m", "learner"]
+    assert several[5:9] == ["python", "-m", "areal_q.system.torchrun", "--standalone"]
+    assert several[9:] == ["--nproc-per-node=3", "-m", "learner"]
+
+
 def test_secrets_are_made_by_what_ends_at_once_and_reads_only(compose):
     service = compose["services"]["secrets"]
     assert service["cap_drop"] == ["ALL"]
@@ -86,8 +115,11 @@ def test_no_service_has_more_rights_than_it_needs(compose):
         assert service["cap_drop"] == ["ALL"], name
         assert service["read_only"] is True, name
         assert service["security_opt"] == ["no-new-privileges:true"], name
-        mounts = [str(volume) for volume in service.get("volumes", [])]
-        assert [m for m in mounts if m.split(":")[0] not in compose["volumes"]] == [], name
+        mounts = service.get("volumes", [])
+        volumes = [mount for mount in mounts if isinstance(mount, str)]
+        assert [m for m in volumes if m.split(":")[0] not in compose["volumes"]] == [], name
+        binds = [mount for mount in mounts if isinstance(mount, dict)]
+        assert all(m["read_only"] and m["target"].startswith("/input/") for m in binds), name
     assert compose["services"]["redis"]["user"] == "redis"
 
 
@@ -95,7 +127,8 @@ def test_each_service_sees_a_file_with_its_own_password_alone(compose):
     assert "secrets" not in compose
     for name, service in compose["services"].items():
         if name != "secrets":
-            seen = [v for v in service.get("volumes", []) if v.split(":")[1] == "/secrets"]
+            volumes = [v for v in service.get("volumes", []) if isinstance(v, str)]
+            seen = [v for v in volumes if v.split(":")[1] == "/secrets"]
             owner = "learner" if name == "tools" else name
             expected = [] if name in ("prometheus", "relay") else [f"{owner}-secrets:/secrets:ro"]
             assert seen == expected, name
@@ -117,12 +150,18 @@ def test_redis_keeps_what_it_answered_to_and_never_evicts(compose):
 def test_learner_and_workers_agree_on_run_and_endpoints(compose):
     learner, rollout = (compose["services"][name]["command"] for name in ("learner", "rollout"))
     option, config, *others = shlex.split(learner)
-    run = load(ROOT / config, [setting for setting in others if not setting.startswith("--")])
+    run = load(mounted(compose, config), [text for text in others if not text.startswith("--")])
     metrics = "--metrics=0.0.0.0:9464"
     assert metrics in others
     assert (option, rollout) == ("--config", ["--run", run.name, metrics])
     assert run.broadcast.host == "learner"
-    assert run.root in [m.split(":")[1] for m in compose["services"]["learner"]["volumes"]]
+    assert "runs:/runs" in compose["services"]["learner"]["volumes"] and run.root == "/runs"
+
+
+def mounted(compose: dict[str, Any], target: str) -> Path:
+    """The file that the learner sees as `target`."""
+    binds = [v for v in compose["services"]["learner"]["volumes"] if isinstance(v, dict)]
+    return DOCKER / next(v["source"] for v in binds if v["target"] == target)
 
 
 def test_images_run_as_a_user_and_pass_signals_to_the_process(compose):
@@ -209,10 +248,8 @@ def test_every_gpu_has_one_service_and_cpu_workers_stay_away(resolved, profile, 
     assert [d["count"] for d in devices.pop("learner")] == [learning]
     taken = sorted(d["device_ids"] for found in devices.values() for d in found)
     assert taken == [[str(gpu)] for gpu in range(learning, gpus)]
-    assert found["learner"]["entrypoint"][:3] == [
-        "torchrun",
-        "--standalone",
-        "--nproc-per-node=gpu",
+    assert found["learner"]["entrypoint"][-4:] == [
+        *("--standalone", "--nproc-per-node=gpu", "-m", "learner")
     ]
     assert "learner.device=cuda" in found["learner"]["command"]
     built = [service["build"]["args"] for service in found.values() if "build" in service]
@@ -260,7 +297,8 @@ def test_the_root_has_the_same_services_as_the_file_it_includes(resolved):
     assert {k: from_root[k] for k in ("name", "configs", "volumes", "networks")} == {
         k: direct[k] for k in ("name", "configs", "volumes", "networks")
     }
-    assert from_root["services"] == direct["services"]
+    of_docker = json.dumps(direct["services"]).replace(f"{DOCKER}/configs", f"{ROOT}/configs")
+    assert from_root["services"] == json.loads(of_docker)
 
 
 def test_further_settings_are_split_as_a_shell_would(resolved):
@@ -268,6 +306,39 @@ def test_further_settings_are_split_as_a_shell_would(resolved):
     for files in ([COMPOSE], [COMPOSE, GPU], [COMPOSE, HEAD]):
         command = resolved(files, [], ARGS=asked, **HOSTS)["services"]["learner"]["command"]
         assert command[-3:] == ["steps=7", "learner.objective.type=tbpo", "task.path=/a b"]
+
+
+@pytest.mark.parametrize("files", [[ROOT / "compose.yaml"], [COMPOSE, GPU], [COMPOSE, HEAD]])
+def test_own_model_and_problems_reach_learner_and_workers(resolved, tmp_path, files):
+    (tmp_path / "train.jsonl").touch()
+    own = {"MODEL": str(tmp_path), "DATA": str(tmp_path / "train.jsonl"), "FILES": str(tmp_path)}
+    found = resolved(files, ["gpus-2"], **own, **HOSTS)["services"]
+    (worker,) = [x for name, x in found.items() if name in ("rollout", "rollout-gpu1")]
+    for service in (found["learner"], worker):
+        mounts = {v["target"]: v for v in service["volumes"] if v["type"] == "bind"}
+        sources = [mounts[f"/input/{name.lower()}"]["source"] for name in own]
+        assert sources == list(own.values())
+        assert all(mount["read_only"] for mount in mounts.values())
+    _, config, *others = found["learner"]["command"]
+    run = load(mounted({"services": found}, config), [x for x in others if x[0] != "-"])
+    assert isinstance(run.model, PretrainedModel) and isinstance(run.task, Gsm8k)
+    assert (run.model.path, run.task.path) == ("/input/model", "/input/data")
+    assert worker["command"][:2] == ["--run", run.name] == ["--run", "quickstart-hf"]
+
+
+def test_the_workers_of_other_hosts_mount_the_model_as_well(resolved, tmp_path):
+    worker = resolved([WORKERS], [], MODEL=str(tmp_path), **HOSTS)["services"]["rollout"]
+    mounts = {v["target"]: v["source"] for v in worker["volumes"] if v["type"] == "bind"}
+    assert mounts["/input/model"] == str(tmp_path)
+    assert worker["command"][:2] == ["--run", "quickstart-hf"]
+
+
+def test_a_way_out_is_asked_for_and_lets_nobody_in(resolved):
+    found = resolved([COMPOSE, COMPOSE.with_name("compose.egress.yaml")], ["tools"])
+    out = {name for name, x in found["services"].items() if "egress" in x.get("networks", {})}
+    assert out == {"learner", "rollout", "tools"}
+    assert not any("ports" in found["services"][name] for name in out)
+    assert "egress" not in resolved([COMPOSE], ["tools"])["networks"]
 
 
 def test_the_files_for_several_hosts_ask_for_the_hosts(resolved):
@@ -279,6 +350,8 @@ def test_the_files_for_several_hosts_ask_for_the_hosts(resolved):
 
 def test_the_learner_of_each_file_understands_its_settings(resolved):
     for files in ([COMPOSE], [COMPOSE, GPU], [COMPOSE, HEAD]):
-        _, config, *others = resolved(files, [], **HOSTS)["services"]["learner"]["command"]
-        run = load(ROOT / config, [text for text in others if not text.startswith("--")])
+        learner = resolved(files, [], **HOSTS)["services"]["learner"]
+        _, config, *others = learner["command"]
+        settings = [text for text in others if not text.startswith("--")]
+        run = load(mounted({"services": {"learner": learner}}, config), settings)
         assert (run.root, run.broadcast.fetch) == ("/runs", "tcp://0.0.0.0:5552")

