@@ -14,6 +14,7 @@ areal_q/system/stop_request.py.
 """
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -97,7 +98,8 @@ class Supervisor:
                 well = now
             elif now - well > STUCK_S and not self._stop.is_set():
                 logger.error("%s for %s: killed", found, duration(now - well))
-                child.kill()
+                for pid in [*_descendants(child.pid), child.pid]:
+                    os.kill(pid, signal.SIGKILL)
 
     def _out_of_memory(self) -> bool:
         return _oom_kills() > self._oom_kills
@@ -106,6 +108,13 @@ class Supervisor:
         self._stop.receive(number)
         if self._child:
             self._child.send_signal(number)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Returns the ids of a process's children and theirs: torchrun's outlive it, in sessions of their own."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    found = [int(child) for child in children.read_text().split()] if children.exists() else []
+    return [each for child in found for each in [*_descendants(child), child]]
 
 
 def _how(code: int, out_of_memory: bool) -> str:

@@ -95,6 +95,25 @@ def test_a_stuck_service_is_killed_and_started_again(tmp_path, monkeypatch, capl
     assert "it hangs for" in caplog.text and "killed by SIGKILL" in caplog.text
 
 
+def test_a_stuck_service_takes_its_children_with_it(tmp_path, monkeypatch):
+    pid_file, looks = tmp_path / "child", iter([None])
+    alive = lambda: pid_file.exists() and is_alive(int(pid_file.read_text() or 0))  # noqa: E731
+    monkeypatch.setattr(
+        supervisor, "complaint", lambda port, now_s: next(looks, "it hangs" if alive() else None)
+    )
+    monkeypatch.setattr(supervisor, "STUCK_S", 0.0)
+    child = f"setsid sh -c 'echo $$ > {pid_file}; exec sleep 600'"
+    script = f"[ -e {pid_file} ] && exit 0; {child} & wait"
+    assert Supervisor(["sh", "-c", script], 1).run() == 0
+    while alive():
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().split()[2] != "Z"
+
+
 def test_a_service_that_was_never_well_is_left_to_start(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "complaint", lambda port, now_s: "no metrics")
     monkeypatch.setattr(supervisor, "STUCK_S", 0.0)
