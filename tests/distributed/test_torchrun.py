@@ -5,10 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from helpers.kubernetes.overlays import build, kustomization
 from helpers.paths import ROOT
+
+from areal_q.system.ports import free_ports
 
 COMMAND = [sys.executable, "-m", "areal_q.system.torchrun", "--standalone", "--nproc-per-node=2"]
 RANK_0 = "import os, signal, sys, time\nif os.environ['RANK'] == '0':\n    "
@@ -34,6 +38,26 @@ def test_other_pods_of_a_job_never_complete_by_themselves(tmp_path: Path):
         environment = {**os.environ, "JOB_COMPLETION_INDEX": index}
         done = subprocess.run([*COMMAND, str(script)], cwd=ROOT, env=environment)
         assert done.returncode == code
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_pods_find_each_other_and_name_a_wrong_setting(tmp_path: Path, stack: ExitStack):
+    """The command of docker/kubernetes/ranks for both pods, here on one machine."""
+    (job,) = [x for x in build(kustomization(tmp_path, "base", "ranks")) if x["kind"] == "Job"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    shell, flag, script, name = container["command"]
+    script = script.replace("python", sys.executable, 1)
+    script = script.replace("learner-0.ranks", "127.0.0.1").replace("29500", str(free_ports(1)[0]))
+    arguments = ["--redis=redis://127.0.0.1:1", "--config=configs/quickstart.toml", "no.such=1"]
+    pods = []
+    for index in range(2):
+        told = {"LEARNER_PODS": "2", "RANKS_PER_POD": "1", "JOB_COMPLETION_INDEX": str(index)}
+        environment = {**os.environ, **told, "ARGS": "steps=3", "PYTHONPATH": str(ROOT)}
+        command = [shell, flag, script, name, *arguments]
+        pods.append(stack.enter_context(subprocess.Popen(command, cwd=ROOT, env=environment)))
+        stack.callback(pods[-1].kill)
+    assert [pod.wait() for pod in pods] == [2, 2]
 
 
 @pytest.mark.slow
