@@ -433,6 +433,7 @@ def test_the_doctor_follows_a_run_until_it_ends(tmp_path):
             run.kill()
 
 
+@pytest.mark.slow
 def test_probe_at_learning_rate_0_has_no_staleness_at_any_lag(run_dir):
     """Through launcher, engine and buffer; the run itself, which learns, has some."""
     results = {}
