@@ -80,7 +80,7 @@ def test_redis_may_take_twice_what_it_may_hold(compose):
     assert (settings()["REDIS_MAXMEMORY"], limit) == ("1gb", "2g")
 
 
-def test_services_that_can_hang_are_supervised_and_restarted_a_few_times(compose):
+def test_services_that_can_hang_are_restarted_a_few_times(compose):
     for name in ("learner", "rollout", "relay"):
         service = compose["services"][name]
         assert service["restart"] == "on-failure:3"

@@ -254,7 +254,7 @@ def test_a_wrong_setting_is_said_a_few_times_and_left(tmp_path, password):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_learner_without_memory_says_so_and_leaves_one_directory(tmp_path, password):
+def test_learner_without_memory_says_so_and_leaves_one_directory(tmp_path, password):
     stack = Stack(tmp_path, COMPOSE, LEARNER_MEMORY="150m")
     with up(stack, "redis", "learner"):
         said = "killed for want of memory: the container may have 157 MB"
@@ -265,7 +265,7 @@ def test_a_learner_without_memory_says_so_and_leaves_one_directory(tmp_path, pas
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_killed_rank_of_two_is_followed_by_all_from_a_checkpoint(tmp_path, password):
+def test_killed_rank_of_two_is_followed_by_all_from_a_checkpoint(tmp_path, password):
     with up(Stack(tmp_path, COMPOSE, RANKS="2"), "redis", "learner", "rollout") as stack:
         stack.more(25)
         *_, last = stack.processes("learner", "-m learner")
