@@ -106,6 +106,7 @@ METRICS = (
     Metric("buffer/full", "0 or 1", "1 while Redis is at its memory limit."),
     Metric("buffer/refused_admissions", "since the start", "Times that Redis refused new tickets."),
     Metric("buffer/waiting_commits", "groups", "Finished groups that wait at workers for room in Redis."),
+    Metric("redis/up", "0 or 1", "1 while Redis answers the learner; in Prometheus alone, every 5 seconds."),
     Metric("redis/used_bytes", "bytes", "Memory that Redis uses."),
     Metric("redis/limit_bytes", "bytes", "Redis's maxmemory; 0 means no limit."),
     Metric("weights/bytes", "bytes", "Size of a whole weight version."),
