@@ -125,8 +125,9 @@ def failed_rewards(steps: Iterable[StepMetrics]) -> tuple[int, Counter[str]]:
     """(responses whose reward failed, these by cause)."""
     total, causes = 0.0, Counter()
     for step in steps:
-        total += max(step.get("reward/errors") or 0.0, step.get("reward/invalid") or 0.0)
-        for key, value in step.items():
+        failed = max(step.get("reward/errors") or 0.0, step.get("reward/invalid") or 0.0)
+        total += failed
+        for key, value in step.items() if failed else ():
             if key.startswith("reward/invalid/") and value:
                 causes[key.removeprefix("reward/invalid/")] += value
     return round(total), causes

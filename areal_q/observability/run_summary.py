@@ -62,11 +62,13 @@ def unfaithful(records: Iterable[Record]) -> list[Unfaithful]:
     worst: dict[str, Unfaithful] = {}
     for record in records:
         bound = record.get("fidelity/bound_nats")
+        if bound is None:
+            continue
         for key, gap in record.items():
             if not key.startswith("fidelity/engine_"):  # most keys: a pattern for each takes long
                 continue
             found = re.fullmatch(r"fidelity/engine_(.+)/gap_mean_nats", key)
-            if found is None or bound is None or gap is None or gap <= bound:
+            if found is None or gap is None or gap <= bound:
                 continue
             engine = found[1]
             if engine not in worst or gap > worst[engine].gap_nats:

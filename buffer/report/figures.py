@@ -119,7 +119,8 @@ def plots_for(records: Sequence[Sequence[Record]]) -> list[Plot]:
     for run in records:
         for source, keys in found.items():
             for record in rows_of(run, source):
-                keys.update(k for k, v in record.items() if isinstance(v, (int, float)))
+                unknown = record.keys() - keys
+                keys.update(k for k in unknown if isinstance(record[k], (int, float)))
     plots = [
         msgspec.structs.replace(p, lines=[x for x in p.lines if x.key in found[p.source]])
         for p in PLOTS
@@ -171,8 +172,7 @@ def with_derived(steps: Sequence[Record]) -> list[Record]:
 
 def column(rows: Sequence[Record], key: str) -> np.ndarray:
     """float64 [len(rows)], NaN where a value is missing or was not finite."""
-    values = (r.get(key) for r in rows)
-    return np.array([np.nan if v is None else v for v in values], np.float64)
+    return np.array([r.get(key) for r in rows], np.float64)  # a None is a NaN
 
 
 def write_csv(names: Sequence[str], records: Sequence[Sequence[Record]], directory: Path) -> int:

@@ -42,26 +42,76 @@ class Located:
             return file.read_row_group(self.row_group, columns)
 
 
+Arrays = dict[str, np.ndarray]
+
+
+class _Part:
+    """One part of a log, read and turned into arrays in one piece: to do so for each of its steps would take
+    many times as long."""
+
+    def __init__(self, path: Path, columns: list[str]) -> None:
+        self.path = path
+        with pq.ParquetFile(path) as file:
+            metadata = file.metadata
+            sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+            self.table = file.read(columns, use_threads=False).combine_chunks()
+        self._starts = [0, *np.cumsum(sizes).tolist()]
+
+    def rows(self, where: Located) -> slice:
+        """Returns the rows of one step."""
+        return slice(*self._starts[where.row_group : where.row_group + 2])
+
+
+class _Trajectories(_Part):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, _COLUMNS)
+        table = self.table
+        self.prompts = table["prompt"].combine_chunks()
+        spans = table["spans"].combine_chunks()
+        self.offsets = spans.offsets.to_numpy() - spans.offsets[0].as_py()
+        """Place of each row's first span, and the number of spans behind the last one"""
+        self.version, self.count = (
+            spans.flatten().field(name).to_numpy() for name in ("version", "tokens")
+        )
+        first = self.offsets[:-1]
+        self.oldest = np.minimum.reduceat(self.version, first)
+        cut = table["finish_reason"].to_numpy() != "stop"
+        self.admitted, self.number = (table[k].to_numpy() for k in ("admitted", "number"))
+        self.place = table["place"].to_numpy()
+        self.columns: Arrays = {
+            "index": table["index"].to_numpy().astype(np.int32),
+            "length": np.add.reduceat(self.count, first).astype(np.int32),
+            "cut": cut.astype(np.int32),
+            "failed": _failed(table),
+            "reward": table["reward"].to_numpy().astype(np.float32),
+        }
+
+
+class _Scores(_Part):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, _TOKEN_COLUMNS)
+        self.number, self.index = (self.table[k].to_numpy() for k in ("number", "index"))
+        self.gap, self.marked = (
+            self.table[k].to_numpy().astype(np.float32) for k in ("largest_gap", "marked")
+        )
+
+
 class _Parts:
-    """Columns of the newest part of each log, read in one piece: steps follow one another, and to open a part
-    for each of its steps would take ten times as long."""
+    """The newest part of each log, since steps follow one another."""
 
     def __init__(self) -> None:
-        self._held: dict[Path, tuple[Path, pa.Table, list[int]]] = {}
+        self._rows: _Trajectories | None = None
+        self._scores: _Scores | None = None
 
-    def read(self, where: Located, columns: list[str]) -> pa.Table:
-        """The same as `where.read(columns)`."""
-        held = self._held.get(where.path.parent)
-        if held is None or held[0] != where.path:
-            with pq.ParquetFile(where.path) as file:
-                groups = range(file.num_row_groups)
-                sizes = [file.metadata.row_group(i).num_rows for i in groups]
-                starts = [0, *np.cumsum(sizes).tolist()]
-                held = (where.path, file.read(columns), starts)
-            self._held[where.path.parent] = held
-        _, table, starts = held
-        start, stop = starts[where.row_group : where.row_group + 2]
-        return table.slice(start, stop - start)
+    def rows(self, where: Located) -> _Trajectories:
+        if self._rows is None or self._rows.path != where.path:
+            self._rows = _Trajectories(where.path)
+        return self._rows
+
+    def scores(self, where: Located) -> _Scores:
+        if self._scores is None or self._scores.path != where.path:
+            self._scores = _Scores(where.path)
+        return self._scores
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,35 +183,28 @@ class Index:
 
 
 def read_step(step: int, where: Located, scored: Located | None, parts: _Parts) -> StepIndex:
-    table = parts.read(where, _COLUMNS).combine_chunks()
-    place = table["place"].to_numpy()
+    part = parts.rows(where)
+    rows = part.rows(where)
+    place, number = part.place[rows], part.number[rows]
     starts = np.flatnonzero(np.diff(place, prepend=-1))
-    spans = table["spans"].combine_chunks()
-    version, count = (spans.flatten().field(k).to_numpy() for k in ("version", "tokens"))
-    first_span = spans.offsets.to_numpy()[:-1] - spans.offsets[0].as_py()
-    length = np.add.reduceat(count, first_span)
-    number, index = (table[name].to_numpy() for name in ("number", "index"))
-    columns = {
-        "index": index.astype(np.int32),
-        "length": length.astype(np.int32),
-        "lag": (step - np.minimum.reduceat(version, first_span)).astype(np.int32),
-        "cut": (table["finish_reason"].to_numpy() != "stop").astype(np.int32),
-        "failed": _failed(table),
-        "reward": table["reward"].to_numpy().astype(np.float32),
-        **_scores(number, index, scored, parts),
-    }
-    lag = np.maximum(step - version, 0)
-    age = np.maximum(step - table["admitted"].to_numpy()[starts], 0)
+    spans = slice(part.offsets[rows.start], part.offsets[rows.stop])
+    # Copies, so that a step does not keep the whole part in memory.
+    columns = {name: values[rows].copy() for name, values in part.columns.items()}
+    columns["lag"] = (step - part.oldest[rows]).astype(np.int32)
+    columns |= _scores(number, columns["index"], scored, parts)
+    lag = np.maximum(step - part.version[spans], 0)
+    age = np.maximum(step - part.admitted[rows][starts], 0)
+    prompts = part.prompts.take(pa.array(rows.start + starts)).to_pylist()
     return StepIndex(
         step=step,
         rows=where,
         tokens=scored,
-        prompts=[p[:PROMPT_CHARACTERS] for p in table["prompt"].take(starts).to_pylist()],
+        prompts=[p[:PROMPT_CHARACTERS] for p in prompts],
         place=place[starts].astype(np.int32),
         number=number[starts].astype(np.int32),
         size=np.diff(starts, append=len(place)).astype(np.int32),
         columns=columns,
-        lags=np.bincount(lag, weights=count).astype(np.int64),
+        lags=np.bincount(lag, weights=part.count[spans]).astype(np.int64),
         ages=np.bincount(age).astype(np.int64),
     )
 
@@ -171,13 +214,16 @@ def _failed(table: pa.Table) -> np.ndarray:
     such column."""
     if "failure" not in table.column_names:
         return np.zeros(len(table), np.int32)
-    return np.array([CAUSES.index(cause) for cause in table["failure"].to_pylist()], np.int32)
+    causes = table["failure"].combine_chunks().dictionary_encode()
+    codes = np.array([CAUSES.index(cause) for cause in causes.dictionary.to_pylist()], np.int32)
+    return codes[causes.indices.to_numpy()]
 
 
-def matching(number: np.ndarray, index: np.ndarray, scored: pa.Table) -> np.ndarray:
-    """int64 [N]: the row of `scored` for each (number, index), -1 where there is none."""
-    theirs = _keys(scored["number"].to_numpy(), scored["index"].to_numpy())
-    ours = _keys(number, index)
+def matching(
+    number: np.ndarray, index: np.ndarray, their_number: np.ndarray, their_index: np.ndarray
+) -> np.ndarray:
+    """int64 [N]: the row of theirs for each (number, index), -1 where there is none."""
+    theirs, ours = _keys(their_number, their_index), _keys(number, index)
     if not len(theirs):
         return np.full(len(ours), -1)
     order = np.argsort(theirs)
@@ -190,20 +236,18 @@ def _keys(number: np.ndarray, index: np.ndarray) -> np.ndarray:
     return (number.astype(np.int64) << 24) + index
 
 
-def _scores(
-    number: np.ndarray, index: np.ndarray, where: Located | None, parts: _Parts
-) -> dict[str, np.ndarray]:
+def _scores(number: np.ndarray, index: np.ndarray, where: Located | None, parts: _Parts) -> Arrays:
     missing = np.full(len(number), np.nan, np.float32)
     if where is None:
         return {"gap": missing, "marked": missing}
-    scored = parts.read(where, _TOKEN_COLUMNS)
-    row = matching(number, index, scored)
+    part = parts.scores(where)
+    rows = part.rows(where)
+    row = matching(number, index, part.number[rows], part.index[rows])
 
-    def pick(name: str) -> np.ndarray:
-        values = scored[name].to_numpy().astype(np.float32)
-        return np.where(row >= 0, values[np.maximum(row, 0)], missing)
+    def pick(values: np.ndarray) -> np.ndarray:
+        return np.where(row >= 0, values[rows][np.maximum(row, 0)], missing)
 
-    return {"gap": pick("largest_gap"), "marked": pick("marked")}
+    return {"gap": pick(part.gap), "marked": pick(part.marked)}
 
 
 def summed(counts: list[np.ndarray]) -> np.ndarray:

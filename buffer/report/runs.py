@@ -5,6 +5,7 @@ each beside `…/step` and `…/elapsed_s`; `i/lags` and `i/ages` are histograms
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from areal_q.errors import LogError
 from areal_q.evaluation.estimates import read_evaluations
 from areal_q.observability.metrics_log import Record, read_metrics
 from areal_q.observability.plots import thinned
-from areal_q.observability.run_summary import mean, summarize
+from areal_q.observability.run_summary import Summary, mean, summarize
 from areal_q.system.files import by_number
 from areal_q.system.run_dir import METRICS_FILE, flat
 from buffer.logs.token_log import MARKS
@@ -72,7 +73,14 @@ class Reported:
     def refresh(self) -> None:
         path = self.directory / METRICS_FILE
         self.records = read_metrics(path) if path.exists() else []
+        self.__dict__.pop("summary", None)
         self.index.refresh()
+
+    @cached_property
+    def summary(self) -> Summary:
+        """The records in words; made once for each refresh."""
+        learner = self.run.learner
+        return summarize(self.records, learner.groups * learner.group_size)
 
     @property
     def steps(self) -> list[Record]:
@@ -155,7 +163,7 @@ def _final_and_best(run: Reported, key: str, better: str) -> dict[str, Any]:
 
 def one_line(run: Reported) -> str:
     """Example: "run2: done after 420 steps in 4:24, held-out accuracy 0.953, reward 0.904"."""
-    told = [f"{run.name}: {summarize(run.records).title}"]
+    told = [f"{run.name}: {run.summary.title}"]
     for label, key, better in TABLE[:2]:
         final = _final_and_best(run, key, better)["final"]
         told += [] if final is None else [f"{label} {final:.3f}"]
@@ -171,8 +179,7 @@ def different_settings(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _words(run: Reported) -> dict[str, Any]:
-    learner = run.run.learner
-    summary = summarize(run.records, learner.groups * learner.group_size)
+    summary = run.summary
     return {
         "name": run.name,
         "title": summary.title if run.ended else f"at step {_last(run)} of {run.run.steps}",

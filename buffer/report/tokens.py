@@ -45,7 +45,10 @@ class Groups:
         rows = rows.slice(start, stop - start)
         found = np.full(len(rows), -1)
         if scored is not None:
-            found = matching(rows["number"].to_numpy(), rows["index"].to_numpy(), scored)
+            ours, theirs = (
+                [table[name].to_numpy() for name in ("number", "index")] for table in (rows, scored)
+            )
+            found = matching(*ours, *theirs)
             scored = scored.take(found[found >= 0]) if (found >= 0).any() else None
         return pack(*self._content(one, rows, scored, found >= 0))
 

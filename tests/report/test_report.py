@@ -13,7 +13,6 @@ from functools import partial
 
 import msgspec
 import numpy as np
-import pyarrow as pa
 import pytest
 from helpers.paths import ROOT
 from hypothesis import example, given
@@ -285,11 +284,11 @@ def test_the_list_takes_all_of_an_earlier_version_for_scored():
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), unique=True),
 )
 def test_scores_are_matched_by_ticket_and_index(ours, theirs):
-    columns = {"number": [n for n, _ in theirs], "index": [i for _, i in theirs]}
-    scored = pa.table({name: pa.array(rows, pa.int64()) for name, rows in columns.items()})
-    numbers, indices = (np.array([pair[k] for pair in ours], np.int64) for k in (0, 1))
+    numbers, indices, *scored = (
+        np.array([pair[k] for pair in pairs], np.int64) for pairs in (ours, theirs) for k in (0, 1)
+    )
     expected = [theirs.index(pair) if pair in theirs else -1 for pair in ours]
-    assert matching(numbers, indices, scored).tolist() == expected
+    assert matching(numbers, indices, *scored).tolist() == expected
 
 
 def test_a_part_is_opened_once_and_not_for_each_step(write_run, tmp_path, monkeypatch):
