@@ -73,9 +73,11 @@ bench: $(VENV)/.installed
 chaos: $(VENV)/.installed
 	$(BIN)/python -m bench.chaos
 
-# Every decoder of what comes from a socket or a file, a million mutated inputs in all: docs/survival.md.
-fuzz: $(VENV)/.installed
+# Every decoder of what comes from a socket or a file, a million mutated inputs in all; then the endpoint and its
+# episodes, over HTTP: docs/survival.md.
+fuzz: $(VENV)/.installed-dev
 	$(BIN)/python -m bench.fuzz
+	$(PYTEST) tests/rollout/test_openai_server_fuzz.py tests/rollout/test_episode_fuzz.py
 
 # One operator or constant of the source is changed and the nearest tests run, 60 times: docs/mutants.md.
 mutants: $(VENV)/.installed-dev
