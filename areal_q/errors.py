@@ -16,6 +16,7 @@
     │   ├── BufferGone                  the same, of a process that was told to go: it ends without Redis
     │   └── BufferFull                  it is at its memory limit: nothing was written, and nothing is lost
     ├── RunChanged                      the run in Redis is not the one that a worker was set up for
+    ├── RankLost                        another of a learner's processes ended in the middle of its work
     ├── RunFinished                     the run that a worker works for has done its last step
     ├── ChildDied                       a process of a run ended when it should not have
     ├── RewardUnavailable               raised by a user's reward: what it needs did not answer
@@ -108,6 +109,10 @@ class RewardUnavailable(AReaLQError):
 
 class RunChanged(AReaLQError):
     """The run in Redis has another id, or other settings, than the one that a worker was set up for."""
+
+
+class RankLost(AReaLQError):
+    """Another of a learner's processes ended in the middle of its work, so that this one cannot go on."""
 
 
 class RunFinished(AReaLQError):

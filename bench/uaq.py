@@ -25,10 +25,10 @@ from areal_q.tasks import build_reward, build_task, build_tokenizer
 from bench.common import ROOT, commit, device, publish, table, use_cores
 from bench.stability.lab import Drawer, Tickets, warm_model
 from learner.backends.single_device import TorchPolicy
-from learner.data.admission import Admission
+from learner.data.admission import Admission, AdmissionSettings
 from learner.data.staleness import VersionHistory
 from learner.policy_update import SingleProcessUpdater
-from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from learner.train_step import train_step
 from rollout.engines import build_engine
 
@@ -52,9 +52,9 @@ async def draw(run: Run) -> tuple[list[list[Group]], str]:
     """Groups for each step, all from the weights after the warm start, and those weights' digest."""
     task, tokenizer = build_task(run.task), build_tokenizer(run)
     tickets = Tickets(run.name)
-    admission = Admission(run, task, tokenizer, tickets, 0, set())
+    admission = Admission(AdmissionSettings.of(run), task, tokenizer, tickets, 0, set())
     admission.issue(range(run.steps * run.learner.groups), 0)
-    version = VersionBuilder(run).build(warm_model(run, task, tokenizer), 0)
+    version = VersionBuilder(VersionSettings.of(run)).build(warm_model(run, task, tokenizer), 0)
     engine = build_engine(run.rollout.engine)
     await engine.start()
     await engine.load_weights(version)

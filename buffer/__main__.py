@@ -26,21 +26,21 @@ app = typer.Typer(
     context_settings=WIDTH,
     **PLAIN,
 )
-Directory = Annotated[
+_Directory = Annotated[
     Path | None, typer.Argument(metavar="RUN", help="a run's directory, such as runs/demo")
 ]
-Url = Annotated[
+_Url = Annotated[
     str | None, typer.Option("--redis", help="URL of the buffer, with --run", callback=no_password)
 ]
-Name = Annotated[str | None, typer.Option("--run", help="name of the run, with --redis")]
-Json = Annotated[bool, typer.Option("--json", help="one JSON document instead of tables")]
-Yes = Annotated[bool, typer.Option("--yes", help="do not ask")]
-To = Annotated[Path, typer.Option("--to", help="a new directory")]
-KINDS = ("groups", "tickets", "eval", "quarantine")
+_Name = Annotated[str | None, typer.Option("--run", help="name of the run, with --redis")]
+_Json = Annotated[bool, typer.Option("--json", help="one JSON document instead of tables")]
+_Yes = Annotated[bool, typer.Option("--yes", help="do not ask")]
+_To = Annotated[Path, typer.Option("--to", help="a new directory")]
+_KINDS = ("groups", "tickets", "eval", "quarantine")
 
 
 @app.command()
-def status(directory: Directory = None, url: Url = None, run: Name = None, json: Json = False):
+def status(directory: _Directory = None, url: _Url = None, run: _Name = None, json: _Json = False):
     """Streams, memory, workers: how much waits where, and since when."""
     with open_run(directory, url, run) as (client, name):
         found = inspect_state.read_status(client, name)
@@ -52,17 +52,17 @@ def status(directory: Directory = None, url: Url = None, run: Name = None, json:
 
 @app.command()
 def peek(
-    directory: Directory = None,
-    url: Url = None,
-    run: Name = None,
-    what: Annotated[str, typer.Option(help=f"one of {', '.join(KINDS)}")] = "groups",
+    directory: _Directory = None,
+    url: _Url = None,
+    run: _Name = None,
+    what: Annotated[str, typer.Option(help=f"one of {', '.join(_KINDS)}")] = "groups",
     ticket: Annotated[int | None, typer.Option(help="this group in full, token by token")] = None,
     count: Annotated[int, typer.Option(min=1, help="entries to show")] = 20,
-    json: Json = False,
+    json: _Json = False,
 ):
     """What is in the buffer; with --ticket N one group: its texts, tokens, log-probs, versions, rewards."""
-    if what not in KINDS:
-        raise ConfigError(f"--what {what}: none of {', '.join(KINDS)}")
+    if what not in _KINDS:
+        raise ConfigError(f"--what {what}: none of {', '.join(_KINDS)}")
     with open_run(directory, url, run) as (client, name):
         if ticket is not None:
             found = next(
@@ -83,7 +83,7 @@ def peek(
 
 
 @app.command()
-def export(to: To, directory: Directory = None, url: Url = None, run: Name = None) -> None:
+def export(to: _To, directory: _Directory = None, url: _Url = None, run: _Name = None) -> None:
     """Write the committed groups as Parquet, in the format of the trajectory log. They stay in Redis."""
     with open_run(directory, url, run) as (client, name):
         typer.echo(f"{actions.export_groups(client, name, to)} groups in {to}")
@@ -95,9 +95,9 @@ def import_(
         Path,
         typer.Option("--from", help="a log's directory: an export, or RUN/trajectories"),
     ],
-    directory: Directory = None,
-    url: Url = None,
-    run: Name = None,
+    directory: _Directory = None,
+    url: _Url = None,
+    run: _Name = None,
     from_step: Annotated[int, typer.Option(min=0, help="first step")] = 0,
     to_step: Annotated[int | None, typer.Option(min=1, help="step to stop before")] = None,
 ) -> None:
@@ -111,8 +111,8 @@ def import_(
 def requeue(
     ids: Annotated[list[str] | None, typer.Argument(help="ids of the quarantine; see peek")] = None,
     directory: Annotated[Path | None, typer.Option("--dir", help="a run's directory")] = None,
-    url: Url = None,
-    run: Name = None,
+    url: _Url = None,
+    run: _Name = None,
     everything: Annotated[bool, typer.Option("--all", help="all of the quarantine")] = False,
 ) -> None:
     """Put refused records back where they came from. What would be refused again stays, with the reason."""
@@ -129,11 +129,11 @@ def requeue(
 
 @app.command()
 def purge(
-    directory: Directory = None,
-    url: Url = None,
-    run: Name = None,
+    directory: _Directory = None,
+    url: _Url = None,
+    run: _Name = None,
     what: Annotated[str, typer.Option(help="quarantine, groups, or all of the run")] = "quarantine",
-    yes: Yes = False,
+    yes: _Yes = False,
 ) -> None:
     """Delete from Redis. Groups that are deleted before they were learnt from are lost."""
     if what not in ("quarantine", "groups", "all"):

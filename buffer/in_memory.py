@@ -27,7 +27,7 @@ from buffer.interface import START, Claim, Claims, Entry, LearnerSide, Memory, R
 from buffer.redis_store.keys import WORKER_TTL_S, Keys
 
 __all__ = ["LearnerSide", "MemoryBuffer", "MemoryLearner", "MemoryWorker", "WorkerSide"]
-POLL_S = 0.005
+_POLL_S = 0.005
 
 
 @dataclass
@@ -233,7 +233,7 @@ class MemoryWorker:
 
     async def run_info(self) -> RunInfo:
         while self._store.info is None:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(_POLL_S)
         return self._store.info
 
     async def claim(self, count: int, block_s: float) -> list[Claim]:
@@ -242,7 +242,7 @@ class MemoryWorker:
             claims = self._claim_now(count)
             if claims or time.monotonic() >= deadline:
                 return claims
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(_POLL_S)
 
     async def commit(self, claim: Claim, group: Group) -> bool:
         if group.validate().ticket.number != claim.ticket.number:

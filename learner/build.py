@@ -22,13 +22,14 @@ from buffer.logs.token_log import TokenLog
 from buffer.logs.trajectory_log import TrajectoryLog
 from buffer.redis_store import START, LearnerBuffer
 from buffer.redis_store.lease import owner_of
+from buffer.sampling.replay_pool import ReplayPool
 from buffer.weight_sync import WeightServer
 from learner import checkpoint
 from learner.backends.data_parallel import ALONE, Ranks
 from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.async_writer import CheckpointWriter
-from learner.data.admission import Admission
+from learner.data.admission import Admission, AdmissionSettings
 from learner.data.group_reader import GroupReader
 from learner.data.heldout_eval import HeldOutEvaluation
 from learner.data.replay_check import ReplayCheck
@@ -39,7 +40,7 @@ from learner.loop import Learner
 from learner.measure.fidelity import FidelityMeter
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import PolicyUpdater, SingleProcessUpdater
-from learner.publishing.version_builder import VersionBuilder, sticky_ranges
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ def build_policy(
     set_precision(model, run)
     policy = TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
     policy.calibrate = run.rollout.kv_scales
-    policy.sticky = sticky_ranges(run)
+    policy.sticky = VersionSettings.of(run).new_ranges()
     if resume:
         state = checkpoint.restore(directory / "checkpoints", policy)
         if policy.sticky and not policy.sticky.tensors():
@@ -176,19 +177,20 @@ def build_admission(
         buffer.drop_eval()  # whoever asked is gone
     else:
         buffer.forget()
+    settings = AdmissionSettings.of(run)
     cursor = buffer.cursor()
     if cursor is not None:
         # A group of a ticket that was never admitted, forged or of another history, is nobody's.
         admitted = max(cursor, state.cursor if state else 0)
         alive = {n for n in buffer.open_tickets() | set(buffer.unread()) if n < admitted}
         if state is None:
-            return Admission(run, task, tokenizer, buffer, cursor, alive)
+            return Admission(settings, task, tokenizer, buffer, cursor, alive)
         # A Redis that lost its last seconds has the cursor of before, and brings back finished tickets.
         outstanding = {n for n in alive if n >= state.cursor} | (alive & set(state.outstanding))
         lost = (set(state.outstanding) - alive) | set(state.lost)
         cursor = max(cursor, state.cursor)
-        return Admission(run, task, tokenizer, buffer, cursor, outstanding, lost)
-    admission = Admission(run, task, tokenizer, buffer, state.cursor if state else 0, set())
+        return Admission(settings, task, tokenizer, buffer, cursor, outstanding, lost)
+    admission = Admission(settings, task, tokenizer, buffer, state.cursor if state else 0, set())
     if state:
         buffer.position = START
         admission.issue(state.outstanding, state.step)
@@ -289,6 +291,8 @@ def _build(
     history = VersionHistory(
         keep, state.digests if state else None, min(forks, default=0), resumed=bool(state)
     )
+    uses = state.uses if state else None
+    pool = ReplayPool(run.buffer, run.learner, run.seed, run.steps, buffer.position, uses)
     weight_server = WeightServer(announce, fetch, run.broadcast)
     endpoints = {
         kind: reached_at(endpoint, run.broadcast.host)
@@ -302,12 +306,12 @@ def _build(
         updater=updater,
         buffer=buffer,
         admission=admission,
-        group_reader=GroupReader(buffer, admission, history, run, state.uses if state else None),
+        group_reader=GroupReader(buffer, admission, history, run.learner, pool),
         heldout=HeldOutEvaluation(admission, buffer, tokenizer, metrics),
         history=history,
         replay_check=ReplayCheck(start, recorded),
         forks=forks,
-        builder=VersionBuilder(run, policy.sticky, buffer.run_id),
+        builder=VersionBuilder(VersionSettings.of(run), policy.sticky, buffer.run_id),
         fidelity=FidelityMeter(run.learner, run.rollout.format),
         weight_server=weight_server,
         log=TrajectoryLog(directory / "trajectories", start) if run.buffer.log else None,

@@ -17,7 +17,8 @@ nor Redis, nor the run's directory.
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from areal_q.config import AdamW, MegatronBackend, Run, TorchBackend
-from areal_q.errors import ConfigError, UserError
+from areal_q.errors import ConfigError, RankLost
 from learner.backends.base import Shard
 from learner.backends.data_parallel import Ranks
 from learner.backends.messages import Begin, Collect, End, Message, Piece, Reset, Step
@@ -39,6 +40,8 @@ from learner.measure.token_recorder import TokenRecorder
 from learner.policy_advantages import needs_policy
 from learner.policy_update import update_policy
 
+LOST_WORDS = ("gloo", "Connection closed by peer", "Connection reset by peer")
+"""What gloo's errors say where the connection to another process broke; they have no class of their own."""
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
@@ -129,13 +132,26 @@ def exit_process(code: int = 0) -> NoReturn:
 def receive(ranks: Ranks) -> Message:
     """Returns rank 0's next message.
 
-    Raises UserError if rank 0 ended without one: its own last words are what the user has to read.
+    Raises RankLost if rank 0 ended without one: its own last words are what the user has to read.
     """
+    with names_a_lost_rank(ranks):
+        return _decoder.decode(ranks.broadcast(b""))
+
+
+@contextmanager
+def names_a_lost_rank(ranks: Ranks) -> Iterator[None]:
+    """Raises RankLost, which is one line, where a collective fails because another process ended."""
     try:
-        data = ranks.broadcast(b"")
+        yield
     except RuntimeError as error:
-        raise UserError(f"rank {ranks.rank}: rank 0 is gone: {error}".splitlines()[0]) from error
-    return _decoder.decode(data)
+        text = str(error)
+        if not isinstance(error, dist.DistError) and not any(word in text for word in LOST_WORDS):
+            raise
+        why = text.splitlines()[0]
+        raise RankLost(
+            f"rank {ranks.rank}: another rank is gone: {why}; the run goes on from its newest checkpoint "
+            "once all are started again"
+        ) from error
 
 
 class MultiProcessUpdater:
@@ -171,10 +187,11 @@ class MultiProcessUpdater:
     ) -> dict[str, float]:
         whole = self.policy
         self._broken = True
-        send(self._ranks, Step([Piece.of(sample) for sample in samples]))
-        values = update_policy(self._shard, samples, recorder)
-        whole.before_write()
-        self._shard.gather_weights(whole)
+        with names_a_lost_rank(self._ranks):
+            send(self._ranks, Step([Piece.of(sample) for sample in samples]))
+            values = update_policy(self._shard, samples, recorder)
+            whole.before_write()
+            self._shard.gather_weights(whole)
         self._broken = False
         whole.updates, whole.skipped = self._shard.updates, self._shard.skipped
         return values
@@ -205,7 +222,11 @@ def follow(run: Run, ranks: Ranks) -> None:
     if not isinstance(begin, Begin):
         dist.destroy_process_group()
         return
-    shard = BACKENDS[type(run.learner.backend)](begin, run, ranks, None)
+    with names_a_lost_rank(ranks):
+        _take_part(BACKENDS[type(run.learner.backend)](begin, run, ranks, None), ranks)
+
+
+def _take_part(shard: Shard, ranks: Ranks) -> None:
     while True:
         match receive(ranks):
             case Step(pieces):

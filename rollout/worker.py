@@ -45,7 +45,7 @@ from rollout.environments.single_turn import SingleTurn
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
-SAY_AFTER_S = 10.0
+_SAY_AFTER_S = 10.0
 """Seconds of waiting after which a worker says in its log what it waits for"""
 CAPACITY_POLL_S = 0.05
 """Seconds between two looks for room that ended responses of unfinished groups have left"""
@@ -257,7 +257,7 @@ class Worker:
         what, since_s, said = self._waits
         if found != what:
             self._waits = (found, now_s, False)
-        elif found and not said and now_s - since_s >= SAY_AFTER_S:
+        elif found and not said and now_s - since_s >= _SAY_AFTER_S:
             logger.info("waits for %s", found)
             self._waits = (what, since_s, True)
         return found

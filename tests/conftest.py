@@ -329,7 +329,7 @@ from learner import checkpoint
 from learner.build import build_model
 from learner.checkpoint.async_writer import CheckpointWriter
 from learner.backends.precision import set_precision
-from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from learner.backends.messages import Piece
 from learner.multi_process import MultiProcessUpdater, exit_process, follow, join
 from learner.backends.single_device import TorchPolicy
@@ -359,7 +359,7 @@ for job in sys.argv[1:]:
     writer.save(state, updater)
     writer.finish()
     writer.close()
-    made = VersionBuilder(run).build(model, 1)
+    made = VersionBuilder(VersionSettings.of(run)).build(model, 1)
     updater.close()
     (directory / "found.json").write_text(json.dumps([found, made.manifest.digest]))
 exit_process()

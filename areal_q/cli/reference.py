@@ -21,7 +21,7 @@ from areal_q.config import Run
 from areal_q.config.struct_types import GENERAL
 from areal_q.observability.metric_table import METRICS, WORKER_METRICS, Metric
 
-UNITS = {
+_UNITS = {
     "_s": "seconds",
     "_bytes": "bytes",
     "_nats": "nats",
@@ -30,14 +30,14 @@ UNITS = {
     "_ids": "token ids",
 }
 """The unit of a setting, by the ending of its name."""
-SETTINGS_HEAD = """# All settings
+_SETTINGS_HEAD = """# All settings
 
 Made by `make reference` from the code; `areal-q settings [WORD]` prints the same. A setting is written in a
 TOML file (`[learner]`, then `max_lag = 4`) or on the command line (`learner.max_lag=4`). Where a table has a
 choice of types, each type has settings of its own; a table whose `type` changes starts from that type's
 defaults.
 """
-METRICS_HEAD = """# All metrics
+_METRICS_HEAD = """# All metrics
 
 Made by `make reference` from the code. They are written to `metrics.jsonl`, one JSON object a line, and to
 TensorBoard; those of a learner step are also in the Parquet files under `steps/`. A `*` stands for a part of
@@ -78,7 +78,7 @@ def sections() -> list[Section]:
 
 def settings_page() -> str:
     """Returns the text of docs/settings.md."""
-    parts = [SETTINGS_HEAD]
+    parts = [_SETTINGS_HEAD]
     for section in sections():
         parts.append(_title(section))
         rows = [[f"`{s.name}`", s.kind, s.default, s.unit, s.meaning] for s in section.settings]
@@ -90,7 +90,7 @@ def metrics_page() -> str:
     """Returns the text of docs/metrics.md."""
     return "\n".join(
         [
-            METRICS_HEAD,
+            _METRICS_HEAD,
             _metric_table(METRICS),
             "## Of each worker\n\nA `step` record has a list `workers`, one entry for each live worker.\n",
             _metric_table(WORKER_METRICS),
@@ -233,7 +233,7 @@ def _tag_of(value: Any) -> str:
 
 
 def _unit(name: str) -> str:
-    return next((unit for ending, unit in UNITS.items() if name.endswith(ending)), "")
+    return next((unit for ending, unit in _UNITS.items() if name.endswith(ending)), "")
 
 
 def _doc(cls: type) -> str:

@@ -14,25 +14,25 @@ from areal_q.config.objectives import Gae
 from areal_q.config.run import Run, SmallModel
 from areal_q.config.tasks import Choice, Gsm8k, Math, Python
 
-LAST_PORT = 65535
-WILDCARDS = ("tcp://0.0.0.0:", "tcp://*:", "tcp://[::]:")
+_LAST_PORT = 65535
+_WILDCARDS = ("tcp://0.0.0.0:", "tcp://*:", "tcp://[::]:")
 """Endpoints that are bound on every interface begin with one of these."""
 
 
-def minibatches_divide_groups(run: Run) -> str | None:
+def _minibatches_divide_groups(run: Run) -> str | None:
     groups, parts = run.learner.groups, run.learner.minibatches
     if groups % parts:
         return f"learner.groups = {groups} is not a multiple of learner.minibatches = {parts}"
     return None
 
 
-def group_is_sampled(run: Run) -> str | None:
+def _group_is_sampled(run: Run) -> str | None:
     if run.rollout.sampling.temperature == 0:
         return "rollout.sampling.temperature = 0 draws the same response for a whole group"
     return None
 
 
-def distribution_is_whole(run: Run) -> str | None:
+def _distribution_is_whole(run: Run) -> str | None:
     """The learner scores the whole distribution: a truncated one would bias every ratio."""
     sampling = run.rollout.sampling
     if sampling.top_p < 1 or sampling.top_k or sampling.min_p:
@@ -40,7 +40,7 @@ def distribution_is_whole(run: Run) -> str | None:
     return None
 
 
-def critic_goes_with_gae(run: Run) -> str | None:
+def _critic_goes_with_gae(run: Run) -> str | None:
     gae = isinstance(run.learner.advantage, Gae)
     if gae and run.learner.critic is None:
         return "learner.advantage.type = 'gae' needs a critic: learner.critic = {}"
@@ -49,7 +49,7 @@ def critic_goes_with_gae(run: Run) -> str | None:
     return None
 
 
-def group_has_advantages(run: Run) -> str | None:
+def _group_has_advantages(run: Run) -> str | None:
     if run.learner.group_size < run.learner.fewest_valid:
         kind = run.learner.advantage.__struct_config__.tag
         return f"learner.group_size = 1 gives no response an advantage of type {kind!r}"
@@ -58,7 +58,7 @@ def group_has_advantages(run: Run) -> str | None:
     return None
 
 
-def small_model_reads_the_task(run: Run) -> str | None:
+def _small_model_reads_the_task(run: Run) -> str | None:
     """A small model knows the characters of its tasks alone, and has no chat template."""
     if not isinstance(run.model, SmallModel):
         return None
@@ -69,13 +69,13 @@ def small_model_reads_the_task(run: Run) -> str | None:
     return None
 
 
-def reward_has_one_file(run: Run) -> str | None:
+def _reward_has_one_file(run: Run) -> str | None:
     if isinstance(run.task, Python) and run.reward.path:
         return "reward.path: the reward of task.type = 'python' is in task.path"
     return None
 
 
-def response_fits_small_model(run: Run) -> str | None:
+def _response_fits_small_model(run: Run) -> str | None:
     if not isinstance(run.model, SmallModel):
         return None
     if run.rollout.sampling.max_tokens >= run.model.max_positions:
@@ -85,7 +85,7 @@ def response_fits_small_model(run: Run) -> str | None:
     return None
 
 
-def response_fits_microbatch(run: Run) -> str | None:
+def _response_fits_microbatch(run: Run) -> str | None:
     room, tokens = run.learner.microbatch_tokens, run.rollout.tokens_after_prompt
     if tokens >= room:
         return (
@@ -95,7 +95,7 @@ def response_fits_microbatch(run: Run) -> str | None:
     return None
 
 
-def group_fits_engine(run: Run) -> str | None:
+def _group_fits_engine(run: Run) -> str | None:
     engine, size = run.rollout.engine, run.learner.group_size
     slots = math.inf if isinstance(engine, ScriptedEngine) else engine.slots
     if isinstance(run.rollout.environment, SingleTurn) and slots < size:
@@ -105,14 +105,14 @@ def group_fits_engine(run: Run) -> str | None:
     return None
 
 
-def vllm_takes_temperature(run: Run) -> str | None:
+def _vllm_takes_temperature(run: Run) -> str | None:
     temperature = run.rollout.sampling.temperature
     if isinstance(run.rollout.engine, VllmEngine) and temperature > 2:
         return f"rollout.sampling.temperature = {temperature}: vLLM takes 2 at most"
     return None
 
 
-def vllm_multiplies_int4_in_bfloat16(run: Run) -> str | None:
+def _vllm_multiplies_int4_in_bfloat16(run: Run) -> str | None:
     engine = run.rollout.engine
     if (
         isinstance(engine, VllmEngine)
@@ -126,7 +126,7 @@ def vllm_multiplies_int4_in_bfloat16(run: Run) -> str | None:
     return None
 
 
-def vllm_fp8_cache_is_measured(run: Run) -> str | None:
+def _vllm_fp8_cache_is_measured(run: Run) -> str | None:
     engine = run.rollout.engine
     if not isinstance(engine, VllmEngine) or engine.kv_cache != "fp8":
         return None
@@ -137,20 +137,20 @@ def vllm_fp8_cache_is_measured(run: Run) -> str | None:
     return None
 
 
-def sglang_server_has_one_worker(run: Run) -> str | None:
+def _sglang_server_has_one_worker(run: Run) -> str | None:
     engine = run.rollout.engine
     if isinstance(engine, SglangEngine) and engine.url and run.rollout.workers > 1:
         return "rollout.engine.url: a server takes weights from one worker: rollout.workers = 1"
     return None
 
 
-def kv_scales_have_an_fp8_cache(run: Run) -> str | None:
+def _kv_scales_have_an_fp8_cache(run: Run) -> str | None:
     if run.rollout.kv_scales and getattr(run.rollout.engine, "kv_cache", "auto") != "fp8":
         return "rollout.kv_scales needs rollout.engine.kv_cache = 'fp8'"
     return None
 
 
-def lora_trains_in_full_precision(run: Run) -> str | None:
+def _lora_trains_in_full_precision(run: Run) -> str | None:
     if run.learner.lora and run.learner.precision != "full":
         return (
             "learner.lora runs on the rollouts' numbers already: learner.precision must be 'full'"
@@ -158,19 +158,19 @@ def lora_trains_in_full_precision(run: Run) -> str | None:
     return None
 
 
-def engine_adds_adapters(run: Run) -> str | None:
+def _engine_adds_adapters(run: Run) -> str | None:
     lora = run.learner.lora
     return no_adapters(run.rollout.engine, run.rollout.format, lora.rank) if lora else None
 
 
-def lora_reference_is_its_base(run: Run) -> str | None:
+def _lora_reference_is_its_base(run: Run) -> str | None:
     kl = run.learner.reference_kl
     if run.learner.lora and kl and (kl.path or kl.reset_every):
         return "learner.reference_kl: with learner.lora the reference is its base: no path, no reset_every"
     return None
 
 
-def routing_has_experts(run: Run) -> str | None:
+def _routing_has_experts(run: Run) -> str | None:
     model, learner = run.model, run.learner
     if not isinstance(model, SmallModel):
         return None
@@ -181,7 +181,7 @@ def routing_has_experts(run: Run) -> str | None:
     return None
 
 
-def heads_divide_width(run: Run) -> str | None:
+def _heads_divide_width(run: Run) -> str | None:
     model = run.model
     if not isinstance(model, SmallModel):
         return None
@@ -192,7 +192,7 @@ def heads_divide_width(run: Run) -> str | None:
     return None
 
 
-def sticky_scales_are_used(run: Run) -> str | None:
+def _sticky_scales_are_used(run: Run) -> str | None:
     rollout, learner = run.rollout, run.learner
     if not rollout.sticky_scales:
         return None
@@ -204,7 +204,7 @@ def sticky_scales_are_used(run: Run) -> str | None:
     return None
 
 
-def precision_goes_with_format(run: Run) -> str | None:
+def _precision_goes_with_format(run: Run) -> str | None:
     precision, format = run.learner.precision, run.rollout.format
     if precision == "jet" and format != "fp8":
         return f"learner.precision = 'jet' needs rollout.format = 'fp8', not {format!r}"
@@ -213,24 +213,24 @@ def precision_goes_with_format(run: Run) -> str | None:
     return None
 
 
-def endpoints_have_ports(run: Run) -> str | None:
+def _endpoints_have_ports(run: Run) -> str | None:
     """Each worker takes the port after the last one's; port 0 is any."""
     first = int(str(run.rollout.serve or 0).rpartition(":")[2])
     last = first + max(0, run.rollout.workers - 1)
-    if first and last > LAST_PORT:
+    if first and last > _LAST_PORT:
         return f"rollout.serve: there is no port {last}"
     return None
 
 
-def workers_can_connect(run: Run) -> str | None:
+def _workers_can_connect(run: Run) -> str | None:
     endpoints = (run.broadcast.announce, run.broadcast.fetch)
-    everywhere = any((endpoint or "").startswith(WILDCARDS) for endpoint in endpoints)
+    everywhere = any((endpoint or "").startswith(_WILDCARDS) for endpoint in endpoints)
     if run.broadcast.host is None and everywhere:
         return "broadcast.host is needed: workers cannot connect to every interface"
     return None
 
 
-def step_gets_its_groups(run: Run) -> str | None:
+def _step_gets_its_groups(run: Run) -> str | None:
     """A step that may draw only from more groups than there can be would wait for ever."""
     sampler, removal, groups = run.buffer.sampler, run.buffer.removal, run.learner.groups
     needed = (
@@ -246,7 +246,7 @@ def step_gets_its_groups(run: Run) -> str | None:
     return None
 
 
-def length_penalty_punishes_some(run: Run) -> str | None:
+def _length_penalty_punishes_some(run: Run) -> str | None:
     overlong, longest = run.reward.overlong, run.rollout.sampling.max_tokens
     if overlong is None:
         return None
@@ -264,7 +264,7 @@ def length_penalty_punishes_some(run: Run) -> str | None:
     return None
 
 
-def weights_fill_bytes(run: Run) -> str | None:
+def _weights_fill_bytes(run: Run) -> str | None:
     packs = run.rollout.format in ("nvfp4", "mxfp4")  # two weights to a byte
     if packs and isinstance(run.model, SmallModel) and run.model.mlp % 2:
         return (
@@ -273,7 +273,7 @@ def weights_fill_bytes(run: Run) -> str | None:
     return None
 
 
-def claims_outlive_heartbeats(run: Run) -> str | None:
+def _claims_outlive_heartbeats(run: Run) -> str | None:
     timeout_s = run.buffer.claim_timeout_s
     if SHORTEST_CLAIM_S <= timeout_s <= LONGEST_CLAIM_S:
         return None
@@ -285,34 +285,34 @@ def claims_outlive_heartbeats(run: Run) -> str | None:
 
 
 RULES: tuple[Callable[[Run], str | None], ...] = (
-    minibatches_divide_groups,
-    group_is_sampled,
-    distribution_is_whole,
-    critic_goes_with_gae,
-    group_has_advantages,
-    small_model_reads_the_task,
-    reward_has_one_file,
-    response_fits_small_model,
-    response_fits_microbatch,
-    group_fits_engine,
-    vllm_takes_temperature,
-    vllm_multiplies_int4_in_bfloat16,
-    vllm_fp8_cache_is_measured,
-    sglang_server_has_one_worker,
-    kv_scales_have_an_fp8_cache,
-    lora_trains_in_full_precision,
-    engine_adds_adapters,
-    lora_reference_is_its_base,
-    routing_has_experts,
-    heads_divide_width,
-    sticky_scales_are_used,
-    precision_goes_with_format,
-    endpoints_have_ports,
-    workers_can_connect,
-    step_gets_its_groups,
-    length_penalty_punishes_some,
-    weights_fill_bytes,
-    claims_outlive_heartbeats,
+    _minibatches_divide_groups,
+    _group_is_sampled,
+    _distribution_is_whole,
+    _critic_goes_with_gae,
+    _group_has_advantages,
+    _small_model_reads_the_task,
+    _reward_has_one_file,
+    _response_fits_small_model,
+    _response_fits_microbatch,
+    _group_fits_engine,
+    _vllm_takes_temperature,
+    _vllm_multiplies_int4_in_bfloat16,
+    _vllm_fp8_cache_is_measured,
+    _sglang_server_has_one_worker,
+    _kv_scales_have_an_fp8_cache,
+    _lora_trains_in_full_precision,
+    _engine_adds_adapters,
+    _lora_reference_is_its_base,
+    _routing_has_experts,
+    _heads_divide_width,
+    _sticky_scales_are_used,
+    _precision_goes_with_format,
+    _endpoints_have_ports,
+    _workers_can_connect,
+    _step_gets_its_groups,
+    _length_penalty_punishes_some,
+    _weights_fill_bytes,
+    _claims_outlive_heartbeats,
 )
 
 

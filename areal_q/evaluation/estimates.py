@@ -24,8 +24,8 @@ from msgspec import Struct
 from areal_q.config import Sampling
 from areal_q.errors import RecordError
 
-RESAMPLES = 2_000
-Z = 1.96
+_RESAMPLES = 2_000
+_Z = 1.96
 
 
 class Reply(Struct, frozen=True, kw_only=True):
@@ -132,12 +132,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     if all(v in (0.0, 1.0) for v in values):
         return wilson(sum(values) / len(values), len(values))
     rng, array = np.random.default_rng(0), np.asarray(values)
-    means = [array[rng.integers(0, len(array), len(array))].mean() for _ in range(RESAMPLES)]
+    means = [array[rng.integers(0, len(array), len(array))].mean() for _ in range(_RESAMPLES)]
     low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 
 
-def wilson(p: float, n: int, z: float = Z) -> tuple[float, float]:
+def wilson(p: float, n: int, z: float = _Z) -> tuple[float, float]:
     """Wilson's score interval of a proportion `p` of `n` draws."""
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))

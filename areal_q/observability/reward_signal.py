@@ -13,11 +13,11 @@ from areal_q.config import Python, Run, SmallModel
 from areal_q.observability.metrics_log import Record
 from areal_q.tasks.grading.reward_process import FAILED
 
-StepMetrics = Mapping[str, Any]
+_StepMetrics = Mapping[str, Any]
 
 EQUAL_STEPS = 5
 """Steps in a row with nothing but equal rewards, after which this is said."""
-AGAIN = 10
+_AGAIN = 10
 """What was said is said again once its count is so many times as large."""
 _FAILURE = re.compile(rf"{FAILED}, (\d+) so far: (.*?), for prompt ")
 
@@ -68,7 +68,7 @@ class RewardWatch:
 
     def add(self, record: Record) -> None:
         if record["kind"] == "step":
-            self._equal = self._equal + 1 if is_equal(record) else 0
+            self._equal = self._equal + 1 if _is_equal(record) else 0
             self._mean = record.get("reward/mean")
 
     def warnings(self) -> list[str]:
@@ -76,9 +76,9 @@ class RewardWatch:
         return [text for _, _, text in self._problems()]
 
     def due(self) -> list[str]:
-        """Returns the sentences that are new, or whose count has grown AGAIN times since they were last
+        """Returns the sentences that are new, or whose count has grown tenfold since they were last
         said."""
-        found = [p for p in self._problems() if p[1] >= AGAIN * self._said.get(p[0], 0)]
+        found = [p for p in self._problems() if p[1] >= _AGAIN * self._said.get(p[0], 0)]
         self._said |= {name: count for name, count, _ in found}
         return [text for _, _, text in found]
 
@@ -94,14 +94,14 @@ class RewardWatch:
         return problems
 
 
-def is_equal(step: StepMetrics) -> bool:
+def _is_equal(step: _StepMetrics) -> bool:
     """Returns True if all rewards of the step are the same number."""
     return step.get("reward/std") == 0
 
 
-def equal_steps(steps: Sequence[StepMetrics]) -> int:
+def equal_steps(steps: Sequence[_StepMetrics]) -> int:
     """How many of the newest steps, in a row, had nothing but equal rewards."""
-    return next((i for i, step in enumerate(reversed(steps)) if not is_equal(step)), len(steps))
+    return next((i for i, step in enumerate(reversed(steps)) if not _is_equal(step)), len(steps))
 
 
 def equal_text(steps: int, mean: float | None, advice: str = "") -> str:
@@ -121,7 +121,7 @@ def hint(run: Run) -> str:
     return ""
 
 
-def failed_rewards(steps: Iterable[StepMetrics]) -> tuple[int, Counter[str]]:
+def failed_rewards(steps: Iterable[_StepMetrics]) -> tuple[int, Counter[str]]:
     """(responses whose reward failed, these by cause)."""
     total, causes = 0.0, Counter()
     for step in steps:

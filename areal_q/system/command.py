@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from areal_q.errors import AReaLQError, BufferUnavailable, RecordError, UserError
+from areal_q.errors import AReaLQError, BufferUnavailable, RankLost, RecordError, UserError
 
 PLAIN: dict[str, Any] = {
     "add_completion": False,
@@ -20,7 +20,7 @@ PLAIN: dict[str, Any] = {
 PIPED_WIDTH = 1000
 """Columns of an output that is no terminal: nothing is wrapped, so that grep finds whole lines."""
 WIDTH = {"max_content_width": 100}
-EXITS = "Exit codes: 0 done; 2 something to mend, which one line names."
+_EXITS = "Exit codes: 0 done; 2 something to mend, which one line names."
 
 WatchdogSeconds = Annotated[
     float,
@@ -35,12 +35,12 @@ WatchdogSeconds = Annotated[
 
 
 def run_command(
-    name: str, main: Callable[..., Any], exits: str = EXITS, who: str = "areal-q: error"
+    name: str, main: Callable[..., Any], exits: str = _EXITS, who: str = "areal-q: error"
 ) -> None:
     """Runs `main` on the arguments of this process as `areal-q NAME`; the help ends with `exits`.
 
-    Exits with 2 for what a user can mend, with 1 where Redis went away, and says on stderr what it is, after
-    `who`."""
+    Exits with 2 for what a user can mend, with 1 where Redis or another rank went away, and says on stderr what
+    it is, after `who`."""
     app = typer.Typer(**PLAIN)
     app.command(epilog=exits, context_settings=WIDTH)(main)
     accept_any_text()
@@ -48,7 +48,7 @@ def run_command(
         app(prog_name=f"areal-q {name}")
     except (UserError, RecordError) as error:
         exit_with(error, 2, who)
-    except BufferUnavailable as error:
+    except (BufferUnavailable, RankLost) as error:
         exit_with(error, 1, who)
 
 

@@ -11,11 +11,11 @@ import zstandard
 
 from areal_q.weights import delta_kernels as kernels
 
-ESCAPE = 255
+_ESCAPE = 255
 """Byte that says: 255 more, and go on."""
-LEVEL = 1
+_LEVEL = 1
 """Compression level of zstd."""
-LARGEST_SYMBOL = 250
+_LARGEST_SYMBOL = 250
 """Largest symbol that `split` gives where it is not exact."""
 
 
@@ -31,19 +31,19 @@ def shifts(sizes: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 def escaped(high: np.ndarray) -> bytes:
     """Returns int64 [N] ≥ 0 as bytes, 255 meaning "255 more, and go on"."""
-    ends = np.cumsum(high // ESCAPE + 1)
-    tops = np.full(ends[-1] if len(ends) else 0, ESCAPE, np.uint8)
-    tops[ends - 1] = high % ESCAPE
+    ends = np.cumsum(high // _ESCAPE + 1)
+    tops = np.full(ends[-1] if len(ends) else 0, _ESCAPE, np.uint8)
+    tops[ends - 1] = high % _ESCAPE
     return tops.tobytes()
 
 
 def unescaped(tops: bytes, count: int) -> np.ndarray:
     """Returns int64 [count], the inverse of `escaped`. Raises ValueError for another count of numbers."""
     symbols = np.frombuffer(tops, np.uint8)
-    ends = np.flatnonzero(symbols != ESCAPE)
-    if len(ends) != count or (len(symbols) and symbols[-1] == ESCAPE):
+    ends = np.flatnonzero(symbols != _ESCAPE)
+    if len(ends) != count or (len(symbols) and symbols[-1] == _ESCAPE):
         raise ValueError(f"{len(ends)} gaps instead of {count}")
-    return (np.diff(ends, prepend=-1) - 1) * ESCAPE + symbols[ends]
+    return (np.diff(ends, prepend=-1) - 1) * _ESCAPE + symbols[ends]
 
 
 def split(sizes: np.ndarray, exact: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -65,7 +65,7 @@ def widths(symbol: np.ndarray, exact: bool) -> np.ndarray:
     """
     if exact:
         return np.zeros(len(symbol), np.uint8)
-    if len(symbol) and symbol.max() > LARGEST_SYMBOL:
+    if len(symbol) and symbol.max() > _LARGEST_SYMBOL:
         raise ValueError(f"a step of symbol {symbol.max()}")
     return np.where(symbol < 7, 0, (symbol.astype(np.int16) - 7) // 4 + 1).astype(np.uint8)
 
@@ -124,7 +124,7 @@ class Reader:
 @cache
 def _parameters() -> zstandard.ZstdCompressionParameters:
     # Matches in noise are chance and cost more than they save: make them rare.
-    return zstandard.ZstdCompressionParameters.from_level(LEVEL, min_match=7)
+    return zstandard.ZstdCompressionParameters.from_level(_LEVEL, min_match=7)
 
 
 def compress(data: bytes, dictionary: zstandard.ZstdCompressionDict | None = None) -> bytes:

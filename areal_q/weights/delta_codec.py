@@ -35,9 +35,9 @@ from areal_q.weights import bit_packing as bits
 from areal_q.weights import delta_kernels as kernels
 from areal_q.weights.delta_kernels import CLASSES
 
-DENSE = 3
-"""Changed elements are listed only where they are at most one in DENSE."""
-FEW = 256
+_DENSE = 3
+"""Changed elements are listed only where they are at most one in _DENSE."""
+_FEW = 256
 """Number of changes in a tensor below which classes cost more than they save."""
 
 
@@ -79,15 +79,15 @@ class Floats:
 FloatsOf = Callable[[int], Floats | None]
 """Returns the base's tensor at an index of the manifest; None where it holds no floats."""
 
-Amount = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+_Amount = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 """A count or an index, bounded since it comes from outside."""
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True):
     """Tensor `index` of the manifest differs in `counts` elements: in all, or of each class."""
 
-    index: Amount
-    counts: Amount | list[Amount]
+    index: _Amount
+    counts: _Amount | list[_Amount]
 
     @property
     def count(self) -> int:
@@ -109,7 +109,7 @@ class Streams(msgspec.Struct, frozen=True, array_like=True):
     low: bytes
     """Low bits of the gaps, then those of the steps."""
     based: bool = False
-    """Tells that the base is needed, for classes are used: where floats have at least FEW changes."""
+    """Tells that the base is needed, for classes are used: where floats have at least _FEW changes."""
 
 
 def encode(moves: Sequence[Moves], floats_of: FloatsOf | None = None) -> Streams:
@@ -120,7 +120,7 @@ def encode(moves: Sequence[Moves], floats_of: FloatsOf | None = None) -> Streams
     changes, gaps, shifts, flags, keys = [], [], [], [], []
     based = False
     for m in moves:
-        floats = floats_of(m.index) if floats_of and len(m.where) >= FEW else None
+        floats = floats_of(m.index) if floats_of and len(m.where) >= _FEW else None
         based = based or floats is not None
         listed, counts, sizes = _listed(m, floats)
         changes.append(Change(m.index, counts.tolist() if len(counts) > 1 else len(m.where)))
@@ -228,7 +228,7 @@ def _part(change: Change, tensors: Sequence[tuple[int, int]], floats_of: FloatsO
     if not 0 <= change.index < len(tensors):
         raise ValueError("a tensor that does not exist")
     elements, itemsize = tensors[change.index]
-    floats = floats_of(change.index) if floats_of and change.count >= FEW else None
+    floats = floats_of(change.index) if floats_of and change.count >= _FEW else None
     counts = np.atleast_1d(np.array(change.counts, np.int64))
     by_class = floats is not None and _rare(change.count, elements)
     sizes = floats.sizes() if floats and by_class else np.array([elements])
@@ -242,7 +242,7 @@ def _part(change: Change, tensors: Sequence[tuple[int, int]], floats_of: FloatsO
 
 
 def _rare(count: int, elements: int) -> bool:
-    return DENSE * count <= elements
+    return _DENSE * count <= elements
 
 
 def _listed(m: Moves, floats: Floats | None) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:

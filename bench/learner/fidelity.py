@@ -22,11 +22,11 @@ from areal_q.tasks import build_task, build_tokenizer
 from bench.common import commit, device, publish, say, table
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
-from learner.data.admission import Admission
+from learner.data.admission import Admission, AdmissionSettings
 from learner.data.staleness import VersionHistory
 from learner.measure.fidelity import FidelityMeter
 from learner.policy_update import SingleProcessUpdater
-from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from learner.train_step import train_step
 from rollout.engines import build_engine
 from rollout.engines.base import Engine, Request
@@ -89,8 +89,13 @@ async def measure(run: Run) -> dict[str, list[float]]:
     """CPU seconds of the step, the publishing and the meters, and the mean gap, for each round."""
     tokenizer = build_tokenizer(run)
     policy = TorchPolicy(build_model(run, tokenizer), run.learner, 1.0)
-    builder, history, tickets = VersionBuilder(run), VersionHistory(3), Tickets()
-    admission: Any = Admission(run, build_task(run.task), tokenizer, tickets, 0, set())  # type: ignore
+    builder, history, tickets = (
+        VersionBuilder(VersionSettings.of(run)),
+        VersionHistory(3),
+        Tickets(),
+    )
+    settings, task = AdmissionSettings.of(run), build_task(run.task)
+    admission: Any = Admission(settings, task, tokenizer, tickets, 0, set())  # type: ignore
     shares = [load(QUICKSTART, [f"learner.fidelity.share={share}"]) for share in SHARES]
     meters = [FidelityMeter(each.learner, each.rollout.format) for each in shares]
     engine = build_engine(run.rollout.engine)

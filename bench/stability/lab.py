@@ -38,11 +38,11 @@ from areal_q.weights.version import WeightVersion
 from buffer.in_memory import MemoryBuffer, MemoryLearner
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
-from learner.data.admission import Admission
+from learner.data.admission import Admission, AdmissionSettings
 from learner.data.sft_warmup import warm_start
 from learner.data.staleness import VersionHistory
 from learner.policy_update import SingleProcessUpdater
-from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from learner.train_step import train_step
 from rollout.engines.base import Completion, Engine, Request
 from rollout.engines.reference.torch_engine import torch_engine
@@ -154,9 +154,12 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
         warm_model(run, task, tokenizer), run.learner, run.rollout.sampling.temperature
     )
     tickets = Tickets(run.name)
-    admission = Admission(run, task, tokenizer, tickets, 0, set())
+    admission = Admission(AdmissionSettings.of(run), task, tokenizer, tickets, 0, set())
     history = VersionHistory(run.learner.versions_kept)
-    builders = VersionBuilder(run), VersionBuilder(override(run, "rollout.format=bf16"))
+    builders = (
+        VersionBuilder(VersionSettings.of(run)),
+        VersionBuilder(VersionSettings.of(override(run, "rollout.format=bf16"))),
+    )
     engines = build_engines(run)
     drawer = Drawer(engines[0], tokenizer, flaky or reward, run.rollout.format)
     judge = Drawer(engines[1], tokenizer, reward, "bf16")

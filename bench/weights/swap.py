@@ -30,7 +30,7 @@ from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from learner.publishing.weight_publisher import WeightPublisher
 from rollout.engines import build_engine
 from rollout.engines.base import Request
@@ -65,7 +65,7 @@ def learner_time(run: Run) -> dict[str, list[float]]:
     tokenizer = build_tokenizer(run)
     policy = TorchPolicy(build_model(run, tokenizer), run.learner, 1.0)
     batch = samples(run, tokenizer.vocab_size)
-    publisher = WeightPublisher(VersionBuilder(run), lambda _: None)
+    publisher = WeightPublisher(VersionBuilder(VersionSettings.of(run)), lambda _: None)
     policy.before_write = publisher.wait_until_read
     version = 0
 
@@ -101,7 +101,7 @@ async def first_token(run: Run) -> dict[str, float]:
     the new version, and the pause of generation at the swap."""
     task, tokenizer = build_task(run.task), build_tokenizer(run)
     model = build_model(run, tokenizer)
-    builder = VersionBuilder(run)
+    builder = VersionBuilder(VersionSettings.of(run))
     engine = build_engine(run.rollout.engine)
     made_ms, first_ms, pauses_ms = [], [], []
     seen: dict[int, float] = {}

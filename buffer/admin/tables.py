@@ -22,8 +22,8 @@ from buffer.admin import inspect_state
 from buffer.admin.inspect_state import RefusedRecord, Status
 from buffer.redis_store.keys import Keys
 
-MAX_TEXT = 2000
-Row = dict[str, Any]
+_MAX_TEXT = 2000
+_Row = dict[str, Any]
 
 
 def escaped(text: str) -> str:
@@ -52,14 +52,14 @@ def status_table(found: Status) -> RenderableType:
     for s in found.streams:
         cells = (s.entries, s.claimed or "", s.deliveries or "", size(s.nbytes))
         table.add_row(s.name, *map(str, cells), age(s.oldest_s), age(s.newest_s))
-    return Lines(Text(escaped_lines(head)), table)
+    return Lines(Text(_escaped_lines(head)), table)
 
 
-def escaped_lines(text: str) -> str:
+def _escaped_lines(text: str) -> str:
     return "\n".join(map(escaped, text.split("\n")))
 
 
-def facts(client: redis.Redis, run: str, what: str, count: int) -> list[Row]:
+def facts(client: redis.Redis, run: str, what: str, count: int) -> list[_Row]:
     """The first `count` entries of one kind."""
     return list(islice(_rows(client, run, what), count))
 
@@ -75,7 +75,7 @@ def entries_table(client: redis.Redis, run: str, what: str, count: int) -> Rende
     return table
 
 
-def group_facts(group: Group) -> Row:
+def group_facts(group: Group) -> _Row:
     """Everything in a group, arrays as lists."""
     ticket = group.ticket
     return {
@@ -119,8 +119,8 @@ def group_view(group: Group, tokenizer: Tokenizer | None) -> RenderableType:
         f"{escaped(group.worker)}, {escaped(group.engine)} {escaped(group.weight_format)}, "
         f"{group.finished_s - group.started_s:.2f} s\n"
     )
-    lines.append("prompt  ", style="bold").append(escaped(ticket.prompt)[:MAX_TEXT] + "\n")
-    lines.append("answer  ", style="bold").append(escaped(ticket.answer)[:MAX_TEXT] + "\n")
+    lines.append("prompt  ", style="bold").append(escaped(ticket.prompt)[:_MAX_TEXT] + "\n")
+    lines.append("answer  ", style="bold").append(escaped(ticket.answer)[:_MAX_TEXT] + "\n")
     parts: list[RenderableType] = [lines]
     for t in group.trajectories:
         parts += [_response(t, tokenizer), _tokens(t, tokenizer)]
@@ -147,7 +147,7 @@ def what_goes(found: Status, what: str) -> str:
     return f"{entries} entries of the {what}"
 
 
-def _rows(client: redis.Redis, run: str, what: str) -> Iterator[Row]:
+def _rows(client: redis.Redis, run: str, what: str) -> Iterator[_Row]:
     keys = Keys(run)
     if what == "quarantine":
         yield from map(_refused_row, inspect_state.quarantine(client, run))
@@ -159,7 +159,7 @@ def _rows(client: redis.Redis, run: str, what: str) -> Iterator[Row]:
             yield {"entry": entry, "ticket": t.number, "admitted": t.step, "prompt": t.prompt}
 
 
-def _group_row(entry: str, group: Group) -> Row:
+def _group_row(entry: str, group: Group) -> _Row:
     versions = sorted({s.version for t in group.trajectories for s in t.spans})
     rewards = [t.reward for t in group.valid_trajectories]
     return {
@@ -175,7 +175,7 @@ def _group_row(entry: str, group: Group) -> Row:
     }
 
 
-def _refused_row(record: RefusedRecord) -> Row:
+def _refused_row(record: RefusedRecord) -> _Row:
     return {
         "id": record.id,
         "source": record.source.rpartition(":")[2],
@@ -192,7 +192,7 @@ def _response(t: Trajectory, tokenizer: Tokenizer | None) -> Text:
     text.append(f"{reward}, {t.finish_reason}", style="not bold")
     if tokenizer:
         decoded = _decoded(tokenizer, t.response_ids.numpy().tolist())
-        text.append(f"\n{decoded[:MAX_TEXT]}", style="not bold")
+        text.append(f"\n{decoded[:_MAX_TEXT]}", style="not bold")
     return text
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from areal_q.observability.metric_table import METRICS, WORKER_METRICS, describe
 from areal_q.observability.metrics_log import Record
 
-MetricSource = Literal["step", "eval", "worker"]
+_MetricSource = Literal["step", "eval", "worker"]
 DELTA = "weights/delta_bytes_of_step"
 """Key of the growth of the counter weights/delta_bytes, which starts over with the learner's process"""
 
@@ -33,7 +33,7 @@ class Plot(msgspec.Struct, frozen=True, kw_only=True):
     unit: str = ""
     scale: float = 1.0
     """Factor of the axis only; CSV and columns hold the metric as it was recorded."""
-    source: MetricSource = "step"
+    source: _MetricSource = "step"
     log: bool = False
     """True for a logarithmic axis, for what spans decades."""
     zero: bool = False
@@ -48,7 +48,7 @@ def _plot(section: str, id: str, title: str, unit: str, *keys: str, **more: Any)
 
 
 _LAGS = [(k, f"lag {k}" + ("+" if k == 3 else "")) for k in range(4)]
-PLOTS = [
+_PLOTS = [
     _plot("Learning", "reward", "Reward", "mean of a step", "reward/mean"),
     _plot("Learning", "accuracy", "Held-out accuracy", "", "eval/accuracy", source="eval"),
     _plot("Learning", "loss", "Loss", "", "train/loss"),
@@ -114,8 +114,8 @@ PLOTS = [
 
 
 def plots_for(records: Sequence[Sequence[Record]]) -> list[Plot]:
-    """PLOTS of which some run has a value, then one for every other metric that some run has."""
-    found: dict[MetricSource, set[str]] = {"step": set(), "eval": set(), "worker": set()}
+    """Returns the plots for which some run has a value, then one for every other metric that some run has."""
+    found: dict[_MetricSource, set[str]] = {"step": set(), "eval": set(), "worker": set()}
     for run in records:
         for source, keys in found.items():
             for record in rows_of(run, source):
@@ -123,15 +123,15 @@ def plots_for(records: Sequence[Sequence[Record]]) -> list[Plot]:
                 keys.update(k for k in unknown if isinstance(record[k], (int, float)))
     plots = [
         msgspec.structs.replace(p, lines=[x for x in p.lines if x.key in found[p.source]])
-        for p in PLOTS
+        for p in _PLOTS
     ]
-    shown = {line.key for plot in PLOTS for line in plot.lines}
+    shown = {line.key for plot in _PLOTS for line in plot.lines}
     rest = sorted(k for k in found["step"] - shown if "/" in k)
     others = [_plot("Every other metric", key.replace("/", "."), key, "", key) for key in rest]
-    return [with_meaning(p) for p in [*plots, *others] if p.lines]
+    return [_with_meaning(p) for p in [*plots, *others] if p.lines]
 
 
-def with_meaning(plot: Plot) -> Plot:
+def _with_meaning(plot: Plot) -> Plot:
     """`plot` with what the table of metrics says of its lines; lines that mean the same share a sentence."""
     table = WORKER_METRICS if plot.source == "worker" else METRICS
     about: dict[str, str] = {}
@@ -144,7 +144,7 @@ def with_meaning(plot: Plot) -> Plot:
     return msgspec.structs.replace(plot, about=sentences)
 
 
-def rows_of(records: Iterable[Record], source: MetricSource) -> list[Record]:
+def rows_of(records: Iterable[Record], source: _MetricSource) -> list[Record]:
     """The records that a source draws from, in order. A worker's are its heartbeats with the step's times."""
     if source == "eval":
         return [r for r in records if r["kind"] == "eval"]
@@ -155,10 +155,10 @@ def rows_of(records: Iterable[Record], source: MetricSource) -> list[Record]:
             for r in steps
             for w in r.get("workers", [])
         ]
-    return with_derived(steps)
+    return _with_derived(steps)
 
 
-def with_derived(steps: Sequence[Record]) -> list[Record]:
+def _with_derived(steps: Sequence[Record]) -> list[Record]:
     """Step records with DELTA, where the counter is there."""
     before, out = 0.0, []
     for record in steps:

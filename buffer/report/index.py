@@ -23,7 +23,7 @@ PROMPT_CHARACTERS = 80
 _COLUMNS = [
     "place", "number", "index", "admitted", "prompt", "reward", "failure", "finish_reason", "spans",
 ]  # fmt: skip
-CAUSES = ("", *get_args(FailureCause))
+_CAUSES = ("", *get_args(FailureCause))
 """What the numbers of the column `failed` stand for; 0 is a response that was scored"""
 _TOKEN_COLUMNS = ["number", "index", "largest_gap", "marked"]
 Stamp = tuple[str, int, int]
@@ -130,7 +130,7 @@ class StepIndex:
     size: np.ndarray
     """Trajectories of each group, int32 [G]"""
     columns: dict[str, np.ndarray]
-    """[N] each: index, length, lag (largest), cut (1: no end was drawn), failed (place in CAUSES) int32;
+    """[N] each: index, length, lag (largest), cut (1: no end was drawn), failed (place in _CAUSES) int32;
     reward, gap, marked float32, the last two NaN without a token log"""
     lags: np.ndarray
     """Number of tokens of lag 0, 1, …, int64, by version number"""
@@ -210,12 +210,12 @@ def read_step(step: int, where: Located, scored: Located | None, parts: _Parts) 
 
 
 def _failed(table: pa.Table) -> np.ndarray:
-    """int32 [N]: why each response has no reward, as its place in CAUSES. The log of before version 4 has no
+    """int32 [N]: why each response has no reward, as its place in _CAUSES. The log of before version 4 has no
     such column."""
     if "failure" not in table.column_names:
         return np.zeros(len(table), np.int32)
     causes = table["failure"].combine_chunks().dictionary_encode()
-    codes = np.array([CAUSES.index(cause) for cause in causes.dictionary.to_pylist()], np.int32)
+    codes = np.array([_CAUSES.index(cause) for cause in causes.dictionary.to_pylist()], np.int32)
     return codes[causes.indices.to_numpy()]
 
 
@@ -272,7 +272,7 @@ def to_chunk(steps: list[StepIndex]) -> tuple[dict[str, Any], dict[str, np.ndarr
         ("reward", np.float32), ("gap", np.float32), ("marked", np.float32),
     ):  # fmt: skip
         arrays[f"trajectory/{name}"] = _joined([s.columns[name] for s in steps], dtype)
-    return {"prompts": [p for s in steps for p in s.prompts], "causes": CAUSES}, arrays
+    return {"prompts": [p for s in steps for p in s.prompts], "causes": _CAUSES}, arrays
 
 
 def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:

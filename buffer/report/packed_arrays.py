@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-DTYPES = ("uint8", "int32", "float32", "float64")
-LEVEL = 6
+_DTYPES = ("uint8", "int32", "float32", "float64")
+_LEVEL = 6
 
 
 def pack(meta: Any, arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Raises ValueError for an array of another dtype than DTYPES."""
+    """Raises ValueError for an array of another dtype than _DTYPES."""
     entries, bodies, offset = [], [], 0
     for name, array in arrays.items():
-        if array.dtype.name not in DTYPES or array.ndim != 1:
+        if array.dtype.name not in _DTYPES or array.ndim != 1:
             raise ValueError(f"{name}: {array.dtype.name} {list(array.shape)} cannot be in a chunk")
         body = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
         entries.append([name, array.dtype.name, offset, len(array)])
@@ -30,7 +30,9 @@ def pack(meta: Any, arrays: Mapping[str, np.ndarray]) -> bytes:
     header = msgspec.json.encode({"meta": meta, "arrays": entries})
     header += b" " * (-(len(header) + 4) % 8)
     # A time stamp would make two reports of the same run differ.
-    return gzip.compress(struct.pack("<I", len(header)) + header + b"".join(bodies), LEVEL, mtime=0)
+    return gzip.compress(
+        struct.pack("<I", len(header)) + header + b"".join(bodies), _LEVEL, mtime=0
+    )
 
 
 def unpack(chunk: bytes) -> tuple[Any, dict[str, np.ndarray]]:

@@ -19,7 +19,7 @@ from buffer.report.index import StepIndex, to_chunk
 from buffer.report.packed_arrays import pack
 from buffer.report.runs import Reported, overview
 
-SCRIPTS = (
+_SCRIPTS = (
     "data.js",
     "dom.js",
     "plots.js",
@@ -30,19 +30,19 @@ SCRIPTS = (
     "viewer.js",
     "main.js",
 )
-BLOCK_TRAJECTORIES = 64
+_BLOCK_TRAJECTORIES = 64
 """Trajectories of a chunk in a file: enough to compress well, few enough to open at once"""
-SAMPLED_STEPS = 16
-INDEX_SHARE = 0.4
+_SAMPLED_STEPS = 16
+_INDEX_SHARE = 0.4
 """Largest share of a file's budget that the list of all trajectories may take"""
 
 
 def shell(title: str, chunks: Sequence[tuple[str, bytes]] = (), served: bool = False) -> str:
     """The page. `chunks` are (name, bytes); without them it asks the server that it came from."""
-    script = "\n".join(_static(name) for name in SCRIPTS)
+    script = "\n".join(_static(name) for name in _SCRIPTS)
     style = _static("report.css")
     parts = {
-        "policy": policy(script, style, served),
+        "policy": _policy(script, style, served),
         "title": html.escape(title),
         "style": style,
         "script": script,
@@ -53,7 +53,7 @@ def shell(title: str, chunks: Sequence[tuple[str, bytes]] = (), served: bool = F
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _static("page.html"))
 
 
-def policy(script: str, style: str, served: bool) -> str:
+def _policy(script: str, style: str, served: bool) -> str:
     """The content security policy of the page."""
     connect = "'self'" if served else "'none'"
     return (
@@ -66,14 +66,14 @@ def policy(script: str, style: str, served: bool) -> str:
 def whole_file(runs: Sequence[Reported], max_bytes: int) -> str:
     """The page as one file of at most about `max_bytes`.
 
-    The curves are always in it; the list of all trajectories up to INDEX_SHARE of the budget, the newest steps
+    The curves are always in it; the list of all trajectories up to _INDEX_SHARE of the budget, the newest steps
     first; then the groups of as many steps as there is room for, in the order of `interesting`.
     """
     chunks = [("overview", pack(*overview(runs)))]
     room = max_bytes - len(shell(title_of(runs), chunks))
     listed = []
     for i, run in enumerate(runs):
-        steps, body = _index_within(run, int(room * INDEX_SHARE / len(runs)))
+        steps, body = _index_within(run, int(room * _INDEX_SHARE / len(runs)))
         listed.append(steps)
         chunks.append((f"index/{i}", body))
     room -= sum(_size(body) for _, body in chunks[1:])
@@ -126,7 +126,7 @@ def _index_within(run: Reported, max_bytes: int) -> tuple[list[StepIndex], bytes
     steps = [run.index.steps[s] for s in sorted(run.index.steps)]
     total = len(steps)
     # A few steps tell about how many fit, so that a long list is not packed to be thrown away.
-    few = steps[-SAMPLED_STEPS:]
+    few = steps[-_SAMPLED_STEPS:]
     fitting = int(max(0, max_bytes) / max(1, _size(index_chunk(few, total))) * len(few) * 1.2)
     steps = steps[max(0, total - max(fitting, len(few))) :]
     body = index_chunk(steps, total)
@@ -144,7 +144,7 @@ def _blocks(
     by_step = {one.step: one for one in listed}
     for step in interesting(run, sorted(by_step)):
         sizes = by_step[step].size
-        each = max(1, BLOCK_TRAJECTORIES // int(sizes.max()))
+        each = max(1, _BLOCK_TRAJECTORIES // int(sizes.max()))
         for first in range(0, len(sizes), each):
             body = run.groups.chunk(step, first, each)
             max_bytes -= _size(body)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from areal_q.config import Run
+from areal_q.config import BufferConfig, LearnerConfig
 from areal_q.messages import Group
 from buffer.interface import START, Entry, committed_s
 from buffer.sampling.samplers import PooledGroup, build_sampler
@@ -35,13 +35,23 @@ class SampledGroups(NamedTuple):
 
 
 class ReplayPool:
-    """The groups that were read and are not finished. It is not safe for several threads. `uses` are those of
-    groups that a checkpoint left unfinished, by ticket."""
+    """The groups that were read and are not finished. It is not safe for several threads."""
 
-    def __init__(self, run: Run, position: str, uses: dict[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        cfg: BufferConfig,
+        learner: LearnerConfig,
+        seed: int,
+        steps: int,
+        position: str,
+        uses: dict[int, int] | None = None,
+    ) -> None:
+        """Begins at `position` of the groups stream, for a run of `steps` steps with seed `seed`. `uses` are
+        those of groups that a checkpoint left unfinished, by ticket."""
         self.position = position
-        self._run, self._batch = run, run.learner.groups
-        self._sampler, self._removal = build_sampler(run.buffer.sampler), run.buffer.removal
+        self._batch, self._max_ahead = learner.groups, learner.max_outstanding
+        self._seed, self._steps = seed, steps
+        self._sampler, self._removal = build_sampler(cfg.sampler), cfg.removal
         self.needed = max(self._batch, self._sampler.min_groups)
         self._held: dict[int, PooledGroup] = {}
         """Groups by ticket, in the order of their commits"""
@@ -84,7 +94,7 @@ class ReplayPool:
     @property
     def ahead(self) -> int:
         """Further groups to read if they are there, so that the sampler can choose among all."""
-        return self._run.learner.max_outstanding if self._sampler.ahead else 0
+        return self._max_ahead if self._sampler.ahead else 0
 
     def rewind(self) -> None:
         """The stream's ids begin anew, below those that were read: none of them may be trimmed any more."""
@@ -129,8 +139,8 @@ class ReplayPool:
         if self.missing:
             return None
         held = list(self._held.values())
-        rng = np.random.default_rng([self._run.seed, step])
-        progress = step / max(1, self._run.steps - 1)
+        rng = np.random.default_rng([self._seed, step])
+        progress = step / max(1, self._steps - 1)
         chosen, weights = self._sampler.choose(held, self._batch, progress, rng)
         self._drawn = [held[i].number for i in chosen]
         return SampledGroups([held[i].group for i in chosen], weights)

@@ -178,7 +178,7 @@ def scatter(source: Tensor | None, target: Tensor) -> None:
     target.to_local().copy_(spread.to_local())
 
 
-def gather(source: Tensor, target: Tensor | None) -> None:
+def _gather(source: Tensor, target: Tensor | None) -> None:
     """Copies the shards of `source` into rank 0's whole `target`."""
     assert isinstance(source, DTensor)
     full = source.full_tensor()
@@ -206,7 +206,7 @@ def _gather_parameters(module: nn.Module, whole: nn.Module | None) -> None:
     targets = dict(whole.named_parameters()) if whole else {}
     for name, p in module.named_parameters():
         if p.requires_grad:
-            gather(p, targets.get(name))
+            _gather(p, targets.get(name))
 
 
 def _slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 START = "step-000000"
 """Never removed: a replay can begin there"""
 STATE, TENSORS, SHARE = "state.json", "tensors.safetensors", "tensors-{:05d}.safetensors"
-STAGED = ".shares-"
+_STAGED = ".shares-"
 """Begins the name of a directory in which other ranks leave their shares of a checkpoint"""
 
 
@@ -85,7 +85,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def stage(directory: Path, step: int) -> Path:
     """Makes an empty directory for the shares of other ranks, the same for all who ask for it at `step`."""
     clear_shares(directory)
-    staged = directory / f"{STAGED}step-{step:06d}"
+    staged = directory / f"{_STAGED}step-{step:06d}"
     staged.mkdir(parents=True)
     return staged
 
@@ -157,7 +157,7 @@ def _remove_old(directory: Path, keep: int, keep_every: int) -> None:
 
 def clear_shares(directory: Path) -> None:
     """Removes shares of a checkpoint that was not completed."""
-    for left in directory.glob(f"{STAGED}*"):
+    for left in directory.glob(f"{_STAGED}*"):
         shutil.rmtree(left)
 
 

@@ -13,16 +13,48 @@ its place until the K-th use or until it is too old, so samples per insert are K
 
 import hashlib
 import logging
+from dataclasses import dataclass
+from typing import Self
 
 from msgspec.structs import replace
 
-from areal_q.config import Run
+from areal_q.config import Run, Sampling
 from areal_q.errors import BufferFull
 from areal_q.messages import Array, Group, Ticket
 from areal_q.tasks import Problem, Task, Tokenizer, problem_at
 from buffer.interface import LearnerSide
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AdmissionSettings:
+    """The settings that decide which tickets there are, and how many at a time."""
+
+    run: str
+    """Name of the run."""
+    seed: int
+    """Seed of the run, from which the problems' order and each ticket's seed follow."""
+    max_outstanding: int
+    """Largest number of groups that are admitted and neither finished nor dropped: (η + 1) · B."""
+    group_size: int
+    """Responses to each training ticket."""
+    sampling: Sampling
+    """How training responses are drawn; held-out problems are answered at temperature 0."""
+    eval_problems: int
+    """Largest number of held-out problems in an evaluation."""
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        """Returns the settings of `run` that matter here."""
+        return cls(
+            run=run.name,
+            seed=run.seed,
+            max_outstanding=run.learner.max_outstanding,
+            group_size=run.learner.group_size,
+            sampling=run.rollout.sampling,
+            eval_problems=run.eval.problems,
+        )
 
 
 class Admission:
@@ -33,7 +65,7 @@ class Admission:
 
     def __init__(
         self,
-        run: Run,
+        settings: AdmissionSettings,
         task: Task,
         tokenizer: Tokenizer,
         buffer: LearnerSide,
@@ -41,7 +73,8 @@ class Admission:
         outstanding: set[int],
         lost: set[int] | None = None,
     ) -> None:
-        self._run, self._task, self._tokenizer, self._buffer = run, task, tokenizer, buffer
+        self._settings, self._buffer = settings, buffer
+        self._task, self._tokenizer = task, tokenizer
         self.cursor = cursor
         """Number of the next ticket."""
         self.outstanding = outstanding
@@ -54,7 +87,7 @@ class Admission:
     @property
     def capacity_left(self) -> int:
         """Groups that may be admitted now: (η + 1) · B − outstanding."""
-        return self._run.learner.max_outstanding - len(self.outstanding)
+        return self._settings.max_outstanding - len(self.outstanding)
 
     def admit(self, version: int) -> int:
         """Uses up the capacity left; returns how many tickets were admitted, which is 0 while Redis is full."""
@@ -99,8 +132,8 @@ class Admission:
 
     def evaluate(self, version: int) -> int:
         """Asks for one greedy response to each held-out problem; returns their number."""
-        problems = self._task.heldout[: self._run.eval.problems]
-        sampling = replace(self._run.rollout.sampling, temperature=0.0)
+        problems = self._task.heldout[: self._settings.eval_problems]
+        sampling = replace(self._settings.sampling, temperature=0.0)
         self._buffer.admit_eval(
             [
                 self._ticket_for(p, i, version, purpose="eval", group_size=1, sampling=sampling)
@@ -110,22 +143,22 @@ class Admission:
         return len(problems)
 
     def _ticket(self, number: int, version: int) -> Ticket:
-        problem = problem_at(self._task, number, self._run.seed)
-        size, sampling = self._run.learner.group_size, self._run.rollout.sampling
+        problem = problem_at(self._task, number, self._settings.seed)
+        size, sampling = self._settings.group_size, self._settings.sampling
         return self._ticket_for(
             problem, number, version, purpose="train", group_size=size, sampling=sampling
         )
 
     def _ticket_for(self, problem: Problem, number: int, version: int, **fields) -> Ticket:
         return Ticket(
-            run=self._run.name,
+            run=self._settings.run,
             run_id=self._buffer.run_id,
             number=number,
             step=version,
             prompt=problem.prompt,
             answer=problem.answer,
             prompt_ids=Array.of(self._tokenizer.encode_prompt(problem.prompt), "int32"),
-            seed=ticket_seed(self._run.seed, number),
+            seed=ticket_seed(self._settings.seed, number),
             **fields,
         )
 

@@ -5,7 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from areal_q.config import Run
+from areal_q.config import LearnerConfig
 from areal_q.messages import Group
 from buffer.interface import Entry, LearnerSide
 from buffer.sampling.replay_pool import ReplayPool, SampledGroups
@@ -35,13 +35,11 @@ class GroupReader:
         buffer: LearnerSide,
         admission: Admission,
         history: VersionHistory,
-        run: Run,
-        uses: dict[int, int] | None = None,
+        cfg: LearnerConfig,
+        pool: ReplayPool,
     ) -> None:
         self._buffer, self._admission, self._history = buffer, admission, history
-        self._max_lag, self._drop_uniform = run.learner.max_lag, run.learner.drop_uniform
-        self._fewest_valid = run.learner.fewest_valid
-        self._pool = ReplayPool(run, buffer.position, uses)
+        self._cfg, self._pool = cfg, pool
         self._starvation = Starvation()
         self.on_starvation: Callable[[int, str], None] = lambda version, sentence: None
         """Called with the version and a sentence when the learner has waited long for groups."""
@@ -57,7 +55,7 @@ class GroupReader:
         """Groups dropped since then because a token lagged too many versions behind."""
         self.uniform = 0
         """Groups dropped since then because their rewards were all equal."""
-        self.failures = Failures(2 * run.learner.groups * run.learner.group_size)
+        self.failures = Failures(2 * cfg.groups * cfg.group_size)
         """Failed rewards of all responses read since then, those of dropped groups among them."""
         self.invalid = 0
         """Groups dropped since then because too few of their responses were valid."""
@@ -162,10 +160,10 @@ class GroupReader:
         self.groups += 1
         self._newest = max(self._newest, *(s.version for t in group.trajectories for s in t.spans))
         self.failures.add(group)
-        if len(group.valid_trajectories) < self._fewest_valid:
+        if len(group.valid_trajectories) < self._cfg.fewest_valid:
             self.invalid += 1
             self._refuse(entry, "too few of its responses could be scored")
-        elif self._drop_uniform and is_uniform(group):
+        elif self._cfg.drop_uniform and is_uniform(group):
             self.uniform += 1
             self._refuse(entry, f"every reward is {group.valid_trajectories[0].reward}")
         else:
@@ -178,7 +176,7 @@ class GroupReader:
         logger.info("ticket %d dropped: %s", entry.group.ticket.number, reason)
 
     def _remove(self, version: int) -> None:
-        old = self._pool.remove_older(lambda group: self.lag(group, version), self._max_lag)
+        old = self._pool.remove_older(lambda group: self.lag(group, version), self._cfg.max_lag)
         self.dropped += len(old)
         self._drop(old, "too old")
         excess = self._pool.remove_excess(self._buffer.now_s)

@@ -17,6 +17,7 @@ from buffer.logs.trajectory_log import iter_log, logged_steps
 from learner import checkpoint
 from learner.doctor.diagnosis import TERMS, Case, Finding, LogFacts, TokenTable, diagnose, look_at
 from learner.doctor.probe import Probe
+from learner.publishing.version_builder import VersionSettings
 from learner.replay.compare import compare
 from learner.replay.replay_steps import Replay, recorded_settings
 
@@ -56,7 +57,8 @@ def examine(directory: Path, first: int | None, stop: int | None, console: Conso
     logged = iter_log(directory / "trajectories", first, stop, validate=False)
     model = _model(directory)
     facts = look_at(logged, model.eos_ids if model else ())
-    probe, exact, note = Probe(run, first), None, ""
+    probe = Probe(VersionSettings.of(run), run.learner.max_lag, first)
+    exact, note = None, ""
     if facts.missing or facts.positive:
         note = "the log breaks its contract, so its steps were not replayed"
     else:

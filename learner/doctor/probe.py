@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from areal_q.config import Run
 from areal_q.messages import Group
 from areal_q.models import Decoder
 from areal_q.models.low_bit.bf16_rounding import round_frozen, round_rest
@@ -28,8 +27,9 @@ from learner.data.packing import Sample, samples_of
 from learner.data.staleness import VersionHistory
 from learner.doctor.diagnosis import TERMS, TokenTable
 from learner.measure.rescore import Scorer
+from learner.publishing.version_builder import VersionSettings
 
-UNKNOWN = -1
+_UNKNOWN = -1
 
 
 class Version:
@@ -37,23 +37,26 @@ class Version:
     weights, as the engine runs it. `sticky`: the ranges that it was published with, where scales are sticky."""
 
     def __init__(
-        self, model: Decoder, run: Run, number: int, sticky: StickyRanges | None = None
+        self,
+        model: Decoder,
+        settings: VersionSettings,
+        number: int,
+        sticky: StickyRanges | None = None,
     ) -> None:
-        format = run.rollout.format
-        noise = noise_of(run.rollout.aqn, number, run.seed)
+        format = settings.format
+        noise = noise_of(settings.aqn, number, settings.seed)
         self.learnt = copy.deepcopy(model).requires_grad_(False)
         self.noisy = self.learnt
         if noise:
             self.noisy = copy.deepcopy(self.learnt)
-            self.noisy.load_state_dict(with_noise(model.state_dict(), noise, run.learner.uaq))
-        rounds = run.rollout.unquantized == "bf16"
+            self.noisy.load_state_dict(with_noise(model.state_dict(), noise, settings.uaq_scale))
         if adapted(self.noisy):  # runs on the published tensors as the engine does
-            if noise and rounds:
+            if noise and settings.rounds_rest:
                 round_frozen(self.noisy)
             self.dequantized = self.engine = self.noisy
             return
         published = published_state(self.noisy, format, sticky)
-        if rounds:
+        if settings.rounds_rest:
             published = rest_in_bf16(published, format)
         self.dequantized = copy.deepcopy(self.noisy)
         self.dequantized.load_state_dict(dequantize_state(published, format))
@@ -62,14 +65,15 @@ class Version:
         if sticky:
             for name, linear in linears(self.engine).items():
                 linear.take(parts_of(published, name, format))  # type: ignore[attr-defined]
-        round_rest(self.engine, rounds)
+        round_rest(self.engine, settings.rounds_rest)
 
 
 @dataclass
 class Probe:
     """Called before every replayed step (`Replay.steps`); measures those from `first` on."""
 
-    run: Run
+    settings: VersionSettings
+    max_lag: int
     first: int
     versions: dict[int, Version] = field(default_factory=dict)
     parts: list[TokenTable] = field(default_factory=list)
@@ -78,10 +82,10 @@ class Probe:
     def __call__(
         self, policy: TorchPolicy, step: int, groups: Sequence[Group], history: VersionHistory
     ) -> None:
-        keep = self.run.learner.max_lag + 1
+        keep = self.max_lag + 1
         self.versions = {v: self.versions[v] for v in self.versions if v > step - keep}
         if step > self.first - keep:
-            self.versions[step] = Version(policy.model, self.run, step, policy.sticky)
+            self.versions[step] = Version(policy.model, self.settings, step, policy.sticky)
         if step >= self.first:
             cfg = policy.cfg
             samples = samples_of(groups, cfg.advantage, history, step, mask=cfg.mask)
@@ -91,7 +95,7 @@ class Probe:
 
     def table(self) -> TokenTable:
         """All tokens that count, with finite log-probs."""
-        return joined(self.parts)
+        return _joined(self.parts)
 
     def _measure(
         self,
@@ -113,7 +117,7 @@ class Probe:
         behavior = _tokens(samples, "behavior_logprobs").astype(np.float64)
         lengths = [s.trajectory.num_tokens for s in samples]
         terms = np.full((len(behavior), len(TERMS)), np.nan)
-        for u in np.unique(version[version != UNKNOWN]):
+        for u in np.unique(version[version != _UNKNOWN]):
             mine = version == u
             chain = self._chain(
                 score, self.versions[int(u)], samples, mine, temperatures, policy.temperature
@@ -140,7 +144,7 @@ class Probe:
     def _known(self, span, history: VersionHistory) -> int:
         """The version that drew `span`, if its weights are at hand; a number alone does not tell."""
         same = history.digests.get(span.version) == span.digest
-        return span.version if same and span.version in self.versions else UNKNOWN
+        return span.version if same and span.version in self.versions else _UNKNOWN
 
     def _chain(
         self,
@@ -177,7 +181,7 @@ class Probe:
         return out
 
 
-def joined(parts: Sequence[TokenTable]) -> TokenTable:
+def _joined(parts: Sequence[TokenTable]) -> TokenTable:
     names = TokenTable.__dataclass_fields__
     return TokenTable(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
 

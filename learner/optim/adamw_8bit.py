@@ -47,7 +47,7 @@ def quantize(x: Tensor, signed: bool, lead: int = 0) -> tuple[Tensor, Tensor]:
     """Maps float32 of any shape to (codes uint8 [n], largest magnitude of each block float32 [⌈(lead +
     n)/256⌉]). The first block begins `lead` numbers before x."""
     largest = block_maxima(x, lead)
-    return encode(x, largest, signed, lead), largest
+    return _encode(x, largest, signed, lead), largest
 
 
 def block_maxima(x: Tensor, lead: int = 0) -> Tensor:
@@ -58,7 +58,7 @@ def block_maxima(x: Tensor, lead: int = 0) -> Tensor:
     return torch.nn.functional.pad(flat, (lead, end)).view(blocks, BLOCK).abs().amax(-1)
 
 
-def encode(x: Tensor, largest: Tensor, signed: bool, lead: int = 0) -> Tensor:
+def _encode(x: Tensor, largest: Tensor, signed: bool, lead: int = 0) -> Tensor:
     """Returns codes, uint8 [n], of x, whose blocks are scaled by `largest`."""
     values, flat = on(code_values(signed), x.device), x.flatten()
     scaled = flat / _spread(largest.clamp(min=torch.finfo(torch.float32).tiny), len(flat), lead)
@@ -191,6 +191,6 @@ def _put(slot: dict[str, Tensor], part: ParameterShard, moments: dict[str, Tenso
     part.agree(*largest.values())
     for name, x in moments.items():
         slot[f"{name}{LARGEST}"] = largest[name]
-        codes = encode(x, largest[name], SIGNED_MOMENTS[name], part.lead)
+        codes = _encode(x, largest[name], SIGNED_MOMENTS[name], part.lead)
         kept = local(slot[name])
         kept.copy_(codes.view(kept.shape))

@@ -3,10 +3,12 @@
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
-from areal_q.config import Run
+from areal_q.config import Aqn, Lora, Run
 from areal_q.models import Decoder
 from areal_q.models.low_bit.lora import LORA_SCALE
 from areal_q.models.low_bit.published_state import published_state
@@ -18,11 +20,45 @@ from areal_q.weights import version as weights
 from areal_q.weights.version import PayloadPool, WeightVersion
 
 
-def sticky_ranges(run: Run) -> StickyRanges | None:
-    """Returns empty sticky ranges, or None where scales are computed anew each time or cannot change."""
-    drift = run.rollout.sticky_scales
-    changes = run.rollout.format != "bf16" and not run.learner.lora
-    return StickyRanges(drift) if drift and changes else None
+@dataclass(frozen=True)
+class VersionSettings:
+    """The settings that decide what engines get of the learner's parameters."""
+
+    run: str
+    """Name of the run."""
+    seed: int
+    """Seed of the run, from which the noise follows."""
+    format: str
+    """Number format of the linear weights."""
+    rounds_rest: bool
+    """True if the other weights are rounded to bfloat16."""
+    uaq_scale: float
+    """UAQ's scale, which the learner's weights contain already."""
+    sticky_drift: float
+    """Drift of the weights after which a sticky scale is computed anew; 0 does so for every version."""
+    aqn: Aqn | None
+    """Noise in what is published; None publishes without any."""
+    lora: Lora | None
+    """Adapters on a frozen base; None where all weights are trained."""
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        """Returns the settings of `run` that matter here."""
+        return cls(
+            run=run.name,
+            seed=run.seed,
+            format=run.rollout.format,
+            rounds_rest=run.rollout.unquantized == "bf16",
+            uaq_scale=run.learner.uaq,
+            sticky_drift=run.rollout.sticky_scales,
+            aqn=run.rollout.aqn,
+            lora=run.learner.lora,
+        )
+
+    def new_ranges(self) -> StickyRanges | None:
+        """Returns empty sticky ranges, or None where scales are computed anew each time or cannot change."""
+        changes = self.format != "bf16" and not self.lora
+        return StickyRanges(self.sticky_drift) if self.sticky_drift and changes else None
 
 
 class VersionBuilder:
@@ -31,13 +67,15 @@ class VersionBuilder:
     UAQ's scaling is already in the learner's weights (learner/build.py), so nothing is folded in here.
     """
 
-    def __init__(self, run: Run, sticky: StickyRanges | None = None, run_id: str = "") -> None:
+    def __init__(
+        self, settings: VersionSettings, sticky: StickyRanges | None = None, run_id: str = ""
+    ) -> None:
         """`sticky` holds the ranges of the version before, from a checkpoint; None begins without any. `run_id`
         is told with each version."""
-        self._run, self._run_id = run, run_id
+        self._settings, self._run_id = settings, run_id
         self._pool = PayloadPool()
         self._epoch = uuid.uuid4().hex
-        self._ranges = sticky or sticky_ranges(run)
+        self._ranges = sticky or settings.new_ranges()
         self._last: WeightVersion | None = None
         self.codes_moved = 0.0
         """Share of the codes, 0 … 1, that differ between the last two versions built"""
@@ -52,20 +90,19 @@ class VersionBuilder:
         Raises QuantizationError naming a tensor that is not finite.
         """
         began = time.perf_counter()
-        run, format = self._run, self._run.rollout.format
-        lora = run.learner.lora
-        noise = noise_of(run.rollout.aqn, version, run.seed)
+        settings, format, lora = self._settings, self._settings.format, self._settings.lora
+        noise = noise_of(settings.aqn, version, settings.seed)
         published = published_state(model, format, self._ranges)
-        published = with_noise(published, noise, run.learner.uaq)
-        if run.rollout.unquantized == "bf16":
+        published = with_noise(published, noise, settings.uaq_scale)
+        if settings.rounds_rest:
             published = rest_in_bf16(published, format)
         built = weights.pack(
             published | dict(sorted((beside or {}).items())),
-            run=run.name,
+            run=settings.run,
             epoch=self._epoch,
             version=version,
             format=format,
-            uaq_scale=run.learner.uaq,
+            uaq_scale=settings.uaq_scale,
             model=model.config.to_hf(),
             published_s=time.time(),
             run_id=self._run_id,

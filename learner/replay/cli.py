@@ -19,10 +19,10 @@ from areal_q.system.command import run_command
 First = Annotated[
     int | None, typer.Option("--from", min=0, help="first step; default: of the first checkpoint")
 ]
-Stop = Annotated[
+_Stop = Annotated[
     int | None, typer.Option("--to", min=1, help="step to stop before; default: the log's end")
 ]
-Settings = Annotated[
+_Settings = Annotated[
     list[str] | None, typer.Option("--set", help="a.b=c, such as learner.objective.type=tbpo")
 ]
 
@@ -35,8 +35,8 @@ REPLAY_EXIT_CODES = (
 def main(
     directory: Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory")],
     first: First = None,
-    stop: Stop = None,
-    settings: Settings = None,
+    stop: _Stop = None,
+    settings: _Settings = None,
     until_diverges: Annotated[
         bool, typer.Option("--until-diverges", help="stop at the first step that differs")
     ] = False,

@@ -29,7 +29,7 @@ from learner.data.invalid_rewards import judged
 from learner.data.staleness import VersionHistory
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import MICROBATCH, SingleProcessUpdater
-from learner.publishing.version_builder import VersionBuilder, sticky_ranges
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from learner.train_step import machine, train_step
 
 ROUNDING_ONLY = ("learner.device", "learner.threads", "learner.microbatch_tokens")
@@ -118,7 +118,7 @@ class Replay:
     def steps(self, before: Before | None = None) -> Iterator[Replayed]:
         """Learns one step after the other, those between the checkpoint and `first` included."""
         history = VersionHistory(self.recorded.learner.versions_kept, self.state.digests)
-        builder = VersionBuilder(self.run, self.policy.sticky)
+        builder = VersionBuilder(VersionSettings.of(self.run), self.policy.sticky)
         logged = iter_log(self.directory / "trajectories", self.state.step, self.stop)
         for record in self.records:
             groups = _groups_of(record, next(logged, None), self.directory)
@@ -167,7 +167,7 @@ class Replay:
         set_precision(model, self.recorded)
         policy = TorchPolicy(model, start.learner, self.recorded.rollout.sampling.temperature)
         policy.calibrate = self.recorded.rollout.kv_scales
-        policy.sticky = sticky_ranges(self.recorded)
+        policy.sticky = VersionSettings.of(self.recorded).new_ranges()
         checkpoint.load(self.checkpoint, self.state, policy)
         return policy
 

@@ -19,7 +19,7 @@ from areal_q.system.command import console, run_command
 from areal_q.system.credentials import no_password
 from areal_q.system.run_dir import path_of
 
-MARKS = {"ok": "[green]✓[/]", "note": "[dim]·[/]", "warning": "[yellow]![/]", "error": "[red]✗[/]"}
+_MARKS = {"ok": "[green]✓[/]", "note": "[dim]·[/]", "warning": "[yellow]![/]", "error": "[red]✗[/]"}
 
 _EXITS = "Exit codes: 0 nothing is in the way; 1 something is; 2 settings that cannot be read."
 
@@ -133,7 +133,7 @@ def show(found: list[CheckResult]) -> None:
     table.add_column(overflow="fold")
     for one in found:
         fix = f"\n[dim]→ {escape(one.fix)}[/]" if one.fix else ""
-        table.add_row(MARKS[one.level], escape(one.name), escape(one.says) + fix)
+        table.add_row(_MARKS[one.level], escape(one.name), escape(one.says) + fix)
     console().print(table)
     errors = sum(one.level == "error" for one in found)
     typer.echo(f"in the way: {errors}" if errors else "nothing is in the way")

@@ -1,5 +1,6 @@
 """The Protocol of an engine, as a rollout worker sees it, and the records that cross it."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -7,14 +8,14 @@ import numpy as np
 from msgspec import Struct
 
 from areal_q.config import RolloutConfig, Sampling
-from areal_q.errors import RecordError
+from areal_q.errors import EngineDied, RecordError
 from areal_q.messages import FinishReason, VersionSpan
 from areal_q.models.config import DecoderConfig
 from areal_q.weights.version import WeightVersion
 
-LARGEST = 2**31
+_LARGEST = 2**31
 """Bound above any number of tokens, and above any id of one"""
-MOST_STOP_IDS = 512
+_MOST_STOP_IDS = 512
 """Most stop ids of a request; each token drawn is compared with all of them."""
 
 
@@ -142,6 +143,24 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
+class EngineBase:
+    """Name, running task and number of tokens drawn, which both kinds of engine keep alike."""
+
+    def __init__(self, name: str, capabilities: Capabilities, slots: int) -> None:
+        self.name, self.capabilities = name, capabilities
+        self.tokens_drawn = 0
+        """Response tokens since the start."""
+        self._max_samples = slots
+        self._task: asyncio.Task[None] | None = None
+        """The task that runs for as long as the engine does; None before the start."""
+
+    def _check_running(self, request: Request) -> None:
+        """Raises EngineDied when the engine is not running, RecordError for what no engine can serve."""
+        if self._task is None or self._task.done():
+            raise EngineDied(f"engine {self.name} is not running")
+        _check_shape(request, self._max_samples)
+
+
 def finish_reason(
     request: Request, ids: Sequence[int], *, stopped: bool, late: bool
 ) -> FinishReason | None:
@@ -171,7 +190,7 @@ def check_fits(request: Request, model: DecoderConfig, max_positions: int = 0) -
         raise RecordError(f"a prompt token is outside the vocabulary of {model.vocab_size}")
 
 
-def check_shape(request: Request, slots: int) -> None:
+def _check_shape(request: Request, slots: int) -> None:
     """Raises RecordError for what no engine can serve, whatever its weights."""
     if request.num_samples < 1 or np.ndim(request.prompt_ids) != 1 or not len(request.prompt_ids):
         raise RecordError("a request needs a prompt of at least one token and one response")
@@ -180,9 +199,9 @@ def check_shape(request: Request, slots: int) -> None:
             f"{request.num_samples} responses at once exceed the engine's {slots} slots"
         )
     ids = request.stop_ids
-    if len(ids) > MOST_STOP_IDS or not all(0 <= i < LARGEST for i in ids):
-        raise RecordError(f"stop ids are more than {MOST_STOP_IDS}, or one is no id of a token")
-    if request.sampling.top_k >= LARGEST or request.sampling.max_tokens >= LARGEST:
-        raise RecordError(f"top_k or max_tokens is not below {LARGEST}")
+    if len(ids) > _MOST_STOP_IDS or not all(0 <= i < _LARGEST for i in ids):
+        raise RecordError(f"stop ids are more than {_MOST_STOP_IDS}, or one is no id of a token")
+    if request.sampling.top_k >= _LARGEST or request.sampling.max_tokens >= _LARGEST:
+        raise RecordError(f"top_k or max_tokens is not below {_LARGEST}")
     if request.decode is None and any(isinstance(s, str) for s in request.sampling.stop):
         raise RecordError("stop strings need a tokenizer, which this request has not")

@@ -10,20 +10,20 @@ from areal_q.config.run import LARGEST_TEMPERATURE, LONGEST_STOP, MOST_STOPS
 from areal_q.config.struct_types import TokenId
 from areal_q.messages.trajectories import LARGEST_REWARD, FailureCause
 
-Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
-Stops = Stop | Annotated[list[Stop], Meta(max_length=MOST_STOPS)] | None
-MAX_CHOICES = 64
+_Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
+_Stops = _Stop | Annotated[list[_Stop], Meta(max_length=MOST_STOPS)] | None
+_MAX_CHOICES = 64
 MAX_STOP_IDS = 256
 """Most stop ids; each token drawn is compared with all of them, in every row of the engine."""
-MAX_PROMPT = 1 << 20
+_MAX_PROMPT = 1 << 20
 """Most token ids of a prompt, and most messages of a conversation"""
-Int32 = Annotated[int, Meta(ge=0, lt=2**31)]
-Number = Annotated[float, Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
+_Int32 = Annotated[int, Meta(ge=0, lt=2**31)]
+_Number = Annotated[float, Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 """A reward or a part of one, within the bounds that Group.validate takes"""
-PartName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
-MAX_PARTS = 32
-Zero = Annotated[float, Meta(ge=0, le=0)]
-One = Annotated[float, Meta(ge=1, le=1)]
+_PartName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
+_MAX_PARTS = 32
+_Zero = Annotated[float, Meta(ge=0, le=0)]
+_One = Annotated[float, Meta(ge=1, le=1)]
 _T = TypeVar("_T")
 
 
@@ -46,18 +46,18 @@ class _Body(Struct, kw_only=True):
     model: str = ""
     temperature: Annotated[float, Meta(ge=0, le=LARGEST_TEMPERATURE)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Int32 | None = None
+    top_k: _Int32 | None = None
     min_p: Annotated[float, Meta(ge=0, lt=1)] | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    n: Annotated[int, Meta(ge=1, le=_MAX_CHOICES)] = 1
     seed: Annotated[int, Meta(ge=0, lt=2**62)] | None = None
-    stop: Stops = None
+    stop: _Stops = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    frequency_penalty: Zero | None = None
-    presence_penalty: Zero | None = None
-    repetition_penalty: One | None = None
+    frequency_penalty: _Zero | None = None
+    presence_penalty: _Zero | None = None
+    repetition_penalty: _One | None = None
     logit_bias: Any = None
     max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
 
@@ -71,8 +71,8 @@ class _Body(Struct, kw_only=True):
 
 
 class CompletionBody(_Body, kw_only=True):
-    prompt: str | Annotated[list[TokenId], Meta(max_length=MAX_PROMPT)]
-    best_of: One | None = None
+    prompt: str | Annotated[list[TokenId], Meta(max_length=_MAX_PROMPT)]
+    best_of: _One | None = None
     suffix: Annotated[str, Meta(max_length=0)] | None = None
     echo: bool = False
 
@@ -81,7 +81,7 @@ class CompletionBody(_Body, kw_only=True):
         if self.echo:
             raise ValueError("`echo` is not implemented")
 
-    logprobs: Int32 | None = None
+    logprobs: _Int32 | None = None
 
     @property
     def limit(self) -> int | None:
@@ -106,7 +106,7 @@ def _joined(parts: list[TextPart]) -> str:
 
 
 class ChatBody(_Body, kw_only=True):
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_PROMPT)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=_MAX_PROMPT)]
     tools: Any = None
 
     def __post_init__(self) -> None:
@@ -128,10 +128,10 @@ class Begin(Struct):
 
 
 class RewardBody(Struct):
-    reward: Number | None = None
+    reward: _Number | None = None
     failed: FailureCause | None = None
     """Why the episode, and not the model, failed; given in place of a reward."""
-    parts: Annotated[dict[PartName, Number], Meta(max_length=MAX_PARTS)] = {}
+    parts: Annotated[dict[_PartName, _Number], Meta(max_length=_MAX_PARTS)] = {}
     """Parts that are averaged into the metrics; `correct` is what counts as accuracy."""
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.fixture_types import MakeGroup, MakeRun
+from helpers.policies import build_group_reader, build_pool, new_admission
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,14 +20,10 @@ from areal_q.algorithms.ratios import ratios
 from areal_q.config import Prioritized, Run, Uniform, load
 from areal_q.errors import ConfigError
 from areal_q.messages import Group, Ticket, VersionSpan
-from areal_q.tasks import build_task, build_tokenizer
 from buffer.in_memory import MemoryBuffer
 from buffer.interface import Entry
-from buffer.sampling.replay_pool import ReplayPool
 from buffer.sampling.samplers import PooledGroup, build_sampler, inclusion, spread, systematic
 from learner.data import group_reader as group_reader_module
-from learner.data.admission import Admission
-from learner.data.group_reader import GroupReader
 from learner.data.packing import samples_of
 from learner.data.staleness import VersionHistory
 
@@ -230,12 +227,10 @@ class Life:
         self.batches: list[list[int]] = []
         """Tickets of every step that survives"""
         self.learner = self.store.learner()
-        self.admission = Admission(
-            run, build_task(run.task), build_tokenizer(run), self.learner, 0, set()
-        )
+        self.admission = new_admission(run, self.learner)
         self.history = VersionHistory(run.learner.versions_kept)
         self.history.add(0, "d0")
-        self.group_reader = GroupReader(self.learner, self.admission, self.history, run)
+        self.group_reader = build_group_reader(run, self.learner, self.admission, self.history)
         self.save()
 
     def save(self) -> None:
@@ -258,13 +253,12 @@ class Life:
         alive = self.learner.open_tickets() | set(self.learner.unread())
         alive = {n for n in alive if n >= saved["cursor"] or n in saved["outstanding"]}
         cursor = max(saved["cursor"], self.store.cursor or 0)
-        task, tokenizer = build_task(self.run.task), build_tokenizer(self.run)
-        self.admission = Admission(self.run, task, tokenizer, self.learner, cursor, alive)
+        self.admission = new_admission(self.run, self.learner, cursor, alive)
         self.history = VersionHistory(
             self.run.learner.versions_kept, dict(saved["digests"]), self.version
         )
-        self.group_reader = GroupReader(
-            self.learner, self.admission, self.history, self.run, saved["uses"]
+        self.group_reader = build_group_reader(
+            self.run, self.learner, self.admission, self.history, saved["uses"]
         )
 
     def answer(self, count: int) -> None:
@@ -336,7 +330,7 @@ def entries(groups: list[Group], nbytes: int = 10) -> list[Entry]:
 
 def test_the_position_stays_before_the_oldest_group_that_is_held(make_run, make_ticket, make_group):
     run = make_run("buffer.sampler.type=freshest", "learner.groups=2", "learner.minibatches=1")
-    pool = ReplayPool(run, "0-0")
+    pool = build_pool(run)
     for entry in entries([make_group(make_ticket(n)) for n in range(4)]):
         pool.add(entry)
     assert [g.ticket.number for g in (pool.draw(0) or ([], []))[0]] == [3, 2]
@@ -350,7 +344,7 @@ def test_the_position_stays_before_the_oldest_group_that_is_held(make_run, make_
 
 def test_what_is_passed_over_does_not_hold_up_the_position(make_run, make_ticket, make_group):
     """Its place in the stream is done with, whatever tickets are held behind it."""
-    pool = ReplayPool(make_run("learner.groups=4", "learner.minibatches=1"), "0-0")
+    pool = build_pool(make_run("learner.groups=4", "learner.minibatches=1"))
     first, over, *others = entries([make_group(make_ticket(n)) for n in (0, 7, 1, 2)])
     pool.add(first)
     pool.pass_over(over)
@@ -375,7 +369,7 @@ def test_what_is_over_a_bound_of_removal_leaves_the_oldest_first(
 ):
     sampler = ["buffer.sampler.type=uniform", "learner.groups=2", "learner.minibatches=1"]
     run = make_run(*sampler, f"buffer.removal.{bound}")
-    pool, ages = ReplayPool(run, "0-0"), {0: 200, 4: 101} if "age" in bound else {}
+    pool, ages = build_pool(run), {0: 200, 4: 101} if "age" in bound else {}
     skews = [0, -3600, 3600, -3600, 3600, 0]  # seconds by which the clocks of the workers are off
     now_s = 1e9
     for n, skew in enumerate(skews):

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import redis
 from helpers.paths import ROOT
+from helpers.policies import build_group_reader
 
 from areal_q.config import Run
 from areal_q.messages import Group, Ticket, encode
@@ -29,7 +30,6 @@ from buffer.redis_store.local_server import RedisServer
 from learner import checkpoint
 from learner.build import build_admission
 from learner.data import group_reader as group_reader_module
-from learner.data.group_reader import GroupReader
 from learner.data.staleness import VersionHistory
 
 KEYS = Keys("run")
@@ -200,7 +200,7 @@ class Learning:
         self.admission = build_admission(run, task, tokenizer, self.buffer, state)
         history = VersionHistory(run.learner.versions_kept, {v: f"d{v}" for v in range(9)})
         self.buffer.publish_run("", {})
-        self.group_reader = GroupReader(self.buffer, self.admission, history, run)
+        self.group_reader = build_group_reader(run, self.buffer, self.admission, history)
         self.steps = state.step if state else 0
 
     def step(self, work: Callable[[], None]) -> list[int]:

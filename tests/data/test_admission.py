@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import redis
 from helpers.fixture_types import MakeGroup, MakeRun
+from helpers.policies import new_admission
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], d
 
 
 def admission_of(run: Run, store: MemoryBuffer) -> Admission:
-    return Admission(run, build_task(run.task), build_tokenizer(run), store.learner(), 0, set())
+    return new_admission(run, store.learner())
 
 
 def tickets_in(store: MemoryBuffer) -> list[Ticket]:
@@ -46,7 +47,7 @@ def test_no_interleaving_admits_more_than_the_staleness_bound(
     size, bound = run.learner.groups, (max_lag + 1) * run.learner.groups
     store = MemoryBuffer(run.name)
     learner, worker = store.learner(), store.worker("w")
-    admission = Admission(run, build_task(run.task), build_tokenizer(run), learner, 0, set())
+    admission = new_admission(run, learner)
     version, dropped, taken, claims = 0, 0, [], []
 
     async def commit(count: int) -> None:

@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 from helpers.fixture_types import MakeGroup, MakeRun
+from helpers.policies import build_group_reader, new_admission
 
 from areal_q.config import Run
 from areal_q.messages import Group, Ticket, VersionSpan
-from areal_q.tasks import build_task, build_tokenizer
 from buffer.in_memory import MemoryBuffer, MemoryLearner
 from learner.data import group_reader as group_reader_module
-from learner.data.admission import Admission
-from learner.data.group_reader import GroupReader
 from learner.data.staleness import VersionHistory
 
 
@@ -37,13 +35,11 @@ class Learner:
     def __init__(self, run: Run, make_group: MakeGroup) -> None:
         self.store, self.make_group = MemoryBuffer(run.name), make_group
         self.buffer: MemoryLearner = self.store.learner()
-        self.admission = Admission(
-            run, build_task(run.task), build_tokenizer(run), self.buffer, 0, set()
-        )
+        self.admission = new_admission(run, self.buffer)
         self.history = VersionHistory(keep=run.learner.versions_kept, fork=5)
         for version in range(6, 10):
             self.history.add(version, f"d{version}")
-        self.group_reader = GroupReader(self.buffer, self.admission, self.history, run)
+        self.group_reader = build_group_reader(run, self.buffer, self.admission, self.history)
         self.stop = threading.Event()
 
     def answer(self, count: int, *versions: int) -> list[int]:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.tasks import build_task, build_tokenizer
 from buffer.in_memory import MemoryBuffer
-from learner.data.admission import Admission
+from learner.data.admission import Admission, AdmissionSettings
 from learner.data.heldout_eval import HeldOutEvaluation
 
 
@@ -29,7 +29,9 @@ def metrics(tmp_path: Path):
 def heldout(make_run, store: MemoryBuffer, metrics: MetricsLog, monkeypatch) -> HeldOutEvaluation:
     run = make_run("eval.problems=3")
     learner, tokenizer = store.learner(), build_tokenizer(run)
-    admission = Admission(run, build_task(run.task), tokenizer, learner, 0, set())
+    admission = Admission(
+        AdmissionSettings.of(run), build_task(run.task), tokenizer, learner, 0, set()
+    )
     # The answers' tokens are of no vocabulary.
     monkeypatch.setattr(tokenizer, "decode", str)
     return HeldOutEvaluation(admission, learner, tokenizer, metrics)

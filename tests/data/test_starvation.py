@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from helpers.policies import build_group_reader, new_admission
 from msgspec.structs import replace
 from rich.console import Console
 
@@ -21,13 +22,10 @@ from areal_q.config import Run, load
 from areal_q.messages import Group, WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.system.run_dir import METRICS_FILE
-from areal_q.tasks import build_task, build_tokenizer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from learner.data import agent_episodes, starvation
 from learner.data import group_reader as group_reader_module
-from learner.data.admission import Admission
 from learner.data.agent_episodes import AgentEpisodes
-from learner.data.group_reader import GroupReader
 from learner.data.replay_check import ReplayCheck
 from learner.data.staleness import VersionHistory
 from rollout.commands import cluster
@@ -61,8 +59,8 @@ def test_a_learner_that_starves_tells_who_holds_its_tickets(
     monkeypatch.setattr(starvation, "SAY_AFTER_S", 0.05)
     run = make_run("learner.groups=4", "learner.max_lag=1")
     buffer = LearnerBuffer(redis_url, run.name)
-    admission = Admission(run, build_task(run.task), build_tokenizer(run), buffer, 0, set())
-    group_reader = GroupReader(buffer, admission, VersionHistory(3, {0: "a0", 1: "b1"}), run)
+    admission = new_admission(run, buffer)
+    group_reader = build_group_reader(run, buffer, admission, VersionHistory(3, {0: "a0", 1: "b1"}))
     said: list[str] = []
     stop = threading.Event()
 

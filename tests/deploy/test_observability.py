@@ -17,6 +17,8 @@ from areal_q.observability.health import MAX_AGE_S, complaint
 from areal_q.observability.prometheus_exporter import (
     LEARNER,
     PREFIX,
+    PROGRESS_AGE,
+    PROGRESS_LIMIT,
     WORKER,
     Exporter,
     serve_metrics,
@@ -27,7 +29,8 @@ PROMETHEUS = DOCKER / "prometheus"
 ALERTS = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())
 RULES = {rule["alert"]: rule for group in ALERTS["groups"] for rule in group["rules"]}
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-EXPORTED = {PREFIX + line.name for line in (*LEARNER, *WORKER)} | {
+EXPORTED = {PREFIX + line.name for line in (*LEARNER, *WORKER)}
+EXPORTED |= {PREFIX + PROGRESS_AGE, PREFIX + PROGRESS_LIMIT} | {
     sample.name
     for family in ProcessCollector(registry=CollectorRegistry()).collect()
     for sample in family.samples

@@ -21,6 +21,7 @@ from areal_q.quant.activations import (
     quantize_rows,
     quantize_rows_e4m3,
 )
+from areal_q.quant.kernels import cpu_activations
 from areal_q.quant.quantized_linear import FloatLinear, Fp8GroupLinear, Fp8RowLinear, Int8Linear
 from areal_q.weights.version import pack
 from rollout.engines import build_engine
@@ -49,7 +50,7 @@ def close(a, b):
 )
 def test_codes_and_scales_are_those_of_quantize_rows_to_the_bit(x):
     codes, scales = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
-    numba_kernels.quantize_rows(x, codes, scales)
+    cpu_activations.quantize_rows(x, codes, scales)
     want_codes, want_scales = quantize_rows(torch.from_numpy(x))
     assert (codes == want_codes.numpy()).all()
     assert (scales == want_scales[:, 0].numpy()).all()
@@ -67,9 +68,9 @@ def test_e4m3_activations_equal_the_plain_formats_bits(x):
     """NaN and infinity included: they must reach the log-prob."""
     numbers, scales = np.empty(x.shape, np.float32), np.empty(len(x), np.float32)
     with np.errstate(all="ignore"):
-        numba_kernels.e4m3_rows(x, numbers, scales)
+        cpu_activations.e4m3_rows(x, numbers, scales)
         grouped = np.empty(x.shape, np.float32)
-        numba_kernels.e4m3_groups(x, grouped)
+        cpu_activations.e4m3_groups(x, grouped)
     codes, want = quantize_rows_e4m3(torch.from_numpy(x))
     np.testing.assert_array_equal(numbers, codes.float().numpy())
     np.testing.assert_array_equal(scales, want[:, 0].numpy())
@@ -83,7 +84,7 @@ def test_e4m3_numbers_and_middles_round_as_in_torch():
     middles = (every[1:] + every[:-1]) / 2
     x = torch.cat((every, middles, torch.tensor([448.0])))[None]
     numbers, scales = np.empty(x.shape, np.float32), np.empty(1, np.float32)
-    numba_kernels.e4m3_rows(x.numpy(), numbers, scales)
+    cpu_activations.e4m3_rows(x.numpy(), numbers, scales)
     assert scales.tolist() == [1.0]
     assert torch.equal(torch.from_numpy(numbers), x.to(torch.float8_e4m3fn).float())
 
@@ -105,7 +106,7 @@ def test_an_fp8_linear_is_the_plain_one(kind, added):
 def test_halves_are_rounded_to_even():
     x = np.array([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5]], np.float32)
     codes, scales = np.empty(x.shape, np.int8), np.empty(1, np.float32)
-    numba_kernels.quantize_rows(x, codes, scales)
+    cpu_activations.quantize_rows(x, codes, scales)
     assert codes.tolist() == [[127, 0, 2, 2, 0, -2, 126]] and scales.tolist() == [1.0]
 
 

@@ -36,7 +36,7 @@ from learner.measure.fidelity import FidelityMeter
 from learner.measure.rescore import Scorer, engine_policy
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import SingleProcessUpdater, update_policy
-from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from learner.publishing.weight_publisher import WeightPublisher
 from learner.replay.compare import compare
 from learner.replay.replay_steps import Replay
@@ -188,7 +188,10 @@ def test_what_is_published_has_the_same_bytes(
     run = make_run(*PUBLISHED[kind])
     digests = []
     for policy in policies(run):
-        publisher, made = WeightPublisher(VersionBuilder(run), lambda made: None), []
+        publisher, made = (
+            WeightPublisher(VersionBuilder(VersionSettings.of(run)), lambda made: None),
+            [],
+        )
         for version in range(3):
             publisher.begin(policy.model, version, {})
             publisher.wait_until_read()
@@ -251,7 +254,11 @@ def test_run_logged_on_a_cpu_is_replayed_on_the_device(
     run, directory = make_run("rollout.format=int8", "learner.fidelity.share=1"), tmp_path / "run"
     directory.mkdir()
     (directory / "config.toml").write_text(dump_toml(run))
-    policy, history, builder = policies(run)[1], VersionHistory(4), VersionBuilder(run)
+    policy, history, builder = (
+        policies(run)[1],
+        VersionHistory(4),
+        VersionBuilder(VersionSettings.of(run)),
+    )
     versions = [builder.build(policy.model, 0)]
     history.add(0, versions[0].manifest.digest)
     state = checkpoint.State(
@@ -278,7 +285,7 @@ def test_run_logged_on_a_cpu_is_replayed_on_the_device(
     log.close()
     steps.close()
     replay = Replay(directory, ["learner.device=cuda"])
-    probe = Probe(replay.run, 0)
+    probe = Probe(VersionSettings.of(replay.run), replay.run.learner.max_lag, 0)
     replayed = list(replay.steps(probe))
     assert not replay.exact and not [d for one in replayed for d in compare(one, replay.exact)]
     assert isinstance(next(replay.policy.model.parameters()), Far)

@@ -1,15 +1,20 @@
-"""Policies as the learner builds them, their checkpoints, and their tensors as bytes."""
+"""Parts of a learner as it builds them: policies, their checkpoints and bytes; admission, pool and reader."""
 
 from pathlib import Path
 
 import torch
 
 from areal_q.config import Run
-from areal_q.tasks import build_tokenizer
+from areal_q.tasks import build_task, build_tokenizer
+from buffer.interface import LearnerSide
+from buffer.sampling.replay_pool import ReplayPool
 from learner import checkpoint
 from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
+from learner.data.admission import Admission, AdmissionSettings
+from learner.data.group_reader import GroupReader
+from learner.data.staleness import VersionHistory
 
 
 def build_policy(run: Run, temperature: float = 1.0) -> TorchPolicy:
@@ -31,3 +36,29 @@ def save_at(step: int, directory: Path, policy: TorchPolicy, keep: int = 1) -> N
         updates=policy.updates, skipped=policy.skipped,
     )  # fmt: skip
     checkpoint.save(directory, state, policy, keep)
+
+
+def new_admission(
+    run: Run, buffer: LearnerSide, cursor: int = 0, outstanding: set[int] | None = None
+) -> Admission:
+    """Returns the admission of `run`, which goes on at ticket `cursor` with tickets that are outstanding."""
+    task, tokenizer = build_task(run.task), build_tokenizer(run)
+    settings = AdmissionSettings.of(run)
+    return Admission(settings, task, tokenizer, buffer, cursor, outstanding or set())
+
+
+def build_pool(run: Run, position: str = "0-0", uses: dict[int, int] | None = None) -> ReplayPool:
+    """Returns the pool of `run`, empty, from `position` of the groups stream on."""
+    return ReplayPool(run.buffer, run.learner, run.seed, run.steps, position, uses)
+
+
+def build_group_reader(
+    run: Run,
+    buffer: LearnerSide,
+    admission: Admission,
+    history: VersionHistory,
+    uses: dict[int, int] | None = None,
+) -> GroupReader:
+    """Returns the reader of `run` with a pool of its own, from the buffer's position on."""
+    pool = build_pool(run, buffer.position, uses)
+    return GroupReader(buffer, admission, history, run.learner, pool)

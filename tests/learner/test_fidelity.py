@@ -19,7 +19,7 @@ from areal_q.weights.version import WeightVersion
 from learner.build import build_model
 from learner.measure.fidelity import FidelityMeter
 from learner.measure.rescore import Scorer, engine_policy
-from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine, Request
 
@@ -32,7 +32,7 @@ def make_versions(make_run: MakeRun) -> Callable[[Run], list[WeightVersion]]:
 
     def make(run: Run) -> list[WeightVersion]:
         model = build_model(run, build_tokenizer(run))
-        builder = VersionBuilder(run)
+        builder = VersionBuilder(VersionSettings.of(run))
         first = builder.build(model, 0)
         with torch.no_grad():
             for p in model.parameters():

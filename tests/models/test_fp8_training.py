@@ -24,7 +24,7 @@ from areal_q.quant.kernels.fp8_gemm import (
     scales_for_cublas,
 )
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 
 JET = ["learner.precision=jet", "rollout.format=fp8"]
 SHAPES = [(7, 32, 48), (130, 160, 96), (256, 256, 128)]
@@ -96,7 +96,7 @@ def test_the_weights_of_the_flow_are_the_ones_published(make_run: MakeRun, make_
     run = make_run(*JET, "learner.optimizer.lr=0.01")
     policy = build_policy(run)
     model = policy.model
-    first = VersionBuilder(run).build(model, 0).manifest.digest
+    first = VersionBuilder(VersionSettings.of(run)).build(model, 0).manifest.digest
     update_policy(policy, make_samples(12))
     published = published_state(model, "fp8")
     for name, linear in linears(model).items():
@@ -107,7 +107,7 @@ def test_the_weights_of_the_flow_are_the_ones_published(make_run: MakeRun, make_
         torch.equal(fresh[k].contiguous().view(torch.uint8), v.contiguous().view(torch.uint8))
         for k, v in published.items()
     )
-    assert VersionBuilder(run).build(model, 1).manifest.digest != first
+    assert VersionBuilder(VersionSettings.of(run)).build(model, 1).manifest.digest != first
 
 
 def test_rows_of_an_operand_are_its_numbers_for_any_block_start():

@@ -24,7 +24,7 @@ from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.build import build_model
 from learner.data.packing import Sample, pack
 from learner.policy_update import prepare_minibatches, update_policy
-from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines.base import Request
 from rollout.engines.reference.async_engine import Job
 from rollout.engines.reference.torch_engine import TorchStepper
@@ -126,7 +126,7 @@ def test_the_engine_gives_the_learners_log_probs(
     run = make_run(*LORA, f"rollout.format={format}", *some)
     policy = learnt(run, make_samples(12))
     stepper = TorchStepper(TorchEngine(slots=8))
-    stepper.swap(stepper.prepare(VersionBuilder(run).build(policy.model, 1)))
+    stepper.swap(stepper.prepare(VersionBuilder(VersionSettings.of(run)).build(policy.model, 1)))
     recorded: list[tuple[int, float]] = []
     request = Request(
         prompt_ids=np.array(IDS, np.int32), num_samples=1, sampling=Sampling(max_tokens=12), seed=0,
@@ -148,7 +148,7 @@ def test_the_engine_gives_the_learners_log_probs(
 
 def test_a_delta_holds_the_adapters_alone(make_run: MakeRun, make_samples: MakeSamples):
     run = make_run(*LORA, "rollout.format=nvfp4")
-    policy, builder = build(run), VersionBuilder(run)
+    policy, builder = build(run), VersionBuilder(VersionSettings.of(run))
     update_policy(policy, make_samples(12))
     first = builder.build(policy.model, 1)
     update_policy(policy, make_samples(12))
@@ -193,7 +193,10 @@ def test_a_restored_checkpoint_goes_on_bit_for_bit(
     assert update_policy(policy, make_samples(12, seed=1)) == update_policy(
         resumed, make_samples(12, seed=1)
     )
-    a, b = (VersionBuilder(run).build(t.model, 3).manifest.digest for t in (policy, resumed))
+    a, b = (
+        VersionBuilder(VersionSettings.of(run)).build(t.model, 3).manifest.digest
+        for t in (policy, resumed)
+    )
     assert a == b
 
 

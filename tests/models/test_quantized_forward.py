@@ -25,7 +25,7 @@ from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.data.packing import Sample, pack
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Request
 from rollout.engines.reference.inference_model import InferenceModel
@@ -117,7 +117,9 @@ LARGER = ["model.width=128", "model.mlp=384", "model.layers=3", "model.max_posit
 def test_aligned_learner_has_the_log_probs_of_the_engine(make_run: MakeRun, format: str, rest: str):
     run = make_run(QARL, f"rollout.format={format}", f"rollout.unquantized={rest}", *LARGER)
     policy = build_policy(run)
-    gap = gap_to_learner(policy, drawn_tokens(VersionBuilder(run).build(policy.model, 0)))
+    gap = gap_to_learner(
+        policy, drawn_tokens(VersionBuilder(VersionSettings.of(run)).build(policy.model, 0))
+    )
     assert gap.max() < 1e-4
 
 
@@ -125,7 +127,9 @@ def test_unquantized_tensors_travel_in_bfloat16_if_asked(make_run: MakeRun):
     model = build_policy(make_run()).model
     kv = {"kv": torch.ones(2)}
     wide, narrow = (
-        VersionBuilder(make_run(f"rollout.unquantized={rest}")).build(model, 0, kv).tensors
+        VersionBuilder(VersionSettings.of(make_run(f"rollout.unquantized={rest}")))
+        .build(model, 0, kv)
+        .tensors
         for rest in ("fp32", "bf16")
     )
     assert wide.keys() == narrow.keys()
@@ -166,7 +170,7 @@ def test_quantized_activations_differ_as_the_engine_from_itself(make_run: MakeRu
     # Where float32 rounding turns the code of an activation, no two orders of summation agree to 1e-4.
     run = make_run(QARL, f"rollout.format={format}", *LARGER)
     policy, plain = build_policy(run), build_policy(make_run(f"rollout.format={format}", *LARGER))
-    weights = VersionBuilder(run).build(policy.model, 0)
+    weights = VersionBuilder(VersionSettings.of(run)).build(policy.model, 0)
     samples = drawn_tokens(weights)
     aligned, engine = gap_to_learner(policy, samples), gap_to_plain_engine(weights, samples)
     unaligned = gap_to_learner(plain, samples)
@@ -184,9 +188,9 @@ def test_the_tensors_of_the_forward_are_the_ones_published(make_run: MakeRun, fo
         assert isinstance(linear, QuantLinear)
         for suffix, tensor in linear.parts.items():
             assert published[f"{name}.{suffix}"] is tensor
-    manifest = VersionBuilder(run).build(policy.model, 0).manifest
+    manifest = VersionBuilder(VersionSettings.of(run)).build(policy.model, 0).manifest
     plain = make_run(f"rollout.format={format}")
-    again = VersionBuilder(plain).build(build_policy(plain).model, 0).manifest
+    again = VersionBuilder(VersionSettings.of(plain)).build(build_policy(plain).model, 0).manifest
     assert (manifest.digest, manifest.nbytes) == (again.digest, again.nbytes)
 
 
@@ -245,7 +249,10 @@ def test_step_after_a_restore_is_bit_for_bit_the_step_without(
         update_policy(resumed, make_samples(12, seed=1)),
     )
     assert ours == theirs
-    a, b = (VersionBuilder(run).build(t.model, 2).manifest.digest for t in (policy, resumed))
+    a, b = (
+        VersionBuilder(VersionSettings.of(run)).build(t.model, 2).manifest.digest
+        for t in (policy, resumed)
+    )
     assert a == b
 
 

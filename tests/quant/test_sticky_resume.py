@@ -21,7 +21,7 @@ from learner.backends.messages import Piece
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model, build_policy
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder, sticky_ranges
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 
 STEPS, EVERY = 9, 3
 SETTINGS = ["rollout.sticky_scales=0.01", "learner.optimizer.lr=0.01"]
@@ -35,7 +35,7 @@ from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.build import build_model
 from learner.checkpoint.async_writer import CheckpointWriter
-from learner.publishing.version_builder import VersionBuilder, sticky_ranges
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from learner.backends.messages import Piece
 from learner.policy_update import SingleProcessUpdater, update_policy
 from learner.backends.single_device import TorchPolicy
@@ -43,11 +43,11 @@ from learner.backends.single_device import TorchPolicy
 directory, killed_at = Path(sys.argv[1]), int(sys.argv[2])
 run = load(directory / "config.toml")
 policy = TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
-policy.sticky = sticky_ranges(run)
+policy.sticky = VersionSettings.of(run).new_ranges()
 checkpoints, step = directory / "checkpoints", 0
 if checkpoint.steps(checkpoints):
     step = checkpoint.restore(checkpoints, policy).step
-builder, writer = VersionBuilder(run, policy.sticky), CheckpointWriter(checkpoints, 2)
+builder, writer = VersionBuilder(VersionSettings.of(run), policy.sticky), CheckpointWriter(checkpoints, 2)
 steps = msgspec.msgpack.decode((directory / "samples").read_bytes(), type=list[list[Piece]])
 while True:
     print(step, builder.build(policy.model, step).manifest.digest, flush=True)
@@ -100,7 +100,7 @@ def test_killed_learner_goes_on_to_publish_the_same_versions(
 
 def build(run: Run) -> TorchPolicy:
     policy = TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
-    policy.sticky = sticky_ranges(run)
+    policy.sticky = VersionSettings.of(run).new_ranges()
     return policy
 
 
@@ -114,7 +114,7 @@ def test_checkpoint_without_ranges_restores_with_a_warning(
 ):
     run = make_run(*SETTINGS)
     policy = build(run)
-    builder, digests = VersionBuilder(run, policy.sticky), []
+    builder, digests = VersionBuilder(VersionSettings.of(run), policy.sticky), []
     for seed in range(3):
         update_policy(policy, make_samples(6, seed, vocab=13))
         digests.append(builder.build(policy.model, seed + 1).manifest.digest)
@@ -128,14 +128,21 @@ def test_checkpoint_without_ranges_restores_with_a_warning(
     ):
         resumed, _ = build_policy(run, tmp_path, True, task, tokenizer, metrics, threading.Event())
     assert ("holds no ranges of sticky scales" in caplog.text) is not held
-    again = VersionBuilder(run, resumed.sticky).build(resumed.model, 3).manifest.digest
+    again = (
+        VersionBuilder(VersionSettings.of(run), resumed.sticky)
+        .build(resumed.model, 3)
+        .manifest.digest
+    )
     assert (again == digests[-1]) is held
 
 
 def test_where_no_scale_changes_there_are_no_ranges_to_keep(make_run: MakeRun):
     """Such settings are refused today; runs of before that may hold them."""
     run = make_run(*SETTINGS)
-    assert sticky_ranges(run) is not None
+    assert VersionSettings.of(run).new_ranges() is not None
     in_bf16 = replace(run, rollout=replace(run.rollout, format="bf16"))
     adapters = replace(run, learner=replace(run.learner, lora=Lora(rank=4)))
-    assert sticky_ranges(in_bf16) is None and sticky_ranges(adapters) is None
+    assert (
+        VersionSettings.of(in_bf16).new_ranges() is None
+        and VersionSettings.of(adapters).new_ranges() is None
+    )

@@ -18,7 +18,7 @@ from learner.build import build_model
 from learner.data.packing import Sample, pack
 from learner.measure.rescore import Scorer, engine_policy
 from learner.policy_update import update_policy
-from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
 from rollout.engines.scripted import scripted_engine
@@ -33,7 +33,9 @@ CHARS = CharTokenizer()
 def played(engine: Engine, run: Run, ticket: Ticket, tool: CalculatorTool = TOOL) -> list[Response]:
     async def work() -> list[Response]:
         await engine.start()
-        await engine.load_weights(VersionBuilder(run).build(build_model(run, CHARS), 0))
+        await engine.load_weights(
+            VersionBuilder(VersionSettings.of(run)).build(build_model(run, CHARS), 0)
+        )
         try:
             responses = [Response() for _ in range(ticket.group_size)]
             await Calculator(EngineClient(engine, CHARS), tool)(ticket, responses)
@@ -90,7 +92,9 @@ def test_turns_cut_off_anywhere_go_on_as_if_nothing_had_happened(
     async def work() -> list[Response]:
         engine = build_engine(TorchEngine(slots=8))
         await engine.start()
-        await engine.load_weights(VersionBuilder(run).build(build_model(run, CHARS), 0))
+        await engine.load_weights(
+            VersionBuilder(VersionSettings.of(run)).build(build_model(run, CHARS), 0)
+        )
         environment = Calculator(EngineClient(engine, CHARS), TOOL)
         responses = [Response() for _ in range(3)]
         while not all(r.ended for r in responses):
@@ -133,7 +137,7 @@ def test_every_turns_log_probs_are_those_of_the_whole_recomputed(
     # A result is put in only after a well-formed call, so here the close alone is one turn.
     assert sum(r.turns > 1 for r in responses) > 5
     model = build_model(run, build_tokenizer(run))
-    version = VersionBuilder(run).build(model, 0)
+    version = VersionBuilder(VersionSettings.of(run)).build(model, 0)
     policy = engine_policy(model.config, version.tensors, run.rollout.format)
     samples = [sample(ticket, i, r) for i, r in enumerate(responses)]
     found, _ = Scorer(run.learner)(policy, samples, 1.0)

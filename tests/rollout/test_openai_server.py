@@ -32,9 +32,9 @@ from areal_q.tasks.tokenizer import HFTokenizer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.weight_sync import WeightServer, WeightSubscriber
 from learner.build import build_model
-from learner.data.admission import Admission
+from learner.data.admission import Admission, AdmissionSettings
 from learner.measure.fidelity import FidelityMeter
-from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.build import worker_capacity
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
@@ -68,7 +68,9 @@ async def asking(run: Run, token: str | None = None) -> AsyncIterator[openai.Asy
     """OpenAI's client of an endpoint with weights, and no worker."""
     engine = build_engine(TorchEngine(slots=32))
     await engine.start()
-    await engine.load_weights(VersionBuilder(run).build(build_model(run, build_tokenizer(run)), 3))
+    await engine.load_weights(
+        VersionBuilder(VersionSettings.of(run)).build(build_model(run, build_tokenizer(run)), 3)
+    )
     try:
         async with (
             serving(run, engine, None, token) as url,
@@ -335,9 +337,11 @@ async def playing(
     weight_server = WeightServer(f"ipc://{sockets}/announce", f"ipc://{sockets}/fetch")
     ends = weight_server.endpoints
     buffer.publish_run(dump_toml(run), ends._asdict())
-    version = VersionBuilder(run).build(build_model(run, tokenizer), 0)
+    version = VersionBuilder(VersionSettings.of(run)).build(build_model(run, tokenizer), 0)
     weight_server.publish(version)
-    admission = Admission(run, build_task(run.task), tokenizer, buffer, 0, set())
+    admission = Admission(
+        AdmissionSettings.of(run), build_task(run.task), tokenizer, buffer, 0, set()
+    )
     admission.admit(0)
     engine = build_engine(run.rollout.engine)
     assert isinstance(run.rollout.environment, External)
@@ -488,7 +492,7 @@ def test_an_episode_given_up_begins_again_with_whoever_asks_next(
         engine = build_engine(TorchEngine(slots=8))
         await engine.start()
         await engine.load_weights(
-            VersionBuilder(run).build(build_model(run, build_tokenizer(run)), 0)
+            VersionBuilder(VersionSettings.of(run)).build(build_model(run, build_tokenizer(run)), 0)
         )
         client = EngineClient(engine, build_tokenizer(run))
         episodes = Episodes(client, External(episode_timeout_s=0.05), 1000)
@@ -552,7 +556,7 @@ def test_an_episode_left_too_often_has_no_reward(
         engine = build_engine(TorchEngine(slots=8))
         await engine.start()
         await engine.load_weights(
-            VersionBuilder(run).build(build_model(run, build_tokenizer(run)), 0)
+            VersionBuilder(VersionSettings.of(run)).build(build_model(run, build_tokenizer(run)), 0)
         )
         client = EngineClient(engine, build_tokenizer(run))
         episodes = build_environment(run, client)

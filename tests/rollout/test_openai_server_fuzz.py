@@ -18,7 +18,7 @@ from areal_q.errors import RecordError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from areal_q.tasks import build_tokenizer
 from learner.build import build_model
-from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines import build_engine
 from rollout.engines.base import Request
 from rollout.engines.reference.async_engine import AsyncEngine
@@ -39,7 +39,9 @@ class Served:
     async def start(self) -> None:
         run, tokenizer = self.run, build_tokenizer(self.run)
         await self.engine.start()
-        await self.engine.load_weights(VersionBuilder(run).build(build_model(run, tokenizer), 3))
+        await self.engine.load_weights(
+            VersionBuilder(VersionSettings.of(run)).build(build_model(run, tokenizer), 3)
+        )
         sampling = run.rollout.sampling
         self.endpoint = Endpoint(self.engine, tokenizer, run.name, None, sampling, "0", None)
         self.url = f"http://127.0.0.1:{await self.endpoint.start()}/v1"

@@ -18,6 +18,7 @@ import pytest
 import torch
 from helpers.asynchronous import run_async
 from helpers.fixture_types import MakeRun
+from helpers.policies import build_group_reader, new_admission
 
 from areal_q.config import Run, ScriptedEngine, TorchEngine, dump_toml
 from areal_q.messages import Array, Group, Ticket, VersionSpan
@@ -37,11 +38,9 @@ from buffer.redis_store.connection import Patience, insist_async
 from buffer.weight_sync import WeightServer, WeightSubscriber
 from learner.backends.single_device import token_logprobs
 from learner.build import build_model
-from learner.data.admission import Admission
-from learner.data.group_reader import GroupReader
 from learner.data.packing import pack, samples_of
 from learner.data.staleness import VersionHistory
-from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.build import worker_capacity
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine, Request
@@ -66,10 +65,10 @@ class LearnerSide:
         self.run, self.url = run, url
         self.buffer = LearnerBuffer(url, run.name)
         self.tokenizer = build_tokenizer(run)
-        self.admission = Admission(run, build_task(run.task), self.tokenizer, self.buffer, 0, set())
+        self.admission = new_admission(run, self.buffer)
         self.model: Decoder = build_model(run, self.tokenizer)
         self.history = VersionHistory(keep=100)
-        self.builder = VersionBuilder(run)
+        self.builder = VersionBuilder(VersionSettings.of(run))
         self.weight_server = WeightServer(f"ipc://{sockets}/announce", f"ipc://{sockets}/fetch")
         self.buffer.publish_run(dump_toml(run), self.weight_server.endpoints._asdict())
 
@@ -328,7 +327,7 @@ def test_workers_full_of_old_history_do_not_stop_the_learner(
 ):
     """The learner came back at version 2, and the groups that led it to version 9 before are of no use."""
     side = learner(make_run(SCRIPTED, "learner.groups=4", "learner.max_lag=1"))
-    group_reader = GroupReader(side.buffer, side.admission, side.history, side.run)
+    group_reader = build_group_reader(side.run, side.buffer, side.admission, side.history)
     stop = threading.Event()
 
     async def work() -> None:

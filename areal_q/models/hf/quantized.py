@@ -18,15 +18,15 @@ from areal_q.errors import CheckpointError
 from areal_q.models.config import DecoderConfig
 from areal_q.system.files import save_tensors
 
-Table = dict[str, Any]
+_Table = dict[str, Any]
 
 
-def _numbers(kind: str, bits: int, strategy: str, **more: Any) -> Table:
+def _numbers(kind: str, bits: int, strategy: str, **more: Any) -> _Table:
     """compressed-tensors' description of weights or activations: symmetric, no zero points."""
     return {"type": kind, "num_bits": bits, "strategy": strategy, "symmetric": True, **more}
 
 
-def _compressed(layout: str, weights: Table, activations: Table | None = None) -> Table:
+def _compressed(layout: str, weights: _Table, activations: _Table | None = None) -> _Table:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     return {
         "quant_method": "compressed-tensors",
@@ -36,7 +36,7 @@ def _compressed(layout: str, weights: Table, activations: Table | None = None) -
     }
 
 
-QUANTIZATION_CONFIGS: dict[str, Table | None] = {
+QUANTIZATION_CONFIGS: dict[str, _Table | None] = {
     "bf16": None,
     "int8": _compressed(
         "int-quantized",
@@ -86,7 +86,7 @@ LEFT_OUT = {
 
 
 def write_checkpoint(
-    tensors: Mapping[str, Tensor], format: str, model: Table, directory: str | Path
+    tensors: Mapping[str, Tensor], format: str, model: _Table, directory: str | Path
 ) -> None:
     """Writes published `tensors` and the `config.json` of `model` into `directory`, which must exist.
 

@@ -17,7 +17,7 @@ _REAL = torch.cat((_VALUES, -_VALUES))
 _ERROR = torch.tensor([0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 1.0, 1.0]).repeat(2)
 
 
-def encode(x: Tensor) -> Tensor:
+def _encode(x: Tensor) -> Tensor:
     """uint8 codes of the nearest values, ties to an even code, beyond ±6 saturated."""
     a = x.abs()
     # Between powers of two the values are evenly spaced, so rounding to whole numbers does it.
@@ -49,10 +49,10 @@ def quantize(w: Tensor, scale: Tensor, block: int, name: str) -> Tensor:
     packed = dispatch.four_bits(w, scale, block, w.shape[1] // 2, kind="e2m1")
     if packed is not None:
         return packed
-    return pack(encode(unblocked(blocked(w, block) / scale.unsqueeze(-1), w.shape[1])))
+    return _pack(_encode(unblocked(blocked(w, block) / scale.unsqueeze(-1), w.shape[1])))
 
 
-def pack(codes: Tensor) -> Tensor:
+def _pack(codes: Tensor) -> Tensor:
     """Codes [out, in] → uint8 [out, in / 2], the first in the low half."""
     return codes[:, ::2] | codes[:, 1::2] << 4
 

@@ -26,7 +26,7 @@ from areal_q.quant.kernels import dispatch
 from areal_q.quant.kernels.fp8_gemm import Fp8KernelLinear, Operand, emulated, fp8_gemm
 from areal_q.quant.quantized_linear import Fp8GroupLinear, Stacked
 
-BLOCK = 128
+_BLOCK = 128
 
 
 class Fp8:
@@ -36,18 +36,18 @@ class Fp8:
     shared_scale = False
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        blocks = -(-out_features // BLOCK) * -(-in_features // BLOCK)
+        blocks = -(-out_features // _BLOCK) * -(-in_features // _BLOCK)
         return 8.0 + 32.0 * blocks / (out_features * in_features)
 
     def ranges(self, weight: Tensor) -> Ranges:
-        rows = row_ranges(weight, BLOCK)
-        blocks = torch.stack([x.amax(0) for x in rows.blocks.split(BLOCK)])
+        rows = row_ranges(weight, _BLOCK)
+        blocks = torch.stack([x.amax(0) for x in rows.blocks.split(_BLOCK)])
         return Ranges(blocks, rows.whole)
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
         w = as_float32(weight, name)
         fast = dispatch.eight_bits(
-            w, name, torch.float8_e4m3fn, (BLOCK, BLOCK), ranges and ranges.blocks
+            w, name, torch.float8_e4m3fn, (_BLOCK, _BLOCK), ranges and ranges.blocks
         )
         if fast is not None:
             return {"weight": fast[0], "weight_scale_inv": fast[1]}

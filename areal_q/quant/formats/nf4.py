@@ -33,7 +33,7 @@ from areal_q.quant.format import (
 from areal_q.quant.kernels import dispatch
 from areal_q.quant.quantized_linear import FloatLinear
 
-BLOCK = 64
+_BLOCK = 64
 _TABLE = torch.tensor(
     [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
      -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -53,10 +53,10 @@ class Nf4:
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
         n = out_features * in_features
         constants = 32 * len(_TABLE) + 8 * len(_state(out_features, in_features))
-        return (8.0 * -(-n // 2) + 32.0 * -(-n // BLOCK) + constants) / n
+        return (8.0 * -(-n // 2) + 32.0 * -(-n // _BLOCK) + constants) / n
 
     def ranges(self, weight: Tensor) -> Ranges:
-        rows = row_ranges(_blocks(weight.detach().to(torch.float32)), BLOCK)
+        rows = row_ranges(_blocks(weight.detach().to(torch.float32)), _BLOCK)
         return Ranges(rows.blocks.flatten(), rows.whole)
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
@@ -65,9 +65,11 @@ class Nf4:
         scale, x = blocks.clamp(min=SMALLEST_SCALE), _blocks(w)
         of_rows = scale.view(len(x), -1)
         borders = on(BORDERS, w.device)
-        packed = dispatch.four_bits(x, of_rows, BLOCK, x.shape[1] // 2, kind="nf4", borders=borders)
+        packed = dispatch.four_bits(
+            x, of_rows, _BLOCK, x.shape[1] // 2, kind="nf4", borders=borders
+        )
         if packed is None:
-            scaled = x * (1.0 / of_rows).repeat_interleave(BLOCK, 1)
+            scaled = x * (1.0 / of_rows).repeat_interleave(_BLOCK, 1)
             codes = torch.bucketize(scaled, borders, out_int32=True).to(torch.uint8)
             packed = codes[:, ::2] << 4 | codes[:, 1::2]
         packed = packed.view(-1, 1)[: -(-w.numel() // 2)]
@@ -81,12 +83,12 @@ class Nf4:
         shape = json.loads(bytes(parts[_STATE].tolist()))["shape"]
         codes = torch.cat((parts["weight"] >> 4, parts["weight"] & 15), 1).flatten()
         values = parts["weight.quant_map"][codes[: math.prod(shape)].int()]
-        per_weight = parts["weight.absmax"].repeat_interleave(BLOCK)[: math.prod(shape)]
+        per_weight = parts["weight.absmax"].repeat_interleave(_BLOCK)[: math.prod(shape)]
         return (values * per_weight).view(shape)
 
     def error_bound(self, parts: Parts) -> Tensor:
         shape = json.loads(bytes(parts[_STATE].tolist()))["shape"]
-        per_weight = parts["weight.absmax"].repeat_interleave(BLOCK)[: math.prod(shape)]
+        per_weight = parts["weight.absmax"].repeat_interleave(_BLOCK)[: math.prod(shape)]
         return 0.152 * per_weight.view(shape)
 
     def linear(self, parts: Sequence[Parts]) -> FloatLinear:
@@ -95,13 +97,13 @@ class Nf4:
 
 def _blocks(w: Tensor) -> Tensor:
     """w [out, in] where its rows are whole blocks; else [⌈n / 64⌉, 64], filled up with zeros."""
-    if w.shape[1] % BLOCK == 0:
+    if w.shape[1] % _BLOCK == 0:
         return w
     flat = w.reshape(-1)
-    return torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    return torch.nn.functional.pad(flat, (0, -len(flat) % _BLOCK)).view(-1, _BLOCK)
 
 
 def _state(out_features: int, in_features: int) -> bytes:
     shape = [out_features, in_features]
-    table = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": "bfloat16", "shape": shape}
+    table = {"quant_type": "nf4", "blocksize": _BLOCK, "dtype": "bfloat16", "shape": shape}
     return json.dumps(table).encode()

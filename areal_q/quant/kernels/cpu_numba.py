@@ -15,18 +15,13 @@ import numpy as np
 from numba import types as nt
 from numba import void
 
-from areal_q.quant.kernels.jit import kernel
+from areal_q.quant.kernels.jit import MAGNITUDE, ROUND, ROUND_E4M3, TINY, kernel
 
 float32, int32, uint8 = np.float32, np.int32, np.uint8
 F1 = nt.Array(nt.float32, 1, "C")
 F2, U2 = nt.Array(nt.float32, 2, "C"), nt.Array(nt.uint8, 2, "C")
-_TINY = float32(np.finfo(np.float32).tiny)
-_MAGNITUDE = int32(0x7FFFFFFF)
 SHORT = 64
 """Numbers of which a loop of its own is one of vector operations."""
-# Adding 1.5 · 2²³ leaves no bits for a fraction, so it rounds half to even; the low bits are the number.
-_ROUND = float32(1.5 * 2**23)
-_ROUND_E4M3 = float32(1.5 * 2**14)  # the same for multiples of 2⁻⁹, E4M3's subnormal numbers
 _ROUND_E4M3_BITS = int32(np.float32(1.5 * 2**14).view(np.int32))
 _SMALLEST_NORMAL_E4M3 = int32(np.float32(2**-6).view(np.int32))
 _LARGEST_E4M3 = int32(np.float32(448).view(np.int32))
@@ -37,7 +32,7 @@ _ONE, _LARGEST_E2M1 = int32(np.float32(1).view(np.int32)), int32(np.float32(6).v
 def _raise_to(tops, x, fold):
     """tops [K]: bits of the largest magnitude of fold · x [K] and of what it held."""
     for i in range(x.shape[0]):
-        tops[i] = max(tops[i], int32(float32(x[i] * fold).view(int32) & _MAGNITUDE))
+        tops[i] = max(tops[i], int32(float32(x[i] * fold).view(int32) & MAGNITUDE))
 
 
 @kernel()
@@ -54,7 +49,7 @@ def _int8(x, fold, scale, codes):
     for i in range(x.shape[0]):
         y = float32(x[i] * fold) / scale
         y = min(max(y, float32(-127.0)), float32(127.0))
-        codes[i] = uint8(float32(y + _ROUND).view(int32))
+        codes[i] = uint8(float32(y + ROUND).view(int32))
 
 
 @kernel()
@@ -62,10 +57,10 @@ def _e4m3(x, fold, scale, codes):
     """Nearest E4M3 numbers (4 exponent bits of bias 7, 3 mantissa bits) within ±448 of fold · x / scale."""
     for i in range(x.shape[0]):
         bits = float32(float32(x[i] * fold) / scale).view(int32)
-        magnitude = min(int32(bits & _MAGNITUDE), _LARGEST_E4M3)
+        magnitude = min(int32(bits & MAGNITUDE), _LARGEST_E4M3)
         rounded = magnitude + int32(0x7FFFF) + ((magnitude >> int32(20)) & int32(1))
         normal = (rounded >> int32(20)) - int32(120 << 3)
-        shifted = float32(int32(magnitude).view(float32) + _ROUND_E4M3)
+        shifted = float32(int32(magnitude).view(float32) + ROUND_E4M3)
         subnormal = int32(shifted.view(int32) - _ROUND_E4M3_BITS)
         code = subnormal if magnitude < _SMALLEST_NORMAL_E4M3 else normal
         codes[i] = uint8(code | ((bits >> int32(24)) & int32(0x80)))
@@ -93,7 +88,7 @@ def quantize(w, fold, largest, height, width, given, previous, codes, scales):
             top = _largest(tops[q * width : (q + 1) * width])
             worst = max(worst, top)
             covered = given[p, q] if given.shape[0] else int32(top).view(float32)
-            scales[p, q] = max(float32(covered / largest), _TINY)
+            scales[p, q] = max(float32(covered / largest), TINY)
         for o in rows:
             for q in range(scales.shape[1]):
                 start, end = q * width, min((q + 1) * width, w.shape[1])
@@ -119,7 +114,7 @@ def _short_ranges(x, width, tops, spare, out):
     operations, down to as many neighbours as are odd. tops, spare int32 [blocks · width]: overwritten."""
     tops[x.shape[0] :] = 0
     for i in range(x.shape[0]):
-        tops[i] = float32(x[i]).view(int32) & _MAGNITUDE
+        tops[i] = float32(x[i]).view(int32) & MAGNITUDE
     size = width
     while size % 2 == 0:
         size //= 2
@@ -150,7 +145,7 @@ def ranges(w, width, out):
             top = int32(0)
             x = w[o, q * width : min((q + 1) * width, w.shape[1])]
             for i in range(x.shape[0]):
-                top = max(top, int32(float32(x[i]).view(int32) & _MAGNITUDE))
+                top = max(top, int32(float32(x[i]).view(int32) & MAGNITUDE))
             out[o, q] = int32(top).view(float32)
 
 
@@ -159,7 +154,7 @@ def _int4(x, scales, codes):
     """Nearest whole numbers within -8 … 7 of x / scales, plus 8."""
     for i in range(x.shape[0]):
         y = min(max(x[i] / scales[i], float32(-8.0)), float32(7.0))
-        codes[i] = uint8(float32(y + _ROUND).view(int32) + int32(8))
+        codes[i] = uint8(float32(y + ROUND).view(int32) + int32(8))
 
 
 @kernel()
@@ -167,10 +162,10 @@ def _e2m1(x, scales, codes):
     """e2m1.encode of x / scales."""
     for i in range(x.shape[0]):
         bits = float32(x[i] / scales[i]).view(int32)
-        magnitude = min(int32(bits & _MAGNITUDE), _LARGEST_E2M1)
+        magnitude = min(int32(bits & MAGNITUDE), _LARGEST_E2M1)
         rounded = magnitude + int32(0x1FFFFF) + ((magnitude >> int32(22)) & int32(1))
         normal = (rounded >> int32(22)) - int32(126 << 1)
-        halves = float32(float32(int32(magnitude).view(float32) * float32(2.0)) + _ROUND)
+        halves = float32(float32(int32(magnitude).view(float32) * float32(2.0)) + ROUND)
         subnormal = halves.view(int32) & int32(0xFF)
         code = subnormal if magnitude < _ONE else normal
         codes[i] = uint8(code | ((bits >> int32(28)) & int32(8)))

@@ -19,7 +19,7 @@ PER_THREAD = 16
 registers, and that several programs share a multiprocessor."""
 WARPS = 32
 """The most in one program."""
-ROUND = tl.constexpr(12582912.0)
+_ROUND = tl.constexpr(12582912.0)
 """1.5 · 2²³: adding it leaves no bits for a fraction, so it rounds half to even; the low bits are the number"""
 
 
@@ -70,7 +70,7 @@ def _quantize(
         code = tl.where(size > 0x7F800000, 0x7F, code) | ((bits >> 24) & 0x80)
     else:
         clamped = tl.minimum(tl.maximum(y, -127.0), 127.0)
-        code = (clamped + ROUND).to(tl.int32, bitcast=True) & 0xFF
+        code = (clamped + _ROUND).to(tl.int32, bitcast=True) & 0xFF
     code = code.to(tl.uint8)
     tl.store(codes + at, code, mask=inside)
     if CHECKED:
@@ -112,13 +112,13 @@ def _nibbles(
             code += (y > tl.load(borders + k)).to(tl.int32)
     elif KIND == "int4":
         y = tl.minimum(tl.maximum(tl.div_rn(x, scale + tl.zeros_like(x)), -8.0), 7.0)
-        code = ((y + ROUND).to(tl.int32, bitcast=True) + 8) & 15
+        code = ((y + _ROUND).to(tl.int32, bitcast=True) + 8) & 15
     else:
         y = tl.div_rn(x, scale + tl.zeros_like(x))
         a = tl.minimum(tl.abs(y), 8.0)
-        low = (a * 2.0 + ROUND).to(tl.int32, bitcast=True) & 255
-        middle = ((a + ROUND).to(tl.int32, bitcast=True) & 255) + 2
-        high = tl.minimum(((a * 0.5 + ROUND).to(tl.int32, bitcast=True) & 255) + 4, 7)
+        low = (a * 2.0 + _ROUND).to(tl.int32, bitcast=True) & 255
+        middle = ((a + _ROUND).to(tl.int32, bitcast=True) & 255) + 2
+        high = tl.minimum(((a * 0.5 + _ROUND).to(tl.int32, bitcast=True) & 255) + 4, 7)
         code = tl.where(a < 2.0, low, tl.where(a < 4.0, middle, high))
         code = code | ((y.to(tl.int32, bitcast=True) >> 28) & 8)
     even, odd = tl.split(tl.reshape(tl.where(inside, code, 0), (HEIGHT, WIDTH // 2, 2)))

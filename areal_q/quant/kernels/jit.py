@@ -3,7 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from numba import njit
+
+TINY = np.float32(np.finfo(np.float32).tiny)
+MAGNITUDE = np.int32(0x7FFFFFFF)
+"""The bits of a float32 without its sign."""
+ROUND = np.float32(1.5 * 2**23)
+"""A float32 that leaves no bits for a fraction: added and subtracted again, it rounds half to even; of the sum,
+the low bits are the whole number."""
+ROUND_E4M3 = np.float32(1.5 * 2**14)
+"""Rounds to multiples of 2⁻⁹, which are E4M3's subnormal numbers, as ROUND does to whole numbers."""
 
 
 def kernel(signature: Any = None, **options: Any) -> Callable[[Any], Any]:

@@ -15,17 +15,17 @@ from areal_q.tasks.lazy import Lazy
 
 _MAX_CHARACTERS = 200
 """A longer expression is refused unread; six numbers need far fewer."""
-HELD_OUT_SHARE = 8
+_HELD_OUT_SHARE = 8
 """One set of numbers in so many is held out, by its hash: the same ones in every run."""
-MAX_REPEATS = 10
+_MAX_REPEATS = 10
 """Draws for each distinct problem, on average, before there are held to be no more."""
-TRIES = 100_000
-PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
-WORDS = (
+_TRIES = 100_000
+_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
+_WORDS = (
     "Using each of the numbers {} exactly once, with + - * / and brackets, write an expression that "
     "equals {}. Give it between <answer> and </answer>."
 )
-_PROMPTS = {"bare": "{} {}=", "chat": WORDS, "plain": WORDS + "\n"}
+_PROMPTS = {"bare": "{} {}=", "chat": _WORDS, "plain": _WORDS + "\n"}
 _ANSWER = re.compile(r"<answer>([^<]*)</answer>")
 
 
@@ -36,26 +36,26 @@ class CountdownTask:
         """Raises TaskError where the settings leave too few problems."""
         distinct: dict[str, Problem] = {}
         for index in itertools.count():
-            problem = generate(cfg, index, heldout=True)
+            problem = _generate(cfg, index, heldout=True)
             distinct.setdefault(problem.prompt, problem)
             if len(distinct) == cfg.heldout:
                 break
-            if index > MAX_REPEATS * len(distinct):
+            if index > _MAX_REPEATS * len(distinct):
                 few = f"not much more than {len(distinct)} problems to hold out"
                 raise TaskError(f"task.heldout = {cfg.heldout}: {few}")
         self.heldout: Sequence[Problem] = tuple(distinct.values())
         self.train: Sequence[Problem] = Lazy(
-            partial(generate, cfg, heldout=False), range(cfg.problems)
+            partial(_generate, cfg, heldout=False), range(cfg.problems)
         )
 
 
-def generate(cfg: Countdown, index: int, heldout: bool) -> Problem:
+def _generate(cfg: Countdown, index: int, heldout: bool) -> Problem:
     """Problem `index`: numbers are drawn and combined until the target is in range, so it has a solution."""
     rng = random.Random(2 * index + heldout)
-    for _ in range(TRIES):
+    for _ in range(_TRIES):
         numbers = [rng.randint(1, cfg.largest) for _ in range(cfg.numbers)]
         digest = hashlib.blake2b(repr(sorted(numbers)).encode()).digest()
-        if (digest[0] % HELD_OUT_SHARE == 0) != heldout:
+        if (digest[0] % _HELD_OUT_SHARE == 0) != heldout:
             continue
         value, solution = _combine(rng, numbers)
         if value.denominator == 1 and 1 <= value <= cfg.largest_target:
@@ -70,15 +70,15 @@ def _combine(rng: random.Random, numbers: list[int]) -> tuple[Fraction, str]:
     while len(terms) > 1:
         a, b = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
         operator = rng.choice("+-*/" if b[0] else "+-*")
-        level = PRECEDENCE[operator]
+        level = _PRECEDENCE[operator]
         left = a[1] if a[2] >= level else f"({a[1]})"
         # The right side of - and / needs brackets at equal precedence too.
         right = b[1] if b[2] > level or (b[2] == level and operator in "+*") else f"({b[1]})"
-        terms.append((apply(operator, a[0], b[0]), left + operator + right, level))
+        terms.append((_apply(operator, a[0], b[0]), left + operator + right, level))
     return terms[0][0], terms[0][1]
 
 
-def apply(operator: str, a: Fraction, b: Fraction) -> Fraction:
+def _apply(operator: str, a: Fraction, b: Fraction) -> Fraction:
     """Raises ZeroDivisionError."""
     match operator:
         case "+":
@@ -117,8 +117,8 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
                 if not operators:
                     return None
                 operators.pop()
-            elif not operand and token in PRECEDENCE:
-                _reduce(values, operators, PRECEDENCE[token])
+            elif not operand and token in _PRECEDENCE:
+                _reduce(values, operators, _PRECEDENCE[token])
                 operators.append(token)
                 operand = True
             else:
@@ -133,9 +133,9 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
 
 def _reduce(values: list[Fraction], operators: list[str], level: int) -> None:
     """Applies the operators on top that bind at least as strongly as `level`, down to a bracket."""
-    while operators and PRECEDENCE.get(operators[-1], 0) >= level:
+    while operators and _PRECEDENCE.get(operators[-1], 0) >= level:
         b, a = values.pop(), values.pop()
-        values.append(apply(operators.pop(), a, b))
+        values.append(_apply(operators.pop(), a, b))
 
 
 def answer(response: str) -> str | None:

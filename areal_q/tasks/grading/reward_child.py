@@ -29,7 +29,7 @@ def main(kind: str, name: str, function: str, memory_mib: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     questions, replies = _private_pipes()
     try:
-        score = load(kind, name, function)
+        score = _load(kind, name, function)
     except (ConfigError, TaskError) as error:
         _send(replies, Graded(error=str(error), extra_missing=isinstance(error, ConfigError)))
         return
@@ -41,7 +41,7 @@ def main(kind: str, name: str, function: str, memory_mib: str) -> None:
         _send(replies, _graded(score, ask))
 
 
-def load(kind: str, name: str, function: str) -> Callable[[Problem, str], Score]:
+def _load(kind: str, name: str, function: str) -> Callable[[Problem, str], Score]:
     """Returns the score of a built-in grader or of a file."""
     if kind == "file":
         return load_score(name, function)

@@ -21,16 +21,16 @@ from areal_q.tasks.grading.boxed import last_boxed
 from areal_q.tasks.grading.graders import GRADERS, check_extra
 from areal_q.tasks.grading.reward_process import Isolated
 
-THOUGHT = re.compile(
+_THOUGHT = re.compile(
     r"\s*<think>[^<]*(?:<(?!/?think>|/?answer>)[^<]*)*</think>\s*<answer>[^<]*</answer>\s*"
 )
-HASH = re.compile(r"####[ \t]*[-−]?\$?[0-9][0-9,.]*")
+_HASH = re.compile(r"####[ \t]*[-−]?\$?[0-9][0-9,.]*")
 
 STYLES: dict[str, Callable[[str], bool]] = {
     "boxed": lambda text: bool(last_boxed(text)),
-    "think": lambda text: THOUGHT.fullmatch(text) is not None,
+    "think": lambda text: _THOUGHT.fullmatch(text) is not None,
     "hash": lambda text: (
-        HASH.fullmatch((text.strip().splitlines() or [""])[-1].strip()) is not None
+        _HASH.fullmatch((text.strip().splitlines() or [""])[-1].strip()) is not None
     ),
 }
 """Formats that a response can be in; the key is `reward.style`"""
@@ -58,7 +58,7 @@ class InlineReward:
 
     async def __call__(self, problem: Problem, response: str, tokens: int) -> Score:
         score = self._score(problem, response)
-        return shaped(score, response, tokens, self._cfg, self._max_tokens)
+        return _shaped(score, response, tokens, self._cfg, self._max_tokens)
 
     async def close(self) -> None:
         pass
@@ -85,7 +85,7 @@ class IsolatedReward:
     async def __call__(self, problem: Problem, response: str, tokens: int) -> Score:
         score = await self._asked(problem, response)
         if score.failure is None:
-            return shaped(score, response, tokens, self._cfg, self._max_tokens)
+            return _shaped(score, response, tokens, self._cfg, self._max_tokens)
         if score.failure in self._zero_on:
             return Score.zero(score.failure)
         return unscored(score.failure, self._cfg)
@@ -113,7 +113,7 @@ def unscored(cause: FailureCause, cfg: RewardConfig) -> Score:
 def build_reward(run: Run) -> Reward:
     """Returns the reward of a run, not started yet."""
     cfg, max_tokens, grader = run.reward, run.rollout.sampling.max_tokens, run.task.grader
-    if file := reward_file(run):
+    if file := _reward_file(run):
         return IsolatedReward(("file", file, cfg.function), cfg, max_tokens)
     if GRADERS[grader].slow:
         return IsolatedReward(("grader", grader, ""), cfg, max_tokens, GRADERS[grader].zero_on)
@@ -130,13 +130,13 @@ def answer_of(cfg: TaskConfig) -> Callable[[str], str | None]:
     return GRADERS[cfg.grader].answer if cfg.grader in GRADERS else str.strip
 
 
-def reward_file(run: Run) -> str | None:
+def _reward_file(run: Run) -> str | None:
     return run.task.path if isinstance(run.task, Python) else run.reward.path
 
 
 def check_reward(run: Run) -> None:
     """Raises ConfigError or TaskError now for what would keep every worker from starting."""
-    file = reward_file(run)
+    file = _reward_file(run)
     if file is None:
         check_extra(run.task.grader)
     elif not Path(file).is_file():
@@ -145,7 +145,7 @@ def check_reward(run: Run) -> None:
         load_function(file, run.reward.function)
 
 
-def shaped(score: Score, response: str, tokens: int, cfg: RewardConfig, max_tokens: int) -> Score:
+def _shaped(score: Score, response: str, tokens: int, cfg: RewardConfig, max_tokens: int) -> Score:
     """Returns the weighed sum, with every part that has a weight. With default settings it is `score`
     itself."""
     parts = dict(score.parts)

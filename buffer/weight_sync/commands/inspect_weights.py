@@ -31,7 +31,7 @@ from areal_q.system.run_dir import METRICS_FILE
 from buffer.weight_sync.client import WeightClient
 from buffer.weight_sync.sockets import WeightSource
 
-LEARNER = {"announce": "tcp://127.0.0.1:5551", "fetch": "tcp://127.0.0.1:5552"}
+_LEARNER = {"announce": "tcp://127.0.0.1:5551", "fetch": "tcp://127.0.0.1:5552"}
 """Endpoints of a learner that was started by itself."""
 
 
@@ -138,7 +138,7 @@ def _follow(client: WeightClient, show: Any) -> None:
         show([line])
 
 
-EXITS = (
+_EXITS = (
     "Exit codes: 0 told; 1 nobody answers, or --verify found a worker that runs other bytes "
     "than were published; 2 something to mend."
 )
@@ -164,7 +164,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables")] = False,
 ) -> None:
     """Lists the versions that can be fetched; more with the options."""
-    told, configured = dict(LEARNER), None
+    told, configured = dict(_LEARNER), None
     if run is not None:
         settings = load(run / "config.toml", recorded=True).broadcast
         if fetch is None and settings.fetch is None and (ended := how_it_ended(run)):
@@ -202,7 +202,7 @@ def main(
 
 if __name__ == "__main__":
     try:
-        run_command("weights", main, EXITS)
+        run_command("weights", main, _EXITS)
     except UserError as error:
         print(f"weights: {error}", file=sys.stderr)
         sys.exit(2)

@@ -21,7 +21,7 @@ from learner.backends.data_parallel import Ranks, decoded, encoded
 from learner.backends.megatron.cuda_shim import cuda_or_cpu
 from learner.data.packing import PackedBatch
 
-Finish = Callable[[PackedBatch, Tensor], Any]
+_Finish = Callable[[PackedBatch, Tensor], Any]
 """A function of a batch and of the hidden states that leave the last stage."""
 
 
@@ -39,7 +39,7 @@ class Stages:
         self.last = self.size - 1
 
     def run(
-        self, model: nn.Module, batches: Sequence[PackedBatch], finish: Finish, forward_only: bool
+        self, model: nn.Module, batches: Sequence[PackedBatch], finish: _Finish, forward_only: bool
     ) -> list[Any]:
         """Returns what `finish` returns for each batch, in their order; nothing on stages but the last. Unless
         `forward_only`, accumulates the gradient of the first of the two values that `finish` returns."""
@@ -67,7 +67,7 @@ class Stages:
         self,
         model: nn.Module,
         batches: Sequence[PackedBatch],
-        finish: Finish,
+        finish: _Finish,
         size: Callable[[PackedBatch], int],
     ) -> list[Tensor]:
         """Returns on all stages what `finish` returns for each batch, float32 [size(batch)]."""
@@ -87,5 +87,5 @@ class Stages:
         return [decoded(self._ranks.broadcast(each, self.last)) for each in data]
 
 
-def _finished(finish: Finish, batch: PackedBatch, hidden: Tensor, non_loss_data: bool = False):
+def _finished(finish: _Finish, batch: PackedBatch, hidden: Tensor, non_loss_data: bool = False):
     return finish(batch, hidden)

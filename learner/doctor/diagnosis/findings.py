@@ -18,22 +18,22 @@ from areal_q.observability.reward_signal import (
 from learner.doctor.diagnosis.group_checks import LogFacts, longest_run
 from learner.doctor.diagnosis.token_ratios import Split, TokenTable, by_position, split_by_term
 
-LARGE_RMS = 0.05
+_LARGE_RMS = 0.05
 """nats: below it w stays within about ±10 % for 95 % of the tokens, which no objective minds"""
-MAIN_SHARE = 0.3
+_MAIN_SHARE = 0.3
 """of mean(log² w): a term with at least this share is a cause worth naming"""
-HEAVY_ESS = 0.8
+_HEAVY_ESS = 0.8
 """Effective share of the samples under weights w, below which the tail is what matters"""
-GROWTH = 2.0
+_GROWTH = 2.0
 """Ratio of the gap late in responses to the mean of what it is before"""
-ENOUGH_TOKENS = 50
-BURST_TOKENS = 4
-BURST_NATS = 3.0
+_ENOUGH_TOKENS = 50
+_BURST_TOKENS = 4
+_BURST_NATS = 3.0
 """A burst: so many tokens in a row, each so much less probable than the distribution's own entropy. A
 policy that draws from itself does that about once in e^(4·3) = 160,000 places"""
-MUCH_ROUTING = 0.05
+_MUCH_ROUTING = 0.05
 """of (token, layer)"""
-SOME_SHARE = 0.01
+_SOME_SHARE = 0.01
 """of responses"""
 
 
@@ -68,7 +68,7 @@ def diagnose(case: Case) -> list[Finding]:
     return sorted(found, key=lambda f: ("error", "warning", "note").index(f.severity))
 
 
-def missing_logprobs(case: Case) -> Finding | None:
+def _missing_logprobs(case: Case) -> Finding | None:
     facts = case.facts
     if not facts.missing:
         return None
@@ -81,7 +81,7 @@ def missing_logprobs(case: Case) -> Finding | None:
     )
 
 
-def positive_logprobs(case: Case) -> Finding | None:
+def _positive_logprobs(case: Case) -> Finding | None:
     facts = case.facts
     if not facts.positive:
         return None
@@ -94,7 +94,7 @@ def positive_logprobs(case: Case) -> Finding | None:
     )
 
 
-def zero_logprobs(case: Case) -> Finding | None:
+def _zero_logprobs(case: Case) -> Finding | None:
     """A log-prob of exactly 0 claims certainty; where the learner doubts it, it stands for a missing one."""
     x = case.tokens
     zeros = (x.behavior == 0) & (x.proximal < -0.5)
@@ -111,7 +111,7 @@ def zero_logprobs(case: Case) -> Finding | None:
     )
 
 
-def padding(case: Case) -> Finding | None:
+def _padding(case: Case) -> Finding | None:
     facts = case.facts
     if not facts.after_end:
         return None
@@ -124,7 +124,7 @@ def padding(case: Case) -> Finding | None:
     )
 
 
-def sampling_settings(case: Case) -> Finding | None:
+def _sampling_settings(case: Case) -> Finding | None:
     """Log-probs on both sides must be of the same distribution."""
     temperature = case.run.rollout.sampling.temperature
     other = {s: n for s, n in case.facts.sampling.items() if s.temperature != temperature}
@@ -146,7 +146,7 @@ def sampling_settings(case: Case) -> Finding | None:
     )
 
 
-def failing_rewards(case: Case) -> Finding | None:
+def _failing_rewards(case: Case) -> Finding | None:
     failed, causes = failed_rewards(case.metrics)
     if not failed:
         return None
@@ -155,7 +155,7 @@ def failing_rewards(case: Case) -> Finding | None:
     share = failed / responses
     return Finding(
         "failing rewards",
-        "error" if share >= SOME_SHARE else "warning",
+        "error" if share >= _SOME_SHARE else "warning",
         share,
         f"the reward failed for {failed_text(failed, causes, responses)}",
         "the exception stands in logs/rollout-*.log, behind `reward failed`: mend the reward, "
@@ -163,7 +163,7 @@ def failing_rewards(case: Case) -> Finding | None:
     )
 
 
-def flat_rewards(case: Case) -> Finding | None:
+def _flat_rewards(case: Case) -> Finding | None:
     """Reports groups whose rewards are all equal: no estimator finds a direction there."""
     steps = equal_steps(case.metrics)
     if not steps or steps < min(EQUAL_STEPS, len(case.metrics)):
@@ -177,7 +177,7 @@ def flat_rewards(case: Case) -> Finding | None:
     return Finding("flat rewards", "error", steps, equal_text(steps, mean), advice)
 
 
-def staleness(case: Case) -> Finding | None:
+def _staleness(case: Case) -> Finding | None:
     """The objectives correct for it within `learner.max_lag`: a warning only where few samples count."""
     x = _main(case, "staleness")
     if x is None:
@@ -185,17 +185,17 @@ def staleness(case: Case) -> Finding | None:
     mean = float(case.tokens.lag.mean())
     return Finding(
         "staleness",
-        "warning" if _ess(case) < HEAVY_ESS else "note",
+        "warning" if _ess(case) < _HEAVY_ESS else "note",
         x.share,
         f"staleness makes {x.share:.0%} of the gap ({x.rms:.3f} nats rms at a mean lag of {mean:.1f})",
         f"lower learner.max_lag (now {case.run.learner.max_lag}) or learner.optimizer.lr, or add workers",
     )
 
 
-def quantization(case: Case) -> Finding | None:
+def _quantization(case: Case) -> Finding | None:
     parts = {x.term: x for x in _large(case) if x.term in ("weights", "activations")}
     share = sum(x.share for x in parts.values())
-    if not parts or share < MAIN_SHARE or max(x.rms for x in parts.values()) < LARGE_RMS:
+    if not parts or share < _MAIN_SHARE or max(x.rms for x in parts.values()) < _LARGE_RMS:
         return None
     told = ", ".join(f"{name} {x.rms:.3f}" for name, x in parts.items())
     return Finding(
@@ -207,9 +207,9 @@ def quantization(case: Case) -> Finding | None:
     )
 
 
-def routes(case: Case) -> Finding | None:
+def _routes(case: Case) -> Finding | None:
     share = case.disagreement
-    if not case.experts or (share is not None and share < MUCH_ROUTING):
+    if not case.experts or (share is not None and share < _MUCH_ROUTING):
         return None
     if share is None and case.run.learner.routing_replay:
         return None
@@ -230,7 +230,7 @@ def routes(case: Case) -> Finding | None:
     )
 
 
-def engine(case: Case) -> Finding | None:
+def _engine(case: Case) -> Finding | None:
     x = _main(case, "engine")
     if x is None:
         return None
@@ -244,7 +244,7 @@ def engine(case: Case) -> Finding | None:
     )
 
 
-def cache(case: Case) -> Finding | None:
+def _cache(case: Case) -> Finding | None:
     x = _main(case, "cache")
     if x is None:
         return None
@@ -257,13 +257,13 @@ def cache(case: Case) -> Finding | None:
     )
 
 
-def growth(case: Case) -> Finding | None:
-    bins = [b for b in by_position(case.tokens) if b[2] >= ENOUGH_TOKENS]
-    if len(bins) < 3 or bins[-1][3] < LARGE_RMS:
+def _growth(case: Case) -> Finding | None:
+    bins = [b for b in by_position(case.tokens) if b[2] >= _ENOUGH_TOKENS]
+    if len(bins) < 3 or bins[-1][3] < _LARGE_RMS:
         return None
     (first, last, _, late), early = bins[-1], float(np.mean([b[3] for b in bins[:-1]]))
     ratio = late / max(early, 1e-9)
-    if ratio < GROWTH:
+    if ratio < _GROWTH:
         return None
     return Finding(
         "grows with position",
@@ -274,9 +274,9 @@ def growth(case: Case) -> Finding | None:
     )
 
 
-def heavy_tail(case: Case) -> Finding | None:
+def _heavy_tail(case: Case) -> Finding | None:
     w = _weights(case)
-    if not len(w) or (ess := _ess(case)) >= HEAVY_ESS:
+    if not len(w) or (ess := _ess(case)) >= _HEAVY_ESS:
         return None
     return Finding(
         "heavy tail",
@@ -288,10 +288,10 @@ def heavy_tail(case: Case) -> Finding | None:
     )
 
 
-def repetition(case: Case) -> Finding | None:
+def _repetition(case: Case) -> Finding | None:
     facts = case.facts
     share = facts.loops / max(1, facts.responses)
-    if share < SOME_SHARE:
+    if share < _SOME_SHARE:
         return None
     return Finding(
         "repetition",
@@ -303,25 +303,26 @@ def repetition(case: Case) -> Finding | None:
     )
 
 
-def garble(case: Case) -> Finding | None:
+def _garble(case: Case) -> Finding | None:
     """Bursts of tokens that the learner finds absurd, in responses that are pushed down."""
     x = case.tokens
     if not len(x):
         return None
-    absurd = -x.proximal - x.entropy > BURST_NATS
+    absurd = -x.proximal - x.entropy > _BURST_NATS
     starts = np.flatnonzero(np.diff(x.response, prepend=-1))
     rows = list(zip(starts, np.append(starts[1:], len(x)), strict=True))
-    bursts = [(a, b) for a, b in rows if longest_run(absurd[a:b]) >= BURST_TOKENS]
+    bursts = [(a, b) for a, b in rows if longest_run(absurd[a:b]) >= _BURST_TOKENS]
     share = len(bursts) / max(1, len(rows))
-    if share < SOME_SHARE:
+    if share < _SOME_SHARE:
         return None
     negative = sum(bool(x.advantage[a] < 0) for a, _ in bursts)
     return Finding(
         "garble",
         "warning",
         share,
-        f"{share:.1%} of the responses hold a burst of at least {BURST_TOKENS} tokens that the learner finds "
-        f"{BURST_NATS:g} nats less probable than usual; {negative} of these {len(bursts)} are negative samples",
+        f"{share:.1%} of the responses hold a burst of at least {_BURST_TOKENS} tokens that the learner "
+        f"finds {_BURST_NATS:g} nats less probable than usual; {negative} of "
+        f"these {len(bursts)} are negative samples",
         "accumulated quantization error: finer rollout.format, lower temperature, objective tbpo",
     )
 
@@ -340,29 +341,29 @@ def _ess(case: Case) -> float:
 def _large(case: Case) -> list[Split]:
     """The terms, where the gap is large enough to mind."""
     total = float(np.sqrt(np.mean(case.tokens.log_w**2))) if len(case.tokens) else 0.0
-    return split_by_term(case.tokens) if total >= LARGE_RMS else []
+    return split_by_term(case.tokens) if total >= _LARGE_RMS else []
 
 
 def _main(case: Case, term: str) -> Split | None:
     found = [x for x in _large(case) if x.term == term]
-    return next((x for x in found if x.share >= MAIN_SHARE and x.rms >= LARGE_RMS), None)
+    return next((x for x in found if x.share >= _MAIN_SHARE and x.rms >= _LARGE_RMS), None)
 
 
 RULES: tuple[Callable[[Case], Finding | None], ...] = (
-    failing_rewards,
-    flat_rewards,
-    missing_logprobs,
-    positive_logprobs,
-    zero_logprobs,
-    padding,
-    sampling_settings,
-    engine,
-    quantization,
-    routes,
-    staleness,
-    cache,
-    growth,
-    heavy_tail,
-    repetition,
-    garble,
+    _failing_rewards,
+    _flat_rewards,
+    _missing_logprobs,
+    _positive_logprobs,
+    _zero_logprobs,
+    _padding,
+    _sampling_settings,
+    _engine,
+    _quantization,
+    _routes,
+    _staleness,
+    _cache,
+    _growth,
+    _heavy_tail,
+    _repetition,
+    _garble,
 )

@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 TERMS = ("staleness", "noise", "weights", "activations", "sampling", "cache", "engine")
-BINS = 31
+_BINS = 31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +106,9 @@ def by_lag(tokens: TokenTable) -> Iterator[tuple[int, TokenTable]]:
 
 
 def histogram(tokens: TokenTable, edge: float) -> np.ndarray:
-    """int64 [BINS] of log w between -edge and edge; what lies beyond is in the outermost bins."""
+    """int64 [_BINS] of log w between -edge and edge; what lies beyond is in the outermost bins."""
     clipped = np.clip(tokens.log_w, -edge, edge)
-    return np.histogram(clipped, bins=BINS, range=(-edge, edge))[0]
+    return np.histogram(clipped, bins=_BINS, range=(-edge, edge))[0]
 
 
 def by_position(tokens: TokenTable) -> list[tuple[int, int, int, float]]:

@@ -29,10 +29,10 @@ from areal_q.errors import EngineDied
 from areal_q.weights.version import WeightVersion
 from rollout.engines.base import (
     Completion,
+    EngineBase,
     Request,
     ResponseCallback,
     TokenCallback,
-    check_shape,
 )
 from rollout.engines.process.generation_backend import CompletionDelta, GenerationBackend
 from rollout.engines.process.partial_completion import PartialCompletion
@@ -75,11 +75,11 @@ class ResponseSlots:
                 turn.set_result(None)
 
 
-class StreamingEngine:
+class StreamingEngine(EngineBase):
     """An Engine. Its `load_weights` pauses generation for the swap only, not for the transfer."""
 
     def __init__(self, backend: GenerationBackend) -> None:
-        self.name, self.capabilities = backend.name, backend.capabilities
+        super().__init__(backend.name, backend.capabilities, backend.slots)
         self.backend = backend
         self.deaths = 0
         """Number of deaths of the backend since the start"""
@@ -93,8 +93,7 @@ class StreamingEngine:
         self._changing = asyncio.Lock()
         self._ready = asyncio.Event()
         self._tasks: set[asyncio.Task[list[Completion]]] = set()
-        self._watcher: asyncio.Task[None] | None = None
-        self._active, self._tokens = 0, 0
+        self._active = 0
         self._busy_s, self._busy_since = 0.0, 0.0
         self._heard_s = 0.0
 
@@ -107,16 +106,12 @@ class StreamingEngine:
         return self._active
 
     @property
-    def tokens_drawn(self) -> int:
-        return self._tokens
-
-    @property
     def busy_s(self) -> float:
         return self._busy_s + (time.monotonic() - self._busy_since if self._active else 0.0)
 
     async def start(self) -> None:
         await self.backend.prepare()
-        self._watcher = asyncio.create_task(self._watch(), name=f"watch-{self.name}")
+        self._task = asyncio.create_task(self._watch(), name=f"watch-{self.name}")
 
     async def generate(
         self,
@@ -126,9 +121,7 @@ class StreamingEngine:
     ) -> list[Completion]:
         """Raises RecordError when the request can never be served, EngineDied when the backend could
         not be brought back. `on_token` must not raise."""
-        if self._watcher is None or self._watcher.done():
-            raise EngineDied(f"engine {self.name} is not running")
-        check_shape(request, self.backend.slots)
+        self._check_running(request)
         task = asyncio.create_task(self._group(request, on_token, on_response))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -157,7 +150,7 @@ class StreamingEngine:
 
     async def close(self) -> None:
         """Ends the engine; requests in flight are cancelled."""
-        tasks = [*self._tasks, *([self._watcher] if self._watcher else [])]
+        tasks = [*self._tasks, *([self._task] if self._task else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -297,7 +290,7 @@ class StreamingEngine:
         assert self._weights is not None
         manifest = self._weights.manifest
         delta = partial.add(delta, manifest.version, manifest.digest)
-        self._tokens += len(delta.ids)
+        self.tokens_drawn += len(delta.ids)
         self._heard_s = time.monotonic()
         if on_token:
             for token, logprob in zip(delta.ids, delta.logprobs, strict=True):

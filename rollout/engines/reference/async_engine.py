@@ -19,16 +19,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from areal_q.errors import EngineDied, RecordError
+from areal_q.errors import RecordError
 from areal_q.messages import FinishReason, Manifest, VersionSpan
 from areal_q.weights.version import WeightVersion
 from rollout.engines.base import (
     Capabilities,
     Completion,
+    EngineBase,
     Request,
     ResponseCallback,
     TokenCallback,
-    check_shape,
     finish_reason,
 )
 from rollout.engines.stop_conditions import Stopper, stopper
@@ -148,17 +148,17 @@ class Stepper(Protocol):
     def swap(self, prepared: Any) -> None: ...
 
 
-class AsyncEngine:
+class AsyncEngine(EngineBase):
     """An Engine (rollout/engines/base.py) around a Stepper."""
 
     def __init__(self, stepper: Stepper) -> None:
-        self.name, self.capabilities = stepper.name, stepper.capabilities
+        super().__init__(stepper.name, stepper.capabilities, stepper.slots)
+        self.busy_s = 0.0
+        """Seconds since the start in which the engine had something to generate."""
         self._stepper = stepper
         self._jobs: set[Job] = set()
         self._wake = asyncio.Event()
         self._loading = asyncio.Lock()
-        self._task: asyncio.Task[None] | None = None
-        self._tokens, self._busy_s = 0, 0.0
 
     @property
     def version(self) -> int:
@@ -167,14 +167,6 @@ class AsyncEngine:
     @property
     def active(self) -> int:
         return self._stepper.active
-
-    @property
-    def tokens_drawn(self) -> int:
-        return self._tokens
-
-    @property
-    def busy_s(self) -> float:
-        return self._busy_s
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"engine-{self.name}")
@@ -188,9 +180,7 @@ class AsyncEngine:
     ) -> list[Completion]:
         """Raises RecordError when the request can never be served, EngineDied when the engine is not running.
         `on_token` must not raise."""
-        if self._task is None or self._task.done():
-            raise EngineDied(f"engine {self.name} is not running")
-        check_shape(request, self._stepper.slots)
+        self._check_running(request)
         if self.version >= 0:
             self._stepper.check_request(request)
         job = Job(request, asyncio.get_running_loop().create_future(), on_token, on_response)
@@ -244,9 +234,9 @@ class AsyncEngine:
                 continue
             began = time.perf_counter()
             drawn = stepper.step()
-            self._tokens += drawn
+            self.tokens_drawn += drawn
             await asyncio.sleep(drawn / stepper.tokens_per_s)
-            self._busy_s += time.perf_counter() - began
+            self.busy_s += time.perf_counter() - began
 
     def _stopped(self, task: "asyncio.Task[None]") -> None:
         """No request may wait for a loop that has ended."""

@@ -15,23 +15,13 @@ import numpy as np
 from numba import types as nt
 from numba import void
 
-from areal_q.quant.activations import SMALLEST_GROUP_RANGE, SMALLEST_ROW_SCALE
-from areal_q.quant.kernels.jit import kernel
+from areal_q.quant.kernels.jit import ROUND, kernel
 
 float32, int32 = np.float32, np.int32
 F1, F2, F3, F4 = (nt.Array(nt.float32, n, "C") for n in (1, 2, 3, 4))
-I8, I32 = nt.Array(nt.int8, 2, "C"), nt.Array(nt.int32, 2, "C")
+I32 = nt.Array(nt.int32, 2, "C")
 I1, D1 = nt.Array(nt.int64, 1, "C"), nt.Array(nt.float64, 1, "C")
 
-_TINY = float32(np.finfo(np.float32).tiny)
-# Adding 1.5 · 2²³ leaves no bits for a fraction, so it rounds half to even; the low bits are the number.
-_ROUND = float32(1.5 * 2**23)
-_ROUND_SUBNORMAL = float32(1.5 * 2**14)
-"""_ROUND for multiples of 2⁻⁹"""
-_SMALLEST_ROW_SCALE, _SMALLEST_GROUP_RANGE = (
-    float32(SMALLEST_ROW_SCALE),
-    float32(SMALLEST_GROUP_RANGE),
-)
 # What LLVM may change: fused multiply-add, and the order of sums. NaN and infinity keep their meaning.
 _FMA, _SUMS = {"contract"}, {"contract", "reassoc"}
 
@@ -43,8 +33,8 @@ def _exp(x):
     Only arithmetic, so that LLVM can run it on a whole vector: libm's takes one number at a time.
     """
     y = float32(88.0) if x > float32(88.0) else x
-    shifted = y * float32(1.44269504) + _ROUND
-    n = shifted - _ROUND
+    shifted = y * float32(1.44269504) + ROUND
+    n = shifted - ROUND
     r = y - n * float32(0.693359375) + n * float32(2.12194440e-4)
     p = float32(1.9875691500e-4)
     p = p * r + float32(1.3981999507e-3)
@@ -65,27 +55,6 @@ def _dot(a, b):
     return total
 
 
-@kernel()
-def _top(bits):
-    """The largest magnitude, NaN above all: without their sign bit floats are ordered like integers."""
-    top = int32(0)
-    for i in range(bits.shape[0]):
-        top = max(top, int32(bits[i] & int32(0x7FFFFFFF)))
-    return int32(top).view(float32)
-
-
-@kernel(void(F2, I8, F1))
-def quantize_rows(x, codes, scales):
-    """[T, K] → codes, scales [T]: areal_q.quant.rows.quantize_rows, bit for bit."""
-    bits = x.view(int32)
-    for t in range(x.shape[0]):
-        scale = _top(bits[t]) / float32(127.0)
-        scale = _TINY if scale < _TINY else scale
-        scales[t] = scale
-        for i in range(x.shape[1]):
-            codes[t, i] = np.int8(float32(x[t, i] / scale + _ROUND).view(int32))
-
-
 @kernel(void(I32, F1, F1, F2, F2), fastmath=_FMA)
 def dequantize(sums, w_scale, x_scale, add, y):
     """y[t, o] = sums[t, o] · w_scale[o] · x_scale[t] + add[t, o]; add [T, out] or [1, out]."""
@@ -93,45 +62,6 @@ def dequantize(sums, w_scale, x_scale, add, y):
         row = add[t if add.shape[0] > 1 else 0]
         for o in range(sums.shape[1]):
             y[t, o] = float32(sums[t, o]) * w_scale[o] * x_scale[t] + row[o]
-
-
-@kernel()
-def _e4m3(x):
-    """The E4M3 number next to x, ties to even, as float32; beyond ±448 it saturates, NaN stays."""
-    y = float32(448.0) if x > float32(448.0) else x
-    y = float32(-448.0) if y < float32(-448.0) else y
-    if abs(y) < float32(2.0**-6):
-        return (y + _ROUND_SUBNORMAL) - _ROUND_SUBNORMAL
-    bits = float32(y).view(int32)
-    # 20 of 23 bits of the fraction go; what is added carries where they are more than half, or half and odd.
-    bits += int32(0x7FFFF) + ((bits >> int32(20)) & int32(1))
-    return int32(bits & int32(-0x100000)).view(float32)
-
-
-@kernel(void(F2, F2, F1))
-def e4m3_rows(x, numbers, scales):
-    """[T, K] → what the codes of areal_q.quant.rows.quantize_rows_e4m3 stand for, scales [T], to the bit."""
-    bits = x.view(int32)
-    for t in range(x.shape[0]):
-        scale = _top(bits[t]) / float32(448.0)
-        scale = _SMALLEST_ROW_SCALE if scale < _SMALLEST_ROW_SCALE else scale
-        scales[t] = scale
-        for i in range(x.shape[1]):
-            numbers[t, i] = _e4m3(x[t, i] / scale)
-
-
-@kernel(void(F2, F2))
-def e4m3_groups(x, y):
-    """[T, K] → dequantize_groups(*quantize_groups_e4m3(x)) of areal_q.quant.rows, to the bit."""
-    bits = x.view(int32)
-    for t in range(x.shape[0]):
-        for start in range(0, x.shape[1], 128):
-            end = min(start + 128, x.shape[1])
-            top = _top(bits[t, start:end])
-            top = _SMALLEST_GROUP_RANGE if top < _SMALLEST_GROUP_RANGE else top
-            scale = top / float32(448.0)
-            for i in range(start, end):
-                y[t, i] = _e4m3(x[t, i] / scale) * scale
 
 
 @kernel(void(F2, F1, F1, F2, F2), fastmath=_FMA)
@@ -215,7 +145,7 @@ def decode_attention(qkv, keys, values, positions, scale, out):
 
 @kernel(void(F2, nt.float32, D1, I1, F1), fastmath=_FMA)
 def draw(logits, temperature, u, tokens, logprobs):
-    """softmax(logits / temperature), inverse CDF at u [R], log-prob: sampler.draw in one pass."""
+    """Draws from softmax(logits / temperature) by inverse CDF at u [R], as sampling.sample_untruncated does."""
     vocab = logits.shape[1]
     shares = np.empty(vocab, float32)
     for t in range(logits.shape[0]):
@@ -240,7 +170,7 @@ def draw(logits, temperature, u, tokens, logprobs):
 
 @kernel(void(I1, I1, D1))
 def uniform(keys, positions, u):
-    """sampler.uniform: splitmix64 of (key, position), 53 bits of it."""
+    """sampling.uniform: splitmix64 of (key, position), 53 bits of it."""
     for t in range(keys.shape[0]):
         z = np.uint64(keys[t]) + np.uint64(positions[t]) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal_q.config import Sampling
+from areal_q.quant.kernels import cpu_activations
 from areal_q.quant.quantized_linear import (
     Fp8GroupLinear,
     Fp8RowLinear,
@@ -33,7 +34,7 @@ class FusedInt8Linear:
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         codes, x_scale = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
-        numba_kernels.quantize_rows(x.numpy(), codes, x_scale)
+        cpu_activations.quantize_rows(x.numpy(), codes, x_scale)
         sums = int8_matmul(torch.from_numpy(codes), self.codes_t).to(torch.int32).numpy()
         y = np.empty(sums.shape, np.float32)
         added = self.nothing if add is None else add.view(-1, sums.shape[1]).numpy()
@@ -51,7 +52,7 @@ class FusedFp8RowLinear:
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         numbers, x_scale = np.empty(x.shape, np.float32), np.empty(len(x), np.float32)
-        numba_kernels.e4m3_rows(x.numpy(), numbers, x_scale)
+        cpu_activations.e4m3_rows(x.numpy(), numbers, x_scale)
         sums = F.linear(torch.from_numpy(numbers), self.codes).numpy()
         y = np.empty(sums.shape, np.float32)
         added = self.nothing if add is None else add.view(-1, sums.shape[1]).numpy()
@@ -67,7 +68,7 @@ class FusedFp8GroupLinear:
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         rounded = np.empty(x.shape, np.float32)
-        numba_kernels.e4m3_groups(x.numpy(), rounded)
+        cpu_activations.e4m3_groups(x.numpy(), rounded)
         y = F.linear(torch.from_numpy(rounded), self.weight)
         return y if add is None else y.add_(add)
 

@@ -13,10 +13,10 @@ from areal_q.system.credentials import shown
 
 MAX_LINE_BYTES = 64 << 20
 """A server that repeats a response from its start with every token says long lines."""
-POLL_S = 0.1
+_POLL_S = 0.1
 
 
-class Finish(Struct, frozen=True):
+class _Finish(Struct, frozen=True):
     type: str
     message: str = ""
     status_code: int | None = None
@@ -30,7 +30,7 @@ class Span(Struct, frozen=True):
 
 class Meta(Struct, frozen=True):
     completion_tokens: int
-    finish_reason: Finish | None
+    finish_reason: _Finish | None
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     output_token_sampling_logprobs: list[float] = []
     weight_versions: list[Span] = []
@@ -87,7 +87,7 @@ class SglangClient:
             except EngineDied:
                 if asyncio.get_running_loop().time() > deadline:
                     raise
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(_POLL_S)
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
         """Chunks as they come. Raises RecordError when the server refuses the request."""

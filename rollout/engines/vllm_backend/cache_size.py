@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 LEAST_BYTES, MOST_BYTES = 256 << 20, 1 << 30
 """Bounds of a cache that nobody asked for, between which it holds one sequence of all positions"""
-BLOCK = 128
+_BLOCK = 128
 """Positions in a block of vLLM's cache on a CPU; a sequence takes whole blocks."""
 RESERVED_BLOCKS = 1
 """Blocks that vLLM keeps for itself"""
@@ -37,13 +37,13 @@ def cache_for(config: VllmEngine, model: DecoderConfig, dtype: str) -> Cache:
     """
     item = 1 if config.kv_cache == "fp8" else ITEM_BYTES[dtype]
     heads = max(1, model.kv_heads // config.tensor_parallel)
-    block_bytes = BLOCK * 2 * model.layers * heads * model.head_dim * item
+    block_bytes = _BLOCK * 2 * model.layers * heads * model.head_dim * item
     asked = config.max_positions or model.max_positions
-    needed = (-(-asked // BLOCK) + RESERVED_BLOCKS) * block_bytes
+    needed = (-(-asked // _BLOCK) + RESERVED_BLOCKS) * block_bytes
     size = config.kv_cache_bytes or max(LEAST_BYTES, needed)
     if not config.kv_cache_bytes and not config.max_positions:
         size = min(size, MOST_BYTES)
-    held = (size // block_bytes - RESERVED_BLOCKS) * BLOCK
+    held = (size // block_bytes - RESERVED_BLOCKS) * _BLOCK
     if held <= 0 or (config.max_positions and held < asked):
         raise ConfigError(
             f"rollout.engine.kv_cache_bytes = {size} holds {max(0, held)} positions of this model: "

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 BACKEND = "areal_q"
 STAGED, REFUSED = b"staged", b"refused"
 PARENT_S = 1.0
-E4M3_MAX = 448.0
+_E4M3_MAX = 448.0
 
 
 @dataclass
@@ -230,7 +230,7 @@ class WorkerExtension:
         for _, layer in self._attention():
             for kind, largest in zip("kv", layer.areal_largest.tolist(), strict=True):
                 if largest > 0:
-                    _set_scale(layer, kind, largest / E4M3_MAX)
+                    _set_scale(layer, kind, largest / _E4M3_MAX)
             layer.areal_largest.zero_()
 
     def areal_scales(self) -> dict[str, tuple[float, float]]:
