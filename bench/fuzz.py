@@ -141,7 +141,7 @@ def _versions() -> list[version.WeightVersion]:
         codes.view(-1)[number :: 50 - 20 * number] += 1
         tensors = {"codes": codes, "scales": torch.full((40, 1), 0.5 + number), "none": codes[:0]}
         made.append(
-            version.pack(
+            version.pack_version(
                 tensors,
                 run="run",
                 epoch="a",
@@ -186,7 +186,7 @@ def _message_targets() -> Iterator[Target]:
     beat = WorkerStatus(worker="w", **given)
 
     def manifest(data: bytes) -> None:
-        version.check(messages.decode_manifest(data))
+        version.check_version(messages.decode_manifest(data))
 
     refused = (RecordError,)
     yield Target("ticket", _ticket, [encode(group.ticket)], refused, "msgpack")

@@ -140,7 +140,7 @@ def follow(name: str, drift: float) -> tuple[float, float, float]:
 def version(
     state: dict[str, Tensor], name: str, step: int, policy: StickyRanges | None
 ) -> weights.WeightVersion:
-    return weights.pack(
+    return weights.pack_version(
         quantize_state(state, name, policy), run="bench", epoch="e", version=step, format=name,
         uaq_scale=1.0, model={}, published_s=0.0,
     )  # fmt: skip

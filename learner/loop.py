@@ -51,7 +51,7 @@ from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import PolicyUpdater
 from learner.publishing.version_builder import VersionBuilder
 from learner.publishing.weight_publisher import WeightPublisher
-from learner.train_step import machine, train_step
+from learner.train_step import machine_name, train_step
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +232,7 @@ class Learner:
             digest="",
             fork=self.history.fork,
             settings=settings_hash(self.run),
-            machine=machine(cfg.device, str(cfg.backend.__struct_config__.tag)),
+            machine=machine_name(cfg.device, str(cfg.backend.__struct_config__.tag)),
             metrics=dict(values),
         )
 

@@ -25,7 +25,7 @@ from areal_q.errors import ConfigError, DivergedError
 from learner.backends.base import Backend, Scores
 from learner.backends.routing_replay import balance_weights
 from learner.backends.single_device import TorchPolicy
-from learner.data.packing import PackedBatch, Sample, masked, pack
+from learner.data.packing import PackedBatch, Sample, masked, pack_samples
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_advantages import needs_policy, with_advantages
 
@@ -172,7 +172,10 @@ def _microbatches(
     useful = [sample for sample in samples if sample.advantage or all_learn]
     others = [sample for sample in samples if not (sample.advantage or all_learn)]
     return [
-        (cut, pack(cut or [masked(samples[0])], backend.cfg.device, learns, counts=bool(cut)))
+        (
+            cut,
+            pack_samples(cut or [masked(samples[0])], backend.cfg.device, learns, counts=bool(cut)),
+        )
         for kind, learns in ((useful, True), (others, False))
         for cut in backend.ranks.cuts(kind, backend.cfg.microbatch_tokens)
     ]

@@ -46,7 +46,7 @@ def train_step(
     }
 
 
-def machine(device: str, backend: str = "torch", *, processor: str | None = None) -> str:
+def machine_name(device: str, backend: str = "torch", *, processor: str | None = None) -> str:
     """Names what the bits of a step depend on besides its inputs: torch, device, processor, threads, ranks.
 
     `processor` is this machine's by default; "" leaves it out, as records of earlier versions do.

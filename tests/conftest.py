@@ -261,7 +261,7 @@ def make_version() -> Callable[..., WeightVersion]:
             "model": {"hidden_size": 77},
             "published_s": float(number),
         }
-        return version.pack(tensors, **(defaults | fields))
+        return version.pack_version(tensors, **(defaults | fields))
 
     return make
 

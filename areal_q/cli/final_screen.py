@@ -9,7 +9,7 @@ from rich.text import Text
 from areal_q.config import Arithmetic, Run
 from areal_q.evaluation.estimates import Evaluation, read_evaluations
 from areal_q.observability.metrics_log import TENSORBOARD_DIR, read_metrics
-from areal_q.observability.plots import draw
+from areal_q.observability.plots import draw_curves
 from areal_q.observability.reward_signal import FailureLog, hint, reward_name, times
 from areal_q.observability.run_summary import ExampleAnswer, Summary, summarize
 from areal_q.system import command
@@ -27,7 +27,7 @@ def last_screen(run: Run, run_dir: Path, console: Console | None = None) -> None
         return
     summary = summarize(records, run.learner.groups * run.learner.group_size)
     try:
-        curves = draw(run_dir)
+        curves = draw_curves(run_dir)
     except OSError:  # a run that can be read, and not written to
         curves = None
     console.print(_screen(run, run_dir, summary, curves), highlight=False)

@@ -10,7 +10,7 @@ default, and nothing else changes. Arrays travel as raw little-endian bytes with
 
 from areal_q.messages.codec import (
     MAX_RECORD_BYTES as MAX_RECORD_BYTES,
-    Decoder as Decoder,
+    MessageDecoder as MessageDecoder,
     check_size as check_size,
     decode_broadcast as decode_broadcast,
     decode_group as decode_group,

@@ -31,7 +31,7 @@ def check_size(nbytes: int) -> None:
         raise RecordError(f"record of {nbytes} bytes is over the limit of {MAX_RECORD_BYTES}")
 
 
-class Decoder(Generic[T]):
+class MessageDecoder(Generic[T]):
     """Strict decoding of one type (or union) with a size limit; anything else is a RecordError."""
 
     def __init__(self, kind: Any) -> None:
@@ -45,11 +45,11 @@ class Decoder(Generic[T]):
             raise RecordError(f"record refused: {error}") from error
 
 
-decode_ticket: Decoder[Ticket] = Decoder(Ticket)
-decode_partial: Decoder[PartialGroup] = Decoder(PartialGroup)
-decode_group: Decoder[Group] = Decoder(Group)
-decode_broadcast: Decoder[Broadcast] = Decoder(Broadcast)
-decode_manifest: Decoder[Manifest] = Decoder(Manifest)
-decode_request: Decoder[FetchRequest] = Decoder(FetchRequest)
-decode_reply: Decoder[FetchReply] = Decoder(FetchReply)
-decode_status: Decoder[WorkerStatus] = Decoder(WorkerStatus)
+decode_ticket: MessageDecoder[Ticket] = MessageDecoder(Ticket)
+decode_partial: MessageDecoder[PartialGroup] = MessageDecoder(PartialGroup)
+decode_group: MessageDecoder[Group] = MessageDecoder(Group)
+decode_broadcast: MessageDecoder[Broadcast] = MessageDecoder(Broadcast)
+decode_manifest: MessageDecoder[Manifest] = MessageDecoder(Manifest)
+decode_request: MessageDecoder[FetchRequest] = MessageDecoder(FetchRequest)
+decode_reply: MessageDecoder[FetchReply] = MessageDecoder(FetchReply)
+decode_status: MessageDecoder[WorkerStatus] = MessageDecoder(WorkerStatus)

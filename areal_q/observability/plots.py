@@ -12,7 +12,7 @@ MAX_POINTS = 400
 """Longer runs are averaged into so many points."""
 
 
-def draw(run_dir: str | Path) -> Path:
+def draw_curves(run_dir: str | Path) -> Path:
     """Writes curves.png into `run_dir`, from its metrics; returns its path.
 
     Raises OSError if there are no metrics. A run without a step gives empty axes.

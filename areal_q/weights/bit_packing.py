@@ -16,7 +16,7 @@ _ESCAPE = 255
 _LEVEL = 1
 """Compression level of zstd."""
 _LARGEST_SYMBOL = 250
-"""Largest symbol that `split` gives where it is not exact."""
+"""Largest symbol that `split_sizes` gives where it is not exact."""
 
 
 def shifts(sizes: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -29,7 +29,7 @@ def shifts(sizes: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.maximum(0, np.frexp(mean.astype(np.float64))[1] - 3).astype(np.uint8)
 
 
-def escaped(high: np.ndarray) -> bytes:
+def escape_bytes(high: np.ndarray) -> bytes:
     """Returns int64 [N] ≥ 0 as bytes, 255 meaning "255 more, and go on"."""
     ends = np.cumsum(high // _ESCAPE + 1)
     tops = np.full(ends[-1] if len(ends) else 0, _ESCAPE, np.uint8)
@@ -38,7 +38,7 @@ def escaped(high: np.ndarray) -> bytes:
 
 
 def unescaped(tops: bytes, count: int) -> np.ndarray:
-    """Returns int64 [count], the inverse of `escaped`. Raises ValueError for another count of numbers."""
+    """Returns int64 [count], the inverse of `escape_bytes`. Raises ValueError for another count of numbers."""
     symbols = np.frombuffer(tops, np.uint8)
     ends = np.flatnonzero(symbols != _ESCAPE)
     if len(ends) != count or (len(symbols) and symbols[-1] == _ESCAPE):
@@ -46,7 +46,7 @@ def unescaped(tops: bytes, count: int) -> np.ndarray:
     return (np.diff(ends, prepend=-1) - 1) * _ESCAPE + symbols[ends]
 
 
-def split(sizes: np.ndarray, exact: bool) -> tuple[np.ndarray, np.ndarray]:
+def split_sizes(sizes: np.ndarray, exact: bool) -> tuple[np.ndarray, np.ndarray]:
     """Returns (symbols, widths of the low bits left open), both uint8 [N], for uint64 [N] ≥ 1.
 
     With `exact`, for sizes up to 256, nothing is left open.
@@ -70,8 +70,8 @@ def widths(symbol: np.ndarray, exact: bool) -> np.ndarray:
     return np.where(symbol < 7, 0, (symbol.astype(np.int16) - 7) // 4 + 1).astype(np.uint8)
 
 
-def joined(symbol: np.ndarray, low: np.ndarray, exact: bool) -> np.ndarray:
-    """Returns uint64 [N], the inverse of `split`; `low` has the bits that were left open."""
+def join_sizes(symbol: np.ndarray, low: np.ndarray, exact: bool) -> np.ndarray:
+    """Returns uint64 [N], the inverse of `split_sizes`; `low` has the bits that were left open."""
     if exact:
         return symbol.astype(np.uint64) + np.uint64(1)
     values = np.empty(len(symbol), np.uint64)

@@ -38,7 +38,7 @@ class _Body(msgspec.Struct, frozen=True, array_like=True):
     streams: Streams
 
 
-_decode_body: messages.Decoder[_Body] = messages.Decoder(_Body)
+_decode_body: messages.MessageDecoder[_Body] = messages.MessageDecoder(_Body)
 
 
 def diff(base: WeightVersion, new: WeightVersion) -> bytes | None:
@@ -88,7 +88,7 @@ def apply(base: WeightVersion, delta: bytes, payload: torch.Tensor) -> WeightVer
     return unpack_unnamed(manifest, payload)
 
 
-def plain(base: WeightVersion, delta: bytes) -> bytes:
+def plain_delta(base: WeightVersion, delta: bytes) -> bytes:
     """Returns the same delta in the form that `compose` takes, readable without its base; it may be larger.
 
     Raises WeightVersionError for a delta that is malformed.

@@ -68,7 +68,7 @@ class Floats:
     def sizes(self) -> np.ndarray:
         """Returns the number of elements of each class, int64 [CLASSES]."""
         sizes = np.zeros(CLASSES, np.int64)
-        kernels.count(self.codes, self.mantissa, sizes)
+        kernels.count_classes(self.codes, self.mantissa, sizes)
         return sizes
 
     def classes(self, where: np.ndarray) -> np.ndarray:
@@ -140,13 +140,13 @@ def encode(moves: Sequence[Moves], floats_of: FloatsOf | None = None) -> Streams
     symbols, values, widths = [], [gap.astype(np.uint64)], [shift]
     for k in np.unique(key):
         value = size[key == k]
-        symbol, width = bits.split(value, exact=k < CLASSES + 1)
+        symbol, width = bits.split_sizes(value, exact=k < CLASSES + 1)
         symbols.append(bits.compress(symbol.tobytes()))
         values.append(value)
         widths.append(width)
     return Streams(
         changes,
-        bits.compress(bits.escaped(gap >> shift)),
+        bits.compress(bits.escape_bytes(gap >> shift)),
         bits.compress(b"".join(flags)),
         symbols,
         bits.packed(np.concatenate(values), np.concatenate(widths)),
@@ -347,7 +347,7 @@ class _LowBits:
         size = np.empty(len(key), np.uint64)
         at = len(self._shift)
         for k, symbol, e in zip(found, symbols, exact, strict=True):
-            size[key == k] = bits.joined(symbol, low[at : at + len(symbol)], e)
+            size[key == k] = bits.join_sizes(symbol, low[at : at + len(symbol)], e)
             at += len(symbol)
         return size
 

@@ -27,7 +27,7 @@ def ranks(codes, mantissa, where, rank, sizes):
 
 
 @kernel()
-def count(codes, mantissa, sizes):
+def count_classes(codes, mantissa, sizes):
     """Writes into sizes, int64 [CLASSES] and zero at first, the number of elements of each class."""
     for i in range(codes.shape[0]):
         sizes[(int64(codes[i]) >> mantissa) & 15] += 1

@@ -89,7 +89,7 @@ class PayloadPool:
         return torch.empty(nbytes, dtype=torch.uint8).zero_()
 
 
-def pack(
+def pack_version(
     tensors: Mapping[str, torch.Tensor],
     *,
     run: str,
@@ -154,7 +154,7 @@ def pack(
     return WeightVersion(manifest, payload, _views(manifest, payload))
 
 
-def unpack(manifest: Manifest, payload: torch.Tensor) -> WeightVersion:
+def unpack_version(manifest: Manifest, payload: torch.Tensor) -> WeightVersion:
     """Returns the version that `manifest` describes, made of received bytes: uint8 [manifest.nbytes].
 
     Raises WeightVersionError if any byte of a tensor differs. The bytes between two tensors (padding)
@@ -182,7 +182,7 @@ def unpack_unnamed(manifest: Manifest, payload: torch.Tensor) -> WeightVersion:
         for s in manifest.tensors
     ]
     manifest = msgspec.structs.replace(manifest, tensors=specs)
-    check(manifest)
+    check_version(manifest)
     return WeightVersion(manifest, payload, _views(manifest, payload))
 
 
@@ -201,7 +201,7 @@ class Verifier:
     """
 
     def __init__(self, manifest: Manifest, payload: torch.Tensor) -> None:
-        check(manifest)
+        check_version(manifest)
         if payload.dtype != torch.uint8 or payload.numel() != manifest.nbytes:
             raise WeightVersionError(
                 f"version {manifest.version}: {payload.numel()} of {manifest.nbytes} bytes"
@@ -237,7 +237,7 @@ class Verifier:
         self._hash = xxhash.xxh3_128()
 
 
-def check(manifest: Manifest) -> None:
+def check_version(manifest: Manifest) -> None:
     """Raises WeightVersionError unless the manifest agrees with itself.
 
     Tensors have distinct names, known dtypes, as many bytes as their shape needs, and lie in the

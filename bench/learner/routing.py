@@ -26,7 +26,7 @@ from bench.weights.packed import packed
 from learner.backends.routing_replay import routed, routing_for
 from learner.backends.single_device import logprobs_of
 from learner.data.packing import PackedBatch, Sample
-from learner.data.packing import pack as pack_samples
+from learner.data.packing import pack_samples as pack_samples
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Request
 

@@ -49,7 +49,7 @@ CHANGED = 1e-3
 
 
 def make(number: int, payload: torch.Tensor, pool: PayloadPool | None = None) -> WeightVersion:
-    return weights.pack(
+    return weights.pack_version(
         {"t": payload},
         run="bench",
         epoch="a",

@@ -57,7 +57,7 @@ def published(state: Mapping[str, Tensor], format: str, number: int, policy: Any
     for name in state:
         if not is_quantized(name):
             tensors[name] = state[name].bfloat16()
-    return weights.pack(
+    return weights.pack_version(
         tensors,
         run="bench",
         epoch="a",
@@ -113,7 +113,7 @@ def measure(before: State, after: State, format: str, policy: Any = None) -> dic
 
 def _only(version: WeightVersion, names: list[str]) -> WeightVersion:
     m = version.manifest
-    return weights.pack(
+    return weights.pack_version(
         {n: version.tensors[n] for n in names},
         run=m.run,
         epoch=m.epoch,

@@ -6,12 +6,12 @@ from typing import Any
 from torch import Tensor
 
 from areal_q.quant import quantize_state
-from areal_q.weights.version import WeightVersion, pack
+from areal_q.weights.version import WeightVersion, pack_version
 
 
 def packed(state: Mapping[str, Tensor], format: str, model: dict[str, Any]) -> WeightVersion:
     """Version 0 of `state`, under checkpoint names, quantized; `model` is Hugging Face's config."""
-    return pack(
+    return pack_version(
         quantize_state(state, format), run="bench", epoch="0", version=0, format=format,
         uaq_scale=1.0, model=model, published_s=0.0,
     )  # fmt: skip

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from areal_q.errors import BufferFull, BufferGone, RecordError, RunTaken, Stopped
 from areal_q.messages import (
-    Decoder,
     Group,
+    MessageDecoder,
     Ticket,
     VersionSpan,
     WorkerStatus,
@@ -65,9 +65,9 @@ class _SpansOf(msgspec.Struct):
     trajectories: list[_Drawn]
 
 
-_decode_spans: Decoder[_SpansOf] = Decoder(_SpansOf)
-_decode_number: Decoder[_TicketOf] = Decoder(_TicketOf)
-_decode_group_number: Decoder[_GroupOf] = Decoder(_GroupOf)
+_decode_spans: MessageDecoder[_SpansOf] = MessageDecoder(_SpansOf)
+_decode_number: MessageDecoder[_TicketOf] = MessageDecoder(_TicketOf)
+_decode_group_number: MessageDecoder[_GroupOf] = MessageDecoder(_GroupOf)
 
 
 class LearnerBuffer:

@@ -67,7 +67,7 @@ def main(
 
 def _write(runs, out: Path, max_bytes: int, csv: Path | None) -> None:
     from areal_q.cli.final_screen import last_screen
-    from buffer.report.figures import write_csv
+    from buffer.report.figures import write_figures_csv
     from buffer.report.page import whole_file
     from buffer.report.runs import one_line
 
@@ -84,7 +84,7 @@ def _write(runs, out: Path, max_bytes: int, csv: Path | None) -> None:
     took = time.monotonic() - began
     typer.echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB in {took:.1f} s")
     if csv:
-        count = write_csv([run.name for run in runs], [run.records for run in runs], csv)
+        count = write_figures_csv([run.name for run in runs], [run.records for run in runs], csv)
         typer.echo(f"{csv}: {count} files of CSV")
 
 

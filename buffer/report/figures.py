@@ -175,7 +175,9 @@ def column(rows: Sequence[Record], key: str) -> np.ndarray:
     return np.array([r.get(key) for r in rows], np.float64)  # a None is a NaN
 
 
-def write_csv(names: Sequence[str], records: Sequence[Sequence[Record]], directory: Path) -> int:
+def write_figures_csv(
+    names: Sequence[str], records: Sequence[Sequence[Record]], directory: Path
+) -> int:
     """One file a plot, `ID.csv`: run, (worker,) step, elapsed_s and the plot's metrics as they were recorded;
     an empty cell is a missing or infinite value. Returns the number of files."""
     directory.mkdir(parents=True, exist_ok=True)

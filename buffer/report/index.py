@@ -250,7 +250,7 @@ def _scores(number: np.ndarray, index: np.ndarray, where: Located | None, parts:
     return {"gap": pick(part.gap), "marked": pick(part.marked)}
 
 
-def summed(counts: list[np.ndarray]) -> np.ndarray:
+def segment_sums(counts: list[np.ndarray]) -> np.ndarray:
     """float64: histograms of different lengths added up."""
     total = np.zeros(max((len(c) for c in counts), default=0))
     for one in counts:

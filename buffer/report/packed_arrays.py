@@ -17,7 +17,7 @@ _DTYPES = ("uint8", "int32", "float32", "float64")
 _LEVEL = 6
 
 
-def pack(meta: Any, arrays: Mapping[str, np.ndarray]) -> bytes:
+def pack_arrays(meta: Any, arrays: Mapping[str, np.ndarray]) -> bytes:
     """Raises ValueError for an array of another dtype than _DTYPES."""
     entries, bodies, offset = [], [], 0
     for name, array in arrays.items():
@@ -35,7 +35,7 @@ def pack(meta: Any, arrays: Mapping[str, np.ndarray]) -> bytes:
     )
 
 
-def unpack(chunk: bytes) -> tuple[Any, dict[str, np.ndarray]]:
+def unpack_arrays(chunk: bytes) -> tuple[Any, dict[str, np.ndarray]]:
     """The (meta, arrays) that `pack` was given."""
     data = gzip.decompress(chunk)
     (length,) = struct.unpack_from("<I", data)

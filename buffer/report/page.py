@@ -16,7 +16,7 @@ from itertools import count
 import numpy as np
 
 from buffer.report.index import StepIndex, to_chunk
-from buffer.report.packed_arrays import pack
+from buffer.report.packed_arrays import pack_arrays
 from buffer.report.runs import Reported, overview
 
 _SCRIPTS = (
@@ -69,7 +69,7 @@ def whole_file(runs: Sequence[Reported], max_bytes: int) -> str:
     The curves are always in it; the list of all trajectories up to _INDEX_SHARE of the budget, the newest steps
     first; then the groups of as many steps as there is room for, in the order of `interesting`.
     """
-    chunks = [("overview", pack(*overview(runs)))]
+    chunks = [("overview", pack_arrays(*overview(runs)))]
     room = max_bytes - len(shell(title_of(runs), chunks))
     listed = []
     for i, run in enumerate(runs):
@@ -88,7 +88,7 @@ def whole_file(runs: Sequence[Reported], max_bytes: int) -> str:
 def index_chunk(steps: Sequence[StepIndex], total: int) -> bytes:
     """`total` is the number of steps that are logged, of which `steps` are listed."""
     meta, arrays = to_chunk(list(steps))
-    return pack(meta | {"logged_steps": total}, arrays)
+    return pack_arrays(meta | {"logged_steps": total}, arrays)
 
 
 def interesting(run: Reported, steps: Sequence[int]) -> list[int]:

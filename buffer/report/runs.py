@@ -24,7 +24,7 @@ from areal_q.system.files import by_number
 from areal_q.system.run_dir import METRICS_FILE, flat
 from buffer.logs.token_log import MARKS
 from buffer.report.figures import column, plots_for, rows_of
-from buffer.report.index import Index, summed
+from buffer.report.index import Index, segment_sums
 from buffer.report.text import Pieces
 from buffer.report.tokens import Groups
 
@@ -126,8 +126,8 @@ def overview(runs: Sequence[Reported]) -> tuple[dict[str, Any], dict[str, np.nda
         workers.append(list(beats))
         for n, rows in enumerate(beats.values()):
             arrays |= _columns(f"{i}/worker/{n}", rows, keys["worker"])
-        arrays[f"{i}/lags"] = summed([s.lags for s in run.index.steps.values()])
-        arrays[f"{i}/ages"] = summed([s.ages for s in run.index.steps.values()])
+        arrays[f"{i}/lags"] = segment_sums([s.lags for s in run.index.steps.values()])
+        arrays[f"{i}/ages"] = segment_sums([s.ages for s in run.index.steps.values()])
     meta = {
         "made_by": f"areal-q {__version__}",
         "plots": plots,

@@ -21,7 +21,7 @@ import msgspec
 
 from areal_q.errors import RecordError
 from areal_q.system.local_requests import is_loopback
-from buffer.report.packed_arrays import pack
+from buffer.report.packed_arrays import pack_arrays
 from buffer.report.page import index_chunk, shell, title_of
 from buffer.report.runs import Reported, overview
 
@@ -84,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
                 for run in runs:
                     run.refresh()
                 state = [(run.records[-1:], run.index.state) for run in runs]
-                self._send_new(state, lambda: pack(*overview(runs)))
+                self._send_new(state, lambda: pack_arrays(*overview(runs)))
             case ["data", "index", run]:
                 index = runs[_number(run)].index
                 steps = [index.steps[s] for s in sorted(index.steps)]

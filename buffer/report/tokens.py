@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from buffer.report.index import Index, StepIndex, matching
-from buffer.report.packed_arrays import pack
+from buffer.report.packed_arrays import pack_arrays
 from buffer.report.text import Pieces
 
 HELD_STEPS = 3
@@ -50,7 +50,7 @@ class Groups:
             )
             found = matching(*ours, *theirs)
             scored = scored.take(found[found >= 0]) if (found >= 0).any() else None
-        return pack(*self._content(one, rows, scored, found >= 0))
+        return pack_arrays(*self._content(one, rows, scored, found >= 0))
 
     def _rows(self, one: StepIndex) -> Rows:
         if one not in self._held:

@@ -27,7 +27,7 @@ Example, both ends in one process:
 
     server = WeightServer("ipc:///tmp/announce", "ipc:///tmp/fetch")
     subscriber = WeightSubscriber(*server.endpoints, run="demo")
-    server.publish(version)                      # areal_q.weights.version.pack(tensors, run="demo", ...)
+    server.publish(version)                      # areal_q.weights.version.pack_version(tensors, …)
     received = await subscriber.wait()           # received.tensors: name to tensor, ready for the engine
     subscriber.close(), server.close()
 

@@ -29,7 +29,7 @@ from areal_q.messages import (
     Manifest,
     ManifestReply,
 )
-from areal_q.weights.version import PayloadPool, WeightVersion, check
+from areal_q.weights.version import PayloadPool, WeightVersion, check_version
 from buffer.weight_sync.chunks import ChunkBuffer, ChunkedDeltas, ChunkedSnapshot
 from buffer.weight_sync.curve import ClientKeys
 from buffer.weight_sync.stats import FetchStats
@@ -174,7 +174,7 @@ class Fetcher:
         if manifest is None or not self._wanted(manifest):
             self._idle()
             return None
-        check(manifest)
+        check_version(manifest)
         if manifest.nbytes > self._max_payload_bytes:
             raise WeightVersionError(
                 f"version {manifest.version}: {manifest.nbytes} bytes are over the limit"

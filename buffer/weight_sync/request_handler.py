@@ -85,7 +85,7 @@ class RequestHandler:
         link = None
         if base is not None and body is not None:
             # The thread that adds deltas up does this too, in order: it never waits for an input.
-            plain = self._composer.submit(delta.plain, base, body)
+            plain = self._composer.submit(delta.plain_delta, base, body)
             link = DeltaLink(base.manifest, version.manifest, len(body), plain)
         self._deltas.add(link)
         self._history = [*self._history, version.manifest][-self._history_length :]

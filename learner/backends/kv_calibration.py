@@ -10,7 +10,7 @@ from areal_q.config.run import KvScales
 from areal_q.models import Decoder
 from areal_q.models.decoder import Attention
 from areal_q.quant.kv_scales import NAMES, name_of, scale_for
-from learner.data.packing import Sample, pack
+from learner.data.packing import Sample, pack_samples
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def kv_scales(
     for index, layer in enumerate(layers):
         layer.observe = partial(observe, index)
     try:
-        batch = pack(_slice(samples, cfg.tokens), device)
+        batch = pack_samples(_slice(samples, cfg.tokens), device)
         model(batch.token_ids, batch.layout)
     finally:
         for layer in layers:

@@ -163,7 +163,7 @@ def microbatches(samples: Sequence[Sample], max_tokens: int) -> Iterator[Sequenc
         yield samples[start:]
 
 
-def pack(
+def pack_samples(
     samples: Sequence[Sample], device: str = "cpu", learns: bool = False, counts: bool = True
 ) -> PackedBatch:
     """Concatenates whole sequences. The result of a step does not depend on how samples are cut.

@@ -68,10 +68,10 @@ def main(
 def _look(directory: Path, first: int | None, stop: int | None, console) -> tuple[int, bool]:
     """Examines, shows and writes; (the step after the last, whether something is worse than a note)."""
     from learner.doctor.examine import examine
-    from learner.doctor.tables import screen, write_json
+    from learner.doctor.tables import doctor_screen, write_json
 
     examined = examine(directory, first, stop, console)
-    screen(examined, console)
+    doctor_screen(examined, console)
     try:
         write_json(examined, directory / "doctor.json")
         typer.echo(directory / "doctor.json")

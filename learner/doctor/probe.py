@@ -32,7 +32,7 @@ from learner.publishing.version_builder import VersionSettings
 _UNKNOWN = -1
 
 
-class Version:
+class VersionPolicies:
     """The policies that stand for one version: as learnt, with the published noise, with quantized
     weights, as the engine runs it. `sticky`: the ranges that it was published with, where scales are sticky."""
 
@@ -75,7 +75,7 @@ class Probe:
     settings: VersionSettings
     max_lag: int
     first: int
-    versions: dict[int, Version] = field(default_factory=dict)
+    versions: dict[int, VersionPolicies] = field(default_factory=dict)
     parts: list[TokenTable] = field(default_factory=list)
     responses: int = 0
 
@@ -85,7 +85,7 @@ class Probe:
         keep = self.max_lag + 1
         self.versions = {v: self.versions[v] for v in self.versions if v > step - keep}
         if step > self.first - keep:
-            self.versions[step] = Version(policy.model, self.settings, step, policy.sticky)
+            self.versions[step] = VersionPolicies(policy.model, self.settings, step, policy.sticky)
         if step >= self.first:
             cfg = policy.cfg
             samples = samples_of(groups, cfg.advantage, history, step, mask=cfg.mask)
@@ -149,7 +149,7 @@ class Probe:
     def _chain(
         self,
         score: Scorer,
-        version: Version,
+        version: VersionPolicies,
         samples: Sequence[Sample],
         mine: np.ndarray,
         temperatures: list[float],

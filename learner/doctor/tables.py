@@ -34,7 +34,7 @@ lag: versions behind; KL: mean of −log w, nats; rms: root mean square of log w
 p1, p99: 1 % and 99 % of the tokens have a smaller w"""
 
 
-def screen(x: Examined, console: Console) -> None:
+def doctor_screen(x: Examined, console: Console) -> None:
     """Prints the verdict, then what it rests on. Fits 80 columns."""
     facts, tokens = x.facts, x.tokens
     console.print(

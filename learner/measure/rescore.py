@@ -14,7 +14,7 @@ from areal_q.models.low_bit.quantized_forward import QuantLinear, linears
 from areal_q.quant import is_quantized
 from areal_q.quant.state_dict import parts_of
 from learner.backends.single_device import token_logprobs
-from learner.data.packing import Sample, microbatches, pack
+from learner.data.packing import Sample, microbatches, pack_samples
 
 
 def engine_policy(
@@ -59,7 +59,8 @@ class Scorer:
         cuts = microbatches(samples, self.cfg.microbatch_tokens)
         replay = self.cfg.routing_replay
         parts = [
-            token_logprobs(model, pack(cut, self.cfg.device), temperature, replay) for cut in cuts
+            token_logprobs(model, pack_samples(cut, self.cfg.device), temperature, replay)
+            for cut in cuts
         ]
         logprobs, entropy = (torch.cat(x).double().cpu().numpy() for x in zip(*parts, strict=True))
         return logprobs, entropy

@@ -96,7 +96,7 @@ class VersionBuilder:
         published = with_noise(published, noise, settings.uaq_scale)
         if settings.rounds_rest:
             published = rest_in_bf16(published, format)
-        built = weights.pack(
+        built = weights.pack_version(
             published | dict(sorted((beside or {}).items())),
             run=settings.run,
             epoch=self._epoch,

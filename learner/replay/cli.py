@@ -125,7 +125,7 @@ def inspect(policy, step: int, groups, history) -> None:
 
 
 def _verdict(replay, done, differing, console: Console) -> None:
-    from learner.replay.compare import TOLERANCES, ranges
+    from learner.replay.compare import TOLERANCES, step_ranges
 
     how = "bit for bit"
     if not replay.exact:
@@ -140,12 +140,12 @@ def _verdict(replay, done, differing, console: Console) -> None:
         numbers = "loss, gradient norm, KL, entropy"
     steps = [one.record.step for one in done]
     if not differing:
-        console.print(f"[green]{ranges(steps)}: {numbers} {how}[/]")
+        console.print(f"[green]{step_ranges(steps)}: {numbers} {how}[/]")
     else:
         first = min(differing)
         same = [s for s in steps if s < first]
         if same:
-            console.print(f"[green]{ranges(same)}: {numbers} {how}[/]")
+            console.print(f"[green]{step_ranges(same)}: {numbers} {how}[/]")
         console.print(f"[red]step {first} differs: {len(differing[first])} numbers[/]")
         for difference in differing[first][:8]:
             console.print(f"  {difference}")
@@ -169,12 +169,12 @@ def _compare_checkpoint(replay, console: Console) -> None:
 
 
 def _show_both(replay, done, differing, console: Console) -> None:
-    from learner.replay.compare import ranges
+    from learner.replay.compare import step_ranges
     from learner.replay.tables import draw, side_by_side, write_csv
 
     out = replay.directory / "replay"
     out.mkdir(exist_ok=True)
-    steps = ranges([one.record.step for one in done])
+    steps = step_ranges([one.record.step for one in done])
     changed = ", ".join(replay.settings)
     draw(done, f"{replay.directory.name}, {steps}, with {changed}", out / "replay.png")
     write_csv(done, out / "replay.csv")

@@ -52,7 +52,7 @@ def compare(one: Replayed, exact: bool) -> list[Difference]:
     return out
 
 
-def ranges(steps: Iterable[int]) -> str:
+def step_ranges(steps: Iterable[int]) -> str:
     """Example: [3] → "step 3", [0, 1, 2] → "steps 0–2"."""
     steps = list(steps)
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}–{steps[-1]}"

@@ -12,7 +12,7 @@ from areal_q.config import PretrainedModel, Run
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.system.command import run_command
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+ExportDtype = Literal["float32", "bfloat16", "float16"]
 
 
 def main(
@@ -22,7 +22,7 @@ def main(
         int | None, typer.Option(min=0, help="of this checkpoint; default: the newest")
     ] = None,
     dtype: Annotated[
-        Dtype | None,
+        ExportDtype | None,
         typer.Option(
             help="of the weights; default: as config.json of the run's model.path says, else float32"
         ),
@@ -37,8 +37,8 @@ def main(
 
 
 def export(
-    directory: Path, target: Path, step: int | None = None, dtype: Dtype | None = None
-) -> tuple[Path, Dtype]:
+    directory: Path, target: Path, step: int | None = None, dtype: ExportDtype | None = None
+) -> tuple[Path, ExportDtype]:
     """Writes `target`, as at the end of a run but for the dtype; returns the checkpoint taken and the dtype.
 
     Raises CheckpointError where it is missing, damaged or does not fit into the dtype, LogError where there is
@@ -78,13 +78,13 @@ def export(
     return found[chosen], dtype
 
 
-def declared(run: Run) -> Dtype:
+def declared(run: Run) -> ExportDtype:
     """Returns the dtype of the model that the run began with, if it can still be read."""
     from areal_q.models import declared_dtype
 
     path = run.model.path if isinstance(run.model, PretrainedModel) else None
     found = declared_dtype(path) if path else None
-    return next((dtype for dtype in get_args(Dtype) if dtype == found), "float32")
+    return next((dtype for dtype in get_args(ExportDtype) if dtype == found), "float32")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from learner.data.staleness import VersionHistory
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import MICROBATCH, SingleProcessUpdater
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
-from learner.train_step import machine, train_step
+from learner.train_step import machine_name, train_step
 
 ROUNDING_ONLY = ("learner.device", "learner.threads", "learner.microbatch_tokens")
 """Settings that change a step by rounding alone"""
@@ -91,7 +91,7 @@ class Replay:
         self.stop = records[-1].step + 1
         torch.set_num_threads(self.run.learner.threads)
         self.policy = self._restored()
-        self.machine = machine(self.run.learner.device)
+        self.machine = machine_name(self.run.learner.device)
         self.recorder: TokenRecorder | None = None
         """Keeps what the token log holds of the step replayed last"""
         sticky = self.policy.sticky
@@ -109,7 +109,7 @@ class Replay:
         """True if every bit must come out as recorded: same settings, same machine, same micro-batches."""
         cut = self.run.learner.microbatch_tokens
         device = self.run.learner.device
-        here = (self.machine, machine(device, processor=""))
+        here = (self.machine, machine_name(device, processor=""))
         alike = all(
             r.machine in here and r.metrics.get(MICROBATCH, cut) == cut for r in self.records
         )

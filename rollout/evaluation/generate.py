@@ -12,7 +12,7 @@ from areal_q.models import load_decoder
 from areal_q.quant import quantize_state
 from areal_q.quant.state_dict import rest_in_bf16
 from areal_q.tasks import Problem, Reward, Tokenizer, answer_of, build_reward, build_tokenizer
-from areal_q.weights.version import pack
+from areal_q.weights.version import pack_version
 from rollout import engines
 from rollout.engines.base import Engine
 from rollout.engines.stop_conditions import cut_at_stop, stop_strings
@@ -124,7 +124,7 @@ async def _load(engine: Engine, run: Run, path: Path) -> None:
     if run.rollout.unquantized == "bf16":
         published = rest_in_bf16(published, run.rollout.format)
     await engine.load_weights(
-        pack(
+        pack_version(
             published,
             run="eval",
             epoch="",

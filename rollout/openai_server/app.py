@@ -23,7 +23,14 @@ from rollout.engines.base import Completion, Engine, Request, TokenCallback
 from rollout.engines.stop_conditions import stop_strings
 from rollout.environments.external import Episode, Episodes
 from rollout.openai_server.replies import Reply
-from rollout.openai_server.schema import Begin, ChatBody, CompletionBody, RewardBody, Told, decoded
+from rollout.openai_server.schema import (
+    BeginEpisode,
+    ChatBody,
+    CompletionBody,
+    RewardBody,
+    Told,
+    decoded,
+)
 
 logger = logging.getLogger(__name__)
 HEADER = "X-Episode"
@@ -278,7 +285,7 @@ class Endpoint:
 
     async def _begin(self, request: Any) -> Any:
         data = await request.read()
-        body = decoded(data, Begin) if data else Begin()
+        body = decoded(data, BeginEpisode) if data else BeginEpisode()
         episode = await self._required().begin(body.timeout_s)
         if episode is None:
             return self._refused(503, "unavailable", "no ticket came: ask again")

@@ -122,7 +122,7 @@ class ChatBody(_Body, kw_only=True):
         return self.max_completion_tokens or self.max_tokens
 
 
-class Begin(Struct):
+class BeginEpisode(Struct):
     timeout_s: Annotated[float, Meta(ge=0, le=60)] = 10.0
     """Seconds to wait for a ticket"""
 

@@ -14,7 +14,7 @@ from areal_q.cli.final_screen import last_screen
 from areal_q.cli.live_view import LiveView, PlainView, build_view, picture
 from areal_q.config import Run, load
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
-from areal_q.observability.plots import MAX_POINTS, draw, thinned
+from areal_q.observability.plots import MAX_POINTS, draw_curves, thinned
 from areal_q.observability.progress import History, plain_line
 from areal_q.observability.run_summary import duration, size, summarize
 
@@ -425,7 +425,7 @@ def test_a_summary_survives_a_run_of_nothing_but_a_warm_start(directory):
 
 def test_curves_are_a_picture_of_some_size(directory, monkeypatch):
     write_run(directory, 40, monkeypatch)
-    png = draw(directory).read_bytes()
+    png = draw_curves(directory).read_bytes()
     width, height = struct.unpack(">II", png[16:24])
     assert png[:8] == b"\x89PNG\r\n\x1a\n" and width > 1000 and height > 500
 

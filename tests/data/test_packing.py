@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from areal_q.config import DrGrpo
 from areal_q.messages import Array, Group, Ticket, VersionSpan
-from learner.data.packing import Sample, lag_metrics, microbatches, pack, samples_of
+from learner.data.packing import Sample, lag_metrics, microbatches, pack_samples, samples_of
 from learner.data.staleness import VersionHistory
 
 Make = Callable[..., list[Sample]]
@@ -43,7 +43,7 @@ def test_packing_equals_the_naive_construction(make_samples: Make, count: int, s
             lags.append(sample.lag[place])
             ids.append(number)
 
-    batch = pack(samples)
+    batch = pack_samples(samples)
 
     for tensor, expected, dtype in (
         (batch.token_ids, token_ids, torch.int64),
@@ -119,7 +119,7 @@ def test_a_token_of_unknown_weights_lags_as_far_as_can_be(
 def test_arrays_of_a_received_record_are_copied_not_written_to(make_samples: Make):
     samples = make_samples(3)
     before = [bytes(s.trajectory.behavior_logprobs.data) for s in samples]
-    batch = pack(samples)
+    batch = pack_samples(samples)
     batch.behavior_logprobs.zero_()
     batch.token_ids.zero_()
     assert [s.trajectory.behavior_logprobs.data for s in samples] == before

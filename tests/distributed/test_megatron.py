@@ -20,7 +20,7 @@ from areal_q.messages import Array
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights, load_decoder, save_decoder
 from learner import checkpoint
 from learner.backends.megatron import require
-from learner.backends.megatron.tensor_names import Entry, entries, padded
+from learner.backends.megatron.tensor_names import TensorEntry, entries, padded
 from learner.backends.single_device import TorchPolicy
 from learner.data.packing import Sample
 from learner.policy_update import update_policy
@@ -398,7 +398,7 @@ def test_parts_of_all_ranks_make_every_hugging_face_tensor_once(
 
 def test_rank_has_keys_beside_queries_and_gates_beside_ups():
     config = shaped(heads=4, kv_heads=2, head_dim=1)
-    plan: dict[str, Entry] = {entry.name: entry for entry in entries(config, 1)}
+    plan: dict[str, TensorEntry] = {entry.name: entry for entry in entries(config, 1)}
     q, k, v = (
         torch.tensor([[0.0], [1], [2], [3]]),
         torch.tensor([[10.0], [11]]),

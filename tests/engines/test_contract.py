@@ -16,7 +16,7 @@ from areal_q.config import Sampling, ScriptedEngine, SglangEngine, TorchEngine, 
 from areal_q.config.run import EngineConfig
 from areal_q.errors import EngineDied, RecordError, WeightVersionError
 from areal_q.quant import quantize_state
-from areal_q.weights.version import pack
+from areal_q.weights.version import pack_version
 from rollout.engines import ENGINES, build_engine
 from rollout.engines.base import Request
 
@@ -70,7 +70,7 @@ def make_published():
     def make(version, format, **changes):
         torch.manual_seed(version)
         model = Qwen3ForCausalLM(config)
-        return pack(
+        return pack_version(
             quantize_state(model.state_dict(), format),
             run="r",
             epoch="e",

@@ -23,7 +23,7 @@ from areal_q.quant.activations import (
 )
 from areal_q.quant.kernels import cpu_activations
 from areal_q.quant.quantized_linear import FloatLinear, Fp8GroupLinear, Fp8RowLinear, Int8Linear
-from areal_q.weights.version import pack
+from areal_q.weights.version import pack_version
 from rollout.engines import build_engine
 from rollout.engines.base import Request
 from rollout.engines.reference import numba_kernels
@@ -50,7 +50,7 @@ def close(a, b):
 )
 def test_codes_and_scales_are_those_of_quantize_rows_to_the_bit(x):
     codes, scales = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
-    cpu_activations.quantize_rows(x, codes, scales)
+    cpu_activations.int8_rows(x, codes, scales)
     want_codes, want_scales = quantize_rows(torch.from_numpy(x))
     assert (codes == want_codes.numpy()).all()
     assert (scales == want_scales[:, 0].numpy()).all()
@@ -106,7 +106,7 @@ def test_an_fp8_linear_is_the_plain_one(kind, added):
 def test_halves_are_rounded_to_even():
     x = np.array([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5]], np.float32)
     codes, scales = np.empty(x.shape, np.int8), np.empty(1, np.float32)
-    cpu_activations.quantize_rows(x, codes, scales)
+    cpu_activations.int8_rows(x, codes, scales)
     assert codes.tolist() == [[127, 0, 2, 2, 0, -2, 126]] and scales.tolist() == [1.0]
 
 
@@ -236,7 +236,7 @@ def test_an_engine_draws_the_same_responses_either_way():
         num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.25,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).eval()
-    weights = pack(
+    weights = pack_version(
         quantize_state(model.state_dict(), "int8"), run="r", epoch="e", version=0, format="int8",
         uaq_scale=1.0, model=config.to_dict(), published_s=0.0,
     )  # fmt: skip

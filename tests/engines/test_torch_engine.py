@@ -28,7 +28,7 @@ from areal_q.config import Sampling, TorchEngine
 from areal_q.errors import ConfigError, RecordError, WeightVersionError
 from areal_q.quant import dequantize_state, is_quantized, quantize_state
 from areal_q.quant.activations import quantize_rows
-from areal_q.weights.version import pack
+from areal_q.weights.version import pack_version
 from rollout.engines import build_engine
 from rollout.engines.base import Request
 from rollout.engines.reference.inference_model import InferenceModel
@@ -84,7 +84,7 @@ def random_model(family="qwen3", seed=0):
 
 
 def publish(model, version=0, format="bf16"):
-    return pack(
+    return pack_version(
         quantize_state(model.state_dict(), format),
         run="r",
         epoch="e",

@@ -36,7 +36,7 @@ from areal_q.config import VllmEngine
 from areal_q.errors import ConfigError, EngineDied, RecordError, WeightVersionError
 from areal_q.models import Decoder, init_weights, save_decoder
 from areal_q.quant import dequantize_state, quantize_state
-from areal_q.weights.version import pack
+from areal_q.weights.version import pack_version
 from rollout.engines.process.checkpoint_backend import check_quantized
 from rollout.engines.process.own_directory import SEGMENTS, SHARED_MEMORY
 from rollout.engines.vllm_backend import cpu_kernels
@@ -283,7 +283,7 @@ def test_a_model_of_32768_positions_starts_by_default():
     shape = replace(CONFIG, layers=8, head_dim=64, kv_heads=4, max_positions=32768)
     model = Decoder(shape)
     init_weights(model, 0)
-    weights = pack(
+    weights = pack_version(
         quantize_state(model.state_dict(), "bf16"), run="r", epoch="e", version=0, format="bf16",
         uaq_scale=1.0, model=shape.to_hf(), published_s=0.0,
     )  # fmt: skip

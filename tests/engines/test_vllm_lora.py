@@ -21,7 +21,7 @@ from areal_q.models import Decoder, PackedLayout, init_weights
 from areal_q.models.low_bit.lora import LORA_SCALE, adapt, adapted, adapters_off, is_adapter
 from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant.aqn import with_noise
-from areal_q.weights.version import pack
+from areal_q.weights.version import pack_version
 from rollout.engines.vllm_backend.vllm_engine import vllm_engine
 
 pytestmark = [
@@ -63,7 +63,7 @@ def learnt(version, format="bf16"):
 
 
 def packed(tensors, version, format):
-    return pack(
+    return pack_version(
         tensors, run="r", epoch="e", version=version, format=format.partition("/")[0], uaq_scale=1.0,
         model=learnt(version, format).config.to_hf(), published_s=0.0,
         extra={LORA_SCALE: LORA.alpha / LORA.rank},

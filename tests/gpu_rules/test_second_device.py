@@ -32,7 +32,7 @@ from areal_q.quant.quantized_linear import int8_matmul
 from areal_q.quant.sticky_scales import StickyRanges
 from areal_q.quant.uaq import apply_uaq
 from areal_q.weights.version import WeightVersion
-from areal_q.weights.version import pack as pack_weights
+from areal_q.weights.version import pack_version as pack_weights
 from bench.gpu.sections import SECTIONS
 from rollout.engines import build_engine
 from rollout.engines.base import Request

@@ -32,7 +32,7 @@ def version_of(number: int, epoch: str, size: int = 24_000) -> WeightVersion:
     """Returns a version whose bytes are a function of the arguments, close to those of `number` - 1."""
     codes = torch.arange(size).remainder(251).to(torch.uint8)
     codes[: 10 * number] += number % 100
-    return weights.pack(
+    return weights.pack_version(
         {"codes": codes, "epoch": torch.tensor(list(epoch.encode()))},
         run="run", epoch=epoch, version=number, format="int8", uaq_scale=1.0, model={}, published_s=0.0,
     )  # fmt: skip

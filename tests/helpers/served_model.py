@@ -13,7 +13,7 @@ from areal_q.config import Sampling
 from areal_q.models import Decoder, DecoderConfig, init_weights
 from areal_q.quant import FORMATS, dequantize_state, is_quantized, quantize_state
 from areal_q.quant.state_dict import parts_of
-from areal_q.weights.version import pack
+from areal_q.weights.version import pack_version
 from rollout.engines.base import Request
 
 HANG_S = 600
@@ -45,7 +45,7 @@ def published(version, format="bf16"):
 
 
 def packed(tensors, version, format="bf16"):
-    return pack(
+    return pack_version(
         tensors, run="r", epoch="e", version=version, format=format, uaq_scale=1.0,
         model=CONFIG.to_hf(), published_s=0.0,
     )  # fmt: skip

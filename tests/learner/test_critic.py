@@ -17,7 +17,7 @@ from areal_q.models import save_decoder
 from areal_q.tasks import build_tokenizer
 from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.build import build_reference
-from learner.data.packing import Sample, pack
+from learner.data.packing import Sample, pack_samples
 from learner.policy_advantages import at_last_token, with_advantages
 from learner.policy_update import (
     accumulate_gradient,
@@ -43,7 +43,7 @@ def rewarded(samples: list[Sample], rewards: list[float], **fields) -> list[Samp
 
 def mean_of(policy: TorchPolicy, samples: list[Sample], index: int) -> float:
     """Mean over the tokens that count of their log-prob (0) or entropy (1)."""
-    batch = pack(samples)
+    batch = pack_samples(samples)
     with torch.no_grad():
         found = token_logprobs(policy.model, batch, policy.temperature)[index]
     return found[batch.mask].mean().item()
@@ -66,7 +66,7 @@ def two_responses(make_samples: MakeSamples):
     inputs = []
     policy = build_policy(load(None))
     for sample in samples:
-        batch = pack([sample])
+        batch = pack_samples([sample])
         n = len(batch.targets)
         prox = torch.full((n,), -1.0)
         inputs.append(

@@ -18,7 +18,7 @@ from areal_q.messages import Array, Dtype, Group, Trajectory, decode_group, enco
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights
 from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant import FORMATS, quantize_state
-from areal_q.weights.version import WeightVersion, pack
+from areal_q.weights.version import WeightVersion, pack_version
 from buffer.logs.trajectory_log import TrajectoryLog, read_log
 from learner import checkpoint
 from learner.backends.data_parallel import ALONE
@@ -26,7 +26,7 @@ from learner.backends.precision import set_precision
 from learner.backends.routing_replay import balance_weights, routed, routing_for
 from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.data.packing import Sample
-from learner.data.packing import pack as pack_batch
+from learner.data.packing import pack_samples as pack_batch
 from learner.data.validation import check_experts, fits
 from learner.measure.rescore import engine_policy
 from learner.policy_update import update_policy
@@ -58,7 +58,7 @@ def decoder(seed: int = 0, config: DecoderConfig = CONFIG) -> Decoder:
 
 
 def publish(model: Decoder, format: str = "bf16", version: int = 0) -> WeightVersion:
-    return pack(
+    return pack_version(
         quantize_state(model.state_dict(), format),
         run="r",
         epoch="e",

@@ -17,7 +17,7 @@ from areal_q.models import save_decoder
 from areal_q.tasks import build_tokenizer
 from learner import policy_update as step_module
 from learner.backends.single_device import TorchPolicy, token_logprobs
-from learner.data.packing import Sample, pack
+from learner.data.packing import Sample, pack_samples
 from learner.optim.build import learning_rate
 from learner.policy_update import update_policy
 
@@ -28,7 +28,7 @@ def weights(policy: TorchPolicy) -> dict[str, torch.Tensor]:
 
 def total_logprobs(policy: TorchPolicy, samples: list[Sample]) -> list[float]:
     """Log-prob of each sample's whole response."""
-    batch = pack(samples)
+    batch = pack_samples(samples)
     with torch.no_grad():
         logprobs, _ = token_logprobs(policy.model, batch, policy.temperature)
     totals = torch.zeros(len(samples)).index_add_(0, batch.sequence_ids, logprobs)
@@ -45,7 +45,7 @@ def test_log_probs_equal_transformers_at_the_temperature(
     save_decoder(policy.model, tmp_path / "hf", build_tokenizer(run))
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     with torch.no_grad():
-        logprobs, entropy = token_logprobs(policy.model, pack(samples), temperature)
+        logprobs, entropy = token_logprobs(policy.model, pack_samples(samples), temperature)
         expected, spread = [], []
         for s in samples:
             response = s.trajectory.response_ids.numpy()
@@ -110,7 +110,7 @@ def test_the_proximal_policy_is_the_one_before_the_first_update(
     policy = build_policy(make_run("learner.minibatches=4", "learner.optimizer.lr=0.05"))
     samples = make_samples(8)
     with torch.no_grad():
-        before, _ = token_logprobs(policy.model, pack(samples), 1.0)
+        before, _ = token_logprobs(policy.model, pack_samples(samples), 1.0)
     seen = []
 
     def recording(inputs, *args, **more):
@@ -149,7 +149,7 @@ def test_rewarded_response_gets_likelier_and_a_punished_one_less(
     policy = build_policy(make_run("learner.minibatches=1", "learner.optimizer.warmup_steps=0"))
     samples = []
     for sample, advantage in zip(make_samples(6), [1.0, -1.0] * 3, strict=True):
-        batch = pack([sample])
+        batch = pack_samples([sample])
         with torch.no_grad():
             logprobs, _ = token_logprobs(policy.model, batch, 1.0)
         trajectory = msgspec.structs.replace(
@@ -222,7 +222,7 @@ def test_in_bfloat16_only_the_products_are_coarser(
     coarse = build_policy(make_run(*settings, "learner.dtype=bfloat16"))
     samples = make_samples(9)
     with torch.no_grad():
-        a, b = (token_logprobs(t.model, pack(samples), 1.0) for t in (fine, coarse))
+        a, b = (token_logprobs(t.model, pack_samples(samples), 1.0) for t in (fine, coarse))
     for exact, rounded in zip(a, b, strict=True):
         assert rounded.dtype == torch.float32
         gap = (exact - rounded).abs().max()

@@ -22,7 +22,7 @@ from learner import checkpoint
 from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.build import build_model
-from learner.data.packing import Sample, pack
+from learner.data.packing import Sample, pack_samples
 from learner.policy_update import prepare_minibatches, update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines.base import Request
@@ -168,7 +168,7 @@ def test_the_reference_is_the_base_without_a_second_copy(
     samples = make_samples(12)
     policy = build(run)
     assert policy.reference is None
-    batch = pack(samples)
+    batch = pack_samples(samples)
     with torch.no_grad():
         start, _ = token_logprobs(policy.model, batch, 1.0)
     update_policy(policy, samples)

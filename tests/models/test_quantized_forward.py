@@ -23,7 +23,7 @@ from areal_q.weights.version import WeightVersion
 from learner import checkpoint
 from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy, token_logprobs
-from learner.data.packing import Sample, pack
+from learner.data.packing import Sample, pack_samples
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines import build_engine
@@ -85,7 +85,7 @@ def drawn_tokens(weights: WeightVersion) -> list[Sample]:
 
 
 def gap_to_learner(policy: TorchPolicy, samples: list[Sample]) -> np.ndarray:
-    batch = pack(samples)
+    batch = pack_samples(samples)
     with torch.no_grad():
         logprobs, _ = token_logprobs(policy.model, batch, 1.0)
     return (logprobs - batch.behavior_logprobs).abs().numpy()

@@ -203,7 +203,7 @@ def test_a_delta_between_two_versions_is_exact(name):
     }
     nudged = {key: w + 1e-3 * torch.randn_like(w) for key, w in state.items()}
     base, new = (
-        version.pack(
+        version.pack_version(
             quantize_state(s, name), run="r", epoch="e", version=i, format=name, uaq_scale=1.0,
             model={}, published_s=0.0,
         )

@@ -210,9 +210,9 @@ def test_the_learners_scales_are_percentiles_of_what_it_sees(
     assert not seen and all(layer.observe is None for layer in layers)
     for layer in layers:
         layer.observe = lambda *qkv: seen.append([x.abs().flatten() for x in qkv])
-    from learner.data.packing import pack
+    from learner.data.packing import pack_samples
 
-    batch = pack(samples)
+    batch = pack_samples(samples)
     with torch.no_grad():
         model(batch.token_ids, batch.layout)
     for i, row in enumerate(seen):

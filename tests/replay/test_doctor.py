@@ -25,18 +25,18 @@ from buffer.logs.step_log import StepLog, StepRecord
 from buffer.logs.trajectory_log import TrajectoryLog
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy, token_logprobs
-from learner.data.packing import pack, samples_of
+from learner.data.packing import pack_samples, samples_of
 from learner.data.staleness import VersionHistory
 from learner.doctor.cli import main
 from learner.doctor.diagnosis import TERMS, Case, LogFacts, TokenTable, diagnose, look_at
 from learner.doctor.diagnosis.group_checks import has_loop, longest_run
 from learner.doctor.diagnosis.token_ratios import histogram, rms, split_by_term
 from learner.doctor.examine import Examined, empty, examine
-from learner.doctor.probe import Version
-from learner.doctor.tables import bars, screen
+from learner.doctor.probe import VersionPolicies
+from learner.doctor.tables import bars, doctor_screen
 from learner.policy_update import SingleProcessUpdater
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
-from learner.train_step import machine, train_step
+from learner.train_step import machine_name, train_step
 
 GROUPS, SIZE, TOKENS, STEPS = 4, 4, 40, 4
 EOS = CharTokenizer().eos_id
@@ -89,9 +89,9 @@ class World:
         self._save(policy, history)
         log = TrajectoryLog(self.directory / "trajectories")
         steps = StepLog(self.directory / "steps")
-        versions: list[Version] = []
+        versions: list[VersionPolicies] = []
         for step in range(STEPS):
-            versions.append(Version(model, VersionSettings.of(self.run), step))
+            versions.append(VersionPolicies(model, VersionSettings.of(self.run), step))
             drawn_by = max(0, step - self.lag)
             groups = [
                 self._group(policy, versions[drawn_by], history, drawn_by, step, n)
@@ -114,7 +114,7 @@ class World:
             steps.append(
                 StepRecord(
                     step=step, tickets=[g.ticket.number for g in groups], seeds=[0] * GROUPS,
-                    base_digest=base, digest=digest, fork=0, settings="", machine=machine("cpu"),
+                    base_digest=base, digest=digest, fork=0, settings="", machine=machine_name("cpu"),
                     metrics=metrics,
                 )
             )  # fmt: skip
@@ -132,7 +132,7 @@ class World:
     def _group(
         self,
         policy: TorchPolicy,
-        version: Version,
+        version: VersionPolicies,
         history: VersionHistory,
         u: int,
         step: int,
@@ -160,7 +160,7 @@ class World:
         )  # fmt: skip
         samples = samples_of([group], policy.cfg.advantage, history, step)
         with torch.no_grad():
-            batch = pack(samples)
+            batch = pack_samples(samples)
             scores = token_logprobs(version.engine, batch, self.temperature)[0].numpy()
         return msgspec.structs.replace(
             group,
@@ -385,7 +385,7 @@ def test_one_screen_and_the_same_numbers_as_json(tmp_path, capsys, monkeypatch):
 def test_the_screen_has_its_verdict_first_and_fits_80_columns(tmp_path, world, verdict):
     x = World(tmp_path / "run", **world).play()
     console = Console(record=True, width=80, file=io.StringIO())
-    screen(replace(x, directory=Path("runs/demo")), console)
+    doctor_screen(replace(x, directory=Path("runs/demo")), console)
     lines = console.export_text().splitlines()
     assert lines[1].startswith(verdict)
     assert not any(line.rstrip().endswith("…") for line in lines)

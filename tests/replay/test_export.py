@@ -21,7 +21,7 @@ from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.policy_update import update_policy
-from learner.replay.export import Dtype, export
+from learner.replay.export import ExportDtype, export
 from learner.replay.export import declared as declared_for
 
 
@@ -76,7 +76,7 @@ def test_earlier_step_answers_alike_when_transformers_loads_it(run_dir: Path, tm
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_another_dtype_is_what_transformers_makes_of_the_model(
-    run_dir: Path, tmp_path: Path, dtype: Dtype
+    run_dir: Path, tmp_path: Path, dtype: ExportDtype
 ):
     from transformers import AutoModelForCausalLM
 

@@ -31,7 +31,7 @@ from learner import checkpoint
 from learner.measure.token_recorder import TokenRecorder
 from learner.replay.cli import main
 from learner.replay.replay_steps import Replay
-from learner.train_step import machine
+from learner.train_step import machine_name
 
 pytestmark = pytest.mark.timeout(300)
 """The first of them waits for two runs"""
@@ -263,15 +263,15 @@ def test_another_instruction_set_stays_within_the_tolerances(finished):
 
 
 def test_other_backend_gives_other_bits_within_tolerances():
-    assert machine("cpu", "torch") == machine("cpu")
-    assert machine("cpu", "megatron") == machine("cpu") + ", megatron"
+    assert machine_name("cpu", "torch") == machine_name("cpu")
+    assert machine_name("cpu", "megatron") == machine_name("cpu") + ", megatron"
 
 
 @pytest.mark.parametrize(("processor", "exact"), [(None, True), ("", True), ("Z80", False)])
 def test_bits_are_asked_of_the_same_processor(finished, processor, exact):
     """Records of earlier versions hold no processor's name."""
     replay = Replay(finished)
-    recorded = machine("cpu", processor=processor)
+    recorded = machine_name("cpu", processor=processor)
     replay.records = [msgspec.structs.replace(r, machine=recorded) for r in replay.records]
     assert replay.exact is exact
 

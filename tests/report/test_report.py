@@ -26,9 +26,9 @@ from buffer.logs.token_log import TokenLog, iter_tokens
 from buffer.logs.trajectory_log import TrajectoryLog, iter_log
 from buffer.report import page
 from buffer.report.__main__ import elsewhere
-from buffer.report.figures import DELTA, plots_for, rows_of, write_csv
+from buffer.report.figures import DELTA, plots_for, rows_of, write_figures_csv
 from buffer.report.index import Index, matching, to_chunk
-from buffer.report.packed_arrays import pack, unpack
+from buffer.report.packed_arrays import pack_arrays, unpack_arrays
 from buffer.report.page import bisection, interesting, shell, whole_file
 from buffer.report.runs import Reported, different_settings, overview, read_runs
 from buffer.report.serve import ReportServer
@@ -58,7 +58,7 @@ def test_a_chunk_comes_back_as_it_was(named, meta):
         name: np.frombuffer(data[: len(data) // 8 * 8], dtype)
         for name, (dtype, data) in named.items()
     }
-    got_meta, got = unpack(pack(meta, arrays))
+    got_meta, got = unpack_arrays(pack_arrays(meta, arrays))
     assert got_meta == meta and list(got) == list(arrays)
     for name, array in arrays.items():
         assert got[name].dtype == array.dtype and got[name].tobytes() == array.tobytes()
@@ -67,7 +67,7 @@ def test_a_chunk_comes_back_as_it_was(named, meta):
 @pytest.mark.parametrize("bad", [np.zeros(2, np.int64), np.zeros((2, 2), np.int32)])
 def test_an_array_that_the_page_cannot_read_is_refused(bad):
     with pytest.raises(ValueError, match="x: "):
-        pack({}, {"x": bad})
+        pack_arrays({}, {"x": bad})
 
 
 class Tags(html.parser.HTMLParser):
@@ -87,7 +87,7 @@ class Tags(html.parser.HTMLParser):
 def test_no_text_becomes_markup_of_the_page(text):
     def tags(title, name, meta):
         parser = Tags()
-        parser.feed(shell(title, [(name, pack(meta, {}))]))
+        parser.feed(shell(title, [(name, pack_arrays(meta, {}))]))
         return parser.tags
 
     assert tags(text, text, {text: text}) == tags("x", "x", "x")
@@ -114,7 +114,7 @@ def test_the_page_runs_its_own_script_and_names_no_other_place(run_dir):
 
 def test_csv_holds_every_metric_as_it_was_recorded(write_run, tmp_path):
     runs = read_runs([write_run(tmp_path / "a", 5), write_run(tmp_path / "b", 3)])
-    count = write_csv([r.name for r in runs], [r.records for r in runs], tmp_path / "csv")
+    count = write_figures_csv([r.name for r in runs], [r.records for r in runs], tmp_path / "csv")
     assert count == len(list((tmp_path / "csv").iterdir()))
     found = {}
     for path in (tmp_path / "csv").iterdir():
@@ -165,7 +165,7 @@ def test_every_metric_of_a_step_has_its_plot(run_dir):
 
 def test_the_page_s_columns_are_the_metrics(run_dir):
     run = read_runs([run_dir])[0]
-    _, arrays = unpack(pack(*_builtins(overview([run]))))
+    _, arrays = unpack_arrays(pack_arrays(*_builtins(overview([run]))))
     assert arrays["0/step/mismatch/kl"].tolist() == [r["mismatch/kl"] for r in run.steps]
     assert arrays["0/eval/step"].tolist() == [0, 4]
     assert arrays["0/worker/1/tokens_per_s"].tolist() == [
@@ -316,7 +316,7 @@ def test_a_group_s_chunk_holds_every_token_as_it_was_logged(run_dir):
         list(iter_tokens(run_dir / "tokens"))[2],
     )
     scored = {(row["number"], row["index"]): row for row in table.to_pylist()}
-    meta, arrays = unpack(run.groups.chunk(2, 1, 2))
+    meta, arrays = unpack_arrays(run.groups.chunk(2, 1, 2))
     start = 0
     for told, group in zip(meta["groups"], groups[1:], strict=True):
         assert (told["prompt"], told["number"]) == (group.ticket.prompt, group.ticket.number)
@@ -334,7 +334,7 @@ def test_a_group_s_chunk_holds_every_token_as_it_was_logged(run_dir):
 
 
 def test_scores_stay_beside_a_response_that_was_not_learnt_from(run_dir):
-    _, whole = unpack(read_runs([run_dir])[0].groups.chunk(0, 0, 3))
+    _, whole = unpack_arrays(read_runs([run_dir])[0].groups.chunk(0, 0, 3))
     tables = [table for _, table in iter_tokens(run_dir / "tokens")]
     left_out = tables[0].slice(0, 1).to_pylist()[0]
     shutil.rmtree(run_dir / "tokens")
@@ -343,7 +343,7 @@ def test_scores_stay_beside_a_response_that_was_not_learnt_from(run_dir):
         log.append_rows(partial(table.slice, 1))
     log.close()
 
-    meta, arrays = unpack(read_runs([run_dir])[0].groups.chunk(0, 0, 3))
+    meta, arrays = unpack_arrays(read_runs([run_dir])[0].groups.chunk(0, 0, 3))
 
     start = 0
     for group in meta["groups"]:
@@ -359,7 +359,7 @@ def test_scores_stay_beside_a_response_that_was_not_learnt_from(run_dir):
 
 def test_a_run_without_a_token_log_shows_what_it_has(write_run, tmp_path):
     run = read_runs([write_run(tmp_path / "old", tokens=False)])[0]
-    _, arrays = unpack(run.groups.chunk(0))
+    _, arrays = unpack_arrays(run.groups.chunk(0))
     assert set(arrays) == {"id", "piece", "behavior_logprobs", "mask"}
     assert np.isnan(run.index.steps[0].columns["gap"]).all()
 
@@ -509,9 +509,9 @@ def test_the_server_gives_the_page_and_every_group(ask, run_dir):
     status, headers, body = ask("/")
     assert status == 200 and b'data-source="served"' in body
     assert headers["X-Content-Type-Options"] == "nosniff"
-    meta, _ = unpack(ask("/data/overview")[2])
+    meta, _ = unpack_arrays(ask("/data/overview")[2])
     assert meta["runs"][0]["name"] == "demo"
-    _, arrays = unpack(ask("/data/index/0")[2])
+    _, arrays = unpack_arrays(ask("/data/index/0")[2])
     assert len(arrays["trajectory/reward"]) == 24
     chunk = ask("/data/groups/0/3/2/1")[2]
     assert chunk == read_runs([run_dir])[0].groups.chunk(3, 2, 1)
@@ -525,7 +525,7 @@ def test_what_has_not_changed_is_not_sent_again(ask, run_dir):
         file.write(b'{"kind":"step","step":5,"elapsed_s":9.0,"time_s":9.0,"reward/mean":0.5}\n')
     status, _, body = ask("/data/overview", If_None_Match=tags["/data/overview"])
     assert status == 200
-    assert unpack(body)[1]["0/step/reward/mean"][-1] == 0.5
+    assert unpack_arrays(body)[1]["0/step/reward/mean"][-1] == 0.5
 
 
 @pytest.mark.parametrize(

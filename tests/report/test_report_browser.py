@@ -18,8 +18,8 @@ from areal_q.messages import Array, VersionSpan
 from areal_q.observability.metrics_log import MetricsLog
 from buffer.logs.trajectory_log import TrajectoryLog
 from buffer.logs.trajectory_schema import groups_to_table
-from buffer.report.figures import write_csv
-from buffer.report.packed_arrays import unpack
+from buffer.report.figures import write_figures_csv
+from buffer.report.packed_arrays import unpack_arrays
 from buffer.report.page import whole_file
 from buffer.report.runs import read_runs
 from buffer.report.serve import ReportServer
@@ -99,7 +99,7 @@ def test_every_plot_is_drawn_and_its_csv_is_the_commands(show, write_run, tmp_pa
     directories = [write_run(tmp_path / "a", 6), write_run(tmp_path / "b", 4, "seed=1")]
     page = show(directories)
     runs = read_runs(directories)
-    write_csv([r.name for r in runs], [r.records for r in runs], tmp_path / "csv")
+    write_figures_csv([r.name for r in runs], [r.records for r in runs], tmp_path / "csv")
     plots = page.locator("#curves > section figure[data-plot]")
     assert plots.count() > 10
     for id in ("reward", "worker_rate", "weight_bytes"):
@@ -161,7 +161,7 @@ def test_a_click_path_from_a_step_to_a_token(show, write_run, tmp_path):
     expect(tokens).to_have_count(3)
     tokens.nth(2).click()
     run = read_runs([directory])[0]
-    _, arrays = unpack(run.groups.chunk(1, 2, 1))
+    _, arrays = unpack_arrays(run.groups.chunk(1, 2, 1))
     place = 2 + 2  # behind the two tokens of the first response
     log_w = float(arrays["proximal_logprobs"][place] - arrays["behavior_logprobs"][place])
     facts = page.locator("#tokens aside dl").first.inner_text()

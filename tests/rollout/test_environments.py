@@ -11,11 +11,11 @@ from helpers.fixture_types import MakeRun
 
 from areal_q.config import CalculatorTool, Run, Sampling, ScriptedEngine, TorchEngine
 from areal_q.errors import ConfigError
-from areal_q.messages import Array, Decoder, PartialResponse, Ticket, VersionSpan, encode
+from areal_q.messages import Array, MessageDecoder, PartialResponse, Ticket, VersionSpan, encode
 from areal_q.tasks import CharTokenizer, Problem, build_score, build_task, build_tokenizer
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
-from learner.data.packing import Sample, pack
+from learner.data.packing import Sample, pack_samples
 from learner.measure.rescore import Scorer, engine_policy
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
@@ -109,7 +109,7 @@ def test_turns_cut_off_anywhere_go_on_as_if_nothing_had_happened(
         await engine.close()
         return responses
 
-    decode_partial_response = Decoder(PartialResponse)
+    decode_partial_response = MessageDecoder(PartialResponse)
     pieces = asyncio.run(work())
     assert max(r.turns for r in whole) > 1
     for piece, want in zip(pieces, whole, strict=True):
@@ -172,7 +172,7 @@ def test_nothing_is_learnt_from_what_the_tool_said(make_run: MakeRun, make_ticke
             spans=[VersionSpan(0, 4, "a")],
         )
         samples = [sample(ticket, i, response, a) for i, a in enumerate([1.0, -0.5])]
-        assert pack(samples).mask.tolist() == [True, False, False, True] * 2
+        assert pack_samples(samples).mask.tolist() == [True, False, False, True] * 2
         update_policy(policy, samples)
         return torch.cat([p.detach().flatten() for p in policy.model.parameters()])
 

@@ -38,7 +38,7 @@ from buffer.redis_store.connection import Patience, insist_async
 from buffer.weight_sync import WeightServer, WeightSubscriber
 from learner.backends.single_device import token_logprobs
 from learner.build import build_model
-from learner.data.packing import pack, samples_of
+from learner.data.packing import pack_samples, samples_of
 from learner.data.staleness import VersionHistory
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.build import worker_capacity
@@ -648,7 +648,7 @@ def test_sigterm_hands_on_tokens_and_sigkill_tickets_alone(
 def gaps(side: LearnerSide, groups: list[Group]) -> np.ndarray:
     """|learner's log-prob − behaviour log-prob| of every token."""
     samples = samples_of(groups, side.run.learner.advantage, side.history, version=0)
-    batch = pack(samples)
+    batch = pack_samples(samples)
     with torch.no_grad():
         recomputed, _ = token_logprobs(side.model, batch, side.run.rollout.sampling.temperature)
     return (recomputed - batch.behavior_logprobs).abs().numpy()
@@ -691,7 +691,9 @@ def test_recorded_log_probs_are_of_the_temperature_that_drew(
             side.publish(0)
             side.admission.admit(0)
             groups = await side.take(12)
-            batch = pack(samples_of(groups, side.run.learner.advantage, side.history, version=0))
+            batch = pack_samples(
+                samples_of(groups, side.run.learner.advantage, side.history, version=0)
+            )
             with torch.no_grad():
                 at_one, _ = token_logprobs(side.model, batch, 1.0)
             # Recomputed at another temperature they differ by far more than any rounding.

@@ -31,7 +31,7 @@ def make_version(number: int, tensors: dict[str, torch.Tensor], **changed: Any) 
         "model": {"layers": 2},
         "published_s": float(number),
     }
-    return version.pack(tensors, version=number, **(fields | changed))
+    return version.pack_version(tensors, version=number, **(fields | changed))
 
 
 def random_bits(rng: np.random.Generator, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -111,12 +111,14 @@ def test_composed_deltas_are_the_very_bytes_of_the_direct_one(
         )
     states.append(states[0])  # everything comes back to where it was
     versions = [make_version(number, state) for number, state in enumerate(states)]
-    bodies = [delta.plain(a, delta.diff(a, b) or b"") for a, b in itertools.pairwise(versions)]
+    bodies = [
+        delta.plain_delta(a, delta.diff(a, b) or b"") for a, b in itertools.pairwise(versions)
+    ]
     for end in range(2, len(versions)):
         composed = delta.compose([v.manifest for v in versions[: end + 1]], bodies[:end])
         direct = delta.diff(versions[0], versions[end])
         assert direct is not None
-        assert composed == delta.plain(versions[0], direct)
+        assert composed == delta.plain_delta(versions[0], direct)
         assert_same(applied(versions[0], composed), versions[end])
 
 

@@ -19,7 +19,7 @@ Make = Callable[..., WeightVersion]
 
 
 def pack(tensors: dict[str, torch.Tensor]) -> WeightVersion:
-    return weights.pack(
+    return weights.pack_version(
         tensors,
         run="run",
         epoch="a",
@@ -64,7 +64,7 @@ def test_what_is_packed_is_unpacked_bit_for_bit(
         tensors[f"t{i}"] = noise.view(DTYPES[dtype]).reshape(shape)
     packed = pack(tensors)
     manifest = messages.decode_manifest(messages.encode(packed.manifest))
-    version = weights.unpack(manifest, packed.payload.clone())
+    version = weights.unpack_version(manifest, packed.payload.clone())
     assert list(version.tensors) == list(tensors)
     for name, tensor in tensors.items():
         got = version.tensors[name]
@@ -92,7 +92,7 @@ def test_a_reused_payload_is_as_good_as_a_new_one() -> None:
     tensors = {"a": torch.arange(7, dtype=torch.int8), "b": torch.rand(3)}
     fields: dict[str, Any] = {"run": "run", "epoch": "a", "version": 3, "format": "int8"}
     fields |= {"uaq_scale": 1.5, "model": {"layers": 2}, "published_s": 0.0}
-    again = weights.pack(tensors, **fields, pool=pool)
+    again = weights.pack_version(tensors, **fields, pool=pool)
     assert pool.made == 1
     assert torch.equal(again.payload, pack(tensors).payload)
     assert again.manifest == pack(tensors).manifest
@@ -105,14 +105,14 @@ def test_every_altered_byte_of_a_tensor_is_refused() -> None:
             payload = packed.payload.clone()
             payload[at] ^= 1
             with pytest.raises(WeightVersionError, match=f"{spec.name} does not hash"):
-                weights.unpack(packed.manifest, payload)
+                weights.unpack_version(packed.manifest, payload)
 
 
 def test_a_payload_of_another_size_is_refused() -> None:
     packed = pack({"a": torch.arange(7, dtype=torch.int8)})
     for size in (0, 6, 8):
         with pytest.raises(WeightVersionError, match=f"{size} of 7 bytes"):
-            weights.unpack(packed.manifest, torch.zeros(size, dtype=torch.uint8))
+            weights.unpack_version(packed.manifest, torch.zeros(size, dtype=torch.uint8))
 
 
 def test_a_dtype_that_cannot_travel_is_refused_when_packed() -> None:
@@ -150,14 +150,14 @@ def test_a_manifest_that_contradicts_itself_is_refused(
     first, second = packed.manifest.tensors
     lie = consistent(packed.manifest, [first, msgspec.structs.replace(second, **change)])
     with pytest.raises(WeightVersionError, match=message):
-        weights.check(lie)
+        weights.check_version(lie)
 
 
 def test_a_manifest_whose_tensors_were_exchanged_does_not_hash() -> None:
     packed = pack({"a": torch.zeros(5), "b": torch.ones(4)})
     for field, value in (("digest", "0" * 32), ("tensors", packed.manifest.tensors[::-1])):
         with pytest.raises(WeightVersionError, match="manifest does not hash"):
-            weights.check(msgspec.structs.replace(packed.manifest, **{field: value}))
+            weights.check_version(msgspec.structs.replace(packed.manifest, **{field: value}))
 
 
 def test_equal_digests_mean_equal_weights(make_version: Make) -> None:

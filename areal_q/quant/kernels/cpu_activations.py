@@ -29,7 +29,7 @@ def _top(bits):
 
 
 @kernel(void(F2, I8, F1))
-def quantize_rows(x, codes, scales):
+def int8_rows(x, codes, scales):
     """Quantizes x [T, K] as activations.quantize_rows does: codes [T, K], scales [T]."""
     bits = x.view(int32)
     for t in range(x.shape[0]):

@@ -8,7 +8,7 @@ from decimal import Decimal
 from areal_q.config.tasks import Calculator
 from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem, Score
-from areal_q.tasks.datasets.jsonl_rows import Row, read_jsonl, split
+from areal_q.tasks.datasets.jsonl_rows import Row, read_jsonl, split_heldout
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class CalculatorTask:
     def __init__(self, cfg: Calculator) -> None:
         """Raises TaskError naming file and line, or if nothing is left to train on or to hold out."""
         rows = read_jsonl(cfg.path)
-        train, heldout = (_Annotations(part) for part in split(rows, cfg.heldout, cfg.path))
+        train, heldout = (_Annotations(part) for part in split_heldout(rows, cfg.heldout, cfg.path))
         self.heldout: Sequence[Problem] = tuple(heldout.problems.values())
         self.train: Sequence[Problem] = tuple(
             p for prompt, p in train.problems.items() if prompt not in heldout.problems
@@ -55,10 +55,10 @@ def score(problem: Problem, response: str) -> Score:
 def answer(response: str) -> str | None:
     """Example: "1,000.50" is "1000.5"."""
     value = parse_number(response)
-    return None if value is None else plain(value)
+    return None if value is None else plain_number(value)
 
 
-def plain(value: Decimal) -> str:
+def plain_number(value: Decimal) -> str:
     """One spelling for equal numbers: 9.0 is "9", -0 is "0"."""
     return f"{value.normalize() + 0:f}"
 

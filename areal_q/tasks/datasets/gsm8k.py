@@ -7,7 +7,7 @@ from decimal import Decimal
 from areal_q.config.tasks import Gsm8k
 from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem, Score
-from areal_q.tasks.datasets.calculator import plain
+from areal_q.tasks.datasets.calculator import plain_number
 from areal_q.tasks.datasets.jsonl_rows import Row, read_rows
 
 _PROMPTS = {
@@ -50,7 +50,7 @@ def final_number(text: str) -> Decimal | None:
 
 def answer(response: str) -> str | None:
     value = final_number(response)
-    return None if value is None else plain(value)
+    return None if value is None else plain_number(value)
 
 
 def _problem(row: Row, template: str) -> Problem:

@@ -61,7 +61,7 @@ def _lines(path: str, kind: type[T]) -> list[tuple[str, T]]:
     return rows
 
 
-def split(rows: Sequence[T], share: float, path: str) -> tuple[Sequence[T], Sequence[T]]:
+def split_heldout(rows: Sequence[T], share: float, path: str) -> tuple[Sequence[T], Sequence[T]]:
     """(to train on, held out): the last `share` of the rows is held out. Neither may be empty."""
     cut = len(rows) - round(share * len(rows))
     if not 0 < cut < len(rows):

@@ -10,7 +10,7 @@ from areal_q.config.tasks import Choice, Gsm8k, Jsonl, Math, Python
 from areal_q.errors import TaskError
 from areal_q.tasks.base import Problem
 from areal_q.tasks.datasets import benchmark_fields, gsm8k, python_file
-from areal_q.tasks.datasets.jsonl_rows import split
+from areal_q.tasks.datasets.jsonl_rows import split_heldout
 
 READERS: dict[type, Callable[[Any], list[Problem]]] = {
     Gsm8k: gsm8k.problems,
@@ -27,7 +27,7 @@ class FileTask:
     def __init__(self, cfg: Gsm8k | Math | Choice | Jsonl | Python) -> None:
         """Raises TaskError naming file and line."""
         rows = READERS[type(cfg)](cfg)
-        train, heldout = split(rows, cfg.heldout, cfg.path)
+        train, heldout = split_heldout(rows, cfg.heldout, cfg.path)
         self.heldout: Sequence[Problem] = tuple(heldout)
         kept = {p.prompt for p in heldout}
         self.train: Sequence[Problem] = tuple(p for p in train if p.prompt not in kept)

@@ -22,7 +22,7 @@ from areal_q.config import Lora, MegatronBackend
 from areal_q.models import DecoderConfig
 from learner.backends.megatron.layers.lora import AdapterSettings, split
 from learner.backends.megatron.model import MegatronModel
-from learner.backends.megatron.tensor_names import WHOLE, Entry, entries
+from learner.backends.megatron.tensor_names import WHOLE, TensorEntry, entries
 from learner.data.packing import PackedBatch
 
 
@@ -77,7 +77,7 @@ def values(critic: ValueHead | CriticTrunk, hidden: Tensor, batch: PackedBatch) 
 
 def critic_entries(
     shape: DecoderConfig, backend: MegatronBackend, trunk: bool, lora: Lora | None
-) -> tuple[list[Entry], list[Entry]]:
+) -> tuple[list[TensorEntry], list[TensorEntry]]:
     """Returns the entries that learn and those that are frozen, by the names of learner/backends/critic.py."""
     learning, frozen, stages = [], [], backend.pipeline
     if trunk:
@@ -89,7 +89,7 @@ def critic_entries(
         )
     heads = (f"head.{kind}" for kind in ("weight", "bias"))
     learning += [
-        Entry(stages - 1, name.replace("head", "value"), (name,), *WHOLE) for name in heads
+        TensorEntry(stages - 1, name.replace("head", "value"), (name,), *WHOLE) for name in heads
     ]
     return learning, frozen
 

@@ -24,7 +24,7 @@ from learner.backends.megatron.shard_state import (
     ShardLayout,
     named_moments,
 )
-from learner.backends.megatron.tensor_names import Entry
+from learner.backends.megatron.tensor_names import TensorEntry
 from learner.optim.build import in_order, learning_rate
 
 
@@ -38,11 +38,11 @@ class DdpModule:
     def __init__(
         self,
         module: nn.Module,
-        plan: list[Entry],
+        plan: list[TensorEntry],
         shapes: Mapping[str, torch.Size],
         cfg: LearnerConfig,
         optimizer: AdamW,
-        frozen: Sequence[Entry] = (),
+        frozen: Sequence[TensorEntry] = (),
     ) -> None:
         self._shapes, self._settings = shapes, optimizer
         self._ddp = DistributedDataParallel(

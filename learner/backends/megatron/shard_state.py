@@ -17,7 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
 from areal_q.models import Decoder, DecoderConfig
-from learner.backends.megatron.tensor_names import Entry
+from learner.backends.megatron.tensor_names import TensorEntry
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Read = Callable[[Tensor], Tensor]
@@ -26,7 +26,7 @@ Read = Callable[[Tensor], Tensor]
 class ShardLayout:
     """This rank's place among the others, and the model's parameters that it has."""
 
-    def __init__(self, plan: Sequence[Entry], module: nn.Module) -> None:
+    def __init__(self, plan: Sequence[TensorEntry], module: nn.Module) -> None:
         self.plan = plan
         self.stage = ps.get_pipeline_model_parallel_rank()
         self.rank, self.size = (
@@ -72,22 +72,22 @@ class ShardLayout:
                     dist.recv(buffer, self.sender_of(entry))
                     whole[name].copy_(buffer)
 
-    def whole(self, entry: Entry, read: Read) -> list[Tensor]:
+    def whole(self, entry: TensorEntry, read: Read) -> list[Tensor]:
         """Returns the whole sources of `entry`, which is of this stage, from what `read` returns. Collective
         over the stage's ranks."""
         own = read(self.own[entry.name])
         parts = self.shards(own) if entry.owner is None else [own]
         return [t.contiguous() for t in entry.whole(parts)]
 
-    def here(self, entry: Entry) -> bool:
+    def here(self, entry: TensorEntry) -> bool:
         """Returns whether this rank has the parameter of `entry`, or a part of it."""
         return entry.stage == self.stage and entry.owner in (None, self.owner)
 
-    def sends_to_rank_0(self, entry: Entry) -> bool:
+    def sends_to_rank_0(self, entry: TensorEntry) -> bool:
         """Returns whether this rank sends an entry that is here to rank 0."""
         return self.sends if entry.owner is None else ps.get_expert_data_parallel_rank() == 0
 
-    def sender_of(self, entry: Entry) -> int:
+    def sender_of(self, entry: TensorEntry) -> int:
         """Returns the rank that sends `entry` to rank 0. Only rank 0 may call this, as it takes its own place
         in a stage for that of the sender."""
         stage = dist.get_global_rank(ps.get_pipeline_model_parallel_group(), entry.stage)

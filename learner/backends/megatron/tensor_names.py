@@ -22,7 +22,7 @@ TensorList = list[Tensor]
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A parameter of Megatron's, and the Hugging Face tensors that it is made of."""
 
     stage: int
@@ -41,12 +41,12 @@ class Entry:
     """The one rank, among those that share experts, that has this whole; None: all have it, or a part of it."""
 
 
-def entries(config: DecoderConfig, stages: int, owners: int = 1) -> Iterator[Entry]:
+def entries(config: DecoderConfig, stages: int, owners: int = 1) -> Iterator[TensorEntry]:
     """Yields the entries of all stages, in the model's order. Layers are shared out equally among the stages,
     and experts among `owners`."""
     last, each = stages - 1, config.layers // stages
     embedding = ("model.embed_tokens.weight",)
-    yield Entry(0, "embedding.word_embeddings.weight", embedding, *_rows(config.vocab_size))
+    yield TensorEntry(0, "embedding.word_embeddings.weight", embedding, *_rows(config.vocab_size))
     for layer in range(config.layers):
         stage, index, hf = layer // each, layer % each, f"model.layers.{layer}"
         yield from _attention(config, stage, index, hf)
@@ -54,37 +54,39 @@ def entries(config: DecoderConfig, stages: int, owners: int = 1) -> Iterator[Ent
             yield from _experts(config, stage, index, hf, owners)
         else:
             yield from _mlp(stage, f"decoder.layers.{index}.mlp", f"{hf}.mlp", None)
-    yield Entry(last, "decoder.final_layernorm.weight", ("model.norm.weight",), *WHOLE)
+    yield TensorEntry(last, "decoder.final_layernorm.weight", ("model.norm.weight",), *WHOLE)
     if not config.tied:
-        yield Entry(last, "output_layer.weight", ("lm_head.weight",), *_rows(config.vocab_size))
+        yield TensorEntry(
+            last, "output_layer.weight", ("lm_head.weight",), *_rows(config.vocab_size)
+        )
     elif stages > 1:
         rows = _rows(config.vocab_size)
-        yield Entry(last, "output_layer.weight", embedding, *rows, copy=True)
+        yield TensorEntry(last, "output_layer.weight", embedding, *rows, copy=True)
 
 
-def _mlp(stage: int, ours: str, hf: str, owner: int | None) -> Iterator[Entry]:
+def _mlp(stage: int, ours: str, hf: str, owner: int | None) -> Iterator[TensorEntry]:
     names = f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"
-    yield Entry(stage, f"{ours}.linear_fc1.weight", names, *_GATE_UP, owner=owner)
+    yield TensorEntry(stage, f"{ours}.linear_fc1.weight", names, *_GATE_UP, owner=owner)
     names = (f"{hf}.down_proj.weight",)
-    yield Entry(stage, f"{ours}.linear_fc2.weight", names, *COLUMNS, owner=owner)
+    yield TensorEntry(stage, f"{ours}.linear_fc2.weight", names, *COLUMNS, owner=owner)
 
 
 def _experts(
     config: DecoderConfig, stage: int, index: int, hf: str, owners: int
-) -> Iterator[Entry]:
+) -> Iterator[TensorEntry]:
     assert config.experts
     ours, each = f"decoder.layers.{index}.mlp", config.experts.count // owners
-    yield Entry(stage, f"{ours}.router.weight", (f"{hf}.mlp.gate.weight",), *WHOLE)
+    yield TensorEntry(stage, f"{ours}.router.weight", (f"{hf}.mlp.gate.weight",), *WHOLE)
     for e in range(config.experts.count):
         local = f"{ours}.experts.local_experts.{e % each}"
         yield from _mlp(stage, local, f"{hf}.mlp.experts.{e}", e // each)
 
 
-def _attention(config: DecoderConfig, stage: int, index: int, hf: str) -> Iterator[Entry]:
+def _attention(config: DecoderConfig, stage: int, index: int, hf: str) -> Iterator[TensorEntry]:
     ours = f"decoder.layers.{index}"
 
-    def entry(name: str, sources: tuple[str, ...], rule: tuple) -> Entry:
-        return Entry(stage, f"{ours}.{name}", tuple(f"{hf}.{s}" for s in sources), *rule)
+    def entry(name: str, sources: tuple[str, ...], rule: tuple) -> TensorEntry:
+        return TensorEntry(stage, f"{ours}.{name}", tuple(f"{hf}.{s}" for s in sources), *rule)
 
     yield entry("input_layernorm.weight", ("input_layernorm.weight",), WHOLE)
     for kind in ("weight", "bias") if config.qkv_bias else ("weight",):

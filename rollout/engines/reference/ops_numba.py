@@ -34,7 +34,7 @@ class FusedInt8Linear:
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         codes, x_scale = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
-        cpu_activations.quantize_rows(x.numpy(), codes, x_scale)
+        cpu_activations.int8_rows(x.numpy(), codes, x_scale)
         sums = int8_matmul(torch.from_numpy(codes), self.codes_t).to(torch.int32).numpy()
         y = np.empty(sums.shape, np.float32)
         added = self.nothing if add is None else add.view(-1, sums.shape[1]).numpy()

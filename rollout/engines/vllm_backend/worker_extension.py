@@ -39,7 +39,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from areal_q import messages
 from areal_q.errors import RecordError, WeightVersionError
-from areal_q.weights.version import PayloadPool, WeightVersion, check, unpack
+from areal_q.weights.version import PayloadPool, WeightVersion, check_version, unpack_version
 from rollout.engines.vllm_backend.worker_cpu import keep_float32_off_sgl
 from rollout.engines.vllm_backend.worker_lora import load_adapters, model_has_adapters
 
@@ -129,11 +129,11 @@ class Stage(threading.Thread):
         try:
             manifest = messages.decode_manifest(self._socket.recv())
             digest = manifest.digest.encode()
-            check(manifest)
+            check_version(manifest)
             payload = self._pool.lend(manifest.nbytes)
             if manifest.nbytes:
                 self._socket.recv_into(payload.numpy().data)
-            version = unpack(manifest, payload)
+            version = unpack_version(manifest, payload)
         except (RecordError, WeightVersionError) as error:
             while self._socket.getsockopt(zmq.RCVMORE):
                 self._socket.recv()

@@ -39,7 +39,7 @@ from areal_q.quant.registry import FORMATS
 from areal_q.quant.state_dict import is_quantized
 from learner.backends.data_parallel import Ranks
 from learner.backends.megatron.layers.quantized_forward import beside, outputs_of
-from learner.backends.megatron.tensor_names import COLUMNS, ROWS, WHOLE, Entry
+from learner.backends.megatron.tensor_names import COLUMNS, ROWS, WHOLE, TensorEntry
 
 ROW = ("linear_proj", "linear_fc2")
 """Megatron's linears whose inputs are shared out; the other two are columns, whose outputs are."""
@@ -106,7 +106,7 @@ class AdaptedColumn(_Linear):
         outs = self.sources[name] // self.n
         return _factor(self.rank, self.ins, shared=False), _factor(outs, self.rank, shared=True)
 
-    def take(self, parts: list[Parts], entry: Entry) -> None:
+    def take(self, parts: list[Parts], entry: TensorEntry) -> None:
         """Takes the base: `parts` are those of the sources of `entry`."""
         self.parts = parts
         heights, like = list(self.sources.values()), next(iter(parts[0].values()))
@@ -150,7 +150,7 @@ class AdaptedRow(_Linear):
         ins, outs = self.ins // self.n, self.sources[name]
         return _factor(self.rank, ins, shared=True), _factor(outs, self.rank, shared=False)
 
-    def take(self, parts: list[Parts], entry: Entry) -> None:
+    def take(self, parts: list[Parts], entry: TensorEntry) -> None:
         self.parts = parts
         device = next(iter(parts[0].values())).device
         r = self.group.rank()
@@ -197,7 +197,9 @@ def _factor(rows: int, columns: int, shared: bool) -> nn.Parameter:
     return factor
 
 
-def split(plan: Sequence[Entry], lora: Lora | None) -> tuple[list[Entry], list[Entry]]:
+def split(
+    plan: Sequence[TensorEntry], lora: Lora | None
+) -> tuple[list[TensorEntry], list[TensorEntry]]:
     """Returns the entries that learn and those that are frozen, without the packed base."""
     if lora is None:
         return list(plan), []
@@ -205,11 +207,11 @@ def split(plan: Sequence[Entry], lora: Lora | None) -> tuple[list[Entry], list[E
     return [a for entry in _packed(plan) for a in _adapters(entry, lora)], frozen
 
 
-def _packed(plan: Sequence[Entry]) -> Iterator[Entry]:
+def _packed(plan: Sequence[TensorEntry]) -> Iterator[TensorEntry]:
     return (entry for entry in plan if is_quantized(entry.sources[0]))
 
 
-def _adapters(entry: Entry, lora: Lora) -> Iterator[Entry]:
+def _adapters(entry: TensorEntry, lora: Lora) -> Iterator[TensorEntry]:
     rules = (COLUMNS, WHOLE) if entry.name.split(".")[-2] in ROW else (WHOLE, ROWS)
     for source in entry.sources:
         linear = source.removesuffix(".weight")
@@ -254,7 +256,7 @@ def specs(shape: DecoderConfig, on: AdapterSettings) -> dict[str, ModuleSpec]:
 
 def load_base(
     modules: Sequence[nn.Module],
-    plan: Sequence[Entry],
+    plan: Sequence[TensorEntry],
     stage: int,
     ranks: Ranks,
     whole: Decoder | None,

@@ -38,7 +38,7 @@ from areal_q.quant.quantized_linear import Linear as Product
 from areal_q.quant.registry import FORMATS
 from areal_q.quant.state_dict import is_quantized, parts_of, quantize_state
 from learner.backends.megatron.shard_state import ShardLayout
-from learner.backends.megatron.tensor_names import Entry
+from learner.backends.megatron.tensor_names import TensorEntry
 
 
 class _Aligned:
@@ -76,7 +76,7 @@ class QuantizedColumn(_Aligned, ColumnParallelLinear):
     order: Tensor
     """The place of each output among those of rank 0, 1, … side by side."""
 
-    def share(self, entry: Entry, heights: list[int], width: int) -> tuple[Tensor, Tensor]:
+    def share(self, entry: TensorEntry, heights: list[int], width: int) -> tuple[Tensor, Tensor]:
         """Returns this rank's outputs and its inputs, int64 each."""
         n, rank = self.tp_group.size(), self.tp_group.rank()
         every = outputs_of(entry, heights, n, self.weight)
@@ -116,7 +116,7 @@ class QuantizedRow(_Aligned, RowParallelLinear):
     """Linear whose inputs are shared out: x [..., this rank's inputs] → [..., out]. It has one source, no
     bias."""
 
-    def share(self, entry: Entry, heights: list[int], width: int) -> tuple[Tensor, Tensor]:
+    def share(self, entry: TensorEntry, heights: list[int], width: int) -> tuple[Tensor, Tensor]:
         """Returns this rank's outputs and its inputs, int64 each."""
         n, rank = self.tp_group.size(), self.tp_group.rank()
         self.inputs = entry.part([_count(width, self.weight)[None]], rank, n).flatten()
@@ -171,7 +171,7 @@ class _Flow(torch.autograd.Function):
         return dx, dw, None
 
 
-def outputs_of(entry: Entry, heights: list[int], n: int, like: Tensor) -> list[Tensor]:
+def outputs_of(entry: TensorEntry, heights: list[int], n: int, like: Tensor) -> list[Tensor]:
     """Returns the outputs of the stacked sources of `entry` that each of n ranks has: int64, on the device of
     `like`."""
     numbers = [x[:, None] for x in _count(sum(heights), like).split(heights)]
@@ -194,11 +194,11 @@ def _count(size: int, like: Tensor) -> Tensor:
     return torch.arange(size, device=like.device)
 
 
-def _quantized(places: ShardLayout) -> Iterator[Entry]:
+def _quantized(places: ShardLayout) -> Iterator[TensorEntry]:
     return (entry for entry in places.plan if is_quantized(entry.sources[0]))
 
 
-def _names(entry: Entry) -> list[str]:
+def _names(entry: TensorEntry) -> list[str]:
     """Returns the names of the sources' modules."""
     return [source.removesuffix(".weight") for source in entry.sources]
 
