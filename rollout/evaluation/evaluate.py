@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from areal_q.config import Run, Sampling, load
 from areal_q.errors import ConfigError, RecordError
 from areal_q.evaluation.benchmarks import BENCHMARKS, PRESETS, Preset
-from areal_q.evaluation.estimates import Answered, Evaluation, estimates
+from areal_q.evaluation.estimates import Answered, Estimate, Evaluation, estimates
 from areal_q.system.command import run_command
 from areal_q.system.files import replacing
 from areal_q.tasks import Problem, all_problems, build_task, check_reward, task_types
@@ -68,12 +68,7 @@ def main(
     chosen = _preset(preset)
     run, path = _settings(model, task, data, [f"rollout.format={format}", *(settings or [])])
     samples = chosen.samples if samples is None else samples
-    sampling = Sampling(
-        temperature=chosen.temperature if temperature is None else temperature,
-        top_p=chosen.top_p if top_p is None else top_p,
-        max_tokens=max_tokens or chosen.max_tokens or run.rollout.sampling.max_tokens,
-        stop=run.rollout.sampling.stop,
-    )
+    sampling = _sampling(chosen, run.rollout.sampling, temperature, top_p, max_tokens)
     if samples and sampling.temperature == 0:
         raise ConfigError("--samples needs --temperature above 0: greedy answers are all the same")
     if not samples and not greedy:
@@ -85,16 +80,8 @@ def main(
     with _answers_file(out or _default_out(model, task, format, preset)) as (write, file):
         rows = asyncio.run(_collect(run, path, asked, greedy, samples, sampling, write))
     elapsed_s = time.monotonic() - started
-    for row in rows[:show]:
-        typer.echo(_shown(row))
     results = estimates(rows)
-    for estimate in results[:-1]:
-        typer.echo(estimate)
-    typer.echo(
-        f"{results[-1] if results else ''}  ({len(rows)} problems, {format}, {elapsed_s:.1f} s)"
-    )
-    for remark in remarks(rows):
-        typer.echo(remark, err=True)
+    _print_results(rows, results, show, f"{format}, {elapsed_s:.1f} s")
     if file:
         about = Evaluation(
             model=str(model),
@@ -114,6 +101,35 @@ def main(
     if len(rows) < len(asked):
         typer.echo(f"stopped after {len(rows)} of {len(asked)} problems", err=True)
         raise typer.Exit(INTERRUPTED)
+
+
+def _sampling(
+    preset: Preset,
+    run: Sampling,
+    temperature: float | None,
+    top_p: float | None,
+    max_tokens: int | None,
+) -> Sampling:
+    """Returns how sampled answers are drawn: as the options say, else the preset, else the run."""
+    return Sampling(
+        temperature=preset.temperature if temperature is None else temperature,
+        top_p=preset.top_p if top_p is None else top_p,
+        max_tokens=max_tokens or preset.max_tokens or run.max_tokens,
+        stop=run.stop,
+    )
+
+
+def _print_results(
+    rows: Sequence[Answered], results: Sequence[Estimate], show: int, about: str
+) -> None:
+    """Prints the first `show` answers, then the estimates; remarks go to stderr."""
+    for row in rows[:show]:
+        typer.echo(_shown(row))
+    for estimate in results[:-1]:
+        typer.echo(estimate)
+    typer.echo(f"{results[-1] if results else ''}  ({len(rows)} problems, {about})")
+    for remark in remarks(rows):
+        typer.echo(remark, err=True)
 
 
 async def _collect(
