@@ -1,7 +1,6 @@
 """The end of a run: the model in Hugging Face layout, with the parameters that other programs expect."""
 
 import copy
-import logging
 from contextlib import suppress
 
 from areal_q.errors import BufferGone
@@ -10,8 +9,6 @@ from areal_q.models.hf.adapters import save_adapted
 from areal_q.quant.uaq import fold_back
 from areal_q.tasks import build_tokenizer
 from learner.loop import Learner
-
-logger = logging.getLogger(__name__)
 
 
 def finish(learner: Learner, step: int) -> bool:

@@ -76,11 +76,6 @@ class ReplayPool:
         return set(self._held)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the records held."""
-        return sum(item.nbytes for item in self._held.values())
-
-    @property
     def uses(self) -> dict[int, int]:
         """Uses by ticket of the groups that were used and are not finished."""
         held = {number: item.uses for number, item in self._held.items() if item.uses}

@@ -11,7 +11,6 @@ Written beside and renamed, so that a directory of the final name is whole. A cr
 hidden one, which the next save or restore sees to. The state carries a hash of everything.
 """
 
-import logging
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -35,7 +34,6 @@ from areal_q.system.files import (
     sync,
 )
 
-logger = logging.getLogger(__name__)
 START = "step-000000"
 """Never removed: a replay can begin there"""
 STATE, TENSORS, SHARE = "state.json", "tensors.safetensors", "tensors-{:05d}.safetensors"

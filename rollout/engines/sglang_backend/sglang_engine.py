@@ -11,7 +11,6 @@ on, those of its sampling mask, since the others are of the whole distribution. 
 import asyncio
 import contextlib
 import importlib.util
-import logging
 import os
 import shutil
 import tempfile
@@ -36,8 +35,6 @@ from rollout.engines.process.streaming_engine import StreamingEngine
 from rollout.engines.sglang_backend import generate_requests, server_checks
 from rollout.engines.sglang_backend.http_client import SglangClient
 from rollout.engines.sglang_backend.server_process import SglangProcess, server_settings
-
-logger = logging.getLogger(__name__)
 
 SGLANG_CPU_FORMATS = frozenset({"bf16"})
 """Formats on a CPU; SGLang's quantized products need AMX, or a GPU."""

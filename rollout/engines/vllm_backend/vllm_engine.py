@@ -11,7 +11,6 @@ are stamped by the core itself on every token. Written against vLLM 0.32 and 0.3
 import asyncio
 import contextlib
 import importlib.util
-import logging
 import os
 import signal
 import tempfile
@@ -38,7 +37,6 @@ from rollout.engines.vllm_backend.weight_stager import WeightStager
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 SHUTDOWN_S = 5.0

@@ -10,7 +10,6 @@ backend. Method names must not be those of vLLM's own Worker.
 # pyright: reportMissingImports=false
 
 import contextlib
-import logging
 import os
 import signal
 import threading
@@ -42,8 +41,6 @@ from areal_q.errors import RecordError, WeightVersionError
 from areal_q.weights.version import PayloadPool, WeightVersion, check_version, unpack_version
 from rollout.engines.vllm_backend.worker_cpu import keep_float32_off_sgl
 from rollout.engines.vllm_backend.worker_lora import load_adapters, model_has_adapters
-
-logger = logging.getLogger(__name__)
 
 BACKEND = "areal_q"
 STAGED, REFUSED = b"staged", b"refused"
