@@ -26,7 +26,7 @@ from learner.data.admission import Admission
 from learner.measure.fidelity import FidelityMeter
 from learner.publishing.version_builder import VersionBuilder
 from rollout.build import EndpointAddress, serve
-from rollout.openai_server.schema import Begin, ChatBody, CompletionBody, RewardBody
+from rollout.openai_server.schema import BeginEpisode, ChatBody, CompletionBody, RewardBody
 
 SETTINGS = [
     "model.layers=1", "model.width=16", "model.heads=2", "model.kv_heads=1", "model.mlp=16",
@@ -187,7 +187,7 @@ def cluster(
 
 @pytest.mark.timeout(300)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(bodies(Begin) | st.just({}), st.lists(ACTS, min_size=1, max_size=4))
+@given(bodies(BeginEpisode) | st.just({}), st.lists(ACTS, min_size=1, max_size=4))
 def test_a_hostile_agent_loses_its_own_episode_alone(
     cluster: tuple[asyncio.AbstractEventLoop, Cluster], begin: dict[str, Any], acts: list[Act]
 ):
