@@ -47,10 +47,8 @@ class Progress:
     def step(self) -> None:
         """Takes note of a step: from the first one on, the limit is that of ordinary work."""
         if not self._first_done:
-            self._first_done, self._last_s = (
-                True,
-                None,
-            )  # the first may have taken long for its own reasons
+            self._first_done = True
+            self._last_s = None  # the first may have taken long for its own reasons
         self.beat()
 
     def rest(self) -> None:
