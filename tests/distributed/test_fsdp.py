@@ -186,7 +186,7 @@ def test_a_checkpoint_whose_share_is_damaged_is_refused_by_name(
         staged = checkpoint.stage(tmp_path, step)
         checkpoint.write_share(staged, 1, moved)
         share = staged / checkpoint.SHARE.format(1)
-        path = checkpoint.write(tmp_path, state, tensors, 2, [share])
+        path = checkpoint.write(tmp_path, state, tensors, 2, shares=[share])
         assert not share.exists()
     checkpoint.restore(tmp_path, build(make_run("seed=3")))
     share = path / checkpoint.SHARE.format(1)

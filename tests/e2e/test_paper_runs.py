@@ -25,7 +25,7 @@ from buffer.logs.trajectory_log import iter_log
 from buffer.weight_sync import WeightSource
 from learner.build import build_learner
 from learner.final_export import finish
-from rollout.build import serve
+from rollout.build import EndpointAddress, serve
 
 PAPERS = sorted((ROOT / "configs" / "papers").glob("*.toml"))
 FAMILIES = {"fp8-rl": "qwen3", "qarl-tbpo": "qwen3"}
@@ -61,7 +61,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Path) -> Path
 @contextmanager
 def worker(redis_url: str, run: str) -> Iterator[None]:
     loop = asyncio.new_event_loop()
-    task = loop.create_task(serve(redis_url, run, "w", WeightSource(), lambda _: None))
+    task = loop.create_task(
+        serve(redis_url, run, "w", WeightSource(), lambda _: None, EndpointAddress(), 0.0)
+    )
 
     def work() -> None:
         asyncio.set_event_loop(loop)

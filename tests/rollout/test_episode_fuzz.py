@@ -22,9 +22,9 @@ from buffer.redis_store import LearnerBuffer
 from buffer.redis_store.local_server import RedisServer
 from buffer.weight_sync import WeightServer, WeightSource
 from learner.build import build_model
-from learner.data.admission import Admission
+from learner.data.admission import Admission, AdmissionSettings
 from learner.measure.fidelity import FidelityMeter
-from learner.publishing.version_builder import VersionBuilder
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.build import EndpointAddress, serve
 from rollout.openai_server.schema import BeginEpisode, ChatBody, CompletionBody, RewardBody
 
@@ -47,12 +47,14 @@ class Cluster:
         self.buffer = LearnerBuffer(redis_url, run.name)
         self.weight_server = WeightServer(f"ipc://{sockets}/announce", f"ipc://{sockets}/fetch")
         self.buffer.publish_run(dump_toml(run), self.weight_server.endpoints._asdict())
-        version = VersionBuilder(run).build(build_model(run, self.tokenizer), 0)
+        version = VersionBuilder(VersionSettings.of(run)).build(build_model(run, self.tokenizer), 0)
         self.weight_server.publish(version)
         self.meter = FidelityMeter(run.learner, run.rollout.format)
         self.meter.remember(version)
         task = build_task(run.task)
-        self._admission = Admission(run, task, self.tokenizer, self.buffer, 0, set())
+        self._admission = Admission(
+            AdmissionSettings.of(run), task, self.tokenizer, self.buffer, 0, set()
+        )
         self.tickets = 0
         self.at = f"127.0.0.1:{free_ports(1)[0]}"
 
