@@ -43,14 +43,14 @@ class _Following:
         self.history = History(run.steps)
         self._tail = Tail(path_of(run) / METRICS_FILE)
         self.rewards = RewardWatch(run, path_of(run))
-        self.began = self.heard = time.monotonic()
+        self.heard = time.monotonic()
 
     def start(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         # What the logs of an earlier start say was said then.
         self.rewards = RewardWatch(self.run, run_dir, skip=True)
         self._tail = Tail(run_dir / METRICS_FILE)
-        self.began = self.heard = time.monotonic()
+        self.heard = time.monotonic()
 
     def note(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -74,6 +74,11 @@ class _Following:
             self.rewards.add(record)
             self.heard = time.monotonic()
         return records
+
+    def elapsed_s(self) -> float:
+        """Returns the run's age by its own clock; between two records, and before the first, ours goes on."""
+        since = 0.0 if self.history.end else time.monotonic() - self.heard
+        return self.history.elapsed_s + since
 
     def awaited(self) -> str:
         """Returns what the run is waiting for, where nothing else on the screen moves; else empty."""
@@ -110,7 +115,7 @@ class PlainView(_Following):
         if self.awaited() != self._awaited and (due or not self.history.episodes):
             self._awaited = self.awaited()
             if self._awaited:
-                self.note(f"{time.monotonic() - self.began:7.1f} s  {self._awaited}")
+                self.note(f"{self.elapsed_s():7.1f} s  {self._awaited}")
             if self.history.episodes:
                 self._next_line = time.monotonic() + PLAIN_EVERY_S
         for problem in unfaithful(fresh):
@@ -143,11 +148,9 @@ class LiveView(_Following):
         self._live.stop()
 
     def _picture(self) -> RenderableType:
-        # Since the last record, or this process's own start, by our own clock: it goes on between records.
-        since = 0.0 if self.history.end else time.monotonic() - self.heard
-        elapsed = self.history.elapsed_s + since
         width, warnings = self.console.width, self.rewards.warnings()
-        return picture(self.run.name, self.history, elapsed, warnings, self.awaited(), width)
+        elapsed_s, awaits = self.elapsed_s(), self.awaited()
+        return picture(self.run.name, self.history, elapsed_s, warnings, awaits, width)
 
 
 def build_view(run: Run, console: Console | None = None) -> PlainView | LiveView:

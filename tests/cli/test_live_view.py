@@ -246,6 +246,19 @@ def test_the_clock_goes_on_between_two_records(run, directory, monkeypatch):
     assert "30.0 s" in text and "evaluating 256 problems" in text
 
 
+def test_a_plain_line_of_a_wait_has_the_run_s_own_clock(run, directory, console, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(live_view.time, "monotonic", lambda: clock[0])
+    view = PlainView(run, console)
+    view.start(directory)
+    clock[0] += 30.0  # The learner's process starts long after the launcher's.
+    with MetricsLog(directory, tensorboard=False) as log:
+        clock[0] += 2.0
+        log.write("warmstart", 0, {"warmstart/step": 9, "warmstart/steps": 9})
+    view.refresh()
+    assert console.export_text().splitlines()[-1] == "    2.0 s  evaluating 256 problems"
+
+
 def test_plain_view_prints_evaluations_and_a_line_now_and_then(
     run, directory, console, monkeypatch
 ):
