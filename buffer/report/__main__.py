@@ -59,8 +59,11 @@ def main(
     for run in runs:
         if not run.records:
             raise LogError(f"{run.directory}: no metrics yet; --serve waits for them")
+    out = out or directories[0] / "report.html"
+    if out.parent.is_dir() and not os.access(out.parent, os.W_OK):
+        raise ConfigError(f"{out.parent}: cannot be written to; name a file elsewhere: --out FILE")
     try:
-        _write(runs, out or directories[0] / "report.html", int(max_mb * 1e6), csv)
+        _write(runs, out, int(max_mb * 1e6), csv)
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from error
 

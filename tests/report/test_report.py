@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from areal_q.config import load
-from areal_q.errors import LogError, RecordError
+from areal_q.errors import ConfigError, LogError, RecordError
 from areal_q.observability.metrics_log import read_metrics
 from buffer.logs.token_log import TokenLog, iter_tokens
 from buffer.logs.trajectory_log import TrajectoryLog, iter_log
+from buffer.report import __main__ as command
 from buffer.report import page
 from buffer.report.__main__ import elsewhere
 from buffer.report.figures import DELTA, plots_for, rows_of, write_figures_csv
@@ -446,6 +447,14 @@ def test_a_small_budget_leaves_out_groups_and_not_curves(write_run, tmp_path):
     assert {"overview", "index/0"} < set(names)
     steps = {int(name.split("/")[2]) for name in names if name.startswith("groups/")}
     assert {0, 39} <= steps and len(steps) < 40
+
+
+def test_the_report_of_a_read_only_run_asks_for_a_place(run_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(command.os, "access", lambda path, mode: path != run_dir)
+    with pytest.raises(ConfigError, match="cannot be written to; name a file elsewhere: --out"):
+        command.main([run_dir])
+    command.main([run_dir], out=tmp_path / "r.html")
+    assert (tmp_path / "r.html").is_file() and not (run_dir / "report.html").exists()
 
 
 def test_the_command_writes_file_and_csv_and_names_gaps(run_dir, tmp_path):
