@@ -15,7 +15,14 @@ from areal_q.models import Decoder, DecoderConfig, Experts, init_weights, load_c
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.quant.uaq import apply_uaq
 from areal_q.system import run_dir
-from areal_q.tasks import Task, Tokenizer, build_task, build_tokenizer, check_reward
+from areal_q.tasks import (
+    Task,
+    Tokenizer,
+    build_task,
+    build_tokenizer,
+    check_characters,
+    check_reward,
+)
 from areal_q.tasks.prompt_lengths import without_long
 from buffer.logs.step_log import StepLog, iter_steps
 from buffer.logs.token_log import TokenLog
@@ -240,6 +247,7 @@ def build_learner(
     _check_broadcast(run, announce, fetch)
     tokenizer = build_tokenizer(run)
     task = build_task(run.task)
+    check_characters(run, task)
     check_data(directory, run.task, task)
     task = without_long(task, tokenizer, longest_prompt(run))
     buffer = LearnerBuffer(redis_url, run.name, stop=stop)

@@ -6,7 +6,7 @@ from pathlib import Path
 from areal_q.config import External, PretrainedModel, Run
 from areal_q.errors import ConfigError
 from areal_q.system.ports import check_free
-from areal_q.tasks import build_task, check_reward
+from areal_q.tasks import build_task, check_characters, check_reward
 
 
 def served_at(run: Run, index: int) -> tuple[str, int] | None:
@@ -65,4 +65,4 @@ def preflight(run: Run) -> None:
     for address in filter(None, (served_at(run, i) for i in range(workers))):
         check_free("rollout.serve", *address)
     check_reward(run)
-    build_task(run.task)
+    check_characters(run, build_task(run.task))

@@ -10,7 +10,14 @@ from areal_q.tasks.grading.rewards import (
     check_reward,
     unscored,
 )
-from areal_q.tasks.registry import TASKS, all_problems, build_task, build_tokenizer, task_types
+from areal_q.tasks.registry import (
+    TASKS,
+    all_problems,
+    build_task,
+    build_tokenizer,
+    check_characters,
+    task_types,
+)
 from areal_q.tasks.shuffle import permute, problem_at
 from areal_q.tasks.tokenizer import CharTokenizer, HFTokenizer, load_tokenizer
 
@@ -31,6 +38,7 @@ __all__ = [
     "build_score",
     "build_task",
     "build_tokenizer",
+    "check_characters",
     "check_reward",
     "load_tokenizer",
     "permute",

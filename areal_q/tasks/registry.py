@@ -19,6 +19,7 @@ from areal_q.tasks.datasets.calculator import CalculatorTask
 from areal_q.tasks.datasets.countdown import CountdownTask
 from areal_q.tasks.datasets.row_tasks import READERS, FileTask
 from areal_q.tasks.datasets.tool_calculator import ToolCalculatorTask
+from areal_q.tasks.lazy import Lazy
 from areal_q.tasks.tokenizer import CharTokenizer, load_tokenizer
 
 TASKS: dict[type, Callable[[Any], Task]] = {
@@ -45,6 +46,19 @@ def all_problems(cfg: TaskConfig) -> list[Problem]:
     if type(cfg) not in READERS:
         raise ConfigError(f"task.type = {cfg.__struct_config__.tag!r} reads no such file")
     return READERS[type(cfg)](cfg)
+
+
+def check_characters(run: Run, task: Task) -> None:
+    """Raises TaskError for the first prompt that the built-in model cannot read, and for the first answer where
+    a warm start learns them. Generated problems are all alike: one is looked at."""
+    if not isinstance(run.model, SmallModel):
+        return
+    tokenizer, answers = CharTokenizer(), run.warmstart.steps > 0
+    for problems in (task.train, task.heldout):
+        for problem in problems[:1] if isinstance(problems, Lazy) else problems:
+            tokenizer.encode_prompt(problem.prompt)
+            if answers:
+                tokenizer.encode(problem.answer)
 
 
 def build_tokenizer(run: Run) -> Tokenizer:

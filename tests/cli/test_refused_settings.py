@@ -1,5 +1,6 @@
 """Mistakes in the settings are refused before a warm start, in one line that names the setting."""
 
+import json
 import os
 import socket
 import subprocess
@@ -93,6 +94,20 @@ def test_a_refused_run_leaves_an_earlier_one_where_it_is(tmp_path: Path, taken: 
     done = areal_q(tmp_path, f"rollout.serve={taken}")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert done.stderr.endswith(f"rollout.serve: 127.0.0.1:{taken}: Address already in use\n")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(("prompt", "answer"), [("say 1", "1"), ("1+1=", "two")])
+def test_unreadable_problems_leave_an_earlier_run_in_place(
+    tmp_path: Path, prompt: str, answer: str
+):
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    rows = [{"prompt": f"{i}+2=", "answer": f"{i + 2}"} for i in range(19)]
+    rows.append({"prompt": prompt, "answer": answer})
+    (tmp_path / "task.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    done = areal_q(tmp_path, "task={type='jsonl', path='task.jsonl'}", "warmstart.steps=5")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "the built-in model reads only '0123456789" in done.stderr
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
 
 
