@@ -298,6 +298,30 @@ def test_a_model_of_32768_positions_starts_by_default():
         start()(body)
 
 
+def test_a_seed_draws_the_same_after_a_prompt_in_parts():
+    """Each part yields a token that is discarded. Asked again, the prompt takes one step: all but its end is
+    cached."""
+    shape = replace(CONFIG, max_positions=8192)
+    weights = pack_version(
+        published(0).tensors, run="r", epoch="e", version=0, format="bf16", uaq_scale=1.0,
+        model=shape.to_hf(), published_s=0.0,
+    )  # fmt: skip
+    prompt = np.random.default_rng(1).integers(0, shape.vocab_size, 8000).tolist()
+
+    async def body(engine):
+        step = engine.backend._llm.vllm_config.scheduler_config.max_num_batched_tokens
+        assert step < len(prompt) / 2
+        (in_parts,), (at_once,) = [
+            await engine.generate(ask(prompt, max_tokens=12)) for _ in range(2)
+        ]
+        assert engine.deaths == 0
+        assert in_parts.response_ids.tolist() == at_once.response_ids.tolist()
+        np.testing.assert_allclose(in_parts.logprobs, at_once.logprobs, atol=2e-4)
+
+    with one_alive(lambda: vllm_engine(VllmEngine(slots=4)), lambda *_: weights) as start:
+        start()(body)
+
+
 def test_int8_stays_finite_and_right_after_many_reloads(live):
     """oneDNN keeps a bare pointer to the scales, which a reload frees: without the copy, NaN."""
 

@@ -39,7 +39,10 @@ from vllm.model_executor.model_loader.reload import (
 from areal_q import messages
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.weights.version import PayloadPool, WeightVersion, check_version, unpack_version
-from rollout.engines.vllm_backend.worker_cpu import keep_float32_off_sgl
+from rollout.engines.vllm_backend.worker_cpu import (
+    draw_discarded_tokens_without_seed,
+    keep_float32_off_sgl,
+)
 from rollout.engines.vllm_backend.worker_lora import load_adapters, model_has_adapters
 
 BACKEND = "areal_q"
@@ -173,6 +176,7 @@ class ZmqTransfer(WeightTransferEngine[StagerAddress, Staged]):
 WeightTransferEngineFactory.register_engine(BACKEND, ZmqTransfer)
 if not torch.cuda.is_available():
     keep_float32_off_sgl()
+    draw_discarded_tokens_without_seed()
 
 
 class WorkerExtension:
