@@ -65,7 +65,7 @@ class RunTaken(UserError):
 
 
 class LogError(UserError):
-    """A run's log is missing, or lacks a step that was asked for; names the directory."""
+    """A run's log is missing, lacks a step that was asked for, or cannot be written; names its path."""
 
 
 class DivergedError(UserError):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from areal_q.errors import RecordError
+from areal_q.errors import LogError, RecordError
 from areal_q.system.files import by_number, move_into_place, sync
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class ParquetLog:
         self._closed_s = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.directory.name)
         self._pending: deque[Future[None]] = deque()
-        self._error: Exception | None = None
+        self._error: LogError | None = None
 
     def append_rows(self, make: Callable[[], pa.Table]) -> None:
         """Queues the rows of one step; `make` is called on the writer's thread. Steps come in order.
@@ -99,8 +99,8 @@ class ParquetLog:
         try:
             work()
         except (OSError, pa.ArrowException) as error:
-            self._error = error
-            raise
+            self._error = LogError(f"{self._temporary}: cannot be written: {error}")
+            raise self._error from error
 
     def _write(self, table: pa.Table) -> None:
         if self._writer is None:

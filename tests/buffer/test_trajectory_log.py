@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_q.config import Sampling
-from areal_q.errors import RecordError
+from areal_q.errors import LogError, RecordError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, encode
 from buffer.logs import parquet_log
 from buffer.logs import trajectory_log as log_module
@@ -237,10 +237,10 @@ def test_an_error_of_the_writer_reaches_the_learner(tmp_path, make_group, monkey
         raise OSError("No space left on device")
 
     monkeypatch.setattr(log_module, "groups_to_table", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(LogError, match="cannot be written: No space left"):
         log.append(0, 0, [make_group()])
         log.flush()
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(LogError, match="No space"):
         log.close()
     assert read_log(tmp_path) == []
 
@@ -300,6 +300,7 @@ FULL_DISK = """
 import resource, sys
 import pyarrow as pa
 from pathlib import Path
+from areal_q.errors import LogError
 from buffer.logs.step_log import StepLog, StepRecord
 
 def record(step):
@@ -317,12 +318,12 @@ for step in range(1, 4):
     try:
         log.append(record(step))
         log.flush()
-    except OSError:
+    except LogError:
         failures += 1
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))  # the disk has room again
 try:
     log.close()
-except OSError:
+except LogError:
     failures += 1
 print(failures)
 """

@@ -81,7 +81,7 @@ def test_no_redis_at_all_says_so_and_how_to_go_on(tmp_path):
 def test_a_port_in_use_is_named(monkeypatch, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        monkeypatch.setattr(environment, "PORTS", {port: "test"})
+        monkeypatch.setattr(environment, "_PORTS", {port: "test"})
         found = {f.name: f for f in machine(tmp_path / "not" / "there" / "yet")}
     assert found[f"port {port}"].level == "note" and "in use" in found[f"port {port}"].says
     assert found["disk"].level in ("ok", "warning")
@@ -96,7 +96,7 @@ def test_a_port_in_use_is_named(monkeypatch, tmp_path):
     ],
 )
 def test_versions_that_do_not_go_together_are_errors(monkeypatch, installed, complaint):
-    monkeypatch.setattr(environment, "version_of", installed.get)
+    monkeypatch.setattr(environment, "_version_of", installed.get)
     errors = [finding for finding in engines() if finding.level == "error"]
     assert any(complaint in finding.says and finding.fix for finding in errors)
 
