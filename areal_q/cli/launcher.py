@@ -39,6 +39,7 @@ from areal_q.config import Run
 from areal_q.errors import BufferUnavailable, ChildDied, ConfigError, UserError
 from areal_q.observability.run_summary import size
 from areal_q.system.credentials import check_redis_url, redis_password
+from areal_q.system.disk import DiskWatch
 from areal_q.system.processes import die_with_parent, module_command
 from areal_q.system.run_dir import claimed, given_up, has_checkpoint, try_lock
 
@@ -154,7 +155,8 @@ def launch(
         for sentence in without_effect(run):
             view.note(f"warning: {sentence}")
         try:
-            code = _run(plan(run, run_dir, sockets, resume), family, view, interrupts)
+            programs = plan(run, run_dir, sockets, resume)
+            code = _run(programs, family, view, interrupts, DiskWatch(run_dir))
         except _Killed:
             view.note("killed")
             return 130
@@ -181,7 +183,9 @@ def _disk_full(run_dir: Path) -> str:
     return f"\nthe disk is full: {size(free)} free at {run_dir}; make room there first"
 
 
-def _run(plan: Plan, family: "Family", view: View, interrupts: "Interrupts") -> int:
+def _run(
+    plan: Plan, family: "Family", view: View, interrupts: "Interrupts", disk: DiskWatch
+) -> int:
     """One screen: start, watch, drain, stop. Returns the exit code."""
 
     def wait(until: Callable[[], object], timeout_s: float = float("inf")) -> None:
@@ -191,6 +195,8 @@ def _run(plan: Plan, family: "Family", view: View, interrupts: "Interrupts") -> 
             if interrupts.count > 1:
                 raise _Killed
             view.refresh()
+            if complaint := disk.complaint():
+                view.note(f"warning: {complaint}")
             time.sleep(_POLL_S)
 
     if plan.redis:

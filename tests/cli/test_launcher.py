@@ -7,16 +7,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import redis
+from rich.console import Console
 
 from areal_q.cli import launcher
 from areal_q.cli.launcher import plan
+from areal_q.cli.live_view import PlainView
 from areal_q.config import Python, Run, TorchBackend, dump_toml, load
 from areal_q.errors import CheckpointError, ConfigError
-from areal_q.system import run_dir
+from areal_q.system import disk, run_dir
 from buffer.redis_store.local_server import RedisServer
 
 CHILD = """
@@ -237,6 +240,28 @@ def test_a_full_disk_is_named_as_the_cause(tmp_path, monkeypatch):
     full = shutil.disk_usage(tmp_path)._replace(free=4096)
     monkeypatch.setattr(launcher.shutil, "disk_usage", lambda path: full)
     assert f"the disk is full: 4.1 kB free at {tmp_path}" in launcher._disk_full(tmp_path)
+
+
+def test_a_disk_that_becomes_full_is_said_once(tmp_path, monkeypatch):
+    room = disk.shutil.disk_usage(tmp_path)
+    free = iter([2 << 20, 4096, 0, 2 << 20, 0])
+    monkeypatch.setattr(disk, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: room._replace(free=next(free)))
+    watch = disk.DiskWatch(tmp_path)
+    said = [bool(watch.complaint()) for _ in range(5)]
+    assert said == [False, True, False, False, True]
+
+
+def test_a_full_disk_is_said_while_the_run_goes_on(tmp_path, short_dir, monkeypatch):
+    monkeypatch.setattr(disk, "NO_ROOM_BYTES", 1 << 60)
+    run = load(None, [f"root={tmp_path}", "name=demo"])
+    said = StringIO()
+    with RedisServer.start(tmp_path / "redis", short_dir / "redis") as server:
+        learner = launcher.Program("learner", [sys.executable, "-c", ""])
+        planned = launcher.Plan(None, server.url, learner, [])
+        view = PlainView(run, Console(file=said, width=200))
+        assert launcher.launch(run, False, view, lambda *given: planned) == 0
+    assert f"warning: the disk is full: {tmp_path}/demo;" in said.getvalue()
 
 
 def test_the_append_only_file_keeps_what_is_alive(tmp_path, short_dir):
