@@ -1,10 +1,10 @@
 """Advantages from rewards.
 
 Notation: N responses of a batch, K groups (prompts), T response tokens. A group-based advantage is one
-number per response, the same for each of its tokens; GAE gives one per token.
+number per response, the same for each of its tokens; GAE gives one per token. Rewards have no unit.
 
-Data-parallel ranks that hold whole groups each compute their own; what is normalised over the batch needs the
-sums of all of them, which `combine` gives.
+Each data-parallel rank holds whole groups and computes their advantages itself. An estimator that normalises
+over the batch needs sums over all ranks, which `combine` computes.
 """
 
 from collections.abc import Callable
@@ -25,16 +25,16 @@ from areal_q.config.objectives import (
 from areal_q.errors import ConfigError
 
 Combine = Callable[[Tensor], Tensor]
-"""Sums over data-parallel ranks, such as an all-reduce: float64 [n] → [n]."""
+"""A function that sums float64 [n] over all data-parallel ranks, such as an all-reduce."""
 
 
 def alone(sums: Tensor) -> Tensor:
-    """What one rank has is all there is."""
+    """Returns `sums` as they are: the `combine` of a learner with a single rank."""
     return sums
 
 
 def grpo(rewards: Tensor, group_ids: Tensor, cfg: Grpo) -> Tensor:
-    """(r - mean) / (std + eps) within the group (arXiv 2402.03300)."""
+    """Returns [N] (r - mean) / (std + eps), mean and std over the response's group (GRPO, arXiv 2402.03300)."""
     centered, sizes = _centered(rewards, group_ids)
     degrees = (sizes - 1 if cfg.std == "sample" else sizes).clamp(min=1)
     std = (segment_sum(centered.square(), group_ids, len(sizes)) / degrees).sqrt()
@@ -42,12 +42,13 @@ def grpo(rewards: Tensor, group_ids: Tensor, cfg: Grpo) -> Tensor:
 
 
 def dr_grpo(rewards: Tensor, group_ids: Tensor, cfg: DrGrpo) -> Tensor:
-    """r - mean within the group (arXiv 2503.20783)."""
+    """Returns [N] r - mean, the mean over the response's group (Dr. GRPO, arXiv 2503.20783)."""
     return _centered(rewards, group_ids)[0]
 
 
 def rloo(rewards: Tensor, group_ids: Tensor, cfg: Rloo) -> Tensor:
-    """r - mean of the others = (r - mean) · G/(G-1); 0 in a group of one (arXiv 2402.14740)."""
+    """Returns [N] r - mean of the group's other G-1 rewards, which is (r - mean) · G/(G-1); 0 where G = 1
+    (RLOO, arXiv 2402.14740)."""
     centered, sizes = _centered(rewards, group_ids)
     return centered * (sizes / (sizes - 1).clamp(min=1))[group_ids]
 
@@ -55,9 +56,9 @@ def rloo(rewards: Tensor, group_ids: Tensor, cfg: Rloo) -> Tensor:
 def reinforce_plus_plus(
     rewards: Tensor, group_ids: Tensor, cfg: ReinforcePlusPlus, combine: Combine = alone
 ) -> Tensor:
-    """(a - mean) / (std + eps) over the batch, a = r or r - group mean (arXiv 2501.03262).
+    """Returns [N] (a - mean) / (std + eps) over the batch, where a is r or r - group mean (arXiv 2501.03262).
 
-    The mean is over responses; OpenRLHF's is over tokens, which gives long responses more weight.
+    Mean and std are over responses; OpenRLHF takes them over tokens, which gives long responses more weight.
     """
     raw = rewards if cfg.baseline == "none" else _centered(rewards, group_ids)[0]
     return _normalized(raw, cfg.eps, combine)
@@ -68,16 +69,17 @@ GROUP_ADVANTAGES: dict[type, Callable[[Tensor, Tensor, Any], Tensor]] = {
     DrGrpo: dr_grpo,
     Rloo: rloo,
 }
-"""Those that look at nothing outside a group."""
+"""The estimators that need nothing from outside a group."""
 
 
 def group_advantages(
     rewards: Tensor, group_ids: Tensor, cfg: AdvantageConfig, combine: Combine = alone
 ) -> Tensor:
-    """rewards float [N], group_ids int64 [N] in 0 … K-1 (any order) → advantages [N], at least float32.
+    """Returns the advantages [N], at least float32, from rewards, float [N].
 
-    Pass the whole step's responses, or whole groups on each rank: a group must not be cut. Raises ConfigError
-    for GAE, which needs a critic.
+    `group_ids`, int64 [N] in 0 … K-1 in any order, says which group each response belongs to. Pass all
+    responses of the step, or whole groups on each rank: a group must not be cut. Raises ConfigError for GAE,
+    which needs a critic.
     """
     if isinstance(cfg, Gae):
         raise ConfigError("learner.advantage.type = 'gae' needs a critic: call gae() on tokens")
@@ -95,11 +97,12 @@ def gae(
     cfg: Gae,
     combine: Combine = alone,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, both [T] and 0 where masked (arXiv 1506.02438).
+    """Returns the advantages and the returns, both [T] and 0 where masked (GAE, arXiv 1506.02438).
 
-    δ_t = r_t + γ V_{t+1} - V_t with V = 0 after the last token, also of a response that was cut off;
+    δ_t = r_t + γ V_{t+1} - V_t, where V = 0 after a response's last token, even if the response was cut off;
     A_t = Σ_k (γλ)^k δ_{t+k}; return = A_t + V_t before `normalize`. rewards [T] hold the response's reward
-    at its last counted token, and per-token penalties; masked tokens are stepped over as if absent.
+    at its last counted token, and per-token penalties. values [T] are the critic's. mask, bool [T], is False
+    for tokens that are skipped as if absent. sequence_ids, int64 [T], tell the responses apart.
     """
     index = mask.nonzero().squeeze(-1)
     r, v, ids = rewards[index], values.detach()[index], sequence_ids[index]
@@ -115,7 +118,7 @@ def gae(
 
 
 def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """bool [K]: groups whose rewards are not all equal (DAPO's dynamic sampling, arXiv 2503.14476).
+    """Returns bool [K], False for groups of equal rewards (DAPO's dynamic sampling, arXiv 2503.14476).
 
     Example: rewards [1, 0, 1, 1], group_ids [0, 0, 1, 1] → [True, False].
     """
@@ -126,7 +129,7 @@ def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def _centered(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """r - group mean [N], exactly 0 in a group of equal rewards; group sizes [K]."""
+    """Returns r - group mean [N], exactly 0 in a group of equal rewards, and the group sizes [K]."""
     k = int(group_ids.max()) + 1 if len(group_ids) else 0
     sizes = segment_sum(torch.ones_like(rewards), group_ids, k)
     centered = rewards - (segment_sum(rewards, group_ids, k) / sizes.clamp(min=1))[group_ids]
@@ -135,11 +138,11 @@ def _centered(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _normalized(x: Tensor, eps: float, combine: Combine) -> Tensor:
-    """Zero mean and unit (population) variance over all ranks; 0 where all are equal but for rounding."""
+    """Returns `x` with mean 0 and population variance 1 over all ranks; zeros if only rounding differs."""
     d = x.double()
     count, total = combine(torch.stack([torch.ones_like(d).sum(), d.sum()]))
     mean = total / count.clamp(min=1)
-    # In two passes: a difference of squares would lose what is small beside the mean.
+    # The variance takes a second pass: E[x²] - mean² would lose a variance that is small beside the mean.
     (squares,) = combine((d - mean).square().sum()[None])
     std = (squares / count.clamp(min=1)).sqrt()
     if std <= 1e-12 * mean.abs():
@@ -148,7 +151,7 @@ def _normalized(x: Tensor, eps: float, combine: Combine) -> Tensor:
 
 
 def _discounted_suffix_sums(x: Tensor, decay: Tensor) -> Tensor:
-    """y_t = x_t + decay_t · y_{t+1} by doubling: log₂ T passes over the tensor instead of T steps."""
+    """Returns y_t = x_t + decay_t · y_{t+1} [T], by doubling: log₂ T passes over the tensor, not T steps."""
     step = 1
     while step < len(x) and bool(decay.any()):
         x = torch.cat([x[:-step] + decay[:-step] * x[step:], x[-step:]])

@@ -1,6 +1,7 @@
-"""Aggregation of per-token values to one number, the same however the batch was cut or packed.
+"""Aggregation of per-token values to one number that does not depend on how the batch was cut or packed.
 
-A mean becomes a weighted sum whose weights hold the counts of the whole optimizer step (`Totals`).
+A mean becomes a weighted sum over tokens, whose weights contain the counts of the whole optimizer step
+(`Totals`).
 """
 
 import torch
@@ -19,24 +20,24 @@ from areal_q.config.objectives import (
 
 
 def count(inputs: LossInputs, objective: ObjectiveConfig) -> Totals:
-    """Returns what this part of a step adds to its Totals: sum over micro-batches and ranks before the first
-    loss.
+    """Returns what this micro-batch adds to the step's Totals. Sum it over micro-batches and ranks before the
+    first loss.
 
-    Of the log-probs it reads none, or the proximal and behaviour ones where masked-out tokens are to
-    leave the denominator; `logprobs` may be any finite stand-in, such as the proximal ones.
+    The counts depend on the proximal and behaviour log-probs only if masked-out tokens leave the denominator,
+    and never on `logprobs`, which may be any finite stand-in, such as the proximal ones.
     """
     x = ratios(inputs)
     return totals_of(counted_tokens(x, objective), x)
 
 
 def totals_of(counted: Tensor, x: Ratios) -> Totals:
-    """Returns the counts of these tokens, where they are the whole step."""
+    """Returns the counts of the tokens where `counted`, bool [T], is True."""
     lengths = x.sequence_sum(counted.to(x.advantages.dtype))
     return Totals(tokens=int(counted.sum()), sequences=int((lengths > 0).sum()))
 
 
 def counted_tokens(x: Ratios, objective: ObjectiveConfig) -> Tensor:
-    """bool [T]: the tokens of the denominator."""
+    """Returns bool [T], True for the tokens that count in the denominator of a mean."""
     kept = kept_before_update(x, objective)
     return x.mask if kept is None else x.mask & kept
 
@@ -44,7 +45,7 @@ def counted_tokens(x: Ratios, objective: ObjectiveConfig) -> Tensor:
 def token_weights(
     counted: Tensor, x: Ratios, aggregation: AggregationConfig, totals: Totals
 ) -> Tensor:
-    """[T] weights of which Σ weight · value is the aggregate; 0 where `counted` is False.
+    """Returns the weights [T] with which Σ weight · value is the aggregate; 0 where `counted` is False.
 
     token_mean: 1 / tokens; seq_mean_token_mean: 1 / (tokens of the sequence · sequences);
     seq_mean_token_sum_norm: 1 / (length · sequences). Sequences without a counted token do not count.

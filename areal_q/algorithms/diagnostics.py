@@ -1,11 +1,12 @@
-"""What every objective reports, as partial sums, on raw ratios before any truncation.
+"""The metrics that every objective reports, as partial sums of the raw ratios before any truncation.
 
-mismatch/… is about w = π_prox/π_behav: quantization, engine and staleness. policy/… is about
-R = π_θ/π_prox: the updates on this batch. Both are split by version lag (0, 1, 2, 3 and more) into
-mismatch/lag_k/… and policy/lag_k/…: at lag 0 only quantization and the engine can be the cause, beyond
-it staleness as well. mismatch/cause/… splits the mean KL (k3) accordingly: `engine_kl_k3` is that of the
-tokens at lag 0, `staleness_kl_k3` what the older ones add to it; the two sum up to mismatch/kl_k3.
-KLs are estimates from tokens that π_behav drew: k1 = mean(-log ratio), k3 = mean(ratio - 1 - log ratio).
+mismatch/… measures w = π_prox/π_behav, the effect of quantization, engine and staleness. policy/… measures
+R = π_θ/π_prox, the effect of the updates on this batch. Both are split by version lag (0, 1, 2, 3 and more)
+into mismatch/lag_k/… and policy/lag_k/…: at lag 0 only quantization and the engine can cause a mismatch, at
+higher lags staleness as well. mismatch/cause/… splits the mean KL (k3) accordingly: `engine_kl_k3` is the KL of
+the tokens at lag 0, `staleness_kl_k3` what the older ones add to it; the two sum up to mismatch/kl_k3.
+KLs, in nats, are estimated from tokens that π_behav drew: k1 = mean(-log ratio),
+k3 = mean(ratio - 1 - log ratio).
 """
 
 import math
@@ -32,11 +33,11 @@ from areal_q.algorithms.reducers import (
 )
 
 LAGS = 4
-"""Lags 0, 1, 2, and 3 or more."""
+"""Number of lag classes: lags 0, 1, 2, and 3 or more."""
 
 
 CHUNK = 1 << 16
-"""Tokens that are looked at together, so that what is computed about them stays in a processor's cache."""
+"""Tokens that are processed together, so few that the intermediate tensors stay in a processor's cache."""
 
 
 @torch.no_grad()
@@ -62,14 +63,14 @@ def diagnostics(inputs: LossInputs, x: Ratios, out: PolicyLoss) -> Metrics:
 
 
 def _cut(record: Any, cut: slice) -> Any:
-    """Returns the same record of some of its tokens."""
+    """Returns a copy of `record` with only the tokens of `cut` in its tensors [T]."""
     tensors = {f.name: getattr(record, f.name) for f in fields(record)}
     return replace(record, **{k: v[cut] for k, v in tensors.items() if isinstance(v, Tensor)})
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """What a few tokens add to the metrics, by lag."""
+    """The sums, maxima and histograms of one chunk of tokens, by lag class."""
 
     names: list[str]
     """Names of the rows of `sums`, then of those of `maxima`."""
@@ -82,7 +83,7 @@ class _Sums:
 
     @classmethod
     def of(cls, inputs: LossInputs, x: Ratios, out: PolicyLoss) -> "_Sums":
-        # Masked tokens go to a bucket of their own, which is dropped.
+        # Masked tokens go to an extra bucket, which is dropped.
         bucket = torch.where(x.mask, inputs.version_lag.clamp(0, LAGS - 1), LAGS)
         runs = torch.unique_consecutive(bucket, return_counts=True)
         log_w = x.log_mismatch.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -103,7 +104,7 @@ class _Sums:
 def _columns(
     inputs: LossInputs, x: Ratios, out: PolicyLoss, log_w: Tensor, log_r: Tensor
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """What is summed over tokens, one [T] at a time so that no more are held; None: 0 everywhere."""
+    """Yields (name, values [T]) to sum over tokens, one at a time to save memory; None stands for zeros."""
     raw_w, raw_r = x.log_mismatch, x.log_ratio.detach()
     w, r = log_w.exp(), log_r.exp()
     yield "tokens", x.mask
@@ -129,7 +130,8 @@ def _named(
     table: dict[str, list[float]],
     histograms: dict[str, list[RatioQuantile]],
 ) -> Metrics:
-    """Returns the metrics of the tokens with these lags."""
+    """Returns the metrics of the tokens with these lags, with `label` in their names. `table` holds the sums
+    and maxima by name and lag class, `histograms` those of "w" and "r" by lag class."""
     total = {name: sum(row[k] for k in lags) for name, row in table.items()}
     tokens = total["tokens"]
     if not tokens and label:
@@ -172,26 +174,27 @@ def _named(
 
 
 def _sums(column: Tensor, buckets: Tensor, lengths: Tensor) -> Tensor:
-    """float64 [LAGS], from runs of tokens of one bucket: far fewer than tokens, since versions come in spans.
+    """Returns the sum of `column` [T] over each bucket, float64 [LAGS].
 
-    float32 would lose the small terms of a KL among 10⁶ tokens.
+    It sums each run of neighbours in one bucket first: runs are far fewer than tokens, since consecutive tokens
+    mostly share a version. float32 would lose the small terms of a KL among 10⁶ tokens.
     """
     runs = torch.segment_reduce(column.double(), "sum", lengths=lengths, unsafe=True)
     return runs.new_zeros(LAGS + 1).index_add_(0, buckets, runs)[:LAGS]
 
 
 def _maxima(column: Tensor, bucket: Tensor) -> Tensor:
-    """float64 [LAGS], -inf where there is no token."""
+    """Returns the maximum of `column` [T] in each bucket, float64 [LAGS]; -inf where there is no token."""
     lowest = torch.full((LAGS + 1,), -torch.inf, dtype=torch.float64, device=column.device)
     return lowest.scatter_reduce_(0, bucket, column.double(), "amax")[:LAGS]
 
 
 def _histogram(log_ratio: Tensor, bucket: Tensor) -> Tensor:
-    """int64 [LAGS, BINS]: one histogram per lag; its bins are described in reducers.py."""
+    """Returns a histogram of `log_ratio` [T] per lag class, int64 [LAGS, BINS]; reducers.py has the bins."""
     z = (log_ratio * BIN_SCALE).abs_()
     asinh = (
         (z * z).add_(1).sqrt_().add_(z).log_().copysign_(log_ratio)
-    )  # torch's takes ten times as long
+    )  # torch.asinh takes ten times as long
     position = asinh.div_(2 * BIN_EDGE).add_(0.5).mul_(BINS)
     index = position.long().clamp_(0, BINS - 1).add_(bucket, alpha=BINS)
     counts = torch.bincount(index, minlength=(LAGS + 1) * BINS)[: LAGS * BINS]

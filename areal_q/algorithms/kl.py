@@ -1,8 +1,8 @@
-"""The penalty for leaving a frozen reference policy, in the loss or in the reward.
+"""The penalty for moving away from a frozen reference policy, in the loss or in the reward.
 
-Estimators per token from d = log π_ref - log π_θ: k1 = -d, k2 = d²/2, k3 = exp(d) - d - 1
-(Schulman, "Approximating KL divergence", 2020). k1 is unbiased but may be negative; k3 is both unbiased
-and never negative. In the loss, k2 has the gradient of the true KL and k1 one of mean 0.
+The KL is estimated per token from d = log π_ref - log π_θ: k1 = -d, k2 = d²/2, k3 = exp(d) - d - 1
+(Schulman, "Approximating KL divergence", 2020). k1 is unbiased but may be negative; k3 is unbiased and never
+negative. As a loss, k2 has the gradient of the true KL, while the gradient of k1 has mean 0.
 """
 
 import torch
@@ -14,7 +14,7 @@ from areal_q.config.objectives import ReferenceKl
 
 
 def kl_estimate(d: Tensor, cfg: ReferenceKl) -> Tensor:
-    """[T] nats from d = log π_ref - log π_θ [T]; exp(d) is bounded as ratios are."""
+    """Returns the estimate per token, [T] nats, from d = log π_ref - log π_θ [T]; d is clamped before exp."""
     match cfg.estimator:
         case "k1":
             return -d
@@ -28,16 +28,16 @@ def kl_estimate(d: Tensor, cfg: ReferenceKl) -> Tensor:
 def reward_penalty(
     logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, cfg: ReferenceKl
 ) -> Tensor:
-    """[T] coef · KL, 0 where masked: subtract it from the token rewards of GAE, or its sum over a response
-    from that response's reward. `logprobs` are those before the update (π_prox)."""
+    """Returns coef · KL [T], 0 where masked. Subtract it from the token rewards of GAE, or its sum over a
+    response from that response's reward. `logprobs` are those before the update (π_prox)."""
     d = torch.where(mask, reference_logprobs - logprobs, 0.0)
     return cfg.coef * kl_estimate(d, cfg)
 
 
 @torch.no_grad()
 def reference_metrics(d: Tensor, mask: Tensor) -> Metrics:
-    """KL(π_θ‖π_ref) by k1 and k3 from d = log π_ref - log π_θ [T], 0 where masked: means over tokens, of which
-    π_behav drew."""
+    """Returns KL(π_θ‖π_ref) by k1 and k3, means in nats over the tokens that π_behav drew, from
+    d = log π_ref - log π_θ [T], which is 0 where masked."""
     estimates = (kl_estimate(d, ReferenceKl(estimator=kind)) for kind in ("k1", "k3"))
     k1, k3, tokens = torch.stack([x.double().sum() for x in (*estimates, mask)]).tolist()
     return {"reference/kl": Mean(k1, tokens), "reference/kl_k3": Mean(k3, tokens)}

@@ -31,13 +31,16 @@ def loss_fn(
     value: ValueLoss | None = None,
     balance: Tensor | None = None,
 ) -> LossOutputs:
-    """-J + coef · KL(π_θ‖π_ref) - entropy_coef · entropy + coef · value loss, aggregated, + the load-balancing
-    loss of experts, whose weights are `balance` [L, E] (`balance_weights`).
+    """Returns the micro-batch's share of the step's loss, and metrics. The loss aggregates over tokens
 
-    `totals` are the counts of the whole optimizer step; None: this micro-batch is the whole step.
-    Tokens that an objective takes out of the denominator (`kept_tokens`) are out of every term. With no
-    token that counts, the loss is 0 with zero gradient, and `loss/all_masked_count` is 1.
-    Raises RecordError where an input of a counted token is not finite, or one that a term needs is missing.
+        -J + coef · KL(π_θ‖π_ref) - entropy_coef · entropy + coef · value loss
+
+    and adds the load-balancing loss of experts if `balance`, its weights [L, E] (`balance_weights`), is given.
+
+    `totals` are the counts of the whole optimizer step; None says that this micro-batch is the whole step.
+    Tokens that an objective removes from the denominator (`kept_tokens`) are absent from every term. If no
+    token counts, the loss is 0 with zero gradient, and `loss/all_masked_count` is 1.
+    Raises RecordError if an input of a counted token is not finite, or an input that a term needs is missing.
     """
     x = ratios(inputs)
     counted = counted_tokens(x, objective)
@@ -67,7 +70,7 @@ def loss_fn(
 
 
 def whole_step(parts: list[LossInputs], objective: ObjectiveConfig) -> Totals:
-    """Totals of one rank's micro-batches, before the first loss: see `count`."""
+    """Returns the Totals of one rank's micro-batches, needed before the first loss: see `count`."""
     return sum((count(part, objective) for part in parts), Totals(0, 0))
 
 

@@ -1,7 +1,7 @@
-"""What goes into a loss and what comes out of it.
+"""The inputs and outputs of a loss.
 
-Notation: T response tokens of a micro-batch, packed with no padding; S sequences (responses).
-Every micro-batch holds whole sequences: sequence-level ratios are means over all of a response's tokens.
+Notation: T response tokens of a micro-batch, packed without padding; S sequences (responses).
+Every micro-batch holds whole sequences, since a sequence-level ratio is a mean over all of a response's tokens.
 """
 
 from dataclasses import dataclass, fields
@@ -14,14 +14,14 @@ from areal_q.algorithms.reducers import Metrics
 
 @dataclass(frozen=True)
 class Routed:
-    """What the routers of a mixture of experts did in the forward behind the log-probs, where tokens that count
-    are predicted. L sparse layers, E experts."""
+    """What the routers of a mixture of experts did in the forward pass that gave the log-probs, summed over the
+    positions that predict a token that counts. L is the number of sparse layers, E of experts."""
 
     metrics: Metrics
     probs: Tensor
-    """float32 [L, E] with gradient: probabilities summed over the tokens."""
+    """float32 [L, E], with gradient: router probabilities summed over the tokens."""
     taken: Tensor
-    """float32 [L, E]: how often each expert was run."""
+    """float32 [L, E]: how many tokens each expert was run on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class LossInputs:
 
     Example: two responses of 3 and 2 tokens, the second with a tool's output as its first token:
     sequence_ids [0, 0, 0, 1, 1], num_sequences 2, mask [1, 1, 1, 0, 1], advantages [.7, .7, .7, -.7, -.7].
-    Log-probs are nats of any floating dtype; ratios are computed in float32, or float64 where an
-    input is float64. Values where `mask` is False are never looked at and may be anything.
+    Log-probs are in nats, of any floating dtype; ratios are computed in float32, or in float64 if an
+    input is float64. Values where `mask` is False are ignored and may be anything.
     """
 
     logprobs: Tensor
@@ -39,9 +39,9 @@ class LossInputs:
     proximal_logprobs: Tensor
     """[T] log π_prox: the learner's policy just before it began to update on this batch."""
     behavior_logprobs: Tensor
-    """[T] log π_behav: of the distribution that drew the token."""
+    """[T] log π_behav, under the very distribution that drew the token."""
     advantages: Tensor
-    """[T]."""
+    """[T] advantage A of each token."""
     mask: Tensor
     """bool [T]: True on tokens that count."""
     sequence_ids: Tensor
@@ -50,19 +50,19 @@ class LossInputs:
     version_lag: Tensor
     """int64 [T]: the learner's version minus that of the weights that drew the token."""
     entropy: Tensor | None = None
-    """[T] nats; with gradient if an entropy bonus is on. None: estimated by -log π_θ in the metrics."""
+    """[T] nats, with gradient if an entropy bonus is on. If None, the metrics estimate it by -log π_θ."""
     reference_logprobs: Tensor | None = None
     """[T] log π_ref; needed for a KL term in the loss."""
     values: Tensor | None = None
-    """[T] the critic's values, with gradient; needed for a value loss, as are the next two."""
+    """[T] the critic's values, with gradient. A value loss needs these and the next two."""
     old_values: Tensor | None = None
     """[T] the critic's values before the updates on this batch."""
     returns: Tensor | None = None
     """[T] targets of the critic."""
     routed: Routed | None = None
-    """None: no experts."""
+    """What the routers did; None for a model without experts."""
     labels: tuple[str, ...] = ()
-    """[S] what each sequence is called in errors; empty: by its number."""
+    """[S] names of the sequences in error messages; if empty, messages give their numbers."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -79,7 +79,7 @@ class Totals:
     """Counts over the whole optimizer step, all micro-batches and data-parallel ranks together.
 
     Every term of the loss is divided by these and never by a count of the micro-batch, so that the
-    gradients of micro-batches simply add up to that of the step. See `count`.
+    gradients of the micro-batches add up to the gradient of the step. See `count`.
     """
 
     tokens: int
@@ -93,20 +93,20 @@ class Totals:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The policy loss of each token, as its objective J: tensors [T]; J = 0 and masks False outside `mask`."""
+    """The objective J of each token and what it did to the token: tensors [T], 0 or False outside `mask`."""
 
     objective: Tensor
-    """J, to be maximised, with gradient; the loss is its negative, aggregated."""
+    """float: J, to be maximised, with gradient. The loss is its negative, aggregated."""
     kept: Tensor | None = None
-    """bool: False where the objective masked the token out; None: nothing was."""
+    """bool: False where the objective masked the token out; None if it masked none."""
     truncated: Tensor | None = None
-    """bool: the mismatch weight was over (or under) its cap; None: nothing was."""
+    """bool: True where the mismatch weight was above (or below) its cap; None if none was."""
     clipped_up: Tensor | None = None
-    """bool: no gradient, since A > 0 and the ratio is over its upper bound."""
+    """bool: True where A > 0 and the ratio exceeds its upper bound, so that the bound replaces it."""
     clipped_down: Tensor | None = None
-    """bool: no gradient, since A < 0 and the ratio is under its lower bound."""
+    """bool: True where A < 0 and the ratio is under its lower bound."""
     clipped_dual: Tensor | None = None
-    """bool: no gradient, since A < 0 and the ratio is over its upper bound (dual clip, TBPO's band)."""
+    """bool: True where A < 0 and the ratio exceeds its upper bound (dual clip, TBPO's band)."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,6 @@ class LossOutputs:
     loss: Tensor
     """Scalar, to be minimised."""
     metrics: Metrics
-    """Partial sums: combine the micro-batches' by `reduce_metrics`"""
+    """Partial sums; `reduce_metrics` combines those of all micro-batches."""
     policy_loss: PolicyLoss
     """The policy loss of each token, before aggregation."""

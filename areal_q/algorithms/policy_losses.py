@@ -1,9 +1,9 @@
-"""One function per objective: (ratios, settings) → J per token, to be maximised.
+"""The objectives, one function each: from ratios and settings to J [T], one value per token, to be maximised.
 
-R = π_θ/π_prox and w = π_prox/π_behav per token; s and w_i their geometric means over a response;
-ε_l, ε_h = clip_low, clip_high; C = cap. `ppo(R)` stands for min(R·A, clip(R, 1-ε_l, 1+ε_h)·A), computed
-as A·min(R, 1+ε_h) where A > 0 and A·max(R, 1-ε_l) where A < 0, which is the same. No function
-here averages anything over tokens: that is areal_q/algorithms/aggregation.py.
+Each docstring begins with the formula of J and names its source. R = π_θ/π_prox and w = π_prox/π_behav are per
+token; s and w_i are their geometric means over a response; ε_l, ε_h = clip_low, clip_high; C = cap. `ppo(R)`
+stands for min(R·A, clip(R, 1-ε_l, 1+ε_h)·A), computed as A·min(R, 1+ε_h) where A > 0 and A·max(R, 1-ε_l) where
+A < 0, which is the same. Aggregation over tokens is left to areal_q/algorithms/aggregation.py.
 """
 
 from collections.abc import Callable
@@ -33,42 +33,44 @@ from areal_q.config.objectives import (
 
 
 def naive(x: Ratios, cfg: Naive) -> PolicyLoss:
-    """ppo(R·w): π_θ/π_behav in the place of R (QuRL eq. 3)."""
+    """J = ppo(R·w), which has π_θ/π_behav in the place of R (QuRL eq. 3)."""
     return _ppo(bounded_exp(x.log_ratio + x.log_mismatch), x, cfg)
 
 
 def ppo(x: Ratios, cfg: Ppo) -> PolicyLoss:
-    """ppo(R) (QuRL eq. 1, arXiv 1707.06347)."""
+    """J = ppo(R), without correction of the mismatch (QuRL eq. 1, arXiv 1707.06347)."""
     return _ppo(bounded_exp(x.log_ratio), x, cfg)
 
 
 def decoupled(x: Ratios, cfg: Decoupled) -> PolicyLoss:
-    """w · ppo(R) (QuRL eq. 4, arXiv 2110.00641)."""
+    """J = w · ppo(R), decoupled PPO (QuRL eq. 4, arXiv 2110.00641)."""
     return _ppo(bounded_exp(x.log_ratio), x, cfg, weight=bounded_exp(x.log_mismatch))
 
 
 def tis(x: Ratios, cfg: Tis) -> PolicyLoss:
-    """min(w, C) · ppo(R) (QuRL eq. 5); w of the token, or of the response at a sequence level."""
+    """J = min(w, C) · ppo(R), truncated importance sampling (QuRL eq. 5). At a sequence level w is one number
+    for the whole response."""
     w = bounded_exp(x.per_sequence(x.log_mismatch, cfg.level))
     weight, truncated = w.clamp(max=cfg.cap), x.mask & (w > cfg.cap)
     return _ppo(bounded_exp(x.log_ratio), x, cfg, weight=weight, truncated=truncated)
 
 
 def mis(x: Ratios, cfg: Mis) -> PolicyLoss:
-    """w · ppo(R) where C_low ≤ w ≤ C_high, else 0; whole responses at a sequence level."""
+    """J = w · ppo(R) where C_low ≤ w ≤ C_high, else 0: masked importance sampling. At a sequence level w is one
+    number for the whole response, which is kept or masked as a whole."""
     return _masked(x, cfg, cfg.level)
 
 
 def icepop(x: Ratios, cfg: IcePop) -> PolicyLoss:
-    """w · ppo(R) where C_low ≤ w ≤ C_high, else 0 (arXiv 2510.18855)."""
+    """J = w · ppo(R) where C_low ≤ w ≤ C_high, else 0, token by token (IcePop, arXiv 2510.18855)."""
     return _masked(x, cfg, "token")
 
 
 def acr(x: Ratios, cfg: Acr) -> PolicyLoss:
-    """min(w, C) · min(R·A, clip(R, 1-ε_l, (1+ε_h)/r)·A), r = min(1, C/w) (QuRL eq. 9).
+    """J = min(w, C) · min(R·A, clip(R, 1-ε_l, (1+ε_h)/r)·A) with r = min(1, C/w) (ACR, QuRL eq. 9).
 
-    Where w ≤ C it is TIS; beyond, the upper bound is (1+ε_h)·w/C, so that a token whose weight was
-    cut may move up as far as it could without the cut. The lower bound stays.
+    Where w ≤ C this is TIS. Where w > C the upper bound is (1+ε_h)·w/C, so that a token whose weight was
+    truncated may move up as far as it could without truncation. The lower bound is the same as in TIS.
     """
     w = bounded_exp(x.log_mismatch)
     high = (w / cfg.cap).clamp(1.0, cfg.max_widening) * (1 + cfg.clip_high)
@@ -78,12 +80,15 @@ def acr(x: Ratios, cfg: Acr) -> PolicyLoss:
 
 
 def gspo(x: Ratios, cfg: Gspo) -> PolicyLoss:
-    """ppo(s), shared by all tokens of the response (arXiv 2507.18071)."""
+    """J = ppo(s), the same for all tokens of the response (GSPO, arXiv 2507.18071)."""
     return _ppo(bounded_exp(x.per_sequence(x.log_ratio)), x, cfg)
 
 
 def sapo(x: Ratios, cfg: Sapo) -> PolicyLoss:
-    """(4/τ) · sigmoid(τ(R - 1)) · A, τ by the sign of A (arXiv 2511.20347). Its slope at R = 1 is A."""
+    """J = (4/τ) · sigmoid(τ(R - 1)) · A, where τ depends on the sign of A (SAPO, arXiv 2511.20347).
+
+    The slope of J in R is A at R = 1.
+    """
     ratio = bounded_exp(x.log_ratio)
     tau = torch.full_like(x.advantages, cfg.temperature_negative)
     tau.masked_fill_(x.advantages > 0, cfg.temperature_positive)
@@ -91,7 +96,8 @@ def sapo(x: Ratios, cfg: Sapo) -> PolicyLoss:
 
 
 def cispo(x: Ratios, cfg: Cispo) -> PolicyLoss:
-    """sg(min(R, 1+ε_h)) · A · log π_θ: every token keeps a gradient (arXiv 2506.13585)."""
+    """J = sg(min(R, 1+ε_h)) · A · log π_θ, where sg stops the gradient, so that clipped tokens keep one (CISPO,
+    arXiv 2506.13585)."""
     ratio = bounded_exp(x.log_ratio.detach())
     weight = ratio.clamp(max=1 + cfg.clip_high) * x.advantages
     over = x.mask & (ratio > 1 + cfg.clip_high)
@@ -103,9 +109,10 @@ def cispo(x: Ratios, cfg: Cispo) -> PolicyLoss:
 
 
 def tbpo(x: Ratios, cfg: Tbpo) -> PolicyLoss:
-    """clip(w_i, 1/C, C) · J_i, shared by all tokens of the response (QaRL §3.2, appendix E).
+    """J = clip(w_i, 1/C, C) · J_i, the same for all tokens of the response (TBPO, QaRL §3.2 and appendix E).
 
-    A ≥ 0: J_i = A·min(s, 1+ε_h). A < 0: J_i = A·s inside [1-ε⁻_l, 1+ε⁻_h] and without gradient outside.
+    Where A ≥ 0, J_i = A·min(s, 1+ε_h). Where A < 0, J_i = A·s if s is in [1-ε⁻_l, 1+ε⁻_h]; outside, J_i has no
+    gradient.
     """
     s = bounded_exp(x.per_sequence(x.log_ratio))
     w = bounded_exp(x.per_sequence(x.log_mismatch))
@@ -131,7 +138,8 @@ def tbpo(x: Ratios, cfg: Tbpo) -> PolicyLoss:
 
 
 def kept_before_update(x: Ratios, cfg: ObjectiveConfig) -> Tensor | None:
-    """bool [T]: tokens that stay in the denominator although others are masked out; None: all stay."""
+    """Returns bool [T], False for tokens that leave the denominator because the objective masks them; None if
+    none leaves it."""
     if isinstance(cfg, Mis | IcePop) and cfg.denominator == "kept_tokens":
         return _inside(x, cfg, cfg.level if isinstance(cfg, Mis) else "token")[1]
     return None
@@ -157,7 +165,8 @@ def _ppo(
     weight: Tensor | None = None,
     **masks: Tensor,
 ) -> PolicyLoss:
-    """weight · A · (the ratio, bounded above where A > 0, below (and above, by `dual_clip`) where A < 0)."""
+    """Returns J = weight · A · ratio, where the ratio is bounded from above by `high` if A > 0, and from below
+    by 1 - clip_low (and from above by `dual_clip`) if A < 0."""
     low = 1 - cfg.clip_low
     high = 1 + cfg.clip_high if high is None else high
     positive, negative = x.advantages > 0, x.advantages < 0

@@ -1,4 +1,4 @@
-"""Log-ratios from log-probabilities: checked, masked, in float32, and bounded before any exp."""
+"""Log-ratios from log-probabilities: checked, masked, at least float32, and bounded before any exp."""
 
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -11,9 +11,9 @@ from areal_q.config.objectives import Level
 from areal_q.errors import RecordError
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to ±20 before exp, so a ratio stays within [2e-9, 4.9e8] and its square finite
-in float32. A policy ratio beyond is a constant there and gives no gradient: within the updates on one
-batch such a move is an error, not information. How many were bounded is a metric."""
+"""Log-ratios are clamped to ±20 nats before exp, so that a ratio stays within [2e-9, 4.9e8] and its square
+finite in float32. A clamped policy ratio has no gradient: so large a move within the updates on one batch is
+an error, not information. policy/bounded_tokens counts the clamped tokens."""
 
 
 LOGPROBS_AND_ADVANTAGES = ("logprobs", "proximal_logprobs", "behavior_logprobs", "advantages")
@@ -21,38 +21,40 @@ LOGPROBS_AND_ADVANTAGES = ("logprobs", "proximal_logprobs", "behavior_logprobs",
 
 @dataclass(frozen=True)
 class Ratios:
-    """The log-ratios of T tokens, float32 or float64, 0 (and A = 0) where `mask` is False. Unbounded."""
+    """The log-ratios of T tokens in nats, float32 or float64, not clamped. They and A are 0 outside `mask`."""
 
     log_ratio: Tensor
     """[T] log R = log π_θ - log π_prox, with gradient."""
     log_mismatch: Tensor
-    """[T] log w = log π_prox - log π_behav, no gradient."""
+    """[T] log w = log π_prox - log π_behav, without gradient."""
     logprobs: Tensor
     """[T] log π_θ, with gradient."""
     advantages: Tensor
-    """[T]."""
+    """[T] advantage A, without gradient."""
     mask: Tensor
-    """bool [T]."""
+    """bool [T]: True on tokens that count."""
     sequence_ids: Tensor
     """int64 [T] in 0 … S-1."""
     num_sequences: int
 
     @cached_property
     def lengths(self) -> Tensor:
-        """[S] number of tokens that count in each sequence."""
+        """Number of tokens that count in each sequence, [S]."""
         return self.sequence_sum(self.mask.to(self.advantages.dtype))
 
     @cached_property
     def _sizes(self) -> Tensor:
-        """int64 [S] number of tokens, counted or not."""
+        """Number of tokens of each sequence, counted or not, int64 [S]."""
         return torch.bincount(self.sequence_ids, minlength=self.num_sequences)
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """[T] floats → [S]. Five times as fast as an index_add, since a sequence's tokens are in a row."""
+        """Returns the sum of `values` [T] over each sequence, [S]. Five times as fast as index_add, because the
+        tokens of a sequence are neighbours."""
         return torch.segment_reduce(values, "sum", lengths=self._sizes, unsafe=True)
 
     def per_sequence(self, log_ratio: Tensor, level: Level = "geometric") -> Tensor:
-        """[T]: for each token the sum (`product`) or mean (`geometric`) of its sequence's log-ratios."""
+        """Returns for each token [T] the sum (`product`) or the mean (`geometric`) of its sequence's
+        log-ratios, or its own (`token`)."""
         if level == "token":
             return log_ratio
         total = self.sequence_sum(log_ratio)
@@ -62,7 +64,8 @@ class Ratios:
 
 
 def ratios(inputs: LossInputs) -> Ratios:
-    """Raises RecordError, naming sequence and token, where a counted log-prob or advantage is not finite."""
+    """Returns the log-ratios of `inputs`. Raises RecordError, naming sequence and token, if a counted log-prob
+    or advantage is not finite."""
     mask = inputs.mask
     require_finite(inputs, *LOGPROBS_AND_ADVANTAGES)
     given = [getattr(inputs, name) for name in LOGPROBS_AND_ADVANTAGES]
@@ -70,7 +73,7 @@ def ratios(inputs: LossInputs) -> Ratios:
     dtype = torch.float64 if double else torch.float32
     logprobs = given[0].to(dtype)
     proximal, behavior, advantages = (x.detach().to(dtype) for x in given[1:])
-    # Masked tokens may hold anything: replaced before exp, or 0 · inf would put NaN into the gradient.
+    # Masked tokens may hold anything and are replaced before exp: 0 · inf would put NaN into the gradient.
     all_count = bool(mask.all())
 
     def counted(values: Tensor) -> Tensor:
@@ -93,14 +96,17 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def segment_sum(values: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
-    """[N] values → [num_segments]. On a GPU, deterministic only under torch.use_deterministic_algorithms."""
+    """Returns the sum of `values` [N] over each segment, [num_segments].
+
+    On a GPU it is deterministic only under torch.use_deterministic_algorithms.
+    """
     return values.new_zeros(num_segments).index_add(0, segment_ids, values)
 
 
 def optional(inputs: LossInputs, x: Ratios, name: str) -> Tensor:
-    """[T] an input that only some losses need: checked, 0 where masked, of the ratios' dtype.
+    """Returns the input `name` [T], which only some losses need, 0 where masked and of the ratios' dtype.
 
-    Raises RecordError where it was not given, or where a counted value is not finite.
+    Raises RecordError if it was not given, or a counted value is not finite.
     """
     tensor: Tensor | None = getattr(inputs, name)
     if tensor is None:
@@ -111,11 +117,11 @@ def optional(inputs: LossInputs, x: Ratios, name: str) -> Tensor:
 
 @torch.no_grad()
 def require_finite(inputs: LossInputs, *names: str) -> None:
-    """Raises RecordError, naming sequence (by its label) and token, where one of these is not finite and
-    `mask` is True."""
+    """Raises RecordError, naming sequence (by its label) and token, if one of the inputs `names` is not finite
+    at a token that counts."""
     given = {name: getattr(inputs, name) for name in names}
-    # One sum finds any culprit: a NaN or infinity does not come back to a finite number. Where that was a
-    # masked token's, or only the sum was too large, the search below finds none.
+    # A sum is finite only if all its terms are. One that is not may still come from a masked token or from
+    # overflow, and then the search below finds nothing.
     total = reduce(torch.add, given.values())
     if total.sum(dtype=torch.promote_types(total.dtype, torch.float32)).isfinite():
         return

@@ -1,6 +1,6 @@
-"""Metrics that combine exactly: each is a partial result whose merge does not depend on how a batch was cut.
+"""Metrics that combine exactly: partial results whose merger does not depend on how a batch was cut.
 
-Plain Python numbers and one numpy histogram, so that they can be sent between ranks. Imports no torch.
+They hold plain Python numbers and one numpy histogram, so that ranks can send them to each other without torch.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ class ReducedMetric(Protocol):
     def merge(self, other: Self) -> Self: ...
 
     def value(self) -> float | None:
-        """None where nothing was counted: the metric is left out."""
+        """Returns the metric; None if nothing was counted, and then it is left out of the record."""
         ...
 
 
@@ -46,7 +46,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """-inf where nothing was counted."""
+    """The largest of the values, -inf if nothing was counted."""
 
     max: float
 
@@ -59,7 +59,7 @@ class Max:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveSampleShare:
-    """(Σw)² / (n Σw²): the share of the samples that weights w leave in effect; 1 where all are equal."""
+    """The effective share of n samples with weights w, (Σw)² / (n Σw²); 1 if all w are equal."""
 
     sum: float
     sum_of_squares: float
@@ -80,7 +80,7 @@ class EffectiveSampleShare:
 
 @dataclass(frozen=True, slots=True)
 class MeanDifference:
-    """A mean less the mean of a part of the same samples: how much the others raise it."""
+    """The mean of all samples minus the mean of a subset of them: how much the other samples raise it."""
 
     sum: float
     count: float
@@ -103,8 +103,8 @@ class MeanDifference:
 
 @dataclass(frozen=True, slots=True)
 class ExplainedVariance:
-    """1 - Var(y - ŷ) / Var(y): 1 where a prediction ŷ is exact up to a constant, 0 where it tells nothing.
-    None where all y are equal."""
+    """1 - Var(y - ŷ) / Var(y): 1 if a prediction ŷ is exact up to a constant, 0 if it explains nothing, and no
+    value if all y are equal."""
 
     count: float
     sum: float
@@ -133,8 +133,8 @@ class ExplainedVariance:
         return 1 - unexplained / variance
 
 
-# Bins are uniform in asinh(1000 log w), from w = e^-20 to e^20: about 1 % of log w wide, and never
-# narrower than 1e-5, so that a p99 of 1.002 and one of 1e5 are both resolved.
+# Bins are uniform in asinh(1000 log w), from w = e^-20 to e^20. Each is about 1 % of log w wide, and never
+# narrower than 1e-5, which resolves a p99 of 1.002 as well as one of 1e5.
 BINS = 2048
 BIN_SCALE = 1000.0
 BIN_EDGE = float(np.arcsinh(20.0 * BIN_SCALE))
@@ -142,10 +142,10 @@ BIN_EDGE = float(np.arcsinh(20.0 * BIN_SCALE))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RatioQuantile:
-    """A quantile of ratios from a fixed histogram of their logarithms, within 1 % of the logarithm."""
+    """A quantile of ratios from a histogram of their logarithms, exact to 1 % of the logarithm."""
 
     counts: np.ndarray
-    """int64 [BINS]."""
+    """int64 [BINS]: number of ratios in each bin."""
     quantile: float = 0.99
 
     def merge(self, other: "RatioQuantile") -> "RatioQuantile":
@@ -161,7 +161,7 @@ class RatioQuantile:
 
 
 def merge_metrics(parts: Iterable[Metrics]) -> Metrics:
-    """One partial result out of many, of micro-batches or of data-parallel ranks."""
+    """Merges the partial results of micro-batches or data-parallel ranks into one."""
     merged: Metrics = {}
     for part in parts:
         for key, metric in part.items():
@@ -170,6 +170,6 @@ def merge_metrics(parts: Iterable[Metrics]) -> Metrics:
 
 
 def reduce_metrics(parts: Iterable[Metrics]) -> dict[str, float]:
-    """Returns the values of a step's metrics. What was never counted is left out, not 0 or NaN."""
+    """Returns the values of a step's metrics by name. A metric that counted nothing is left out."""
     values = {key: metric.value() for key, metric in merge_metrics(parts).items()}
     return {key: value for key, value in values.items() if value is not None}

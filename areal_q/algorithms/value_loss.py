@@ -1,7 +1,7 @@
-"""The critic's loss and what is reported about it.
+"""The critic's loss and its metrics.
 
-V is the critic's value of the state before a token, V_old the same before the updates on this batch, and
-`returns` the targets that GAE gives: A + V_old (arXiv 1506.02438, 1707.06347).
+V is the critic's value of the state before a token, V_old its value before the updates on this batch, and
+`returns` (ret) are the targets from GAE, A + V_old (arXiv 1506.02438, 1707.06347).
 """
 
 import torch
@@ -14,9 +14,10 @@ from areal_q.config.objectives import ValueLoss
 
 
 def value_loss(inputs: LossInputs, x: Ratios, cfg: ValueLoss) -> tuple[Tensor, Metrics]:
-    """[T] ½ max((V - ret)², (V_old + clip(V - V_old, ±clip) - ret)²), 0 where masked (PPO's code).
+    """Returns ½ max((V - ret)², (V_old + clip(V - V_old, ±clip) - ret)²) [T], 0 where masked, and metrics. The
+    clipping is that of OpenAI's PPO code; `cfg.clip` 0 turns it off.
 
-    Raises RecordError where values, old_values or returns are missing or a counted one is not finite.
+    Raises RecordError if values, old_values or returns are missing or not finite at a token that counts.
     """
     values = optional(inputs, x, "values")
     old = optional(inputs, x, "old_values").detach()
@@ -26,7 +27,7 @@ def value_loss(inputs: LossInputs, x: Ratios, cfg: ValueLoss) -> tuple[Tensor, M
     if cfg.clip:
         step = values - old
         bounded = (old + step.clamp(-cfg.clip, cfg.clip) - returns).square()
-        # Inside the band the two are one number, but for rounding.
+        # Inside the band the two errors are equal up to rounding, so the larger one alone does not tell.
         clipped = ((step.abs() > cfg.clip) & (bounded > error)).detach()
         error = torch.maximum(error, bounded)
     return error / 2, _metrics(old, returns, clipped, x.mask)
@@ -34,7 +35,7 @@ def value_loss(inputs: LossInputs, x: Ratios, cfg: ValueLoss) -> tuple[Tensor, M
 
 @torch.no_grad()
 def _metrics(old: Tensor, returns: Tensor, clipped: Tensor, mask: Tensor) -> Metrics:
-    """All inputs [T], 0 where masked."""
+    """Returns the value/… metrics of tensors [T], which are 0 where masked."""
     old, returns = old.double(), returns.double()
     error = returns - old
     columns = [mask.double(), old, returns, returns.square(), error, error.square()]
