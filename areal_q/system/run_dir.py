@@ -32,11 +32,11 @@ from areal_q.config import Run, dump_toml, load, override
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.system.files import replacing
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, RUN_ID_FILE = "metrics.jsonl", "run-id"
 OF_A_START = {
     *(
         "config.toml",
-        "run-id",
+        RUN_ID_FILE,
         "problems-digest",
         METRICS_FILE,
         "tensorboard",
@@ -179,7 +179,7 @@ def _clear_start(directory: Path) -> None:
     """Removes what an earlier start wrote of its settings and problems, which may be others now. What its
     processes said stays, and so does its id: a learner that comes back need not wait for its own lease."""
     for path in directory.iterdir():
-        if path.name not in ("logs", "run-id"):
+        if path.name not in ("logs", RUN_ID_FILE):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -196,7 +196,7 @@ def given_up(directory: Path, moved: Path | None) -> bool:
 def run_id(directory: Path, before: str = "") -> str:
     """Returns the id of the run in `directory`, made at the first call; `before` is the one to take up again
     where the file is gone."""
-    path = directory / "run-id"
+    path = directory / RUN_ID_FILE
     if not path.exists():
         with replacing(path) as scratch:
             scratch.write_text(f"{before or uuid.uuid4().hex}\n")

@@ -60,6 +60,15 @@ def test_versions_are_listed_with_their_sizes_and_deltas(run: Path, sync: Weight
     assert text.splitlines()[0].split()[:2] == ["version", "digest"] and "int8" in text
 
 
+def test_weights_of_another_run_are_not_shown_as_its_own(run: Path, sync: WeightSync) -> None:
+    sync.publish(0, run_id="first")
+    (run / "run-id").write_text("first\n")
+    assert listed(run)[-1]["version"] == 0
+    (run / "run-id").write_text("second\n")
+    with pytest.raises(ConfigError, match="its endpoint is that of another run now"):
+        command(run)
+
+
 def test_what_changed_is_told_by_tensor(run: Path, sync: WeightSync) -> None:
     old, new = sync.publish(0), sync.publish(1)
     for row in listed(run, "--tensors"):

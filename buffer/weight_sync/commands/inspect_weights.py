@@ -22,12 +22,13 @@ from areal_q.errors import AReaLQError, ConfigError, RecordError, UserError
 from areal_q.messages import (
     Delta,
     HeldVersion,
+    Manifest,
     WorkerStatus,
 )
 from areal_q.observability.metrics_log import read_metrics
 from areal_q.observability.run_end import how_it_ended
 from areal_q.system.command import run_command
-from areal_q.system.run_dir import METRICS_FILE
+from areal_q.system.run_dir import METRICS_FILE, RUN_ID_FILE
 from buffer.weight_sync.client import WeightClient
 from buffer.weight_sync.sockets import WeightSource
 
@@ -138,6 +139,17 @@ def _follow(client: WeightClient, show: Any) -> None:
         show([line])
 
 
+def _check_run(directory: Path, newest: Manifest | None) -> None:
+    """Raises ConfigError if the newest weights are of another run than that of `directory`, whose learner has
+    gone while another one serves at the same place. Where either has no id they are not compared."""
+    path = directory / RUN_ID_FILE
+    own = path.read_text().strip() if path.is_file() else ""
+    if newest and newest.run_id and own not in ("", newest.run_id):
+        raise ConfigError(
+            f"{directory}: its endpoint is that of another run now, {newest.run!r}, id {newest.run_id}"
+        )
+
+
 _EXITS = (
     "Exit codes: 0 told; 1 nobody answers, or --verify found a worker that runs other bytes "
     "than were published; 2 something to mend."
@@ -182,6 +194,8 @@ def main(
 
     asked = WeightClient(*source.endpoints(told), source.load_keys(configured))
     try:
+        if run is not None:
+            _check_run(run, asked.manifest())
         held = asked.held().versions
         if verify and run is not None:
             rows = verdicts(workers_of(run), held)
