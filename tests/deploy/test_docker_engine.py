@@ -122,6 +122,7 @@ def own(tmp_path: Path, byte_tokenizer: Path) -> dict[str, str]:
 OWN_RUN = [
     *("steps=4", "learner.groups=4", "learner.group_size=4", "learner.minibatches=1"),
     *("rollout.sampling.max_tokens=16", "rollout.engine.slots=16", "eval.problems=4"),
+    "learner.fidelity.share=1",
 ]
 
 
