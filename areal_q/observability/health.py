@@ -1,7 +1,8 @@
-"""`python -m areal_q.observability.health PORT`: whether the service whose metrics are on that port is well.
+"""`python -m areal_q.observability.health PORT` checks the health of the service that serves metrics on PORT.
 
-Exit codes: 0 well; 1 it does not answer, a worker's last heartbeat is older than MAX_AGE_S, or its work has not
-got on for longer than a limit that follows its own pace (areal_q/system/watchdog.py); one line says which.
+Exit code 0: the service is healthy. Exit code 1: it does not answer, its worker's last heartbeat is older than
+MAX_AGE_S, or it has made no progress for longer than a limit that follows its usual pace
+(areal_q/system/watchdog.py). One line on stderr says which.
 """
 
 import re
@@ -17,10 +18,11 @@ from areal_q.observability.prometheus_exporter import (
 )
 
 MAX_AGE_S = 30.0
+"""Age in seconds beyond which a worker's last heartbeat means that the worker is not healthy."""
 
 
 def complaint(port: int, now_s: float) -> str | None:
-    """Returns what is wrong, or None. `now_s` is Unix time."""
+    """Returns what is wrong with the service at `port`, or None. `now_s` is Unix time in seconds."""
     request = Request(f"http://127.0.0.1:{port}/metrics", headers={"User-Agent": HEALTH_AGENT})
     try:
         with urlopen(request, timeout=5) as page:

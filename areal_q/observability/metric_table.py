@@ -1,8 +1,7 @@
-"""Every metric of `metrics.jsonl`: its name, unit and meaning.
+"""The table of all metrics in `metrics.jsonl`: their names, units and meanings.
 
-docs/metrics.md and the hints of the report are made from this table.
-
-A `*` in a name stands for a part that depends on the run: a version lag, an engine, a part of the reward.
+docs/metrics.md and the report's explanations of metrics are generated from it. A `*` in a name stands for a
+part that depends on the run, such as a version lag, an engine or a part of the reward.
 """
 
 import re
@@ -16,7 +15,7 @@ class Metric:
     meaning: str
 
     def matches(self, key: str) -> bool:
-        """Returns True if this line describes the metric `key`. Example: "reward/part_*", "reward/part_a"."""
+        """Returns True if this line describes the metric `key`: "reward/part_*" describes "reward/part_a"."""
         return re.fullmatch(re.escape(self.key).replace(r"\*", ".+"), key) is not None
 
 

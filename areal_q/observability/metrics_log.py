@@ -1,12 +1,12 @@
-"""The record of a run: a JSON line per event in `metrics.jsonl`, the same scalars for TensorBoard.
+"""The metrics of a run: one JSON line per event in `metrics.jsonl`, and the same numbers for TensorBoard.
 
-A line is flat, so that every tool can read it:
+A line is a flat JSON object, so that every tool can read it:
 
     {"kind": "step", "step": 12, "elapsed_s": 61.2, "time_s": 1767225600.1, "reward/mean": 0.63, …}
 
-`kind` is warmstart, waiting (for agents, before step `step`), step, eval, warning or end; keys with a slash are
-`area/name_unit`; what is not a number (`workers`, `samples`, `reason`) stands beside them. The live view, the
-summary and the curves read nothing else.
+`kind` is warmstart, waiting (for agents, before step `step`), step, eval, warning or end. Keys with a slash are
+metrics, `area/name_unit`; other keys (`workers`, `samples`, `reason`) hold what is no number. The live view,
+the summary and the curves are made from this file alone.
 """
 
 import logging
@@ -30,20 +30,21 @@ Record = dict[str, Any]
 
 TENSORBOARD_DIR = "tensorboard"
 MOST_WORKERS = 64
-"""Workers that a line of the file holds; sums and means beside them are over all"""
+"""The most workers that are listed in one line of the file; sums and means in it are over all workers."""
 PART, MOST_PARTS = "reward/part_", 64
-"""How metrics begin that are named by a user's reward or an agent, and how many of them there may be"""
+"""The prefix of metrics whose names come from a user's reward or an agent, and the most names there may be."""
 BLOCK = 1 << 16
+"""Bytes that are read at a time when a file is searched from its end."""
 
 
 class MetricsLog:
     """Writes the records of one run; the learner is its only writer.
 
-    A directory that cannot be written raises OSError here, before any training. A disk that fills
-    up later costs records, not the run: a sink's first failure is logged and the sink given up.
+    Raises OSError, before any training, if the directory cannot be written. If the disk fills up later, the run
+    goes on: a sink's first failure is logged and the sink is not used again.
 
-    `elapsed_s` counts the seconds that the run was on: it goes on from the last record of an
-    existing file, so the time between a stop and its resumption is left out.
+    `elapsed_s` counts the seconds in which the run was active. It continues from the last record of an existing
+    file, without the time between a stop and its resumption.
 
     Example: MetricsLog("runs/demo").write("step", 3, {"reward/mean": 0.5}, workers=[])
     """
@@ -62,8 +63,9 @@ class MetricsLog:
             self._sinks["TensorBoard"] = self._tensorboard.write
 
     def write(self, kind: Kind, step: int, values: Mapping[str, float], **extra: Any) -> None:
-        """Appends one record at once. NaN and ±inf become null and are counted as `nonfinite`; parts of the
-        reward beyond the first MOST_PARTS names are counted as `reward/parts_left_out`."""
+        """Appends one record and hands it to the operating system at once. NaN and ±inf become null and are
+        counted as `nonfinite`; reward parts beyond the first MOST_PARTS names are left out and counted as
+        `reward/parts_left_out`."""
         values = self._bounded(values)
         record: Record = {
             "kind": kind,
@@ -84,11 +86,11 @@ class MetricsLog:
                 del self._sinks[name]
 
     def also(self, name: str, sink: Callable[[Record], None]) -> None:
-        """Hands every record from now on to `sink` as well."""
+        """Passes every further record to `sink` as well."""
         self._sinks[name] = sink
 
     def rewind(self, step: int) -> int:
-        """Resumes at `step`: drops what an abandoned history wrote later, and returns how much."""
+        """Removes the records of steps after `step`, which an abandoned history wrote; returns their number."""
         self._file.close()
         dropped = truncate_after(self._path, step)
         self._file = self._path.open("ab", buffering=0)
@@ -108,7 +110,8 @@ class MetricsLog:
         self.close()
 
     def _bounded(self, values: Mapping[str, float]) -> Mapping[str, float]:
-        """`values` without parts of the reward under ever new names, each of which would begin a series."""
+        """Returns `values` without the reward parts beyond the first MOST_PARTS names: ever new names would
+        begin ever new series in all displays."""
         parts = [name for name in values if name.startswith(PART)]
         for name in parts:
             if len(self._parts) < MOST_PARTS:
@@ -128,7 +131,8 @@ class MetricsLog:
 
 
 class _TensorBoard:
-    """TensorBoard's own event writer: imports in 0.15 s, torch.utils.tensorboard in 1.5 s."""
+    """Writes scalars with TensorBoard's own event writer, whose import takes 0.15 s; that of
+    torch.utils.tensorboard takes 1.5 s."""
 
     def __init__(self, directory: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore
@@ -159,24 +163,24 @@ class _TensorBoard:
 
 
 def read_metrics(path: str | Path) -> list[Record]:
-    """All records of a metrics file, in order, without a last line that is still being written.
+    """Returns all records of a metrics file in their order, without a last line that is still being written.
 
-    Raises OSError if there is no such file, RecordError naming the line that is not a record.
+    Raises OSError if there is no such file, and RecordError, naming the line, for a line that is no record.
     """
     data = Path(path).read_bytes()
     return _decode(data[: data.rfind(b"\n") + 1], path)
 
 
 def has_ended(run_dir: str | Path) -> bool:
-    """Returns True if the last record is the run's end. Raises OSError where there is no metrics file."""
+    """Returns True if the run's last record is `end`. Raises OSError if there is no metrics file."""
     records = read_metrics(Path(run_dir) / METRICS_FILE)
     return bool(records) and records[-1]["kind"] == "end"
 
 
 class Tail:
-    """The records added to a metrics file since the last look; starts over when it was replaced.
+    """Reads the records that were added to a metrics file since the last call; begins anew if it was replaced.
 
-    Example: tail.read() == ([first, second], True), a second later ([third], False).
+    Example: tail.read() returns ([first, second], True), and a second later ([third], False).
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -185,7 +189,7 @@ class Tail:
         self._offset = 0
 
     def read(self) -> tuple[list[Record], bool]:
-        """(new records, whether they replace all that was read before)."""
+        """Returns (new records, whether they replace all records that were read before)."""
         try:
             with self._path.open("rb") as file:
                 stat = os.fstat(file.fileno())
@@ -202,9 +206,9 @@ class Tail:
 
 
 def truncate_after(path: str | Path, step: int) -> int:
-    """Drops the records of steps after `step`, and `end` records: the history goes on from there.
+    """Removes the records of steps after `step`, and `end` records, from which a resumed run goes on.
 
-    Returns how many were dropped. The file is replaced in one piece; a missing one stays missing.
+    Returns how many it removed. The file is replaced as a whole; a missing file stays missing.
     """
     path = Path(path)
     if not path.exists():
@@ -223,8 +227,8 @@ def truncate_after(path: str | Path, step: int) -> int:
 
 
 def _drop_torn_line(path: Path) -> Record | None:
-    """Cuts off a torn last line, so that the next starts clean, and returns the last record. Reads the end of
-    the file alone: a long run of many workers writes gigabytes."""
+    """Removes a last line that was not written to its end, and returns the last whole record, or None. It reads
+    only the end of the file: a long run of many workers writes gigabytes."""
     if not path.exists():
         return None
     with path.open("r+b") as file:
@@ -238,7 +242,7 @@ def _drop_torn_line(path: Path) -> Record | None:
 
 
 def _last_newline(file: BinaryIO, end: int) -> int:
-    """Place of the last newline before `end`, or -1."""
+    """Returns the offset of the last newline before offset `end`, or -1."""
     while end > 0:
         begin = max(0, end - BLOCK)
         file.seek(begin)

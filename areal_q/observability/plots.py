@@ -1,4 +1,4 @@
-"""The curves of a run as one picture, for a look at the end and for a README."""
+"""The curves of a run as one picture, `curves.png`, for the end of a run and for a README."""
 
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,11 @@ from areal_q.system.run_dir import METRICS_FILE
 
 BLUE, ORANGE, GREEN, RED = "#2f6fb2", "#d9822b", "#3a9a5b", "#b8433f"
 MAX_POINTS = 400
-"""Longer runs are averaged into so many points."""
+"""The most points of a curve; the steps of longer runs are averaged."""
 
 
 def draw_curves(run_dir: str | Path) -> Path:
-    """Writes curves.png into `run_dir`, from its metrics; returns its path.
+    """Draws the metrics of `run_dir` into curves.png there, and returns its path.
 
     Raises OSError if there are no metrics. A run without a step gives empty axes.
     """
@@ -25,7 +25,7 @@ def draw_curves(run_dir: str | Path) -> Path:
 
 
 def _figure(records: list[Record], name: str) -> Any:
-    # A figure without pyplot: no global state, no display, nothing to close.
+    # Without pyplot a figure needs no global state and no display, and need not be closed.
     from matplotlib.figure import Figure
 
     steps = thinned([r for r in records if r["kind"] == "step"])
@@ -91,7 +91,7 @@ def _line(
 
 
 def _steps_on_top(axis: Any, steps: list[Record]) -> None:
-    """Steps on the upper edge: time and steps are not proportional, so the ticks are placed."""
+    """Draws ticks for steps on the upper edge, each at the time of its step, as steps take different times."""
     if len(steps) < 2:
         return
     from matplotlib.ticker import MaxNLocator
@@ -108,7 +108,7 @@ def _steps_on_top(axis: Any, steps: list[Record]) -> None:
 
 
 def thinned(steps: list[Record], most: int = MAX_POINTS) -> list[Record]:
-    """At most `most` records: neighbours are averaged, a maximum stays a maximum."""
+    """Returns at most `most` records, by averaging neighbours; of metrics named `…max` it takes the maximum."""
     width = -(-len(steps) // most)
     if width <= 1:
         return steps

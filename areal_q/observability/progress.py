@@ -1,4 +1,4 @@
-"""How far a run has come, record by record: for the views, and for the log of a learner that is a service."""
+"""Progress of a run, kept up to date record by record, for the views and for the log of a learner service."""
 
 import time
 from collections import deque
@@ -11,13 +11,13 @@ from areal_q.observability.run_summary import Unfaithful, duration, number, summ
 from areal_q.system.run_dir import METRICS_FILE
 
 LINE_EVERY_S = 15.0
-"""Seconds from one line of a service's log to the next"""
+"""Seconds from one progress line in a service's log to the next."""
 _WINDOW = 20
 """Steps over which the time left is estimated."""
 
 
 class History:
-    """What the view needs of the records so far. Bounded but for one entry per evaluation.
+    """The state of a run after the records so far, of bounded size but for one entry per evaluation.
 
     Example: after 10 of 40 steps at 2 s each, `eta_s` is 60.
     """
@@ -30,11 +30,11 @@ class History:
         self.end: Record | None = None
         self.elapsed_s = 0.0
         self.warning = ""
-        """What the learner complains of, until its next step."""
+        """The learner's newest warning; empty once it has taken another step."""
         self.episodes = ""
-        """How many episodes agents play, while a step waits for them."""
+        """The number of episodes that agents play, as text, while a step waits for them; else empty."""
         self.unfaithful: dict[str, Unfaithful] = {}
-        """The newest step whose gap was beyond the bound, by engine."""
+        """The newest step whose fidelity gap exceeded its bound, by engine."""
 
     def add(self, record: Record) -> None:
         self.episodes = open_episodes(record) if record["kind"] == "waiting" else ""
@@ -49,7 +49,7 @@ class History:
                 self.warmstart = record
             case "warning":
                 self.warning = str(record["message"])
-        # A resumed run goes on after the end of its earlier part.
+        # A resumed run has further records after an `end` record.
         self.end = record if record["kind"] == "end" else None
         self.elapsed_s = record["elapsed_s"]
 
@@ -63,7 +63,7 @@ class History:
 
     @property
     def progress(self) -> tuple[float, float]:
-        """(done, total) of the warm start or of the steps."""
+        """(steps done, steps in total) of the warm start or of the training."""
         if self.phase == "warm start" and self.warmstart:
             return self.warmstart["warmstart/step"], self.warmstart["warmstart/steps"]
         return self.step, self.total_steps
@@ -81,7 +81,7 @@ class History:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until the last step at the pace of the last _WINDOW steps."""
+        """Seconds until the last step, at the pace of the last _WINDOW steps; None if there is no pace yet."""
         if self.end or len(self.recent) < 2:
             return None
         first, last = self.recent[0], self.recent[-1]
@@ -94,13 +94,13 @@ class History:
 
 
 def open_episodes(record: Record) -> str:
-    """Example: "3 of 64 episodes open"."""
+    """Returns how many episodes agents play, such as "3 of 64 episodes open"."""
     open_, all_ = record["rollout/open_episodes"], record["rollout/episodes"]
     return f"{open_:.0f} of {all_:.0f} episodes open"
 
 
 def plain_line(record: Record, history: History) -> str:
-    """One record as a line of text."""
+    """Returns one record as a line of text; `history` already contains it."""
     head = f"{record['elapsed_s']:7.1f} s  "
     match record["kind"]:
         case "warmstart" if "cache" in record:
@@ -129,8 +129,8 @@ def plain_line(record: Record, history: History) -> str:
 
 
 class ProgressLog:
-    """Says in a log how the run goes: a line every `every_s` seconds, one for each evaluation, and at the end
-    what the run came to. `add` is a sink of the run's MetricsLog.
+    """Writes the run's progress to a log: a line every `every_s` seconds, one for each evaluation, and a
+    summary at the end. `add` is a sink of the run's MetricsLog.
 
     Example: metrics.also("log", ProgressLog(run, run_dir, logger.info).add)
     """
@@ -143,7 +143,7 @@ class ProgressLog:
         self._next_line = 0.0
 
     def add(self, record: Record) -> None:
-        """Takes note of a record, and says it if it is time."""
+        """Adds a record to the history, and logs it if a line is due."""
         self._history.add(record)
         kind = record["kind"]
         if kind == "end":

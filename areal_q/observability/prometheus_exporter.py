@@ -1,11 +1,13 @@
-"""Prometheus metrics of a service: a documented table, filled from what the service records anyway.
+"""Prometheus metrics of a service: a table of them, and the HTTP server that answers scrapes.
+
+Values come from what each service records anyway:
 
     learner  every record of metrics.jsonl (areal_q/observability/metrics_log.py)
     worker   every heartbeat (WorkerStatus)
     relay    its health line (buffer/weight_sync/commands/relay.py)
 
-Served over HTTP on loopback unless another host is named; nothing but numbers leaves. To export one more
-number: one line in LEARNER or WORKER.
+The server listens on loopback unless another host is named, and gives out numbers only. To export another
+number, add a line to LEARNER, WORKER or RELAY.
 """
 
 import re
@@ -27,23 +29,23 @@ from areal_q.system.watchdog import Progress
 PREFIX = "areal_q_"
 PROGRESS_AGE, PROGRESS_LIMIT = "progress_age_seconds", "progress_limit_seconds"
 HEALTH_AGENT = "areal-q-health"
-"""The User-Agent by which a health check is known: it is not one who keeps what it reads."""
+"""The User-Agent of a health check, which does not store what it reads and so is no scrape."""
 
 
 @dataclass(frozen=True)
 class Exported:
     name: str
-    """Without PREFIX; ends with its unit, a counter's with `_total`"""
+    """The name without PREFIX. It ends with its unit, or with `_total` for a counter."""
     key: str
     """The key of the record; `lag_*` in it makes one series for each lag, `engine_*` one for each engine."""
     help: str = ""
-    """What is told of a key that the table of metrics lacks."""
+    """The meaning of a key that the table of metrics lacks."""
     split: str = ""
-    """What its series are split by, where the key does not name it."""
+    """The label that tells the metric's series apart, if the key does not name it."""
 
     @property
     def meaning(self) -> str:
-        """What it means, by default as docs/metrics.md says."""
+        """The meaning: `help`, or else the text in docs/metrics.md."""
         found = describe(self.key) or describe(self.key, WORKER_METRICS)
         return self.help or (found.meaning if found else "")
 
@@ -53,7 +55,7 @@ class Exported:
 
     @property
     def label(self) -> str | None:
-        """What its series are split by."""
+        """The label that tells the metric's series apart; None for a single series."""
         found = re.search(r"(\w+)_\*", self.key)
         return self.split or (found[1] if found else None)
 
@@ -158,7 +160,7 @@ RELAY = (
 
 
 class Exporter(Collector):
-    """The newest value of each line of `table`, under constant `labels` (run, worker)."""
+    """Exports the newest value of each line of `table`, with constant `labels` (run, worker)."""
 
     def __init__(self, table: tuple[Exported, ...], labels: Mapping[str, str]) -> None:
         self._table = table
@@ -167,22 +169,22 @@ class Exporter(Collector):
         self._changes = threading.Condition()
         self._read_s = 0.0
         self.progress: Progress | None = None
-        """Told at each reading as age and limit, if there is one; see areal_q/system/watchdog.py"""
+        """Its age and limit are exported too, unless it is None; see areal_q/system/watchdog.py."""
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """Keeps what the record says; what it does not name stays as it was. Safe from any thread."""
+        """Takes over the values of `record`; those that it lacks stay as they were. Safe from any thread."""
         with self._changes:
             self._values = {**self._values, **record}
 
     def was_read(self, began_s: float) -> None:
-        """Notes that a reading which began then, by time.monotonic(), was answered in full."""
+        """Records that a scrape which began at `began_s`, by time.monotonic(), was answered in full."""
         with self._changes:
             self._read_s = max(self._read_s, began_s)
             self._changes.notify_all()
 
     def wait_until_read(self, stop: threading.Event, timeout_s: float = 30.0) -> None:
-        """Waits until the present values have been read, so that the last ones before a process ends are
-        known. Returns at once where nobody ever read, and at `stop`."""
+        """Waits until the present values were scraped, so that the last values before a process ends are not
+        lost. Returns at once if there never was a scrape, at `stop`, and after `timeout_s` seconds."""
         now_s = time.monotonic()
         with self._changes:
             while 0 < self._read_s < now_s and not stop.is_set():
@@ -212,10 +214,10 @@ class Exporter(Collector):
 
 
 def serve_metrics(address: str, exporter: Exporter) -> int:
-    """Serves `exporter` and this process's memory, time and open files at [HOST:]PORT; returns the port.
+    """Serves `exporter` and this process's memory, CPU time and open files at [HOST:]PORT; returns the port.
 
-    HOST is 127.0.0.1 unless given, port 0 is any free one. The server's thread ends with the process.
-    Raises ConfigError for what is no address, and where it cannot be bound.
+    HOST is 127.0.0.1 unless given; port 0 takes any free one. The server's thread ends with the process.
+    Raises ConfigError if `address` is no such address or cannot be bound.
     """
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
@@ -232,7 +234,7 @@ def serve_metrics(address: str, exporter: Exporter) -> int:
 
 
 def _noting(handler: Any, exporter: Exporter) -> type[WSGIRequestHandler]:
-    """Returns a request handler that tells `exporter` of each reading."""
+    """Returns a subclass of `handler` that reports each scrape to `exporter`."""
 
     class Noting(handler):
         def handle(self) -> None:
@@ -245,7 +247,8 @@ def _noting(handler: Any, exporter: Exporter) -> type[WSGIRequestHandler]:
 
 
 def _series(line: Exported, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """(label's value, value) of each series that has a number; the first is empty unless the line is split."""
+    """Yields (value of the label, number) for each series that has a number. A line without a label has one
+    series, for which the first is empty."""
     if line.label:
         pattern = re.compile(re.escape(line.key).replace(r"\*", r"([^/]+)"))
         found = ((pattern.fullmatch(key), value) for key, value in values.items())

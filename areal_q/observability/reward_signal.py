@@ -1,6 +1,7 @@
-"""What the rewards of a run say about themselves: scores that fail, and steps whose rewards are all equal.
+"""Two faults of a run's rewards: rewards whose computation fails, and steps whose rewards are all equal.
 
-Counts are in the metrics; why a score failed is in the logs of the workers, in lines that begin with FAILED.
+Their counts are in the metrics. The cause of a failure is in the workers' logs, in lines that begin with
+FAILED.
 """
 
 import re
@@ -16,16 +17,16 @@ from areal_q.tasks.grading.reward_process import FAILED
 _StepMetrics = Mapping[str, Any]
 
 EQUAL_STEPS = 5
-"""Steps in a row with nothing but equal rewards, after which this is said."""
+"""Number of steps in a row with nothing but equal rewards after which a warning is due."""
 _AGAIN = 10
-"""What was said is said again once its count is so many times as large."""
+"""A warning is repeated once its count has grown by this factor."""
 _FAILURE = re.compile(rf"{FAILED}, (\d+) so far: (.*?), for prompt ")
 
 
 class FailureLog:
-    """The failures that the workers of a run logged; `read` reads on where it stopped.
+    """Counts the failed rewards in the logs of a run's workers; each `read` continues where the last one ended.
 
-    `skip` leaves out what is in the logs already. The workers log the 1st, 2nd, 4th, 8th … failure.
+    `skip` ignores what the logs contain already. Workers log the 1st, 2nd, 4th, 8th … failure.
     """
 
     def __init__(self, run_dir: Path, skip: bool = False) -> None:
@@ -33,10 +34,10 @@ class FailureLog:
         self._offsets = {p: p.stat().st_size for p in self._paths()} if skip else {}
         self._counts: dict[Path, int] = {}
         self.last = ""
-        """What the newest failure was, and the log that tells it."""
+        """The newest failure, with the path of its log; empty if there was none."""
 
     def read(self) -> int:
-        """Failures so far, at least."""
+        """Reads the logs on and returns the number of failures so far; there may be more."""
         for path in self._paths():
             offset = self._offsets.get(path, 0)
             if path.stat().st_size > offset:
@@ -59,7 +60,7 @@ class FailureLog:
 
 
 class RewardWatch:
-    """What a view says about the rewards of a run that goes on."""
+    """Finds faults in the rewards of a run in progress, and words the warnings that a view shows."""
 
     def __init__(self, run: Run, run_dir: Path, skip: bool = False) -> None:
         self._run, self._log = run, FailureLog(run_dir, skip)
@@ -72,18 +73,17 @@ class RewardWatch:
             self._mean = record.get("reward/mean")
 
     def warnings(self) -> list[str]:
-        """One sentence for each thing that is wrong now."""
+        """Returns one sentence for each present fault."""
         return [text for _, _, text in self._problems()]
 
     def due(self) -> list[str]:
-        """Returns the sentences that are new, or whose count has grown tenfold since they were last
-        said."""
+        """Returns the warnings that are new, or whose count has grown tenfold since they were last returned."""
         found = [p for p in self._problems() if p[1] >= _AGAIN * self._said.get(p[0], 0)]
         self._said |= {name: count for name, count, _ in found}
         return [text for _, _, text in found]
 
     def _problems(self) -> list[tuple[str, int, str]]:
-        """(name, count, sentence) of each."""
+        """Returns (name, count, sentence) of each present fault."""
         problems = []
         if failed := self._log.read():
             text = f"the reward {reward_name(self._run)} failed {times(failed)}: {self._log.last}"
@@ -100,19 +100,19 @@ def _is_equal(step: _StepMetrics) -> bool:
 
 
 def equal_steps(steps: Sequence[_StepMetrics]) -> int:
-    """How many of the newest steps, in a row, had nothing but equal rewards."""
+    """Returns how many of the newest steps, without a gap, had nothing but equal rewards."""
     return next((i for i, step in enumerate(reversed(steps)) if not _is_equal(step)), len(steps))
 
 
 def equal_text(steps: int, mean: float | None, advice: str = "") -> str:
-    """Example: "all rewards were 0 for 12 steps: nothing to learn from"."""
+    """Returns a warning, with `advice` if given: "all rewards were 0 for 12 steps: nothing to learn from"."""
     what = "all rewards were equal" if mean is None else f"all rewards were {mean:g}"
     told = f"{what} for {steps:,} step{'s' * (steps != 1)}: nothing to learn from"
     return f"{told}; {advice}" if advice else told
 
 
 def hint(run: Run) -> str:
-    """Returns what gives a model that knows nothing its first right answers; empty where that is no way out."""
+    """Returns advice on how an untrained model gets its first right answers; empty if the model is trained."""
     if isinstance(run.model, SmallModel) and not run.warmstart.steps:
         return (
             "the built-in model starts from random weights: set warmstart.steps=400, "
@@ -122,7 +122,7 @@ def hint(run: Run) -> str:
 
 
 def failed_rewards(steps: Iterable[_StepMetrics]) -> tuple[int, Counter[str]]:
-    """(responses whose reward failed, these by cause)."""
+    """Returns (number of responses whose reward failed, this number by cause) over `steps`."""
     total, causes = 0.0, Counter()
     for step in steps:
         failed = max(step.get("reward/errors") or 0.0, step.get("reward/invalid") or 0.0)
@@ -134,14 +134,15 @@ def failed_rewards(steps: Iterable[_StepMetrics]) -> tuple[int, Counter[str]]:
 
 
 def failed_text(failed: int, causes: Counter[str], responses: int) -> str:
-    """Example: "30 of 120 responses (25 %), exception 20, timeout 10". `responses` 0: not known."""
+    """Returns a text such as "30 of 120 responses (25.0%), exception 20, timeout 10". `responses` is the number
+    of all responses, or 0 if it is unknown."""
     share = f" of {responses:,} responses ({failed / responses:.1%})" if responses else " responses"
     told = "".join(f", {cause} {count:.0f}" for cause, count in causes.most_common())
     return f"{failed:,}{share}{told}"
 
 
 def reward_name(run: Run) -> str:
-    """Returns the file of the reward, or the name of what judges the answers."""
+    """Returns the path of the reward's file, or else the task whose grader gives the rewards."""
     path = run.task.path if isinstance(run.task, Python) else run.reward.path
     return path or f"of task.type={run.task.__struct_config__.tag}"
 

@@ -1,4 +1,4 @@
-"""How a run ended, for the commands that ask one that goes on: they need not wait for an answer."""
+"""Tells whether and how a run ended, so that a command about a run in progress need not wait in vain for it."""
 
 import os
 from pathlib import Path
@@ -8,8 +8,8 @@ from areal_q.system.run_dir import METRICS_FILE, try_lock
 
 
 def how_it_ended(directory: Path) -> tuple[str, bool] | None:
-    """Returns a sentence and whether the run ended as it should; None while it goes on, or may do so: where
-    REDIS_URL names a cluster, its learner may be on another machine."""
+    """Returns (a sentence about the run's end, whether it ended as it should); None if the run is in progress
+    or may be: with REDIS_URL set, its learner may be on another machine."""
     if is_held(directory):
         return None
     path = directory / METRICS_FILE
@@ -26,7 +26,7 @@ def how_it_ended(directory: Path) -> tuple[str, bool] | None:
 
 
 def is_held(directory: Path) -> bool:
-    """Returns True if a launcher or a learner works in `directory`."""
+    """Returns True if a launcher or a learner has locked `directory`."""
     handle = try_lock(directory)
     if handle is not None:
         os.close(handle)

@@ -1,4 +1,4 @@
-"""What a run came to, from its metrics alone: for the last screen, the report and the tests."""
+"""The summary of a run, computed from its metrics alone, for the last screen, the report and the tests."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -24,23 +24,23 @@ class ExampleAnswer:
     before: str
     after: str
     correct_before: bool | None
-    """None: it could not be scored"""
+    """True if `before` is right; None if it could not be scored."""
     correct_after: bool | None
 
 
 @dataclass(frozen=True)
 class Unfaithful:
-    """An engine's log-probs were not those of its weights (learner/measure/fidelity.py).
+    """An engine whose log-probs were not those that its weights give (learner/measure/fidelity.py).
 
     Example: Unfaithful("vllm", 0.12, 0.03, 7.0)
     """
 
     engine: str
     gap_nats: float
-    """Mean of a step's sampled tokens."""
+    """Mean gap over a step's sampled tokens, in nats per token."""
     bound_nats: float
     version: float | None
-    """The newest that was looked at; None in records that do not say."""
+    """The newest weight version that was measured; None in records without it."""
 
     def __str__(self) -> str:
         at = "" if self.version is None else f" at version {self.version:.0f}"
@@ -54,18 +54,20 @@ class Summary:
     rows: list[tuple[str, str]]
     answers: list[ExampleAnswer]
     reason: str
-    """done, drained, or "" where no `end` record was written."""
+    """The end's reason: done, drained, or "" if no `end` record was written."""
 
 
 def unfaithful(records: Iterable[Record]) -> list[Unfaithful]:
-    """Returns the worst step of each engine whose gap was beyond the bound."""
+    """Returns, for each engine whose gap ever exceeded the bound, its worst step."""
     worst: dict[str, Unfaithful] = {}
     for record in records:
         bound = record.get("fidelity/bound_nats")
         if bound is None:
             continue
         for key, gap in record.items():
-            if not key.startswith("fidelity/engine_"):  # most keys: a pattern for each takes long
+            if not key.startswith(
+                "fidelity/engine_"
+            ):  # most keys; matching the pattern with each is slow
                 continue
             found = re.fullmatch(r"fidelity/engine_(.+)/gap_mean_nats", key)
             if found is None or gap is None or gap <= bound:
@@ -78,8 +80,8 @@ def unfaithful(records: Iterable[Record]) -> list[Unfaithful]:
 
 
 def summarize(records: Sequence[Record], responses: int = 0) -> Summary:
-    """Means are over all steps; accuracies are of the first and the last evaluation. `responses` is the
-    number of responses in a step; 0: not known."""
+    """Returns the summary of a run's records: means over all steps, and the accuracies of the first and the
+    last evaluation. `responses` is the number of responses in a step, or 0 if it is unknown."""
     steps = [r for r in records if r["kind"] == "step"]
     evals = [r for r in records if r["kind"] == "eval"]
     ends = [r for r in records if r["kind"] == "end"]
@@ -141,7 +143,7 @@ def _step_rows(steps: list[Record]) -> Iterable[tuple[str, str]]:
 
 
 def _answers(evals: list[Record]) -> list[ExampleAnswer]:
-    """Returns the samples that both the first and the last evaluation hold."""
+    """Returns the problems of which both the first and the last evaluation recorded the answer."""
     if not evals:
         return []
     before = {s["prompt"]: s for s in evals[0].get("samples", [])}
@@ -162,7 +164,7 @@ def _answers(evals: list[Record]) -> list[ExampleAnswer]:
 
 
 def mean(records: Iterable[Record], key: str) -> float | None:
-    """Returns the mean of the values of `key` that are there and finite; None if there is none."""
+    """Returns the mean of all finite values of `key`; None if there are none."""
     values = [r[key] for r in records if r.get(key) is not None]
     return sum(values) / len(values) if values else None
 
@@ -174,7 +176,7 @@ def number(record: Record | None, key: str, spec: str, missing: str = "–") -> 
 
 
 def duration(seconds: float) -> str:
-    """Example: 9.25 → "9.2 s", 192 → "3:12", 4000 → "1:06:40"."""
+    """Returns seconds as text. Example: 9.25 → "9.2 s", 192 → "3:12", 4000 → "1:06:40"."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -183,7 +185,7 @@ def duration(seconds: float) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Example: 1_500_000 → "1.5 MB"."""
+    """Returns bytes as text. Example: 1_500_000 → "1.5 MB"."""
     for unit in ("B", "kB", "MB"):
         if nbytes < 1000:
             return f"{nbytes:.3g} {unit}"

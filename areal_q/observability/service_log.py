@@ -1,4 +1,4 @@
-"""What a service says of itself, on stderr: lines for people, or one JSON object a line for machines."""
+"""Logging of a service to stderr: lines for people, or one JSON object per line for machines."""
 
 import json
 import logging
@@ -9,11 +9,12 @@ from typing import Literal
 from areal_q.errors import ConfigError
 
 LOG_FORMAT = "AREAL_Q_LOG"
-"""Environment variable: `text`, the default, or `json`"""
+"""The environment variable that chooses the format: `text`, the default, or `json`."""
 
 
 class JsonFormatter(logging.Formatter):
-    """Keys: time (RFC 3339, UTC), level, service, logger, message, and trace where there is an exception."""
+    """Formats a record as one JSON object with the keys time (RFC 3339, UTC), level, service, logger, message,
+    and trace if there is an exception."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -34,9 +35,9 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up(service: str, format: Literal["text", "json"] | None = None) -> None:
-    """Sets up logging of this process. `format` None: what AREAL_Q_LOG says.
+    """Sets up logging of this process in `format`, or if that is None in the format that AREAL_Q_LOG names.
 
-    Raises ConfigError for a format that there is not.
+    Raises ConfigError for any other format.
     """
     chosen = format or os.environ.get(LOG_FORMAT) or "text"
     if chosen not in ("text", "json"):

@@ -1,16 +1,17 @@
-"""`python -m areal_q.observability.supervisor [--health PORT] COMMAND...`: COMMAND as a container's service.
+"""`python -m areal_q.observability.supervisor [--health PORT] COMMAND...` runs COMMAND as a container's
+service.
 
 | COMMAND                                    | what follows                                                  |
 |--------------------------------------------|---------------------------------------------------------------|
 | ends with 0: its run is finished           | this process ends with 0                                      |
 | ends after SIGTERM or SIGINT, passed on    | this process ends with the same code                          |
-| ends with 2 before it ran for WELL_S       | this process ends with 2: a setting, which no retry mends     |
-| ends with 2 later: a full disk, say        | started again after each of MENDING_S, then as above          |
-| ends otherwise: killed, a crash            | started again, after 1, 2, 4 … at most 60 s                   |
-| lives, but is not well for STUCK_S         | killed, then as above (areal_q/observability/health.py)       |
+| ends with 2 before it ran for WELL_S       | this process ends with 2: no restart corrects a setting       |
+| ends with 2 later, such as for a full disk | it is started again after each of MENDING_S, then as above    |
+| ends otherwise, killed or by a crash       | it is started again, after 1, 2, 4 … at most 60 s             |
+| runs, but is unhealthy for STUCK_S         | it is killed, then as above (areal_q/observability/health.py) |
 
-Docker restarts what has ended, whatever its exit code, and does not act on health. Exit codes are those of
-areal_q/system/stop_request.py.
+Docker restarts a container whatever its exit code, and does not restart one that is unhealthy; hence this
+program. Exit codes are those of areal_q/system/stop_request.py.
 """
 
 import logging
@@ -30,17 +31,21 @@ from areal_q.system.stop_request import StopRequest
 
 logger = logging.getLogger("supervisor")
 WELL_S = 60.0
-"""What ran for so long had settings that can be used."""
+"""Seconds of running after which a command's settings are known to be usable."""
 STUCK_S = 120.0
+"""Seconds of failed health checks after which the command is killed."""
 LOOK_EVERY_S = 10.0
+"""Seconds from one health check to the next."""
 MENDING_S = (10.0, 60.0, 300.0)
-"""Waits for a person, or another service, to mend what ended a service that had run well"""
+"""Seconds before each restart of a command that ended with 2 after it had run well: time for a person, or
+another service, to remove the cause."""
 LONGEST_WAIT_S = 60.0
+"""The most seconds before the restart of a command that crashed."""
 CGROUP = Path("/sys/fs/cgroup")
 
 
 class Supervisor:
-    """Runs `command` again and again, until it is finished, told to go or given up."""
+    """Runs `command` again and again, until it finishes, a signal comes, or a restart would be in vain."""
 
     def __init__(self, command: Sequence[str], health_port: int | None = None) -> None:
         self._command, self._port = command, health_port
@@ -49,7 +54,7 @@ class Supervisor:
         self._crashes = self._faults = 0
 
     def run(self) -> int:
-        """Returns the exit code."""
+        """Runs the command as the table above says, and returns the exit code of this process."""
         for number in StopRequest.SIGNALS:
             signal.signal(number, self._pass_on)
         while True:
@@ -77,7 +82,8 @@ class Supervisor:
         return min(2.0 ** (self._crashes - 1), LONGEST_WAIT_S)
 
     def _run_once(self) -> tuple[int, float]:
-        """Returns (exit code, 128 plus the signal's number where one ended it; seconds that it ran)."""
+        """Runs the command once and returns (its exit code, or 128 plus the number of the signal that ended it;
+        the seconds that it ran)."""
         began = time.monotonic()
         self._oom_kills = _oom_kills()
         self._child = subprocess.Popen(self._command)
@@ -111,14 +117,15 @@ class Supervisor:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Returns the ids of a process's children and theirs: torchrun's outlive it, in sessions of their own."""
+    """Returns the ids of all descendants of a process. Those of torchrun would outlive it, since they have
+    sessions of their own."""
     children = Path(f"/proc/{pid}/task/{pid}/children")
     found = [int(child) for child in children.read_text().split()] if children.exists() else []
     return [each for child in found for each in [*_descendants(child), child]]
 
 
 def _how(code: int, out_of_memory: bool) -> str:
-    """Returns how a command ended. Example: "killed by SIGKILL"."""
+    """Returns a text that says how a command ended, such as "killed by SIGKILL"."""
     if out_of_memory:
         return f"killed for want of memory: {_limit()}"
     return f"killed by {signal.Signals(code - 128).name}" if code > 128 else f"ended with {code}"
@@ -133,7 +140,7 @@ def _limit() -> str:
 
 
 def _oom_kills() -> int:
-    """Returns how many processes of this container the kernel killed for want of memory so far."""
+    """Returns how many processes of this container the kernel has killed for lack of memory so far."""
     for name in ("memory.events", "memory/memory.oom_control"):
         path = CGROUP / name
         if path.exists():
@@ -143,7 +150,7 @@ def _oom_kills() -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code of the service that `arguments` name."""
+    """Runs the service that `arguments` name and returns the exit code."""
     service_log.set_up("supervisor")
     port = None
     if arguments[:1] == ["--health"]:

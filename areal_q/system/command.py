@@ -1,5 +1,5 @@
-"""What all commands share: their help in plain text under the name that a user types, and an output that takes
-any text."""
+"""What all commands share: help in plain text under the name that a user types, exit codes, and output that
+never fails on a character."""
 
 import os
 import sys
@@ -15,10 +15,10 @@ from areal_q.errors import AReaLQError, BufferUnavailable, RankLost, RecordError
 PLAIN: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
-    "rich_markup_mode": None,  # rich takes [a.b=c] for markup
+    "rich_markup_mode": None,  # rich would read [a.b=c] as markup
 }
 PIPED_WIDTH = 1000
-"""Columns of an output that is no terminal: nothing is wrapped, so that grep finds whole lines."""
+"""Columns of an output that is no terminal: so many that nothing is wrapped and grep finds whole lines."""
 WIDTH = {"max_content_width": 100}
 _EXITS = "Exit codes: 0 done; 2 something to mend, which one line names."
 
@@ -31,7 +31,7 @@ WatchdogSeconds = Annotated[
         envvar="AREAL_Q_WATCHDOG",
     ),
 ]
-"""An option of a service"""
+"""The option --watchdog of a service."""
 
 
 def run_command(
@@ -39,8 +39,8 @@ def run_command(
 ) -> None:
     """Runs `main` on the arguments of this process as `areal-q NAME`; the help ends with `exits`.
 
-    Exits with 2 for what a user can mend, with 1 where Redis or another rank went away, and says on stderr what
-    it is, after `who`."""
+    Exits with 2 for an error that the user can correct, and with 1 if Redis or another rank is gone; the error
+    is one line on stderr, after `who`."""
     app = typer.Typer(**PLAIN)
     app.command(epilog=exits, context_settings=WIDTH)(main)
     accept_any_text()
@@ -53,20 +53,20 @@ def run_command(
 
 
 def exit_with(error: AReaLQError, code: int, who: str = "areal-q: error") -> NoReturn:
-    """Ends this process with `code`, after each line of `error` on stderr."""
+    """Prints the lines of `error` to stderr and ends this process with exit code `code`."""
     for line in error.lines():
         print(f"{who}: {line}", file=sys.stderr)
     sys.exit(code)
 
 
 def accept_any_text() -> None:
-    """Has stdout and stderr replace what their encoding lacks: no terminal, UTF-8 or not, may end a run."""
+    """Makes stdout and stderr replace characters that their encoding lacks, which otherwise would end a run."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def console() -> Console:
-    """Returns the console of stdout, as wide as the terminal; COLUMNS counts where there is none."""
+    """Returns a console for stdout, as wide as the terminal, or as COLUMNS says, or PIPED_WIDTH."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH
     return Console(width=wide)

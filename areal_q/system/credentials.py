@@ -1,6 +1,6 @@
-"""Secrets are read from files: `ps` shows arguments, `docker inspect` and crash reports show an environment.
+"""Secrets, which are read from files: `ps` shows arguments, `docker inspect` and crash reports the environment.
 
-What a message shows of a URL goes through `shown`, which leaves out all that may be a secret.
+Every URL in a message goes through `shown`, which leaves out all that may be a secret.
 """
 
 import os
@@ -15,18 +15,18 @@ HIDDEN = "…"
 
 
 def redis_password(url: str) -> str | None:
-    """Returns what the file that REDIS_PASSWORD_FILE names holds, white space around it left out.
+    """Returns the password in the file that REDIS_PASSWORD_FILE names, without white space around it.
 
-    None where it is unset, and for a unix socket, which its permissions guard. redis-py lets a password
-    in the URL itself go before this one. Raises ConfigError if the file cannot be read or is empty.
+    It is None if the variable is unset, and for a unix socket, which is protected by its permissions. redis-py
+    prefers a password in the URL to this one. Raises ConfigError if the file cannot be read or is empty.
     """
     return secret("REDIS_PASSWORD_FILE") if url.startswith(("redis://", "rediss://")) else None
 
 
 def secret(variable: str) -> str | None:
-    """Returns what the file that this environment variable names holds, white space around it left out.
+    """Returns the content of the file that this environment variable names, without white space around it.
 
-    None where it is unset. Raises ConfigError if the file cannot be read or is empty.
+    It is None if the variable is unset. Raises ConfigError if the file cannot be read or is empty.
     """
     name = os.environ.get(variable)
     if not name:
@@ -42,7 +42,7 @@ def secret(variable: str) -> str | None:
 
 
 def shown(url: str) -> str:
-    """Returns `url` as a message may show it: the scheme, the host, the port and the path alone.
+    """Returns `url` for use in a message, with nothing but its scheme, host, port and path.
 
     Example: redis://me:secret@host:6379/0?password=x is shown as redis://…@host:6379/0?…
     A URL in which a password with `/`, `?`, `#` or `@` may have moved into other parts is shown as redis://…
@@ -57,7 +57,7 @@ def shown(url: str) -> str:
 
 
 def check_redis_url(url: str) -> None:
-    """Raises ConfigError for a URL whose password would be taken for its host, port or database."""
+    """Raises ConfigError for a URL in which a part of the password would be read as host, port or database."""
     parts = _split(url)
     by_name = "://" in url and not url.startswith("unix:")
     if by_name and (parts is None or not parts.netloc):
@@ -68,8 +68,8 @@ def check_redis_url(url: str) -> None:
 
 
 def no_password(ctx: typer.Context, param: typer.CallbackParam, value: str | None) -> str | None:
-    """The callback of an option that takes the URL of a Redis. Raises ConfigError for a password in it that
-    comes from the command line, where `ps` shows it to every user of the machine."""
+    """Typer's callback for an option with a Redis URL. Raises ConfigError if the URL comes from the command
+    line and has a password, which `ps` would show to every user of the machine."""
     source = ctx.get_parameter_source(param.name or "")
     if value and source is not None and source.name == "COMMANDLINE" and _has_password(value):
         raise ConfigError(
@@ -87,10 +87,10 @@ def _has_password(url: str) -> bool:
 
 
 def _split(url: str) -> SplitResult | None:
-    """None for what is no URL, or one whose parts may not be what they seem."""
+    """Returns the parts of `url`; None if it is no URL, or if a password in it may hide where its parts end."""
     try:
         parts = urlsplit(url)
-        parts.port  # noqa: B018 - raises ValueError for one that is no number
+        parts.port  # noqa: B018 - raises ValueError if the port is no number
     except ValueError:
         return None
     odd = not parts.scheme or parts.fragment or "@" in parts.query

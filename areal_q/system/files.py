@@ -1,10 +1,11 @@
-"""Files that are whole or absent, tensors that others may read, and names that hold numbers.
+"""Atomic writes of files and directories, tensors that others may read, and file names ordered by number.
 
-A file or a directory is written under a hidden name beside its place, made durable, and renamed. A directory
-cannot be renamed onto one that has files, so the old one steps aside first. A crash leaves hidden names:
+A file or a directory is written under a hidden name beside its place, synced to disk, and renamed. A directory
+cannot be renamed onto one that has files, so the old one is renamed first. A crash leaves hidden names, which
+`clear_leftovers` treats so:
 
-    .tmp-NAME   half written, or about to be removed   `clear_leftovers` removes it
-    .old-NAME   about to be replaced                   … puts it back, unless NAME is there again
+    .tmp-NAME   half written, or about to be removed   is removed
+    .old-NAME   about to be replaced                   becomes NAME again, unless NAME exists
 """
 
 import glob
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCRATCH, REPLACED = ".tmp-", ".old-"
-"""The hidden names begin with these."""
+"""Prefixes of the hidden names."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a hidden name beside `path`, for a file or a directory that becomes `path` when the block ends.
+    """Yields a hidden path; the file or directory written there becomes `path` when the block ends.
 
-    After an error `path` is what it was. For one writer at a time; what a killed one left is cleared first.
+    After an error `path` is unchanged. Only one process may write it at a time; leftovers are removed first.
     """
     clear_leftovers(path.parent, glob.escape(path.name))
     scratch = path.with_name(SCRATCH + path.name)
@@ -39,9 +40,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def move_into_place(scratch: Path, final: Path) -> None:
-    """Makes `scratch`, a file or a directory of files, durable as `final`, replacing what is there.
+    """Syncs `scratch`, a file or a directory of files, to disk and renames it to `final`, which it replaces.
 
-    A directory that was replaced is left under its hidden name: see `clear_leftovers`.
+    A directory that was replaced keeps a hidden name until `clear_leftovers`.
     """
     for path in (*scratch.iterdir(), scratch) if scratch.is_dir() else (scratch,):
         sync(path)
@@ -52,7 +53,8 @@ def move_into_place(scratch: Path, final: Path) -> None:
 
 
 def clear_leftovers(directory: Path, pattern: str = "*") -> None:
-    """Removes what killed writers in `directory` left, and puts back what they were about to replace."""
+    """Removes what killed writers left in `directory`, and restores what they had not replaced yet. Only names
+    that match `pattern` count."""
     for replaced in directory.glob(REPLACED + pattern):
         final = directory / replaced.name.removeprefix(REPLACED)
         if not final.exists():
@@ -73,8 +75,8 @@ def sync(path: Path) -> None:
 def save_tensors(
     tensors: "Mapping[str, Tensor]", path: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Writes `path` with the permissions that `open` would give it: safetensors renames a temporary file of its
-    own, which nobody else may read. Raises OSError and SafetensorError."""
+    """Writes a safetensors file with the permissions that `open` gives a new file; safetensors itself would let
+    nobody else read it. Raises OSError or SafetensorError if it cannot be written."""
     from safetensors.torch import save_file  # torch takes seconds to import; other users need none
 
     path.touch()
@@ -84,14 +86,14 @@ def save_tensors(
 
 
 def by_number(paths: Iterable[Path]) -> list[Path]:
-    """Returns `paths` in the order of their names, in which a run of digits counts as one number.
+    """Returns `paths` sorted by name, where consecutive digits count as one number.
 
-    Example: step-999950 stands before step-1000000, which as text it does not.
+    Example: step-999950 comes before step-1000000, though not in the order of text.
     """
     return sorted(paths, key=lambda path: _words_and_numbers(path.name))
 
 
 def _words_and_numbers(name: str) -> list[tuple[int, str]]:
-    """Digits as their value, then all as text, so that any two names compare."""
+    """Returns the parts of `name` as (value, text), with value -1 for a part that is no number."""
     found = re.findall(r"[0-9]+|[^0-9]+", name)
     return [(int(one), one) if one.isdecimal() and one.isascii() else (-1, one) for one in found]

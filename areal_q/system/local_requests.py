@@ -1,8 +1,8 @@
-"""The HTTP requests that a server on loopback without a token answers: those of programs on this machine.
+"""The choice of HTTP requests that a server on loopback answers without a token: those of local programs.
 
-A page of any site that is open in the user's browser can reach 127.0.0.1. It is told apart by the Host that it
-asks for (a name of its own that resolves to 127.0.0.1), by its Origin, and by content types that a browser
-sends without asking the server first.
+Any web page that is open in the user's browser can send requests to 127.0.0.1. These are recognised by their
+Host (a name of the page's site that resolves to 127.0.0.1), by their Origin, or by a content type that a
+browser sends without asking the server first.
 """
 
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from urllib.parse import urlsplit
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 FROM_FORMS = ("text/plain", "multipart/form-data")
-"""Content types that no client of an API sends, and a page of any site may."""
+"""Content types that a page of any site may send, while no client of an API does."""
 
 
 def is_loopback(host: str) -> bool:
-    """Returns True if `host`, with or without a port, is this machine's loopback. The port does not matter: a
-    tunnel's end may have another."""
+    """Returns True if `host`, with or without a port, is this machine's loopback. Any port will do, as a tunnel
+    may end at another one."""
     try:
         return urlsplit(f"//{host}").hostname in LOOPBACK
     except ValueError:
@@ -23,7 +23,7 @@ def is_loopback(host: str) -> bool:
 
 
 def refusal(headers: Mapping[str, str]) -> str | None:
-    """Returns why a request with these headers may come from a page of another site; None where it does not."""
+    """Returns why a request with these headers may come from a page of another site; None if it cannot."""
     if not is_loopback(headers.get("Host", "")):
         return "Host: only this machine's loopback is served without a token"
     origin = headers.get("Origin")

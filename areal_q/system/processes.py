@@ -1,4 +1,5 @@
-"""Child processes: they import our modules and no file beside them, and do not outlive who started them."""
+"""Child processes that import this project's modules, never a file of the same name, and end with their
+parent."""
 
 import ctypes
 import os
@@ -7,22 +8,21 @@ import sys
 from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
-# Loaded before any fork: between fork and exec only calls that take no lock are safe.
+# It is loaded before any fork, as only calls that take no lock are safe between fork and exec.
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Returns the command that runs one of our modules. With -P no file of the current directory, a `buffer.py`
-    or a `random.py`, takes the place of ours; with -X utf8 files are read and written as UTF-8 in every
-    locale."""
+    """Returns the command that runs a module of this project. With -P no file of the current directory, such as
+    `buffer.py` or `random.py`, is imported in place of ours; with -X utf8 files are UTF-8 in every locale."""
     return [sys.executable, "-P", "-X", "utf8", "-m", module, *arguments]
 
 
 def die_with_parent(signum: int = signal.SIGTERM) -> Callable[[], None]:
-    """A `preexec_fn`: the kernel sends `signum` to the child when the thread that started it ends.
+    """Returns a `preexec_fn` with which the kernel sends `signum` to the child when its parent ends.
 
-    Covers a kill -9 of the parent, which no handler of its own could. Start children from the main thread,
-    since the signal follows the thread, not the process. Linux only; elsewhere it does nothing.
+    This works even if the parent is killed with SIGKILL, which it cannot handle itself. Start children from the
+    main thread: the kernel acts at the end of the thread, not of the process. It does nothing except on Linux.
     """
     parent = os.getpid()
 
@@ -30,7 +30,7 @@ def die_with_parent(signum: int = signal.SIGTERM) -> Callable[[], None]:
         if _libc is None:
             return
         _libc.prctl(_PR_SET_PDEATHSIG, int(signum))
-        if os.getppid() != parent:  # it died before the call above
+        if os.getppid() != parent:  # the parent ended before prctl was called
             os._exit(1)
 
     return in_child

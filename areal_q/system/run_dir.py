@@ -1,16 +1,16 @@
-"""The directory of a run: never overwritten, used by one launcher at a time.
+"""The directory of a run, which is never overwritten and is used by one launcher at a time.
 
 runs/NAME/
     config.toml       the settings in force
-    run-id            tells this run from others of its name, wherever it goes on
-    problems-digest   tells whether the file of problems is still that of the start
+    run-id            distinguishes this run from others of the same name, on any machine
+    problems-digest   a hash of the problems, by which a resumed run notices others
     metrics.jsonl     one record per event (areal_q/observability/metrics_log.py); tensorboard/ holds the same
-    logs/             what each process said
-    checkpoints/      to resume from
-    trajectories/     every consumed group
+    logs/             one log per process
+    checkpoints/      for resuming and replaying
+    trajectories/     every group that was learnt from
     steps/            every learner step
-    tokens/           what the learner computed for each token of them
-    redis/            the buffer's data, when the launcher started Redis itself
+    tokens/           what the learner computed for each of their tokens
+    redis/            the buffer's data, if the launcher started Redis itself
     hf/               the model at the end, as transformers loads it
     curves.png
     report.html       made by `areal-q report`
@@ -45,7 +45,7 @@ OF_A_START = {
     ),
     *("trajectories", "steps", "tokens", "redis"),
 }
-"""What a start may leave that fails before its first checkpoint"""
+"""Names of all that a start which fails before its first checkpoint may leave."""
 MAY_CHANGE_ON_RESUME = (
     "steps",
     "eval.",
@@ -57,10 +57,10 @@ MAY_CHANGE_ON_RESUME = (
     "rollout.serve",
     "learner.fidelity.",
     "learner.threads",
-    "learner.microbatch_tokens",  # the same, but for the order of sums
-    "learner.backend.",  # the same loss and weights, within tolerances
+    "learner.microbatch_tokens",  # changes the order of sums only
+    "learner.backend.",  # gives the same loss and weights within tolerances
 )
-"""Settings (or their beginnings) that leave what was learnt so far valid."""
+"""Settings, or prefixes of settings, that may change because what was learnt so far stays valid."""
 
 
 def path_of(run: Run) -> Path:
@@ -68,8 +68,8 @@ def path_of(run: Run) -> Path:
 
 
 def with_absolute_files(run: Run) -> Run:
-    """Returns `run` with its task, reward and model named from the root, so that it can be evaluated and
-    resumed from any directory. What is no file here, such as the id of a data set, stays as it is."""
+    """Returns `run` with absolute paths of its task, reward and model, so that it can be evaluated and resumed
+    from any directory. A path that is no file here, such as the id of a data set, stays as it is."""
     parts = {
         name: msgspec.structs.replace(part, path=str(Path(path).resolve()))
         for name in ("task", "reward", "model")
@@ -80,11 +80,11 @@ def with_absolute_files(run: Run) -> Run:
 
 @contextmanager
 def claimed(run: Run, resume: bool) -> Iterator[tuple[Path, Path | None]]:
-    """(the run's directory with config.toml in it, where an earlier run of that name went).
+    """Yields (the run's directory with config.toml in it, the path to which an earlier run of the same name was
+    moved, or None). The directory is locked against other launchers until the block or this process ends.
 
-    An earlier start that failed before it learnt anything is no run: its directory is taken over.
-    Held against other launchers by a lock that goes with this process, however it ends.
-    Raises ConfigError where a run is going on in it, or it cannot be written.
+    If an earlier start failed before it learnt anything, its directory is used again and not moved.
+    Raises ConfigError if a run is in progress there, or the directory cannot be written.
     """
     directory, moved = path_of(run), None
     try:
@@ -107,16 +107,15 @@ def claimed(run: Run, resume: bool) -> Iterator[tuple[Path, Path | None]]:
 
 
 def resumed(directory: Path, overrides: list[str]) -> Run:
-    """Returns the settings saved in `directory`, with `overrides` on top.
+    """Returns the settings saved in `directory`, changed by `overrides`.
 
-    Raises CheckpointError where there is nothing to resume, ConfigError for an override that would
-    change what is being learnt.
+    Raises CheckpointError if there is nothing to resume, ConfigError if an override changes what is learnt.
     """
     if not (directory / "config.toml").is_file():
         raise CheckpointError(f"{directory}: no such run to resume")
     if not has_checkpoint(directory):
         raise CheckpointError(f"{directory}: no checkpoint to resume from; start the run afresh")
-    # A directory that was renamed is the name of its run from now on.
+    # A directory may have been renamed or moved; its run takes the new name and root.
     place = [f'name="{directory.name}"', f'root="{directory.parent}"']
     saved = load(directory / "config.toml", place, recorded=True)
     again = override(saved, *overrides)
@@ -130,10 +129,9 @@ def resumed(directory: Path, overrides: list[str]) -> Run:
 
 
 def resumes(run: Run) -> bool:
-    """Returns True if `run` goes on from a checkpoint in its directory: so a service that restarts finds its
-    way.
+    """Returns True if the directory of `run` has a checkpoint, from which a restarted service then resumes.
 
-    Raises ConfigError where it would go on with settings that change what is being learnt.
+    Raises ConfigError if its settings would change what is being learnt.
     """
     directory = path_of(run)
     if not has_checkpoint(directory):
@@ -146,7 +144,7 @@ def resumes(run: Run) -> bool:
 def _check_unchanged(saved: Run, again: Run) -> None:
     changed = differences(with_absolute_files(saved), with_absolute_files(again))
     refused = [key for key in changed if not key.startswith(MAY_CHANGE_ON_RESUME)]
-    # Another choice brings other settings with it: the choice is what was asked for.
+    # Another choice of a type changes the settings below it, too; only the choice is worth a message.
     choices = [key for key in refused if key.endswith(".type")]
     for key in choices or refused:
         may = ", ".join(name + "*" * name.endswith(".") for name in MAY_CHANGE_ON_RESUME)
@@ -154,19 +152,20 @@ def _check_unchanged(saved: Run, again: Run) -> None:
 
 
 def has_checkpoint(directory: Path) -> bool:
-    """Complete, or set aside while one of the same step is being written: a learner restores both."""
+    """Returns True if there is a checkpoint: a complete one, or one that was being replaced by another of the
+    same step when its learner was killed, and that the next learner restores."""
     found = directory / "checkpoints"
     return any(path.is_dir() for kind in ("step-*", ".old-*") for path in found.glob(kind))
 
 
 def _newest_step(directory: Path) -> int:
-    """Returns the step of the newest checkpoint; 0 where there is none."""
+    """Returns the step of the newest checkpoint, or 0 if there is none."""
     names = (path.name.partition("-")[2] for path in (directory / "checkpoints").glob("step-*"))
     return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def learnt_nothing(directory: Path) -> bool:
-    """Returns True for the directory of a run that has no checkpoint, no logged step and no foreign file."""
+    """Returns True if a run's directory has no checkpoint, no logged step and no file of other origin."""
     if has_checkpoint(directory) or not {path.name for path in directory.iterdir()} <= OF_A_START:
         return False
     metrics = directory / METRICS_FILE
@@ -176,15 +175,16 @@ def learnt_nothing(directory: Path) -> bool:
 
 
 def _clear_start(directory: Path) -> None:
-    """Removes what an earlier start wrote of its settings and problems, which may be others now. What its
-    processes said stays, and so does its id: a learner that comes back need not wait for its own lease."""
+    """Removes what an earlier start left, as settings and problems may be others now. Its logs stay, and so
+    does its id, so that a learner need not wait for its own lease to expire."""
     for path in directory.iterdir():
         if path.name not in ("logs", RUN_ID_FILE):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def given_up(directory: Path, moved: Path | None) -> bool:
-    """Undoes `claimed` for a start that failed before its first checkpoint; False where there is one."""
+    """Undoes `claimed` for a start that failed before its first checkpoint: removes `directory` and moves the
+    earlier run back from `moved`. Returns False, and changes nothing, if there is a checkpoint."""
     if has_checkpoint(directory):
         return False
     shutil.rmtree(directory)
@@ -194,8 +194,8 @@ def given_up(directory: Path, moved: Path | None) -> bool:
 
 
 def run_id(directory: Path, before: str = "") -> str:
-    """Returns the id of the run in `directory`, made at the first call; `before` is the one to take up again
-    where the file is gone."""
+    """Returns the id of the run in `directory`, which the first call creates. If the file is missing, the id is
+    `before`, or a new one if that is empty."""
     path = directory / RUN_ID_FILE
     if not path.exists():
         with replacing(path) as scratch:
@@ -204,7 +204,7 @@ def run_id(directory: Path, before: str = "") -> str:
 
 
 def newest(root: Path) -> Path:
-    """Returns the run under `root` that was last active. Raises CheckpointError if there is none."""
+    """Returns the directory of the last active run under `root`. Raises CheckpointError if there is none."""
     runs = [path.parent for path in root.glob("*/config.toml")]
     if not runs:
         raise CheckpointError(f"{root}: no run to resume")
@@ -212,13 +212,13 @@ def newest(root: Path) -> Path:
 
 
 def differences(one: Run, other: Run) -> list[str]:
-    """Dotted paths of the settings in which two runs differ, sorted."""
+    """Returns the dotted names of the settings in which two runs differ, sorted."""
     a, b = flat(msgspec.to_builtins(one)), flat(msgspec.to_builtins(other))
     return sorted(key for key in a.keys() | b.keys() if a.get(key) != b.get(key))
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Example: {"a": {"b": 1}} → {"a.b": 1}."""
+    """Returns nested tables as one table of dotted keys. Example: {"a": {"b": 1}} → {"a.b": 1}."""
     out: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, dict):
@@ -234,7 +234,7 @@ def _last_written(directory: Path) -> float:
 
 
 def _move_aside(directory: Path) -> Path:
-    """runs/demo becomes runs/demo.1, or the next number that is free."""
+    """Renames runs/demo to runs/demo.1, or to the next free number, and returns the new path."""
     numbered = (directory.with_name(f"{directory.name}.{n}") for n in itertools.count(1))
     free = next(path for path in numbered if not path.exists())
     directory.rename(free)
@@ -242,10 +242,8 @@ def _move_aside(directory: Path) -> Path:
 
 
 def try_lock(directory: Path) -> int | None:
-    """Returns a descriptor that holds `directory` until it is closed; None if another holds it, or it went.
-
-    Raises OSError if it cannot be opened.
-    """
+    """Returns a descriptor that locks `directory` until it is closed; None if another process has locked it, or
+    it was removed meanwhile. Raises OSError if it cannot be opened."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""`python -m areal_q.system.torchrun …`: torchrun, with the exit code of the process that ended it.
+"""`python -m areal_q.system.torchrun …` runs torchrun and exits with the code of the process that failed first.
 
-torchrun itself exits with 1 whatever its processes say, so that an orchestrator could tell neither a wrong
-setting (2) nor a learner that was told to go (143) from a crash: areal_q/system/stop_request.py.
+torchrun itself exits with 1 whatever the exit codes of its processes, from which an orchestrator could not tell
+a wrong setting (2), or a learner stopped by SIGTERM (143), from a crash (areal_q/system/stop_request.py).
 """
 
 import os
@@ -15,8 +15,8 @@ from torch.distributed.run import parse_args, run
 
 
 def torchrun(arguments: Sequence[str]) -> int:
-    """Runs torchrun; returns 0, the exit code of the process that failed first, or 128 plus the number of the
-    signal that ended it, or that told torchrun to go."""
+    """Runs torchrun. Returns 0, the exit code of the process that failed first, or 128 plus the number of the
+    signal that ended that process or torchrun."""
     try:
         run(parse_args(list(arguments)))
     except SignalException as told:
@@ -25,8 +25,8 @@ def torchrun(arguments: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-    # Ranks other than the first end well also where the run is not finished. Of a Job that Kubernetes calls
-    # Indexed each pod must end so once, and would not be there when the run goes on.
+    # Ranks other than the first exit with 0 even if the run is not finished. In an Indexed Job of Kubernetes a
+    # pod that exited with 0 counts as complete, and would be missing when the run goes on.
     return 0 if os.environ.get("JOB_COMPLETION_INDEX", "0") == "0" else 128 + signal.SIGTERM
 
 

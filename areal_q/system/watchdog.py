@@ -1,16 +1,16 @@
-"""Finds a service that answers but no longer gets on with its work, and ends it.
+"""Ends a service that is alive but no longer makes progress.
 
     main loop ──beat──▶ Progress ──age, limit──▶ metrics ──▶ areal_q/observability/health.py
                            │
-                           └──▶ Watchdog, a thread: past the limit one line, the stacks of all threads, exit 75
+                           └──▶ Watchdog, a thread: past the limit it logs one line and all stacks, exit code 75
 
 | service | beats                                                                                          |
 |---------|------------------------------------------------------------------------------------------------|
-| learner | each record: a step, an evaluation, a warning; each look for groups, so that waiting is no fault |
+| learner | each record (a step, an evaluation, a warning), and each poll for groups, as waiting is no fault |
 | worker  | each second in which tokens were drawn, or its engine had nothing to draw                        |
 
-The limit follows the work: ten times the longest time between two beats so far, and never less than LEAST_S.
-The first step, which may compile and load, has FIRST_S. What precedes it, such as a warm start, is not watched.
+The limit is ten times the longest time between two beats so far, and at least LEAST_S. The first step, which
+may have to compile and load, has FIRST_S. What precedes it, such as a warm start, is not watched.
 """
 
 import faulthandler
@@ -25,11 +25,11 @@ LEAST_S = 1800.0
 FIRST_S = 3600.0
 TIMES_LONGEST = 10.0
 STUCK = 75
-"""Exit code of a process that its watchdog ended: started again, it goes on."""
+"""Exit code of a process that its watchdog ended; if started again, it goes on."""
 
 
 class Progress:
-    """The times at which a service got on with its work. Safe from any thread."""
+    """The times at which a service made progress. Any thread may use it."""
 
     def __init__(self, least_s: float = LEAST_S, first_s: float = FIRST_S) -> None:
         self._least_s, self._first_s = least_s, max(least_s, first_s)
@@ -38,25 +38,25 @@ class Progress:
         self._first_done = False
 
     def beat(self) -> None:
-        """Takes note that the work goes on."""
+        """Records that the work goes on."""
         now_s = time.monotonic()
         if self._last_s is not None:
             self._longest_s = max(self._longest_s, now_s - self._last_s)
         self._last_s = now_s
 
     def step(self) -> None:
-        """Takes note of a step: from the first one on, the limit is that of ordinary work."""
+        """Records a step; from the first one on, the limit is that of ordinary work."""
         if not self._first_done:
             self._first_done = True
-            self._last_s = None  # the first may have taken long for its own reasons
+            self._last_s = None  # the first step's time says nothing about the others
         self.beat()
 
     def rest(self) -> None:
-        """Takes note that what follows, until the next beat, is not watched: the export at the end, say."""
+        """Suspends watching until the next beat, such as for the export at the end."""
         self._last_s = None
 
     def forgive(self, seconds: float) -> None:
-        """Leaves out seconds in which the whole process was stopped."""
+        """Does not count seconds in which the whole process was stopped."""
         if self._last_s is not None:
             self._last_s += seconds
 
@@ -74,11 +74,11 @@ class Progress:
 
 
 class Watchdog(threading.Thread):
-    """Ends this process with exit code STUCK once `progress` is older than its limit. Says so in one line, and
-    writes the stacks of all threads to stderr.
+    """Ends this process with exit code STUCK once the last beat of `progress` is older than its limit, after
+    one line of log and the stacks of all threads on stderr.
 
-    Code that holds the interpreter's lock keeps this thread from running, too: then `faulthandler`, which needs
-    no lock, writes the stacks and ends the process with 1."""
+    If code that holds the interpreter's lock keeps this thread from running, `faulthandler`, which needs no
+    lock, writes the stacks and ends the process with 1."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(name="watchdog", daemon=True)
