@@ -1,7 +1,8 @@
-"""`python -m rollout`: a rollout worker as a process of its own. All it is told is where Redis is.
+"""`python -m rollout`: a rollout worker as a process of its own. It needs the address of Redis and a run's
+name.
 
-SIGTERM or SIGINT: generation stops, its tickets go back to the queue with what was drawn of them, and the exit
-code is 143 or 130 (areal_q/system/stop_request.py). Exit 0: the run is finished.
+On SIGTERM or SIGINT it stops generating and gives its tickets back to the queue, with the tokens drawn for
+them; the exit code is then 143 or 130 (areal_q/system/stop_request.py). It is 0 when the run is finished.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from areal_q.system.watchdog import Progress, Watchdog
 
 logger = logging.getLogger("rollout")
 FINISHED_WAIT_S = 60.0
-"""The time from a worker's start to its learner's, where both are started at once"""
+"""Seconds that a worker waits for its learner to resume a finished run, where both are started together"""
 
 _EXITS = (
     "Exit codes: 0 the run is finished; 143 ended by SIGTERM, 130 by SIGINT, its tickets handed back; 2 a "
@@ -100,7 +101,7 @@ def main(
     if address.at:
         check_free("rollout.serve (--serve)", *bound_to(*address)[:2])
     if config:
-        # A learner that is not up yet may be at its warm start, for hours.
+        # The learner may be at its warm start for hours; what is wrong with the settings is said before that.
         build_parts(load(config, recorded=True), run, address)
     progress = exporter.progress = Progress(*([watchdog] if watchdog else []))
     if watchdog:
@@ -111,8 +112,8 @@ def main(
 
 
 def _observer(exporter: Exporter, progress: Progress) -> Callable[[dict[str, Any]], None]:
-    """Returns what a heartbeat is told to: it counts as progress where tokens were drawn, or none were asked
-    for."""
+    """Returns a function to call with the status of each heartbeat. The watchdog counts a heartbeat as progress
+    if tokens were drawn since the last one, or if none were asked for."""
     drawn = -1
 
     def observe(status: dict[str, Any]) -> None:
@@ -126,7 +127,7 @@ def _observer(exporter: Exporter, progress: Progress) -> Callable[[dict[str, Any
 
 
 async def _until_signal(work: Coroutine[Any, Any, None]) -> int:
-    """Runs `work`; SIGTERM and SIGINT cancel it, which is its way to end in peace. Returns the exit code."""
+    """Runs `work`, which SIGTERM and SIGINT cancel, so that it can clean up. Returns the exit code."""
     task, stop = asyncio.ensure_future(work), StopRequest()
 
     def end(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Sets up a worker from what the learner left in Redis."""
+"""Sets up a worker from the run's settings, which the learner stored in Redis."""
 
 import logging
 from collections.abc import Callable
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class EndpointAddress(NamedTuple):
-    """Address of the OpenAI-compatible endpoint. Example: EndpointAddress("0.0.0.0:8000",
-    "/run/secrets/token")"""
+    """Address of the OpenAI-compatible endpoint, for example EndpointAddress("0.0.0.0:8000",
+    "/run/secrets/token")."""
 
     at: str = ""
     """Host and port as [HOST:]PORT; "" means that there is no endpoint."""
@@ -33,7 +33,7 @@ class EndpointAddress(NamedTuple):
 
 
 class WorkerParts(NamedTuple):
-    """Parts of a worker that follow from the settings alone."""
+    """The components of a worker that follow from the settings alone."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -43,7 +43,8 @@ class WorkerParts(NamedTuple):
 
 
 def build_parts(run: Run, run_name: str, address: EndpointAddress) -> WorkerParts:
-    """Starts nothing. Raises ConfigError, naming the setting, for what cannot be done here."""
+    """Returns the components and starts none of them. Raises ConfigError, which names the setting, for what
+    cannot be done on this machine."""
     tokenizer = build_tokenizer(run)
     engine = build_engine(run.rollout.engine)
     if problem := engine.capabilities.lacks(run.rollout, run.learner.routing_replay):
@@ -79,13 +80,13 @@ async def serve(
     address: EndpointAddress,
     finished_wait_s: float,
 ) -> None:
-    """Joins run `run_name` and works until the run is finished, or until cancelled; `observe` is told every
-    heartbeat. A run that is finished already may be taken up again within `finished_wait_s`. Raises
-    BufferUnavailable where Redis does not answer for a minute.
+    """Joins run `run_name` and works until the run is finished, or until cancelled. `observe` is called with
+    the status of every heartbeat. If the run is finished already, a learner has `finished_wait_s` seconds to
+    resume it. Raises BufferUnavailable if Redis does not answer for a minute.
 
-    Where another run of that name takes its place, or it goes on with other settings, the worker sets itself up
-    anew from what the learner says now. It does not end instead: not every worker has a service manager that
-    would bring it back.
+    If another run takes that name, or the run is resumed with other settings, the worker sets itself up anew
+    from what the learner has stored. It does not exit, since not every worker has a service manager that would
+    start it again.
     """
     finished, gone = False, None
     while not finished:
@@ -156,8 +157,8 @@ async def _serve(
 
 
 def worker_capacity(run: Run) -> WorkerCapacity:
-    """Returns how much a worker claims: what fills the engine and a quarter in reserve, two groups at
-    least."""
+    """Returns the bounds on what a worker claims: enough responses to fill the engine and a quarter more, and
+    at least two groups."""
     engine, size = run.rollout.engine, run.learner.group_size
     slots = 256 if isinstance(engine, ScriptedEngine) else engine.slots
     return WorkerCapacity(max(2 * size, slots * 5 // 4), slots, size)

@@ -11,12 +11,12 @@
 | _handle | weights as new as the ticket           | _swap                                         |
 |         | the engine; then a slow reward         | the last token of the group; its timeout      |
 |         | Redis                                  | the commit                                    |
-| _swap   | a complete, verified version           | the subscriber thread                           |
+| _swap   | a complete, verified version           | the subscriber thread                         |
 | _beat   | the heartbeat interval                 | time                                          |
 
-It never waits for the learner: while the learner trains, tickets admitted ahead keep the engine full. Nor for
-a group's last straggler: what counts against its room are responses that have not ended, so that new groups
-fill the rows that the others of the group have left.
+The worker never waits for the learner, since tickets admitted ahead keep the engine full while the learner
+trains. It does not wait for the last response of a group either: only responses that have not ended count
+against its capacity, so that new groups use the rows of those that have.
 """
 
 import asyncio
@@ -46,37 +46,37 @@ from rollout.environments.single_turn import SingleTurn
 logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 _SAY_AFTER_S = 10.0
-"""Seconds of waiting after which a worker says in its log what it waits for"""
+"""Seconds of waiting after which a worker logs what it waits for"""
 CAPACITY_POLL_S = 0.05
-"""Seconds between two looks for room that ended responses of unfinished groups have left"""
+"""Seconds between two checks for capacity that ended responses of unfinished groups have freed"""
 
 
 MOST_REFUSED = 100
-"""Tickets in a row that are set aside before the worker gives up"""
+"""Number of tickets in a row that go to the quarantine before the worker gives up"""
 
 
 class WorkerCapacity(NamedTuple):
     """Bounds on what a worker claims."""
 
     responses: int
-    """Most responses that have not ended: what fills the engine, and a reserve"""
+    """Most responses that have not ended: as many as fill the engine, and a reserve"""
     slots: int
-    """Rows of the engine"""
+    """Number of rows in the engine"""
     group_size: int
-    """Responses of each ticket to come"""
+    """Number of responses to each ticket"""
 
 
 @dataclass
 class GroupInFlight:
-    """A claimed ticket and its responses as far as they are."""
+    """A claimed ticket and its responses so far."""
 
     claim: Claim
     responses: list[Response]
 
     @property
     def open(self) -> int:
-        """Responses still to come. A group that waits for a reward or for Redis counts in full: there must
-        be an end to those."""
+        """Number of responses that have not ended. A group that waits for a reward or for Redis counts in full,
+        so that the number of such groups is bounded."""
         return sum(not r.ended for r in self.responses) or len(self.responses)
 
     def partial(self) -> PartialGroup | None:
@@ -87,8 +87,8 @@ class GroupInFlight:
 
 
 class Worker:
-    """Keeps `engine` full of tickets until it is cancelled; then hands back what it had claimed, with the
-    tokens that were drawn, so that whoever comes next goes on from there."""
+    """Keeps `engine` full of tickets until it is cancelled. It then gives back the tickets that it has claimed,
+    with the tokens drawn for them, so that another worker continues from there."""
 
     def __init__(
         self,
@@ -112,37 +112,37 @@ class Worker:
         self._engine, self._buffer, self._subscriber = engine, buffer, subscriber
         self._tokenizer, self._reward, self._format = tokenizer, reward, weight_format
         self._observe = observe
-        """Called at every heartbeat with the worker's status"""
+        """Function that is called with the worker's status at every heartbeat"""
         self._source = source or WeightSource()
         single = SingleTurn(EngineClient(engine, tokenizer))
         self._environments = {"train": environment or single, "eval": evaluation or single}
         """Environments by the ticket's purpose"""
         self._episodes = environment if isinstance(environment, Episodes) else None
         self._routes = routes
-        """True if the learner wants to know the experts that tokens were sent to."""
+        """True if the learner needs the experts that tokens were sent to"""
         self._capacity = capacity
         self._max_lag = max_lag
-        """Versions by which tokens of another worker may be behind if this one is to go on from them"""
+        """Largest version lag of another worker's tokens with which this worker continues a response"""
         self._in_flight: dict[asyncio.Task[None], GroupInFlight] = {}
         self._committing: set[asyncio.Task[None]] = set()
-        """Tasks whose commit tells by itself whether the ticket was lost; a renewal cannot, since the claim
-        is gone either way."""
+        """Tasks that are committing their group. The commit itself reports a lost ticket; for these tasks a
+        failed renewal of the claim means nothing, since a commit removes the claim too."""
         self._place_free = asyncio.Event()
         self._swapped = asyncio.Event()
         self._groups = 0
         self._refused = 0
-        """Tickets in a row that could not become a group"""
+        """Number of tickets in a row that did not become a valid group"""
         self._timeouts = 0
         self._resumed = 0
         self._swaps = 0
         self._swap_s = 0.0
         self._digest = ""
         self._waits = ("", 0.0, False)
-        """What the worker waits for, since when, and whether the log says so already"""
+        """What the worker waits for, since when in monotonic seconds, and whether it has been logged"""
 
     async def run(self, begin: Callable[[], Awaitable[object]] | None = None) -> None:
-        """Works until cancelled; `begin` is awaited as soon as requests can be made of the engine. Raises
-        what a loop raises: a worker that cannot work must not look alive."""
+        """Works until cancelled. `begin` is awaited as soon as the engine takes requests. Any error of a loop
+        is raised, in an ExceptionGroup, since a worker that cannot work must not look alive."""
         await self._reward.start()
         await self._engine.start()
         try:
@@ -159,7 +159,7 @@ class Worker:
             await self._buffer.leave([replace(w.claim, partial=w.partial()) for w in works])
 
     async def _claim(self, loops: asyncio.TaskGroup) -> None:
-        # A worker whose relay has nothing for it would keep the tickets from workers that have weights.
+        # A worker without weights (its relay may be empty) must not claim tickets that others could use.
         await self._until_version(0)
         while True:
             free = self._capacity.responses - sum(work.open for work in self._in_flight.values())
@@ -174,9 +174,9 @@ class Worker:
                 self._in_flight[loops.create_task(self._handle(work))] = work
 
     async def _handle(self, work: GroupInFlight) -> None:
-        """Takes a ticket to its committed group. When cancelled it leaves its work for `run` to release. A
-        ticket that cannot become a valid group costs itself alone. Raises RecordError when nothing but such
-        tickets came: then it is the weights, or the worker."""
+        """Turns a claimed ticket into a committed group. When cancelled, it leaves the ticket for `run` to give
+        back. A ticket that cannot become a valid group goes to the quarantine. Raises RecordError after
+        MOST_REFUSED of them in a row, since then the weights or the worker are at fault."""
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -191,10 +191,10 @@ class Worker:
         self._place_free.set()
 
     async def _make(self, work: GroupInFlight, task: asyncio.Task[None]) -> None:
-        """Draws, scores and commits the group. Raises RecordError where it is not valid."""
+        """Draws, scores and commits the group. Raises RecordError if it is not valid."""
         claim, ticket = work.claim, work.claim.ticket
-        # Admission counted on weights no older than the ticket; with older ones the group could be
-        # too old when its turn comes.
+        # Admission assumes weights no older than the ticket; drawn with older ones, the group could exceed the
+        # largest version lag by the time it is trained on.
         await self._until_version(ticket.step)
         started = time.time()
         self._take_up(work)
@@ -224,7 +224,8 @@ class Worker:
             await self._swapped.wait()
 
     def _take_up(self, work: GroupInFlight) -> None:
-        """Goes on from another worker's tokens, where they are not too old, nor of weights still to come."""
+        """Continues another worker's responses, unless their tokens are too old or of weights that have not
+        arrived here yet."""
         newest = self._engine.version
         partial = work.claim.partial
         for index, half in enumerate(partial.responses if partial else []):
@@ -252,7 +253,7 @@ class Worker:
             self._swapped.set()
 
     def _waits_for(self, now_s: float) -> str:
-        """Returns what keeps all of the engine from work; it is said once in the log if it lasts."""
+        """Returns what the engine waits for, or "" if it has work. A wait that lasts is logged, only once."""
         found = self._hindrance()
         what, since_s, said = self._waits
         if found != what:
@@ -292,7 +293,7 @@ class Worker:
             self._place_free.set()
 
     async def _beat(self) -> None:
-        """Tells that it lives, and keeps its claims from being taken over."""
+        """Sends heartbeats and renews the worker's claims, so that no other worker takes them over."""
         engine = self._engine
         last_s, last_tokens, last_busy = time.monotonic(), 0, 0.0
         while True:
@@ -335,7 +336,7 @@ class Worker:
 
 
 def first_error(errors: BaseExceptionGroup[Exception]) -> BaseException:
-    """Returns the first of the errors that are in `errors`, or in groups within it."""
+    """Returns the first error in `errors` that is not itself a group, at any depth."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

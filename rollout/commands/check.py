@@ -1,6 +1,6 @@
-"""`areal-q check [CONFIG]`: whether this machine can do what a run asks for, and what to change if not.
+"""`areal-q check [CONFIG]` says whether this machine can do what a run asks for, and what to change if not.
 
-Exit codes: 0 nothing is wrong (notes and warnings aside), 1 an error was found, 2 CONFIG is no good.
+Exit codes: 0 if there is no error (there may be notes and warnings), 1 if there is one, 2 if CONFIG is invalid.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ def findings(run: Run, redis: str | None) -> Iterator[CheckResult]:
 
 
 def settings_of(run: Run) -> Iterator[CheckResult]:
-    """Returns what `areal-q run` would refuse before it starts anything."""
+    """Yields the faults in the settings for which `areal-q run` would refuse to start."""
     try:
         preflight(run)
         yield CheckResult("settings", "ok", "directories and ports that they name")
@@ -78,7 +78,8 @@ def learner_of(run: Run) -> Iterator[CheckResult]:
 
 
 def engine_of(run: Run) -> Iterator[CheckResult]:
-    """Compares what the configured engine can do with what the run asks of it; a server at a URL is asked."""
+    """Compares what the configured engine can do with what the run asks of it. An engine that is a server at a
+    URL is queried."""
     from rollout.engines import build_engine
 
     tag = type(run.rollout.engine).__struct_config__.tag
@@ -105,7 +106,7 @@ def engine_of(run: Run) -> Iterator[CheckResult]:
 
 
 def vllm_on_cpu(run: Run) -> Iterator[CheckResult]:
-    """Names the kernel that vLLM computes the run's format with, where it runs on a CPU."""
+    """Names the kernel with which vLLM computes the run's format, if it runs on a CPU."""
     from rollout.engines.process import checkpoint_backend
     from rollout.engines.vllm_backend import cpu_kernels
 

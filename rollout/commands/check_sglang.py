@@ -1,4 +1,4 @@
-"""Asks a running SGLang server what it is, for `areal-q check`, and leaves it as it is."""
+"""Queries a running SGLang server for `areal-q check`, without changing anything in it."""
 
 import os
 from collections.abc import AsyncIterator
@@ -22,8 +22,8 @@ UPDATE = "/update_weights_from_disk"
 
 
 async def server_of(run: Run, config: SglangEngine) -> list[CheckResult]:
-    """Finds out if the server at `config.url` answers, as what, and if it can be given weights. Raises
-    CheckpointError where the run's own model cannot be read."""
+    """Finds out whether an SGLang server answers at `config.url`, with which model and settings, and whether it
+    can load the run's weights. Raises CheckpointError if the run's own model cannot be read."""
     assert config.url is not None
     ours = _family(run.model)
     name = "sglang server"
@@ -63,7 +63,8 @@ async def _asked(
 
 
 def _family(model: ModelConfig) -> str:
-    """Raises CheckpointError for a directory that holds no model."""
+    """Returns the family of the run's model, as Hugging Face's `model_type` names it. Raises CheckpointError
+    for a directory that holds no model."""
     if isinstance(model, PretrainedModel):
         return load_config(model.path).family
     return "qwen3_moe" if model.experts else "qwen3"
@@ -80,13 +81,13 @@ def _model(told: dict[str, Any], ours: str) -> CheckResult:
 
 
 async def _weights(client: SglangClient, config: SglangEngine) -> CheckResult:
-    """Checks that versions can be handed over: that the server has a way in, and that there is a place for
-    them."""
+    """Checks that the server has a route to load weights by, and that the directory in which versions are
+    handed over can be written here and is one that the server sees."""
     name, place = "its weights", handover_directory(config)
     try:
         paths = (await client.get("/openapi.json"))["paths"]
     except (EngineDied, KeyError, TypeError):
-        paths = None  # a server can be told not to say
+        paths = None  # a server can be configured not to list its routes
     if paths is not None and UPDATE not in paths:
         return CheckResult(
             name, "error", f"{shown(client.url)} has no {UPDATE}", "SGLang 0.5.23 or newer"

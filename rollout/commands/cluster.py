@@ -1,7 +1,7 @@
-"""A running cluster on one screen, from what it tells anyway.
+"""A running cluster on one screen. Everything shown is published anyway, so looking costs the run nothing:
 
     Redis         heartbeats of the workers, streams, memory        (buffer/admin/inspect_state.py)
-    the learner   its newest versions, asked over ZeroMQ            (buffer/weight_sync/client.py)
+    the learner   its newest versions, queried over ZeroMQ          (buffer/weight_sync/client.py)
 
 A step publishes a version, so the newest version's age is the time since the last step.
 """
@@ -24,7 +24,7 @@ from buffer.weight_sync import WeightSource
 from buffer.weight_sync.client import WeightClient
 
 FULL = 0.9
-"""Share of Redis's memory from which Redis is said to fill up"""
+"""Share of Redis's memory limit above which `areal-q status` warns"""
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     version: int | None
-    """Newest version that the learner serves, which is the number of its steps done; None if it does not
+    """Newest version that the learner serves, which is the number of steps it has done; None if it does not
     answer."""
     digest: str = ""
     since_step_s: float | None = None
@@ -46,7 +46,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gather(client: redis.Redis, run: str, source: WeightSource, silent_s: float) -> Cluster:
-    """Raises redis.RedisError where Redis does not answer, ConfigError for keys that cannot be used."""
+    """Returns the state of run `run`. `silent_s` is how many seconds without news count as a fault. Raises
+    redis.RedisError if Redis does not answer, and ConfigError for CURVE keys that cannot be used."""
     beats = _workers(client, run)
     buffer = inspect_state.read_status(client, run)
     newest, subscribers = _learner(client, run, source)
@@ -73,7 +74,8 @@ def _workers(client: redis.Redis, run: str) -> list[WorkerStatus]:
 
 
 def _learner(client: redis.Redis, run: str, source: WeightSource) -> tuple[HeldVersion | None, int]:
-    """(its newest version, how many listen); (None, 0) where it does not answer or has none yet."""
+    """Returns the learner's newest version and its number of subscribers; (None, 0) if the learner does not
+    answer or has published nothing yet."""
     told: Any = client.hget(Keys(run).info, "endpoints")
     if told is None:
         return None, 0
@@ -89,7 +91,7 @@ def _learner(client: redis.Redis, run: str, source: WeightSource) -> tuple[HeldV
 
 
 def _starves(client: redis.Redis, run: str) -> list[str]:
-    """Says what a learner waits for while it waits for groups."""
+    """Returns the learner's own explanation of why it gets no groups, if it has one."""
     said: Any = client.hget(Keys(run).owner, "starves")
     return [said.decode()] if said else []
 

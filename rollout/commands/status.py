@@ -1,6 +1,7 @@
-"""`areal-q status [RUN]`: a running cluster on one screen, or how the run ended (rollout/commands/cluster.py).
+"""`areal-q status [RUN]` shows a running cluster on one screen, or how the run ended
+(rollout/commands/cluster.py).
 
-Exit codes: 0 all well; 1 something is wrong, each named in a line; 2 for what cannot be asked.
+Exit codes: 0 if all is well; 1 if something is wrong, with a line for each fault; 2 for a call that is invalid.
 """
 
 import sys
@@ -30,7 +31,8 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 def _end_if_ended(directory: Path, json: bool) -> None:
-    """Raises typer.Exit, with 0 if the run ended as it should."""
+    """Prints how the run in `directory` ended and raises typer.Exit, with 0 if it ended as it should. Returns
+    if the run has not ended."""
     if told := how_it_ended(directory):
         said = msgspec.json.encode(Ended(directory.name, *told)).decode()
         typer.echo(said if json else f"{directory}: {told[0]}")
@@ -69,7 +71,7 @@ def main(
     """Learner, workers, buffer and weights of a running cluster; exit code 1 when something is wrong."""
     if directory is not None:
         _end_if_ended(directory, json)
-    # Redis, its tables and the messages take half a second to import: not for a run that has ended.
+    # Imported here, since a run that has ended does without them, and they take half a second.
     from buffer.admin.open_run import open_run
     from buffer.weight_sync import WeightSource
     from rollout.commands.cluster import gather, screen

@@ -1,4 +1,4 @@
-"""Engines behind one Protocol; the key is the tag of the engine's settings."""
+"""Engines behind one Protocol, chosen by the type of the engine's settings."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,5 +40,6 @@ ENGINES: dict[str, Callable[[Any], Engine]] = {
 
 
 def build_engine(config: EngineConfig) -> Engine:
-    """Needs no running event loop; `await engine.start()` before the first request."""
+    """Returns the engine for `config`, which needs no running event loop to be built. Await `engine.start()`
+    before the first request. Raises ConfigError if the engine cannot run here."""
     return ENGINES[type(config).__struct_config__.tag](config)  # type: ignore[index]

@@ -14,13 +14,13 @@ from areal_q.models.config import DecoderConfig
 from areal_q.weights.version import WeightVersion
 
 _LARGEST = 2**31
-"""Bound above any number of tokens, and above any id of one"""
+"""Exclusive upper bound on token ids and on numbers of tokens in a request"""
 _MOST_STOP_IDS = 512
-"""Most stop ids of a request; each token drawn is compared with all of them."""
+"""Most stop ids of a request, since each token drawn is compared with all of them"""
 
 
 class Capabilities(Struct, frozen=True):
-    """The abilities of an engine, compared with the configuration when the worker starts."""
+    """What an engine can do, which is compared with the settings when the worker starts."""
 
     formats: frozenset[str]
     kv_on_update: frozenset[str]
@@ -31,8 +31,8 @@ class Capabilities(Struct, frozen=True):
     """True if the engine records the experts that tokens were sent to."""
 
     def lacks(self, asked: RolloutConfig, routes: bool = False) -> str | None:
-        """Returns in one line what the settings, or a learner that replays `routes`, ask for and the engine
-        cannot do; None if there is nothing."""
+        """Returns one line that names what the settings ask for and the engine cannot do, or None if it can do
+        everything. `routes` is True if the learner needs the experts that tokens were sent to."""
         if asked.format not in self.formats:
             return f"rollout.format: {asked.format} is not among {', '.join(sorted(self.formats))}"
         kv = getattr(asked.engine, "kv_on_update", None)
@@ -51,8 +51,8 @@ class Capabilities(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """`num_samples` responses to one prompt; the prompt is computed once. Response i draws with
-    `seed + i`."""
+    """A request for `num_samples` responses to one prompt, which is computed only once. Response i draws with
+    the seed `seed + i`."""
 
     prompt_ids: np.ndarray
     """Token ids of the prompt, int32 [P]"""
@@ -60,15 +60,15 @@ class Request(Struct, frozen=True, kw_only=True):
     sampling: Sampling
     seed: int
     stop_ids: frozenset[int]
-    """A response ends with the first of these, or with a stop of `sampling`; it is part of the response."""
+    """Token ids that end a response, in addition to the stops of `sampling`. The id that ends it is part of the
+    response."""
     decode: Callable[[Sequence[int]], str] | None = None
     """Decoder of the tokenizer, needed where `sampling.stop` has strings"""
     drawn: int = 0
-    """Number of ids at the end of the prompt that are the response's first ones, drawn by a request before
-    this one; with the same seed this request goes on as that one would have done."""
+    """Number of ids at the end of the prompt that an earlier request drew as the beginning of the response.
+    With the same seed this request goes on as the earlier one would have done."""
     timeout_s: float = 0.0
-    """Seconds after which a response ends with the tokens that it has, of which there is at least one; 0
-    means never."""
+    """Seconds after which a response ends with the tokens that it has, at least one; 0 means no limit."""
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -81,24 +81,24 @@ class Completion(Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None
     """Why the response ended; None if its request was cancelled before it ended."""
     routes: np.ndarray | None = None
-    """Experts that each sparse layer sent each of the first N tokens of prompt and response to, uint8 or
-    uint16 [N, L, K]; the last token drawn was sent nowhere. None if they were not recorded, or no layer is
-    sparse."""
+    """Experts to which each of the L sparse layers sent each of the N tokens of prompt and response, K of them,
+    uint8 or uint16 [N, L, K]. N leaves out the last token drawn, which was not computed. None if they were not
+    recorded, or no layer is sparse."""
 
 
 TokenCallback = Callable[[int, int, float], None]
-"""Called for every token as it is drawn with (index in the group, token id, log-prob in nats)"""
+"""Called with (index in the group, token id, log-prob in nats) for every token as it is drawn"""
 ResponseCallback = Callable[[int, Completion], None]
-"""(index in the group, response), called for every response as it ends; where the request is cancelled, for
-each that has not ended but has tokens. It must not raise."""
+"""Called with (index in the group, response) for every response as it ends. If the request is cancelled, it is
+also called for each response that has tokens but has not ended. It must not raise."""
 
 
 class Engine(Protocol):
     r"""The engine as the worker, the environments and the endpoint know it.
 
     An engine is always on: `load_weights` takes effect between two decoding steps of the requests in flight.
-    Cancelling the task that awaits `generate` cancels its request and frees its slots. Requests wait until
-    the first `load_weights`.
+    Cancelling the task that awaits `generate` cancels its request and frees its slots. Requests wait for the
+    first `load_weights`.
 
     Nobody implements this Protocol directly. To add an engine that computes in this process, write a Stepper
     (rollout/engines/reference/async_engine.py) and wrap it in AsyncEngine; for one in processes of its own,
@@ -111,17 +111,17 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the weights in use; -1 before the first."""
+        """Version of the weights in use; -1 before the first version."""
         ...
 
     @property
     def active(self) -> int:
-        """Responses being generated now."""
+        """Number of responses that are being generated now."""
         ...
 
     @property
     def tokens_drawn(self) -> int:
-        """Response tokens since the start."""
+        """Number of response tokens drawn since the start."""
         ...
 
     @property
@@ -137,25 +137,26 @@ class Engine(Protocol):
         on_response: ResponseCallback | None = None,
     ) -> list[Completion]: ...
     async def load_weights(self, weights: WeightVersion) -> float:
-        """Swap; returns the pause of generation in seconds."""
+        """Generates with `weights` from now on. Returns for how many seconds generation paused."""
         ...
 
     async def close(self) -> None: ...
 
 
 class EngineBase:
-    """Name, running task and number of tokens drawn, which both kinds of engine keep alike."""
+    """The state that both kinds of engine have: name, abilities, running task and number of tokens drawn."""
 
     def __init__(self, name: str, capabilities: Capabilities, slots: int) -> None:
         self.name, self.capabilities = name, capabilities
         self.tokens_drawn = 0
-        """Response tokens since the start."""
+        """Number of response tokens drawn since the start"""
         self._max_samples = slots
         self._task: asyncio.Task[None] | None = None
         """The task that runs for as long as the engine does; None before the start."""
 
     def _check_running(self, request: Request) -> None:
-        """Raises EngineDied when the engine is not running, RecordError for what no engine can serve."""
+        """Raises EngineDied if the engine is not running, and RecordError for a request that no engine can
+        serve."""
         if self._task is None or self._task.done():
             raise EngineDied(f"engine {self.name} is not running")
         _check_shape(request, self._max_samples)
@@ -164,10 +165,10 @@ class EngineBase:
 def finish_reason(
     request: Request, ids: Sequence[int], *, stopped: bool, late: bool
 ) -> FinishReason | None:
-    """Returns why the response of tokens `ids` has ended; None if it has not.
+    """Returns why the response with tokens `ids` has ended, or None if it has not.
 
-    `stopped` says that it completed one of the sampling's stops, `late` that its time is up. Time never ends a
-    response before its first token.
+    `stopped` is True if it completed one of the stops of `request.sampling`, `late` if its time is up. A
+    response is never cut off before its first token.
     """
     if stopped or (len(ids) and int(ids[-1]) in request.stop_ids):
         return "stop"
@@ -178,7 +179,7 @@ def finish_reason(
 
 def check_fits(request: Request, model: DecoderConfig, max_positions: int = 0) -> None:
     """Raises RecordError for a request that `model` can never serve: one that is longer than `max_positions` (0
-    takes the model's own), or has a token outside of the vocabulary."""
+    means the model's own limit), or has a token outside of the vocabulary."""
     prompt, sampling = np.asarray(request.prompt_ids), request.sampling
     most = max_positions or model.max_positions
     if len(prompt) + sampling.max_tokens > most:
@@ -191,7 +192,7 @@ def check_fits(request: Request, model: DecoderConfig, max_positions: int = 0) -
 
 
 def _check_shape(request: Request, slots: int) -> None:
-    """Raises RecordError for what no engine can serve, whatever its weights."""
+    """Raises RecordError for a request that no engine can serve, whatever its weights."""
     if request.num_samples < 1 or np.ndim(request.prompt_ids) != 1 or not len(request.prompt_ids):
         raise RecordError("a request needs a prompt of at least one token and one response")
     if request.num_samples > slots:

@@ -1,9 +1,9 @@
-"""An engine with no model: it answers from a formula, at a set pace, with honest log-probs.
+"""An engine without a model: it answers from a formula, at a set pace, with the true log-probs of its draws.
 
-For tests of everything around engines and as the floor of benchmarks. Its distribution: at each
-position the formula's token has probability `certainty(version)`, every other token of the
-vocabulary an equal share of the rest. Draws are seeded as in the torch engine, so the same seed and
-version give the same response.
+It is for tests of everything around engines, and benchmarks measure the cost of everything else with it. At
+each position the formula's token has probability `certainty(version)`, and the other tokens of the vocabulary
+share the rest equally. Draws are seeded as in the torch engine, so that a seed and a version always give the
+same response.
 """
 
 import math
@@ -25,7 +25,7 @@ from rollout.engines.reference.async_engine import AsyncEngine, Job, StepVersion
 from rollout.engines.reference.sampling import random_uniform, seed_keys
 
 Answer = Callable[[Sequence[int]], Sequence[int]]
-"""Maps prompt ids to the ids that the script means to say, a stop id included."""
+"""Function from the ids of a prompt to the ids of the scripted response, its stop id included"""
 
 
 def reverse(prompt: Sequence[int]) -> Sequence[int]:
@@ -33,7 +33,8 @@ def reverse(prompt: Sequence[int]) -> Sequence[int]:
 
 
 def rising(version: int) -> float:
-    """Probability of the scripted token: 1/2 at version 0, 2/3 at 1, towards 1."""
+    """Returns the probability of the scripted token: 1/2 at version 0, 2/3 at version 1, and so on towards
+    1."""
     return 1 - 1 / (version + 2)
 
 
@@ -43,7 +44,8 @@ def scripted_engine(
     certainty: Callable[[int], float] = rising,
     vocab_size: int = 64,
 ) -> AsyncEngine:
-    """`vocab_size` is that of the weights' manifest once there is one with a `vocab_size`."""
+    """Returns the scripted engine. `vocab_size` applies until weights come whose manifest has a
+    `vocab_size`."""
     return AsyncEngine(ScriptedStepper(config, answer, certainty, vocab_size))
 
 
@@ -53,8 +55,8 @@ class ScriptedResponse:
     index: int
     script: Sequence[int]
     u: np.ndarray
-    """Random numbers, float64 [max_tokens]; each decides two things: right or wrong, and which wrong
-    token."""
+    """Random numbers, float64 [max_tokens]. Each decides whether a token is the scripted one, and if not, which
+    other token it is."""
     ids: list[int]
     logprobs: list[float]
 
@@ -148,7 +150,8 @@ class ScriptedStepper:
                 self.responses.append(ScriptedResponse(job, index, script, u, [], []))
 
     def _draw(self, r: ScriptedResponse, certainty: float) -> tuple[int, float]:
-        """The scripted token where u < certainty, else one of the others by what is left of u."""
+        """Returns a token and its log-prob: the scripted token if u < certainty, otherwise another one, chosen
+        by the remainder of u."""
         at = len(r.ids)
         scripted = r.script[at] if at < len(r.script) else min(r.job.request.stop_ids, default=0)
         if r.job.request.sampling.temperature == 0:

@@ -1,7 +1,7 @@
-"""Stops of a response: a sequence of ids, or a string that may begin and end inside of tokens.
+"""Stops that end a response: sequences of ids, or strings that may begin and end in the middle of a token.
 
-A response ends with the token that completes a stop. All its tokens stay as they were drawn, those of the
-stop included, so that their log-probs and those that a learner computes are of the same ids.
+A response ends with the token that completes a stop. It keeps all its tokens as they were drawn, those of the
+stop included, so that the engine's log-probs and the learner's are of the same ids.
 """
 
 from collections import deque
@@ -11,26 +11,26 @@ from areal_q.config import Sampling
 
 DecodeIds = Callable[[Sequence[int]], str]
 UNFINISHED = "�"
-"""Character with which a decoder spells the first bytes of a character whose last ones are still to come"""
+"""Character that a decoder gives for the first bytes of a character whose other bytes have not come yet"""
 
 
 class TextStream:
-    """Text of tokens as they come.
+    """Decodes the tokens of a response one by one.
 
-    A token is decoded together with those since the last complete piece of text, and the ones of the
-    piece before: a decoder may spell a token by what stands around it (the space at a beginning).
+    A token is decoded together with the tokens since the last complete piece of text and those of the piece
+    before it, since a decoder may spell a token by its neighbours (the space at a beginning, for example).
     """
 
     def __init__(self, decode: DecodeIds) -> None:
         self._decode = decode
         self._ids: list[int] = []
         self._before = 0
-        """Number of `_ids` that belong to the piece before, whose text is known"""
+        """Number of `_ids` at the beginning that belong to the piece before, whose text has been returned"""
         self._known = ""
 
     def add(self, token: int) -> tuple[str, str]:
-        """Returns (new text that no later token will change, the text after it so far that may still
-        change)."""
+        """Returns the new text that no later token can change, and the text after it that a later token may
+        still change."""
         self._ids.append(token)
         text = self._decode(self._ids)
         new = text[len(self._known) :]
@@ -43,17 +43,17 @@ class TextStream:
 
 
 class Stopper:
-    """Watches one response; called with each of its tokens, it says whether the response ends there."""
+    """Checks one response for stops. Call it with each token; it returns True if the response ends there."""
 
     def __init__(
         self, sampling: Sampling, decode: DecodeIds | None, drawn: Iterable[int] = ()
     ) -> None:
-        """`drawn`: tokens that the response has already, and that did not end it."""
+        """Begins with the tokens `drawn`, which the response has already and which did not end it."""
         self._sequences = [list(s) for s in sampling.stop if not isinstance(s, str)]
         self._strings = stop_strings(sampling)
         self._tail: deque[int] = deque(maxlen=max(map(len, self._sequences), default=0))
         self._reach = max(map(len, self._strings), default=1) - 1
-        """Number of characters that may be the beginning of a stop string"""
+        """Most characters at the end of a text that may be the beginning of a stop string"""
         self._text = ""
         assert not self._strings or decode is not None
         self._stream = TextStream(decode) if decode and self._strings else None
@@ -80,7 +80,7 @@ class Stopper:
 def stopper(
     sampling: Sampling, decode: DecodeIds | None, drawn: Iterable[int] = ()
 ) -> Stopper | None:
-    """None where there is nothing to watch for."""
+    """Returns a Stopper for `sampling`, or None if it has no stops."""
     return Stopper(sampling, decode, drawn) if sampling.stop else None
 
 
@@ -89,11 +89,11 @@ def stop_strings(sampling: Sampling) -> tuple[str, ...]:
 
 
 def cut_at_stop(text: str, stops: tuple[str, ...]) -> str:
-    """`text` up to the first of the strings."""
+    """Returns `text` up to the first stop string in it."""
     places = [text.find(s) for s in stops]
     return text[: min((p for p in places if p >= 0), default=len(text))]
 
 
 def held_back(text: str, stops: tuple[str, ...]) -> int:
-    """Returns how many characters at the end of `text` may be the beginning of one of the strings."""
+    """Returns how many characters at the end of `text` may be the beginning of a stop string."""
     return max((n for s in stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)

@@ -1,7 +1,7 @@
 """The Protocol of an environment, which turns a ticket into responses, and the Response that it fills.
 
-Tokens that the model did not draw (a tool's result, a user's message) stand in the response with loss mask 0
-and log-prob 0. Tokens are never made from text again: what was drawn stays as it was drawn.
+Tokens that the model did not draw (a tool's result, a user's message) have loss mask 0 and log-prob 0 in the
+response. Drawn tokens are never decoded and encoded again, which could change them.
 """
 
 from collections.abc import Sequence
@@ -25,23 +25,25 @@ from rollout.engines.base import Completion
 
 @dataclass
 class Response:
-    """Everything that followed a ticket's prompt, turn after turn. The lists have one value for each token."""
+    """Everything after a ticket's prompt, turn after turn. `ids`, `logprobs` (in nats) and `mask` have one
+    value for each token."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     finish_reason: FinishReason = "length"
-    """Reason for which the last turn ended"""
+    """Why the last turn ended"""
     score: Score | None = None
-    """Score given by the agent that played the episode; None means that the task's reward judges the text."""
+    """Score from the agent that played the episode; None means that the task's reward function scores the
+    text."""
     turns: int = 0
     """Number of turns that have ended"""
     pending: int = 0
-    """Tokens of a turn that the end of a worker cut off, and that is to go on"""
+    """Number of tokens drawn for a turn that was cut off, as its worker ended, and has to be continued"""
     ended: bool = False
     routes: np.ndarray | None = None
-    """Experts of all tokens that the engine was given, turn after turn, as in Completion.routes"""
+    """Experts of the tokens of prompt and response, turn after turn, as in Completion.routes"""
 
     @property
     def drawn(self) -> int:
@@ -49,13 +51,14 @@ class Response:
         return sum(self.mask)
 
     def add_drawn(self, completion: Completion) -> None:
-        """Appends what the engine drew. A completion without a finish reason was cut off and is to go on."""
+        """Appends what the engine drew. A completion without a finish reason was cut off and has to be
+        continued."""
         self.ids += completion.response_ids.tolist()
         self.logprobs += completion.logprobs.tolist()
         self.mask += [1] * len(completion.response_ids)
         self.spans = merge_spans([*self.spans, *completion.spans])
         if completion.routes is not None:
-            # What an earlier turn had seen stays as it was when it mattered.
+            # Tokens keep the experts they had when later tokens were drawn after them, so earlier turns' stay.
             seen = completion.routes[:0] if self.routes is None else self.routes
             self.routes = np.concatenate((seen, completion.routes[len(seen) :]))
         if completion.finish_reason is None:
@@ -65,7 +68,7 @@ class Response:
             self.turns, self.pending = self.turns + 1, 0
 
     def add_given(self, ids: Sequence[int], version: VersionSpan) -> None:
-        """Appends tokens that nobody drew; `version` says under which weights they came."""
+        """Appends tokens that the model did not draw, such as a tool's result, stamped with `version`."""
         if not ids:
             return
         self.ids += ids
@@ -75,7 +78,7 @@ class Response:
         self.spans = merge_spans([*self.spans, span])
 
     def trajectory(self, index: int, score: Score, *, routes: bool = False) -> Trajectory:
-        """Returns the record of the response; with `routes` it holds the experts that the engine recorded."""
+        """Returns the record of the response, with the experts that the engine recorded if `routes` is True."""
         return Trajectory(
             index=index,
             response_ids=Array.of(self.ids, "int32"),
@@ -91,7 +94,7 @@ class Response:
         )
 
     def partial(self) -> PartialResponse:
-        """Returns the response so far, for another worker to go on from."""
+        """Returns a record of the response so far, from which another worker can continue it."""
         return PartialResponse(
             response_ids=Array.of(self.ids, "int32"),
             behavior_logprobs=Array.of(self.logprobs, "float32"),
@@ -106,7 +109,7 @@ class Response:
 
     @classmethod
     def of(cls, partial: PartialResponse) -> "Response":
-        """Returns the response that another worker had begun."""
+        """Returns the response that another worker began."""
         return cls(
             ids=partial.response_ids.numpy().tolist(),
             logprobs=partial.behavior_logprobs.numpy().tolist(),
@@ -125,7 +128,7 @@ class Environment(Protocol):
     folder, and a line in registry.py."""
 
     async def __call__(self, ticket: Ticket, responses: list[Response]) -> None:
-        """Plays each of the ticket's `group_size` responses to its end, in place: empty ones, and those that
-        another worker had begun. When cancelled it leaves nothing with the engine, and in `responses`
-        everything that was drawn."""
+        """Completes each of the ticket's `group_size` responses in place; some may have been begun by another
+        worker. When cancelled, it cancels its requests to the engine, and `responses` keep everything that was
+        drawn."""
         ...

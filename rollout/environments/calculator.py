@@ -14,13 +14,14 @@ from rollout.environments.engine_client import EngineClient
 
 
 class Calculator:
-    """Gives the model turns until it ends its answer, its budget is spent, or it has called too often.
+    """Gives the model turns until it ends its answer, its token budget is spent, or it has made `max_calls`
+    calls.
 
-    Example: `(12+34)` is followed by `46 `, mask 0, with open "(", close ")", after " ".
+    With open "(", close ")" and after " ", the text `(12+34)` is followed by `46 `, whose loss mask is 0.
     """
 
     def __init__(self, client: EngineClient, cfg: CalculatorTool) -> None:
-        """Raises ConfigError unless `close` is one token."""
+        """Raises ConfigError if `close` is not a single token."""
         self._client, self._tokenizer, self._cfg = client, client.tokenizer, cfg
         ids = self._tokenizer.encode(cfg.close)
         if len(ids) != 1:
@@ -38,7 +39,7 @@ class Calculator:
     async def _play(self, ticket: Ticket, index: int, response: Response) -> None:
         budget = ticket.sampling.max_tokens
         while not response.ended and response.drawn < budget:
-            # Every turn before this one was a call.
+            # Every earlier turn ended in a call, so that the number of turns is the number of calls.
             tool = {self._close} if response.turns < self._cfg.max_calls else set()
             stops = frozenset({self._tokenizer.eos_id, *tool})
             after = partial(self._after, response, stops)
@@ -55,7 +56,8 @@ class Calculator:
             response.ended = True
 
     def _result(self, ids: Sequence[int]) -> list[int]:
-        """Returns the tokens of the result of the last call in `ids`; none where that is no valid call."""
+        """Returns the tokens of the result of the last call in `ids`, or an empty list if it is not a valid
+        call."""
         text = self._tokenizer.decode(ids).removesuffix(self._cfg.close)
         _, opened, expression = text.rpartition(self._cfg.open)
         found = evaluate(expression) if opened else None

@@ -1,4 +1,4 @@
-"""The requests that environments make of an engine: one turn of a whole group, or of one response."""
+"""The requests that environments send to an engine: one turn of a whole group, or of one response."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from rollout.environments.base import Response
 
 @dataclass(frozen=True)
 class EngineClient:
-    """Makes an environment's requests of the engine and adds the tokens to the responses."""
+    """Sends an environment's requests to the engine and adds the tokens to the responses."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -22,7 +22,7 @@ class EngineClient:
     """Seconds after which a response is cut off, from its first token on; 0 means no limit."""
 
     async def generate_group(self, ticket: Ticket, responses: list[Response]) -> None:
-        """Draws one turn of all responses, none of which has begun; the prompt is computed once."""
+        """Draws one turn of all responses, which must be empty; the prompt is computed only once."""
 
         def take(index: int, completion: Completion) -> None:
             responses[index].add_drawn(completion)
@@ -54,8 +54,8 @@ class EngineClient:
     ) -> Completion:
         """Draws one more turn of `response`, or the rest of one that was cut off, and adds it.
 
-        Each turn draws from a stream of random numbers of its own. `then` is called when the turn has ended,
-        before anything can be cancelled; `stop` adds stop strings to those of the ticket.
+        Each turn draws from its own stream of random numbers. `then` is called as soon as the turn has ended,
+        before the task can be cancelled. `stop` adds stop strings to those of the ticket.
         """
         sampling = ticket.sampling
 

@@ -1,4 +1,4 @@
-"""Episodes that agents of the user's own play: each is one response of a ticket that the worker holds.
+"""Episodes that the user's own agents play: each is one response of a ticket that the worker has claimed.
 
     worker ─ticket─▶ Episodes ─begin─▶ agent ─turns, token-exact─▶ Response ─reward─▶ group ─commit─▶ Redis
                         ▲                            │
@@ -26,14 +26,16 @@ from rollout.environments.base import Response
 from rollout.environments.engine_client import EngineClient
 
 SILENCE_POLL_S = 1.0
-"""Seconds between two looks for agents that have fallen silent"""
+"""Seconds between two checks for agents that have fallen silent"""
 UNDRAWN = VersionSpan(-1, 0, "")
-"""Span of tokens that were given before the model drew its first one; replaced by the version that draws it"""
+"""Version span of tokens that an agent gave before the model drew its first one. It is replaced by the version
+that draws that token."""
 
 
 @dataclass(eq=False)
 class Episode:
-    """One response being played. `ids` are the truth; `text` and `messages` are how its agent knows them."""
+    """One response that an agent plays. `ids` are what the learner trains on; `text` and `messages` are the
+    same content as the agent has sent and received it."""
 
     ticket: Ticket
     index: int
@@ -44,7 +46,7 @@ class Episode:
     messages: list[dict[str, str]] = field(default_factory=list)
     busy: bool = False
     attempt: int = 1
-    """Number of agents that have had the episode, the present one included; those that gave it up themselves do
+    """Number of agents that have begun the episode, the present one included. An agent that gave it back does
     not count."""
     seen_s: float = 0.0
 
@@ -54,12 +56,13 @@ class Episode:
 
     @property
     def left(self) -> int:
-        """Tokens that may still be drawn, of the ticket's `max_tokens`."""
+        """Number of the ticket's `max_tokens` that may still be drawn."""
         return self.ticket.sampling.max_tokens - self.response.drawn
 
 
 class Episodes:
-    """An Environment (rollout/environments/base.py) whose turns agents outside of this process ask for."""
+    """An Environment (rollout/environments/base.py) whose turns are requested by agents outside this
+    process."""
 
     def __init__(
         self,
@@ -68,8 +71,8 @@ class Episodes:
         longest: int,
         failed: Callable[[FailureCause], Score] = Score.failed,
     ) -> None:
-        """`longest` is the most tokens of an episode, its prompt included, that the learner has room for;
-        `failed` gives the score of an episode that failed."""
+        """Begins without episodes. `longest` is the most tokens, prompt included, of an episode that the
+        learner can train on. `failed` returns the score of an episode that failed for a given cause."""
         self._client, self._cfg, self._longest = client, cfg, longest
         self._failed = failed
         self._free: list[Episode] = []
@@ -78,16 +81,17 @@ class Episodes:
 
     @property
     def open(self) -> int:
-        """Episodes that an agent plays now."""
+        """Number of episodes that an agent plays now."""
         return len(self._played)
 
     @property
     def unfinished(self) -> int:
-        """Episodes that have not ended, played or not."""
+        """Number of episodes that have not ended, whether or not an agent plays them."""
         return len(self._free) + len(self._played)
 
     async def __call__(self, ticket: Ticket, responses: list[Response]) -> None:
-        """Puts each response in its place when its episode is rewarded; half an episode is not kept."""
+        """Offers an episode for each response to agents, and fills `responses` once all are rewarded. Nothing
+        is kept of unfinished episodes: another worker begins them again."""
         loop = asyncio.get_running_loop()
         mine = [Episode(ticket, i, loop.create_future()) for i in range(ticket.group_size)]
         self._offer(mine)
@@ -104,7 +108,7 @@ class Episodes:
             self._played = {i: e for i, e in self._played.items() if e not in mine}
 
     async def begin(self, timeout_s: float) -> Episode | None:
-        """Returns an episode that nobody plays, under a new id; None when there was none within `timeout_s`."""
+        """Returns an episode that nobody plays, under a new id; None if there was none within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._take_back()
@@ -124,7 +128,8 @@ class Episodes:
                 continue
 
     def find(self, id: str) -> Episode:
-        """Returns the episode `id`. Raises RecordError if it is unknown, has ended, or was taken back."""
+        """Returns the episode `id`. Raises RecordError if it is unknown, has ended, or its agent was silent for
+        too long."""
         episode = self._played.get(id)
         if episode is None:
             raise RecordError("no such episode: unknown, ended, or silent for too long")
@@ -140,8 +145,9 @@ class Episodes:
         stop: tuple[str, ...] = (),
         on_token: TokenCallback | None = None,
     ) -> Completion:
-        """Appends `given`, tokens that nobody drew, and draws on. A turn that fails or is cancelled leaves the
-        episode as it was. Raises RecordError where there is no budget left, or a turn is under way."""
+        """Appends the tokens `given`, with loss mask 0, and draws the next turn after them. A turn that fails
+        or is cancelled leaves the episode as it was. Raises RecordError if no token budget is left, or another
+        turn is under way."""
         if episode.busy:
             raise RecordError("a turn of this episode is under way")
         if episode.left <= 0:
@@ -180,8 +186,8 @@ class Episodes:
         return done
 
     def end(self, episode: Episode, reward: float, parts: dict[str, float]) -> None:
-        """Ends the episode with its reward; the last one of a group commits the group. Raises RecordError if no
-        turn of it is finished."""
+        """Ends the episode with its reward; the group is committed once all of its episodes have ended. Raises
+        RecordError if the episode has no finished turn."""
         if episode.busy or not episode.response.drawn:
             raise RecordError("the episode has no finished turn")
         correct = bool(parts.get("correct", reward >= 1))
@@ -189,9 +195,9 @@ class Episodes:
         self._settle(episode, Score(reward, correct, others))
 
     def fail(self, episode: Episode, cause: FailureCause) -> None:
-        """Ends an episode that failed through no fault of the model: it has no reward. One without a turn
-        begins again instead, with the agent that asks next, since there is nothing yet to leave out of the
-        loss."""
+        """Ends an episode that failed through no fault of the model: it has no reward and stays out of the
+        loss. An episode without a finished turn is offered to the next agent instead. Raises RecordError while
+        a turn is under way."""
         if episode.busy:
             raise RecordError("a turn of this episode is under way")
         if episode.response.drawn:
@@ -206,7 +212,7 @@ class Episodes:
             episode.done.set_result(episode.response)
 
     def drop(self, episode: Episode) -> None:
-        """Gives the episode back: it begins again, with the agent that asks next."""
+        """Gives the episode back, so that it begins again with the next agent."""
         self._begin_again(episode, episode.attempt)
 
     def _begin_again(self, episode: Episode, attempt: int) -> None:

@@ -1,4 +1,4 @@
-"""Chooses the environment of a run; the key is the type of `rollout.environment`'s settings."""
+"""Chooses the environment of a run by the type of its settings, `rollout.environment`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,13 +23,13 @@ ENVIRONMENTS: dict[type, Callable[[Run, EngineClient, Any], Environment]] = {
 
 
 def build_environment(run: Run, client: EngineClient) -> Environment:
-    """Builds the environment of training. Raises ConfigError for a tool that the tokenizer cannot spell."""
+    """Returns the environment for training. Raises ConfigError for a tool whose end marker is not one token."""
     config = run.rollout.environment
     return ENVIRONMENTS[type(config)](run, client, config)
 
 
 def build_evaluation_environment(run: Run, client: EngineClient) -> Environment:
-    """Builds the environment of held-out problems: that of training, except that the worker itself answers in
-    one turn where training is left to outside agents."""
+    """Returns the environment for held-out problems. It is that of training, except that the model answers in
+    one turn if training has external agents."""
     outside = isinstance(run.rollout.environment, External)
     return SingleTurn(client) if outside else build_environment(run, client)

@@ -1,4 +1,4 @@
-"""The environment in which a response is what the model draws after the prompt, in one turn."""
+"""The environment in which the model answers the prompt in one turn."""
 
 import asyncio
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rollout.environments.engine_client import EngineClient
 
 @dataclass(frozen=True)
 class SingleTurn:
-    """Lets the model answer the prompt once."""
+    """An Environment of one turn, which draws the whole group together."""
 
     client: EngineClient
 

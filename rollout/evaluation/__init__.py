@@ -1,1 +1,1 @@
-"""`areal-q eval`: answers of a model, and their scores."""
+"""`areal-q eval`: generates a model's answers to problems and scores them."""

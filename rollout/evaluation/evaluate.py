@@ -3,7 +3,7 @@
     areal-q eval runs/quickstart
     areal-q eval MODEL --task aime --data aime24.jsonl --preset qurl-aime
 
-Answers are written as they come in; Ctrl-C keeps those, and tells what they come to.
+Answers are written as they come in. Ctrl-C keeps them and prints the accuracies of what is there.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from areal_q.system.files import replacing
 from areal_q.tasks import Problem, all_problems, build_task, check_reward, task_types
 
 PLAIN_EVERY = 0.1
-"""Share of the problems after which a line is printed where there is no terminal"""
+"""Share of the problems after which a line of progress is printed if the output is no terminal"""
 INTERRUPTED = 130
 
 
@@ -110,7 +110,7 @@ def _sampling(
     top_p: float | None,
     max_tokens: int | None,
 ) -> Sampling:
-    """Returns how sampled answers are drawn: as the options say, else the preset, else the run."""
+    """Returns the settings for sampled answers: from the options, else the preset, else the run."""
     return Sampling(
         temperature=preset.temperature if temperature is None else temperature,
         top_p=preset.top_p if top_p is None else top_p,
@@ -122,7 +122,7 @@ def _sampling(
 def _print_results(
     rows: Sequence[Answered], results: Sequence[Estimate], show: int, about: str
 ) -> None:
-    """Prints the first `show` answers, then the estimates; remarks go to stderr."""
+    """Prints the first `show` answers and then the estimates. Remarks go to stderr."""
     for row in rows[:show]:
         typer.echo(_shown(row))
     for estimate in results[:-1]:
@@ -141,7 +141,8 @@ async def _collect(
     sampling: Sampling,
     write: Callable[[Answered], Any],
 ) -> list[Answered]:
-    """Returns the replies in the problems' order; when cancelled by Ctrl-C, those that are done."""
+    """Returns the answers in the problems' order; if cancelled by Ctrl-C, those that are done. `write` is
+    called with each answer as it comes. Raises ConfigError for a prompt that cannot fit into the model."""
     from rollout.evaluation.generate import answered
 
     rows: list[Answered] = []
@@ -154,7 +155,7 @@ async def _collect(
                 advance()
     except asyncio.CancelledError:
         pass
-    except RecordError as error:  # the engine refuses a prompt that can never fit
+    except RecordError as error:  # the engine refuses a prompt that can never fit into the model
         raise ConfigError(f"--max-tokens {sampling.max_tokens}: {error}") from error
     finally:
         await answers.aclose()
@@ -162,7 +163,7 @@ async def _collect(
 
 
 def remarks(rows: Sequence[Answered]) -> list[str]:
-    """Returns what a reader of the accuracies must know: answers that were cut off, rewards that failed."""
+    """Returns warnings for a reader of the accuracies: how many answers were cut off or could not be scored."""
     replies = [r for row in rows for r in [*row.samples, *([row.greedy] if row.greedy else [])]]
     cut = sum(not r.finished for r in replies)
     failed = sum(r.failed for r in replies)
@@ -182,7 +183,8 @@ def _preset(name: str | None) -> Preset:
 def _settings(
     model: Path, task: str | None, data: Path | None, overrides: list[str]
 ) -> tuple[Run, Path]:
-    """The run's own settings where MODEL is a run's directory, defaults elsewhere."""
+    """Returns the settings and the model's directory. The settings are the run's own if MODEL is a run's
+    directory, otherwise the defaults. Raises ConfigError for options that do not fit together."""
     config = next(
         (d / "config.toml" for d in (model, model.parent) if (d / "config.toml").is_file()), None
     )
@@ -201,7 +203,7 @@ def _settings(
 
 
 def _default_out(model: Path, task: str | None, format: str, preset: str | None) -> Path | None:
-    """A new file in the run's directory; None where MODEL is not in one."""
+    """Returns the path of a new file in the run's directory; None if MODEL is not in one."""
     root = next((d for d in (model, model.parent) if (d / "config.toml").is_file()), None)
     if root is None:
         return None
@@ -213,7 +215,8 @@ def _default_out(model: Path, task: str | None, format: str, preset: str | None)
 
 @contextlib.contextmanager
 def _answers_file(path: Path | None) -> Iterator[tuple[Callable[[Answered], Any], Path | None]]:
-    """(how to add a line, the file): each line is on disk before the next answer; sorted at the end."""
+    """Yields a function that writes an answer as a line, at once, and the path of the file. The lines are
+    sorted at the end. Raises ConfigError for a file that cannot be written."""
     if path is None:
         yield (lambda row: None), None
         return

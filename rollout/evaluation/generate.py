@@ -1,4 +1,4 @@
-"""Answers of a saved model to problems, under the reference engine, in the order in which they are done."""
+"""Generates a saved model's answers to problems with the reference engine, in the order they are done."""
 
 import asyncio
 import time
@@ -29,9 +29,10 @@ async def answered(
     samples: int,
     sampling: Sampling,
 ) -> AsyncGenerator[Answered, None]:
-    """Each problem once, with its greedy answer if asked for and `samples` drawn ones.
+    """Yields each problem once, with its greedy answer if `greedy` is True and `samples` sampled answers.
 
-    All are in flight at once: the engine's slots bound what runs. Closing the iterator stops the rest.
+    All problems are in flight at once, and the engine's slots bound how many are computed. Closing the iterator
+    cancels the rest. Raises RecordError for a prompt that cannot fit into the model.
     """
     reward = build_reward(run)
     engine = engines.build_engine(_engine_config(run))
@@ -93,12 +94,14 @@ class _Answering:
         responses = [Response() for _ in range(count)]
         try:
             await self._environment(ticket, responses)
-        except ExceptionGroup as several:  # of responses that are played side by side
+        except (
+            ExceptionGroup
+        ) as several:  # an environment that plays responses concurrently raises a group
             raise several.exceptions[0] from several
         return await asyncio.gather(*(self._reply(problem, sampling, r) for r in responses))
 
     async def _reply(self, problem: Problem, sampling: Sampling, response: Response) -> Reply:
-        """Scored as a worker scores it."""
+        """Returns the answer with its score, which is computed as a worker computes it."""
         text = self._tokenizer.decode([i for i in response.ids if i != self._tokenizer.eos_id])
         text = cut_at_stop(text, stop_strings(sampling))
         score = await self._reward(problem, text, response.drawn)

@@ -1,7 +1,7 @@
 """The OpenAI-compatible endpoint of a worker (docs/endpoint.md): completions, chat, models, episodes.
 
-Requests share the engine with the tickets. Without an episode they are answered and forgotten; with one (the
-header `X-Episode`) each turn must extend, token for token, what is recorded: only what is new is tokenised.
+Requests share the engine with the tickets. A request that names no episode leaves nothing behind. One that does
+(by the header `X-Episode`) must extend the recorded turns token for token, and only what is new is tokenised.
 """
 
 import asyncio
@@ -36,13 +36,14 @@ logger = logging.getLogger(__name__)
 HEADER = "X-Episode"
 KNOBS = ("temperature", "top_k", "top_p", "min_p")
 MAX_BODY_BYTES = 4 << 20
-"""Most bytes of a request: some 500,000 token ids in JSON"""
+"""Most bytes in a request's body, enough for about 500,000 token ids in JSON"""
 B = TypeVar("B", CompletionBody, ChatBody)
 Tokens = asyncio.Queue[tuple[int, int, float] | None]
 
 
 class Endpoint:
-    """Serves until closed. `address` is [HOST:]PORT, on loopback unless a host is given; port 0 is any."""
+    """A server that runs until it is closed. `address` is [HOST:]PORT; the host is loopback unless given, and
+    port 0 means any free port."""
 
     def __init__(
         self,
@@ -54,8 +55,8 @@ class Endpoint:
         address: str,
         token_file: str | None,
     ) -> None:
-        """Raises ConfigError for an address that is none, one beyond loopback without a token, a token that
-        cannot be read, and where aiohttp is missing."""
+        """Raises ConfigError if `address` is not valid or lies beyond loopback without a token, if the token
+        file cannot be read, or if aiohttp is not installed."""
         self._host, self._port, self._token = bound_to(address, token_file)
         try:
             from aiohttp import web
@@ -69,7 +70,7 @@ class Endpoint:
         self._runner: Any = None
 
     async def start(self) -> int:
-        """Returns the port. Raises ConfigError where it cannot be bound."""
+        """Starts to listen and returns the port. Raises ConfigError if the address cannot be bound."""
         web = self._web
 
         @web.middleware
@@ -101,7 +102,7 @@ class Endpoint:
             await self._runner.cleanup()
 
     async def _guard(self, request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Nothing without the token; what a request gets wrong is told in OpenAI's form."""
+        """Refuses a request without the token, and answers errors of a request in OpenAI's form."""
         if self._token is None:
             if (reason := refusal(request.headers)) is not None:
                 return self._refused(403, "permission_error", reason)
@@ -160,7 +161,8 @@ class Endpoint:
         return await self._answer(request, body, prompt, given, episode, record)
 
     async def _body(self, request: Any, type: type[B]) -> B:
-        """Raises HTTPNotFound for another model than the run's; none named is that one."""
+        """Returns the decoded body. A request need not name a model; raises HTTPNotFound if it names another
+        than the run's, and DecodeError for a body that is not valid."""
         body = decoded(await request.read(), type)
         if body.model not in ("", self._model):
             raise self._web.HTTPNotFound(text=f"no model {body.model!r} here, but {self._model!r}")
@@ -171,8 +173,8 @@ class Endpoint:
         return None if id is None else self._required().find(id)
 
     def _new_of_prompt(self, episode: Episode, prompt: str | list[int]) -> list[int]:
-        """Returns what follows the recorded tokens or text. Raises RecordError if the prompt does not extend
-        them."""
+        """Returns the tokens of the prompt after those that are recorded. Raises RecordError if the prompt does
+        not begin with the recorded tokens or text."""
         known: Any = episode.text if isinstance(prompt, str) else episode.ids
         if prompt[: len(known)] != known:
             raise RecordError("the prompt does not extend what is recorded of the episode")
@@ -202,7 +204,7 @@ class Endpoint:
             raise RecordError("the prompt is empty")
         sampling = self._sampling_of(body, episode)
         stops = frozenset([self._tokenizer.eos_id, *(body.stop_token_ids or ())])
-        # In an episode the text must say all that is recorded, or the next turn could not extend it.
+        # In an episode the agent needs the whole text, its stops included, for its next turn must extend it.
         kept = body.include_stop_str_in_output or episode is not None
         hidden = () if kept else stop_strings(sampling)
         reply = Reply(body, prompt, self._model, self._tokenizer, hidden)
@@ -228,13 +230,14 @@ class Endpoint:
         return self._json(reply.whole(told))
 
     async def _stream(self, request: Any, reply: Reply, generate: Any, record: Any) -> Any:
-        """Server-sent events: a chunk a token, then one with the reason and the versions."""
+        """Answers by server-sent events: a chunk for each token, then one with the finish reason and the
+        versions."""
         tokens: Tokens = asyncio.Queue()
         task = asyncio.ensure_future(
             generate(lambda index, token, logprob: tokens.put_nowait((index, token, logprob)))
         )
         task.add_done_callback(lambda _: tokens.put_nowait(None))
-        try:  # whoever asked may leave at any moment, before the first token too
+        try:  # the client may disconnect at any moment, also before the first token
             return await self._events(request, reply, tokens, task, record)
         finally:
             task.cancel()
@@ -244,7 +247,9 @@ class Endpoint:
     ) -> Any:
         first = await tokens.get()
         if first is None:
-            completions = await task  # it failed before its first token: an ordinary refusal
+            completions = (
+                await task
+            )  # a failure before the first token is answered as an ordinary error
         response = self._web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         try:
@@ -254,7 +259,10 @@ class Endpoint:
                     await _event(response, chunk)
                 item = await tokens.get()
             completions = await task
-        except (RecordError, EngineDied) as error:  # the headers are gone already
+        except (
+            RecordError,
+            EngineDied,
+        ) as error:  # the status has been sent, so the error is an event
             await _event(response, {"error": {"message": str(error), "type": "server_error"}})
             return response
         told = [reply.told(c, i) for i, c in enumerate(completions)]
@@ -267,7 +275,8 @@ class Endpoint:
         return response
 
     def _sampling_of(self, body: CompletionBody | ChatBody, episode: Episode | None) -> Sampling:
-        """Raises RecordError where an episode's settings, which its ticket fixes, are asked to be others."""
+        """Returns the sampling settings of a request. Those of an episode are fixed by its ticket; raises
+        RecordError if the request asks for others."""
         if episode is None:
             asked = {name: getattr(body, name) for name in KNOBS}
             asked |= {"max_tokens": body.limit, "stop": body.stops or None}
@@ -335,8 +344,8 @@ async def _event(response: Any, value: dict[str, Any]) -> None:
 
 
 def bound_to(address: str, token_file: str | None) -> tuple[str, int, bytes | None]:
-    """(host, port, token) of [HOST:]PORT. Raises ConfigError for an address that is none, one beyond loopback
-    without a token, and a token that cannot be read."""
+    """Returns host, port and token for an address [HOST:]PORT. Raises ConfigError if the address is not valid
+    or lies beyond loopback without a token, or if the token file cannot be read."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]") or "127.0.0.1"
     if not port.isdecimal() or int(port) > 65535:

@@ -1,4 +1,4 @@
-"""How the endpoint answers one request: text beside ids, whole or in chunks."""
+"""Builds the endpoint's answer to one request, with text and token ids, as a whole or in chunks."""
 
 import time
 import uuid
@@ -31,7 +31,7 @@ class Reply:
         tokenizer: Tokenizer,
         hidden: tuple[str, ...],
     ) -> None:
-        """`hidden`: stop strings, before the first of which the text ends."""
+        """Prepares answers to `body`. Their text ends before the first of the stop strings `hidden`."""
         self._chat = isinstance(body, ChatBody)
         self._prompt, self._tokenizer = prompt, tokenizer
         self._logprobs = bool(body.logprobs) or (self._chat is False and body.logprobs == 0)
@@ -71,15 +71,15 @@ class Reply:
         }
 
     def counted(self, told: list[Told]) -> dict[str, Any]:
-        """The last chunk of a stream that was asked to count."""
+        """Returns the last chunk of a stream whose request asked for the number of tokens."""
         return {**self._of_stream(), "choices": [], "usage": self._usage(told)}
 
     def _usage(self, told: list[Told]) -> dict[str, int]:
         return usage(len(self._prompt), sum(len(t.ids) for t in told))
 
     def chunk(self, index: int, token: int, logprob: float) -> dict[str, Any] | None:
-        """One token's; its text waits while it ends in the middle of a character, or like a hidden stop
-        begins."""
+        """Returns the chunk for one token. Text is kept for a later chunk as long as it ends in the middle of a
+        character, or with what may be the beginning of a hidden stop string."""
         stream = self._streams.setdefault(index, TextStream(self._decode))
         text = self._text.get(index, "") + stream.add(token)[0]
         sent = self._sent.get(index, 0)

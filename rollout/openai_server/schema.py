@@ -1,4 +1,4 @@
-"""The fields that the endpoint takes and gives: OpenAI's, and beside them `token_ids` and `versions`."""
+"""The fields of the endpoint's requests and answers: OpenAI's, and in addition `token_ids` and `versions`."""
 
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
@@ -14,12 +14,13 @@ _Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
 _Stops = _Stop | Annotated[list[_Stop], Meta(max_length=MOST_STOPS)] | None
 _MAX_CHOICES = 64
 MAX_STOP_IDS = 256
-"""Most stop ids; each token drawn is compared with all of them, in every row of the engine."""
+"""Most stop ids of a request, since each token drawn is compared with all of them, in every row of the
+engine"""
 _MAX_PROMPT = 1 << 20
 """Most token ids of a prompt, and most messages of a conversation"""
 _Int32 = Annotated[int, Meta(ge=0, lt=2**31)]
 _Number = Annotated[float, Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
-"""A reward or a part of one, within the bounds that Group.validate takes"""
+"""A reward or a part of one, within the bounds that Group.validate accepts"""
 _PartName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
 _MAX_PARTS = 32
 _Zero = Annotated[float, Meta(ge=0, le=0)]
@@ -28,7 +29,8 @@ _T = TypeVar("_T")
 
 
 def decoded(data: bytes, type: type[_T]) -> _T:
-    """Raises DecodeError for what is no JSON, and ValidationError, which is one, for what is no `type`."""
+    """Returns `data` as a `type`. Raises DecodeError if it is not JSON, and ValidationError, a kind of
+    DecodeError, if it does not fit `type`."""
     try:
         return msgspec.json.decode(data, type=type)
     except (UnicodeDecodeError, RecursionError) as error:
@@ -40,8 +42,8 @@ class StreamOptions(Struct):
 
 
 class _Body(Struct, kw_only=True):
-    """Fields that are not here are passed over, as OpenAI's own clients send many. Of those that would change
-    what is drawn, and are not implemented, only the neutral value is taken."""
+    """The fields that both kinds of request have. Unknown fields are ignored, since OpenAI's own clients send
+    many. Fields that would change what is drawn, and are not implemented, must have their neutral value."""
 
     model: str = ""
     temperature: Annotated[float, Meta(ge=0, le=LARGEST_TEMPERATURE)] | None = None
@@ -130,9 +132,9 @@ class BeginEpisode(Struct):
 class RewardBody(Struct):
     reward: _Number | None = None
     failed: FailureCause | None = None
-    """Why the episode, and not the model, failed; given in place of a reward."""
+    """Why the episode failed through no fault of the model; given instead of a reward"""
     parts: Annotated[dict[_PartName, _Number], Meta(max_length=_MAX_PARTS)] = {}
-    """Parts that are averaged into the metrics; `correct` is what counts as accuracy."""
+    """Parts of the reward, whose means are metrics; `correct` counts as the accuracy"""
 
     def __post_init__(self) -> None:
         if (self.reward is None) == (self.failed is None):
@@ -140,12 +142,12 @@ class RewardBody(Struct):
 
 
 class Told(Struct, frozen=True, kw_only=True):
-    """One choice's new tokens, as text and as they are."""
+    """The new tokens of one choice, as text and as ids."""
 
     index: int
     text: str
     offset: int = 0
-    """Number of characters that were said before"""
+    """Number of characters of text that were sent before"""
     ids: list[int]
     pieces: list[str]
     """Text of each token by itself"""

@@ -1,1 +1,1 @@
-"""Engines that generate in processes of their own: what vLLM and SGLang share."""
+"""What vLLM and SGLang share: engines that generate in processes of their own."""

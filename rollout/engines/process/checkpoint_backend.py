@@ -1,4 +1,4 @@
-"""Shared by the backends that serve a checkpoint of the first version: vLLM and SGLang."""
+"""Functions that both backends use, vLLM and SGLang, which start from a checkpoint of the first version."""
 
 import logging
 import uuid
@@ -15,7 +15,8 @@ UNQUANTIZED = ("UnquantizedLinearMethod",)
 
 
 def check_weights(weights: WeightVersion, first: Manifest | None) -> None:
-    """Raises WeightVersionError for weights that cannot follow `first`, with which the engine started."""
+    """Raises WeightVersionError for weights that an engine which started with `first` cannot load: they are of
+    another model or format, or lack a tensor."""
     manifest = weights.manifest
     where = f"version {manifest.version}"
     if manifest.format not in QUANTIZATION_CONFIGS:
@@ -25,13 +26,14 @@ def check_weights(weights: WeightVersion, first: Manifest | None) -> None:
         return
     if (manifest.model, manifest.format) != (first.model, first.format):
         raise WeightVersionError(f"{where} is of another model or format")
-    # Half of a fused layer (q without k and v) would be loaded without a word.
+    # The engine would load half of a fused layer (q without k and v) and not complain.
     if lacking := _shapes(first) - _shapes(manifest):
         raise WeightVersionError(f"{where} lacks {min(lacking)[0]}, or has it in another shape")
 
 
 def write_version(weights: WeightVersion, directory: Path) -> None:
-    """A checkpoint of `weights` in `directory`, which exists. Raises WeightVersionError."""
+    """Writes a checkpoint of `weights` into `directory`, which exists. Raises WeightVersionError if that is not
+    possible."""
     manifest = weights.manifest
     try:
         write_checkpoint(weights.tensors, manifest.format, manifest.model, directory)
@@ -40,8 +42,9 @@ def write_version(weights: WeightVersion, directory: Path) -> None:
 
 
 def check_quantized(engine: str, linears: dict[str, str], format: str) -> None:
-    """Raises EngineDied where a linear is not computed as the format says: some quantized settings start
-    without complaint and stay in full precision. `linears`: by name, the class that computes it."""
+    """Raises EngineDied if a linear layer is not computed as the format says. An engine may start without
+    complaint with quantized settings and stay in full precision. `linears` maps the name of each layer to the
+    class that computes it."""
     wrong = [name for name, how in linears.items() if (how in UNQUANTIZED) != (format == "bf16")]
     if wrong or not linears:
         how = linears[wrong[0]] if wrong else "nothing"
@@ -50,14 +53,14 @@ def check_quantized(engine: str, linears: dict[str, str], format: str) -> None:
 
 
 def version_stamp(manifest: Manifest) -> str:
-    """Returns the mark that an engine puts on the tokens of a version."""
+    """Returns the text by which an engine marks the tokens drawn with a version: its number and digest."""
     return f"{manifest.version}:{manifest.digest}"
 
 
 def fresh_salt() -> str:
-    """Returns a salt for the prefix cache that holds while one loading of weights lasts. It is never the
-    version itself: a request that waited while newer weights came may have left its keys and values under the
-    old salt, and a version comes twice where a learner begins again at a checkpoint."""
+    """Returns a new random salt for the prefix cache, one for each loading of weights. The version would not
+    do: it is loaded a second time when a learner goes back to a checkpoint, and by then a request that waited
+    during a swap may have cached keys and values of newer weights under the old salt."""
     return uuid.uuid4().hex
 
 

@@ -11,13 +11,14 @@ from rollout.engines.base import Capabilities, Request
 
 
 class CompletionDelta(Struct, frozen=True, kw_only=True):
-    """The next tokens of a stream."""
+    """The next tokens of one response's stream."""
 
     ids: list[int]
     logprobs: list[float]
-    """Log-probs in nats, one for each id"""
+    """Log-prob of each id, in nats"""
     spans: list[VersionSpan] | None = None
-    """Spans of all tokens of the stream, with its last delta, if the backend stamps tokens itself"""
+    """Version spans of all tokens of the stream. A backend that stamps tokens itself gives them with the last
+    delta; otherwise this is None."""
 
 
 class GenerationBackend(Protocol):
@@ -33,45 +34,46 @@ class GenerationBackend(Protocol):
     timeout_s: float
     restarts: int
     keeps_cache: bool
-    """True if keys and values outlive the weights that they were computed with."""
+    """True if cached keys and values are kept when the weights they were computed with are replaced."""
 
     async def prepare(self) -> None:
-        """Does what needs no weights, such as slow imports. Raises ConfigError when the engine cannot run
-        here."""
+        """Does everything that needs no weights, such as slow imports. Raises ConfigError if the engine cannot
+        run here."""
         ...
 
     def check_weights(self, weights: WeightVersion) -> None:
-        """Raises WeightVersionError for weights that cannot follow those that are loaded."""
+        """Raises WeightVersionError for weights that cannot replace those that are loaded."""
         ...
 
     def check_request(self, request: Request) -> None:
-        """Raises RecordError when the request can never be served. After the first launch."""
+        """Raises RecordError if the request can never be served. It is called only after the first launch."""
         ...
 
     async def launch(self, weights: WeightVersion) -> None: ...
     async def stage(self, weights: WeightVersion) -> None:
-        """Brings `weights` near while generation goes on."""
+        """Transfers `weights` to the engine's processes while generation goes on."""
         ...
 
     async def pause(self) -> None:
-        """Returns when no more tokens are drawn, and those drawn have been handed to their streams."""
+        """Stops generation. Returns once every token drawn before has reached its stream."""
         ...
 
     async def push(self, weights: WeightVersion) -> None:
-        """Loads what was staged, all or nothing."""
+        """Replaces all of the weights by the staged ones, or none if that fails."""
         ...
 
     async def resume(self) -> None: ...
     def stream(self, request: Request, seed: int) -> AsyncGenerator[CompletionDelta, None]:
-        """One response, to its stop token or its budget; closing the iterator cancels it."""
+        """Yields the deltas of one response, up to its stop token or its budget. Closing the iterator cancels
+        the response."""
         ...
 
     async def ended(self) -> None:
-        """Returns once a process that was launched has ended; never where none can be watched."""
+        """Returns once a process that was launched has ended. It never returns if no process can be watched."""
         ...
 
     async def kill(self) -> None:
-        """Ends the processes at once; their streams raise EngineDied soon."""
+        """Ends the processes at once; their streams raise EngineDied soon after."""
         ...
 
     async def close(self) -> None: ...

@@ -1,7 +1,8 @@
-"""A directory for an engine's processes, and the removal of what workers that were killed left behind.
+"""A temporary directory for an engine's processes, and the removal of those that killed workers left behind.
 
-A worker holds a lock on its directory while it lives, so that another can tell a dead one's. Shared memory that
-the engine's processes made goes with it: `kill -9` of all of them leaves it in /dev/shm for ever.
+A worker locks its directory for as long as it lives, so that another worker can tell which directories nobody
+uses. The shared memory of the engine's processes is removed with the directory: if all of them are killed with
+`kill -9`, it would otherwise stay in /dev/shm for ever.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from areal_q.system.run_dir import try_lock
 
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENTS = "segments"
-"""Name of a file in the directory that holds the name and inode of each segment, one a line"""
+"""Name of a file in the directory that lists each segment of shared memory by name and inode, one a line"""
 
 
 class OwnDirectory:
@@ -24,14 +25,15 @@ class OwnDirectory:
     def __init__(self, prefix: str, parent: str | Path) -> None:
         tidy(prefix, Path(parent))
         lock = None
-        while lock is None:  # another worker that tidies may have taken it for a dead one's
+        while lock is None:  # another worker may have removed the directory before it was locked
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
             with contextlib.suppress(FileNotFoundError):
                 lock = try_lock(self.path)
         self._lock = lock
 
     def note_segments(self, pids: Iterable[int]) -> None:
-        """Remembers the shared memory that `pids` have mapped under Python's own names for it."""
+        """Writes down which shared memory the processes `pids` have mapped under names that Python gave it, for
+        its removal later."""
         found = sorted({name for pid in pids for name in _mapped(pid)})
         lines = [
             f"{name} {(SHARED_MEMORY / name).stat().st_ino}\n"
@@ -46,7 +48,8 @@ class OwnDirectory:
 
 
 def tidy(prefix: str, parent: Path) -> None:
-    """Removes this user's directories in `parent` that no living worker holds, and their shared memory."""
+    """Removes those of this user's directories in `parent` that no living worker has locked, and the shared
+    memory that they list."""
     for directory in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             if directory.stat().st_uid == os.getuid() and (lock := try_lock(directory)) is not None:

@@ -1,4 +1,4 @@
-"""A completion as far as its streams have brought it."""
+"""A response that is still being streamed, with the tokens that have arrived."""
 
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ from rollout.engines.stop_conditions import stopper
 
 @dataclass
 class PartialCompletion:
-    """One response, as far as it has come."""
+    """One response and the tokens that have arrived, possibly from several streams one after the other."""
 
     request: Request
     seed: int
@@ -22,12 +22,12 @@ class PartialCompletion:
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     kept: list[VersionSpan] = field(default_factory=list)
-    """Spans of what was drawn by streams that died"""
+    """Version spans of the tokens that came from streams which died"""
     deadline_s: float | None = None
-    """Time of the event loop at which the response is cut; None before its first token, and where there is no
-    limit."""
+    """Time of the event loop, in seconds, at which the response is cut off; None before its first token, and if
+    there is no limit"""
     late: bool = False
-    """True once that time has come."""
+    """True if that time has come"""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -35,7 +35,8 @@ class PartialCompletion:
         self._stopper = stopper(request.sampling, request.decode, before)
 
     def add(self, piece: CompletionDelta, version: int, digest: str) -> CompletionDelta:
-        """Takes `piece` up to the token that ends the response; returns what was taken."""
+        """Appends `piece` up to the token that ends the response, as drawn with `version` unless the piece says
+        otherwise. Returns what was appended."""
         taken = self._until_stop(piece.ids)
         self.ids += piece.ids[:taken]
         self.logprobs += piece.logprobs[:taken]
@@ -54,7 +55,7 @@ class PartialCompletion:
 
     @property
     def stopped(self) -> bool:
-        """True if the response ended by a stop that the backend does not know of."""
+        """True if the response has completed a stop that the backend does not check itself."""
         return self._stopper is not None and self._stopper.stopped
 
     @property
@@ -62,7 +63,7 @@ class PartialCompletion:
         return finish_reason(self.request, self.ids, stopped=self.stopped, late=self.late)
 
     def rest(self) -> Request:
-        """Returns the request for what is still to be drawn, after the tokens that there are."""
+        """Returns a request for the rest of the response: its prompt includes the tokens that have arrived."""
         if not self.ids:
             return self.request
         sampling = self.request.sampling
@@ -73,10 +74,11 @@ class PartialCompletion:
         )
 
     def completion(self) -> Completion:
-        """Raises RecordError for a log-prob that is not finite."""
+        """Returns the response with the tokens that have arrived. Raises RecordError for a log-prob that is not
+        finite."""
         logprobs = np.array(self.logprobs, np.float32)
         if self.request.sampling.temperature == 0:
-            logprobs[:] = 0  # greedy: the distribution that drew has one token
+            logprobs[:] = 0  # a greedy draw has a single token of probability 1
         if not np.isfinite(logprobs).all():
             raise RecordError(f"version {self.spans[-1].version}: a log-prob is not finite")
         return Completion(

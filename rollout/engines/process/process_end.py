@@ -1,4 +1,4 @@
-"""Waits for the end of processes that are not this one's children, such as a child's own workers."""
+"""Waits for the end of processes that are not children of this one, such as the workers of a child."""
 
 import asyncio
 import os
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 
 async def first_end(pids: Iterable[int]) -> None:
-    """Returns once one of `pids` has ended, at once where one has ended already. It never returns where there
-    are none, or where the system has no file descriptors of processes (Linux has)."""
+    """Returns as soon as one of the processes `pids` has ended. It never returns if `pids` is empty, or if the
+    system has no file descriptors for processes (Linux has them)."""
     loop, end = asyncio.get_running_loop(), asyncio.Event()
     opened: list[int] = []
     try:

@@ -10,8 +10,9 @@
 | load_weights   | `_changing`: one launch or swap at a time      | the backend's answers, or its end  |
 | _watch         | time; a token must come within `timeout_s`     | a token; else it kills the backend |
 
-After a death a response keeps the tokens that had arrived, stamped with the version that was loaded
-when they did, and draws the rest after them. Too many deaths in a row end every wait, with the last reason.
+If the backend dies, a response keeps the tokens that have arrived, stamped with the version that was loaded
+when they did, and draws the rest after them. After too many deaths in a row every request fails with the last
+error.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ WATCH_S = 1.0
 
 
 class ResponseSlots:
-    """Places for responses, given out first come first served, all of a group at once."""
+    """A semaphore over places for responses: first come, first served, and all responses of a group at once."""
 
     def __init__(self, places: int) -> None:
         self.free = places
@@ -76,7 +77,8 @@ class ResponseSlots:
 
 
 class StreamingEngine(EngineBase):
-    """An Engine. Its `load_weights` pauses generation for the swap only, not for the transfer."""
+    """An Engine around a GenerationBackend. Its `load_weights` pauses generation for the swap, but not for the
+    transfer."""
 
     def __init__(self, backend: GenerationBackend) -> None:
         super().__init__(backend.name, backend.capabilities, backend.slots)
@@ -85,10 +87,10 @@ class StreamingEngine(EngineBase):
         """Number of deaths of the backend since the start"""
         self._deaths_in_a_row = 0
         self._lost: EngineDied | None = None
-        """Last death, once there were too many in a row"""
+        """The last error, if the backend has died too often in a row; None otherwise"""
         self._weights: WeightVersion | None = None
         self._loadings = 0
-        """Number of loadings since the start; the same version may be loaded twice."""
+        """Number of times that weights were loaded; it tells two loadings of the same version apart"""
         self._slots = ResponseSlots(backend.slots)
         self._changing = asyncio.Lock()
         self._ready = asyncio.Event()
@@ -119,8 +121,8 @@ class StreamingEngine(EngineBase):
         on_token: TokenCallback | None = None,
         on_response: ResponseCallback | None = None,
     ) -> list[Completion]:
-        """Raises RecordError when the request can never be served, EngineDied when the backend could
-        not be brought back. `on_token` must not raise."""
+        """Returns the responses of a group, in order. Raises RecordError if the request can never be served,
+        and EngineDied if the backend could not be restarted. `on_token` must not raise."""
         self._check_running(request)
         task = asyncio.create_task(self._group(request, on_token, on_response))
         self._tasks.add(task)
@@ -128,8 +130,8 @@ class StreamingEngine(EngineBase):
         return await task
 
     async def load_weights(self, weights: WeightVersion) -> float:
-        """Swap; returns the pause of generation in seconds. Raises WeightVersionError, old
-        weights kept."""
+        """Generates with `weights` from now on. Returns for how many seconds generation paused. Raises
+        WeightVersionError for weights that cannot be used, and keeps the old ones."""
         async with self._changing:
             if self._lost is not None:
                 raise self._lost
@@ -149,7 +151,7 @@ class StreamingEngine(EngineBase):
             return time.perf_counter() - began
 
     async def close(self) -> None:
-        """Ends the engine; requests in flight are cancelled."""
+        """Ends the engine and cancels the requests in flight."""
         tasks = [*self._tasks, *([self._task] if self._task else [])]
         for task in tasks:
             task.cancel()
@@ -157,7 +159,7 @@ class StreamingEngine(EngineBase):
         await self.backend.close()
 
     async def _swap(self, weights: WeightVersion) -> float:
-        """Returns the pause of generation in seconds."""
+        """Replaces the weights and returns for how many seconds generation paused."""
         await self.backend.stage(weights)
         began = time.perf_counter()
         await self.backend.pause()
@@ -167,8 +169,8 @@ class StreamingEngine(EngineBase):
         return time.perf_counter() - began
 
     async def _while_it_lives(self, work: Coroutine[Any, Any, float]) -> float:
-        """Returns what `work` does. Raises EngineDied as soon as the backend has ended, whatever `work` still
-        waits for: an answer that cannot come any more."""
+        """Returns the result of `work`. Raises EngineDied as soon as the backend has ended, since `work` may be
+        waiting for an answer from it that cannot come any more."""
         task, ended = asyncio.ensure_future(work), asyncio.ensure_future(self.backend.ended())
         try:
             await asyncio.wait([task, ended], return_when=asyncio.FIRST_COMPLETED)
@@ -211,7 +213,7 @@ class StreamingEngine(EngineBase):
         return [task.result() for task in tasks]
 
     def _left(self, task: "asyncio.Task[Completion]") -> None:
-        """A response's place is free as soon as it ends, whatever its group still does."""
+        """Frees a response's place as soon as it ends, although others of its group may go on."""
         self._count(-1)
         self._slots.release(1)
 
@@ -222,7 +224,8 @@ class StreamingEngine(EngineBase):
         on_token: TokenCallback | None,
         on_response: ResponseCallback | None,
     ) -> Completion:
-        """A response, of which `on_response` hears what there is even if it is cancelled."""
+        """Returns one response. `on_response` is called with it, or, if the response is cancelled, with the
+        tokens that have arrived."""
         partial = PartialCompletion(request, request.seed + index)
         try:
             completion = await self._response(partial, index, on_token)
@@ -255,9 +258,9 @@ class StreamingEngine(EngineBase):
     async def _draw(
         self, partial: PartialCompletion, index: int, on_token: TokenCallback | None
     ) -> bool:
-        """Draws as far as one stream, or the response's time, goes. Returns False if the response must begin
-        anew: weights changed before its first token, which may then rest on keys and values that the old ones
-        gave its prompt, from a cache or computed in part, and nothing would tell."""
+        """Draws until one stream ends or the response's time is up. Returns False if a new stream is needed
+        because weights changed before this one's first token: the keys and values of the prompt may then be of
+        the old weights, in whole or in part, while the token would be stamped with the new version."""
         loadings, before = self._loadings, len(partial.ids)
         stream = self.backend.stream(partial.rest(), partial.seed)
         clock = asyncio.timeout_at(partial.deadline_s)
@@ -297,8 +300,8 @@ class StreamingEngine(EngineBase):
                 on_token(index, token, logprob)
 
     async def _launch_again(self, weights: WeightVersion, error: EngineDied) -> None:
-        """A launch that fails is a death too. Raises EngineDied when it keeps dying. Under the lock
-        `_changing`."""
+        """Launches the backend again after `error`; a launch that fails counts as another death. Raises
+        EngineDied after too many of them in a row. The caller must own the lock `_changing`."""
         while True:
             if self._lost is not None:
                 raise self._lost
@@ -327,7 +330,7 @@ class StreamingEngine(EngineBase):
         self._active += change
 
     async def _watch(self) -> None:
-        """Ends a backend that fell silent, so that it is launched again."""
+        """Kills a backend that draws no tokens for `timeout_s`, so that it is launched again."""
         while True:
             await asyncio.sleep(WATCH_S)
             silent_s = time.monotonic() - self._heard_s

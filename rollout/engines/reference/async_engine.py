@@ -1,5 +1,4 @@
-"""The asyncio half of an engine: requests in, completions out, one task that steps while there is
-work.
+"""The asyncio half of an in-process engine: it takes requests, and one task steps while there is work.
 
     generate ─Job─▶ stepper.waiting ─admitted between steps─▶ rows ─finished─▶ job.future ─▶
     generate load_weights ─prepare (a thread)─▶ swap (between two steps)
@@ -45,9 +44,9 @@ class Job:
     started: int = -1
     """Step that draws the first tokens; -1 while the job waits."""
     deadline_s: float = math.inf
-    """Monotonic time at which the responses are cut"""
+    """Monotonic time in seconds at which the responses are cut off"""
     stoppers: list[Stopper] = field(default_factory=list)
-    """One stopper for each response, or none at all"""
+    """One stopper for each response; empty if the request has no stops that the tensors do not check"""
     completions: dict[int, Completion] = field(default_factory=dict)
 
     def start(self, step: int) -> None:
@@ -62,7 +61,7 @@ class Job:
         self.stoppers = [w for w in watch if w is not None]
 
     def finish_reason(self, index: int, ids: Sequence[int]) -> FinishReason | None:
-        """Why the response of tokens `ids` has ended; None if it has not."""
+        """Returns why response `index`, with tokens `ids`, has ended; None if it has not."""
         stopped = bool(self.stoppers) and self.stoppers[index].stopped
         late = time.monotonic() >= self.deadline_s
         return finish_reason(self.request, ids, stopped=stopped, late=late)
@@ -80,13 +79,13 @@ class Job:
 
 
 class StepVersions:
-    """Remembers which version drew at which step, as far back as responses in flight may need it."""
+    """Remembers which version drew at which step, as far back as responses in flight need it."""
 
     def __init__(self) -> None:
         self._since: deque[tuple[int, int, str]] = deque()
 
     def swapped(self, step: int, manifest: Manifest) -> None:
-        """Notes that from `step` on tokens are drawn with this version."""
+        """Records that tokens are drawn with this version from `step` on."""
         if self._since and self._since[-1][0] == step:
             self._since.pop()
         self._since.append((step, manifest.version, manifest.digest))
@@ -96,7 +95,8 @@ class StepVersions:
             self._since.popleft()
 
     def spans(self, start: int, tokens: int) -> list[VersionSpan]:
-        """Example: swaps at steps 0 and 7, start 5, 4 tokens → [(v0, 2), (v1, 2)]."""
+        """Returns the version spans of a response that drew `tokens` tokens from step `start` on. With swaps at
+        steps 0 and 7, a start at 5 and 4 tokens they are [(v0, 2), (v1, 2)]."""
         spans, end = [], start + tokens
         for step, version, digest in reversed(self._since):
             if step < end:
@@ -109,15 +109,16 @@ class StepVersions:
 
 
 class Stepper(Protocol):
-    """An engine that computes in this process, as AsyncEngine drives it: it holds the rows and draws their next
-    tokens, synchronously. An engine in processes of its own is a GenerationBackend instead."""
+    """An engine that computes in this process, as AsyncEngine drives it. It keeps a row for each response and
+    draws the next token of every row in one synchronous call. An engine in processes of its own is a
+    GenerationBackend instead."""
 
     name: str
     capabilities: Capabilities
     slots: int
     waiting: deque[Job]
     tokens_per_s: float
-    """Pace of generation in tokens per second; infinite for as fast as it goes."""
+    """Pace of generation in tokens per second; infinity means as fast as possible"""
 
     @property
     def version(self) -> int: ...
@@ -126,15 +127,15 @@ class Stepper(Protocol):
     def active(self) -> int: ...
 
     def check_request(self, request: Request) -> None:
-        """Raises RecordError when the request can never be served."""
+        """Raises RecordError if the request can never be served."""
         ...
 
     def step(self) -> int:
-        """Admits waiting jobs, draws one token for every response; returns how many."""
+        """Gives rows to waiting jobs and draws one token for every response. Returns the number of tokens."""
         ...
 
     def unfinished(self, job: Job) -> dict[int, Completion]:
-        """Returns what there is of a job's responses that have not ended, by their index."""
+        """Returns the tokens drawn so far for those of a job's responses that have not ended, by index."""
         ...
 
     def drop(self, job: Job) -> None:
@@ -142,7 +143,8 @@ class Stepper(Protocol):
         ...
 
     def prepare(self, weights: WeightVersion) -> Any:
-        """All that can be done for a swap outside of the loop; runs in a thread."""
+        """Does in a thread what a swap needs before it, and returns the argument of `swap`. Raises
+        WeightVersionError for weights that cannot be used."""
         ...
 
     def swap(self, prepared: Any) -> None: ...
@@ -178,8 +180,8 @@ class AsyncEngine(EngineBase):
         on_token: TokenCallback | None = None,
         on_response: ResponseCallback | None = None,
     ) -> list[Completion]:
-        """Raises RecordError when the request can never be served, EngineDied when the engine is not running.
-        `on_token` must not raise."""
+        """Returns the responses of a group, in order. Raises RecordError if the request can never be served,
+        and EngineDied if the engine is not running. `on_token` must not raise."""
         self._check_running(request)
         if self.version >= 0:
             self._stepper.check_request(request)
@@ -200,8 +202,8 @@ class AsyncEngine(EngineBase):
                 self._stepper.drop(job)
 
     async def load_weights(self, weights: WeightVersion) -> float:
-        """Swap; returns the pause of generation in seconds. Raises WeightVersionError, old
-        weights kept."""
+        """Generates with `weights` from now on. Returns for how many seconds generation paused. Raises
+        WeightVersionError for weights that cannot be used, and keeps the old ones."""
         async with self._loading:
             prepared = await asyncio.to_thread(self._stepper.prepare, weights)
             began = time.perf_counter()
@@ -219,7 +221,7 @@ class AsyncEngine(EngineBase):
         return pause
 
     async def close(self) -> None:
-        """Ends the engine; requests in flight are cancelled."""
+        """Ends the engine and cancels the requests in flight."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -239,7 +241,7 @@ class AsyncEngine(EngineBase):
             self.busy_s += time.perf_counter() - began
 
     def _stopped(self, task: "asyncio.Task[None]") -> None:
-        """No request may wait for a loop that has ended."""
+        """Ends the requests in flight when the stepping task ends, with its error if it raised one."""
         error = None if task.cancelled() else task.exception()
         for job in list(self._jobs):
             if error is not None:

@@ -1,4 +1,4 @@
-"""The torch engine's state of each response in flight: prompt, tokens so far, budget, settings."""
+"""The torch engine's state of each response in flight: its tokens, token budget and sampling settings."""
 
 import numpy as np
 import torch
@@ -12,7 +12,8 @@ from rollout.engines.reference.sampling import seed_keys
 
 
 class BatchState:
-    """The state of the rows, as tensors whose first dimension is the slot."""
+    """The state of all rows in tensors whose first dimension is the slot, so that a step needs no loop over
+    rows."""
 
     def __init__(self, config: DecoderConfig, device: str) -> None:
         def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -22,20 +23,20 @@ class BatchState:
         self.ids = empty(0, 0)
         """Prompt and response so far, int64 [slots, max_len]"""
         self.logprobs = empty(0, 0, dtype=torch.float32)
-        """Log-probs beside `ids`, float32 [slots, max_len]; meaningless over the prompt."""
+        """Log-probs of `ids` in nats, float32 [slots, max_len]; those of the prompt have no meaning."""
         experts = config.experts
         self.routes = empty(
             *(0, 0, len(config.sparse_layers), experts.per_token if experts else 0),
             dtype=torch.uint8 if not experts or experts.count <= 256 else torch.int16,
         )
-        """Experts that each sparse layer sent each token to, beside `ids`: uint8 or int16 [slots, max_len, L,
+        """Experts to which each of L sparse layers sent each token of `ids`, uint8 or int16 [slots, max_len, L,
         K]"""
         self.length = empty(0)
-        """Tokens in `ids`, int64 [slots]; all but the last have keys and values in the cache."""
+        """Number of tokens in `ids`, int64 [slots]; all but the last have keys and values in the cache."""
         self.end = empty(0)
-        """Length at which the row's budget is spent, int64 [slots]"""
+        """Length at which the row's token budget is spent, int64 [slots]"""
         self.keys = empty(0)
-        """Key of the row's stream of random numbers, int64 [slots]"""
+        """Keys of the rows' streams of random numbers, int64 [slots]"""
         self.stops = empty(0, 1)
         """Ids that end the response, int64 [slots, S], padded with -1"""
         self.temperature = empty(0, dtype=torch.float32)
@@ -50,7 +51,8 @@ class BatchState:
                 setattr(self, name, grown(tensor, {0: slots, **wide}, -1 if name == "stops" else 0))
 
     def narrow(self, stops: int) -> None:
-        """Leaves room for so many stop ids in a row: each step compares a token with every place there is."""
+        """Narrows `stops` to `stops` ids for each row, since each step compares every token with all of
+        them."""
         if self.stops.shape[1] > max(1, stops):
             self.stops = self.stops[:, : max(1, stops)].contiguous()
 
@@ -85,7 +87,8 @@ class BatchState:
         self.keys[rows] = seed_keys(seeds).to(self.device, non_blocking=True)
 
     def append(self, rows: int, tokens: Tensor, logprobs: Tensor) -> Tensor:
-        """Adds one token to each of the first `rows` rows; bool [rows]: which are done."""
+        """Appends tokens int64 [rows] with log-probs float32 [rows] to the first rows. Returns bool [rows],
+        True for the rows that are done."""
         length = self.length[:rows]
         at = length.unsqueeze(1)
         self.ids[:rows].scatter_(1, at, tokens.unsqueeze(1))
@@ -95,22 +98,24 @@ class BatchState:
         return stopped.logical_or_(length >= self.end[:rows])
 
     def put_routes(self, first: int, taken: Tensor) -> None:
-        """The experts [rows, tokens, L, K] of the first tokens of the rows from `first` on."""
+        """Stores the experts `taken` [rows, tokens, L, K] of the first tokens of the rows from `first` on."""
         rows, tokens = taken.shape[:2]
         self.routes[first : first + rows, :tokens] = taken.to(self.routes.dtype)
 
     def add_routes(self, at: Tensor, taken: Tensor) -> None:
-        """The experts [rows, L, K] of the tokens at places `at` int64 [rows] of the first rows."""
+        """Stores the experts `taken` [rows, L, K] of one token of each of the first rows, at positions `at`
+        int64 [rows]."""
         rows = torch.arange(len(at), device=at.device)
         self.routes[rows, at] = taken.to(self.routes.dtype)
 
     def read_routes(self, slot: int, length: int) -> np.ndarray | None:
-        """[length, L, K] of the first tokens of a row; None where no layer is sparse."""
+        """Returns the experts of the first tokens of a row, uint8 or uint16 [length, L, K]; None if no layer is
+        sparse."""
         found = self.routes[slot, :length].cpu().numpy()
         return found.astype(np.uint8 if found.itemsize == 1 else np.uint16) if found.size else None
 
     def read(self, slots: list[int]) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """(ids, logprobs, lengths) of these slots, on the host."""
+        """Returns ids [S, max_len], log-probs [S, max_len] and lengths [S] of the S slots, on the host."""
         at = torch.tensor(slots, device=self.device)
         ids, logprobs = self.ids[at].cpu().numpy(), self.logprobs[at].cpu().numpy()
         return ids, logprobs, self.length[at].tolist()

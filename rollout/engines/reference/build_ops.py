@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_ops(config: TorchEngine) -> Ops:
-    """Returns the operations for `config`; plain torch where numba is missing, with a warning."""
+    """Returns the operations for `config`. Without numba they are plain torch, and a warning is logged."""
     if config.compiled:
         from rollout.engines.reference.ops_compiled import CompiledOps
 

@@ -1,7 +1,7 @@
-"""The inference forward, run straight from a published version's tensors: no module, no autograd.
+"""The forward pass of inference, computed from a published version's tensors without modules or autograd.
 
-q, k and v are one GEMM, so are gate and up; the quantized linears run as their format says
-(areal_q/quant/quantized_linear.py) and everything else in float32. Notation: T tokens, D width.
+q, k and v are one GEMM, and so are gate and up. Quantized linear layers compute as their format says
+(areal_q/quant/quantized_linear.py), everything else is float32. Notation: T tokens, D width.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class Layer:
     qkv: Linear
     qkv_bias: Tensor | None
     head_norm: Tensor | None
-    """Weights of Qwen3's norms of the heads of q and k, float32 [heads + kv_heads, head_dim]"""
+    """Weights of Qwen3's RMSNorms over the heads of q and k, float32 [heads + kv_heads, head_dim]"""
     o: Linear
     post_norm: Tensor
     """Weight of the RMSNorm before the MLP, float32 [D]"""
@@ -51,10 +51,10 @@ class Mlp:
 
 @dataclass(frozen=True)
 class SparseMlp:
-    """The mixture of areal_q/models/layers/moe.py: the router is in float32."""
+    """The mixture of experts of areal_q/models/layers/moe.py; the router computes in float32."""
 
     router: Tensor
-    """Weight of the router, float32 [E, D]"""
+    """Weight of the router over E experts, float32 [E, D]"""
     experts: list[Mlp]
     shape: Experts
 
@@ -67,7 +67,8 @@ class SparseMlp:
 
 
 class InferenceModel:
-    """Raises WeightVersionError when `weights` lack a tensor or are of an unknown format."""
+    """A decoder with the weights of one version. Raises WeightVersionError if `weights` lack a tensor or are of
+    an unknown format."""
 
     def __init__(self, weights: WeightVersion, device: str, ops: Ops) -> None:
         manifest = weights.manifest
@@ -149,8 +150,8 @@ class InferenceModel:
         attend: Attend,
         routes: list[Tensor] | None = None,
     ) -> Tensor:
-        """Last hidden states float32 [T, D] of `tokens` int64 [T] at `positions` int64 [T]. To `routes` every
-        sparse layer adds the experts that it took, int64 [T, K]."""
+        """Returns the last hidden states, float32 [T, D], of `tokens` int64 [T] at `positions` int64 [T]. Every
+        sparse layer appends to `routes` the K experts that it sent the tokens to, int64 [T, K]."""
         c, ops = self.config, self.ops
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         rotated = c.heads + c.kv_heads
@@ -165,7 +166,7 @@ class InferenceModel:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [R, V] of hidden states [R, D]."""
+        """Returns the logits, float32 [R, V], of hidden states [R, D]."""
         return F.linear(self._norm(hidden, self.norm), self.head)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Attention over a slotted KV cache: one query per row (decoding), or whole prompts (prefill).
 
-The cache is one tensor [layers, 2, slots, kv_heads, max_len, head_dim]; row r of the batch owns
-slot r, and the first `rows` slots are the ones in use, so that attention reads them in place.
-Notation: R decoding rows, N prompts padded to P tokens, L cached positions looked at.
+The cache is one tensor [layers, 2, slots, kv_heads, max_len, head_dim]. Row r of the batch owns slot r, so
+that the slots in use are the first ones and attention reads them in place. Notation: R decoding rows, N prompts
+padded to P tokens, L cached positions that attention reads.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from torch import Tensor
 from areal_q.models.config import DecoderConfig
 
 Attend = Callable[[int, Tensor], Tensor]
-"""Computes attention of one layer: (layer, qkv [T, heads + 2 · kv_heads, head_dim]) → [T, heads · head_dim].
-The heads of q come first, then those of k, then those of v."""
+"""Function that computes the attention of one layer: (layer, qkv [T, heads + 2 · kv_heads, head_dim]) →
+[T, heads · head_dim]. The heads of q come first, then those of k, then those of v."""
 
 _LENGTH_STEP = 64
 
@@ -23,12 +23,12 @@ _LENGTH_STEP = 64
 class KVCache:
     def __init__(self, config: DecoderConfig, device: str) -> None:
         self.config = config
-        # Zeros, not garbage: a masked position has weight 0, and 0 · NaN would be NaN.
+        # Zeros rather than empty memory, since a masked position has weight 0, and 0 · NaN would be NaN.
         shape = (config.layers, 2, 0, config.kv_heads, 0, config.head_dim)
         self.data = torch.zeros(shape, device=device)
 
     def reserve(self, slots: int, length: int) -> None:
-        """Room for `slots` slots of `length` positions; what is cached stays."""
+        """Grows the cache to at least `slots` slots of `length` positions and keeps what it holds."""
         length = min(-(-length // _LENGTH_STEP) * _LENGTH_STEP, self.config.max_positions)
         self.data = grown(self.data, {2: slots, 4: length})
 
@@ -38,25 +38,26 @@ class KVCache:
         return qkv.split((c.heads, c.kv_heads, c.kv_heads), 1)
 
     def new_version(self, scales: Tensor | None) -> None:
-        """Other weights write into the cache from now on; `scales`: the learner's for them."""
+        """Tells the cache that keys and values come from other weights from now on. `scales` are those that the
+        learner published with them, float32 [layers, 2], or None."""
 
     def put_tokens(self, layer: int, k: Tensor, v: Tensor, at: Tensor) -> None:
-        """Caches k and v [R, kv_heads, dim] of one token a row at places `at` int64 [R · kv_heads] of the
-        flattened (slot, head, position)."""
+        """Caches k and v [R, kv_heads, dim] of one token in each row. `at` int64 [R · kv_heads] are flat
+        indices into (slot, head, position)."""
         for cached, new in zip(self.data[layer], (k, v), strict=True):
             cached.view(-1, cached.shape[-1]).index_copy_(0, at, new.reshape(-1, new.shape[-1]))
 
     def put_prompts(
         self, layer: int, k: Tensor, v: Tensor, slots: slice, source: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Caches k and v [N, kv_heads, P, dim]: prompt source[j] in the j-th of `slots`. Returns k and v as
-        they are to be attended to."""
+        """Caches k and v [N, kv_heads, P, dim] of N prompts: prompt source[j] goes to the j-th of `slots`.
+        Returns k and v with the rounding that the cache gives them, for attention."""
         for cached, new in zip(self.data[layer], (k, v), strict=True):
             cached[slots, :, : new.shape[2]] = new[source]
         return k, v
 
     def read(self, layer: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [rows · kv_heads, length, dim] of the first slots."""
+        """Returns the keys and values of the first slots, each [rows · kv_heads, length, dim]."""
         kv_heads, capacity, dim = self.data.shape[3:]
         keys, values = (
             x.view(-1, capacity, dim)[: rows * kv_heads, :length] for x in self.data[layer]
@@ -64,7 +65,7 @@ class KVCache:
         return keys, values
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copies slots `sources` int64 onto slots `targets`, their first `length` positions."""
+        """Copies the first `length` positions of slots `sources` int64 to slots `targets` int64."""
         used = self.data[..., :length, :]
         used[:, :, targets] = used[:, :, sources]
 
@@ -73,7 +74,8 @@ class KVCache:
 
 
 class DecodeAttention:
-    """Each of R rows attends to its own slot, to `positions` int64 [R] included; `length` = L."""
+    """Attention of one token in each of R rows to the positions of its own slot, up to and including
+    `positions` int64 [R]; `length` is L."""
 
     def __init__(self, cache: KVCache, positions: Tensor, length: int) -> None:
         self.cache, self.length, self.rows = cache, length, positions.shape[0]
@@ -91,7 +93,7 @@ class DecodeAttention:
         q, k, v = self.cache.split(qkv)
         self.cache.put_tokens(layer, k, v, self.write_at)
         keys, values = self.cache.read(layer, self.rows, self.length)
-        # The query heads of one kv head are the rows of one small matrix product.
+        # The query heads that share a key head are the rows of one small matrix product.
         scores = torch.baddbmm(
             self.mask, q.reshape(len(keys), -1, q.shape[-1]), keys.transpose(1, 2), alpha=self.scale
         )
@@ -99,10 +101,10 @@ class DecodeAttention:
 
 
 class PrefillAttention:
-    """N right-padded prompts attend causally; prompt `source[j]` is cached in slot `first + j`.
+    """Causal attention within N right-padded prompts; prompt `source[j]` is cached in slot `first + j`.
 
-    Padding needs no mask: it comes after every real token, and what it leaves in the cache lies
-    beyond the row's length until decoding overwrites it.
+    Padding needs no mask, since it comes after every real token. What it writes into the cache lies beyond the
+    row's length until decoding overwrites it.
     """
 
     def __init__(self, cache: KVCache, first: int, source: Tensor, prompts: int) -> None:
@@ -119,7 +121,8 @@ class PrefillAttention:
 
 
 def combined_attention(decode: Attend, prefill: PrefillAttention, rows: int) -> Attend:
-    """One forward for the `rows` decoding rows followed by the prompts' tokens."""
+    """Returns the attention of a forward pass over the tokens of `rows` decoding rows and, after them, those of
+    prompts."""
 
     def attend(layer: int, qkv: Tensor) -> Tensor:
         return torch.cat((decode(layer, qkv[:rows]), prefill(layer, qkv[rows:])))
@@ -128,8 +131,8 @@ def combined_attention(decode: Attend, prefill: PrefillAttention, rows: int) -> 
 
 
 def grown(old: Tensor, sizes: dict[int, int], fill: float = 0) -> Tensor:
-    """`old`, or a copy that is at least `sizes[dim]` long in each of these dims, filled with
-    `fill`."""
+    """Returns `old`, or a copy, filled up with `fill`, that is at least `sizes[dim]` long in each dimension
+    `dim` of `sizes`."""
     shape = [max(n, sizes.get(dim, 0)) for dim, n in enumerate(old.shape)]
     if shape == list(old.shape):
         return old

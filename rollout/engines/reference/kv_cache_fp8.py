@@ -1,12 +1,12 @@
 """The slotted KV cache in E4M3 (areal_q/quant/kv_scales.py): a quarter of the memory of float32.
 
-Scales are recalibrated for every version. Where the learner publishes them they hold from the swap on; else
-the first prompts that are computed after it set them, layer by layer, padding included: the largest key and
-value, times the margin. A slot keeps the scales that its prompt was cached with, also while newer weights go on
-with it: what is cached is never rounded twice, and the numbers that it stands for do not change.
+Scales are recalibrated for every version. If the learner publishes them, they apply from the swap on. Otherwise
+the first prompts that are computed after the swap set them, layer by layer and padding included, from the
+largest key and value times the margin. A slot keeps the scales that its prompt was cached with, also when newer
+weights continue its response, so that no key or value is ever rounded twice or changes its meaning.
 
-Attention runs on the dequantized numbers, in prompts as in decoding, so that a response's log-probs, which are
-recorded from these very logits, do not depend on when its keys were computed.
+Attention reads the dequantized numbers, in prompts as in decoding, so that a response's log-probs do not depend
+on when its keys were computed.
 """
 
 import torch
@@ -19,18 +19,19 @@ from rollout.engines.reference.kv_cache import KVCache, grown
 
 
 class Fp8KVCache(KVCache):
-    """`data` holds E4M3 codes as bytes."""
+    """A KVCache whose `data` holds E4M3 codes as bytes."""
 
     def __init__(self, config: DecoderConfig, device: str, margin: float) -> None:
         super().__init__(config, device)
         self.margin = margin
         self.data = self.data.to(torch.uint8)
         self.slot_scales = torch.ones(config.layers, 2, 0, device=device)
-        """Scales of what each slot holds, float32 [layers, 2, slots]: keys first, then values"""
+        """Scales of the keys, then of the values, in each slot, float32 [layers, 2, slots]"""
         self.scales = torch.ones(config.layers, 2, device=device)
-        """Scales of the prompts to come, float32 [layers, 2]"""
+        """Scales with which the next prompts are cached, float32 [layers, 2]"""
         self.unmeasured: set[int] = set()
-        """Layers for which no prompt was computed under the present version, and nobody published scales"""
+        """Layers that have no scales for the present version yet, since none were published and no prompt was
+        computed"""
 
     def new_version(self, scales: Tensor | None) -> None:
         self.unmeasured = set(range(self.config.layers)) if scales is None else set()
@@ -74,7 +75,7 @@ class Fp8KVCache(KVCache):
 
 
 def _codes(x: Tensor, scale: Tensor) -> Tensor:
-    """Returns the codes of x as bytes, since not every operation knows E4M3."""
+    """Returns the E4M3 codes of x as bytes, since not every operation of torch takes E4M3."""
     return quantize(x, scale).view(torch.uint8)
 
 

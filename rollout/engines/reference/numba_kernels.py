@@ -1,13 +1,13 @@
-"""One loop where torch takes a chain of operations: numba kernels for decoding on a CPU.
+"""Numba kernels for decoding on a CPU: each is one loop in place of a chain of torch operations.
 
-At the sizes of a decoding step a torch operation costs mostly its dispatch, 2 to 10 μs, and a step
-of a small model is some 200 of them around a dozen GEMMs. Each function here does what several of
-them do, in one pass over rows that stay in the cache. It computes what its torch twin computes
-(ops.py pairs them; tests/engines/test_ops.py compares them): int8 codes and scales to the bit, all
-else to float32 rounding. NaN and infinity reach the log-prob as they do in torch.
+At the sizes of a decoding step the cost of a torch operation is mostly its dispatch, 2 to 10 μs, and a step of
+a small model is some 200 operations around a dozen GEMMs. Each function here does the work of several of them
+in one pass over rows that stay in the processor's cache. Its results are those of torch (ops.py pairs the two,
+and tests/engines/test_ops.py compares them): int8 codes and scales to the bit, all else to float32 rounding.
+NaN and infinity reach the log-prob as they do in torch.
 
-Compiled by LLVM when this module is first imported (seconds; no C compiler), and read from disk
-from then on: beside this file, or in the user's cache where that is read-only. Arrays are C
+LLVM compiles the kernels when this module is first imported, which takes seconds and no C compiler. They are
+then read from disk: beside this file, or from the user's cache if that place is read-only. Arrays are C
 contiguous. Notation: T tokens or rows, K channels, V vocabulary.
 """
 
@@ -22,15 +22,16 @@ F1, F2, F3, F4 = (nt.Array(nt.float32, n, "C") for n in (1, 2, 3, 4))
 I32 = nt.Array(nt.int32, 2, "C")
 I1, D1 = nt.Array(nt.int64, 1, "C"), nt.Array(nt.float64, 1, "C")
 
-# What LLVM may change: fused multiply-add, and the order of sums. NaN and infinity keep their meaning.
+# LLVM may fuse multiply and add, and reorder sums. NaN and infinity keep their meaning.
 _FMA, _SUMS = {"contract"}, {"contract", "reassoc"}
 
 
 @kernel(fastmath=_FMA)
 def _exp(x):
-    """eˣ to 2 units in the last place; 0 below -87, e⁸⁸ above 88. 2ⁿ · eʳ, eʳ by Cephes' polynomial.
+    """Returns eˣ to 2 units in the last place; 0 below -87 and e⁸⁸ above 88. It is 2ⁿ · eʳ, with eʳ by Cephes'
+    polynomial.
 
-    Only arithmetic, so that LLVM can run it on a whole vector: libm's takes one number at a time.
+    It uses arithmetic alone, so that LLVM can vectorize it; libm's function takes one number at a time.
     """
     y = float32(88.0) if x > float32(88.0) else x
     shifted = y * float32(1.44269504) + ROUND
@@ -57,7 +58,8 @@ def _dot(a, b):
 
 @kernel(void(I32, F1, F1, F2, F2), fastmath=_FMA)
 def dequantize(sums, w_scale, x_scale, add, y):
-    """y[t, o] = sums[t, o] · w_scale[o] · x_scale[t] + add[t, o]; add [T, out] or [1, out]."""
+    """Computes y[t, o] = sums[t, o] · w_scale[o] · x_scale[t] + add[t, o], where add is [T, out] or [1,
+    out]."""
     for t in range(sums.shape[0]):
         row = add[t if add.shape[0] > 1 else 0]
         for o in range(sums.shape[1]):
@@ -66,7 +68,7 @@ def dequantize(sums, w_scale, x_scale, add, y):
 
 @kernel(void(F2, F1, F1, F2, F2), fastmath=_FMA)
 def rescale(sums, w_scale, x_scale, add, y):
-    """Computes what `dequantize` does, of sums in float32."""
+    """Computes the same as `dequantize`, from sums in float32."""
     for t in range(sums.shape[0]):
         row = add[t if add.shape[0] > 1 else 0]
         for o in range(sums.shape[1]):
@@ -83,8 +85,8 @@ def rms_norm(x, weight, eps, y):
 
 @kernel(void(F3, nt.int64, nt.boolean, F2, nt.float32, F2, F2), fastmath=_SUMS)
 def rotate(qkv, heads, norm, weights, eps, cos, sin):
-    """RoPE, after an RMSNorm where `norm`, of the first `heads` heads of qkv [T, H, dim], in
-    place."""
+    """Applies RoPE in place to the first `heads` heads of qkv [T, H, dim], after an RMSNorm of each head if
+    `norm` is True."""
     half = qkv.shape[2] // 2
     for t in range(qkv.shape[0]):
         for h in range(heads):
@@ -112,8 +114,8 @@ def swiglu(gate_up, y):
 
 @kernel(void(F3, F4, F4, I1, nt.float32, F3), fastmath=_SUMS)
 def decode_attention(qkv, keys, values, positions, scale, out):
-    """Writes the new keys and values of qkv [R, heads + 2 · kv_heads, dim] into the cache [slots,
-    kv_heads, max_len, dim], and attends: row r to its own slot, up to positions[r]."""
+    """Writes the new keys and values of qkv [R, heads + 2 · kv_heads, dim] into the cache [slots, kv_heads,
+    max_len, dim], and computes the attention of each row r to its own slot, up to positions[r]."""
     kv_heads, heads, dim = keys.shape[1], out.shape[1], out.shape[2]
     group = heads // kv_heads
     w = np.empty(keys.shape[2], float32)
@@ -170,7 +172,7 @@ def draw(logits, temperature, u, tokens, logprobs):
 
 @kernel(void(I1, I1, D1))
 def uniform(keys, positions, u):
-    """sampling.uniform: splitmix64 of (key, position), 53 bits of it."""
+    """Computes the same as sampling.random_uniform: 53 bits of splitmix64 of (key, position)."""
     for t in range(keys.shape[0]):
         z = np.uint64(keys[t]) + np.uint64(positions[t]) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

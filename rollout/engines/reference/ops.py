@@ -18,7 +18,7 @@ from rollout.engines.reference.sampling import random_uniform, sample_untruncate
 
 class Ops(Protocol):
     def linear(self, linear: Linear) -> Linear:
-        """`linear`, or a faster one with the same results."""
+        """Returns `linear`, or a faster layer with the same results."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -28,9 +28,9 @@ class Ops(Protocol):
     def rotate(
         self, qkv: Tensor, heads: int, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor
     ) -> None:
-        """RoPE, in place, of the first `heads` heads (q's and k's) of qkv [T, heads + kv_heads,
-        head_dim], after an RMSNorm of each with weights `norm` [heads, head_dim] if there are any;
-        cos and sin [T, head_dim]."""
+        """Applies RoPE in place to the first `heads` heads, those of q and k, of qkv [T, heads + kv_heads,
+        head_dim], with cos and sin [T, head_dim]. If `norm` [heads, head_dim] is given, it is the weight of an
+        RMSNorm of each head before that."""
         ...
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -38,15 +38,15 @@ class Ops(Protocol):
         ...
 
     def decode(self, cache: KVCache, positions: Tensor, length: int) -> Attend:
-        """Returns attention of one query a row, as kv_cache.DecodeAttention does."""
+        """Returns attention of one query in each row, with the results of kv_cache.DecodeAttention."""
         ...
 
     def uniform(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Returns random numbers as sampling.random_uniform does."""
+        """Returns the random numbers of sampling.random_uniform, float64 [R]."""
         ...
 
     def draw(self, logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns tokens and log-probs as sampling.sample_untruncated does."""
+        """Returns tokens int64 [R] and log-probs float32 [R], drawn as in sampling.sample_untruncated."""
         ...
 
 

@@ -1,12 +1,13 @@
 """TorchOps with each chain of small operations as one kernel of torch.compile: Triton on a GPU, C++ on a CPU.
 
-Compiled when first used, with the first weights before the first ticket, for any number of rows (`dynamic`),
-and kept for later versions: weights are arguments. The products, and attention, stay what they are. Results are
-TorchOps' to float32 rounding.
+The kernels are compiled with the first weights, before the first ticket, for any number of rows (`dynamic`).
+Later versions use the same kernels, since weights are arguments. Matrix products and attention are those of
+TorchOps, and the results agree with it to float32 rounding.
 
-They are meant for a GPU, where every small operation is a launch; there they were not measured. On a CPU they
-cost more than they give: at 64 rows (D = 256, V = 512, one busy core) the operations of one layer and one draw
-took 441 μs, TorchOps' 258 μs and FusedOps' 160 μs, and the first weights waited 63 s for the compiler.
+The kernels are meant for a GPU, where every small operation is a launch; they have not been measured there. On
+a CPU they are slower: at 64 rows (D = 256, V = 512, one busy core) the operations of one layer and one draw
+took 441 μs, those of TorchOps 258 μs and those of FusedOps 160 μs, and the first weights waited 63 s for the
+compiler.
 """
 
 import torch
@@ -63,6 +64,6 @@ class CompiledOps(TorchOps):
     def draw(self, logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
         if sampling.temperature == 0:
             return sample_untruncated(logits, sampling, u)
-        # As a tensor, lest each temperature be compiled anew; an upload of it would be waited for.
+        # A number would be compiled anew for each temperature, and copying a tensor from the host would wait.
         temperature = torch.full((), sampling.temperature, device=logits.device)
         return _drawn(logits, temperature, u)

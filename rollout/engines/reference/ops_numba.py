@@ -1,7 +1,8 @@
-r"""TorchOps on one CPU core in a fraction of the time: each operation is one loop of numba_kernels.py.
+r"""The operations of TorchOps, faster on a CPU: each is one loop of numba_kernels.py.
 
-Here tensors become arrays (no copy) and results are allocated; numba_kernels.py holds the arithmetic. The
-loops run on one thread whatever `rollout.threads` is; the GEMMs stay torch's and use all.
+This module passes tensors as arrays, without a copy, and allocates the results; numba_kernels.py does the
+arithmetic. The loops run on one thread, whatever `rollout.threads` is. The GEMMs are torch's and use all
+threads.
 """
 
 import numpy as np
@@ -25,7 +26,8 @@ from rollout.engines.reference.sampling import sample_untruncated
 
 
 class FusedInt8Linear:
-    """Int8Linear, with the same codes to the bit: the GEMM is torch's, what surrounds it is not."""
+    """An Int8Linear with the same codes to the bit. The GEMM is torch's, and the steps around it are
+    kernels."""
 
     def __init__(self, linear: Int8Linear) -> None:
         self.codes_t = linear.codes_t
@@ -43,7 +45,7 @@ class FusedInt8Linear:
 
 
 class FusedFp8RowLinear:
-    """Fp8RowLinear, with the same rounded activations to the bit."""
+    """An Fp8RowLinear with the same rounded activations to the bit."""
 
     def __init__(self, linear: Fp8RowLinear) -> None:
         self.codes = linear.codes
@@ -61,7 +63,7 @@ class FusedFp8RowLinear:
 
 
 class FusedFp8GroupLinear:
-    """Fp8GroupLinear, with the same rounded activations to the bit."""
+    """An Fp8GroupLinear with the same rounded activations to the bit."""
 
     def __init__(self, linear: Fp8GroupLinear) -> None:
         self.weight = linear.weight
@@ -74,7 +76,8 @@ class FusedFp8GroupLinear:
 
 
 class FusedDecodeAttention:
-    """kv_cache.DecodeAttention in one loop; a row looks at its own positions only, so there is no mask."""
+    """The attention of kv_cache.DecodeAttention in one loop. It needs no mask, since each row reads only its
+    own positions."""
 
     def __init__(self, cache: KVCache, positions: Tensor) -> None:
         self.cache, self.positions = cache.data, positions.numpy()
@@ -107,7 +110,9 @@ class FusedOps:
     def rotate(
         self, qkv: Tensor, heads: int, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor
     ) -> None:
-        weights = cos if norm is None else norm  # not read without a norm
+        weights = (
+            cos if norm is None else norm
+        )  # any array will do without a norm, as it is not read
         numba_kernels.rotate(
             qkv.numpy(), heads, norm is not None, weights.numpy(), eps, cos.numpy(), sin.numpy()
         )

@@ -1,8 +1,8 @@
-"""Drawing tokens: temperature, top-k, top-p, min-p, and the log-prob of exactly the distribution drawn
-from.
+"""Drawing tokens with temperature, top-k, top-p and min-p, and their log-probs under exactly the distribution
+that they were drawn from.
 
-Randomness is counter-based: the uniform number for a token is a hash of (the response's seed, the
-token's position), so a response does not depend on what else is being generated beside it.
+Randomness is counter-based: the uniform number for a token is a hash of the response's seed and the token's
+position, so that a response does not depend on what else is generated in the same batch.
 Notation: R rows (responses), V vocabulary.
 """
 
@@ -17,7 +17,7 @@ _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def mix64(x: Tensor) -> Tensor:
-    """splitmix64's finalizer (Steele et al. 2014) on int64 [R], a bijection; arithmetic wraps
+    """Returns splitmix64's finalizer (Steele et al. 2014), a bijection, of x int64 [R]. Arithmetic wraps
     around."""
     z = x ^ ((x >> 30) & ((1 << 34) - 1))  # the mask makes the shift a logical one
     z.mul_(_MIX1)
@@ -28,13 +28,14 @@ def mix64(x: Tensor) -> Tensor:
 
 
 def seed_keys(seeds: list[int]) -> Tensor:
-    """int64 [R]: one well-mixed stream per seed (any Python int, taken modulo 2⁶⁴)."""
+    """Returns keys int64 [R] of streams of random numbers, one for each seed. A seed is any Python int, taken
+    modulo 2⁶⁴."""
     half = 1 << 63
     return mix64(torch.tensor([(seed + half) % (2 * half) - half for seed in seeds]))
 
 
 def random_uniform(keys: Tensor, positions: Tensor) -> Tensor:
-    """float64 [R] in [0, 1): number `positions` int64 [R] of the streams `keys` int64 [R]."""
+    """Returns float64 [R] in [0, 1): the numbers at `positions` int64 [R] in the streams `keys` int64 [R]."""
     bits = mix64(torch.add(keys, positions, alpha=_GAMMA)) >> 11
     return (bits & ((1 << 53) - 1)).to(torch.float64).mul_(2.0**-53)
 
@@ -42,12 +43,13 @@ def random_uniform(keys: Tensor, positions: Tensor) -> Tensor:
 def log_distribution(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """Log-probs float32 [R, V] of what is drawn from `logits` [R, V]; -inf where a token cannot be.
+    """Returns the log-probs, float32 [R, V], of the distribution that is drawn from, given `logits` [R, V].
+    They are -inf for a token that cannot be drawn.
 
-    temperature, top_p, min_p float32 [R]; top_k int64 [R]. The order is temperature, then the `top_k`
-    largest (0: all), then among those the fewest largest whose probabilities sum to at least
-    `top_p`, then those with at least `min_p` times the largest probability. A temperature of 0
-    puts all mass on the first largest logit.
+    temperature, top_p and min_p are float32 [R], and top_k is int64 [R]. The temperature is applied first. Then
+    the `top_k` largest tokens stay (0 means all), of these the fewest largest whose probabilities sum to at
+    least `top_p`, and of these the ones with at least `min_p` times the largest probability. A temperature of 0
+    gives probability 1 to the first of the largest logits.
     """
     greedy = (temperature == 0).unsqueeze(-1)
     scaled = logits / torch.where(greedy, 1.0, temperature.unsqueeze(-1))
@@ -58,7 +60,7 @@ def log_distribution(
     ordered = ordered.masked_fill(rank >= limit, -torch.inf)
     probs = ordered.softmax(-1, dtype=torch.float64)
     before = probs.cumsum(-1) - probs
-    # The largest always stays; where top_p is 1 nothing goes, whatever rounding made of the sum.
+    # The largest always stays, and a top_p of 1 removes nothing, even if the sum is rounded above 1.
     cut = (before >= top_p.unsqueeze(-1)) & (rank > 0) & (top_p < 1).unsqueeze(-1)
     cut |= probs < min_p.unsqueeze(-1) * probs[:, :1]  # never the largest, since min_p < 1
     kept = ordered.masked_fill(cut, -torch.inf).log_softmax(-1)
@@ -66,10 +68,10 @@ def log_distribution(
 
 
 def sample_tokens(logprobs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """(tokens int64 [R], their log-probs float32 [R]) by inverse CDF at u float64 [R] in [0, 1).
+    """Returns tokens int64 [R] and their log-probs float32 [R], by inverse CDF at u float64 [R] in [0, 1).
 
-    The first token whose cumulative probability exceeds u times their sum; a token of probability
-    0 adds nothing to the sum and so is never the first. u < 1 keeps u · sum below the sum in
+    The token drawn is the first whose cumulative probability exceeds u times the sum of all. A token of
+    probability 0 adds nothing to the sum and so is never the first. Since u < 1, u · sum is below the sum in
     float64 too.
     """
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
@@ -81,7 +83,8 @@ def sample_tokens(logprobs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sample_untruncated(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
-    """`sample_tokens` for rows that share untruncated settings: no sort, no per-row knobs."""
+    """Returns what `sample_tokens` does, from logits [R, V] of rows that share settings without top-k, top-p
+    and min-p. It needs no sort."""
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
         # NaN stays NaN: the log-prob of a token from diverged weights must not look like a certainty.

@@ -1,10 +1,9 @@
 """The reference engine: continuous batching over a slotted KV cache, on a CPU or one GPU.
 
-A step is one forward over [last tokens of the R rows | the prompts just admitted], one draw, one
-transfer to the host (which rows are done). Rows 0 … R-1 own slots 0 … R-1; when some finish, the
-last rows move into their places. A prompt is computed once, its keys and values are copied to the
-slots of its group. Everything a row needs is in tensors, so the work in Python does not grow with
-the number of rows.
+A step is one forward pass over [last tokens of the R rows | the prompts just admitted], one draw, and one
+transfer to the host, of which rows are done. Rows 0 … R-1 own slots 0 … R-1; when some finish, the last rows
+move into their places. A prompt is computed once, and its keys and values are copied to the slots of its group.
+The state of the rows is in tensors, so that the work in Python does not grow with the number of rows.
 """
 
 import math
@@ -31,14 +30,14 @@ from rollout.engines.reference.kv_cache_fp8 import build_cache
 from rollout.engines.reference.sampling import log_distribution, sample_tokens
 
 PREFILL_TOKENS = 8192
-"""Most padded prompt tokens in one forward; a longer prompt goes alone."""
+"""Most padded prompt tokens in one forward pass; a longer prompt is computed by itself."""
 MANY_ROWS = 19
-"""Rows for which operations are compiled that take any number of them: no width of a model, for which alone
-they would be compiled then."""
+"""Number of rows with which operations for any number of rows are compiled. It is a number that is no dimension
+of a model: torch.compile would take equal dimensions to be equal always."""
 
 
 def torch_engine(config: TorchEngine) -> AsyncEngine:
-    """Raises ConfigError for a device that torch does not have."""
+    """Returns the reference engine. Raises ConfigError for a device that torch does not have."""
     check_device("rollout.engine.device", config.device)
     return AsyncEngine(TorchStepper(config))
 
@@ -62,9 +61,9 @@ class TorchStepper:
         self.versions = StepVersions()
         self.model: InferenceModel | None = None
         self.owners: list[tuple[Job, int]] = []
-        """The job of each row, and the row's index in the job's group"""
+        """The job of each row, and the index of the row's response in the job's group"""
         self.running: dict[Job, int] = {}
-        """Rows that each job still has"""
+        """Number of rows that each job still has"""
         self.batch: BatchState
         self.cache: KVCache
 
@@ -90,8 +89,8 @@ class TorchStepper:
 
     @torch.inference_mode()
     def _compile(self, model: InferenceModel) -> None:
-        """Uses each operation for one row and for many. The compiler takes a minute, longer than a claim lasts
-        that is not renewed: it must not run in a step, which holds the event loop."""
+        """Compiles each operation, by using it once with one row and once with many. That takes a minute,
+        during which a step would block the event loop, and claims that are not renewed would expire."""
         cache, device = build_cache(model.config, self.config), self.config.device
         cache.new_version(model.kv_scales)
         for rows in (1, min(MANY_ROWS, model.config.max_positions)):
@@ -140,7 +139,8 @@ class TorchStepper:
                 self._free(slots)
 
     def _admit(self) -> list[Job]:
-        """Jobs that now have rows, first come first served, whole groups, one forward's worth."""
+        """Gives rows to waiting jobs, first come, first served, whole groups at a time and as many as fit into
+        one forward pass. Returns those jobs."""
         jobs: list[Job] = []
         longest, rows = 0, self.active
         while self.waiting:
@@ -162,8 +162,8 @@ class TorchStepper:
         return self._place(jobs)
 
     def _place(self, jobs: list[Job]) -> list[Job]:
-        """Gives `jobs` the next rows; returns those that have them. A request with a number that no tensor
-        holds fails by itself."""
+        """Gives `jobs` the next rows and returns those that have them. A request with a number that does not
+        fit into its tensor fails alone."""
         requests = [job.request for job in jobs]
         try:
             self.batch.fill(self.active + sum(r.num_samples for r in requests), requests)
@@ -179,7 +179,8 @@ class TorchStepper:
         return jobs
 
     def _forward(self, model: InferenceModel, old: int, jobs: list[Job]) -> Tensor:
-        """Logits [R, V] of every row's next token; `jobs` own the rows from `old` on."""
+        """Returns the logits [R, V] of every row's next token. The prompts of `jobs`, which own the rows from
+        `old` on, are computed too."""
         positions = self.batch.length[:old] - 1
         tokens = self.batch.ids[:old].gather(1, positions.unsqueeze(1)).squeeze(1)
         decode = self.ops.decode(self.cache, positions, self._longest()) if old else None
@@ -214,8 +215,8 @@ class TorchStepper:
         source: Tensor | None = None,
         width: int = 0,
     ) -> None:
-        """Keeps the experts of the rows' last tokens, at `positions`, and of the prompts after them, `width`
-        tokens each: prompt source[j] is that of the j-th row admitted."""
+        """Stores the experts of the rows' last tokens, at `positions`, and then those of the prompts, `width`
+        tokens each. Prompt source[j] is that of the j-th new row."""
         if not routes:
             return
         old, taken = len(positions), torch.stack(routes, 1)
@@ -224,7 +225,7 @@ class TorchStepper:
             self.batch.put_routes(old, taken[old:].unflatten(0, (-1, width))[source])
 
     def _longest(self) -> int:
-        """Most tokens that any row has: known without asking the device."""
+        """Returns the largest number of tokens in a row, without waiting for the device."""
         return max(len(j.request.prompt_ids) + self.steps - j.started for j in self.running)
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,7 +247,8 @@ class TorchStepper:
                 job.on_token(index, token_list[row], logprob_list[row])
 
     def _stopped(self, tokens: Tensor) -> list[int]:
-        """Rows that end for a reason that the tensors do not know: a stop of several tokens, or time."""
+        """Returns the rows that end for a reason that is not in the tensors: a stop of several tokens, a stop
+        string, or the time limit."""
         watched = {job for job in self.running if job.stoppers or job.deadline_s < math.inf}
         if not watched:
             return []
@@ -259,7 +261,7 @@ class TorchStepper:
         return found
 
     def _drawn(self, slots: list[int]) -> list[tuple[Job, int, Completion]]:
-        """(job, index, what there is of its response) of these slots."""
+        """Returns (job, index in its group, response so far) of each of these slots."""
         found = []
         ids, logprobs, lengths = self.batch.read(slots)
         for slot, row_ids, row_logprobs, length in zip(slots, ids, logprobs, lengths, strict=True):
@@ -291,13 +293,13 @@ class TorchStepper:
             if np.isfinite(completion.logprobs).all():
                 job.complete(index, completion)
             else:
-                # NaN in a cached value would outlive the row: 0 · NaN is NaN for the slot's next owner.
+                # A NaN left in the cache would reach the slot's next row, since a weight of 0 times NaN is NaN.
                 self.cache.clear(torch.tensor([slot]))
                 job.fail(RecordError(f"version {self.version}: a log-prob is not finite"))
         self._free(slots)
 
     def _free(self, slots: list[int]) -> None:
-        """Rows `slots` (ascending) end; the last rows move into their places."""
+        """Frees the rows `slots`, in ascending order; the last rows move into their places."""
         length = self._longest()
         remaining = self.active - len(slots)
         for slot in slots:

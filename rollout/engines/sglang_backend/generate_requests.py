@@ -1,4 +1,4 @@
-"""Requests in SGLang's terms for one response, and the deltas that its chunks hold."""
+"""Translates a request for one response to SGLang's fields, and SGLang's chunks to deltas."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from rollout.engines.sglang_backend.http_client import Chunk, Meta
 
 
 def kept_tokens(sampling: Sampling, vocab_size: int) -> int:
-    """Returns how many tokens top-k, top-p and min-p may leave to draw from; 0 where none is on, or the
-    temperature is 0."""
+    """Returns the largest number of tokens that top-k, top-p and min-p may leave to draw from; 0 if none of
+    them is set or the temperature is 0."""
     whole = sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0
     if sampling.temperature == 0 or whole:
         return 0
@@ -31,8 +31,8 @@ def sglang_sampling_params(request: Request, seed: int, kept: int) -> dict[str, 
         "sampling_seed": seed & (2**63 - 1),
         "max_new_tokens": sampling.max_tokens,
         "stop_token_ids": sorted(request.stop_ids),
-        "ignore_eos": not request.stop_ids,  # which ignores stop_token_ids as well
-        # A running server may prefer others.
+        "ignore_eos": not request.stop_ids,  # True would make SGLang ignore stop_token_ids as well
+        # These are named since a running server may have other defaults.
         "frequency_penalty": 0.0,
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
@@ -40,8 +40,8 @@ def sglang_sampling_params(request: Request, seed: int, kept: int) -> dict[str, 
 
 
 def check_end(chunk: Chunk, meta: Meta, request: Request) -> None:
-    """Raises RecordError for a request that SGLang refuses, or a response that it ended unasked; EngineDied
-    for one that it gave up."""
+    """Raises RecordError for a request that SGLang refuses, or a response that it ended with a token that is no
+    stop id of the request. Raises EngineDied for a response that it aborted."""
     end = meta.finish_reason
     if end is not None and end.type == "abort" and end.status_code == 400:
         raise RecordError(f"SGLang refuses the request: {end.message}")
@@ -56,7 +56,7 @@ def check_end(chunk: Chunk, meta: Meta, request: Request) -> None:
 
 
 def sglang_delta(chunk: Chunk, meta: Meta, new: int, masked: bool) -> CompletionDelta:
-    """The last `new` tokens of a chunk. Raises EngineDied when their log-probs are not there."""
+    """Returns the last `new` tokens of a chunk. Raises EngineDied if it lacks their log-probs."""
     start = len(chunk.output_ids) - new
     if masked:
         logprobs = meta.output_token_sampling_logprobs[start:]

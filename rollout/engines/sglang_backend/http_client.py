@@ -12,7 +12,7 @@ from areal_q.errors import ConfigError, EngineDied, RecordError
 from areal_q.system.credentials import shown
 
 MAX_LINE_BYTES = 64 << 20
-"""A server that repeats a response from its start with every token says long lines."""
+"""Longest line of a stream; lines are long if the server repeats a response from its start with every token."""
 _POLL_S = 0.1
 
 
@@ -43,7 +43,7 @@ class Refusal(Struct, frozen=True):
 
 class Chunk(Struct, frozen=True):
     output_ids: list[int] = []
-    """Ids that are new, or, if the server is set up so, all ids so far"""
+    """The new token ids, or all ids so far, as the server is configured"""
     meta_info: Meta | None = None
     error: Refusal | None = None
 
@@ -52,10 +52,11 @@ CHUNKS = msgspec.json.Decoder(Chunk)
 
 
 class SglangClient:
-    """Every method raises EngineDied when the server does not answer, or not what it should.
+    """A client of one SGLang server. Every method raises EngineDied if the server does not answer or the answer
+    is not valid, and ConfigError if the server refuses the key.
 
-    `reuse` connections only of a server that never ends one first: a request that goes out on a connection
-    which is being closed would look like a server that died.
+    `reuse` keeps connections open. It is only for a server that never closes one first, since a request sent on
+    a connection that is being closed would look like a server that died.
     """
 
     def __init__(self, url: str, key: str | None, timeout_s: float, *, reuse: bool = False) -> None:
@@ -72,14 +73,14 @@ class SglangClient:
         )
 
     async def post(self, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        """Returns the decoded JSON of the answer, or its text."""
+        """Returns the decoded JSON of the answer, or its text if it is not JSON."""
         return await self._call("POST", path, {} if body is None else body, timeout_s)
 
     async def get(self, path: str, timeout_s: float | None = None) -> Any:
         return await self._call("GET", path, None, timeout_s)
 
     async def up(self, timeout_s: float) -> dict[str, Any]:
-        """Waits until the server answers, and returns what it says of itself."""
+        """Waits until the server answers, and returns its /server_info."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             try:
@@ -90,7 +91,8 @@ class SglangClient:
                 await asyncio.sleep(_POLL_S)
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
-        """Chunks as they come. Raises RecordError when the server refuses the request."""
+        """Yields the chunks of a response as they arrive. Raises RecordError if the server refuses the
+        request."""
         self._check_open()
         try:
             async with self._session.post(
@@ -117,7 +119,7 @@ class SglangClient:
             raise EngineDied("SGLang: the connection was given up")
 
     def _refuse(self, status: int, said: str) -> None:
-        """The request's fault, or the server's."""
+        """Raises RecordError if the request is at fault, ConfigError if the key is, otherwise EngineDied."""
         if status in (401, 403):
             raise ConfigError(f"SGLang at {shown(self.url)} asks for another key")
         if status < 500:

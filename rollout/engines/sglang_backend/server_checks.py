@@ -1,4 +1,4 @@
-"""Checks over HTTP, before the first request, that an SGLang server is what a worker needs."""
+"""Checks over HTTP, before the first request, that an SGLang server does what a worker needs."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from rollout.engines.sglang_backend.server_main import LINEARS
 PROBE_TEMPERATURE = 0.3
 PROBE_TOKENS = 8
 LOGPROB_GAP = 0.05
-"""Tolerance in nats: BF16 rounding stays below it, log-probs before the temperature are far beyond."""
+"""Tolerance in nats. BF16 rounding stays below it, and log-probs from before the temperature are far above."""
 
 
 def check_settings(info: dict[str, Any], config: SglangEngine) -> None:
-    """Raises ConfigError for a running server that cannot keep a promise of ours."""
+    """Raises ConfigError for a running server whose version or settings the adapter cannot work with."""
     where = f"rollout.engine.url: {shown(config.url or '')}"
     if "sampling_mask_max_tokens" not in info:
         raise ConfigError(f"{where} is SGLang {info.get('version')}; 0.5.23 or newer is needed")
@@ -35,8 +35,8 @@ def check_settings(info: dict[str, Any], config: SglangEngine) -> None:
 
 
 async def check_logprobs(client: SglangClient, most_masked: int) -> None:
-    """Raises ConfigError when the server reports log-probs before the temperature
-    (SGLANG_RETURN_ORIGINAL_LOGPROB): those are not of the distribution that draws."""
+    """Raises ConfigError if the server reports log-probs from before the temperature
+    (SGLANG_RETURN_ORIGINAL_LOGPROB), which are not those of the distribution that it draws from."""
     probe = {
         "input_ids": [0],
         "sampling_params": {
@@ -60,10 +60,11 @@ async def check_logprobs(client: SglangClient, most_masked: int) -> None:
 
 
 async def linears(client: SglangClient, info: dict[str, Any], format: str) -> dict[str, str]:
-    """How each linear of the decoder layers really computes.
+    """Returns, by the name of each linear layer in the decoder, the class that really computes it.
 
-    A server started by rollout/engines/sglang_backend/server_main.py knows. Of another one only the tensors
-    can be asked for: a linear without scales is not quantized. Raises ConfigError where not even that tells.
+    A server started by rollout/engines/sglang_backend/server_main.py reports the classes. Another server only
+    lists its tensors, which show that a layer without scales is not quantized. Raises ConfigError for a format
+    that the list does not show.
     """
     if LINEARS in info:
         return info[LINEARS]

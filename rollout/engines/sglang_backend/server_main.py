@@ -1,8 +1,8 @@
 """`python -m rollout.engines.sglang_backend.server_main DIRECTORY`: an SGLang server that ends with the worker
-that started it, and takes DIRECTORY along.
+that started it, and then removes DIRECTORY.
 
-Reads one line of JSON, the ServerArgs, from its standard input, so that the key is in no command line;
-when that input ends, so does the server. What SGLang prints goes to standard error.
+It reads the ServerArgs as one line of JSON from its standard input, so that the key is in no command line, and
+ends when that input is closed. SGLang's output goes to standard error.
 """
 
 # pyright: reportMissingImports=false
@@ -18,7 +18,7 @@ import msgspec
 
 CPU_ATTENTION = "torch_native"
 LINEARS = "areal_q_linears"
-"""Key in what the server says of itself for the class that computes each linear of the decoder layers"""
+"""Key in the server's /server_info for the class that computes each linear layer of the decoder"""
 
 
 def main() -> None:
@@ -34,8 +34,8 @@ def main() -> None:
 
 
 def run_scheduler(*args: Any, **more: Any) -> None:
-    """The process that holds the model: SGLang's own, which also tells what it runs, and where seeds work on
-    a CPU too."""
+    """Runs SGLang's process that holds the model. It also reports the classes of the linear layers, and takes
+    seeds on a CPU too."""
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 
     tell = Scheduler.get_init_info
@@ -50,7 +50,8 @@ def run_scheduler(*args: Any, **more: Any) -> None:
         from sglang.srt import batch_invariant_ops
 
         allow_seeds_on_a_cpu()
-        # Its kernels are Triton's, for GPUs. torch's own on a CPU differ in the last bits of a product.
+        # The kernels of that mode are written in Triton, for GPUs. With torch's own kernels, which a CPU uses
+        # instead, the last bits of a product depend on the batch.
         batch_invariant_ops.enable_batch_invariant_mode = lambda *_: None
     run_scheduler_process(*args, **more)
 
@@ -66,7 +67,8 @@ def linears_of(model: Any) -> dict[str, str]:
 
 
 def allow_seeds_on_a_cpu() -> None:
-    """SGLang draws by a request's seed in its deterministic mode only, which lists GPU attention alone."""
+    """Adds CPU attention to the backends that SGLang allows in its deterministic mode, without which it ignores
+    a request's seed."""
     from sglang.srt.arg_groups.choices import (
         add_deterministic_attention_backend_choices,
         add_radix_supported_deterministic_attention_backend_choices,

@@ -1,4 +1,4 @@
-"""An SGLang server of a worker's own: on loopback, behind a key, gone when the worker is."""
+"""An SGLang server that a worker starts: it listens on loopback, requires a key, and ends with the worker."""
 
 import asyncio
 import contextlib
@@ -27,12 +27,13 @@ SGLANG_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 SGLANG_GPU_ENVIRONMENT = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
-"""Settings without which SGLang makes the scales of FP8 blocks powers of two and requantizes, on GPUs newer
-than Hopper"""
+"""Environment variables for GPUs newer than Hopper, on which SGLang would otherwise round the scales of FP8
+blocks to powers of two and requantize"""
 SGLANG_CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
 CPU_CACHE_BYTES = 256 << 20
 RESERVED_POSITIONS = 16
-"""Positions beyond those asked for; SGLang admits prompts some tokens shorter than its context."""
+"""Positions of context beyond those that the run needs, since SGLang admits only prompts that are some tokens
+shorter than its context"""
 
 
 def _for_the_device(cpu: bool) -> dict[str, str]:
@@ -42,7 +43,7 @@ def _for_the_device(cpu: bool) -> dict[str, str]:
 
 
 class SglangProcess:
-    """The processes of a server, which form a group that ends as a whole; its sockets are in `directory`."""
+    """The processes of a server. They form one process group, which ends as a whole."""
 
     def __init__(self, process: asyncio.subprocess.Process, url: str, key: str) -> None:
         self._process = process
@@ -51,8 +52,9 @@ class SglangProcess:
 
     @classmethod
     async def start(cls, settings: dict[str, Any], directory: Path) -> "SglangProcess":
-        """`settings` are fields of SGLang's ServerArgs; address and key are added here. `directory` is
-        removed by whichever of the two processes lives longer."""
+        """Starts a server on a free port with a new key. `settings` are the other fields of SGLang's
+        ServerArgs. The server puts its sockets in `directory`, and this process or the server, whichever ends
+        last, removes it."""
         port, key = free_ports(1)[0], secrets.token_hex(32)
         environment = SGLANG_ENVIRONMENT | _for_the_device(settings.get("device") == "cpu")
         process = await asyncio.create_subprocess_exec(
@@ -67,8 +69,8 @@ class SglangProcess:
         return cls(process, f"http://127.0.0.1:{port}", key)
 
     async def up(self, client: SglangClient, timeout_s: float) -> dict[str, Any]:
-        """Waits until the server answers, and returns what it says of itself. Raises EngineDied if it ends
-        before."""
+        """Waits until the server answers, and returns its /server_info. Raises EngineDied if it ends before
+        that or does not answer within `timeout_s`."""
         answer = asyncio.ensure_future(client.up(timeout_s))
         ended = asyncio.ensure_future(self._process.wait())
         try:
@@ -95,7 +97,7 @@ class SglangProcess:
 def server_settings(
     config: SglangEngine, path: str, model: DecoderConfig, stamp: str
 ) -> dict[str, Any]:
-    """ServerArgs for the checkpoint in `path`, whose tokens are to carry `stamp`."""
+    """Returns the ServerArgs to serve the checkpoint in `path`, with `stamp` as the version of its tokens."""
     cpu = not checkpoint_backend.has_gpu()
     positions = (config.max_positions or model.max_positions) + RESERVED_POSITIONS
     float32 = config.dtype == "float32" or (config.dtype == "auto" and cpu)
@@ -112,13 +114,13 @@ def server_settings(
         "tp_size": config.tensor_parallel,
         "disable_cuda_graph": not config.compiled,
         "disable_radix_cache": not config.prefix_cache,
-        # With the overlap a step is under way while weights change in place: a token would carry the
-        # version after the one that drew it.
+        # With the overlap a step is under way while weights change in place, so that a token would be stamped
+        # with the version after the one that drew it.
         "disable_overlap_schedule": cpu or config.kv_on_update == "keep",
         "enable_deterministic_inference": config.seeded,
         "sampling_mask_max_tokens": max(4096, model.vocab_size),
         "grammar_backend": "none",
-        # Only what a request names ends a response.
+        # A response ends only with a stop id that its request names.
         "json_model_override_args": '{"eos_token_id": null}',
         "log_level": "error",
     }

@@ -1,11 +1,12 @@
-"""SGLang behind our Protocol, over its HTTP interface: a server of our own, or one that runs already.
+"""SGLang as a GenerationBackend, over HTTP: a server that the worker starts, or one that runs already.
 
-    stage ─▶ a checkpoint of the version, in memory (/dev/shm) ; generation goes on
-    pause ─▶ in place, or retracted: the KV cache of what is half done is kept, or computed again
-    push  ─▶ SGLang reads the checkpoint and stamps the tokens from then on
+    stage ─▶ a checkpoint of the version is written into memory (/dev/shm) while generation goes on
+    pause ─▶ the KV cache of unfinished responses is kept in place, or dropped and computed again
+    push  ─▶ SGLang reads the checkpoint and stamps tokens with the version from then on
 
-Log-probs are of the distribution that drew: after temperature as SGLang reports them; with top-k or top-p
-on, those of its sampling mask, since the others are of the whole distribution. Written against 0.5.23.
+Log-probs are those of the distribution that drew the token. SGLang reports them after the temperature; with
+top-k or top-p they are those of its sampling mask, since the others are of the whole distribution. Written
+against SGLang 0.5.23.
 """
 
 import asyncio
@@ -37,17 +38,17 @@ from rollout.engines.sglang_backend.http_client import SglangClient
 from rollout.engines.sglang_backend.server_process import SglangProcess, server_settings
 
 SGLANG_CPU_FORMATS = frozenset({"bf16"})
-"""Formats on a CPU; SGLang's quantized products need AMX, or a GPU."""
+"""Formats that SGLang computes on any CPU; its quantized products need AMX or a GPU."""
 SGLANG_GPU_FORMATS = SGLANG_CPU_FORMATS | {"fp8", "fp8-channel", "int8"}
 MEMORY = Path("/dev/shm")
 ABORTS_S = 1.0
-"""Seconds for which the end of a server waits until it has heard which requests are not wanted any more"""
+"""Seconds that `close` waits at most for the server to receive the cancellations of requests"""
 PAUSES = {"keep": "in_place", "recompute": "retract"}
 
 
 def sglang_engine(config: SglangEngine) -> StreamingEngine:
-    """Raises ConfigError where SGLang, or for a server at a URL its client, is not installed, and for a
-    directory that is not there."""
+    """Returns the SGLang engine. Raises ConfigError if SGLang is not installed (for a server at a URL, if the
+    HTTP client is not), or if the configured directory does not exist."""
     needed = ("aiohttp",) if config.url else ("aiohttp", "sglang")
     if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise ConfigError(
@@ -60,7 +61,8 @@ def sglang_engine(config: SglangEngine) -> StreamingEngine:
 
 
 def handover_directory(config: SglangEngine) -> str:
-    """Returns the directory in which versions are handed over: in memory, where there is such a place."""
+    """Returns the directory in which versions are handed over: the configured one, else one in memory if the
+    system has such a place."""
     if config.directory:
         return config.directory
     return str(MEMORY) if os.access(MEMORY, os.W_OK) else tempfile.gettempdir()
@@ -85,19 +87,19 @@ class SglangBackend:
         self._model: DecoderConfig | None = None
         self._positions = config.max_positions
         self._seeded = True
-        """True if the server draws in its deterministic mode, asked or not."""
+        """True if the server draws in its deterministic mode, whether or not the settings ask for it"""
         self._most_masked = 0
-        """Most tokens of a truncated distribution whose log-probs the server reports"""
+        """Size of the largest truncated distribution for which the server reports log-probs, in tokens"""
         self._salt = ""
         self._aborts: set[asyncio.Task[None]] = set()
 
     @property
     def pid(self) -> int:
-        """Process id of the server of our own; 0 without one."""
+        """Process id of the server that this worker started; 0 if there is none."""
         return self._server.pid if self._server else 0
 
     async def prepare(self) -> None:
-        """Nothing to do before the first version."""
+        """Does nothing, since SGLang is imported only in the server's processes."""
 
     def check_weights(self, weights: WeightVersion) -> None:
         checkpoint_backend.check_weights(weights, self._first)
@@ -125,7 +127,7 @@ class SglangBackend:
             tempfile.mkdtemp(prefix="areal-q-sglang-", dir=handover_directory(self.config))
         )
         if self.config.url:
-            # Of another user, perhaps, which only reads. A server of our own is ours.
+            # The server may run as another user, and must be able to read the directory.
             self._directory.chmod(0o755)
         try:
             if self.config.url:
@@ -155,8 +157,8 @@ class SglangBackend:
     async def pause(self) -> None:
         client = self._running()
         await client.post("/pause_generation", {"mode": PAUSES[self.config.kv_on_update]})
-        # The pause is not waited for, but questions are answered in turn, after all tokens drawn before:
-        # by the second answer those have been read here as well.
+        # SGLang answers the pause before it is complete. It answers later queries in order, after all tokens
+        # that were drawn before, so that those have been read here by the second answer.
         for _ in range(2):
             await client.get("/server_info")
 
@@ -184,7 +186,7 @@ class SglangBackend:
             "sampling_params": generate_requests.sglang_sampling_params(request, seed, kept),
             "return_logprob": True,
             "return_sampling_mask": kept > 0,
-            # Blocks of keys and values are shared between requests of one loading only.
+            # Requests share cached keys and values only within one loading of weights.
             "extra_key": self._salt,
         }
         try:
@@ -213,7 +215,7 @@ class SglangBackend:
             await self._client.close()
 
     async def close(self) -> None:
-        """Ends the server if it is our own; else what it was asked for."""
+        """Ends the server if this worker started it, and otherwise the requests made of it."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=ABORTS_S)
         client, self._client = self._client, None
@@ -227,7 +229,7 @@ class SglangBackend:
             self._directory = self._staged = None
 
     async def _start(self, weights: WeightVersion, model: DecoderConfig) -> dict[str, Any]:
-        """A server of our own, that begins with `weights`."""
+        """Starts a server with `weights`. Returns its /server_info."""
         await self.stage(weights)
         assert self._directory is not None
         stamp = checkpoint_backend.version_stamp(weights.manifest)
@@ -239,7 +241,8 @@ class SglangBackend:
         return info
 
     async def _join(self, url: str, weights: WeightVersion) -> dict[str, Any]:
-        """A server that runs, or will before long: asked whether it is as it must be, and given `weights`."""
+        """Waits for the server at `url`, checks its settings and loads `weights` into it. Returns its
+        /server_info. Raises ConfigError for settings that the adapter cannot work with."""
         self._client = SglangClient(url, secret("SGLANG_KEY_FILE"), self.timeout_s)
         info = await self._client.up(self.config.start_timeout_s)
         server_checks.check_settings(info, self.config)
@@ -263,7 +266,8 @@ class SglangBackend:
             self._staged = None
 
     def _abort(self, client: SglangClient, rid: str) -> None:
-        """Asks for it and goes on: SGLang also sees that nobody listens, but only seconds later."""
+        """Asks SGLang to cancel request `rid`, without waiting. It would also notice the closed connection, but
+        only seconds later."""
 
         async def ask() -> None:
             with contextlib.suppress(EngineDied):

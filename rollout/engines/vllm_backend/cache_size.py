@@ -1,7 +1,7 @@
-"""How large vLLM's KV cache is on a CPU, and how long a sequence it therefore takes.
+"""Chooses the size of vLLM's KV cache on a CPU, and the longest sequence that fits into it.
 
-vLLM does not start where its cache cannot hold one sequence of all positions, and then names settings of its
-own. So both are settled here first, from `kv_cache_bytes`, `max_positions` and the model's shape.
+vLLM refuses to start if its cache cannot hold one sequence of full length, in a message that names vLLM's own
+settings. Both numbers are therefore chosen here, from `kv_cache_bytes`, `max_positions` and the model's shape.
 """
 
 import logging
@@ -14,7 +14,7 @@ from areal_q.models import DecoderConfig
 logger = logging.getLogger(__name__)
 
 LEAST_BYTES, MOST_BYTES = 256 << 20, 1 << 30
-"""Bounds of a cache that nobody asked for, between which it holds one sequence of all positions"""
+"""Bounds on the cache if `kv_cache_bytes` is not set; between them it holds one sequence of full length."""
 _BLOCK = 128
 """Positions in a block of vLLM's cache on a CPU; a sequence takes whole blocks."""
 RESERVED_BLOCKS = 1
@@ -24,16 +24,17 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 class Cache(NamedTuple):
     bytes: int
-    """Bytes in each process of `tensor_parallel`"""
+    """Size in each process of `tensor_parallel`"""
     positions: int
     """Most tokens of prompt and response together"""
 
 
 def cache_for(config: VllmEngine, model: DecoderConfig, dtype: str) -> Cache:
-    """Returns the cache for activations of `dtype`. Raises ConfigError where settings contradict each other.
+    """Returns the cache for activations of `dtype`. Raises ConfigError if `max_positions` do not fit into
+    `kv_cache_bytes`.
 
-    Example: Qwen2.5-0.5B (24 layers, 2 key heads of 64, 32,768 positions) takes 24,576 bytes a position in
-    float32, so that the default is 771 MiB and all positions; kv_cache_bytes = 256 MiB holds 10,752 of them.
+    Qwen2.5-0.5B (24 layers, 2 key heads of 64, 32,768 positions) takes 24,576 bytes a position in float32. The
+    default is therefore 771 MiB, for all positions; kv_cache_bytes = 256 MiB holds 10,752 of them.
     """
     item = 1 if config.kv_cache == "fp8" else ITEM_BYTES[dtype]
     heads = max(1, model.kv_heads // config.tensor_parallel)

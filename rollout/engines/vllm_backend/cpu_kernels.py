@@ -1,9 +1,9 @@
-"""What vLLM computes with on a CPU: one choice for each format, the same with AMX and without.
+"""The kernels that vLLM uses on a CPU: one for each format, the same on processors with and without AMX.
 
-vLLM itself asks the processor. With AMX tiles it would take SGL's INT8 product, which refuses float32, and
-round the activations of INT4 to eight bits; with AMX-FP8 it would take another FP8 product. A run would compute
-something else on another machine, so those choices are made here instead: by the environment that vLLM reads
-(`VLLM_CPU_ENVIRONMENT`), and by `rollout/engines/vllm_backend/worker_cpu.py` in its worker.
+vLLM itself chooses by processor. With AMX tiles it would use SGL's INT8 product, which refuses float32, and
+round the activations of INT4 to eight bits; with AMX-FP8 it would use another FP8 product. A run would then
+compute something else on another machine. The choice is therefore made by the environment that vLLM reads
+(`VLLM_CPU_ENVIRONMENT`) and by rollout/engines/vllm_backend/worker_cpu.py in its worker.
 """
 
 from typing import Literal, NamedTuple
@@ -13,7 +13,7 @@ import torch
 from areal_q.errors import ConfigError
 
 VLLM_CPU_ENVIRONMENT = {
-    # The threads are counted by OMP_NUM_THREADS; binding them to cores would fight with the learner's.
+    # OMP_NUM_THREADS sets the number of threads. Bound to cores, they would compete with the learner's there.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_CPU_INT4_W4A8": "0",
@@ -22,12 +22,13 @@ VLLM_CPU_ENVIRONMENT = {
 
 
 class Kernel(NamedTuple):
-    """The way in which a format is computed in a dtype."""
+    """How vLLM computes a format with activations of some dtype."""
 
     product: str
     tolerance_nats: float
-    """Largest difference of a token's log-prob to the format's own arithmetic in float32: about twice what was
-    seen over 1,280 tokens of the tests' small model, whose weights are far from uniform"""
+    """Largest accepted difference between a token's log-prob and that of the format's own arithmetic in
+    float32: about twice the largest seen over 1,280 tokens of the tests' small model, whose weights are far
+    from uniform"""
     why: str
     """The reason for the tolerance"""
 
@@ -47,20 +48,20 @@ KERNELS: dict[tuple[str, str], Kernel] = {
     ("fp8-channel", "float32"): Kernel("torch._scaled_mm", 0.5, _FLIPS),
     ("fp8-channel", "bfloat16"): Kernel("torch._scaled_mm", 1.5, f"{_BFLOAT16}; {_FLIPS}"),
 }
-"""Kernels by format and dtype. The others are refused on every CPU: vLLM's FP8 blocks exist with AMX alone, and
-without the rounding of activations that the format has; NVFP4, MXFP4 and INT4-FP8 take a GPU; vLLM lacks NF4"""
+"""Kernels by format and dtype. Other formats are refused on every CPU: vLLM computes FP8 blocks only with AMX,
+and then without the format's rounding of activations; NVFP4, MXFP4 and INT4-FP8 need a GPU; vLLM has no NF4."""
 
 FORMATS = frozenset(format for format, _ in KERNELS)
 
 
 def has_amx() -> bool:
-    """Returns whether vLLM sees AMX tiles here."""
+    """Returns True if vLLM would find AMX tiles on this processor."""
     return torch.cpu._is_amx_tile_supported()
 
 
 def dtype_for(format: str, asked: Literal["auto", "float32", "bfloat16"] = "auto") -> str:
-    """Returns the dtype of activations: float32 where the format's product has it, unless another is asked for.
-    Raises ConfigError where the format's product has not the dtype."""
+    """Returns the dtype of activations. "auto" means float32 if there is a kernel for it, otherwise bfloat16.
+    Raises ConfigError if there is no kernel for the format in the dtype that is asked for."""
     able = [dtype for known, dtype in KERNELS if known == format]
     if asked == "auto":
         return "float32" if "float32" in able else "bfloat16"
@@ -73,5 +74,5 @@ def dtype_for(format: str, asked: Literal["auto", "float32", "bfloat16"] = "auto
 
 
 def kernel_for(format: str, asked: Literal["auto", "float32", "bfloat16"] = "auto") -> Kernel:
-    """Returns what computes `format`. Raises ConfigError as `dtype_for` does."""
+    """Returns the kernel for `format`. Raises ConfigError as `dtype_for` does."""
     return KERNELS[format, dtype_for(format, asked)]

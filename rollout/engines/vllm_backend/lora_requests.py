@@ -1,10 +1,10 @@
-"""Adapters (areal_q/models/low_bit/lora.py) in vLLM, by its own LoRA, from where the rollout worker stands.
+"""LoRA adapters (areal_q/models/low_bit/lora.py) in vLLM, by its own LoRA: the rollout worker's side.
 
-    launch: checkpoint of the base ─▶ vLLM with room for one adapter ─▶ the first version's, staged, swapped in
+    launch: checkpoint of the base ─▶ vLLM with room for one adapter ─▶ first version: stage ─▶ swap
     update: stage ─▶ pause ─▶ swap: the tensors of that one adapter are replaced ─▶ resume
 
-All requests name the same adapter, so those in flight go on with its new tensors. The base stays: only
-norms, which AQN draws anew, are loaded again with a version. The worker's side is worker_lora.py.
+All requests name the same adapter, so that those in flight go on with its new tensors. The base stays; only its
+norms, which AQN draws anew, are loaded again with a version. The side of vLLM's worker is worker_lora.py.
 """
 
 # pyright: reportMissingImports=false
@@ -20,7 +20,7 @@ from areal_q.quant.kv_scales import NAMES
 from areal_q.weights.version import WeightVersion
 
 ADAPTER = 1
-"""Number that vLLM gives to the one adapter"""
+"""Number of the only adapter in vLLM"""
 
 
 def has_adapters(manifest: Manifest) -> bool:
@@ -28,8 +28,8 @@ def has_adapters(manifest: Manifest) -> bool:
 
 
 def engine_arguments(manifest: Manifest) -> dict[str, Any]:
-    """Returns fields of vLLM's AsyncEngineArgs for versions like `manifest`. Raises WeightVersionError for a
-    rank that vLLM does not take."""
+    """Returns the fields of vLLM's AsyncEngineArgs for versions with the adapters of `manifest`. Raises
+    WeightVersionError for a rank that vLLM does not support."""
     ranks = {
         s.name.removesuffix(f".{A}"): s.shape[0] for s in manifest.tensors if s.name.endswith(A)
     }
@@ -49,7 +49,7 @@ def engine_arguments(manifest: Manifest) -> dict[str, Any]:
 
 
 def lora_request(manifest: Manifest) -> Any:
-    """Returns what every request to vLLM carries; None where `manifest` has no adapters."""
+    """Returns the LoRARequest that goes with every request to vLLM; None if `manifest` has no adapters."""
     if not has_adapters(manifest):
         return None
     from vllm.lora.request import LoRARequest
@@ -58,13 +58,14 @@ def lora_request(manifest: Manifest) -> Any:
 
 
 def without_adapters(weights: WeightVersion) -> WeightVersion:
-    """`weights` without the adapters' tensors, for a checkpoint; its manifest still names them."""
+    """Returns `weights` without the adapters' tensors, for a checkpoint of the base. The manifest still names
+    them."""
     base = {name: t for name, t in weights.tensors.items() if not is_adapter(name)}
     return replace(weights, tensors=base)
 
 
 def check_adapters(weights: WeightVersion, first: Manifest | None) -> None:
-    """Raises WeightVersionError for adapters, or a base, that cannot follow `first`."""
+    """Raises WeightVersionError if only one of `weights` and `first` has adapters, or their bases differ."""
     manifest = weights.manifest
     if first is None:
         return
@@ -76,6 +77,6 @@ def check_adapters(weights: WeightVersion, first: Manifest | None) -> None:
 
 
 def _frozen(manifest: Manifest) -> set[tuple[str, str]]:
-    """Names and digests of what no version changes."""
+    """Returns the names and digests of the tensors that no version changes."""
     free = (A, B, "norm.weight", *(f".self_attn.{name}" for name in NAMES))
     return {(s.name, s.digest) for s in manifest.tensors if not s.name.endswith(free)}

@@ -1,4 +1,4 @@
-"""Requests and answers in vLLM's terms."""
+"""Translates requests to vLLM's sampling parameters, and vLLM's outputs to deltas."""
 
 # pyright: reportMissingImports=false
 
@@ -11,7 +11,7 @@ from rollout.engines.process.generation_backend import CompletionDelta
 
 def vllm_delta(output: Any) -> CompletionDelta:
     spans = None
-    if output.weight_versions is not None:  # with the last one only
+    if output.weight_versions is not None:  # vLLM gives them with the last output only
         stamps = [(s.version.partition(":"), s.end - s.start) for s in output.weight_versions]
         spans = [VersionSpan(int(v), tokens, digest) for (v, _, digest), tokens in stamps]
     return CompletionDelta(

@@ -1,9 +1,9 @@
-"""vLLM behind our Protocol: AsyncLLM, whose core and workers are processes of their own.
+"""vLLM as a GenerationBackend: AsyncLLM, whose core and workers are processes of their own.
 
-It starts from a checkpoint written from the first published version, so that its layers are built for the
-format; later versions go to the worker ahead of the swap (rollout/engines/vllm_backend/worker_extension.py).
-Log-probs are `processed_logprobs`: of the distribution that drew, after temperature, top-k and top-p. Versions
-are stamped by the core itself on every token. Written against vLLM 0.32 and 0.33.
+It starts from a checkpoint of the first published version, so that its layers are built for the format. Later
+versions go to the workers ahead of the swap (rollout/engines/vllm_backend/worker_extension.py). Log-probs are
+vLLM's `processed_logprobs`, of the distribution that drew, after temperature, top-k and top-p. The core itself
+stamps every token with its version. Written against vLLM 0.32 and 0.33.
 """
 
 # pyright: reportMissingImports=false
@@ -49,15 +49,16 @@ VLLM_GPU_ENVIRONMENT = {
     "VLLM_USE_DEEP_GEMM_E8M0": "0",
     "VLLM_DISABLED_KERNELS": "FlashInferMxFp4LinearKernel",
 }
-"""Settings without which vLLM makes the scales of FP8 blocks powers of two and requantizes, and rounds the
-activations of MXFP4 to four bits where the GPU can: it would not run what was published."""
+"""Environment variables that make vLLM run what was published. Without them it rounds the scales of FP8 blocks
+to powers of two and requantizes, and rounds the activations of MXFP4 to four bits if the GPU can."""
 VLLM_GPU_FORMATS = cpu_kernels.FORMATS | {"fp8", "nvfp4", "mxfp4"}
 VLLM_HOPPER_FORMATS = VLLM_GPU_FORMATS | {"int4-fp8"}
 EXTENSION = "rollout.engines.vllm_backend.worker_extension"
 
 
 def vllm_engine(config: VllmEngine) -> StreamingEngine:
-    """Raises ConfigError where vLLM is not installed, and for settings that it would not heed."""
+    """Returns the vLLM engine. Raises ConfigError if vLLM is not installed, and for settings that it would
+    ignore."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine.type = 'vllm' needs vLLM: pip install 'areal-q[vllm]' for a GPU, "
@@ -90,7 +91,7 @@ class VllmBackend:
         self._first: Manifest | None = None
         self._model: DecoderConfig | None = None
         self._positions = config.max_positions
-        """Most tokens of prompt and response together; 0 stands for the model's own."""
+        """Most tokens of prompt and response together; 0 means the model's own limit"""
         self._salt = ""
         self._adapter: Any = None
         self._requests = 0
@@ -165,7 +166,7 @@ class VllmBackend:
         self._requests += 1
         prompt: Any = {
             "prompt_token_ids": np.asarray(request.prompt_ids).tolist(),
-            # Blocks of keys and values are shared between requests of one loading only.
+            # Requests share cached keys and values only within one loading of weights.
             "cache_salt": self._salt,
         }
         outputs = llm.generate(
@@ -183,7 +184,7 @@ class VllmBackend:
 
     @property
     def pid(self) -> int:
-        """The first process that holds the model; 0 without one."""
+        """Id of the first process that holds the model; 0 if there is none."""
         return self.pids[0] if self.pids else 0
 
     async def ended(self) -> None:
@@ -195,7 +196,7 @@ class VllmBackend:
                 os.kill(pid, signal.SIGKILL)
 
     async def close(self) -> None:
-        """Ends the processes, however they are; the directory goes with them."""
+        """Ends the processes, whatever state they are in, and removes their directory."""
         llm, self._llm = self._llm, None
         if llm is not None:
             with contextlib.suppress(TimeoutError):
@@ -241,12 +242,12 @@ class VllmBackend:
             await self._answer(llm.collective_rpc("areal_observe"), "observers")
 
     async def _swap(self, manifest: Manifest) -> None:
-        """Changes to the weights that were staged."""
+        """Replaces the weights by the staged version `manifest`."""
         swapped = self._running().collective_rpc("areal_swap", args=(manifest.digest,))
         await self._answer(swapped, "swap")
 
     async def _stamp(self, manifest: Manifest) -> None:
-        """Tokens drawn from now on carry this version."""
+        """Makes vLLM stamp the tokens drawn from now on with version `manifest`."""
         self._salt = checkpoint_backend.fresh_salt()
         stamp = checkpoint_backend.version_stamp(manifest)
         await self._answer(self._running().update_weight_version(stamp), "version")
@@ -257,7 +258,8 @@ class VllmBackend:
         return self._llm
 
     async def _answer(self, call: Awaitable[_T], what: str) -> _T:
-        """Raises EngineDied when vLLM fails, or does not answer in time."""
+        """Returns the result of `call`. Raises EngineDied if vLLM fails or does not answer in time; `what`
+        names the call in the message."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -266,7 +268,7 @@ class VllmBackend:
             raise EngineDied(f"vLLM did not answer ({what}) in {self.timeout_s:.0f} s") from error
         except EngineDeadError as error:
             raise EngineDied(f"vLLM died ({what})") from error
-        except Exception as error:  # whatever the worker raised comes as a bare Exception
+        except Exception as error:  # vLLM passes on every error of its worker as a bare Exception
             raise EngineDied(f"vLLM failed ({what}): {error}") from error
 
 
@@ -277,8 +279,8 @@ def _formats() -> frozenset[str]:
 
 
 def _settings(config: VllmEngine, manifest: Manifest) -> dict[str, Any]:
-    """Returns what vLLM calls its engine's arguments, as far as they follow from the settings and the first
-    version. Raises ConfigError."""
+    """Returns the fields of vLLM's AsyncEngineArgs that follow from the settings and the first version. Raises
+    ConfigError for settings that do not fit the version."""
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     positions, cache_bytes = config.max_positions or None, config.kv_cache_bytes or None
     if not checkpoint_backend.has_gpu():

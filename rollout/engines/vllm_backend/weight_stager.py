@@ -19,7 +19,8 @@ MAX_REPLY_BYTES = 4096
 
 
 class WeightStager:
-    """Lives in `directory`, which only this user can enter. Used by one task at a time."""
+    """The sending end, whose socket lies in `directory`, which only this user can enter. Only one task at a
+    time may use it."""
 
     def __init__(self, directory: Path) -> None:
         self.endpoint = f"ipc://{directory / 'weights'}"
@@ -32,11 +33,12 @@ class WeightStager:
         self._peers: list[bytes] = []
 
     async def wait_for_workers(self, workers: int, timeout_s: float) -> None:
-        """Waits until all `workers` have said hello. Raises EngineDied."""
+        """Waits until `workers` workers have connected. Raises EngineDied if they have not in `timeout_s`."""
         self._peers = [(await self._answer(timeout_s, "hello"))[0] for _ in range(workers)]
 
     async def send(self, weights: WeightVersion, timeout_s: float) -> None:
-        """Returns when every worker holds `weights`, verified. Raises EngineDied."""
+        """Sends `weights` and returns when every worker has received and verified them. Raises EngineDied if a
+        worker refuses them, is gone, or does not answer in `timeout_s`."""
         manifest = messages.encode(weights.manifest)
         payload = weights.payload.numpy().data
         for peer in self._peers:
@@ -49,7 +51,7 @@ class WeightStager:
         while waiting:
             peer, verdict, *rest = await self._answer(timeout_s, "staged weights")
             if rest[:1] != [digest]:
-                continue  # of an earlier version, whose sending was given up
+                continue  # This answers an earlier version, whose sending was cancelled.
             if verdict != b"staged":
                 raise EngineDied(f"version {weights.manifest.version} refused: {rest[1].decode()}")
             waiting.discard(peer)

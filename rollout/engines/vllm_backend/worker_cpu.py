@@ -1,5 +1,5 @@
-"""What vLLM's worker does otherwise on a CPU: the product that it takes for INT8 with AMX, of which
-rollout/engines/vllm_backend/cpu_kernels.py says why, and the seeds of prompts that take several steps."""
+"""Changes to vLLM's worker on a CPU: the kernel for INT8 on processors with AMX (cpu_kernels.py says why), and
+the seeded draws after prompts that take several steps."""
 
 # pyright: reportMissingImports=false
 
@@ -10,10 +10,11 @@ import vllm.model_executor.kernels.linear.scaled_mm.cpu as scaled_mm
 
 
 def keep_float32_off_sgl() -> None:
-    """Makes vLLM build INT8 layers whose activations are float32 on oneDNN's product.
+    """Makes vLLM compute INT8 layers with float32 activations by oneDNN's product.
 
-    With AMX it takes SGL's for all of them and asks for the weights' dtype only; the first product of float32
-    activations then ends the engine. Layers are built under the activations' dtype as torch's default.
+    With AMX it chooses SGL's product by the dtype of the weights alone, and the first product with float32
+    activations then ends the engine. The activations' dtype is known here as torch's default dtype, under which
+    vLLM builds its layers.
     """
     offered = scaled_mm.check_cpu_sgl_kernel
 
@@ -26,10 +27,10 @@ def keep_float32_off_sgl() -> None:
 def draw_discarded_tokens_without_seed() -> None:
     """Makes vLLM draw a token that it discards without the request's generator.
 
-    A prompt that does not fit into one step yields such a token after each part but the last. vLLM draws it
-    from the generator and then turns that back by its offset, which a generator on a CPU has not: the engine
-    ends. Where the generator is not touched, a seed gives the same response in whatever parts the prompt is
-    computed.
+    A prompt that does not fit into one step yields such a token after each of its parts except the last. vLLM
+    draws it from the generator and then resets the generator's offset, which a generator on a CPU does not
+    have, so that the engine ends. If the generator is left alone, a seed gives the same response however the
+    prompt is divided.
     """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 

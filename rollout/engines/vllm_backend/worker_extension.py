@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker process: weights come in over ZeroMQ, are verified, and swapped.
+"""The part that runs inside vLLM's worker process: it receives weights over ZeroMQ, verifies and swaps them.
 
     adapter ─manifest, payload─▶ Stage (a thread; generation goes on) ─▶ staged ─▶ adapter
     adapter ─swap(digest)─▶ Worker: layerwise reload between two steps of the engine
@@ -64,7 +64,8 @@ class Staged(WeightTransferUpdateInfo):
 
 
 def ancestors(pid: int) -> Iterator[int]:
-    """Parent, its parent and so on, without init; a process whose parent dies gets another at once."""
+    """Yields the process id of the parent of `pid`, of its parent and so on, without init. When a parent dies,
+    its child gets another parent at once."""
     while True:
         try:
             status = Path(f"/proc/{pid}/stat").read_text()
@@ -77,13 +78,13 @@ def ancestors(pid: int) -> Iterator[int]:
 
 
 class Stage(threading.Thread):
-    """Receives one version after the other and keeps the newest, verified."""
+    """Receives versions one after the other, verifies them and keeps the newest."""
 
     def __init__(self, address: StagerAddress) -> None:
         super().__init__(name="areal-q-stage", daemon=True)
         self._adapter = address.adapter
         self._between = list(takewhile(lambda pid: pid != self._adapter, ancestors(os.getpid())))
-        """Returns vLLM's own processes between this one and the rollout worker."""
+        """Ids of vLLM's own processes between this one and the rollout worker"""
         self._pool = PayloadPool()
         self._lock = threading.Lock()
         self._version: WeightVersion | None = None
@@ -118,7 +119,7 @@ class Stage(threading.Thread):
             self._context.destroy(linger=0)
 
     def _end(self) -> None:
-        """The rollout worker was killed: nobody else would ever end vLLM's processes."""
+        """Ends vLLM's processes, since the rollout worker was killed and nobody else would."""
         for pid in self._between:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -180,7 +181,7 @@ if not torch.cuda.is_available():
 
 
 class WorkerExtension:
-    """Mixed into vLLM's Worker; the adapter calls these by `collective_rpc`."""
+    """Methods that are mixed into vLLM's Worker, and that the rollout worker calls by `collective_rpc`."""
 
     model_runner: Any
     model_config: Any
@@ -193,9 +194,9 @@ class WorkerExtension:
         return os.getpid()
 
     def areal_swap(self, digest: str) -> None:
-        """Loads the staged version in one call: three calls, without a pause, could meet a step halfway."""
+        """Loads the staged version, in one call so that no step of the engine can run in the middle of it."""
         if model_has_adapters(self.model_runner.model):
-            # vLLM's own update would end with no adapter at all.
+            # vLLM's own update would remove the adapter.
             load_adapters(self.model_runner.model, self.weight_transfer_engine.take(digest))
             return
         with _scales_kept_alive(), _default_dtype(self.model_config.dtype):
@@ -203,14 +204,13 @@ class WorkerExtension:
             self.update_weights({"digest": digest})
             self.finish_weight_update()
             for module in self.model_runner.model.modules():
-                # A head tied to the embedding has no weights of its own to load, but on a CPU a packed
-                # copy of them, which the reload leaves as it was.
+                # A head tied to the embedding has no weights to load. On a CPU it has a packed copy of the
+                # embedding's, which the reload does not renew.
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
 
     def areal_linears(self) -> dict[str, str]:
-        """Returns how each linear of the decoder layers really computes: the class of its scheme or
-        method."""
+        """Returns, by the name of each linear layer in the decoder, the class that really computes it."""
         return {
             name: type(getattr(module, "scheme", None) or module.quant_method).__name__
             for name, module in self.model_runner.model.named_modules()
@@ -218,15 +218,15 @@ class WorkerExtension:
         }
 
     def areal_observe(self) -> None:
-        """Keeps from now on the largest key and value that each attention layer sees."""
+        """Records from now on the largest key and value of each attention layer."""
         for _, layer in self._attention():
             layer.areal_largest = torch.zeros(2, device=layer._k_scale.device)
             layer.register_forward_pre_hook(_observe)
 
     def areal_rescale(self) -> None:
-        """Scales of the FP8 KV cache such that what was seen since the last call fits into E4M3.
+        """Sets the scales of the FP8 KV cache so that all keys and values since the last call fit into E4M3.
 
-        Only over an empty cache: what is in it was written with the scales before.
+        The cache must be empty, since anything in it was written with the old scales.
         """
         for _, layer in self._attention():
             for kind, largest in zip("kv", layer.areal_largest.tolist(), strict=True):
@@ -247,20 +247,21 @@ class WorkerExtension:
 def _observe(layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
     _, key, value = inputs[:3]
     for largest, tensor in zip(layer.areal_largest, (key, value), strict=True):
-        if tensor.numel():  # a GPU is not waited for
+        if tensor.numel():  # nothing here makes the host wait for a GPU
             torch.maximum(largest, tensor.abs().amax().float(), out=largest)
 
 
 def _set_scale(layer: Any, kind: str, scale: float) -> None:
-    """vLLM keeps each scale twice: a tensor for GPU kernels, a number for others."""
+    """Sets a scale in both places where vLLM keeps it: a tensor for GPU kernels, and a number for others."""
     getattr(layer, f"_{kind}_scale").fill_(scale)
     setattr(layer, f"_{kind}_scale_float", scale)
 
 
 @contextlib.contextmanager
 def _scales_kept_alive() -> Iterator[None]:
-    """oneDNN's INT8 product keeps a bare pointer to the scales that it is made with, and a reload frees
-    them: results become NaN. In here it is given a copy that lives as long as the product."""
+    """Gives each INT8 product of oneDNN that is made within this context a copy of its scales that lives as
+    long as the product. It keeps a bare pointer to them, and after a reload had freed them its results would be
+    NaN."""
     create = custom_ops.create_onednn_scaled_mm
 
     def create_with_copy(weight: torch.Tensor, scales: torch.Tensor, *more: Any) -> Any:
@@ -278,7 +279,8 @@ def _scales_kept_alive() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Kernels are made for torch's default dtype, which vLLM sets only while it loads from disk."""
+    """Sets torch's default dtype within this context. vLLM makes its kernels for that dtype, but sets it only
+    while it loads from disk."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,4 +1,4 @@
-"""Adapters inside vLLM's worker process: a version's take the place of those before, between two steps."""
+"""LoRA adapters inside vLLM's worker process: those of a new version replace the old ones between two steps."""
 
 # pyright: reportMissingImports=false
 
@@ -19,7 +19,8 @@ _device_of = base_linear._get_lora_device
 
 
 def _device(layer: torch.nn.Module) -> torch.device:
-    """oneDNN's INT8 product, on a CPU, keeps the weight to itself and leaves None, which has no device."""
+    """Returns the device of a layer. oneDNN's INT8 product on a CPU leaves None in place of the weight, which
+    has no device; vLLM asks the weight."""
     return torch.device("cpu") if getattr(layer, "weight", 0) is None else _device_of(layer)
 
 
@@ -33,8 +34,8 @@ def _add_one_adapter(
     output_slices: tuple[int, ...],
     **more: Any,
 ) -> None:
-    """y += scale · (x · Aᵀ) · Bᵀ in float32, slice by slice. vLLM's own for a CPU copies A and B for every
-    token, since each might have another adapter; here there is one, in place 0."""
+    """Adds scale · (x · Aᵀ) · Bᵀ to y in float32, slice by slice. vLLM's own function for a CPU copies A and B
+    for every token, since each might have another adapter; here there is only one, at index 0."""
     start = 0
     for a, b, out in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
         low = F.linear(x.float(), a[0, 0].float())
@@ -51,13 +52,13 @@ def model_has_adapters(model: torch.nn.Module) -> bool:
 
 
 def load_adapters(model: Any, version: WeightVersion) -> None:
-    """Replaces the tensors of vLLM's one adapter, and the norms; the base stays as it was started with."""
+    """Replaces the tensors of vLLM's only adapter, and the norms. The rest of the base stays."""
     manager, tensors = model.lora_manager, version.tensors
     scale = float(version.manifest.extra[LORA_SCALE])
     layers = {}
     for linear in (name.removesuffix(f".{A}") for name in tensors if name.endswith(A)):
         a, b = tensors[f"{linear}.{A}"], tensors[f"{linear}.{B}"]
-        # Scaled in float32, so that B is rounded once, to vLLM's dtype.
+        # B is scaled in float32, so that it is rounded only once, to vLLM's dtype.
         layers[linear] = LoRALayerWeights(linear, len(a), 1, a, b.float() * scale, scaling=1.0)
     manager.remove_adapter(ADAPTER)
     manager.add_adapter(LoRAModel(ADAPTER, max(layer.rank for layer in layers.values()), layers))
