@@ -1,14 +1,14 @@
-"""`python -m learner`: the learner as a process of its own.
+"""`python -m learner` runs the learner as a process of its own.
 
-    --config CONFIG [a.b=c]...   a service: goes on where the run's directory holds a checkpoint
+    --config CONFIG [a.b=c]...   as a service, which resumes if the run's directory has a checkpoint
     --run-dir DIR [--resume]     under a launcher, which has prepared and locked DIR
 
 With torchrun in place of python (`-m torch.distributed.run --nproc-per-node N -m learner …`) the model is
 sharded over N processes; the first does all that is described here, the others follow it.
 
-SIGTERM or SIGINT: the current step ends, a checkpoint is written, and the exit code is 143 or 130
-(areal_q/system/stop_request.py), or 0 if that was the last step. Exit 2: a setting, file or checkpoint cannot
-be used (one line on stderr).
+At SIGTERM or SIGINT the current step ends, a checkpoint is written, and the exit code is 143 or 130
+(areal_q/system/stop_request.py), or 0 if that was the last step. Exit code 2 means that a setting, file or
+checkpoint cannot be used, which one line on stderr names.
 """
 
 import logging
@@ -33,7 +33,7 @@ from areal_q.system.watchdog import Progress, Watchdog
 
 logger = logging.getLogger("learner")
 ANNOUNCE, FETCH = "tcp://127.0.0.1:5551", "tcp://127.0.0.1:5552"
-"""Fixed ports: workers find a learner that restarted where it was."""
+"""The default ZeroMQ endpoints. Their ports are fixed, so that workers find a restarted learner again."""
 
 LEARNER_EXIT_CODES = (
     "Exit codes: 0 the run is finished; 143 ended by SIGTERM, 130 by SIGINT, with a checkpoint to go on "
@@ -92,7 +92,7 @@ def main(
 
 
 def is_follower() -> bool:
-    """Returns whether torchrun started this process and another of them leads."""
+    """Returns True if torchrun started this process and it is not rank 0."""
     return os.environ.get("RANK", "0") != "0"
 
 
@@ -108,7 +108,7 @@ def _follow(run: Run) -> None:
 
 @contextmanager
 def _as_service(config: Path, overrides: list[str]) -> Iterator[tuple[Run, Path, bool]]:
-    """(settings, the run's directory, whether to resume), the directory held against others."""
+    """Yields (settings, the run's directory, True to resume), and locks the directory meanwhile."""
     run = load(config, overrides)
     resume = rundir.resumes(run)
     with rundir.claimed(run, resume) as (directory, moved):
@@ -134,14 +134,14 @@ def _learn(
     metrics: str,
     watchdog: float,
 ) -> int:
-    """Returns the exit code."""
+    """Trains to the end or until `stop`, and returns the exit code."""
     exporter = Exporter(LEARNER, {"run": run.name})
     if metrics:
         from learner.measure.vitals import Vitals
 
         logger.info("metrics on port %d", serve_metrics(metrics, exporter))
         Vitals(redis, run.name, directory, exporter.update).start()
-    # torch and all that needs it only now, so that a signal during the import finds its handler.
+    # torch takes seconds to import; by now a signal during the import finds its handler.
     from learner.backends.data_parallel import ALONE
     from learner.build import build_learner
     from learner.final_export import finish

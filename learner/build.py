@@ -1,4 +1,4 @@
-"""Sets up the parts of a learner, one function a part, so that the loop never asks what was configured."""
+"""Builds a learner, one function per component, so that the loop need not know what was configured."""
 
 import logging
 import threading
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_model(run: Run, tokenizer: Tokenizer) -> Decoder:
-    """The model before any training, in float32."""
+    """Returns the model before any training, in float32."""
     if not isinstance(run.model, SmallModel):
         return load_decoder(run.model.path)
     small = run.model
@@ -78,7 +78,8 @@ def build_model(run: Run, tokenizer: Tokenizer) -> Decoder:
 
 
 def longest_prompt(run: Run) -> int:
-    """Tokens of a prompt that leave room, in the model and in a micro-batch, for all that may follow it."""
+    """Returns how many tokens a prompt may have: model and micro-batch must have room for the longest
+    response."""
     model = run.model
     small = isinstance(model, SmallModel)
     positions = model.max_positions if small else load_config(model.path).max_positions
@@ -94,7 +95,12 @@ def build_policy(
     metrics: MetricsLog,
     stop: threading.Event,
 ) -> tuple[TorchPolicy, checkpoint.State | None]:
-    """The policy at the start of training, or where the newest checkpoint left it."""
+    """Returns the policy after its warm start and None, or with `resume` the policy and the state of the newest
+    checkpoint.
+
+    Raises ConfigError for settings that do not fit the model, CheckpointError for a damaged checkpoint, and
+    Stopped if `stop` ends the warm start.
+    """
     check_device("learner.device", run.learner.device)
     torch.manual_seed(run.seed)
     model = build_model(run, tokenizer).to(run.learner.device)
@@ -127,14 +133,14 @@ def build_policy(
 
 
 def check_reference(reference: DecoderConfig, policy: DecoderConfig, path: str) -> None:
-    """Raises ConfigError unless the model in directory `path` is shaped like the policy."""
+    """Raises ConfigError unless the reference model in directory `path` has the policy's architecture."""
     shapes = [msgspec.structs.replace(config, eos_ids=()) for config in (reference, policy)]
     if shapes[0] != shapes[1]:
         raise ConfigError(f"learner.reference_kl.path = {path!r}: not shaped like the policy")
 
 
 def build_reference(path: str, policy: Decoder) -> Decoder:
-    """The frozen model in directory `path`. Raises ConfigError unless it is shaped like the policy."""
+    """Returns the frozen model in directory `path`. Raises ConfigError if its shape is not the policy's."""
     reference = load_decoder(path)
     check_reference(reference.config, policy.config, path)
     return reference.to(next(policy.parameters()).device).requires_grad_(False)
@@ -167,9 +173,9 @@ def build_admission(
     buffer: LearnerBuffer,
     state: checkpoint.State | None,
 ) -> Admission:
-    """Builds an admission that goes on where Redis stands, or, should Redis be lost, where the checkpoint does.
+    """Returns an admission that continues from the state in Redis, or from the checkpoint if Redis was lost.
 
-    A fresh run forgets whatever an earlier one of its name left in Redis.
+    A fresh run deletes what an earlier run of the same name left in Redis.
     """
     found = buffer.published_id()
     if state and found and found != buffer.run_id:
@@ -181,18 +187,18 @@ def build_admission(
             logger.warning(
                 "redis has lost groups that the checkpoint knew: its stream is read anew"
             )
-        buffer.drop_eval()  # whoever asked is gone
+        buffer.drop_eval()  # the learner that asked for these evaluations has ended
     else:
         buffer.forget()
     settings = AdmissionSettings.of(run)
     cursor = buffer.cursor()
     if cursor is not None:
-        # A group of a ticket that was never admitted, forged or of another history, is nobody's.
+        # Groups of tickets that were never admitted, because forged or of another history, are ignored.
         admitted = max(cursor, state.cursor if state else 0)
         alive = {n for n in buffer.open_tickets() | set(buffer.unread()) if n < admitted}
         if state is None:
             return Admission(settings, task, tokenizer, buffer, cursor, alive)
-        # A Redis that lost its last seconds has the cursor of before, and brings back finished tickets.
+        # A Redis that lost its last seconds has an older cursor, and contains finished tickets again.
         outstanding = {n for n in alive if n >= state.cursor} | (alive & set(state.outstanding))
         lost = (set(state.outstanding) - alive) | set(state.lost)
         cursor = max(cursor, state.cursor)
@@ -205,7 +211,7 @@ def build_admission(
 
 
 def reached_at(endpoint: str, host: str | None) -> str:
-    """`endpoint` as workers are told it: a TCP one under the name `host`, if there is one.
+    """Returns `endpoint` as workers have to address it: a TCP endpoint with the name `host`, if one is given.
 
     Example: reached_at("tcp://0.0.0.0:5551", "learner") is "tcp://learner:5551"
     """
@@ -215,7 +221,7 @@ def reached_at(endpoint: str, host: str | None) -> str:
 
 
 def _check_broadcast(run: Run, announce: str, fetch: str) -> None:
-    """Raises ConfigError for a port that is taken and a key that is missing: later, a warm start is lost."""
+    """Raises ConfigError for a port in use or a missing key, before a warm start whose time would be lost."""
     try:
         WeightServer(announce, fetch, run.broadcast).close()
     except ConfigError as error:
@@ -223,7 +229,7 @@ def _check_broadcast(run: Run, announce: str, fetch: str) -> None:
 
 
 def _updater(policy: TorchPolicy, run: Run, ranks: Ranks) -> PolicyUpdater:
-    """Shards `policy` over `ranks`, if there are several processes."""
+    """Returns the updater of `policy`, which is sharded over `ranks` if there are several processes."""
     if ranks is ALONE:
         return SingleProcessUpdater(policy)
     from learner.multi_process import MultiProcessUpdater
@@ -241,7 +247,10 @@ def build_learner(
     stop: threading.Event,
     ranks: Ranks = ALONE,
 ) -> Learner:
-    """Everything, in the order in which a failure is cheapest."""
+    """Returns a learner of `run` in `directory` that is ready to train, after checks in order of their cost.
+
+    Raises what its components raise: ConfigError, CheckpointError, TaskError, or Stopped after `stop`.
+    """
     torch.set_num_threads(run.learner.threads)
     check_reward(run)
     _check_broadcast(run, announce, fetch)
@@ -267,7 +276,7 @@ def _run_id(directory: Path) -> str:
 
 
 def _recorded(directory: Path, start: int) -> dict[int, str]:
-    """Digests of the versions that the logged steps from `start` on made."""
+    """Returns the digests of the versions that the logged steps from `start` on made, by version."""
     return {record.step + 1: record.digest for record in iter_steps(directory / "steps", start)}
 
 
@@ -288,7 +297,7 @@ def _build(
     buffer.check = fits(policy.model.config, run.learner.microbatch_tokens)
     start = state.step if state else 0
     updater = _updater(policy, run, ranks)
-    # Token scores stay on the rank that computed them.
+    # With several ranks there is no token log, because token scores stay on the rank that computed them.
     logs_tokens = run.buffer.log and run.buffer.tokens and ranks is ALONE
     if resume:
         metrics.rewind(start)

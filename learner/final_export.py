@@ -1,4 +1,5 @@
-"""The end of a run: the model in Hugging Face layout, with the parameters that other programs expect."""
+"""The export at the end of a run: the model in Hugging Face layout, with the parameters that other programs
+expect."""
 
 import copy
 from contextlib import suppress
@@ -12,8 +13,8 @@ from learner.loop import Learner
 
 
 def finish(learner: Learner, step: int) -> bool:
-    """Exports `hf/` and writes the `end` record: done, or drained before the last step. Returns whether it is
-    done and the workers were told so, which end then."""
+    """Exports the model to `hf/` and writes the `end` record with reason "done", or "drained" if `step` is not
+    the last. Returns True if the run is done and Redis tells the workers so, which end then."""
     run = learner.run
     model, tokenizer = learner.policy.model, build_tokenizer(run)
     if run.learner.lora:

@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Learner:
-    """The parts of a learner, built by learner/build.py."""
+    """A learner that runs the steps of one run. learner/build.py creates it with all its components."""
 
     run: Run
     dir: Path
@@ -72,8 +72,8 @@ class Learner:
     history: VersionHistory
     replay_check: ReplayCheck
     forks: list[int]
-    """The versions at which this history forked off abandoned ones, if they still matter
-    (data/staleness.py)."""
+    """The versions at which this history forked off abandoned ones, if they still matter for lags
+    (learner/data/staleness.py)."""
     builder: VersionBuilder
     fidelity: FidelityMeter
     weight_server: WeightServer
@@ -85,17 +85,17 @@ class Learner:
     metrics: MetricsLog
     checkpoints: CheckpointWriter
     totals_before: dict[str, float] = field(default_factory=dict)
-    """What earlier learners of the run counted, as the checkpoint has it"""
+    """Counts of the run's earlier learners, from the checkpoint, by the metric's name."""
     step: int = 0
-    """The next step; the checkpoint at the end is of it."""
+    """The next step, which is also the number of the checkpoint at the end."""
     nbytes: int = 0
-    """Bytes of the newest version that is out"""
+    """Size in bytes of the version published last."""
     awaiting_digest: StepRecord | None = None
-    """The last step's record, while the digest of the version that it made is not known"""
+    """The last step's record, until the digest of the version that the step made is known."""
     trimmed: str = START
-    """The place in the stream up to which Redis was asked to forget the groups."""
+    """The position in the stream of groups up to which Redis was asked to delete them."""
     stuck: bool = False
-    """True once it was logged that no checkpoint can make room."""
+    """True once it was logged that no checkpoint can make room in Redis."""
 
     @property
     def policy(self) -> TorchPolicy:
@@ -103,7 +103,7 @@ class Learner:
         return self.updater.policy
 
     progress: Progress = field(default_factory=Progress)
-    """Takes note of each record and of each look for groups, for whoever asks whether this learner is stuck."""
+    """Notes each record and each poll for groups; the watchdog and health checks use it."""
 
     def __post_init__(self) -> None:
         self.publisher = WeightPublisher(self.builder, self.hand_to_server)
@@ -115,8 +115,9 @@ class Learner:
         self.episodes = AgentEpisodes(self.run)
 
     def train(self, stop: threading.Event) -> int:
-        """Runs the steps that remain, or until `stop`. Returns the step that it came to; a checkpoint
-        stands there. Where all is told to go at once, Redis may be gone first; the checkpoint needs none."""
+        """Runs the remaining steps, or until `stop`. Returns the next step, whose checkpoint is on disk then.
+
+        If everything is stopped at once, Redis may be gone first; the checkpoint does not need it."""
         self.step = self.start
         try:
             self.take_steps(stop)
@@ -131,7 +132,7 @@ class Learner:
         return self.step
 
     def take_steps(self, stop: threading.Event) -> None:
-        """Runs the steps that remain, or until `stop`; `step` is then the one that it came to."""
+        """Runs the remaining steps, or until `stop`; `step` is then the next one."""
         self.begin_version(self.step)
         if self.step == 0:
             if self.run.checkpoint.start:
@@ -162,7 +163,7 @@ class Learner:
             self.settle()
 
     def close(self) -> None:
-        """Stops the threads of publisher, weight server, checkpoints and logs, and leaves no socket behind."""
+        """Ends the threads of publisher, weight server, checkpoints and logs, and closes all sockets."""
         self.publisher.close()
         self.weight_server.close()
         self.updater.close()
@@ -174,11 +175,11 @@ class Learner:
         self.buffer.close()
 
     def warn(self, step: int, sentence: str) -> None:
-        """Records a warning, which the views show."""
+        """Writes a `warning` record, which the views display."""
         self.metrics.write("warning", step, {}, message=sentence)
 
     def record_episodes(self, step: int) -> None:
-        """Records how many episodes agents play, whenever that has changed while step `step` waits."""
+        """Writes a `waiting` record if the number of agents' episodes has changed while `step` waits."""
         if counts := self.episodes.changed(self.buffer.workers):
             self.metrics.write("waiting", step, counts)
 
@@ -187,13 +188,13 @@ class Learner:
         self.publisher.begin(self.policy.model, version, self.policy.kv_scales)
 
     def hand_to_server(self, made: WeightVersion) -> None:
-        """Lets workers have the version that was built; runs on the publisher's thread."""
-        # The history must know a version before a worker can draw with it, or its tokens would count as stale.
+        """Passes a version that was built to the weight server; runs on the publisher's thread."""
+        # The history must contain a version before a worker draws with it, or its tokens would count as stale.
         self.history.add(made.manifest.version, made.manifest.digest)
         self.weight_server.publish(made)
 
     def wait_until_out(self) -> None:
-        """Waits for the version begun last, then completes what needed its digest."""
+        """Waits until the version begun last is published, then completes what needs its digest."""
         made = self.publisher.wait_until_out()
         if made is None:
             return
@@ -206,7 +207,7 @@ class Learner:
             self.awaiting_digest = None
 
     def version_metrics(self) -> dict[str, float]:
-        """Returns what the newest version that is out cost: the one that the last step began with."""
+        """Returns metrics about the version published last, which is the one that the last step began with."""
         waited_s, self.publisher.waited_s = self.publisher.waited_s, 0.0
         return {
             "weights/bytes": self.nbytes,
@@ -237,8 +238,8 @@ class Learner:
         )
 
     def save(self, step: int) -> None:
-        """Begins a checkpoint. Order matters: the log is durable before the checkpoint covers its groups, and
-        Redis forgets them only after both (`settle`)."""
+        """Begins a checkpoint. The order matters: the log is on disk before the checkpoint marks its groups as
+        finished, and Redis deletes them only after both (`settle`)."""
         self.settle(wait=True)
         self.wait_until_out()
         for log in (self.log, self.steps, self.tokens):
@@ -262,24 +263,24 @@ class Learner:
         self.checkpoints.save(state, self.updater)
 
     def totals_at_checkpoint(self) -> dict[str, float]:
-        """Returns `totals` without the groups that a learner which resumes there reads, and counts, again."""
+        """Returns `totals` without the groups that a learner resuming from the checkpoint counts again."""
         again = self.group_reader.unfinished_totals()
         return {name: n - again.get(name, 0.0) for name, n in self.totals().items()}
 
     def settle(self, wait: bool = False) -> None:
-        """Redis forgets the groups that a checkpoint covers which has come to stand on disk; `wait` until the
-        one that was begun does. Raises what writing it raised."""
+        """Deletes from Redis the groups that a checkpoint no longer needs, once it is on disk; with `wait`,
+        waits for a checkpoint that is being written. Raises what writing it raised."""
         stands = self.checkpoints.finish() if wait else self.checkpoints.settle()
         if stands:
             state, path = stands
             logger.info("checkpoint %s", path)
-            with suppress(BufferGone):  # the next checkpoint, of a learner to come, lets them go
+            with suppress(BufferGone):  # the next learner's first checkpoint deletes them
                 self.buffer.trim(state.position)
                 self.trimmed = state.position
 
     def make_room(self, step: int) -> None:
-        """Redis is full and the learner starves, before step `step`: a checkpoint lets Redis forget what was
-        learnt from."""
+        """Makes room in a full Redis while the learner waits for groups of step `step`: after a checkpoint,
+        Redis can delete the groups that were learnt from."""
         self.settle(wait=True)
         if self.group_reader.position != self.trimmed:
             logger.warning("redis is full: a checkpoint before its time makes room")
@@ -295,7 +296,8 @@ class Learner:
     def report(
         self, step: int, values: dict[str, float], groups: list[Group], began: float, waited: float
     ) -> None:
-        """One line of metrics for the step that ended as `step` - 1 and made version `step`."""
+        """Writes the metrics of the step that made version `step`. It began at `began`, by time.monotonic(),
+        and waited `waited` seconds for groups."""
         tokens = sum(t.num_tokens for g in groups for t in g.trajectories)
         total_s = time.monotonic() - began
         values |= {
@@ -317,7 +319,7 @@ class Learner:
         self.metrics.write("step", step, values, workers=workers)
 
     def totals(self) -> dict[str, float]:
-        """Returns what was counted since the run began, over all its learners."""
+        """Returns the counts since the run began, over all its learners, by the metric's name."""
         sent = self.weight_server.stats
         counted = self.group_reader.totals() | {
             "buffer/refused_admissions": self.admission.refused,
@@ -330,7 +332,7 @@ class Learner:
         return {name: self.totals_before.get(name, 0.0) + n for name, n in counted.items()}
 
     def buffer_metrics(self, workers: list[WorkerStatus]) -> dict[str, float]:
-        """Returns what Redis and the heartbeats in it tell."""
+        """Returns the metrics of Redis and of the workers' heartbeats."""
         memory = self.buffer.memory()
         return {
             "rollout/tokens_per_s": sum(w.tokens_per_s for w in workers),

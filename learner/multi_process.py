@@ -1,4 +1,4 @@
-"""The learner over several processes: `torchrun --nproc-per-node N -m learner …`.
+"""The learner on several processes: `torchrun --nproc-per-node N -m learner …`.
 
     rank 0   train_step ─▶ MultiProcessUpdater.update ──samples──▶ every rank: update_policy on its share
              whole weights ◀──gathered, tensor by tensor──┘       (collectives of FSDP2, or of Megatron)
@@ -8,10 +8,10 @@
 | follow            | rank 0's next message       | MultiProcessUpdater's methods                      |
 | every collective  | all other ranks             | their being alive: torchrun ends all when one dies |
 
-Rank 0 holds a whole copy of the weights on the host besides its shard, and of the moments when a checkpoint is
-taken: what it publishes, saves and exports is what one process would, so that a run goes on with any number
-of ranks, and with either backend. Others need nothing but rank 0 and the settings: neither the model's files,
-nor Redis, nor the run's directory.
+Besides its shard, rank 0 has a whole copy of the weights in host memory, and of the moments while a checkpoint
+is written. It publishes, saves and exports exactly what a single process would, so that a run can resume with
+any number of ranks and either backend. The other ranks need only rank 0 and the settings: neither the model's
+files, nor Redis, nor the run's directory.
 """
 
 import logging
@@ -41,7 +41,8 @@ from learner.policy_advantages import needs_policy
 from learner.policy_update import update_policy
 
 LOST_WORDS = ("gloo", "Connection closed by peer", "Connection reset by peer")
-"""What gloo's errors say where the connection to another process broke; they have no class of their own."""
+"""Words in gloo's errors about a broken connection to another process; such errors have no class of their
+own."""
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
@@ -64,8 +65,8 @@ BACKENDS: dict[type, Callable[[Begin, Run, Ranks, TorchPolicy | None], Shard]] =
 
 
 def join(run: Run) -> Ranks:
-    """This process among those that torchrun started. Raises ConfigError for settings that cannot go with
-    so many, or with the backend."""
+    """Joins the processes that torchrun started, and returns this one's rank among them. Raises ConfigError for
+    settings that this number of processes, or the backend, does not support."""
     size, device = int(os.environ.get("WORLD_SIZE", "1")), run.learner.device
     for name, asked in _refused(run, size).items():
         if asked:
@@ -75,7 +76,7 @@ def join(run: Run) -> Ranks:
         from learner.backends.megatron import require
 
         require(run.learner.backend, size)
-    # Rank 0 may wait for rollouts as long as it takes; that all are alive is torchrun's business.
+    # Rank 0 may wait long for rollouts; torchrun, not a timeout, notices that a process died.
     backend, timeout = (
         "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo",
         timedelta(days=7),
@@ -88,16 +89,16 @@ def join(run: Run) -> Ranks:
 
 
 def _refused(run: Run, size: int) -> dict[str, bool]:
-    """Settings that were asked for in vain, by name."""
+    """Returns for some settings, by name, whether they are set and not supported here."""
     cfg, backend = run.learner, run.learner.backend
     sharing = size
     if isinstance(backend, MegatronBackend):
         sharing = size // (backend.tensor * backend.pipeline)
-    # Every rank's advantages come from what it computed itself.
+    # If advantages need the policy, each rank computes its own, from at least one whole group.
     too_few = needs_policy(cfg) and cfg.groups // cfg.minibatches < sharing
     found = {
         "learner.groups / learner.minibatches": too_few,
-        # The forward's own numbers are those of the format.
+        # A quantized forward computes in the numbers of the format.
         "learner.dtype": cfg.dtype != "float32"
         and (cfg.precision != "full" or cfg.lora is not None),
     }
@@ -121,8 +122,8 @@ def end_other_ranks(ranks: Ranks) -> None:
 
 
 def exit_process(code: int = 0) -> NoReturn:
-    """Ends this process with `code`, but without the interpreter's own end: a thread of a collective that lets
-    go of its last tensor in the middle of that aborts the process, and torchrun would call the run failed."""
+    """Ends this process with `code`, without the interpreter's finalization: if a collective's thread freed its
+    last tensor during that, the process would abort, and torchrun would report a failed run."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -132,7 +133,7 @@ def exit_process(code: int = 0) -> NoReturn:
 def receive(ranks: Ranks) -> Message:
     """Returns rank 0's next message.
 
-    Raises RankLost if rank 0 ended without one: its own last words are what the user has to read.
+    Raises RankLost if rank 0 ended without one; the cause is in rank 0's log.
     """
     with names_a_lost_rank(ranks):
         return _decoder.decode(ranks.broadcast(b""))
@@ -140,7 +141,7 @@ def receive(ranks: Ranks) -> Message:
 
 @contextmanager
 def names_a_lost_rank(ranks: Ranks) -> Iterator[None]:
-    """Raises RankLost, which is one line, where a collective fails because another process ended."""
+    """A context that raises RankLost, with one line, if a collective fails because another process ended."""
     try:
         yield
     except RuntimeError as error:
@@ -155,13 +156,13 @@ def names_a_lost_rank(ranks: Ranks) -> Iterator[None]:
 
 
 class MultiProcessUpdater:
-    """Rank 0's PolicyUpdater: each update is made by all ranks together."""
+    """Rank 0's PolicyUpdater, whose updates all ranks make together."""
 
     def __init__(self, policy: TorchPolicy, run: Run, ranks: Ranks) -> None:
         """Shards `policy` over `ranks`; its own weights stay whole and are gathered after every update."""
         self.policy, self._ranks, self._run = policy, ranks, run
         self._broken = True
-        """True while other ranks may be in the middle of something"""
+        """True while other ranks may be in the middle of a collective."""
         begin = Begin(
             policy.model.config.to_hf(),
             policy.temperature,
@@ -173,7 +174,7 @@ class MultiProcessUpdater:
         self._shard = BACKENDS[type(run.learner.backend)](begin, run, ranks, policy)
         self._broken = False
         if self.shares:
-            # The other ranks own the moments from here on.
+            # From now on the moments are in the shards of all ranks alone.
             policy.optimizer.state.clear()
             if policy.critic is not None:
                 policy.critic.optimizer.state.clear()
@@ -209,15 +210,15 @@ class MultiProcessUpdater:
         self.policy.reset_reference()
 
     def close(self) -> None:
-        """Lets the other ranks go. After a failure it tells them nothing: this process ends with an error, and
-        torchrun ends the others."""
+        """Ends the other ranks. After a failure it sends them nothing, as this process ends with an error and
+        torchrun then ends the others."""
         if not self._broken:
             self._shard.close()
             end_other_ranks(self._ranks)
 
 
 def follow(run: Run, ranks: Ranks) -> None:
-    """Runs the other ranks' side: takes part in each step until rank 0 ends."""
+    """Runs a rank other than 0: it takes part in each step until rank 0 ends it."""
     begin = receive(ranks)
     if not isinstance(begin, Begin):
         dist.destroy_process_group()

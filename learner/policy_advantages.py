@@ -1,6 +1,6 @@
 """Advantages that need more than rewards: the critic's values, or the distance to the reference policy.
 
-They are computed over the whole batch at once, from what the learner found before the first update.
+They are computed over the whole batch at once, from values and log-probs of before the first update.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from learner.data.packing import Sample
 
 
 def needs_policy(cfg: LearnerConfig) -> bool:
-    """Returns whether advantages have to wait for the learner's own forward."""
+    """Returns True if advantages can be computed only after the learner's own forward pass."""
     in_reward = cfg.reference_kl is not None and cfg.reference_kl.place == "reward"
     return in_reward or isinstance(cfg.advantage, Gae)
 
@@ -28,12 +28,12 @@ def with_advantages(
     cfg: LearnerConfig,
     combine: Combine = alone,
 ) -> list[LossInputs]:
-    """Returns `inputs`, the micro-batches of all `samples` in their order, with advantages and, for GAE,
-    returns. On several ranks each has samples of its own, whole groups; `combine` sums over the ranks.
+    """Returns `inputs`, the micro-batches of all `samples` in their order, with advantages and, for GAE, the
+    critic's targets. On several ranks each has whole groups of its own, and `combine` sums over the ranks.
 
-    A token's reward is -coef · KL, where the KL is in the reward, and at the last token that counts the
-    response's reward as well. For all but GAE the response's reward is the sum of these. Advantages are
-    multiplied by the samples' weights.
+    The reward of a token is -coef · KL if the KL is part of the reward, plus the response's reward at the last
+    token that counts. GAE takes the rewards of tokens; the other estimators take their sum over the response.
+    Advantages are multiplied by the samples' weights.
     """
     starts = accumulate((x.num_sequences for x in inputs), initial=0)
     ids = torch.cat([x.sequence_ids + start for x, start in zip(inputs, starts, strict=False)])
@@ -66,8 +66,8 @@ def with_advantages(
 
 
 def at_last_token(rewards: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """rewards [S] → [T]: each at the last counted token of its sequence, 0 elsewhere. A sequence without
-    one goes unrewarded.
+    """Returns `rewards` [S] spread over tokens [T]: each at the last counted token of its sequence, 0
+    elsewhere. The reward of a sequence without a counted token is dropped.
 
     Example: rewards [1, 5], mask [1, 1, 0, 1], sequence_ids [0, 0, 0, 1] → [0, 1, 0, 5].
     """

@@ -1,6 +1,6 @@
 """The policy update of one learner step, on any backend.
 
-    update_policy ─▶ prepare_minibatches   π_prox, the reference, advantages: all before the first change
+    update_policy ─▶ prepare_minibatches   π_prox, the reference, advantages: all before the first update
                   └▶ for every epoch, for every minibatch:
                        accumulate_gradient   loss and gradient, micro-batch by micro-batch
                        _step_optimizer       clip and step, unless the gradient is not finite
@@ -30,10 +30,10 @@ from learner.measure.token_recorder import TokenRecorder
 from learner.policy_advantages import needs_policy, with_advantages
 
 MICROBATCH = "train/microbatch_tokens"
-"""Metric with the size of micro-batches: where it changes as a run resumes, sums round otherwise, which a
-replay must know."""
+"""The metric that records the size of micro-batches. If a resumed run changes it, sums round differently, which
+a replay must know."""
 Minibatch = list[tuple[PackedBatch, LossInputs]]
-"""The micro-batches of one optimizer step, with the loss's inputs from before the update."""
+"""The micro-batches of one optimizer step, each with the inputs of its loss from before the update."""
 
 
 class PolicyUpdater(Protocol):
@@ -50,14 +50,14 @@ class PolicyUpdater(Protocol):
     def update(
         self, samples: Sequence[Sample], recorder: TokenRecorder | None = None
     ) -> dict[str, float]:
-        """Learns from `samples`, after which `policy` holds the new weights; returns the metrics."""
+        """Learns from `samples`, after which `policy` has the new weights; returns the metrics by name."""
         ...
 
     def collect(self, staged: Path | None = None) -> dict[str, Tensor]:
-        """Brings into `policy` all that a checkpoint reads.
+        """Copies into `policy` all that a checkpoint contains.
 
-        Where other ranks write shares, they write them into `staged`, and this rank's own is returned, by its
-        tensors' names in a checkpoint.
+        If a directory `staged` is given, the other ranks write their shares of it there instead, and this
+        rank's share is returned, by the names that its tensors have in a checkpoint.
         """
         ...
 
@@ -66,7 +66,7 @@ class PolicyUpdater(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets other processes go, if there are any."""
+        """Ends the other processes, if there are any."""
         ...
 
 
@@ -96,10 +96,11 @@ class SingleProcessUpdater:
 def update_policy(
     backend: Backend, samples: Sequence[Sample], recorder: TokenRecorder | None = None
 ) -> dict[str, float]:
-    """Learns from `samples` and returns the metrics.
+    """Learns from `samples` and returns the metrics by name.
 
-    The result depends on weights, samples and their order alone. `recorder` keeps what the token log
-    holds of the step. On several ranks all of them call this together.
+    The result depends on the weights, the samples and their order alone. `recorder` collects the tokens for the
+    token log. All ranks call this together. Raises what `prepare_minibatches` and `accumulate_gradient` raise,
+    and DivergedError after `learner.max_skipped` gradients in a row that were not finite.
     """
     minibatches = prepare_minibatches(backend, samples)
     if recorder:
@@ -117,14 +118,14 @@ def update_policy(
 
 
 def prepare_minibatches(backend: Backend, samples: Sequence[Sample]) -> list[Minibatch]:
-    """Returns one minibatch for every optimizer step.
+    """Returns one minibatch for each optimizer step of an epoch.
 
-    All of π_prox is computed before the first update, as it is the policy just before this batch changes it.
-    Raises ConfigError for a sample that no micro-batch has room for.
+    π_prox is computed for all of them before the first update, since it is the policy before this batch changes
+    it. Raises ConfigError for a sample that has more tokens than a micro-batch may have.
     """
     _check_lengths(samples, backend.cfg)
     packed = [_microbatches(backend, cut) for cut in cut_minibatches(samples, backend.cfg)]
-    # Only the first minibatch is learnt from before the weights change, so only its graph is of use.
+    # Only the first minibatch is learnt from before the weights change, so that only its graph stays valid.
     minibatches = [_with_scores(backend, cuts, graph=n == 0) for n, cuts in enumerate(packed)]
     if not needs_policy(backend.cfg):
         return minibatches
@@ -141,10 +142,10 @@ def prepare_minibatches(backend: Backend, samples: Sequence[Sample]) -> list[Min
 
 
 def cut_minibatches(samples: Sequence[Sample], cfg: LearnerConfig) -> list[list[Sample]]:
-    """Cuts `samples` into at most `cfg.minibatches` parts of equally many responses.
+    """Cuts `samples` into at most `cfg.minibatches` lists of equally many responses; the last may have fewer.
 
-    If responses are still to be compared within their group, a rank must have the group as a whole: then these
-    are parts of equally many groups, some of which may lack responses that could not be scored.
+    If advantages within groups are still to be computed, a rank must have whole groups: then the lists have
+    equally many groups instead, some of which may lack responses that could not be scored.
     """
     whole = needs_policy(cfg) and not isinstance(cfg.advantage, Gae)
     groups = groupby(samples, key=lambda sample: sample.ticket)
@@ -166,7 +167,7 @@ def _microbatches(
     backend: Backend, samples: Sequence[Sample]
 ) -> list[tuple[Sequence[Sample], PackedBatch]]:
     """Returns this rank's micro-batches of one minibatch, each with its samples. Samples without a gradient are
-    packed apart from the others, as they need no backward pass."""
+    packed separately, as they need no backward pass."""
     cfg = backend.cfg
     all_learn = bool(cfg.critic or cfg.reference_kl or cfg.entropy_coef or cfg.router_aux_coef)
     useful = [sample for sample in samples if sample.advantage or all_learn]
@@ -184,7 +185,7 @@ def _microbatches(
 def _with_scores(
     backend: Backend, packed: Sequence[tuple[Sequence[Sample], PackedBatch]], graph: bool
 ) -> Minibatch:
-    """Computes the loss's inputs before the update, while π_θ is still π_prox."""
+    """Returns the micro-batches with the inputs of their losses, computed while π_θ is still π_prox."""
     batches = [batch for _, batch in packed]
     scores, reference = backend.scores(batches, graph), backend.reference_logprobs(batches)
     return [
@@ -194,7 +195,8 @@ def _with_scores(
 
 
 def loss_inputs(batch: PackedBatch, scores: Scores, reference: torch.Tensor | None) -> LossInputs:
-    """Returns the loss's inputs of one micro-batch; `scores` are those of π_prox."""
+    """Returns the loss's inputs of one micro-batch. `scores` are those of π_prox, `reference` is log π_ref
+    [T]."""
     values = scores.get("values")
     return LossInputs(
         **scores,
@@ -214,11 +216,13 @@ def loss_inputs(batch: PackedBatch, scores: Scores, reference: torch.Tensor | No
 def accumulate_gradient(
     backend: Backend, minibatch: Minibatch, first: bool, recorder: TokenRecorder | None = None
 ) -> list[Metrics]:
-    """Accumulates the gradient of one minibatch and returns its metrics. Counts are of the whole minibatch, so
-    that the result does not depend on the cut into micro-batches.
+    """Accumulates the gradient of one minibatch and returns the metrics of its micro-batches. Losses are
+    divided by counts of the whole minibatch, so that the gradient does not depend on the cut into
+    micro-batches.
 
-    Before the `first` update π_θ is π_prox: micro-batches without a gradient are not computed again, nor is the
-    one whose graph was kept. Keeping all graphs would take too much memory.
+    Before the `first` update π_θ is π_prox, so that the forward pass is repeated for micro-batches with a
+    gradient only, and not for the first of these, whose graph was kept. Keeping all graphs would take too much
+    memory. Raises RecordError, naming ticket, response and token, if an input of the loss is not finite.
     """
     own = whole_step([x for batch, x in minibatch if batch.counts], backend.cfg.objective)
     totals = backend.ranks.total(own)

@@ -1,4 +1,5 @@
-"""One learner step, a function of weights, groups and history alone: the loop does it, a replay repeats it."""
+"""One learner step, which depends on weights, groups and version history alone, so that a replay can repeat
+it."""
 
 import os
 import platform
@@ -22,9 +23,13 @@ def train_step(
     weights: Sequence[float] = (),
     recorder: TokenRecorder | None = None,
 ) -> dict[str, float]:
-    """Takes step `step` on `groups`, in their order and with their sampler's weights.
+    """Learns from `groups` in step `step`, after which the policy of `updater` has the new weights.
 
-    Returns the step's metrics, none of which depends on time. `recorder` keeps what the token log holds.
+    The order of the groups matters. `weights` are the sampler's, one per group; none means that all are 1.
+    `recorder` collects the step's tokens for the token log. Returns the step's metrics by name, in the units of
+    docs/metrics.md; none of them depends on time. Raises ConfigError for a response that no micro-batch has
+    room for, RecordError if an input of the loss is not finite, and DivergedError after too many gradients in a
+    row that were not finite.
     """
     policy = updater.policy
     kl = policy.cfg.reference_kl
@@ -47,9 +52,9 @@ def train_step(
 
 
 def machine_name(device: str, backend: str = "torch", *, processor: str | None = None) -> str:
-    """Names what the bits of a step depend on besides its inputs: torch, device, processor, threads, ranks.
+    """Returns what a step's rounding depends on, as text: torch, device, processor, threads, ranks, backend.
 
-    `processor` is this machine's by default; "" leaves it out, as records of earlier versions do.
+    `processor` is this machine's by default; "" leaves it out, as in records of earlier program versions.
     """
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
     if name := _processor() if processor is None else processor:
@@ -63,7 +68,7 @@ def machine_name(device: str, backend: str = "torch", *, processor: str | None =
 
 
 def _processor() -> str:
-    """Returns the processor's name, for kernels are chosen by more than the capability that torch tells."""
+    """Returns the processor's name, as libraries choose kernels by more than torch's CPU capability."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
