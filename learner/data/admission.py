@@ -1,14 +1,14 @@
 """Admission of prompts to generation, so that nothing is generated that would be too old to learn from.
 
 With B groups a step and a bound of η versions, at most (version + η + 1) · B groups may have been admitted
-when the learner is at `version` (AReaL). A step consumes B, so this is the same as: at most (η + 1) · B
-groups are outstanding: admitted, and neither finished nor dropped (LearnerConfig.max_outstanding). A dropped
-group frees its place.
+when the learner is at `version` (AReaL, arXiv 2505.24298). A step consumes B groups, so this means that at most
+(η + 1) · B groups (LearnerConfig.max_outstanding) are outstanding: admitted, and neither finished nor dropped.
+A dropped group makes room for another one.
 
 In Reverb's vocabulary this is the rate limiter, a Queue of size (η + 1) · B: an insert waits while so many
-groups are outstanding, a sample waits until the sampler has B (or `min_groups`) to choose from. It acts on
-tickets, before any work is done, where Reverb's acts on finished items. A group that may be used K times holds
-its place until the K-th use or until it is too old, so samples per insert are K at most.
+groups are outstanding, a sample waits until the sampler has B (or `min_groups`) to choose from. Admission acts
+on tickets, before any work is done, while Reverb's limiter acts on finished items. A group that may be used K
+times is outstanding until its K-th use or until it is too old, so that samples per insert are K at most.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AdmissionSettings:
-    """The settings that decide which tickets there are, and how many at a time."""
+    """The settings that determine the tickets and their number."""
 
     run: str
     """Name of the run."""
@@ -46,7 +46,7 @@ class AdmissionSettings:
 
     @classmethod
     def of(cls, run: Run) -> Self:
-        """Returns the settings of `run` that matter here."""
+        """Returns these settings of `run`."""
         return cls(
             run=run.name,
             seed=run.seed,
@@ -58,7 +58,7 @@ class AdmissionSettings:
 
 
 class Admission:
-    """Admits training tickets within the bound, and evaluation tickets besides it.
+    """Admits training tickets within the bound, and evaluation tickets without one.
 
     Example: groups = 64, max_lag = 2: 192 tickets at version 0, then 64 more after every step.
     """
@@ -80,9 +80,9 @@ class Admission:
         self.outstanding = outstanding
         """Numbers of the tickets that were admitted and are neither finished nor dropped."""
         self.lost = lost or set()
-        """Numbers of tickets that came to nothing; their places were refilled."""
+        """Numbers of tickets that can no longer become groups; others were admitted in their place."""
         self.refused = 0
-        """Number of admissions that a full Redis put off."""
+        """Number of admissions that were postponed because Redis was full."""
 
     @property
     def capacity_left(self) -> int:
@@ -90,7 +90,7 @@ class Admission:
         return self._settings.max_outstanding - len(self.outstanding)
 
     def admit(self, version: int) -> int:
-        """Uses up the capacity left; returns how many tickets were admitted, which is 0 while Redis is full."""
+        """Admits tickets up to the capacity left; returns their number, which is 0 while Redis is full."""
         numbers = range(self.cursor, self.cursor + max(0, self.capacity_left))
         try:
             self.issue(numbers, version)
@@ -102,8 +102,8 @@ class Admission:
         return len(numbers)
 
     def issue(self, numbers: range | list[int], version: int) -> None:
-        """Puts tickets into the buffer: new ones, or those that a lost Redis took with it. Raises BufferFull if
-        there is no room for them, and then none was put there."""
+        """Puts tickets into the buffer: new ones, or those that were lost with Redis. Raises BufferFull if
+        there is no room for all of them, and then it puts none there."""
         cursor = max([self.cursor, *(n + 1 for n in numbers)])
         if numbers:
             self._buffer.admit([self._ticket(n, version) for n in numbers], cursor)
@@ -111,19 +111,19 @@ class Admission:
         self.outstanding.update(numbers)
 
     def expects(self, number: int) -> bool:
-        """Returns whether a group of this ticket counts: the ticket is outstanding, or came to nothing and was
-        re-admitted. Any other ticket is finished, and came back from a Redis that lost its last seconds."""
+        """Returns True if a group of this ticket counts, because the ticket is outstanding, or was lost and
+        admitted again. Any other ticket is finished, and came back from a Redis that lost its last seconds."""
         if number in self.lost:
             self.lost.remove(number)
             self.outstanding.add(number)
         return number in self.outstanding
 
     def done(self, group: Group) -> None:
-        """Frees the place of `group`, which is finished or dropped."""
+        """Ends the ticket of `group`, which is finished or dropped, and so makes room for another."""
         self.outstanding.discard(group.ticket.number)
 
     def recount(self, alive: set[int]) -> None:
-        """Frees the places of all tickets but those in `alive`, which alone can still become groups."""
+        """Ends all tickets but those in `alive`, as no others can become groups any more."""
         lost = self.outstanding - alive
         if lost:
             logger.warning("%d tickets came to nothing; their places are refilled", len(lost))
@@ -131,7 +131,7 @@ class Admission:
         self.lost |= lost
 
     def evaluate(self, version: int) -> int:
-        """Asks for one greedy response to each held-out problem; returns their number."""
+        """Admits tickets for one greedy response to each held-out problem; returns their number."""
         problems = self._task.heldout[: self._settings.eval_problems]
         sampling = replace(self._settings.sampling, temperature=0.0)
         self._buffer.admit_eval(
@@ -164,6 +164,6 @@ class Admission:
 
 
 def ticket_seed(run_seed: int, number: int) -> int:
-    """Returns a seed in [0, 2^62) that no other ticket of the run shares but by chance."""
+    """Returns a ticket's seed in [0, 2^62), a hash of the run's seed and the ticket's number."""
     digest = hashlib.blake2b(f"{run_seed}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2

@@ -7,11 +7,11 @@ from areal_q.config import External, Run
 from areal_q.messages import WorkerStatus
 
 LOOK_EVERY_S = 2.0
-"""Seconds from one look at the heartbeats to the next, while the learner waits"""
+"""Seconds between two readings of the heartbeats while the learner waits."""
 
 
 class AgentEpisodes:
-    """Tells how many episodes are open, of how many; nothing where no agents play (rollout.environment)."""
+    """Counts episodes, and those of them that agents play; nothing unless rollout.environment is external."""
 
     def __init__(self, run: Run) -> None:
         self._expected = isinstance(run.rollout.environment, External)
@@ -28,8 +28,7 @@ class AgentEpisodes:
         }
 
     def changed(self, workers: Callable[[], Sequence[WorkerStatus]]) -> dict[str, float]:
-        """Returns the counts if they are others than at the last call that looked; calls look every
-        LOOK_EVERY_S seconds."""
+        """Returns the counts if they have changed, else nothing; reads them at most every LOOK_EVERY_S."""
         if not self._expected or time.monotonic() < self._next_s:
             return {}
         self._next_s = time.monotonic() + LOOK_EVERY_S

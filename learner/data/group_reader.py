@@ -1,5 +1,4 @@
-"""Reading of the groups that workers commit: B groups for a step, none of them too old, chosen by the
-sampler."""
+"""Reading of the groups that workers commit, and the choice of B groups for a step, none of them too old."""
 
 import logging
 import threading
@@ -22,12 +21,12 @@ POLL_S = 0.2
 class GroupReader:
     """Reads groups in stream order into the pool that the sampler draws from.
 
-    Admission keeps most groups within the staleness bound. Before every draw these are dropped and counted, and
-    their places refilled: groups that are too old for the present version; groups with too few valid responses
-    for an advantage; groups whose rewards are all equal, if `drop_uniform` is set; and groups beyond a bound of
-    `buffer.removal`. None of them is in the trajectory log, which holds what was learnt from.
+    Admission keeps most groups within the staleness bound. Before every draw the following groups are dropped,
+    counted and replaced by further tickets: groups that are too old for the present version; groups with too
+    few valid responses for an advantage; groups whose rewards are all equal, if `drop_uniform` is set; and
+    groups beyond a bound of `buffer.removal`. The trajectory log contains none of them.
 
-    With `drop_uniform`, a task of which every group is uniform, solved or hopeless, is sampled for ever.
+    With `drop_uniform`, a task whose groups are all uniform, solved or hopeless, never gives a step.
     """
 
     def __init__(
@@ -46,23 +45,23 @@ class GroupReader:
         self.on_wait: Callable[[int], None] = lambda version: None
         """Called with the version, every POLL_S seconds, while no groups come in."""
         self.on_look: Callable[[], None] = lambda: None
-        """Called before each look for groups: a learner that waits is at work."""
+        """Called before each poll for groups, so that a waiting learner does not count as stuck."""
         self._newest = -1
         """The newest version that drew a token of any group read."""
         self.groups = 0
-        """Groups read since the process started, those that are dropped among them."""
+        """Number of groups read since the process started, including dropped ones."""
         self.dropped = 0
-        """Groups dropped since then because a token lagged too many versions behind."""
+        """Number of groups dropped since then because a token lagged too many versions behind."""
         self.uniform = 0
-        """Groups dropped since then because their rewards were all equal."""
+        """Number of groups dropped since then because their rewards were all equal."""
         self.failures = Failures(2 * cfg.groups * cfg.group_size)
-        """Failed rewards of all responses read since then, those of dropped groups among them."""
+        """Failed rewards of all responses read since then, including those of dropped groups."""
         self.invalid = 0
-        """Groups dropped since then because too few of their responses were valid."""
+        """Number of groups dropped since then because too few of their responses were valid."""
         self.removed = 0
-        """Groups dropped since then by `buffer.removal`."""
+        """Number of groups dropped since then by `buffer.removal`."""
         self.duplicates = 0
-        """Groups read since then whose ticket had counted already."""
+        """Number of groups read since then whose ticket had already been counted."""
 
     @property
     def position(self) -> str:
@@ -75,7 +74,7 @@ class GroupReader:
         return {n: k for n, k in self._pool.uses.items() if n in self._admission.outstanding}
 
     def totals(self) -> dict[str, float]:
-        """Returns what was counted since the process started, by the metric's name."""
+        """Returns the counts since the process started, by the metric's name."""
         return {
             "buffer/dropped_stale": self.dropped,
             "buffer/dropped_uniform": self.uniform,
@@ -86,7 +85,8 @@ class GroupReader:
         }
 
     def unfinished_totals(self) -> dict[str, float]:
-        """Returns the part of `totals` that a resumed learner counts again: of groups that it reads again."""
+        """Returns the part of `totals` from unfinished groups, which a resumed learner reads and counts
+        again."""
         again = Failures(0)
         for group in self._pool.groups:
             again.count(group)
@@ -106,10 +106,10 @@ class GroupReader:
     ) -> SampledGroups | None:
         """Returns B groups no token of which lags more than η behind `version`, or None if `stop` came first.
 
-        `make_room` is called, with `version`, while nothing comes in and Redis is full. `publish` returns once
-        the history knows `version`. It is called before groups are judged that were drawn by this number: a
-        resumed learner reads groups of its abandoned history, and where the replayed steps came out the same
-        bit for bit, they count as drawn by its own version.
+        `make_room` is called with `version` while no groups come in and Redis is full. `publish` must return
+        once `version` is in the history. It is called before the lag of groups drawn by a version of this
+        number is computed: a resumed learner reads groups of its abandoned history, and if its replay was
+        exact, bit for bit, they count as drawn by its own version.
         """
         while not stop.is_set():
             self.on_look()
@@ -133,8 +133,7 @@ class GroupReader:
         return None
 
     def consumed(self) -> None:
-        """Ends the use of the groups last taken, as their step is over: only now do finished ones free their
-        places."""
+        """Ends the use of the groups taken last, whose step is over; only now do finished ones make room."""
         for item in self._pool.used():
             self._admission.done(item.group)
 
@@ -143,7 +142,7 @@ class GroupReader:
         return max(self._history.lag(s, version) for t in group.trajectories for s in t.spans)
 
     def _read(self) -> list[Entry]:
-        """Reads what the pool wants; waits only while it has too little for a step."""
+        """Reads as many groups as the pool asks for, and waits only if it has too few for a step."""
         missing, ahead = self._pool.missing, self._pool.ahead
         entries = self._buffer.read(missing, timeout_s=POLL_S) if missing else []
         if ahead and len(entries) == missing:
@@ -170,7 +169,7 @@ class GroupReader:
             self._pool.add(entry)
 
     def _refuse(self, entry: Entry, reason: str) -> None:
-        """Finishes a group that teaches nothing, so that its place is free."""
+        """Drops a group from which nothing can be learnt, and makes room for another."""
         self._pool.pass_over(entry)
         self._admission.done(entry.group)
         logger.info("ticket %d dropped: %s", entry.group.ticket.number, reason)
@@ -191,14 +190,14 @@ class GroupReader:
             logger.info("%d groups dropped, %s: tickets %s", len(items), reason, tickets)
 
     def _starve(self, version: int) -> None:
-        """Frees the places of tickets and groups that were set aside as poison, and admits anew what an
-        abandoned history admitted at versions that this one has yet to reach.
+        """Acts against what can keep groups from coming: replaces tickets that were lost or quarantined, and
+        admits again, at `version`, tickets that an abandoned history admitted at later versions.
 
-        Workers start on a ticket only with weights as new as its step, and claim the oldest tickets first.
-        Where a resumed learner comes to other weights than before, the groups that would lead it to those
-        versions are too old, so that workers full of such tickets would wait for groups that stand behind
-        them in the queue. As long as there are groups to learn from, such tickets stay as they are: after an
-        exact replay the work on them counts.
+        Workers claim the oldest tickets first, and start on a ticket only with weights as new as its step. If a
+        resumed learner's replay gives other weights, the groups that would have led to the later versions are
+        too old; workers that have claimed the later tickets would then wait for versions that depend on tickets
+        behind them in the queue. While there are groups to learn from, such tickets are left alone, because
+        after an exact replay the work on them counts.
         """
         if self._buffer.rewind():
             self._pool.rewind()
@@ -226,6 +225,6 @@ class GroupReader:
 
 
 def is_uniform(group: Group) -> bool:
-    """Returns whether every advantage of the group would be 0 (DAPO's dynamic sampling, arXiv 2503.14476
-    §3.2)."""
+    """Returns True if all rewards of the group are equal, so that every advantage would be 0 (DAPO's dynamic
+    sampling, arXiv 2503.14476 §3.2)."""
     return len({t.reward for t in group.valid_trajectories}) == 1

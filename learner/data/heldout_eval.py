@@ -1,4 +1,4 @@
-"""Held-out accuracy during the run: evaluation tickets go to the same workers, which never stop."""
+"""Held-out accuracy during the run: the workers answer evaluation tickets beside training tickets."""
 
 import logging
 import threading
@@ -14,14 +14,14 @@ from learner.data.admission import Admission
 
 logger = logging.getLogger(__name__)
 SAMPLES = 5
+"""Number of answers that an `eval` record contains as examples."""
 LOOK_S = 1.0
-"""Between two looks for tickets that came to nothing"""
+"""Seconds between two searches for tickets that were lost."""
 
 
 class HeldOutEvaluation:
-    """Asks for greedy answers under the published (quantized) weights and scores them as they come in.
-
-    A worker starts on an evaluation ticket only with weights at least as new as the version that asked.
+    """Asks workers for greedy answers, which they draw with the published (quantized) weights, and records the
+    accuracy. A worker starts on an evaluation ticket only with weights at least as new as the ticket's version.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class HeldOutEvaluation:
         self._looked_s = time.monotonic()
 
     def ask(self, version: int) -> None:
-        """Begins an evaluation of `version`, unless Redis is full."""
+        """Begins an evaluation of `version`; skips it if Redis is full."""
         try:
             self._expected[version] = self._admission.evaluate(version)
         except BufferFull as error:
@@ -45,12 +45,11 @@ class HeldOutEvaluation:
         self._answers[version] = []
 
     def collect(self) -> None:
-        """Reads the answers that have come in, and writes an `eval` record for each complete evaluation:
-        all of its tickets are answered, or have come to nothing, in the quarantine or with a Redis that lost
-        them."""
+        """Reads the answers that have come in, and writes an `eval` record for each complete evaluation, all of
+        whose tickets are answered, quarantined or lost with Redis."""
         still_open = self._look()
         for group in self._buffer.take_eval():
-            # An evaluation of a history that a crash cut off is nobody's.
+            # Answers of evaluations that an earlier, crashed learner asked for are ignored.
             self._answers.get(group.ticket.step, []).append(group)
         for version, asked in list(self._expected.items()):
             lost = asked - len(self._answers[version])
@@ -65,8 +64,8 @@ class HeldOutEvaluation:
             self._write(version, self._answers.pop(version))
 
     def _look(self) -> Counter[int] | None:
-        """Returns the open tickets by version, every LOOK_S while there is an evaluation. It is called before
-        the answers are taken: what is open no longer is among them."""
+        """Returns the number of open tickets by version, or None between two searches. It must be called before
+        the answers are read: a ticket that is open no longer was answered before, or lost."""
         now_s = time.monotonic()
         if not self._expected or now_s - self._looked_s < LOOK_S:
             return None
@@ -74,15 +73,15 @@ class HeldOutEvaluation:
         return self._buffer.open_eval()
 
     def finish(self, stop: threading.Event, timeout_s: float) -> None:
-        """Waits for the evaluations under way; gives up at `stop` or after `timeout_s`."""
+        """Waits for the evaluations in progress, until `stop` or for `timeout_s` seconds at most."""
         deadline = time.monotonic() + timeout_s
         while self._expected and not stop.is_set() and time.monotonic() < deadline:
             self.collect()
             time.sleep(0.05)
 
     def _write(self, version: int, groups: list[Group]) -> None:
-        """Writes the record. The accuracy is over the answers that could be scored, and missing if none
-        could."""
+        """Writes the `eval` record, with the accuracy over the answers that could be scored, if there are
+        any."""
         correct = [t.reward_parts.get("correct", 0.0) for g in groups for t in g.valid_trajectories]
         invalid = len(groups) - len(correct)
         values: dict[str, float] = {"eval/problems": len(groups), "eval/invalid": invalid}

@@ -1,5 +1,5 @@
-"""Rewards that failed: counted by cause over all responses that the learner has read, and treated otherwise in
-a replay."""
+"""Rewards whose computation failed: their counts by cause over all responses read, and another treatment of
+them in a replay."""
 
 import logging
 from collections import Counter
@@ -14,7 +14,7 @@ from learner.data.packing import CAUSES
 
 logger = logging.getLogger(__name__)
 FEWEST = 256
-"""Fewest responses after which it may be said that the reward never worked."""
+"""The least number of responses that must fail, without exception, before the reward counts as broken."""
 
 
 class Failures:
@@ -26,18 +26,18 @@ class Failures:
         self.responses = 0
         """Number of responses read."""
         self.errors = 0
-        """Number of rewards that failed, those among them that count as 0."""
+        """Number of rewards that failed, including those that count as 0."""
         self.invalid: Counter[str] = Counter()
-        """Number of responses that are left out of training, by the cause of the failure."""
+        """Number of responses left out of training, by the cause of the failure."""
         self._warn_at = 1
 
     def add(self, group: Group) -> None:
-        """Counts the responses of a group. Raises TaskError if no reward has ever worked."""
+        """Counts the responses of a group and logs failures. Raises TaskError if no reward has ever worked."""
         if self.count(group):
             self._warn()
 
     def count(self, group: Group) -> bool:
-        """Counts the responses of a group; returns whether any reward failed."""
+        """Counts the responses of a group; returns True if any has no valid reward."""
         failed = [t for t in group.trajectories if not t.valid]
         self.responses += len(group.trajectories)
         self.errors += len(failed)
@@ -59,7 +59,9 @@ class Failures:
                 f"the reward failed for all of the first {total} responses ({causes}); the workers' logs "
                 "say how: mend it, and continue with --resume"
             )
-        if total >= self._warn_at:  # the 1st, 2nd, 4th, 8th …: a log, not a flood
+        if (
+            total >= self._warn_at
+        ):  # the 1st, 2nd, 4th, 8th … only, so that failures do not flood the log
             self._warn_at = 2 * total
             logger.warning(
                 "the reward failed for %d of %d responses (%s); they are left out of training, and "
@@ -76,8 +78,8 @@ def judged(
     on_error: Literal["drop", "retry", "zero"],
     fewest: int,
 ) -> tuple[list[Group], list[float]]:
-    """Returns logged groups, with their weights, as another `reward.on_error` would have had them, without
-    those that have fewer than `fewest` valid responses. Raises ConfigError if no group remains."""
+    """Returns (groups, weights) as they would have been with another `reward.on_error`, without groups of fewer
+    than `fewest` valid responses. Raises ConfigError if no group remains."""
     zero = on_error == "zero"
     changed = [
         replace(

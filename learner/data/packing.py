@@ -33,13 +33,13 @@ class Sample:
     """int32 [P]"""
     trajectory: Trajectory
     advantage: float
-    """The advantage from rewards alone (for GAE the reward - its mean), times `weight`. If it needs the
+    """The advantage from rewards alone (for GAE, reward - mean reward), times `weight`. If it needs the
     critic's values or the distance to the reference, learner/policy_advantages.py replaces it before the
     update."""
     lag: np.ndarray
-    """int64 [T] versions between the weights that drew each token and the learner's."""
+    """int64 [T] number of versions by which the weights that drew each token are behind the learner's."""
     weight: float = 1.0
-    """The weight that the sampler gave to its group."""
+    """The sampler's weight of the group."""
 
     @property
     def num_tokens(self) -> int:
@@ -48,39 +48,39 @@ class Sample:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Whole sequences; those of a group share their prompt's tokens, which are computed once.
+    """Whole sequences, one after the other. Those of a group share their prompt's tokens.
 
-    The last token of a response predicts nothing and is no input.
+    The last token of a response predicts nothing and is therefore not among the inputs.
     Example: prompt [5, 6], responses [7, 8] and [9]: token_ids [5, 6, 7], predict [1, 2, 1] (the
     position whose output predicts each response token), targets [7, 8, 9].
     """
 
     layout: PackedLayout
     token_ids: torch.Tensor
-    """int64 [N]"""
+    """int64 [N]: the input tokens."""
     predict: torch.Tensor
-    """int64 [T] indices into N"""
+    """int64 [T]: the index among the N inputs whose output predicts each response token."""
     targets: torch.Tensor
-    """int64 [T]"""
+    """int64 [T]: the response tokens."""
     behavior_logprobs: torch.Tensor
-    """float32 [T] nats"""
+    """float32 [T]: log π_behav in nats."""
     advantages: torch.Tensor
-    """float32 [T]"""
+    """float32 [T]: the advantage of each token."""
     mask: torch.Tensor
-    """bool [T]"""
+    """bool [T]: True on tokens that count."""
     version_lag: torch.Tensor
-    """int64 [T]"""
+    """int64 [T]: the learner's version minus that of the weights that drew the token."""
     sequence_ids: torch.Tensor
-    """int64 [T] in 0 … S-1"""
+    """int64 [T] in 0 … S-1: the sequence of each token."""
     num_sequences: int
     responses: tuple[tuple[int, int], ...]
-    """[S] (ticket, index) of each sequence"""
+    """[S] (ticket, index) of each sequence."""
     learns: bool
-    """False if every advantage is 0: the tokens count and are measured, but have no gradient."""
+    """False if every advantage is 0: then the tokens are counted and measured, but have no gradient."""
     routes: torch.Tensor | None = None
-    """int16 [N, L, K]: the experts that the rollout sent each token to, or UNRECORDED; None: none recorded"""
+    """int16 [N, L, K]: the experts to which the rollout sent each token, or UNRECORDED; None if all are."""
     counts: bool = True
-    """False if the batch only keeps pace with other ranks' micro-batches."""
+    """False for a filler that a rank computes only because the other ranks have a micro-batch more."""
 
 
 def samples_of(
@@ -92,11 +92,11 @@ def samples_of(
     mask: Sequence[FinishReason] = (),
 ) -> list[Sample]:
     """Returns every valid trajectory of `groups` with its advantage and its tokens' lags, in the groups' order.
-    What is not valid changes nothing: the samples are those of the groups without it. Responses that ended for
-    a reason in `mask` have no token that counts, and their reward is in the baseline of the others.
+    Invalid trajectories have no influence on the others. Responses that ended for a reason in `mask` have no
+    token that counts, though their reward is part of their group's baseline.
 
-    `weights` multiply the groups' advantages; none: all are 1. Every objective is linear in A for a given
-    sign of it, so this weights the policy's loss of a sample, whatever the objective.
+    `weights` multiply the groups' advantages; none means that all are 1. For a given sign of A every objective
+    is linear in A, so that this weights a sample's policy loss, whatever the objective.
     """
     rewards = torch.tensor([t.reward for g in groups for t in g.valid_trajectories])
     ids = torch.tensor([i for i, g in enumerate(groups) for _ in g.valid_trajectories])
@@ -121,15 +121,15 @@ def samples_of(
 
 
 def masked(sample: Sample) -> Sample:
-    """Returns `sample` with every token masked, so that it counts for nothing."""
+    """Returns `sample` with all tokens masked, so that it has no influence on the loss."""
     none = Array.of(np.zeros(sample.trajectory.num_tokens), "uint8")
     trajectory = msgspec.structs.replace(sample.trajectory, loss_mask=none)
     return replace(sample, trajectory=trajectory, advantage=0.0)
 
 
 def failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns `reward/invalid`: number of responses left out since their reward failed, and the same by cause;
-    `reward/errors`: number of rewards that failed, those that count as 0 among them."""
+    """Returns `reward/invalid`, the number of responses that are left out because their reward failed, the same
+    by cause, and `reward/errors`, the number of rewards that failed, including those that count as 0."""
     everyone = [t for group in groups for t in group.trajectories]
     causes = Counter(t.failure for t in everyone if not t.valid)
     errors = sum(not t.valid or t.reward_parts.get("error", 0.0) > 0 for t in everyone)
@@ -152,7 +152,8 @@ def part_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def microbatches(samples: Sequence[Sample], max_tokens: int) -> Iterator[Sequence[Sample]]:
-    """Cuts `samples` into runs of at most `max_tokens` tokens; a longer sequence stands alone."""
+    """Yields consecutive slices of `samples` with at most `max_tokens` tokens; a longer sequence stands
+    alone."""
     start, tokens = 0, 0
     for i, sample in enumerate(samples):
         if i > start and tokens + sample.num_tokens > max_tokens:
@@ -166,9 +167,9 @@ def microbatches(samples: Sequence[Sample], max_tokens: int) -> Iterator[Sequenc
 def pack_samples(
     samples: Sequence[Sample], device: str = "cpu", learns: bool = False, counts: bool = True
 ) -> PackedBatch:
-    """Concatenates whole sequences. The result of a step does not depend on how samples are cut.
+    """Returns `samples` as one batch on `device`. The result of a step does not depend on how they are batched.
 
-    `learns` says that they have a gradient whatever their advantages.
+    `learns` is True if they have a gradient whatever their advantages; `counts` is PackedBatch.counts.
     """
     rows: list[np.ndarray] = []
     predict: list[np.ndarray] = []
@@ -218,8 +219,8 @@ def pack_samples(
 
 
 def _routes(origins: Sequence[tuple[Trajectory, int, int]]) -> np.ndarray | None:
-    """Returns the routes, int16 [N, L, K], of packed tokens, which are the tokens [start, stop) of these
-    trajectories."""
+    """Returns the routes, int16 [N, L, K], of packed tokens. `origins` are (trajectory, start, stop): the
+    packed tokens are those from start to before stop of each trajectory. None if no routes were recorded."""
     shapes = {t.routes.shape[1:] for t, _, _ in origins if t.routes}
     if not shapes:
         return None

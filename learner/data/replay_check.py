@@ -1,4 +1,4 @@
-"""Check whether a resumed learner repeats, bit for bit, the steps that the history before it had made."""
+"""The check whether a resumed learner repeats, bit for bit, the steps that were made after its checkpoint."""
 
 import logging
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ class ReplayCheck:
         self.exact_steps = 0
         """Number of replayed steps that gave the recorded weights."""
         self.differs_at: int | None = None
-        """The first step that did not; None if there was none so far."""
+        """The first replayed step that gave other weights; None if there was none so far."""
 
     def compare(self, version: int, digest: str) -> None:
-        """Compares the weights that the present history published as `version` with the recorded ones, and logs
-        where they differ first, or that all were equal."""
+        """Compares the digest of the weights that are published as `version` with the recorded one. Logs the
+        first difference, or that there was none."""
         recorded = self._recorded.pop(version, None)
         if recorded is None or self.differs_at is not None:
             return
@@ -40,7 +40,7 @@ class ReplayCheck:
             logger.info("replay is exact up to step %d", version)
 
     def metrics(self) -> dict[str, float]:
-        """Returns values for the record of a step; none if there was nothing to compare."""
+        """Returns the metrics for a step's record; empty if nothing was compared."""
         if not self.exact_steps and self.differs_at is None:
             return {}
         values = {"learner/replay_exact_steps": float(self.exact_steps)}

@@ -1,6 +1,8 @@
-"""The supervised phase before RL: enough skill that some responses earn a reward. Cached by content.
+"""The warm start: supervised steps before RL, after which some responses earn a reward.
 
-~/.cache/areal-q/warmstart/<hash of everything that it depends on>/model.safetensors
+The resulting weights are cached in
+
+    ~/.cache/areal-q/warmstart/<hash of everything that they depend on>/model.safetensors
 """
 
 import hashlib
@@ -25,11 +27,14 @@ from areal_q.tasks import Task, Tokenizer, problem_at
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, float], None]
-"""(step, loss)"""
+"""A function that is called with (step, loss in nats per token)."""
 REVISION = 2
-"""Version of the cache's key, to be raised when the same settings come to give other weights."""
+"""A part of the cache's key, to be increased when a change of the program makes the same settings give other
+weights."""
 WARMUP_STEPS = 20
+"""Steps over which the learning rate rises to its full value."""
 PROGRESS_STEPS = 10
+"""Steps from one call of the progress function to the next."""
 MEAN_STEPS = 8
 """Steps of the running mean of the accuracy."""
 
@@ -42,8 +47,8 @@ def warm_start(
     progress: Progress,
     stop: threading.Event,
 ) -> Path | None:
-    """Trains `model` in place on correct answers, or loads the cached result, and returns the directory that it
-    was in. Raises Stopped when `stop` is set meanwhile."""
+    """Trains `model` in place on correct answers, or loads the cached result. Returns the cache's directory if
+    the weights came from there, else None. Raises Stopped if `stop` is set meanwhile."""
     if run.warmstart.steps == 0:
         return None
     path = _cache_dir() / "warmstart" / _key(run, task) / "model.safetensors"
@@ -53,7 +58,7 @@ def warm_start(
     _train(model, run, task, tokenizer, progress, stop)
     try:
         _keep(model, path)
-    except (OSError, SafetensorError) as error:  # no home, no room: the next run trains again
+    except (OSError, SafetensorError) as error:  # without a home or room, the next run trains again
         logger.warning("the warm start cannot be cached for the next run: %s: %s", path, error)
     return None
 
@@ -66,7 +71,7 @@ def _keep(model: Decoder, path: Path) -> None:
 
 
 def _cached(path: Path, model: Decoder) -> bool:
-    """Loads `path` into `model`. False where there is no such file, or none that can be read."""
+    """Loads `path` into `model`. Returns False if there is no such file or it cannot be read."""
     try:
         model.load_state_dict(load_file(path))
     except FileNotFoundError:
@@ -118,8 +123,8 @@ def _row(task: Task, number: int, seed: int, tokenizer: Tokenizer) -> tuple[list
 def supervised_loss(
     model: Decoder, rows: list[tuple[list[int], list[int]]]
 ) -> tuple[torch.Tensor, float]:
-    """Returns the mean cross-entropy, in nats, of the response tokens of (prompt, response) rows, and the share
-    of rows of which every token is the likeliest: those that greedy decoding gets right."""
+    """Returns the mean cross-entropy, in nats, of the response tokens in `rows` of (prompt, response), and the
+    share of rows that greedy decoding gets right, as each of their tokens is the most probable."""
     device = next(model.parameters()).device
     layout = PackedLayout.of([len(p) + len(r) for p, r in rows], device)
     ids = torch.tensor([t for p, r in rows for t in (*p, *r)]).to(device, non_blocking=True)
@@ -138,7 +143,7 @@ def supervised_loss(
 
 
 def _key(run: Run, task: Task) -> str:
-    """Returns a hash of the settings and of some of the problems: a file may change under its path."""
+    """Returns a hash of the settings and of some problems, since a file of problems may change."""
     some = range(min(len(task.train), 4096))
     parts = [REVISION, run.model, run.task, run.warmstart, run.seed, len(task.train)]
     parts += [problem_at(task, number, run.seed) for number in some]

@@ -1,11 +1,11 @@
 """Staleness of tokens: the distance, in published versions, to the weights that now learn.
 
-    0 ── 1 ── 2 ── 3 ── 4 ✗            the learner crashed after publishing 4; its checkpoint holds 2
+    0 ── 1 ── 2 ── 3 ── 4 ✗            the learner crashed after publishing 4; its checkpoint is of 2
               └─── 3' ─ 4' ─ 5'        it resumed at 2 and published other weights as 3', 4', 5'
 
-A version number alone is ambiguous after such a fork, so a token's lag is counted along the tree, by the
-digest of the weights that drew it: one drawn by 4' is 1 behind 5', one drawn by the abandoned 4 is
-(4 − 2) + (5 − 2) = 5 steps away from it. That is what the staleness bound is compared with.
+After such a fork a version number alone is ambiguous, so a token's lag is counted along the tree, by the digest
+of the weights that drew it. At version 5', a token drawn by 4' has lag 1, and one drawn by the abandoned 4 has
+lag (4 − 2) + (5 − 2) = 5. The staleness bound is compared with this lag.
 """
 
 from areal_q.messages import VersionSpan
@@ -29,11 +29,11 @@ class VersionHistory:
         self.digests = dict(digests or {})
         """Digest of each version that is remembered."""
         self.fork = fork
-        """The version up to which this history and the abandoned ones are surely the same."""
+        """The version up to which this history and the abandoned ones are known to be the same."""
         self.resumed = resumed
-        """False for a run that never resumed: it has no abandoned history, so weights that it does not know are
-        not its own. Workers refuse those of an earlier run of its name by the run's id, but have none to go by
-        where that one's learner was of an older program."""
+        """False for a run that never resumed. It has no abandoned history, so that unknown weights are those of
+        an earlier run of its name. Workers refuse these by the run's id, which learners of older program
+        versions do not send."""
 
     def add(self, version: int, digest: str) -> None:
         """Remembers a version of this history, and forgets those that are too old."""
@@ -48,7 +48,7 @@ class VersionHistory:
         """
         if self.digests.get(span.version) == span.digest:
             return now - span.version
-        if span.version <= now - self.keep:  # forgotten: too old, of whichever history
+        if span.version <= now - self.keep:  # no longer remembered, and too old in any history
             return now - span.version
         if self.resumed and span.version > self.fork:
             return (span.version - self.fork) + (now - self.fork)
@@ -56,10 +56,10 @@ class VersionHistory:
 
 
 def forks_at(start: int, before: list[int], keep: int) -> list[int]:
-    """Returns the forks that still matter after a resumption at `start`; `before` are those until then.
+    """Returns the forks that still matter after a resumption at `start`, from the earlier forks `before`.
 
-    After crashes close to each other nothing tells which history an abandoned version is of: lags are counted
-    over the oldest of these forks, the longest way, so that no token passes for newer than it is.
+    After crashes in quick succession the history of an abandoned version is unknown. Lags are then counted over
+    the oldest of these forks, the longest way, so that no token counts as newer than it is.
     Example: keep 4, checkpoints at 2 and at 4 → [2, 4]; at 2 and at 50 → [50].
     """
     return [fork for fork in before if start - fork < keep] + [start]

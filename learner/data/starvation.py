@@ -1,4 +1,4 @@
-"""Messages of a learner that waits long for groups: what it waits for, with numbers."""
+"""Messages that say, with numbers, what a learner waits for when it has waited long for groups."""
 
 import time
 from collections.abc import Sequence
@@ -13,21 +13,20 @@ SAY_AGAIN_S = 60.0
 
 
 class Starvation:
-    """Tells when a wait is worth a message: after SAY_AFTER_S, and every SAY_AGAIN_S from then on."""
+    """Times the messages about a wait: the first after SAY_AFTER_S seconds, then one every SAY_AGAIN_S."""
 
     def __init__(self) -> None:
         self.since_s: float | None = None
         self._next_s = 0.0
 
     def over(self) -> bool:
-        """Ends the wait, as groups came in; returns whether a message was given before."""
+        """Ends the wait, as groups came in. Returns True if there was a message about it."""
         announced = self.since_s is not None and self._next_s > self.since_s + SAY_AFTER_S
         self.since_s = None
         return announced
 
     def due(self) -> float | None:
-        """Returns the seconds waited if a message is due now, else None. To be called while nothing comes
-        in."""
+        """Returns the seconds waited if a message is due now, else None. Call it while no groups come in."""
         now_s = time.monotonic()
         if self.since_s is None:
             self.since_s, self._next_s = now_s, now_s + SAY_AFTER_S
@@ -40,7 +39,7 @@ class Starvation:
 def sentence(
     seconds: float, ready: int, needed: int, claims: Claims, workers: Sequence[WorkerStatus]
 ) -> str:
-    """Returns the message.
+    """Returns the message about a wait of `seconds` for which `ready` of the `needed` groups are there.
 
     Example: no step for 20 s: 3 of 8 groups are ready; 16 tickets are open, 4 of them claimed (w0: 4);
     w0 waits for version 9, with version 4; workers draw 0 tokens/s

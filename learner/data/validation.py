@@ -1,4 +1,4 @@
-"""Validation against the model that is learnt: of settings about experts, and of groups from workers."""
+"""Validation of settings, number format, problems and incoming groups against the model and the run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +17,11 @@ from areal_q.quant.state_dict import is_quantized
 from areal_q.tasks import Task
 
 DATA_DIGEST = "problems-digest"
-"""Name of the file in a run's directory that tells which problems it began with"""
+"""Name of the file in a run's directory with the digest of the problems that the run began with."""
 
 
 def check_experts(config: DecoderConfig, cfg: LearnerConfig) -> None:
-    """Raises ConfigError for settings that need experts where there are none, or none where there are."""
+    """Raises ConfigError for settings that need a mixture of experts if the model is none, or exclude one."""
     if config.sparse_layers:
         if cfg.lora:
             raise ConfigError("learner.lora: not with a mixture of experts")
@@ -32,8 +32,8 @@ def check_experts(config: DecoderConfig, cfg: LearnerConfig) -> None:
 
 
 def check_format(model: nn.Module, format: str) -> None:
-    """Raises ConfigError for a number format that a linear of `model` does not go into, which is else found
-    out after the warm start."""
+    """Raises ConfigError for a number format that the shape of some linear of `model` does not allow. Otherwise
+    this would become known only after the warm start."""
     shapes = {
         p.shape[-1]: name for name, p in model.named_parameters() if is_quantized(f"model.{name}")
     }
@@ -45,8 +45,9 @@ def check_format(model: nn.Module, format: str) -> None:
 
 
 def fits(config: DecoderConfig, longest: int) -> Callable[[Group], None]:
-    """Returns a check that raises RecordError for a group whose tokens or routes are not those of such a model,
-    or in which a prompt and its response have more than `longest` tokens (learner.microbatch_tokens)."""
+    """Returns a check that raises RecordError for a group that does not fit a model of this `config`: a token
+    or route is out of range, or a prompt and its response have more than `longest` tokens
+    (learner.microbatch_tokens)."""
     most = min(longest, config.max_positions)
 
     def check(group: Group) -> None:
@@ -78,11 +79,11 @@ def _check_routes(t: Trajectory, config: DecoderConfig, where: str) -> None:
 
 
 def check_data(directory: Path, cfg: TaskConfig, task: Task) -> None:
-    """Remembers, in the run's `directory`, which problems the run began with. Raises TaskError where they are
-    others now: the numbers of tickets would stand for other problems, and accuracies be of others.
+    """Records in the run's `directory` a digest of the problems that the run began with. Raises TaskError if
+    they have changed: ticket numbers would stand for other problems, and accuracies could not be compared.
 
-    Of a data set of the Hub it is the problems themselves that are compared: its name stays the same from one
-    revision to the next, and the fingerprint that `datasets` gives changes with the version of `datasets`.
+    The digest of a data set from the Hub is of the problems themselves, because its name is the same for all
+    revisions, and the fingerprint of `datasets` depends on the version of that library.
     """
     path = getattr(cfg, "path", None)
     if path is None:
@@ -99,8 +100,8 @@ def check_data(directory: Path, cfg: TaskConfig, task: Task) -> None:
 
 
 def _digest_of(path: Path, task: Task | None) -> str:
-    """Returns the digest of the problems of `task`, or of a file's bytes without one. A Python task's reward
-    may change."""
+    """Returns the digest of the problems of `task`, or of the bytes of file `path` if `task` is None. The
+    digest of a Python task is of its problems, so that its reward may change."""
     digest = xxhash.xxh3_128()
     if task is None:
         digest.update(path.read_bytes())
