@@ -1,4 +1,4 @@
-"""Checkpoints of the learner: their files, the policy's tensors in them, and writing them in the background."""
+"""Checkpoints of the learner: their files, the policy's tensors in them, and the thread that writes them."""
 
 from learner.checkpoint.files import (
     SHARE,

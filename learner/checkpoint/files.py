@@ -1,14 +1,15 @@
-"""Checkpoints: weights, optimizer, RNG, and the place in the stream of groups. No pickle: safetensors and JSON.
+"""Checkpoint files: weights, optimizer, RNG and the position in the stream of groups, in safetensors and JSON.
 
     checkpoints/step-000050/state.json           everything that is not a tensor
                             tensors.safetensors  model.*, optimizer.*, rng; critic.*, critic_optimizer.*,
                                                  reference.*, kv_scales.*, sticky.* (areal_q/quant/
                                                  sticky.py) where there are such
                             tensors-00001.safetensors, …   with `checkpoint.sharded`: shares of *optimizer.*,
-                                                 whole tensors each, written by the ranks of that number
+                                                 of whole tensors, each written by the rank of that number
 
-Written beside and renamed, so that a directory of the final name is whole. A crash in the middle leaves a
-hidden one, which the next save or restore sees to. The state carries a hash of everything.
+A checkpoint is written under a hidden name and renamed, so that a directory of the final name is whole. A crash
+in between leaves a hidden directory, which the next save or restore removes. The state contains a hash of
+everything.
 """
 
 import shutil
@@ -35,17 +36,17 @@ from areal_q.system.files import (
 )
 
 START = "step-000000"
-"""Never removed: a replay can begin there"""
+"""The checkpoint of the start, which is never removed, so that a replay can begin there."""
 STATE, TENSORS, SHARE = "state.json", "tensors.safetensors", "tensors-{:05d}.safetensors"
 _STAGED = ".shares-"
-"""Begins the name of a directory in which other ranks leave their shares of a checkpoint"""
+"""Prefix of the directory into which other ranks write their shares of a checkpoint."""
 
 
 Tensors = dict[str, torch.Tensor]
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The part of a checkpoint that is not tensors. Example: step 50 stands before learner step 50."""
+    """All of a checkpoint that is not tensors. Example: the state of step 50 is that before learner step 50."""
 
     schema: int = 1
     run_id: str = ""
@@ -57,18 +58,18 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     cursor: int
     """Number of the next ticket."""
     outstanding: list[int]
-    """Tickets admitted and not finished: issued again should Redis be lost."""
+    """Tickets that were admitted and are not finished; they are admitted again if Redis lost its data."""
     uses: dict[int, int] = {}
     """Number of steps that learnt from a group which may be used again, by ticket
     (buffer/sampling/replay_pool.py)."""
     lost: list[int] = []
-    """Tickets that came to nothing: should one be re-admitted, it counts."""
+    """Tickets that were lost and replaced; if one is admitted again, its group counts."""
     digests: dict[int, str]
     """Digests of this history's newest versions (learner/data/staleness.py)."""
     totals: dict[str, float] = {}
     """Counters of the run so far, by the metric's name; empty in checkpoints from before they were kept."""
     forks: list[int] = []
-    """Versions at which this history lately forked off abandoned ones."""
+    """Versions at which this history recently forked off abandoned ones."""
     updates: int
     """Number of optimizer steps tried."""
     skipped: int
@@ -81,7 +82,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def stage(directory: Path, step: int) -> Path:
-    """Makes an empty directory for the shares of other ranks, the same for all who ask for it at `step`."""
+    """Creates an empty directory for other ranks' shares of the checkpoint of `step`, and returns its path."""
     clear_shares(directory)
     staged = directory / f"{_STAGED}step-{step:06d}"
     staged.mkdir(parents=True)
@@ -89,13 +90,14 @@ def stage(directory: Path, step: int) -> Path:
 
 
 def write_share(staged: Path, rank: int, tensors: Tensors) -> None:
-    """Writes rank `rank`'s share of a checkpoint. A file of the final name is whole. Raises CheckpointError."""
+    """Writes rank `rank`'s share of a checkpoint, under its final name once it is whole. Raises CheckpointError
+    if it cannot be written."""
     file = staged / SHARE.format(rank)
     scratch = file.with_name(f"{SCRATCH}{file.name}")
     with _writing(file):
         save_tensors(tensors, scratch)
         sync(scratch)
-        scratch.rename(file)  # the first rank may take it at once, and remove the directory
+        scratch.rename(file)  # rank 0 may move the file at once, and remove the directory
 
 
 def write(
@@ -106,10 +108,10 @@ def write(
     keep_every: int = 0,
     shares: Sequence[Path] = (),
 ) -> Path:
-    """Writes `directory/step-NNNNNN` and removes all but the start's, the newest `keep`, and those whose step
-    is a multiple of `keep_every`. Returns its path. Waits for the files `shares`, which other ranks are
-    writing, and takes them along. Raises CheckpointError for a full disk, say; those before are as they
-    were."""
+    """Writes the checkpoint `directory/step-NNNNNN`, to which it moves the files `shares` after waiting for
+    other ranks to write them, and returns its path. Then removes all checkpoints but the one of the start, the
+    newest `keep`, and those whose step is a multiple of `keep_every`. Raises CheckpointError if it cannot be
+    written, such as to a full disk; earlier checkpoints are unchanged then."""
     final = directory / f"step-{state.step:06d}"
     with _writing(final):
         _write(directory, final, state, tensors, shares)
@@ -133,7 +135,7 @@ def _write(
     part.mkdir(parents=True)
     save_tensors(tensors, part / TENSORS)
     for share in shares:
-        while not share.exists():  # should its rank die, torchrun ends this process, too
+        while not share.exists():  # if its rank dies, torchrun ends this process, too
             time.sleep(0.02)
         share.rename(part / share.name)
         if share is shares[-1]:
@@ -154,7 +156,7 @@ def _remove_old(directory: Path, keep: int, keep_every: int) -> None:
 
 
 def clear_shares(directory: Path) -> None:
-    """Removes shares of a checkpoint that was not completed."""
+    """Removes the shares of checkpoints that were not completed."""
     for left in directory.glob(f"{_STAGED}*"):
         shutil.rmtree(left)
 
@@ -176,7 +178,7 @@ def read_tensors(path: Path, state: State) -> dict[str, torch.Tensor]:
     """Returns the tensors of checkpoint `path`. Raises CheckpointError unless they and the state hash to the
     digest in the state."""
     try:
-        # The hash is of the bytes written, not of `state` encoded again: the schema may have grown since.
+        # The hash is of the bytes as written: with a newer schema `state` would be encoded differently.
         written = (path / STATE).read_bytes()
         blank = written.replace(f'"digest":"{state.digest}"'.encode(), b'"digest":""')
         if _digest(path, blank) != state.digest:
@@ -195,5 +197,5 @@ def _digest(path: Path, state: bytes) -> str:
 
 
 def _files(path: Path) -> list[Path]:
-    """Returns the files of tensors: rank 0's, then the shares."""
+    """Returns the files with tensors: rank 0's, then the shares in the order of their ranks."""
     return [path / TENSORS, *by_number(path.glob(SHARE.replace("{:05d}", "*")))]

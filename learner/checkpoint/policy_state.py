@@ -1,4 +1,4 @@
-"""The tensors of a policy that a checkpoint holds, by their names there, and the way back into a policy."""
+"""The tensors of a policy in a checkpoint, by their names there, and how they are loaded into a policy."""
 
 from pathlib import Path
 
@@ -23,13 +23,13 @@ KV, STICKY = "kv_scales.", "sticky."
 
 
 def save(directory: Path, state: State, policy: TorchPolicy, keep: int) -> Path:
-    """Writes a checkpoint of what `policy` holds now; see `write`."""
+    """Writes a checkpoint of the present `policy`; see `write`."""
     return write(directory, state, tensors_of(policy), keep)
 
 
 def restore(directory: Path, policy: TorchPolicy) -> State:
-    """Loads the newest checkpoint into `policy`. Raises CheckpointError naming what is damaged and,
-    where there is one, the checkpoint before it."""
+    """Loads the newest checkpoint into `policy`, and returns its state. Raises CheckpointError that names what
+    is damaged and the checkpoint before it, if there is one."""
     clear_leftovers(directory)
     clear_shares(directory)
     complete = steps(directory)
@@ -45,8 +45,8 @@ def restore(directory: Path, policy: TorchPolicy) -> State:
 
 
 def load(path: Path, state: State, policy: TorchPolicy) -> None:
-    """Puts checkpoint `path`, whose state is `state`, into `policy`. Raises CheckpointError naming what
-    is damaged or does not fit."""
+    """Loads checkpoint `path`, whose state is `state`, into `policy`. Raises CheckpointError that names what is
+    damaged or does not fit."""
     try:
         _load(policy, read_tensors(path, state))
     except (KeyError, RuntimeError) as error:
@@ -55,9 +55,9 @@ def load(path: Path, state: State, policy: TorchPolicy) -> None:
 
 
 def tensors_of(policy: TorchPolicy, collected: Tensors | None = None) -> Tensors:
-    """Returns every tensor of `policy` that a checkpoint holds, on the CPU.
+    """Returns all tensors of `policy` that belong into a checkpoint, on the CPU.
 
-    `collected` is what PolicyUpdater.collect returned: this rank's share, where other ranks write theirs.
+    `collected` is the result of PolicyUpdater.collect: this rank's share, if other ranks write theirs.
     """
     tensors: Tensors = {"rng": torch.get_rng_state(), **(collected or {})}
     for part, module in _modules(policy).items():

@@ -1,11 +1,11 @@
-"""The fidelity meter: is a logged log-prob the one that the engine's own weights give?
+"""The fidelity meter: whether an engine's log-probs are those that its weights give.
 
 A sample of the groups that were learnt from is scored again with exactly the tensors that were published as
-their version, quantized as the engine has them, everything else in float32. What remains between the two is
-the engine: its kernels, its rounding, its bugs. Unlike mismatch/kl no quantization and no lag is in it.
+their version, quantized as in the engine, everything else in float32. The remaining gap comes from the engine:
+its kernels, its rounding, its bugs. Unlike mismatch/kl, it contains no effect of quantization or lag.
 
-Only the first version of a response is looked at: what comes after a swap of weights may rest on keys and
-values of the version before. It needs the logged trajectory alone, so it works for every engine.
+Only tokens of a response's first version are measured, as later ones may depend on cached keys and values of
+the version before. Since the meter needs only the trajectory, it works for every engine.
 """
 
 import logging
@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class FidelityMeter:
-    """Holds the newest `versions_kept` published versions, in the memory that the weight server sends from, and
-    the policy of those that it needed. It takes no part in the step: a replay does without."""
+    """Measures the gap of each engine. It keeps the newest `versions_kept` published versions, in memory that
+    it shares with the weight server, and the policies made from them so far. It has no influence on the
+    step."""
 
     def __init__(self, learner: LearnerConfig, format: str) -> None:
         """`format` is the number format of the rollouts."""
@@ -40,7 +41,7 @@ class FidelityMeter:
         self._warned: set[str] = set()
 
     def remember(self, version: WeightVersion) -> None:
-        """Keeps a published version, by its digest, and forgets the oldest."""
+        """Keeps a published version, by its digest, and drops the oldest if there are too many."""
         if not self._cfg.share:
             return
         self._versions[version.manifest.digest] = version
@@ -49,9 +50,9 @@ class FidelityMeter:
             self._policies.pop(digest, None)
 
     def measure(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Returns the mean and the largest |gap| in nats a token, in all and by engine, and the newest version
-        looked at; the bound alone if no group was chosen. Logs a warning the first time that an engine's mean
-        is beyond the bound."""
+        """Returns the mean and the largest |gap| in nats per token, over all engines and for each, the newest
+        version measured, and the bound; the bound alone if no token was measured. Logs a warning the first time
+        that an engine's mean exceeds the bound."""
         if not self._cfg.share:
             return {}
         gaps: dict[str, list[np.ndarray]] = defaultdict(list)
@@ -71,13 +72,14 @@ class FidelityMeter:
         return values
 
     def _chosen(self, group: Group) -> bool:
-        """Returns whether the group is measured. Every 1/share-th ticket number is, evenly: where
-        floor(n · share) grows."""
+        """Returns True if the group is measured: evenly every 1/share-th ticket number n is, namely where
+        floor((n + 1) · share) > floor(n · share)."""
         number, share = group.ticket.number, self._cfg.share
         return int((number + 1) * share) > int(number * share)
 
     def _gaps(self, groups: Sequence[Group]) -> Iterator[tuple[str, int, np.ndarray]]:
-        """Yields (engine, version, |gap| float64 [N]) for each engine, version and temperature."""
+        """Yields (engine, version, |gap| of N tokens, float64 [N] nats) for each engine, version and
+        temperature."""
         alike: dict[tuple[str, str, float], list[Sample]] = defaultdict(list)
         for group in groups:
             for sample in _samples(group):
@@ -126,7 +128,7 @@ def _samples(group: Group) -> Iterator[Sample]:
 
 
 def _gap(samples: Sequence[Sample], logprobs: np.ndarray) -> np.ndarray:
-    """Returns |recorded − `logprobs`| of the sampled tokens of each response's first version."""
+    """Returns |recorded − `logprobs`| in nats of the sampled tokens that each response's first version drew."""
     trajectories = [s.trajectory for s in samples]
     recorded = np.concatenate([t.behavior_logprobs.numpy() for t in trajectories])
     drawn = np.concatenate([t.loss_mask.numpy() != 0 for t in trajectories])

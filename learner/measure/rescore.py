@@ -1,4 +1,4 @@
-"""Any model's log-probs of logged responses; and the model that an engine runs, made from published tensors."""
+"""Log-probs of logged responses under any model, and the model that an engine runs, from published tensors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ def engine_policy(
     device: str = "cpu",
     lora_scale: float = 0.0,
 ) -> Decoder:
-    """π_Q: the policy as an engine runs the tensors `published` in `format`, everything else in float32.
+    """Returns π_Q, the policy that an engine runs: the tensors `published` in `format`, all else in float32.
 
-    There are no master weights beneath it, so nothing can be learnt. Draws no random number.
+    It has no master weights and cannot be trained. Building it draws no random numbers.
     """
     with torch.device("meta"):
         model = Decoder(config)
@@ -48,7 +48,8 @@ def engine_policy(
 
 @dataclass(frozen=True)
 class Scorer:
-    """Log-probs and entropies, float64 [N], of the response tokens of samples under any model."""
+    """Computes log-probs and entropies, float64 [N] nats each, of the N response tokens of samples under any
+    model."""
 
     cfg: LearnerConfig
 

@@ -1,4 +1,4 @@
-"""Recording of each token's scores during a step, for the token log; the step is not changed by it."""
+"""Recording of each token's scores during a step, for the token log; it has no influence on the step."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from learner.data.packing import PackedBatch
 
 
 class TokenRecorder:
-    """Records every token's last visit in a step, by micro-batch, on the CPU."""
+    """Records, on the CPU, every token's scores in the last update of a step that used the token."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, int], tuple[PackedBatch, dict[str, np.ndarray]]] = {}
@@ -24,8 +24,8 @@ class TokenRecorder:
     def add(
         self, batch: PackedBatch, before: LossInputs, visit: LossInputs, out: PolicyLoss
     ) -> None:
-        """Records one visit; `before` are the inputs from before the first update, when π_θ was π_prox. A later
-        visit of the same tokens replaces it."""
+        """Records the inputs `visit` and the result `out` of one update on a micro-batch, which a later update
+        replaces. `before` are the inputs from before the first update, when π_θ was π_prox."""
         assert before.entropy is not None
         columns = {
             "proximal_logprobs": before.proximal_logprobs,
@@ -43,7 +43,8 @@ class TokenRecorder:
         )
 
     def scores(self) -> TokenScores:
-        """Returns the scores of the step begun last, in the order in which micro-batches were first visited."""
+        """Returns the scores of the step begun last, in the order in which its micro-batches were first
+        used."""
         batches, columns = zip(*self._seen.values(), strict=True)
         responses = np.array([r for batch in batches for r in batch.responses], np.int64)
         joined = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}

@@ -1,5 +1,5 @@
-"""What Prometheus is told of a learner also between two steps, and before the first one: whether Redis
-answers, how full it and the disk are, how many workers live."""
+"""Values for Prometheus that are also needed between steps and before the first one: whether Redis answers, how
+full it and the disk are, and how many workers are alive."""
 
 import shutil
 import threading
@@ -11,11 +11,12 @@ from areal_q.errors import BufferUnavailable
 from buffer.redis_store import LearnerBuffer
 
 EVERY_S = 5.0
+"""Seconds between two measurements."""
 
 
 class Vitals(threading.Thread):
-    """Looks every EVERY_S seconds and hands `record` what it saw, on a thread of its own that ends with the
-    process: a Redis that hangs holds up neither the learner nor the page of metrics."""
+    """Measures these values every EVERY_S seconds and passes them to `record`, on a thread of its own that ends
+    with the process, so that a Redis that hangs delays neither the learner nor a scrape."""
 
     def __init__(
         self, redis: str, run: str, directory: Path, record: Callable[[dict[str, Any]], None]
@@ -32,7 +33,7 @@ class Vitals(threading.Thread):
             self._record(self.look())
 
     def look(self) -> dict[str, Any]:
-        """Returns the present values by the keys of metrics; those of Redis only where it answers."""
+        """Returns the present values by the metrics' keys; those of Redis only if it answers."""
         disk = shutil.disk_usage(self._directory)
         found: dict[str, Any] = {"disk/free_bytes": disk.free, "disk/size_bytes": disk.total}
         try:

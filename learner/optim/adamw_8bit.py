@@ -1,15 +1,16 @@
-"""AdamW whose moments take a byte each: blocks of 256 numbers, scaled by the block's largest, each stored as
-the nearest of 256 values (arXiv 2110.02861).
+"""AdamW whose moments take one byte per number: blocks of 256 numbers are scaled by their largest magnitude,
+and each number is stored as the nearest of 256 values (arXiv 2110.02861).
 
-The values stand dense near 0, over seven decades: decade i ∈ 0…6, (10^(i-7), 10^(i-6)], is cut into 2^i equal
-parts (2^(i+1) where there is no sign) whose middles are values, besides 0 and 1. So a moment x of a block with
-the largest magnitude M is off by at most 0.45 · 10^(i-6) · M / 2^(i+1): near M by 0.7 %, of the second moment
-by half that. bitsandbytes has the same values and blocks in CUDA; this is plain torch, on any device.
+The values are dense near 0 and cover seven decades: decade i ∈ 0…6, (10^(i-7), 10^(i-6)], is cut into 2^i equal
+parts (2^(i+1) for a moment without sign), whose middles are values, as are 0 and 1. In a block with the largest
+magnitude M, a moment has an error of at most 0.45 · 10^(i-6) · M / 2^(i+1): near M this is 0.7 % for the first
+moment and half of that for the second. bitsandbytes has the same values and blocks in CUDA; this is plain torch
+on any device.
 
-Of a parameter that FSDP2 shards by rows, each rank has the codes of its rows. Blocks are those of the whole
-parameter, flattened, wherever shards end: so moments do not depend on the number of ranks. Where a border cuts
-a block, which it cannot where rows are a multiple of 256 long, the ranks agree on the block's largest: a number
-per border and moment, in one collective.
+If FSDP2 shards a parameter by rows, each rank has the codes of its rows. The blocks are still those of the
+whole flattened parameter, so that moments do not depend on the number of ranks. If a shard's border cuts a
+block, which cannot happen if the row length is a multiple of 256, the ranks agree on the block's largest
+magnitude in one collective, with one number per border and moment.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +26,7 @@ from learner.optim.dtensor import local, most_rows
 
 BLOCK = 256
 SIGNED_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
-"""True for a moment that has a sign"""
+"""The two moments; True for the one that has a sign."""
 LARGEST = "_max"
 """Suffix of the state that scales a moment's blocks."""
 
@@ -44,14 +45,14 @@ def code_values(signed: bool) -> Tensor:
 
 
 def quantize(x: Tensor, signed: bool, lead: int = 0) -> tuple[Tensor, Tensor]:
-    """Maps float32 of any shape to (codes uint8 [n], largest magnitude of each block float32 [⌈(lead +
-    n)/256⌉]). The first block begins `lead` numbers before x."""
+    """Returns (codes uint8 [n], largest magnitude of each block float32 [⌈(lead + n)/256⌉]) of x, n float32
+    numbers in any shape. The first block begins `lead` numbers before x."""
     largest = block_maxima(x, lead)
     return _encode(x, largest, signed, lead), largest
 
 
 def block_maxima(x: Tensor, lead: int = 0) -> Tensor:
-    """Returns the largest magnitude of each block, float32."""
+    """Returns the largest magnitude of each block of x, float32 [⌈(lead + n)/256⌉]."""
     flat = x.flatten()
     blocks = -(-(lead + len(flat)) // BLOCK)
     end = blocks * BLOCK - lead - len(flat)
@@ -76,7 +77,8 @@ def _spread(largest: Tensor, count: int, lead: int) -> Tensor:
 
 
 class ParameterShard:
-    """This rank's part of a flattened parameter, in blocks: all of it, or the rows of its shard."""
+    """This rank's part of a flattened parameter and its blocks: the whole parameter, or the rows of its
+    shard."""
 
     def __init__(self, p: Tensor) -> None:
         self.local = local(p)
@@ -94,8 +96,8 @@ class ParameterShard:
         self._blocks = -(-(self.lead + count) // BLOCK)
 
     def agree(self, *largest: Tensor) -> None:
-        """Takes, in place, the largest magnitudes over all ranks of the blocks that a border of ranks cuts.
-        Collective."""
+        """Sets, in place, the largest magnitude of each block that lies on several ranks to the maximum over
+        these. Collective."""
         if not self._cut:
             return
         own = [(i, b - self._first) for i, b in enumerate(self._cut)]
@@ -121,7 +123,8 @@ class ParameterShard:
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """The arguments of torch.optim.AdamW; parameters of fewer than `small` elements keep float32 moments."""
+    """AdamW with the arguments of torch.optim.AdamW; parameters with fewer than `small` elements have float32
+    moments."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Optimizers: built from their settings, warmed up and decayed, clipped, and kept from non-finite steps."""
+"""Optimizers: their construction from settings, the learning rate, clipping, and skipping of non-finite
+steps."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,12 +12,12 @@ from areal_q.config.optimizers import AdamW, AdamW8bit, Muon, OptimizerConfig
 from learner.optim import adamw_8bit
 
 NOT_HIDDEN = ("embed_tokens.weight", "lm_head.weight", "head.weight", "mlp.gate.weight")
-"""Matrices that Muon leaves to AdamW: the ends of the model, and routers, whose rows are classes as a head's
-are."""
+"""Matrices that AdamW updates instead of Muon: embedding and heads, and routers, whose rows are classes as
+those of a head are."""
 
 
 def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:
-    """Returns an optimizer of the parameters that learn. Weight decay acts on matrices, not on norms and
+    """Returns an optimizer of the trainable parameters. Weight decay acts on matrices, not on norms and
     biases."""
     return OPTIMIZERS[type(cfg)](model, cfg)
 
@@ -80,7 +81,7 @@ OPTIMIZERS: dict[type, Callable[[nn.Module, Any], torch.optim.Optimizer]] = {
 
 
 class Several(torch.optim.Optimizer):
-    """Optimizers of different parameters as one: groups and state are shared with them."""
+    """Several optimizers of different parameters as one, which shares their groups and state."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -117,10 +118,11 @@ def learning_rate(cfg: OptimizerConfig, update: int) -> float:
 def optimizer_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: float
 ) -> tuple[float, bool]:
-    """Clips and steps. Returns the gradient norm before clipping, and whether the step was taken:
-    one whose gradient is not finite is skipped, so that a single bad batch cannot poison the weights."""
+    """Clips the gradient, takes an optimizer step, and clears the gradient. Returns the gradient's norm before
+    clipping, and True if the step was taken: one with a gradient that is not finite is skipped, so that a
+    single bad batch cannot spoil the weights."""
     total = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    # The norm of a sharded model is spread over the ranks. (DTensor's import takes a second of the CPU.)
+    # A sharded model's norm is a DTensor, whose class is not imported here because that takes a second.
     norm = float(total.full_tensor() if hasattr(total, "full_tensor") else total)  # type: ignore[attr-defined]
     taken = math.isfinite(norm)
     if taken:

@@ -1,11 +1,11 @@
-"""The rows of a parameter that FSDP2 gives to each rank: as many to each; the last ranks may have fewer or
-none."""
+"""The rows of a parameter that FSDP2 gives to each rank: equally many, but for the last ranks, which may have
+fewer or none."""
 
 from torch import Tensor
 
 
 def local(p: Tensor) -> Tensor:
-    """Returns this rank's shard of a DTensor, else the tensor itself, without the import of DTensor, which
+    """Returns this rank's shard of a DTensor, and any other tensor as it is. It does not import DTensor, which
     takes a second."""
     return p.to_local() if hasattr(p, "to_local") else p  # type: ignore[attr-defined]
 

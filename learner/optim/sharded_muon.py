@@ -1,15 +1,15 @@
-"""Muon for matrices that FSDP2 shards by rows; the arithmetic is that of torch's own.
+"""Muon for matrices that FSDP2 shards by rows, with the arithmetic of torch.optim.Muon.
 
     rows of an update, every rank ──gather──▶ its owner: Newton–Schulz of the whole ──scatter──▶ rows of a step
 
-Only the whole matrix can be orthogonalised. Matrices are sorted by size and dealt out round robin, so that the
-ranks work at the same time on matrices of about the same size. Weights and momentum stay sharded; a rank holds
-one whole update at a time. Updates travel in bfloat16, to which Newton–Schulz rounds them anyway: what comes
-out is, but for the rounding of the gradients' sums, what one process computes.
+Only a whole matrix can be orthogonalised. Matrices are sorted by size and assigned to ranks in turn, so that
+the ranks work at the same time on matrices of about the same size. Weights and momentum stay sharded; a rank
+has one whole update at a time. Updates are sent in bfloat16, to which Newton–Schulz rounds them anyway: except
+for the rounding of the gradients' sums, the result is that of one process.
 
-torch.optim.Muon takes such DTensors too, and multiplies them as shards: 11 all-reduces a matrix, of partial
-sums that were rounded to bfloat16. On two ranks (torch 2.13, a 48×32 matrix) a step differed from that of one
-process by up to 2.5 % of its largest element; hence this class.
+torch.optim.Muon accepts such DTensors too, but multiplies them shard by shard, with 11 all-reduces per matrix
+of partial sums that were rounded to bfloat16. On two ranks (torch 2.13, a 48×32 matrix) its step differed from
+that of one process by up to 2.5 % of the largest element; hence this class.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from learner.optim.dtensor import most_rows
 
 
 class ShardedMuon(torch.optim.Muon):
-    """torch.optim.Muon, for DTensors of two dimensions sharded along the first. `step` is a collective."""
+    """torch.optim.Muon for two-dimensional DTensors that are sharded along the first. `step` is collective."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -36,7 +36,7 @@ class ShardedMuon(torch.optim.Muon):
                 self._round(learning[first : first + size], group)
 
     def _round(self, params: list[DTensor], group: dict[str, Any]) -> None:
-        """Steps as many matrices as there are ranks; the rank of a matrix's number owns it."""
+        """Takes a step for at most as many matrices as there are ranks; rank i owns the i-th of them."""
         own: Tensor | None = None
         for owner, p in enumerate(params):
             whole = _gather_rows(self._update(p, group), p, owner)
@@ -47,7 +47,7 @@ class ShardedMuon(torch.optim.Muon):
             p.to_local().mul_(1 - group["lr"] * group["weight_decay"]).add_(rows, alpha=group["lr"])
 
     def _update(self, p: DTensor, group: dict[str, Any]) -> Tensor:
-        """Returns this rank's rows of the momentum, with Nesterov's look ahead."""
+        """Returns this rank's rows of the update: the momentum, with Nesterov's correction."""
         assert isinstance(p.grad, DTensor)
         slot = self.state[p]
         if "momentum_buffer" not in slot:
@@ -58,7 +58,7 @@ class ShardedMuon(torch.optim.Muon):
 
 
 def _unit_step(update: Tensor, group: dict[str, Any]) -> Tensor:
-    """Returns what a step of lr 1 of torch's Muon without momentum adds to the matrix whose update is given."""
+    """Returns what torch's Muon with learning rate 1 and without momentum adds to a matrix with this update."""
     zero = nn.Parameter(torch.zeros_like(update))
     zero.grad = update
     settings = {"ns_steps": group["ns_steps"], "adjust_lr_fn": group["adjust_lr_fn"]}
@@ -82,7 +82,7 @@ def _gather_rows(rows: Tensor, p: DTensor, owner: int) -> Tensor | None:
 
 
 def _scatter_rows(whole: Tensor | None, p: DTensor, owner: int) -> Tensor:
-    """Returns this rank's rows of the owner's `whole`; what other ranks pass is not read."""
+    """Returns this rank's rows of the owner's `whole`; that of other ranks is ignored. Collective."""
     mesh, local = p.device_mesh, p.to_local()
     group, most = mesh.get_group(), most_rows(p, mesh.size())
     rows = torch.empty(most, p.shape[1], device=mesh.device_type)

@@ -22,7 +22,7 @@ from areal_q.weights.version import PayloadPool, WeightVersion
 
 @dataclass(frozen=True)
 class VersionSettings:
-    """The settings that decide what engines get of the learner's parameters."""
+    """The settings that determine the published form of the learner's parameters."""
 
     run: str
     """Name of the run."""
@@ -43,7 +43,7 @@ class VersionSettings:
 
     @classmethod
     def of(cls, run: Run) -> Self:
-        """Returns the settings of `run` that matter here."""
+        """Returns these settings of `run`."""
         return cls(
             run=run.name,
             seed=run.seed,
@@ -62,25 +62,25 @@ class VersionSettings:
 
 
 class VersionBuilder:
-    """Quantizes the model as engines will run it.
+    """Builds versions: quantizes the model into the tensors that engines run.
 
-    UAQ's scaling is already in the learner's weights (learner/build.py), so nothing is folded in here.
+    UAQ's scaling is already in the learner's weights (learner/build.py) and is not applied here.
     """
 
     def __init__(
         self, settings: VersionSettings, sticky: StickyRanges | None = None, run_id: str = ""
     ) -> None:
-        """`sticky` holds the ranges of the version before, from a checkpoint; None begins without any. `run_id`
-        is told with each version."""
+        """`sticky` has the ranges of the version before, from a checkpoint; None begins without any. Each
+        version's manifest names `run_id`."""
         self._settings, self._run_id = settings, run_id
         self._pool = PayloadPool()
         self._epoch = uuid.uuid4().hex
         self._ranges = sticky or settings.new_ranges()
         self._last: WeightVersion | None = None
         self.codes_moved = 0.0
-        """Share of the codes, 0 … 1, that differ between the last two versions built"""
+        """Share of the codes, 0 … 1, that differ between the last two versions built."""
         self.build_s = 0.0
-        """Seconds that building the last version took"""
+        """Seconds that building the last version took."""
 
     def build(
         self, model: Decoder, version: int, beside: Mapping[str, Tensor] | None = None

@@ -1,4 +1,4 @@
-"""Publishes versions of the weights while the learner goes on with the next step.
+"""Publishes versions of the weights while the learner computes the next step.
 
     Learner ─begin(model)─▶ VersionBuilder.build ─▶ hand_over: history, then WeightServer ─▶ wait_until_out()
                                  │ reads the weights themselves: nothing is copied for it      tells the Learner
@@ -9,9 +9,9 @@
 | wait_until_read | the weights' last reading for this version | the thread   |
 | wait_until_out  | the version begun last, handed over        | the thread   |
 
-Forward and backward only read weights, and take many times as long as quantizing: so neither wait, called in
-and after the next step, usually finds anything to wait for. One version is on its way at a time, in the order
-of their numbers, which bounds memory; what the weight server does with it overlaps further still.
+Forward and backward passes only read weights, and take many times as long as quantizing. The waits are called
+in and after the next step, when there is usually nothing left to wait for. Versions are built one at a time, in
+the order of their numbers, which bounds memory; the weight server's work on them overlaps with further steps.
 """
 
 import threading
@@ -30,40 +30,42 @@ T = TypeVar("T")
 
 
 class WeightPublisher:
-    """Builds each version on a thread of its own, from the weights as they are at `begin`.
+    """Builds all versions on one thread of its own, each from the weights as they were at its `begin`.
 
     The version has the very bytes that `VersionBuilder.build` would give at that moment
     (test_a_version_is_of_the_weights_it_began_with).
     """
 
     def __init__(self, builder: VersionBuilder, hand_over: Callable[[WeightVersion], None]) -> None:
-        """`hand_over` gets each version once it is built, on the publisher's thread."""
+        """`hand_over` is called with each version that was built, on the publisher's thread."""
         self.builder, self._hand_over = builder, hand_over
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._pending: Future[WeightVersion] | None = None
         self._read = threading.Event()
         self.waited_s = 0.0
-        """Seconds that the learner's thread spent in both waits since the start"""
+        """Seconds that the learner's thread spent in both waits since this was last set to 0."""
 
     def begin(self, model: Decoder, version: int, beside: Mapping[str, Tensor]) -> None:
-        """Begins version `version` of the present weights and the tensors `beside` them, and returns at once.
+        """Begins to build version `version` of the present weights and the tensors `beside` them; returns at
+        once.
 
-        Until `wait_until_read` has returned, the weights may be read but not written to. The version before
-        must have been waited for by `wait_until_out`.
+        Until `wait_until_read` has returned, the weights may be read but not written to. Call `wait_until_out`
+        for the version before first.
         """
         assert self._pending is None, "one at a time"
         self._read.clear()
         self._pending = self._thread.submit(self._build, model, version, beside)
 
     def wait_until_read(self) -> None:
-        """Waits until the version on its way needs the weights no more; the optimizer may write then."""
+        """Waits until the present version no longer reads the weights, so that the optimizer may write to
+        them."""
         if self._pending is not None:
             self._waiting(self._read.wait)
 
     def wait_until_out(self) -> WeightVersion | None:
         """Waits until the version begun last was handed over, and returns it; None if it was returned before.
 
-        Raises what building it raised, such as QuantizationError.
+        Raises the error with which building it failed, such as QuantizationError.
         """
         pending, self._pending = self._pending, None
         return self._waiting(pending.result) if pending else None
@@ -76,7 +78,7 @@ class WeightPublisher:
         try:
             built = self.builder.build(model, version, beside)
         finally:
-            # Also where building failed, or the trainer would wait for ever; wait_until_out raises the error.
+            # This is set after a failure, too, or the learner would wait for ever; wait_until_out raises it.
             self._read.set()
         self._hand_over(built)
         return built
