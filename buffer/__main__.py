@@ -1,8 +1,8 @@
-"""`areal-q buffer COMMAND [RUN]`: look into a run's Redis while it trains, or after it has stopped.
+"""`areal-q buffer COMMAND [RUN]` inspects and changes a run's state in Redis, while it trains or afterwards.
 
-RUN is a run's directory: its live Redis, or, when nothing runs there, a Redis of our own on the data that it
-left. Elsewhere: --redis URL --run NAME. Exit codes: 0 done, 1 records stayed refused, 2 anything that
-the user can mend, one line on stderr.
+RUN is a run's directory. If its Redis is not running, one is started on the data that it left. For any other
+Redis give --redis URL --run NAME. Exit codes: 0 done, 1 some records are still refused, 2 an error that the
+user can correct, in one line on stderr.
 """
 
 import sys

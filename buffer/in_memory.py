@@ -1,7 +1,7 @@
-"""The replay buffer inside one process: for tests and for the synchronous reference of a run.
+"""The replay buffer inside one process, for tests and for the synchronous reference of a run.
 
-It keeps the contract of the Redis one (tests/buffer/test_contract.py runs over both) but outlives nothing.
-Records are encoded and decoded as they would be on the way through Redis.
+It keeps the same contract as the buffer in Redis (tests/buffer/test_contract.py tests both), but its state ends
+with the process. Records are encoded and decoded as on their way through Redis.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _POLL_S = 0.005
 
 @dataclass
 class QueuedTicket:
-    """A ticket: unclaimed while `owner` is None."""
+    """A ticket in a stream; nobody has claimed it while `owner` is None."""
 
     record: bytes
     owner: object | None = None
@@ -43,7 +43,7 @@ class QueuedTicket:
 
 @dataclass
 class MemoryBuffer:
-    """The state that a Redis would hold of one run. It is safe for threads: every access holds `lock`.
+    """The state of one run that would otherwise be in Redis. It is thread-safe: every access acquires `lock`.
 
     Example:
         buffer = MemoryBuffer("run")
@@ -57,7 +57,7 @@ class MemoryBuffer:
     tickets: dict[str, OrderedDict[str, QueuedTicket]] = field(init=False)
     groups: dict[str, OrderedDict[str, bytes]] = field(init=False)
     quarantine: list[tuple[str, str, bytes]] = field(default_factory=list)
-    """Records that were set aside, as (stream, reason, record)"""
+    """Refused records, as (stream, reason, record)"""
     beats: dict[str, tuple[float, WorkerStatus]] = field(default_factory=dict)
     sequence: int = 0
     newest_ms: int = 0
@@ -74,7 +74,7 @@ class MemoryBuffer:
         return MemoryWorker(self, name, claim_timeout_s)
 
     def next_id(self) -> str:
-        """Ids sort like those of a Redis stream."""
+        """Returns the next entry id; ids sort like those of a Redis stream."""
         self.sequence += 1
         self.newest_ms = max(self.newest_ms, int(time.time() * 1000))
         return f"{self.newest_ms}-{self.sequence}"
@@ -300,7 +300,8 @@ class MemoryWorker:
         return entry is not None and entry.owner is self
 
     def _claim_now(self, count: int) -> list[Claim]:
-        """Streams in their order, evaluation first; in a stream the oldest first, abandoned or new."""
+        """Claims up to `count` tickets, evaluation tickets first, and in each stream the oldest first, whether
+        abandoned or new."""
         now = time.monotonic()
         claims: list[Claim] = []
         with self._store.lock:
@@ -310,7 +311,7 @@ class MemoryWorker:
                         return claims
                     if entry.owner is not None and now - entry.since_s < self.claim_timeout_s:
                         continue
-                    # Our own, renewed too late: we have not fallen silent, we ask.
+                    # A worker that claims again a ticket it renewed too late has not fallen silent over it.
                     entry.deliveries += entry.owner is not self
                     entry.owner, entry.since_s = self, now
                     if entry.deliveries > self.max_deliveries:
@@ -319,7 +320,7 @@ class MemoryWorker:
                         del entries[id]
                         continue
                     if (stream, id) in self._held:
-                        continue  # our own, renewed too late and taken from ourselves
+                        continue  # this worker's own ticket, which it renewed too late
                     try:
                         ticket = decode_ticket(entry.record)
                         claims.append(Claim(stream, id, ticket, entry.partial))

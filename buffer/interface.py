@@ -1,4 +1,4 @@
-"""The replay buffer as the learner and as a worker see it: two Protocols, kept by Redis and by memory."""
+"""The two Protocols of the replay buffer, the learner's and a worker's. Redis and memory implement both."""
 
 from collections import Counter
 from typing import NamedTuple, Protocol
@@ -8,22 +8,23 @@ from msgspec import Struct
 from areal_q.messages import Group, PartialGroup, Ticket, WorkerStatus
 
 START = "0-0"
-"""The position before the first group."""
+"""Position in the groups stream before its first entry"""
 
 
 class Claim(Struct, frozen=True):
-    """A ticket that is this worker's until it commits, releases, or falls silent for the claim timeout."""
+    """A ticket that belongs to this worker until it commits or releases it, or does not renew the claim for the
+    claim timeout."""
 
     stream: str
     entry: str
     """Id of the ticket in its stream"""
     ticket: Ticket
     partial: PartialGroup | None = None
-    """Responses that a worker before this one had begun; `release` hands them on."""
+    """Responses that an earlier worker began and `release` stored"""
 
 
 class Entry(NamedTuple):
-    """A group and where it stands in the stream."""
+    """A group and its position in the stream."""
 
     id: str
     group: Group
@@ -32,16 +33,16 @@ class Entry(NamedTuple):
 
 
 class Claims(NamedTuple):
-    """The training tickets."""
+    """The training tickets by state."""
 
     open: int
     by_worker: dict[str, int]
-    """Number of tickets that each worker holds, by its name"""
+    """Number of tickets that each worker has claimed, by its name"""
 
 
 def committed_s(entry: str) -> float:
-    """Returns when the entry was added, as Unix time by the clock of the buffer: a stream's ids begin with
-    its milliseconds."""
+    """Returns the Unix time, in seconds of the buffer's clock, at which an entry was added. The ids of a stream
+    begin with that time in milliseconds."""
     return int(entry.partition("-")[0]) / 1000
 
 
@@ -50,40 +51,44 @@ class Memory(NamedTuple):
 
     used: int
     limit: int
-    """Bytes at which Redis refuses writes; 0 means that there is no limit."""
+    """Limit in bytes at which Redis refuses writes; 0 means that there is none."""
 
     @property
     def full(self) -> bool:
-        """Commits are refused, or the next ones will be."""
+        """True if Redis refuses commits, or will refuse the next ones."""
         return 0 < 0.97 * self.limit <= self.used
 
 
 class LearnerSide(Protocol):
-    """One learner per run. Not for several threads at once."""
+    """The learner's side of the buffer. A run has one learner, and only one thread may use its side at a
+    time."""
 
     position: str
-    """Everything up to here was taken. A resumed learner sets it to its checkpoint's."""
+    """Id of the last entry that was read from the groups stream. A resumed learner sets it to the position in
+    its checkpoint."""
     quarantined: int
-    """Number of records set aside by this learner"""
+    """Number of records that this learner moved to the quarantine"""
     run_id: str
-    """Id of the run; "" where it has none."""
+    """Id of the run; "" if it has none"""
 
     def publish_run(self, config_toml: str, endpoints: dict[str, str], settings: str = "") -> None:
-        """Tells workers what to run and where the weights come from; `settings` changes with whatever they are
-        set up from."""
+        """Publishes the run's settings and the endpoints of the weight server to the workers. `settings` is a
+        hash of all that workers are set up from."""
         ...
 
     def admit(self, tickets: list[Ticket], cursor: int) -> None:
-        """Adds tickets and sets the cursor, as a whole. Raises BufferFull where there is no room for them."""
+        """Adds tickets and sets the cursor, the number of the next ticket, both or neither. Raises BufferFull
+        if there is no room for them."""
         ...
 
     def readmit(self, version: int) -> int:
-        """Admits the open training tickets of steps after `version` again, under `version`, as a whole; returns
-        their number. Whoever holds one of them loses it, so that it still becomes one group at most."""
+        """Replaces all open training tickets of steps after `version` by equal ones of step `version`, and
+        returns their number. A worker that has claimed one of them loses it, so that it becomes at most one
+        group."""
         ...
 
     def drop_eval(self) -> int:
-        """Takes back the open evaluation tickets; returns their number."""
+        """Withdraws the open evaluation tickets and returns their number."""
         ...
 
     def open_eval(self) -> Counter[int]:
@@ -91,34 +96,35 @@ class LearnerSide(Protocol):
         ...
 
     def cursor(self) -> int | None:
-        """Returns the cursor as last admitted; None in a buffer that never saw this run."""
+        """Returns the cursor that the last admission set; None if nothing of this run was ever admitted."""
         ...
 
     def open_tickets(self) -> set[int]:
-        """Numbers of training tickets that have no committed group yet."""
+        """Returns the numbers of the training tickets that have no committed group yet."""
         ...
 
     def read(self, count: int, timeout_s: float) -> list[Entry]:
-        """The next groups after `position`, in order, which moves behind them. Returns when there are
-        `count`, or after `timeout_s` with fewer."""
+        """Returns the next groups after `position`, in order, and moves `position` behind them: `count` of
+        them, or fewer if no more come within `timeout_s`."""
         ...
 
     def take(self, count: int, timeout_s: float) -> list[Group]:
-        """`read`, for whom the groups are enough."""
+        """Returns the same groups as `read`, without their entries."""
         ...
 
     def unread(self) -> list[int]:
-        """Ticket numbers of the committed groups after `position`."""
+        """Returns the ticket numbers of the committed groups after `position`."""
         ...
 
     def trim(self, position: str) -> None:
-        """Forgets the groups up to and including `position`. Only once a checkpoint and the log hold them."""
+        """Deletes the groups up to and including `position`, which must be in a checkpoint and in the
+        trajectory log by then."""
         ...
 
     def admit_eval(self, tickets: list[Ticket]) -> None: ...
 
     def take_eval(self) -> list[Group]:
-        """The evaluation groups that have come in since; never waits."""
+        """Returns the evaluation groups that were committed since the last call, without waiting."""
         ...
 
     def memory(self) -> Memory: ...
@@ -126,40 +132,42 @@ class LearnerSide(Protocol):
     def claims(self) -> Claims: ...
 
     def starves(self, sentence: str) -> None:
-        """Tells whoever looks from outside that the learner waits; "": no longer."""
+        """Publishes a sentence on why the learner gets no groups, for `areal-q status`. "" withdraws it."""
         ...
 
     def now_s(self) -> float:
-        """The clock that gives entries their ids; compare with `committed_s`."""
+        """Returns the Unix time by the clock that gives entries their ids, for comparison with
+        `committed_s`."""
         ...
 
     def rewind(self) -> bool:
-        """True where the newest group is older than `position`, which then is START: the buffer came back
-        without its last entries, under a clock that is behind, and gives out ids that were read past."""
+        """Sets `position` to START and returns True if the newest group is older than `position`. The buffer
+        has then come back without its last entries and with a clock that is behind, so that new entries get ids
+        before those that were read."""
         ...
 
     def set_aside(self) -> int:
-        """Records that anybody has put into the quarantine since the run began."""
+        """Returns how many records have been moved to the quarantine since the run began, by anybody."""
         ...
 
     def workers(self) -> list[WorkerStatus]:
-        """The workers that sent a heartbeat lately, by name."""
+        """Returns the workers that sent a heartbeat lately, in the order of their names."""
         ...
 
     def close(self) -> None: ...
 
 
 class RunInfo(NamedTuple):
-    """The facts that a learner tells the workers of its run."""
+    """What a learner publishes to the workers of its run."""
 
     config: str
     """Settings of the run as TOML"""
     endpoints: dict[str, str]
     run_id: str = ""
     settings: str = ""
-    """Hash of the settings that workers are set up from: it changes when one of them does."""
+    """Hash of the settings that workers are set up from"""
     finished: bool = False
-    """True once the last step is done, until a learner takes the run up again."""
+    """True after the last step, until a learner resumes the run"""
 
 
 class WorkerSide(Protocol):
@@ -167,30 +175,31 @@ class WorkerSide(Protocol):
     """Number of workers that may fall silent over a ticket before it goes to the quarantine"""
 
     async def run_info(self) -> RunInfo:
-        """Waits until a learner has published it."""
+        """Returns what the learner published, and waits until it has."""
         ...
 
     async def claim(self, count: int, block_s: float) -> list[Claim]:
-        """Returns up to `count` tickets: evaluation first, abandoned before new. Waits up to `block_s` for
-        the first."""
+        """Claims up to `count` tickets: evaluation tickets first, and abandoned ones before new ones. Waits up
+        to `block_s` seconds for the first."""
         ...
 
     async def commit(self, claim: Claim, group: Group) -> bool:
-        """Exchanges the ticket for the group. False, and nothing happens, if the claim was lost meanwhile.
-        Raises RecordError for a group that breaks its contract, or is larger than a learner would read."""
+        """Replaces the ticket by the group. Does nothing and returns False if the claim was lost. Raises
+        RecordError for a group that is not valid, or is larger than a learner would read."""
         ...
 
     async def renew(self, claims: list[Claim]) -> list[Claim]:
-        """Keeps claims from being taken over; returns those that were."""
+        """Renews claims, so that no other worker takes them over. Returns those that another worker already
+        has."""
         ...
 
     async def release(self, claims: list[Claim]) -> None:
-        """Hands tickets back, with what has been drawn of them: others can claim them at once."""
+        """Gives tickets back with the responses drawn so far. Others can claim them at once."""
         ...
 
     async def set_aside(self, claim: Claim, reason: str) -> None:
-        """Puts a ticket that cannot become a group into the quarantine; nobody is given it again. Nothing
-        happens if the claim was lost meanwhile."""
+        """Moves a ticket that cannot become a group to the quarantine, so that no worker gets it again. Does
+        nothing if the claim was lost."""
         ...
 
     async def heartbeat(self, status: WorkerStatus) -> None: ...

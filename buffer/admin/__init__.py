@@ -1,1 +1,1 @@
-"""Commands that look into a run's state in Redis, and change it."""
+"""What `areal-q buffer` does: shows a run's state in Redis and changes it."""

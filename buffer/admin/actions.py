@@ -1,5 +1,4 @@
-"""Changes that a person may make to a run's state in Redis: export, import, put back what was refused,
-delete."""
+"""The changes that an operator can make to a run's state in Redis, and the export of its groups."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -18,15 +17,15 @@ from buffer.redis_store.connection import refuses_writes
 from buffer.redis_store.keys import RECORD, Keys
 
 NOT_TAKEN = -1
-"""Version of the learner in the log of groups that no learner has taken"""
+"""Version that an exported log gives in place of the learner's, since no learner has taken its groups"""
 
 What = Literal["quarantine", "groups", "all"]
 
 
 def export_groups(client: redis.Redis, run: str, directory: Path) -> int:
-    """Writes the committed groups to `directory` in the format of the trajectory log, ENTRIES_PER_PAGE of them
-    to a `step`, and returns their number. They stay in Redis. Raises LogError unless the directory is empty or
-    missing."""
+    """Writes the committed groups to `directory` as a trajectory log, with ENTRIES_PER_PAGE groups as one
+    `step`, and returns their number. They stay in Redis. Raises LogError if the directory exists and is not
+    empty."""
     if directory.exists() and any(directory.iterdir()):
         raise LogError(f"{directory}: not empty")
     found = (group for _, group in inspect_state.groups(client, run))
@@ -43,11 +42,11 @@ def export_groups(client: redis.Redis, run: str, directory: Path) -> int:
 def import_groups(
     client: redis.Redis, run: str, directory: Path, from_step: int = 0, to_step: int | None = None
 ) -> tuple[int, int]:
-    """Adds the logged groups to the run's stream, bit for bit the records that workers committed; returns how
-    many, and how many were passed over: those of tickets that are in the stream, or came before. So it can be
-    repeated. A learner counts only the groups that it still waits for (learner/data/admission.py).
+    """Adds the logged groups to the run's stream, bit for bit as workers committed them. Returns how many were
+    added, and how many were left out because the stream has a group of their ticket. A call that failed can
+    therefore be repeated. A learner uses only the groups that it still waits for (learner/data/admission.py).
 
-    Raises LogError where there is no log, BufferFull where Redis is full.
+    Raises LogError if there is no log, and BufferFull if Redis is full.
     """
     if not any(directory.glob("part-*.parquet")):
         raise LogError(f"{directory}: no trajectory log there")
@@ -70,8 +69,9 @@ def import_groups(
 def requeue_records(
     client: redis.Redis, run: str, ids: list[str]
 ) -> tuple[list[RefusedRecord], list[str]]:
-    """Puts refused records back at the end of the streams that they came from: all, or those of `ids`. Returns
-    them, and for each that stayed why. Raises ConfigError for an id that is not there."""
+    """Moves records from the quarantine back to the end of the streams that they came from: those of `ids`, or
+    all if it is empty. Returns these records, and a line for each that stayed, with the reason. Raises
+    ConfigError for an id that is not in the quarantine."""
     refused = list(inspect_state.quarantine(client, run))
     for id in ids:
         if id not in {record.id for record in refused}:
@@ -89,7 +89,7 @@ def requeue_records(
 
 
 def still_refused(record: RefusedRecord, keys: Keys) -> str | None:
-    """Why a record would be refused again; None if it would not."""
+    """Returns why a record would be refused again, or None if it would not."""
     if not record.whole:
         return f"only {len(record.record)} of {record.nbytes} bytes were kept"
     try:
@@ -105,14 +105,14 @@ def still_refused(record: RefusedRecord, keys: Keys) -> str | None:
 
 
 def purge_run(client: redis.Redis, run: str, what: What) -> int:
-    """Deletes the quarantine, the committed groups, or every key of the run; returns the number of entries, or
-    of keys."""
+    """Deletes the quarantine, the committed groups, or every key of the run. Returns the number of entries or
+    keys."""
     keys = Keys(run)
     if what == "quarantine":
         count: Any = client.xlen(keys.quarantine)
         client.delete(keys.quarantine)
     elif what == "groups":
-        # Not deleted: the next ids must be above those that a learner has read.
+        # The emptied stream stays, so that the next ids are above those that a learner has read.
         count = client.xtrim(keys.groups, maxlen=0, approximate=False)
     else:
         names: Any = client.smembers(keys.workers)

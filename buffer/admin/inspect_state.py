@@ -1,4 +1,4 @@
-"""A run's state in Redis as records, for whoever looks from outside: nothing here changes anything."""
+"""Reads a run's state in Redis as records. Nothing here changes the state."""
 
 import time
 from collections.abc import Iterator
@@ -21,34 +21,34 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     entries: int
     claimed: int = 0
-    """Number of tickets that are with a worker; 0 in streams of groups"""
+    """Number of tickets that workers have claimed; 0 in streams of groups"""
     deliveries: int = 0
-    """Largest number of workers that a ticket was given to, among the first 1,000 claimed"""
+    """Largest number of times that a ticket was delivered, among the first 1,000 claimed"""
     nbytes: int = 0
-    """Bytes by Redis's own estimate, its overhead included"""
+    """Memory of the stream in bytes by Redis's own estimate, overhead included"""
     oldest_s: float | None = None
     newest_s: float | None = None
-    """Seconds since the last entry came; `oldest_s` are those since the first. None in an empty stream."""
+    """Seconds since the last entry was added; `oldest_s` is the same for the first. None in an empty stream."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that `areal-q buffer status` tells."""
+    """Everything that `areal-q buffer status` shows."""
 
     run: str
     server: str
     used_bytes: int
     limit_bytes: int
-    """Bytes at which Redis is full; 0 means that there is no limit."""
+    """Memory limit of Redis in bytes; 0 means that there is no limit."""
     policy: str
-    """Policy that Redis follows at its limit; any but noeviction may lose groups."""
+    """Eviction policy of Redis at its limit. Any policy other than noeviction may lose groups."""
     append_only: bool
     cursor: int | None
-    """Number of the next ticket; None in a Redis that never saw the run."""
+    """Number of the next ticket; None if Redis has no state of the run"""
     set_aside: int
-    """Records that ever went to the quarantine"""
+    """Number of records that were ever moved to the quarantine"""
     streams: list[Stream]
     workers: list[str]
-    """Names of the workers that live; their heartbeats are in the metrics."""
+    """Names of the workers that sent a heartbeat lately; the heartbeats themselves are in the metrics."""
 
 
 class RefusedRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,11 +56,11 @@ class RefusedRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     source: str
-    """Stream that the record came from"""
+    """Key of the stream that the record came from"""
     reason: str
     nbytes: int
     record: bytes
-    """Bytes of the record, fewer than `nbytes` where only the start was kept"""
+    """The record, or only its first bytes if it was too large; its full size is `nbytes`."""
 
     @property
     def whole(self) -> bool:
@@ -95,7 +95,7 @@ def read_status(client: redis.Redis, run: str) -> Status:
 
 
 def groups(client: redis.Redis, run: str, after: str = START) -> Iterator[tuple[str, Group]]:
-    """The committed groups in order, those that break their contract left out."""
+    """Yields (entry id, group) of the committed groups in order, except those that are not valid."""
     for entry, fields in pages(client, Keys(run).groups, after):
         try:
             yield entry, decode_group(fields.get(RECORD, b"")).validate()
@@ -127,7 +127,7 @@ def quarantine(client: redis.Redis, run: str) -> Iterator[RefusedRecord]:
 def pages(
     client: redis.Redis, stream: str, after: str = START
 ) -> Iterator[tuple[str, dict[bytes, bytes]]]:
-    """All entries of a stream, ENTRIES_PER_PAGE at a time."""
+    """Yields (entry id, fields) of a stream after `after`, reading ENTRIES_PER_PAGE entries at a time."""
     while True:
         page: Any = client.xrange(stream, min=f"({after}", count=ENTRIES_PER_PAGE)
         for entry, fields in page:
@@ -168,7 +168,8 @@ def _claims(client: redis.Redis, key: str) -> tuple[int, int]:
 
 
 def _age(entries: list[tuple[bytes, Any]]) -> float | None:
-    """Seconds since the entry came, by its id: Redis's clock against ours."""
+    """Returns the seconds since the first of `entries` was added: this machine's clock minus the time by
+    Redis's clock in the entry's id."""
     if not entries:
         return None
     return max(0.0, time.time() - int(entries[0][0].partition(b"-")[0]) / 1000)

@@ -1,4 +1,4 @@
-"""Finds the Redis of a run, live or not, for the commands that look into it."""
+"""Finds the Redis of a run for the operators' commands, or starts one on the data that the run left."""
 
 import os
 import shutil
@@ -22,7 +22,8 @@ from buffer.redis_store.local_server import RedisServer
 def open_run(
     directory: Path | None, url: str | None, run: str | None
 ) -> Iterator[tuple[redis.Redis, str]]:
-    """(a client, the run's name). Raises ConfigError, or BufferUnavailable where nothing answers."""
+    """Yields a client and the run's name. Raises ConfigError if the arguments name no run, and
+    BufferUnavailable if its Redis does not answer."""
     if directory is not None and url is None and run is None:
         name = load(directory / "config.toml", recorded=True).name
         where = _server_of(directory)
@@ -50,7 +51,8 @@ def _at(url: str) -> Iterator[str]:
 
 @contextmanager
 def _server_of(directory: Path) -> Iterator[str]:
-    """The URL of a run's Redis: where REDIS_URL says, the launcher's, or one that serves what a run left."""
+    """Yields the URL of a run's Redis: the one in REDIS_URL, else the launcher's, else one that is started here
+    on the data that the run left. Raises ConfigError if there is none."""
     if url := os.environ.get("REDIS_URL"):
         yield url
         return

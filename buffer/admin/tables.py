@@ -1,6 +1,7 @@
 """A run's state in Redis as tables for a terminal, and as plain records for JSON.
 
-All text that a model or a stranger wrote passes through `escaped`: no control character reaches a terminal.
+All text from models and other untrusted sources passes through `escaped`, so that no control character reaches
+a terminal.
 """
 
 from collections.abc import Iterator
@@ -27,8 +28,8 @@ _Row = dict[str, Any]
 
 
 def escaped(text: str) -> str:
-    r"""`text` with everything that is not printable as \xNN or \uNNNN: control, bidirectional and invisible
-    characters, line ends. Example: "a\x1b[2J" → r"a\x1b[2J"."""
+    r"""Returns `text` with everything that is not printable as \xNN or \uNNNN: control, bidirectional and
+    invisible characters, and line ends. Example: "a\x1b[2J" → r"a\x1b[2J"."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -60,7 +61,7 @@ def _escaped_lines(text: str) -> str:
 
 
 def facts(client: redis.Redis, run: str, what: str, count: int) -> list[_Row]:
-    """The first `count` entries of one kind."""
+    """Returns the first `count` entries of one kind as plain records."""
     return list(islice(_rows(client, run, what), count))
 
 
@@ -76,7 +77,7 @@ def entries_table(client: redis.Redis, run: str, what: str, count: int) -> Rende
 
 
 def group_facts(group: Group) -> _Row:
-    """Everything in a group, arrays as lists."""
+    """Returns everything in a group as a plain record, arrays as lists."""
     ticket = group.ticket
     return {
         "ticket": ticket.number,
@@ -112,7 +113,7 @@ def group_facts(group: Group) -> _Row:
 
 
 def group_view(group: Group, tokenizer: Tokenizer | None) -> RenderableType:
-    """One group in full: a head, then each response with its text and its tokens."""
+    """Returns one group in full: a head, and then each response with its text and its tokens."""
     ticket, lines = group.ticket, Text()
     lines.append(
         f"ticket {ticket.number}, admitted at version {ticket.step}, seed {ticket.seed}; "
@@ -128,8 +129,8 @@ def group_view(group: Group, tokenizer: Tokenizer | None) -> RenderableType:
 
 
 def tokenizer_of(client: redis.Redis, run: str) -> Tokenizer | None:
-    """Returns the tokenizer of the settings in Redis; None where there are none, or its files are not on this
-    machine."""
+    """Returns the tokenizer that the settings in Redis name. It is None if there are no settings, or if the
+    tokenizer's files are not on this machine."""
     config: Any = client.hget(Keys(run).info, "config")
     try:
         return (
@@ -140,7 +141,7 @@ def tokenizer_of(client: redis.Redis, run: str) -> Tokenizer | None:
 
 
 def what_goes(found: Status, what: str) -> str:
-    """Example: "3 entries of the quarantine"."""
+    """Returns a description of what a purge would delete, such as "3 entries of the quarantine"."""
     if what == "all":
         return f"every key ({sum(s.entries for s in found.streams)} entries)"
     entries = next(s.entries for s in found.streams if s.name == what)

@@ -1,11 +1,11 @@
-"""Rows of learner steps as Parquet in parts: written off the hot path, never torn, one history.
+"""Logs of learner steps as Parquet files, called parts, which a thread of their own writes:
 
     append ─▶ queue of 4 steps ─▶ writer thread ─▶ .part-000007.parquet.tmp ─▶ part-000007.parquet
                                                     one row group a step       complete, synced, renamed
 
-A part has its final name only when it is complete and on disk, so what is readable is never torn. The name of
-an unfinished one begins with a dot, which pyarrow and pandas pass over, and does not end as `*.parquet` does.
-The first column of every schema is `step`; its metadata holds the schema's name and version.
+A part gets its final name only when it is complete and on disk, so that a reader never sees an incomplete one.
+The name of an unfinished part begins with a dot, which pyarrow and pandas ignore, and does not match
+`*.parquet`. The first column of every schema is `step`; the schema's metadata holds its name and version.
 """
 
 import logging
@@ -25,16 +25,16 @@ from areal_q.system.files import by_number, move_into_place, sync
 
 logger = logging.getLogger(__name__)
 QUEUE_STEPS = 4
-"""Steps that may wait for the writer before `append` waits too."""
+"""Most steps that wait for the writer thread; with more, `append` waits."""
 PART_STEPS = 50
 PART_BYTES = 256 << 20
 PART_S = 60.0
-"""Most seconds that a part stays open, so that a reader is no more than this, or one step, behind"""
+"""Most seconds that a part stays open, so that a reader is behind by no more than this or one step"""
 
 
 @dataclass(frozen=True)
 class LogFormat:
-    """A documented schema. Its metadata holds {key: version}; a reader takes versions up to its own."""
+    """The schema of a log. Its metadata holds {key: version}; a reader accepts versions up to its own."""
 
     schema: pa.Schema
     key: bytes
@@ -42,20 +42,20 @@ class LogFormat:
 
 
 class ParquetLog:
-    """Appends to the parts in `directory`. One writer per directory.
+    """The writer of a log, which appends to the parts in `directory`. A directory has only one writer.
 
-    Delivery: what was appended before a `flush` that returned is on disk, whatever happens after. What was
-    appended since is lost with the process. Reopening with `resume_at` drops the rows of steps ≥ resume_at,
-    which belong to the history that the resume abandons (test_reopening_at_a_step_drops_the_abandoned_steps).
-    An error of the writer (a full disk) is raised by the next `append` or `flush`, and by all after it: a part
-    that lacks a step never gets its final name (test_a_full_disk_leaves_no_torn_part).
+    Rows that were appended before a `flush` that returned are on disk. Rows appended since are lost if the
+    process ends. Reopening with `resume_at` deletes the rows of steps ≥ resume_at, which belong to the history
+    that the resume abandons (test_reopening_at_a_step_drops_the_abandoned_steps). An error of the writer
+    thread, such as a full disk, is raised by the next `append` or `flush` and by all after it, so that a part
+    which lacks a step never gets its final name (test_a_full_disk_leaves_no_torn_part).
     """
 
     def __init__(self, directory: str | Path, format: LogFormat, resume_at: int = 0) -> None:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.leftovers = _remove_leftovers(self.directory)
-        """Torn parts of an earlier process, which were removed"""
+        """Number of unfinished parts of an earlier process, which were removed"""
         self.dropped_rows = _drop_from(self.directory, format, resume_at)
         found = _parts(self.directory)
         self._format = format
@@ -68,13 +68,13 @@ class ParquetLog:
         self._error: LogError | None = None
 
     def append_rows(self, make: Callable[[], pa.Table]) -> None:
-        """Queues the rows of one step; `make` is called on the writer's thread. Steps come in order.
-        Waits only while the writer is QUEUE_STEPS behind."""
+        """Queues the rows of one step, which `make` returns on the writer thread. Steps must come in order.
+        Waits only while the writer is QUEUE_STEPS behind. Raises LogError if an earlier write failed."""
         self._submit(lambda: self._write(make()))
         self._reap(QUEUE_STEPS)
 
     def flush(self) -> None:
-        """Returns when everything appended so far is durable."""
+        """Returns when everything appended so far is on disk. Raises LogError if a write failed."""
         self._submit(self._close_part)
         self._reap(0)
 
@@ -91,7 +91,7 @@ class ParquetLog:
         while self._pending and (len(self._pending) > allowed or self._pending[0].done()):
             self._pending.popleft().result()
 
-    # The rest runs on the writer thread.
+    # The methods below run on the writer thread.
 
     def _unless_failed(self, work: Callable[[], None]) -> None:
         if self._error is not None:
@@ -130,7 +130,7 @@ class ParquetLog:
 
 
 class RowGroup(NamedTuple):
-    """The rows of one step, not read yet."""
+    """The rows of one step in a part, to be read by `read`."""
 
     step: int
     path: Path
@@ -138,7 +138,7 @@ class RowGroup(NamedTuple):
     number: int
 
     def read(self) -> pa.Table:
-        """Raises RecordError naming the file where its bytes do not decode."""
+        """Returns the rows. Raises RecordError, which names the file, if its bytes cannot be decoded."""
         try:
             table = self.file.read_row_group(self.number)
             table.validate(full=True)
@@ -153,9 +153,9 @@ class RowGroup(NamedTuple):
 def row_groups(
     directory: Path, format: LogFormat, part: str = "part-*.parquet"
 ) -> Iterator[RowGroup]:
-    """All steps of a log, or of one part, in order; each is to be read before the next is asked for.
+    """Yields the steps of a log, or of one part, in order. Each must be read before the next is requested.
 
-    Raises RecordError for a part that is no log of this format, or of a newer version.
+    Raises RecordError for a part that is not a log of this format, or is of a newer version.
     """
     for path in by_number(directory.glob(part)):
         with _open(path, format) as file:
@@ -164,7 +164,7 @@ def row_groups(
 
 
 def steps_of(part: Path) -> tuple[int, int]:
-    """Returns the first and the last step of a part. Raises RecordError for what is none."""
+    """Returns the first and the last step of a part. Raises RecordError for a file that is not a part."""
     try:
         with pq.ParquetFile(part) as file:
             return _step_of(file, 0), _step_of(file, file.num_row_groups - 1)
@@ -173,8 +173,8 @@ def steps_of(part: Path) -> tuple[int, int]:
 
 
 def _writer(path: Path, format: LogFormat) -> pq.ParquetWriter:
-    """A row group is one step, too small for dictionaries and for statistics of columns that nobody filters by:
-    with them a run's log is half as large again."""
+    """Returns a writer without dictionaries, and with statistics of the column `step` alone. A row group is one
+    step, so small that with them a run's log would be half as large again."""
     return pq.ParquetWriter(
         path,
         format.schema,
@@ -207,8 +207,8 @@ def _check_schema(found: pa.Schema, format: LogFormat) -> None:
 
 
 def _strange(found: pa.Schema, format: LogFormat, version: int) -> str | None:
-    """A column that the format has not, or has of another type, or that is missing (an older version may lack
-    some, except `step`)."""
+    """Returns the name of a column that is unknown, repeated, missing or of another type; None if there is
+    none. An older version may lack columns other than `step`."""
     types = dict(zip(format.schema.names, format.schema.types, strict=True))
     present = dict(zip(found.names, found.types, strict=True))
     needed = types if version == format.version else types.keys() & {format.schema.names[0]}
@@ -233,7 +233,7 @@ def _parts(directory: Path) -> list[Path]:
 
 
 def _remove_leftovers(directory: Path) -> int:
-    names = (".part-*.parquet.tmp", "part-*.parquet.tmp")  # the second is of earlier versions
+    names = (".part-*.parquet.tmp", "part-*.parquet.tmp")  # earlier versions used the second name
     leftovers = [path for name in names for path in directory.glob(name)]
     for path in leftovers:
         logger.info("%s: unfinished, removed", path)
@@ -242,8 +242,8 @@ def _remove_leftovers(directory: Path) -> int:
 
 
 def _drop_from(directory: Path, format: LogFormat, step: int) -> int:
-    """Removes the rows of steps ≥ `step`, the last part first, so that a crash leaves a prefix. Returns
-    their number."""
+    """Deletes the rows of steps ≥ `step` and returns their number. The last part is changed first, so that
+    after a crash the log has no gap."""
     dropped = 0
     for path in reversed(_parts(directory)):
         temporary = _unfinished(path)

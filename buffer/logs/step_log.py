@@ -1,4 +1,4 @@
-"""The step log: one row for every learner step, with all that a replay compares itself with."""
+"""The step log: one row for every learner step, with everything that a replay is compared with."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +17,14 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One learner step; each field is a column of the log."""
 
     step: int
-    """The learner step s; it starts from weights of version s and makes version s + 1."""
+    """The learner step s, which starts from weights of version s and makes version s + 1"""
     tickets: list[int]
-    """Numbers of the groups' tickets in the order in which they were used: the batch's composition."""
+    """Ticket numbers of the batch's groups, in the order in which they were used"""
     seeds: list[int]
     """The seeds of these tickets: response i of a group was drawn with seed + i."""
     weights: list[float] = []
-    """Weights of these groups' advantages, given by a sampler with priorities; empty: all are 1 (since 2)."""
+    """Weights of these groups' advantages, from a sampler with priorities. Empty means that all are 1. Schema 1
+    lacks this column."""
     base_digest: str
     """The digest of version s as published (areal_q/weights/version.py)."""
     digest: str
@@ -33,9 +34,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     settings: str
     """A hash of the settings in force (areal_q/config): steps with equal hashes had equal settings."""
     machine: str
-    """What arithmetic depends on: torch, device, instruction set, threads."""
+    """Everything that the arithmetic depends on: torch's version, device, instruction set, number of threads"""
     metrics: dict[str, float]
-    """Every number of the step that follows from weights, groups and settings alone."""
+    """The metrics of the step that follow from weights, groups and settings alone"""
 
 
 _COLUMN_TYPES: dict[Any, pa.DataType] = {
@@ -53,7 +54,7 @@ STEP_LOG_FORMAT = LogFormat(STEP_SCHEMA, _METADATA_KEY, _SCHEMA_VERSION)
 
 
 class StepLog(ParquetLog):
-    """Appends step records to the parts in `directory`; flushed where the trajectory log is."""
+    """The writer of the step log in `directory`, which is flushed together with the trajectory log."""
 
     def __init__(self, directory: str | Path, resume_at: int = 0) -> None:
         super().__init__(directory, STEP_LOG_FORMAT, resume_at)
@@ -65,9 +66,9 @@ class StepLog(ParquetLog):
 def iter_steps(
     directory: str | Path, from_step: int = 0, to_step: int | None = None
 ) -> Iterator[StepRecord]:
-    """The records of the steps in [from_step, to_step), in order.
+    """Yields the records of the steps in [from_step, to_step), in order.
 
-    Raises RecordError for a part that is no step log or of a newer schema.
+    Raises RecordError for a part that is not a step log or is of a newer schema.
     """
     for rows in row_groups(Path(directory), STEP_LOG_FORMAT):
         if from_step <= rows.step and (to_step is None or rows.step < to_step):

@@ -1,18 +1,16 @@
-"""The token log: what a learner step computed for every response token, one row a trajectory.
+"""The token log: what a learner step computed for every response token, with one row for each trajectory.
 
-step               as in the trajectory log; rows of equal (step, number, index) are of one response
-number, index      of its ticket, and its place in the group
-proximal_logprobs  log π_prox: the learner's policy just before it began to update on this batch
-logprobs           log π_θ at the token's last visit, when the loss was taken; R = exp(logprobs - proximal)
-entropy            of π_prox, nats
-advantages         as the loss had them
-lag                versions between the weights that drew the token and the learner's
-marks              what the objective did to the token, a sum of MARKS
-largest_gap        largest |log w| = |log π_prox - log π_behav| of a token that counts
-marked             tokens that count and have some mark
+step               as in the trajectory log; rows of equal (step, number, index) are of one response number,
+index      ticket number of the group, and index of the response in it proximal_logprobs  log π_prox in nats,
+under the learner's policy just before its first update on this batch logprobs           log π_θ in nats when
+the token's loss was last computed; R = exp(logprobs - proximal_logprobs) entropy            entropy of π_prox
+in nats advantages         advantage of the token in the loss lag                versions between the weights
+that drew the token and the learner's marks              what the objective did to the token, a sum of MARKS
+largest_gap        largest |log w| = |log π_prox - log π_behav| of a token that counts marked             number
+of tokens that count and have a mark
 
-Lists are one value a response token. With the trajectory log's behavior_logprobs every ratio of the step can be
-seen again without computing anything again.
+Lists have one value for each response token. Together with behavior_logprobs of the trajectory log they give
+every ratio of the step, without running a model.
 """
 
 from collections.abc import Iterator
@@ -27,8 +25,8 @@ from buffer.logs.parquet_log import LogFormat, ParquetLog, row_groups
 _SCHEMA_VERSION = 1
 _METADATA_KEY = b"areal-q-tokens-schema"
 MARKS = {"clipped_up": 1, "clipped_down": 2, "clipped_dual": 4, "truncated": 8, "dropped": 16}
-"""Bits of a mark: clipped (no gradient, the ratio is out of its bounds); truncated (the mismatch weight was
-over its cap); dropped (masked out by the objective)"""
+"""Bits of a mark. A clipped token's ratio is out of its bounds, so that it has no gradient; a truncated one's
+mismatch weight was above its cap; a dropped one was masked out by the objective."""
 _LISTS = {
     "proximal_logprobs": pa.float32(),
     "logprobs": pa.float32(),
@@ -53,7 +51,7 @@ TOKEN_LOG_FORMAT = LogFormat(TOKEN_SCHEMA, _METADATA_KEY, _SCHEMA_VERSION)
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScores:
-    """S responses with T tokens in all, one response after the other; the lists are the columns above."""
+    """The columns above, except `step`, for S responses with T tokens in all, one response after the other."""
 
     number: np.ndarray
     """Number of each response's ticket, int64 [S]"""
@@ -64,7 +62,7 @@ class TokenScores:
     proximal_logprobs: np.ndarray
     """Log-probs in nats just before the first update on the batch, float32 [T]"""
     logprobs: np.ndarray
-    """Log-probs in nats at the token's last visit, when the loss was taken, float32 [T]"""
+    """Log-probs in nats when each token's loss was last computed, float32 [T]"""
     entropy: np.ndarray
     """Entropy in nats of the policy that gave `proximal_logprobs`, float32 [T]"""
     advantages: np.ndarray
@@ -74,14 +72,14 @@ class TokenScores:
     marks: np.ndarray
     """Sum of MARKS for each token, uint8 [T]"""
     behavior_logprobs: np.ndarray
-    """Log-probs under the policy that drew, in nats, float32 [T]: for `largest_gap` only, since the
-    trajectory log has them"""
+    """Log-probs in nats under the policy that drew the tokens, float32 [T]. They serve to compute `largest_gap`
+    and are not logged here, since the trajectory log has them."""
     mask: np.ndarray
     """True for the tokens that count, bool [T]"""
 
 
 class TokenLog(ParquetLog):
-    """Appends the scores of steps to the parts in `directory`; flushed where the trajectory log is."""
+    """The writer of the token log in `directory`, which is flushed together with the trajectory log."""
 
     def __init__(self, directory: str | Path, resume_at: int = 0) -> None:
         super().__init__(directory, TOKEN_LOG_FORMAT, resume_at)
@@ -117,9 +115,10 @@ def tokens_to_table(step: int, scores: TokenScores) -> pa.Table:
 def iter_tokens(
     directory: str | Path, from_step: int = 0, to_step: int | None = None
 ) -> Iterator[tuple[int, pa.Table]]:
-    """(step, its rows) for the steps in [from_step, to_step), in order; one step in memory at a time.
+    """Yields (step, its rows) for the steps in [from_step, to_step), in order, with one step in memory at a
+    time.
 
-    Raises RecordError for a part that is no token log or of a newer schema.
+    Raises RecordError for a part that is not a token log or is of a newer schema.
     """
     for rows in row_groups(Path(directory), TOKEN_LOG_FORMAT):
         if from_step <= rows.step and (to_step is None or rows.step < to_step):

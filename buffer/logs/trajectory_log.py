@@ -1,7 +1,8 @@
-"""The trajectory log: every group that the learner consumed, one row group a step (buffer/logs/parquet_log.py).
+"""The trajectory log: every group that the learner used, one row group for each step
+(buffer/logs/parquet_log.py).
 
-The columns are described in buffer/logs/trajectory_schema.py; any Parquet reader opens them, and `read_log`
-gives Groups back.
+buffer/logs/trajectory_schema.py describes the columns. Any Parquet reader can read them, and `read_log` returns
+them as Groups.
 """
 
 from collections.abc import Iterator
@@ -19,15 +20,15 @@ from buffer.logs.trajectory_schema import (
 
 
 class TrajectoryLog(ParquetLog):
-    """Appends consumed groups to the parts in `directory`. Groups that a crash takes from the log are still
-    in Redis, since they are trimmed there only after a flush: each group counts once."""
+    """The writer of the trajectory log in `directory`. Groups that a crash loses from the log are still in
+    Redis, where they are deleted only after a flush, so that each group is logged exactly once."""
 
     def __init__(self, directory: str | Path, resume_at: int = 0) -> None:
         super().__init__(directory, TRAJECTORY_LOG_FORMAT, resume_at)
 
     def append(self, step: int, version: int, groups: list[Group]) -> None:
-        """Queues the groups of one step, valid ones, in the order in which they were used. Steps come in
-        order; one without groups leaves no row. Waits only while the writer is QUEUE_STEPS behind."""
+        """Queues the valid groups of one step in the order in which they were used. Steps must come in order;
+        one without groups has no row. Waits only while the writer is QUEUE_STEPS behind."""
         if groups:
             self.append_rows(lambda: groups_to_table(step, version, groups))
 
@@ -35,9 +36,9 @@ class TrajectoryLog(ParquetLog):
 def read_log(
     directory: str | Path, from_step: int = 0, to_step: int | None = None
 ) -> list[tuple[int, list[Group]]]:
-    """The groups of the steps in [from_step, to_step), in the order in which the learner used them.
+    """Returns (step, groups) of the steps in [from_step, to_step), in the order in which the learner used them.
 
-    Raises RecordError for a part that is no log of ours or of a newer schema.
+    Raises RecordError for a part that is not a trajectory log or is of a newer schema.
     """
     return list(iter_log(directory, from_step, to_step))
 
@@ -49,8 +50,8 @@ def iter_log(
     *,
     validate: bool = True,
 ) -> Iterator[tuple[int, list[Group]]]:
-    """Like `read_log`, one step in memory at a time. Without `validate`, groups that break their contract
-    are given as they are, for whoever looks for what is wrong with them."""
+    """Yields what `read_log` returns, with one step in memory at a time. Without `validate`, groups that are
+    not valid are yielded too, so that a caller can find out what is wrong with them."""
     steps = groupby(row_groups(Path(directory), TRAJECTORY_LOG_FORMAT), key=lambda rows: rows.step)
     for step, parts in steps:
         if from_step <= step and (to_step is None or step < to_step):
@@ -58,8 +59,8 @@ def iter_log(
 
 
 def logged_steps(run_dir: Path) -> int:
-    """One more than the last step of which both the record and the groups are in the log of a run, which may be
-    going on; 0 where there is none. Reads no row."""
+    """Returns one more than the last step whose record and groups are both in a run's logs, or 0 if there is
+    none. The run may still be going on. No row is read."""
     ends = [
         max((rows.step + 1 for rows in row_groups(run_dir / kind, format)), default=0)
         for kind, format in (("steps", STEP_LOG_FORMAT), ("trajectories", TRAJECTORY_LOG_FORMAT))

@@ -1,4 +1,4 @@
-"""Groups as Parquet rows, one per trajectory, and back without loss.
+"""Converts groups to Parquet rows, one for each trajectory, and back without loss.
 
 Of the step:        step, version (the learner's, when it took the group), place (of the group in the batch)
 Of the ticket:      ticket_schema, run, number, purpose, admitted (the ticket's `step`), prompt, answer,
@@ -10,8 +10,8 @@ Of the trajectory:  index, response_ids, behavior_logprobs, loss_mask, spans, fi
                     ([N, L, K]; [] where there are none), since schema 4 valid and failure (the cause; empty
                     where the reward did not fail)
 
-The names are those of areal_q.messages, where their units and shapes stand. A column that is added later
-needs a default for the files that lack it, and a higher _SCHEMA_VERSION.
+The names are those of areal_q.messages, which gives their units and shapes. A column that is added later needs
+a default for the files that lack it, and a higher _SCHEMA_VERSION.
 """
 
 import math
@@ -91,7 +91,7 @@ _TOKEN_FIELDS = ("response_ids", "behavior_logprobs", "loss_mask")
 
 
 def groups_to_table(step: int, version: int, groups: list[Group]) -> pa.Table:
-    """The rows of one step's groups, in order. The groups are valid (Group.validate)."""
+    """Returns the rows of one step's groups, in order. The groups must be valid (Group.validate)."""
     rows = [(place, g, t) for place, g in enumerate(groups) for t in g.trajectories]
     tickets = [g.ticket for _, g, _ in rows]
     columns: dict[str, Any] = {
@@ -123,7 +123,8 @@ def groups_to_table(step: int, version: int, groups: list[Group]) -> pa.Table:
 
 
 def groups_from_table(table: pa.Table, validate: bool = True) -> list[Group]:
-    """The groups of one step's rows. Raises RecordError for rows that are no valid group."""
+    """Returns the groups of one step's rows. Raises RecordError for rows that do not make a valid group;
+    without `validate`, only for rows that cannot be decoded."""
     arrays = {
         name: _arrays(table.column(name).combine_chunks())
         for name in ("prompt_ids", *_TOKEN_FIELDS)
@@ -168,14 +169,14 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         spans=[VersionSpan(**span) for span in row["spans"]],
         reward_parts=dict(row["reward_parts"]),
         routes=_routes(row),
-        valid=row.get("valid", True),  # the log of before version 4 lacks both
+        valid=row.get("valid", True),  # a log of a schema before 4 lacks both
         failure=row.get("failure") or None,
         **{name: row[name] for name in (*_TRAJECTORY_FIELDS, *_TOKEN_FIELDS)},
     )
 
 
 def _routes(row: dict[str, Any]) -> Array | None:
-    """The log of before version 2 lacks them."""
+    """Returns the experts that tokens were sent to; None if there are none, as in a log of schema 1."""
     shape = tuple(row.get("routes_shape") or ())
     if not shape:
         return None

@@ -1,4 +1,5 @@
-"""Clients of Redis that outlive its restarts: bounded patience, growing pauses, then BufferUnavailable."""
+"""Clients of Redis that survive its restarts: they retry with growing pauses, and then raise
+BufferUnavailable."""
 
 import asyncio
 import logging
@@ -23,19 +24,21 @@ _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 TRANSIENT = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
 PATIENCE_S = 60.0
-"""Covers the restart of a Redis that loads a large append-only file."""
+"""Seconds for which an operation is retried, enough for a Redis that restarts and loads a large append-only
+file"""
 LEAVE_S = 3.0
-"""The same for a process that was told to go: where everything is, Redis may go first."""
+"""Seconds for which a process that was told to stop retries an operation, since Redis may have been stopped
+first"""
 MAX_PAUSE_S = 1.0
 SAY_AGAIN_S = 30.0
 CONNECT_S = 5.0
-"""For the learner's connections, of which there are few: a host that is gone refuses nothing, it is silent."""
+"""Seconds after which the learner gives up a connection attempt, which a host that is down does not answer"""
 SOCKET_TIMEOUT_S = 30.0
-"""Above any BLOCK that we ask for, and long enough for a large record on a busy server."""
+"""Seconds to wait for an answer: longer than any BLOCK, and enough for a large record on a busy server"""
 CONNECTIONS = 8
-"""Most connections of a worker, whose groups in flight take turns: a command holds one for a moment. One for
-each of hundreds of groups would be a herd of TLS handshakes at every start, none done in time on a busy
-machine, and would fill Redis's `maxclients` with a few dozen workers."""
+"""Most connections of a worker. Its groups in flight share them, since a command needs one only for a moment.
+With one for each of hundreds of groups, the TLS handshakes of a start could time out on a busy machine, and a
+few dozen workers would reach Redis's `maxclients`."""
 
 
 def connect(url: str) -> redis.Redis:
@@ -55,7 +58,7 @@ def connect_async(url: str) -> redis.asyncio.Redis:
 
 
 def _options(url: str) -> dict[str, Any]:
-    """Raises ConfigError for what is no URL of a Redis."""
+    """Returns the client's options from `url`. Raises ConfigError if it is not the URL of a Redis."""
     check_redis_url(url)
     try:
         parse_url(url)
@@ -71,15 +74,16 @@ def _options(url: str) -> dict[str, Any]:
 
 
 class Outage:
-    """The time for which Redis does not answer a client, whose calls share it: the log has one line when it
-    begins, one every SAY_AGAIN_S while it lasts, and one at its end, however many calls are tried again."""
+    """Logs when Redis does not answer a client. All calls of the client share it, so that there is one line
+    when an outage begins, one every SAY_AGAIN_S while it lasts and one at its end, however many calls are
+    retried."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None
         self._last_s = self._next_s = 0.0
 
     def goes_on(self, where: str, error: Exception) -> None:
-        """Takes note of a call that failed."""
+        """Records a call that failed."""
         self._last_s = now_s = time.monotonic()
         if self._since_s is None:
             self._since_s, self._next_s = now_s, now_s + SAY_AGAIN_S
@@ -90,8 +94,8 @@ class Outage:
             logger.warning("redis at %s: for %.0f s now: %s", where, lasts_s, error)
 
     def answered(self, *, after_failure: bool) -> None:
-        """Takes note of a call that succeeded. One that never failed says little of the others: a Redis whose
-        disk is full answers whoever only reads."""
+        """Records a call that succeeded. If it did not fail before, that does not end the outage at once, since
+        a Redis whose disk is full still answers reads."""
         now_s = time.monotonic()
         if self._since_s is not None and (after_failure or now_s - self._last_s > SAY_AGAIN_S):
             logger.info("redis answers again, after %.1f s", now_s - self._since_s)
@@ -99,8 +103,8 @@ class Outage:
 
 
 class Patience:
-    """The time for which one operation is tried again. `pause` gives the wait before the next try, or gives
-    up: sooner where `stop` says that this process was told to go."""
+    """The time for which one operation is retried, `seconds` in all. Once `stop` is set, as this process was
+    told to stop, only LEAVE_S are left."""
 
     def __init__(
         self,
@@ -118,7 +122,8 @@ class Patience:
         self._given_up: type[BufferUnavailable] = BufferUnavailable
 
     def pause(self, error: Exception) -> float:
-        """Seconds. Raises BufferUnavailable once patience is over, and at once for a wrong password."""
+        """Returns the seconds to wait before the next try. Raises BufferUnavailable after `seconds`, and at
+        once for a wrong password; raises BufferGone instead once `stop` is set and LEAVE_S are over."""
         if isinstance(error, redis.AuthenticationError):
             raise BufferUnavailable(f"{self._where}: {error}") from error
         now_s = time.monotonic()
@@ -131,7 +136,7 @@ class Patience:
         self._failed = True
         self._outage.goes_on(self._where, error)
         self._pause_s = min(MAX_PAUSE_S, self._pause_s * 2)
-        # Clients that lost Redis at the same moment do not come back at the same one.
+        # The pause is random, so that clients which lost Redis at the same moment do not all return together.
         return self._pause_s * random.uniform(0.5, 1.0)
 
     def wait(self, error: Exception) -> None:
@@ -143,13 +148,13 @@ class Patience:
             self._stop.wait(pause_s)
 
     def over(self) -> None:
-        """Takes note that the operation succeeded."""
+        """Records that the operation succeeded."""
         self._outage.answered(after_failure=self._failed)
 
 
 def insist(patience: Patience, call: Callable[[], _T], *, disk: bool = True) -> _T:
-    """`call`, repeated while Redis does not answer or, with `disk`, cannot write its append-only file. It may
-    happen twice: it must be repeatable."""
+    """Returns the result of `call`, which is repeated while Redis does not answer or, with `disk`, cannot write
+    its append-only file. Redis may execute it twice, so that it must be repeatable."""
     while True:
         try:
             result = call()
@@ -165,8 +170,9 @@ def insist(patience: Patience, call: Callable[[], _T], *, disk: bool = True) -> 
 
 
 async def insist_async(patience: Patience, call: Callable[[], Awaitable[_T]]) -> _T:
-    """The same for coroutines. A cancellation always gets through: redis-py awaits `asyncio.wait_for`, which
-    before Python 3.12 forgets one that comes together with the answer, or with the end of the connection."""
+    """Does the same as `insist` for coroutines. No cancellation is lost, although redis-py awaits
+    `asyncio.wait_for`, which before Python 3.12 forgets one that arrives together with the answer or with the
+    end of the connection."""
     task = asyncio.current_task()
     cancellations = task.cancelling() if task else 0
     while True:
@@ -189,12 +195,13 @@ async def insist_async(patience: Patience, call: Callable[[], Awaitable[_T]]) ->
 
 
 def refuses_writes(error: redis.ResponseError) -> bool:
-    """True when Redis is full under `noeviction`, or cannot write its append-only file."""
-    # Redis 6 wraps an error inside a script into one of another class.
+    """Returns True if Redis is full under `noeviction`, or cannot write its append-only file."""
+    # Redis 6 reports an error inside a script as an error of another class.
     full = isinstance(error, OutOfMemoryError) or "OOM command not allowed" in str(error)
     return full or cannot_persist(error)
 
 
 def cannot_persist(error: redis.ResponseError) -> bool:
-    """True while its disk is full or gone: then it refuses also what needs no memory, such as claims."""
+    """Returns True if Redis cannot write its append-only file. It then also refuses commands that need no
+    memory, such as claims."""
     return "MISCONF" in str(error)

@@ -1,4 +1,4 @@
-"""The learner's side of the Redis buffer; see buffer/redis_store/__init__.py for the whole."""
+"""The learner's side of the Redis buffer; buffer/redis_store/__init__.py has an overview."""
 
 import functools
 import logging
@@ -42,7 +42,7 @@ from buffer.redis_store.lease import LEASE_S, RENEW_S, Owner
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 READ_PAGE = 64
-"""Entries read at once; each may be megabytes."""
+"""Most entries of one read, since each may have megabytes"""
 
 
 class _TicketOf(msgspec.Struct):
@@ -50,7 +50,7 @@ class _TicketOf(msgspec.Struct):
 
 
 class _GroupOf(msgspec.Struct):
-    """Just enough of a group to know its ticket, without copying its arrays."""
+    """The part of a group's record that names its ticket, so that no arrays are copied."""
 
     ticket: _TicketOf
 
@@ -60,7 +60,7 @@ class _Drawn(msgspec.Struct):
 
 
 class _SpansOf(msgspec.Struct):
-    """Just enough of a group to know the weights that drew it."""
+    """The part of a group's record that names the weights that drew it."""
 
     trajectories: list[_Drawn]
 
@@ -71,18 +71,20 @@ _decode_group_number: MessageDecoder[_GroupOf] = MessageDecoder(_GroupOf)
 
 
 class LearnerBuffer:
-    """The learner's side. One learner per run: once `acquire` has returned, every write raises RunTaken if
-    another learner has followed (buffer/redis_store/lease.py); a tool that is no learner writes without.
+    """The learner's side. A run has one learner: once `acquire` has returned, every write raises RunTaken if
+    another learner has acquired the run since (buffer/redis_store/lease.py). Tools that are not learners write
+    without acquiring it.
 
-    Delivery: `take` reads in stream order without removing, so a learner that resumes at a checkpoint's
-    position gets the same groups again, in the same order, until `trim`
-    (test_a_resumed_learner_takes_the_same_groups_again). `admit` is atomic and happens once, also when its
-    answer is lost. An evaluation group is removed after it was read: a learner killed in between reads it
-    again. What cannot be decoded or breaks the contract goes to the quarantine and its ticket produces
-    nothing.
-    While Redis does not answer, calls are repeated for `patience_s`, then raise BufferUnavailable; once `stop`
-    is set, for a few seconds, then raise BufferGone, and those after it at once. A full
-    Redis refuses `admit` at once with BufferFull and admits nothing: only a checkpoint and `trim` make room.
+    `take` reads in stream order without deleting, so that a learner that resumes at a checkpoint's position
+    gets the same groups again, in the same order, until `trim`
+    (test_a_resumed_learner_takes_the_same_groups_again). `admit` is atomic and happens once, also if its answer
+    is lost. An evaluation group is deleted after it was read; a learner that is killed in between reads it
+    again. A record that is not valid goes to the quarantine, and its ticket has no group.
+
+    While Redis does not answer, calls are repeated for `patience_s` and then raise BufferUnavailable. Once
+    `stop` is set they are repeated for a few seconds and then raise BufferGone, as all later calls do at once.
+    A full Redis refuses `admit` at once with BufferFull and admits nothing; only a checkpoint and `trim` make
+    room.
     """
 
     def __init__(
@@ -96,7 +98,8 @@ class LearnerBuffer:
         self.position = START
         self.quarantined = 0
         self.check: Callable[[Group], None] = lambda group: None
-        """Called with each valid group; raises RecordError for one that does not fit the model."""
+        """Function that is called with each valid group and raises RecordError for one that does not fit the
+        model"""
         self._url, self._patience_s, self._stop = url, patience_s, stop
         self._outage = Outage()
         self._redis = connect(url)
@@ -119,9 +122,9 @@ class LearnerBuffer:
         }  # fmt: skip
 
     def acquire(self, owner: Owner, stop: threading.Event | None = None) -> None:
-        """Becomes the learner of the run, and stays it until `close`; a run that was finished goes on. Waits
-        while the lease of a learner that is gone goes on; raises RunTaken where one is at work, Stopped at
-        `stop`."""
+        """Makes this process the learner of the run until `close`, also of a run that was finished. Waits for
+        the end of the lease of a learner that is gone. Raises RunTaken if another learner is at work, and
+        Stopped if `stop` is set meanwhile."""
         args = [owner.run_id, owner.place, msgspec.json.encode(owner), round(LEASE_S * 1000)]
         keys = [self.keys.owner, self.keys.info]
         first = self._call(lambda: self._acquire(keys, args))
@@ -138,7 +141,7 @@ class LearnerBuffer:
         self._keeper.start()
 
     def _keep(self) -> None:
-        """Renews the lease on a thread of its own, and writes again what Redis lost."""
+        """Renews the lease on its own thread, and writes the run's description again if Redis lost it."""
         renewed = True
         while not self._closing.wait(RENEW_S):
             try:
@@ -161,7 +164,7 @@ class LearnerBuffer:
         return bool(self._guarded("RENEW_LEASE", keys, [*args, *self._info]))
 
     def _guarded(self, name: str, keys: list[str], args: list[Any]) -> Any:
-        """Runs a script that changes the run. Raises RunTaken if another learner has followed this one."""
+        """Runs a script that changes the run. Raises RunTaken if another learner has acquired the run."""
         try:
             mine = (self._owner.run_id, self._owner.place) if self._owner else ("", "")
             return self._scripts[name]([self.keys.owner, *keys], [self._token, *mine, *args])
@@ -185,11 +188,11 @@ class LearnerBuffer:
         self._call(lambda: self._guarded("PUBLISH", [self.keys.info], self._info))
 
     def finish(self) -> None:
-        """Tells the workers that the run is finished, until a learner acquires it again."""
+        """Marks the run as finished for the workers, until a learner acquires it again."""
         self._call(lambda: self._guarded("PUBLISH", [self.keys.info], ["finished", "1"]))
 
     def published_id(self) -> str:
-        """Id of the run that Redis holds the state of; "" where there is none, or it has none."""
+        """Returns the id of the run whose state is in Redis; "" if there is no state, or the run has no id."""
         found: Any = self._call(lambda: self._redis.hget(self.keys.info, "run_id"))
         return (found or b"").decode()
 
@@ -230,7 +233,8 @@ class LearnerBuffer:
         return None if value is None else int(value)
 
     def open_tickets(self) -> set[int]:
-        """See LearnerSide. A poison ticket is set aside by the worker that meets it, and left out here."""
+        """Returns the numbers as LearnerSide says. A ticket that cannot be decoded is left out; the worker that
+        claims it moves it to the quarantine."""
         return set(self._numbers(self.keys.tickets, START, lambda r: _decode_number(r).number))
 
     def unread(self) -> list[int]:
@@ -264,7 +268,7 @@ class LearnerBuffer:
             group = self._decoded(self.keys.eval_groups, entry, fields)
             if group:
                 groups.append(group)
-            # Kept here as well: should the answer to XDEL be lost, this learner reads nothing twice.
+            # With the position, this learner reads no group twice even if XDEL fails.
             self._eval_position = entry.decode()
             self._call(functools.partial(self._guarded, "REMOVE", [self.keys.eval_groups], [entry]))
         return groups
@@ -289,7 +293,7 @@ class LearnerBuffer:
         by_worker: dict[str, int] = {}
         for consumer in found["consumers"]:
             name = consumer["name"].decode().rpartition("-")[0]
-            if name:  # tickets that were handed back belong to nobody
+            if name:  # tickets that were given back belong to no worker
                 by_worker[name] = by_worker.get(name, 0) + consumer["pending"]
         return Claims(count, by_worker)
 
@@ -297,7 +301,8 @@ class LearnerBuffer:
         self._call(lambda: self._guarded("PUBLISH", [self.keys.owner], ["starves", sentence]))
 
     def unread_digests(self) -> dict[int, str]:
-        """Digests, by version, of the weights that drew the groups after `position`; the newest counts."""
+        """Returns the digest of each version that drew groups after `position`; where they differ, the one in
+        the newest group."""
         found: dict[int, str] = {}
         for _, fields in self._pages(self.keys.groups, self.position):
             with suppress(RecordError):
@@ -318,7 +323,7 @@ class LearnerBuffer:
         return True
 
     def _last_id(self, stream: str) -> str:
-        """The newest id that `stream` ever gave out."""
+        """Returns the newest id that `stream` ever gave to an entry."""
         try:
             found: Any = self._call(lambda: self._redis.xinfo_stream(stream))
         except redis.ResponseError as error:
@@ -339,19 +344,19 @@ class LearnerBuffer:
             lambda: self._redis.mget([self.keys.worker(name.decode()) for name in names])
         )
         silent = [name for name, beat in zip(names, beats, strict=True) if beat is None]
-        if silent:  # one that beats again comes back by itself
+        if silent:  # a worker that sends a heartbeat again adds itself
             self._call(lambda: self._redis.srem(self.keys.workers, *silent))
         return [status for beat in beats if beat is not None for status in _statuses(beat)]
 
     def forget(self) -> None:
-        """Deletes every key of the run, but for who its learner is."""
+        """Deletes every key of the run except the one that names its learner."""
         names: Any = self._call(lambda: self._redis.smembers(self.keys.workers))
         beats = [self.keys.worker(name.decode()) for name in names]
         state = [key for key in self.keys.fixed if key != self.keys.owner]
         self._call(lambda: self._guarded("FORGET", [*state, *beats], []))
 
     def close(self) -> None:
-        """Gives the run free at once, so that the next learner need not wait for the end of the lease."""
+        """Gives up the lease, so that the next learner need not wait for its end."""
         self._closing.set()
         if self._keeper.is_alive():
             self._keeper.join()
@@ -379,7 +384,7 @@ class LearnerBuffer:
             after = page[-1][0].decode()
 
     def _open(self, stream: str) -> Iterator[tuple[bytes, Ticket]]:
-        """The tickets of `stream` by their entries. One that cannot be decoded is the workers' to set aside."""
+        """Yields (entry id, ticket) of `stream`. A ticket that cannot be decoded is left to the workers."""
         for entry, fields in self._pages(stream, START):
             try:
                 yield entry, decode_ticket(fields.get(RECORD, b""))
@@ -394,7 +399,7 @@ class LearnerBuffer:
                 logger.warning("%s %s: %s", stream, entry.decode(), error)
 
     def _decoded(self, stream: str, entry: bytes, fields: dict[bytes, bytes]) -> Group | None:
-        """The entry's group; None if it was poison, and is now in the quarantine."""
+        """Returns the entry's group, or None if it is not valid; it is then moved to the quarantine."""
         try:
             group = decode_group(fields.get(RECORD, b"")).validate()
             self._check_id(group)

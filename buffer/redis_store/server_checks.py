@@ -1,4 +1,4 @@
-"""Checks that the Redis of a run can be reached, and is set up so that it loses nothing."""
+"""Checks that the Redis of a run answers, and that its settings do not lose data."""
 
 import time
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ SLOW_PING_S = 0.005
 
 
 def check_redis(url: str | None) -> Iterator[CheckResult]:
-    """Checks the server at `url`, or, without one, the binary that a run would start by itself."""
+    """Checks the server at `url`, or, if that is None, the binary that a run would start."""
     if url is None:
         try:
             yield CheckResult("redis", "ok", f"a run starts its own: {find_binary()}")

@@ -1,4 +1,4 @@
-"""A worker's side of the Redis buffer; see buffer/redis_store/__init__.py for the whole."""
+"""A worker's side of the Redis buffer; buffer/redis_store/__init__.py has an overview."""
 
 import asyncio
 import functools
@@ -48,22 +48,23 @@ _T = TypeVar("_T")
 KEPT_BUFFERS = 4
 logger = logging.getLogger(__name__)
 STREAM_GONE = ("NOGROUP", "no such key", "UNBLOCKED")
-"""Parts of the errors by which Redis says that a stream, or its consumer group, is not there"""
+"""Texts by which Redis's errors say that a stream or its consumer group does not exist"""
 BLOCK_SLICE_S = 0.25
-"""The longest that a claim sleeps in Redis: released and abandoned tickets wake nobody."""
+"""Most seconds that a claim blocks in Redis, since released and abandoned tickets do not end the block"""
 
 
 class WorkerBuffer:
-    """A worker's side. Safe for many tasks of one event loop.
+    """A worker's side. Many tasks of one event loop may use it.
 
-    Delivery: a claimed ticket is this worker's until `claim_timeout_s` pass without `renew`; then, or
-    after `release`, another gets it (test_kill_9_after_a_claim_gives_the_ticket_to_another).
-    A stale owner's commit is refused. A commit whose answer was lost is repeated and then returns False
-    though the group is in the buffer: it is there once either way. A reply of `claim` that is lost leaves
-    tickets with this worker that it does not know of; the timeout frees them.
-    While Redis does not answer, calls are repeated for `patience_s`, then raise BufferUnavailable. While
-    Redis is full, `commit` waits without end and keeps the group; it renews its claim meanwhile.
-    A poison ticket goes to the quarantine; so does one over which `max_deliveries` workers fell silent
+    A claimed ticket belongs to this worker until it has not renewed the claim for `claim_timeout_s`. After
+    that, or after `release`, another worker gets it (test_kill_9_after_a_claim_gives_the_ticket_to_another).
+    The commit of a worker that has lost its claim is refused. A commit whose answer was lost is repeated and
+    then returns False, although the group is in the buffer; it is there exactly once in any case. If the answer
+    of `claim` is lost, this worker does not know of the tickets that it has, and the claim timeout frees them.
+
+    While Redis does not answer, calls are repeated for `patience_s` and then raise BufferUnavailable. While
+    Redis is full, `commit` waits without a limit, keeps the group and renews its claim. A ticket that cannot be
+    decoded goes to the quarantine, and so does one over which `max_deliveries` workers fell silent
     (test_a_ticket_that_kills_every_worker_goes_to_the_quarantine).
     """
 
@@ -78,23 +79,23 @@ class WorkerBuffer:
         self.keys = Keys(run)
         self.claim_timeout_s = claim_timeout_s
         self.max_deliveries = 5
-        """Most deliveries of a ticket; it and the claim timeout may be set once `run_info` has brought the
-        configuration."""
+        """Most deliveries of a ticket. It and the claim timeout may be changed when `run_info` has returned the
+        settings."""
         self.quarantined = 0
-        """Number of poison tickets met"""
+        """Number of tickets that this worker moved to the quarantine because they could not be decoded"""
         self.waiting = 0
-        """Number of commits that wait for room"""
+        """Number of commits that wait for room in Redis"""
         self.full_s = 0.0
-        """Seconds that commits have waited for room"""
+        """Seconds that commits have waited for room in Redis"""
         self._worker = worker
-        # A restarted worker must not pass for the dead one of the same name.
+        # The name is unique, so that a restarted worker is not taken for the dead one of the same name.
         self._consumer = f"{worker}-{uuid.uuid4().hex[:12]}"
         self._url, self._patience_s, self._outage = url, patience_s, Outage()
         self._redis = connect_async(url)
         self._joined: RunInfo | None = None
         self._held: set[tuple[str, str]] = set()
         self._buffers: list[bytearray] = []
-        """Memory of records that were sent, used again for the next ones"""
+        """Buffers of records that were sent, which the next records reuse"""
         self._swept_s = time.monotonic()
         self._scripts = {
             name: self._redis.register_script(getattr(lua_scripts, name))
@@ -113,8 +114,8 @@ class WorkerBuffer:
         return info
 
     async def unfinished_run(self, patience_s: float) -> RunInfo:
-        """Returns what the learner tells of the run. Raises RunFinished where the run is finished and no
-        learner takes it up again for `patience_s`: one that goes on may start after its workers."""
+        """Returns what the learner published. If the run is finished, waits `patience_s` for a learner that
+        resumes it, which may start after its workers, and then raises RunFinished."""
         deadline, waits = time.monotonic() + patience_s, False
         while (info := await self.run_info()).finished:
             if time.monotonic() >= deadline:
@@ -130,12 +131,12 @@ class WorkerBuffer:
         return info
 
     def join(self, info: RunInfo) -> None:
-        """Works for the run that `info` tells of, and for no other of its name from now on."""
+        """Joins the run that `info` describes. Another run of the same name raises RunChanged from now on."""
         self._joined = info
 
     async def check_run(self) -> None:
-        """Raises RunChanged if the run is not the one that was joined, or is set up otherwise, RunFinished if
-        it is finished. A Redis that has lost the run says nothing."""
+        """Raises RunChanged if the run is not the one that was joined or has other settings, and RunFinished if
+        it is finished. If Redis has lost the run's description, nothing is raised."""
         joined, found = self._joined, await self._info()
         if joined is None or found is None:
             return
@@ -194,7 +195,7 @@ class WorkerBuffer:
                 committed = await self._commit(claim, target, record)
         finally:
             self._held.discard((claim.stream, claim.entry))
-        # Only now: a commit that was cut short may have left its record with the connection.
+        # The buffer is reused only after success, since a cancelled commit may still be sending it.
         if len(self._buffers) < KEPT_BUFFERS:
             self._buffers.append(buffer)
         return committed
@@ -214,7 +215,7 @@ class WorkerBuffer:
                 await self._wait_for_room(claim, error)
 
     async def _wait_for_room(self, claim: Claim, error: redis.ResponseError) -> None:
-        if not self.waiting:  # once, however many groups wait
+        if not self.waiting:  # logged once, however many groups wait
             logger.warning("ticket %d waits for room: %s", claim.ticket.number, error)
         began = time.monotonic()
         self.waiting += 1
@@ -245,8 +246,8 @@ class WorkerBuffer:
             self._held -= {(stream, entry) for entry in mine}
 
     async def leave(self, claims: list[Claim]) -> None:
-        """Hands tickets back as the last thing that a worker does. Where Redis does not answer soon, the claim
-        timeout frees them."""
+        """Gives tickets back when a worker ends. If Redis does not answer soon, the claim timeout frees
+        them."""
         self._patience_s = min(self._patience_s, LEAVE_S)
         try:
             await self.release(claims)
@@ -266,7 +267,7 @@ class WorkerBuffer:
         self.quarantined += 1
 
     async def heartbeat(self, status: WorkerStatus) -> None:
-        """Skipped, with a log line, while Redis is full."""
+        """Sends a heartbeat. While Redis is full it is not sent, and a line is logged."""
 
         async def beat() -> None:
             async with self._redis.pipeline(transaction=True) as pipe:
@@ -296,7 +297,7 @@ class WorkerBuffer:
         return await self._claims(entries)
 
     async def _claim_new(self, count: int, wait_s: float) -> list[Claim]:
-        """Sleeps in Redis until there is a new ticket in either stream."""
+        """Claims up to `count` new tickets and waits up to `wait_s` for the first, in either stream."""
         streams: dict[Any, Any] = dict.fromkeys(self._streams, ">")
         wait_ms = max(1, round(wait_s * 1000))
         reply: Any = await self._on_group(
@@ -310,7 +311,7 @@ class WorkerBuffer:
             for entry, fields in page
         ]
         claims = await self._claims(entries)
-        if claims[count:]:  # both streams had some
+        if claims[count:]:  # both streams had new tickets
             await self.release(claims[count:])
         return claims[:count]
 
@@ -318,7 +319,7 @@ class WorkerBuffer:
         claims = []
         for stream, entry, record, partial in entries:
             if (stream, entry) in self._held:
-                continue  # our own, renewed too late and taken from ourselves
+                continue  # this worker's own ticket, which it renewed too late
             try:
                 ticket = decode_ticket(record)
                 claim = Claim(stream, entry, ticket, _partial(ticket, partial))
@@ -336,8 +337,8 @@ class WorkerBuffer:
         return bool(self._joined and ticket.run_id and ticket.run_id != self._joined.run_id)
 
     async def _sweep(self) -> None:
-        """Once per claim timeout: removes the consumers of workers that are gone. Left for later while Redis is
-        full: 6.2 takes every XGROUP for a command that needs memory."""
+        """Removes the consumers of workers that are gone, once in each claim timeout. It is put off while Redis
+        is full, since Redis 6.2 then refuses every XGROUP."""
         if time.monotonic() - self._swept_s < self.claim_timeout_s:
             return
         self._swept_s = time.monotonic()
@@ -351,13 +352,14 @@ class WorkerBuffer:
                 raise
 
     async def _script(self, name: str, keys: list[str], *args: Any) -> Any:
-        """Runs a script that acts for this consumer."""
+        """Runs a script on behalf of this worker's consumer."""
         everything = [WORKERS_GROUP, self._consumer, *args]
         return await self._on_group(functools.partial(self._scripts[name], keys, everything))
 
     async def _on_group(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """`call`; where the consumer groups are missing (before the learner's start, after Redis lost its data,
-        or when a new run of the name deleted them under a claim that waits) they are created first."""
+        """Returns the result of `call`. If the consumer groups do not exist, they are created and `call` is
+        repeated. That happens before the learner's start, after Redis lost its data, and when a new run of the
+        same name deletes them while a claim waits."""
         try:
             return await self._call(call)
         except redis.ResponseError as error:
@@ -383,8 +385,8 @@ class WorkerBuffer:
 
 
 def _partial(ticket: Ticket, record: bytes) -> PartialGroup | None:
-    """Returns what was drawn of `ticket`. A record that does not fit it is passed over, since it can be drawn
-    again."""
+    """Returns the responses that were drawn for `ticket`. A record that does not fit the ticket is ignored,
+    since the responses can be drawn again."""
     if not record:
         return None
     try:

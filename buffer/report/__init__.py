@@ -4,6 +4,6 @@
     trajectories/ ─┬▶ index.py ────▶ index chunk ────┼─▶ page.py   a file: chunks embedded, a sample of groups
     tokens/ ───────┴▶ tokens.py ───▶ group chunks ───┘   serve.py  on loopback: every group on demand, live
 
-Whatever is shown travels as a chunk (chunks.py): text and typed arrays, compressed. So no text of a model is
-ever part of the page's markup; static/ puts it on the screen by textContent alone.
+All content of the page comes in chunks (packed_arrays.py) of text and typed arrays, compressed. No text of a
+model is ever part of the page's markup; the scripts in static/ show it by textContent alone.
 """

@@ -1,6 +1,7 @@
-"""`areal-q report RUN [RUN2 …]`: one HTML file, or the same on loopback, as `areal-q watch RUN --serve`.
+"""`areal-q report RUN [RUN2 …]` writes the report of runs as one HTML file, or serves it on loopback, as
+`areal-q watch RUN --serve` does.
 
-Exit codes: 0; 2 no such run, or a port or file that cannot be had (one line on stderr).
+Exit codes: 0 done; 2 if there is no such run, or a port or file cannot be used (one line on stderr).
 """
 
 import logging
@@ -48,7 +49,7 @@ def main(
     A file holds the curves, the list of all trajectories, and token by token those of as many steps as fit into
     --max-mb, the telling ones first. Served, every trajectory of the log is there.
     """
-    # What takes time to import only now, so that a wrong option is answered at once.
+    # Imported here, so that a wrong option is refused at once.
     from buffer.report.runs import read_runs
 
     if serve:
@@ -92,13 +93,14 @@ def _write(runs, out: Path, max_bytes: int, csv: Path | None) -> None:
 
 
 def _tell(text: str) -> None:
-    """A word on what takes its time, for whoever sits at a terminal."""
+    """Prints a line of progress if stderr is a terminal."""
     if sys.stderr.isatty():
         typer.echo(f"{text} …", err=True)
 
 
 def elsewhere(port: int) -> str:
-    """Returns what to type where the browser is, on a host without a display; "" on one that has one."""
+    """Returns the ssh command that makes the port reachable from another host, for a host without a display; ""
+    if this host has one."""
     if any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")):
         return ""
     return f"from another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}"

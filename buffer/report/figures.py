@@ -1,7 +1,7 @@
-"""The plots of a report, as data: what each shows, its columns, and its CSV. The page draws nothing else.
+"""The plots of a report as data: what each shows, its columns, and its CSV. The page draws nothing else.
 
-A line belongs to one source: `step` and `eval` are the records of those kinds, `worker` the heartbeats that
-a step record carries, one line for each worker.
+Each line has one source: `step` and `eval` are the records of those kinds, and `worker` the heartbeats in a
+step record, with one line for each worker.
 """
 
 import csv
@@ -17,7 +17,7 @@ from areal_q.observability.metrics_log import Record
 
 _MetricSource = Literal["step", "eval", "worker"]
 DELTA = "weights/delta_bytes_of_step"
-"""Key of the growth of the counter weights/delta_bytes, which starts over with the learner's process"""
+"""Key of the increase of the counter weights/delta_bytes, which begins at 0 in each process of the learner"""
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -32,14 +32,14 @@ class Plot(msgspec.Struct, frozen=True, kw_only=True):
     lines: list[Line]
     unit: str = ""
     scale: float = 1.0
-    """Factor of the axis only; CSV and columns hold the metric as it was recorded."""
+    """Factor for the axis; CSV and columns have the metric as it was recorded."""
     source: _MetricSource = "step"
     log: bool = False
-    """True for a logarithmic axis, for what spans decades."""
+    """True for a logarithmic axis"""
     zero: bool = False
-    """True if the axis holds 0."""
+    """True if the axis includes 0"""
     about: list[str] = []
-    """Sentences that say what each line is, one for each"""
+    """Sentences that say what the lines mean"""
 
 
 def _plot(section: str, id: str, title: str, unit: str, *keys: str, **more: Any) -> Plot:
@@ -132,7 +132,8 @@ def plots_for(records: Sequence[Sequence[Record]]) -> list[Plot]:
 
 
 def _with_meaning(plot: Plot) -> Plot:
-    """`plot` with what the table of metrics says of its lines; lines that mean the same share a sentence."""
+    """Returns `plot` with the meaning of its lines from the table of metrics. Lines with the same meaning share
+    a sentence."""
     table = WORKER_METRICS if plot.source == "worker" else METRICS
     about: dict[str, str] = {}
     for line in plot.lines:
@@ -145,7 +146,8 @@ def _with_meaning(plot: Plot) -> Plot:
 
 
 def rows_of(records: Iterable[Record], source: _MetricSource) -> list[Record]:
-    """The records that a source draws from, in order. A worker's are its heartbeats with the step's times."""
+    """Returns the records of a source, in order. Those of workers are their heartbeats with the step's
+    times."""
     if source == "eval":
         return [r for r in records if r["kind"] == "eval"]
     steps = [r for r in records if r["kind"] == "step"]
@@ -159,7 +161,7 @@ def rows_of(records: Iterable[Record], source: _MetricSource) -> list[Record]:
 
 
 def _with_derived(steps: Sequence[Record]) -> list[Record]:
-    """Step records with DELTA, where the counter is there."""
+    """Returns the step records, with DELTA added where the counter is recorded."""
     before, out = 0.0, []
     for record in steps:
         total = record.get("weights/delta_bytes")
@@ -171,15 +173,15 @@ def _with_derived(steps: Sequence[Record]) -> list[Record]:
 
 
 def column(rows: Sequence[Record], key: str) -> np.ndarray:
-    """float64 [len(rows)], NaN where a value is missing or was not finite."""
-    return np.array([r.get(key) for r in rows], np.float64)  # a None is a NaN
+    """Returns float64 [len(rows)], NaN where a value is missing or was not finite."""
+    return np.array([r.get(key) for r in rows], np.float64)  # numpy turns None into NaN
 
 
 def write_figures_csv(
     names: Sequence[str], records: Sequence[Sequence[Record]], directory: Path
 ) -> int:
-    """One file a plot, `ID.csv`: run, (worker,) step, elapsed_s and the plot's metrics as they were recorded;
-    an empty cell is a missing or infinite value. Returns the number of files."""
+    """Writes a file `ID.csv` for each plot, with run, worker (if there are any), step, elapsed_s and the plot's
+    metrics as recorded. A missing or infinite value is an empty cell. Returns the number of files."""
     directory.mkdir(parents=True, exist_ok=True)
     plots = plots_for(records)
     for plot in plots:

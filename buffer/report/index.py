@@ -1,7 +1,7 @@
-"""Every logged trajectory in a few numbers: what the token viewer lists, and where the rest of it stands.
+"""An index of all logged trajectories: the numbers that the token viewer lists, and where to read the rest.
 
-A part of the log never changes once it has its name, so that each is read once; a live run's next ones are
-added as they appear. About 40 bytes a trajectory stay in memory.
+A part of the log never changes once it has its final name, so that it is read only once; new parts of a live
+run are added as they appear. The index takes about 40 bytes of memory for each trajectory.
 """
 
 from collections.abc import Iterator
@@ -24,15 +24,15 @@ _COLUMNS = [
     "place", "number", "index", "admitted", "prompt", "reward", "failure", "finish_reason", "spans",
 ]  # fmt: skip
 _CAUSES = ("", *get_args(FailureCause))
-"""What the numbers of the column `failed` stand for; 0 is a response that was scored"""
+"""Meanings of the numbers in column `failed`; 0 is a response that was scored."""
 _TOKEN_COLUMNS = ["number", "index", "largest_gap", "marked"]
 Stamp = tuple[str, int, int]
-"""Name, size and time of a part: a part that a resumed run wrote anew has another"""
+"""Name, size and time of a part; they differ if a resumed run has rewritten the part."""
 
 
 @dataclass(frozen=True)
 class Located:
-    """Rows of one step in one part."""
+    """The place of one step's rows: a row group in a part."""
 
     path: Path
     row_group: int
@@ -46,8 +46,8 @@ Arrays = dict[str, np.ndarray]
 
 
 class _Part:
-    """One part of a log, read and turned into arrays in one piece: to do so for each of its steps would take
-    many times as long."""
+    """One part of a log, read and turned into arrays as a whole, since it would take many times as long to do
+    so for each of its steps."""
 
     def __init__(self, path: Path, columns: list[str]) -> None:
         self.path = path
@@ -58,7 +58,7 @@ class _Part:
         self._starts = [0, *np.cumsum(sizes).tolist()]
 
     def rows(self, where: Located) -> slice:
-        """Returns the rows of one step."""
+        """Returns the slice of the arrays with the rows of one step."""
         return slice(*self._starts[where.row_group : where.row_group + 2])
 
 
@@ -69,7 +69,7 @@ class _Trajectories(_Part):
         self.prompts = table["prompt"].combine_chunks()
         spans = table["spans"].combine_chunks()
         self.offsets = spans.offsets.to_numpy() - spans.offsets[0].as_py()
-        """Place of each row's first span, and the number of spans behind the last one"""
+        """Index of each row's first span, and, as the last element, the number of spans"""
         self.version, self.count = (
             spans.flatten().field(name).to_numpy() for name in ("version", "tokens")
         )
@@ -97,7 +97,7 @@ class _Scores(_Part):
 
 
 class _Parts:
-    """The newest part of each log, since steps follow one another."""
+    """A cache of the part read last of each log, since steps are read in order."""
 
     def __init__(self) -> None:
         self._rows: _Trajectories | None = None
@@ -116,7 +116,8 @@ class _Parts:
 
 @dataclass(frozen=True, eq=False)
 class StepIndex:
-    """One step: G groups in the order in which they were used, N trajectories group by group."""
+    """One step, with its G groups in the order in which they were used and their N trajectories, group by
+    group."""
 
     step: int
     rows: Located
@@ -124,22 +125,23 @@ class StepIndex:
     prompts: list[str]
     """Prompt of each group, [G], cut to PROMPT_CHARACTERS"""
     place: np.ndarray
-    """Place of each group in the batch, int32 [G]"""
+    """Position of each group in the batch, int32 [G]"""
     number: np.ndarray
     """Number of each group's ticket, int32 [G]"""
     size: np.ndarray
-    """Trajectories of each group, int32 [G]"""
+    """Number of trajectories in each group, int32 [G]"""
     columns: dict[str, np.ndarray]
-    """[N] each: index, length, lag (largest), cut (1: no end was drawn), failed (place in _CAUSES) int32;
-    reward, gap, marked float32, the last two NaN without a token log"""
+    """Columns by name, each [N]. int32: index, length, lag (the largest of the tokens), cut (1 if the response
+    did not end with a stop), failed (index in _CAUSES). float32: reward, gap, marked; the last two are NaN
+    without a token log."""
     lags: np.ndarray
-    """Number of tokens of lag 0, 1, …, int64, by version number"""
+    """Number of tokens with lag 0, 1, …, by version numbers, int64"""
     ages: np.ndarray
-    """Number of groups used 0, 1, … versions after they were admitted, int64"""
+    """Number of groups that were used 0, 1, … versions after their admission, int64"""
 
 
 class Index:
-    """The steps of the logs in `run_dir`; `refresh` looks for new ones."""
+    """The steps in the logs of `run_dir`; `refresh` adds new ones."""
 
     def __init__(self, run_dir: Path) -> None:
         self._dir = run_dir
@@ -148,7 +150,7 @@ class Index:
         self.steps: dict[int, StepIndex] = {}
 
     def refresh(self) -> None:
-        """Raises RecordError for a part that is no log of ours."""
+        """Reads new parts and forgets deleted ones. Raises RecordError for a part that is not a valid log."""
         scored = {
             step: where for _, step, where in self._locate(self._dir / "tokens", TOKEN_LOG_FORMAT)
         }
@@ -161,7 +163,7 @@ class Index:
 
     @property
     def state(self) -> list[Stamp]:
-        """Changes whenever the index does."""
+        """Returns a value that changes whenever the index does."""
         return sorted({stamp for stamp, _, _ in self._read})
 
     @property
@@ -210,8 +212,8 @@ def read_step(step: int, where: Located, scored: Located | None, parts: _Parts) 
 
 
 def _failed(table: pa.Table) -> np.ndarray:
-    """int32 [N]: why each response has no reward, as its place in _CAUSES. The log of before version 4 has no
-    such column."""
+    """Returns int32 [N]: why each response has no reward, as an index into _CAUSES. It is 0 for a log of a
+    schema before 4, which has no such column."""
     if "failure" not in table.column_names:
         return np.zeros(len(table), np.int32)
     causes = table["failure"].combine_chunks().dictionary_encode()
@@ -222,7 +224,8 @@ def _failed(table: pa.Table) -> np.ndarray:
 def matching(
     number: np.ndarray, index: np.ndarray, their_number: np.ndarray, their_index: np.ndarray
 ) -> np.ndarray:
-    """int64 [N]: the row of theirs for each (number, index), -1 where there is none."""
+    """Returns int64 [N]: for each pair (number, index) the row with the same pair in `their_number` and
+    `their_index`, or -1 if there is none."""
     theirs, ours = _keys(their_number, their_index), _keys(number, index)
     if not len(theirs):
         return np.full(len(ours), -1)
@@ -232,7 +235,7 @@ def matching(
 
 
 def _keys(number: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """int64 [N]: one number for each pair; a response's index in its group is below 2^24."""
+    """Returns int64 [N]: one number for each pair. The index of a response in its group is below 2^24."""
     return (number.astype(np.int64) << 24) + index
 
 
@@ -251,7 +254,7 @@ def _scores(number: np.ndarray, index: np.ndarray, where: Located | None, parts:
 
 
 def segment_sums(counts: list[np.ndarray]) -> np.ndarray:
-    """float64: histograms of different lengths added up."""
+    """Returns the sum of histograms of different lengths, float64."""
     total = np.zeros(max((len(c) for c in counts), default=0))
     for one in counts:
         total[: len(one)] += one
@@ -259,7 +262,8 @@ def segment_sums(counts: list[np.ndarray]) -> np.ndarray:
 
 
 def to_chunk(steps: list[StepIndex]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """(meta, arrays) of the steps: `group/…` one a group, `trajectory/…` one a trajectory, in order."""
+    """Returns (meta, arrays) of the steps, in order. Arrays `group/…` have a value for each group, and arrays
+    `trajectory/…` one for each trajectory."""
     groups = {
         "step": [np.full(len(s.place), s.step, np.int32) for s in steps],
         "place": [s.place for s in steps],

@@ -1,8 +1,8 @@
-"""A chunk: JSON and typed arrays in one piece, for the page. static/data.js reads what `pack` writes.
+"""Packs JSON and typed arrays into one chunk for the page; static/data.js reads what `pack_arrays` writes.
 
     gzip( uint32 n | n bytes of JSON {"meta": …, "arrays": [[name, dtype, offset, length], …]} | arrays )
 
-Arrays are little-endian, each at a multiple of 8 bytes behind the JSON, which is padded to one as well.
+Arrays are little-endian. Each begins at a multiple of 8 bytes after the JSON, which is padded likewise.
 """
 
 import gzip
@@ -18,7 +18,7 @@ _LEVEL = 6
 
 
 def pack_arrays(meta: Any, arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Raises ValueError for an array of another dtype than _DTYPES."""
+    """Returns the chunk. Raises ValueError for an array whose dtype is not in _DTYPES."""
     entries, bodies, offset = [], [], 0
     for name, array in arrays.items():
         if array.dtype.name not in _DTYPES or array.ndim != 1:
@@ -36,7 +36,7 @@ def pack_arrays(meta: Any, arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def unpack_arrays(chunk: bytes) -> tuple[Any, dict[str, np.ndarray]]:
-    """The (meta, arrays) that `pack` was given."""
+    """Returns the (meta, arrays) that `pack_arrays` was given."""
     data = gzip.decompress(chunk)
     (length,) = struct.unpack_from("<I", data)
     header = msgspec.json.decode(data[4 : 4 + length])

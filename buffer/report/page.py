@@ -1,7 +1,8 @@
-"""The page: one HTML file out of static/, with the chunks of its runs in it, or with none where it is served.
+"""Builds the page from static/: one HTML file with the chunks of its runs in it, or without chunks if it is
+served.
 
-A browser is forbidden everything but this page's own script and style, which are named by their hashes. Chunks
-are base64, whose alphabet has no character that means anything in HTML.
+Its content security policy allows a browser nothing but the page's own script and style, by their hashes.
+Chunks are in base64, which has no character with a meaning in HTML.
 """
 
 import base64
@@ -31,14 +32,15 @@ _SCRIPTS = (
     "main.js",
 )
 _BLOCK_TRAJECTORIES = 64
-"""Trajectories of a chunk in a file: enough to compress well, few enough to open at once"""
+"""Most trajectories in a chunk of a file: enough to compress well, and few enough to open at once"""
 _SAMPLED_STEPS = 16
 _INDEX_SHARE = 0.4
 """Largest share of a file's budget that the list of all trajectories may take"""
 
 
 def shell(title: str, chunks: Sequence[tuple[str, bytes]] = (), served: bool = False) -> str:
-    """The page. `chunks` are (name, bytes); without them it asks the server that it came from."""
+    """Returns the page. `chunks` are pairs (name, bytes); without them the page requests them from its
+    server."""
     script = "\n".join(_static(name) for name in _SCRIPTS)
     style = _static("report.css")
     parts = {
@@ -49,12 +51,12 @@ def shell(title: str, chunks: Sequence[tuple[str, bytes]] = (), served: bool = F
         "source": "served" if served else "file",
         "chunks": "\n".join(_embedded(name, body) for name, body in chunks),
     }
-    # In one pass, so that nothing that is filled in is looked at again.
+    # One pass fills in everything, so that no placeholder in the content is replaced.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _static("page.html"))
 
 
 def _policy(script: str, style: str, served: bool) -> str:
-    """The content security policy of the page."""
+    """Returns the content security policy of the page."""
     connect = "'self'" if served else "'none'"
     return (
         f"default-src 'none'; script-src 'sha256-{_sha256(script)}'; "
@@ -64,10 +66,11 @@ def _policy(script: str, style: str, served: bool) -> str:
 
 
 def whole_file(runs: Sequence[Reported], max_bytes: int) -> str:
-    """The page as one file of at most about `max_bytes`.
+    """Returns the page as one file of at most about `max_bytes`.
 
-    The curves are always in it; the list of all trajectories up to _INDEX_SHARE of the budget, the newest steps
-    first; then the groups of as many steps as there is room for, in the order of `interesting`.
+    It always has the curves. The list of trajectories takes up to _INDEX_SHARE of the budget, from the newest
+    step backwards, and the groups of as many steps as there is room for take the rest, in the order of
+    `interesting`.
     """
     chunks = [("overview", pack_arrays(*overview(runs)))]
     room = max_bytes - len(shell(title_of(runs), chunks))
@@ -86,16 +89,16 @@ def whole_file(runs: Sequence[Reported], max_bytes: int) -> str:
 
 
 def index_chunk(steps: Sequence[StepIndex], total: int) -> bytes:
-    """`total` is the number of steps that are logged, of which `steps` are listed."""
+    """Returns the chunk that lists `steps`; `total` is the number of all logged steps."""
     meta, arrays = to_chunk(list(steps))
     return pack_arrays(meta | {"logged_steps": total}, arrays)
 
 
 def interesting(run: Reported, steps: Sequence[int]) -> list[int]:
-    """All of `steps`, those first that tell most: the ends; where mismatch KL, gradient norm and clipping were
-    largest and the reward lowest; then halves of halves between the ends.
+    """Returns all of `steps`, the most interesting first: the first and the last; those where mismatch KL,
+    gradient norm and clipping were largest and the reward lowest; then the others by bisection.
 
-    Step s of the log is the one whose metrics stand at s + 1.
+    The metrics of step s of the log are in the record of step s + 1.
     """
     records = {r["step"] - 1: r for r in run.steps}
     known = [s for s in steps if s in records]
@@ -110,7 +113,8 @@ def interesting(run: Reported, steps: Sequence[int]) -> list[int]:
 
 
 def bisection(length: int) -> Iterator[int]:
-    """0 … length - 1 in an order whose every beginning is spread evenly. Example: 5 → 0, 2, 1, 3, 4."""
+    """Yields 0 … length - 1 in an order of which every beginning is spread evenly: 0, 2, 1, 3, 4 for length
+    5."""
     seen: set[int] = set()
     for level in count():
         if len(seen) >= length:
@@ -122,10 +126,10 @@ def bisection(length: int) -> Iterator[int]:
 
 
 def _index_within(run: Reported, max_bytes: int) -> tuple[list[StepIndex], bytes]:
-    """The newest steps whose list fits."""
+    """Returns the newest steps whose list fits into `max_bytes`, and the chunk with the list."""
     steps = [run.index.steps[s] for s in sorted(run.index.steps)]
     total = len(steps)
-    # A few steps tell about how many fit, so that a long list is not packed to be thrown away.
+    # The size of a few steps shows about how many fit, so that no list is packed that is much too long.
     few = steps[-_SAMPLED_STEPS:]
     fitting = int(max(0, max_bytes) / max(1, _size(index_chunk(few, total))) * len(few) * 1.2)
     steps = steps[max(0, total - max(fitting, len(few))) :]
@@ -140,7 +144,7 @@ def _index_within(run: Reported, max_bytes: int) -> tuple[list[StepIndex], bytes
 def _blocks(
     run: Reported, listed: Sequence[StepIndex], max_bytes: int
 ) -> Iterator[tuple[str, bytes]]:
-    """(STEP/FIRST/COUNT, chunk) of consecutive groups, until the next would be too much."""
+    """Yields (STEP/FIRST/COUNT, chunk) of consecutive groups, until the next chunk would not fit."""
     by_step = {one.step: one for one in listed}
     for step in interesting(run, sorted(by_step)):
         sizes = by_step[step].size
@@ -161,7 +165,7 @@ def _embedded(name: str, body: bytes) -> str:
 
 
 def _size(body: bytes) -> int:
-    """Bytes that a chunk takes in a file."""
+    """Returns the number of bytes that a chunk takes in a file."""
     return len(body) * 4 // 3 + 90
 
 

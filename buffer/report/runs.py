@@ -1,7 +1,7 @@
-"""The overview chunk of a report: its figures of each run, and of several beside each other.
+"""The overview chunk of a report: the curves of each run, its summary, and the comparison of several runs.
 
-meta.runs[i] is run i in words; the arrays of its plots are `i/step/KEY`, `i/eval/KEY` and `i/worker/N/KEY`,
-each beside `…/step` and `…/elapsed_s`; `i/lags` and `i/ages` are histograms (index.py).
+meta.runs[i] describes run i. The arrays of its plots are `i/step/KEY`, `i/eval/KEY` and `i/worker/N/KEY`, each
+together with `…/step` and `…/elapsed_s`; `i/lags` and `i/ages` are histograms (index.py).
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from buffer.report.text import Pieces
 from buffer.report.tokens import Groups
 
 MAX_STEPS = 2000
-"""Most points of a curve; longer runs are averaged into so many, CSV files of `--csv` are not."""
+"""Most points of a curve, to which longer runs are averaged; the CSV files of `--csv` have all points."""
 MAX_SAMPLED = 40
 """Number of evaluations whose samples are shown: the first, the last and some between them"""
 TABLE = [
@@ -56,10 +56,11 @@ TABLE = [
 
 
 class Reported:
-    """One run, read as far as it has come; `refresh` reads on."""
+    """One run with its records so far; `refresh` reads the new ones."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises LogError where there is no run, ConfigError for settings that cannot be read."""
+        """Reads the run in `directory`. Raises LogError if there is none, and ConfigError for settings that
+        cannot be read."""
         if not (directory / "config.toml").is_file():
             raise LogError(f"{directory}: no such run")
         self.directory = directory
@@ -78,7 +79,7 @@ class Reported:
 
     @cached_property
     def summary(self) -> Summary:
-        """The records in words; made once for each refresh."""
+        """The summary of the records, computed once after each refresh."""
         learner = self.run.learner
         return summarize(self.records, learner.groups * learner.group_size)
 
@@ -96,8 +97,9 @@ class Reported:
 
 
 def read_runs(directories: Sequence[Path]) -> list[Reported]:
-    """Runs of equal name are told apart by their directories. Directories in the order of a shell's `*` come in
-    that of their numbers, 2 before 10; any other order is the user's own and stays."""
+    """Returns the runs. Runs of equal names are named by their directories. If the directories are in
+    alphabetical order, as a shell's `*` gives them, they are sorted by number, 2 before 10; any other order
+    stays."""
     if list(directories) == sorted(directories):
         directories = by_number(directories)
     runs = [Reported(directory) for directory in directories]
@@ -110,7 +112,7 @@ def read_runs(directories: Sequence[Path]) -> list[Reported]:
 
 
 def overview(runs: Sequence[Reported]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """(meta, arrays) of the chunk."""
+    """Returns the (meta, arrays) of the overview chunk."""
     plots = plots_for([run.records for run in runs])
     keys = {
         source: sorted({line.key for p in plots if p.source == source for line in p.lines})
@@ -140,8 +142,8 @@ def overview(runs: Sequence[Reported]) -> tuple[dict[str, Any], dict[str, np.nda
 
 
 def comparison(runs: Sequence[Reported]) -> list[dict[str, Any]]:
-    """The lines of TABLE that some run has a value for: for each run the final value (of the steps' last tenth,
-    or the last evaluation) and the best one with its step."""
+    """Returns the lines of TABLE for which some run has a value. They have for each run the final value, which
+    is that of the last tenth of the steps or of the last evaluation, and the best value with its step."""
     lines = []
     for label, key, better in TABLE:
         values = [_final_and_best(run, key, better) for run in runs]
@@ -162,7 +164,7 @@ def _final_and_best(run: Reported, key: str, better: str) -> dict[str, Any]:
 
 
 def one_line(run: Reported) -> str:
-    """Example: "run2: done after 420 steps in 4:24, held-out accuracy 0.953, reward 0.904"."""
+    """Returns a line such as "run2: done after 420 steps in 4:24, held-out accuracy 0.953, reward 0.904"."""
     told = [f"{run.name}: {run.summary.title}"]
     for label, key, better in TABLE[:2]:
         final = _final_and_best(run, key, better)["final"]
@@ -171,7 +173,8 @@ def one_line(run: Reported) -> str:
 
 
 def different_settings(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Settings in which the runs differ, name and place aside: [{"key": …, "values": one a run}]."""
+    """Returns the settings in which the runs differ, except their names and directories: [{"key": …, "values":
+    …}] with a value for each run."""
     tables = [flat(msgspec.to_builtins(run)) for run in runs]
     keys = sorted({key for table in tables for key in table} - {"name", "root"})
     rows = [{"key": key, "values": [table.get(key) for table in tables]} for key in keys]
@@ -216,6 +219,6 @@ def _by_worker(run: Reported) -> dict[str, list[Record]]:
 
 
 def _columns(place: str, rows: list[Record], keys: list[str]) -> dict[str, np.ndarray]:
-    """The columns that hold a value somewhere, with `step` and `elapsed_s`."""
+    """Returns the columns that have a value in some row, and `step` and `elapsed_s`."""
     found = {f"{place}/{key}": column(rows, key) for key in ("step", "elapsed_s", *keys)}
     return {name: values for name, values in found.items() if np.isfinite(values).any()}

@@ -1,12 +1,12 @@
-"""The report on loopback: the same page, which fetches every group on demand and looks for news.
+"""The report on loopback: the same page, which fetches every group on demand and polls for new data.
 
     GET /                                   the page
     GET /data/overview                      metrics of all runs      } with an ETag: 304 as long as nothing
     GET /data/index/RUN                     the list of trajectories } has changed
     GET /data/groups/RUN/STEP/FIRST/COUNT   groups, token by token
 
-RUN is a number. Anything else is 404; any other method 405; a Host that is not this machine's loopback 403, so
-that no page of another site can read here by a name of its own. Nothing is written.
+RUN is a number. Any other path gives 404, and any other method 405. A Host header that is not this machine's
+loopback gives 403, so that no page of another site can read the data by DNS rebinding. Nothing is written.
 """
 
 import logging
@@ -27,7 +27,7 @@ from buffer.report.runs import Reported, overview
 
 logger = logging.getLogger(__name__)
 MAX_GROUPS = 64
-"""Most groups of one answer"""
+"""Most groups in one answer"""
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -38,7 +38,7 @@ HEADERS = {
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves `runs` on 127.0.0.1; port 0 takes a free one. Raises OSError where the port is taken."""
+    """A server of `runs` on 127.0.0.1; port 0 means any free one. Raises OSError if the port is in use."""
 
     daemon_threads = True
 
@@ -70,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (KeyError, ValueError, IndexError):
             self._send(HTTPStatus.NOT_FOUND)
         except (RecordError, OSError) as error:
-            # A part that a resumed run just took away, say; the next look finds what is there now.
+            # A resumed run may just have replaced a part of the log; the next request finds the new one.
             logger.warning("%s: %s", self.path, error)
             self._send(HTTPStatus.SERVICE_UNAVAILABLE)
 
@@ -97,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
                 raise KeyError(self.path)
 
     def _send_new(self, state: Any, make: Callable[[], bytes]) -> None:
-        """Sends what `make` gives, or says that the browser has it already: the content depends on `state`
+        """Sends the result of `make`, or 304 if the browser has it already. The content depends on `state`
         alone."""
         tag = f'"{blake2b(msgspec.json.encode(state), digest_size=16).hexdigest()}"'
         if self.headers.get("If-None-Match") == tag:
@@ -121,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """The library's own refusals, of other methods among them, with no page of its own."""
+        """Answers the errors that the library itself finds, such as an unknown method, with an empty body."""
         status = HTTPStatus(code)
         self.close_connection = True
         self._send(
@@ -133,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _number(text: str) -> int:
-    """Raises ValueError for anything but decimal digits."""
+    """Returns the number in `text`. Raises ValueError for anything but decimal digits."""
     if not (text.isascii() and text.isdecimal()):
         raise ValueError(text)
     return int(text)

@@ -1,4 +1,4 @@
-"""The text of single tokens, so that joined they read as the response does."""
+"""Decodes single tokens so that the joined texts are the text of the response."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,12 @@ BROKEN = "\ufffd"
 
 
 class Pieces:
-    """Token ids to texts; every id is decoded once.
+    """Maps token ids to texts; every id is decoded only once.
 
-    A token that is part of a character has no text: the character stands with the first of its tokens. A
-    special token, which decodes to nothing, is shown as ‹id›, the end of text as ‹end›. Without a tokenizer
-    (the model's directory is gone, transformers is missing) every token is shown by its id; `note` says why.
+    A character of several tokens is the text of the first of them, and the others have none. A special token,
+    which decodes to nothing, is shown as ‹id›, and the end of text as ‹end›. If there is no tokenizer (the
+    model's directory is gone, or transformers is not installed) every token is shown by its id, and `note` says
+    why.
     """
 
     def __init__(self, run: Run) -> None:
@@ -26,12 +27,12 @@ class Pieces:
         except UserError as error:
             self.note = f"tokens are shown by their ids: {error}"
             return
-        # Some tokenizers drop a space at the start of a text, so every token is decoded behind another.
+        # Some tokenizers drop a space at the start of a text, so that every token is decoded after another one.
         self._anchor = self._tokenizer.encode("0")[-1:]
         self._head = len(self._tokenizer.decode(self._anchor))
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        """One text a token."""
+        """Returns one text for each token."""
         texts = [self._text(id) for id in ids]
         start = 0
         while start < len(texts):

@@ -1,4 +1,4 @@
-"""Whole groups, token by token, as the viewer shows them: both logs joined, ids turned into texts."""
+"""Whole groups, token by token, for the viewer: trajectory log and token log joined, with texts for ids."""
 
 from collections import OrderedDict
 from typing import Any
@@ -11,7 +11,7 @@ from buffer.report.packed_arrays import pack_arrays
 from buffer.report.text import Pieces
 
 HELD_STEPS = 3
-"""Steps whose rows stay in memory, since a reader of one group soon looks at its neighbours"""
+"""Number of steps whose rows stay in memory, since a reader often goes on to the neighbours of a group"""
 _PER_TOKEN = {
     "proximal_logprobs": np.float32,
     "logprobs": np.float32,
@@ -27,15 +27,15 @@ Rows = tuple[pa.Table, pa.Table | None]
 
 
 class Groups:
-    """Chunks of groups, read from the logs that `index` knows."""
+    """Reads groups from the logs of `index` and returns them as chunks."""
 
     def __init__(self, index: Index, pieces: Pieces) -> None:
         self._index, self._pieces = index, pieces
         self._held: OrderedDict[StepIndex, Rows] = OrderedDict()
 
     def chunk(self, step: int, first: int = 0, count: int = 1) -> bytes:
-        """Groups `first` … of a step, by their number in the index. Raises KeyError where there is no such step
-        or group."""
+        """Returns the chunk of `count` groups of a step, from the group with index `first` on. Raises KeyError
+        if there is no such step or group."""
         one = self._index.steps[step]
         if not 0 <= first < len(one.size) or count < 1:
             raise KeyError(first)
@@ -62,8 +62,8 @@ class Groups:
     def _content(
         self, one: StepIndex, rows: pa.Table, scored: pa.Table | None, learnt: np.ndarray
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """`scored` are the tokens of the rows that were `learnt` from: a response without a valid reward has
-        none."""
+        """Returns (meta, arrays) of `rows`. `learnt` is True for the rows that the step learnt from, and
+        `scored` are their rows of the token log; a response without a valid reward has none."""
         ids = _flat(rows, "response_ids")
         texts, piece = np.unique(self._texts(rows), return_inverse=True)
         arrays = {
@@ -91,7 +91,7 @@ class Groups:
                 group = {name: row[name] for name in (*_TICKET, *_GROUP)}
                 group["seed"] = str(
                     row["seed"]
-                )  # beyond 2^53 a number of JavaScript is another one
+                )  # JavaScript cannot represent all integers beyond 2^53
                 group["prompt_pieces"] = self._pieces(row["prompt_ids"])
                 groups.append(group | {"trajectories": []})
             groups[-1]["trajectories"].append(_trajectory(row))
@@ -111,7 +111,8 @@ def _trajectory(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _missing(name: str, step: int, rows: pa.Table) -> np.ndarray:
-    """What stands for a token that was not learnt from: its lag by version number, no mark, and NaN."""
+    """Returns the values of column `name` for tokens that were not learnt from: the lag by version numbers, no
+    marks, and NaN for everything else."""
     spans = rows["spans"].combine_chunks().flatten()
     version, tokens = (spans.field(field).to_numpy() for field in ("version", "tokens"))
     lag = np.repeat(np.maximum(step - version, 0), tokens)
@@ -119,5 +120,5 @@ def _missing(name: str, step: int, rows: pa.Table) -> np.ndarray:
 
 
 def _flat(rows: pa.Table, name: str) -> np.ndarray:
-    """The values of a column of lists, one list after the other."""
+    """Returns the values of a column of lists, one list after the other."""
     return rows[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)

@@ -1,1 +1,1 @@
-"""Samplers, and the learner's pool of groups that they draw from."""
+"""The learner's pool of groups that were read from Redis, and the samplers that draw batches from it."""

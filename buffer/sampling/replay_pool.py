@@ -1,16 +1,15 @@
-"""The groups between Redis and the learner step: read, not finished; Reverb's table, on the learner's side.
+"""The groups between Redis and the learner step, like a table of Reverb on the learner's side.
 
     groups stream ─▶ add ─▶ [held, in the order of their commits] ─▶ draw ─▶ used ─▶ finished
                                         └─ too old, or over a bound of buffer.removal ─▶ finished
 
-What "counts once" means: every draw of a group by a step that is in the surviving history, and no other. A
-step holds a group at most once, and a group is used by at most `max_uses` steps (1 for fifo and freshest):
-uses are counted by ticket, saved with every checkpoint, and taken up again by a resumed learner, so those
-before the checkpoint stay counted and those of the abandoned history do not
+A group is in a batch at most once, and at most `max_uses` steps use it (1 for fifo and freshest). Only steps of
+the surviving history count: uses are counted by ticket and saved with every checkpoint, so that a resumed
+learner knows those before the checkpoint and none of the abandoned history
 (test_over_a_crash_no_group_is_used_more_often_than_it_may).
 
-Redis keeps an entry for as long as it, or one before it, is held: `position` is the last one up to which all
-are finished, and what a checkpoint records and trims.
+A group is finished when it will not be drawn again. `position` is the last entry of the stream up to which all
+groups are finished. A checkpoint records it, and Redis deletes the entries up to it.
 """
 
 import time
@@ -31,11 +30,11 @@ class SampledGroups(NamedTuple):
 
     groups: list[Group]
     weights: list[float]
-    """Weights of the groups' advantages, in (0, 1]; empty where all are 1."""
+    """Weights of the groups' advantages, in (0, 1]; empty if all are 1"""
 
 
 class ReplayPool:
-    """The groups that were read and are not finished. It is not safe for several threads."""
+    """The groups that were read and are not finished. It is not thread-safe."""
 
     def __init__(
         self,
@@ -46,8 +45,8 @@ class ReplayPool:
         position: str,
         uses: dict[int, int] | None = None,
     ) -> None:
-        """Begins at `position` of the groups stream, for a run of `steps` steps with seed `seed`. `uses` are
-        those of groups that a checkpoint left unfinished, by ticket."""
+        """Begins at `position` of the groups stream, for a run of `steps` steps with seed `seed`. `uses` has,
+        by ticket, the number of uses of the groups that were not finished at the checkpoint."""
         self.position = position
         self._batch, self._max_ahead = learner.groups, learner.max_outstanding
         self._seed, self._steps = seed, steps
@@ -56,9 +55,9 @@ class ReplayPool:
         self._held: dict[int, PooledGroup] = {}
         """Groups by ticket, in the order of their commits"""
         self._read: deque[tuple[str, int]] = deque()
-        """Pairs (entry, ticket) behind `position`"""
+        """Pairs (entry id, ticket number) of the groups read after `position`"""
         self._before = dict(uses or {})
-        """Uses of groups that were not read again yet, by ticket"""
+        """Number of uses, by ticket, of groups that have not been read again since the checkpoint"""
         self._drawn: list[int] = []
 
     def __contains__(self, number: int) -> bool:
@@ -77,22 +76,23 @@ class ReplayPool:
 
     @property
     def uses(self) -> dict[int, int]:
-        """Uses by ticket of the groups that were used and are not finished."""
+        """Number of uses, by ticket, of the groups that were used and are not finished."""
         held = {number: item.uses for number, item in self._held.items() if item.uses}
         return self._before | held
 
     @property
     def missing(self) -> int:
-        """Groups to wait for before the next draw."""
+        """Number of groups that are still needed for the next draw."""
         return max(0, self.needed - len(self._held))
 
     @property
     def ahead(self) -> int:
-        """Further groups to read if they are there, so that the sampler can choose among all."""
+        """Number of further groups to read if they are available, for a sampler that chooses among all."""
         return self._max_ahead if self._sampler.ahead else 0
 
     def rewind(self) -> None:
-        """The stream's ids begin anew, below those that were read: none of them may be trimmed any more."""
+        """Sets `position` to START, since the stream's ids have begun again below those that were read. The old
+        ids must not be used for deletion any more."""
         self.position = START
         self._read = deque((START, number) for _, number in self._read)
 
@@ -103,19 +103,20 @@ class ReplayPool:
         self._held[number] = PooledGroup(entry.id, entry.group, entry.nbytes, lag=0, uses=uses)
 
     def pass_over(self, entry: Entry) -> None:
-        """A group that was read and counts for nothing."""
+        """Records a group that was read and will not be used."""
         self._read.append((entry.id, -1))
         self._advance()
 
     def remove_older(self, lag: Callable[[Group], int], max_lag: int) -> list[PooledGroup]:
-        """Takes out, and returns, what some token makes too old; `lag` is of the present version."""
+        """Removes and returns the groups whose lag is above `max_lag`. `lag` returns the largest lag of a
+        group's tokens at the present version."""
         for item in self._held.values():
             item.lag = lag(item.group)
         return self._finish([n for n, item in self._held.items() if item.lag > max_lag])
 
     def remove_excess(self, now_s: Callable[[], float] = time.time) -> list[PooledGroup]:
-        """Takes out, and returns, what `buffer.removal` does not let stay, the oldest first. `now_s` is the
-        clock that gave the entries their ids: those of workers and of the learner do not matter."""
+        """Removes and returns the groups beyond the bounds of `buffer.removal`, the oldest first. `now_s` is
+        the clock that gave the entries their ids, so that ages do not depend on other clocks."""
         oldest, bounds = list(self._held.values()), self._removal
         since = now_s() - bounds.max_age_s if bounds.max_age_s else float("-inf")
         over = [item for item in oldest if committed_s(item.entry) < since]
@@ -129,8 +130,8 @@ class ReplayPool:
         return self._finish([item.number for item in over])
 
     def draw(self, step: int) -> SampledGroups | None:
-        """The batch of step `step`, a function of the run's seed, the step and what is held; None while that
-        is too little. Nothing counts before `used`."""
+        """Returns the batch of step `step`, or None if there are too few groups. It depends only on the run's
+        seed, the step and the groups in the pool. The groups count as used only after `used`."""
         if self.missing:
             return None
         held = list(self._held.values())
@@ -141,7 +142,8 @@ class ReplayPool:
         return SampledGroups([held[i].group for i in chosen], weights)
 
     def used(self) -> list[PooledGroup]:
-        """The step that learnt from the last draw is over. Returns the groups that this finished."""
+        """Counts the groups of the last draw as used, when its step is done. Returns those that are finished by
+        that."""
         for number in self._drawn:
             self._held[number].uses += 1
         done = [n for n in self._drawn if self._held[n].uses >= self._sampler.max_uses]

@@ -1,4 +1,4 @@
-"""Selection of the groups that a learner step draws: Reverb's selectors, in the terms of this buffer.
+"""The samplers that choose the groups of a learner step, and Reverb's samplers that they correspond to.
 
 | `buffer.sampler.type` | Reverb's sampler | max_times_sampled | weights                             |
 |-----------------------|------------------|-------------------|-------------------------------------|
@@ -7,8 +7,8 @@
 | uniform               | Uniform          | max_uses          | none                                |
 | prioritized           | Prioritized      | max_uses          | importance weights, 1 at most       |
 
-A draw is without replacement: a step never holds a group twice. To add one: a Struct in
-areal_q/config/buffer.py, a class here, a line in SAMPLERS.
+Draws are without replacement: a batch never has a group twice. To add a sampler, write a Struct in
+areal_q/config/buffer.py, a class here, and a line in SAMPLERS.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,9 +31,9 @@ class PooledGroup:
     nbytes: int
     """Bytes of the group's record"""
     lag: int
-    """Largest lag of its tokens, in versions behind the learner, as of the present step"""
+    """Largest version lag of its tokens at the present step"""
     uses: int = 0
-    """Number of steps that learnt from it"""
+    """Number of steps that have learnt from it"""
 
     @property
     def number(self) -> int:
@@ -41,7 +41,8 @@ class PooledGroup:
 
 
 class Choice(NamedTuple):
-    """Indexes of the groups drawn, in the batch's order, and their weights; no weights: all are 1."""
+    """Indices of the groups drawn, in the order of the batch, and their weights. No weights means that all are
+    1."""
 
     indexes: list[int]
     weights: list[float]
@@ -50,15 +51,15 @@ class Choice(NamedTuple):
 class Sampler(Protocol):
     max_uses: int
     min_groups: int
-    """Groups to wait for before a draw, where that is more than a step needs"""
+    """Number of groups that must be available for a draw, if that is more than a batch"""
     ahead: bool
-    """True to choose among all groups that are there, False to read no more than a step needs."""
+    """True if the sampler chooses among all available groups, False if it needs no more than a batch"""
 
     def choose(
         self, held: Sequence[PooledGroup], count: int, progress: float, rng: np.random.Generator
     ) -> Choice:
-        """`count` of `held`, which are in the order of their commits and at least so many; `progress` is the
-        share of the run that is over."""
+        """Chooses `count` of the groups `held`, which are in the order of their commits and at least `count`.
+        `progress` is the share of the run that is done, from 0 to 1."""
         ...
 
 
@@ -83,7 +84,10 @@ class FreshestSampler:
     def choose(
         self, held: Sequence[PooledGroup], count: int, progress: float, rng: np.random.Generator
     ) -> Choice:
-        """Example: lags [2, 0, 1, 0] and count 3 → [3, 1, 2]."""
+        """Chooses the groups with the smallest lag, and of equal ones the newest.
+
+        Example: lags [2, 0, 1, 0] and count 3 → [3, 1, 2].
+        """
         order = sorted(range(len(held)), key=lambda i: (held[i].lag, -i))
         return Choice(order[:count], [])
 
@@ -101,9 +105,10 @@ class UniformSampler:
 
 
 class PrioritizedSampler:
-    """Draws so that group i of N is in a batch of B with chance exactly π_i = min(1, c·p_i^alpha), Σ π = B:
-    systematic sampling along a random order. Its weight (N·π_i/B)^-beta is PER's, P = π/B; at beta 1 the
-    weighted mean over batches is the plain mean over the groups that are there."""
+    """A sampler by priorities p. Group i of N is in a batch of B with probability exactly π_i = min(1,
+    c·p_i^alpha), where c makes Σ π = B, by systematic sampling along a random order. Its weight (N·π_i/B)^-beta
+    is that of prioritized experience replay with P = π/B. At beta 1 the expected weighted mean over a batch is
+    the plain mean over all available groups."""
 
     ahead = True
 
@@ -124,13 +129,14 @@ class PrioritizedSampler:
 
 
 def spread(group: Group) -> float:
-    """Mean |reward − mean reward| over the valid responses: 0 where a group says nothing."""
+    """Returns the mean |reward − mean reward| of the valid responses; it is 0 if all rewards are equal."""
     rewards = np.array([t.reward for t in group.valid_trajectories])
     return float(np.abs(rewards - rewards.mean()).mean())
 
 
 def inclusion(sizes: np.ndarray, count: int) -> np.ndarray:
-    """float64 [N] chances ∝ `sizes` > 0, none above 1, that add up to `count` ≤ N.
+    """Returns inclusion probabilities, float64 [N], that sum to `count` ≤ N. They are proportional to `sizes` >
+    0, except that none is above 1.
 
     Example: sizes [8, 1, 1], count 2 → [1, 0.5, 0.5].
     """
@@ -147,7 +153,8 @@ def inclusion(sizes: np.ndarray, count: int) -> np.ndarray:
 
 
 def systematic(chance: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Indexes int64 [Σ chance], each once, index i with probability `chance[i]`; in random order."""
+    """Returns distinct indices, int64 [Σ chance], in random order; index i is among them with probability
+    `chance[i]`."""
     certain = np.flatnonzero(chance >= 1.0)
     rest = rng.permutation(np.flatnonzero(chance < 1.0))
     count = round(float(chance[rest].sum()))

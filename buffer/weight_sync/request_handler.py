@@ -84,7 +84,7 @@ class RequestHandler:
         self._versions.add(version)
         link = None
         if base is not None and body is not None:
-            # The thread that adds deltas up does this too, in order: it never waits for an input.
+            # The thread that adds up deltas does this first, in order, so that it never waits for an input.
             plain = self._composer.submit(delta.plain_delta, base, body)
             link = DeltaLink(base.manifest, version.manifest, len(body), plain)
         self._deltas.add(link)
@@ -104,7 +104,7 @@ class RequestHandler:
                     logger.debug("request refused: %s", error)
 
     def send_ready_catch_ups(self) -> None:
-        """Answers the workers whose deltas have been put together meanwhile."""
+        """Answers the workers whose deltas are ready by now."""
         ready = [(peer, made) for peer, made in self._waiting if made.done()]
         self._waiting = [(peer, made) for peer, made in self._waiting if not made.done()]
         for peer, made in ready:

@@ -139,7 +139,9 @@ class WeightServer:
             self._thread.join()
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError, OSError):  # full: awake already; closed: nobody to wake
+        with suppress(
+            BlockingIOError, OSError
+        ):  # a full pipe has woken the thread; a closed one has none
             self._wake_in.send(b"\0")
 
     def _run(self) -> None:
@@ -179,7 +181,7 @@ class WeightServer:
         self._files.remove()
 
     def _take_pending(self, handler: RequestHandler) -> None:
-        """Takes the version published last: visible at once, or as soon as its delta is ready."""
+        """Takes the version published last and makes it visible, at once or as soon as its delta is ready."""
         if self._next is not None:
             return
         with self._lock:
@@ -216,8 +218,7 @@ class WeightServer:
                 version.manifest.version,
                 self._config.stall_s,
             )
-            # The one that is late may take for ever: its thread is left behind, and the next delta gets
-            # another.
+            # The late delta may take for ever, so its thread is abandoned, and the next delta gets a new one.
             self._differ.shutdown(wait=False, cancel_futures=True)
             self._differ = ThreadPoolExecutor(1, "differ")
             self._make_visible(handler, version, None)
@@ -252,8 +253,7 @@ class WeightServer:
         self._next_heartbeat_s = 0.0
 
     def _read_subscriptions(self) -> None:
-        """Reads who joined and left; a new subscriber gets an announcement at once, anything else is
-        refused."""
+        """Reads subscriptions. A new subscriber gets an announcement at once; other messages are refused."""
         with suppress(zmq.Again):
             while True:
                 frames = self._xpub.recv_multipart(zmq.NOBLOCK)

@@ -144,7 +144,7 @@ class WeightSubscriber:
                 due_s = min(self._heard_s + self._silence_s, self._fetcher.due_s, self._stall_due_s)
                 wait_ms = math.ceil(max(0.0, due_s - time.monotonic()) * 1000)
                 events = dict(self._poller.poll(wait_ms))
-                # Work below may take long: only what was due before it is overdue.
+                # The work below may take long, so only what was due before it counts as overdue.
                 now = time.monotonic()
                 if self._sub in events:
                     self._listen()
@@ -241,8 +241,8 @@ class WeightSubscriber:
             self._hand_over(version, (told.base_digest, body))
 
     def _is_ours(self, told: Announce | Delta | Manifest) -> bool:
-        """Returns whether that version is of the run to follow. A version or run without an id passes for it:
-        learners and relays of older programs tell none."""
+        """Returns whether that version is of the run to follow. A version or run without an id is accepted,
+        since older learners and relays send none."""
         if self._expected_run not in (None, told.run):
             return False
         if not told.run_id or self._expected_id in ("", told.run_id):

@@ -172,7 +172,7 @@ def build_catch_up(links: list[DeltaLink]) -> CatchUp:
     if len(links) > 1:
         try:
             one = delta.compose([links[0].base, *(link.new for link in links)], bodies)
-        except WeightVersionError:  # a relay passes on what it did not make
+        except WeightVersionError:  # a relay may have been sent deltas that cannot be added up
             one = None
         if one is not None and len(one) <= sum(map(len, bodies)):
             headers, bodies = [delta_header(links[0].base, links[-1].new)], [one]
