@@ -1,8 +1,8 @@
-"""`areal-q doctor RUN`: where rollouts and learner disagree, how much of it comes from what, and what to
-change. From the log and the checkpoints; also of a run that is going on.
+"""`areal-q doctor RUN` reports where rollouts and learner disagree, what share each cause has, and what to
+change.
 
-Exit codes: 0 nothing worse than a note, 1 a warning or an error was found, 2 no run or log (one line on
-stderr), 130 Ctrl-C.
+It reads the log and the checkpoints, also while the run is in progress. Exit codes: 0 nothing worse than a
+note, 1 a warning or an error was found, 2 no run or log (one line on stderr), 130 Ctrl-C.
 """
 
 import time
@@ -17,7 +17,7 @@ from areal_q.system import command
 from areal_q.system.command import run_command
 
 FOLLOW_POLL_S = 1.0
-"""Between two looks at a log that may have grown"""
+"""Seconds between two checks whether the log has grown."""
 
 DOCTOR_EXIT_CODES = (
     "Exit codes: 0 nothing worse than a note; 1 a warning or an error was found; 2 no run or log."
@@ -66,7 +66,8 @@ def main(
 
 
 def _look(directory: Path, first: int | None, stop: int | None, console) -> tuple[int, bool]:
-    """Examines, shows and writes; (the step after the last, whether something is worse than a note)."""
+    """Examines the steps, prints the result and writes doctor.json. Returns (the step after the last one, True
+    if a finding is worse than a note)."""
     from learner.doctor.examine import examine
     from learner.doctor.tables import doctor_screen, write_json
 
@@ -75,13 +76,14 @@ def _look(directory: Path, first: int | None, stop: int | None, console) -> tupl
     try:
         write_json(examined, directory / "doctor.json")
         typer.echo(directory / "doctor.json")
-    except OSError as error:  # a run that can be read, and not written to
+    except OSError as error:  # the run may be readable but not writable
         typer.echo(f"{directory / 'doctor.json'}: not written: {error.strerror}")
     return examined.stop, any(finding.severity != "note" for finding in examined.findings)
 
 
 def _grows(directory: Path, stop: int) -> bool:
-    """Waits until the log goes beyond step `stop` - 1, or the run has ended without that."""
+    """Waits until the log has steps from `stop` on, and returns True, or until the run has ended without one,
+    and returns False."""
     from buffer.logs.trajectory_log import logged_steps
 
     while True:

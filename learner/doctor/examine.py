@@ -1,4 +1,4 @@
-"""One examination: the log as it is, then the window of steps replayed with the probe."""
+"""One examination by the doctor: checks of the logged groups, then a replay of some steps with measurements."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from learner.replay.compare import compare
 from learner.replay.replay_steps import Replay, recorded_settings
 
 WINDOW = 10
-"""Steps looked at unless told: the newest"""
+"""Number of the newest steps that are examined by default."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,17 @@ class Examined:
     stop: int
     facts: LogFacts
     tokens: TokenTable
-    """Empty where the steps could not be replayed"""
+    """The tokens of the steps; empty if these could not be replayed."""
     findings: list[Finding]
     exact: bool | None
-    """True if the replay came out as recorded; None if there was none"""
+    """True if the replay gave what was recorded; None if there was no replay."""
     note: str
-    """Why there was none"""
+    """Why there was no replay; empty if there was one."""
 
 
 def examine(directory: Path, first: int | None, stop: int | None, console: Console) -> Examined:
-    """Raises LogError where there is no run or no step in its log."""
+    """Examines steps `first` … `stop` - 1 of the run in `directory`, by default the newest WINDOW steps. Raises
+    LogError if there is no run, or its log lacks such a step."""
     run = recorded_settings(directory)
     end = logged_steps(directory)
     asked, stop = stop, end if stop is None else min(stop, end)
@@ -75,7 +76,7 @@ def examine(directory: Path, first: int | None, stop: int | None, console: Conso
 
 
 def _nothing_logged(directory: Path, run: Run, asked: int | None) -> str:
-    """Why there is no step, as far as the logs of the workers tell."""
+    """Returns the reason why no step is logged, as far as the workers' logs show it."""
     log, text = FailureLog(directory), "no step is logged" + (f" before {asked}" if asked else "")
     failed = log.read()
     told = f"; the reward {reward_name(run)} failed {times(failed)}: {log.last}" if failed else ""

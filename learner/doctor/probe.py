@@ -1,9 +1,9 @@
-"""The doctor's measurements: every logged token scored again by the policies that lie between behaviour and
-learner (the chain in learner/doctor/diagnosis/token_ratios.py), at steps that are replayed for it.
+"""The doctor's measurements: during a replay, every logged token is scored by the policies between behaviour
+and learner (the chain in learner/doctor/diagnosis/token_ratios.py).
 
-A replay makes every version of its window again, bit for bit, so that the weights of version u are at hand
-though no checkpoint of exactly u was kept. Memory: three or four copies of the model for each of the newest
-max_lag + 1 versions.
+An exact replay computes all versions of its steps again, so that the weights of version u are available without
+a checkpoint of u. This takes the memory of three or four copies of the model for each of the newest max_lag + 1
+versions.
 """
 
 import copy
@@ -33,8 +33,8 @@ _UNKNOWN = -1
 
 
 class VersionPolicies:
-    """The policies that stand for one version: as learnt, with the published noise, with quantized
-    weights, as the engine runs it. `sticky`: the ranges that it was published with, where scales are sticky."""
+    """The policies of one version: as learnt, with the published noise, with quantized weights, and as the
+    engine runs it. `sticky` are the ranges with which it was published, if scales are sticky."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class VersionPolicies:
         if noise:
             self.noisy = copy.deepcopy(self.learnt)
             self.noisy.load_state_dict(with_noise(model.state_dict(), noise, settings.uaq_scale))
-        if adapted(self.noisy):  # runs on the published tensors as the engine does
+        if adapted(self.noisy):  # a model with adapters runs on the published tensors already
             if noise and settings.rounds_rest:
                 round_frozen(self.noisy)
             self.dequantized = self.engine = self.noisy
@@ -70,7 +70,7 @@ class VersionPolicies:
 
 @dataclass
 class Probe:
-    """Called before every replayed step (`Replay.steps`); measures those from `first` on."""
+    """Measures the steps from `first` on. A replay calls it before every step (`Replay.steps`)."""
 
     settings: VersionSettings
     max_lag: int
@@ -94,7 +94,7 @@ class Probe:
             self.responses += len(samples)
 
     def table(self) -> TokenTable:
-        """All tokens that count, with finite log-probs."""
+        """Returns all measured tokens that count and have finite log-probs."""
         return _joined(self.parts)
 
     def _measure(
@@ -142,7 +142,8 @@ class Probe:
         return table.where((_tokens(samples, "loss_mask") != 0) & np.isfinite(behavior))
 
     def _known(self, span, history: VersionHistory) -> int:
-        """The version that drew `span`, if its weights are at hand; a number alone does not tell."""
+        """Returns the version that drew `span`, or _UNKNOWN if its weights, told by their digest, are not
+        there."""
         same = history.digests.get(span.version) == span.digest
         return span.version if same and span.version in self.versions else _UNKNOWN
 
@@ -155,8 +156,9 @@ class Probe:
         temperatures: list[float],
         learner: float,
     ) -> list[np.ndarray]:
-        """float64 [N] each: log-probs under θ_u, θ_u + Z, deq Q, π_Q, and π_Q at the recorded temperatures;
-        only those of `mine` bool [N] mean anything. `learner` is the learner's own temperature."""
+        """Returns five times log-probs, float64 [N] nats: under θ_u, θ_u + Z, deq Q, π_Q, and π_Q at the
+        recorded temperatures. They are valid only for the tokens of `mine`, bool [N]. `learner` is the
+        learner's own temperature."""
         ends = np.cumsum([s.trajectory.num_tokens for s in samples])
         chosen = [i for i, part in enumerate(np.split(mine, ends[:-1])) if part.any()]
         some = [samples[i] for i in chosen]

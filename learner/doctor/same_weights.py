@@ -1,7 +1,7 @@
-"""The same-weights probe: a few more steps of a run at learning rate 0, through engine and buffer.
+"""The same-weights probe: a few more steps of a run at learning rate 0, with engine and buffer.
 
-All versions then hold the same weights, so staleness is 0 whatever the lag: what is left of the gap is
-quantization and the engine.
+All versions then have the same weights, so that staleness has no effect whatever the lag, and the remaining gap
+comes from quantization and the engine.
 """
 
 import os
@@ -20,10 +20,8 @@ from learner.replay.replay_steps import recorded_settings
 
 
 def same_weights_run(directory: Path, steps: int, console: Console) -> Path:
-    """Resumes a copy of the run's newest checkpoint in `directory/NAME-probe`; returns that directory.
-
-    Raises CheckpointError where there is no checkpoint, KeyboardInterrupt where the probe was killed.
-    """
+    """Runs `steps` steps from a copy of the run's newest checkpoint in `directory/NAME-probe`, and returns that
+    directory. Raises CheckpointError if there is no checkpoint, KeyboardInterrupt if the probe was killed."""
     found = checkpoint.steps(directory / "checkpoints")
     if not found:
         raise CheckpointError(f"{directory / 'checkpoints'}: no checkpoint to probe")
@@ -39,7 +37,7 @@ def same_weights_run(directory: Path, steps: int, console: Console) -> Path:
         "checkpoint.keep=1000",
         "rollout.workers=1",
     )
-    # Noise would differ from version to version, whose weights are to be the same.
+    # AQN's noise would differ from version to version, while all are to have the same weights.
     run = msgspec.structs.replace(run, rollout=msgspec.structs.replace(run.rollout, aqn=None))
     probe = directory / run.name
     if probe.exists():

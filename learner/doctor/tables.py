@@ -35,7 +35,7 @@ p1, p99: 1 % and 99 % of the tokens have a smaller w"""
 
 
 def doctor_screen(x: Examined, console: Console) -> None:
-    """Prints the verdict, then what it rests on. Fits 80 columns."""
+    """Prints the verdict, the findings and the figures behind them, in 80 columns."""
     facts, tokens = x.facts, x.tokens
     console.print(
         f"[bold]{x.directory}[/]  steps {x.first}–{x.stop - 1}: {facts.responses} responses, "
@@ -121,13 +121,15 @@ def _terms(x: Examined) -> Table:
 
 
 def bars(counts: np.ndarray) -> str:
-    """A line of blocks, the square root of the counts so that tails are seen."""
+    """Returns a bar chart of one line, whose heights are the square roots of the counts to make tails
+    visible."""
     heights = np.sqrt(counts / max(1, counts.max()))
     return "".join(BARS[int(np.ceil(h * (len(BARS) - 1)))] for h in heights)
 
 
 def write_json(x: Examined, path: Path) -> None:
-    """JSON: `window`, `log`, `by_lag`, `terms` (in the order of TERMS), `by_position`, `findings`."""
+    """Writes JSON with `window`, `log`, `by_lag`, `terms` (in the order of TERMS), `by_position`,
+    `findings`."""
     edge = max(0.01, 3 * rms(x.tokens.log_w)) if len(x.tokens) else 0.0
     lags = [
         {

@@ -1,1 +1,1 @@
-"""Logged learner steps again, offline: replay, comparison and export."""
+"""Offline repetition of logged learner steps, comparison with the record, and export of checkpoints."""

@@ -1,7 +1,7 @@
-"""`areal-q replay RUN`: learner steps again, offline, from a checkpoint and the log.
+"""`areal-q replay RUN` repeats learner steps offline, from a checkpoint and the log.
 
-Exit codes: 0 as recorded, or other settings were asked for; 1 something differs; 2 no run, checkpoint or
-log to replay (one line on stderr); 130 Ctrl-C.
+Exit codes: 0 the steps are as recorded, or other settings were given; 1 something differs; 2 there is no run,
+checkpoint or log to replay (one line on stderr); 130 Ctrl-C.
 """
 
 from bdb import BdbQuit
@@ -58,7 +58,7 @@ def main(
         )
     elif debug:
         raise ConfigError("--debug: say in which step, by --step N")
-    # torch and all that needs it only now, so that a wrong option is answered at once.
+    # torch takes seconds to import; by now a wrong option has been refused.
     from learner.replay.replay_steps import Replay
     from learner.replay.tables import every_metric
 
@@ -75,7 +75,7 @@ def main(
 
 
 def _run(replay, console: Console, until_diverges: bool, debug: bool):
-    """(the steps asked for, the differences of each step that has any)."""
+    """Replays and returns (the requested steps, the differences by step for steps that have any)."""
     from learner.replay.compare import compare
 
     done, differing = [], {}
@@ -106,9 +106,9 @@ def _run(replay, console: Console, until_diverges: bool, debug: bool):
 
 
 def inspect(policy, step: int, groups, history) -> None:
-    """Stops inside step `step`, before its update. At hand: `samples`, one a response; `minibatches`,
-    one an optimizer step, each a list of micro-batches; `batch` (PackedBatch) and `inputs` (LossInputs) of the
-    first; `policy`, with `policy.model`."""
+    """Starts the debugger in step `step`, before its update. Its variables are `samples`, one per response;
+    `minibatches`, one per optimizer step, each a list of micro-batches; `batch` (PackedBatch) and `inputs`
+    (LossInputs) of the first micro-batch; and `policy`, with `policy.model`."""
     from learner.data.packing import samples_of
     from learner.policy_update import prepare_minibatches
 

@@ -1,4 +1,4 @@
-"""Comparison of a replay with the record: the numbers that differ, and by how much."""
+"""Comparison of replayed steps with their records: which numbers differ, and by how much."""
 
 import math
 from collections.abc import Iterable
@@ -8,24 +8,25 @@ from learner.replay.replay_steps import Replayed
 
 WEIGHTS = "weights"
 LEADING = ("train/loss", "train/grad_norm", "reward/mean", "lag/mean", "mismatch/kl")
-"""Named first where several metrics differ"""
+"""Metrics that are named first if several differ."""
 TOLERANCES = {
     "train/loss": (0.0, 1e-3),
     "train/grad_norm": (2e-2, 0.0),
     "mismatch/kl": (0.0, 1e-3),
     "policy/entropy": (1e-3, 1e-3),
 }
-"""(relative, absolute) where only rounding can differ: another device, instruction set or cut of a batch"""
+"""(relative, absolute) tolerances by metric, for a replay in which only rounding can differ, because of another
+device, instruction set or size of micro-batches."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One number of one step that did not come out as recorded."""
+    """One number of one step that differs from its record."""
 
     step: int
     metric: str
     recorded: float | None
-    """The recorded value; None if it was not recorded, or is no number"""
+    """The recorded value; None if it was not recorded or is no number."""
     replayed: float | None
 
     def __str__(self) -> str:
@@ -38,8 +39,8 @@ class Difference:
 
 
 def compare(one: Replayed, exact: bool) -> list[Difference]:
-    """The numbers in which a step differs from its record, the telling ones first: every bit where `exact`,
-    else those beyond TOLERANCES. Metrics that were not recorded are not compared."""
+    """Returns the differences of a step from its record, those of LEADING first: in any bit if `exact`, else
+    beyond TOLERANCES. Metrics that were not recorded are not compared."""
     recorded = one.record.metrics
     names = sorted(recorded if exact else TOLERANCES.keys() & recorded.keys(), key=_order)
     out = [
@@ -53,7 +54,7 @@ def compare(one: Replayed, exact: bool) -> list[Difference]:
 
 
 def step_ranges(steps: Iterable[int]) -> str:
-    """Example: [3] → "step 3", [0, 1, 2] → "steps 0–2"."""
+    """Returns the steps as text. Example: [3] → "step 3", [0, 1, 2] → "steps 0–2"."""
     steps = list(steps)
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}–{steps[-1]}"
 

@@ -1,6 +1,6 @@
-"""`areal-q export RUN DIR`: a checkpoint's policy in Hugging Face layout, also while RUN goes on.
+"""`areal-q export RUN DIR` writes a checkpoint's policy in Hugging Face layout, also while RUN is in progress.
 
-Exit codes: 0 written; 2 no such run or checkpoint, a damaged one, or DIR is there already.
+Exit codes: 0 written; 2 no such run or checkpoint, a damaged one, or DIR exists already.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ def main(
     """Writes what a run had learnt by a checkpoint as a model directory that transformers and vLLM load."""
     if target.exists():
         raise ConfigError(f"{target}: is there already")
-    # torch and all that needs it only now, so that a wrong option is answered at once.
+    # torch takes seconds to import; by now a wrong option has been refused.
     found, dtype = export(directory, target, step, dtype)
     typer.echo(f"{target}: {found.name}, {dtype}")
 
@@ -39,10 +39,11 @@ def main(
 def export(
     directory: Path, target: Path, step: int | None = None, dtype: ExportDtype | None = None
 ) -> tuple[Path, ExportDtype]:
-    """Writes `target`, as at the end of a run but for the dtype; returns the checkpoint taken and the dtype.
+    """Writes the checkpoint of `step`, by default the newest, to `target`, as at the end of a run but in
+    `dtype`. Returns the checkpoint's path and the dtype.
 
-    Raises CheckpointError where it is missing, damaged or does not fit into the dtype, LogError where there is
-    no run, ConfigError for one that learns adapters.
+    Raises CheckpointError if the checkpoint is missing, damaged or does not fit into the dtype, LogError if
+    there is no run, ConfigError if the run trains adapters.
     """
     import torch
 
@@ -79,7 +80,7 @@ def export(
 
 
 def declared(run: Run) -> ExportDtype:
-    """Returns the dtype of the model that the run began with, if it can still be read."""
+    """Returns the dtype of the model that the run began with, or float32 if that cannot be read."""
     from areal_q.models import declared_dtype
 
     path = run.model.path if isinstance(run.model, PretrainedModel) else None

@@ -1,10 +1,10 @@
-"""`areal-q fetch RUN --from A --to B`: what a replay of these steps needs, as a tar stream on standard output.
+"""`areal-q fetch RUN --from A --to B` writes what a replay of these steps needs as a tar stream to stdout.
 
     docker compose exec -T learner areal-q fetch /runs/NAME --from 840 --to 845 | tar x
     kubectl exec learner-0 -- areal-q fetch /runs/NAME --from 840 --to 845 | tar x
 
-It holds the directory NAME: settings, metrics, what the processes said, the newest checkpoint at or before A,
-and the parts of the log with the steps from there to B; also while the run goes on.
+The stream contains the directory NAME with settings, metrics, the processes' logs, the newest checkpoint at or
+before A, and the files of the step logs from there to B. The run may be in progress.
 
 Exit codes: 0 written; 2 no such run, checkpoint or step, which one line names.
 """
@@ -47,14 +47,14 @@ def main(
 
 
 def fetch(directory: Path, first: int | None, stop: int | None, out: BinaryIO) -> None:
-    """Writes the tar stream to `out`. Raises LogError where there is no such run or step, CheckpointError where
-    no checkpoint stands at or before `first`."""
+    """Writes the tar stream to `out`. Raises LogError if there is no such run or step, CheckpointError if there
+    is no checkpoint at or before `first`."""
     if not (directory / "config.toml").is_file():
         raise LogError(f"{directory}: no such run")
     directory = directory.resolve()
     with ExitStack() as files:
         found = _checkpoint(directory, first)
-        # Held open, so that a learner which removes it meanwhile takes nothing away.
+        # The files are opened first, so that they stay readable if a learner removes the checkpoint meanwhile.
         held = [files.enter_context(path.open("rb")) for path in sorted(found.iterdir())]
         begins = int(found.name.removeprefix("step-"))
         parts = list(_parts(directory, begins, stop))
@@ -78,7 +78,7 @@ def _add(tar: tarfile.TarFile, directory: Path, file: BinaryIO) -> None:
 
 
 def _checkpoint(directory: Path, first: int | None) -> Path:
-    """Returns the newest checkpoint at or before step `first`; the first one for None."""
+    """Returns the newest checkpoint at or before step `first`, or the first checkpoint if that is None."""
     found = by_number((directory / "checkpoints").glob("step-*"))
     before = [p for p in found if first is None or int(p.name.removeprefix("step-")) <= first]
     if not before:
@@ -88,7 +88,8 @@ def _checkpoint(directory: Path, first: int | None) -> Path:
 
 
 def _check_logged(directory: Path, step: int) -> None:
-    """Raises LogError unless the log reaches `step`; the last minute of a run that goes on is not readable."""
+    """Raises LogError unless the log reaches `step`; of a run in progress, the last minute is not readable
+    yet."""
     from buffer.logs.parquet_log import steps_of
 
     parts = by_number((directory / "steps").glob("part-*.parquet"))
@@ -99,7 +100,7 @@ def _check_logged(directory: Path, step: int) -> None:
 
 
 def _parts(directory: Path, first: int, stop: int | None) -> Iterator[Path]:
-    """The parts of the logs that hold a step from `first` to before `stop`."""
+    """Yields the files of the logs that contain a step from `first` to before `stop`."""
     from buffer.logs.parquet_log import steps_of
 
     for log in LOGS:

@@ -1,11 +1,11 @@
-"""Learner steps again, from a checkpoint and the log alone: no Redis, no engine, no network.
+"""Repetition of learner steps from a checkpoint and the log alone, without Redis, engine or network.
 
     checkpoints/step-A ─▶ TorchPolicy ◀─ train_step(s) ◀─ trajectories/ (groups of s, in the order logged)
                              │                     ◀─ steps/ (digests and fork: the lag of every token)
                              └─▶ metrics, digest ─▶ compared with what steps/ recorded
 
-`learn` is the learner's own (learner/train_step.py). A token's lag is counted with the recorded digests, not
-with those of the replay, so that it comes out as it was even where other settings give other weights.
+`train_step` is the learner's own (learner/train_step.py). A token's lag is counted with the recorded digests,
+not with those of the replay, so that it is as it was even if other settings give other weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,9 +33,9 @@ from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from learner.train_step import machine_name, train_step
 
 ROUNDING_ONLY = ("learner.device", "learner.threads", "learner.microbatch_tokens")
-"""Settings that change a step by rounding alone"""
+"""Settings that change a step by rounding alone."""
 REPLAYABLE = ("rollout.sampling.temperature", "reward.on_error")
-"""Settings beside the learner's that a replay can change"""
+"""Settings outside of `learner` that a replay can change."""
 FIXED = (
     "learner.groups",
     "learner.group_size",
@@ -45,28 +45,28 @@ FIXED = (
     "learner.lora",
     "learner.reference_kl.path",
 )
-"""Settings that are in the logged groups or in the checkpoint's weights"""
+"""Settings of `learner` that a replay cannot change, because logged groups or checkpoints depend on them."""
 
 Before = Callable[[TorchPolicy, int, list[Group], VersionHistory], None]
-"""Called before a step is learnt: (policy, step, groups, history)"""
+"""A function of (policy, step, groups, history) that is called before each step."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """One step as it was recorded and as it came out now."""
+    """One step as it was recorded and as it was replayed."""
 
     record: StepRecord
     groups: list[Group]
     metrics: dict[str, float]
     digest: str
-    """Digest of the weights after the step, as published; empty under other settings"""
+    """Digest of the weights after the replayed step, as they would be published; empty under other settings."""
 
 
 class Replay:
-    """Steps `first` … `stop` - 1 of the run in `directory`, with `settings` on top from step `first` on.
+    """Replays steps `first` … `stop` - 1 of the run in `directory`, changed by `settings` from step `first` on.
 
-    Raises ConfigError for a setting that a replay cannot change, CheckpointError where none stands at or
-    before `first`, LogError where a step is not in the log.
+    Raises ConfigError for a setting that a replay cannot change, CheckpointError if there is no checkpoint at
+    or before `first`, LogError if a step is not in the log.
     """
 
     def __init__(
@@ -93,20 +93,21 @@ class Replay:
         self.policy = self._restored()
         self.machine = machine_name(self.run.learner.device)
         self.recorder: TokenRecorder | None = None
-        """Keeps what the token log holds of the step replayed last"""
+        """Collects the tokens of the step replayed last, as for the token log; None collects nothing."""
         sticky = self.policy.sticky
         self.publishes = not self.what_if and (not sticky or bool(sticky.tensors()))
-        """True if the versions can be made again: weights of another history have nothing to be compared with,
-        and may be past quantizing; older checkpoints do not hold the ranges of sticky scales"""
+        """True if versions are built again and their digests compared. There is no record for weights of
+        another history, which may even be impossible to quantize, and older checkpoints lack the ranges of
+        sticky scales."""
 
     @property
     def what_if(self) -> bool:
-        """True if other settings ask for another history."""
+        """True if other settings give another history than the recorded one."""
         return any(key not in ROUNDING_ONLY for key in self.changes)
 
     @property
     def exact(self) -> bool:
-        """True if every bit must come out as recorded: same settings, same machine, same micro-batches."""
+        """True if every bit must be as recorded, because settings, machine and micro-batches are the same."""
         cut = self.run.learner.microbatch_tokens
         device = self.run.learner.device
         here = (self.machine, machine_name(device, processor=""))
@@ -116,7 +117,8 @@ class Replay:
         return not self.changes and alike
 
     def steps(self, before: Before | None = None) -> Iterator[Replayed]:
-        """Learns one step after the other, those between the checkpoint and `first` included."""
+        """Yields one replayed step after the other, beginning at the checkpoint, which may be before
+        `first`."""
         history = VersionHistory(self.recorded.learner.versions_kept, self.state.digests)
         builder = VersionBuilder(VersionSettings.of(self.run), self.policy.sticky)
         logged = iter_log(self.directory / "trajectories", self.state.step, self.stop)
@@ -141,8 +143,8 @@ class Replay:
         return builder.build(self.policy.model, version, self.policy.kv_scales)
 
     def unequal_tensors(self, step: int) -> list[str] | None:
-        """Names of the tensors in which the policy, at `step`, differs from the checkpoint there, or None
-        where there is no checkpoint."""
+        """Returns the names of the tensors in which the policy, now at `step`, differs from the checkpoint of
+        that step; None if there is no such checkpoint."""
         path = self.directory / "checkpoints" / f"step-{step:06d}"
         if not path.is_dir():
             return None
@@ -158,7 +160,8 @@ class Replay:
             raise CheckpointError(f"{self.checkpoint}: written before checkpoints held their model")
         cfg = self.run.learner
         model = Decoder(DecoderConfig.from_hf(self.state.model)).to(cfg.device)
-        # What other settings ask for begins at `first`; where to compute holds from the checkpoint on.
+        # Other settings apply from `first` on; only the device and the micro-batches apply from the checkpoint
+        # on.
         start = override(
             self.recorded,
             f'learner.device="{cfg.device}"',
@@ -173,16 +176,16 @@ class Replay:
 
 
 def recorded_settings(directory: Path) -> Run:
-    """The settings of the run in `directory`. Raises LogError where there is no run."""
+    """Returns the settings of the run in `directory`. Raises LogError if there is no run."""
     if not (directory / "config.toml").is_file():
         raise LogError(f"{directory}: no such run")
     return load(directory / "config.toml", recorded=True)
 
 
 def with_settings(policy: TorchPolicy, run: Run) -> TorchPolicy:
-    """A policy that goes on with the weights and moments of `policy` under the settings of `run`.
+    """Returns a policy with the weights and moments of `policy` and the settings of `run`.
 
-    A critic or a reference that was not there begins here, with the policy as it is now.
+    A critic or a reference that `policy` lacks begins here, from the present policy.
     """
     set_precision(policy.model, run)
     new = TorchPolicy(
@@ -201,7 +204,7 @@ def with_settings(policy: TorchPolicy, run: Run) -> TorchPolicy:
 
 
 def take_over(new: torch.optim.Optimizer, old: torch.optim.Optimizer) -> None:
-    """The moments of `old`, under the settings of `new`."""
+    """Copies the moments of `old` into `new`, which keeps its own settings."""
     moments, groups = old.state_dict()["state"], new.state_dict()["param_groups"]
     new.load_state_dict({"state": moments, "param_groups": groups})
 
@@ -218,7 +221,8 @@ def _changes(recorded: Run, run: Run) -> list[str]:
 
 
 def _nearest(directory: Path, first: int | None) -> Path:
-    """The checkpoint of the start, or the last one at or before `first`."""
+    """Returns the last checkpoint at or before `first`, or the first one if that is None. Raises
+    CheckpointError if there is none."""
     found = {
         int(path.name.removeprefix("step-")): path
         for path in checkpoint.steps(directory / "checkpoints")
@@ -235,7 +239,8 @@ def _nearest(directory: Path, first: int | None) -> Path:
 
 
 def _records(directory: Path, first: int, stop: int | None) -> list[StepRecord]:
-    """Returns the records of the steps from `first` to before `stop`, or to the end of the log."""
+    """Returns the records of the steps from `first` to before `stop`, or to the end of the log. Raises LogError
+    if one is missing."""
     records = list(iter_steps(directory / "steps", first, stop))
     for expected, record in enumerate(records, first):
         if record.step != expected:
@@ -254,7 +259,8 @@ def _end_of(directory: Path) -> str:
 def _groups_of(
     record: StepRecord, logged: tuple[int, list[Group]] | None, directory: Path
 ) -> list[Group]:
-    """The groups that `record` names, in its order."""
+    """Returns the groups of `logged`, (step, groups). Raises LogError unless they are those that `record`
+    names, in its order."""
     if logged is None or logged[0] != record.step:
         raise LogError(f"{directory / 'trajectories'}: no groups of step {record.step}")
     step, groups = logged
@@ -266,7 +272,7 @@ def _groups_of(
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit: NaN equals itself, and 0.0 is not -0.0."""
+    """Returns True if both tensors are equal bit for bit, so that NaN equals itself, and 0.0 is not -0.0."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
 
 

@@ -1,4 +1,4 @@
-"""Two histories side by side: a table for the terminal, a figure and a CSV file."""
+"""The recorded and the replayed history side by side, as a table for the terminal, a figure and a CSV file."""
 
 import csv
 import math
@@ -22,8 +22,8 @@ MAX_ROWS = 20
 
 
 def side_by_side(steps: Sequence[Replayed], width: int) -> Table:
-    """At most MAX_ROWS steps, evenly spaced, the first and the last among them; as many of METRIC_COLUMNS as
-    `width` characters take."""
+    """Returns a table of at most MAX_ROWS steps, evenly spaced from the first to the last, with as many of
+    METRIC_COLUMNS as fit into `width` characters."""
     columns = dict(list(METRIC_COLUMNS.items())[: max(2, (width - 6) // 20)])
     table = Table(box=None, padding=(0, 1), header_style="bold")
     table.add_column("step", justify="right")
@@ -39,7 +39,7 @@ def side_by_side(steps: Sequence[Replayed], width: int) -> Table:
 
 
 def every_metric(one: Replayed) -> Table:
-    """All numbers of one step."""
+    """Returns a table of all metrics of one step."""
     table = Table(box=None, padding=(0, 1), header_style="bold")
     for title in ("metric", "logged", "now", "difference"):
         table.add_column(title, justify="left" if title == "metric" else "right")
@@ -51,7 +51,8 @@ def every_metric(one: Replayed) -> Table:
 
 
 def write_csv(steps: Sequence[Replayed], path: Path) -> None:
-    """One line a step: every metric as logged (`metric`) and as it came out (`metric, replayed`)."""
+    """Writes one line per step with every metric as logged (column `NAME`) and as replayed (`NAME,
+    replayed`)."""
     names = sorted(
         {name for one in steps for name in one.record.metrics.keys() | one.metrics.keys()}
     )
@@ -64,7 +65,7 @@ def write_csv(steps: Sequence[Replayed], path: Path) -> None:
 
 
 def draw(steps: Sequence[Replayed], title: str, path: Path) -> None:
-    """One panel for each of METRIC_COLUMNS, both histories in it."""
+    """Draws a panel with both histories for each of METRIC_COLUMNS into the file `path`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 6), layout="constrained")

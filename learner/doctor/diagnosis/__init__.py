@@ -1,4 +1,4 @@
-"""Why behaviour and learner disagree: pure statistics of logged tokens, and what they mean in words."""
+"""Causes of the gap between behaviour and learner: statistics of logged tokens, and findings in words."""
 
 from learner.doctor.diagnosis.findings import Case, Finding, diagnose
 from learner.doctor.diagnosis.group_checks import LogFacts, look_at

@@ -1,4 +1,5 @@
-"""Causes of disagreement, one rule each: a number over its threshold, in words, with what to change."""
+"""The rules of the doctor, one per cause: each compares a number with a threshold and words a finding with
+advice."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,37 +20,40 @@ from learner.doctor.diagnosis.group_checks import LogFacts, longest_run
 from learner.doctor.diagnosis.token_ratios import Split, TokenTable, by_position, split_by_term
 
 _LARGE_RMS = 0.05
-"""nats: below it w stays within about ±10 % for 95 % of the tokens, which no objective minds"""
+"""Root mean square of log w, in nats, below which w is within about ±10 % for 95 % of the tokens, which does no
+objective harm."""
 _MAIN_SHARE = 0.3
-"""of mean(log² w): a term with at least this share is a cause worth naming"""
+"""Least share of mean(log² w) with which a term is a cause worth naming."""
 _HEAVY_ESS = 0.8
-"""Effective share of the samples under weights w, below which the tail is what matters"""
+"""Effective share of the samples under weights w below which the tail of w matters."""
 _GROWTH = 2.0
-"""Ratio of the gap late in responses to the mean of what it is before"""
+"""Least ratio of the gap late in responses to its mean before with which the gap counts as growing."""
 _ENOUGH_TOKENS = 50
 _BURST_TOKENS = 4
 _BURST_NATS = 3.0
-"""A burst: so many tokens in a row, each so much less probable than the distribution's own entropy. A
-policy that draws from itself does that about once in e^(4·3) = 160,000 places"""
+"""A burst is at least _BURST_TOKENS tokens in a row whose negative log-prob exceeds the distribution's entropy
+by more than _BURST_NATS each. In tokens that a policy drew from itself, about one place in e^(4·3) = 160,000
+begins one."""
 _MUCH_ROUTING = 0.05
-"""of (token, layer)"""
+"""Share of (token, layer) with other experts from which routing is worth a finding."""
 _SOME_SHARE = 0.01
-"""of responses"""
+"""Share of the responses from which a fault in them is worth a finding."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Everything that rules look at."""
+    """The input of all rules."""
 
     run: Run
     facts: LogFacts
     tokens: TokenTable
     disagreement: float | None = None
-    """Share of routes (token, layer) that the learner would not have taken; None: none was recorded"""
+    """Share of (token, layer) for which the learner's router would have chosen other experts; None if no routes
+    were recorded."""
     experts: bool = False
-    """True if the model has experts"""
+    """True if the model has experts."""
     metrics: Sequence[Mapping[str, float | None]] = ()
-    """The metrics of each step that was looked at"""
+    """The metrics of each examined step."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,13 @@ class Finding:
     name: str
     severity: Literal["error", "warning", "note"]
     number: float
-    """The figure that the finding rests on; `says` gives its unit"""
+    """The number on which the finding is based; `says` names its unit."""
     says: str
     change: str
 
 
 def diagnose(case: Case) -> list[Finding]:
-    """Returns what is wrong, errors first; empty if no rule found anything."""
+    """Returns the findings of all rules, errors first; empty if no rule applies."""
     found = [finding for rule in RULES if (finding := rule(case)) is not None]
     return sorted(found, key=lambda f: ("error", "warning", "note").index(f.severity))
 
@@ -95,7 +99,8 @@ def _positive_logprobs(case: Case) -> Finding | None:
 
 
 def _zero_logprobs(case: Case) -> Finding | None:
-    """A log-prob of exactly 0 claims certainty; where the learner doubts it, it stands for a missing one."""
+    """Reports log-probs of exactly 0, which would mean certainty: if the learner is not certain, one is
+    missing."""
     x = case.tokens
     zeros = (x.behavior == 0) & (x.proximal < -0.5)
     share = zeros.sum() / max(1, len(x))
@@ -125,7 +130,7 @@ def _padding(case: Case) -> Finding | None:
 
 
 def _sampling_settings(case: Case) -> Finding | None:
-    """Log-probs on both sides must be of the same distribution."""
+    """Reports sampling settings with which rollouts draw from another distribution than the learner scores."""
     temperature = case.run.rollout.sampling.temperature
     other = {s: n for s, n in case.facts.sampling.items() if s.temperature != temperature}
     cut = {s: n for s, n in case.facts.sampling.items() if s.top_p < 1 or s.top_k or s.min_p}
@@ -164,7 +169,7 @@ def _failing_rewards(case: Case) -> Finding | None:
 
 
 def _flat_rewards(case: Case) -> Finding | None:
-    """Reports groups whose rewards are all equal: no estimator finds a direction there."""
+    """Reports steps whose rewards are all equal, so that every advantage is 0."""
     steps = equal_steps(case.metrics)
     if not steps or steps < min(EQUAL_STEPS, len(case.metrics)):
         return None
@@ -178,7 +183,8 @@ def _flat_rewards(case: Case) -> Finding | None:
 
 
 def _staleness(case: Case) -> Finding | None:
-    """The objectives correct for it within `learner.max_lag`: a warning only where few samples count."""
+    """Reports staleness: a warning only if w leaves few samples in effect, as objectives correct for the
+    rest."""
     x = _main(case, "staleness")
     if x is None:
         return None
@@ -304,7 +310,7 @@ def _repetition(case: Case) -> Finding | None:
 
 
 def _garble(case: Case) -> Finding | None:
-    """Bursts of tokens that the learner finds absurd, in responses that are pushed down."""
+    """Reports responses with bursts of tokens that are highly improbable to the learner."""
     x = case.tokens
     if not len(x):
         return None
@@ -328,18 +334,18 @@ def _garble(case: Case) -> Finding | None:
 
 
 def _weights(case: Case) -> np.ndarray:
-    """The mismatch weights w, float64 [N]."""
+    """Returns the mismatch weights w, float64 [N]."""
     return np.exp(np.clip(case.tokens.log_w, -20, 20))
 
 
 def _ess(case: Case) -> float:
-    """The share of the samples that the weights w leave in effect."""
+    """Returns the effective share of the samples under the weights w."""
     w = _weights(case)
     return float(w.sum() ** 2 / (len(w) * (w * w).sum()))
 
 
 def _large(case: Case) -> list[Split]:
-    """The terms, where the gap is large enough to mind."""
+    """Returns the terms of the gap, or none if the gap is too small to matter."""
     total = float(np.sqrt(np.mean(case.tokens.log_w**2))) if len(case.tokens) else 0.0
     return split_by_term(case.tokens) if total >= _LARGE_RMS else []
 

@@ -12,36 +12,40 @@ from areal_q.messages import Group, Trajectory
 MAX_PERIOD = 16
 MIN_LOOP_TOKENS = 16
 MIN_REPEATS = 4
-"""A loop is at least so many tokens, the same few again and again at least so often"""
+"""A loop is at least MIN_LOOP_TOKENS tokens in which the same MAX_PERIOD tokens at most repeat at least
+MIN_REPEATS times."""
 
 
 @dataclass
 class LogFacts:
-    """Counts over the groups of all steps that were looked at."""
+    """Counts over the groups of all examined steps."""
 
     steps: int = 0
     responses: int = 0
     tokens: int = 0
     missing: int = 0
-    """Behaviour log-probs that are NaN, infinite or absent"""
+    """Number of behaviour log-probs that are NaN, infinite or absent."""
     positive: int = 0
-    """Behaviour log-probs above what rounding explains: not of a probability"""
+    """Number of behaviour log-probs above 0 by more than rounding explains, so that they are no log-probs."""
     after_end: int = 0
-    """Tokens behind an end-of-text token that count nonetheless: padding"""
+    """Number of tokens after an end-of-text token that count nonetheless, such as padding."""
     first_bad: str = ""
-    """The place of the first of these"""
+    """The step, ticket and response of the first of these faults; empty without any."""
     loops: int = 0
-    """Responses that repeat themselves to the end of a stretch"""
+    """Number of responses with a loop."""
     negative: int = 0
-    """Responses that earned less than their group's mean"""
+    """Number of responses with less reward than the mean of their group."""
     negative_loops: int = 0
+    """Number of responses with both."""
     sampling: Counter[Sampling] = field(default_factory=Counter)
-    """Responses by the settings that they were drawn with"""
+    """Number of responses by the sampling settings that drew them."""
     formats: Counter[str] = field(default_factory=Counter)
+    """Number of responses by the number format of the weights that drew them."""
 
 
 def look_at(steps: Iterable[tuple[int, Sequence[Group]]], end_ids: Sequence[int] = ()) -> LogFacts:
-    """Groups need not be valid. `end_ids` are end-of-text tokens."""
+    """Returns counts over `steps`, (step, groups) each, whose groups need not keep their contract. `end_ids`
+    are the end-of-text tokens."""
     facts = LogFacts()
     for step, groups in steps:
         facts.steps += 1
@@ -81,7 +85,7 @@ def _count(
 
 
 def has_loop(ids: np.ndarray) -> bool:
-    """Returns whether some stretch of ids int [T] is a piece of at most MAX_PERIOD tokens over and over.
+    """Returns True if `ids`, int [T], contain a loop: a piece of at most MAX_PERIOD tokens, repeated.
 
     Example: 5 6 7 5 6 7 5 6 7 5 6 7 5 6 7 5: period 3, 16 tokens, 5 times.
     """
@@ -93,9 +97,9 @@ def has_loop(ids: np.ndarray) -> bool:
 
 
 def longest_run(flags: np.ndarray) -> int:
-    """Length of the longest stretch of True in bool [T]."""
+    """Returns the length of the longest run of True in bool [T]."""
     if not flags.any():
         return 0
-    # Differences between the places of False, with one before the start and one after the end.
+    # A run of True lies between two neighbouring False; one is added at each end.
     breaks = np.flatnonzero(~np.concatenate(([False], flags, [False])))
     return int(np.diff(breaks).max()) - 1

@@ -1,7 +1,7 @@
-"""Raw log-ratios of tokens, log w = log π_prox - log π_behav before any truncation, and what they consist of.
+"""Raw log-ratios of tokens, log w = log π_prox - log π_behav before any truncation, split into terms by cause.
 
 A token was drawn with version u and is learnt from at version v; θ are the full-precision weights and
-Q(θ) what was published for them. The gap is split along a chain of policies, each a step closer to the
+Q(θ) the tensors published for them. The gap is split along a chain of policies, each one step closer to the
 engine, so that the terms add up to log w exactly:
 
     log w = log π(θ_v) - log π(θ_u)                                   staleness
@@ -11,13 +11,13 @@ engine, so that the terms add up to log w exactly:
           + log π_Q(θ_u + Z) - the same at the recorded temperature   sampling
           + the rest, up to log π_behav                               cache, or engine
 
-Z: the noise of AQN in the published norms, 0 without it. π(deq Q): weights that were quantized, in the
-learner's own forward. π_Q: the format's own linears, as areal_q/quant defines them, hence with quantized
-activations. The rest is `cache` where the response had begun with other weights (its keys and values are
-theirs) and `engine` elsewhere.
+Z is the noise of AQN in the published norms, 0 without it. π(deq Q) is the learner's own forward on weights
+that were quantized and dequantized. π_Q uses the format's linears, as areal_q/quant defines them, hence
+quantized activations. The rest is called `cache` for tokens of a response that had begun with other weights,
+whose cached keys and values it uses, and `engine` for all others.
 
-Attribution. Both sums over terms are exact: the KL, mean(-log w) = Σ mean(-term), in which terms of
-opposite sign cancel; and the square, mean(log² w) = Σ mean(term · log w), whose shares add up to 1.
+Two measures are split over the terms, both exactly: the KL, mean(-log w) = Σ mean(-term), in which terms of
+opposite sign cancel, and the square, mean(log² w) = Σ mean(term · log w), whose shares add up to 1.
 """
 
 from collections.abc import Iterator
@@ -31,26 +31,26 @@ _BINS = 31
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTable:
-    """N response tokens that count, of all steps that were looked at. Log-probs in nats."""
+    """The N response tokens that count, of all examined steps. Log-probs, entropies and terms are in nats."""
 
     step: np.ndarray
-    """int64 [N] learner step in which the token was used"""
+    """int64 [N]: the learner step that used the token."""
     lag: np.ndarray
-    """int64 [N] versions"""
+    """int64 [N]: the token's version lag."""
     position: np.ndarray
-    """int64 [N] place in its response, from 0"""
+    """int64 [N]: the token's position in its response, from 0."""
     response: np.ndarray
-    """int64 [N] number of its response, non-decreasing"""
+    """int64 [N]: the number of the token's response, non-decreasing."""
     advantage: np.ndarray
-    """float64 [N]"""
+    """float64 [N]: the token's advantage."""
     behavior: np.ndarray
-    """float64 [N] log π_behav, as recorded"""
+    """float64 [N]: log π_behav, as recorded."""
     proximal: np.ndarray
-    """float64 [N] log π_prox"""
+    """float64 [N]: log π_prox."""
     entropy: np.ndarray
-    """float64 [N] of π_prox"""
+    """float64 [N]: the entropy of π_prox."""
     terms: np.ndarray
-    """float64 [N, len(TERMS)], NaN where version u could not be had again"""
+    """float64 [N, len(TERMS)]: the terms of log w, NaN if the replay did not reproduce version u."""
 
     @property
     def log_w(self) -> np.ndarray:
@@ -58,7 +58,7 @@ class TokenTable:
 
     @property
     def known(self) -> np.ndarray:
-        """bool [N]: tokens whose gap is split into terms"""
+        """True for tokens whose gap is split into terms, bool [N]."""
         return np.asarray(np.isfinite(self.terms).all(-1))
 
     def where(self, chosen: np.ndarray) -> "TokenTable":
@@ -74,19 +74,19 @@ class Split:
 
     term: str
     rms: float
-    """nats"""
+    """Root mean square of the term, in nats."""
     kl: float
-    """nats per token, part of mean(-log w)"""
+    """The term's part of mean(-log w), in nats per token."""
     share: float
-    """of mean(log² w); below 0 where the term works against the others"""
+    """The term's share of mean(log² w), negative if it works against the others."""
 
 
 def split_by_term(tokens: TokenTable) -> list[Split]:
-    """One line for each term, of the tokens for which terms are known; none where no token is."""
+    """Returns the contribution of each term, over the tokens whose terms are known; empty if there are none."""
     known = tokens.where(tokens.known)
     if not len(known):
         return []
-    # The chain's own sum, so that float32 rounding of log w leaves no remainder.
+    # The sum of the terms is used for log w, as the latter's float32 rounding would leave a remainder.
     total = known.terms.sum(-1)
     square = float((total**2).mean())
     return [
@@ -106,15 +106,17 @@ def by_lag(tokens: TokenTable) -> Iterator[tuple[int, TokenTable]]:
 
 
 def histogram(tokens: TokenTable, edge: float) -> np.ndarray:
-    """int64 [_BINS] of log w between -edge and edge; what lies beyond is in the outermost bins."""
+    """Returns the histogram, int64 [_BINS], of log w from -edge to edge; values beyond count in the outer
+    bins."""
     clipped = np.clip(tokens.log_w, -edge, edge)
     return np.histogram(clipped, bins=_BINS, range=(-edge, edge))[0]
 
 
 def by_position(tokens: TokenTable) -> list[tuple[int, int, int, float]]:
-    """(first, last, tokens, rms of the gap without staleness) for positions 0, 1, 2–3, 4–7, 8–15, …
+    """Returns (first, last, tokens, rms of log w without staleness in nats) for positions 0, 1, 2–3, 4–7, 8–15,
+    …
 
-    Where terms are unknown the whole of log w stands for the gap.
+    For tokens whose terms are unknown, staleness is not subtracted.
     """
     stale = tokens.terms[:, TERMS.index("staleness")]
     gap = tokens.log_w - np.where(np.isfinite(stale), stale, 0.0)
