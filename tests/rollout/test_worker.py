@@ -527,7 +527,9 @@ def test_the_next_worker_goes_on_from_the_drawn_tokens(
 def test_too_old_tokens_are_drawn_again_others_keep_versions(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], max_lag: int, versions: list[int]
 ):
-    slow = [SCRIPTED, "rollout.engine.tokens_per_s=30", "rollout.sampling.max_tokens=60"]
+    # Half a minute a response: none is whole before its worker goes.
+    slow = [SCRIPTED, "rollout.engine.tokens_per_s=30", "rollout.sampling.max_tokens=900"]
+    slow.append("model.max_positions=1024")
     side = learner(make_run(*slow, *ONE, f"learner.max_lag={max_lag}"))
 
     async def work() -> None:
