@@ -21,23 +21,23 @@ from learner.backends.data_parallel import Ranks
 from learner.data.packing import PackedBatch
 
 Scores = dict[str, Any]
-"""The policy's view of a batch's T response tokens, by name: `logprobs` and `entropy`, in nats, and `values` if
-there is a critic, float32 [T] each; and `routed` (Routed) if there are experts."""
+"""The policy's scores of a batch's T response tokens, by name: `logprobs` and `entropy`, in nats, and `values`
+if there is a critic, float32 [T] each; and `routed` (Routed) if there are experts."""
 LossOf = Callable[[int, Scores], tuple[Tensor, Metrics]]
-"""A function that returns loss and metrics of the batch of an index, from its present scores."""
+"""A function that returns loss and metrics of the batch with a given index, from the batch's present scores."""
 
 
 class Backend(Protocol):
-    """A policy that learns. On several ranks all call the same methods in the same order, each with its own
-    batches, and as many of them."""
+    """A policy that learns. All ranks call the same methods in the same order, with equally many
+    batches of their own."""
 
     cfg: LearnerConfig
     ranks: Ranks
-    """The ranks that share out the samples among them."""
+    """The ranks among which the samples are divided."""
     updates: int
     """Number of optimizer steps tried since the run began."""
     skipped: int
-    """Number of these that were skipped because a gradient was not finite."""
+    """Number of optimizer steps that were skipped because a gradient was not finite."""
     skipped_in_row: int
     """Number of steps skipped since the last one that was taken."""
 
@@ -52,8 +52,8 @@ class Backend(Protocol):
         ...
 
     def scores(self, batches: Sequence[PackedBatch], graph: bool = False) -> list[Scores]:
-        """Returns the present scores of each batch, without gradient. With `graph`, the first batch's keep
-        their graph for `backward`, if the backend can keep it."""
+        """Returns the present scores of each batch, without gradient. With `graph`, those of the first batch
+        keep their graph for `backward`, if the backend supports it."""
         ...
 
     def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor | None]:
@@ -63,31 +63,31 @@ class Backend(Protocol):
     def backward(
         self, batches: Sequence[PackedBatch], loss_of: LossOf, first_scores: Scores | None = None
     ) -> list[Metrics]:
-        """Adds the gradients of all losses, and returns their metrics on every rank that takes part in them.
-        `first_scores` are the first batch's if these still have their graph."""
+        """Accumulates the gradients of all batches' losses, and returns the metrics of each batch.
+        `first_scores` are those of the first batch if they still have their graph."""
         ...
 
     def step_optimizer(self) -> tuple[Metrics, bool]:
         """Takes a step of every optimizer on the accumulated gradient, unless that is not finite. Returns
-        metrics, and whether the step was taken."""
+        metrics, and True if the step was taken."""
         ...
 
 
 class Shard(Backend, Protocol):
-    """This rank's part of a policy. Rank 0 also has the `whole` policy, as one process would; others pass
-    None."""
+    """This rank's part of a sharded policy. As `whole` rank 0 passes the whole policy, other ranks None."""
 
     def gather_weights(self, whole) -> None:
         """Copies the weights that a step changed into the whole policy."""
         ...
 
     def gather_rest(self, whole) -> None:
-        """Copies the rest of a checkpoint into the whole policy: moments and the critic."""
+        """Copies the optimizers' moments and the critic, which a checkpoint needs too, into the whole
+        policy."""
         ...
 
     def share_of_rest(self, whole) -> dict[str, Tensor]:
-        """Returns this rank's share of what `gather_rest` copies, by its names in a checkpoint. The shares of
-        all ranks together are the whole."""
+        """Returns this rank's share of the tensors that `gather_rest` copies, by their names in a checkpoint.
+        The shares of all ranks together are complete."""
         ...
 
     def reset_reference(self) -> None:
@@ -95,5 +95,5 @@ class Shard(Backend, Protocol):
         ...
 
     def close(self) -> None:
-        """Closes process groups of its own."""
+        """Closes the process groups that this shard created."""
         ...

@@ -15,10 +15,10 @@ from learner.optim.build import build_optimizer
 
 
 class Critic(nn.Module):
-    """A linear head on the hidden states of a trunk of its own, or on the policy's; with an optimizer.
+    """A linear head on the hidden states of its own trunk or of the policy's, and its optimizer.
 
-    It begins at 0 everywhere, so that the first advantages are the returns themselves. It is no part of
-    the policy: neither published nor exported.
+    All values are 0 at first, so that the first advantages are the returns themselves. The critic is no part of
+    the policy: it is neither published nor exported.
     """
 
     def __init__(self, policy: Decoder, cfg: CriticConfig) -> None:
@@ -26,7 +26,7 @@ class Critic(nn.Module):
         self.cfg = cfg
         self.trunk = copy.deepcopy(policy.model) if cfg.trunk == "separate" else None
         if self.trunk is not None:
-            use(Linear, self.trunk, "")  # its own weights are published nowhere
+            use(Linear, self.trunk, "")  # the trunk is not published, so it need not be quantized
             round_rest(self.trunk, False)
         device = next(policy.parameters()).device
         self.head = nn.Linear(policy.config.width, 1, device=device)
@@ -35,7 +35,7 @@ class Critic(nn.Module):
         self.optimizer: torch.optim.Optimizer = build_optimizer(self, cfg.optimizer)
 
     def forward(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
-        """float32 [T] from the policy's hidden states [T, D] at the positions that predict the tokens."""
+        """Returns the values, float32 [T], from the policy's hidden states [T, D] that predict the tokens."""
         if self.trunk is not None:
             hidden = self.trunk(batch.token_ids, batch.layout)[batch.predict]
         return self.head(hidden).squeeze(-1).float()

@@ -1,7 +1,8 @@
-"""Data-parallel ranks of one learner: how they share out samples, and what they send each other.
+"""Data-parallel ranks of one learner: how they divide the samples, and what they send each other.
 
-Rank 0 alone talks to Redis, workers and disk; it sends every rank the whole batch, and each takes its share by
-the same rule. Bytes, sums and metrics travel through torch.distributed's collectives: msgpack, never pickle.
+Only rank 0 uses Redis, workers and disk. It sends every rank the whole batch, of which each takes its share by
+the same rule. Bytes, sums and metrics are sent by torch.distributed's collectives, as msgpack
+and never as pickle.
 """
 
 import itertools
@@ -31,7 +32,7 @@ KINDS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `size` that share samples out; one alone needs no process group."""
+    """This process's rank among the `size` ranks that divide the samples; one alone needs no process group."""
 
     rank: int = 0
     size: int = 1
@@ -39,8 +40,8 @@ class Ranks:
     """The process group; None stands for all processes that torchrun started."""
 
     def cuts(self, samples: Sequence[Sample], max_tokens: int) -> list[Sequence[Sample]]:
-        """Returns this rank's micro-batches. All ranks have as many, as sharding needs all to keep pace: a rank
-        with fewer gets empty ones."""
+        """Returns this rank's micro-batches. Sharding requires equally many on all ranks, so that a rank with
+        fewer gets empty ones in addition."""
         each = [list(microbatches(share, max_tokens)) for share in shares(samples, self.size)]
         own, most = each[self.rank], max(map(len, each))
         return own + [()] * (most - len(own))
@@ -59,14 +60,14 @@ class Ranks:
         return own
 
     def metrics(self, own: Sequence[Metrics]) -> list[Metrics]:
-        """Returns the metrics of all ranks on each of them."""
+        """Returns the metrics of all ranks, on every rank. Collective."""
         if self.size == 1:
             return list(own)
         data = encoded(r.merge_metrics(own))
         return [decoded(self.broadcast(data, rank)) for rank in range(self.size)]
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
-        """Returns the `data` that rank `source` calls this with. Collective."""
+        """Returns the `data` with which rank `source` called this. Collective."""
         length = torch.tensor([len(data)])
         dist.broadcast(length, group=self.group, group_src=source)
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == source else None
@@ -79,10 +80,10 @@ ALONE = Ranks()
 
 
 def shares(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
-    """Deals out whole groups, the longest first, each to the rank with the fewest tokens; in their order within
-    a share.
+    """Returns the samples of each rank. Whole groups are assigned, the longest first, each to the rank with the
+    fewest tokens; a rank's groups keep their order.
 
-    Example: groups of 5, 4, 3, 3 tokens for 2 ranks: 5 + 3 and 4 + 3.
+    Example: groups of 5, 4, 3, 3 tokens on 2 ranks are divided into 5 + 3 and 4 + 3.
     """
     if size == 1:
         return [list(samples)]
@@ -97,12 +98,13 @@ def shares(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
 
 
 def summed(loss: Tensor, ranks: Ranks) -> Tensor:
-    """Returns the loss whose gradient FSDP's mean over ranks turns into the sum."""
+    """Returns `loss` scaled so that FSDP, which averages gradients over ranks, gives the sum over ranks."""
     return loss * ranks.size
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Frees the gathered ends of the model: after a forward without a backward FSDP2 would go on with them."""
+    """Frees the parameters that FSDP2 gathered for a forward without backward, and would use again after an
+    update."""
     from torch.distributed.fsdp import FSDPModule
 
     assert isinstance(model, FSDPModule)

@@ -1,11 +1,11 @@
-"""A policy sharded with torch's FSDP2: layer by layer, over gloo on CPUs and NCCL on GPUs.
+"""A policy that torch's FSDP2 shards layer by layer, over gloo on CPUs and NCCL on GPUs.
 
     whole (rank 0) ──scatter──▶ shard of every rank: all-gather, forward, backward, reduce-scatter, optimizer
                    ◀──gather───
 
-Where the forward has numbers of its own (areal_q/models/low_bit/quantized_forward.py), every rank quantizes the
-gathered weights for itself after an update, all to the same bits, and rank 0 publishes the very tensors of its
-forward. LoRA's frozen base is packed, and whole on every rank; its adapters are sharded.
+With a quantized forward (areal_q/models/low_bit/quantized_forward.py) every rank quantizes the gathered weights
+itself after an update, all to the same bits, and rank 0 publishes the very tensors of its forward. LoRA's
+frozen base is quantized, and whole on every rank; the adapters are sharded.
 """
 
 import os
@@ -39,7 +39,7 @@ from learner.optim.dtensor import local
 
 
 class FsdpShard(TorchPolicy):
-    """This rank's part of rank 0's whole policy, parameter by parameter of the same names."""
+    """This rank's part of rank 0's whole policy; the parameters have the same names."""
 
     @torch.no_grad()
     def gather_weights(self, whole: TorchPolicy | None) -> None:
@@ -82,7 +82,7 @@ class FsdpShard(TorchPolicy):
         materialise(self.reference)
 
     def close(self) -> None:
-        """Does nothing: FSDP2 has no process groups of its own to let go."""
+        """Does nothing, as FSDP2 creates no process groups."""
 
 
 def fsdp_shard(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) -> FsdpShard:
@@ -133,8 +133,8 @@ def fsdp_shard(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) 
 
 
 def shard(model: Decoder, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
-    """Shards every layer on its own, and the ends of the model together. Master weights and sums of gradients
-    are float32, whatever `learner.dtype` computes with."""
+    """Shards every layer separately, and the rest of the model (embedding, last norm, head) together. Master
+    weights and sums of gradients are float32, whatever `learner.dtype` is."""
     _shard_routers(model, cfg, mesh)
     for layer in model.model.layers:
         _shard(layer, cfg, mesh)
@@ -151,7 +151,7 @@ def _shard_critic(critic: Critic, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
 
 
 def _shard_routers(model: nn.Module, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
-    """Shards routers apart, as they stay float32."""
+    """Shards routers separately, as they compute in float32 always."""
     exact = msgspec.structs.replace(cfg, dtype="float32")
     for module in model.modules():
         if isinstance(module, Router):
@@ -166,7 +166,7 @@ def _shard(module: nn.Module, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
 
 
 def scatter(source: Tensor | None, target: Tensor) -> None:
-    """Copies rank 0's whole tensor `source` into the shards of `target`."""
+    """Copies rank 0's whole tensor `source` into the shards of `target`. Collective."""
     assert isinstance(target, DTensor)
     device = target.device_mesh.device_type
     full = (
@@ -179,7 +179,7 @@ def scatter(source: Tensor | None, target: Tensor) -> None:
 
 
 def _gather(source: Tensor, target: Tensor | None) -> None:
-    """Copies the shards of `source` into rank 0's whole `target`."""
+    """Copies the shards of `source` into rank 0's whole `target`. Collective."""
     assert isinstance(source, DTensor)
     full = source.full_tensor()
     if target is not None:
@@ -188,7 +188,8 @@ def _gather(source: Tensor, target: Tensor | None) -> None:
 
 @torch.no_grad()
 def _scatter_state(whole: nn.Module | None, module: nn.Module) -> None:
-    """Copies parameters into shards; buffers, such as a frozen base's codes, are whole on every rank."""
+    """Copies rank 0's parameters into the shards, and its buffers, such as a frozen base's codes,
+    to every rank. Collective."""
     sources = dict(whole.named_parameters()) if whole else {}
     for name, p in module.named_parameters():
         scatter(sources.get(name), p)
@@ -196,13 +197,13 @@ def _scatter_state(whole: nn.Module | None, module: nn.Module) -> None:
     for name, own in module.named_buffers():
         if name in buffers:
             own.copy_(buffers[name])
-        # As bytes: not every collective knows every number format.
+        # They are sent as bytes, because not every collective supports every number format.
         data = own.reshape(-1).view(torch.uint8)
         dist.broadcast(data, 0)
 
 
 def _gather_parameters(module: nn.Module, whole: nn.Module | None) -> None:
-    """Gathers the parameters that learn; others are as they were."""
+    """Copies the shards of trainable parameters into rank 0's `whole`. Collective."""
     targets = dict(whole.named_parameters()) if whole else {}
     for name, p in module.named_parameters():
         if p.requires_grad:
@@ -210,17 +211,17 @@ def _gather_parameters(module: nn.Module, whole: nn.Module | None) -> None:
 
 
 def _slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yields (parameter, its state), in the optimizer's order."""
+    """Yields (parameter, its optimizer state), in the optimizer's order."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             yield p, optimizer.state[p]
 
 
 def _joined(p: Tensor, name: str, value: Tensor) -> Tensor:
-    """Returns a value of p's state as one process has it. Collective."""
+    """Returns a value of p's optimizer state as a single process would have it. Collective."""
     if isinstance(value, DTensor):
         whole = value.full_tensor()
-        return whole.flatten() if value.dtype == torch.uint8 else whole  # codes have no shape
+        return whole.flatten() if value.dtype == torch.uint8 else whole  # whole codes are flat
     return ParameterShard(p).joined(value) if name.endswith(LARGEST) else value
 
 

@@ -1,4 +1,4 @@
-"""The learner's calibration of an FP8 KV cache, from a part of the batch that it has just learnt from."""
+"""The calibration of an FP8 KV cache by the learner, from some of the samples that it has just learnt from."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -17,8 +17,9 @@ from learner.data.packing import Sample, pack_samples
 def kv_scales(
     model: Decoder, samples: Sequence[Sample], cfg: KvScales, device: str
 ) -> dict[str, Tensor]:
-    """Returns scales to publish with the weights as they are now, float32 [1] each, by name: of the magnitudes
-    of q, k and v of every layer over the first of `samples` that hold `cfg.tokens` tokens together."""
+    """Returns the scales to publish with the present weights, float32 [1] each, by name. They follow from a
+    percentile of the magnitudes of q, k and v in every layer, over the first `samples` with at least
+    `cfg.tokens` tokens in all."""
     found: dict[str, Tensor] = {}
 
     def observe(layer: int, *states: Tensor) -> None:

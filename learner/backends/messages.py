@@ -1,4 +1,4 @@
-"""Messages from rank 0 to the other ranks of one learner: one tagged union, decoded strictly."""
+"""Messages from rank 0 to the other ranks of a learner: one tagged union, strictly decoded."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ from learner.data.packing import Sample
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """A sample on its way from rank 0 to another rank."""
+    """A Sample in the form in which rank 0 sends it to the other ranks."""
 
     ticket: int
     prompt_ids: Array
@@ -27,28 +27,28 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """Describes rank 0's whole policy before its tensors are scattered."""
+    """Describes rank 0's whole policy, before its tensors are scattered."""
 
     model: dict
-    """Hugging Face `config.json`"""
+    """The architecture, as a Hugging Face `config.json`."""
     temperature: float
     updates: int
     skipped: int
     moments: bool
-    """True if the optimizers have moments to scatter"""
+    """True if the optimizers have moments, which are scattered too."""
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """All ranks learn from these samples together."""
+    """Makes all ranks learn from these samples together."""
 
     pieces: list[Piece]
 
 
 class Collect(msgspec.Struct, frozen=True, tag="collect"):
-    """Asks for what a checkpoint holds besides the weights: moments and the critic."""
+    """Asks for all that a checkpoint contains besides the weights: moments and the critic."""
 
     staged: str = ""
-    """Directory into which each rank writes its share; empty: everything is gathered on rank 0"""
+    """The directory into which each rank writes its share; if empty, everything is gathered on rank 0."""
 
 
 class Reset(msgspec.Struct, frozen=True, tag="reset"):
@@ -56,7 +56,7 @@ class Reset(msgspec.Struct, frozen=True, tag="reset"):
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
-    """The run is over; the other ranks leave."""
+    """Ends the other ranks."""
 
 
 Message = Begin | Step | Collect | Reset | End

@@ -1,4 +1,4 @@
-"""The numbers that the learner computes with: full precision, or those of rollouts
+"""The precision in which the learner computes: full, or the rollouts' number format
 (areal_q/models/low_bit/quantized_forward.py)."""
 
 from areal_q.config import Run
@@ -17,8 +17,8 @@ LINEARS: dict[str, type[Linear]] = {
 
 
 def set_precision(model: Decoder, run: Run) -> None:
-    """Makes the linears of `model` those of `learner.precision`, with the parameters that they have; or, for
-    `learner.lora`, frozen ones with adapters. Where those are the rollouts', so is everything else."""
+    """Replaces the linears of `model` by those of `learner.precision`, with the same parameters; or, with
+    `learner.lora`, by frozen ones with adapters. If they compute as in rollouts, all other layers do so too."""
     rounds = run.rollout.unquantized == "bf16"
     if run.learner.lora:
         if not adapted(model):

@@ -1,13 +1,14 @@
 """Routing replay (R3) and the load-balancing loss, as the backends use them.
 
-The balancing loss is Switch's (arXiv 2101.03961, eq. 4-6), a mean over layers, 1 where the load is even:
+The balancing loss is that of Switch Transformers (arXiv 2101.03961, eq. 4-6), a mean over layers, which is 1 if
+the load is even:
 
     E · Σ_e f_e · P_e        f_e: share of the tokens' choices that expert e got (no gradient)
                              P_e: mean probability of e
 
-f is counted over the whole optimizer step, and the rest is linear in the tokens, so that the gradient does not
-depend on how the step was cut into micro-batches and ranks. Notation: T response tokens, L sparse layers,
-E experts, K experts a token.
+f is counted over the whole optimizer step, and P is a sum over tokens, so that the gradient does not depend on
+how the step is divided into micro-batches and ranks. Notation: T response tokens, L sparse layers, E experts,
+K experts per token.
 """
 
 from collections.abc import Sequence
@@ -27,15 +28,15 @@ DISAGREEMENT = "routing/disagreement"
 
 def routing_for(model: Decoder, batch: PackedBatch, replay: bool) -> Routing | None:
     """Returns a routing for the forward of `batch`, or None for a model without experts. With `replay`, tokens
-    take the experts recorded in `batch`."""
+    go to the experts recorded in `batch`."""
     if not model.config.sparse_layers:
         return None
     return Routing(batch.routes if replay else None)
 
 
 def routed(routing: Routing, batch: PackedBatch, config: DecoderConfig, first: int = 0) -> Routed:
-    """Returns what the forward of `batch` left in `routing`, of the layers and the tokens that ran, `first` and
-    those after it, at the positions that predict a token that counts."""
+    """Returns the summary of `routing` after a forward of `batch`, over the positions that predict a token that
+    counts. The forward ran the layers in `routing`, and consecutive tokens of which `first` is the first."""
     assert config.experts
     layers = sorted(routing.own)
     at = batch.predict[batch.mask]
@@ -51,8 +52,8 @@ def routed(routing: Routing, batch: PackedBatch, config: DecoderConfig, first: i
 
 
 def _disagreement(own: Tensor, recorded: Tensor | None) -> Metrics:
-    """Returns the share of (token, layer) at which the router's own choice, int64 [T, L, K], is another set of
-    experts than the recorded one."""
+    """Returns the metric of (token, layer) for which the router's own choice, int64 [T, L, K], is another set
+    of experts than the recorded one."""
     if recorded is None:
         return {}
     known = (recorded != UNRECORDED).all(-1)
@@ -61,8 +62,8 @@ def _disagreement(own: Tensor, recorded: Tensor | None) -> Metrics:
 
 
 def balance_weights(parts: Sequence[Routed], config: DecoderConfig, ranks: Ranks) -> Tensor:
-    """Returns float32 [L, E]: multiplied with a micro-batch's sums of probabilities they give its share of the
-    balancing loss. `parts` are this rank's micro-batches of the step."""
+    """Returns the weights, float32 [L, E], whose sum of products with a micro-batch's `Routed.probs` is its
+    share of the balancing loss. `parts` are from this rank's micro-batches of the step. Collective."""
     assert config.experts
     shape = len(config.sparse_layers), config.experts.count
     device = parts[0].taken.device if parts else None

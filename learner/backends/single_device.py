@@ -1,4 +1,4 @@
-"""The backend in torch: a policy and its optimizer on one device, or a shard of it
+"""The torch backend: a policy with its optimizer on one device, or one rank's shard
 (learner/backends/fsdp.py)."""
 
 import copy
@@ -25,39 +25,40 @@ from learner.optim.build import build_optimizer, learning_rate, optimizer_step
 
 @dataclass
 class TorchPolicy:
-    """The policy being learnt and its optimizer; a critic and a frozen reference where they are asked for."""
+    """The policy that is learnt and its optimizer, with a critic and a frozen reference if the settings ask for
+    them."""
 
     model: Decoder
     cfg: LearnerConfig
     temperature: float
-    """The rollouts' sampling temperature: log-probs on both sides are those of logits / temperature."""
+    """The rollouts' sampling temperature; log-probs on both sides are those of logits / temperature."""
     updates: int = 0
     """Number of optimizer steps tried since the run began."""
     skipped: int = 0
-    """Number of these that were skipped because a gradient was not finite."""
+    """Number of optimizer steps that were skipped because a gradient was not finite."""
     skipped_in_row: int = 0
     """Number of steps skipped since the last one that was taken; a resumed run counts anew."""
     calibrate: KvScales | None = None
-    """How to measure `kv_scales`; None: they are not measured."""
+    """Settings for measuring `kv_scales`; None does not measure them."""
     kv_scales: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Scales of an FP8 KV cache, for the weights after the last step; to be published with them."""
+    """Scales of an FP8 KV cache for the weights after the last step, float32 [1] each; published with them."""
     sticky: StickyRanges | None = None
-    """Ranges of the version published last if scales are sticky; they are the publisher's, kept here for
-    checkpoints."""
+    """The ranges of the version published last, if scales are sticky. The publisher changes them; checkpoints
+    read them here."""
     ranks: Ranks = ALONE
     """The ranks that learn together; with others, `model` is sharded over them (learner/backends/fsdp.py)."""
     before_write: Callable[[], None] = lambda: None
-    """Called before the weights change; returns once nobody else reads them."""
+    """A function that is called before the weights change, and returns once no other thread reads them."""
     optimizer: torch.optim.Optimizer = field(init=False)
     critic: Critic | None = None
     reference: Decoder | None = None
-    """The frozen reference policy, by default the policy as it is now. None with LoRA: the base is in the
-    policy."""
+    """The frozen reference policy, by default a copy of the policy at the start. It is None with LoRA, whose
+    base is the reference."""
 
     def __post_init__(self) -> None:
         cfg = self.cfg
         self.model.recompute_layers(cfg.recompute)
-        if self.ranks.size == 1:  # a sharded model has its own way to compute in another type
+        if self.ranks.size == 1:  # FSDP2 itself casts a sharded model to `cfg.dtype`
             self.model.dtype = getattr(torch, cfg.dtype)
         self.optimizer = build_optimizer(self.model, cfg.optimizer)
         if cfg.critic and self.critic is None:
@@ -66,7 +67,7 @@ class TorchPolicy:
             self.reset_reference()
 
     def calibrate_kv_scales(self, samples: Sequence[Sample]) -> None:
-        """Measures the KV cache's scales for the present weights on `samples`, if that is asked for."""
+        """Measures the KV cache's scales for the present weights on `samples`, if `calibrate` is set."""
         if self.calibrate:
             self.kv_scales = kv_scales(self.model, samples, self.calibrate, self.cfg.device)
 
@@ -83,7 +84,7 @@ class TorchPolicy:
         return self.optimizer.param_groups[0]["lr"]
 
     def scores(self, batches: Sequence[PackedBatch], graph: bool = False) -> list[Scores]:
-        # A sharded model's graph would not survive the forwards that follow.
+        # A sharded model's graph becomes invalid in the forward passes that follow.
         graph = graph and self.ranks.size == 1
         scores = []
         for number, batch in enumerate(batches):
@@ -147,11 +148,11 @@ class TorchPolicy:
 def token_logprobs(
     model: Decoder, batch: PackedBatch, temperature: float, replay: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the log-prob of each response token, and the entropy of its distribution (no gradient); float32
-    [T] nats.
+    """Returns the log-prob of each response token and, without gradient, the entropy of its distribution, both
+    float32 [T] nats.
 
-    Only the positions that predict a response token reach the output head. With `replay`, experts are those
-    recorded.
+    Only the positions that predict a response token pass through the output head. With `replay`, tokens go to
+    the recorded experts.
     """
     routing = routing_for(model, batch, replay)
     hidden = model(batch.token_ids, batch.layout, routing)[batch.predict]
@@ -165,6 +166,6 @@ def logprobs_of(
     temperature: float,
     entropy_learns: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what `token_logprobs` does, from the hidden states [T, D] that predict the response tokens; the
-    entropy has a gradient where it `entropy_learns`."""
+    """Returns what `token_logprobs` returns, from the hidden states [T, D] that predict the response tokens.
+    The entropy has a gradient if `entropy_learns`."""
     return head_logprobs(hidden, model.head, batch.targets, temperature, entropy_learns)
