@@ -529,8 +529,8 @@ def test_too_old_tokens_are_drawn_again_others_keep_versions(
 ):
     # Half a minute a response: none is whole before its worker goes.
     slow = [SCRIPTED, "rollout.engine.tokens_per_s=30", "rollout.sampling.max_tokens=900"]
-    slow.append("model.max_positions=1024")
-    side = learner(make_run(*slow, *ONE, f"learner.max_lag={max_lag}"))
+    sizes = [*ONE, *slow, "model.max_positions=1024"]
+    side = learner(make_run(*sizes, f"learner.max_lag={max_lag}"))
 
     async def work() -> None:
         side.publish(0)
