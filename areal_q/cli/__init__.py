@@ -1,1 +1,1 @@
-"""The `areal-q` command: the commands, the launcher of local processes, and what they show."""
+"""The `areal-q` command: its subcommands, the launcher of local processes, and the live view."""

@@ -1,7 +1,7 @@
-"""`areal-q`: one command for everything. Heavy modules are imported by the command that needs them.
+"""The command `areal-q`. Each subcommand imports the heavy modules that it needs by itself.
 
-Exit codes: 0 done, or drained after Ctrl-C, 143 drained after SIGTERM, 1 a process of the run died, 2 something
-that the user can mend (one line on stderr), 130 killed by a second Ctrl-C.
+Exit codes: 0 done, or drained after Ctrl-C; 143 drained after SIGTERM; 1 a process of the run died; 2 an error
+that the user can correct (one line on stderr); 130 killed by a second Ctrl-C.
 """
 
 import os
@@ -33,7 +33,7 @@ GROUPS = {
 
 
 class Commands(TyperGroup):
-    """Lists the commands by what they are for."""
+    """Lists the commands grouped by purpose."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for title, names in GROUPS.items():

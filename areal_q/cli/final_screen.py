@@ -1,4 +1,4 @@
-"""The last screen of a run: what it came to, where everything is, what to type next."""
+"""The last screen of a run: its results, where its files are, and which commands to type next."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from areal_q.system.run_dir import METRICS_FILE, has_checkpoint
 
 
 def last_screen(run: Run, run_dir: Path, console: Console | None = None) -> None:
-    """Print it; one line where the run has no record yet."""
+    """Prints the last screen of a run, or one line if the run has no metrics yet."""
     console = console or command.console()
     path = run_dir / METRICS_FILE
     records = read_metrics(path) if path.exists() else []
@@ -28,7 +28,7 @@ def last_screen(run: Run, run_dir: Path, console: Console | None = None) -> None
     summary = summarize(records, run.learner.groups * run.learner.group_size)
     try:
         curves = draw_curves(run_dir)
-    except OSError:  # a run that can be read, and not written to
+    except OSError:  # the run's directory may be read-only
         curves = None
     console.print(_screen(run, run_dir, summary, curves), highlight=False)
 
@@ -56,7 +56,8 @@ def _screen(run: Run, run_dir: Path, summary: Summary, curves: Path | None) -> R
 
 
 def _reward_rows(run: Run, run_dir: Path, told: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Returns why rewards failed, from the workers' logs, and what gives a model its first right answers."""
+    """Returns rows on why rewards failed, from the workers' logs, and, if the reward is flat, on how a model
+    gets its first right answers."""
     log, rows = FailureLog(run_dir), []
     if failed := log.read():
         rows.append(("last failure", f"✗ {reward_name(run)}, {times(failed)}: {log.last}"))
@@ -66,7 +67,7 @@ def _reward_rows(run: Run, run_dir: Path, told: list[tuple[str, str]]) -> list[t
 
 
 def _next_commands(run: Run, run_dir: Path, summary: Summary) -> list[tuple[str, str]]:
-    """Only those that would work."""
+    """Returns the commands to suggest, only those that would work."""
     more = f" steps={2 * run.steps}" if summary.reason == "done" else ""
     commands = [("evaluate", f"areal-q eval {run_dir}")] if (run_dir / "hf").is_dir() else []
     if has_checkpoint(run_dir):
@@ -76,7 +77,8 @@ def _next_commands(run: Run, run_dir: Path, summary: Summary) -> list[tuple[str,
 
 
 def _evaluation(e: Evaluation) -> tuple[str, str]:
-    """Example: ("eval aime int8", "accuracy 0.333 [0.193, 0.512], avg@32 …   (30 problems, qurl-aime)")."""
+    """Returns a row such as ("eval aime int8", "accuracy 0.333 [0.193, 0.512], avg@32 …   (30 problems,
+    qurl-aime)")."""
     asked = (
         f"{e.answered} problems" if e.answered == e.asked else f"{e.answered} of {e.asked} problems"
     )
@@ -87,7 +89,7 @@ def _evaluation(e: Evaluation) -> tuple[str, str]:
 def _pairs(rows: list[tuple[str, str]]) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True, min_width=17)
-    # Paths and commands must survive copying: they fold at no word.
+    # Folding breaks long lines without inserting spaces, so that paths and commands can be copied.
     grid.add_column(overflow="fold")
     for label, value in rows:
         grid.add_row(f"  {label}", Text(value))
@@ -106,7 +108,7 @@ def _answers(answers: list[ExampleAnswer]) -> RenderableType:
 
 
 def _marked(text: str, correct: bool | None) -> Text:
-    """The response behind its mark, which is a question mark where it could not be scored."""
+    """Returns the response after a mark for right or wrong, or a question mark if it could not be scored."""
     if correct is None:
         return Text("? ", "yellow") + _one_line(text)
     mark = Text("✓ ", "green") if correct else Text("✗ ", "red")
@@ -114,6 +116,6 @@ def _marked(text: str, correct: bool | None) -> Text:
 
 
 def _one_line(text: str) -> Text:
-    """The end of a long text is what is scored, and what is shown."""
+    """Returns the text as one line. Of a long one the end is shown, since that is what is scored."""
     flat = text.replace("\n", "⏎")
     return Text(flat if len(flat) <= 32 else "…" + flat[-31:])

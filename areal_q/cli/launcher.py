@@ -1,7 +1,7 @@
-"""All processes of a run on this machine: started in order, watched, stopped in order.
+"""Starts all processes of a run on this machine in order, watches them, and stops them in order.
 
     start   redis ─▶ learner ─▶ rollout-0 … rollout-N
-    stop    learner (writes a checkpoint) ─▶ rollout workers (hand back tickets) ─▶ redis
+    stop    learner (writes a checkpoint) ─▶ rollout workers (give tickets back) ─▶ redis
 
 | what happens                     | what follows                                            | result    |
 |----------------------------------|---------------------------------------------------------|-----------|
@@ -14,10 +14,11 @@
 | a second one                     | everything is killed                                    | 130       |
 | kill -9 of the launcher          | the kernel kills the children; the next launch tidies   |           |
 
-A worker compares the settings with what it can do at once, while the learner may still be at its warm start.
+A worker checks at its start whether it can do what the settings ask for, while the learner may still be at its
+warm start.
 
-Every child leads a session of its own: a Ctrl-C at the terminal reaches the launcher only, and what
-a child may have started goes with it.
+Every child leads a session of its own, so that a Ctrl-C at the terminal reaches only the launcher, and a child
+is killed together with the processes that it has started.
 """
 
 import hashlib
@@ -45,16 +46,16 @@ from areal_q.system.run_dir import claimed, given_up, has_checkpoint, try_lock
 
 _POLL_S = 0.2
 _START_S = 30.0
-"""Redis answers within this, a large append-only file included, or the run fails."""
+"""Seconds within which Redis must answer, also if it loads a large append-only file"""
 DRAIN_S = 60.0
-"""How long a learner may take for its checkpoint after another process died."""
+"""Seconds that a learner may take for its checkpoint after another process died"""
 STOP_S = 10.0
-"""Seconds from SIGTERM to SIGKILL for workers and Redis."""
+"""Seconds from SIGTERM to SIGKILL for workers and Redis"""
 LEARNER_ENDS = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
-"""Exit codes of a learner that is done, or was told to go and left a checkpoint"""
+"""Exit codes of a learner that is done, or was told to stop and has written a checkpoint"""
 LOG_LINES = 15
 FULL_BYTES = 32 << 20
-"""A full disk is the likeliest cause of a death where fewer bytes are free."""
+"""Free bytes below which a full disk is the likeliest cause of a death"""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 PLAIN_LOGS = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}
 MAX_SOCKET_BYTES = 100
@@ -62,23 +63,23 @@ SOCKETS_PREFIX = "areal-q-sockets-"
 
 
 class View(Protocol):
-    """What the user sees meanwhile; see areal_q/cli/live_view.py."""
+    """What the user sees during the run; areal_q/cli/live_view.py has the implementations."""
 
     def start(self, run_dir: Path) -> None: ...
     def refresh(self) -> None: ...
     def note(self, text: str) -> None:
-        """One line that stays."""
+        """Prints a line that stays on the screen."""
         ...
 
     def stop(self) -> None: ...
     def finish(self) -> None:
-        """The summary and the curves, after all processes have ended."""
+        """Prints the summary and the curves, after all processes have ended."""
         ...
 
 
 @dataclass(frozen=True)
 class Program:
-    """Example: Program("rollout-0", module_command("rollout", …), threads=1)."""
+    """A process to start, for example Program("rollout-0", module_command("rollout", …), threads=1)."""
 
     name: str
     argv: list[str]
@@ -87,7 +88,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to start. `redis` is None where REDIS_URL names a server that is there already."""
+    """The processes to start. `redis` is None if REDIS_URL names a server that runs already."""
 
     redis: Program | None
     redis_url: str
@@ -97,7 +98,7 @@ class Plan:
 
 def plan(run: Run, run_dir: Path, sockets: Path, resume: bool) -> Plan:
     """Returns the processes that `run` asks for; `sockets` is a directory with a short path."""
-    # The children inherit REDIS_URL: an argument would show its password to every user of the machine.
+    # The children inherit REDIS_URL, since every user of the machine can read the arguments of a process.
     redis, url, where = None, os.environ.get("REDIS_URL", ""), []
     if not url:
         socket = sockets / "redis"
@@ -110,7 +111,7 @@ def plan(run: Run, run_dir: Path, sockets: Path, resume: bool) -> Plan:
     learner = module_command("learner", *where, "--run-dir", str(run_dir))
     learner += ["--announce", announce, "--fetch", fetch, *(["--resume"] if resume else [])]
     worker = module_command("rollout", *where, "--run", run.name)
-    # The learner of this launch takes a finished run up again, however long its start takes.
+    # Workers wait without a limit, since the learner of this launch resumes a finished run.
     worker += ["--config", str(run_dir / "config.toml"), "--finished-wait", "inf"]
     names = [f"rollout-{i}" for i in range(run.rollout.workers)]
     return Plan(
@@ -138,9 +139,10 @@ def launch(
     view: View,
     plan: Callable[[Run, Path, Path, bool], Plan] = plan,
 ) -> int:
-    """Runs until done, drained or killed by a second Ctrl-C; returns the exit code, as the table above has it.
+    """Runs until done, drained or killed by a second Ctrl-C. Returns the exit code of the table above.
 
-    Raises UserError for what the user can mend, ChildDied with the last lines of a dead child's log.
+    Raises UserError for an error that the user can correct, and ChildDied with the last lines of a dead child's
+    log.
     """
     preflight(run)
     with (
@@ -176,7 +178,8 @@ def launch(
 
 
 def _disk_full(run_dir: Path) -> str:
-    """Returns a line that says so if the disk has no room left, which ends processes in many ways."""
+    """Returns a line on the full disk if there is no room left, since that ends processes in many ways; else
+    ""."""
     free = shutil.disk_usage(run_dir).free
     if free >= FULL_BYTES:
         return ""
@@ -186,10 +189,11 @@ def _disk_full(run_dir: Path) -> str:
 def _run(
     plan: Plan, family: "Family", view: View, interrupts: "Interrupts", disk: DiskWatch
 ) -> int:
-    """One screen: start, watch, drain, stop. Returns the exit code."""
+    """Starts the processes, watches them, and stops them. Returns the exit code."""
 
     def wait(until: Callable[[], object], timeout_s: float = float("inf")) -> None:
-        """Keeps the view alive until `until`, the first interrupt of a watch or a second one."""
+        """Refreshes the view until `until` is true or `timeout_s` is over. Raises _Killed at a second
+        interrupt."""
         deadline = time.monotonic() + timeout_s
         while not until() and time.monotonic() < deadline:
             if interrupts.count > 1:
@@ -208,7 +212,7 @@ def _run(
         family.start(program)
     wait(lambda: interrupts.count or family.ended())
 
-    # A service manager may have told all of them to go at once: then none of their ends is a failure.
+    # A service manager may have stopped all processes at once, and then none of their ends is a failure.
     first = None if interrupts.count else family.ended()
     if first is None:
         view.note(
@@ -230,16 +234,16 @@ def _run(
 
 
 def _exit_code(learner: int | None, interrupt: int) -> int:
-    """Returns 0 for a finished run, and for one that a person interrupted with Ctrl-C; else what says that it
-    was told to go, as its learner says it (areal_q/system/stop_request.py)."""
+    """Returns 0 for a finished run, and for one that was interrupted with Ctrl-C. For another signal returns
+    the exit code that its learner has too (areal_q/system/stop_request.py)."""
     if learner == 0 or interrupt == signal.SIGINT:
         return 0
     return 128 + interrupt if interrupt else learner or 0
 
 
 class _Rewrite:
-    """Has Redis write its append-only file anew: what it holds at the end of a run is a fiftieth of what came
-    and went, and is all that a resumed run needs. Where it fails the old file stays, whole."""
+    """Makes Redis rewrite its append-only file. The state at the end of a run, which is all that a resumed run
+    needs, is about a fiftieth of the file. If the rewrite fails, the old file stays complete."""
 
     def __init__(self, url: str) -> None:
         import redis
@@ -279,15 +283,15 @@ def _answers(url: str) -> bool:
 
 
 class Family:
-    """The child processes, by name, with what they say in `logs/NAME.log`."""
+    """The child processes by name; their output is in `logs/NAME.log`."""
 
     def __init__(self, logs: Path, scratch: Path) -> None:
         self._logs = logs
-        # torch's optimizers make this directory on import, in the temporary one unless told otherwise.
+        # torch's optimizers create this directory on import, by default among the temporary files.
         self._defaults = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._asked: set[str] = set()
-        """Names of the children that were sent SIGTERM."""
+        """Names of the children that were sent SIGTERM"""
 
     def start(self, program: Program) -> None:
         threads = dict.fromkeys(THREAD_VARIABLES, str(program.threads))
@@ -303,8 +307,9 @@ class Family:
             )
 
     def ended(self) -> str | None:
-        """Returns the name of a child that has ended; of several the one that the others depend on. Workers
-        that ended because the run is finished do not count: their learner is about to end."""
+        """Returns the name of a child that has ended, or None. Of several it is the one that the others depend
+        on. Workers that ended because the run is finished do not count, since their learner is about to end
+        too."""
         return next((name for name in self._children if self._has_ended(name)), None)
 
     def _has_ended(self, name: str) -> bool:
@@ -325,13 +330,13 @@ class Family:
                 self._asked.add(name)
 
     def check(self, name: str) -> None:
-        """Raises what the end of child `name` means; nothing if it is a learner that is done or was told to
-        go."""
+        """Raises UserError or ChildDied for a child `name` that has ended with an error. Returns for a learner
+        that is done or was told to stop."""
         child = self._children.get(name)
         if child is None or (name == "learner" and child.returncode in LEARNER_ENDS):
             return
         if name in self._asked and child.returncode == -signal.SIGTERM:
-            return  # it had not come to the point from which on it ends in peace: nothing is lost
+            return  # it was stopped before it handles signals, and has nothing yet to lose
         log = self._logs / f"{name}.log"
         lines = log.read_text("utf-8", errors="replace").splitlines()[-LOG_LINES:]
         speaker, colon, complaint = lines[-1].partition(": ") if lines else ("", "", "")
@@ -341,7 +346,7 @@ class Family:
         raise ChildDied(f"{name} {_how(child.returncode)}; the end of {log}:\n{told}")
 
     def kill(self) -> None:
-        """Ends what is left, children of children included."""
+        """Kills the remaining processes, children of children included."""
         for child in self._children.values():
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
@@ -357,8 +362,8 @@ def _how(returncode: int | None) -> str:
 
 
 class Interrupts:
-    """Counts the requests to stop instead of raising KeyboardInterrupt somewhere; `first` is the first one's
-    number, 0 before it."""
+    """Counts the signals to stop, so that no KeyboardInterrupt is raised at an arbitrary place. `first` is the
+    number of the first signal, 0 before it."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -379,15 +384,15 @@ class Interrupts:
 
 
 class _Killed(Exception):
-    """The user asked twice."""
+    """Raised when the user asks to stop a second time."""
 
 
 def sockets_of(run_dir: Path) -> Path:
-    """Returns a private directory whose path is short enough for socket addresses; it is there while the run
-    goes on.
+    """Returns the run's private directory for sockets, whose path is short enough for their addresses. It
+    exists while the run goes on.
 
-    The path is the run's own, the same at every launch: the endpoints that a resumed run finds in
-    Redis, written there before the stop, are the right ones.
+    The path is the same at every launch, so that the endpoints that an earlier launch wrote into Redis are
+    still right when the run is resumed.
     """
     digest = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:12]
     name = f"{SOCKETS_PREFIX}{os.getuid()}-{digest}"
@@ -401,7 +406,7 @@ def sockets_of(run_dir: Path) -> Path:
 def _sockets(run_dir: Path) -> Iterator[Path]:
     directory, lock = sockets_of(run_dir), None
     _tidy(directory.parent)
-    while lock is None:  # another launcher that tidies may have taken it for an orphan
+    while lock is None:  # another launcher may have removed the directory before it was locked
         try:
             directory.mkdir(mode=0o700)
         except OSError as error:
@@ -415,7 +420,7 @@ def _sockets(run_dir: Path) -> Iterator[Path]:
 
 
 def _tidy(parent: Path) -> None:
-    """Removes the directories of launchers that were killed: those of this user that none holds."""
+    """Removes the directories of launchers that were killed: those of this user that no process has locked."""
     for directory in parent.glob(f"{SOCKETS_PREFIX}*"):
         with suppress(OSError):
             if directory.stat().st_uid == os.getuid() and (lock := try_lock(directory)) is not None:

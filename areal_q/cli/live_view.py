@@ -1,7 +1,7 @@
-"""What the user sees while a run goes on, read from metrics.jsonl alone: it can follow any run.
+"""The live view of a run. It reads metrics.jsonl alone, so that it can follow any run.
 
-On a terminal a picture that redraws itself, without colours where NO_COLOR is set; elsewhere (a pipe, CI, a
-dumb terminal) one plain line every few seconds.
+On a terminal it is a picture that is redrawn, without colours if NO_COLOR is set. Elsewhere (a pipe, CI, a dumb
+terminal) it is one plain line every few seconds.
 """
 
 import os
@@ -28,13 +28,14 @@ from areal_q.system.run_dir import METRICS_FILE, path_of
 PLAIN_EVERY_S = 5.0
 REDRAW_EVERY_S = 0.5
 LOOK_EVERY_S = 2.0
-"""How often `watch` looks whether the run still goes on."""
+"""Seconds between two checks by `watch` whether the run still goes on"""
 WIDE, NARROW = 100, 72
-"""Columns of a terminal from which figures stand in pairs, and from which a header fits one line."""
+"""Width of a terminal in columns from which figures are in two columns, and from which a header fits in one
+line"""
 
 
 class _Following:
-    """The part that both views share: a tail of the metrics folded into a History."""
+    """The common part of both views, which reads new records of the metrics into a History."""
 
     next_look = 0.0
 
@@ -47,7 +48,7 @@ class _Following:
 
     def start(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        # What the logs of an earlier start say was said then.
+        # Failures in the logs of an earlier start were shown then.
         self.rewards = RewardWatch(self.run, run_dir, skip=True)
         self._tail = Tail(run_dir / METRICS_FILE)
         self.heard = time.monotonic()
@@ -59,13 +60,13 @@ class _Following:
         pass
 
     def finish(self) -> None:
-        """The summary and the curves."""
+        """Prints the summary and the curves."""
         from areal_q.cli.final_screen import last_screen
 
         last_screen(self.run, self.run_dir, self.console)
 
     def pull(self) -> list[Record]:
-        """New records, folded in."""
+        """Adds the new records to the history and returns them."""
         records, restarted = self._tail.read()
         if restarted:
             self.history = History(self.run.steps)
@@ -76,25 +77,26 @@ class _Following:
         return records
 
     def elapsed_s(self) -> float:
-        """Returns the run's age by its own clock; between two records, and before the first, ours goes on."""
+        """Returns the run's age in seconds: that of its last record, and the time since then by this process's
+        clock."""
         since = 0.0 if self.history.end else time.monotonic() - self.heard
         return self.history.elapsed_s + since
 
     def awaited(self) -> str:
-        """Returns what the run is waiting for, where nothing else on the screen moves; else empty."""
+        """Returns what the run waits for, or "" if the records show progress."""
         return awaited(self.run, self.history)
 
 
 class PlainView(_Following):
-    """One line every PLAIN_EVERY_S seconds of progress, and one for each evaluation and each engine that is not
-    faithful to its weights."""
+    """Prints a line every PLAIN_EVERY_S seconds of progress, one for each evaluation, and one for each engine
+    whose log-probs do not agree with its weights."""
 
     _next_line = 0.0
     _awaited = ""
 
     def start(self, run_dir: Path) -> None:
         super().start(run_dir)
-        # What a resumed run wrote before was shown before.
+        # The records that a resumed run wrote before were shown then.
         self._since_s = time.time() - 1.0
         self._warned: set[str] = set()
         self.note(f"{self.run.name}: {plural(self.run.steps, 'step')}, writing to {run_dir}")
@@ -127,7 +129,7 @@ class PlainView(_Following):
 
 
 class LiveView(_Following):
-    """A picture at the bottom of the terminal, redrawn from the launcher's own loop: no thread."""
+    """A picture at the bottom of the terminal. The launcher's loop redraws it, without a thread."""
 
     _next_draw = 0.0
 
@@ -160,13 +162,13 @@ def build_view(run: Run, console: Console | None = None) -> PlainView | LiveView
 
 
 def watch(run: Run, run_dir: Path, console: Console | None = None) -> None:
-    """Follows a run, started by whomever, until it ends or Ctrl-C."""
+    """Follows a run, whoever started it, until it ends or Ctrl-C."""
     view = build_view(run, console)
     view.start(run_dir)
     view.rewards = RewardWatch(run, run_dir)
     try:
         while view.history.end is None:
-            # Asked before the records are read: a last one may come in between.
+            # The end is checked before the records are read, so that the last record is not missed.
             ended = _ended(view)
             view.refresh()
             if ended and view.history.end is None:
@@ -180,7 +182,7 @@ def watch(run: Run, run_dir: Path, console: Console | None = None) -> None:
 
 
 def _ended(view: PlainView | LiveView) -> tuple[str, bool] | None:
-    """How the run ended, looked for every LOOK_EVERY_S seconds."""
+    """Returns how the run ended, which is checked every LOOK_EVERY_S seconds; None while it goes on."""
     if time.monotonic() < view.next_look:
         return None
     view.next_look = time.monotonic() + LOOK_EVERY_S
@@ -188,7 +190,7 @@ def _ended(view: PlainView | LiveView) -> tuple[str, bool] | None:
 
 
 def awaited(run: Run, history: History) -> str:
-    """Example: "evaluating 512 problems"; empty while records tell of progress."""
+    """Returns what the run waits for, such as "evaluating 512 problems"; "" while the records show progress."""
     if history.end or history.phase == "warm start":
         return ""
     if history.episodes:
@@ -250,7 +252,7 @@ def picture(
 
 
 def _header(name: str, history: History, elapsed_s: float, width: int) -> RenderableType:
-    """One line, or two where a name, a bar and the times do not fit beside each other."""
+    """Returns name, progress bar and times in one line, or in two if they do not fit into one."""
     done, total = history.progress
     times = duration(elapsed_s)
     if history.eta_s is not None:
@@ -272,7 +274,7 @@ def _line(cells: list[RenderableType], stretched: int | None = None) -> Table:
 
 
 def _figures(history: History, width: int) -> RenderableType:
-    """Labelled numbers: two columns of them where there is room."""
+    """Returns the labelled numbers, in two columns if there is room."""
     rows = _rows(history)
     grid = Table.grid(padding=(0, 2))
     pairs = 2 if width >= WIDE else 1
@@ -315,7 +317,7 @@ def _rows(history: History) -> list[tuple[str, str]]:
 
 
 def _workers(workers: list[Record], width: int) -> RenderableType:
-    """One line a worker; on a narrow terminal the first columns of it."""
+    """Returns a table with a line for each worker; on a narrow terminal it has only the first columns."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     names = ("worker", "version", "tok/s", "idle", "active", "groups", "swaps", "swap")
     shown = len(names) if width >= NARROW else 4

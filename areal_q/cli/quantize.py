@@ -1,4 +1,5 @@
-"""`areal-q quantize SRC DST --format int8`: a checkpoint whose linears are quantized as rollouts have them."""
+"""`areal-q quantize SRC DST --format int8` writes a checkpoint whose linear layers are quantized as in
+rollouts."""
 
 import shutil
 from pathlib import Path
@@ -21,15 +22,15 @@ BESIDE_WEIGHTS = (
     "merges.txt",
     "tokenizer.model",
 )
-"""What is copied as it is, where SRC has it."""
+"""Files that are copied unchanged if SRC has them"""
 
 
 def quantize(source: Path, target: Path, format: str, dtype: torch.dtype) -> tuple[int, int]:
-    """Writes `target`, a new directory; returns the bytes of the weights before and after.
+    """Writes `target`, a new directory, and returns the size of the weights in bytes before and after.
 
-    `dtype` is that of all that stays unquantized (norms, embeddings, head, biases). The quantized
-    tensors are those that a learner with these weights publishes, bit for bit. Raises CheckpointError
-    when `target` exists, `source` is no model, or one of its tensors has no place in the format.
+    `dtype` is that of the unquantized tensors (norms, embeddings, head, biases). The quantized tensors are
+    those that a learner with these weights publishes, bit for bit. Raises CheckpointError if `target` exists,
+    `source` is not a model, or one of its tensors does not fit the format.
     """
     if target.exists():
         raise CheckpointError(f"{target}: exists already")

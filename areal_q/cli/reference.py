@@ -1,7 +1,7 @@
-"""The reference of all settings and all metrics, made from the code: `python -m areal_q.cli.reference
-settings`.
+"""Generates the reference of all settings and all metrics from the code.
 
-docs/settings.md and docs/metrics.md are its two pages (`make reference` writes them); a test compares them.
+`python -m areal_q.cli.reference settings` prints docs/settings.md, and `metrics` docs/metrics.md. `make
+reference` writes both, and a test checks that they are current.
 """
 
 import ast
@@ -29,7 +29,7 @@ _UNITS = {
     "_lag": "versions",
     "_ids": "token ids",
 }
-"""The unit of a setting, by the ending of its name."""
+"""Unit of a setting by the ending of its name"""
 _SETTINGS_HEAD = """# All settings
 
 Made by `make reference` from the code; `areal-q settings [WORD]` prints the same. A setting is written in a
@@ -47,14 +47,14 @@ the name that depends on the run. A value that was not finite is `null`.
 
 @dataclass(frozen=True)
 class Setting:
-    """One line of the reference.
+    """One setting, which is one line of the reference.
 
     Example: Setting("learner.max_lag", "", "integer ≥ 0", "2", "versions", "η: versions by which …")
     """
 
     name: str
     variant: str
-    """The `type` of the table that has this setting, where there is a choice of types; else empty."""
+    """The `type` of the table that has this setting, if the table has a choice of types; empty otherwise"""
     kind: str
     default: str
     unit: str
@@ -72,7 +72,8 @@ class Section:
 
 
 def sections() -> list[Section]:
-    """Every table of settings, in the order of the code, each variant of a choice by itself."""
+    """Returns every table of settings in the order of the code, and each variant of a choice as its own
+    table."""
     return list(_sections(types.type_info(Run), "", ""))
 
 
@@ -99,7 +100,7 @@ def metrics_page() -> str:
 
 
 def settings_text(word: str = "") -> str:
-    """Returns the settings whose name or meaning holds `word`, two lines or more for each, for a terminal."""
+    """Returns the settings whose name or meaning contains `word`, in two or more lines each, for a terminal."""
     lines = []
     for section in sections():
         for s in section.settings:
@@ -114,7 +115,7 @@ def settings_text(word: str = "") -> str:
 
 
 def _sections(table: types.Type, prefix: str, variant: str) -> Iterator[Section]:
-    """`table` itself, then the tables below it."""
+    """Yields `table` itself and then the tables below it."""
     assert isinstance(table, types.StructType)
     docs, nested, own = attribute_docs(table.cls), [], []
     if table.tag_field and variant != str(table.tag):
@@ -206,7 +207,7 @@ def _kind(kind: types.Type) -> str:
 def _bounds(kind: types.IntType | types.FloatType) -> str:
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     told = [(sign, getattr(kind, name)) for name, sign in signs.items()]
-    # An upper bound that no run reaches would only be in the way.
+    # An upper bound that no run reaches is left out.
     meant = [(sign, value) for sign, value in told if value is not None and value < GENERAL]
     return " and ".join(f"{sign} {value:g}" for sign, value in meant)
 

@@ -16,15 +16,17 @@ BENCHMARKS: dict[str, str] = {
     "arc-c": "choice",
     "mmlu-pro": "choice",
 }
-"""Benchmark → `task.type`, whose reader knows its fields (areal_q/tasks/datasets/benchmark_fields.py)."""
+"""The `task.type` of each benchmark, whose reader knows its fields
+(areal_q/tasks/datasets/benchmark_fields.py)"""
 
 
 class Preset(Struct, frozen=True, kw_only=True):
-    """How a paper draws the answers that it scores. None: the paper does not say, the run's setting holds."""
+    """How a paper draws the answers that it scores. None means that the paper does not say, and that the run's
+    setting is used."""
 
     source: str
     samples: int = 0
-    """Sampled answers to each problem; 0: greedy ones alone."""
+    """Number of sampled answers to each problem; 0 means greedy answers alone."""
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int | None = None
@@ -70,4 +72,4 @@ PRESETS: dict[str, Preset] = {
         max_tokens=20 * 1024,
     ),
 }
-"""`--samples` and the other options go before a preset's."""
+"""Presets by name; `--samples` and the other options take precedence over them."""

@@ -1,4 +1,4 @@
-"""What an evaluation says: accuracies of a set of answers, each with its 95 % interval. Imports no torch.
+"""Estimates of accuracy from a set of answers, each with its 95 % interval. Imports no torch.
 
 Notation: P problems, n answers sampled for each, c of them correct.
 
@@ -8,8 +8,9 @@ Notation: P problems, n answers sampled for each, c of them correct.
                  for any k ≤ n (Chen et al., arXiv 2107.03374 eq. 1)
     majority@n   share of problems whose most frequent answer is correct; a tie counts by its share
 
-Interval: Wilson's where every problem counts 0 or 1, else a percentile bootstrap over problems (2,000
-resamples, fixed seed). It speaks of other problems of the same kind, not of other samples of these.
+The interval is Wilson's if every problem counts 0 or 1, else a percentile bootstrap over problems (2,000
+resamples, fixed seed). It covers the choice of problems of the same kind, and not further samples for these
+problems.
 """
 
 import math
@@ -33,18 +34,19 @@ class Reply(Struct, frozen=True, kw_only=True):
 
     response: str
     given: str | None
-    """What the response answers, in the task's one spelling; None if nothing."""
+    """The answer in the response, in one spelling for equal answers; None if it gives none"""
     correct: bool
     reward: float
     tokens: int
     finished: bool
-    """False where the response was cut off at max_tokens."""
+    """False if the response was cut off at max_tokens"""
     failed: bool = False
-    """The reward raised or took too long: nothing says whether it is correct."""
+    """True if the reward function raised or took too long, so that nobody knows whether the answer is
+    correct"""
 
 
 class Answered(Struct, frozen=True, kw_only=True):
-    """One problem: a line of the file of answers."""
+    """One problem with its answers, which is a line of the file of answers."""
 
     index: int
     prompt: str
@@ -54,7 +56,8 @@ class Answered(Struct, frozen=True, kw_only=True):
 
 
 class Estimate(Struct, frozen=True):
-    """Example: Estimate("pass@8", 0.5, 0.31, 0.69) prints as "pass@8 0.500 [0.310, 0.690]"."""
+    """A value with its interval: Estimate("pass@8", 0.5, 0.31, 0.69) prints as "pass@8 0.500 [0.310,
+    0.690]"."""
 
     name: str
     value: float
@@ -66,7 +69,7 @@ class Estimate(Struct, frozen=True):
 
 
 class Evaluation(Struct, frozen=True, kw_only=True):
-    """The file beside the answers: what was asked of which model, and what came out."""
+    """The content of the file beside the answers: which model was evaluated, how, and the results."""
 
     model: str
     task: str
@@ -77,13 +80,14 @@ class Evaluation(Struct, frozen=True, kw_only=True):
     sampling: Sampling
     asked: int
     answered: int
-    """Fewer than asked: it was interrupted."""
+    """Number of problems that were answered; fewer than `asked` if the evaluation was interrupted"""
     elapsed_s: float
     estimates: list[Estimate]
 
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
-    """Those kept in `evals/` of a run, oldest first. Raises RecordError naming a file that is none."""
+    """Returns the evaluations in `evals/` of a run, the oldest first. Raises RecordError, which names the file,
+    for one that cannot be read."""
     found = []
     for path in sorted((run_dir / "evals").glob("*.json")):
         try:
@@ -94,8 +98,8 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
 
 
 def estimates(answered: Sequence[Answered]) -> list[Estimate]:
-    """All that the answers tell: accuracy if there are greedy ones, the rest if there are samples. Answers that
-    could not be scored are left out, and a problem of which too few are left."""
+    """Returns the accuracy if there are greedy answers, and the other estimates if there are samples. Answers
+    that could not be scored are left out, and so are problems with too few others."""
     greedy = [float(a.greedy.correct) for a in answered if a.greedy and not a.greedy.failed]
     asked = max((len(a.samples) for a in answered), default=0)
     drawn = [s for s in ([r for r in a.samples if not r.failed] for a in answered) if s]
@@ -109,15 +113,17 @@ def estimates(answered: Sequence[Answered]) -> list[Estimate]:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that k of n answers, drawn without replacement, hold one of the c correct ones."""
+    """Returns the probability that k of n answers, drawn without replacement, include one of the c correct
+    ones."""
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def majority(replies: Sequence[Reply]) -> float:
-    """1 if the most frequent answer is correct, else 0; of several most frequent ones, the correct share.
+    """Returns 1 if the most frequent answer is correct, else 0. If several are most frequent, returns the share
+    of correct ones among them.
 
-    Correct answers count as one whatever their spelling; wrong ones by their spelling. A response that
-    answers nothing has no vote.
+    All correct answers count as the same, and wrong ones by their spelling. A response without an answer has no
+    vote.
     """
     votes = Counter("correct" if r.correct else ("wrong", r.given) for r in replies if _votes(r))
     if not votes:
@@ -128,7 +134,7 @@ def majority(replies: Sequence[Reply]) -> float:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the mean of one value in [0, 1] for each problem."""
+    """Returns the 95 % interval of the mean of `values`, one in [0, 1] for each problem."""
     if all(v in (0.0, 1.0) for v in values):
         return wilson(sum(values) / len(values), len(values))
     rng, array = np.random.default_rng(0), np.asarray(values)
@@ -138,7 +144,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def wilson(p: float, n: int, z: float = _Z) -> tuple[float, float]:
-    """Wilson's score interval of a proportion `p` of `n` draws."""
+    """Returns Wilson's score interval for a proportion `p` of `n` draws."""
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)
@@ -153,5 +159,5 @@ def _votes(reply: Reply) -> bool:
 
 
 def _ks(n: int) -> list[int]:
-    """2, 4, 8, … and n itself."""
+    """Returns 2, 4, 8, … up to n, and n itself."""
     return sorted({2**i for i in range(1, n.bit_length()) if 2**i < n} | {n})

@@ -10,7 +10,7 @@ from areal_q.errors import CheckpointError
 LLAMA3_CONTEXT = "original_max_position_embeddings"
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 SILU = ("silu", "swish")
-"""Two names of one function."""
+"""The two names by which config.json calls the same activation"""
 
 
 class Experts(Struct, frozen=True, kw_only=True):
@@ -26,9 +26,9 @@ class Experts(Struct, frozen=True, kw_only=True):
     normalised: bool = True
     """True if the gates of a token's experts are divided by their sum."""
     step: int = 1
-    """Every so many layers one is sparse, the last of them."""
+    """Distance of two sparse layers; the first of them is layer `step` - 1"""
     dense_layers: tuple[int, ...] = ()
-    """Layers that are dense nonetheless."""
+    """Layers that are dense in spite of `step`"""
 
     def has(self, layer: int) -> bool:
         return layer not in self.dense_layers and (layer + 1) % self.step == 0
@@ -55,7 +55,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     """Llama 3's frequency scaling, as in its config.json; None for plain RoPE."""
     norm_eps: float = 1e-6
     tied: bool = True
-    """Output head shares the embedding's weights."""
+    """True if the output head shares the embedding's weights"""
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
@@ -68,12 +68,13 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """Those that have experts."""
+        """Indices of the layers that have experts."""
         return tuple(i for i in range(self.layers) if self.experts and self.experts.has(i))
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> "DecoderConfig":
-        """Raises CheckpointError for an architecture or a variant that is not implemented."""
+        """Returns the shape that a `config.json` describes. Raises CheckpointError for an architecture or a
+        variant that is not implemented."""
         family = hf.get("model_type")
         if family not in FAMILIES:
             raise CheckpointError(f"model_type {family!r} is none of {', '.join(FAMILIES)}")
@@ -105,7 +106,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns `config.json` as transformers reads it."""
+        """Returns the content of `config.json`, as transformers reads it."""
         arch = {
             "qwen2": "Qwen2ForCausalLM",
             "qwen3": "Qwen3ForCausalLM",
@@ -148,7 +149,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         }
 
     def inverse_frequencies(self) -> list[float]:
-        """RoPE's [head_dim / 2] angular frequencies, scaled like Llama 3's where configured."""
+        """Returns RoPE's head_dim / 2 angular frequencies in radians per position, with Llama 3's scaling if it
+        is configured."""
         freqs = [self.rope_theta ** (-i / self.head_dim) for i in range(0, self.head_dim, 2)]
         if self.rope_scaling is None:
             return freqs
@@ -165,8 +167,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
 
 
 def _not_implemented(family: str, hf: dict[str, Any]) -> dict[str, bool]:
-    """Returns what transformers would compute otherwise, or other weights than these; by name, whether it is
-    asked for."""
+    """Returns, by name, whether `hf` asks for a variant that this decoder does not have: one that transformers
+    would compute differently, or with other weights."""
     kinds = {kind for kind in hf.get("layer_types") or () if kind != "full_attention"}
     return {
         f"hidden_act {hf.get('hidden_act')!r}": hf.get("hidden_act", "silu") not in SILU,
@@ -182,8 +184,8 @@ def _not_implemented(family: str, hf: dict[str, Any]) -> dict[str, bool]:
 
 
 def _slides(family: str, hf: dict[str, Any]) -> bool:
-    """Returns True if a layer would attend to a window only: a `sliding_window` that is not switched on, or
-    begins behind the last layer, is none. What `layer_types` says comes before `max_window_layers`."""
+    """Returns True if some layer would attend to a sliding window. A window that is not switched on, or begins
+    after the last layer, does not count. `layer_types` takes precedence over `max_window_layers`."""
     if family == "llama" or not hf.get("use_sliding_window"):
         return False
     if "sliding_window" in hf and hf["sliding_window"] is None:
@@ -194,8 +196,9 @@ def _slides(family: str, hf: dict[str, Any]) -> bool:
 
 
 def _rope(hf: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """(theta, Llama 3's frequency scaling, if any), read where transformers reads them: `rope_scaling` comes
-    before `rope_parameters`, and a theta in either before one beside it. Raises CheckpointError."""
+    """Returns theta and Llama 3's frequency scaling, if there is one, with transformers' precedence:
+    `rope_scaling` before `rope_parameters`, and a theta in either before `rope_theta`. Raises CheckpointError
+    for values that are not valid or a kind that is not implemented."""
     rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     if any(isinstance(value, dict) for value in rope.values()):
         raise CheckpointError("RoPE of a kind of layer each is not implemented")
@@ -216,7 +219,8 @@ def _rope(hf: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 
 def _experts(hf: dict[str, Any]) -> Experts:
-    """Raises CheckpointError unless a token can have its experts."""
+    """Returns the experts that `hf` describes. Raises CheckpointError if a token asks for more experts than
+    there are, or the numbers are otherwise not valid."""
     count = hf["num_local_experts"] if "num_local_experts" in hf else hf["num_experts"]
     experts = Experts(
         count=count,

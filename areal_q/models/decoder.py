@@ -1,7 +1,8 @@
-"""The decoder that is learnt: Qwen2, Qwen3 (dense or with experts) or Llama, under Hugging Face's names.
+"""The decoder that the learner trains: Qwen2, Qwen3 (dense or with experts) or Llama, with Hugging Face's
+names.
 
-It runs on packed batches: the tokens of all sequences one after the other, no padding. Only
-attention sees sequences, through a `PackedLayout`.
+It runs on packed batches: the tokens of all sequences one after the other, without padding. Only attention
+knows the sequences, from a `PackedLayout`.
 
 Notation: T tokens of all sequences, S sequences, D model width, V vocabulary.
 """
@@ -26,7 +27,8 @@ from areal_q.models.packed_layout import PackedLayout
 
 
 class Decoder(nn.Module):
-    """`state_dict` has the names and shapes of a checkpoint; no `lm_head` when it is tied."""
+    """A decoder-only transformer. Its `state_dict` has the names and shapes of a Hugging Face checkpoint,
+    without `lm_head` if it is tied."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -34,10 +36,11 @@ class Decoder(nn.Module):
         self.model = Trunk(config)
         self.lm_head = None if config.tied else Linear(config.width, config.vocab_size, bias=False)
         self.dtype = torch.float32
-        """Dtype of the products and of the hidden states; sums along the residual stream stay float32."""
+        """Dtype of the matrix products and of the hidden states; the residual stream is summed in float32."""
 
     def recompute_layers(self, on: bool) -> None:
-        """Turns on or off that the backward pass runs each layer again, so that only its input is kept."""
+        """Turns activation checkpointing on or off: the backward pass then runs each layer again, and only its
+        input is kept."""
         for layer in self.model.layers:
             assert isinstance(layer, Layer)
             layer.recompute = on
@@ -45,8 +48,8 @@ class Decoder(nn.Module):
     def forward(
         self, token_ids: Tensor, layout: PackedLayout, routing: Routing | None = None
     ) -> Tensor:
-        """Hidden states [T, D] after the final norm, for token_ids int64 [T]. `routing` tells the sparse
-        layers which experts to take, and is told which they would."""
+        """Returns the hidden states [T, D] after the final norm, for token_ids int64 [T]. `routing` gives the
+        sparse layers the experts to use, and records those that their routers would choose."""
         if self.dtype == torch.float32:
             return self.model(token_ids, layout, routing)
         with torch.autocast(token_ids.device.type, self.dtype):
@@ -54,7 +57,8 @@ class Decoder(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """The output head's weight [V, D] as it acts; the embedding's where they are tied."""
+        """Returns the weight of the output head [V, D] as the forward pass uses it; it is the embedding's if
+        they are tied."""
         if self.lm_head is not None:
             rounds, weight = self.lm_head.rounds_rest, self.lm_head.weight
         else:
@@ -63,12 +67,13 @@ class Decoder(nn.Module):
         return straight(weight) if rounds else weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., D]: ask only for the positions that are needed."""
+        """Returns the logits [..., V] of hidden states [..., D]. They take much memory, so pass only the
+        positions that are needed."""
         return F.linear(hidden, self.head)
 
 
 class Trunk(nn.Module):
-    """Embedding, layers, final norm: all but the output head."""
+    """Embedding, layers and final norm: everything except the output head."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -124,7 +129,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.observe: Callable[[Tensor, Tensor, Tensor], None] | None = None
-        """Called with q, k and v as they are attended to, where somebody measures them."""
+        """Function that is called with q, k and v as attention uses them, to measure them; None for none"""
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.q_proj = Linear(config.width, queries, bias=config.qkv_bias)
         self.k_proj = Linear(config.width, keys, bias=config.qkv_bias)
@@ -148,10 +153,10 @@ class Attention(nn.Module):
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
-    """Causal attention of each sequence to itself.
+    """Returns the causal attention within each sequence, [T, heads, head_dim].
 
-    q [T, heads, head_dim], k and v [T, kv_heads, head_dim] -> [T, heads, head_dim]. Padding
-    stands at the end of a sequence, so that causality alone keeps real tokens from seeing it.
+    q is [T, heads, head_dim], k and v are [T, kv_heads, head_dim]. Padding is at the end of a sequence, so that
+    no real token attends to it.
     """
     outputs = []
     for bucket in layout.buckets:
@@ -165,10 +170,11 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> T
 
 
 def init_weights(model: Decoder, seed: int) -> None:
-    """Normal(0, 1/√width); projections into the residual stream divided by √(2 · layers) (GPT-2).
+    """Draws the weights from Normal(0, 1/√width), and divides those of projections into the residual stream by
+    √(2 · layers), as GPT-2 does. Norms start at 1 and biases at 0.
 
-    A fixed 0.02 is right near width 2,500; at width 128 it made the warm start three times slower.
-    Norms start at 1 and biases at 0. Deterministic in `seed`, whatever the global generator holds.
+    A fixed standard deviation of 0.02 suits a width near 2,500; at width 128 it made the warm start three times
+    slower. The result depends on `seed` alone, and not on torch's global generator.
     """
     generator = torch.Generator().manual_seed(seed)
     usual_std = model.config.width**-0.5

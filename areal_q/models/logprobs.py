@@ -1,12 +1,13 @@
 """Log-probs and entropies of the output head's distribution, with or without the [T, V] logits in memory.
 
-With: plain torch, several tensors of [T, V] at once. Without: the vocabulary in blocks, V's softmax summed up
-as blocks come by (online softmax, arXiv 1805.02867); the backward pass computes each block again from the
-hidden states and three numbers a token (arXiv 2411.09009 does so in one kernel). Each block of the head's
-weight is read once a pass, and its gradient written once.
+With the logits in memory it is plain torch, with several tensors of [T, V] at once. Without them the vocabulary
+is cut into blocks, and the softmax is accumulated over the blocks (online softmax, arXiv 1805.02867). The
+backward pass computes each block again from the hidden states and three numbers for each token, as arXiv
+2411.09009 does in one kernel. Each block of the head's weight is read once in each pass, and its gradient is
+written once.
 
 Notation: T tokens, D model width, V vocabulary, B columns of a block; l = logits / temperature, in float32 or
-better whatever the model's dtype. A token's H is its entropy, lse its log Σ exp l.
+better whatever the model's dtype. H is a token's entropy, and lse its log Σ exp l.
 """
 
 from typing import Any
@@ -18,10 +19,10 @@ from torch.autograd.function import once_differentiable
 from areal_q.models.layers.linear import product
 
 BLOCK = 1 << 22
-"""Logits held at once."""
+"""Number of logits in a block"""
 _WHOLE = 1 << 24
-"""Up to so many logits plain torch is used: which of the two depends on shapes alone, so that a step computed
-again takes the same one."""
+"""Most logits for which plain torch is used. The choice depends on shapes alone, so that a step that is
+computed again makes the same one."""
 
 
 def head_logprobs(
@@ -31,12 +32,14 @@ def head_logprobs(
     temperature: float = 1.0,
     entropy_learns: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob of each target, entropy) in nats, both float32 [T] (float64 of float64).
+    """Returns the log-prob of each target and the entropies in nats, both float32 [T] (float64 for float64).
 
-    hidden [T, D], weight [V, D], targets int64 [T]. Gradients reach hidden and weight from the log-probs, and
-    from the entropy where it `entropy_learns`.
+    hidden is [T, D], weight [V, D] and targets int64 [T]. Gradients flow to hidden and weight from the
+    log-probs, and from the entropies if `entropy_learns`.
     """
-    exact = hidden.dtype == weight.dtype  # else logits would be rounded to the coarser of the two
+    exact = (
+        hidden.dtype == weight.dtype
+    )  # otherwise torch would round the logits to the coarser dtype
     if exact and len(hidden) * len(weight) <= _WHOLE:
         return whole(hidden, weight, targets, temperature, entropy_learns)
     return blockwise(hidden, weight, targets, temperature, entropy_learns)
@@ -45,7 +48,7 @@ def head_logprobs(
 def whole(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy_learns: bool
 ) -> tuple[Tensor, Tensor]:
-    """The definition; needs memory for several [T, V]."""
+    """Returns the same by its definition in plain torch, with memory for several tensors [T, V]."""
     logits = _wide(torch.nn.functional.linear(hidden, weight)) / temperature
     logp = torch.log_softmax(logits, dim=-1)
     with torch.set_grad_enabled(entropy_learns and torch.is_grad_enabled()):
@@ -61,7 +64,7 @@ def blockwise(
     entropy_learns: bool,
     block: int = BLOCK,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the same with at most `block` logits at once (but at least 256 columns)."""
+    """Returns the same with at most `block` logits in memory at once, but at least 256 columns."""
     chosen, lse, entropy = blocks(hidden, weight, targets, temperature, block)
     return chosen - lse, entropy if entropy_learns else entropy.detach()
 
@@ -69,7 +72,8 @@ def blockwise(
 def blocks(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, block: int = BLOCK
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """([T] l of each target, lse, entropy) over the rows of `weight`; 0 for a target that is none of them."""
+    """Returns l of each target, lse and entropy over the rows of `weight`, each [T]. For a target that is none
+    of these rows l is 0."""
     columns = max(256, block // max(1, len(hidden)))
     return _Blockwise.apply(hidden, weight, targets, temperature, columns)  # type: ignore[return-value]
 
@@ -79,7 +83,7 @@ class _Blockwise(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, columns: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Of l shifted by the largest so far: Σ exp and Σ exp · l, which move along when that grows.
+        # Σ exp and Σ exp · l are of l minus the largest l so far, and are rescaled whenever that grows.
         largest = _wide(hidden.new_full((len(hidden),), -torch.inf))
         total, weighted = torch.zeros_like(largest), torch.zeros_like(largest)
         chosen = torch.zeros_like(largest)
@@ -106,7 +110,7 @@ class _Blockwise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
-        """∂l_y/∂l_j = [j = y], ∂lse/∂l_j = p_j and ∂H/∂l_j = -p_j (log p_j + H)."""
+        """Uses ∂l_y/∂l_j = [j = y], ∂lse/∂l_j = p_j and ∂H/∂l_j = -p_j (log p_j + H)."""
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         of_chosen, of_lse, of_entropy = grads
         to_hidden, to_weight = ctx.needs_input_grad[:2]
@@ -146,14 +150,16 @@ def _logits(hidden: Tensor, part: Tensor, temperature: float) -> Tensor:
 
 
 def _product(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [n, k] · w [m, k]ᵀ, summed and returned in float32 or better; factors of `dtype` on a GPU."""
+    """Returns x [n, k] · w [m, k]ᵀ, [n, m], accumulated in float32 or better. On a GPU the factors are of
+    `dtype`."""
     if x.is_cuda and dtype in (torch.bfloat16, torch.float16):
         return torch.mm(x.to(dtype), w.to(dtype).t(), out_dtype=torch.float32)
     return product(_wide(x), _wide(w))
 
 
 def _places(targets: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
-    """(bool [T] whether the target is in the block, int64 [T] its column there, or any)."""
+    """Returns bool [T], True for targets in the block, and int64 [T], their columns in it; the others' are
+    arbitrary."""
     places = targets - start
     return (places >= 0) & (places < columns), places.clamp(0, columns - 1)
 

@@ -1,11 +1,11 @@
-"""Adapters in the layout of Hugging Face's PEFT, and the base that they belong to.
+"""Writes adapters in the layout of Hugging Face's PEFT, and the base that they belong to.
 
     hf/       base and adapters merged: a plain model
-    base/     the frozen base alone, as its format's numbers stand for it
+    base/     the frozen base alone, dequantized from its format
     adapter/  adapter_config.json, adapter_model.safetensors
 
-UAQ's scale is folded back: norms are divided by it, so the base's linears behind them, and the A of their
-adapters, are multiplied.
+UAQ's scale is removed: norms are divided by it, and the linear layers after them, and the A of their adapters,
+multiplied.
 """
 
 import json
@@ -58,7 +58,8 @@ def save_adapted(
 
 
 def _plain(model: Decoder, uaq_scale: float) -> Decoder:
-    """Returns a decoder of plain linears with the function that `model` has now."""
+    """Returns a decoder with plain linear layers that computes the same function as `model`, without UAQ's
+    scale."""
     plain = Decoder(model.config)
     plain.load_state_dict(merged_state(model))
     if uaq_scale > 1:

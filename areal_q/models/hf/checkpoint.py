@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face's layout: config.json and *.safetensors, one file or sharded."""
+"""Reads and writes checkpoints in Hugging Face's layout: config.json and *.safetensors, one file or sharded."""
 
 import json
 import os
@@ -20,7 +20,8 @@ INDEX = "model.safetensors.index.json"
 
 
 def load_config(path: str | Path) -> DecoderConfig:
-    """Returns the shape of the model in directory `path`. Raises CheckpointError naming the file."""
+    """Returns the shape of the model in directory `path`. Raises CheckpointError, which names the file, if it
+    cannot be read."""
     directory = Path(path)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
@@ -36,18 +37,18 @@ def load_config(path: str | Path) -> DecoderConfig:
 
 
 def declared_dtype(path: str | Path) -> str | None:
-    """Returns what config.json of directory `path` says its weights are in, such as "bfloat16"; None where it
-    says nothing, or is not there any more."""
+    """Returns the dtype that config.json in directory `path` names for the weights, such as "bfloat16"; None if
+    it names none, or does not exist any more."""
     file = Path(path) / "config.json"
     table = _read_object(file) if file.is_file() else {}
     return table.get("dtype") or table.get("torch_dtype")
 
 
 def load_decoder(path: str | Path) -> Decoder:
-    """Returns the model in directory `path`, in float32 whatever it was stored in, on the CPU.
+    """Returns the model in directory `path` on the CPU, in float32 whatever its stored dtype.
 
-    Raises CheckpointError naming the file, and the tensor that is missing, unexpected, misshapen or not
-    finite.
+    Raises CheckpointError, which names the file, if it cannot be read or a tensor is missing, unexpected, of a
+    wrong shape or not finite.
     """
     config = load_config(path)
     with torch.device("meta"):
@@ -58,10 +59,10 @@ def load_decoder(path: str | Path) -> Decoder:
     for file in _weight_files(Path(path)):
         for name, tensor in _read_tensors(file).items():
             if name == "lm_head.weight" and config.tied:
-                head = tensor  # transformers 4 wrote it beside the embedding that it equals
+                head = tensor  # transformers 4 wrote the tied head as well, equal to the embedding
                 continue
             if name.endswith("rotary_emb.inv_freq"):
-                continue  # older ones wrote these as well, which config.json says
+                continue  # older versions wrote these as well, although config.json determines them
             if name not in wanted:
                 raise CheckpointError(f"{file}: unexpected tensor {name}")
             if tensor.shape != wanted[name]:
@@ -88,14 +89,14 @@ def save_decoder(
     tokenizer: Tokenizer | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Writes directory `path` for `transformers.AutoModelForCausalLM`, replacing one that is there.
+    """Writes directory `path` for `transformers.AutoModelForCausalLM`, and replaces one that exists.
 
-    Tensors are rounded to `dtype`, which config.json names. Raises CheckpointError, with `path` as it was,
-    where one does not fit into it.
+    Tensors are rounded to `dtype`, which config.json names. Raises CheckpointError, and leaves `path`
+    unchanged, if a value does not fit into `dtype`.
 
-    It is written beside it under a hidden name and renamed, so that `path` never holds half a model.
-    A crash between the two renames of a replacement leaves both hidden; the next save sees to it.
-    One writer at a time.
+    The directory is written under a hidden name and then renamed, so that `path` never has an incomplete model.
+    A crash between the two renames of a replacement leaves both models hidden until the next save. Only one
+    writer at a time is allowed.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +135,7 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
         with safe_open(file, framework="pt") as tensors:
             return {name: tensors.get_tensor(name).float() for name in tensors.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        if not os.access(file, os.R_OK):  # which safetensors calls a file that is not there
+        if not os.access(file, os.R_OK):  # safetensors would report it as missing
             raise CheckpointError(
                 f"{file}: user {os.getuid()} may not read it by its mode; transformers writes files "
                 "for their owner alone: chmod -R a+rX the directory"
@@ -149,7 +150,7 @@ def _check_fits(state: dict[str, torch.Tensor], path: str | Path) -> None:
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    # One pass that allocates nothing: isfinite() would hold another copy of a large model's embedding.
+    # aminmax allocates nothing, whereas isfinite would need a further tensor as large as the embedding.
     return tensor.numel() == 0 or all(end.isfinite() for end in tensor.aminmax())
 
 

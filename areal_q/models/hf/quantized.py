@@ -1,8 +1,8 @@
-"""Quantized checkpoints in Hugging Face's layout, which vLLM, SGLang and transformers load as they are.
+"""Writes quantized checkpoints in Hugging Face's layout, which vLLM, SGLang and transformers can load.
 
-Published tensors carry the names and layouts of a public checkpoint format already; what a checkpoint
-adds is the table `quantization_config` that tells a loader so. For everything but fp8 blocks and nf4 that
-is compressed-tensors' (its `QuantizationConfig`, version 0.20): one group of all linears, without head and
+Published tensors have the names and layouts of a public checkpoint format already. A checkpoint adds the table
+`quantization_config`, from which a loader knows the format. Except for fp8 blocks and nf4 it is that of
+compressed-tensors (its `QuantizationConfig`, version 0.20), with one group of all linear layers except head and
 routers.
 """
 
@@ -22,7 +22,8 @@ _Table = dict[str, Any]
 
 
 def _numbers(kind: str, bits: int, strategy: str, **more: Any) -> _Table:
-    """compressed-tensors' description of weights or activations: symmetric, no zero points."""
+    """Returns compressed-tensors' description of weights or activations that are symmetric, without zero
+    points."""
     return {"type": kind, "num_bits": bits, "strategy": strategy, "symmetric": True, **more}
 
 
@@ -76,13 +77,13 @@ QUANTIZATION_CONFIGS: dict[str, _Table | None] = {
         "weight_block_size": [128, 128],
     },
 }
-"""`quantization_config` of each format, but for what it leaves out; bf16 needs none."""
+"""The `quantization_config` of each format, without the list of layers that it excludes; bf16 needs none."""
 LEFT_OUT = {
     "compressed-tensors": "ignore",
     "fp8": "ignored_layers",
     "bitsandbytes": "llm_int8_skip_modules",
 }
-"""What each `quant_method` calls the linears that are not quantized."""
+"""Key under which each `quant_method` lists the linear layers that are not quantized"""
 
 
 def write_checkpoint(
@@ -90,8 +91,8 @@ def write_checkpoint(
 ) -> None:
     """Writes published `tensors` and the `config.json` of `model` into `directory`, which must exist.
 
-    `torch_dtype` is that of the embedding. Raises CheckpointError for a format without a public layout
-    and for an architecture that is not ours.
+    `torch_dtype` is that of the embedding. Raises CheckpointError for a format without a public layout, and for
+    an architecture that is not implemented.
     """
     if format not in QUANTIZATION_CONFIGS:
         known = ", ".join(QUANTIZATION_CONFIGS)
@@ -112,5 +113,6 @@ def write_checkpoint(
 
 
 def _unquantized(model: DecoderConfig) -> list[str]:
-    """Returns the linears that no format quantizes, in full: vLLM matches a bare `gate` to none in fp8."""
+    """Returns the full names of the linear layers that no format quantizes. In fp8 vLLM would not match the
+    short name `gate` to any layer."""
     return ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in model.sparse_layers)]

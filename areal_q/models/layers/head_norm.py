@@ -1,10 +1,10 @@
-"""The norm of each head's queries or keys."""
+"""The RMSNorm over the queries or keys of each head."""
 
 from torch import Tensor, nn
 
 
 class HeadNorm(nn.RMSNorm):
-    """In the type of its weight, whatever the projection before it computes in."""
+    """An RMSNorm that computes in the dtype of its weight, whatever the dtype of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))

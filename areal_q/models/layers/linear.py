@@ -1,6 +1,6 @@
-"""The decoder's linear layer. On x86 CPUs it runs in oneDNN, which torch itself uses for float32 only
-after a rounding to bfloat16 was allowed: on AMD's cores its float32 products are twice as fast as MKL's,
-with the same error.
+"""The decoder's linear layer. On x86 CPUs it runs in oneDNN, which torch itself uses for float32 only if
+rounding to bfloat16 is allowed. On AMD's cores its float32 products are twice as fast as MKL's, with the same
+error.
 """
 
 from typing import Any
@@ -17,10 +17,11 @@ _linear = (
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` by another kernel: x [T, in] → [T, out]."""
+    """An `nn.Linear` with another kernel: x [T, in] → [T, out]."""
 
     rounds_rest = False
-    """True where a bias, or an output head's weight, acts rounded (areal_q/models/low_bit/bf16_rounding.py)."""
+    """True if the bias, or an output head's weight, is rounded in the forward pass
+    (areal_q/models/low_bit/bf16_rounding.py)"""
 
     def forward(self, input: Tensor) -> Tensor:
         if _linear is None or not _suits(input) or torch.is_autocast_enabled("cpu"):
@@ -30,7 +31,8 @@ class Linear(nn.Linear):
 
 
 class _OneDnn(torch.autograd.Function):
-    """x·Wᵀ and x's gradient in oneDNN; W's gradient, where it is no faster, in torch's own product."""
+    """Computes x · Wᵀ and the gradient of x in oneDNN. The gradient of W, for which oneDNN is no faster, is
+    torch's own product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -45,7 +47,8 @@ class _OneDnn(torch.autograd.Function):
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., in] · weight [out, in]ᵀ by the kernel that is fastest here; no gradient."""
+    """Returns x [..., in] · weight [out, in]ᵀ, [..., out], by the kernel that is fastest here, without
+    gradient."""
     if _linear is None or not _suits(x):
         return F.linear(x, weight)
     return _linear(x, weight, None, "none", [], "")

@@ -1,4 +1,4 @@
-"""The MLP of a dense layer, and of one expert."""
+"""The MLP of a dense layer or of one expert."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from areal_q.models.layers.linear import Linear
 
 
 class Mlp(nn.Module):
-    """SwiGLU: x [T, width] → [T, width]."""
+    """A SwiGLU MLP: x [T, width] → [T, width]."""
 
     def __init__(self, width: int, mlp: int) -> None:
         super().__init__()

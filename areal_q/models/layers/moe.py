@@ -1,20 +1,20 @@
 """Mixtures of experts: a router, the experts that it chooses for each token, and their replay.
 
     p = softmax(W_r · x)          in float32, over all E experts
-    S = the K largest of p        or, replayed, those that the rollout took
-    g_e = p_e / Σ_{j∈S} p_j       for e ∈ S (undivided where the model says so)
+    S = the K largest of p        or, with routing replay, those of the rollout
+    g_e = p_e / Σ_{j∈S} p_j       for e ∈ S (not divided if the model says so)
     y = Σ_{e∈S} g_e · expert_e(x)
 
-**Routing replay** (R3, arXiv 2510.11370): a quantized engine and the learner now and then rank two experts
-differently, and the token then runs through other weights altogether. With the rollout's S, and gates that are
-computed anew from the learner's own router, both sides run the same experts; gradients reach the router through
-the gates.
+**Routing replay** (R3, arXiv 2510.11370): now and then a quantized engine and the learner rank two experts
+differently, and the token then runs through entirely different weights. With the rollout's S, and gates that
+are computed anew from the learner's own router, both sides run the same experts. Gradients reach the router
+through the gates.
 
-Weights keep the names of Hugging Face's checkpoints, a 2-D matrix for each linear of each expert, so that
-formats, UAQ, Muon and sharding see ordinary linears. transformers 5 fuses them when it loads, and takes them
-apart when it saves.
+Weights have the names of Hugging Face's checkpoints, with a 2-D matrix for each linear layer of each expert, so
+that formats, UAQ, Muon and sharding can treat them as ordinary linear layers. transformers 5 fuses them when it
+loads a checkpoint, and splits them when it saves one.
 
-Notation: T tokens, D width, E experts, K experts a token, L sparse layers.
+Notation: T tokens, D width, E experts, K experts for each token, L sparse layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,28 +29,29 @@ from areal_q.models.layers.mlp import Mlp
 from areal_q.models.low_bit.bf16_rounding import straight
 
 UNRECORDED = -1
-"""In place of an expert's number, where nobody wrote down which it was."""
+"""Stands for an expert that was not recorded"""
 
 
 class Routing:
-    """What the sparse layers of one forward are told, and tell. By sparse layer, 0 … L - 1.
+    """The experts that the sparse layers of one forward pass shall use, and those that they choose, by sparse
+    layer 0 … L - 1.
 
-    No dataclass: FSDP2 would hand each layer a copy.
+    It is not a dataclass, since FSDP2 would give each layer a copy.
     """
 
     def __init__(self, recorded: Tensor | None = None) -> None:
         self.recorded = recorded
-        """int [T, L, K]: experts to take; UNRECORDED for tokens that take the router's own."""
+        """Experts to use, int [T, L, K]; UNRECORDED for tokens that use the router's choice"""
         self.own: dict[int, Tensor] = {}
-        """int64 [T, K]: the router's choice."""
+        """The router's choice by layer, int64 [T, K]"""
         self.taken: dict[int, Tensor] = {}
-        """int64 [T, K]: the experts that were run."""
+        """The experts that were run by layer, int64 [T, K]"""
         self.probs: dict[int, Tensor] = {}
-        """float32 [T, E] with gradient: the router's distribution."""
+        """The router's distribution by layer, float32 [T, E] with gradient"""
 
     def choose(self, layer: int, probs: Tensor, own: Tensor) -> Tensor:
-        """Returns the experts to run, int64 [T, K]. A layer that runs again (activation checkpointing) says
-        the same again."""
+        """Returns the experts to run, int64 [T, K], and records the layer's choice. A layer that runs again in
+        the backward pass records the same again."""
         taken = own
         if self.recorded is not None:
             recorded = self.recorded[:, layer].to(own.dtype)
@@ -60,23 +61,24 @@ class Routing:
 
 
 class Router(Linear):
-    """weight [E, D]; float32 whatever the model computes in, and never quantized."""
+    """The router of a sparse layer, with weight [E, D]. It computes in float32 whatever the model's dtype, and
+    is never quantized."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__(width, experts, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        """float32 [T, E]: each token's distribution over the experts."""
+        """Returns each token's distribution over the experts, float32 [T, E]."""
         weight = straight(self.weight) if self.rounds_rest else self.weight
         with torch.autocast(input.device.type, enabled=False):
             return F.linear(input.float(), weight.float()).softmax(-1)
 
 
 class SparseMlp(nn.Module):
-    """In place of a dense layer's Mlp."""
+    """The mixture of experts that a sparse layer has instead of an Mlp: x [T, D] → [T, D]."""
 
     def __init__(self, config: DecoderConfig, experts: Experts, layer: int) -> None:
-        """`layer` counts the sparse ones."""
+        """Builds the mixture of sparse layer number `layer`, which counts the sparse layers alone."""
         super().__init__()
         self.shape, self.layer = experts, layer
         self.gate = Router(config.width, experts.count)
@@ -91,24 +93,24 @@ class SparseMlp(nn.Module):
 
 
 def gates_of(probs: Tensor, taken: Tensor, shape: Experts) -> Tensor:
-    """float32 [T, K]: what the experts `taken` int64 [T, K] count for."""
+    """Returns the gates of the experts `taken` int64 [T, K], float32 [T, K]."""
     gates = probs.gather(-1, taken)
     return gates / gates.sum(-1, keepdim=True) if shape.normalised else gates
 
 
 def loads(taken: Tensor, experts: int) -> Tensor:
-    """int64 [E]: how often each expert is in `taken` int64 [N]."""
-    # bincount() looks for the largest and the smallest first, and waits for a GPU each time.
+    """Returns how often each expert occurs in `taken` int64 [N], as int64 [E]."""
+    # bincount() would wait for a GPU, since it computes the largest and the smallest value first.
     return taken.new_zeros(experts).index_add_(0, taken, torch.ones_like(taken))
 
 
 def mixed(
     x: Tensor, taken: Tensor, gates: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]
 ) -> Tensor:
-    """Σ_k gates[t, k] · experts[taken[t, k]](x[t]), [T, D].
+    """Returns Σ_k gates[t, k] · experts[taken[t, k]](x[t]) for each token t, [T, D].
 
-    Tokens are sorted by expert, so that each expert runs once. It runs on no token as well: every weight then
-    has a gradient, if only 0, on every rank of a sharded model.
+    Tokens are sorted by expert, so that each expert runs once. An expert without tokens runs too, so that on
+    every rank of a sharded model every weight has a gradient, which may be 0.
     """
     rows, per_token = taken.shape
     flat = taken.flatten()

@@ -1,8 +1,8 @@
 """Rotary position embeddings (RoFormer, arXiv 2104.09864) in Hugging Face's half-rotated layout.
 
-Channel i is paired with channel i + head_dim/2 (not with its neighbour), as Qwen2, Qwen3 and Llama
-checkpoints expect. Pure functions, shared by the learner's decoder and the engine; the angles are
-float32 whatever the weights are.
+Channel i is paired with channel i + head_dim/2 (not with its neighbour), as Qwen2, Qwen3 and Llama checkpoints
+expect. The learner's decoder and the reference engine both use these functions. The angles are float32 whatever
+the dtype of the weights.
 """
 
 import torch
@@ -14,7 +14,7 @@ from areal_q.models.config import DecoderConfig
 def rope_tables(
     config: DecoderConfig, length: int | None = None, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each float32 [length, head_dim]; row p belongs to position p.
+    """Returns (cos, sin), each float32 [length, head_dim]; row p belongs to position p.
 
     `length` defaults to the model's max_positions.
     """
@@ -28,7 +28,8 @@ def rope_tables(
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns `x` [..., heads, head_dim] rotated by its tokens' angles: rows [..., head_dim] of the tables.
+    """Returns `x` [..., heads, head_dim] rotated by the angles of its tokens, whose rows of the tables are
+    `cos` and `sin` [..., head_dim].
 
     Example: apply_rope(q, cos[positions], sin[positions]), q [T, heads, head_dim], positions [T].
     """
