@@ -4,11 +4,12 @@
     schedule.py      a pipeline's stages            settings.py      our settings as Megatron's
     tensor_names.py  names and shards of tensors    shard_state.py   scattering, gathering
     ddp_module.py    a module with its optimizer    critic.py        the critic beside the policy
-    cuda_shim.py     CUDA's stand-in on a CPU       layers/          log-probs over a shared vocabulary,
+    cuda_shim.py     CUDA's stand-in on a CPU       layers/          log-probs over a sharded vocabulary,
                                                                      quantized forward, LoRA, router
 
-Megatron needs neither Transformer Engine nor Apex here. Its own checkpoints are not used: a run's are those
-of one process (learner/checkpoint/files.py), so that it goes on with any layout, or with the torch backend.
+Megatron needs neither Transformer Engine nor Apex here. Its own checkpoints are not used: checkpoints are those
+of a single process (learner/checkpoint/files.py), so that a run can resume with any layout, or on the torch
+backend.
 """
 
 import importlib.util

@@ -1,10 +1,10 @@
-"""The critic (learner/backends/critic.py) of a stage, on the policy's trunk or on a trunk of its own beside it.
+"""A stage's critic (learner/backends/critic.py), on the policy's trunk or on its own trunk beside that.
 
     policy's stage ─┬─ [N, 1, D] of each, side by side ─▶ next stage … ─▶ log-probs, entropy ─┬─▶ loss
     critic's stage ─┘                                                  └▶ values ────────────┘
 
-Every stage has a value head, and only the last one's is used: so each has something to learn, as Megatron's
-optimizer expects.
+Every stage has a value head, because Megatron's optimizer expects parameters on each; only the
+last one is used.
 """
 # pyright: reportMissingImports=false
 
@@ -51,7 +51,7 @@ class CriticTrunk(MegatronModel):
 
 
 class PolicyAndCritic(nn.Module):
-    """The policy and the critic as one model of Megatron's schedules."""
+    """The policy and the critic as one model for Megatron's schedules."""
 
     def __init__(self, policy: MegatronModel, critic: CriticTrunk) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class PolicyAndCritic(nn.Module):
         self.parts = nn.ModuleList([policy, critic])
 
     def set_input_tensor(self, tensors: list[Any]) -> None:
-        """Takes what the stage before sent: [[N, 1, 2 · D]], or [None] on the first stage."""
+        """Receives the output of the stage before: [[N, 1, 2 · D]], or [None] on the first stage."""
         (x,) = tensors
         halves = (None, None) if x is None else x.chunk(2, -1)
         for part, half in zip(self.parts, halves, strict=True):
@@ -78,7 +78,8 @@ def values(critic: ValueHead | CriticTrunk, hidden: Tensor, batch: PackedBatch) 
 def critic_entries(
     shape: DecoderConfig, backend: MegatronBackend, trunk: bool, lora: Lora | None
 ) -> tuple[list[TensorEntry], list[TensorEntry]]:
-    """Returns the entries that learn and those that are frozen, by the names of learner/backends/critic.py."""
+    """Returns (trainable entries, frozen entries) of the critic, with the names of
+    learner/backends/critic.py."""
     learning, frozen, stages = [], [], backend.pipeline
     if trunk:
         headless = msgspec.structs.replace(shape, tied=True)
@@ -106,5 +107,5 @@ def critic_shapes(
 
 
 def renamed(name: str) -> str:
-    """Returns the trunk's name of a tensor from the policy's."""
+    """Returns the name in the critic's trunk of the tensor `name` of the policy."""
     return name.replace("model.", "trunk.", 1)

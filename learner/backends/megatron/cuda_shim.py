@@ -1,7 +1,7 @@
-"""A stand-in on the CPU for the CUDA that Megatron names outright in many places.
+"""A CPU substitute for CUDA, which Megatron names explicitly in many places.
 
-It acts only on machines without CUDA, and only inside `cuda_or_cpu`. It was tried on gloo with Megatron's
-schedules, its DDP and its distributed optimizer, tensor and pipeline parallel.
+It acts only on machines without CUDA, and only inside `cuda_or_cpu`. It is tested over gloo with Megatron's
+schedules, DDP and distributed optimizer, tensor and pipeline parallel.
 """
 # pyright: reportMissingImports=false
 
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _OnCpu(TorchFunctionMode):
-    """Lets `device="cuda"` and `.cuda()` mean the CPU, and names the type of a CPU tensor as CUDA's."""
+    """Makes `device="cuda"` and `.cuda()` mean the CPU, and reports the type of a CPU tensor as CUDA's."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -33,7 +33,7 @@ class _OnCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """A stream in which everything is done in order, at once."""
+    """A substitute for a CUDA stream, in which everything is done at once and in order."""
 
     def record_event(self) -> "_Stream":
         return self
@@ -50,7 +50,7 @@ def _as_asked(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
 
 @contextmanager
 def cuda_or_cpu() -> Iterator[None]:
-    """Context in which Megatron's code runs, whatever the machine."""
+    """A context in which Megatron's code runs on machines with and without CUDA."""
     if torch.cuda.is_available():
         yield
         return

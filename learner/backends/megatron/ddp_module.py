@@ -1,4 +1,4 @@
-"""The learning part of a stage: a module in Megatron's DDP with its distributed optimizer."""
+"""A trainable module of a stage, in Megatron's DDP and with its distributed optimizer."""
 # pyright: reportMissingImports=false
 
 import math
@@ -29,10 +29,11 @@ from learner.optim.build import in_order, learning_rate
 
 
 class DdpModule:
-    """A module in Megatron's DDP, with an optimizer of its own. Where methods take the whole, rank 0 passes its
-    whole counterpart and others pass None.
+    """A module in Megatron's DDP, with its own optimizer. As `whole` rank 0 passes its whole counterpart of the
+    module, other ranks None.
 
-    `plan` has the parameters that learn, `frozen` the others; `shapes` are those of the sources of both.
+    `plan` has the trainable parameters, `frozen` the others; `shapes` are those of the sources
+    of both, by name.
     """
 
     def __init__(
@@ -63,16 +64,16 @@ class DdpModule:
         """The learning rate of the last step that was taken."""
 
     def sum_gradients(self) -> None:
-        """Sums gradients over data-parallel ranks, and those of parameters that several ranks hold over these,
-        too. Collective."""
+        """Sums gradients over data-parallel ranks; gradients of parameters that several ranks have are also
+        summed over these. Collective."""
         if isinstance(self._module, GPTModel):
             finalize_model_grads([self._ddp])
         else:
             self._ddp.finish_grad_sync()
 
     def step(self, update: int) -> float:
-        """Takes step number `update` if the gradient is finite. Returns the gradient's norm before it is
-        clipped. Collective."""
+        """Takes optimizer step `update` if the gradient is finite, and clears the gradient. Returns the
+        gradient's norm before clipping. Collective."""
         lr = learning_rate(self._settings, update)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -88,9 +89,9 @@ class DdpModule:
         return norm
 
     def load(self, whole: nn.Module | None) -> None:
-        """Takes over rank 0's weights. Collective."""
+        """Loads rank 0's weights. Collective."""
         weights = None
-        if whole:  # a frozen bias is a buffer
+        if whole:  # buffers are included, because a frozen bias is one
             weights = dict(whole.named_parameters()) | dict(whole.named_buffers())
         for p, value in self.places.scatter(weights, self._shapes):
             p.data.copy_(value)
@@ -101,7 +102,7 @@ class DdpModule:
     def load_moments(
         self, whole: nn.Module | None, optimizer: torch.optim.Optimizer | None
     ) -> None:
-        """Takes over rank 0's moments. Collective."""
+        """Loads rank 0's moments. Collective."""
         for name in MOMENTS:
             moments = named_moments(whole, optimizer, name) if whole and optimizer else None
             for p, value in self.places.scatter(moments, self._shapes):
@@ -133,8 +134,8 @@ class DdpModule:
                 slot["step"] = steps.clone()
 
     def share_of_moments(self, part: str) -> dict[str, Tensor]:
-        """Returns the whole moments that this rank writes, by their names in a checkpoint; the ranks of a stage
-        share them out among them. Collective."""
+        """Returns the whole moments that this rank writes, by their names in a checkpoint. The ranks of a stage
+        divide the stage's moments among them. Collective."""
         steps = self._state.steps()
         if not steps:
             return {}

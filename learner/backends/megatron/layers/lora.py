@@ -6,9 +6,9 @@
     x · Aᵀ           on every rank                               summed over ranks
     B                its rows                                    whole; every rank has all of its gradient
 
-Each of the sources that a linear fuses has an adapter of its own. The base is the rollouts' packed numbers,
-whole on every rank of its stage, as scales and blocks span what several ranks compute; no float copy of it is
-kept. A rank computes some of the base's outputs from all of its inputs, as in aligned.py.
+Each source of a fused linear has its own adapter. The base is quantized as in rollouts, and whole on every rank
+of its stage, since scales and blocks extend over what several ranks compute; there is no float copy of it. A
+rank computes some of the base's outputs from all of its inputs, as in quantized_forward.py.
 """
 # pyright: reportMissingImports=false
 
@@ -42,7 +42,7 @@ from learner.backends.megatron.layers.quantized_forward import beside, outputs_o
 from learner.backends.megatron.tensor_names import COLUMNS, ROWS, WHOLE, TensorEntry
 
 ROW = ("linear_proj", "linear_fc2")
-"""Megatron's linears whose inputs are shared out; the other two are columns, whose outputs are."""
+"""Megatron's linears whose inputs are divided among ranks; of the other two, the outputs are."""
 
 
 class AdapterSettings(NamedTuple):
@@ -53,15 +53,15 @@ class AdapterSettings(NamedTuple):
 
 
 class _Linear(nn.Module, ABC):
-    """Base of both kinds; Megatron builds them in place of its own, and without weights."""
+    """The base class of both kinds, which Megatron builds in place of its own linears, without weights."""
 
     bias: nn.Parameter | None
     on = True
-    """True if the adapters act."""
+    """True if the adapters are applied."""
     parts: list[Parts]
-    """The packed base of each source."""
+    """The quantized base of each source."""
     outputs: Tensor
-    """The base's outputs that this rank computes, int64, counted over the stacked sources."""
+    """The indices of the base's outputs that this rank computes, int64, counted over the stacked sources."""
 
     def __init__(
         self,
@@ -74,7 +74,8 @@ class _Linear(nn.Module, ABC):
         bias: bool = False,
         **_: Any,
     ) -> None:
-        """`ins` and `outs` are those of all ranks, `sources` the features of each fused linear by its name."""
+        """`ins` and `outs` count the inputs and outputs of all ranks, `sources` the outputs of each fused
+        linear by its name."""
         super().__init__()
         lora, self.format = on_base
         self.group, self.sources = tp_group, dict(sources)
@@ -100,19 +101,19 @@ class _Linear(nn.Module, ABC):
 
 
 class AdaptedColumn(_Linear):
-    """Linear whose outputs are shared out: x [N, 1, ins] → [N, 1, this rank's outputs]."""
+    """A linear whose outputs are divided among ranks: x [N, 1, ins] → [N, 1, this rank's outputs]."""
 
     def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
         outs = self.sources[name] // self.n
         return _factor(self.rank, self.ins, shared=False), _factor(outs, self.rank, shared=True)
 
     def take(self, parts: list[Parts], entry: TensorEntry) -> None:
-        """Takes the base: `parts` are those of the sources of `entry`."""
+        """Sets the base; `parts` are the quantized tensors of each source of `entry`."""
         self.parts = parts
         heights, like = list(self.sources.values()), next(iter(parts[0].values()))
         self.outputs = outputs_of(entry, heights, self.n, like)[self.group.rank()]
         self._order = self.outputs.argsort().argsort()
-        """The place of each of this rank's outputs among those of the stacked sources."""
+        """The position of each of this rank's outputs among these in the order of the stacked sources."""
 
     def forward(self, input_: Tensor, *_: Any) -> tuple[Tensor, None]:
         x = copy_to_tensor_model_parallel_region(input_.squeeze(1), self.group)
@@ -143,8 +144,8 @@ class AdaptedColumn(_Linear):
 
 
 class AdaptedRow(_Linear):
-    """Linear whose inputs are shared out: x [N, 1, this rank's inputs] → [N, 1, outs]. It has one source, no
-    bias."""
+    """A linear whose inputs are divided among ranks: x [N, 1, this rank's inputs] → [N, 1, outs]. It has one
+    source and no bias."""
 
     def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
         ins, outs = self.ins // self.n, self.sources[name]
@@ -177,7 +178,7 @@ class AdaptedRow(_Linear):
 
 
 class _Base(torch.autograd.Function):
-    """The format's own linear. The gradient of x goes through the weight, which is dequantized again for it."""
+    """The format's own linear. The backward pass dequantizes the weight again for the gradient of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: AdaptedColumn | AdaptedRow) -> Tensor:
@@ -190,8 +191,8 @@ class _Base(torch.autograd.Function):
 
 
 def _factor(rows: int, columns: int, shared: bool) -> nn.Parameter:
-    """Returns a factor at 0. It is `shared` out among ranks, or the same on all, which a norm then counts
-    once."""
+    """Returns a factor of zeros. It is divided among ranks if `shared`; else it is the same on all of them, and
+    counts once in the gradient's norm."""
     factor = nn.Parameter(torch.zeros(rows, columns))
     factor.tensor_model_parallel = shared  # type: ignore[attr-defined]
     return factor
@@ -200,7 +201,7 @@ def _factor(rows: int, columns: int, shared: bool) -> nn.Parameter:
 def split(
     plan: Sequence[TensorEntry], lora: Lora | None
 ) -> tuple[list[TensorEntry], list[TensorEntry]]:
-    """Returns the entries that learn and those that are frozen, without the packed base."""
+    """Returns (trainable entries, frozen entries), without the quantized base."""
     if lora is None:
         return list(plan), []
     frozen = [entry for entry in plan if not is_quantized(entry.sources[0])]
@@ -224,7 +225,7 @@ def _adapters(entry: TensorEntry, lora: Lora) -> Iterator[TensorEntry]:
 
 
 def with_adapters(shapes: Mapping[str, torch.Size], lora: Lora | None) -> dict[str, torch.Size]:
-    """Returns the shapes of a model's float tensors from those of one without adapters, in its order."""
+    """Returns the shapes of a model's float tensors, in their order, from those of a model without adapters."""
     found: dict[str, torch.Size] = {}
     for name, shape in shapes.items():
         if lora is None or not is_quantized(name):
@@ -262,7 +263,7 @@ def load_base(
     whole: Decoder | None,
     device: str,
 ) -> None:
-    """Sends rank 0's packed base to all `ranks`; `modules`, all of this stage, share one copy. Collective."""
+    """Sends rank 0's quantized base to all `ranks`; this stage's `modules` share one copy of it. Collective."""
     theirs = adapted(whole) if whole else {}
     for entry in _packed(plan):
         found = []
@@ -278,7 +279,7 @@ def load_base(
 
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Context in which the base acts alone: the reference policy, without a second copy of the model."""
+    """A context in which adapters are not applied, so that the model is the reference policy without a copy."""
     linears = [m for m in module.modules() if isinstance(m, AdaptedColumn | AdaptedRow)]
     for linear in linears:
         linear.on = False

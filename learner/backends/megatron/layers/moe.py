@@ -1,14 +1,14 @@
-"""The router of Megatron's MoELayer, which works as ours (areal_q/models/layers/moe.py): in float32, with the
-recorded experts where routing is replayed. Dispatch, experts and their sharing among ranks are Megatron's.
+"""A router for Megatron's MoELayer that computes as ours (areal_q/models/layers/moe.py): in float32, with the
+recorded experts if routing is replayed. Dispatch, experts and their division among ranks are Megatron's.
 
-Routers report how they routed (learner/backends/routing_replay.py). The report is needed with the loss, on the
-last stage of the pipeline. It is a sum over tokens, a few numbers for each layer, and is sent below the hidden
+Routers report how they routed (learner/backends/routing_replay.py). The loss needs the report on the last stage
+of the pipeline. It is a sum over tokens, a few numbers per layer, and is sent as further rows below the hidden
 states that a stage sends to the next:
 
     [N, 1, D] ┬ hidden states [k, 1, D] ┴ the report: probabilities [L, E], choices [L, E], disagreements,
     tokens that have recorded routes
 
-Gradients go back the same way. Every stage adds its own layers to the report that it received.
+Gradients return the same way. Every stage adds its own layers to the report that it received.
 """
 # pyright: reportMissingImports=false
 
@@ -32,14 +32,14 @@ from learner.data.packing import PackedBatch
 
 
 class Router(nn.Module):
-    """The router in place of Megatron's own; `MegatronModel` sets the attributes that Megatron does not
-    know."""
+    """The router in place of Megatron's own; `MegatronModel` sets the attributes that
+    Megatron does not know."""
 
     shape: shapes.Experts
     layer: int
     """The number of its layer among the sparse ones."""
     routing: Routing | None = None
-    """The routing of the batch that runs now."""
+    """The routing of the present batch."""
     rounds_rest = False
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
@@ -51,8 +51,8 @@ class Router(nn.Module):
         """Does nothing: Megatron counts all layers, from 1."""
 
     def forward(self, hidden: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        """Maps [N, 1, D] to gates, float32 [N, E], 0 for experts that are not taken, and bool [N, E]: the taken
-        ones."""
+        """Returns, for hidden states [N, 1, D], the gates, float32 [N, E], 0 for experts that are not chosen,
+        and bool [N, E], True for the chosen ones."""
         weight = straight(self.weight) if self.rounds_rest else self.weight
         probs = F.linear(hidden.squeeze(1).float(), weight.float()).softmax(-1)
         taken = probs.topk(self.shape.per_token, dim=-1).indices
@@ -63,8 +63,8 @@ class Router(nn.Module):
 
 
 class Experts(SequentialMLP):
-    """This rank's experts. Gates multiply an expert's output; Megatron's multiply the input of its last linear,
-    which may be quantized here."""
+    """This rank's experts. Gates multiply an expert's output; in Megatron's own class they multiply the input
+    of the expert's last linear, which may be quantized here."""
 
     def forward(self, x: Tensor, counts: Tensor, gates: Tensor) -> tuple[Tensor, None]:
         y, _ = super().forward(x, counts, torch.ones_like(gates))
@@ -72,7 +72,7 @@ class Experts(SequentialMLP):
 
 
 def report_size(shape: DecoderConfig) -> int:
-    """Returns how many numbers the routers of a model report about a batch."""
+    """Returns the number of values in a report; 0 for a model without experts."""
     if not shape.sparse_layers or not shape.experts:
         return 0
     return 2 * len(shape.sparse_layers) * shape.experts.count + 2
@@ -84,9 +84,9 @@ def empty_report(shape: DecoderConfig, device: torch.device) -> Tensor:
 
 
 def make_report(routing: Routing, batch: PackedBatch, shape: DecoderConfig, first: int) -> Tensor:
-    """Returns the report of this stage's layers, float32 [report_size], 0 for the layers of other stages; the
-    probabilities have a gradient. The first token of this rank's routers is `first`. Collective over
-    tensor-parallel ranks."""
+    """Returns the report of this stage's layers, float32 [report_size], with 0 for the layers of other
+    stages. The probabilities have a gradient. `first` is the first token that this rank's routers ran on.
+    Collective over tensor-parallel ranks."""
     assert shape.experts
     own = routed(routing, batch, shape, first)
     layers = torch.tensor(sorted(routing.own), device=own.probs.device)
@@ -108,7 +108,7 @@ def read_report(report: Tensor, batch: PackedBatch, shape: DecoderConfig) -> Rou
 
 
 def report_rows(report: Tensor, hidden: Tensor) -> Tensor:
-    """Returns the report as rows [k, 1, D], to stand below `hidden`."""
+    """Returns the report, padded, as rows [k, 1, D] of the width of `hidden`."""
     width = hidden.shape[-1]
     return F.pad(report, (0, -len(report) % width)).unflatten(0, (-1, 1, width))
 

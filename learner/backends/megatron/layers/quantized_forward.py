@@ -1,7 +1,7 @@
-"""The forward on the rollouts' numbers (areal_q/models/low_bit), on tensor-parallel ranks.
+"""The quantized forward (areal_q/models/low_bit) on tensor-parallel ranks.
 
-Activations are quantized by whole rows, or by groups along them, so a rank computes some of a product's outputs
-from all of its inputs, with the very numbers of one process, and never sums with others:
+Activations are quantized by whole rows, or by groups along them. Therefore a rank computes some of a product's
+outputs from all of its inputs, with the very numbers of one process, and partial sums are never added:
 
                  QuantizedColumn: linear_qkv, linear_fc1                 QuantizedRow: linear_proj, linear_fc2
     forward      x ─▶ its outputs                               all-gather x ─▶ a part of y ─▶ all-gather
@@ -9,9 +9,9 @@ from all of its inputs, with the very numbers of one process, and never sums wit
     ∂x, Jet      all-gather ∂y ─▶ a part of ∂x ─▶ all-gather    ∂y ─▶ its inputs
     ∂W           its shard's                                    its shard's
 
-Master weights stay Megatron's shards. `materialise` gathers them and quantizes them as they are published,
-scales and blocks across all shards; a rank keeps the rows that it computes with, and the first of a stage all,
-for rank 0 to publish (`gather_parts`). An expert is whole where it is.
+Master weights stay in Megatron's shards. `materialise` gathers them and quantizes them as for publishing, with
+scales and blocks across all shards. A rank keeps the rows that it computes with; the first rank of a stage
+keeps all, which rank 0 publishes (`gather_parts`). An expert is never divided among ranks.
 """
 # pyright: reportMissingImports=false
 
@@ -42,21 +42,22 @@ from learner.backends.megatron.tensor_names import TensorEntry
 
 
 class _Aligned:
-    """Base of both kinds. Outputs are counted over the stacked sources."""
+    """The base class of both kinds. Outputs are counted over the stacked sources."""
 
     flow = False
     """True for Jet's forward and backward in FP8, False for QaRL's forward."""
     parts: list[Parts]
     """The quantized tensors of each source, on the rank that sends them to rank 0."""
     product: Product
-    """QaRL: the product with the rows of this rank's outputs."""
+    """For QaRL, the product with the rows of this rank's outputs."""
     rows: Operand
-    """Jet: the weight [this rank's outputs, in]."""
+    """For Jet, the weight [this rank's outputs, in]."""
     columns: list[Operand]
-    """Jet: the transposed weight [this rank's inputs, out] of each source."""
+    """For Jet, the transposed weight [this rank's inputs, out] of each source."""
 
     def take(self, parts: list[Parts], format: str, outputs: Tensor, inputs: Tensor) -> None:
-        """Takes the quantized tensors of weights that have changed."""
+        """Sets the quantized tensors `parts` of each source, after the weights have changed. `outputs` and
+        `inputs` are the indices of this rank's, int64."""
         if not self.flow:
             self.product = FORMATS[format].linear(parts).rows(outputs)
             return
@@ -68,13 +69,13 @@ class _Aligned:
 
 
 class QuantizedColumn(_Aligned, ColumnParallelLinear):
-    """Linear whose outputs are shared out: x [..., in] → [..., this rank's outputs]."""
+    """A linear whose outputs are divided among ranks: x [..., in] → [..., this rank's outputs]."""
 
     rounds_rest = False
     heights: list[int]
     """Number of outputs of each source."""
     order: Tensor
-    """The place of each output among those of rank 0, 1, … side by side."""
+    """The position of each output when those of rank 0, 1, … are concatenated."""
 
     def share(self, entry: TensorEntry, heights: list[int], width: int) -> tuple[Tensor, Tensor]:
         """Returns this rank's outputs and its inputs, int64 each."""
@@ -113,8 +114,8 @@ class QuantizedColumn(_Aligned, ColumnParallelLinear):
 
 
 class QuantizedRow(_Aligned, RowParallelLinear):
-    """Linear whose inputs are shared out: x [..., this rank's inputs] → [..., out]. It has one source, no
-    bias."""
+    """A linear whose inputs are divided among ranks: x [..., this rank's inputs] → [..., out]. It has one
+    source and no bias."""
 
     def share(self, entry: TensorEntry, heights: list[int], width: int) -> tuple[Tensor, Tensor]:
         """Returns this rank's outputs and its inputs, int64 each."""
@@ -149,7 +150,7 @@ class QuantizedRow(_Aligned, RowParallelLinear):
 
 
 class _Flow(torch.autograd.Function):
-    """Jet's product, forward and backward, where ranks share its outputs."""
+    """Jet's product, forward and backward, on ranks that each compute some of its outputs."""
 
     @staticmethod
     def forward(
@@ -172,14 +173,14 @@ class _Flow(torch.autograd.Function):
 
 
 def outputs_of(entry: TensorEntry, heights: list[int], n: int, like: Tensor) -> list[Tensor]:
-    """Returns the outputs of the stacked sources of `entry` that each of n ranks has: int64, on the device of
-    `like`."""
+    """Returns, for each of n ranks, the indices of its outputs among the stacked sources of `entry`: int64, on
+    the device of `like`."""
     numbers = [x[:, None] for x in _count(sum(heights), like).split(heights)]
     return [entry.part(numbers, r, n).flatten() for r in range(n)]
 
 
 def beside(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns x [T, k] of rank 0, 1, … side by side: [T, n · k]. Collective."""
+    """Returns the x [T, k] of all n ranks, concatenated to [T, n · k]. Collective."""
     if group.size() == 1:
         return x
     every = [
@@ -205,8 +206,8 @@ def _names(entry: TensorEntry) -> list[str]:
 
 @torch.no_grad()
 def materialise(module: nn.Module, places: ShardLayout, format: str) -> None:
-    """Quantizes the present weights that are here for the forward; to be called whenever they have changed.
-    Collective over tensor-parallel ranks. Raises QuantizationError naming a tensor that is not finite."""
+    """Quantizes this stage's present weights for the forward. Call it whenever they have changed. Collective
+    over tensor-parallel ranks. Raises QuantizationError that names a tensor which is not finite."""
     for entry in _quantized(places):
         if not places.here(entry):
             continue
@@ -222,7 +223,7 @@ def materialise(module: nn.Module, places: ShardLayout, format: str) -> None:
 
 
 def gather_parts(module: nn.Module, places: ShardLayout, whole: Decoder | None) -> None:
-    """Copies the tensors that `module` computes with into rank 0's linears. Collective."""
+    """Copies the quantized tensors of all stages into the linears of rank 0's `whole` model. Collective."""
     targets = linears(whole) if whole else {}
     for entry in _quantized(places):
         linear: Any = None
@@ -245,5 +246,5 @@ def gather_parts(module: nn.Module, places: ShardLayout, whole: Decoder | None) 
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Returns the same memory as bytes: not every collective knows every number format."""
+    """Returns the tensor's bytes, because not every collective supports every number format."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,7 +1,7 @@
-"""Log-probs and entropies over a vocabulary whose rows are shared among tensor-parallel ranks.
+"""Log-probs and entropies over a vocabulary whose rows are divided among tensor-parallel ranks.
 
-Every rank sums up its own columns (areal_q/models/logprobs.py), no [T, V] logits in memory; three numbers a
-token are exchanged. With lse_r and H_r the log-sum-exp and the entropy over rank r's columns, and
+Every rank reduces its own columns (areal_q/models/logprobs.py) without [T, V] logits in memory, and the ranks
+exchange three numbers per token. With lse_r and H_r the log-sum-exp and the entropy over rank r's columns, and
 p_r = exp(lse_r - lse):
 
     lse = log Σ_r exp(lse_r)        H = Σ_r p_r (H_r - log p_r)
@@ -27,8 +27,8 @@ def parallel_token_logprobs(
     temperature: float,
     entropy_learns: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the log-prob of each response token and the entropy of its distribution, float32 [T] nats; hidden
-    [N, 1, D] leaves the last stage."""
+    """Returns the log-prob of each response token and the entropy of its distribution, float32 [T] nats, from
+    the hidden states [N, 1, D] of the last stage."""
     rank, size = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
     vocab = model.shape.vocab_size
     first = rank * padded(vocab, size) // size
@@ -52,10 +52,10 @@ def vocab_logprobs(
     entropy_learns: bool,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (log-prob of each target, entropy), float32 [T], the same on all ranks of `group`.
+    """Returns (log-prob of each target, entropy), float32 [T] nats, the same on all ranks of `group`.
 
-    hidden [T, D] on every rank, weight [V / n, D] its rows from `first` on. What reaches hidden in the
-    backward pass is this rank's share of the gradient, to be summed over the ranks.
+    `hidden` [T, D] is the same on all ranks; `weight` [V / n, D] has this rank's rows of the head, from `first`
+    on. The gradient of `hidden` is this rank's share, to be summed over the ranks.
     """
     own = torch.stack(blocks(hidden, weight, targets - first, temperature))
     every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
