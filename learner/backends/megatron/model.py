@@ -1,8 +1,8 @@
-"""Megatron's GPTModel for packed batches, shaped by our configuration.
+"""Megatron's GPTModel for packed batches, built from our configuration.
 
-Attention is ours, through Megatron's own place for it: sequences of a group share their prompt's tokens, as in
-areal_q/models/packed_layout.py, and nothing is padded. So are the norms, which need neither Apex nor
-Transformer Engine, and the angles of RoPE. All that is split among ranks is Megatron's.
+Attention is replaced by ours through Megatron's layer spec: sequences of a group share their prompt's tokens,
+as in areal_q/models/packed_layout.py, and there is no padding. The norms, which so need neither Apex nor
+Transformer Engine, and the angles of RoPE are ours too. The division among ranks is Megatron's.
 """
 # pyright: reportMissingImports=false
 
@@ -42,15 +42,15 @@ from learner.data.packing import PackedBatch
 
 @dataclass
 class Packed(PackedSeqParams):
-    """Carries the layout to attention. `qkv_format` stays unset: Megatron's own packing restarts positions at
-    every sequence, ours continues them after a shared prompt."""
+    """Passes the layout to attention. `qkv_format` is not set, because Megatron's own packing restarts
+    positions at every sequence, while ours continues them after a shared prompt."""
 
     layout: PackedLayout | None = None
 
 
 class Attention(nn.Module):
-    """Attention of this rank's heads: q [N, 1, heads, head_dim], k and v [N, 1, kv_heads, head_dim] → [N, 1,
-    …]."""
+    """Attention of this rank's heads: q [N, 1, heads, head_dim], k and v [N, 1, kv_heads, head_dim] →
+    [N, 1, heads · head_dim]."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
@@ -77,8 +77,8 @@ class Attention(nn.Module):
 @dataclass(frozen=True)
 class Portion:
     """The tokens of a micro-batch whose hidden states this rank has between attention and experts: all of them,
-    or as many as every other tensor-parallel rank. Example: 7 tokens over 2 ranks are 4 and 3 with one of
-    padding."""
+    or with sequence parallelism equally many on each tensor-parallel rank. Example: 7 tokens on 2 ranks are 4,
+    and 3 with one padding token."""
 
     first: int
     size: int
@@ -115,9 +115,11 @@ class Norm(RoundedNorm):
 
 
 class MegatronModel(GPTModel):
-    """This rank's part of a stage of the decoder. Its forward is that of `precision`; unless "full", it cannot
-    run before the first `materialise`, nor before `load_base` with the adapters of `lora`, which then alone
-    learn. `rounds_rest`: see areal_q/models/low_bit/bf16_rounding.py."""
+    """This rank's part of a stage of the decoder.
+
+    It computes in `precision`; unless that is "full", it cannot run before the first
+    `materialise`. With `lora` only adapters are trained, and it cannot run before `load_base`.
+    `rounds_rest` is explained in areal_q/models/low_bit/bf16_rounding.py."""
 
     def __init__(
         self,
@@ -142,9 +144,9 @@ class MegatronModel(GPTModel):
         self.shape = shape
         self.rounds_rest = rounds_rest
         self.replay = False
-        """True if tokens take the experts that the rollout recorded."""
+        """True if tokens go to the experts that the rollout recorded."""
         self.report: Tensor
-        """The report of all routers about the last batch (layers/moe.py); only on the last stage."""
+        """The report of all routers about the last batch (layers/moe.py); it exists only on the last stage."""
         self.routers = [module for module in self.modules() if isinstance(module, Router)]
         below = [layer for layer in shape.sparse_layers if layer < _layers(config, stage)[0]]
         for number, router in enumerate(self.routers, len(below)):
@@ -160,13 +162,12 @@ class MegatronModel(GPTModel):
             if lora:
                 p.requires_grad_(".lora_" in name)
             if ".local_experts." in name:
-                # Megatron forgets that tensor-parallel ranks have each their own tokens for one expert.
+                # Megatron does not consider that each tensor-parallel rank has its own tokens for an expert.
                 p.allreduce = not apart  # type: ignore[attr-defined]
         self.frequencies = torch.tensor(shape.inverse_frequencies(), dtype=torch.float32)
 
     def set_input_tensor(self, tensors: list[Any]) -> None:
-        """Takes what the stage before sent, hidden states [N, 1, D] with the routers' report below; or
-        [None]."""
+        """Receives the output of the stage before, hidden states [N, 1, D] with the report below, or [None]."""
         (self._received,) = tensors
 
     def forward(self, batch: PackedBatch) -> Tensor:  # type: ignore[override]
@@ -196,20 +197,20 @@ class MegatronModel(GPTModel):
             return torch.cat([hidden, report_rows(report, hidden)]) if len(report) else hidden
         self.report = report
         if self.config.sequence_parallel:
-            # Whatever comes of them has the whole gradient on every rank.
+            # Every rank computes the same from them, and so already has their whole gradient.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden[: len(batch.token_ids)]
 
     def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         x = self._acting(self.embedding(token_ids[None], positions[None]))
         if self.config.recompute_granularity and torch.is_grad_enabled():
-            # A layer that runs again has gradients only where its input has one.
+            # Recomputation gives a layer's parameters gradients only if its input requires one.
             x.requires_grad_()
         return x
 
     @property
     def head(self) -> Tensor:
-        """This rank's rows of the output head, with padding, as the forward uses them."""
+        """This rank's rows of the output head, with padding, rounded as in the forward."""
         if self.share_embeddings_and_output_weights:
             return self._acting(self.shared_embedding_or_output_weight())
         return self._acting(self.output_layer.weight)

@@ -1,12 +1,12 @@
-"""The backend in Megatron-core: this rank's shard of policy and critic, on Megatron's schedules and optimizer.
+"""The Megatron backend: this rank's shard of policy and critic, on Megatron's schedules and optimizer.
 
     update_policy ─scores, reference─▶ schedule, forward only ─▶ last stage: log-probs ─broadcast─▶ all stages
                   ─backward──────────▶ schedule, 1F1B ─▶ last stage: loss, metrics ─broadcast─▶ all stages
                   ─step_optimizer────▶ clip, distributed optimizer, all-gather of the weights
 
 Tensor-parallel ranks, and the stages of a pipeline, work on the same micro-batches; `ranks` are the
-data-parallel ones, which share the samples out. A micro-batch's loss is already a part of the whole step's, so
-that gradients are summed, where Megatron would average them over micro-batches and ranks.
+data-parallel ones, among which the samples are divided. The losses of micro-batches add up to the step's loss,
+so that their gradients must be summed, while Megatron averages over micro-batches and ranks.
 """
 # pyright: reportMissingImports=false
 
@@ -173,7 +173,7 @@ class MegatronShard:
 
         def loss(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Metrics]:
             out, metrics = loss_of(next(number), self._scores(batch, hidden))
-            # The schedule divides in place by the number of micro-batches, DDP by that of its ranks.
+            # The schedule divides by the number of micro-batches, in place, and DDP by that of its ranks.
             return out * scale, metrics
 
         self._dirty = True
@@ -199,7 +199,7 @@ class MegatronShard:
         return ("logprobs", "entropy") if self.critic is None else ("logprobs", "entropy", "values")
 
     def _scores(self, batch: PackedBatch, hidden: Tensor) -> Scores:
-        """Returns the scores from the hidden states that leave the last stage."""
+        """Returns the scores of `batch` from the hidden states of the last stage."""
         own, critics = hidden, hidden
         if isinstance(self._both, PolicyAndCritic):
             own, critics = hidden.chunk(2, -1)
@@ -212,8 +212,7 @@ class MegatronShard:
         return found
 
     def _scores_in(self, flat: Tensor, batch: PackedBatch) -> Scores:
-        """Returns the scores of `batch` from one flat tensor: the columns one after the other, then the
-        report."""
+        """Returns the scores of `batch` from a flat tensor: the scores' columns, then the routers' report."""
         count = len(self._names) * len(batch.targets)
         found: Scores = dict(zip(self._names, flat[:count].view(len(self._names), -1), strict=True))
         if len(flat) > count:
@@ -230,7 +229,7 @@ class MegatronShard:
 
     @torch.no_grad()
     def load(self, begin: Begin, ranks: Ranks, whole: TorchPolicy | None) -> None:
-        """Takes over rank 0's weights and moments, sent to all `ranks`. Collective."""
+        """Loads rank 0's weights and moments, which it sends to all `ranks`. Collective."""
         if self._lora:
             trunk = [self.critic] if isinstance(self.critic, CriticTrunk) else []
             base, device = whole.model if whole else None, self.cfg.device

@@ -1,8 +1,8 @@
-"""Megatron's schedules: micro-batches, forward and backward, over the stages of a pipeline.
+"""Megatron's schedules, which run micro-batches forward and backward over the stages of a pipeline.
 
-run        1F1B, or forward only; the last stage alone has the results
+run        1F1B, or forward only; only the last stage has the results
 on_all     forward only ─▶ last stage ─broadcast─▶ all stages
-metrics    the last stage's ─broadcast─▶ all stages
+metrics    the last stage's metrics ─broadcast─▶ all stages
 """
 # pyright: reportMissingImports=false
 
@@ -22,11 +22,11 @@ from learner.backends.megatron.cuda_shim import cuda_or_cpu
 from learner.data.packing import PackedBatch
 
 _Finish = Callable[[PackedBatch, Tensor], Any]
-"""A function of a batch and of the hidden states that leave the last stage."""
+"""A function of a batch and its hidden states from the last stage."""
 
 
 class Stages:
-    """This rank's place among those of its pipeline; all of them work on the same micro-batches."""
+    """The stages of this rank's pipeline, which all work on the same micro-batches."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -41,8 +41,9 @@ class Stages:
     def run(
         self, model: nn.Module, batches: Sequence[PackedBatch], finish: _Finish, forward_only: bool
     ) -> list[Any]:
-        """Returns what `finish` returns for each batch, in their order; nothing on stages but the last. Unless
-        `forward_only`, accumulates the gradient of the first of the two values that `finish` returns."""
+        """Runs all batches and returns the results of `finish` in their order; empty on all
+        stages but the last. Unless `forward_only`, `finish` returns two values, and the gradient
+        of the first is accumulated."""
         if not batches:
             return []
 
@@ -56,7 +57,7 @@ class Stages:
                 data_iterator=iter(batches),
                 model=[model],
                 num_microbatches=len(batches),
-                seq_length=1,  # each sender sends the length, as lengths differ
+                seq_length=1,  # ignored: as lengths differ, each sender sends its own
                 micro_batch_size=1,
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
@@ -70,7 +71,7 @@ class Stages:
         finish: _Finish,
         size: Callable[[PackedBatch], int],
     ) -> list[Tensor]:
-        """Returns on all stages what `finish` returns for each batch, float32 [size(batch)]."""
+        """Returns on all stages the result of `finish` for each batch, float32 [size(batch)]. Collective."""
         found = self.run(model, batches, finish, forward_only=True)
         if self.size == 1:
             return found
@@ -80,7 +81,7 @@ class Stages:
         return found
 
     def metrics(self, own: list[Metrics], count: int) -> list[Metrics]:
-        """Returns the last stage's metrics of `count` batches on all stages."""
+        """Returns the last stage's metrics of `count` batches on all stages. Collective."""
         if self.size == 1:
             return own
         data = [encoded(m) for m in own] or [b""] * count

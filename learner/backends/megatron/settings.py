@@ -1,4 +1,4 @@
-"""Translation of our settings into Megatron's; those that it cannot do are refused by name."""
+"""Translation of our settings into Megatron's; those that Megatron does not support are refused by name."""
 # pyright: reportMissingImports=false
 
 from typing import Any
@@ -16,7 +16,8 @@ from areal_q.models import DecoderConfig
 def transformer_config(
     shape: DecoderConfig, cfg: LearnerConfig, backend: MegatronBackend
 ) -> TransformerConfig:
-    """Raises ConfigError if ranks cannot share out the model equally, or for settings that exclude experts."""
+    """Returns Megatron's settings of the model. Raises ConfigError if the model cannot be divided equally among
+    the ranks, or for settings that a mixture of experts excludes."""
     sparse: dict[str, Any] = {}
     if shape.sparse_layers:
         sparse = _sparse(shape, cfg, backend)
@@ -60,7 +61,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Its fusions need Apex, Transformer Engine or CUDA.
+        # Megatron's fusions need Apex, Transformer Engine or CUDA.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -68,7 +69,7 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
         use_cpu_initialization=not cfg.device.startswith("cuda"),
-        # Micro-batches are of many lengths; the dispatcher is asked for even without experts.
+        # Micro-batches differ in length. Megatron then requires this dispatcher, even without experts.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         batch_p2p_sync=False,
@@ -100,7 +101,7 @@ def _sparse(shape: DecoderConfig, cfg: LearnerConfig, backend: MegatronBackend) 
         "moe_layer_freq": [int(i in shape.sparse_layers) for i in range(shape.layers)],
         "moe_router_load_balancing_type": "none",
         "expert_model_parallel_size": backend.experts,
-        # Tensor-parallel ranks send tokens to experts, too: each of them its own.
+        # Each tensor-parallel rank sends its own tokens to the experts.
         "expert_tensor_parallel_size": 1,
         "sequence_parallel": backend.tensor > 1,
     }

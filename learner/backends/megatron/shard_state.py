@@ -1,10 +1,10 @@
-"""Rank 0's whole policy, scattered over Megatron's ranks and gathered again, tensor by tensor.
+"""Scattering of rank 0's whole policy over Megatron's ranks, and gathering of it, tensor by tensor.
 
-    scatter   rank 0 broadcasts a tensor; each rank keeps its part, and of that its optimizer's
+    scatter   rank 0 broadcasts a tensor; each rank keeps its part, and its optimizer a range of that
     gather    all-reduce over data-parallel ranks ─▶ all-gather over tensor-parallel ones ─▶ sent to rank 0
 
-The distributed optimizer holds float32 masters and moments of a range of each parameter, flattened; the other
-data-parallel ranks hold the rest.
+A rank's distributed optimizer has float32 master weights and moments for a range of each flattened parameter;
+the other data-parallel ranks have the rest.
 """
 # pyright: reportMissingImports=false
 
@@ -24,7 +24,7 @@ Read = Callable[[Tensor], Tensor]
 
 
 class ShardLayout:
-    """This rank's place among the others, and the model's parameters that it has."""
+    """This rank's position among the others, and the parameters of the model that it has."""
 
     def __init__(self, plan: Sequence[TensorEntry], module: nn.Module) -> None:
         self.plan = plan
@@ -38,14 +38,14 @@ class ShardLayout:
         """This rank's number among the ranks of its stage, of which there are `ranks_in_stage`."""
         self.ranks_in_stage = self.size * ps.get_data_parallel_world_size()
         self.sends = self.index_in_stage == 0
-        """True if this rank sends its stage's tensors to rank 0; it is in the same pipeline as rank 0."""
+        """True for the rank that sends its stage's tensors to rank 0, in whose pipeline it is."""
         self.own = dict(module.named_parameters())
 
     def scatter(
         self, whole: Mapping[str, Tensor] | None, shapes: Mapping[str, torch.Size]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields (parameter, this rank's part of the float32 tensor in rank 0's `whole`) for each parameter
-        that is here. Collective."""
+        """Yields, for each parameter of this rank, (parameter, its part of the float32 tensor in
+        rank 0's `whole`). Collective."""
         for entry in self.plan:
             sources = [_spread(name, whole, shapes) for name in entry.sources]
             if self.here(entry):
@@ -73,23 +73,23 @@ class ShardLayout:
                     whole[name].copy_(buffer)
 
     def whole(self, entry: TensorEntry, read: Read) -> list[Tensor]:
-        """Returns the whole sources of `entry`, which is of this stage, from what `read` returns. Collective
-        over the stage's ranks."""
+        """Returns the whole sources of `entry`, which belongs to this stage, from what `read` returns for its
+        parameter. Collective over the stage's ranks."""
         own = read(self.own[entry.name])
         parts = self.shards(own) if entry.owner is None else [own]
         return [t.contiguous() for t in entry.whole(parts)]
 
     def here(self, entry: TensorEntry) -> bool:
-        """Returns whether this rank has the parameter of `entry`, or a part of it."""
+        """Returns True if this rank has the parameter of `entry`, or a part of it."""
         return entry.stage == self.stage and entry.owner in (None, self.owner)
 
     def sends_to_rank_0(self, entry: TensorEntry) -> bool:
-        """Returns whether this rank sends an entry that is here to rank 0."""
+        """Returns True if this rank sends `entry`, of which it has a part, to rank 0."""
         return self.sends if entry.owner is None else ps.get_expert_data_parallel_rank() == 0
 
     def sender_of(self, entry: TensorEntry) -> int:
-        """Returns the rank that sends `entry` to rank 0. Only rank 0 may call this, as it takes its own place
-        in a stage for that of the sender."""
+        """Returns the rank that sends `entry` to rank 0. Only rank 0 may call this, as it assumes that the
+        sender has the same position in its stage."""
         stage = dist.get_global_rank(ps.get_pipeline_model_parallel_group(), entry.stage)
         if entry.owner is None:
             return stage
@@ -125,7 +125,8 @@ class OptimizerState:
         return of.optimizer.state[found[1]]
 
     def range_of(self, p: Tensor) -> tuple[slice, nn.Parameter] | None:
-        """Returns (the range of flat `p`, its master weights), or None if other ranks have all of it."""
+        """Returns (this rank's range of the flattened `p`, its master weights); None if
+        other ranks have all."""
         for of in self._all:
             if p in of.model_param_group_index_map:
                 found = of._get_model_param_range_map(p)["param"]
@@ -147,11 +148,11 @@ class OptimizerState:
             self._slot(p)[name] = value.clone().view_as(master)
 
     def set_steps(self, p: Tensor, count: Tensor) -> None:
-        """Sets the number of updates that `p` has seen; moments that are missing begin at 0."""
+        """Sets the number of updates of `p`; moments that are missing begin at 0."""
         if found := self.range_of(p):
             slot = self._slot(p)
             slot["step"] = count.clone()
-            for name in MOMENTS:  # of a parameter that no checkpoint has
+            for name in MOMENTS:  # a parameter may be missing in the checkpoint
                 slot.setdefault(name, torch.zeros_like(found[1]))
 
     def read(self, name: str) -> Read:
@@ -172,8 +173,8 @@ class OptimizerState:
         return read
 
     def steps(self) -> Tensor:
-        """Returns the number of updates that parameters have seen, which is the same for all. Collective over
-        all ranks, as a stage's share may be empty."""
+        """Returns the number of updates so far, which is the same for all parameters. Collective over all
+        ranks, as a rank may have no parameters."""
         slots = (slot for of in self._all for slot in of.optimizer.state.values())
         counts = [float(slot["step"]) for slot in slots if slot]
         most = torch.tensor(max(counts, default=0.0))

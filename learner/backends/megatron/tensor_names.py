@@ -1,4 +1,4 @@
-"""Map from Hugging Face's tensors to Megatron's, and to the parts that ranks hold.
+"""The map from Hugging Face's tensors to Megatron's, and to the parts of them that ranks have.
 
     q, k, v       ▶ linear_qkv     one group of query heads after the other, each with its key and value head
     gate, up      ▶ linear_fc1     on every rank its part of gate, then its part of up
@@ -6,7 +6,7 @@
     o, down       ▶ linear_proj, linear_fc2     columns by rank
     norms                          whole on every rank
 
-All are rearrangements of numbers, so that the moments of an optimizer travel in the same way.
+All of these only rearrange numbers, so that the moments of an optimizer are mapped in the same way.
 Notation: r is a rank of n tensor-parallel ones.
 """
 
@@ -23,7 +23,7 @@ TensorList = list[Tensor]
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A parameter of Megatron's, and the Hugging Face tensors that it is made of."""
+    """A parameter of Megatron's model, and the Hugging Face tensors of which it consists."""
 
     stage: int
     """The stage of the pipeline that has it."""
@@ -32,18 +32,18 @@ class TensorEntry:
     sources: tuple[str, ...]
     """Names of the Hugging Face tensors."""
     part: Callable[[TensorList, int, int], Tensor]
-    """The function (whole sources, r, n) → the part that rank r holds."""
+    """The function (whole sources, r, n) → the part of rank r."""
     whole: Callable[[TensorList], TensorList]
     """The function (parts of ranks 0 … n-1) → the whole sources."""
     copy: bool = False
-    """True if another stage has the same tensor: the head of tied embeddings."""
+    """True if another stage has the same tensor, as for the head of tied embeddings."""
     owner: int | None = None
-    """The one rank, among those that share experts, that has this whole; None: all have it, or a part of it."""
+    """The one expert-parallel rank that has this tensor, as a whole; None if all have it, or a part of it."""
 
 
 def entries(config: DecoderConfig, stages: int, owners: int = 1) -> Iterator[TensorEntry]:
-    """Yields the entries of all stages, in the model's order. Layers are shared out equally among the stages,
-    and experts among `owners`."""
+    """Yields the entries of all stages, in the model's order. Layers are divided equally among the `stages`,
+    and experts among the `owners`."""
     last, each = stages - 1, config.layers // stages
     embedding = ("model.embed_tokens.weight",)
     yield TensorEntry(0, "embedding.word_embeddings.weight", embedding, *_rows(config.vocab_size))
