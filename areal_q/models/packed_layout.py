@@ -1,4 +1,4 @@
-"""The place of each token of a packed batch: computed once a batch, used by every layer."""
+"""The position of each token in a packed batch, computed once for a batch and used by every layer."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 FILL = 0.75
-"""A sequence shorter than this share of its bucket's longest one opens the next bucket."""
+"""Share of the longest sequence in its bucket below which a sequence goes into the next bucket"""
 
 
 @dataclass(frozen=True)
@@ -15,27 +15,28 @@ class Bucket:
     """Sequences of similar length, padded to the longest of them."""
 
     rows: Tensor
-    """int64 [sequences, longest] into the packed tokens; padding repeats the last token."""
+    """Indices into the packed tokens, int64 [sequences, longest]; padding repeats the last token"""
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """T tokens of S sequences, one after the other; sequences of a group share their prompt's tokens.
+    """The layout of T tokens of S sequences, one after the other; sequences of a group share their prompt's
+    tokens.
 
-    A shared prompt is computed once: what a token attends to does not depend on the tokens after it, so
-    its hidden state is the same in every sequence that starts with it.
+    A shared prompt is computed only once. A token attends to no token after it, so that its hidden state is the
+    same in every sequence that begins with the prompt.
 
-    Example: one group with prompt a b and responses c, d e: packed a b c d e, positions [0, 1, 2, 2, 3],
-    sequences a b c and a b d e; one bucket with rows [[0, 1, 2, 2], [0, 1, 3, 4]].
+    Example: one group with prompt a b and the responses c and d e is packed as a b c d e, with positions
+    [0, 1, 2, 2, 3]. Its sequences are a b c and a b d e, in one bucket with rows [[0, 1, 2, 2], [0, 1, 3, 4]].
     """
 
     lengths: tuple[int, ...]
-    """Tokens of each sequence, its prompt included."""
+    """Number of tokens in each sequence, its prompt included"""
     positions: Tensor
-    """int64 [T] place of each token in its sequence."""
+    """Position of each token in its sequence, int64 [T]"""
     buckets: tuple[Bucket, ...]
     unpad: Tensor
-    """int64 [T]: where each packed token stands in the concatenation of all buckets."""
+    """Index of each packed token in the concatenation of all buckets, int64 [T]"""
 
     @property
     def longest(self) -> int:
@@ -43,17 +44,17 @@ class PackedLayout:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "PackedLayout":
-        """Sequences that share nothing. Raises ValueError unless all have at least one token."""
+        """Returns the layout of sequences that share no tokens. Raises ValueError if one is empty."""
         return cls.of_groups([(length, (0,)) for length in lengths], device)
 
     @classmethod
     def of_groups(
         cls, groups: Sequence[tuple[int, Sequence[int]]], device: torch.device | str = "cpu"
     ) -> "PackedLayout":
-        """Groups of (prompt length, response lengths): packed as prompt, response, response, …
+        """Returns the layout of groups (prompt length, response lengths), each packed as prompt, response,
+        response, …
 
-        Raises ValueError unless every prompt has at least one token and every group a response, which
-        may be empty.
+        Raises ValueError if a prompt is empty or a group has no responses. A response may be empty.
         """
         if not groups or min(prompt for prompt, _ in groups) < 1 or not all(r for _, r in groups):
             raise ValueError("a packed batch needs prompts of at least one token, with responses")
@@ -64,7 +65,7 @@ class PackedLayout:
         first = torch.ones(len(responses), dtype=torch.bool)
         first[1:] = group_of[1:] != group_of[:-1]
         prompt_of = prompts[group_of]
-        # Each response's end in the packed order, and from it where it and its group's prompt start.
+        # The end of each response in the packed order gives where it and the prompt of its group begin.
         ends = (responses + torch.where(first, prompt_of, 0)).cumsum(0)
         own = ends - responses
         shared = (own - prompt_of)[first][group_of]
@@ -82,7 +83,7 @@ class PackedLayout:
                 shared[members, None] + column,
                 own[members, None] + column - prompt,
             )
-            # A prompt's states are taken from the first sequence of its group, the others from their own.
+            # The states of a prompt are those of the first sequence in its group.
             mine = (places < length) & ((places >= prompt) | first[members, None])
             unpad[rows[mine]] = offset + mine.flatten().nonzero().squeeze(-1)
             positions[rows[mine]] = column[mine]
@@ -97,11 +98,11 @@ class PackedLayout:
 
 
 def _similar(sizes: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """(indices of the sequences, longest length) of each bucket, the longest bucket first."""
+    """Yields (indices of the sequences, longest length) of each bucket, the longest bucket first."""
     order = sizes.argsort(descending=True, stable=True)
     while order.numel():
         longest = int(sizes[order[0]])
         count = int((sizes[order] >= FILL * longest).sum())
-        # Within a bucket in packed order, which keeps the gathers nearly sequential.
+        # Within a bucket the sequences stay in packed order, so that gathers are nearly sequential.
         yield order[:count].sort().values, longest
         order = order[count:]

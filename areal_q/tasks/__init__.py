@@ -1,4 +1,4 @@
-"""What is learnt: problems, rewards, tokenizers. Imports no torch."""
+"""Tasks: problems, their rewards, and tokenizers. Imports no torch."""
 
 from areal_q.tasks.base import Grader, Problem, Score, Task, Tokenizer
 from areal_q.tasks.grading.graders import GRADERS

@@ -9,32 +9,32 @@ from areal_q.messages.trajectories import FailureCause
 
 
 class Problem(Struct, frozen=True):
-    """Example: Problem("12+34=", "64") in the reversed arithmetic task."""
+    """A prompt and its answer, such as Problem("12+34=", "64") in the reversed arithmetic task."""
 
     prompt: str
     answer: str
 
 
 class Score(Struct, frozen=True):
-    """A reward and what it is the sum of. `correct` is what evaluation counts as accuracy."""
+    """A reward and the parts that it is the sum of. `correct` counts as the accuracy in evaluations."""
 
     reward: float
     correct: bool
     parts: dict[str, float] = {}
     valid: bool = True
-    """True if the reward says something about the response."""
+    """False if nothing is known about the response, since the reward function failed"""
     failure: FailureCause | None = None
-    """Why there is no other score."""
+    """Why the reward function failed; None if it did not"""
 
     @classmethod
     def failed(cls, cause: FailureCause) -> "Score":
-        """No score at all: what the response is worth is not known."""
+        """Returns a score that is not valid: nothing is known about the response."""
         return cls(0.0, False, valid=False, failure=cause)
 
     @classmethod
     def zero(cls, cause: FailureCause, failure: FailureCause | None = None) -> "Score":
-        """Returns a failure that counts as a reward of 0; `failure` is recorded where this is a choice of
-        settings and not the fault of the response."""
+        """Returns a reward of 0 for a failure. `failure` is recorded if the settings say so and the response is
+        not the cause."""
         parts = {"error": 1.0, "timeout": float(cause == "timeout")}
         return cls(0.0, False, parts, failure=failure)
 
@@ -44,7 +44,7 @@ Message = dict[str, str]
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back; `save` writes what `transformers.AutoTokenizer` loads."""
+    """Converts text to ids and back. `save` writes files that `transformers.AutoTokenizer` loads."""
 
     vocab_size: int
     eos_id: int
@@ -52,12 +52,12 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def encode_prompt(self, text: str) -> list[int]: ...
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:
-        """Returns a whole conversation, and the start of the reply to it."""
+        """Returns the ids of a whole conversation and of the beginning of the reply to it."""
         ...
 
     def encode_turn(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        """Returns what stands between the end of an assistant's message and the start of its next one, with
-        `messages` in between; `ended`: the first one's end-of-text token is there already."""
+        """Returns the ids between the content of an assistant's message and that of its next one, with
+        `messages` in between. `ended` is True if the end-of-text token of the first one is there already."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -65,22 +65,23 @@ class Tokenizer(Protocol):
 
 
 class Task(Protocol):
-    """`train` and `heldout` share no problem."""
+    """Problems to train on and problems to evaluate on; `train` and `heldout` share none."""
 
     train: Sequence[Problem]
     heldout: Sequence[Problem]
 
 
 class Grader(Struct, frozen=True):
-    """How answers are judged, without the data: all that a worker needs of a task."""
+    """How a task scores responses, without its problems, which a worker does not need."""
 
     score: Callable[[Problem, str], Score]
-    """Pure; never raises for any response."""
+    """Pure function from (problem, response) to a score, which raises for no response"""
     answer: Callable[[str], str | None]
-    """What a response answers, in one spelling for equal answers, for majority votes; None if nothing."""
+    """Function that returns the answer in a response, for majority votes, in one spelling for equal answers;
+    None if there is none"""
     slow: bool = False
-    """It may take long or hang: it runs in a process that can be killed."""
+    """True if it may take long or hang, so that it must run in a process that can be killed"""
     zero_on: tuple[FailureCause, ...] = ()
-    """Failures of which the response is the cause: it is worth 0."""
+    """Failures that the response causes, whose reward is 0"""
     needs: str | None = None
-    """A module of the extra that is named like the grader."""
+    """A module that it imports, from the extra with the name of the grader"""

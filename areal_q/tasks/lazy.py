@@ -1,4 +1,4 @@
-"""A sequence of problems that are made when they are asked for: a billion of them cost no memory."""
+"""A sequence of problems that are generated on access, so that a billion of them take no memory."""
 
 from collections.abc import Callable, Sequence
 from typing import overload
@@ -7,7 +7,7 @@ from areal_q.tasks.base import Problem
 
 
 class Lazy(Sequence[Problem]):
-    """`make(place)` for every place of a range; a slice is lazy too."""
+    """The sequence of `make(place)` for every place of a range. A slice is lazy too."""
 
     def __init__(self, make: Callable[[int], Problem], places: range) -> None:
         self._make, self._places = make, places

@@ -1,4 +1,4 @@
-"""Problems whose prompts leave no room for a response are left out, and counted. Imports no torch."""
+"""Leaves out problems whose prompts leave no room for a response, and logs their number. Imports no torch."""
 
 import logging
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from areal_q.tasks.lazy import Lazy
 
 logger = logging.getLogger(__name__)
 SLACK = 64
-"""Tokens that a template may have more around a prompt than around an empty one."""
+"""Number of tokens by which a template around a prompt may be longer than around an empty one"""
 
 
 @dataclass
@@ -20,10 +20,10 @@ class _Kept:
 
 
 def without_long(task: Task, tokenizer: Tokenizer, longest: int) -> Task:
-    """Returns `task` without the problems whose prompts have more than `longest` tokens; itself where there are
-    none.
+    """Returns `task` without the problems whose prompts have more than `longest` tokens; `task` itself if there
+    are none.
 
-    Generated problems are all short and are not looked at. Raises TaskError where none would be left.
+    Generated problems are all short and are not checked. Raises TaskError if none would be left.
     """
     train, heldout = (_short(p, tokenizer, longest) for p in (task.train, task.heldout))
     left_out = len(task.train) - len(train) + len(task.heldout) - len(heldout)
@@ -40,7 +40,7 @@ def without_long(task: Task, tokenizer: Tokenizer, longest: int) -> Task:
 def _short(problems: Sequence[Problem], tokenizer: Tokenizer, longest: int) -> Sequence[Problem]:
     if isinstance(problems, Lazy):
         return problems
-    # No token stands for less than a byte, so that most prompts need not be encoded to be known as short.
+    # A token has at least one byte, so that a prompt with few bytes is known to be short without encoding it.
     around = len(tokenizer.encode_prompt("")) + SLACK
 
     def fits(prompt: str) -> bool:

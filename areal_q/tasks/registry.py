@@ -42,15 +42,16 @@ def build_task(cfg: TaskConfig) -> Task:
 
 
 def all_problems(cfg: TaskConfig) -> list[Problem]:
-    """Every row of the task's file: a benchmark has nothing to train on. Raises as `build_task` does."""
+    """Returns every row of the task's file, since a benchmark has nothing to train on. Raises as `build_task`
+    does."""
     if type(cfg) not in READERS:
         raise ConfigError(f"task.type = {cfg.__struct_config__.tag!r} reads no such file")
     return READERS[type(cfg)](cfg)
 
 
 def check_characters(run: Run, task: Task) -> None:
-    """Raises TaskError for the first prompt that the built-in model cannot read, and for the first answer where
-    a warm start learns them. Generated problems are all alike: one is looked at."""
+    """Raises TaskError for the first prompt that the built-in model's tokenizer cannot encode, and, with a warm
+    start, for the first such answer. Of generated problems only one is checked, since they are all alike."""
     if not isinstance(run.model, SmallModel):
         return
     tokenizer, answers = CharTokenizer(), run.warmstart.steps > 0
@@ -62,7 +63,7 @@ def check_characters(run: Run, task: Task) -> None:
 
 
 def build_tokenizer(run: Run) -> Tokenizer:
-    """Characters for the small model; whatever a pretrained model's directory holds."""
+    """Returns the tokenizer of characters for the small model, or that in a pretrained model's directory."""
     if isinstance(run.model, SmallModel):
         return CharTokenizer()
     chat = getattr(run.task, "template", "plain") == "chat"

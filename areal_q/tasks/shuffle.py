@@ -28,7 +28,8 @@ def permute(index: int, size: int, *key: int) -> int:
 
 
 def problem_at(task: Task, number: int, seed: int) -> Problem:
-    """Problem `number` of an endless sequence: each epoch all of `task.train`, in an order of its own."""
+    """Returns problem `number` of an endless sequence, in which each epoch has all of `task.train` in another
+    order."""
     size = len(task.train)
     epoch, index = divmod(number, size)
     return task.train[permute(index, size, seed, epoch)]

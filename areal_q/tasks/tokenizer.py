@@ -12,11 +12,11 @@ from areal_q.tasks.base import Message, Tokenizer
 CHARACTERS = "0123456789+-*/()=.,% "
 PAD, EOS = "<pad>", "<eos>"
 MARK = "\x02the assistant\x03"
-"""No template changes it, and no conversation has it."""
+"""A text that no chat template changes and no conversation contains"""
 
 
 class CharTokenizer:
-    """One id a character: <pad> is 0, <eos> is 1, then `CHARACTERS` in order.
+    """A tokenizer with one id for each character: <pad> is 0, <eos> is 1, and `CHARACTERS` follow in order.
 
     Example: encode("12+34=") == [3, 4, 12, 5, 6, 18]
     """
@@ -28,7 +28,7 @@ class CharTokenizer:
         self.pad_id, self.eos_id = self._vocab[PAD], self._vocab[EOS]
 
     def encode(self, text: str) -> list[int]:
-        """Raises TaskError naming a character that is not in the vocabulary."""
+        """Returns the ids of `text`. Raises TaskError naming a character that is not in the vocabulary."""
         try:
             return [self._vocab[c] for c in text]
         except KeyError as error:
@@ -41,7 +41,7 @@ class CharTokenizer:
         return self.encode(text)
 
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:
-        """It knows no roles: the contents, one after the other."""
+        """Returns the ids of the contents, one after the other, since this tokenizer has no roles."""
         return self.encode("".join(m["content"] for m in messages))
 
     def encode_turn(self, messages: Sequence[Message], ended: bool) -> list[int]:
@@ -101,7 +101,8 @@ class HFTokenizer:
     """A Hugging Face tokenizer. `template` is `chat` (its own chat template) or `plain` (bare text)."""
 
     def __init__(self, path: str | Path, template: str = "plain") -> None:
-        """Raises ConfigError without the `hf` extra or a template, CheckpointError for the files."""
+        """Loads the tokenizer. Raises ConfigError if the `hf` extra is not installed or the chat template is
+        missing, and CheckpointError for files that cannot be read."""
         try:
             transformers = importlib.import_module("transformers")
         except ModuleNotFoundError as error:
@@ -127,7 +128,8 @@ class HFTokenizer:
         return self._hf.encode(text, add_special_tokens=False)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """chat: one user message and the start of the reply; plain: with the tokenizer's own <bos>."""
+        """Returns the ids of a prompt. With `chat` it is one user message and the beginning of the reply, with
+        `plain` the text after the tokenizer's own <bos>."""
         if self._template == "plain":
             return self._hf.encode(text)
         return self.encode_messages([{"role": "user", "content": text}])
@@ -162,7 +164,8 @@ class HFTokenizer:
 
 
 def load_tokenizer(path: str | Path, template: str = "plain") -> Tokenizer:
-    """Returns the tokenizer in directory `path`: our own needs no transformers, any other does."""
+    """Returns the tokenizer in directory `path`. The one of characters does not need transformers, all others
+    do. Raises CheckpointError or ConfigError if it cannot be loaded."""
     if not Path(path).is_dir():
         raise CheckpointError(f"{path}: no such directory")
     small = CharTokenizer()

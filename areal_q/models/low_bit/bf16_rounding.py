@@ -1,7 +1,8 @@
-"""What no format applies to, as engines that compute in bfloat16 have it: embedding, norms, biases, head.
+"""Rounds the tensors that no format quantizes to bfloat16: embedding, norms, biases, head.
 
-With `rollout.unquantized = "bf16"` these tensors travel in bfloat16. A learner whose forward is that of
-rollouts then rounds them too; the gradient goes straight through to the float32 master weights.
+With `rollout.unquantized = "bf16"` they are published in bfloat16. A learner that computes with the rollouts'
+numbers then rounds them in its forward pass too. The gradient goes straight through to the float32 master
+weights.
 """
 
 import torch
@@ -13,7 +14,8 @@ from areal_q.models.layers.linear import Linear
 
 
 def straight(x: Tensor) -> Tensor:
-    """x rounded to bfloat16, in its own dtype, with the gradient of x. Exact: the difference is."""
+    """Returns x rounded to bfloat16, in the dtype of x and with the gradient of x. The sum here is exact, since
+    the difference is."""
     return x + (x.detach().to(torch.bfloat16).to(x.dtype) - x.detach())
 
 
@@ -41,19 +43,19 @@ _PLAIN = {rounded: plain for plain, rounded in _KINDS.items()}
 
 
 def round_rest(model: nn.Module, on: bool = True) -> None:
-    """Turns on or off that the forward of `model` rounds what is not quantized. Its parameters stay the same
-    objects, as optimizers know them."""
+    """Turns on or off that the forward pass of `model` rounds the tensors that are not quantized. Its
+    parameters stay the same objects, so that optimizers still know them."""
     kinds = _KINDS if on else _PLAIN
     for module in model.modules():
         if type(module) in kinds:
-            module.__class__ = kinds[type(module)]  # another forward on the same state
+            module.__class__ = kinds[type(module)]  # changes the forward pass and keeps the state
         elif isinstance(module, Linear):
             module.rounds_rest = on
 
 
 @torch.no_grad()
 def round_frozen(model: nn.Module) -> None:
-    """Rounds, once and for all, the float32 parameters and biases that are not trained."""
+    """Rounds the float32 parameters and biases that are not trained, in place."""
     biases = (t for name, t in model.named_buffers() if name.endswith(".bias"))
     for tensor in (*(p for p in model.parameters() if not p.requires_grad), *biases):
         if tensor.dtype == torch.float32:

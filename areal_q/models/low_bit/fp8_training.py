@@ -1,12 +1,12 @@
-"""One FP8 precision flow for forward and backward (Jet-RL): three products, all of E4M3 codes.
+"""FP8 training (Jet-RL): the three products of forward and backward pass are all of E4M3 codes.
 
     FProp   y  = x · Wᵀ      x 1×128 along in    W 128×128
     DGrad   ∂x = ∂y · W      ∂y 1×128 along out  W 128×128, the same codes
     WGrad   ∂W = ∂yᵀ · x     ∂y 1×128 along T    x 128×1 along T, requantized from what was saved
 
-The weights are the codes and scales of format `fp8`, which are the published ones (quantized_forward.py).
-Only the FP8 codes of the activations are kept for the backward. Gradients between operators are rounded to
-bfloat16; ∂W stays float32, for the master weights.
+The weights are the codes and scales of format `fp8` that are published (quantized_forward.py). Only the FP8
+codes of the activations are saved for the backward pass. Gradients between operators are rounded to bfloat16;
+∂W stays float32, for the master weights.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from areal_q.quant.kernels.fp8_gemm import Operand, fp8_gemm
 
 
 class Fp8TrainingLinear(QuantLinear):
-    """`format` must be `fp8`."""
+    """A linear layer whose three products are all in FP8. Its `format` must be `fp8`."""
 
     def take(self, parts: Parts) -> None:
         self.parts = parts
@@ -53,25 +53,25 @@ class _Fp8Flow(torch.autograd.Function):
 
 
 def operands(parts: Parts) -> tuple[Operand, Operand]:
-    """W's rows [out, in], and its columns [in, out]."""
+    """Returns W as the operand of FProp, by rows [out, in], and as that of DGrad, by columns [in, out]."""
     codes, scale = parts["weight"], parts["weight_scale_inv"]
     columns = Operand(codes.t().contiguous(), scale.t().contiguous(), blocks=True)
     return Operand(codes, scale, blocks=True), columns
 
 
 def fprop(x: Operand, rows: Operand) -> Tensor:
-    """x [T, in], W's rows [out, in] → float32 [T, out]."""
+    """Returns y, float32 [T, out], for x [T, in] and W's rows [out, in]."""
     with torch.autocast(x.codes.device.type, enabled=False):
         return fp8_gemm(x.codes.device)(x, rows)
 
 
 def dgrad(grad: Tensor, columns: Operand) -> Tensor:
-    """∂y [T, out], W's columns [in, out] → ∂x [T, in], rounded to bfloat16."""
+    """Returns ∂x [T, in], rounded to bfloat16, for ∂y [T, out] and W's columns [in, out]."""
     dx = fp8_gemm(grad.device)(Operand(*quantize_groups_e4m3(grad)), columns)
     return dx.to(torch.bfloat16).to(grad.dtype)
 
 
 def wgrad(grad: Tensor, x: Tensor) -> Tensor:
-    """∂y [T, out], x [T, in] → ∂W float32 [out, in]."""
+    """Returns ∂W, float32 [out, in], for ∂y [T, out] and x [T, in]."""
     along_tokens = (Operand(*quantize_groups_e4m3(t.t().contiguous())) for t in (grad, x))
     return fp8_gemm(grad.device)(*along_tokens)

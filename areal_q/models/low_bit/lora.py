@@ -2,11 +2,10 @@
 
     y = base(x) + (alpha / r) · (x · Aᵀ) · Bᵀ + b        A [r, in], B [out, r]; B starts at 0
 
-The base is what the rollouts' format makes of the weights once, before training: its parts are buffers
-and stay packed in memory; no float copy of it is kept. Adapters are
-float32, and act and are published in bfloat16, rounded on both sides alike. They alone have a gradient, which
-reaches x through the dequantized base. A version's codes and scales never change, so that its delta holds
-the adapters alone.
+The base is quantized once, before training, to the rollouts' format. Its codes and scales are buffers that stay
+packed in memory, without a float copy. The adapters are float32 parameters, which learner and engine use
+rounded to bfloat16, as they are published. Only they have a gradient; that of x goes through the dequantized
+base. Since the base never changes, a delta between versions contains the adapters alone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,9 +25,9 @@ from areal_q.quant.registry import FORMATS
 from areal_q.quant.state_dict import parts_of, quantize_state
 
 A, B = "lora_A.weight", "lora_B.weight"
-"""Suffixes of a linear's adapters, as PEFT names them."""
+"""Suffixes of the names of a linear layer's adapters, as in PEFT"""
 LORA_SCALE = "lora_scale"
-"""In a manifest's `extra`: alpha / r."""
+"""Key of alpha / r in a manifest's `extra`"""
 
 
 def is_adapter(name: str) -> bool:
@@ -43,17 +42,18 @@ class _Factor(nn.Module):
 
 
 def _buffer(suffix: str) -> str:
-    """A buffer's name holds no dot, such as nf4's `weight.absmax` has."""
+    """Returns the name of the buffer for a tensor such as nf4's `weight.absmax`, since a buffer's name must not
+    have a dot."""
     return suffix.replace(".", "/")
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear in `format` with an adapter; buffers are the parts."""
+    """A frozen linear layer in `format`, with an adapter. Its codes and scales are buffers."""
 
     bias: Tensor | None
 
     def __init__(self, parts: Parts, format: str, bias: Tensor | None, cfg: Lora | None) -> None:
-        """`cfg` None: without an adapter."""
+        """Builds the layer from its codes and scales `parts`; without an adapter if `cfg` is None."""
         super().__init__()
         self.format, self.on = format, cfg is not None
         for suffix in FORMATS[format].suffixes:
@@ -84,12 +84,12 @@ class LoraLinear(nn.Module):
 
     @torch.no_grad()
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Returns A and B as they act, float32."""
+        """Returns A and B as the forward pass uses them: rounded to bfloat16, in float32."""
         return straight(self.lora_A.weight), straight(self.lora_B.weight)
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """float32 [out, in]: the base, and the adapter if it is on, in one weight."""
+        """Returns one weight, float32 [out, in], for the base and, if it is on, the adapter."""
         weight = FORMATS[self.format].dequantize(self.parts)
         if not self.on:
             return weight
@@ -98,7 +98,8 @@ class LoraLinear(nn.Module):
 
 
 class _Base(torch.autograd.Function):
-    """The format's own linear; x's gradient through the dequantized weight, made again for it."""
+    """Computes the format's own linear layer. The gradient of x goes through the weight, which is dequantized
+    again for it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: LoraLinear) -> Tensor:
@@ -116,8 +117,8 @@ class _Base(torch.autograd.Function):
 
 
 def adapt(model: nn.Module, format: str, cfg: Lora, seed: int) -> None:
-    """Freezes `model`, quantizes the linears that a format applies to, and gives those of `cfg.targets`
-    adapters. Deterministic in `seed`."""
+    """Freezes `model`, quantizes the linear layers that a format applies to, and gives adapters to those in
+    `cfg.targets`. The result depends on `seed` and the weights alone."""
     model.requires_grad_(False)
     found = linears(model)
     published = quantize_state({f"{n}.weight": m.weight for n, m in found.items()}, format)
@@ -132,13 +133,14 @@ def adapt(model: nn.Module, format: str, cfg: Lora, seed: int) -> None:
 
 
 def adapted(model: nn.Module) -> dict[str, LoraLinear]:
-    """Returns the frozen linears of `model`, by name; none where it was not given adapters."""
+    """Returns the frozen linear layers of `model` by name; none if `adapt` was not called for it."""
     return {name: m for name, m in model.named_modules() if isinstance(m, LoraLinear)}
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The base alone: the reference policy, without a second copy of the model."""
+    """Turns the adapters off within this context. The base alone is the reference policy, without a second copy
+    of the model."""
     layers = [m for m in adapted(model).values() if m.on]
     for layer in layers:
         layer.on = False
@@ -150,7 +152,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """Returns a plain decoder's state: base and adapters in one float32 weight for each linear."""
+    """Returns the state of a plain decoder, with base and adapter in one float32 weight for each linear
+    layer."""
     layers, state = adapted(model), {}
     for name, tensor in model.state_dict().items():
         owner = next((n for n in layers if name.startswith(f"{n}.")), None)
@@ -162,7 +165,7 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 Adapter = tuple[Tensor, Tensor]
-"""A [r, in] and B [out, r], float32."""
+"""A [r, in] and B [out, r], float32"""
 
 
 def adapter_of(tensors: Mapping[str, Tensor], linear: str) -> Adapter | None:
@@ -172,13 +175,14 @@ def adapter_of(tensors: Mapping[str, Tensor], linear: str) -> Adapter | None:
 
 
 class AdaptedLinear:
-    """What an engine runs: y = base(x) + scale · (x · Aᵀ) · Bᵀ, where A stacks the adapters of linears that
-    it fuses, and B has theirs on its diagonal."""
+    """A linear layer of the reference engine with adapters: y = base(x) + scale · (x · Aᵀ) · Bᵀ. If it fuses
+    several linear layers, A stacks their adapters and B has them as blocks on its diagonal."""
 
     def __init__(
         self, base: Linear, adapters: Sequence[Adapter | None], outs: Sequence[int], scale: float
     ) -> None:
-        """`outs`: features of each of the fused linears; None is one without an adapter."""
+        """Builds the layer from `base`. `adapters` and `outs` have, for each of the fused linear layers, its
+        adapter (None if it has none) and its number of output features."""
         self.base = base
         self.a = torch.cat([pair[0] for pair in adapters if pair])
         ranks = [pair[1].shape[1] if pair else 0 for pair in adapters]

@@ -1,4 +1,4 @@
-"""What a learner publishes of its model: the tensors of its own low-bit forward, where it has one."""
+"""The tensors that a learner publishes of its model: those of its own low-bit forward pass, if it has one."""
 
 from collections.abc import Mapping
 
@@ -14,8 +14,9 @@ from areal_q.quant.state_dict import RangePolicy, quantize_state
 def published_state(
     model: nn.Module, format: str, policy: RangePolicy | None = None
 ) -> dict[str, Tensor]:
-    """Returns the tensors to publish for `model`: those of its forward where that is quantized, a frozen
-    base and its adapters in bfloat16, else as `quantize_state` makes them. In the order of its state dict."""
+    """Returns the tensors to publish for `model`, in the order of its state dict. They are those of its forward
+    pass if that is quantized; the base and the adapters in bfloat16 if it has adapters; else those that
+    `quantize_state` returns."""
     state: Mapping[str, Tensor] = model.state_dict()
     if adapted(model):
         return {

@@ -1,15 +1,16 @@
-"""The learner's forward on the numbers that rollouts use (QaRL).
+"""The learner's forward pass on the same quantized numbers as the rollouts (QaRL).
 
     weights θ ──quantize_state──▶ parts ──┬──▶ Format.linear ──▶ the forward of π_prox and π_θ
                                           └──▶ published_state ──▶ the version that engines run
 
-`QuantLinear` runs the format's own linear, activations quantized as the engine quantizes them, on parts that
-`materialise` makes once for each state of the weights. What is published are these very tensors: nothing is
-quantized twice. The backward is that of the full-precision layer (a straight-through estimator):
+`QuantLinear` runs the format's own linear layer, with activations quantized as in the engine, on codes and
+scales (the parts) that `materialise` computes once for each state of the weights. The same tensors are
+published, so that nothing is quantized twice. The backward pass is that of the full-precision layer (a
+straight-through estimator),
 
     y = Q(x) · Q(W)ᵀ + b,    ∂x = ∂y · W,    ∂W = ∂yᵀ · x,    ∂b = Σ ∂y
 
-with the master weights W, which alone the optimizer sees.
+with the master weights W, which are the only ones that the optimizer knows.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -28,15 +29,15 @@ from areal_q.quant.state_dict import is_quantized, parts_of, quantize_state
 
 
 class QuantLinear(Linear):
-    """A linear whose forward runs on quantized parts; `weight` is the master copy. Before the first
-    `materialise` it cannot run."""
+    """A linear layer whose forward pass runs on quantized weights; `weight` is the master copy. It can run only
+    after the first `materialise`."""
 
     format: str
     parts: Parts
     product: Product
 
     def take(self, parts: Parts) -> None:
-        """The weights changed: these are the tensors that stand for them."""
+        """Uses `parts`, the codes and scales of the changed weights, from now on."""
         self.parts, self.product = parts, FORMATS[self.format].linear([parts])
 
     @property
@@ -48,9 +49,9 @@ class QuantLinear(Linear):
 
 
 def as_engines_compute(kind: str) -> AbstractContextManager[object]:
-    """For products on published numbers, on device type `kind`: on a CPU in float32, to the bit; on a GPU in
-    bfloat16 where the learner computes in it, as vLLM and SGLang do there (float32 products are many times
-    slower)."""
+    """Returns a context for products on published numbers, on device type `kind`. On a CPU they are in float32,
+    equal to the bit; on a GPU in bfloat16 if the learner computes in it, as in vLLM and SGLang, since float32
+    products are many times slower there."""
     return torch.autocast(kind, enabled=False) if kind == "cpu" else nullcontext()
 
 
@@ -83,7 +84,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def linears(model: nn.Module) -> dict[str, Linear]:
-    """Returns the linears of `model` that a format applies to, by name."""
+    """Returns the linear layers of `model` that a format applies to, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -92,8 +93,8 @@ def linears(model: nn.Module) -> dict[str, Linear]:
 
 
 def use(kind: type[Linear], model: nn.Module, format: str) -> None:
-    """Makes the quantized linears of `model` ones of class `kind`, with the parameters that they have; on
-    `format`, ready to run, where the class is quantized."""
+    """Changes the linear layers of `model` that a format applies to into ones of class `kind`, with the same
+    parameters. If the class is quantized, they are materialised in `format`, ready to run."""
     for name, linear in linears(model).items():
         with torch.device("meta"):
             new = kind(linear.in_features, linear.out_features, linear.bias is not None)
@@ -108,16 +109,16 @@ def use(kind: type[Linear], model: nn.Module, format: str) -> None:
 
 @torch.no_grad()
 def materialise(model: nn.Module) -> None:
-    """Quantizes the present weights for the forward; to be called whenever they have changed. Of a sharded
-    model they are gathered, and every rank quantizes them for itself.
+    """Quantizes the weights for the forward pass. Call it whenever they have changed. The weights of a sharded
+    model are gathered, and every rank quantizes them for itself.
 
-    Raises QuantizationError naming a tensor that is not finite.
+    Raises QuantizationError, which names the tensor, for one that is not finite.
     """
     found = {n: m for n, m in linears(model).items() if isinstance(m, QuantLinear)}
     if not found:
         return
     format = next(iter(found.values())).format
-    # Layer by layer: no more than one is whole in memory.
+    # Layers are gathered one by one, so that no more than one is complete in memory.
     for _, names in groupby(found, key=lambda name: name.partition("layers.")[2].partition(".")[0]):
         layer = {name: found[name] for name in names}
         published = quantize_state(
@@ -128,5 +129,5 @@ def materialise(model: nn.Module) -> None:
 
 
 def _whole(weight: Tensor) -> Tensor:
-    # (DTensor's import takes a second of the CPU.)
+    # An isinstance test would need the import of DTensor, which takes a second.
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # type: ignore[operator]

@@ -11,18 +11,18 @@ from areal_q.tasks.lazy import Lazy
 from areal_q.tasks.shuffle import permute
 
 SPLIT_KEY = 0
-"""The same problems are held out in every run, whatever its seed."""
+"""Key of the shuffle that splits the problems; it is fixed, so that every run holds out the same ones."""
 
 
 class ArithmeticTask:
-    """All pairs of numbers of `digits` digits; `heldout` of them are never trained on.
+    """All additions of two numbers with `digits` digits; `heldout` of them are never trained on.
 
-    `12+34=` and `34+12=` are two problems, but both are held out or neither is. None is stored: the
-    unordered pairs are numbered, then shuffled, and each gives its two problems (twice `7+7=`).
+    `12+34=` and `34+12=` are two problems, of which both are held out or neither. No problem is stored: the
+    unordered pairs are numbered and shuffled, and each gives its two problems (`7+7=` twice).
     """
 
     def __init__(self, cfg: Arithmetic) -> None:
-        """Raises TaskError when nothing would be left to train on."""
+        """Splits the problems. Raises TaskError if none would be left to train on."""
         additions = 2 * _unordered_pairs(cfg.digits)
         heldout = cfg.heldout + cfg.heldout % 2
         if heldout >= additions:
@@ -35,7 +35,7 @@ class ArithmeticTask:
 
 
 def addition(cfg: Arithmetic, place: int) -> Problem:
-    """Returns the problem that stands in `place` of the shuffled sequence."""
+    """Returns the problem at index `place` of the shuffled sequence."""
     pair, swapped = divmod(place, 2)
     a, b = _pair(permute(pair, _unordered_pairs(cfg.digits), SPLIT_KEY))
     low = _lowest(cfg.digits)
@@ -52,17 +52,17 @@ def _unordered_pairs(digits: int) -> int:
 
 
 def _lowest(digits: int) -> int:
-    """0 is the one number of a single digit that starts with 0."""
+    """Returns the smallest number with `digits` digits. 0 is the only one that begins with 0."""
     return 10 ** (digits - 1) if digits > 1 else 0
 
 
 def _pair(index: int) -> tuple[int, int]:
-    """Unordered pair `index` of (0, 0), (1, 0), (1, 1), (2, 0), …"""
+    """Returns the unordered pair at `index` of the sequence (0, 0), (1, 0), (1, 1), (2, 0), …"""
     a = (math.isqrt(8 * index + 1) - 1) // 2
     return a, index - a * (a + 1) // 2
 
 
 def score(problem: Problem, response: str) -> Score:
-    """1 for exactly the answer's digits, else 0."""
+    """Returns a reward of 1 for exactly the answer's digits, else 0."""
     correct = response.strip() == problem.answer
     return Score(float(correct), correct)

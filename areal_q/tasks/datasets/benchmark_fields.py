@@ -9,7 +9,7 @@
                         ARC             question, choices {text, label}, answerKey
                         MMLU-Pro        question, options, answer (a letter)
 
-Field names are tried in the order below; the first that a row has counts.
+Field names are tried in the order of the constants below, and the first one that a row has is used.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ CHOICE_PROMPTS = {
 
 
 def math_problems(cfg: Math) -> list[Problem]:
-    """All that the file holds. Raises TaskError naming file and line."""
+    """Returns all problems of the file. Raises TaskError naming file and line."""
     return [
         Problem(
             MATH_PROMPTS[cfg.template].format(_first(row, QUESTION, where)), _answer(row, where)
@@ -48,12 +48,12 @@ def math_problems(cfg: Math) -> list[Problem]:
 
 
 def choice_problems(cfg: Choice) -> list[Problem]:
-    """All that the file holds, the answer as a letter. Raises TaskError naming file and line."""
+    """Returns all problems of the file, with a letter as the answer. Raises TaskError naming file and line."""
     return [_choice(row, cfg.template, where) for where, row in read_objects(cfg.path)]
 
 
 def jsonl_problems(cfg: Jsonl) -> list[Problem]:
-    """All that the file holds. Raises TaskError naming the line that has not both fields."""
+    """Returns all problems of the file. Raises TaskError naming a line that lacks one of the two fields."""
     return [
         Problem(_prompt(row, cfg.prompt, where), text_of(row, cfg.answer, where))
         for where, row in read_objects(cfg.path)
@@ -68,7 +68,8 @@ def _prompt(row: _Row, name: str, where: str) -> str:
 
 
 def text_of(row: _Row, name: str, where: str) -> str:
-    """Returns a field as text: numbers are written out (27.0 as "27"), a list of one is its only entry."""
+    """Returns a field as text. A number is written out (27.0 as "27"), and a list of one entry is that entry.
+    Raises TaskError for anything else."""
     if name not in row:
         raise TaskError(f"{where}: no field `{name}`; the row has {', '.join(row) or 'none'}")
     value = row[name]
@@ -89,7 +90,7 @@ def _first(row: _Row, names: Sequence[str], where: str) -> str:
 
 
 def _answer(row: _Row, where: str) -> str:
-    """Returns what stands in the last \\boxed{} of a worked solution, else what follows `####`, else all of
+    """Returns the content of the last \\boxed{} in a worked solution, else the text after `####`, else all of
     it."""
     text = _first(row, _ANSWER, where)
     boxed = last_boxed(text)
@@ -112,7 +113,8 @@ def _choice(row: _Row, template: str, where: str) -> Problem:
 
 
 def _gpqa(row: _Row, where: str) -> tuple[str, list[str], int]:
-    """The right choice comes first in the file: where it goes depends on the question alone."""
+    """Returns (question, choices, index of the right one). The file names the right choice first; where it is
+    put depends on the question alone."""
     names = ["Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3))]
     options = [text_of(row, name, where).strip() for name in names]
     question = text_of(row, "Question", where)
@@ -136,7 +138,8 @@ def _listed(row: _Row, where: str) -> tuple[str, list[str], int]:
 
 
 def _options(row: _Row, where: str) -> tuple[list[str], list[str]]:
-    """(texts, labels) of a list of texts, of {text: […], label: […]}, or of [{text, label}, …]."""
+    """Returns (texts, labels) of choices given as a list of texts, as {text: […], label: […]}, or as
+    [{text, label}, …]."""
     match row.get("options", row.get("choices")):
         case {"text": list(texts), "label": list(labels)} if len(texts) == len(labels):
             pass

@@ -18,13 +18,12 @@ _NUMBER = re.compile(r"[+-]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|
 
 
 class CalculatorTask:
-    """Distinct prompts. Those of the last share of the rows are held out, and not trained on.
-
-    Where the file gives a prompt several results, the first one counts.
-    """
+    """Problems with distinct prompts. Those in the last share of the rows are held out and never trained on. If
+    a prompt has several results in the file, the first one is used."""
 
     def __init__(self, cfg: Calculator) -> None:
-        """Raises TaskError naming file and line, or if nothing is left to train on or to hold out."""
+        """Reads the file. Raises TaskError naming file and line, or if no problem is left to train on or to
+        hold out."""
         rows = read_jsonl(cfg.path)
         train, heldout = (_Annotations(part) for part in split_heldout(rows, cfg.heldout, cfg.path))
         self.heldout: Sequence[Problem] = tuple(heldout.problems.values())
@@ -32,7 +31,7 @@ class CalculatorTask:
             p for prompt, p in train.problems.items() if prompt not in heldout.problems
         )
         self.skipped = train.skipped + heldout.skipped
-        """Annotations that do not read `expression=number`"""
+        """Number of annotations that are not of the form `expression=number`"""
         if not self.train or not self.heldout:
             lost = "hold out" if self.train else "train on"
             raise TaskError(f"{cfg.path}: no annotation <<expression=number>> to {lost}")
@@ -46,20 +45,20 @@ class CalculatorTask:
 
 
 def score(problem: Problem, response: str) -> Score:
-    """1 if the response is a number equal to the answer (`0.2`, `.20`, `1,000`), else 0."""
+    """Returns a reward of 1 if the response is a number equal to the answer (`0.2`, `.20`, `1,000`), else 0."""
     found = parse_number(response)
     correct = found is not None and found == parse_number(problem.answer)
     return Score(float(correct), correct)
 
 
 def answer(response: str) -> str | None:
-    """Example: "1,000.50" is "1000.5"."""
+    """Returns the number in one spelling, such as "1000.5" for "1,000.50"; None if it is no number."""
     value = parse_number(response)
     return None if value is None else plain_number(value)
 
 
 def plain_number(value: Decimal) -> str:
-    """One spelling for equal numbers: 9.0 is "9", -0 is "0"."""
+    """Returns one spelling for equal numbers: 9.0 is "9", and -0 is "0"."""
     return f"{value.normalize() + 0:f}"
 
 
@@ -81,7 +80,7 @@ class _Annotations:
 
 
 def _parse(text: str) -> Iterator[Problem | None]:
-    """The problem of each annotation; None for a malformed one."""
+    """Yields the problem of each annotation, or None for a malformed one."""
     for body in ANNOTATION.findall(text):
         expression, _, result = body.replace(" ", "").partition("=")
         if EXPRESSION.fullmatch(expression) and parse_number(result) is not None:

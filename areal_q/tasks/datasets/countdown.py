@@ -14,11 +14,11 @@ from areal_q.tasks.base import Problem, Score
 from areal_q.tasks.lazy import Lazy
 
 _MAX_CHARACTERS = 200
-"""A longer expression is refused unread; six numbers need far fewer."""
+"""Longest expression that is read; six numbers need far fewer characters."""
 _HELD_OUT_SHARE = 8
-"""One set of numbers in so many is held out, by its hash: the same ones in every run."""
+"""One in so many sets of numbers is held out, chosen by hash, so that every run holds out the same ones."""
 _MAX_REPEATS = 10
-"""Draws for each distinct problem, on average, before there are held to be no more."""
+"""Draws for each distinct problem, on average, after which there are taken to be no more"""
 _TRIES = 100_000
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 _WORDS = (
@@ -30,10 +30,10 @@ _ANSWER = re.compile(r"<answer>([^<]*)</answer>")
 
 
 class CountdownTask:
-    """Generated problems; their sets of numbers are split, so that no held-out set is trained on."""
+    """Generated problems, split by their sets of numbers, so that no held-out set is trained on."""
 
     def __init__(self, cfg: Countdown) -> None:
-        """Raises TaskError where the settings leave too few problems."""
+        """Generates the problems. Raises TaskError if the settings allow too few."""
         distinct: dict[str, Problem] = {}
         for index in itertools.count():
             problem = _generate(cfg, index, heldout=True)
@@ -50,7 +50,8 @@ class CountdownTask:
 
 
 def _generate(cfg: Countdown, index: int, heldout: bool) -> Problem:
-    """Problem `index`: numbers are drawn and combined until the target is in range, so it has a solution."""
+    """Returns problem `index`. Numbers are drawn and combined until the target is in range, so that there is a
+    solution. Raises TaskError if that hardly ever happens."""
     rng = random.Random(2 * index + heldout)
     for _ in range(_TRIES):
         numbers = [rng.randint(1, cfg.largest) for _ in range(cfg.numbers)]
@@ -65,21 +66,21 @@ def _generate(cfg: Countdown, index: int, heldout: bool) -> Problem:
 
 
 def _combine(rng: random.Random, numbers: list[int]) -> tuple[Fraction, str]:
-    """Returns a random expression of all the numbers. Two terms at a time, with brackets only where needed."""
+    """Returns the value and text of a random expression of all numbers, with brackets only where needed."""
     terms = [(Fraction(n), str(n), 3) for n in numbers]
     while len(terms) > 1:
         a, b = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
         operator = rng.choice("+-*/" if b[0] else "+-*")
         level = _PRECEDENCE[operator]
         left = a[1] if a[2] >= level else f"({a[1]})"
-        # The right side of - and / needs brackets at equal precedence too.
+        # The right operand of - and / needs brackets at equal precedence too.
         right = b[1] if b[2] > level or (b[2] == level and operator in "+*") else f"({b[1]})"
         terms.append((_apply(operator, a[0], b[0]), left + operator + right, level))
     return terms[0][0], terms[0][1]
 
 
 def _apply(operator: str, a: Fraction, b: Fraction) -> Fraction:
-    """Raises ZeroDivisionError."""
+    """Returns the value of a operator b. Raises ZeroDivisionError."""
     match operator:
         case "+":
             return a + b
@@ -92,9 +93,10 @@ def _apply(operator: str, a: Fraction, b: Fraction) -> Fraction:
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
-    """(value, the numbers in it, sorted) of whole numbers, + - * / and brackets; None for anything else.
+    """Returns the value of an expression and the sorted numbers in it; None unless it consists of whole
+    numbers, + - * / and brackets.
 
-    Dijkstra's two stacks: no recursion, and nothing that could be run.
+    It uses Dijkstra's two stacks, without recursion, and executes nothing.
     """
     tokens = (
         re.findall(r"[0-9]+|[-+*/()]|\S", expression) if len(expression) <= _MAX_CHARACTERS else []
@@ -139,8 +141,8 @@ def _reduce(values: list[Fraction], operators: list[str], level: int) -> None:
 
 
 def answer(response: str) -> str | None:
-    """Returns the expression between the last <answer> tags, else the last line; what follows `=` is left
-    out."""
+    """Returns the expression between the last <answer> tags, else in the last line, without anything after
+    `=`."""
     tagged = _ANSWER.findall(response)
     text = tagged[-1] if tagged else (response.strip().splitlines() or [""])[-1]
     expression = "".join(text.partition("=")[0].split())
@@ -148,7 +150,7 @@ def answer(response: str) -> str | None:
 
 
 def score(problem: Problem, response: str) -> Score:
-    """1 if the expression has the same numbers and the same value as the known solution, else 0."""
+    """Returns a reward of 1 if the expression has the numbers and the value of the known solution, else 0."""
     expression = answer(response)
     correct = expression is not None and evaluate(expression) == evaluate(problem.answer)
     return Score(float(correct), correct)

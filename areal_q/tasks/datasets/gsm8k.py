@@ -22,12 +22,12 @@ _NUMBER = re.compile(
 
 
 def problems(cfg: Gsm8k) -> list[Problem]:
-    """All that the file holds. Raises TaskError naming file and line."""
+    """Returns all problems of the file. Raises TaskError naming file and line."""
     return [_problem(row, cfg.template) for row in read_rows(cfg.path)]
 
 
 def score(problem: Problem, response: str) -> Score:
-    """1 if the response's final number equals the answer, else 0."""
+    """Returns a reward of 1 if the response's final number equals the answer, else 0."""
     found = final_number(response)
     correct = found is not None and found == final_number(problem.answer)
     return Score(float(correct), correct)

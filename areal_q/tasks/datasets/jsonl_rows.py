@@ -29,18 +29,20 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def read_rows(path: str) -> list[Row]:
-    """Rows of a JSONL file, or of the train split of a Hub data set such as `openai/gsm8k`."""
+    """Returns the rows of a JSONL file, or of the train split of a Hub data set such as `openai/gsm8k`. Raises
+    TaskError, or ConfigError if the Hub needs an extra that is not installed."""
     is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not path.endswith((".jsonl", ".json"))
     return _read_hub(path) if is_id and not Path(path).exists() else read_jsonl(path)
 
 
 def read_jsonl(path: str) -> list[Row]:
-    """Rows of a JSONL file; blank lines are passed over. Raises TaskError naming file and line."""
+    """Returns the rows of a JSONL file, without blank lines. Raises TaskError naming file and line."""
     return [Row(where, line.question, line.answer) for where, line in _lines(path, _Line)]
 
 
 def read_objects(path: str) -> list[tuple[str, dict[str, Any]]]:
-    """(`train.jsonl:12`, the object on that line) of a JSONL file whose fields the caller knows."""
+    """Returns pairs of a place, such as `train.jsonl:12`, and the object there. Raises TaskError naming file
+    and line."""
     return _lines(path, dict[str, Any])
 
 
@@ -62,7 +64,8 @@ def _lines(path: str, kind: type[T]) -> list[tuple[str, T]]:
 
 
 def split_heldout(rows: Sequence[T], share: float, path: str) -> tuple[Sequence[T], Sequence[T]]:
-    """(to train on, held out): the last `share` of the rows is held out. Neither may be empty."""
+    """Returns the rows to train on and the held-out ones, which are the last `share`. Raises TaskError if
+    either is empty."""
     cut = len(rows) - round(share * len(rows))
     if not 0 < cut < len(rows):
         lost = "train on" if cut == 0 else "hold out"

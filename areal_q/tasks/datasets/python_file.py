@@ -1,4 +1,4 @@
-"""Tasks and rewards from a Python file of the user's own: trusted code, loaded from that file only.
+"""Tasks and rewards from the user's own Python file, which is trusted code.
 
     def problems():                          # for task.type = "python"
         return [("2+2=", "4"), …]            # (prompt, answer)
@@ -6,8 +6,8 @@
     def reward(prompt, response, answer):    # or the name in reward.function
         return 1.0 if response.strip() == answer else 0.0
 
-A reward is a number, and the response counts as correct from 1 on; or a table of numbers with `reward`,
-perhaps `correct`, and parts to be logged. Imports no torch.
+A reward is a number, and a response with 1 or more counts as correct. It may also be a table of numbers with
+`reward`, optionally `correct`, and parts to be logged. Imports no torch.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     if not Path(path).is_file() or spec is None or spec.loader is None:
         raise TaskError(f"{path}: no such Python file")
     module = importlib.util.module_from_spec(spec)
-    # Last, so that the file may import its neighbours and none of them takes the place of another module.
+    # The directory goes last, so that the file can import its neighbours, but they hide no other module.
     if (directory := str(Path(path).resolve().parent)) not in sys.path:
         sys.path.append(directory)
     try:
@@ -42,7 +42,8 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
 
 
 def load_score(path: str, name: str) -> Callable[[Problem, str], Score]:
-    """Returns the reward `name` of a file as a score; it raises what the user's code raises."""
+    """Returns the reward function `name` of a file, with its results as scores. It raises what the user's code
+    raises."""
     function = load_function(path, name)
 
     def score(problem: Problem, response: str) -> Score:
@@ -52,8 +53,8 @@ def load_score(path: str, name: str) -> Callable[[Problem, str], Score]:
 
 
 def as_score(given: Any) -> Score:
-    """Returns a score from what a user's reward returned. Raises ValueError for what is no number, or too
-    large to learn from."""
+    """Returns the result of a user's reward function as a score. Raises ValueError if it is not a number, or is
+    too large to learn from."""
     table = given if isinstance(given, Mapping) else {"reward": given}
     parts = {str(name): _number(str(name), value) for name, value in table.items()}
     if "reward" not in parts:

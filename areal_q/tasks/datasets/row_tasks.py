@@ -1,6 +1,6 @@
 """Tasks whose problems are the rows of a file. Imports no torch.
 
-The reader of each gives all problems of the file; `FileTask` splits them.
+Each has a reader that returns all problems of the file, and `FileTask` splits them.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +22,10 @@ READERS: dict[type, Callable[[Any], list[Problem]]] = {
 
 
 class FileTask:
-    """The last share of the rows is held out; a prompt that also appears there is not trained on."""
+    """A task from a file. The last share of its rows is held out, and a prompt in them is not trained on."""
 
     def __init__(self, cfg: Gsm8k | Math | Choice | Jsonl | Python) -> None:
-        """Raises TaskError naming file and line."""
+        """Reads the file. Raises TaskError naming file and line."""
         rows = READERS[type(cfg)](cfg)
         train, heldout = split_heldout(rows, cfg.heldout, cfg.path)
         self.heldout: Sequence[Problem] = tuple(heldout)

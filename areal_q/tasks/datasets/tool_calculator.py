@@ -9,10 +9,10 @@ from areal_q.tasks.lazy import Lazy
 
 
 class ToolCalculatorTask:
-    """The problems of the arithmetic task; an answer demonstrates the call, which a warm start learns."""
+    """The problems of the arithmetic task. Their answers demonstrate the call, for a warm start to learn."""
 
     def __init__(self, cfg: ToolCalculator) -> None:
-        """Raises TaskError when nothing would be left to train on."""
+        """Splits the problems. Raises TaskError if none would be left to train on."""
         plain = ArithmeticTask(Arithmetic(digits=cfg.digits, reversed=False, heldout=cfg.heldout))
         self.train = _with_calls(plain.train)
         self.heldout = _with_calls(plain.heldout)
@@ -23,17 +23,18 @@ def _with_calls(problems: Sequence[Problem]) -> Sequence[Problem]:
 
 
 def _with_call(problem: Problem) -> Problem:
-    """Example: ("12+34=", "46") becomes ("12+34=", "(12+34)46 46")."""
+    """Returns a problem whose answer has the call: ("12+34=", "46") becomes ("12+34=", "(12+34)46 46")."""
     expression = problem.prompt.removesuffix("=")
     return Problem(problem.prompt, f"({expression}){problem.answer} {problem.answer}")
 
 
 def answer(response: str) -> str | None:
-    """Returns what follows the last space."""
+    """Returns the text after the last space."""
     return response.rpartition(" ")[2] or None
 
 
 def score(problem: Problem, response: str) -> Score:
-    """1 if it is what follows the last space of the demonstration, however it was found, else 0."""
+    """Returns a reward of 1 if the text after the last space is that of the demonstration, with or without a
+    call, else 0."""
     correct = answer(response) == answer(problem.answer)
     return Score(float(correct), correct)

@@ -1,1 +1,1 @@
-"""Rewards and the graders behind them, in the process or isolated in one that can be killed."""
+"""Rewards and the graders that they use, inside the worker or in a process that can be killed."""

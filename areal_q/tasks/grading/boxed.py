@@ -8,11 +8,11 @@ from areal_q.tasks.base import Problem, Score
 
 BRACE = re.compile(r"\\boxed\{|[{}]")
 _MAX_CHARACTERS = 500
-"""A longer answer is no answer: it would only keep the parser busy."""
+"""Longest answer that is graded, since the parser would take long for a longer one"""
 
 
 def last_boxed(text: str) -> str | None:
-    """Returns what stands in the last `\\boxed{…}` whose braces balance; None if there is none.
+    """Returns the content of the last `\\boxed{…}` whose braces balance; None if there is none.
 
     Example: "so \\boxed{1}, no: \\boxed{\\frac{1}{2}}" is "\\frac{1}{2}".
     """
@@ -34,9 +34,10 @@ def answer(response: str) -> str | None:
 
 
 def score(problem: Problem, response: str) -> Score:
-    """1 if the last boxed expression equals the answer in value, else 0. It may take long: see Grader.slow.
+    """Returns a reward of 1 if the last boxed expression has the value of the answer, else 0. It may take long
+    (see Grader.slow).
 
-    math-verify's own timeouts rely on signals, so they are off; it is killed from outside instead.
+    math-verify's own timeouts rely on signals and are turned off; its process is killed instead.
     """
     given = answer(response)
     if given is None or len(given) > _MAX_CHARACTERS:

@@ -1,4 +1,4 @@
-"""Multiple choice: which letter a response settles on. Imports no torch."""
+"""Multiple choice: finds the letter that a response chooses. Imports no torch."""
 
 import re
 
@@ -15,8 +15,8 @@ WRAPPED = re.compile(r"\(?(?:\\(?:text|mathrm|textbf)\{)?\(?([A-Z])\)?\}?\)?")
 
 
 def letter(response: str) -> str | None:
-    """Returns the last boxed letter, else the last that is called the answer, else the response's own; or
-    None."""
+    """Returns the last boxed letter, else the last one that is called the answer, else the letter that the
+    whole response consists of; None if there is none."""
     boxed = last_boxed(response)
     if boxed and (match := WRAPPED.fullmatch(boxed)):
         return match[1]
@@ -28,6 +28,6 @@ def letter(response: str) -> str | None:
 
 
 def score(problem: Problem, response: str) -> Score:
-    """1 for the right letter, else 0."""
+    """Returns a reward of 1 for the right letter, else 0."""
     correct = letter(response) == problem.answer
     return Score(float(correct), correct)

@@ -1,4 +1,4 @@
-"""How answers are judged: one line for each way. A task's settings name theirs. Imports no torch."""
+"""The built-in graders by name, of which a task's settings name one. Imports no torch."""
 
 import importlib.util
 
@@ -12,7 +12,7 @@ GRADERS: dict[str, Grader] = {
     "exact": Grader(exact, str.strip),
     "number": Grader(calculator.score, calculator.answer),
     "final_number": Grader(gsm8k.score, gsm8k.answer),
-    # Nothing but the text goes into this comparison, so that what the parser cannot bear is the text's fault.
+    # The comparison depends on the text alone, so that the response is the cause if the parser fails.
     "math": Grader(
         boxed.score,
         boxed.answer,

@@ -1,6 +1,6 @@
-"""`python -m areal_q.tasks.grading.reward_child`: the process that runs a slow or foreign reward.
+"""`python -m areal_q.tasks.grading.reward_child`: the process that runs a slow reward or a user's own.
 
-Questions come in on stdin, replies go out on what was stdout; it ends when stdin does.
+It reads requests from stdin, writes replies to its original stdout, and ends when stdin is closed.
 """
 
 import importlib
@@ -47,7 +47,9 @@ def _load(kind: str, name: str, function: str) -> Callable[[Problem, str], Score
         return load_score(name, function)
     check_extra(name)
     if needs := GRADERS[name].needs:
-        importlib.import_module(needs)  # now, and not on the first question's time
+        importlib.import_module(
+            needs
+        )  # imported now, so that it does not count against the first timeout
     return GRADERS[name].score
 
 
@@ -66,8 +68,8 @@ def _cause(error: Exception) -> FailureCause:
 
 
 def _limit_memory(more: int) -> None:
-    """Lets this process take `more` bytes of address space beyond what it has now; 0: as many as it likes. What
-    libraries reserve as they are imported, some of them tens of gigabytes, does not count."""
+    """Limits this process to `more` bytes of address space beyond what it has now; 0 means no limit. The memory
+    that libraries reserve on import, for some of them tens of gigabytes, does not count."""
     held = Path("/proc/self/statm")
     if not more or not held.exists():
         return
@@ -78,7 +80,8 @@ def _limit_memory(more: int) -> None:
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Duplicates of stdin and stdout; the reward's own reads are empty, its prints go to stderr."""
+    """Returns duplicates of stdin and stdout. The reward's own reads are then empty, and its prints go to
+    stderr."""
     questions, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -1,6 +1,6 @@
 """Scores that may raise, hang or crash, computed in processes that can be killed. Imports no torch.
 
-    Isolated.score ──Ask──▶ stdin ▶ isolated_child ▶ stdout ──Graded──▶ Isolated.score
+    Isolated.score ──Ask──▶ stdin ▶ reward_child ▶ stdout ──Graded──▶ Isolated.score
           └ no reply in time: kill -9, no score, another process for the next one
 
 | wait        | for                       | unblocked by                                             |
@@ -9,7 +9,7 @@
 |             | its reply                 | the reward's end; the process's death; the timeout       |
 | start       | the process's first frame | the file or library being loaded; _START_S                |
 
-Frames are msgpack with a length in front; a user's `print` goes to stderr and cannot disturb them.
+Frames are msgpack after their length. A user's `print` goes to stderr, so that it cannot disturb them.
 """
 
 import asyncio
@@ -29,11 +29,12 @@ logger = logging.getLogger(__name__)
 
 TIMED_OUT = "took too long"
 FAILED = "reward failed"
-"""Begins every line of the log about a failure; areal_q/observability/reward_signal.py looks for it."""
+"""Beginning of every line of the log about a failure, by which areal_q/observability/reward_signal.py finds
+it"""
 _START_S = 60.0
-"""Seconds to import what the reward imports; no part of its timeout."""
+"""Seconds that the imports of a reward may take, which do not count against its timeout"""
 MAX_FRAME = 1 << 20
-"""Bytes of a reply; a larger one is an error of the reward."""
+"""Most bytes of a reply; a larger one counts as an error of the reward."""
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -42,14 +43,14 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Graded(msgspec.Struct, frozen=True):
-    """A score, or why there is none. The first one of a process says that it is ready."""
+    """A score, or why there is none. The first one that a process sends says that it is ready."""
 
     score: Score | None = None
     error: str = ""
     cause: FailureCause = "exception"
-    """The cause of the error, where a response was to be scored."""
+    """Cause of the error, if a response was to be scored"""
     extra_missing: bool = False
-    """The error is that of an extra that is not installed."""
+    """True if the error is an extra that is not installed"""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -57,7 +58,7 @@ _decoder = msgspec.msgpack.Decoder(Graded)
 
 
 class Isolated:
-    """At most `processes` of them, started when they are needed.
+    """A reward that runs in at most `processes` processes, which are started when they are needed.
 
     `source` is what the child loads: ("grader", "math", "") or ("file", path, function).
     """
@@ -75,10 +76,10 @@ class Isolated:
         for _ in range(processes):
             self._idle.put_nowait(None)
         self.errors = 0
-        """Scores that failed or took too long since the start."""
+        """Number of scores that failed or took too long since the start"""
 
     async def start(self) -> None:
-        """Starts one process: what cannot be loaded fails here. Raises TaskError or ConfigError."""
+        """Starts one process. Raises TaskError or ConfigError for a reward that cannot be loaded."""
         place = await self._idle.get()
         try:
             place = place or await self._spawn()
@@ -86,7 +87,8 @@ class Isolated:
             self._idle.put_nowait(place)
 
     async def score(self, problem: Problem, response: str) -> Score:
-        """Never raises: what goes wrong gives a score that is not valid, with its cause, and is counted."""
+        """Returns the score of a response. It never raises: a failure is counted and gives a score that is not
+        valid, with its cause."""
         process, graded = await self._idle.get(), None
         cause: FailureCause = "unavailable"
         try:
@@ -103,7 +105,7 @@ class Isolated:
             failure = f"its process did not start: {error}"
         finally:
             if process and not graded:
-                # A late reply would be taken for that of the next question.
+                # A late reply would be taken for that to the next request.
                 _kill(process)
                 process = None
             self._idle.put_nowait(process)
@@ -121,7 +123,7 @@ class Isolated:
 
     def _count(self, failure: str, problem: Problem) -> None:
         self.errors += 1
-        if self.errors & (self.errors - 1) == 0:  # the 1st, 2nd, 4th, 8th …: a log, not a flood
+        if self.errors & (self.errors - 1) == 0:  # only the 1st, 2nd, 4th, 8th … failure is logged
             logger.warning(
                 "%s, %d so far: %s, for prompt %.80r",
                 FAILED,
@@ -176,7 +178,7 @@ def _kill(process: Process) -> None:
 
 
 async def _ended(process: Process) -> None:
-    """Waits until it is gone and its pipes are closed."""
+    """Waits until the process has ended and its pipes are closed."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     await process.stdout.read()

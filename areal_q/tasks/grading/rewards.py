@@ -1,8 +1,8 @@
-"""The reward of a response: the task's score, format, length; each a part, weighed by settings.
+"""The reward of a response: a sum of the task's score, the format and the length, weighted by the settings.
 
     reward = correct · score + format · (1 or 0) + length · (unused share, if correct) + overlong penalty
 
-The quick built-in graders run here, at no cost; slow ones and those of a user's file in processes beside
+Fast built-in graders run in the worker. Slow ones and those in a user's file run in processes of their own
 (reward_process.py). Imports no torch.
 """
 
@@ -37,7 +37,8 @@ STYLES: dict[str, Callable[[str], bool]] = {
 
 
 class Reward(Protocol):
-    """What a worker asks for the score of a response of `tokens` tokens. Never raises once started."""
+    """The reward function of a worker. It returns the score of a response with `tokens` tokens, and never
+    raises once it has started."""
 
     async def start(self) -> None:
         """Raises TaskError or ConfigError for a reward that cannot be loaded."""
@@ -48,7 +49,7 @@ class Reward(Protocol):
 
 
 class InlineReward:
-    """A quick grader, run where it is asked."""
+    """A fast grader, which runs in the worker itself."""
 
     def __init__(self, grader: Grader, cfg: RewardConfig, max_tokens: int) -> None:
         self._score, self._cfg, self._max_tokens = grader.score, cfg, max_tokens
@@ -65,8 +66,8 @@ class InlineReward:
 
 
 class IsolatedReward:
-    """A slow or foreign one, run in processes that are killed after `reward.timeout_s`. `zero_on` are the
-    failures of which its response is the cause."""
+    """A slow grader or a user's own, which runs in processes that are killed after `reward.timeout_s`.
+    `zero_on` are the failures that the response itself causes."""
 
     def __init__(
         self,
@@ -91,7 +92,8 @@ class IsolatedReward:
         return unscored(score.failure, self._cfg)
 
     async def _asked(self, problem: Problem, response: str) -> Score:
-        """Returns the score, asked for again as often as the settings say where that may help."""
+        """Returns the score. After a failure that a retry may cure, it is retried as often as the settings
+        say."""
         score = await self._isolated.score(problem, response)
         retries = self._cfg.retries if self._cfg.on_error == "retry" else 0
         for retry in range(retries):
@@ -106,7 +108,7 @@ class IsolatedReward:
 
 
 def unscored(cause: FailureCause, cfg: RewardConfig) -> Score:
-    """Returns what `reward.on_error` makes of a failure of which the response is not the cause."""
+    """Returns the score that `reward.on_error` gives to a failure that the response did not cause."""
     return Score.zero(cause, cause) if cfg.on_error == "zero" else Score.failed(cause)
 
 
@@ -121,12 +123,14 @@ def build_reward(run: Run) -> Reward:
 
 
 def build_score(cfg: TaskConfig) -> Callable[[Problem, str], Score]:
-    """Returns the task's own score, run where it is called: no timeout, no weights."""
+    """Returns the task's own score function, which runs in the caller's process, without timeout and
+    weights."""
     return GRADERS[cfg.grader].score
 
 
 def answer_of(cfg: TaskConfig) -> Callable[[str], str | None]:
-    """Returns what a response answers, for majority votes; the bare text where a user's file judges it."""
+    """Returns the function that finds the answer in a response, for majority votes. With a user's reward file
+    it is the text itself."""
     return GRADERS[cfg.grader].answer if cfg.grader in GRADERS else str.strip
 
 
@@ -135,18 +139,18 @@ def _reward_file(run: Run) -> str | None:
 
 
 def check_reward(run: Run) -> None:
-    """Raises ConfigError or TaskError now for what would keep every worker from starting."""
+    """Raises ConfigError or TaskError for a reward with which no worker could start."""
     file = _reward_file(run)
     if file is None:
         check_extra(run.task.grader)
     elif not Path(file).is_file():
         raise TaskError(f"{file}: no such Python file")
-    elif isinstance(run.task, Python):  # whose problems the learner loads from the same file
+    elif isinstance(run.task, Python):  # the learner loads the problems from the same file
         load_function(file, run.reward.function)
 
 
 def _shaped(score: Score, response: str, tokens: int, cfg: RewardConfig, max_tokens: int) -> Score:
-    """Returns the weighed sum, with every part that has a weight. With default settings it is `score`
+    """Returns the weighted sum, with every part that has a weight. With default settings it is `score`
     itself."""
     parts = dict(score.parts)
     reward = cfg.correct * score.reward
@@ -163,7 +167,8 @@ def _shaped(score: Score, response: str, tokens: int, cfg: RewardConfig, max_tok
 
 
 def overlong_penalty(tokens: int, cfg: Overlong) -> float:
-    """0, then falling linearly over the last `cache_tokens`, -1 from `max_tokens` on (DAPO eq. 13).
+    """Returns 0, then falls linearly over the last `cache_tokens`, and is -1 from `max_tokens` on (DAPO eq.
+    13).
 
     Example: max_tokens 16, cache_tokens 4: lengths 12, 14, 16, 17 give 0, -0.5, -1, -1.
     """
