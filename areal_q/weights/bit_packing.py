@@ -1,7 +1,7 @@
 """Integers as bytes, for the streams of areal_q/weights/delta_codec.py.
 
-A number whose distribution is smooth is kept in two parts: a symbol of few kinds, which zstd's Huffman stage
-brings close to its entropy, and low bits that are as good as uniform and kept as they are.
+A number whose distribution is smooth is stored in two parts: a symbol of a small alphabet, which zstd's Huffman
+stage compresses almost to its entropy, and low bits that are nearly uniform and stored uncompressed.
 """
 
 from functools import cache
@@ -12,15 +12,15 @@ import zstandard
 from areal_q.weights import delta_kernels as kernels
 
 _ESCAPE = 255
-"""Byte that says: 255 more, and go on."""
+"""Byte that adds 255 and says that the number goes on in the next byte"""
 _LEVEL = 1
 """Compression level of zstd."""
 _LARGEST_SYMBOL = 250
-"""Largest symbol that `split_sizes` gives where it is not exact."""
+"""Largest symbol that `split_sizes` returns without `exact`"""
 
 
 def shifts(sizes: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns how many low bits of a gap are kept as they are, uint8, where `counts` of `sizes` elements are
+    """Returns how many low bits of a gap are stored uncompressed, uint8, if `counts` of `sizes` elements are
     listed.
 
     The mean gap is 2^k · m with 4 ≤ m < 8 for the k returned, unless k is 0.
@@ -30,7 +30,7 @@ def shifts(sizes: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def escape_bytes(high: np.ndarray) -> bytes:
-    """Returns int64 [N] ≥ 0 as bytes, 255 meaning "255 more, and go on"."""
+    """Returns int64 [N] ≥ 0 as bytes, where a byte 255 adds 255 and continues the number in the next byte."""
     ends = np.cumsum(high // _ESCAPE + 1)
     tops = np.full(ends[-1] if len(ends) else 0, _ESCAPE, np.uint8)
     tops[ends - 1] = high % _ESCAPE
@@ -123,7 +123,7 @@ class Reader:
 
 @cache
 def _parameters() -> zstandard.ZstdCompressionParameters:
-    # Matches in noise are chance and cost more than they save: make them rare.
+    # Short matches in noise are accidental and cost more than they save, so only long ones are used.
     return zstandard.ZstdCompressionParameters.from_level(_LEVEL, min_match=7)
 
 
@@ -137,7 +137,7 @@ def compress(data: bytes, dictionary: zstandard.ZstdCompressionDict | None = Non
 def decompress(
     data: bytes, limit: int, dictionary: zstandard.ZstdCompressionDict | None = None
 ) -> bytes:
-    """Returns what a zstd frame holds.
+    """Returns the content of a zstd frame.
 
     Raises ValueError or ZstdError for bytes that are no frame or unpack to more than `limit` bytes.
     """

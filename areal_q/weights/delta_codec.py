@@ -16,11 +16,11 @@ changed codes:
 
 Whole numbers of any size go byte by byte: a packed 4-bit code that moves by one moves its byte by 1 or 16.
 
-The closer a float is to zero, the closer are its neighbours: it moves more often, and by more of them. Both
-sides know the base's exponents. Given these (`Floats`) positions are counted among the elements of one class
-only, those whose exponents agree in the low four bits, each class with its own mean gap; and the symbols of
-each class are a stream of their own. Who decodes needs the base then. Without (`floats_of` None on both
-sides) nobody does, which is what lets deltas be added up.
+The closer a float is to zero, the closer are its neighbours: it changes more often, and by more steps. Both
+sides know the base's exponents. With these (`Floats`) elements are divided into classes, whose exponents agree
+in the low four bits. Positions are counted within a class, each class has its own mean gap, and its symbols are
+a stream of their own. The receiver then needs the base to decode. Without them (`floats_of` None on both sides)
+it does not, and deltas can be added up.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,18 +36,18 @@ from areal_q.weights import delta_kernels as kernels
 from areal_q.weights.delta_kernels import CLASSES
 
 _DENSE = 3
-"""Changed elements are listed only where they are at most one in _DENSE."""
+"""Changed elements are listed only if they are at most one in _DENSE."""
 _FEW = 256
 """Number of changes in a tensor below which classes cost more than they save."""
 
 
 @dataclass(frozen=True)
 class Moves:
-    """The changes of one tensor. Example: elements 3 and 7 of 10 int8 codes, by +1 and −1:
+    """The changes of one tensor. For elements 3 and 7 of 10 int8 codes, by +1 and −1, they are
     Moves(0, 10, where=[3, 7], step=uint8 [1, 255])."""
 
     index: int
-    """Place of the tensor in the manifest."""
+    """Index of the tensor in the manifest"""
     elements: int
     """Number of elements of the whole tensor."""
     where: np.ndarray
@@ -77,10 +77,10 @@ class Floats:
 
 
 FloatsOf = Callable[[int], Floats | None]
-"""Returns the base's tensor at an index of the manifest; None where it holds no floats."""
+"""Function from an index of the manifest to the base's tensor, or None if that has no floats"""
 
 _Amount = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
-"""A count or an index, bounded since it comes from outside."""
+"""A count or an index, bounded since it comes from the network"""
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True):
@@ -96,7 +96,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Streams(msgspec.Struct, frozen=True, array_like=True):
-    """Everything that a delta says of its tensors, compressed but for `low`."""
+    """The content of a delta for its tensors; everything except `low` is compressed."""
 
     changes: list[Change]
     """The tensors that differ, in the order of the manifest."""
@@ -109,7 +109,7 @@ class Streams(msgspec.Struct, frozen=True, array_like=True):
     low: bytes
     """Low bits of the gaps, then those of the steps."""
     based: bool = False
-    """Tells that the base is needed, for classes are used: where floats have at least _FEW changes."""
+    """True if the base is needed to decode, since classes are used for floats with at least _FEW changes"""
 
 
 def encode(moves: Sequence[Moves], floats_of: FloatsOf | None = None) -> Streams:
@@ -169,7 +169,7 @@ def decode(
     parts = [
         _part(change, tensors, floats_of if streams.based else None) for change in streams.changes
     ]
-    # Nothing is made for gaps that the stream does not hold: each takes a byte of it.
+    # Each gap takes at least a byte, so that no memory is allocated for gaps that the stream cannot have.
     if bits.size_of(streams.gaps) < sum(int(p.counts.sum()) for p in parts):
         raise ValueError("fewer gaps than changes")
     shift = _concatenated(
@@ -206,7 +206,7 @@ def add_up(moves: Sequence[Moves]) -> Moves:
 
 @dataclass(frozen=True)
 class _Part:
-    """Everything known of a change before its streams are read."""
+    """What is known about a change before its streams are read."""
 
     change: Change
     elements: int
@@ -217,7 +217,7 @@ class _Part:
     sizes: np.ndarray
     """Number of elements, in all or of each class."""
     bitmap: bool
-    """Tells that a bitmap says where, since neither kind is rare."""
+    """True if a bitmap gives the positions, since neither changed nor unchanged elements are rare"""
 
     @property
     def flag_bytes(self) -> int:

@@ -53,13 +53,13 @@ class WeightVersion:
 
 
 class PayloadPool:
-    """Lends buffers for payloads, and takes each back by itself when the last tensor that views it is gone.
+    """Lends buffers for payloads, and reuses each when the last tensor that views it has been freed.
 
-    So nobody has to hand anything back, and an engine may keep its views as long as it likes: a new
-    buffer is made when none is free. At most `spare` free ones are kept. First touch of fresh
-    memory is many times slower than copying, and giving it back holds the interpreter lock (25 ms
-    for 256 MiB): buffers are touched once, when made, and reused.
-    Thread-safe: tensors may die on any thread.
+    Nobody has to return a buffer, and an engine may keep its views for any time. If no buffer is free, a new
+    one is allocated, and at most `spare` free ones are kept. Reuse saves time: the first access to new memory
+    is many times slower than copying, and freeing it holds the interpreter lock (25 ms for 256 MiB).
+
+    The pool is thread-safe, since tensors may be freed on any thread.
     """
 
     def __init__(self, spare: int = 2) -> None:
