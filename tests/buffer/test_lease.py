@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,25 @@ def test_a_learner_comes_back_to_a_full_redis(make: MakeLearner, client: redis.R
         assert client.hget(KEYS.info, "config") == b"x = 2"
     finally:
         client.config_set("maxmemory", 0)
+
+
+def test_a_lease_that_is_not_renewed_is_said_once(
+    make: MakeLearner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    tries: list[float] = []
+
+    def fails(learner: LearnerBuffer, seconds: float) -> bool:
+        tries.append(seconds)
+        raise redis.ConnectionError("gone")
+
+    monkeypatch.setattr(learner_side, "RENEW_S", 0.01)
+    learner = make("a")
+    monkeypatch.setattr(LearnerBuffer, "_renew", fails)
+    while len(tries) < 4:
+        time.sleep(0.01)
+    monkeypatch.undo()
+    learner.close()
+    assert caplog.text.count("the lease of the run is not renewed") == 1
 
 
 def test_what_redis_lost_of_a_run_is_written_again(
