@@ -14,6 +14,7 @@ any number of ranks and either backend. The other ranks need only rank 0 and the
 files, nor Redis, nor the run's directory.
 """
 
+import faulthandler
 import logging
 import os
 import sys
@@ -26,7 +27,8 @@ from typing import NoReturn
 import msgspec
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from areal_q.config import AdamW, MegatronBackend, Run, TorchBackend
 from areal_q.errors import ConfigError, RankLost
@@ -43,6 +45,8 @@ from learner.policy_update import update_policy
 LOST_WORDS = ("gloo", "Connection closed by peer", "Connection reset by peer")
 """Words in gloo's errors about a broken connection to another process; such errors have no class of their
 own."""
+JOIN_S = 120.0
+"""Seconds in which the processes that torchrun started meet, or else end."""
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
@@ -82,10 +86,24 @@ def join(run: Run) -> Ranks:
         timedelta(days=7),
     )
     if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        faulthandler.dump_traceback_later(JOIN_S, exit=True)
+        store, rank, _ = next(iter(rendezvous("env://")))
+        dist.init_process_group(
+            backend, store=_of_this_start(store), rank=rank, world_size=size, timeout=timeout
+        )
+        faulthandler.cancel_dump_traceback_later()
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return Ranks(dist.get_rank(), size)
+
+
+def _of_this_start(store: Store) -> Store:
+    """Returns a view of torchrun's store with keys of this start alone. After a restart the store still holds
+    the addresses of the processes before: a process that is early would connect to one that is gone, and wait
+    for ever. Over several hosts the store stays as it is, since each host counts its own restarts."""
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        return store
+    return PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _refused(run: Run, size: int) -> dict[str, bool]:
