@@ -94,8 +94,8 @@ def export(run: Run) -> None:
     """The warm-started weights and the problems, for TRL. Our own run takes the same weights from the cache."""
     torch.set_num_threads(run.learner.threads)
     torch.manual_seed(run.seed)
-    task, tokenizer = build_task(run.task), build_tokenizer(run)
-    model = build_model(run, tokenizer)
+    task, tokenizer = build_task(run.task), build_tokenizer(run.model, run.task)
+    model = build_model(run.model, tokenizer, run.seed)
     say("warm start")
     warm_start(model, run, task, tokenizer, lambda step, loss: None, threading.Event())
     save_decoder(model, WORK / "model", tokenizer)

@@ -82,7 +82,7 @@ def steps(directory: Path) -> tuple[float, float]:
 
 
 def build(run: Run) -> TorchPolicy:
-    model = build_model(run, build_tokenizer(run))
+    model = build_model(run.model, build_tokenizer(run.model, run.task), run.seed)
     return TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
 
 

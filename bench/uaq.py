@@ -50,7 +50,7 @@ def setting(steps: int, *overrides: str) -> Run:
 
 async def draw(run: Run) -> tuple[list[list[Group]], str]:
     """Groups for each step, all from the weights after the warm start, and those weights' digest."""
-    task, tokenizer = build_task(run.task), build_tokenizer(run)
+    task, tokenizer = build_task(run.task), build_tokenizer(run.model, run.task)
     tickets = Tickets(run.name)
     admission = Admission(AdmissionSettings.of(run), task, tokenizer, tickets, 0, set())
     admission.issue(range(run.steps * run.learner.groups), 0)
@@ -74,7 +74,7 @@ def measure(
 ) -> dict[str, float]:
     """Means over the steps. Run with `learner.uaq` as the scale and `learner.max_grad_norm` as the clip."""
     run = override(run, f"learner.optimizer.lr={lr!r}")
-    model = warm_model(run, build_task(run.task), build_tokenizer(run))
+    model = warm_model(run, build_task(run.task), build_tokenizer(run.model, run.task))
     policy = TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
     weights = rescaled(model)
     policy.optimizer = OPTIMIZERS[optimizer](weights)

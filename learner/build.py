@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from areal_q.checks.machine import check_device
-from areal_q.config import Run, SmallModel, dump_toml, workers_hash
+from areal_q.config import ModelConfig, Run, SmallModel, dump_toml, workers_hash
 from areal_q.errors import ConfigError
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights, load_config, load_decoder
 from areal_q.observability.metrics_log import MetricsLog
@@ -52,11 +52,10 @@ from learner.publishing.version_builder import VersionBuilder, VersionSettings
 logger = logging.getLogger(__name__)
 
 
-def build_model(run: Run, tokenizer: Tokenizer) -> Decoder:
-    """Returns the model before any training, in float32."""
-    if not isinstance(run.model, SmallModel):
-        return load_decoder(run.model.path)
-    small = run.model
+def build_model(small: ModelConfig, tokenizer: Tokenizer, seed: int) -> Decoder:
+    """Returns the model before any training, in float32. The seed is that of a small model's weights."""
+    if not isinstance(small, SmallModel):
+        return load_decoder(small.path)
     config = DecoderConfig(
         family="qwen3_moe" if small.experts else "qwen3",
         vocab_size=tokenizer.vocab_size,
@@ -73,7 +72,7 @@ def build_model(run: Run, tokenizer: Tokenizer) -> Decoder:
         else None,
     )
     model = Decoder(config)
-    init_weights(model, run.seed)
+    init_weights(model, seed)
     return model
 
 
@@ -103,7 +102,7 @@ def build_policy(
     """
     check_device("learner.device", run.learner.device)
     torch.manual_seed(run.seed)
-    model = build_model(run, tokenizer).to(run.learner.device)
+    model = build_model(run.model, tokenizer, run.seed).to(run.learner.device)
     check_experts(model.config, run.learner)
     check_format(model, run.rollout.format)
     kl = run.learner.reference_kl
@@ -254,9 +253,9 @@ def build_learner(
     torch.set_num_threads(run.learner.threads)
     check_reward(run)
     _check_broadcast(run, announce, fetch)
-    tokenizer = build_tokenizer(run)
+    tokenizer = build_tokenizer(run.model, run.task)
     task = build_task(run.task)
-    check_characters(run, task)
+    check_characters(run.model, run.warmstart, task)
     check_data(directory, run.task, task)
     task = without_long(task, tokenizer, longest_prompt(run))
     buffer = LearnerBuffer(redis_url, run.name, stop=stop)

@@ -16,7 +16,7 @@ def finish(learner: Learner, step: int) -> bool:
     """Exports the model to `hf/` and writes the `end` record with reason "done", or "drained" if `step` is not
     the last. Returns True if the run is done and Redis tells the workers so, which end then."""
     run = learner.run
-    model, tokenizer = learner.policy.model, build_tokenizer(run)
+    model, tokenizer = learner.policy.model, build_tokenizer(run.model, run.task)
     if run.learner.lora:
         save_adapted(model, learner.dir, run.learner.lora, run.learner.uaq, tokenizer)
     else:

@@ -45,7 +45,7 @@ class WorkerParts(NamedTuple):
 def build_parts(run: Run, run_name: str, address: EndpointAddress) -> WorkerParts:
     """Returns the components and starts none of them. Raises ConfigError, which names the setting, for what
     cannot be done on this machine."""
-    tokenizer = build_tokenizer(run)
+    tokenizer = build_tokenizer(run.model, run.task)
     engine = build_engine(run.rollout.engine)
     if problem := engine.capabilities.lacks(run.rollout, run.learner.routing_replay):
         raise ConfigError(f"engine {engine.name}: {problem}")

@@ -342,7 +342,7 @@ for job in sys.argv[1:]:
     if ranks.rank:
         follow(run, ranks)
         continue
-    model = build_model(run, build_tokenizer(run))
+    model = initial_model(run)
     set_precision(model, run)
     whole = TorchPolicy(model, run.learner, 0.7)
     if list(directory.glob("checkpoints/step-*")):

@@ -65,4 +65,4 @@ def preflight(run: Run) -> None:
     for address in filter(None, (served_at(run, i) for i in range(workers))):
         check_free("rollout.serve", *address)
     check_reward(run)
-    check_characters(run, build_task(run.task))
+    check_characters(run.model, run.warmstart, build_task(run.task))

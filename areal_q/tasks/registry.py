@@ -7,10 +7,11 @@ from areal_q.config import (
     Arithmetic,
     Calculator,
     Countdown,
-    Run,
+    ModelConfig,
     SmallModel,
     TaskConfig,
     ToolCalculator,
+    WarmStart,
 )
 from areal_q.errors import ConfigError
 from areal_q.tasks.base import Problem, Task, Tokenizer
@@ -49,12 +50,12 @@ def all_problems(cfg: TaskConfig) -> list[Problem]:
     return READERS[type(cfg)](cfg)
 
 
-def check_characters(run: Run, task: Task) -> None:
+def check_characters(model: ModelConfig, warmstart: WarmStart, task: Task) -> None:
     """Raises TaskError for the first prompt that the built-in model's tokenizer cannot encode, and, with a warm
     start, for the first such answer. Of generated problems only one is checked, since they are all alike."""
-    if not isinstance(run.model, SmallModel):
+    if not isinstance(model, SmallModel):
         return
-    tokenizer, answers = CharTokenizer(), run.warmstart.steps > 0
+    tokenizer, answers = CharTokenizer(), warmstart.steps > 0
     for problems in (task.train, task.heldout):
         for problem in problems[:1] if isinstance(problems, Lazy) else problems:
             tokenizer.encode_prompt(problem.prompt)
@@ -62,9 +63,10 @@ def check_characters(run: Run, task: Task) -> None:
                 tokenizer.encode(problem.answer)
 
 
-def build_tokenizer(run: Run) -> Tokenizer:
-    """Returns the tokenizer of characters for the small model, or that in a pretrained model's directory."""
-    if isinstance(run.model, SmallModel):
+def build_tokenizer(model: ModelConfig, task: TaskConfig) -> Tokenizer:
+    """Returns the tokenizer of characters for the small model, or that in a pretrained model's directory, with
+    the template for prompts that the task names."""
+    if isinstance(model, SmallModel):
         return CharTokenizer()
-    chat = getattr(run.task, "template", "plain") == "chat"
-    return load_tokenizer(run.model.path, "chat" if chat else "plain")
+    chat = getattr(task, "template", "plain") == "chat"
+    return load_tokenizer(model.path, "chat" if chat else "plain")

@@ -87,8 +87,8 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 async def measure(run: Run) -> dict[str, list[float]]:
     """CPU seconds of the step, the publishing and the meters, and the mean gap, for each round."""
-    tokenizer = build_tokenizer(run)
-    policy = TorchPolicy(build_model(run, tokenizer), run.learner, 1.0)
+    tokenizer = build_tokenizer(run.model, run.task)
+    policy = TorchPolicy(build_model(run.model, tokenizer, run.seed), run.learner, 1.0)
     builder, history, tickets = (
         VersionBuilder(VersionSettings.of(run)),
         VersionHistory(3),

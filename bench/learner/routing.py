@@ -80,7 +80,7 @@ def line(format: str, own: dict[str, float], replayed: dict[str, float]) -> list
 
 def drawn(run: Run, model: Decoder, format: str, prompts: int, samples: int) -> PackedBatch:
     """Responses of the engine on the weights of `model` in `format`."""
-    tokenizer, task = build_tokenizer(run), build_task(run.task)
+    tokenizer, task = build_tokenizer(run.model, run.task), build_task(run.task)
     requests = [
         Request(
             prompt_ids=np.array(tokenizer.encode_prompt(task.train[i].prompt), np.int32),

@@ -53,7 +53,7 @@ NEVER = threading.Event()
 
 def warm_model(run: Run, task: Task, tokenizer: Tokenizer) -> Decoder:
     """The model at the start of RL, UAQ's scaling applied: the same for every arm of a seed (cached)."""
-    model = build_model(run, tokenizer)
+    model = build_model(run.model, tokenizer, run.seed)
     warm_start(model, run, task, tokenizer, lambda step, loss: None, NEVER)
     if run.learner.uaq > 1:
         apply_uaq(model, run.learner.uaq)
@@ -149,7 +149,11 @@ async def train(run: Run, flaky: Reward | None = None) -> AsyncIterator[Values]:
     """Yields each step's metrics, with `eval/accuracy` of the learner's own policy (greedy, bf16 weights) on
     every `eval.every`-th and on the last. `flaky` scores what is trained on in place of the run's own
     reward. Raises what its parts raise."""
-    task, tokenizer, reward = build_task(run.task), build_tokenizer(run), build_reward(run)
+    task, tokenizer, reward = (
+        build_task(run.task),
+        build_tokenizer(run.model, run.task),
+        build_reward(run),
+    )
     policy = TorchPolicy(
         warm_model(run, task, tokenizer), run.learner, run.rollout.sampling.temperature
     )

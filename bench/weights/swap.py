@@ -62,8 +62,8 @@ def samples(run: Run, vocab: int) -> list[Sample]:
 
 def learner_time(run: Run) -> dict[str, list[float]]:
     """Milliseconds of wall and CPU clock of a step, each way, by turns."""
-    tokenizer = build_tokenizer(run)
-    policy = TorchPolicy(build_model(run, tokenizer), run.learner, 1.0)
+    tokenizer = build_tokenizer(run.model, run.task)
+    policy = TorchPolicy(build_model(run.model, tokenizer, run.seed), run.learner, 1.0)
     batch = samples(run, tokenizer.vocab_size)
     publisher = WeightPublisher(VersionBuilder(VersionSettings.of(run)), lambda _: None)
     policy.before_write = publisher.wait_until_read
@@ -99,8 +99,8 @@ def learner_time(run: Run) -> dict[str, list[float]]:
 async def first_token(run: Run) -> dict[str, float]:
     """Times, with the quickstart's model and its engine full, from `publish` to the first token drawn with
     the new version, and the pause of generation at the swap."""
-    task, tokenizer = build_task(run.task), build_tokenizer(run)
-    model = build_model(run, tokenizer)
+    task, tokenizer = build_task(run.task), build_tokenizer(run.model, run.task)
+    model = build_model(run.model, tokenizer, run.seed)
     builder = VersionBuilder(VersionSettings.of(run))
     engine = build_engine(run.rollout.engine)
     made_ms, first_ms, pauses_ms = [], [], []

@@ -132,10 +132,11 @@ def tokenizer_of(client: redis.Redis, run: str) -> Tokenizer | None:
     """Returns the tokenizer that the settings in Redis name. It is None if there are no settings, or if the
     tokenizer's files are not on this machine."""
     config: Any = client.hget(Keys(run).info, "config")
+    if not config:
+        return None
     try:
-        return (
-            build_tokenizer(parse(config.decode(), f"run {run}", recorded=True)) if config else None
-        )
+        settings = parse(config.decode(), f"run {run}", recorded=True)
+        return build_tokenizer(settings.model, settings.task)
     except (UserError, ImportError, OSError):
         return None
 

@@ -68,7 +68,7 @@ class Reported:
         self.name = self.run.name
         self.records: list[Record] = []
         self.index = Index(directory)
-        self.pieces = Pieces(self.run)
+        self.pieces = Pieces(self.run.model, self.run.task)
         self.groups = Groups(self.index, self.pieces)
 
     def refresh(self) -> None:

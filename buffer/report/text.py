@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from areal_q.config import Run
+from areal_q.config import ModelConfig, TaskConfig
 from areal_q.errors import UserError
 from areal_q.tasks import Tokenizer, build_tokenizer
 
@@ -18,12 +18,12 @@ class Pieces:
     why.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, model: ModelConfig, task: TaskConfig) -> None:
         self.note = ""
         self._known: dict[int, str] = {}
         self._tokenizer: Tokenizer | None = None
         try:
-            self._tokenizer = build_tokenizer(run)
+            self._tokenizer = build_tokenizer(model, task)
         except UserError as error:
             self.note = f"tokens are shown by their ids: {error}"
             return

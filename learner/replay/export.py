@@ -75,7 +75,7 @@ def export(
         with torch.no_grad():
             fold_back(model, run.learner.uaq)
     dtype = dtype or declared(run)
-    save_decoder(model, target, build_tokenizer(run), getattr(torch, dtype))
+    save_decoder(model, target, build_tokenizer(run.model, run.task), getattr(torch, dtype))
     return found[chosen], dtype
 
 

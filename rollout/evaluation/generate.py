@@ -36,7 +36,7 @@ async def answered(
     """
     reward = build_reward(run)
     engine = engines.build_engine(_engine_config(run))
-    answering = _Answering(run, engine, build_tokenizer(run), reward)
+    answering = _Answering(run, engine, build_tokenizer(run.model, run.task), reward)
     tasks: list[asyncio.Task[Answered]] = []
     try:
         await reward.start()

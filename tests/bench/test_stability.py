@@ -153,7 +153,7 @@ def test_int3_has_seven_levels_and_errs_by_half_a_step():
 @pytest.mark.parametrize("format", ["int8", "fp8", "fp8-channel", "int3"])
 def test_uaq_alone_changes_no_code_where_scales_are_real_numbers(make_run: MakeRun, format: str):
     run = make_run("learner.uaq=1")
-    model = warm_model(run, build_task(run.task), build_tokenizer(run))
+    model = warm_model(run, build_task(run.task), build_tokenizer(run.model, run.task))
     before = quantize_state(model.state_dict(), format)
     apply_uaq(model, 2.0)
     after = quantize_state(model.state_dict(), format)
@@ -184,7 +184,9 @@ def test_uaq_under_adam_is_a_learning_rate_for_each_weight_kind(make_run: MakeRu
     learnt = []
     for scale in (s, 1.0):
         model = warm_model(
-            override(run, f"learner.uaq={scale}"), build_task(run.task), build_tokenizer(run)
+            override(run, f"learner.uaq={scale}"),
+            build_task(run.task),
+            build_tokenizer(run.model, run.task),
         )
         policy = TorchPolicy(model, run.learner, 1.0)
         lr = {"linear": 1.0, "norm": 1.0} if scale > 1 else {"linear": s, "norm": 1 / s}

@@ -196,7 +196,7 @@ class Learning:
 
     def __init__(self, run: Run, url: str, state: checkpoint.State | None = None) -> None:
         self.buffer = LearnerBuffer(url, run.name, patience_s=30.0)
-        task, tokenizer = build_task(run.task), build_tokenizer(run)
+        task, tokenizer = build_task(run.task), build_tokenizer(run.model, run.task)
         self.admission = build_admission(run, task, tokenizer, self.buffer, state)
         history = VersionHistory(run.learner.versions_kept, {v: f"d{v}" for v in range(9)})
         self.buffer.publish_run("", {})

@@ -18,8 +18,9 @@ from areal_q.errors import CheckpointError, ConfigError
 from areal_q.models import save_decoder
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.tasks import build_task, build_tokenizer
-from learner.build import build_learner, build_model, build_policy
+from learner.build import build_learner, build_policy
 from rollout.engines import build_engine
+from tests.helpers.policies import initial_model
 
 NO_STOP = threading.Event()
 
@@ -171,14 +172,14 @@ def test_learner_refuses_a_taken_port_before_its_warm_start(
 
 def test_learner_refuses_a_misshapen_reference_before_warm_start(make_run: MakeRun, tmp_path: Path):
     other = make_run("model.width=64")
-    save_decoder(build_model(other, build_tokenizer(other)), tmp_path / "other")
+    save_decoder(initial_model(other), tmp_path / "other")
     for name, error, complaint in (
         ("nowhere", CheckpointError, "no such directory"),
         ("other", ConfigError, "not shaped like the policy"),
     ):
         kl = f'learner.reference_kl={{path="{tmp_path / name}"}}'
         run = make_run("warmstart.steps=1", kl)
-        task, tokenizer = build_task(run.task), build_tokenizer(run)
+        task, tokenizer = build_task(run.task), build_tokenizer(run.model, run.task)
         with (
             MetricsLog(tmp_path, tensorboard=False) as metrics,
             pytest.raises(error, match=complaint),

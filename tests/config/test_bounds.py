@@ -12,8 +12,8 @@ from areal_q.config import Run, load
 from areal_q.config.struct_types import GENERAL, LARGEST_FLOAT
 from areal_q.errors import ConfigError, QuantizationError
 from areal_q.quant import FORMATS
-from learner.build import build_model
 from learner.data.validation import check_format
+from tests.helpers.policies import initial_model
 
 ENDLESS = {
     *("clip_high", "cap", "cap_high", "max_widening"),
@@ -126,10 +126,9 @@ def test_a_soft_length_penalty_inside_the_budget_is_taken():
 
 @pytest.mark.parametrize("format", sorted(FORMATS))
 def test_every_format_takes_the_small_model(format: str, make_run: Any):
-    from areal_q.tasks import build_tokenizer
 
     run = make_run(f"rollout.format={format}")
-    check_format(build_model(run, build_tokenizer(run)), format)
+    check_format(initial_model(run), format)
 
 
 def test_a_model_that_a_format_cannot_hold_is_refused_at_start():

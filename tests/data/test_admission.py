@@ -117,7 +117,9 @@ def test_a_ticket_is_a_function_of_the_seed_and_its_number(make_run: MakeRun):
     for t in tickets:
         problem = problem_at(task, t.number, 3)
         assert (t.prompt, t.answer) == (problem.prompt, problem.answer)
-        assert build_tokenizer(run).decode(t.prompt_ids.numpy().tolist()) == t.prompt
+        assert (
+            build_tokenizer(run.model, run.task).decode(t.prompt_ids.numpy().tolist()) == t.prompt
+        )
         assert (t.purpose, t.group_size, t.sampling) == ("train", 2, run.rollout.sampling)
     assert len({ticket_seed(seed, n) for seed in range(20) for n in range(500)}) == 10_000
 
@@ -153,7 +155,7 @@ class History:
     def __init__(self, run: Run, url: str, make_group: MakeGroup, state: checkpoint.State | None):
         self.run, self.url, self.make_group = run, url, make_group
         self.buffer = LearnerBuffer(url, run.name)
-        task, tokenizer = build_task(run.task), build_tokenizer(run)
+        task, tokenizer = build_task(run.task), build_tokenizer(run.model, run.task)
         self.admission = build_admission(run, task, tokenizer, self.buffer, state)
         self.buffer.publish_run("", {})
         self.version = state.step if state else 0

@@ -28,7 +28,7 @@ def metrics(tmp_path: Path):
 @pytest.fixture
 def heldout(make_run, store: MemoryBuffer, metrics: MetricsLog, monkeypatch) -> HeldOutEvaluation:
     run = make_run("eval.problems=3")
-    learner, tokenizer = store.learner(), build_tokenizer(run)
+    learner, tokenizer = store.learner(), build_tokenizer(run.model, run.task)
     admission = Admission(
         AdmissionSettings.of(run), build_task(run.task), tokenizer, learner, 0, set()
     )

@@ -13,8 +13,8 @@ from areal_q.config import Arithmetic, Calculator, Run
 from areal_q.errors import Stopped
 from areal_q.models import Decoder, PackedLayout
 from areal_q.tasks import build_task, build_tokenizer, problem_at
-from learner.build import build_model
 from learner.data.sft_warmup import supervised_loss, warm_start
+from tests.helpers.policies import initial_model
 
 Progress = list[tuple[int, float]]
 
@@ -28,8 +28,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def warmed(run: Run, stop: threading.Event | None = None) -> tuple[Decoder, Path | None, Progress]:
     """(model, the directory of the cache that it came from, what was told meanwhile)"""
     told: Progress = []
-    tokenizer = build_tokenizer(run)
-    model = build_model(run, tokenizer)
+    tokenizer = build_tokenizer(run.model, run.task)
+    model = initial_model(run)
     cached = warm_start(
         model,
         run,
@@ -55,7 +55,7 @@ def test_the_second_call_loads_the_weights_of_the_first(make_run: MakeRun):
     assert cached
     assert told == []
     assert same(first, second)
-    assert not same(first, build_model(run, build_tokenizer(run)))
+    assert not same(first, initial_model(run))
 
 
 def test_a_cache_that_cannot_be_written_costs_the_cache_alone(
@@ -131,7 +131,7 @@ def test_no_steps_leave_the_model_alone(make_run: MakeRun, cache: Path):
     run = make_run("warmstart.steps=0")
     model, cached, told = warmed(run)
     assert (cached, told) == (None, [])
-    assert same(model, build_model(run, build_tokenizer(run)))
+    assert same(model, initial_model(run))
     assert not cache.exists()
 
 
@@ -148,8 +148,8 @@ def test_a_torn_file_in_the_cache_is_made_again(make_run: MakeRun, cache: Path):
 
 def test_loss_is_the_mean_cross_entropy_of_the_answers_tokens(make_run: MakeRun):
     run = make_run()
-    tokenizer, task = build_tokenizer(run), build_task(run.task)
-    model = build_model(run, tokenizer)
+    tokenizer, task = build_tokenizer(run.model, run.task), build_task(run.task)
+    model = initial_model(run)
     problems = [problem_at(task, n, 0) for n in range(7)]
     rows = [
         (tokenizer.encode(p.prompt), [*tokenizer.encode(p.answer), tokenizer.eos_id])
@@ -170,7 +170,7 @@ def test_the_share_it_has_right_is_that_of_greedy_decoding(make_run: MakeRun):
     run = make_run("warmstart.steps=60", "warmstart.batch=32", "warmstart.lr=1e-2")
     run = msgspec.structs.replace(run, task=Arithmetic(digits=1, heldout=20))
     model, _, _ = warmed(run)
-    tokenizer, task = build_tokenizer(run), build_task(run.task)
+    tokenizer, task = build_tokenizer(run.model, run.task), build_task(run.task)
     rows = [
         (tokenizer.encode(p.prompt), [*tokenizer.encode(p.answer), tokenizer.eos_id])
         for p in task.train

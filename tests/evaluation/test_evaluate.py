@@ -25,9 +25,9 @@ from areal_q.evaluation.estimates import Answered, estimates, read_evaluations, 
 from areal_q.models import save_decoder
 from areal_q.observability.metrics_log import MetricsLog
 from areal_q.tasks import build_task, build_tokenizer
-from learner.build import build_model
 from rollout.engines.scripted import scripted_engine
 from rollout.evaluation import evaluate
+from tests.helpers.policies import initial_model
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def run_dir(make_run: MakeRun, tmp_path: Path) -> Path:
     run = make_run("name=demo", f'root="{tmp_path}"')
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "config.toml").write_text(dump_toml(run))
-    tokenizer = build_tokenizer(run)
-    save_decoder(build_model(run, tokenizer), tmp_path / "demo" / "hf", tokenizer)
+    tokenizer = build_tokenizer(run.model, run.task)
+    save_decoder(initial_model(run), tmp_path / "demo" / "hf", tokenizer)
     return tmp_path / "demo"
 
 
@@ -56,7 +56,7 @@ def main(model: Path, *settings: str, **options) -> None:
 
 def answering(monkeypatch: pytest.MonkeyPatch, run: Run, answer: Callable[[str], str]) -> None:
     """From now on the engine says `answer(prompt)`."""
-    tokenizer = build_tokenizer(run)
+    tokenizer = build_tokenizer(run.model, run.task)
 
     def say(prompt: Sequence[int]) -> Sequence[int]:
         return [*tokenizer.encode(answer(tokenizer.decode(prompt))), tokenizer.eos_id]

@@ -28,7 +28,7 @@ from buffer.logs.trajectory_log import TrajectoryLog
 from learner import checkpoint
 from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy
-from learner.build import build_model, build_policy
+from learner.build import build_policy
 from learner.data.sft_warmup import supervised_loss
 from learner.data.staleness import VersionHistory
 from learner.doctor.probe import Probe
@@ -41,6 +41,7 @@ from learner.publishing.weight_publisher import WeightPublisher
 from learner.replay.compare import compare
 from learner.replay.replay_steps import Replay
 from learner.train_step import train_step
+from tests.helpers.policies import initial_model
 
 if not shutil.which("c++"):
     pytest.skip("no C++ compiler for the second device's guard", allow_module_level=True)
@@ -74,7 +75,7 @@ def policies(run: Run) -> tuple[TorchPolicy, TorchPolicy]:
     for device in ("cuda", "cpu"):
         cfg = msgspec.structs.replace(run.learner, device=device)
         placed = msgspec.structs.replace(run, learner=cfg)
-        model = build_model(run, build_tokenizer(run)).to(device)
+        model = initial_model(run).to(device)
         set_precision(model, placed)
         found.append(TorchPolicy(model, cfg, 1.0))
         found[-1].calibrate = run.rollout.kv_scales
@@ -227,7 +228,7 @@ def test_a_trainer_is_built_resumed_and_exported_there(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     place = ("learner.device=cuda", "warmstart.steps=2", "learner.uaq=2", "learner.reference_kl={}")
     run = make_run(*place, *more)
-    task, tokenizer = build_task(run.task), build_tokenizer(run)
+    task, tokenizer = build_task(run.task), build_tokenizer(run.model, run.task)
 
     def build(resume: bool) -> TorchPolicy:
         with MetricsLog(tmp_path, tensorboard=False) as metrics:

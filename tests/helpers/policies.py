@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from areal_q.config import Run
+from areal_q.models import Decoder
 from areal_q.tasks import build_task, build_tokenizer
 from buffer.interface import LearnerSide
 from buffer.sampling.replay_pool import ReplayPool
@@ -17,9 +18,14 @@ from learner.data.group_reader import GroupReader
 from learner.data.staleness import VersionHistory
 
 
+def initial_model(run: Run) -> Decoder:
+    """Returns the model of `run` before any training."""
+    return build_model(run.model, build_tokenizer(run.model, run.task), run.seed)
+
+
 def build_policy(run: Run, temperature: float = 1.0) -> TorchPolicy:
     """Returns the policy of `run` at its beginning, for rollouts at `temperature`."""
-    model = build_model(run, build_tokenizer(run))
+    model = initial_model(run)
     set_precision(model, run)
     return TorchPolicy(model, run.learner, temperature)
 
@@ -42,7 +48,7 @@ def new_admission(
     run: Run, buffer: LearnerSide, cursor: int = 0, outstanding: set[int] | None = None
 ) -> Admission:
     """Returns the admission of `run`, which goes on at ticket `cursor` with tickets that are outstanding."""
-    task, tokenizer = build_task(run.task), build_tokenizer(run)
+    task, tokenizer = build_task(run.task), build_tokenizer(run.model, run.task)
     settings = AdmissionSettings.of(run)
     return Admission(settings, task, tokenizer, buffer, cursor, outstanding or set())
 

@@ -356,7 +356,8 @@ from learner.backends.single_device import TorchPolicy
 
 root, settings = Path(sys.argv[1]), sys.argv[2:]
 run = load(None, settings)
-policy = TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+model = build_model(run.model, build_tokenizer(run.model, run.task), run.seed)
+policy = TorchPolicy(model, run.learner, 1.0)
 
 def state(step, cursor):
     return checkpoint.State(step=step, position="0-0", cursor=cursor, outstanding=[], digests={},

@@ -234,7 +234,7 @@ def test_reference_is_the_model_at_its_path_until_it_is_reset(
 ):
     run = make_run("learner.reference_kl={}")
     policy, other = build_policy(run), build_policy(make_run("seed=3"))
-    save_decoder(other.model, tmp_path / "other", build_tokenizer(run))
+    save_decoder(other.model, tmp_path / "other", build_tokenizer(run.model, run.task))
     policy.reference = build_reference(str(tmp_path / "other"), policy.model)
     samples = make_samples(4)
     ((batch, inputs), *_), *_ = prepare_minibatches(policy, samples)

@@ -14,14 +14,13 @@ from areal_q.config import Run, TorchEngine
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from areal_q.models import Decoder
 from areal_q.quant import is_quantized
-from areal_q.tasks import build_tokenizer
 from areal_q.weights.version import WeightVersion
-from learner.build import build_model
 from learner.measure.fidelity import FidelityMeter
 from learner.measure.rescore import Scorer, engine_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine, Request
+from tests.helpers.policies import initial_model
 
 EVERY = "learner.fidelity.share=1"
 
@@ -31,7 +30,7 @@ def make_versions(make_run: MakeRun) -> Callable[[Run], list[WeightVersion]]:
     """Two published versions that differ."""
 
     def make(run: Run) -> list[WeightVersion]:
-        model = build_model(run, build_tokenizer(run))
+        model = initial_model(run)
         builder = VersionBuilder(VersionSettings.of(run))
         first = builder.build(model, 0)
         with torch.no_grad():
@@ -186,7 +185,7 @@ def test_tokens_that_the_engine_did_not_draw_are_left_out(make_run, make_version
 def test_measuring_draws_no_random_number_and_changes_no_weight(make_run, make_versions, format):
     run = make_run(f"rollout.format={format}")
     version = make_versions(run)[0]
-    model: Decoder = build_model(run, build_tokenizer(run))
+    model: Decoder = initial_model(run)
     before, state = version.payload.clone(), torch.random.get_rng_state()
     policy = engine_policy(model.config, version.tensors, format)
     left = {n for n, p in policy.named_parameters() if not p.is_meta}

@@ -42,7 +42,7 @@ def test_log_probs_equal_transformers_at_the_temperature(
 
     run, temperature = make_run(), 0.7
     policy, samples = build_policy(run, temperature), make_samples(9)
-    save_decoder(policy.model, tmp_path / "hf", build_tokenizer(run))
+    save_decoder(policy.model, tmp_path / "hf", build_tokenizer(run.model, run.task))
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     with torch.no_grad():
         logprobs, entropy = token_logprobs(policy.model, pack_samples(samples), temperature)

@@ -21,13 +21,13 @@ from areal_q.weights import delta
 from learner import checkpoint
 from learner.backends.precision import set_precision
 from learner.backends.single_device import TorchPolicy, token_logprobs
-from learner.build import build_model
 from learner.data.packing import Sample, pack_samples
 from learner.policy_update import prepare_minibatches, update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines.base import Request
 from rollout.engines.reference.async_engine import Job
 from rollout.engines.reference.torch_engine import TorchStepper
+from tests.helpers.policies import initial_model
 
 BASES = ["nvfp4", "mxfp4", "nf4", "int4", "int8", "fp8"]
 LORA = ["learner.lora.rank=4", "learner.lora.alpha=8.0", "learner.optimizer.lr=0.02"]
@@ -35,7 +35,7 @@ LORA = ["learner.lora.rank=4", "learner.lora.alpha=8.0", "learner.optimizer.lr=0
 
 def build(run: Run) -> TorchPolicy:
     torch.manual_seed(run.seed)
-    model = build_model(run, build_tokenizer(run))
+    model = initial_model(run)
     if run.learner.uaq > 1:
         apply_uaq(model, run.learner.uaq)
     set_precision(model, run)
@@ -79,7 +79,7 @@ def test_only_the_adapters_train(make_run: MakeRun, make_samples: MakeSamples, f
 @pytest.mark.parametrize("format", BASES)
 def test_before_training_the_policy_is_the_dequantized_base(make_run: MakeRun, format: str):
     run = make_run(*LORA, f"rollout.format={format}", "learner.uaq=1.0")
-    plain = build_model(run, build_tokenizer(run))
+    plain = initial_model(run)
     published = quantize_state(plain.state_dict(), format)
     policy = build(run)
     assert all(
@@ -206,7 +206,9 @@ def test_the_merged_export_is_the_policy(
     run = make_run(*LORA, "rollout.format=nvfp4", "learner.uaq=1.5")
     policy = learnt(run, make_samples(12))
     assert run.learner.lora
-    save_adapted(policy.model, tmp_path, run.learner.lora, 1.5, build_tokenizer(run))
+    save_adapted(
+        policy.model, tmp_path, run.learner.lora, 1.5, build_tokenizer(run.model, run.task)
+    )
     wanted = logits(policy.model, IDS)
     torch.testing.assert_close(
         logits(load_decoder(tmp_path / "hf"), IDS), wanted, atol=1e-4, rtol=1e-4
@@ -230,7 +232,9 @@ def test_peft_loads_the_adapter_onto_the_base(
     run = make_run(*LORA, "rollout.format=nf4", "learner.uaq=1.5")
     policy = learnt(run, make_samples(12))
     assert run.learner.lora
-    save_adapted(policy.model, tmp_path, run.learner.lora, 1.5, build_tokenizer(run))
+    save_adapted(
+        policy.model, tmp_path, run.learner.lora, 1.5, build_tokenizer(run.model, run.task)
+    )
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     with torch.no_grad():

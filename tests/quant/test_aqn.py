@@ -13,10 +13,9 @@ from areal_q.errors import ConfigError
 from areal_q.models.low_bit.published_state import published_state
 from areal_q.quant.aqn import noise_of, sigma_of, with_noise
 from areal_q.quant.uaq import apply_uaq
-from areal_q.tasks import build_tokenizer
-from learner.build import build_model
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from tests.helpers.policies import initial_model
 
 SCHEDULES = ("exponential", "exponential-attained", "linear", "cosine", "logarithmic")
 AQN = ["rollout.aqn={}", "steps=20", "learner.uaq=1.0"]
@@ -65,7 +64,7 @@ def test_only_published_norms_before_qkv_and_gate_up_are_noisy(
     make_run: MakeRun,
 ):
     run = make_run(*AQN)
-    model = build_model(run, build_tokenizer(run))
+    model = initial_model(run)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     made = VersionBuilder(VersionSettings.of(run)).build(model, 5)
     quiet = published_state(model, run.rollout.format)
@@ -86,7 +85,7 @@ def test_noisy_version_is_rebuilt_bit_for_bit_from_its_manifest(
     make_run: MakeRun,
 ):
     run = make_run("rollout.aqn={}", "steps=20", "learner.uaq=1.5")
-    model = build_model(run, build_tokenizer(run))
+    model = initial_model(run)
     apply_uaq(model, 1.5)
     made = VersionBuilder(VersionSettings.of(run)).build(model, 7)
     m = made.manifest
@@ -112,7 +111,7 @@ def test_noise_is_normal_with_the_deviation_of_the_manifest():
 
 def test_uaq_leaves_the_effect_of_noise_as_it_is(make_run: MakeRun):
     run = make_run(*AQN)
-    plain, scaled = (build_model(run, build_tokenizer(run)) for _ in range(2))
+    plain, scaled = (initial_model(run) for _ in range(2))
     apply_uaq(scaled, 2.0)
     noise = noise_of(Aqn(steps=20), 3, 0)
     a, b = (with_noise(m.state_dict(), noise, s) for m, s in ((plain, 1.0), (scaled, 2.0)))

@@ -19,17 +19,16 @@ from areal_q.errors import ConfigError
 from areal_q.models import Decoder, PackedLayout, decoder
 from areal_q.models.decoder import Attention
 from areal_q.quant.kv_scales import dequantize, kv_scales_of, name_of, quantize, scale_for
-from areal_q.tasks import build_tokenizer
 from areal_q.weights.version import WeightVersion
 from learner import checkpoint
 from learner.backends.kv_calibration import kv_scales
-from learner.build import build_model
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Request
 from rollout.engines.reference.torch_engine import TorchStepper
 from rollout.engines.scripted import scripted_engine
+from tests.helpers.policies import initial_model
 
 FP8 = ["rollout.engine.kv_cache=fp8", "rollout.format=bf16", "model.max_positions=64"]
 
@@ -50,7 +49,7 @@ def test_codes_are_torch_s_cast_in_range_and_saturate_beyond(values, margin, sma
 
 def model_of(run: Run, seed: int = 0) -> Decoder:
     torch.manual_seed(seed)
-    model = build_model(run, build_tokenizer(run))
+    model = initial_model(run)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.2 * torch.randn_like(p)).copy_(p.bfloat16())

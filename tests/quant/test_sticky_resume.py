@@ -19,9 +19,10 @@ from areal_q.observability.metrics_log import MetricsLog
 from areal_q.tasks import build_task, build_tokenizer
 from learner.backends.messages import Piece
 from learner.backends.single_device import TorchPolicy
-from learner.build import build_model, build_policy
+from learner.build import build_policy
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from tests.helpers.policies import initial_model
 
 STEPS, EVERY = 9, 3
 SETTINGS = ["rollout.sticky_scales=0.01", "learner.optimizer.lr=0.01"]
@@ -42,7 +43,8 @@ from learner.backends.single_device import TorchPolicy
 
 directory, killed_at = Path(sys.argv[1]), int(sys.argv[2])
 run = load(directory / "config.toml")
-policy = TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+model = build_model(run.model, build_tokenizer(run.model, run.task), run.seed)
+policy = TorchPolicy(model, run.learner, 1.0)
 policy.sticky = VersionSettings.of(run).new_ranges()
 checkpoints, step = directory / "checkpoints", 0
 if checkpoint.steps(checkpoints):
@@ -99,7 +101,7 @@ def test_killed_learner_goes_on_to_publish_the_same_versions(
 
 
 def build(run: Run) -> TorchPolicy:
-    policy = TorchPolicy(build_model(run, build_tokenizer(run)), run.learner, 1.0)
+    policy = TorchPolicy(initial_model(run), run.learner, 1.0)
     policy.sticky = VersionSettings.of(run).new_ranges()
     return policy
 
@@ -121,7 +123,7 @@ def test_checkpoint_without_ranges_restores_with_a_warning(
     if not held:
         policy.sticky = None
     save_at(3, tmp_path / "checkpoints", policy)
-    task, tokenizer = build_task(run.task), build_tokenizer(run)
+    task, tokenizer = build_task(run.task), build_tokenizer(run.model, run.task)
     with (
         caplog.at_level(logging.WARNING, "learner.build"),
         MetricsLog(tmp_path, tensorboard=False) as metrics,

@@ -19,10 +19,10 @@ from areal_q.quant.uaq import apply_uaq, fold_back
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.backends.single_device import TorchPolicy
-from learner.build import build_model
 from learner.policy_update import update_policy
 from learner.replay.export import ExportDtype, export
 from learner.replay.export import declared as declared_for
+from tests.helpers.policies import initial_model
 
 
 @pytest.fixture
@@ -30,11 +30,11 @@ def run_dir(make_run, make_samples, tmp_path: Path) -> Path:
     """Checkpoints of steps 2 and 4; hf/ is the model of step 4, before UAQ (s = 2) scaled it."""
     run = make_run("learner.uaq=2")
     directory = tmp_path / "run"
-    model = build_model(run, build_tokenizer(run))
+    model = initial_model(run)
     policy = TorchPolicy(model, run.learner, 1.0)
     for step in (2, 4):
         update_policy(policy, make_samples(4, step))
-        save_decoder(model, directory / "hf", build_tokenizer(run))
+        save_decoder(model, directory / "hf", build_tokenizer(run.model, run.task))
         apply_uaq(model, 2.0)
         state = checkpoint.State(
             step=step,
@@ -112,7 +112,7 @@ def test_without_a_dtype_it_is_the_one_that_the_source_declares(
 
 def test_weight_beyond_the_dtype_is_named_and_nothing_written(tmp_path: Path, make_run):
     run = make_run()
-    model = build_model(run, build_tokenizer(run))
+    model = initial_model(run)
     with torch.no_grad():
         model.model.norm.weight[0] = 1e5
     with pytest.raises(
@@ -129,10 +129,10 @@ def test_what_is_written_is_as_open_to_others_as_the_umask_says(
     tmp_path: Path, make_run, umask: int, file: int, folder: int
 ):
     run = make_run()
-    model = build_model(run, build_tokenizer(run))
+    model = initial_model(run)
     before = os.umask(umask)
     try:
-        save_decoder(model, tmp_path / "hf", build_tokenizer(run))
+        save_decoder(model, tmp_path / "hf", build_tokenizer(run.model, run.task))
         quantize(tmp_path / "hf", tmp_path / "int8", "int8", torch.bfloat16)
         policy = TorchPolicy(model, run.learner, 1.0)
         state = checkpoint.State(

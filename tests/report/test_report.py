@@ -19,7 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from areal_q.config import load
+from areal_q.config import Arithmetic, PretrainedModel, SmallModel, load
 from areal_q.errors import ConfigError, LogError, RecordError
 from areal_q.observability.metrics_log import read_metrics
 from buffer.logs.token_log import TokenLog, iter_tokens
@@ -393,7 +393,7 @@ def test_the_list_grows_and_forgets_what_a_resume_took_back(run_dir, make_group)
 
 
 def test_the_texts_of_tokens_read_as_the_response_does():
-    pieces = Pieces(load(None, []))
+    pieces = Pieces(SmallModel(), Arithmetic())
     assert pieces([3, 12, 4, 1, 0, 500]) == ["1", "+", "2", "‹end›", "‹0›", "‹500›"]
 
 
@@ -407,14 +407,14 @@ def test_a_character_of_several_tokens_stands_with_the_first(tmp_path):
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>")
     fast.save_pretrained(tmp_path)
-    pieces = Pieces(load(None, ['model.type="pretrained"', f'model.path="{tmp_path}"']))
+    pieces = Pieces(PretrainedModel(path=str(tmp_path)), Arithmetic())
     text = "a é\n漢!"
     texts = pieces([*fast(text)["input_ids"], len(alphabet)])
     assert texts == ["a", " ", "é", "", "\n", "漢", "", "", "!", "‹end›"]
 
 
 def test_without_its_tokenizer_a_run_is_shown_by_ids():
-    pieces = Pieces(load(None, ['model.type="pretrained"', 'model.path="/gone"']))
+    pieces = Pieces(PretrainedModel(path="/gone"), Arithmetic())
     assert pieces([7, 8]) == ["‹7›", "‹8›"] and "/gone" in pieces.note
 
 

@@ -12,9 +12,8 @@ from helpers.fixture_types import MakeRun
 from areal_q.config import CalculatorTool, Run, Sampling, ScriptedEngine, TorchEngine
 from areal_q.errors import ConfigError
 from areal_q.messages import Array, MessageDecoder, PartialResponse, Ticket, VersionSpan, encode
-from areal_q.tasks import CharTokenizer, Problem, build_score, build_task, build_tokenizer
+from areal_q.tasks import CharTokenizer, Problem, build_score, build_task
 from learner.backends.single_device import TorchPolicy
-from learner.build import build_model
 from learner.data.packing import Sample, pack_samples
 from learner.measure.rescore import Scorer, engine_policy
 from learner.policy_update import update_policy
@@ -25,6 +24,7 @@ from rollout.engines.scripted import scripted_engine
 from rollout.environments.base import Response
 from rollout.environments.calculator import Calculator
 from rollout.environments.engine_client import EngineClient
+from tests.helpers.policies import initial_model
 
 TOOL = CalculatorTool(open="(", close=")", after=" ", max_calls=2)
 CHARS = CharTokenizer()
@@ -34,7 +34,7 @@ def played(engine: Engine, run: Run, ticket: Ticket, tool: CalculatorTool = TOOL
     async def work() -> list[Response]:
         await engine.start()
         await engine.load_weights(
-            VersionBuilder(VersionSettings.of(run)).build(build_model(run, CHARS), 0)
+            VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0)
         )
         try:
             responses = [Response() for _ in range(ticket.group_size)]
@@ -93,7 +93,7 @@ def test_turns_cut_off_anywhere_go_on_as_if_nothing_had_happened(
         engine = build_engine(TorchEngine(slots=8))
         await engine.start()
         await engine.load_weights(
-            VersionBuilder(VersionSettings.of(run)).build(build_model(run, CHARS), 0)
+            VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0)
         )
         environment = Calculator(EngineClient(engine, CHARS), TOOL)
         responses = [Response() for _ in range(3)]
@@ -136,7 +136,7 @@ def test_every_turns_log_probs_are_those_of_the_whole_recomputed(
     responses = played(build_engine(TorchEngine(slots=64)), run, ticket)
     # A result is put in only after a well-formed call, so here the close alone is one turn.
     assert sum(r.turns > 1 for r in responses) > 5
-    model = build_model(run, build_tokenizer(run))
+    model = initial_model(run)
     version = VersionBuilder(VersionSettings.of(run)).build(model, 0)
     policy = engine_policy(model.config, version.tensors, run.rollout.format)
     samples = [sample(ticket, i, r) for i, r in enumerate(responses)]
@@ -164,7 +164,7 @@ def test_nothing_is_learnt_from_what_the_tool_said(make_run: MakeRun, make_ticke
 
     def weights(tool_logprob: float, drawn_logprob: float = -1.0) -> torch.Tensor:
         torch.manual_seed(0)
-        policy = TorchPolicy(build_model(run, CHARS), run.learner, 1.0)
+        policy = TorchPolicy(initial_model(run), run.learner, 1.0)
         response = Response(
             ids=[4, 5, 6, 7],
             logprobs=[drawn_logprob, tool_logprob, tool_logprob, -2.0],

@@ -21,12 +21,12 @@ from areal_q.tasks import build_task, build_tokenizer
 from buffer.redis_store import LearnerBuffer
 from buffer.redis_store.local_server import RedisServer
 from buffer.weight_sync import WeightServer, WeightSource
-from learner.build import build_model
 from learner.data.admission import Admission, AdmissionSettings
 from learner.measure.fidelity import FidelityMeter
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.build import EndpointAddress, serve
 from rollout.openai_server.schema import BeginEpisode, ChatBody, CompletionBody, RewardBody
+from tests.helpers.policies import initial_model
 
 SETTINGS = [
     "model.layers=1", "model.width=16", "model.heads=2", "model.kv_heads=1", "model.mlp=16",
@@ -43,11 +43,11 @@ class Cluster:
 
     def __init__(self, run: Run, redis_url: str, sockets: Path) -> None:
         self.run, self._redis_url = run, redis_url
-        self.tokenizer = build_tokenizer(run)
+        self.tokenizer = build_tokenizer(run.model, run.task)
         self.buffer = LearnerBuffer(redis_url, run.name)
         self.weight_server = WeightServer(f"ipc://{sockets}/announce", f"ipc://{sockets}/fetch")
         self.buffer.publish_run(dump_toml(run), self.weight_server.endpoints._asdict())
-        version = VersionBuilder(VersionSettings.of(run)).build(build_model(run, self.tokenizer), 0)
+        version = VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0)
         self.weight_server.publish(version)
         self.meter = FidelityMeter(run.learner, run.rollout.format)
         self.meter.remember(version)

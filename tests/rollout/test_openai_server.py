@@ -31,7 +31,6 @@ from areal_q.tasks import (
 from areal_q.tasks.tokenizer import HFTokenizer
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.weight_sync import WeightServer, WeightSubscriber
-from learner.build import build_model
 from learner.data.admission import Admission, AdmissionSettings
 from learner.measure.fidelity import FidelityMeter
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
@@ -44,6 +43,7 @@ from rollout.environments.external import Episodes
 from rollout.environments.registry import build_environment
 from rollout.openai_server.app import MAX_BODY_BYTES, Endpoint
 from rollout.worker import Worker
+from tests.helpers.policies import initial_model
 
 EXTERNAL = "rollout.environment.type=external"
 
@@ -53,7 +53,7 @@ async def serving(
     run: Run, engine: Engine, episodes: Episodes | None = None, token: str | None = None
 ) -> AsyncIterator[str]:
     """The URL of an endpoint for `engine`, which is somebody else's to start."""
-    tokenizer = build_tokenizer(run)
+    tokenizer = build_tokenizer(run.model, run.task)
     sampling = run.rollout.sampling
     endpoint = Endpoint(engine, tokenizer, run.name, episodes, sampling, "0", token)
     port = await endpoint.start()
@@ -68,9 +68,7 @@ async def asking(run: Run, token: str | None = None) -> AsyncIterator[openai.Asy
     """OpenAI's client of an endpoint with weights, and no worker."""
     engine = build_engine(TorchEngine(slots=32))
     await engine.start()
-    await engine.load_weights(
-        VersionBuilder(VersionSettings.of(run)).build(build_model(run, build_tokenizer(run)), 3)
-    )
+    await engine.load_weights(VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 3))
     try:
         async with (
             serving(run, engine, None, token) as url,
@@ -196,7 +194,7 @@ def test_an_endpoint_that_is_not_safe_or_not_possible_is_refused(
     make_run: MakeRun, address: str, token: str | None, reason: str
 ):
     run = make_run()
-    engine, tokenizer = build_engine(TorchEngine()), build_tokenizer(run)
+    engine, tokenizer = build_engine(TorchEngine()), build_tokenizer(run.model, run.task)
     with pytest.raises(ConfigError, match=reason):
         Endpoint(engine, tokenizer, "run", None, run.rollout.sampling, address, token)
 
@@ -332,12 +330,12 @@ async def playing(
     run: Run, redis_url: str, sockets: Path
 ) -> AsyncIterator[tuple[str, LearnerBuffer, Any]]:
     """A worker whose tickets are played from outside: its URL, the learner's buffer, and version 0."""
-    tokenizer = build_tokenizer(run)
+    tokenizer = build_tokenizer(run.model, run.task)
     buffer = LearnerBuffer(redis_url, run.name)
     weight_server = WeightServer(f"ipc://{sockets}/announce", f"ipc://{sockets}/fetch")
     ends = weight_server.endpoints
     buffer.publish_run(dump_toml(run), ends._asdict())
-    version = VersionBuilder(VersionSettings.of(run)).build(build_model(run, tokenizer), 0)
+    version = VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0)
     weight_server.publish(version)
     admission = Admission(
         AdmissionSettings.of(run), build_task(run.task), tokenizer, buffer, 0, set()
@@ -492,9 +490,9 @@ def test_an_episode_given_up_begins_again_with_whoever_asks_next(
         engine = build_engine(TorchEngine(slots=8))
         await engine.start()
         await engine.load_weights(
-            VersionBuilder(VersionSettings.of(run)).build(build_model(run, build_tokenizer(run)), 0)
+            VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0)
         )
-        client = EngineClient(engine, build_tokenizer(run))
+        client = EngineClient(engine, build_tokenizer(run.model, run.task))
         episodes = Episodes(client, External(episode_timeout_s=0.05), 1000)
         ticket = make_ticket(group_size=1, sampling=run.rollout.sampling)
         responses = [Response()]
@@ -556,9 +554,9 @@ def test_an_episode_left_too_often_has_no_reward(
         engine = build_engine(TorchEngine(slots=8))
         await engine.start()
         await engine.load_weights(
-            VersionBuilder(VersionSettings.of(run)).build(build_model(run, build_tokenizer(run)), 0)
+            VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0)
         )
-        client = EngineClient(engine, build_tokenizer(run))
+        client = EngineClient(engine, build_tokenizer(run.model, run.task))
         episodes = build_environment(run, client)
         assert isinstance(episodes, Episodes)
         responses = [Response()]

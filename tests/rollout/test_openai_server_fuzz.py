@@ -17,13 +17,13 @@ from areal_q.config import Sampling, TorchEngine
 from areal_q.errors import RecordError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from areal_q.tasks import build_tokenizer
-from learner.build import build_model
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines import build_engine
 from rollout.engines.base import Request
 from rollout.engines.reference.async_engine import AsyncEngine
 from rollout.openai_server.app import Endpoint
 from rollout.openai_server.schema import MAX_STOP_IDS, ChatBody, CompletionBody, RewardBody, decoded
+from tests.helpers.policies import initial_model
 
 GOOD: dict[str, Any] = {"prompt": "1+2=", "max_tokens": 4, "seed": 5, "temperature": 1.0}
 
@@ -37,10 +37,10 @@ class Served:
         self.engine: AsyncEngine = build_engine(TorchEngine(slots=16))  # type: ignore[assignment]
 
     async def start(self) -> None:
-        run, tokenizer = self.run, build_tokenizer(self.run)
+        run, tokenizer = self.run, build_tokenizer(self.run.model, self.run.task)
         await self.engine.start()
         await self.engine.load_weights(
-            VersionBuilder(VersionSettings.of(run)).build(build_model(run, tokenizer), 3)
+            VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 3)
         )
         sampling = run.rollout.sampling
         self.endpoint = Endpoint(self.engine, tokenizer, run.name, None, sampling, "0", None)

@@ -37,7 +37,6 @@ from buffer.redis_store import Claim, LearnerBuffer, WorkerBuffer
 from buffer.redis_store.connection import Patience, insist_async
 from buffer.weight_sync import WeightServer, WeightSubscriber
 from learner.backends.single_device import token_logprobs
-from learner.build import build_model
 from learner.data.packing import pack_samples, samples_of
 from learner.data.staleness import VersionHistory
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
@@ -52,6 +51,7 @@ from rollout.environments.base import Environment, Response
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.registry import build_environment
 from rollout.worker import Worker, WorkerCapacity
+from tests.helpers.policies import initial_model
 
 SCRIPTED = "rollout.engine.type=scripted"
 LONG = "model.max_positions=256"
@@ -64,9 +64,9 @@ class LearnerSide:
     def __init__(self, run: Run, url: str, sockets: Path) -> None:
         self.run, self.url = run, url
         self.buffer = LearnerBuffer(url, run.name)
-        self.tokenizer = build_tokenizer(run)
+        self.tokenizer = build_tokenizer(run.model, run.task)
         self.admission = new_admission(run, self.buffer)
-        self.model: Decoder = build_model(run, self.tokenizer)
+        self.model: Decoder = initial_model(run)
         self.history = VersionHistory(keep=100)
         self.builder = VersionBuilder(VersionSettings.of(run))
         self.weight_server = WeightServer(f"ipc://{sockets}/announce", f"ipc://{sockets}/fetch")

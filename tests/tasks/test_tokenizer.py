@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from areal_q.config import PretrainedModel, Run
+from areal_q.config import Arithmetic, PretrainedModel, SmallModel
 from areal_q.errors import CheckpointError, ConfigError, TaskError
 from areal_q.tasks import CharTokenizer, HFTokenizer, build_tokenizer, load_tokenizer
 from areal_q.tasks.datasets.calculator import EXPRESSION, parse_number
@@ -123,6 +123,6 @@ def test_a_missing_or_empty_directory_is_named(tmp_path: Path) -> None:
 
 
 def test_the_model_decides_which_tokenizer_is_built(directory: Path, chat_directory: Path) -> None:
-    assert isinstance(build_tokenizer(Run()), CharTokenizer)
-    run = Run(model=PretrainedModel(path=str(chat_directory)))
-    assert isinstance(build_tokenizer(run), HFTokenizer)
+    assert isinstance(build_tokenizer(SmallModel(), Arithmetic()), CharTokenizer)
+    pretrained = PretrainedModel(path=str(chat_directory))
+    assert isinstance(build_tokenizer(pretrained, Arithmetic()), HFTokenizer)
