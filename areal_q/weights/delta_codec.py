@@ -232,7 +232,7 @@ def _part(change: Change, tensors: Sequence[tuple[int, int]], floats_of: FloatsO
     counts = np.atleast_1d(np.array(change.counts, np.int64))
     by_class = floats is not None and _rare(change.count, elements)
     sizes = floats.sizes() if floats and by_class else np.array([elements])
-    if len(counts) != len(sizes) or (counts < 0).any() or (counts > sizes).any():
+    if len(counts) != len(sizes) or (counts > sizes).any():
         raise ValueError(f"{change} of {elements} elements")
     bitmap = False
     if not _rare(change.count, elements):

@@ -41,6 +41,11 @@ def test_range_stays_between_its_bounds_and_is_recentred_beyond():
     assert used[3] == pytest.approx(1.11 * 1.1) and used[6] == pytest.approx(0.5 * 1.1)
 
 
+def test_a_range_at_its_very_bounds_stays():
+    sticky = StickyRanges(1.0)
+    assert [float(sticky("w", ranges(m)).whole) for m in (1.0, 2.0, 0.5)] == [2.0, 2.0, 2.0]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=30), st.floats(0.001, 1.0))
 def test_no_range_is_exceeded_or_larger_than_its_bound(measured, drift):

@@ -238,6 +238,14 @@ def test_a_stream_that_unpacks_to_too_much_is_refused_unread(stream: str) -> Non
         applied(base, messages.encode(swollen))
 
 
+@pytest.mark.parametrize("counts", [9, [4, 4]])
+def test_counts_that_do_not_fit_their_tensor_are_refused(counts: int | list[int]) -> None:
+    one = delta_codec.encode([Moves(0, 8, np.array([3]), np.array([1], np.uint8))])
+    wrong = msgspec.structs.replace(one, changes=[delta_codec.Change(0, counts)])
+    with pytest.raises(ValueError, match="of 8 elements"):
+        delta_codec.decode(wrong, [(8, 1)])
+
+
 def test_a_tensor_named_many_times_costs_no_memory() -> None:
     """A delta of 2 KB that named one tensor 300 times once took 9 GB before it was refused."""
     elements = 3_000_000
