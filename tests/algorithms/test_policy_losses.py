@@ -320,6 +320,13 @@ def test_value_inside_the_band_is_not_clipped_for_a_rounding():
         assert reduce_metrics([out.metrics])["value/clip_fraction"] == 0
 
 
+def test_value_that_is_as_wrong_when_clipped_counts_as_unclipped():
+    values = {"values": [1.0] * 5, "old_values": [0.0] * 5, "returns": [0.75] * 5}
+    inputs = batch(**{name: torch.tensor(v, dtype=torch.float64) for name, v in values.items()})
+    out = loss_fn(inputs, Ppo(), value=ValueLoss(clip=0.5))
+    assert reduce_metrics([out.metrics])["value/clip_fraction"] == 0
+
+
 ALL = [cfg() for cfg in OBJECTIVES]
 
 
