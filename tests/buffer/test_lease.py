@@ -354,3 +354,16 @@ def test_a_worker_says_which_learner_it_waits_for(url: str, caplog: pytest.LogCa
     said = [r.getMessage() for r in caplog.records if "waiting" in r.getMessage()]
     assert len(said) == 1
     assert said[0].startswith("waiting for a learner of run TYPO at unix://")
+
+
+@pytest.mark.parametrize("half", ["config", "endpoints"])
+def test_a_run_that_is_described_by_half_is_waited_for(url: str, client: redis.Redis, half: str):
+    client.hset(KEYS.info, half, b"{}")
+
+    async def wait() -> None:
+        worker = WorkerBuffer(url, "run", "w")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(worker.run_info(), 0.5)
+        await worker.close()
+
+    asyncio.run(wait())
