@@ -21,6 +21,7 @@ from areal_q.models.layers.head_norm import HeadNorm
 from areal_q.models.layers.linear import Linear
 from areal_q.models.layers.mlp import Mlp
 from areal_q.models.layers.moe import Routing, SparseMlp
+from areal_q.models.layers.packed_attention import packed_attention
 from areal_q.models.layers.rope import apply_rope, rope_tables
 from areal_q.models.low_bit.bf16_rounding import RoundedEmbedding, straight
 from areal_q.models.packed_layout import PackedLayout
@@ -52,6 +53,11 @@ class Decoder(nn.Module):
         sparse layers the experts to use, and records those that their routers would choose."""
         if self.dtype == torch.float32:
             return self.model(token_ids, layout, routing)
+        if self.dtype == torch.bfloat16 and token_ids.device.type == "cpu":
+            from areal_q.models.fused import trunk as fused  # compiles kernels, if none are cached
+
+            if fused.suits(self.model):
+                return fused.hidden_states(self.model, token_ids, layout)
         with torch.autocast(token_ids.device.type, self.dtype):
             return self.model(token_ids, layout, routing).to(self.dtype)
 
@@ -150,23 +156,6 @@ class Attention(nn.Module):
         if self.observe:
             self.observe(q, k, v)
         return self.o_proj(packed_attention(q, k, v, layout).flatten(-2))
-
-
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
-    """Returns the causal attention within each sequence, [T, heads, head_dim].
-
-    q is [T, heads, head_dim], k and v are [T, kv_heads, head_dim]. Padding is at the end of a sequence, so that
-    no real token attends to it.
-    """
-    outputs = []
-    for bucket in layout.buckets:
-        q_pad, k_pad, v_pad = (
-            x.index_select(0, bucket.rows.flatten()).unflatten(0, bucket.rows.shape).transpose(1, 2)
-            for x in (q, k, v)
-        )
-        out = F.scaled_dot_product_attention(q_pad, k_pad, v_pad, is_causal=True, enable_gqa=True)
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, layout.unpad)
 
 
 def init_weights(model: Decoder, seed: int) -> None:

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +43,20 @@ class PackedLayout:
     @property
     def longest(self) -> int:
         return max(self.lengths)
+
+    @cached_property
+    def spans(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """For each bucket: `rows`, and of each sequence the first column that is its own, and the one after the
+        last. A prompt belongs to the first sequence of its group. int64, on the CPU."""
+        spans, offset, unpad = [], 0, self.unpad.cpu()
+        for bucket in self.buckets:
+            rows = bucket.rows.cpu()
+            places = torch.arange(offset, offset + rows.numel()).view(rows.shape)
+            own = unpad[rows] == places
+            begins = own.int().argmax(1)
+            spans.append((rows.numpy(), begins.numpy(), (begins + own.sum(1)).numpy()))
+            offset += rows.numel()
+        return spans
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "PackedLayout":

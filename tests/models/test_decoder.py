@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_q.models import Decoder, DecoderConfig, PackedLayout, init_weights, rope_tables
-from areal_q.models.decoder import packed_attention
+from areal_q.models.layers.packed_attention import packed_attention
 from areal_q.models.layers.rope import apply_rope
 
 SMALL = DecoderConfig(

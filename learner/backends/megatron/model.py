@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from areal_q.config.run import Precision
 from areal_q.models import DecoderConfig, PackedLayout
-from areal_q.models.decoder import packed_attention
 from areal_q.models.layers.moe import UNRECORDED, Routing
+from areal_q.models.layers.packed_attention import packed_attention
 from areal_q.models.low_bit.bf16_rounding import RoundedNorm, straight
 from learner.backends.megatron.layers.lora import AdapterSettings, specs
 from learner.backends.megatron.layers.moe import (

@@ -1,0 +1,1 @@
+"""The decoder's forward and backward pass in bfloat16 on a CPU."""

@@ -1,0 +1,269 @@
+"""Numba kernels of a decoder that computes in bfloat16 on a CPU: each is one pass over memory in place of a
+chain of torch operations.
+
+numba has no bfloat16, so arrays of it are uint16 here, the upper half of a float32. All arithmetic is float32,
+and what is stored in bfloat16 is rounded once, half to even, as torch rounds. Arrays are C contiguous. LLVM
+compiles the kernels when this module is first imported, which takes seconds, and then reads them from disk.
+
+Notation: T tokens, D channels, H heads of q, k and v together, S sequences of at most L tokens, M width of the
+MLP, B columns of a block of logits.
+"""
+
+import numpy as np
+from numba import types as nt
+from numba import void
+
+from areal_q.quant.kernels.jit import ROUND, kernel
+
+float32, int32, uint16, uint32 = np.float32, np.int32, np.uint16, np.uint32
+F1, F2, F3 = (nt.Array(nt.float32, n, "C") for n in (1, 2, 3))
+B2, B3 = (nt.Array(nt.uint16, n, "C") for n in (2, 3))
+I1, I2 = (nt.Array(nt.int64, n, "C") for n in (1, 2))
+
+# LLVM may fuse multiply and add, and reorder sums. NaN and infinity keep their meaning.
+_FMA, _SUMS = {"contract"}, {"contract", "reassoc"}
+
+
+@kernel(inline="always")
+def _wide(x):
+    """Returns the float32 with the bits of a bfloat16."""
+    return uint32(uint32(x) << uint32(16)).view(float32)
+
+
+@kernel(inline="always")
+def _round(x):
+    """Returns the bits of the bfloat16 nearest to a float32."""
+    bits = float32(x).view(uint32)
+    half = uint32(uint32(uint32(bits >> uint32(16)) & uint32(1)) + uint32(0x7FFF))
+    rounded = uint16(uint32(bits + half) >> uint32(16))
+    return rounded if x == x else uint16(0x7FC0)
+
+
+@kernel(fastmath=_FMA, inline="always")
+def _exp(x):
+    """Returns eˣ to 2 units in the last place; 0 below -87 and e⁸⁸ above 88. It is 2ⁿ · eʳ, with eʳ by Cephes'
+    polynomial, in arithmetic alone, so that LLVM can vectorize it."""
+    y = float32(88.0) if x > float32(88.0) else x
+    shifted = y * float32(1.44269504) + ROUND
+    n = shifted - ROUND
+    r = y - n * float32(0.693359375) + n * float32(2.12194440e-4)
+    p = float32(1.9875691500e-4)
+    p = p * r + float32(1.3981999507e-3)
+    p = p * r + float32(8.3334519073e-3)
+    p = p * r + float32(4.1665795894e-2)
+    p = p * r + float32(1.6666665459e-1)
+    p = p * r + float32(5.0000001201e-1)
+    p = p * r * r + r + float32(1.0)
+    power = int32((float32(shifted).view(int32) << int32(23)) + int32(127 << 23)).view(float32)
+    return float32(0.0) if x < float32(-87.0) else p * power
+
+
+@kernel(fastmath=_SUMS)
+def _dot(a, b):
+    total = float32(0.0)
+    for i in range(a.shape[0]):
+        total += a[i] * b[i]
+    return total
+
+
+@kernel(void(F2, B2, F1, nt.float32, F2, B2, F1), fastmath=_SUMS)
+def add_norm(x, delta, weight, eps, total, y, scale):
+    """Computes total = x + delta and its RMSNorm y, and the factor `scale` [T] of each row. A `delta` of no
+    rows is 0."""
+    channels = x.shape[1]
+    for t in range(x.shape[0]):
+        row = total[t]
+        for i in range(channels):
+            row[i] = x[t, i]
+        if delta.shape[0]:
+            for i in range(channels):
+                row[i] += _wide(delta[t, i])
+        r = float32(1.0) / np.sqrt(_dot(row, row) / float32(channels) + eps)
+        scale[t] = r
+        for i in range(channels):
+            y[t, i] = _round(row[i] * r * weight[i])
+
+
+@kernel(void(F2, B2, F2, F1, F1, F2, B2, F1), fastmath=_SUMS)
+def add_norm_backward(onward, grad, total, scale, weight, grad_x, grad_delta, grad_weight):
+    """Computes the gradient of x, the same rounded to bfloat16 for delta unless that has no rows, and adds that
+    of the weight to `grad_weight`. `grad` is that of y, and `onward` that of total, 0 if it has no rows."""
+    channels = total.shape[1]
+    g = np.empty(channels, float32)
+    for t in range(total.shape[0]):
+        r = scale[t]
+        for i in range(channels):
+            own = _wide(grad[t, i])
+            grad_weight[i] += own * total[t, i] * r
+            g[i] = own * weight[i]
+        along = _dot(g, total[t]) * r * r / float32(channels)
+        out = grad_x[t]
+        for i in range(channels):
+            out[i] = r * (g[i] - total[t, i] * along)
+        if onward.shape[0]:
+            for i in range(channels):
+                out[i] += onward[t, i]
+        if grad_delta.shape[0]:
+            for i in range(channels):
+                grad_delta[t, i] = _round(out[i])
+
+
+@kernel(void(B3, nt.int64, F2, nt.float32, F2, F2, B3, F2), fastmath=_SUMS)
+def rotate(qkv, turned, norms, eps, cos, sin, out, scale):
+    """Applies RoPE to the first `turned` heads of qkv [T, H, dim], after an RMSNorm of each if `norms` has
+    rows, one for each of these heads, and copies the others. `scale` [T, turned] are the norms' factors."""
+    half = qkv.shape[2] // 2
+    x = np.empty(qkv.shape[2], float32)
+    for t in range(qkv.shape[0]):
+        for h in range(qkv.shape[1]):
+            if h >= turned:
+                for i in range(2 * half):
+                    out[t, h, i] = qkv[t, h, i]
+                continue
+            for i in range(2 * half):
+                x[i] = _wide(qkv[t, h, i])
+            if norms.shape[0]:
+                r = float32(1.0) / np.sqrt(_dot(x, x) / float32(2 * half) + eps)
+                scale[t, h] = r
+                for i in range(2 * half):
+                    x[i] = x[i] * r * norms[h, i]
+            for i in range(half):
+                out[t, h, i] = _round(x[i] * cos[t, i] - x[half + i] * sin[t, i])
+                out[t, h, half + i] = _round(x[half + i] * cos[t, i] + x[i] * sin[t, i])
+
+
+@kernel(void(B3, B3, nt.int64, F2, F2, F2, F2, B3, F2), fastmath=_SUMS)
+def rotate_backward(grad, qkv, turned, norms, scale, cos, sin, out, grad_norms):
+    """Computes the gradient of qkv from that of `rotate`'s output, and adds that of norms to `grad_norms`."""
+    half = grad.shape[2] // 2
+    g, x = np.empty(2 * half, float32), np.empty(2 * half, float32)
+    for t in range(grad.shape[0]):
+        for h in range(grad.shape[1]):
+            if h >= turned:
+                for i in range(2 * half):
+                    out[t, h, i] = grad[t, h, i]
+                continue
+            for i in range(half):
+                first, second = _wide(grad[t, h, i]), _wide(grad[t, h, half + i])
+                g[i] = first * cos[t, i] + second * sin[t, i]
+                g[half + i] = second * cos[t, i] - first * sin[t, i]
+            if norms.shape[0]:
+                r = scale[t, h]
+                for i in range(2 * half):
+                    x[i] = _wide(qkv[t, h, i])
+                    grad_norms[h, i] += g[i] * x[i] * r
+                    g[i] *= norms[h, i]
+                along = _dot(g, x) * r * r / float32(2 * half)
+                for i in range(2 * half):
+                    g[i] = r * (g[i] - x[i] * along)
+            for i in range(2 * half):
+                out[t, h, i] = _round(g[i])
+
+
+@kernel(void(B2, B2), fastmath=_FMA)
+def swiglu(gate_up, y):
+    """Computes y = silu(gate) · up, [T, M], from gate_up [T, 2 M]."""
+    width = y.shape[1]
+    for t in range(y.shape[0]):
+        gate, up, out = gate_up[t, :width], gate_up[t, width:], y[t]
+        for i in range(width):
+            g = _wide(gate[i])
+            out[i] = _round(g / (float32(1.0) + _exp(-g)) * _wide(up[i]))
+
+
+@kernel(void(B2, B2, B2, B2), fastmath=_FMA)
+def swiglu_backward(grad, gate_up, grad_gate_up, y):
+    """Computes the gradient of gate_up from that of y, and y again."""
+    width = y.shape[1]
+    for t in range(y.shape[0]):
+        gate, up, out = gate_up[t, :width], gate_up[t, width:], y[t]
+        to_gate, to_up, given = grad_gate_up[t, :width], grad_gate_up[t, width:], grad[t]
+        for i in range(width):
+            g, u, d = _wide(gate[i]), _wide(up[i]), _wide(given[i])
+            s = float32(1.0) / (float32(1.0) + _exp(-g))
+            silu = g * s
+            out[i] = _round(silu * u)
+            to_up[i] = _round(d * silu)
+            to_gate[i] = _round(d * u * (s + silu * (float32(1.0) - s)))
+
+
+@kernel(void(B3, nt.int64, nt.int64, I2, I1, I1, nt.float32, B3, F2), fastmath=_SUMS)
+def attend(qkv, heads, kv_heads, rows, begins, ends, scale, out, lse):
+    """Computes causal attention within each sequence. `rows` [S, L] are its tokens' places in qkv [T, H, dim],
+    and its columns from begins[s] to before ends[s] are computed. out is [T, heads, dim], lse [T, heads]."""
+    longest, dim, group = rows.shape[1], qkv.shape[2], heads // kv_heads
+    k, v = np.empty((longest, dim), float32), np.empty((longest, dim), float32)
+    q, mixed, w = np.empty(dim, float32), np.empty(dim, float32), np.empty(longest, float32)
+    for s in range(rows.shape[0]):
+        if ends[s] <= begins[s]:
+            continue
+        for kv in range(kv_heads):
+            for c in range(ends[s]):
+                row = rows[s, c]
+                for i in range(dim):
+                    k[c, i] = _wide(qkv[row, heads + kv, i])
+                    v[c, i] = _wide(qkv[row, heads + kv_heads + kv, i])
+            for h in range(kv * group, (kv + 1) * group):
+                for c in range(begins[s], ends[s]):
+                    row = rows[s, c]
+                    for i in range(dim):
+                        q[i] = _wide(qkv[row, h, i]) * scale
+                        mixed[i] = float32(0.0)
+                    top = float32(-np.inf)
+                    for j in range(c + 1):
+                        w[j] = _dot(q, k[j])
+                        top = max(top, w[j])
+                    total = float32(0.0)
+                    for j in range(c + 1):
+                        w[j] = _exp(w[j] - top)
+                        total += w[j]
+                    for j in range(c + 1):
+                        share = w[j] / total
+                        for i in range(dim):
+                            mixed[i] += share * v[j, i]
+                    lse[row, h] = top + np.log(total)
+                    for i in range(dim):
+                        out[row, h, i] = _round(mixed[i])
+
+
+@kernel(void(B3, B3, B3, F2, nt.int64, nt.int64, I2, I1, I1, nt.float32, F3), fastmath=_SUMS)
+def attend_backward(grad, qkv, out, lse, heads, kv_heads, rows, begins, ends, scale, grad_qkv):
+    """Adds the gradient of qkv to `grad_qkv` [T, H, dim], from `grad` of `attend`'s output."""
+    longest, dim, group = rows.shape[1], qkv.shape[2], heads // kv_heads
+    k, v = np.empty((longest, dim), float32), np.empty((longest, dim), float32)
+    dk, dv = np.empty((longest, dim), float32), np.empty((longest, dim), float32)
+    q, d, dq = np.empty(dim, float32), np.empty(dim, float32), np.empty(dim, float32)
+    for s in range(rows.shape[0]):
+        if ends[s] <= begins[s]:
+            continue
+        for kv in range(kv_heads):
+            for c in range(ends[s]):
+                row = rows[s, c]
+                for i in range(dim):
+                    k[c, i] = _wide(qkv[row, heads + kv, i])
+                    v[c, i] = _wide(qkv[row, heads + kv_heads + kv, i])
+                    dk[c, i] = float32(0.0)
+                    dv[c, i] = float32(0.0)
+            for h in range(kv * group, (kv + 1) * group):
+                for c in range(begins[s], ends[s]):
+                    row = rows[s, c]
+                    along = float32(0.0)
+                    for i in range(dim):
+                        q[i] = _wide(qkv[row, h, i]) * scale
+                        d[i] = _wide(grad[row, h, i])
+                        dq[i] = float32(0.0)
+                        along += d[i] * _wide(out[row, h, i])
+                    for j in range(c + 1):
+                        p = _exp(_dot(q, k[j]) - lse[row, h])
+                        ds = p * (_dot(d, v[j]) - along)
+                        for i in range(dim):
+                            dv[j, i] += p * d[i]
+                            dk[j, i] += ds * q[i]
+                            dq[i] += ds * k[j, i]
+                    for i in range(dim):
+                        grad_qkv[row, h, i] += dq[i] * scale
+            for c in range(ends[s]):
+                row = rows[s, c]
+                for i in range(dim):
+                    grad_qkv[row, heads + kv, i] += dk[c, i]
+                    grad_qkv[row, heads + kv_heads + kv, i] += dv[c, i]

@@ -1,0 +1,94 @@
+"""The forward pass of a dense decoder in bfloat16 on a CPU, made of the operations in functions.py."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from areal_q.models.fused.functions import AddNorm, Attend, Projections, Rotate, SwigluMlp
+from areal_q.models.layers.head_norm import HeadNorm
+from areal_q.models.layers.linear import Linear
+from areal_q.models.layers.packed_attention import packed_attention
+from areal_q.models.layers.rope import rope_tables
+from areal_q.models.packed_layout import PackedLayout
+
+_PLAIN = {nn.Embedding, nn.RMSNorm, HeadNorm, Linear, nn.Identity}
+"""The layers whose arithmetic the operations have. Those with experts, adapters, or numbers of the rollouts'
+formats are of other classes."""
+
+_LONGEST = 512
+"""Tokens of the longest sequence for which attention is one loop over its tokens; it needs no padding and no
+copies, but torch's works in blocks, which is faster for long sequences."""
+
+
+def suits(trunk: Any) -> bool:
+    """Returns True if `hidden_states` can compute `trunk`."""
+    leaves = (m for m in trunk.modules() if not any(m.children()))
+    return (
+        trunk.norm.weight.device.type == "cpu"
+        and all(type(m) in _PLAIN for m in leaves)
+        and all(p.dtype == torch.float32 for p in trunk.parameters())
+        and not any(layer.self_attn.observe for layer in trunk.layers)
+    )
+
+
+def hidden_states(trunk: Any, token_ids: Tensor, layout: PackedLayout) -> Tensor:
+    """Returns the hidden states after the final norm, bfloat16 [T, D], for token_ids int64 [T]."""
+    cos, sin = (table[layout.positions] for table in rope_tables(trunk.config, layout.longest))
+    x, delta = trunk.embed_tokens(token_ids), None
+    for layer in trunk.layers:
+        if layer.recompute and torch.is_grad_enabled():
+            out: Any = checkpoint(_layer, layer, x, delta, cos, sin, layout, use_reentrant=False)
+            x, delta = out
+        else:
+            x, delta = _layer(layer, x, delta, cos, sin, layout)
+    return _add_norm(x, delta, trunk.norm)[1]
+
+
+def _layer(
+    layer: Any, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, layout: PackedLayout
+) -> tuple[Tensor, Tensor]:
+    """Returns the residual stream after attention, float32 [T, D], and what the MLP adds to it, bfloat16."""
+    x, y = _add_norm(x, delta, layer.input_layernorm)
+    x, y = _add_norm(
+        x, _attention(layer.self_attn, y, cos, sin, layout), layer.post_attention_layernorm
+    )
+    mlp = layer.mlp
+    weights = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+    added: Tensor = SwigluMlp.apply(y, *weights)  # type: ignore[assignment]
+    return x, added
+
+
+def _attention(attention: Any, y: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout) -> Tensor:
+    qkv = _projections(y, attention.q_proj, attention.k_proj, attention.v_proj)
+    qkv = qkv.unflatten(-1, (-1, attention.head_dim))
+    heads = attention.q_proj.out_features // attention.head_dim
+    shared = attention.k_proj.out_features // attention.head_dim
+    norms, eps = None, 0.0
+    if isinstance(attention.q_norm, nn.RMSNorm):
+        of_q, of_k = attention.q_norm.weight, attention.k_norm.weight
+        norms, eps = (
+            torch.cat((of_q.expand(heads, -1), of_k.expand(shared, -1))),
+            attention.q_norm.eps,
+        )
+    turned = Rotate.apply(qkv, norms, heads + shared, eps, cos, sin)
+    return _projections(_mixed(turned, heads, layout).flatten(-2), attention.o_proj)
+
+
+def _mixed(qkv: Tensor, heads: int, layout: PackedLayout) -> Tensor:
+    """Returns the attention of qkv [T, heads + 2 · kv_heads, dim] within each sequence, [T, heads, dim]."""
+    if layout.longest > _LONGEST:
+        shared = (qkv.shape[1] - heads) // 2
+        q, k, v = qkv.split((heads, shared, shared), 1)
+        return packed_attention(q, k, v, layout)
+    return Attend.apply(qkv, heads, layout)  # type: ignore[return-value]
+
+
+def _add_norm(x: Tensor, delta: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
+    return AddNorm.apply(x, delta, norm.weight, norm.eps)  # type: ignore[return-value]
+
+
+def _projections(x: Tensor, *linears: Linear) -> Tensor:
+    parameters = [linear.weight for linear in linears] + [linear.bias for linear in linears]
+    return Projections.apply(x, *parameters)  # type: ignore[return-value]
