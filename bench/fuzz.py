@@ -168,16 +168,17 @@ def _message_targets() -> Iterator[Target]:
     body = delta.diff(old, new) or b""
     told = messages.Delta(run="run", epoch="a", version=1, digest="d", base=0, base_digest="c")
     announce = messages.Announce(run="run", epoch="a", version=1, digest="d")
+    file = messages.SharedFile(pid=1, fd=3, name=f"areal-q-{0:032x}")
     requests = [
         messages.FetchManifest(),
-        messages.FetchChunk(digest="d" * 32, offset=0, nbytes=64),
+        messages.FetchChunk(digest="d" * 32, offset=0, nbytes=64, shared=True),
         messages.FetchDeltas(epoch="a", base=0, base_digest="d"),
         messages.FetchHeld(),
     ]
     replies = [
-        messages.ManifestReply(manifest=encode(new.manifest), checksum="0" * 32),
+        messages.ManifestReply(manifest=encode(new.manifest), checksum="0" * 32, shared=file),
         messages.DeltasReply(deltas=[told], sizes=[len(body)], digest="d"),
-        messages.ChunkReply(digest="d", offset=0, nbytes=64),
+        messages.ChunkReply(digest="d", offset=0, nbytes=64, shared=True),
         messages.Gone(digest="d"),
     ]
     numbers = dict.fromkeys(("pid", "version", "active", "tokens", "groups", "swaps"), 1)

@@ -342,8 +342,8 @@ class BroadcastConfig(Settings, frozen=True, kw_only=True):
     host: str | None = None
     """The name or address under which workers reach endpoints of the form `tcp://…`; None: as they are
     bound. Needed where that is every interface, such as tcp://0.0.0.0:5551."""
-    chunk_bytes: Count = 4 << 20
-    """Size of the pieces in which a version is sent."""
+    chunk_bytes: Count = 1 << 20
+    """Size of the pieces in which a version is sent: those in flight should fit into the processor's cache."""
     credit: Count = 16
     """Chunks in flight to one worker: many, so that a busy machine need not wake both sides for each."""
     hold: Count = 3

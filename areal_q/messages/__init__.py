@@ -58,5 +58,6 @@ from areal_q.messages.weight_sync import (
     Manifest as Manifest,
     ManifestReply as ManifestReply,
     Noise as Noise,
+    SharedFile as SharedFile,
     TensorSpec as TensorSpec,
 )

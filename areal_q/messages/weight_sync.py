@@ -107,6 +107,8 @@ class FetchChunk(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_chunk"):
     digest: str
     offset: int
     nbytes: int
+    shared: bool = False
+    """True if the worker has opened the payload's SharedFile and needs leave to read, not the bytes."""
 
 
 class FetchDeltas(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_deltas"):
@@ -121,6 +123,17 @@ class FetchHeld(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_held"):
     """DEALER → ROUTER: asks which versions the server remembers."""
 
 
+class SharedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of a payload, for processes of the server's host (areal_q/weights/shared_memory.py)."""
+
+    pid: int
+    """Number of the process that has it."""
+    fd: int
+    """Number of the file in that process."""
+    name: str
+    """The file's name, which tells it from any other."""
+
+
 class ManifestReply(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
     """ROUTER → DEALER: answers with the newest version's manifest."""
 
@@ -128,6 +141,8 @@ class ManifestReply(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
     """An encoded Manifest; None before the first version."""
     checksum: str = ""
     """xxh3-128 of the encoded manifest, hexadecimal; the manifest's own digest covers the tensors only."""
+    shared: SharedFile | None = None
+    """The payload's memory, for workers of this host; None if there is only the socket."""
 
 
 class DeltasReply(msgspec.Struct, frozen=True, kw_only=True, tag="deltas"):
@@ -176,6 +191,8 @@ class ChunkReply(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):
     digest: str
     offset: int
     nbytes: int
+    shared: bool = False
+    """True if there is no second frame: the chunk may be read in the payload's SharedFile now."""
 
 
 class Gone(msgspec.Struct, frozen=True, kw_only=True, tag="gone"):

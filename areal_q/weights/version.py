@@ -17,6 +17,7 @@ import xxhash
 
 from areal_q.errors import WeightVersionError
 from areal_q.messages import RUN_ID, Manifest, Noise, TensorSpec
+from areal_q.weights import shared_memory
 
 ALIGNMENT = 64
 """Bytes at a multiple of which every tensor begins in the payload."""
@@ -62,7 +63,9 @@ class PayloadPool:
     The pool is thread-safe, since tensors may be freed on any thread.
     """
 
-    def __init__(self, spare: int = 2) -> None:
+    def __init__(self, spare: int = 2, *, shared: bool = False) -> None:
+        """Other processes of this host can read the buffers if `shared`."""
+        self._shared = shared
         self._free: deque[torch.Tensor] = deque(maxlen=spare)
         self.made = 0
         """Number of buffers allocated so far."""
@@ -86,6 +89,8 @@ class PayloadPool:
             if memory.numel() == nbytes:
                 return memory
         self.made += 1
+        if self._shared:
+            return shared_memory.allocate(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8).zero_()
 
 

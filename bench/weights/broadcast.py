@@ -3,7 +3,7 @@
     python -m bench.weights.broadcast
 
 Measured between two processes over ipc and tcp on this machine. Bare pyzmq is a PUSH socket that sends the
-same payload in the same chunks, uncopied, to a PULL socket that drops them: no request, no buffer, no hash.
+same payload in chunks of 4 MiB, uncopied, to a PULL socket that drops them: no request, no buffer, no hash.
 Both take turns in one run; the median of REPEATS counts, and the CPU time of both processes beside it.
 bench/weights/deltas.py has the bytes of deltas, bench/weights/swap.py what a version costs learner and engine.
 Prints a table, and writes it to runs/bench/broadcast.{md,json}.
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,9 +37,8 @@ from buffer.weight_sync.curve import ClientKeys, client_keys, make_keys
 
 SNAPSHOT_BYTES = 256 << 20
 CHUNK_BYTES = 4 << 20
-CREDIT = 16
 REPEATS = 7
-CONFIG = BroadcastConfig(chunk_bytes=CHUNK_BYTES, credit=CREDIT)
+CONFIG = BroadcastConfig()
 FAN_OUT = (1, 4, 16)
 FAN_OUT_BYTES = 32 << 20
 FAN_OUT_TURNS = 15
@@ -68,7 +68,7 @@ def serve(transport: str, directory: str, nbytes: int, deltas: bool, keys: str) 
     ends = [f"ipc://{directory}/{n}" if transport == "ipc" else "tcp://127.0.0.1:0" for n in "afp"]
     rng = np.random.default_rng(0)
     noise = rng.integers(0, 256, nbytes, np.uint8)
-    pool = PayloadPool()
+    pool = PayloadPool(shared=transport == "ipc")
     config = BroadcastConfig(max_delta_bytes=nbytes if deltas else 0, keys=keys or None)
     weight_server = WeightServer(ends[0], ends[1], config)
     with zmq.Context() as context, context.socket(zmq.PUSH) as pusher:
@@ -142,8 +142,9 @@ def worker_keys(keys: str) -> ClientKeys | None:
 
 
 def snapshot(transport: str, curve: bool = False) -> dict[str, float]:
-    """MB/s of a snapshot that is fetched and verified, and of bare pyzmq, by turns."""
-    ours, bare = [], []
+    """MB/s of a snapshot that is fetched and verified, and of bare pyzmq, by turns; CPU milliseconds of both
+    processes for each."""
+    ours, bare, cpu_ms = [], [], []
     with tempfile.TemporaryDirectory() as directory, zmq.Context() as context:
         keys = directory if curve else ""
         if curve:
@@ -152,24 +153,31 @@ def snapshot(transport: str, curve: bool = False) -> dict[str, float]:
         subscriber = WeightSubscriber(
             learner.announce, learner.fetch, run="bench", config=CONFIG, keys=worker_keys(keys)
         )
+        cpu_s = lambda: time.process_time() + learner.ask("cpu")  # noqa: E731
         with context.socket(zmq.PULL) as pull:
             pull.connect(learner.push)
             for turn in range(REPEATS + 4):
                 learner.ask(f"publish {turn}")
+                before = [cpu_s()]
                 ours.append(SNAPSHOT_BYTES / asyncio.run(received(subscriber, turn)) / 1e6)
+                before.append(cpu_s())
                 began = learner.ask("push")
                 for _ in range(0, SNAPSHOT_BYTES, CHUNK_BYTES):
                     pull.recv(copy=False)
                 bare.append(SNAPSHOT_BYTES / (time.time() - began) / 1e6)
+                before.append(cpu_s())
+                cpu_ms.append([1e3 * (b - a) for a, b in pairwise(before)])
         subscriber.close()
         learner.close()
     # The first ones touch fresh memory.
-    ours, bare = ours[4:], bare[4:]
+    ours, bare, cpu_ms = ours[4:], bare[4:], cpu_ms[4:]
     return {
         "ours": median(ours),
         "bare": median(bare),
         "best_ours": max(ours),
         "best_bare": max(bare),
+        "cpu_ours_ms": min(turn[0] for turn in cpu_ms),
+        "cpu_bare_ms": min(turn[1] for turn in cpu_ms),
     }
 
 
@@ -255,7 +263,10 @@ def main() -> None:
         f"Broadcast · {device()} · commit {commit()} · {versions('pyzmq', 'zstandard', 'torch')}",
         f"Full snapshot of {SNAPSHOT_BYTES >> 20} MiB, verified, beside bare pyzmq:",
         table(
-            ["transport", "ours MB/s", "bare MB/s", "ratio", "best of each", "ratio"],
+            [
+                *("transport", "ours MB/s", "bare MB/s", "ratio", "best of each", "ratio"),
+                *("CPU ms, best", "ratio"),
+            ],
             [
                 [
                     t,
@@ -264,6 +275,8 @@ def main() -> None:
                     f"{v['ours'] / v['bare']:.2f}",
                     f"{number(v['best_ours'])} of {number(v['best_bare'])}",
                     f"{v['best_ours'] / v['best_bare']:.2f}",
+                    f"{number(v['cpu_ours_ms'])} beside {number(v['cpu_bare_ms'])}",
+                    f"{v['cpu_bare_ms'] / v['cpu_ours_ms']:.2f}",
                 ]
                 for t, v in snapshots.items()
             ],

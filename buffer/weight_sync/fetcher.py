@@ -28,7 +28,9 @@ from areal_q.messages import (
     Gone,
     Manifest,
     ManifestReply,
+    SharedFile,
 )
+from areal_q.weights.shared_memory import SharedReader
 from areal_q.weights.version import PayloadPool, WeightVersion, check_version
 from buffer.weight_sync.chunks import ChunkBuffer, ChunkedDeltas, ChunkedSnapshot
 from buffer.weight_sync.curve import ClientKeys
@@ -156,7 +158,7 @@ class Fetcher:
         asked = self._question if work is None and not self.idle and not self._resting else None
         match reply:
             case ManifestReply() if isinstance(asked, FetchManifest):
-                return self._begin(_manifest_of(reply))
+                return self._begin(_manifest_of(reply), reply.shared)
             case DeltasReply() if isinstance(asked, FetchDeltas):
                 return self._catch_up(reply)
             case Gone() if work is not None and reply.digest == work.chunks.digest:
@@ -170,7 +172,7 @@ class Fetcher:
                 raise RecordError(f"{type(reply).__name__} was not asked for")
         return None
 
-    def _begin(self, manifest: Manifest | None) -> Fetched | None:
+    def _begin(self, manifest: Manifest | None, file: SharedFile | None) -> Fetched | None:
         if manifest is None or not self._wanted(manifest):
             self._idle()
             return None
@@ -180,8 +182,20 @@ class Fetcher:
                 f"version {manifest.version}: {manifest.nbytes} bytes are over the limit"
             )
         payload = self.pool.lend(manifest.nbytes)
-        work = self._work = ChunkedSnapshot(manifest, payload, self._chunk_bytes)
+        reader = self._reader_of(file)
+        work = self._work = ChunkedSnapshot(manifest, payload, self._chunk_bytes, reader)
         return self._advance(work)
+
+    def _reader_of(self, file: SharedFile | None) -> SharedReader | None:
+        """Returns a reader of the server's memory; None where the bytes have to come over the socket. They do
+        after bytes were refused: a server that is slow to answer may have reused its memory."""
+        if file is None or self._failures or not self.endpoint.startswith("ipc://"):
+            return None
+        try:
+            return SharedReader(file)
+        except OSError as error:
+            logger.debug("the server's memory cannot be read, weights come by socket: %s", error)
+            return None
 
     def _catch_up(self, reply: DeltasReply) -> None:
         if not reply.deltas:

@@ -26,11 +26,13 @@ from areal_q.messages import (
 )
 from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
+from buffer.weight_sync.sockets import bound_to
 from buffer.weight_sync.stats import ServerStats
 from buffer.weight_sync.version_store import (
     CatchUp,
     DeltaChain,
     DeltaLink,
+    StoredVersion,
     VersionStore,
     build_catch_up,
 )
@@ -68,6 +70,7 @@ class RequestHandler:
         wake: Callable[[], None],
     ) -> None:
         self._router, self._stats, self._wake = router, stats, wake
+        self._local = bound_to(router).startswith("ipc://")
         self._versions, self._deltas = versions, deltas
         self._history: list[Manifest] = []
         self._history_length = history
@@ -120,7 +123,7 @@ class RequestHandler:
             case FetchManifest():
                 newest = self._versions.use_newest()
                 self._stats.fetches += newest is not None
-                self._send(peer, messages.encode(_manifest_reply(newest and newest.manifest)))
+                self._send(peer, messages.encode(self._manifest_reply(newest)))
             case FetchDeltas():
                 self._catch_up(peer, request)
             case FetchChunk():
@@ -166,8 +169,11 @@ class RequestHandler:
         start, end = request.offset, request.offset + request.nbytes
         if not (0 <= start < end <= len(memory) and request.nbytes <= MAX_CHUNK_BYTES):
             raise RecordError(f"chunk {start}:{end} of {len(memory)} bytes")
-        header = ChunkReply(digest=request.digest, offset=start, nbytes=request.nbytes)
-        self._send(peer, messages.encode(header), memory[start:end])
+        header = ChunkReply(
+            digest=request.digest, offset=start, nbytes=request.nbytes, shared=request.shared
+        )
+        frames = () if request.shared else (memory[start:end],)
+        self._send(peer, messages.encode(header), *frames)
         self._stats.chunks += 1
         self._stats.chunk_bytes += request.nbytes
 
@@ -194,13 +200,14 @@ class RequestHandler:
             published_s=manifest.published_s,
         )
 
+    def _manifest_reply(self, held: StoredVersion | None) -> ManifestReply:
+        if held is None:
+            return ManifestReply(manifest=None)
+        encoded = messages.encode(held.manifest)
+        checksum = xxhash.xxh3_128_hexdigest(encoded)
+        shared = held.file if self._local else None
+        return ManifestReply(manifest=encoded, checksum=checksum, shared=shared)
+
     def _send(self, peer: bytes, *frames: bytes | memoryview) -> None:
         # A ROUTER drops what it cannot deliver (peer gone or too far behind): this never blocks.
         self._router.send_multipart([peer, *frames], copy=False)
-
-
-def _manifest_reply(manifest: Manifest | None) -> ManifestReply:
-    if manifest is None:
-        return ManifestReply(manifest=None)
-    encoded = messages.encode(manifest)
-    return ManifestReply(manifest=encoded, checksum=xxhash.xxh3_128_hexdigest(encoded))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import xxhash
 
 from areal_q.errors import WeightVersionError
-from areal_q.messages import Delta, Manifest
-from areal_q.weights import delta
+from areal_q.messages import Delta, Manifest, SharedFile
+from areal_q.weights import delta, shared_memory
 from areal_q.weights.version import WeightVersion
 
 
@@ -27,6 +27,11 @@ class StoredVersion:
     @property
     def manifest(self) -> Manifest:
         return self.version.manifest
+
+    @property
+    def file(self) -> SharedFile | None:
+        """The payload's file, if it lies in shared memory."""
+        return shared_memory.file_of(self.version.payload)
 
 
 class VersionStore:

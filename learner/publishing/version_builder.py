@@ -68,12 +68,17 @@ class VersionBuilder:
     """
 
     def __init__(
-        self, settings: VersionSettings, sticky: StickyRanges | None = None, run_id: str = ""
+        self,
+        settings: VersionSettings,
+        sticky: StickyRanges | None = None,
+        run_id: str = "",
+        *,
+        shared: bool = False,
     ) -> None:
         """`sticky` has the ranges of the version before, from a checkpoint; None begins without any. Each
-        version's manifest names `run_id`."""
+        version's manifest names `run_id`. With `shared`, workers of this host can read the payloads."""
         self._settings, self._run_id = settings, run_id
-        self._pool = PayloadPool()
+        self._pool = PayloadPool(shared=shared)
         self._epoch = uuid.uuid4().hex
         self._ranges = sticky or settings.new_ranges()
         self._last: WeightVersion | None = None
