@@ -63,11 +63,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
-    """Stretches the time limit of a test that names none by how many jobs share each processor."""
-    limit = float(item.config.getini("timeout"))
-    if item.config.getoption("timeout") is None and not item.get_closest_marker("timeout"):
+    """Stretches a test's time limit by how many jobs share each processor."""
+    if item.config.getoption("timeout") is None:
+        named = item.get_closest_marker("timeout")
+        limit = named.args[0] if named else float(item.config.getini("timeout"))
         jobs = os.getloadavg()[0] / (os.cpu_count() or 1)
-        item.add_marker(pytest.mark.timeout(limit * max(1.0, jobs)))
+        item.add_marker(pytest.mark.timeout(limit * max(1.0, jobs)), append=False)
     return (yield)
 
 

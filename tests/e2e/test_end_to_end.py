@@ -49,9 +49,10 @@ class Runs:
             "OMP_NUM_THREADS": "1",
         }
         self._environment.pop("REDIS_URL", None)
+        self._started: list[subprocess.Popen[str]] = []
 
     def start(self, *args: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [Path(sys.executable).with_name("areal-q"), *args],
             cwd=self.root,
             env=self._environment,
@@ -59,6 +60,16 @@ class Runs:
             stderr=subprocess.STDOUT,
             text=True,
         )
+        self._started.append(process)
+        return process
+
+    def kill(self) -> None:
+        """Ends all that a test has left behind."""
+        for pid, _ in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        for process in self._started:
+            with process:
+                process.kill()
 
     def run(self, *args: str) -> str:
         """Runs to the end; returns what was said."""
@@ -146,14 +157,14 @@ def make_runs(cache: Path) -> Iterator[Callable[[], Runs]]:
 
     yield make
     for runs in made:
-        for pid, _ in runs.processes():
-            os.kill(pid, signal.SIGKILL)
         shutil.rmtree(runs.root)
 
 
 @pytest.fixture
-def runs(make_runs: Callable[[], Runs]) -> Runs:
-    return make_runs()
+def runs(make_runs: Callable[[], Runs]) -> Iterator[Runs]:
+    runs = make_runs()
+    yield runs
+    runs.kill()
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +228,8 @@ def test_a_run_counts_the_episodes_that_agents_play(runs: Runs):
     awaited = f"waiting for agents at http://127.0.0.1:{port}, 0 of 20 episodes open"
     said = next(line for line in process.stdout if ", 0 of 20 episodes open" in line)
     assert awaited in said
-    assert "agents, with 0 of 20 episodes open" in runs.ask("status", "runs/demo")
+    while "agents, with 0 of 20 episodes open" not in runs.ask("status", "runs/demo"):
+        assert process.poll() is None
     begin = Request(
         f"http://127.0.0.1:{port}/v1/episodes", b"{}", {"Content-Type": "application/json"}
     )
@@ -225,7 +237,8 @@ def test_a_run_counts_the_episodes_that_agents_play(runs: Runs):
         while runs.records("demo")[-1].get("rollout/open_episodes") != 1:
             assert process.poll() is None
             time.sleep(0.05)
-    assert "1 of 20" in runs.ask("status", "runs/demo")
+    while "1 of 20" not in runs.ask("status", "runs/demo"):
+        assert process.poll() is None
     process.send_signal(signal.SIGINT)
     process.communicate()
     assert process.returncode == 0
