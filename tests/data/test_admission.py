@@ -121,7 +121,9 @@ def test_a_ticket_is_a_function_of_the_seed_and_its_number(make_run: MakeRun):
             build_tokenizer(run.model, run.task).decode(t.prompt_ids.numpy().tolist()) == t.prompt
         )
         assert (t.purpose, t.group_size, t.sampling) == ("train", 2, run.rollout.sampling)
-    assert len({ticket_seed(seed, n) for seed in range(20) for n in range(500)}) == 10_000
+    seeds = {ticket_seed(seed, n) for seed in range(20) for n in range(500)}
+    assert len(seeds) == 10_000
+    assert 2**61 < max(seeds) < 2**62
 
 
 def test_evaluation_is_greedy_on_held_out_and_takes_no_place(make_run: MakeRun):
