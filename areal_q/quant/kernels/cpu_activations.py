@@ -1,8 +1,9 @@
-"""Quantizing activations on a CPU in one pass over rows that stay in the cache.
+"""Quantizing activations on a CPU in one pass over rows that stay in the cache, and scaling the sums of
+products.
 
-Each function computes, to the bit, what the torch operations of areal_q/quant/activations.py compute, NaN and
-infinity included. Arrays are C contiguous: T tokens, K channels. Compiled when this module is first imported,
-and read from disk afterwards.
+What is quantized is, to the bit, what the torch operations of areal_q/quant/activations.py compute, NaN
+and infinity included. Arrays are C contiguous: T tokens, K channels. Compiled when this module is first
+imported, and read from disk afterwards.
 """
 
 import numpy as np
@@ -14,7 +15,7 @@ from areal_q.quant.kernels.jit import MAGNITUDE, ROUND, ROUND_E4M3, TINY, kernel
 
 float32, int32 = np.float32, np.int32
 F1, F2 = nt.Array(nt.float32, 1, "C"), nt.Array(nt.float32, 2, "C")
-I8 = nt.Array(nt.int8, 2, "C")
+I2, I8, U8 = nt.Array(nt.int32, 2, "C"), nt.Array(nt.int8, 2, "C"), nt.Array(nt.uint8, 2, "C")
 _SMALLEST_ROW_SCALE = float32(SMALLEST_ROW_SCALE)
 _SMALLEST_GROUP_RANGE = float32(SMALLEST_GROUP_RANGE)
 
@@ -38,6 +39,18 @@ def int8_rows(x, codes, scales):
         scales[t] = scale
         for i in range(x.shape[1]):
             codes[t, i] = np.int8(float32(x[t, i] / scale + ROUND).view(int32))
+
+
+@kernel(void(F2, U8, F1))
+def uint8_rows(x, codes, scales):
+    """Quantizes x [T, K] as `int8_rows` does, with 128 added to each code: codes [T, at least K]."""
+    bits = x.view(int32)
+    for t in range(x.shape[0]):
+        scale = _top(bits[t]) / float32(127.0)
+        scale = TINY if scale < TINY else scale
+        scales[t] = scale
+        for i in range(x.shape[1]):
+            codes[t, i] = np.uint8(float32(x[t, i] / scale + ROUND).view(int32) + int32(128))
 
 
 @kernel()
@@ -79,3 +92,22 @@ def e4m3_groups(x, y):
             scale = top / float32(448.0)
             for i in range(start, end):
                 y[t, i] = _e4m3(x[t, i] / scale) * scale
+
+
+@kernel(void(I2, F1, F1, F2, F2), fastmath={"contract"})
+def dequantize(sums, w_scale, x_scale, add, y):
+    """Computes y[t, o] = sums[t, o] · w_scale[o] · x_scale[t] + add[t, o], where add is [T, out] or [1,
+    out]."""
+    for t in range(sums.shape[0]):
+        row = add[t if add.shape[0] > 1 else 0]
+        for o in range(sums.shape[1]):
+            y[t, o] = float32(sums[t, o]) * w_scale[o] * x_scale[t] + row[o]
+
+
+@kernel(void(F2, F1, F1, F2, F2), fastmath={"contract"})
+def rescale(sums, w_scale, x_scale, add, y):
+    """Computes the same as `dequantize`, from sums in float32."""
+    for t in range(sums.shape[0]):
+        row = add[t if add.shape[0] > 1 else 0]
+        for o in range(sums.shape[1]):
+            y[t, o] = sums[t, o] * w_scale[o] * x_scale[t] + row[o]

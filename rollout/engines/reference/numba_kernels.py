@@ -19,7 +19,6 @@ from areal_q.quant.kernels.jit import ROUND, kernel
 
 float32, int32 = np.float32, np.int32
 F1, F2, F3, F4 = (nt.Array(nt.float32, n, "C") for n in (1, 2, 3, 4))
-I32 = nt.Array(nt.int32, 2, "C")
 I1, D1 = nt.Array(nt.int64, 1, "C"), nt.Array(nt.float64, 1, "C")
 
 # LLVM may fuse multiply and add, and reorder sums. NaN and infinity keep their meaning.
@@ -54,25 +53,6 @@ def _dot(a, b):
     for i in range(a.shape[0]):
         total += a[i] * b[i]
     return total
-
-
-@kernel(void(I32, F1, F1, F2, F2), fastmath=_FMA)
-def dequantize(sums, w_scale, x_scale, add, y):
-    """Computes y[t, o] = sums[t, o] · w_scale[o] · x_scale[t] + add[t, o], where add is [T, out] or [1,
-    out]."""
-    for t in range(sums.shape[0]):
-        row = add[t if add.shape[0] > 1 else 0]
-        for o in range(sums.shape[1]):
-            y[t, o] = float32(sums[t, o]) * w_scale[o] * x_scale[t] + row[o]
-
-
-@kernel(void(F2, F1, F1, F2, F2), fastmath=_FMA)
-def rescale(sums, w_scale, x_scale, add, y):
-    """Computes the same as `dequantize`, from sums in float32."""
-    for t in range(sums.shape[0]):
-        row = add[t if add.shape[0] > 1 else 0]
-        for o in range(sums.shape[1]):
-            y[t, o] = sums[t, o] * w_scale[o] * x_scale[t] + row[o]
 
 
 @kernel(void(F2, F1, nt.float32, F2), fastmath=_SUMS)

@@ -7,72 +7,15 @@ threads.
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from areal_q.config import Sampling
-from areal_q.quant.kernels import cpu_activations
-from areal_q.quant.quantized_linear import (
-    Fp8GroupLinear,
-    Fp8RowLinear,
-    Int8Linear,
-    Linear,
-    int8_matmul,
-)
+from areal_q.quant.cpu_linear import cpu_linear
+from areal_q.quant.quantized_linear import Linear
 from rollout.engines.reference import numba_kernels
 from rollout.engines.reference.kv_cache import Attend, DecodeAttention, KVCache
 from rollout.engines.reference.kv_cache_fp8 import Fp8KVCache
 from rollout.engines.reference.sampling import sample_untruncated
-
-
-class FusedInt8Linear:
-    """An Int8Linear with the same codes to the bit. The GEMM is torch's, and the steps around it are
-    kernels."""
-
-    def __init__(self, linear: Int8Linear) -> None:
-        self.codes_t = linear.codes_t
-        self.scale = linear.scale.numpy()
-        self.nothing = np.zeros((1, len(self.scale)), np.float32)
-
-    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        codes, x_scale = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
-        cpu_activations.int8_rows(x.numpy(), codes, x_scale)
-        sums = int8_matmul(torch.from_numpy(codes), self.codes_t).to(torch.int32).numpy()
-        y = np.empty(sums.shape, np.float32)
-        added = self.nothing if add is None else add.view(-1, sums.shape[1]).numpy()
-        numba_kernels.dequantize(sums, self.scale, x_scale, added, y)
-        return torch.from_numpy(y)
-
-
-class FusedFp8RowLinear:
-    """An Fp8RowLinear with the same rounded activations to the bit."""
-
-    def __init__(self, linear: Fp8RowLinear) -> None:
-        self.codes = linear.codes
-        self.scale = linear.scale.numpy()
-        self.nothing = np.zeros((1, len(self.scale)), np.float32)
-
-    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        numbers, x_scale = np.empty(x.shape, np.float32), np.empty(len(x), np.float32)
-        cpu_activations.e4m3_rows(x.numpy(), numbers, x_scale)
-        sums = F.linear(torch.from_numpy(numbers), self.codes).numpy()
-        y = np.empty(sums.shape, np.float32)
-        added = self.nothing if add is None else add.view(-1, sums.shape[1]).numpy()
-        numba_kernels.rescale(sums, self.scale, x_scale, added, y)
-        return torch.from_numpy(y)
-
-
-class FusedFp8GroupLinear:
-    """An Fp8GroupLinear with the same rounded activations to the bit."""
-
-    def __init__(self, linear: Fp8GroupLinear) -> None:
-        self.weight = linear.weight
-
-    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        rounded = np.empty(x.shape, np.float32)
-        cpu_activations.e4m3_groups(x.numpy(), rounded)
-        y = F.linear(torch.from_numpy(rounded), self.weight)
-        return y if add is None else y.add_(add)
 
 
 class FusedDecodeAttention:
@@ -92,15 +35,7 @@ class FusedDecodeAttention:
 
 class FusedOps:
     def linear(self, linear: Linear) -> Linear:
-        match linear:
-            case Int8Linear():
-                return FusedInt8Linear(linear)
-            case Fp8RowLinear():
-                return FusedFp8RowLinear(linear)
-            case Fp8GroupLinear():
-                return FusedFp8GroupLinear(linear)
-            case _:
-                return linear
+        return cpu_linear(linear)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = np.empty(x.shape, np.float32)

@@ -1,0 +1,205 @@
+"""Matrix products of few rows with a weight that was packed before, on a CPU: y = x · Wᵀ, scaled, plus `add`.
+
+The weight is packed once a version. Blocks of rows of x go over it panel by panel, so that a panel comes from
+memory once for a whole block, and its sums are scaled while they are still in the cache. Sums of bfloat16
+products are float32 and are never rounded to bfloat16; sums of int8 products are int32.
+
+Notation: T rows, K channels, P panels of 64 outputs, W words of 32 bits (2 or 4 channels, filled up with 0),
+G groups of channels. x and w are viewed as int32, since numba knows no bfloat16; arrays are C contiguous.
+Compiled when this module is first imported, and read from disk afterwards.
+"""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numba import types as nt
+from numba import void
+from torch import Tensor
+
+from areal_q.quant.kernels.cpu_tile import (
+    BF16_1,
+    BF16_2,
+    BF16_4,
+    BF16_6,
+    BF16_SCALED,
+    INT8_1,
+    INT8_2,
+    INT8_4,
+    INT8_6,
+    INT8_SCALED,
+    PANEL,
+    has_int8,
+)
+from areal_q.quant.kernels.jit import kernel
+
+float32, int32 = np.float32, np.int32
+F1, F2 = nt.Array(nt.float32, 1, "C"), nt.Array(nt.float32, 2, "C")
+I1, I2, I3 = (nt.Array(nt.int32, n, "C") for n in (1, 2, 3))
+_ROWS = 96
+"""Rows of a block, whose words of x stay in the cache while panels pass"""
+_WORDS = 512
+"""Words of a panel that are multiplied with all rows of a block before the next ones"""
+_FMA = {"contract"}
+
+
+def pack_words(weight: Tensor) -> Tensor:
+    """Returns a weight in panels, int32 [P, W, PANEL], of bfloat16 or int8 [out, K]."""
+    per_word = 4 // weight.element_size()
+    rest = (0, -weight.shape[1] % per_word, 0, -weight.shape[0] % PANEL)
+    words = F.pad(weight, rest).view(torch.int32)
+    return words.view(-1, PANEL, words.shape[1]).transpose(1, 2).contiguous()
+
+
+def words_of(x: Tensor) -> Tensor:
+    """Returns the words of x, int32 [T, W], of bfloat16 or uint8 [T, K]."""
+    rest = -x.shape[1] % (4 // x.element_size())
+    return (F.pad(x, (0, rest)) if rest else x).view(torch.int32)
+
+
+@kernel()
+def _bf16_rows(x, x_step, w, words, out, rows):
+    r = 0
+    while r + 6 <= rows:
+        BF16_6(x + r * x_step, x_step, w, words, out + r * 256, 256)
+        r += 6
+    if r + 4 <= rows:
+        BF16_4(x + r * x_step, x_step, w, words, out + r * 256, 256)
+        r += 4
+    if r + 2 <= rows:
+        BF16_2(x + r * x_step, x_step, w, words, out + r * 256, 256)
+        r += 2
+    if r < rows:
+        BF16_1(x + r * x_step, x_step, w, words, out + r * 256, 256)
+
+
+@kernel(fastmath=_FMA)
+def _scaled(sums, offset, start, first, rows, w_scale, x_scale, add, y):
+    """Writes the block's rows from `first` on, and the panel's columns from `start` on."""
+    end = min(start + 64, y.shape[1])
+    scale = w_scale[start:end]
+    for r in range(rows):
+        t = first + r
+        row, added, found = y[t, start:end], add[t if add.shape[0] > 1 else 0, start:end], sums[r]
+        for c in range(end - start):
+            row[c] = float32(found[c] + offset[c]) * scale[c] * x_scale[t] + added[c]
+
+
+@kernel(void(I2, I3, F1, F1, F2, F2, nt.int64, nt.int64))
+def bf16_gemm(x, w, w_scale, x_scale, add, y, first, last):
+    """Computes y[t, o] = (Σ x[t] · w[o]) · w_scale[o] · x_scale[t] + add[t, o], with add [T, out] or [1, out],
+    for the panels `first` … `last` - 1."""
+    nothing = np.zeros(64, float32)
+    sums = np.empty((_ROWS, 64), float32)
+    words, add_step = x.shape[1], y.shape[1] if add.shape[0] > 1 else 0
+    for p in range(first, last):
+        for t in range(0, x.shape[0], _ROWS):
+            rows = min(_ROWS, x.shape[0] - t)
+            sums[:rows] = float32(0.0)
+            for k in range(0, words, _WORDS):
+                _bf16_rows(
+                    x.ctypes.data + (t * words + k) * 4,
+                    words * 4,
+                    w.ctypes.data + (p * words + k) * 256,
+                    min(_WORDS, words - k),
+                    sums.ctypes.data,
+                    rows,
+                )
+            if p * 64 + 64 <= y.shape[1]:
+                BF16_SCALED(
+                    sums.ctypes.data,
+                    rows,
+                    0,
+                    w_scale.ctypes.data + p * 256,
+                    x_scale.ctypes.data + t * 4,
+                    add.ctypes.data + (t * add_step + p * 64) * 4,
+                    add_step * 4,
+                    y.ctypes.data + (t * y.shape[1] + p * 64) * 4,
+                    y.shape[1] * 4,
+                )
+            else:
+                _scaled(sums, nothing, p * 64, t, rows, w_scale, x_scale, add, y)
+
+
+@kernel(fastmath=_FMA)
+def _group_added(sums, start, first, rows, scale, x_scale, y):
+    end = min(start + 64, y.shape[1])
+    mine = scale[start:end]
+    for r in range(rows):
+        row, found = y[first + r, start:end], sums[r]
+        for c in range(end - start):
+            row[c] += found[c] * mine[c] * x_scale[r]
+
+
+@kernel(void(I2, I3, F2, F2, nt.int64, F2, nt.int64, nt.int64))
+def bf16_group_gemm(x, w, w_scale, x_scale, size, y, first, last):
+    """Adds Σ_g (Σ x[t] · w[o] over the channels of group g) · w_scale[g, o] · x_scale[g, t] to y[t, o], for the
+    panels `first` … `last` - 1; a group is `size` words."""
+    sums = np.empty((_ROWS, 64), float32)
+    words = x.shape[1]
+    for p in range(first, last):
+        for t in range(0, x.shape[0], _ROWS):
+            rows = min(_ROWS, x.shape[0] - t)
+            for g in range(w_scale.shape[0]):
+                k = g * size
+                sums[:rows] = float32(0.0)
+                _bf16_rows(
+                    x.ctypes.data + (t * words + k) * 4,
+                    words * 4,
+                    w.ctypes.data + (p * words + k) * 256,
+                    min(size, words - k),
+                    sums.ctypes.data,
+                    rows,
+                )
+                _group_added(sums, p * 64, t, rows, w_scale[g], x_scale[g, t:], y)
+
+
+if has_int8():
+
+    @kernel()
+    def _int8_rows(x, x_step, w, words, out, rows):
+        r = 0
+        while r + 6 <= rows:
+            INT8_6(x + r * x_step, x_step, w, words, out + r * 256, 256)
+            r += 6
+        if r + 4 <= rows:
+            INT8_4(x + r * x_step, x_step, w, words, out + r * 256, 256)
+            r += 4
+        if r + 2 <= rows:
+            INT8_2(x + r * x_step, x_step, w, words, out + r * 256, 256)
+            r += 2
+        if r < rows:
+            INT8_1(x + r * x_step, x_step, w, words, out + r * 256, 256)
+
+    @kernel(void(I2, I3, I1, F1, F1, F2, F2, nt.int64, nt.int64))
+    def int8_gemm(x, w, shift, w_scale, x_scale, add, y, first, last):
+        """Computes what `bf16_gemm` does, from uint8 and int8 and with whole sums. `shift` [P · 64] is
+        added to them, and takes back what an offset of x adds."""
+        sums = np.empty((_ROWS, 64), int32)
+        words, add_step = x.shape[1], y.shape[1] if add.shape[0] > 1 else 0
+        for p in range(first, last):
+            for t in range(0, x.shape[0], _ROWS):
+                rows = min(_ROWS, x.shape[0] - t)
+                sums[:rows] = 0
+                for k in range(0, words, _WORDS):
+                    _int8_rows(
+                        x.ctypes.data + (t * words + k) * 4,
+                        words * 4,
+                        w.ctypes.data + (p * words + k) * 256,
+                        min(_WORDS, words - k),
+                        sums.ctypes.data,
+                        rows,
+                    )
+                if p * 64 + 64 <= y.shape[1]:
+                    INT8_SCALED(
+                        sums.ctypes.data,
+                        rows,
+                        shift.ctypes.data + p * 256,
+                        w_scale.ctypes.data + p * 256,
+                        x_scale.ctypes.data + t * 4,
+                        add.ctypes.data + (t * add_step + p * 64) * 4,
+                        add_step * 4,
+                        y.ctypes.data + (t * y.shape[1] + p * 64) * 4,
+                        y.shape[1] * 4,
+                    )
+                else:
+                    _scaled(sums, shift[p * 64 :], p * 64, t, rows, w_scale, x_scale, add, y)

@@ -1,0 +1,281 @@
+"""Inner loops of matrix products on a CPU, as LLVM instructions that numba compiles for the processor at hand.
+
+A tile is R rows of x times PANEL columns of W. Its sums stay in vector registers while the loop runs over K.
+Each number of W is read once and meets all R rows; each number of x is spread over a whole register.
+W lies in panels of PANEL columns (cpu_gemm.py), in which the STEP numbers of a column that one instruction
+multiplies stand next to each other and fill 32 bits.
+
+| operands | sums | STEP | instruction | without it |
+|---|---|---|---|---|
+| bfloat16, bfloat16 | float32 | 2 | AVX512-BF16's dot product | shifts to float32, multiply and add |
+| uint8, int8 | int32 | 4 | AVX512-VNNI's dot product | no tile: `has_int8` is False |
+
+Which instructions exist is asked of numba's target, so that NUMBA_CPU_FEATURES applies. AVX512-BF16 takes
+subnormal numbers as 0.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+
+PANEL = 64
+_LANES, _VECTORS = 16, 4
+_I64, _I32, _F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
+_FLOATS, _WORDS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
+_UPPER = -(1 << 16)
+
+Product = Callable[[Any, Any, list[Any], list[Any]], list[Any]]
+"""Function that emits sums + word · column: (builder, word i32 of x, words of W, sums) → sums, each a list of
+_VECTORS vectors. It is called once for each row."""
+
+
+def _has(feature: str) -> bool:
+    target: Any = cpu_target.target_context
+    _, _, features = target.codegen().magic_tuple()
+    return f"+{feature}" in str(features).split(",")
+
+
+def has_bf16() -> bool:
+    """Returns True if the processor multiplies bfloat16 numbers by itself."""
+    return _has("avx512bf16")
+
+
+def has_int8() -> bool:
+    """Returns True if the processor adds up products of int8 numbers without saturating."""
+    return _has("avx512vnni")
+
+
+def _spread(builder: Any, word: Any, kind: ir.VectorType) -> Any:
+    nothing = ir.Constant(kind, ir.Undefined)
+    first = builder.insert_element(nothing, word, ir.Constant(_I32, 0))
+    zeros = ir.Constant(ir.VectorType(_I32, _LANES), [0] * _LANES)
+    return builder.shuffle_vector(first, nothing, zeros)
+
+
+def _instruction(name: str, sums: ir.VectorType) -> Product:
+    """Returns the product that is one instruction of the processor."""
+    operand = _operand(name, sums)
+
+    def emit(builder: Any, word: Any, columns: list[Any], rows: list[Any]) -> list[Any]:
+        kind = ir.FunctionType(sums, [sums, operand, operand])
+        dot = cgutils.get_or_insert_function(builder.module, kind, name)
+        x = builder.bitcast(_spread(builder, word, _WORDS), operand)
+        return [
+            builder.call(dot, [row, x, builder.bitcast(column, operand)])
+            for row, column in zip(rows, columns, strict=True)
+        ]
+
+    return emit
+
+
+class _Bfloat16(ir.Type):
+    """LLVM's bfloat, which llvmlite does not have."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bfloat16)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+@cache
+def _operand(name: str, sums: ir.VectorType) -> ir.VectorType:
+    """Returns the type of the operands of LLVM's function `name`, which depends on its version."""
+    for kind in (_WORDS, ir.VectorType(_Bfloat16(), 32), ir.VectorType(ir.IntType(8), 64)):
+        try:
+            llvm.parse_assembly(f"declare {sums} @{name}({sums}, {kind}, {kind})").verify()
+        except RuntimeError:
+            continue
+        return kind
+    raise NotImplementedError(f"LLVM has no function {name} of a known signature")
+
+
+def _bf16_by_shifts(builder: Any, word: Any, columns: list[Any], rows: list[Any]) -> list[Any]:
+    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+    add = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{_LANES}f32")
+    shift, upper = ir.Constant(_WORDS, [16] * _LANES), ir.Constant(_WORDS, [_UPPER] * _LANES)
+    low = builder.bitcast(builder.shl(word, ir.Constant(_I32, 16)), _F32)
+    high = builder.bitcast(builder.and_(word, ir.Constant(_I32, _UPPER)), _F32)
+    low, high = _spread(builder, low, _FLOATS), _spread(builder, high, _FLOATS)
+    sums = []
+    for row, column in zip(rows, columns, strict=True):
+        first = builder.bitcast(builder.shl(column, shift), _FLOATS)
+        second = builder.bitcast(builder.and_(column, upper), _FLOATS)
+        sums.append(builder.call(add, [high, second, builder.call(add, [low, first, row])]))
+    return sums
+
+
+def _tile(rows: int, sums: ir.VectorType, product: Callable[[], Product]) -> Any:
+    """Returns an intrinsic that computes out += x · W for `rows` rows of x and one panel of W.
+
+    It takes addresses, and distances between rows in bytes: x, its distance, W, the number of words in a row
+    of x, at least 1, out, its distance.
+    """
+
+    @intrinsic
+    def tile(typing: Any, x: Any, x_step: Any, w: Any, words: Any, out: Any, out_step: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            _emit(builder, rows, sums, product(), *args)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 6), emit
+
+    return tile
+
+
+def _scaled(sums: ir.VectorType) -> Any:
+    """Returns an intrinsic that computes y[t] = (sums[t] + shift) · w_scale · x_scale[t] + add[t] for a panel.
+    Sums of floats have no shift.
+
+    It takes addresses, and distances between rows in bytes: sums, whose rows follow each other, the number of
+    rows, at least 1, shift, w_scale, x_scale, add, its distance, y, its distance.
+    """
+
+    @intrinsic
+    def scaled(
+        typing: Any,
+        found: Any,
+        rows: Any,
+        shift: Any,
+        w_scale: Any,
+        x_scale: Any,
+        add: Any,
+        add_step: Any,
+        y: Any,
+        y_step: Any,
+    ) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            _emit_scaled(builder, sums, *args)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 9), emit
+
+    return scaled
+
+
+def _emit_scaled(
+    builder: Any,
+    sums: ir.VectorType,
+    found: Any,
+    rows: Any,
+    shift: Any,
+    w_scale: Any,
+    x_scale: Any,
+    add: Any,
+    add_step: Any,
+    y: Any,
+    y_step: Any,
+) -> None:
+    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+    fused = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{_LANES}f32")
+
+    def read(start: Any, vector: int, kind: ir.VectorType = _FLOATS) -> Any:
+        address = builder.add(start, ir.Constant(_I64, 64 * vector))
+        return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
+
+    scales = [read(w_scale, v) for v in range(_VECTORS)]
+    shifts = [read(shift, v, _WORDS) for v in range(_VECTORS)] if sums is _WORDS else []
+    with cgutils.for_range(builder, rows) as loop:
+        row = loop.index
+
+        def of_row(start: Any, step: Any) -> Any:
+            return builder.add(start, builder.mul(step, row))
+
+        address = of_row(x_scale, ir.Constant(_I64, 4))
+        x = builder.load(builder.inttoptr(address, _F32.as_pointer()), align=4)
+        spread = _spread(builder, x, _FLOATS)
+        mine, added, out = (
+            of_row(found, ir.Constant(_I64, 4 * PANEL)),
+            of_row(add, add_step),
+            of_row(y, y_step),
+        )
+        for v in range(_VECTORS):
+            value = read(mine, v, sums)
+            if shifts:
+                value = builder.sitofp(builder.add(value, shifts[v]), _FLOATS)
+            value = builder.call(fused, [builder.fmul(value, scales[v]), spread, read(added, v)])
+            target = builder.add(out, ir.Constant(_I64, 64 * v))
+            builder.store(value, builder.inttoptr(target, _FLOATS.as_pointer()), align=4)
+
+
+def _emit(
+    builder: Any,
+    rows: int,
+    sums: ir.VectorType,
+    product: Product,
+    x: Any,
+    x_step: Any,
+    w: Any,
+    words: Any,
+    out: Any,
+    out_step: Any,
+) -> None:
+    def place(start: Any, *offsets: Any) -> Any:
+        for offset in offsets:
+            start = builder.add(start, offset)
+        return start
+
+    def at(address: Any, kind: Any) -> Any:
+        return builder.inttoptr(address, kind.as_pointer())
+
+    def times(step: Any, count: int) -> Any:
+        return builder.mul(step, ir.Constant(_I64, count))
+
+    starts = [
+        [place(out, times(out_step, r), ir.Constant(_I64, 64 * v)) for v in range(_VECTORS)]
+        for r in range(rows)
+    ]
+    before = [[builder.load(at(start, sums), align=4) for start in row] for row in starts]
+    entry, loop = builder.block, builder.append_basic_block("channels")
+    done = builder.append_basic_block("done")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    index = builder.phi(_I64)
+    index.add_incoming(ir.Constant(_I64, 0), entry)
+    held = [[builder.phi(sums) for _ in row] for row in before]
+    panel = place(w, times(index, 4 * PANEL))
+    columns = [
+        builder.load(at(place(panel, ir.Constant(_I64, 64 * v)), _WORDS), align=4)
+        for v in range(_VECTORS)
+    ]
+    first = place(x, times(index, 4))
+    after = []
+    for r in range(rows):
+        word = builder.load(at(place(first, times(x_step, r)), _I32), align=4)
+        after.append(product(builder, word, columns, held[r]))
+    following = builder.add(index, ir.Constant(_I64, 1))
+    index.add_incoming(following, loop)
+    for phis, old, new in zip(held, before, after, strict=True):
+        for phi, a, b in zip(phis, old, new, strict=True):
+            phi.add_incoming(a, entry)
+            phi.add_incoming(b, loop)
+    builder.cbranch(builder.icmp_signed("<", following, words), loop, done)
+    builder.position_at_end(done)
+    for row, places in zip(after, starts, strict=True):
+        for value, start in zip(row, places, strict=True):
+            builder.store(value, at(start, sums), align=4)
+
+
+def _bf16() -> Product:
+    return (
+        _instruction("llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS) if has_bf16() else _bf16_by_shifts
+    )
+
+
+def _int8() -> Product:
+    return _instruction("llvm.x86.avx512.vpdpbusd.512", _WORDS)
+
+
+BF16_6, BF16_4, BF16_2, BF16_1 = (_tile(rows, _FLOATS, _bf16) for rows in (6, 4, 2, 1))
+INT8_6, INT8_4, INT8_2, INT8_1 = (_tile(rows, _WORDS, _int8) for rows in (6, 4, 2, 1))
+BF16_SCALED, INT8_SCALED = _scaled(_FLOATS), _scaled(_WORDS)
