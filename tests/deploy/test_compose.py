@@ -27,6 +27,7 @@ TARGETS = {
     "tools": ["areal-q"],
     "rollout-engine": ["areal-q", "rollout"],
 }
+SUPERVISED = ["python", "-m", "areal_q.observability.supervisor", "--health", "9464"]
 Resolve = Callable[..., dict[str, Any]]
 
 
@@ -89,12 +90,37 @@ def test_services_that_can_hang_are_restarted_a_few_times(compose):
         assert "--metrics=0.0.0.0:9464" in service["command"]
 
 
-def test_ranks_start_torchrun_and_one_learner_does_not(resolved):
-    one = resolved([COMPOSE], [])["services"]["learner"]["entrypoint"]
-    several = resolved([COMPOSE], [], RANKS="3")["services"]["learner"]["entrypoint"]
-    assert one[-3:] == ["python", "-m", "learner"]
-    assert several[5:9] == ["python", "-m", "areal_q.system.torchrun", "--standalone"]
-    assert several[9:] == ["--nproc-per-node=3", "-m", "learner"]
+def test_one_learner_starts_without_torchrun(resolved):
+    entrypoint = resolved([COMPOSE], [])["services"]["learner"]["entrypoint"]
+    assert entrypoint == [*SUPERVISED, "python", "-m", "learner"]
+
+
+@pytest.mark.parametrize(
+    ("files", "asked", "ranks"),
+    [
+        ([COMPOSE], {"RANKS": "3"}, "3"),
+        ([COMPOSE, GPU], {}, "gpu"),
+        ([COMPOSE, GPU], {"RANKS": "3"}, "3"),
+    ],
+    ids=["CPU", "all GPUs", "three GPUs"],
+)
+def test_ranks_start_by_torchrun_under_a_supervisor(resolved, files, asked, ranks):
+    learner = resolved(files, [], **asked)["services"]["learner"]
+    torchrun = ["python", "-m", "areal_q.system.torchrun", "--standalone"]
+    assert learner["entrypoint"] == [
+        *(*SUPERVISED, *torchrun, f"--nproc-per-node={ranks}", "-m", "learner")
+    ]
+    assert learner["restart"] == "on-failure:3"
+
+
+def test_no_file_of_a_working_directory_shadows_a_module():
+    """The variable reaches the processes that torchrun starts; `python -P` would not."""
+    lines = [x.strip(" \\") for x in (DOCKER / "Dockerfile").read_text().splitlines()]
+    stages = [line for line in lines if line.startswith("FROM ") or line == "PYTHONSAFEPATH=1"]
+    assert stages[stages.index("PYTHONSAFEPATH=1") - 1] == "FROM ${BASE} AS dependencies"
+    assert [x.split()[1] for x in stages if x.startswith("FROM ")] == [
+        *("${BASE}", "${BASE}", "dependencies", "base", "base", "base", "dependencies")
+    ]
 
 
 def test_secrets_are_made_by_what_ends_at_once_and_reads_only(compose):
@@ -248,9 +274,6 @@ def test_every_gpu_has_one_service_and_cpu_workers_stay_away(resolved, profile, 
     assert [d["count"] for d in devices.pop("learner")] == [learning]
     taken = sorted(d["device_ids"] for found in devices.values() for d in found)
     assert taken == [[str(gpu)] for gpu in range(learning, gpus)]
-    assert found["learner"]["entrypoint"][-4:] == [
-        *("--standalone", "--nproc-per-node=gpu", "-m", "learner")
-    ]
     assert "learner.device=cuda" in found["learner"]["command"]
     built = [service["build"]["args"] for service in found.values() if "build" in service]
     assert built and not any("cpu" in args["TORCH"] + args["PIP_EXTRA_INDEX_URL"] for args in built)
