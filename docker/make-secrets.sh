@@ -42,3 +42,10 @@ for entry in $SECRETS; do
     done
     rm /made/.line
 done
+# What the foreground of `docker compose up` says of the dashboard.
+case $SECRETS in
+    *grafana_password*)
+        echo "Grafana: \`docker compose port grafana 3000\` says where; user admin, password:" \
+            "\`docker compose exec grafana cat /secrets/grafana_password\`"
+        ;;
+esac
