@@ -32,6 +32,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from areal_q.config import AdamW, MegatronBackend, Run, TorchBackend
 from areal_q.errors import ConfigError, RankLost
+from areal_q.system.processes import end_with_parent
 from learner.backends.base import Shard
 from learner.backends.data_parallel import Ranks
 from learner.backends.messages import Begin, Collect, End, Message, Piece, Reset, Step
@@ -85,6 +86,9 @@ def join(run: Run) -> Ranks:
         "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo",
         timedelta(days=7),
     )
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # A rank has a session of its own and would outlive a torchrun that was killed, beside the next ranks.
+        end_with_parent()
     if "MASTER_ADDR" in os.environ:
         faulthandler.dump_traceback_later(JOIN_S, exit=True)
         store, rank, _ = next(iter(rendezvous("env://")))

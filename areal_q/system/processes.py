@@ -34,3 +34,10 @@ def die_with_parent(signum: int = signal.SIGTERM) -> Callable[[], None]:
             os._exit(1)
 
     return in_child
+
+
+def end_with_parent() -> None:
+    """Makes the kernel kill this process when its parent ends, for one that another program started. It does
+    nothing except on Linux."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))

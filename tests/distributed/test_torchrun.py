@@ -11,12 +11,24 @@ from pathlib import Path
 import pytest
 from helpers.kubernetes.overlays import build, kustomization
 from helpers.paths import ROOT
+from helpers.processes import is_alive
 
 from areal_q.system.ports import free_ports
 
 COMMAND = [sys.executable, "-m", "areal_q.system.torchrun", "--standalone", "--nproc-per-node=2"]
 RANK_0 = "import os, signal, sys, time\nif os.environ['RANK'] == '0':\n    "
 OTHERS = "\ntime.sleep(600)"
+JOINS = """
+import os, time
+from pathlib import Path
+from areal_q.config import load
+from learner.multi_process import join
+
+ranks = join(load(None, []))
+Path(DIRECTORY, f"made-{ranks.rank}").write_text(str(os.getpid()))
+Path(DIRECTORY, f"made-{ranks.rank}").rename(Path(DIRECTORY, f"rank-{ranks.rank}"))
+time.sleep(600)
+"""
 
 
 @pytest.mark.parametrize(
@@ -70,3 +82,19 @@ def test_torchrun_told_to_go_says_so_by_143(tmp_path: Path):
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 143
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_ranks_end_with_a_torchrun_that_was_killed(tmp_path: Path):
+    script, pids = tmp_path / "rank.py", [tmp_path / f"rank-{rank}" for rank in range(2)]
+    script.write_text(JOINS.replace("DIRECTORY", repr(str(tmp_path))))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*COMMAND, str(script)], env=environment) as torchrun:
+        while not all(pid.exists() for pid in pids):
+            assert torchrun.poll() is None
+            time.sleep(0.05)
+        torchrun.kill()
+    for pid in pids:
+        while is_alive(int(pid.read_text())):
+            time.sleep(0.05)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.processes import is_alive
 
 from areal_q.observability import supervisor
 from areal_q.observability.supervisor import Supervisor
@@ -112,11 +113,6 @@ def test_a_stuck_service_takes_its_children_with_it(tmp_path, monkeypatch):
     assert Supervisor(["sh", "-c", script], 1).run() == 0
     while alive():
         time.sleep(0.02)
-
-
-def is_alive(pid: int) -> bool:
-    state = Path(f"/proc/{pid}/stat")
-    return state.exists() and state.read_text().split()[2] != "Z"
 
 
 def test_a_service_that_was_never_well_is_left_to_start(tmp_path, monkeypatch):
