@@ -12,6 +12,11 @@ service.
 
 Docker restarts a container whatever its exit code, and does not restart one that is unhealthy; hence this
 program. Exit codes are those of areal_q/system/stop_request.py.
+
+The health checks are the second line behind a service's own watchdog (areal_q/system/watchdog.py), which leaves
+the stacks of all threads and needs no container, but is a thread of the process that it watches: a process that
+was stopped, waits in the kernel, or holds the interpreter's lock before its watchdog runs is seen from outside
+alone.
 """
 
 import logging
