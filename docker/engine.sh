@@ -105,6 +105,8 @@ import_bases() {
 # By compose, which has its own BuildKit. A container of a build would have no network without a bridge.
 build() {
     export TORCH=${TORCH:-torch==2.13.0+cpu}
+    # With a folder of wheels no further index is asked, which costs seconds a package where it cannot be reached.
+    [ ! -d "${PIP_FIND_LINKS:-}" ] || export PIP_EXTRA_INDEX_URL=${PIP_EXTRA_INDEX_URL:-}
     [ $# -gt 0 ] || set -- rollout learner tools
     for service in "$@"; do
         echo "services: {$service: {build: {network: host}}}" \
