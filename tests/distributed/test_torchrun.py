@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from helpers.commands import is_alive
 from helpers.kubernetes.overlays import build, kustomization
 from helpers.paths import ROOT
-from helpers.processes import is_alive
 
 from areal_q.system.ports import free_ports
 

@@ -1,6 +1,7 @@
-"""Assertions about how a command ended."""
+"""Assertions about how a command ended, and whether a process has."""
 
 import subprocess
+from pathlib import Path
 
 
 def refused(result: subprocess.CompletedProcess[str], *named: str) -> None:
@@ -9,3 +10,9 @@ def refused(result: subprocess.CompletedProcess[str], *named: str) -> None:
     assert len(result.stderr.splitlines()) == 1, result.stderr
     for word in named:
         assert word in result.stderr
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"

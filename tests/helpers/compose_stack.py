@@ -7,8 +7,9 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ SMALL = [
 ]
 """The quickstart, made small enough for a step to take a fraction of a second, and without an end"""
 SERVICES = ("redis", "learner", "rollout", "prometheus")
+SUPERVISOR = "areal_q.observability.supervisor"
 HOST_SERVICES = ("rollout", "relay")
 """Services that run on other hosts than the learner's"""
 IMAGES = (
@@ -85,6 +87,29 @@ class Stack:
         """Returns what became of `docker compose ARGS`, which may fail."""
         return docker("compose", "-p", self._name, *self._files, *args, env=self._environment)
 
+    @contextmanager
+    def foreground(self) -> Iterator[Callable[[], str]]:
+        """Runs `docker compose up` as in a terminal, ends it as Ctrl-C does and removes all. Yields a function
+        that returns what it has said so far, and fails if it has ended."""
+        said = self._directory / "foreground"
+        command = ["docker", "compose", "-p", self._name, *self._files, "up", "--no-build"]
+        with said.open("wb") as log:
+            shown = subprocess.Popen(command, stdout=log, stderr=log, env=self._environment)
+
+        def text() -> str:
+            assert shown.poll() is None, said.read_text()
+            return said.read_text()
+
+        try:
+            yield text
+        finally:
+            shown.send_signal(signal.SIGINT)
+            shown.wait()
+            self.down()
+
+    def down(self) -> None:
+        self("--profile", "*", "down", "--volumes", "--timeout", "20")
+
     def scale(self, workers: int) -> None:
         scale = ["--scale", f"rollout={workers}"]
         self("up", "-d", "--no-build", "--no-recreate", "--no-deps", *scale, *SERVICES)
@@ -107,17 +132,22 @@ class Stack:
         """Sends the host's signal to the container's first process."""
         os.kill(self.state(container)["Pid"], number)
 
+    def seconds_to_end(self, containers: Iterable[str], began: datetime) -> float:
+        """Seconds from `began` until the last of the containers ended, though it may run again."""
+        ends = [datetime.fromisoformat(self.state(name)["FinishedAt"]) for name in containers]
+        return (max(ends) - began).total_seconds()
+
     def processes(self, service: str, pattern: str) -> list[int]:
-        """Ids, on the host, of the service's processes whose command holds `pattern`, oldest first."""
+        """Host's ids of the service's processes whose command holds `pattern`; not its supervisor's."""
         (container,) = self.containers(service)
         lines = docker("top", container, "-o", "pid,args").stdout.splitlines()[1:]
-        return sorted(int(line.split()[0]) for line in lines if pattern in line)
+        found = [line for line in lines if pattern in line and SUPERVISOR not in line]
+        return [int(line.split()[0]) for line in found]
 
     def freeze(self, service: str) -> None:
         """Stops, as SIGSTOP does, the process that does the work of a service: its supervisor's child."""
-        *_, child = self.processes(
-            service, "learner" if service == "learner" else "areal-q rollout"
-        )
+        pattern = "-m learner" if service == "learner" else "areal-q rollout"
+        (child,) = self.processes(service, pattern)
         os.kill(child, signal.SIGSTOP)
 
     def network(self, verb: str, container: str) -> None:
@@ -217,4 +247,4 @@ def up(stack: Stack, *services: str) -> Iterator[Stack]:
             stack.up_said = stack.tried("up", "-d", "--no-build").stderr
         yield stack
     finally:
-        stack("--profile", "*", "down", "--volumes", "--timeout", "20")
+        stack.down()

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.processes import is_alive
+from helpers.commands import is_alive
 
 from areal_q.observability import supervisor
 from areal_q.observability.supervisor import Supervisor
