@@ -49,7 +49,7 @@ start() {
     mkdir -p "$dir/data" "$dir/exec"
     setsid dockerd --data-root="$dir/data" --exec-root="$dir/exec" --pidfile="$dir/dockerd.pid" -H "$DOCKER_HOST" \
         --storage-driver=overlay2 --iptables=false --ip6tables=false --ip-forward=false --bridge=none \
-        > "$dir/dockerd.log" 2>&1 < /dev/null &
+        >> "$dir/dockerd.log" 2>&1 < /dev/null &
     for _ in $(seq 100); do
         docker version > /dev/null 2>&1 && return
         sleep 0.3
