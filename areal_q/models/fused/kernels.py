@@ -267,3 +267,62 @@ def attend_backward(grad, qkv, out, lse, heads, kv_heads, rows, begins, ends, sc
                 for i in range(dim):
                     grad_qkv[row, heads + kv, i] += dk[c, i]
                     grad_qkv[row, heads + kv_heads + kv, i] += dv[c, i]
+
+
+@kernel(void(F2, nt.int64, nt.float32, I1, F1, F1, F1, F1, I1), fastmath=_SUMS)
+def softmax_sums(logits, start, scale, targets, chosen, largest, total, weighted, top):
+    """Goes on with the sums of a softmax over columns start … start + B of l = logits · scale, [T, B]: the
+    largest l and its column `top`, Σ exp(l - largest) and Σ exp(l - largest) · (l - largest), each [T], and l
+    of the target, if it is among them."""
+    for t in range(logits.shape[0]):
+        row, columns = logits[t], logits.shape[1]
+        if start <= targets[t] < start + columns:
+            chosen[t] = row[targets[t] - start] * scale
+        most = row[0]
+        for j in range(columns):
+            most = max(most, row[j])
+        above = max(largest[t], most * scale)
+        if above > largest[t] or start == 0:
+            for j in range(columns):
+                if row[j] == most:
+                    top[t] = start + j
+                    break
+            grown = above - largest[t] if start > 0 else float32(0.0)
+            weighted[t] = (weighted[t] - grown * total[t]) * np.exp(-grown)
+            total[t] *= np.exp(-grown)
+            largest[t] = above
+        exps = float32(0.0)
+        sums = float32(0.0)
+        for j in range(columns):
+            x = row[j] * scale - above
+            e = _exp(x)
+            exps += e
+            sums += e * x
+        total[t] += exps
+        weighted[t] += sums
+
+
+@kernel(void(B2, nt.int64, nt.float32, I2, F2, F2, B2, F1), fastmath=_FMA)
+def softmax_gradient(logits, start, scale, places, exact, slopes, grad, own):
+    """Computes the gradient of logits [T, B] from columns start … start + B of a softmax. The target's is 0 in
+    `grad`, and is set in `own` [T] instead if the target is among these columns.
+
+    `places` [T, 2] are the columns of the target and of the largest logit, `exact` [T, 4] their l, lse and
+    entropy, and `slopes` [T, 3] the gradients of the target's l, of lse and of the entropy. The given logits
+    are rounded, which could turn the gradient around where one column has nearly all probability; hence l.
+    """
+    for t in range(logits.shape[0]):
+        row, out = logits[t], grad[t]
+        lse, entropy = exact[t, 2], exact[t, 3]
+        of_lse, of_entropy = slopes[t, 1] * scale, slopes[t, 2] * scale
+        for j in range(row.shape[0]):
+            x = _wide(row[j]) * scale - lse
+            out[j] = _round(_exp(x) * (of_lse - of_entropy * (x + entropy)))
+        top, target = places[t, 1] - start, places[t, 0] - start
+        if 0 <= top < row.shape[0]:
+            x = exact[t, 1] - lse
+            out[top] = _round(_exp(x) * (of_lse - of_entropy * (x + entropy)))
+        if 0 <= target < row.shape[0]:
+            x = exact[t, 0] - lse
+            out[target] = uint16(0)
+            own[t] = slopes[t, 0] * scale + _exp(x) * (of_lse - of_entropy * (x + entropy))

@@ -1,0 +1,83 @@
+"""The softmax over the vocabulary of a decoder that computes in bfloat16 on a CPU.
+
+It is blockwise as areal_q/models/logprobs.py is. Logits have bfloat16 hidden states as factors and stay
+float32, in which log-probs and ratios are computed; oneDNN may round the weight as well, where the processor
+multiplies bfloat16 into float32. In the backward pass the products are of bfloat16 factors, with results in
+bfloat16, but for the share of the target, usually the largest, which is added in float32.
+
+Notation: T tokens, D model width, V vocabulary; l = logits / temperature.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from areal_q.models.fused import kernels
+from areal_q.models.fused.functions import arrays
+from areal_q.models.layers.linear import product
+
+
+@contextmanager
+def rounded_factors() -> Iterator[None]:
+    """Lets oneDNN round the factors of a float32 product to bfloat16 within this context. Where no kernel of
+    the processor gains by it, it does not."""
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+class SoftmaxHead(torch.autograd.Function):
+    """hidden bfloat16 [T, D], weight float32 [V, D], targets int64 [T] → l of the targets, log Σ exp l and the
+    entropy, float32 [T] each, with `columns` logits of a token in memory at once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, columns: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide, scale = hidden.float(), 1 / temperature
+        chosen, total, weighted = (wide.new_zeros(len(hidden)) for _ in range(3))
+        largest, top = wide.new_full((len(hidden),), -torch.inf), torch.zeros_like(targets)
+        sums = arrays(targets, chosen, largest, total, weighted, top)
+        for start in range(0, len(weight), columns):
+            with rounded_factors():
+                logits = product(wide, weight[start : start + columns])
+            kernels.softmax_sums(*arrays(logits), start, scale, *sums)
+        lse = largest + total.log()
+        entropy = total.log() - weighted / total
+        places, exact = (
+            torch.stack((targets, top), 1),
+            torch.stack((chosen, largest, lse, entropy), 1),
+        )
+        ctx.save_for_backward(hidden, weight, places, exact)
+        ctx.scale, ctx.columns = scale, columns
+        return chosen, lse, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+        hidden, weight, places, exact = ctx.saved_tensors
+        slopes, own = torch.stack(grads, 1), exact.new_zeros(len(hidden))
+        of_hidden = torch.zeros(hidden.shape)
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(weight), ctx.columns):
+            part = weight[start : start + ctx.columns].to(torch.bfloat16)
+            logits = hidden @ part.t()
+            grad = torch.empty_like(logits)
+            logits_, *given = arrays(logits, places, exact, slopes, grad, own)
+            kernels.softmax_gradient(logits_, start, ctx.scale, *given)
+            of_hidden += grad @ part
+            if of_weight is not None:
+                of_weight[start : start + ctx.columns] = grad.t() @ hidden
+        targets = places[:, 0].clamp(0, len(weight) - 1)
+        of_hidden += own[:, None] * weight[targets]
+        if of_weight is not None:
+            of_weight.index_add_(0, targets, own[:, None] * hidden)
+        return of_hidden.to(torch.bfloat16), of_weight, None, None, None
