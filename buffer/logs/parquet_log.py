@@ -158,16 +158,38 @@ def row_groups(
     Raises RecordError for a part that is not a log of this format, or is of a newer version.
     """
     for path in by_number(directory.glob(part)):
-        with _open(path, format) as file:
+        with open_part(path, format) as file:
             for i in range(file.num_row_groups):
-                yield RowGroup(_step_of(file, i), path, file, i)
+                yield RowGroup(step_of(file, i), path, file, i)
+
+
+def open_part(path: Path, format: LogFormat) -> pq.ParquetFile:
+    """Returns the part, to be closed. Raises RecordError if it is not of this format, or of a newer version."""
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}: {error}") from error
+    try:
+        _check_schema(file.schema_arrow, format)
+    except (RecordError, UnicodeDecodeError) as error:
+        file.close()
+        raise RecordError(f"{path}: {error}") from error
+    return file
+
+
+def step_of(file: pq.ParquetFile, row_group: int) -> int:
+    """Returns the step whose rows a row group holds. Raises RecordError if it does not say so."""
+    found = file.metadata.row_group(row_group).column(0).statistics
+    if found is None or not isinstance(found.min, int):
+        raise RecordError(f"row group {row_group} does not say which step it is")
+    return found.min
 
 
 def steps_of(part: Path) -> tuple[int, int]:
     """Returns the first and the last step of a part. Raises RecordError for a file that is not a part."""
     try:
         with pq.ParquetFile(part) as file:
-            return _step_of(file, 0), _step_of(file, file.num_row_groups - 1)
+            return step_of(file, 0), step_of(file, file.num_row_groups - 1)
     except (pa.ArrowException, OSError) as error:
         raise RecordError(f"{part}: {error}") from error
 
@@ -183,19 +205,6 @@ def _writer(path: Path, format: LogFormat) -> pq.ParquetWriter:
         use_dictionary=False,
         write_statistics=[format.schema.names[0]],  # pyright: ignore[reportArgumentType]
     )
-
-
-def _open(path: Path, format: LogFormat) -> pq.ParquetFile:
-    try:
-        file = pq.ParquetFile(path)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise RecordError(f"{path}: {error}") from error
-    try:
-        _check_schema(file.schema_arrow, format)
-    except (RecordError, UnicodeDecodeError) as error:
-        file.close()
-        raise RecordError(f"{path}: {error}") from error
-    return file
 
 
 def _check_schema(found: pa.Schema, format: LogFormat) -> None:
@@ -215,13 +224,6 @@ def _strange(found: pa.Schema, format: LogFormat, version: int) -> str | None:
     unknown = (name for name, type in present.items() if types.get(name) != type)
     twice = (name for name in found.names if found.names.count(name) > 1)
     return next(iter([*unknown, *twice, *sorted(set(needed) - present.keys())]), None)
-
-
-def _step_of(file: pq.ParquetFile, row_group: int) -> int:
-    found = file.metadata.row_group(row_group).column(0).statistics
-    if found is None or not isinstance(found.min, int):
-        raise RecordError(f"row group {row_group} does not say which step it is")
-    return found.min
 
 
 def _unfinished(part: Path) -> Path:
@@ -247,9 +249,9 @@ def _drop_from(directory: Path, format: LogFormat, step: int) -> int:
     dropped = 0
     for path in reversed(_parts(directory)):
         temporary = _unfinished(path)
-        with _open(path, format) as file:
+        with open_part(path, format) as file:
             numbers = range(file.num_row_groups)
-            keep = [i for i in numbers if _step_of(file, i) < step]
+            keep = [i for i in numbers if step_of(file, i) < step]
             if len(keep) == len(numbers):
                 break
             kept = file.read_row_groups(keep).num_rows if keep else 0

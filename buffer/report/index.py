@@ -5,113 +5,22 @@ run are added as they appear. The index takes about 40 bytes of memory for each 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from areal_q.messages.trajectories import FailureCause
 from areal_q.system.files import by_number
-from buffer.logs.parquet_log import LogFormat, row_groups
+from buffer.logs.parquet_log import open_part, step_of
 from buffer.logs.token_log import TOKEN_LOG_FORMAT
 from buffer.logs.trajectory_schema import TRAJECTORY_LOG_FORMAT
+from buffer.report.listed import CAUSES, Arrays, Listed, Located, Part, Scores
 
-PROMPT_CHARACTERS = 80
-_COLUMNS = [
-    "place", "number", "index", "admitted", "prompt", "reward", "failure", "finish_reason", "spans",
-]  # fmt: skip
-_CAUSES = ("", *get_args(FailureCause))
-"""Meanings of the numbers in column `failed`; 0 is a response that was scored."""
-_TOKEN_COLUMNS = ["number", "index", "largest_gap", "marked"]
+_SPANS = ["place", "admitted", "spans.list.element.version", "spans.list.element.tokens"]
 Stamp = tuple[str, int, int]
 """Name, size and time of a part; they differ if a resumed run has rewritten the part."""
-
-
-@dataclass(frozen=True)
-class Located:
-    """The place of one step's rows: a row group in a part."""
-
-    path: Path
-    row_group: int
-
-    def read(self, columns: list[str] | None = None) -> pa.Table:
-        with pq.ParquetFile(self.path) as file:
-            return file.read_row_group(self.row_group, columns)
-
-
-Arrays = dict[str, np.ndarray]
-
-
-class _Part:
-    """One part of a log, read and turned into arrays as a whole, since it would take many times as long to do
-    so for each of its steps."""
-
-    def __init__(self, path: Path, columns: list[str]) -> None:
-        self.path = path
-        with pq.ParquetFile(path) as file:
-            metadata = file.metadata
-            sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-            self.table = file.read(columns, use_threads=False).combine_chunks()
-        self._starts = [0, *np.cumsum(sizes).tolist()]
-
-    def rows(self, where: Located) -> slice:
-        """Returns the slice of the arrays with the rows of one step."""
-        return slice(*self._starts[where.row_group : where.row_group + 2])
-
-
-class _Trajectories(_Part):
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, _COLUMNS)
-        table = self.table
-        self.prompts = table["prompt"].combine_chunks()
-        spans = table["spans"].combine_chunks()
-        self.offsets = spans.offsets.to_numpy() - spans.offsets[0].as_py()
-        """Index of each row's first span, and, as the last element, the number of spans"""
-        self.version, self.count = (
-            spans.flatten().field(name).to_numpy() for name in ("version", "tokens")
-        )
-        first = self.offsets[:-1]
-        self.oldest = np.minimum.reduceat(self.version, first)
-        cut = table["finish_reason"].to_numpy() != "stop"
-        self.admitted, self.number = (table[k].to_numpy() for k in ("admitted", "number"))
-        self.place = table["place"].to_numpy()
-        self.columns: Arrays = {
-            "index": table["index"].to_numpy().astype(np.int32),
-            "length": np.add.reduceat(self.count, first).astype(np.int32),
-            "cut": cut.astype(np.int32),
-            "failed": _failed(table),
-            "reward": table["reward"].to_numpy().astype(np.float32),
-        }
-
-
-class _Scores(_Part):
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, _TOKEN_COLUMNS)
-        self.number, self.index = (self.table[k].to_numpy() for k in ("number", "index"))
-        self.gap, self.marked = (
-            self.table[k].to_numpy().astype(np.float32) for k in ("largest_gap", "marked")
-        )
-
-
-class _Parts:
-    """A cache of the part read last of each log, since steps are read in order."""
-
-    def __init__(self) -> None:
-        self._rows: _Trajectories | None = None
-        self._scores: _Scores | None = None
-
-    def rows(self, where: Located) -> _Trajectories:
-        if self._rows is None or self._rows.path != where.path:
-            self._rows = _Trajectories(where.path)
-        return self._rows
-
-    def scores(self, where: Located) -> _Scores:
-        if self._scores is None or self._scores.path != where.path:
-            self._scores = _Scores(where.path)
-        return self._scores
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,22 +31,37 @@ class StepIndex:
     step: int
     rows: Located
     tokens: Located | None
-    prompts: list[str]
-    """Prompt of each group, [G], cut to PROMPT_CHARACTERS"""
     place: np.ndarray
     """Position of each group in the batch, int32 [G]"""
-    number: np.ndarray
-    """Number of each group's ticket, int32 [G]"""
     size: np.ndarray
     """Number of trajectories in each group, int32 [G]"""
-    columns: dict[str, np.ndarray]
-    """Columns by name, each [N]. int32: index, length, lag (the largest of the tokens), cut (1 if the response
-    did not end with a stop), failed (index in _CAUSES). float32: reward, gap, marked; the last two are NaN
-    without a token log."""
+    length: np.ndarray
+    """Number of tokens of each trajectory, int32 [N]"""
+    lag: np.ndarray
+    """Largest lag of the tokens of each trajectory, int32 [N]"""
     lags: np.ndarray
     """Number of tokens with lag 0, 1, …, by version numbers, int64"""
     ages: np.ndarray
     """Number of groups that were used 0, 1, … versions after their admission, int64"""
+    listed: Listed
+
+    @cached_property
+    def prompts(self) -> list[str]:
+        """Prompt of each group, [G], cut to PROMPT_CHARACTERS"""
+        return self.listed.prompts(self.rows)
+
+    @cached_property
+    def number(self) -> np.ndarray:
+        """Number of each group's ticket, int32 [G]"""
+        return self.listed.number(self.rows).astype(np.int32)
+
+    @cached_property
+    def columns(self) -> Arrays:
+        """Columns by name, each [N]. int32: index, length, lag, cut (1 if the response did not end with a
+        stop), failed (index in CAUSES). float32: reward, gap, marked; the last two are NaN without a token
+        log."""
+        own = self.listed.columns(self.rows, self.tokens, self.size)
+        return own | {"length": self.length, "lag": self.lag}
 
 
 class Index:
@@ -145,112 +69,87 @@ class Index:
 
     def __init__(self, run_dir: Path) -> None:
         self._dir = run_dir
-        self._located: dict[str, dict[Stamp, list[tuple[int, Located]]]] = {}
-        self._read: dict[tuple[Stamp, int, bool], StepIndex] = {}
+        self._scores = Scores()
+        self._scored: dict[Stamp, dict[int, Located]] = {}
+        self._read: dict[Stamp, list[StepIndex]] = {}
         self.steps: dict[int, StepIndex] = {}
 
     def refresh(self) -> None:
         """Reads new parts and forgets deleted ones. Raises RecordError for a part that is not a valid log."""
-        scored = {
-            step: where for _, step, where in self._locate(self._dir / "tokens", TOKEN_LOG_FORMAT)
+        self._scores.forget()
+        self._scored = {
+            stamp: self._scored.get(stamp) or _steps_in(path)
+            for stamp, path in _parts(self._dir / "tokens")
         }
-        read, parts = {}, _Parts()
-        for stamp, step, where in self._locate(self._dir / "trajectories", TRAJECTORY_LOG_FORMAT):
-            key = (stamp, step, step in scored)
-            read[key] = self._read.get(key) or read_step(step, where, scored.get(step), parts)
-        self._read = read
-        self.steps = {one.step: one for one in read.values()}
+        scored = {step: where for part in self._scored.values() for step, where in part.items()}
+        self._read = {
+            stamp: [
+                _beside(one, scored.get(one.step))
+                for one in self._read.get(stamp) or _read_part(path, self._scores)
+            ]
+            for stamp, path in _parts(self._dir / "trajectories")
+        }
+        self.steps = {one.step: one for part in self._read.values() for one in part}
 
     @property
     def state(self) -> list[Stamp]:
         """Returns a value that changes whenever the index does."""
-        return sorted({stamp for stamp, _, _ in self._read})
+        return sorted(self._read)
 
     @property
     def num_trajectories(self) -> int:
-        return sum(len(one.columns["index"]) for one in self.steps.values())
-
-    def _locate(self, directory: Path, format: LogFormat) -> Iterator[tuple[Stamp, int, Located]]:
-        known = self._located.get(format.key.decode(), {})
-        found: dict[Stamp, list[tuple[int, Located]]] = {}
-        for path in by_number(directory.glob("part-*.parquet")):
-            stat = path.stat()
-            stamp = (path.name, stat.st_size, stat.st_mtime_ns)
-            found[stamp] = known.get(stamp) or [
-                (r.step, Located(path, r.number)) for r in row_groups(directory, format, path.name)
-            ]
-            for step, where in found[stamp]:
-                yield stamp, step, where
-        self._located[format.key.decode()] = found
+        return sum(len(one.length) for one in self.steps.values())
 
 
-def read_step(step: int, where: Located, scored: Located | None, parts: _Parts) -> StepIndex:
-    part = parts.rows(where)
-    rows = part.rows(where)
-    place, number = part.place[rows], part.number[rows]
-    starts = np.flatnonzero(np.diff(place, prepend=-1))
-    spans = slice(part.offsets[rows.start], part.offsets[rows.stop])
-    # Copies, so that a step does not keep the whole part in memory.
-    columns = {name: values[rows].copy() for name, values in part.columns.items()}
-    columns["lag"] = (step - part.oldest[rows]).astype(np.int32)
-    columns |= _scores(number, columns["index"], scored, parts)
-    lag = np.maximum(step - part.version[spans], 0)
-    age = np.maximum(step - part.admitted[rows][starts], 0)
-    prompts = part.prompts.take(pa.array(rows.start + starts)).to_pylist()
-    return StepIndex(
-        step=step,
-        rows=where,
-        tokens=scored,
-        prompts=[p[:PROMPT_CHARACTERS] for p in prompts],
-        place=place[starts].astype(np.int32),
-        number=number[starts].astype(np.int32),
-        size=np.diff(starts, append=len(place)).astype(np.int32),
-        columns=columns,
-        lags=np.bincount(lag, weights=part.count[spans]).astype(np.int64),
-        ages=np.bincount(age).astype(np.int64),
-    )
+def _parts(directory: Path) -> Iterator[tuple[Stamp, Path]]:
+    for path in by_number(directory.glob("part-*.parquet")):
+        stat = path.stat()
+        yield (path.name, stat.st_size, stat.st_mtime_ns), path
 
 
-def _failed(table: pa.Table) -> np.ndarray:
-    """Returns int32 [N]: why each response has no reward, as an index into _CAUSES. It is 0 for a log of a
-    schema before 4, which has no such column."""
-    if "failure" not in table.column_names:
-        return np.zeros(len(table), np.int32)
-    causes = table["failure"].combine_chunks().dictionary_encode()
-    codes = np.array([_CAUSES.index(cause) for cause in causes.dictionary.to_pylist()], np.int32)
-    return codes[causes.indices.to_numpy()]
+def _steps_in(path: Path) -> dict[int, Located]:
+    """Returns the steps of a part of the token log."""
+    with open_part(path, TOKEN_LOG_FORMAT) as file:
+        return {step_of(file, i): Located(path, i) for i in range(file.num_row_groups)}
 
 
-def matching(
-    number: np.ndarray, index: np.ndarray, their_number: np.ndarray, their_index: np.ndarray
-) -> np.ndarray:
-    """Returns int64 [N]: for each pair (number, index) the row with the same pair in `their_number` and
-    `their_index`, or -1 if there is none."""
-    theirs, ours = _keys(their_number, their_index), _keys(number, index)
-    if not len(theirs):
-        return np.full(len(ours), -1)
-    order = np.argsort(theirs)
-    row = order[np.minimum(np.searchsorted(theirs, ours, sorter=order), len(order) - 1)]
-    return np.where(theirs[row] == ours, row, -1)
+def _beside(one: StepIndex, tokens: Located | None) -> StepIndex:
+    """Returns the step with its place in the token log, which is written apart."""
+    return one if one.tokens == tokens else replace(one, tokens=tokens)
 
 
-def _keys(number: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Returns int64 [N]: one number for each pair. The index of a response in its group is below 2^24."""
-    return (number.astype(np.int64) << 24) + index
-
-
-def _scores(number: np.ndarray, index: np.ndarray, where: Located | None, parts: _Parts) -> Arrays:
-    missing = np.full(len(number), np.nan, np.float32)
-    if where is None:
-        return {"gap": missing, "marked": missing}
-    part = parts.scores(where)
-    rows = part.rows(where)
-    row = matching(number, index, part.number[rows], part.index[rows])
-
-    def pick(values: np.ndarray) -> np.ndarray:
-        return np.where(row >= 0, values[rows][np.maximum(row, 0)], missing)
-
-    return {"gap": pick(part.gap), "marked": pick(part.marked)}
+def _read_part(path: Path, scores: Scores) -> Iterator[StepIndex]:
+    """Yields the steps of a part of the trajectory log, in its order."""
+    part = Part(path, TRAJECTORY_LOG_FORMAT, _SPANS)
+    spans = part.table["spans"].combine_chunks()
+    version, tokens = (spans.flatten().field(name).to_numpy() for name in ("version", "tokens"))
+    offsets = spans.offsets.to_numpy() - spans.offsets[0].as_py()
+    step_of_row = np.repeat(np.array(part.steps, np.int64), np.diff(part.starts))
+    lag = np.maximum(np.repeat(step_of_row, np.diff(offsets)) - version, 0)
+    age = np.maximum(step_of_row - part.array("admitted"), 0)
+    oldest = np.minimum.reduceat(version, offsets[:-1])
+    largest = (step_of_row - oldest).astype(np.int32)
+    length = np.add.reduceat(tokens, offsets[:-1]).astype(np.int32)
+    place = part.array("place", np.int32)
+    first = np.flatnonzero(np.diff(place, prepend=-1) | np.diff(step_of_row, prepend=-1))
+    size = np.diff(first, append=len(place)).astype(np.int32)
+    place, age = place[first], age[first]
+    groups_of = np.searchsorted(first, part.starts).tolist()
+    spans_of, listed = offsets[part.starts].tolist(), Listed(part, first, scores)
+    for i, step in enumerate(part.steps):
+        rows, groups, own = (slice(*s[i : i + 2]) for s in (part.starts, groups_of, spans_of))
+        yield StepIndex(
+            step=step,
+            rows=Located(path, i),
+            tokens=None,
+            place=place[groups],
+            size=size[groups],
+            length=length[rows],
+            lag=largest[rows],
+            lags=np.bincount(lag[own], weights=tokens[own]).astype(np.int64),
+            ages=np.bincount(age[groups]).astype(np.int64),
+            listed=listed,
+        )
 
 
 def segment_sums(counts: list[np.ndarray]) -> np.ndarray:
@@ -276,7 +175,7 @@ def to_chunk(steps: list[StepIndex]) -> tuple[dict[str, Any], dict[str, np.ndarr
         ("reward", np.float32), ("gap", np.float32), ("marked", np.float32),
     ):  # fmt: skip
         arrays[f"trajectory/{name}"] = _joined([s.columns[name] for s in steps], dtype)
-    return {"prompts": [p for s in steps for p in s.prompts], "causes": _CAUSES}, arrays
+    return {"prompts": [p for s in steps for p in s.prompts], "causes": CAUSES}, arrays
 
 
 def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:

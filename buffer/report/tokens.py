@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from buffer.report.index import Index, StepIndex, matching
+from buffer.report.index import Index, StepIndex
+from buffer.report.listed import matching
 from buffer.report.packed_arrays import pack_arrays
 from buffer.report.text import Pieces
 
@@ -22,6 +23,9 @@ _PER_TOKEN = {
 }
 _TICKET = ("number", "prompt", "answer", "admitted", "seed", "purpose", "sampling")
 _GROUP = ("worker", "engine", "weight_format", "started_s", "finished_s", "version", "place")
+_TRAJECTORY = ("index", "reward", "failure", "reward_parts", "finish_reason", "spans")
+_TOKENS = ("response_ids", "behavior_logprobs", "loss_mask")
+_COLUMNS = [*_TICKET, *_GROUP, "prompt_ids", *_TRAJECTORY, *_TOKENS]
 
 Rows = tuple[pa.Table, pa.Table | None]
 
@@ -54,7 +58,10 @@ class Groups:
 
     def _rows(self, one: StepIndex) -> Rows:
         if one not in self._held:
-            self._held[one] = (one.rows.read(), one.tokens.read() if one.tokens else None)
+            self._held[one] = (
+                one.rows.read(_COLUMNS),
+                one.tokens.read(["number", "index", *_PER_TOKEN]) if one.tokens else None,
+            )
             while len(self._held) > HELD_STEPS:
                 self._held.popitem(last=False)
         return self._held[one]
@@ -84,17 +91,16 @@ class Groups:
         return np.array([text for one in texts for text in one], dtype=object)
 
     def _groups(self, rows: pa.Table) -> list[dict[str, Any]]:
-        light = rows.drop_columns(["response_ids", "behavior_logprobs", "loss_mask"]).to_pylist()
-        groups: list[dict[str, Any]] = []
-        for row in light:
-            if not groups or groups[-1]["place"] != row["place"]:
-                group = {name: row[name] for name in (*_TICKET, *_GROUP)}
-                group["seed"] = str(
-                    row["seed"]
-                )  # JavaScript cannot represent all integers beyond 2^53
-                group["prompt_pieces"] = self._pieces(row["prompt_ids"])
-                groups.append(group | {"trajectories": []})
-            groups[-1]["trajectories"].append(_trajectory(row))
+        place = rows["place"].to_numpy()
+        starts = np.flatnonzero(np.diff(place, prepend=-1)).tolist()
+        groups = rows.select([*_TICKET, *_GROUP, "prompt_ids"]).take(starts).to_pylist()
+        each = rows.select([name for name in _TRAJECTORY if name in rows.column_names])
+        trajectories = [_trajectory(row) for row in each.to_pylist()]
+        for group, start, stop in zip(groups, starts, [*starts[1:], len(rows)], strict=True):
+            # JavaScript cannot represent all integers beyond 2^53.
+            group["seed"] = str(group["seed"])
+            group["prompt_pieces"] = self._pieces(group.pop("prompt_ids"))
+            group["trajectories"] = trajectories[start:stop]
         return groups
 
 

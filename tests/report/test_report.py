@@ -13,6 +13,7 @@ from functools import partial
 
 import msgspec
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from helpers.paths import ROOT
 from hypothesis import example, given
@@ -28,7 +29,8 @@ from buffer.report import __main__ as command
 from buffer.report import page
 from buffer.report.__main__ import elsewhere
 from buffer.report.figures import DELTA, plots_for, rows_of, write_figures_csv
-from buffer.report.index import Index, matching, to_chunk
+from buffer.report.index import Index, to_chunk
+from buffer.report.listed import matching
 from buffer.report.packed_arrays import pack_arrays, unpack_arrays
 from buffer.report.page import bisection, interesting, shell, whole_file
 from buffer.report.runs import Reported, different_settings, overview, read_runs
@@ -292,22 +294,33 @@ def test_scores_are_matched_by_ticket_and_index(ours, theirs):
     assert matching(numbers, indices, *scored).tolist() == expected
 
 
-def test_a_part_is_opened_once_and_not_for_each_step(write_run, tmp_path, monkeypatch):
-    from buffer.report import index as module
+def test_scores_that_are_logged_later_join_the_list(run_dir, tmp_path):
+    index = Index(run_dir)
+    shutil.move(run_dir / "tokens", tmp_path / "later")
+    index.refresh()
+    assert np.isnan(index.steps[0].columns["gap"]).all()
+    shutil.move(tmp_path / "later", run_dir / "tokens")
+    index.refresh()
+    assert np.isfinite(index.steps[0].columns["gap"]).all()
 
+
+def test_a_part_is_opened_twice_if_its_steps_are_listed(write_run, tmp_path, monkeypatch):
     directory, opened = write_run(tmp_path / "long", 40), []
 
-    class Counted(module.pq.ParquetFile):
+    class Counted(pq.ParquetFile):
         def __init__(self, path, *args, **more):
             opened.append(path)
             super().__init__(path, *args, **more)
 
-    monkeypatch.setattr(module.pq, "ParquetFile", Counted)
+    monkeypatch.setattr(pq, "ParquetFile", Counted)
     index = Index(directory)
     index.refresh()
     assert len(index.steps) == 40
     parts = [*directory.glob("trajectories/*.parquet"), *directory.glob("tokens/*.parquet")]
-    assert len(opened) <= 2 * len(parts)
+    assert len(opened) == len(parts)
+    to_chunk(list(index.steps.values()))
+    to_chunk(list(index.steps.values()))
+    assert len(opened) == 2 * len(parts)
 
 
 def test_a_group_s_chunk_holds_every_token_as_it_was_logged(run_dir):
