@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.fixture_types import MakeRun
+from helpers.policies import initial_model
 
 from areal_q.checks.settings import preflight, without_effect
 from areal_q.config import Run, load, rules
@@ -20,7 +21,6 @@ from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.tasks import build_task, build_tokenizer
 from learner.build import build_learner, build_policy
 from rollout.engines import build_engine
-from tests.helpers.policies import initial_model
 
 NO_STOP = threading.Event()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.policies import initial_model
 from msgspec import inspect as types
 
 from areal_q.config import Run, load
@@ -13,7 +14,6 @@ from areal_q.config.struct_types import GENERAL, LARGEST_FLOAT
 from areal_q.errors import ConfigError, QuantizationError
 from areal_q.quant import FORMATS
 from learner.data.validation import check_format
-from tests.helpers.policies import initial_model
 
 ENDLESS = {
     *("clip_high", "cap", "cap_high", "max_widening"),

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 import torch
 from helpers.fixture_types import MakeRun
+from helpers.policies import initial_model
 
 from areal_q.config import Arithmetic, Calculator, Run
 from areal_q.errors import Stopped
 from areal_q.models import Decoder, PackedLayout
 from areal_q.tasks import build_task, build_tokenizer, problem_at
 from learner.data.sft_warmup import supervised_loss, warm_start
-from tests.helpers.policies import initial_model
 
 Progress = list[tuple[int, float]]
 

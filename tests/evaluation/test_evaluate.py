@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import typer
 from helpers.fixture_types import MakeRun
+from helpers.policies import initial_model
 from rich.console import Console
 
 import rollout.engines
@@ -27,7 +28,6 @@ from areal_q.observability.metrics_log import MetricsLog
 from areal_q.tasks import build_task, build_tokenizer
 from rollout.engines.scripted import scripted_engine
 from rollout.evaluation import evaluate
-from tests.helpers.policies import initial_model
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
-from helpers.policies import save_at
+from helpers.policies import initial_model, save_at
 
 from areal_q.config import LearnerConfig, Run, dump_toml
 from areal_q.messages import Array, Group, Ticket, VersionSpan
@@ -41,7 +41,6 @@ from learner.publishing.weight_publisher import WeightPublisher
 from learner.replay.compare import compare
 from learner.replay.replay_steps import Replay
 from learner.train_step import train_step
-from tests.helpers.policies import initial_model
 
 if not shutil.which("c++"):
     pytest.skip("no C++ compiler for the second device's guard", allow_module_level=True)

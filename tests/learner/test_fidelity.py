@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.fixture_types import MakeRun
+from helpers.policies import initial_model
 
 from areal_q.config import Run, TorchEngine
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
@@ -20,7 +21,6 @@ from learner.measure.rescore import Scorer, engine_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines import build_engine
 from rollout.engines.base import Completion, Engine, Request
-from tests.helpers.policies import initial_model
 
 EVERY = "learner.fidelity.share=1"
 

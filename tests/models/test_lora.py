@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
-from helpers.policies import raw_bytes, save_at
+from helpers.policies import initial_model, raw_bytes, save_at
 
 from areal_q.config import Run, Sampling, TorchEngine
 from areal_q.errors import ConfigError
@@ -27,7 +27,6 @@ from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines.base import Request
 from rollout.engines.reference.async_engine import Job
 from rollout.engines.reference.torch_engine import TorchStepper
-from tests.helpers.policies import initial_model
 
 BASES = ["nvfp4", "mxfp4", "nf4", "int4", "int8", "fp8"]
 LORA = ["learner.lora.rank=4", "learner.lora.alpha=8.0", "learner.optimizer.lr=0.02"]

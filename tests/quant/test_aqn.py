@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers.fixture_types import MakeRun
-from helpers.policies import build_policy
+from helpers.policies import build_policy, initial_model
 
 from areal_q.config import Aqn, dump_toml, override, parse
 from areal_q.errors import ConfigError
@@ -15,7 +15,6 @@ from areal_q.quant.aqn import noise_of, sigma_of, with_noise
 from areal_q.quant.uaq import apply_uaq
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
-from tests.helpers.policies import initial_model
 
 SCHEDULES = ("exponential", "exponential-attained", "linear", "cosine", "logarithmic")
 AQN = ["rollout.aqn={}", "steps=20", "learner.uaq=1.0"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.fixture_types import MakeRun, MakeSamples
-from helpers.policies import build_policy, save_at
+from helpers.policies import build_policy, initial_model, save_at
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -28,7 +28,6 @@ from rollout.engines import build_engine
 from rollout.engines.base import Completion, Request
 from rollout.engines.reference.torch_engine import TorchStepper
 from rollout.engines.scripted import scripted_engine
-from tests.helpers.policies import initial_model
 
 FP8 = ["rollout.engine.kv_cache=fp8", "rollout.format=bf16", "model.max_positions=64"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from helpers.fixture_types import MakeRun, MakeSamples
-from helpers.policies import save_at
+from helpers.policies import initial_model, save_at
 from msgspec.structs import replace
 
 from areal_q.config import Lora, Run, dump_toml
@@ -22,7 +22,6 @@ from learner.backends.single_device import TorchPolicy
 from learner.build import build_policy
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
-from tests.helpers.policies import initial_model
 
 STEPS, EVERY = 9, 3
 SETTINGS = ["rollout.sticky_scales=0.01", "learner.optimizer.lr=0.01"]

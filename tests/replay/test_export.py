@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from helpers.policies import initial_model
 from safetensors.torch import load_file
 
 from areal_q.cli.quantize import quantize
@@ -22,7 +23,6 @@ from learner.backends.single_device import TorchPolicy
 from learner.policy_update import update_policy
 from learner.replay.export import ExportDtype, export
 from learner.replay.export import declared as declared_for
-from tests.helpers.policies import initial_model
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.fixture_types import MakeRun
+from helpers.policies import initial_model
 
 from areal_q.config import CalculatorTool, Run, Sampling, ScriptedEngine, TorchEngine
 from areal_q.errors import ConfigError
@@ -24,7 +25,6 @@ from rollout.engines.scripted import scripted_engine
 from rollout.environments.base import Response
 from rollout.environments.calculator import Calculator
 from rollout.environments.engine_client import EngineClient
-from tests.helpers.policies import initial_model
 
 TOOL = CalculatorTool(open="(", close=")", after=" ", max_calls=2)
 CHARS = CharTokenizer()

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 from helpers.openai_server.extreme_values import bodies
+from helpers.policies import initial_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,6 @@ from learner.measure.fidelity import FidelityMeter
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.build import EndpointAddress, serve
 from rollout.openai_server.schema import BeginEpisode, ChatBody, CompletionBody, RewardBody
-from tests.helpers.policies import initial_model
 
 SETTINGS = [
     "model.layers=1", "model.width=16", "model.heads=2", "model.kv_heads=1", "model.mlp=16",

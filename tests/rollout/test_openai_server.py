@@ -17,6 +17,7 @@ import pytest
 from helpers.asynchronous import run_async
 from helpers.fixture_types import MakeRun
 from helpers.paths import ROOT
+from helpers.policies import initial_model
 
 from areal_q.config import External, Run, TorchEngine, dump_toml
 from areal_q.errors import ConfigError
@@ -43,7 +44,6 @@ from rollout.environments.external import Episodes
 from rollout.environments.registry import build_environment
 from rollout.openai_server.app import MAX_BODY_BYTES, Endpoint
 from rollout.worker import Worker
-from tests.helpers.policies import initial_model
 
 EXTERNAL = "rollout.environment.type=external"
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from helpers.openai_server.extreme_values import FLOATS, bodies
+from helpers.policies import initial_model
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,6 @@ from rollout.engines.base import Request
 from rollout.engines.reference.async_engine import AsyncEngine
 from rollout.openai_server.app import Endpoint
 from rollout.openai_server.schema import MAX_STOP_IDS, ChatBody, CompletionBody, RewardBody, decoded
-from tests.helpers.policies import initial_model
 
 GOOD: dict[str, Any] = {"prompt": "1+2=", "max_tokens": 4, "seed": 5, "temperature": 1.0}
 

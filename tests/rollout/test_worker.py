@@ -18,7 +18,7 @@ import pytest
 import torch
 from helpers.asynchronous import run_async
 from helpers.fixture_types import MakeRun
-from helpers.policies import build_group_reader, new_admission
+from helpers.policies import build_group_reader, initial_model, new_admission
 
 from areal_q.config import Run, ScriptedEngine, TorchEngine, dump_toml
 from areal_q.messages import Array, Group, Ticket, VersionSpan
@@ -51,7 +51,6 @@ from rollout.environments.base import Environment, Response
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.registry import build_environment
 from rollout.worker import Worker, WorkerCapacity
-from tests.helpers.policies import initial_model
 
 SCRIPTED = "rollout.engine.type=scripted"
 LONG = "model.max_positions=256"
