@@ -343,7 +343,7 @@ for job in sys.argv[1:]:
     if ranks.rank:
         follow(run, ranks)
         continue
-    model = initial_model(run)
+    model = build_model(run.model, build_tokenizer(run.model, run.task), run.seed)
     set_precision(model, run)
     whole = TorchPolicy(model, run.learner, 0.7)
     if list(directory.glob("checkpoints/step-*")):
