@@ -97,11 +97,10 @@ def is_follower() -> bool:
 
 
 def _follow(run: Run) -> None:
-    import torch
-
     from learner.multi_process import exit_process, follow, join
+    from learner.train_step import set_arithmetic
 
-    torch.set_num_threads(run.learner.threads)
+    set_arithmetic(run.learner.threads)
     follow(run, join(run))
     exit_process()
 

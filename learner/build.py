@@ -48,6 +48,7 @@ from learner.measure.fidelity import FidelityMeter
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import PolicyUpdater, SingleProcessUpdater
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.train_step import set_arithmetic
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +251,7 @@ def build_learner(
 
     Raises what its components raise: ConfigError, CheckpointError, TaskError, or Stopped after `stop`.
     """
-    torch.set_num_threads(run.learner.threads)
+    set_arithmetic(run.learner.threads)
     check_reward(run)
     _check_broadcast(run, announce, fetch)
     tokenizer = build_tokenizer(run.model, run.task)

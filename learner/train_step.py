@@ -51,6 +51,17 @@ def train_step(
     }
 
 
+def set_arithmetic(threads: int) -> None:
+    """Sets how this process computes steps: with so many threads, and with numbers below float32's smallest
+    normal one taken as 0.
+
+    Processors compute such numbers a hundred times slower, and a very confident policy has many. Call it before
+    the process computes anything in parallel: threads take the mode from the one that starts them.
+    """
+    torch.set_flush_denormal(True)
+    torch.set_num_threads(threads)
+
+
 def machine_name(device: str, backend: str = "torch", *, processor: str | None = None) -> str:
     """Returns what a step's rounding depends on, as text: torch, device, processor, threads, ranks, backend.
 

@@ -30,7 +30,7 @@ from learner.data.staleness import VersionHistory
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_update import MICROBATCH, SingleProcessUpdater
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
-from learner.train_step import machine_name, train_step
+from learner.train_step import machine_name, set_arithmetic, train_step
 
 ROUNDING_ONLY = ("learner.device", "learner.threads", "learner.microbatch_tokens")
 """Settings that change a step by rounding alone."""
@@ -89,7 +89,7 @@ class Replay:
             raise LogError(f"{directory}: no record of step {self.first}: {_end_of(directory)}")
         self.records = records
         self.stop = records[-1].step + 1
-        torch.set_num_threads(self.run.learner.threads)
+        set_arithmetic(self.run.learner.threads)
         self.policy = self._restored()
         self.machine = machine_name(self.run.learner.device)
         self.recorder: TokenRecorder | None = None

@@ -1,0 +1,66 @@
+"""Numbers too small for float32's normal range are taken as 0, by every thread of a learner and a replay."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.paths import ROOT
+
+from areal_q.quant.kernels.jit import kernel
+from learner.replay.replay_steps import Replay
+from learner.train_step import set_arithmetic
+
+TINY = """
+import threading, torch
+from learner.train_step import set_arithmetic
+set_arithmetic(2)
+many = torch.full((1 << 20,), 1e-30)
+found = [int((many * 1e-10).count_nonzero())]
+other = threading.Thread(target=lambda: found.append(int((many * 1e-10).count_nonzero())))
+other.start()
+other.join()
+print(torch.get_num_threads(), *found)
+"""
+
+
+def smallest() -> float:
+    """Returns a product that float32 holds only as a subnormal number."""
+    return float(torch.tensor([1e-30]) * torch.tensor([1e-10]))
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="a processor without this mode")
+def test_every_thread_takes_tiny_products_as_zero():
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", TINY],
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout.split() == ["2", "0", "0"], done.stderr
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="a processor without this mode")
+def test_compiled_loops_take_tiny_products_as_zero():
+    @kernel()
+    def product(x, y, out):
+        for i in range(x.shape[0]):
+            out[i] = x[i] * y[i]
+
+    out = np.empty(1, np.float32)
+    product(np.array([1e-30], np.float32), np.array([1e-10], np.float32), out)
+    assert out[0] > 0
+    set_arithmetic(1)
+    product(np.array([1e-30], np.float32), np.array([1e-10], np.float32), out)
+    assert out[0] == 0
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="a processor without this mode")
+def test_a_replay_takes_tiny_products_as_zero(short_dir: Path):
+    assert smallest() > 0
+    Replay(shutil.copytree(ROOT / "tests" / "data" / "old-run", short_dir / "old-run"))
+    assert smallest() == 0
