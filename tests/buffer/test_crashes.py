@@ -142,11 +142,13 @@ def test_a_full_redis_makes_commit_wait_and_loses_nothing(
         try:
             commit = asyncio.create_task(worker.commit(claim, make_group(claim.ticket)))
             await asyncio.sleep(2.2)
-            assert not commit.done()
+            assert not commit.done() and worker.waiting == 1
             assert await other.claim(1, 0.0) == []  # it is still the waiting worker's
+            assert learner.claims() == (1, {"w": 1})
         finally:
             client.config_set("maxmemory", 0)
         assert await commit
+        assert worker.waiting == 0
         await worker.close()
         await other.close()
 
