@@ -101,7 +101,7 @@ def _follow(run: Run) -> None:
     from learner.train_step import set_arithmetic
 
     set_arithmetic(run.learner.threads)
-    follow(run, join(run))
+    follow(run, join(run.learner))
     exit_process()
 
 
@@ -149,7 +149,7 @@ def _learn(
     if os.environ.get("WORLD_SIZE", "1") != "1" or isinstance(run.learner.backend, MegatronBackend):
         from learner.multi_process import join
 
-        ranks = join(run)
+        ranks = join(run.learner)
     try:
         learner = build_learner(run, directory, redis, announce, fetch, resume, stop, ranks)
     except (Stopped, BufferGone) as stopped:

@@ -33,7 +33,7 @@ from buffer.sampling.replay_pool import ReplayPool
 from buffer.weight_sync import WeightServer
 from learner import checkpoint
 from learner.backends.data_parallel import ALONE, Ranks
-from learner.backends.precision import set_precision
+from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.async_writer import CheckpointWriter
 from learner.data.admission import Admission, AdmissionSettings
@@ -102,6 +102,7 @@ def build_policy(
     Stopped if `stop` ends the warm start.
     """
     check_device("learner.device", run.learner.device)
+    precision = PrecisionSettings.of(run)
     torch.manual_seed(run.seed)
     model = build_model(run.model, tokenizer, run.seed).to(run.learner.device)
     check_experts(model.config, run.learner)
@@ -113,7 +114,7 @@ def build_policy(
         _warm_start(model, run, task, tokenizer, metrics, stop)
         if run.learner.uaq > 1:
             apply_uaq(model, run.learner.uaq)
-    set_precision(model, run)
+    set_precision(model, precision)
     policy = TorchPolicy(model, run.learner, run.rollout.sampling.temperature)
     policy.calibrate = run.rollout.kv_scales
     policy.sticky = VersionSettings.of(run).new_ranges()
@@ -128,7 +129,7 @@ def build_policy(
         return policy, state
     if run.learner.reference_kl and run.learner.reference_kl.path:
         policy.reference = build_reference(run.learner.reference_kl.path, model)
-        set_precision(policy.reference, run)
+        set_precision(policy.reference, precision)
     return policy, None
 
 

@@ -18,7 +18,7 @@ import faulthandler
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -30,12 +30,13 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from areal_q.config import AdamW, MegatronBackend, Run, TorchBackend
+from areal_q.config import AdamW, LearnerConfig, MegatronBackend, Run, TorchBackend
 from areal_q.errors import ConfigError, RankLost
 from areal_q.system.processes import end_with_parent
 from learner.backends.base import Shard
 from learner.backends.data_parallel import Ranks
 from learner.backends.messages import Begin, Collect, End, Message, Piece, Reset, Step
+from learner.backends.precision import PrecisionSettings
 from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.files import write_share
 from learner.data.packing import Sample
@@ -51,36 +52,30 @@ JOIN_S = 120.0
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
-def _fsdp(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) -> Shard:
+def _shard(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) -> Shard:
+    """Returns this rank's part of rank 0's `whole` policy. Collective."""
+    cfg, precision = run.learner, PrecisionSettings.of(run)
+    if isinstance(cfg.backend, MegatronBackend):
+        from learner.backends.megatron.policy import megatron_shard
+
+        return megatron_shard(begin, cfg, precision, ranks, whole)
     from learner.backends.fsdp import fsdp_shard
 
-    return fsdp_shard(begin, run, ranks, whole)
+    return fsdp_shard(begin, cfg, precision, ranks, whole)
 
 
-def _megatron(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) -> Shard:
-    from learner.backends.megatron.policy import megatron_shard
-
-    return megatron_shard(begin, run, ranks, whole)
-
-
-BACKENDS: dict[type, Callable[[Begin, Run, Ranks, TorchPolicy | None], Shard]] = {
-    TorchBackend: _fsdp,
-    MegatronBackend: _megatron,
-}
-
-
-def join(run: Run) -> Ranks:
+def join(cfg: LearnerConfig) -> Ranks:
     """Joins the processes that torchrun started, and returns this one's rank among them. Raises ConfigError for
     settings that this number of processes, or the backend, does not support."""
-    size, device = int(os.environ.get("WORLD_SIZE", "1")), run.learner.device
-    for name, asked in _refused(run, size).items():
+    size, device = int(os.environ.get("WORLD_SIZE", "1")), cfg.device
+    for name, asked in _refused(cfg, size).items():
         if asked:
-            kind = run.learner.backend.__struct_config__.tag
+            kind = cfg.backend.__struct_config__.tag
             raise ConfigError(f"{name}: not with {size} processes of backend {kind} on {device}")
-    if isinstance(run.learner.backend, MegatronBackend):
+    if isinstance(cfg.backend, MegatronBackend):
         from learner.backends.megatron import require
 
-        require(run.learner.backend, size)
+        require(cfg.backend, size)
     # Rank 0 may wait long for rollouts; torchrun, not a timeout, notices that a process died.
     backend, timeout = (
         "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo",
@@ -110,9 +105,9 @@ def _of_this_start(store: Store) -> Store:
     return PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _refused(run: Run, size: int) -> dict[str, bool]:
+def _refused(cfg: LearnerConfig, size: int) -> dict[str, bool]:
     """Returns for some settings, by name, whether they are set and not supported here."""
-    cfg, backend = run.learner, run.learner.backend
+    backend = cfg.backend
     sharing = size
     if isinstance(backend, MegatronBackend):
         sharing = size // (backend.tensor * backend.pipeline)
@@ -193,7 +188,7 @@ class MultiProcessUpdater:
             moments=bool(policy.optimizer.state),
         )
         send(ranks, begin)
-        self._shard = BACKENDS[type(run.learner.backend)](begin, run, ranks, policy)
+        self._shard = _shard(begin, run, ranks, policy)
         self._broken = False
         if self.shares:
             # From now on the moments are in the shards of all ranks alone.
@@ -246,7 +241,7 @@ def follow(run: Run, ranks: Ranks) -> None:
         dist.destroy_process_group()
         return
     with names_a_lost_rank(ranks):
-        _take_part(BACKENDS[type(run.learner.backend)](begin, run, ranks, None), ranks)
+        _take_part(_shard(begin, run, ranks, None), ranks)
 
 
 def _take_part(shard: Shard, ranks: Ranks) -> None:

@@ -336,7 +336,7 @@ from areal_q.tasks import build_tokenizer
 from learner import checkpoint
 from learner.build import build_model
 from learner.checkpoint.async_writer import CheckpointWriter
-from learner.backends.precision import set_precision
+from learner.backends.precision import PrecisionSettings, set_precision
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from learner.backends.messages import Piece
 from learner.multi_process import MultiProcessUpdater, exit_process, follow, join
@@ -346,12 +346,12 @@ torch.set_num_threads(1)
 for job in sys.argv[1:]:
     directory, os.environ["MASTER_PORT"] = Path(job.split(":")[0]), job.split(":")[1]
     run = load(directory / "config.toml")
-    ranks = join(run)
+    ranks = join(run.learner)
     if ranks.rank:
         follow(run, ranks)
         continue
     model = build_model(run.model, build_tokenizer(run.model, run.task), run.seed)
-    set_precision(model, run)
+    set_precision(model, PrecisionSettings.of(run))
     whole = TorchPolicy(model, run.learner, 0.7)
     if list(directory.glob("checkpoints/step-*")):
         checkpoint.restore(directory / "checkpoints", whole)

@@ -24,14 +24,14 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from areal_q.config import LearnerConfig, Run, TorchBackend
+from areal_q.config import LearnerConfig, TorchBackend
 from areal_q.models import Decoder, DecoderConfig
 from areal_q.models.layers.moe import Router
 from areal_q.models.low_bit.quantized_forward import QuantLinear, linears, materialise
 from learner.backends.critic import Critic
 from learner.backends.data_parallel import Ranks
 from learner.backends.messages import Begin
-from learner.backends.precision import set_precision
+from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.optim.adamw_8bit import LARGEST, AdamW8bit, ParameterShard
 from learner.optim.build import build_optimizer
@@ -85,19 +85,23 @@ class FsdpShard(TorchPolicy):
         """Does nothing, as FSDP2 creates no process groups."""
 
 
-def fsdp_shard(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) -> FsdpShard:
+def fsdp_shard(
+    begin: Begin,
+    cfg: LearnerConfig,
+    precision: PrecisionSettings,
+    ranks: Ranks,
+    whole: TorchPolicy | None,
+) -> FsdpShard:
     """Returns this rank's part of rank 0's `whole` policy. Collective."""
-    cfg = run.learner
     kind = "cuda" if cfg.device.startswith("cuda") else "cpu"
     if kind == "cuda":
         cfg = msgspec.structs.replace(cfg, device=f"cuda:{os.environ['LOCAL_RANK']}")
         torch.cuda.set_device(cfg.device)
     mesh = init_device_mesh(kind, (ranks.size,))
-    run = msgspec.structs.replace(run, learner=cfg)
 
     def decoder() -> Decoder:
         model = Decoder(DecoderConfig.from_hf(begin.model)).to(cfg.device)
-        set_precision(model, run)
+        set_precision(model, precision)
         return model
 
     model = decoder()

@@ -1,7 +1,10 @@
 """The precision in which the learner computes: full, or the rollouts' number format
 (areal_q/models/low_bit/quantized_forward.py)."""
 
-from areal_q.config import Run
+from typing import NamedTuple, Self
+
+from areal_q.config import Lora, Run
+from areal_q.config.run import FormatName, Precision
 from areal_q.models import Decoder
 from areal_q.models.layers.linear import Linear
 from areal_q.models.low_bit.bf16_rounding import round_frozen, round_rest
@@ -16,17 +19,38 @@ LINEARS: dict[str, type[Linear]] = {
 }
 
 
-def set_precision(model: Decoder, run: Run) -> None:
-    """Replaces the linears of `model` by those of `learner.precision`, with the same parameters; or, with
-    `learner.lora`, by frozen ones with adapters. If they compute as in rollouts, all other layers do so too."""
-    rounds = run.rollout.unquantized == "bf16"
-    if run.learner.lora:
+class PrecisionSettings(NamedTuple):
+    """The settings that determine what numbers a model computes with."""
+
+    precision: Precision
+    """Forward and backward in full precision, or on the rollouts' numbers."""
+    lora: Lora | None
+    """Adapters on a frozen base; None where all weights are trained."""
+    format: FormatName
+    """Number format of the rollouts."""
+    rounds_rest: bool
+    """True if the rollouts' other weights are rounded to bfloat16."""
+    seed: int
+    """Seed of the run, from which the adapters begin."""
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        """Returns these settings of `run`."""
+        cfg, rollout = run.learner, run.rollout
+        rounds_rest = rollout.unquantized == "bf16"
+        return cls(cfg.precision, cfg.lora, rollout.format, rounds_rest, run.seed)
+
+
+def set_precision(model: Decoder, settings: PrecisionSettings) -> None:
+    """Replaces the linears of `model` by those of its precision, with the same parameters; or, with LoRA, by
+    frozen ones with adapters. If they compute as in rollouts, all other layers do so too."""
+    if settings.lora:
         if not adapted(model):
-            adapt(model, run.rollout.format, run.learner.lora, run.seed)
-        if rounds:
+            adapt(model, settings.format, settings.lora, settings.seed)
+        if settings.rounds_rest:
             round_frozen(model)
         return
-    kind = LINEARS[run.learner.precision]
+    kind = LINEARS[settings.precision]
     if any(type(linear) is not kind for linear in linears(model).values()):
-        use(kind, model, run.rollout.format)
-    round_rest(model, rounds and kind is not Linear)
+        use(kind, model, settings.format)
+    round_rest(model, settings.rounds_rest and kind is not Linear)

@@ -23,7 +23,7 @@ from areal_q.weights.version import WeightVersion
 from buffer.logs.step_log import StepRecord, iter_steps
 from buffer.logs.trajectory_log import iter_log, logged_steps
 from learner import checkpoint
-from learner.backends.precision import set_precision
+from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.data.invalid_rewards import judged
 from learner.data.staleness import VersionHistory
@@ -167,7 +167,7 @@ class Replay:
             f'learner.device="{cfg.device}"',
             f"learner.microbatch_tokens={cfg.microbatch_tokens}",
         )
-        set_precision(model, self.recorded)
+        set_precision(model, PrecisionSettings.of(self.recorded))
         policy = TorchPolicy(model, start.learner, self.recorded.rollout.sampling.temperature)
         policy.calibrate = self.recorded.rollout.kv_scales
         policy.sticky = VersionSettings.of(self.recorded).new_ranges()
@@ -187,7 +187,7 @@ def with_settings(policy: TorchPolicy, run: Run) -> TorchPolicy:
 
     A critic or a reference that `policy` lacks begins here, from the present policy.
     """
-    set_precision(policy.model, run)
+    set_precision(policy.model, PrecisionSettings.of(run))
     new = TorchPolicy(
         policy.model,
         run.learner,

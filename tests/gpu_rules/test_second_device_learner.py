@@ -26,7 +26,7 @@ from bench.weights.packed import packed
 from buffer.logs.step_log import StepLog, StepRecord
 from buffer.logs.trajectory_log import TrajectoryLog
 from learner import checkpoint
-from learner.backends.precision import set_precision
+from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_policy
 from learner.data.sft_warmup import supervised_loss
@@ -75,7 +75,7 @@ def policies(run: Run) -> tuple[TorchPolicy, TorchPolicy]:
         cfg = msgspec.structs.replace(run.learner, device=device)
         placed = msgspec.structs.replace(run, learner=cfg)
         model = initial_model(run).to(device)
-        set_precision(model, placed)
+        set_precision(model, PrecisionSettings.of(placed))
         found.append(TorchPolicy(model, cfg, 1.0))
         found[-1].calibrate = run.rollout.kv_scales
     return found[0], found[1]

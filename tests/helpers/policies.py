@@ -10,7 +10,7 @@ from areal_q.tasks import build_task, build_tokenizer
 from buffer.interface import LearnerSide
 from buffer.sampling.replay_pool import ReplayPool
 from learner import checkpoint
-from learner.backends.precision import set_precision
+from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.build import build_model
 from learner.data.admission import Admission, AdmissionSettings
@@ -26,7 +26,7 @@ def initial_model(run: Run) -> Decoder:
 def build_policy(run: Run, temperature: float = 1.0) -> TorchPolicy:
     """Returns the policy of `run` at its beginning, for rollouts at `temperature`."""
     model = initial_model(run)
-    set_precision(model, run)
+    set_precision(model, PrecisionSettings.of(run))
     return TorchPolicy(model, run.learner, temperature)
 
 

@@ -22,7 +22,7 @@ from areal_q.weights.version import WeightVersion, pack_version
 from buffer.logs.trajectory_log import TrajectoryLog, read_log
 from learner import checkpoint
 from learner.backends.data_parallel import ALONE
-from learner.backends.precision import set_precision
+from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.routing_replay import balance_weights, routed, routing_for
 from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.data.packing import Sample
@@ -446,7 +446,7 @@ def test_an_aligned_forward_runs_the_published_experts(format: str) -> None:
         ["model.experts=8", "learner.precision=qarl", f"rollout.format={format}", "learner.uaq=1"],
     )
     model = decoder()
-    set_precision(model, run)
+    set_precision(model, PrecisionSettings.of(run))
     logprobs, _ = token_logprobs(model, pack_batch(found), 1.0, replay=True)
     gaps = (logprobs - pack_batch(found).behavior_logprobs).abs()
     assert gaps.median() < 1e-5 and gaps.mean() < 0.03

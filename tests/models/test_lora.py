@@ -19,7 +19,7 @@ from areal_q.quant.uaq import apply_uaq
 from areal_q.tasks import build_tokenizer
 from areal_q.weights import delta
 from learner import checkpoint
-from learner.backends.precision import set_precision
+from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.data.packing import Sample, pack_samples
 from learner.policy_update import prepare_minibatches, update_policy
@@ -37,7 +37,7 @@ def build(run: Run) -> TorchPolicy:
     model = initial_model(run)
     if run.learner.uaq > 1:
         apply_uaq(model, run.learner.uaq)
-    set_precision(model, run)
+    set_precision(model, PrecisionSettings.of(run))
     return TorchPolicy(model, run.learner, 1.0)
 
 

@@ -21,7 +21,7 @@ from areal_q.models.packed_layout import PackedLayout
 from areal_q.quant import FORMATS, is_quantized, quantize_state
 from areal_q.weights.version import WeightVersion
 from learner import checkpoint
-from learner.backends.precision import set_precision
+from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.data.packing import Sample, pack_samples
 from learner.policy_update import update_policy
@@ -260,10 +260,10 @@ def test_a_learner_that_is_not_aligned_has_plain_linears(make_run: MakeRun):
     run = make_run()
     model = build_policy(run).model
     assert {type(linear) for linear in linears(model).values()} == {Linear}
-    set_precision(model, make_run(QARL))
+    set_precision(model, PrecisionSettings.of(make_run(QARL)))
     assert {type(linear) for linear in linears(model).values()} == {QuantLinear}
     weights = dict(model.named_parameters())
-    set_precision(model, run)
+    set_precision(model, PrecisionSettings.of(run))
     assert {type(linear) for linear in linears(model).values()} == {Linear}
     assert all(p is weights[n] for n, p in model.named_parameters())
 

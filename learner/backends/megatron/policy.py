@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from areal_q.algorithms.reducers import Mean, Metrics
-from areal_q.config import AdamW, CriticConfig, MegatronBackend, Run
+from areal_q.config import AdamW, CriticConfig, LearnerConfig, MegatronBackend
 from areal_q.models import DecoderConfig
 from learner.backends.base import LossOf, Scores
 from learner.backends.data_parallel import Ranks
 from learner.backends.megatron.cuda_shim import cuda_or_cpu
 from learner.backends.megatron.tensor_names import entries
 from learner.backends.messages import Begin
+from learner.backends.precision import PrecisionSettings
 from learner.backends.single_device import TorchPolicy
 from learner.data.packing import PackedBatch
 
@@ -66,10 +67,16 @@ with warnings.catch_warnings():
 class MegatronShard:
     """This rank's part of rank 0's whole policy."""
 
-    def __init__(self, shape: DecoderConfig, begin: Begin, run: Run) -> None:
-        cfg, backend = run.learner, run.learner.backend
+    def __init__(
+        self,
+        shape: DecoderConfig,
+        begin: Begin,
+        cfg: LearnerConfig,
+        precision: PrecisionSettings,
+    ) -> None:
+        backend = cfg.backend
         assert isinstance(cfg.optimizer, AdamW) and isinstance(backend, MegatronBackend)
-        self._format, self._rounds = run.rollout.format, run.rollout.unquantized == "bf16"
+        self._format, self._rounds = precision.format, precision.rounds_rest
         self.shape, self.cfg, self.temperature = shape, cfg, begin.temperature
         self.updates, self.skipped, self.skipped_in_row = begin.updates, begin.skipped, 0
         self.ranks = Ranks(
@@ -296,15 +303,18 @@ class MegatronShard:
 
 
 def megatron_shard(
-    begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None
+    begin: Begin,
+    cfg: LearnerConfig,
+    precision: PrecisionSettings,
+    ranks: Ranks,
+    whole: TorchPolicy | None,
 ) -> MegatronShard:
     """Returns this rank's part of rank 0's `whole` policy. Collective."""
-    cfg, backend = run.learner, run.learner.backend
+    backend = cfg.backend
     assert isinstance(backend, MegatronBackend)
     if cfg.device.startswith("cuda"):
         cfg = msgspec.structs.replace(cfg, device=f"cuda:{os.environ['LOCAL_RANK']}")
         torch.cuda.set_device(cfg.device)
-        run = msgspec.structs.replace(run, learner=cfg)
     with cuda_or_cpu():
         ps.initialize_model_parallel(
             backend.tensor,
@@ -312,7 +322,7 @@ def megatron_shard(
             expert_model_parallel_size=backend.experts,
             expert_tensor_parallel_size=1,
         )
-        tensor_parallel.model_parallel_cuda_manual_seed(run.seed)
-        shard = MegatronShard(DecoderConfig.from_hf(begin.model), begin, run)
+        tensor_parallel.model_parallel_cuda_manual_seed(precision.seed)
+        shard = MegatronShard(DecoderConfig.from_hf(begin.model), begin, cfg, precision)
         shard.load(begin, ranks, whole)
     return shard
