@@ -2,11 +2,12 @@
 
     make bench-buffer          or: python -m bench.buffer [--reverb-python …] [--peers-python …]
 
-Each system gets the same groups of 8 responses, one producer and one consumer, one call after the other; the
-systems take turns, and the best of the rounds counts. CPU time is that of the client and of Redis together: on
-a busy machine it says more than the clock. "Durable" is the time until kill -9 of everything loses
-nothing of it: ours and bare Redis write an append-only file with every commit (fsync every second, or with
-`always` before the answer), the others save everything at the end.
+Each system gets the same groups of 8 responses, one producer and one consumer, one call after the other; ours
+and bare Redis also from 64 workers of one process at once. The systems take turns, and the best of the rounds
+counts. CPU time is that of the client and of Redis together: on a busy machine it says more than the clock.
+"Durable" is the time until kill -9 of everything loses nothing of it: ours and bare Redis write an append-only
+file with every commit (fsync every second, or with `always` before the answer), the others save everything at
+the end.
 """
 
 import argparse
@@ -16,13 +17,15 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Coroutine
+from itertools import chain, starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pyarrow.parquet as pq
 import redis
 import redis.asyncio
+import uvloop
 
 from areal_q.config import Sampling
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, encode
@@ -30,14 +33,18 @@ from bench.common import ROOT, commit, device, number, peer_env, publish, say, t
 from bench.peers.buffer_rows import make_group, nbytes_of, summary
 from buffer.logs.trajectory_log import TrajectoryLog, read_log
 from buffer.logs.trajectory_schema import TRAJECTORY_SCHEMA, groups_to_table
-from buffer.redis_store import LearnerBuffer, WorkerBuffer
+from buffer.redis_store import Claim, LearnerBuffer, WorkerBuffer
 from buffer.redis_store.local_server import RedisServer
 
 RESPONSES = 8
-SIZES = {1024: 200, 16384: 40}
+SIZES = {1024: 256, 16384: 64, 32768: 64}
 """Groups for each length of a response"""
 PEERS = {"dm-reverb": "reverb", "TransferQueue": "transferqueue", "torchrl": "torchrl"}
+WORKERS = 64
+"""Workers that commit at once, where there is more than one"""
+MANY, MANY_BARE = f"ours, {WORKERS} workers", f"bare Redis, {WORKERS} connections"
 Result = dict[str, float]
+T = TypeVar("T")
 
 
 def ticket_of(number: int) -> Ticket:
@@ -79,43 +86,61 @@ def group_of(ticket: Ticket, tokens: int) -> Group:
     )
 
 
-def ours(tokens: int, count: int, fsync: str) -> Result:
-    """WorkerBuffer.commit, then LearnerBuffer.read: validated, encoded, decoded and validated again."""
+def ours(tokens: int, count: int, fsync: str, workers: int = 1) -> Result:
+    """WorkerBuffer.commit, then LearnerBuffer.read: validated, encoded, decoded and validated again.
+
+    With several `workers` each has connections of its own, and all commit at once.
+    """
     with _server(fsync) as server, redis.Redis.from_url(server.url) as client:
         learner = LearnerBuffer(server.url, "bench")
         learner.publish_run("", {})
         learner.admit([ticket_of(n) for n in range(count)], count)
         groups = [group_of(ticket_of(n), tokens) for n in range(count)]
 
-        async def produce() -> list[float]:
-            worker = WorkerBuffer(server.url, "bench", "w")
+        async def connect() -> list[tuple[WorkerBuffer, list[Claim]]]:
+            made = [WorkerBuffer(server.url, "bench", f"w{n}") for n in range(workers)]
+            return [(worker, await worker.claim(count // workers, 0.0)) for worker in made]
+
+        async def commit_all(worker: WorkerBuffer, claims: list[Claim]) -> list[float]:
             times = []
-            for claim in await worker.claim(count, 0.0):
+            for claim in claims:
                 began = time.perf_counter()
                 assert await worker.commit(claim, groups[claim.ticket.number])
                 times.append(time.perf_counter() - began)
             await worker.close()
             return times
 
-        found = _measured(client, produce, lambda: learner.read(count, 0.0))
+        async def produce(connected: list[tuple[WorkerBuffer, list[Claim]]]) -> list[float]:
+            return list(chain(*await asyncio.gather(*starmap(commit_all, connected))))
+
+        found = _measured(client, connect, produce, lambda: learner.read(count, 0.0))
         learner.close()
     return found
 
 
-def bare(tokens: int, count: int, fsync: str) -> Result:
+def bare(tokens: int, count: int, fsync: str, workers: int = 1) -> Result:
     """redis-py's XADD and XREAD of the same bytes, made before and never looked at."""
     records = [encode(group_of(ticket_of(n), tokens)) for n in range(count)]
     with _server(fsync) as server, redis.Redis.from_url(server.url) as client:
 
-        async def produce() -> list[float]:
-            connection = redis.asyncio.Redis.from_url(server.url)
+        async def connect() -> list[redis.asyncio.Redis]:
+            made = [redis.asyncio.Redis.from_url(server.url) for _ in range(workers)]
+            for connection in made:
+                await connection.ping()
+            return made
+
+        async def add_all(connection: redis.asyncio.Redis, mine: list[bytes]) -> list[float]:
             times = []
-            for record in records:
+            for record in mine:
                 began = time.perf_counter()
                 await connection.xadd("groups", {b"record": record})
                 times.append(time.perf_counter() - began)
             await connection.aclose()
             return times
+
+        async def produce(made: list[redis.asyncio.Redis]) -> list[float]:
+            shares = [add_all(made[n], records[n::workers]) for n in range(workers)]
+            return list(chain(*await asyncio.gather(*shares)))
 
         def consume() -> None:
             last: Any = b"0-0"
@@ -123,7 +148,7 @@ def bare(tokens: int, count: int, fsync: str) -> Result:
                 reply: Any = client.xread({"groups": last}, count=64)
                 last = reply[0][1][-1][0]
 
-        return _measured(client, produce, consume)
+        return _measured(client, connect, produce, consume)
 
 
 def peer(name: str, python: Path, tokens: int, count: int) -> Result:
@@ -197,23 +222,36 @@ def _elapsed(call: Callable[[], Any]) -> float:
 
 def _measured(
     client: redis.Redis,
-    produce: Callable[[], Coroutine[Any, Any, list[float]]],
+    connect: Callable[[], Coroutine[Any, Any, T]],
+    produce: Callable[[T], Coroutine[Any, Any, list[float]]],
     consume: Callable[[], Any],
 ) -> Result:
+    """Seconds of clock and CPU of `produce`, on the event loop that workers have, and of `consume`."""
+
     def cpu() -> float:
         info: Any = client.info("cpu")
         return time.process_time() + info["used_cpu_sys"] + info["used_cpu_user"]
 
     memory: Any = client.info("memory")
-    cpu_s = [cpu()]
-    times = asyncio.run(produce())
+    cpu_s: list[float] = []
+    clock_s: list[float] = []
+
+    async def run() -> list[float]:
+        connected = await connect()
+        cpu_s.append(cpu())
+        clock_s.append(time.perf_counter())
+        times = await produce(connected)
+        clock_s.append(time.perf_counter())
+        return times
+
+    times = uvloop.run(run())
     cpu_s.append(cpu())
     after: Any = client.info("memory")
     out_s = _elapsed(consume)
     cpu_s.append(cpu())
-    in_s, p99_s = summary(times)
+    _, p99_s = summary(times)
     return {
-        "in_s": in_s,
+        "in_s": clock_s[1] - clock_s[0],
         "p99_s": p99_s,
         "out_s": out_s,
         "persist_s": 0.0,
@@ -236,6 +274,8 @@ def measure(pythons: dict[str, Path], rounds: int) -> dict[int, dict[str, Result
         "ours, fsync always": lambda t, n: ours(t, n, "always"),
         "bare Redis, fsync always": lambda t, n: bare(t, n, "always"),
     }
+    systems[MANY] = lambda t, n: ours(t, n, "everysec", WORKERS)
+    systems[MANY_BARE] = lambda t, n: bare(t, n, "everysec", WORKERS)
     for name in PEERS:
         if pythons[name].exists():
             systems[name] = lambda t, n, name=name: peer(name, pythons[name], t, n)
@@ -286,13 +326,14 @@ def main() -> None:
     for tokens, by_system in results.items():
         lines += ["", f"8 responses of {tokens:,} tokens a group", ""]
         lines.append(table(header, rows_of(tokens, by_system)))
-        mine, theirs = by_system["ours"], by_system["bare Redis"]
-        keys = ("in_s", "out_s", "cpu_in_s", "cpu_out_s")
-        shares = [f"{theirs[key] / mine[key]:.2f}" for key in keys]
-        lines.append(
-            f"\nOurs of bare Redis, in and out: by the clock {shares[0]} and {shares[1]}, by CPU"
-        )
-        lines[-1] += f" time {shares[2]} and {shares[3]}"
+        for own, plain in (("ours", "bare Redis"), (MANY, MANY_BARE)):
+            mine, theirs = by_system[own], by_system[plain]
+            keys = ("in_s", "out_s", "cpu_in_s", "cpu_out_s")
+            shares = [f"{theirs[key] / mine[key]:.2f}" for key in keys]
+            lines.append(
+                f"\n{own} of {plain}, in and out: by the clock {shares[0]} and {shares[1]}, by CPU"
+            )
+            lines[-1] += f" time {shares[2]} and {shares[3]}"
     lines += ["", "The log: ours as a share of plain pyarrow's speed", ""]
     shares = [
         [f"{t:,}", number(r["plain_write"] / r["write"]), number(r["plain_read"] / r["read"])]

@@ -110,7 +110,7 @@ def groups_to_table(step: int, version: int, groups: list[Group]) -> pa.Table:
         "reward_parts": [list(t.reward_parts.items()) for _, _, t in rows],
         "valid": [t.valid for _, _, t in rows],
         "failure": [t.failure or "" for _, _, t in rows],
-        "routes": [t.routes.data if t.routes else b"" for _, _, t in rows],
+        "routes": [bytes(t.routes.data) if t.routes else b"" for _, _, t in rows],
         "routes_shape": [list(t.routes.shape) if t.routes else [] for _, _, t in rows],
     }
     columns |= {name: [getattr(t, name) for t in tickets] for name in _TICKET_FIELDS}

@@ -113,7 +113,7 @@ class Patience:
         outage: Outage | None = None,
         stop: threading.Event | None = None,
     ) -> None:
-        self._where = shown(url)
+        self._url = url
         self._seconds = seconds
         self._until = time.monotonic() + seconds
         self._pause_s = 0.05
@@ -125,16 +125,16 @@ class Patience:
         """Returns the seconds to wait before the next try. Raises BufferUnavailable after `seconds`, and at
         once for a wrong password; raises BufferGone instead once `stop` is set and LEAVE_S are over."""
         if isinstance(error, redis.AuthenticationError):
-            raise BufferUnavailable(f"{self._where}: {error}") from error
+            raise BufferUnavailable(f"{shown(self._url)}: {error}") from error
         now_s = time.monotonic()
         if self._stop is not None and self._stop.is_set():
             self._until = min(self._until, now_s + LEAVE_S)
             self._stop, self._given_up = None, BufferGone
         if now_s >= self._until:
             lasted = "" if self._given_up is BufferGone else f" (for {self._seconds:g} s)"
-            raise self._given_up(f"{self._where}: {error}{lasted}") from error
+            raise self._given_up(f"{shown(self._url)}: {error}{lasted}") from error
         self._failed = True
-        self._outage.goes_on(self._where, error)
+        self._outage.goes_on(shown(self._url), error)
         self._pause_s = min(MAX_PAUSE_S, self._pause_s * 2)
         # The pause is random, so that clients which lost Redis at the same moment do not all return together.
         return self._pause_s * random.uniform(0.5, 1.0)
