@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from areal_q.checks.machine import check_device
-from areal_q.config import ModelConfig, Run, SmallModel, dump_toml, workers_hash
+from areal_q.config import BroadcastConfig, ModelConfig, Run, SmallModel, dump_toml, workers_hash
 from areal_q.errors import ConfigError
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights, load_config, load_decoder
 from areal_q.observability.metrics_log import MetricsLog
@@ -221,10 +221,10 @@ def reached_at(endpoint: str, host: str | None) -> str:
     return f"tcp://{host}:{endpoint.rpartition(':')[2]}"
 
 
-def _check_broadcast(run: Run, announce: str, fetch: str) -> None:
+def _check_broadcast(settings: BroadcastConfig, announce: str, fetch: str) -> None:
     """Raises ConfigError for a port in use or a missing key, before a warm start whose time would be lost."""
     try:
-        WeightServer(announce, fetch, run.broadcast).close()
+        WeightServer(announce, fetch, settings).close()
     except ConfigError as error:
         raise ConfigError(f"broadcast: {error}") from error
 
@@ -254,7 +254,7 @@ def build_learner(
     """
     set_arithmetic(run.learner.threads)
     check_reward(run)
-    _check_broadcast(run, announce, fetch)
+    _check_broadcast(run.broadcast, announce, fetch)
     tokenizer = build_tokenizer(run.model, run.task)
     task = build_task(run.task)
     check_characters(run.model, run.warmstart, task)

@@ -112,7 +112,7 @@ class Learner:
         self.group_reader.on_look = lambda: self.progress.beat()
         self.metrics.also("progress", lambda record: self.progress.beat())
         self.group_reader.on_wait = self.record_episodes
-        self.episodes = AgentEpisodes(self.run)
+        self.episodes = AgentEpisodes(self.run.rollout.environment)
 
     def train(self, stop: threading.Event) -> int:
         """Runs the remaining steps, or until `stop`. Returns the next step, whose checkpoint is on disk then.

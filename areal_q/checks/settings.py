@@ -9,14 +9,15 @@ from areal_q.system.ports import check_free
 from areal_q.tasks import build_task, check_characters, check_reward
 
 
-def served_at(run: Run, index: int) -> tuple[str, int] | None:
-    """(host, port) of the endpoint of worker `index`; port 0 is any, "" is loopback. None: it serves none.
+def served_at(serve: str | int | None, index: int) -> tuple[str, int] | None:
+    """Returns (host, port) of the endpoint of worker `index`, by the setting rollout.serve; port 0 is any, ""
+    is loopback. It is None where workers serve none.
 
     Example: with rollout.serve = "[::1]:8000" the second worker's is ("[::1]", 8001).
     """
-    if run.rollout.serve is None:
+    if serve is None:
         return None
-    host, _, port = str(run.rollout.serve).rpartition(":")
+    host, _, port = str(serve).rpartition(":")
     return host, int(port) + index if int(port) else 0
 
 
@@ -62,7 +63,7 @@ def preflight(run: Run) -> None:
             "rollout.serve: rollout.environment.type = 'external' needs an endpoint for its agents, "
             "such as rollout.serve=8000"
         )
-    for address in filter(None, (served_at(run, i) for i in range(workers))):
+    for address in filter(None, (served_at(run.rollout.serve, i) for i in range(workers))):
         check_free("rollout.serve", *address)
     check_reward(run)
     check_characters(run.model, run.warmstart, build_task(run.task))

@@ -60,8 +60,12 @@ def _reward_rows(run: Run, run_dir: Path, told: list[tuple[str, str]]) -> list[t
     gets its first right answers."""
     log, rows = FailureLog(run_dir), []
     if failed := log.read():
-        rows.append(("last failure", f"✗ {reward_name(run)}, {times(failed)}: {log.last}"))
-    if any(name == "reward is flat" for name, _ in told) and (advice := hint(run)):
+        rows.append(
+            ("last failure", f"✗ {reward_name(run.task, run.reward)}, {times(failed)}: {log.last}")
+        )
+    if any(name == "reward is flat" for name, _ in told) and (
+        advice := hint(run.model, run.warmstart)
+    ):
         rows.append(("", advice))
     return rows
 

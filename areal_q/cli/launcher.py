@@ -126,7 +126,7 @@ def plan(run: Run, run_dir: Path, sockets: Path, resume: bool) -> Plan:
 
 
 def _serve(run: Run, index: int) -> list[str]:
-    address = served_at(run, index)
+    address = served_at(run.rollout.serve, index)
     if address is None:
         return []
     host, port = address

@@ -19,7 +19,7 @@ from areal_q.checks.settings import served_at
 from areal_q.config import External, Run
 from areal_q.observability.metrics_log import Record, Tail
 from areal_q.observability.progress import History, plain_line
-from areal_q.observability.reward_signal import RewardWatch
+from areal_q.observability.reward_signal import FailureLog, RewardWatch, hint, reward_name
 from areal_q.observability.run_end import how_it_ended
 from areal_q.observability.run_summary import duration, number, plural, size, unfaithful
 from areal_q.system import command
@@ -43,13 +43,13 @@ class _Following:
         self.run, self.console = run, console
         self.history = History(run.steps)
         self._tail = Tail(path_of(run) / METRICS_FILE)
-        self.rewards = RewardWatch(run, path_of(run))
+        self.rewards = _watch_of(run, FailureLog(path_of(run)))
         self.heard = time.monotonic()
 
     def start(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         # Failures in the logs of an earlier start were shown then.
-        self.rewards = RewardWatch(self.run, run_dir, skip=True)
+        self.rewards = _watch_of(self.run, FailureLog(run_dir, skip=True))
         self._tail = Tail(run_dir / METRICS_FILE)
         self.heard = time.monotonic()
 
@@ -155,6 +155,12 @@ class LiveView(_Following):
         return picture(self.run.name, self.history, elapsed_s, warnings, awaits, width)
 
 
+def _watch_of(run: Run, log: FailureLog) -> RewardWatch:
+    """Returns what looks for faults of the rewards of `run`, whose failures are in `log`."""
+    name, advice = reward_name(run.task, run.reward), hint(run.model, run.warmstart)
+    return RewardWatch(name, advice, log)
+
+
 def build_view(run: Run, console: Console | None = None) -> PlainView | LiveView:
     console = console or command.console()
     plain = not console.is_terminal or console.is_dumb_terminal or bool(os.environ.get("CI"))
@@ -165,7 +171,7 @@ def watch(run: Run, run_dir: Path, console: Console | None = None) -> None:
     """Follows a run, whoever started it, until it ends or Ctrl-C."""
     view = build_view(run, console)
     view.start(run_dir)
-    view.rewards = RewardWatch(run, run_dir)
+    view.rewards = _watch_of(run, FailureLog(run_dir))
     try:
         while view.history.end is None:
             # The end is checked before the records are read, so that the last record is not missed.
@@ -218,7 +224,7 @@ def _for_agents(run: Run) -> str:
 
 
 def _endpoint(run: Run) -> str:
-    served = [served_at(run, i) for i in range(run.rollout.workers)]
+    served = [served_at(run.rollout.serve, i) for i in range(run.rollout.workers)]
     urls = [f"http://{host or '127.0.0.1'}:{port}" for host, port in filter(None, served) if port]
     return f"at {', '.join(urls)}" if urls else "at the endpoint that logs/rollout-0.log names"
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_q.config import Python, Run, SmallModel
+from areal_q.config import ModelConfig, Python, RewardConfig, SmallModel, TaskConfig, WarmStart
 from areal_q.observability.metrics_log import Record
 from areal_q.tasks.grading.reward_process import FAILED
 
@@ -60,10 +60,13 @@ class FailureLog:
 
 
 class RewardWatch:
-    """Finds faults in the rewards of a run in progress, and words the warnings that a view shows."""
+    """Finds faults in the rewards of a run in progress, and words the warnings that a view shows.
 
-    def __init__(self, run: Run, run_dir: Path, skip: bool = False) -> None:
-        self._run, self._log = run, FailureLog(run_dir, skip)
+    `name` is that of the reward, and `advice` what to do if all rewards are equal.
+    """
+
+    def __init__(self, name: str, advice: str, log: FailureLog) -> None:
+        self._name, self._advice, self._log = name, advice, log
         self._equal, self._mean = 0, None
         self._said: dict[str, int] = {}
 
@@ -86,10 +89,10 @@ class RewardWatch:
         """Returns (name, count, sentence) of each present fault."""
         problems = []
         if failed := self._log.read():
-            text = f"the reward {reward_name(self._run)} failed {times(failed)}: {self._log.last}"
+            text = f"the reward {self._name} failed {times(failed)}: {self._log.last}"
             problems.append(("failed", failed, text))
         if self._equal >= EQUAL_STEPS:
-            text = equal_text(self._equal, self._mean, hint(self._run))
+            text = equal_text(self._equal, self._mean, self._advice)
             problems.append(("equal", self._equal, text))
         return problems
 
@@ -111,9 +114,9 @@ def equal_text(steps: int, mean: float | None, advice: str = "") -> str:
     return f"{told}; {advice}" if advice else told
 
 
-def hint(run: Run) -> str:
+def hint(model: ModelConfig, warmstart: WarmStart) -> str:
     """Returns advice on how an untrained model gets its first right answers; empty if the model is trained."""
-    if isinstance(run.model, SmallModel) and not run.warmstart.steps:
+    if isinstance(model, SmallModel) and not warmstart.steps:
         return (
             "the built-in model starts from random weights: set warmstart.steps=400, "
             "or take a trained one by model.type=pretrained model.path=DIR"
@@ -141,10 +144,10 @@ def failed_text(failed: int, causes: Counter[str], responses: int) -> str:
     return f"{failed:,}{share}{told}"
 
 
-def reward_name(run: Run) -> str:
+def reward_name(task: TaskConfig, reward: RewardConfig) -> str:
     """Returns the path of the reward's file, or else the task whose grader gives the rewards."""
-    path = run.task.path if isinstance(run.task, Python) else run.reward.path
-    return path or f"of task.type={run.task.__struct_config__.tag}"
+    path = task.path if isinstance(task, Python) else reward.path
+    return path or f"of task.type={task.__struct_config__.tag}"
 
 
 def times(count: int) -> str:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 
-from areal_q.config import External, Run
+from areal_q.config import EnvironmentConfig, External
 from areal_q.messages import WorkerStatus
 
 LOOK_EVERY_S = 2.0
@@ -13,8 +13,8 @@ LOOK_EVERY_S = 2.0
 class AgentEpisodes:
     """Counts episodes, and those of them that agents play; nothing unless rollout.environment is external."""
 
-    def __init__(self, run: Run) -> None:
-        self._expected = isinstance(run.rollout.environment, External)
+    def __init__(self, environment: EnvironmentConfig) -> None:
+        self._expected = isinstance(environment, External)
         self._told = self.metrics([])
         self._next_s = 0.0
 

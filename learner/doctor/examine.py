@@ -79,8 +79,10 @@ def _nothing_logged(directory: Path, run: Run, asked: int | None) -> str:
     """Returns the reason why no step is logged, as far as the workers' logs show it."""
     log, text = FailureLog(directory), "no step is logged" + (f" before {asked}" if asked else "")
     failed = log.read()
-    told = f"; the reward {reward_name(run)} failed {times(failed)}: {log.last}" if failed else ""
-    return text + told
+    if not failed:
+        return text
+    name = reward_name(run.task, run.reward)
+    return f"{text}; the reward {name} failed {times(failed)}: {log.last}"
 
 
 def _replay(directory: Path, first: int, stop: int, probe: Probe, console: Console) -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 
 import typer
 
-from areal_q.config import PretrainedModel, Run
+from areal_q.config import ModelConfig, PretrainedModel
 from areal_q.errors import CheckpointError, ConfigError
 from areal_q.system.command import run_command
 
@@ -74,16 +74,16 @@ def export(
     if run.learner.uaq > 1:
         with torch.no_grad():
             fold_back(model, run.learner.uaq)
-    dtype = dtype or declared(run)
+    dtype = dtype or declared(run.model)
     save_decoder(model, target, build_tokenizer(run.model, run.task), getattr(torch, dtype))
     return found[chosen], dtype
 
 
-def declared(run: Run) -> ExportDtype:
+def declared(model: ModelConfig) -> ExportDtype:
     """Returns the dtype of the model that the run began with, or float32 if that cannot be read."""
     from areal_q.models import declared_dtype
 
-    path = run.model.path if isinstance(run.model, PretrainedModel) else None
+    path = model.path if isinstance(model, PretrainedModel) else None
     found = declared_dtype(path) if path else None
     return next((dtype for dtype in get_args(ExportDtype) if dtype == found), "float32")
 

@@ -13,7 +13,7 @@ import typer
 
 from areal_q.checks.machine import CheckResult, check_device, environment
 from areal_q.checks.settings import preflight
-from areal_q.config import Run, SglangEngine, VllmEngine, load
+from areal_q.config import RolloutConfig, Run, SglangEngine, VllmEngine, load
 from areal_q.errors import UserError
 from areal_q.system.command import console, run_command
 from areal_q.system.credentials import no_password
@@ -98,19 +98,19 @@ def engine_of(run: Run) -> Iterator[CheckResult]:
             f"formats {', '.join(sorted(able.formats))}; KV {', '.join(sorted(able.kv_on_update))}"
         )
         yield CheckResult(f"engine {tag}", "ok", told)
-        yield from vllm_on_cpu(run)
+        yield from vllm_on_cpu(run.rollout)
     if isinstance(run.rollout.engine, SglangEngine) and run.rollout.engine.url:
         from rollout.commands.check_sglang import server_of
 
-        yield from asyncio.run(server_of(run, run.rollout.engine))
+        yield from asyncio.run(server_of(run.model, run.rollout.engine))
 
 
-def vllm_on_cpu(run: Run) -> Iterator[CheckResult]:
+def vllm_on_cpu(rollout: RolloutConfig) -> Iterator[CheckResult]:
     """Names the kernel with which vLLM computes the run's format, if it runs on a CPU."""
     from rollout.engines.process import checkpoint_backend
     from rollout.engines.vllm_backend import cpu_kernels
 
-    engine, format = run.rollout.engine, run.rollout.format
+    engine, format = rollout.engine, rollout.format
     if not isinstance(engine, VllmEngine) or checkpoint_backend.has_gpu():
         return
     kernel = cpu_kernels.kernel_for(format, engine.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from areal_q.checks.machine import CheckResult
-from areal_q.config import ModelConfig, PretrainedModel, Run, SglangEngine
+from areal_q.config import ModelConfig, PretrainedModel, SglangEngine
 from areal_q.errors import ConfigError, EngineDied
 from areal_q.models import load_config
 from areal_q.system.credentials import secret, shown
@@ -21,11 +21,11 @@ ASK_S = 5.0
 UPDATE = "/update_weights_from_disk"
 
 
-async def server_of(run: Run, config: SglangEngine) -> list[CheckResult]:
+async def server_of(model: ModelConfig, config: SglangEngine) -> list[CheckResult]:
     """Finds out whether an SGLang server answers at `config.url`, with which model and settings, and whether it
     can load the run's weights. Raises CheckpointError if the run's own model cannot be read."""
     assert config.url is not None
-    ours = _family(run.model)
+    ours = _family(model)
     name = "sglang server"
     try:
         client = SglangClient(config.url, secret("SGLANG_KEY_FILE"), ASK_S)

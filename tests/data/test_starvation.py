@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from areal_q.cli.live_view import History, PlainView, picture
-from areal_q.config import Run, load
+from areal_q.config import External, Run, SingleTurn, load
 from areal_q.messages import Group, WorkerStatus
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.system.run_dir import METRICS_FILE
@@ -95,18 +95,16 @@ def test_a_learner_that_starves_tells_who_holds_its_tickets(
     buffer.close()
 
 
-def test_open_episodes_are_told_when_they_change(
-    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-):
+def test_open_episodes_are_told_when_they_change(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(agent_episodes, "LOOK_EVERY_S", 0.0)
     beats = [replace(beat("a", ""), episodes=64), replace(beat("b", ""), episodes=8)]
-    episodes = AgentEpisodes(make_run("rollout.environment.type=external", "rollout.serve=0"))
+    episodes = AgentEpisodes(External())
     told = {"rollout/episodes": 72, "rollout/open_episodes": 0}
     assert episodes.changed(lambda: beats) == told
     assert episodes.changed(lambda: beats) == {}
     beats[0] = replace(beats[0], open_episodes=3)
     assert episodes.changed(lambda: beats) == told | {"rollout/open_episodes": 3}
-    assert AgentEpisodes(make_run()).changed(lambda: beats) == {}
+    assert AgentEpisodes(SingleTurn()).changed(lambda: beats) == {}
 
 
 def test_a_warning_is_on_screen_until_the_next_step(tmp_path: Path):

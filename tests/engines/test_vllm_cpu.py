@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_q.config import VllmEngine, load
+from areal_q.config import RolloutConfig, VllmEngine, load
 from areal_q.errors import ConfigError
 from areal_q.models import DecoderConfig
 from areal_q.quant import FORMATS
@@ -58,11 +58,11 @@ def test_check_names_kernel_dtype_and_tolerance(monkeypatch, amx):
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     run = load(None, ["rollout.engine.type=vllm", "rollout.format=int8"])
-    (found,) = vllm_on_cpu(run)
+    (found,) = vllm_on_cpu(run.rollout)
     assert found.level == "ok"
     assert "int8 in float32 by oneDNN INT8" in found.says and "0.3 nats" in found.says
     assert ("has AMX" if amx else "has no AMX") in found.says
-    assert list(vllm_on_cpu(load(None, []))) == []
+    assert list(vllm_on_cpu(RolloutConfig())) == []
 
 
 @pytest.mark.parametrize(

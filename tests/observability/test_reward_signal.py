@@ -81,7 +81,7 @@ def test_first_failure_of_a_reward_is_said_with_cause_and_file(own, run_dir):
 
 
 def test_failures_are_said_again_at_ten_times_as_many(own, run_dir):
-    watch = RewardWatch(own, run_dir)
+    watch = RewardWatch("mine.py", "", FailureLog(run_dir))
     fail(own, 1)
     assert len(watch.due()) == 1
     fail(own, 4)
@@ -111,7 +111,7 @@ def test_the_live_view_shows_failures_and_flat_rewards(own, run_dir):
 
 
 def test_equal_rewards_are_said_once_and_then_counted(own, run_dir):
-    watch = RewardWatch(own, run_dir)
+    watch = RewardWatch("mine.py", "", FailureLog(run_dir))
     said = []
     for step in range(60):
         watch.add({"kind": "step", "step": step, "reward/mean": 0.0, "reward/std": 0.0})

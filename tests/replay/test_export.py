@@ -93,9 +93,7 @@ def test_another_dtype_is_what_transformers_makes_of_the_model(
     assert half < 0.6 * full
 
 
-def test_without_a_dtype_it_is_the_one_that_the_source_declares(
-    run_dir: Path, tmp_path: Path, make_run
-):
+def test_without_a_dtype_it_is_the_one_that_the_source_declares(tmp_path: Path):
     (source := tmp_path / "source").mkdir()
     for declared, expected in (
         ({"torch_dtype": "bfloat16"}, "bfloat16"),
@@ -104,10 +102,9 @@ def test_without_a_dtype_it_is_the_one_that_the_source_declares(
         ({}, "float32"),
     ):
         (source / "config.json").write_text(json.dumps(declared))
-        run = msgspec.structs.replace(make_run(), model=PretrainedModel(path=str(source)))
-        assert declared_for(run) == expected
+        assert declared_for(PretrainedModel(path=str(source))) == expected
     shutil.rmtree(source)
-    assert declared_for(run) == "float32"
+    assert declared_for(PretrainedModel(path=str(source))) == "float32"
 
 
 def test_weight_beyond_the_dtype_is_named_and_nothing_written(tmp_path: Path, make_run):
