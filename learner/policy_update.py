@@ -20,7 +20,7 @@ from torch import Tensor
 from areal_q.algorithms import LossInputs, loss_fn, reduce_metrics
 from areal_q.algorithms.loss import whole_step
 from areal_q.algorithms.reducers import Metrics
-from areal_q.config import Gae, LearnerConfig
+from areal_q.config import Gae, LearnerConfig, TorchBackend
 from areal_q.errors import ConfigError, DivergedError
 from learner.backends.base import Backend, Scores
 from learner.backends.routing_replay import balance_weights
@@ -102,7 +102,7 @@ def update_policy(
     token log. All ranks call this together. Raises what `prepare_minibatches` and `accumulate_gradient` raise,
     and DivergedError after `learner.max_skipped` gradients in a row that were not finite.
     """
-    minibatches = prepare_minibatches(backend, samples)
+    minibatches = prepare_minibatches(backend, samples, defer=_first_update_scores(backend.cfg))
     if recorder:
         recorder.begin()
     metrics: list[Metrics] = []
@@ -117,16 +117,22 @@ def update_policy(
     return values
 
 
-def prepare_minibatches(backend: Backend, samples: Sequence[Sample]) -> list[Minibatch]:
+def prepare_minibatches(
+    backend: Backend, samples: Sequence[Sample], defer: bool = False
+) -> list[Minibatch]:
     """Returns one minibatch for each optimizer step of an epoch.
 
     π_prox is computed for all of them before the first update, since it is the policy before this batch changes
-    it. Raises ConfigError for a sample that has more tokens than a micro-batch may have.
+    it. With `defer`, scores are left out where the first update's own forward pass gives them. Raises
+    ConfigError for a sample that has more tokens than a micro-batch may have.
     """
     _check_lengths(samples, backend.cfg)
     packed = [_microbatches(backend, cut) for cut in cut_minibatches(samples, backend.cfg)]
     # Only the first minibatch is learnt from before the weights change, so that only its graph stays valid.
-    minibatches = [_with_scores(backend, cuts, graph=n == 0) for n, cuts in enumerate(packed)]
+    minibatches = [
+        _with_scores(backend, cuts, graph=n == 0, defer=defer and n == 0)
+        for n, cuts in enumerate(packed)
+    ]
     if not needs_policy(backend.cfg):
         return minibatches
     own = [sample for cuts in packed for cut, batch in cuts if batch.counts for sample in cut]
@@ -183,15 +189,39 @@ def _microbatches(
 
 
 def _with_scores(
-    backend: Backend, packed: Sequence[tuple[Sequence[Sample], PackedBatch]], graph: bool
+    backend: Backend,
+    packed: Sequence[tuple[Sequence[Sample], PackedBatch]],
+    graph: bool,
+    defer: bool,
 ) -> Minibatch:
-    """Returns the micro-batches with the inputs of their losses, computed while π_θ is still π_prox."""
+    """Returns the micro-batches with the inputs of their losses, computed while π_θ is still π_prox. With
+    `defer`, those that learn have stand-ins for the scores, until their update computes them."""
     batches = [batch for _, batch in packed]
-    scores, reference = backend.scores(batches, graph), backend.reference_logprobs(batches)
+    now = [batch for batch in batches if not (defer and batch.learns)]
+    found = iter(backend.scores(now, graph) if now else [])
+    scores = [_stand_in(batch) if defer and batch.learns else next(found) for batch in batches]
+    reference = backend.reference_logprobs(batches)
     return [
         (batch, loss_inputs(batch, own, ref))
         for batch, own, ref in zip(batches, scores, reference, strict=True)
     ]
+
+
+def _first_update_scores(cfg: LearnerConfig) -> bool:
+    """Returns True if the first update's forward pass gives π_prox of its micro-batches: then nothing needs
+    their scores earlier, neither advantages nor counts of the whole step."""
+    return (
+        isinstance(cfg.backend, TorchBackend)
+        and not needs_policy(cfg)
+        and cfg.critic is None
+        and not cfg.router_aux_coef
+        and getattr(cfg.objective, "denominator", "all_tokens") == "all_tokens"
+    )
+
+
+def _stand_in(batch: PackedBatch) -> Scores:
+    """Returns scores that are finite where the record is, so that tokens can be counted before the update."""
+    return {"logprobs": batch.behavior_logprobs, "entropy": batch.behavior_logprobs}
 
 
 def loss_inputs(batch: PackedBatch, scores: Scores, reference: torch.Tensor | None) -> LossInputs:
@@ -220,10 +250,13 @@ def accumulate_gradient(
     divided by counts of the whole minibatch, so that the gradient does not depend on the cut into
     micro-batches.
 
-    Before the `first` update π_θ is π_prox, so that the forward pass is repeated for micro-batches with a
-    gradient only, and not for the first of these, whose graph was kept. Keeping all graphs would take too much
-    memory. Raises RecordError, naming ticket, response and token, if an input of the loss is not finite.
+    Before the `first` update π_θ is π_prox: its forward pass gives the scores that are still missing, and
+    `minibatch` keeps them for later epochs. If they were computed before, the pass is repeated for
+    micro-batches with a gradient only, and not for the first of these, whose graph was kept. Keeping all graphs
+    would take too much memory. Raises RecordError, naming ticket, response and token, if an input of the loss
+    is not finite.
     """
+    late = first and _first_update_scores(backend.cfg)
     own = whole_step([x for batch, x in minibatch if batch.counts], backend.cfg.objective)
     totals = backend.ranks.total(own)
 
@@ -234,7 +267,12 @@ def accumulate_gradient(
             balance_weights(routed, backend.shape, backend.ranks) * backend.cfg.router_aux_coef
         )
 
-    def loss(batch: PackedBatch, before: LossInputs, scores: Scores):
+    def loss(place: int, scores: Scores):
+        batch, before = minibatch[place]
+        if late and batch.learns:
+            own, entropy = scores["logprobs"].detach(), scores["entropy"].detach()
+            before = replace(before, logprobs=own, proximal_logprobs=own, entropy=entropy)
+            minibatch[place] = batch, before
         inputs = replace(before, **scores)
         out = loss_fn(
             inputs,
@@ -250,27 +288,25 @@ def accumulate_gradient(
             recorder.add(batch, before, inputs, out.policy_loss)
         return out.loss, out.metrics
 
-    learning = [(batch, x) for batch, x in minibatch if batch.learns]
+    learning = [place for place, (batch, _) in enumerate(minibatch) if batch.learns]
     metrics: list[Metrics] = []
     if learning:
-        first_scores = _scores_of(learning[0][1])
+        first_scores = _scores_of(minibatch[learning[0]][1])
         metrics += backend.backward(
-            [batch for batch, _ in learning],
-            lambda i, scores: loss(*learning[i], scores),
+            [minibatch[place][0] for place in learning],
+            lambda i, scores: loss(learning[i], scores),
             first_scores if first and first_scores["logprobs"].requires_grad else None,
         )
-    others = [(batch, x) for batch, x in minibatch if not batch.learns]
+    others = [place for place, (batch, _) in enumerate(minibatch) if not batch.learns]
     if others:
         now = (
-            [_scores_of(x) for _, x in others]
+            [_scores_of(minibatch[place][1]) for place in others]
             if first
-            else backend.scores([batch for batch, _ in others])
+            else backend.scores([minibatch[place][0] for place in others])
         )
         with torch.no_grad():
-            metrics += [
-                loss(batch, x, scores)[1] for (batch, x), scores in zip(others, now, strict=True)
-            ]
-    counts = [batch.counts for batch, _ in learning + others]
+            metrics += [loss(place, scores)[1] for place, scores in zip(others, now, strict=True)]
+    counts = [minibatch[place][0].counts for place in learning + others]
     return [m for m, counted in zip(metrics, counts, strict=True) if counted]
 
 

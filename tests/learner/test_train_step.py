@@ -18,6 +18,7 @@ from areal_q.tasks import build_tokenizer
 from learner import policy_update as step_module
 from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.data.packing import Sample, pack_samples
+from learner.measure.token_recorder import TokenRecorder
 from learner.optim.build import learning_rate
 from learner.policy_update import update_policy
 
@@ -128,6 +129,35 @@ def test_the_proximal_policy_is_the_one_before_the_first_update(
     # The first update starts from it, the last one is well on its way.
     torch.testing.assert_close(seen[0].logprobs, seen[0].proximal_logprobs, atol=1e-5, rtol=1e-5)
     assert (seen[-1].logprobs - seen[-1].proximal_logprobs).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("more", [[], ["learner.epochs=2"], ["learner.minibatches=2"]])
+def test_the_first_update_scores_its_batches_to_the_same_bits(
+    make_run: MakeRun, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch, more: list[str]
+):
+    settings = ["learner.minibatches=1", "learner.microbatch_tokens=40", *more]
+    outcomes, passes = [], []
+    for late in (True, False):
+        if not late:
+            monkeypatch.setattr(step_module, "_first_update_scores", lambda _: False)
+        policy, recorder = build_policy(make_run(*settings)), TokenRecorder()
+        forward = policy.model.forward
+        calls: list[int] = []
+
+        def counted(*args, forward=forward, calls=calls):
+            calls.append(1)
+            return forward(*args)
+
+        policy.model.forward = counted  # type: ignore[method-assign]
+        values = update_policy(policy, make_samples(12), recorder)
+        outcomes.append((weights(policy), values, recorder.scores()))
+        passes.append(len(calls))
+    (one, metrics, tokens), (other, metrics_again, tokens_again) = outcomes
+    assert passes[0] < passes[1]
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert metrics == metrics_again
+    for name in ("proximal_logprobs", "logprobs", "entropy"):
+        assert np.array_equal(getattr(tokens, name), getattr(tokens_again, name)), name
 
 
 def test_same_samples_and_weights_give_bit_equal_weights(
