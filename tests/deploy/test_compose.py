@@ -356,6 +356,17 @@ def test_the_workers_of_other_hosts_mount_the_model_as_well(resolved, tmp_path):
     assert worker["command"][:2] == ["--run", "quickstart-hf"]
 
 
+def test_names_are_given_up_soon_unless_they_are_of_other_hosts(resolved):
+    """A look-up of a Redis that ended first took 10 s, several times, before a learner could end."""
+    egress = COMPOSE.with_name("compose.egress.yaml")
+    inside, outside = resolved([COMPOSE], []), resolved([COMPOSE, egress], [])
+    elsewhere = resolved([WORKERS], ["relay"], **HOSTS)["services"]
+    for name in ("learner", "rollout"):
+        assert inside["services"][name]["dns_opt"] == ["timeout:1", "attempts:1"]
+        assert "dns_opt" not in outside["services"][name]
+    assert not any("dns_opt" in service for service in elsewhere.values())
+
+
 def test_a_way_out_is_asked_for_and_lets_nobody_in(resolved):
     found = resolved([COMPOSE, COMPOSE.with_name("compose.egress.yaml")], ["tools"])
     out = {name for name, x in found["services"].items() if "egress" in x.get("networks", {})}
