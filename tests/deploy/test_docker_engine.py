@@ -216,8 +216,8 @@ def test_workers_come_and_go_without_a_lost_group_until_drained(stack, record_pr
     assert_a_history_without_gaps(steps)
     assert stack.restarts("learner") == 0
 
-    left = ("pending", "firing")
-    stack.until(lambda: stack.alerts()["WorkerLost"] in left, "alert of workers that left")
+    stack.until(lambda: stack.scraped() == {"learner": 1, "rollout": 2}, "metrics of three")
+    stack.until(lambda: stack.alerts()["WorkerLost"] == "inactive", "peace after they left")
     assert stack.alerts()["NoWorkers"] == "inactive"
 
     stack("stop", "learner")
