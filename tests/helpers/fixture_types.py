@@ -3,12 +3,11 @@
 from collections.abc import Callable
 
 from areal_q.config import Run
-from areal_q.messages import Group, Ticket
+from areal_q.messages import Group
 from areal_q.weights.version import WeightVersion
 from learner.data.packing import Sample
 
 MakeRun = Callable[..., Run]
 MakeSamples = Callable[..., list[Sample]]
 MakeGroup = Callable[..., Group]
-MakeTicket = Callable[..., Ticket]
 MakeVersion = Callable[..., WeightVersion]
