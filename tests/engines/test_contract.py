@@ -10,13 +10,12 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from helpers.policies import pack_state
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_q.config import Sampling, ScriptedEngine, SglangEngine, TorchEngine, VllmEngine
 from areal_q.config.run import EngineConfig
 from areal_q.errors import EngineDied, RecordError, WeightVersionError
-from areal_q.quant import quantize_state
-from areal_q.weights.version import pack_version
 from rollout.engines import ENGINES, build_engine
 from rollout.engines.base import Request
 
@@ -70,16 +69,7 @@ def make_published():
     def make(version, format, **changes):
         torch.manual_seed(version)
         model = Qwen3ForCausalLM(config)
-        return pack_version(
-            quantize_state(model.state_dict(), format),
-            run="r",
-            epoch="e",
-            version=version,
-            format=format,
-            uaq_scale=1.0,
-            model=config.to_dict() | changes,
-            published_s=0.0,
-        )
+        return pack_state(model.state_dict(), config.to_dict() | changes, format, version)
 
     return make
 

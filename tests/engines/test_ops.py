@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from helpers.policies import pack_state
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -14,7 +15,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_q.config import Sampling, TorchEngine
 from areal_q.models.config import DecoderConfig
-from areal_q.quant import quantize_state
 from areal_q.quant.activations import (
     dequantize_groups,
     quantize_groups_e4m3,
@@ -23,7 +23,6 @@ from areal_q.quant.activations import (
 )
 from areal_q.quant.kernels import cpu_activations
 from areal_q.quant.quantized_linear import FloatLinear, Fp8GroupLinear, Fp8RowLinear, Int8Linear
-from areal_q.weights.version import pack_version
 from rollout.engines import build_engine
 from rollout.engines.base import Request
 from rollout.engines.reference import numba_kernels
@@ -236,10 +235,7 @@ def test_an_engine_draws_the_same_responses_either_way():
         num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.25,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).eval()
-    weights = pack_version(
-        quantize_state(model.state_dict(), "int8"), run="r", epoch="e", version=0, format="int8",
-        uaq_scale=1.0, model=config.to_dict(), published_s=0.0,
-    )  # fmt: skip
+    weights = pack_state(model.state_dict(), config.to_dict(), "int8")
     requests = [
         Request(
             prompt_ids=np.arange(1, 2 + i, dtype=np.int32),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.policies import pack_state
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -26,9 +27,8 @@ from transformers import (
 
 from areal_q.config import Sampling, TorchEngine
 from areal_q.errors import ConfigError, RecordError, WeightVersionError
-from areal_q.quant import dequantize_state, is_quantized, quantize_state
+from areal_q.quant import dequantize_state, is_quantized
 from areal_q.quant.activations import quantize_rows
-from areal_q.weights.version import pack_version
 from rollout.engines import build_engine
 from rollout.engines.base import Request
 from rollout.engines.reference.inference_model import InferenceModel
@@ -84,16 +84,7 @@ def random_model(family="qwen3", seed=0):
 
 
 def publish(model, version=0, format="bf16"):
-    return pack_version(
-        quantize_state(model.state_dict(), format),
-        run="r",
-        epoch="e",
-        version=version,
-        format=format,
-        uaq_scale=1.0,
-        model=model.config.to_dict(),
-        published_s=0.0,
-    )
+    return pack_state(model.state_dict(), model.config.to_dict(), format, version)
 
 
 def generate(weights, *requests, config=TorchEngine(slots=64)):  # noqa: B008

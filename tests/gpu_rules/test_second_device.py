@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.policies import pack_state
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from areal_q.config import Sampling, TorchEngine
@@ -32,7 +33,6 @@ from areal_q.quant.quantized_linear import int8_matmul
 from areal_q.quant.sticky_scales import StickyRanges
 from areal_q.quant.uaq import apply_uaq
 from areal_q.weights.version import WeightVersion
-from areal_q.weights.version import pack_version as pack_weights
 from bench.gpu.sections import SECTIONS
 from rollout.engines import build_engine
 from rollout.engines.base import Request
@@ -213,10 +213,7 @@ def test_a_model_is_saved_and_read_again(cuda: SecondDevice, tmp_path: Path) -> 
 
 
 def published(model: Decoder, format: str, version: int = 0) -> WeightVersion:
-    return pack_weights(
-        quantize_state(model.state_dict(), format), run="r", epoch="e", version=version, format=format,
-        uaq_scale=1.0, model=model.config.to_hf(), published_s=0.0,
-    )  # fmt: skip
+    return pack_state(model.state_dict(), model.config.to_hf(), format, version)
 
 
 def generated(config: TorchEngine, versions: list[WeightVersion], greedy: bool) -> list[Any]:

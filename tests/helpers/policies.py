@@ -1,12 +1,15 @@
 """Parts of a learner as it builds them: policies, their checkpoints and bytes; admission, pool and reader."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from areal_q.config import Run
 from areal_q.models import Decoder
+from areal_q.quant import quantize_state
 from areal_q.tasks import build_task, build_tokenizer
+from areal_q.weights.version import WeightVersion, pack_version
 from buffer.interface import LearnerSide
 from buffer.sampling.replay_pool import ReplayPool
 from learner import checkpoint
@@ -28,6 +31,16 @@ def build_policy(run: Run, temperature: float = 1.0) -> TorchPolicy:
     model = initial_model(run)
     set_precision(model, PrecisionSettings.of(run))
     return TorchPolicy(model, run.learner, temperature)
+
+
+def pack_state(
+    state: dict[str, torch.Tensor], model: dict[str, Any], format: str = "bf16", version: int = 0
+) -> WeightVersion:
+    """Returns the version with `state`, quantized, of a model with this config.json."""
+    return pack_version(
+        quantize_state(state, format), run="r", epoch="e", version=version, format=format,
+        uaq_scale=1.0, model=model, published_s=0.0,
+    )  # fmt: skip
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from helpers.policies import save_at
+from helpers.policies import pack_state, save_at
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from areal_q.config import Sampling, TorchEngine, load
@@ -17,8 +17,8 @@ from areal_q.errors import ConfigError, RecordError
 from areal_q.messages import Array, Dtype, Group, Trajectory, decode_group, encode
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights
 from areal_q.models.low_bit.published_state import published_state
-from areal_q.quant import FORMATS, quantize_state
-from areal_q.weights.version import WeightVersion, pack_version
+from areal_q.quant import FORMATS
+from areal_q.weights.version import WeightVersion
 from buffer.logs.trajectory_log import TrajectoryLog, read_log
 from learner import checkpoint
 from learner.backends.data_parallel import ALONE
@@ -58,16 +58,7 @@ def decoder(seed: int = 0, config: DecoderConfig = CONFIG) -> Decoder:
 
 
 def publish(model: Decoder, format: str = "bf16", version: int = 0) -> WeightVersion:
-    return pack_version(
-        quantize_state(model.state_dict(), format),
-        run="r",
-        epoch="e",
-        version=version,
-        format=format,
-        uaq_scale=1.0,
-        model=model.config.to_hf(),
-        published_s=0.0,
-    )
+    return pack_state(model.state_dict(), model.config.to_hf(), format, version)
 
 
 def generate(

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.formats import every_format
+from helpers.policies import pack_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -12,7 +13,7 @@ from areal_q.errors import QuantizationError
 from areal_q.quant import FORMATS, dequantize_state, is_quantized, quantize_state
 from areal_q.quant.activations import quantize_rows
 from areal_q.quant.quantized_linear import FloatLinear, Int8Linear, int8_matmul, int_mm_is_exact
-from areal_q.weights import delta, version
+from areal_q.weights import delta
 
 INT8, BF16 = FORMATS["int8"], FORMATS["bf16"]
 TINY = torch.finfo(torch.float32).tiny
@@ -202,13 +203,7 @@ def test_a_delta_between_two_versions_is_exact(name):
         "model.norm.weight": torch.ones(130),
     }
     nudged = {key: w + 1e-3 * torch.randn_like(w) for key, w in state.items()}
-    base, new = (
-        version.pack_version(
-            quantize_state(s, name), run="r", epoch="e", version=i, format=name, uaq_scale=1.0,
-            model={}, published_s=0.0,
-        )
-        for i, s in enumerate((state, nudged))
-    )  # fmt: skip
+    base, new = (pack_state(s, {}, name, i) for i, s in enumerate((state, nudged)))
     body = delta.diff(base, new)
     assert body is not None
     applied = delta.apply(base, body, torch.empty_like(base.payload))
