@@ -11,6 +11,9 @@ from areal_q.config.struct_types import (
     WholeNumber,
 )
 
+Dtype = Literal["auto", "float32", "bfloat16x2", "bfloat16"]
+"""What the torch engine multiplies where it is not INT8"""
+
 
 class TorchEngine(TaggedSettings, frozen=True, kw_only=True, tag="torch"):
     """The reference engine: continuous batching over a slotted KV cache, on a CPU or one GPU."""
@@ -27,6 +30,10 @@ class TorchEngine(TaggedSettings, frozen=True, kw_only=True, tag="torch"):
     """Room of an FP8 cache above the largest key and value of the first prompts under a version."""
     fused: bool = True
     """On a CPU: one compiled loop for each chain of small torch operations; false: plain torch."""
+    dtype: Dtype = "auto"
+    """Operands of products that are not INT8, on a CPU with fused = true; sums are float32. bfloat16x2:
+    activations as the sum of two bfloat16 numbers; auto: bfloat16x2 if the processor multiplies bfloat16. An
+    output head that was not published in bfloat16 is rounded by bfloat16 alone. Elsewhere all is float32."""
     compiled: bool = False
     """torch.compile in place of both, on any device; takes a C++ compiler on a CPU, and a minute at first."""
 

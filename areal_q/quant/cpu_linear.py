@@ -2,7 +2,8 @@
 
 Each has the activations of its plain twin (quantized_linear.py) to the bit. INT8 sums are exact, whether
 cpu_gemm.py computes them, from weights that are packed when they are loaded, or torch does. Products of
-floats are torch's, with their weights in float32.
+floats are torch's, with their weights in float32, or those of cpu_gemm.py, with bfloat16 operands and float32
+sums, and weights of half the size.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from areal_q.quant.bf16_weight import Bf16Weight
 from areal_q.quant.kernels import cpu_activations, cpu_gemm
 from areal_q.quant.kernels.cpu_tile import PANEL, has_int8
 from areal_q.quant.quantized_linear import (
@@ -27,8 +29,8 @@ from areal_q.quant.quantized_linear import (
 
 _OFFSET = 128
 """What is added to activations, since the processor multiplies uint8 by int8"""
-_WORK_OF_A_THREAD = 1 << 22
-"""Products for which another thread takes as long as its start"""
+_WORK_OF_A_THREAD = 1 << 16
+"""Words of x, once for each panel, with which another thread takes as long as its start"""
 
 
 def cpu_linear(linear: Linear) -> Linear:
@@ -68,9 +70,106 @@ class PackedInt8Linear:
         return torch.from_numpy(y)
 
 
+def bf16_linear(weight: Bf16Weight, parts: int = 1) -> Linear:
+    """Returns x ↦ x · Wᵀ with products of bfloat16 numbers and sums in float32. Activations that are no codes
+    are the sum of so many `parts` (cpu_gemm.bf16_parts)."""
+    match weight.activations:
+        case "e4m3 rows":
+            return Bf16RowLinear(weight)
+        case "e4m3 groups":
+            return Bf16GroupLinear(weight)
+        case _:
+            kind = Bf16GroupLinear if len(weight.scale) > 1 else Bf16Linear
+            layer = kind(weight, parts)
+            if parts == 1 or weight.rest is None:
+                return layer
+            return SumLinear(layer, Bf16Linear(Bf16Weight(weight.rest, weight.scale)))
+
+
+class Bf16Linear:
+    """A layer whose activations are a sum of bfloat16 numbers."""
+
+    def __init__(self, weight: Bf16Weight, parts: int = 1) -> None:
+        self.parts = parts
+        self.words = cpu_gemm.pack_words(weight.numbers).numpy()
+        self.scale = weight.scale[0].numpy()
+        self.nothing = np.zeros((1, len(self.scale)), np.float32)
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        return self._product(x, np.ones(len(x), np.float32), add)
+
+    def _product(self, x: Tensor, x_scale: np.ndarray, add: Tensor | None) -> Tensor:
+        y = np.empty((len(x), len(self.scale)), np.float32)
+        added = self.nothing if add is None else add.view(-1, y.shape[1]).numpy()
+        words = cpu_gemm.bf16_parts(x, self.parts).numpy()
+        over_panels(cpu_gemm.bf16_gemm, words, self.words, self.scale, x_scale, added, y)
+        return torch.from_numpy(y)
+
+
+class SumLinear:
+    """The sum of two layers: of a weight's bfloat16 numbers, and of what their rounding left."""
+
+    def __init__(self, first: Linear, second: Linear) -> None:
+        self.first, self.second = first, second
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        return self.second(x, self.first(x, add))
+
+
+class Bf16RowLinear(Bf16Linear):
+    """A layer whose activations are E4M3 codes with a scale per row. Products are exact."""
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        numbers, x_scale = np.empty(x.shape, np.float32), np.empty(len(x), np.float32)
+        cpu_activations.e4m3_rows(x.numpy(), numbers, x_scale)
+        return self._product(torch.from_numpy(numbers), x_scale, add)
+
+
+class Bf16GroupLinear:
+    """A layer whose weight has a scale per 128 channels of an output; activations are a sum of bfloat16
+    numbers, or E4M3 codes with scales of the same groups."""
+
+    def __init__(self, weight: Bf16Weight, parts: int = 1) -> None:
+        self.words, self.parts = cpu_gemm.pack_words(weight.numbers).numpy(), parts
+        self.scale, self.fp8 = weight.scale.numpy(), weight.activations == "e4m3 groups"
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        groups, outs = self.scale.shape
+        x_scale, y = np.ones((groups, len(x)), np.float32), np.zeros((len(x), outs), np.float32)
+        if add is not None:
+            y[:] = add.numpy()
+        if self.fp8:
+            numbers = np.empty(x.shape, np.float32)
+            cpu_activations.e4m3_group_numbers(x.numpy(), numbers, x_scale)
+            x = torch.from_numpy(numbers)
+        words = cpu_gemm.bf16_parts(x, self.parts).numpy()
+        over_panels(cpu_gemm.bf16_group_gemm, words, self.words, self.scale, x_scale, y)
+        return torch.from_numpy(y)
+
+
+class Bf16Table:
+    """An embedding, or an output head, or both, packed once: bfloat16 [V, D]."""
+
+    def __init__(self, weight: Tensor, parts: int) -> None:
+        self.outs, self.width = weight.shape
+        self.linear = Bf16Linear(
+            Bf16Weight(weight.to(torch.bfloat16), torch.ones(1, self.outs)), parts
+        )
+        self.words = torch.from_numpy(self.linear.words)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Returns the rows of `tokens` int64 [T], float32 [T, D]."""
+        found = self.words[tokens // PANEL, :, tokens % PANEL]
+        return found.view(torch.bfloat16)[:, : self.width].float()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Returns the logits, float32 [R, V], of hidden states [R, D]."""
+        return self.linear(hidden)
+
+
 def over_panels(gemm: Any, x: np.ndarray, words: np.ndarray, *rest: np.ndarray) -> None:
     """Calls `gemm` for all panels of `words`, on as many threads as torch has where that pays."""
-    panels, work = len(words), x.shape[0] * words.size
+    panels, work = len(words), x.size * len(words)
     threads = min(torch.get_num_threads(), panels, max(1, work // _WORK_OF_A_THREAD))
     borders = [panels * i // threads for i in range(threads + 1)]
     others = [

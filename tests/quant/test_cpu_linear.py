@@ -1,10 +1,15 @@
 """Packed linear layers on a CPU against those of torch."""
 
+import numpy as np
 import pytest
 import torch
+from numba import njit
 
-from areal_q.quant import cpu_linear
-from areal_q.quant.cpu_linear import FusedInt8Linear, PackedInt8Linear
+from areal_q.quant import FORMATS, cpu_linear
+from areal_q.quant.bf16_weight import Bf16Weight, bf16_weight
+from areal_q.quant.cpu_linear import Bf16Table, FusedInt8Linear, PackedInt8Linear, bf16_linear
+from areal_q.quant.format import Format, Parts
+from areal_q.quant.kernels import cpu_gemm, cpu_tile
 from areal_q.quant.kernels.cpu_tile import has_int8
 from areal_q.quant.quantized_linear import Int8Linear
 
@@ -50,3 +55,88 @@ def test_without_the_instruction_torch_multiplies(monkeypatch):
     assert isinstance(cpu_linear.cpu_linear(plain), PackedInt8Linear) == has_int8()
     monkeypatch.setattr(cpu_linear, "has_int8", lambda: False)
     assert isinstance(cpu_linear.cpu_linear(plain), FusedInt8Linear)
+
+
+def weights_of(name: str, channels: int, outs: int) -> tuple[Format, list[Parts]]:
+    """Returns a format and two weights of it, of `outs` and 64 outputs."""
+    torch.manual_seed(channels)
+    format = FORMATS[name]
+    return format, [format.quantize(0.02 * torch.randn(n, channels), "w") for n in (outs, 64)]
+
+
+BF16_FORMATS = [name for name in FORMATS if name != "int8"]
+
+
+@pytest.mark.parametrize("name", BF16_FORMATS)
+def test_numbers_times_scales_are_the_published_weights(name):
+    format, parts = weights_of(name, 330, 96)
+    weight = bf16_weight(format, parts)
+    spread = weight.scale.t().repeat_interleave(128 if len(weight.scale) > 1 else 330, 1)
+    numbers = weight.numbers.float() + (0 if weight.rest is None else weight.rest.float())
+    found = numbers * spread[:, :330]
+    exact = torch.cat([format.dequantize(p) for p in parts])
+    tolerance = 2**-16 if name == "nf4" else 2**-22
+    torch.testing.assert_close(found, exact, rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("added", ["nothing", "bias", "residual"])
+@pytest.mark.parametrize("name", BF16_FORMATS)
+def test_bf16_products_are_those_of_float32(name, added):
+    """Of activations that bfloat16 holds; two parts hold nearly all that float32 does."""
+    format, parts = weights_of(name, 330, 96)
+    plain, weight = format.linear(parts), bf16_weight(format, parts)
+    x = torch.randn(97, 330)
+    add = {"nothing": None, "bias": torch.randn(160), "residual": torch.randn(97, 160)}[added]
+    torch.testing.assert_close(bf16_linear(weight, 2)(x, add), plain(x, add), rtol=0, atol=2e-5)
+    rounded = x if weight.activations != "bfloat16" else x.bfloat16().float()
+    rough = 0.02 if name == "nf4" else 2e-5  # a single part rounds its weights
+    torch.testing.assert_close(
+        bf16_linear(weight, 1)(x, add), plain(rounded, add), rtol=0, atol=rough
+    )
+
+
+@pytest.mark.parametrize(("rows", "channels", "outs"), SHAPES)
+def test_bf16_sums_are_float32_at_any_shape(rows, channels, outs):
+    torch.manual_seed(rows)
+    weight = Bf16Weight(torch.randn(outs, channels).bfloat16(), torch.ones(1, outs))
+    x = torch.randn(rows, channels).bfloat16().float()
+    found = bf16_linear(weight)(x).double()
+    exact = x.double() @ weight.numbers.double().t()
+    # Sums rounded to bfloat16 would be off by 2⁻⁹ of themselves.
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-6 * channels)
+
+
+def test_a_table_embeds_and_multiplies_the_same_numbers():
+    weight = torch.randn(150, 33).bfloat16()
+    table = Bf16Table(weight, 2)
+    tokens = torch.tensor([0, 149, 64, 63, 64])
+    assert torch.equal(table.embed(tokens), weight[tokens].float())
+    x = torch.randn(5, 33)
+    torch.testing.assert_close(table(x), x @ weight.float().t(), rtol=0, atol=1e-4)
+
+
+def test_what_is_not_finite_stays_in_its_row_in_bf16():
+    weight = Bf16Weight(torch.randn(70, 33).bfloat16(), torch.ones(1, 70))
+    x = torch.randn(3, 33)
+    x[1, 4] = torch.nan
+    for parts in (1, 2):
+        finite = bf16_linear(weight, parts)(x).isfinite().all(1)
+        assert finite.tolist() == [True, False, True]
+
+
+def test_a_processor_without_bf16_computes_the_same():
+    """It takes shifts to float32 in place of the instruction."""
+    tile = cpu_tile.tile(3, cpu_tile.FLOATS, lambda: cpu_tile.bf16_by_shifts)
+
+    @njit
+    def multiply(x, w, out):
+        tile(
+            x.ctypes.data, x.strides[0], w.ctypes.data, x.shape[1],
+            out.ctypes.data, out.strides[0], w.ctypes.data, 0,
+        )  # fmt: skip
+
+    x, weight = torch.randn(3, 40).bfloat16(), torch.randn(64, 40).bfloat16()
+    out = np.zeros((3, 64), np.float32)
+    multiply(cpu_gemm.words_of(x).numpy(), cpu_gemm.pack_words(weight).numpy(), out)
+    exact = x.double() @ weight.double().t()
+    torch.testing.assert_close(torch.from_numpy(out).double(), exact, rtol=0, atol=1e-4)

@@ -45,8 +45,13 @@ class Int4Fp8(Int4):
         return scales_for(ranges, 7).to(torch.bfloat16)
 
     def effective(self, scale: Tensor) -> Tensor:
+        eighth, row = self.factors(scale)
+        return eighth * row
+
+    def factors(self, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns E4M3(e / 8) [out, ⌈in/128⌉] and 8 · row [out, 1], float32."""
         s = scale.to(torch.float32)
         largest = torch.full((), E4M3_MAX, device=s.device)
         row = s.amax(1, keepdim=True).div_(largest).clamp_(min=SMALLEST_ROW_SCALE)
         eighth = to_e4m3(to_e4m3(s * row.reciprocal()).to(torch.float32) / 8)
-        return eighth.to(torch.float32) * (row * 8)
+        return eighth.to(torch.float32), row * 8

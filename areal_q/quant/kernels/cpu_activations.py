@@ -80,6 +80,22 @@ def e4m3_rows(x, numbers, scales):
             numbers[t, i] = _e4m3(x[t, i] / scale)
 
 
+@kernel(void(F2, F2, F2))
+def e4m3_group_numbers(x, numbers, scales):
+    """Quantizes x [T, K] as activations.quantize_groups_e4m3 does: the numbers that its codes stand for, scales
+    [⌈K / 128⌉, T]."""
+    bits = x.view(int32)
+    for t in range(x.shape[0]):
+        for g in range(scales.shape[0]):
+            start, end = g * 128, min(g * 128 + 128, x.shape[1])
+            top = _top(bits[t, start:end])
+            top = _SMALLEST_GROUP_RANGE if top < _SMALLEST_GROUP_RANGE else top
+            scale = top / float32(448.0)
+            scales[g, t] = scale
+            for i in range(start, end):
+                numbers[t, i] = _e4m3(x[t, i] / scale)
+
+
 @kernel(void(F2, F2))
 def e4m3_groups(x, y):
     """Rounds x [T, K] to what activations.quantize_groups_e4m3 and back makes of it."""

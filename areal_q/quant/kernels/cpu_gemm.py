@@ -39,6 +39,7 @@ _ROWS = 96
 """Rows of a block, whose words of x stay in the cache while panels pass"""
 _WORDS = 512
 """Words of a panel that are multiplied with all rows of a block before the next ones"""
+_GROUP_WORDS = 64
 _FMA = {"contract"}
 
 
@@ -50,26 +51,41 @@ def pack_words(weight: Tensor) -> Tensor:
     return words.view(-1, PANEL, words.shape[1]).transpose(1, 2).contiguous()
 
 
+def bf16_parts(x: Tensor, parts: int) -> Tensor:
+    """Returns the words of bfloat16 numbers whose sum over `parts` is nearly x float32 [T, K]: int32 [parts, T,
+    W]. One part is x rounded, 2⁻⁹ of it off at most, and a second one leaves 2⁻¹⁷."""
+    found = [x.to(torch.bfloat16)]
+    for _ in range(parts - 1):
+        x = x - found[-1]
+        found.append(x.to(torch.bfloat16))
+    return words_of(torch.stack(found))
+
+
 def words_of(x: Tensor) -> Tensor:
-    """Returns the words of x, int32 [T, W], of bfloat16 or uint8 [T, K]."""
-    rest = -x.shape[1] % (4 // x.element_size())
+    """Returns the words of x, int32 [..., W], of bfloat16 or uint8 [..., K]."""
+    rest = -x.shape[-1] % (4 // x.element_size())
     return (F.pad(x, (0, rest)) if rest else x).view(torch.int32)
 
 
 @kernel()
 def _bf16_rows(x, x_step, w, words, out, rows):
+    ahead, step = w + words * 256, np.int64(256 // ((rows + 5) // 6))
     r = 0
     while r + 6 <= rows:
-        BF16_6(x + r * x_step, x_step, w, words, out + r * 256, 256)
+        BF16_6(x + r * x_step, x_step, w, words, out + r * 256, 256, ahead, step)
+        ahead += step * words
         r += 6
     if r + 4 <= rows:
-        BF16_4(x + r * x_step, x_step, w, words, out + r * 256, 256)
+        BF16_4(x + r * x_step, x_step, w, words, out + r * 256, 256, ahead, step)
+        ahead += step * words
         r += 4
     if r + 2 <= rows:
-        BF16_2(x + r * x_step, x_step, w, words, out + r * 256, 256)
+        BF16_2(x + r * x_step, x_step, w, words, out + r * 256, 256, ahead, step)
+        ahead += step * words
         r += 2
     if r < rows:
-        BF16_1(x + r * x_step, x_step, w, words, out + r * 256, 256)
+        BF16_1(x + r * x_step, x_step, w, words, out + r * 256, 256, ahead, step)
+        ahead += step * words
 
 
 @kernel(fastmath=_FMA)
@@ -84,26 +100,27 @@ def _scaled(sums, offset, start, first, rows, w_scale, x_scale, add, y):
             row[c] = float32(found[c] + offset[c]) * scale[c] * x_scale[t] + added[c]
 
 
-@kernel(void(I2, I3, F1, F1, F2, F2, nt.int64, nt.int64))
+@kernel(void(I3, I3, F1, F1, F2, F2, nt.int64, nt.int64))
 def bf16_gemm(x, w, w_scale, x_scale, add, y, first, last):
-    """Computes y[t, o] = (Σ x[t] · w[o]) · w_scale[o] · x_scale[t] + add[t, o], with add [T, out] or [1, out],
-    for the panels `first` … `last` - 1."""
+    """Computes y[t, o] = (Σ x[i, t] · w[o]) · w_scale[o] · x_scale[t] + add[t, o] for the panels `first` …
+    `last` - 1. The sum is over the parts i of x too; add is [T, out] or [1, out]."""
     nothing = np.zeros(64, float32)
     sums = np.empty((_ROWS, 64), float32)
-    words, add_step = x.shape[1], y.shape[1] if add.shape[0] > 1 else 0
+    words, add_step = x.shape[2], y.shape[1] if add.shape[0] > 1 else 0
     for p in range(first, last):
-        for t in range(0, x.shape[0], _ROWS):
-            rows = min(_ROWS, x.shape[0] - t)
+        for t in range(0, x.shape[1], _ROWS):
+            rows = min(_ROWS, x.shape[1] - t)
             sums[:rows] = float32(0.0)
             for k in range(0, words, _WORDS):
-                _bf16_rows(
-                    x.ctypes.data + (t * words + k) * 4,
-                    words * 4,
-                    w.ctypes.data + (p * words + k) * 256,
-                    min(_WORDS, words - k),
-                    sums.ctypes.data,
-                    rows,
-                )
+                for part in range(x.shape[0]):
+                    _bf16_rows(
+                        x[part].ctypes.data + (t * words + k) * 4,
+                        words * 4,
+                        w.ctypes.data + (p * words + k) * 256,
+                        min(_WORDS, words - k),
+                        sums.ctypes.data,
+                        rows,
+                    )
             if p * 64 + 64 <= y.shape[1]:
                 BF16_SCALED(
                     sums.ctypes.data,
@@ -130,26 +147,27 @@ def _group_added(sums, start, first, rows, scale, x_scale, y):
             row[c] += found[c] * mine[c] * x_scale[r]
 
 
-@kernel(void(I2, I3, F2, F2, nt.int64, F2, nt.int64, nt.int64))
-def bf16_group_gemm(x, w, w_scale, x_scale, size, y, first, last):
-    """Adds Σ_g (Σ x[t] · w[o] over the channels of group g) · w_scale[g, o] · x_scale[g, t] to y[t, o], for the
-    panels `first` … `last` - 1; a group is `size` words."""
+@kernel(void(I3, I3, F2, F2, F2, nt.int64, nt.int64))
+def bf16_group_gemm(x, w, w_scale, x_scale, y, first, last):
+    """Adds Σ_g (Σ x[i, t] · w[o]) · w_scale[g, o] · x_scale[g, t] to y[t, o] for the panels `first` …
+    `last` - 1. The inner sum is over the parts i of x and over group g, which is 128 channels."""
     sums = np.empty((_ROWS, 64), float32)
-    words = x.shape[1]
+    words = x.shape[2]
     for p in range(first, last):
-        for t in range(0, x.shape[0], _ROWS):
-            rows = min(_ROWS, x.shape[0] - t)
+        for t in range(0, x.shape[1], _ROWS):
+            rows = min(_ROWS, x.shape[1] - t)
             for g in range(w_scale.shape[0]):
-                k = g * size
+                k = g * _GROUP_WORDS
                 sums[:rows] = float32(0.0)
-                _bf16_rows(
-                    x.ctypes.data + (t * words + k) * 4,
-                    words * 4,
-                    w.ctypes.data + (p * words + k) * 256,
-                    min(size, words - k),
-                    sums.ctypes.data,
-                    rows,
-                )
+                for part in range(x.shape[0]):
+                    _bf16_rows(
+                        x[part].ctypes.data + (t * words + k) * 4,
+                        words * 4,
+                        w.ctypes.data + (p * words + k) * 256,
+                        min(_GROUP_WORDS, words - k),
+                        sums.ctypes.data,
+                        rows,
+                    )
                 _group_added(sums, p * 64, t, rows, w_scale[g], x_scale[g, t:], y)
 
 
@@ -157,18 +175,23 @@ if has_int8():
 
     @kernel()
     def _int8_rows(x, x_step, w, words, out, rows):
+        ahead, step = w + words * 256, np.int64(256 // ((rows + 5) // 6))
         r = 0
         while r + 6 <= rows:
-            INT8_6(x + r * x_step, x_step, w, words, out + r * 256, 256)
+            INT8_6(x + r * x_step, x_step, w, words, out + r * 256, 256, ahead, step)
+            ahead += step * words
             r += 6
         if r + 4 <= rows:
-            INT8_4(x + r * x_step, x_step, w, words, out + r * 256, 256)
+            INT8_4(x + r * x_step, x_step, w, words, out + r * 256, 256, ahead, step)
+            ahead += step * words
             r += 4
         if r + 2 <= rows:
-            INT8_2(x + r * x_step, x_step, w, words, out + r * 256, 256)
+            INT8_2(x + r * x_step, x_step, w, words, out + r * 256, 256, ahead, step)
+            ahead += step * words
             r += 2
         if r < rows:
-            INT8_1(x + r * x_step, x_step, w, words, out + r * 256, 256)
+            INT8_1(x + r * x_step, x_step, w, words, out + r * 256, 256, ahead, step)
+            ahead += step * words
 
     @kernel(void(I2, I3, I1, F1, F1, F2, F2, nt.int64, nt.int64))
     def int8_gemm(x, w, shift, w_scale, x_scale, add, y, first, last):

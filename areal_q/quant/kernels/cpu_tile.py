@@ -28,7 +28,7 @@ from numba.extending import intrinsic
 PANEL = 64
 _LANES, _VECTORS = 16, 4
 _I64, _I32, _F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
-_FLOATS, _WORDS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
+FLOATS, _WORDS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
 _UPPER = -(1 << 16)
 
 Product = Callable[[Any, Any, list[Any], list[Any]], list[Any]]
@@ -100,37 +100,58 @@ def _operand(name: str, sums: ir.VectorType) -> ir.VectorType:
     raise NotImplementedError(f"LLVM has no function {name} of a known signature")
 
 
-def _bf16_by_shifts(builder: Any, word: Any, columns: list[Any], rows: list[Any]) -> list[Any]:
-    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+def bf16_by_shifts(builder: Any, word: Any, columns: list[Any], rows: list[Any]) -> list[Any]:
+    """The product without an instruction of its own."""
+    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
     add = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{_LANES}f32")
     shift, upper = ir.Constant(_WORDS, [16] * _LANES), ir.Constant(_WORDS, [_UPPER] * _LANES)
     low = builder.bitcast(builder.shl(word, ir.Constant(_I32, 16)), _F32)
     high = builder.bitcast(builder.and_(word, ir.Constant(_I32, _UPPER)), _F32)
-    low, high = _spread(builder, low, _FLOATS), _spread(builder, high, _FLOATS)
+    low, high = _spread(builder, low, FLOATS), _spread(builder, high, FLOATS)
     sums = []
     for row, column in zip(rows, columns, strict=True):
-        first = builder.bitcast(builder.shl(column, shift), _FLOATS)
-        second = builder.bitcast(builder.and_(column, upper), _FLOATS)
+        first = builder.bitcast(builder.shl(column, shift), FLOATS)
+        second = builder.bitcast(builder.and_(column, upper), FLOATS)
         sums.append(builder.call(add, [high, second, builder.call(add, [low, first, row])]))
     return sums
 
 
-def _tile(rows: int, sums: ir.VectorType, product: Callable[[], Product]) -> Any:
+def tile(rows: int, sums: ir.VectorType, product: Callable[[], Product]) -> Any:
     """Returns an intrinsic that computes out += x · W for `rows` rows of x and one panel of W.
 
     It takes addresses, and distances between rows in bytes: x, its distance, W, the number of words in a row
-    of x, at least 1, out, its distance.
+    of x, at least 1, out, its distance; and what of W to fetch into the cache meanwhile: an address and the
+    bytes to go on with every word, since a processor left alone waits for memory at every new panel.
     """
 
     @intrinsic
-    def tile(typing: Any, x: Any, x_step: Any, w: Any, words: Any, out: Any, out_step: Any) -> Any:
+    def emitted(
+        typing: Any,
+        x: Any,
+        x_step: Any,
+        w: Any,
+        words: Any,
+        out: Any,
+        out_step: Any,
+        ahead: Any,
+        ahead_step: Any,
+    ) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             _emit(builder, rows, sums, product(), *args)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 6), emit
+        return types.void(*[types.intp] * 8), emit
 
-    return tile
+    return emitted
+
+
+def _prefetch(builder: Any) -> Callable[[Any], Any]:
+    """Returns a function that emits the fetching of an address into the second-level cache."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    how = [ir.Constant(_I32, n) for n in (0, 2, 1)]  # for reading, moderate locality, data
+    return lambda address: builder.call(function, [builder.inttoptr(address, byte), *how])
 
 
 def _scaled(sums: ir.VectorType) -> Any:
@@ -176,10 +197,10 @@ def _emit_scaled(
     y: Any,
     y_step: Any,
 ) -> None:
-    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
     fused = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{_LANES}f32")
 
-    def read(start: Any, vector: int, kind: ir.VectorType = _FLOATS) -> Any:
+    def read(start: Any, vector: int, kind: ir.VectorType = FLOATS) -> Any:
         address = builder.add(start, ir.Constant(_I64, 64 * vector))
         return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
 
@@ -193,7 +214,7 @@ def _emit_scaled(
 
         address = of_row(x_scale, ir.Constant(_I64, 4))
         x = builder.load(builder.inttoptr(address, _F32.as_pointer()), align=4)
-        spread = _spread(builder, x, _FLOATS)
+        spread = _spread(builder, x, FLOATS)
         mine, added, out = (
             of_row(found, ir.Constant(_I64, 4 * PANEL)),
             of_row(add, add_step),
@@ -202,10 +223,10 @@ def _emit_scaled(
         for v in range(_VECTORS):
             value = read(mine, v, sums)
             if shifts:
-                value = builder.sitofp(builder.add(value, shifts[v]), _FLOATS)
+                value = builder.sitofp(builder.add(value, shifts[v]), FLOATS)
             value = builder.call(fused, [builder.fmul(value, scales[v]), spread, read(added, v)])
             target = builder.add(out, ir.Constant(_I64, 64 * v))
-            builder.store(value, builder.inttoptr(target, _FLOATS.as_pointer()), align=4)
+            builder.store(value, builder.inttoptr(target, FLOATS.as_pointer()), align=4)
 
 
 def _emit(
@@ -219,7 +240,11 @@ def _emit(
     words: Any,
     out: Any,
     out_step: Any,
+    ahead: Any,
+    ahead_step: Any,
 ) -> None:
+    fetch = _prefetch(builder)
+
     def place(start: Any, *offsets: Any) -> Any:
         for offset in offsets:
             start = builder.add(start, offset)
@@ -248,6 +273,9 @@ def _emit(
         builder.load(at(place(panel, ir.Constant(_I64, 64 * v)), _WORDS), align=4)
         for v in range(_VECTORS)
     ]
+    line = place(ahead, builder.mul(ahead_step, index))
+    fetch(line)
+    fetch(place(line, ir.Constant(_I64, 64)))
     first = place(x, times(index, 4))
     after = []
     for r in range(rows):
@@ -268,7 +296,7 @@ def _emit(
 
 def _bf16() -> Product:
     return (
-        _instruction("llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS) if has_bf16() else _bf16_by_shifts
+        _instruction("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS) if has_bf16() else bf16_by_shifts
     )
 
 
@@ -276,6 +304,6 @@ def _int8() -> Product:
     return _instruction("llvm.x86.avx512.vpdpbusd.512", _WORDS)
 
 
-BF16_6, BF16_4, BF16_2, BF16_1 = (_tile(rows, _FLOATS, _bf16) for rows in (6, 4, 2, 1))
-INT8_6, INT8_4, INT8_2, INT8_1 = (_tile(rows, _WORDS, _int8) for rows in (6, 4, 2, 1))
-BF16_SCALED, INT8_SCALED = _scaled(_FLOATS), _scaled(_WORDS)
+BF16_6, BF16_4, BF16_2, BF16_1 = (tile(rows, FLOATS, _bf16) for rows in (6, 4, 2, 1))
+INT8_6, INT8_4, INT8_2, INT8_1 = (tile(rows, _WORDS, _int8) for rows in (6, 4, 2, 1))
+BF16_SCALED, INT8_SCALED = _scaled(FLOATS), _scaled(_WORDS)

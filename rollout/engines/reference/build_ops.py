@@ -21,4 +21,4 @@ def build_ops(config: TorchEngine) -> Ops:
     except ImportError as error:  # a platform for which numba has no wheel
         logger.warning("decoding in plain torch, which is slower: %s", error)
         return TorchOps()
-    return FusedOps()
+    return FusedOps(config.dtype)

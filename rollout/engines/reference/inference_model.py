@@ -81,10 +81,9 @@ class InferenceModel:
         self.ops = ops
         tensors = {name: tensor.to(device) for name, tensor in weights.tensors.items()}
         try:
-            self.embedding = tensors["model.embed_tokens.weight"].float()
             self.norm = tensors["model.norm.weight"].float()
-            tied = self.config.tied or "lm_head.weight" not in tensors
-            self.head = self.embedding if tied else tensors["lm_head.weight"].float()
+            head = None if self.config.tied else tensors.get("lm_head.weight")
+            self.embedding, self.head = ops.tables(tensors["model.embed_tokens.weight"], head)
             self.layers = [self._layer(tensors, i) for i in range(self.config.layers)]
         except (KeyError, QuantizationError) as error:
             raise WeightVersionError(
@@ -99,7 +98,7 @@ class InferenceModel:
 
         def linear(*names: str) -> Linear:
             parts = [parts_of(tensors, f"{layer}.{name}", format) for name in names]
-            run = self.ops.linear(FORMATS[format].linear(parts))
+            run = self.ops.linear(FORMATS[format], parts)
             pairs = [adapter_of(tensors, f"{layer}.{name}") for name in names]
             if not any(pairs):
                 return run
@@ -155,7 +154,7 @@ class InferenceModel:
         c, ops = self.config, self.ops
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         rotated = c.heads + c.kv_heads
-        x = F.embedding(tokens, self.embedding)
+        x = self.embedding.embed(tokens)
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(self._norm(x, layer.input_norm), layer.qkv_bias)
             qkv = qkv.view(-1, rotated + c.kv_heads, c.head_dim)
@@ -167,7 +166,7 @@ class InferenceModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits, float32 [R, V], of hidden states [R, D]."""
-        return F.linear(self._norm(hidden, self.norm), self.head)
+        return self.head(self._norm(hidden, self.norm))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.ops.rms_norm(x, weight, self.config.norm_eps)

@@ -4,6 +4,7 @@ r"""The operations between the GEMMs of a decoder, in plain torch or, on a CPU, 
 decoding rows, D width, V vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -11,14 +12,45 @@ from torch import Tensor
 
 from areal_q.config import Sampling
 from areal_q.models.layers.rope import apply_rope
+from areal_q.quant.format import Format, Parts
 from areal_q.quant.quantized_linear import Linear
 from rollout.engines.reference.kv_cache import Attend, DecodeAttention, KVCache
 from rollout.engines.reference.sampling import random_uniform, sample_untruncated
 
 
+class Table(Protocol):
+    """An embedding, or an output head, or both."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Returns the rows of `tokens` int64 [T], float32 [T, D]."""
+        ...
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Returns the logits, float32 [R, V], of hidden states [R, D]."""
+        ...
+
+
+class FloatTable:
+    """A table of float numbers [V, D]; a head is float32."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight).float()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight)
+
+
 class Ops(Protocol):
-    def linear(self, linear: Linear) -> Linear:
-        """Returns `linear`, or a faster layer with the same results."""
+    def linear(self, format: Format, parts: Sequence[Parts]) -> Linear:
+        """Returns x ↦ x · Wᵀ, with the weights of `parts` stacked over outputs."""
+        ...
+
+    def tables(self, embedding: Tensor, head: Tensor | None) -> tuple[Table, Table]:
+        """Returns the embedding and the output head, given their published weights; None: the embedding is
+        the head."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -51,8 +83,14 @@ class Ops(Protocol):
 
 
 class TorchOps:
-    def linear(self, linear: Linear) -> Linear:
-        return linear
+    def linear(self, format: Format, parts: Sequence[Parts]) -> Linear:
+        return format.linear(parts)
+
+    def tables(self, embedding: Tensor, head: Tensor | None) -> tuple[Table, Table]:
+        if head is None:
+            both = FloatTable(embedding.float())
+            return both, both
+        return FloatTable(embedding), FloatTable(head.float())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)

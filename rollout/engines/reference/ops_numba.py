@@ -5,16 +5,24 @@ arithmetic. The loops run on one thread, whatever `rollout.threads` is. The GEMM
 threads.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from areal_q.config import Sampling
-from areal_q.quant.cpu_linear import cpu_linear
+from areal_q.config.engines import Dtype
+from areal_q.quant.bf16_weight import bf16_weight
+from areal_q.quant.cpu_linear import Bf16Table, bf16_linear, cpu_linear
+from areal_q.quant.format import Format, Parts
+from areal_q.quant.formats.int8 import Int8
+from areal_q.quant.kernels.cpu_tile import has_bf16
 from areal_q.quant.quantized_linear import Linear
 from rollout.engines.reference import numba_kernels
 from rollout.engines.reference.kv_cache import Attend, DecodeAttention, KVCache
 from rollout.engines.reference.kv_cache_fp8 import Fp8KVCache
+from rollout.engines.reference.ops import FloatTable, Table, TorchOps
 from rollout.engines.reference.sampling import sample_untruncated
 
 
@@ -34,8 +42,23 @@ class FusedDecodeAttention:
 
 
 class FusedOps:
-    def linear(self, linear: Linear) -> Linear:
-        return cpu_linear(linear)
+    def __init__(self, dtype: Dtype = "float32") -> None:
+        if dtype == "auto":
+            dtype = "bfloat16x2" if has_bf16() else "float32"
+        self.parts = {"float32": 0, "bfloat16": 1, "bfloat16x2": 2}[dtype]
+        """Number of bfloat16 parts of activations; 0: float32"""
+
+    def linear(self, format: Format, parts: Sequence[Parts]) -> Linear:
+        if self.parts and not isinstance(format, Int8):
+            return bf16_linear(bf16_weight(format, parts), self.parts)
+        return cpu_linear(format.linear(parts))
+
+    def tables(self, embedding: Tensor, head: Tensor | None) -> tuple[Table, Table]:
+        last = embedding if head is None else head
+        if not self.parts or (self.parts == 2 and last.dtype != torch.bfloat16):
+            return TorchOps().tables(embedding, head)
+        packed = Bf16Table(last, self.parts)
+        return (packed if head is None else FloatTable(embedding)), packed
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = np.empty(x.shape, np.float32)
