@@ -11,7 +11,8 @@ from rich.console import Console
 
 from areal_q.cli import live_view
 from areal_q.cli.final_screen import last_screen
-from areal_q.cli.live_view import LiveView, PlainView, build_view, picture
+from areal_q.cli.live_view import LiveView, PlainView, build_view
+from areal_q.cli.picture import picture
 from areal_q.config import Run, load
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.observability.plots import MAX_POINTS, draw_curves, thinned

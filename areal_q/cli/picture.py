@@ -1,0 +1,131 @@
+"""The picture of a run in progress: what the live view shows on a terminal, made from the records so far."""
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from areal_q.observability.metrics_log import Record
+from areal_q.observability.progress import History
+from areal_q.observability.run_summary import duration, number, size
+
+WIDE, NARROW = 100, 72
+"""Width of a terminal in columns from which figures are in two columns, and from which a header fits in one
+line"""
+
+
+def picture(
+    name: str,
+    history: History,
+    elapsed_s: float,
+    warnings: Sequence[str] = (),
+    awaits: str = "",
+    width: int = WIDE,
+) -> RenderableType:
+    """Returns the whole live view, for a terminal of `width` columns."""
+    parts: list[RenderableType] = [_header(name, history, elapsed_s, width)]
+    if cache := (history.warmstart or {}).get("cache"):
+        parts.append(Text(f"warm start from the cache: {cache}", "dim"))
+    if awaits:
+        parts.append(Text(f"… {awaits}", "cyan"))
+    if history.last or history.evals:
+        parts += [Text(), _figures(history, width)]
+    for problem in history.unfaithful.values():
+        parts.append(Text(f"✗ {problem}", "red"))
+    complaints = [history.warning] if history.warning else []
+    parts += [Text(f"✗ {warning}", "red") for warning in [*complaints, *warnings]]
+    last = history.last or {}
+    if workers := last.get("workers"):
+        parts += [Text(), _workers(workers, width)]
+    if left_out := last.get("workers_left_out"):
+        parts.append(Text(f"and {left_out:,} more workers: areal-q status", "dim"))
+    return Group(*parts)
+
+
+def _header(name: str, history: History, elapsed_s: float, width: int) -> RenderableType:
+    """Returns name, progress bar and times in one line, or in two if they do not fit into one."""
+    done, total = history.progress
+    times = duration(elapsed_s)
+    if history.eta_s is not None:
+        times += f", {duration(history.eta_s)} left"
+    what = [Text(name, "bold"), Text(history.phase, "cyan")]
+    bar = ProgressBar(total=max(1.0, total), completed=done)
+    count = Text(f"{done:.0f}/{total:.0f}")
+    if width >= NARROW:
+        return _line([*what, bar, count, Text(times)], stretched=2)
+    return Group(_line([*what, count]), _line([bar, Text(times)], stretched=0))
+
+
+def _line(cells: list[RenderableType], stretched: int | None = None) -> Table:
+    grid = Table.grid(padding=(0, 2), expand=stretched is not None)
+    for i in range(len(cells)):
+        grid.add_column(no_wrap=True, ratio=1 if i == stretched else None)
+    grid.add_row(*cells)
+    return grid
+
+
+def _figures(history: History, width: int) -> RenderableType:
+    """Returns the labelled numbers, in two columns if there is room."""
+    rows = _rows(history)
+    grid = Table.grid(padding=(0, 2))
+    pairs = 2 if width >= WIDE else 1
+    for _ in range(pairs):
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(no_wrap=True)
+    cells = [cell for row in rows for cell in row]
+    for i in range(0, len(cells), 2 * pairs):
+        grid.add_row(*cells[i : i + 2 * pairs])
+    return grid
+
+
+def _rows(history: History) -> list[tuple[str, str]]:
+    last, best = history.last, history.best_eval
+
+    def n(key: str, spec: str) -> str:
+        return number(last, key, spec)
+
+    accuracy = number(history.evals[-1] if history.evals else None, "eval/accuracy", ".3f")
+    if best:
+        accuracy += f", best {number(best, 'eval/accuracy', '.3f')} at {best['step']}"
+    bytes_ = size(last["weights/bytes"]) if last and last.get("weights/bytes") else "–"
+    publish = (last or {}).get("weights/publish_s")
+    publish_ms = "–" if publish is None else f"{publish * 1e3:.0f} ms"
+    clipped = (
+        f"{n('policy/clip_fraction_up', '.2%')} up, {n('policy/clip_fraction_down', '.2%')} down"
+    )
+    return [
+        ("reward", f"{n('reward/mean', '.3f')} ± {n('reward/std', '.3f')}"),
+        ("held-out", accuracy),
+        ("staleness", f"{n('lag/mean', '.2f')} mean, {n('lag/max', '.0f')} max"),
+        ("mismatch KL", n("mismatch/kl", ".2e")),
+        ("clipped", clipped),
+        ("entropy", f"{n('policy/entropy', '.3f')} nats"),
+        ("rollout", f"{n('rollout/tokens_per_s', ',.0f')} tok/s, idle {n('rollout/idle_share', '.0%')}"),
+        ("learner", f"{n('learner/tokens_per_s', ',.0f')} tok/s, idle {n('learner/idle_share', '.0%')}"),
+        ("buffer", f"{n('buffer/open_tickets', '.0f')} open, {n('buffer/dropped_stale', '.0f')} dropped"),
+        ("weights", f"{bytes_} in {publish_ms}"),
+    ]  # fmt: skip
+
+
+def _workers(workers: list[Record], width: int) -> RenderableType:
+    """Returns a table with a line for each worker; on a narrow terminal it has only the first columns."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    names = ("worker", "version", "tok/s", "idle", "active", "groups", "swaps", "swap")
+    shown = len(names) if width >= NARROW else 4
+    for name in names[:shown]:
+        table.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
+    for w in workers:
+        cells = (
+            w["worker"],
+            number(w, "version", "d"),
+            number(w, "tokens_per_s", ",.0f"),
+            number(w, "idle_share", ".0%"),
+            number(w, "active", "d"),
+            number(w, "groups", "d"),
+            number(w, "swaps", "d"),
+            f"{(w.get('swap_s') or 0.0) * 1e3:.1f} ms",
+        )
+        table.add_row(*cells[:shown])
+    return table
