@@ -19,8 +19,9 @@ from torch import Tensor
 
 from areal_q.algorithms import LossInputs, loss_fn, reduce_metrics
 from areal_q.algorithms.loss import whole_step
+from areal_q.algorithms.ratios import interpolated_proximal
 from areal_q.algorithms.reducers import Metrics
-from areal_q.config import Gae, LearnerConfig, TorchBackend
+from areal_q.config import Gae, LearnerConfig
 from areal_q.errors import ConfigError, DivergedError
 from learner.backends.base import Backend, Scores
 from learner.backends.routing_replay import balance_weights
@@ -102,7 +103,7 @@ def update_policy(
     token log. All ranks call this together. Raises what `prepare_minibatches` and `accumulate_gradient` raise,
     and DivergedError after `learner.max_skipped` gradients in a row that were not finite.
     """
-    minibatches = prepare_minibatches(backend, samples, defer=_first_update_scores(backend.cfg))
+    minibatches = prepare_minibatches(backend, samples, defer=backend.cfg.update_scores_itself)
     if recorder:
         recorder.begin()
     metrics: list[Metrics] = []
@@ -128,9 +129,10 @@ def prepare_minibatches(
     """
     _check_lengths(samples, backend.cfg)
     packed = [_microbatches(backend, cut) for cut in cut_minibatches(samples, backend.cfg)]
+    loglinear = backend.cfg.proximal == "loglinear"
     # Only the first minibatch is learnt from before the weights change, so that only its graph stays valid.
     minibatches = [
-        _with_scores(backend, cuts, graph=n == 0, defer=defer and n == 0)
+        _with_scores(backend, cuts, graph=n == 0, defer=defer and (n == 0 or loglinear))
         for n, cuts in enumerate(packed)
     ]
     if not needs_policy(backend.cfg):
@@ -207,21 +209,15 @@ def _with_scores(
     ]
 
 
-def _first_update_scores(cfg: LearnerConfig) -> bool:
-    """Returns True if the first update's forward pass gives π_prox of its micro-batches: then nothing needs
-    their scores earlier, neither advantages nor counts of the whole step."""
-    return (
-        isinstance(cfg.backend, TorchBackend)
-        and not needs_policy(cfg)
-        and cfg.critic is None
-        and not cfg.router_aux_coef
-        and getattr(cfg.objective, "denominator", "all_tokens") == "all_tokens"
-    )
-
-
 def _stand_in(batch: PackedBatch) -> Scores:
     """Returns scores that are finite where the record is, so that tokens can be counted before the update."""
     return {"logprobs": batch.behavior_logprobs, "entropy": batch.behavior_logprobs}
+
+
+def _scored(before: LossInputs, scores: Scores) -> LossInputs:
+    """Returns `before` with log-probs, also those of π_prox, and entropies from `scores`, without gradient."""
+    own, entropy = scores["logprobs"].detach(), scores["entropy"].detach()
+    return replace(before, logprobs=own, proximal_logprobs=own, entropy=entropy)
 
 
 def loss_inputs(batch: PackedBatch, scores: Scores, reference: torch.Tensor | None) -> LossInputs:
@@ -256,7 +252,8 @@ def accumulate_gradient(
     would take too much memory. Raises RecordError, naming ticket, response and token, if an input of the loss
     is not finite.
     """
-    late = first and _first_update_scores(backend.cfg)
+    late = first and backend.cfg.update_scores_itself
+    interpolates = not first and backend.cfg.proximal == "loglinear"
     own = whole_step([x for batch, x in minibatch if batch.counts], backend.cfg.objective)
     totals = backend.ranks.total(own)
 
@@ -270,9 +267,12 @@ def accumulate_gradient(
     def loss(place: int, scores: Scores):
         batch, before = minibatch[place]
         if late and batch.learns:
-            own, entropy = scores["logprobs"].detach(), scores["entropy"].detach()
-            before = replace(before, logprobs=own, proximal_logprobs=own, entropy=entropy)
+            before = _scored(before, scores)
             minibatch[place] = batch, before
+        elif interpolates:
+            before = _scored(before, scores)
+            given = before.logprobs, before.behavior_logprobs, before.version_lag
+            before = replace(before, proximal_logprobs=interpolated_proximal(*given))
         inputs = replace(before, **scores)
         out = loss_fn(
             inputs,

@@ -91,6 +91,17 @@ def ratios(inputs: LossInputs) -> Ratios:
     )
 
 
+def interpolated_proximal(logprobs: Tensor, behavior: Tensor, version_lag: Tensor) -> Tensor:
+    """Returns an approximation of log π_prox [T] from log π_θ, log π_behav and the versions by which π_behav is
+    behind π_prox (A-3PO, arXiv 2512.06547): log π_behav + α (log π_θ - log π_behav).
+
+    α = (v_prox - v_behav) / (v_θ - v_behav), where π_θ is on its way to the version after π_prox: with a lag of
+    n versions it is n / (n + 1). Example: lags 0, 1 and 3 have α = 0, 1/2 and 3/4.
+    """
+    share = version_lag / (version_lag + 1)
+    return behavior + share * (logprobs - behavior)
+
+
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 

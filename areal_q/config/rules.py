@@ -213,6 +213,16 @@ def _precision_goes_with_format(run: Run) -> str | None:
     return None
 
 
+def _interpolation_needs_no_scores(run: Run) -> str | None:
+    cfg = run.learner
+    if cfg.proximal == "exact" or cfg.update_scores_itself:
+        return None
+    return (
+        "learner.proximal = 'loglinear' leaves out scores before the update, which GAE, a critic, a KL in "
+        "the reward, router_aux_coef, kept_tokens and the Megatron backend need"
+    )
+
+
 def _endpoints_have_ports(run: Run) -> str | None:
     """Each worker takes the port after the last one's; port 0 is any."""
     first = int(str(run.rollout.serve or 0).rpartition(":")[2])
@@ -307,6 +317,7 @@ RULES: tuple[Callable[[Run], str | None], ...] = (
     _heads_divide_width,
     _sticky_scales_are_used,
     _precision_goes_with_format,
+    _interpolation_needs_no_scores,
     _endpoints_have_ports,
     _workers_can_connect,
     _step_gets_its_groups,

@@ -256,6 +256,9 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     """Passes over each batch, all against the same π_prox."""
     minibatches: Thousands = 2
     """Equal parts of a batch, with an optimizer step for each."""
+    proximal: Literal["exact", "loglinear"] = "exact"
+    """How π_prox is known: `exact`, by a forward pass before the first update wherever that needs one;
+    `loglinear`, A-3PO's interpolation between π_behav and π_θ (arXiv 2512.06547), which needs none."""
     mask: tuple[Literal["length", "timeout"], ...] = ()
     """Responses that ended for one of these reasons, cut off by `rollout.sampling.max_tokens` or by
     `rollout.request_timeout_s`, have no loss; their rewards stay in the baseline of their group. With `length`
@@ -306,6 +309,18 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     """Device of the learner, such as cpu or cuda:0."""
     threads: Threads = 1
     """Threads of the learner's process."""
+
+    @property
+    def update_scores_itself(self) -> bool:
+        """True if nothing needs the learner's scores of a micro-batch before its update's own forward pass:
+        neither advantages, nor counts of the whole step, nor Megatron's schedule."""
+        kl_in_reward = self.reference_kl is not None and self.reference_kl.place == "reward"
+        return (
+            isinstance(self.backend, TorchBackend)
+            and not (kl_in_reward or isinstance(self.advantage, Gae) or self.critic)
+            and not self.router_aux_coef
+            and getattr(self.objective, "denominator", "all_tokens") == "all_tokens"
+        )
 
     @property
     def versions_kept(self) -> int:

@@ -11,6 +11,9 @@ import torch
 from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.policies import build_policy
 
+from areal_q.algorithms import LossInputs
+from areal_q.algorithms.ratios import interpolated_proximal
+from areal_q.config import LearnerConfig
 from areal_q.errors import ConfigError
 from areal_q.messages import Array
 from areal_q.models import save_decoder
@@ -139,7 +142,7 @@ def test_the_first_update_scores_its_batches_to_the_same_bits(
     outcomes, passes = [], []
     for late in (True, False):
         if not late:
-            monkeypatch.setattr(step_module, "_first_update_scores", lambda _: False)
+            monkeypatch.setattr(LearnerConfig, "update_scores_itself", False)
         policy, recorder = build_policy(make_run(*settings)), TokenRecorder()
         forward = policy.model.forward
         calls: list[int] = []
@@ -158,6 +161,54 @@ def test_the_first_update_scores_its_batches_to_the_same_bits(
     assert metrics == metrics_again
     for name in ("proximal_logprobs", "logprobs", "entropy"):
         assert np.array_equal(getattr(tokens, name), getattr(tokens_again, name)), name
+
+
+def test_interpolated_proximal_policy_needs_no_pass_of_its_own(
+    make_run: MakeRun, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch
+):
+    seen: dict[str, list[LossInputs]] = {"exact": [], "loglinear": []}
+    passes = []
+    original = step_module.loss_fn
+    for name, inputs in seen.items():
+        policy = build_policy(
+            make_run(
+                "learner.minibatches=2", f"learner.proximal={name}", "learner.optimizer.lr=1e-4"
+            )
+        )
+        forward, calls = policy.model.forward, []
+
+        def counted(*args, forward=forward, calls=calls):
+            calls.append(1)
+            return forward(*args)
+
+        def recording(x, *args, inputs=inputs, **more):
+            inputs.append(x)
+            return original(x, *args, **more)
+
+        policy.model.forward = counted  # type: ignore[method-assign]
+        monkeypatch.setattr(step_module, "loss_fn", recording)
+        update_policy(policy, make_samples(8))
+        passes.append(len(calls))
+    assert passes == [3, 2]
+    (first, second), (same, near) = seen["exact"], seen["loglinear"]
+    assert torch.equal(first.proximal_logprobs, same.proximal_logprobs)
+    share = near.version_lag / (near.version_lag + 1)
+    expected = (1 - share) * near.behavior_logprobs + share * near.logprobs.detach()
+    torch.testing.assert_close(near.proximal_logprobs, expected)
+    assert not near.proximal_logprobs.requires_grad
+    assert not torch.equal(near.proximal_logprobs, second.proximal_logprobs)
+
+
+def test_interpolation_meets_its_table():
+    logprobs, behavior = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-2.0, -3.0, -5.0])
+    found = interpolated_proximal(logprobs, behavior, torch.tensor([0, 1, 3]))
+    assert found.tolist() == [-2.0, -2.0, -2.0]
+
+
+def test_interpolation_is_refused_where_scores_are_needed_before(make_run: MakeRun):
+    for more in ("learner.objective.denominator=kept_tokens", "learner.router_aux_coef=0.1"):
+        with pytest.raises(ConfigError, match=r"learner\.proximal = 'loglinear' leaves out"):
+            make_run("learner.proximal=loglinear", "learner.objective.type=mis", more)
 
 
 def test_same_samples_and_weights_give_bit_equal_weights(
