@@ -176,6 +176,11 @@ def test_mask_fraction_counts_what_the_objective_dropped():
     assert metrics(five_tokens(), Tbpo())["policy/mask_fraction"] == 0.25
 
 
+def test_a_weight_at_its_very_cap_is_not_truncated():
+    # by sequence: the cube root of 2 for three tokens, 1 for one
+    assert metrics(five_tokens(), Tbpo(cap=1.0))["mismatch/truncated_fraction"] == 0.75
+
+
 def test_given_entropy_replaces_its_estimate():
     inputs = replace(five_tokens(), entropy=torch.tensor([1.0, 2.0, 3.0, 4.0, math.nan]))
     assert metrics(inputs, Ppo())["policy/entropy"] == 2.5

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal_q.config import Run
+from areal_q.errors import BufferFull
 from areal_q.messages import Ticket
 from areal_q.tasks import build_task, build_tokenizer, problem_at
-from buffer.in_memory import MemoryBuffer
+from buffer.in_memory import MemoryBuffer, MemoryLearner
 from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from learner import checkpoint
 from learner.build import build_admission
@@ -102,6 +103,18 @@ def test_lag_0_admits_nothing_before_the_whole_step_is_over(
     assert admission.admit(1) == 4
     assert [t.number for t in tickets] == [0, 1, 2, 3]
     assert {t.step for t in tickets} == {0}
+
+
+def test_admissions_that_found_no_room_are_counted(make_run: MakeRun, monkeypatch):
+    def refuse(*args: object) -> None:
+        raise BufferFull("no room")
+
+    admission = admission_of(make_run(), MemoryBuffer("run"))
+    with monkeypatch.context() as full:
+        full.setattr(MemoryLearner, "admit", refuse)
+        assert [admission.admit(0), admission.admit(0)] == [0, 0]
+    assert (admission.refused, admission.cursor, admission.outstanding) == (2, 0, set())
+    assert admission.admit(0) > 0
 
 
 def test_a_ticket_is_a_function_of_the_seed_and_its_number(make_run: MakeRun):

@@ -10,6 +10,7 @@ from helpers.fixture_types import MakeGroup, MakeRun
 from helpers.policies import build_group_reader, new_admission
 
 from areal_q.config import Run
+from areal_q.errors import TaskError
 from areal_q.messages import Group, Ticket, VersionSpan
 from buffer.in_memory import MemoryBuffer, MemoryLearner
 from learner.data import group_reader as group_reader_module
@@ -318,3 +319,15 @@ def test_uniform_groups_are_judged_by_valid_scores(
     learner.answer(12, 9)
     assert learner.take() == [0, 2, 3, 4]
     assert (learner.group_reader.uniform, learner.group_reader.invalid) == (1, 0)
+
+
+def test_a_reward_that_fails_for_two_whole_steps_ends_the_run(
+    make_run: MakeRun, make_group: MakeGroup, make_ticket
+):
+    learner = Learner(make_run("learner.groups=40", "learner.group_size=8"), make_group)
+    failures = learner.group_reader.failures
+    group = failing(make_group(make_ticket(0, group_size=8)), *range(8))
+    for _ in range(2 * 40 - 1):
+        failures.add(group)
+    with pytest.raises(TaskError, match="all of the first 640 responses"):
+        failures.add(group)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from areal_q import messages
 from areal_q.errors import WeightVersionError
 from areal_q.messages import Noise
-from areal_q.weights import delta, delta_codec, version
+from areal_q.weights import delta, delta_codec, delta_kernels, version
 from areal_q.weights.delta_codec import Moves
 from areal_q.weights.version import WeightVersion
 
@@ -236,6 +236,17 @@ def test_a_stream_that_unpacks_to_too_much_is_refused_unread(stream: str) -> Non
         swollen = msgspec.structs.replace(swollen, streams=streams)
     with pytest.raises(WeightVersionError, match="frame of 536870912 bytes"):
         applied(base, messages.encode(swollen))
+
+
+def test_places_of_a_class_without_changes_are_none() -> None:
+    codes, where = np.array([0, 1, 1, 1, 0, 2], np.uint8), np.array([0, 5])
+    rank, sizes = np.empty(2, np.int64), np.zeros(delta_kernels.CLASSES, np.int64)
+    delta_kernels.ranks(codes, 0, where, rank, sizes)
+    assert sizes[:3].tolist() == [2, 3, 1]
+    starts = np.array([0, 1, 1, *[2] * (delta_kernels.CLASSES - 2)])
+    found = np.full(len(codes), -1)
+    assert delta_kernels.places(codes, 0, rank, starts, found) == 2
+    assert found.tolist() == [0, 5, -1, -1, -1, -1]
 
 
 @pytest.mark.parametrize("counts", [9, [4, 4]])
