@@ -19,6 +19,7 @@ from redis.retry import Retry
 
 from areal_q.errors import BufferGone, BufferUnavailable, ConfigError
 from areal_q.system.credentials import check_redis_url, redis_password, shown
+from buffer.redis_store.redirects import following
 
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ few dozen workers would reach Redis's `maxclients`."""
 
 def connect(url: str) -> redis.Redis:
     options = {"socket_connect_timeout": CONNECT_S, **_options(url)}
+    options |= following(url, asynchronous=False)
     return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
 
 
@@ -53,6 +55,7 @@ def connect_async(url: str) -> redis.asyncio.Redis:
         timeout=SOCKET_TIMEOUT_S,
         retry=AsyncRetry(NoBackoff(), 0),
         **_options(url),
+        **following(url, asynchronous=True),
     )
     return redis.asyncio.Redis.from_pool(pool)
 

@@ -1,0 +1,201 @@
+"""Runs over a real Redis Cluster of three servers: each lies on one, whose kill costs no other run anything."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from conftest import BINARIES
+
+from areal_q.errors import BufferUnavailable
+from areal_q.messages import Group, Ticket
+from areal_q.system.processes import die_with_parent
+from buffer.redis_store import LearnerBuffer, WorkerBuffer
+from buffer.redis_store.keys import Keys
+
+SLOTS = 16384
+SERVERS = 3
+TICKETS = 4
+HANG_S = 60.0
+
+
+class Cluster:
+    """Three primaries that share the slots, each with an append-only file."""
+
+    def __init__(self, binary: str, directory: Path) -> None:
+        self._binary, self._directory = binary, directory
+        self.ports = _free_ports()
+        self.clients = [redis.Redis(port=port) for port in self.ports]
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        for number in range(SERVERS):
+            self.start(number)
+        for number, client in enumerate(self.clients):
+            share = range(number * SLOTS // SERVERS, (number + 1) * SLOTS // SERVERS)
+            client.execute_command("CLUSTER", "ADDSLOTS", *share)
+            client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+            client.execute_command("CLUSTER", "MEET", "127.0.0.1", self.ports[0])
+        for client in self.clients:
+            _until(lambda client=client: self._knows_all(client))
+
+    def start(self, number: int) -> None:
+        """Starts a server, which goes on with its data if it has any."""
+        home = self._directory / str(number)
+        home.mkdir(exist_ok=True)
+        options = {"port": self.ports[number], "dir": home, "cluster-enabled": "yes", "save": ""}
+        options |= {"bind": "127.0.0.1", "appendonly": "yes", "cluster-node-timeout": 2000}
+        options |= {"cluster-require-full-coverage": "no"}
+        told = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+        with (home / "log").open("ab") as log:
+            self._processes[number] = subprocess.Popen(
+                [self._binary, *told], stdout=log, stderr=log, preexec_fn=die_with_parent()
+            )
+        _until(lambda: self._answers(number))
+
+    def kill(self, number: int) -> None:
+        self._processes[number].kill()
+        self._processes[number].wait()
+
+    def close(self) -> None:
+        for number in self._processes:
+            self.kill(number)
+        for client in self.clients:
+            client.close()
+
+    def url(self, number: int) -> str:
+        return f"redis://127.0.0.1:{self.ports[number]}"
+
+    def run_on(self, number: int) -> str:
+        """Returns the name of a run whose keys lie on that server."""
+        client = self.clients[0]
+        for n in range(1000):
+            slot: Any = client.execute_command("CLUSTER", "KEYSLOT", Keys(f"run{n}").info)
+            if slot * SERVERS // SLOTS == number:
+                return f"run{n}"
+        raise AssertionError
+
+    def _answers(self, number: int) -> bool:
+        try:
+            return bool(self.clients[number].ping())
+        except redis.RedisError:
+            return False
+
+    def _knows_all(self, client: redis.Redis) -> bool:
+        found: Any = client.execute_command("CLUSTER", "INFO")
+        text = found if isinstance(found, str) else str(found)
+        return "ok" in text and "16384" in text and _nodes(client) == SERVERS
+
+
+def _nodes(client: redis.Redis) -> int:
+    found: Any = client.execute_command("CLUSTER", "SLOTS")
+    return len(found)
+
+
+def _free_ports() -> list[int]:
+    """Returns ports that nobody uses, nor those that follow them by 10,000, over which the servers talk."""
+    with ExitStack() as held:
+        ports: list[int] = []
+        for port in range(20_000 + os.getpid() % 5_000, 30_000):
+            with suppress(OSError):
+                for used in (port, port + 10_000):
+                    taken = held.enter_context(socket.socket())
+                    taken.bind(("127.0.0.1", used))
+                ports.append(port)
+            if len(ports) == SERVERS:
+                return ports
+    raise AssertionError("no free ports")
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module", params=["redis 6.2", "valkey 9"])
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    made = Cluster(BINARIES[request.param](), tmp_path_factory.mktemp("cluster"))
+    yield made
+    made.close()
+
+
+Pause = Callable[[], Awaitable[None]]
+
+
+async def commit_all(
+    url: str, run: str, make_group: Callable[..., Group], after_one: Pause | None = None
+) -> int:
+    """Claims and commits the run's tickets one by one; returns how many. Awaits `after_one` after the first."""
+    worker = WorkerBuffer(url, run, "w", patience_s=HANG_S)
+    committed = 0
+    for claim in await worker.claim(TICKETS, 5.0):
+        committed += await worker.commit(claim, make_group(claim.ticket))
+        if committed == 1 and after_one is not None:
+            await after_one()
+    await worker.close()
+    return committed
+
+
+def begin(url: str, run: str, make_ticket: Callable[..., Ticket]) -> LearnerBuffer:
+    """Returns the learner of a new run with TICKETS open tickets."""
+    learner = LearnerBuffer(url, run, patience_s=HANG_S)
+    learner.forget()
+    learner.publish_run("", {})
+    learner.admit([make_ticket(n, run=run) for n in range(TICKETS)], TICKETS)
+    return learner
+
+
+def assert_all_taken(learner: LearnerBuffer) -> None:
+    assert [group.ticket.number for group in learner.take(TICKETS, 5.0)] == list(range(TICKETS))
+    learner.close()
+
+
+@pytest.mark.parametrize("number", range(SERVERS))
+def test_a_run_is_found_from_any_server(
+    cluster: Cluster, make_ticket: Callable[..., Ticket], make_group, number: int
+) -> None:
+    run, others = cluster.run_on(number), [n for n in range(SERVERS) if n != number]
+    learner = begin(cluster.url(others[0]), run, make_ticket)
+    assert asyncio.run(commit_all(cluster.url(others[1]), run, make_group)) == TICKETS
+    assert_all_taken(learner)
+    assert cluster.clients[number].exists(Keys(run).groups)
+
+
+def test_a_killed_server_holds_up_only_its_own_runs(
+    cluster: Cluster, make_ticket: Callable[..., Ticket], make_group
+) -> None:
+    mine, other = cluster.run_on(1), cluster.run_on(2)
+    learners = [begin(cluster.url(0), run, make_ticket) for run in (mine, other)]
+
+    async def kill_and_start_again() -> None:
+        cluster.kill(1)
+        assert await commit_all(cluster.url(0), other, make_group) == TICKETS
+        assert_all_taken(learners[1])
+        cluster.start(1)
+
+    done = commit_all(cluster.url(0), mine, make_group, kill_and_start_again)
+    assert asyncio.run(done) == TICKETS
+    assert_all_taken(learners[0])
+
+
+def test_a_run_whose_server_stays_away_is_told_so(
+    cluster: Cluster, make_ticket: Callable[..., Ticket]
+) -> None:
+    begin(cluster.url(0), run := cluster.run_on(2), make_ticket).close()
+    cluster.kill(2)
+    learner = LearnerBuffer(cluster.url(0), run, patience_s=1.0)
+    try:
+        with pytest.raises(BufferUnavailable, match=f"127.0.0.1:{cluster.ports[0]}"):
+            learner.publish_run("", {})
+    finally:
+        learner.close()
+        cluster.start(2)
