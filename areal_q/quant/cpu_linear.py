@@ -155,12 +155,12 @@ class Bf16Table:
         self.linear = Bf16Linear(
             Bf16Weight(weight.to(torch.bfloat16), torch.ones(1, self.outs)), parts
         )
-        self.words = torch.from_numpy(self.linear.words)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Returns the rows of `tokens` int64 [T], float32 [T, D]."""
-        found = self.words[tokens // PANEL, :, tokens % PANEL]
-        return found.view(torch.bfloat16)[:, : self.width].float()
+        found = np.empty((len(tokens), self.width), np.float32)
+        cpu_gemm.embed(self.linear.words, tokens.numpy(), found)
+        return torch.from_numpy(found)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Returns the logits, float32 [R, V], of hidden states [R, D]."""

@@ -3,6 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from numba import njit
 
 from areal_q.quant import FORMATS, cpu_linear
@@ -140,3 +143,12 @@ def test_a_processor_without_bf16_computes_the_same():
     multiply(cpu_gemm.words_of(x).numpy(), cpu_gemm.pack_words(weight).numpy(), out)
     exact = x.double() @ weight.double().t()
     torch.testing.assert_close(torch.from_numpy(out).double(), exact, rtol=0, atol=1e-4)
+
+
+@given(hnp.arrays(np.float32, (3, 5), elements=st.floats(width=32)))
+def test_parts_of_activations_round_as_torch_does(x):
+    """Two parts are x rounded, and what is left of it rounded; NaN and infinity included."""
+    first = torch.from_numpy(x).bfloat16()
+    rest = (torch.from_numpy(x) - first.float()).bfloat16()
+    found = cpu_gemm.bf16_parts(torch.from_numpy(x), 2).view(torch.bfloat16)[..., :5]
+    np.testing.assert_array_equal(found.float().numpy(), torch.stack((first, rest)).float().numpy())

@@ -30,16 +30,18 @@ from areal_q.quant.kernels.cpu_tile import (
     PANEL,
     has_int8,
 )
-from areal_q.quant.kernels.jit import kernel
+from areal_q.quant.kernels.jit import MAGNITUDE, kernel
 
 float32, int32 = np.float32, np.int32
 F1, F2 = nt.Array(nt.float32, 1, "C"), nt.Array(nt.float32, 2, "C")
 I1, I2, I3 = (nt.Array(nt.int32, n, "C") for n in (1, 2, 3))
+I1_64 = nt.Array(nt.int64, 1, "C")
 _ROWS = 96
 """Rows of a block, whose words of x stay in the cache while panels pass"""
 _WORDS = 512
 """Words of a panel that are multiplied with all rows of a block before the next ones"""
 _GROUP_WORDS = 64
+_UPPER, _INFINITY, _NAN = int32(-(1 << 16)), int32(0x7F800000), int32(0x7FC00000)
 _FMA = {"contract"}
 
 
@@ -54,17 +56,49 @@ def pack_words(weight: Tensor) -> Tensor:
 def bf16_parts(x: Tensor, parts: int) -> Tensor:
     """Returns the words of bfloat16 numbers whose sum over `parts` is nearly x float32 [T, K]: int32 [parts, T,
     W]. One part is x rounded, 2⁻⁹ of it off at most, and a second one leaves 2⁻¹⁷."""
-    found = [x.to(torch.bfloat16)]
-    for _ in range(parts - 1):
-        x = x - found[-1]
-        found.append(x.to(torch.bfloat16))
-    return words_of(torch.stack(found))
+    rows, width = x.shape
+    found = np.empty((parts, rows, width + width % 2), np.uint16)
+    _split(x.numpy(), found)
+    return torch.from_numpy(found.view(np.int32))
 
 
 def words_of(x: Tensor) -> Tensor:
     """Returns the words of x, int32 [..., W], of bfloat16 or uint8 [..., K]."""
     rest = -x.shape[-1] % (4 // x.element_size())
     return (F.pad(x, (0, rest)) if rest else x).view(torch.int32)
+
+
+@kernel()
+def _nearest_bf16(x):
+    """Returns the bfloat16 number next to x, ties to even, as the bits of a float32; NaN stays."""
+    bits = float32(x).view(int32)
+    if int32(bits & MAGNITUDE) > _INFINITY:
+        return _NAN
+    return int32((bits + int32(0x7FFF) + ((bits >> int32(16)) & int32(1))) & _UPPER)
+
+
+@kernel(void(F2, nt.Array(nt.uint16, 3, "C")))
+def _split(x, parts):
+    for t in range(x.shape[0]):
+        if x.shape[1] < parts.shape[2]:
+            parts[:, t, x.shape[1]] = 0
+        for i in range(x.shape[1]):
+            first = _nearest_bf16(x[t, i])
+            parts[0, t, i] = np.uint16(first >> int32(16))
+            if parts.shape[0] > 1:
+                rest = _nearest_bf16(x[t, i] - int32(first).view(float32))
+                parts[1, t, i] = np.uint16(rest >> int32(16))
+
+
+@kernel(void(I3, I1_64, F2))
+def embed(words, tokens, out):
+    """Reads the rows `tokens` of a packed bfloat16 weight, [T, K]."""
+    for t in range(len(tokens)):
+        panel, column = words[tokens[t] // 64], tokens[t] % 64
+        for i in range(out.shape[1]):
+            word = panel[i // 2, column]
+            bits = int32(word & _UPPER) if i % 2 else int32(word << int32(16))
+            out[t, i] = int32(bits).view(float32)
 
 
 @kernel()
