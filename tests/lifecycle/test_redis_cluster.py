@@ -1,4 +1,4 @@
-"""Runs over a real Redis Cluster of three servers: each lies on one, whose kill costs no other run anything."""
+"""Runs over a real Redis Cluster of three servers: each lies on one, whose kill holds up no other."""
 
 import asyncio
 import os
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import redis
-from conftest import BINARIES
 
 from areal_q.errors import BufferUnavailable
 from areal_q.messages import Group, Ticket
@@ -119,11 +118,13 @@ def _until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.fixture(scope="module", params=["redis 6.2", "valkey 9"])
+@pytest.fixture(scope="module", params=["redis 6.2", "redis 7", "valkey 9"])
 def cluster(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    binary_of: Callable[[str], str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Cluster]:
-    made = Cluster(BINARIES[request.param](), tmp_path_factory.mktemp("cluster"))
+    made = Cluster(binary_of(request.param), tmp_path_factory.mktemp("cluster"))
     yield made
     made.close()
 
