@@ -1,11 +1,13 @@
 """A learner's step beside TRL's and a plain loop on transformers; log-probs beside their definition.
 
-    python -m bench.learner.step                 each side in processes of its own, in turns; one thread
+    python -m bench.learner.step                      each side in processes of its own, in turns; one thread
+    python -m bench.learner.step --dtype bfloat16     all sides in bfloat16: weights at rest too, but for ours
 
 **Step.** One model, one batch: groups of responses of mixed length with their rewards, prescribed, so that
-nobody generates. GRPO advantages, token mean, clipped ratio, AdamW, float32. That all sides do the same shows
-in their gradient norms. Time is the process's CPU time. Memory is its peak RSS, in all and beyond what it had
-before the first step (model loaded, libraries imported, no optimizer state yet).
+nobody generates. GRPO advantages, token mean, clipped ratio, AdamW; float32 unless `--dtype` says otherwise.
+That all sides do the same shows in their gradient norms. Time is the process's CPU time. Memory is its peak
+RSS, in all and beyond what it had before the first step (model loaded, libraries imported, no optimizer state
+yet).
 
 **Log-probs.** Of T = 2,048 tokens over V = 152k, forward and backward; D as Qwen2.5-0.5B has it, or `--width`.
 """
@@ -63,6 +65,7 @@ def main(
         Path | None, typer.Option(envvar="TRL_PYTHON", help="a Python with trl; default .venv-trl")
     ] = None,
     width: Annotated[int, typer.Option(help="D of the log-probs")] = 896,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
     child: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     torch.set_num_threads(1)
@@ -70,7 +73,7 @@ def main(
         print(json.dumps(ours(json.loads(Path(child).read_text()))))
         return
     python = trl_python or trl_peer.environment()
-    spec = prepare()
+    spec = prepare(dtype)
     sides = {
         "ours": [sys.executable, "-m", "bench.learner.step", "--child", str(spec)],
         "TRL": [str(python), str(PROGRAM), str(spec), "trl"],
@@ -92,7 +95,7 @@ def main(
     publish("learner", "\n\n".join(parts), found)
 
 
-def prepare() -> Path:
+def prepare(dtype: str) -> Path:
     """Writes model, tokenizer and batch; the path of their description."""
     WORK.mkdir(parents=True, exist_ok=True)
     model = Decoder(CONFIG)
@@ -114,7 +117,13 @@ def prepare() -> Path:
         }
         for row in lengths
     ]
-    spec = {"model": str(WORK / "model"), "groups": groups, "lr": 1e-5, "steps": STEPS}
+    spec = {
+        "model": str(WORK / "model"),
+        "groups": groups,
+        "lr": 1e-5,
+        "steps": STEPS,
+        "dtype": dtype,
+    }
     path = WORK / "spec.json"
     path.write_text(json.dumps(spec))
     return path
@@ -136,7 +145,7 @@ def ours(spec: dict[str, Any]) -> dict[str, Any]:
         [
             "learner.objective.type=ppo", "learner.minibatches=1", f"learner.optimizer.lr={spec['lr']}",
             f"learner.microbatch_tokens={SIZE * (PROMPT + LONGEST)}", "learner.optimizer.warmup_steps=0",
-            "learner.optimizer.betas=[0.9,0.999]",
+            "learner.optimizer.betas=[0.9,0.999]", f"learner.dtype={spec['dtype']}",
         ],
     )  # fmt: skip
     policy = TorchPolicy(load_decoder(spec["model"]), run.learner, temperature=1.0)

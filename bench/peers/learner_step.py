@@ -30,7 +30,7 @@ def peak_bytes() -> int:
 
 
 def load(spec: dict[str, Any]) -> Any:
-    return AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(spec["model"], dtype=getattr(torch, spec["dtype"]))
 
 
 def advantages(rewards: list[float]) -> torch.Tensor:
@@ -58,7 +58,7 @@ def plain(spec: dict[str, Any]) -> dict[str, Any]:
         for group in spec["groups"]:
             ids, mask, start = padded(group)
             logits = model(ids, attention_mask=mask, use_cache=False).logits[:, start - 1 : -1]
-            logprobs = logits.log_softmax(-1).gather(-1, ids[:, start:, None]).squeeze(-1)
+            logprobs = logits.float().log_softmax(-1).gather(-1, ids[:, start:, None]).squeeze(-1)
             ratio = (logprobs - logprobs.detach()).exp()
             gain = ratio * advantages(group["rewards"])[:, None]
             (-(gain * mask[:, start:]).sum() / tokens).backward()
@@ -124,7 +124,7 @@ def trl(spec: dict[str, Any]) -> dict[str, Any]:
             max_grad_norm=1.0,
             optim="adamw_torch_fused",
             max_steps=spec["steps"],
-            bf16=False,
+            bf16=spec["dtype"] == "bfloat16",
             gradient_checkpointing=False,
             use_cpu=True,
             report_to="none",
