@@ -1,0 +1,5 @@
+"""Runs the sections: python -m bench.shapes."""
+
+from bench.shapes.run import main
+
+main()

@@ -1,0 +1,122 @@
+"""What the machine can do: the speed of a copy, and of products at the very shapes of a model's linears.
+
+The rate of a product is that of the fastest kernel there is here: torch's, oneDNN's with a packed weight, and
+ours. A step can be no faster than its products at these rates, nor than its weights come from memory.
+"""
+
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from areal_q.quant.kernels import cpu_gemm
+from areal_q.quant.kernels.cpu_tile import has_int8
+from bench.common import number, table
+from bench.shapes.shapes import Shape
+
+_COPIED = 64 << 20
+_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+
+
+def best_seconds(run: Callable[[], Any]) -> float:
+    run()
+    best = float("inf")
+    for _ in range(5):
+        began, count = time.process_time(), 0
+        while time.process_time() - began < 0.04:
+            run()
+            count += 1
+        best = min(best, (time.process_time() - began) / count)
+    return best
+
+
+@cache
+def copy_bytes_per_s() -> float:
+    """Returns the bytes that a copy reads and writes in a second of CPU."""
+    source, target = torch.ones(_COPIED, dtype=torch.uint8), torch.empty(_COPIED, dtype=torch.uint8)
+    return 2 * _COPIED / best_seconds(lambda: target.copy_(source))
+
+
+@cache
+def product_seconds(kind: str, rows: int, inputs: int, outs: int) -> float:
+    """Returns the CPU seconds of the fastest product [rows, inputs] · [inputs, outs]."""
+    torch.manual_seed(0)
+    # A head is as many times this one; a part of it needs less memory, and no cache holds it either.
+    part = min(outs, 16_384)
+    runs = {"float32": _float32, "bfloat16": _bfloat16, "int8": _int8}[kind](rows, inputs, part)
+    return min(map(best_seconds, runs)) * outs / part
+
+
+def _float32(rows: int, inputs: int, outs: int) -> list[Callable[[], Any]]:
+    x, w = torch.randn(rows, inputs), torch.randn(outs, inputs)
+    return [
+        lambda: F.linear(x, w),
+        lambda: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], ""),
+    ]
+
+
+def _bfloat16(rows: int, inputs: int, outs: int) -> list[Callable[[], Any]]:
+    x, w = torch.randn(rows, inputs).bfloat16(), torch.randn(outs, inputs).bfloat16()
+    oned = torch.ops.mkldnn._reorder_linear_weight(w, rows)
+    words, packed = cpu_gemm.words_of(x[None]).numpy(), cpu_gemm.pack_words(w).numpy()
+    rest = _rest(rows, outs)
+    return [
+        lambda: F.linear(x, w),
+        lambda: torch.ops.mkldnn._linear_pointwise(x, oned, None, "none", [], ""),
+        lambda: cpu_gemm.bf16_gemm(words, packed, *rest, 0, len(packed)),
+    ]
+
+
+def _int8(rows: int, inputs: int, outs: int) -> list[Callable[[], Any]]:
+    x = torch.randint(-127, 128, (rows, inputs), dtype=torch.int8)
+    w = torch.randint(-127, 128, (outs, inputs), dtype=torch.int8)
+    runs: list[Callable[[], Any]] = [lambda: torch._int_mm(x, w.t())]  # pyright: ignore[reportPrivateImportUsage]
+    if has_int8():
+        codes = x.view(torch.uint8)
+        words, packed = cpu_gemm.words_of(codes).numpy(), cpu_gemm.pack_words(w).numpy()
+        shift, rest = np.zeros(len(packed) * 64, np.int32), _rest(rows, outs)
+        runs.append(lambda: cpu_gemm.int8_gemm(words, packed, shift, *rest, 0, len(packed)))
+    return runs
+
+
+def _rest(rows: int, outs: int) -> tuple[np.ndarray, ...]:
+    def ones(*shape: int) -> np.ndarray:
+        return np.ones(shape, np.float32)
+
+    return ones(outs), ones(rows), ones(1, outs), ones(rows, outs)
+
+
+class Limits:
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+
+    def step_seconds(self, linears: str, rows: int) -> float:
+        """Returns the least CPU seconds of a decoding step, the head being bfloat16."""
+        layers = self.shape.config.num_hidden_layers
+        products = [(linears, *size, layers) for size in self.shape.linears.values()]
+        products.append(("bfloat16", *self.shape.head, 1))
+        return sum(
+            count
+            * max(product_seconds(kind, rows, i, o), _BYTES[kind] * i * o / copy_bytes_per_s())
+            for kind, i, o, count in products
+        )
+
+    def linears_seconds(self, kind: str, rows: int) -> float:
+        """Returns the least CPU seconds of all layers' products."""
+        layers = self.shape.config.num_hidden_layers
+        return layers * sum(product_seconds(kind, rows, *s) for s in self.shape.linears.values())
+
+    def table(self, sequences: list[int]) -> str:
+        """Returns the rates measured, GFLOP/s."""
+        sizes = {**self.shape.linears, "head": self.shape.head}
+        rows = []
+        for n in sequences:
+            for name, (i, o) in sizes.items():
+                rates = [2e-9 * n * i * o / product_seconds(k, n, i, o) for k in _BYTES]
+                rows.append([f"{n}, {i}, {o} ({name})", *map(number, rates)])
+        header = [f"{self.shape.name}: rows, inputs, outputs", *[f"{k}, GFLOP/s" for k in _BYTES]]
+        return table(header, rows)
