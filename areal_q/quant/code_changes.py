@@ -13,6 +13,9 @@ from torch import Tensor
 from areal_q.quant.registry import FORMATS
 from areal_q.quant.state_dict import codes_of, dequantize_state, is_quantized
 
+_AT_ONCE = 1 << 18
+"""Elements compared at a time, so that what is compared stays in the processor's cache"""
+
 
 def normalized_update(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
     """‖θ_{t+1} - θ_t‖² / ‖θ_t‖² of two states under checkpoint names."""
@@ -42,8 +45,9 @@ def _relative(state: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float
 
 
 def _moved(old: Tensor, new: Tensor, bits: int) -> int:
+    whole = torch.uint8 if bits <= 8 else torch.int16
+    parts = zip(*(x.flatten().view(whole).split(_AT_ONCE) for x in (old, new)), strict=True)
     if bits >= 8:
-        whole = torch.int8 if bits == 8 else torch.int16
-        return int((old.view(whole) != new.view(whole)).sum())
-    both = old.view(torch.uint8) ^ new.view(torch.uint8)
-    return int((both & 15 != 0).sum() + (both > 15).sum())
+        return sum(int((a != b).count_nonzero()) for a, b in parts)
+    both = (a ^ b for a, b in parts)
+    return sum(int((x & 15).count_nonzero() + (x > 15).count_nonzero()) for x in both)

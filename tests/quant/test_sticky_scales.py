@@ -176,3 +176,12 @@ def test_moved_codes_are_counted_however_they_are_packed(name):
     )
     assert moved == pytest.approx(2 / 1024)
     assert codes_moved({}, {}, name) == 0.0
+
+
+def test_moved_codes_are_counted_to_the_end_of_a_large_weight():
+    key = f"{LAYER}.mlp.up_proj.weight"
+    weight = torch.ones(1024, 320)
+    other = weight.clone()
+    other[0, 0] = other[-1, -1] = -1.0
+    before, after = (quantize_state({key: w}, "int8") for w in (weight, other))
+    assert codes_moved(before, after, "int8") == 2 / weight.numel()
