@@ -177,8 +177,17 @@ def test_mask_fraction_counts_what_the_objective_dropped():
 
 
 def test_a_weight_at_its_very_cap_is_not_truncated():
+    # w = (4, 1, ½, 1)
+    assert metrics(five_tokens(), Acr(cap=1.0))["mismatch/truncated_fraction"] == 0.25
     # by sequence: the cube root of 2 for three tokens, 1 for one
     assert metrics(five_tokens(), Tbpo(cap=1.0))["mismatch/truncated_fraction"] == 0.75
+
+
+@pytest.mark.parametrize("log_w", [20.0, -20.0])
+def test_the_largest_and_smallest_ratios_have_bins_of_their_own(log_w):
+    inputs = five_tokens()
+    m = metrics(replace(inputs, behavior_logprobs=inputs.proximal_logprobs - log_w), Ppo())
+    assert math.log(m["mismatch/weight_p99"]) == pytest.approx(log_w, rel=0.01)
 
 
 def test_given_entropy_replaces_its_estimate():

@@ -33,6 +33,7 @@ def test_a_forgotten_version_is_as_old_as_its_number_says():
     """A group of version 540 was once said to lag 490 versions behind 550, counted over a fork at 300."""
     history = VersionHistory(keep=4, digests={v: str(v) for v in range(547, 551)}, fork=300)
     assert history.lag(VersionSpan(540, 1, "540"), now=550) == 10
+    assert history.lag(VersionSpan(546, 1, "546"), now=550) == 4
     assert history.lag(VersionSpan(548, 1, "abandoned"), now=550) == (548 - 300) + (550 - 300)
 
 
