@@ -321,8 +321,8 @@ def test_value_inside_the_band_is_not_clipped_for_a_rounding():
 
 
 def test_value_that_is_as_wrong_when_clipped_counts_as_unclipped():
-    values = {"values": [1.0] * 5, "old_values": [0.0] * 5, "returns": [0.75] * 5}
-    inputs = batch(**{name: torch.tensor(v, dtype=torch.float64) for name, v in values.items()})
+    value, old, returns = torch.tensor([[1.0], [0.0], [0.75]], dtype=torch.float64).expand(3, 5)
+    inputs = batch(values=value, old_values=old, returns=returns)
     out = loss_fn(inputs, Ppo(), value=ValueLoss(clip=0.5))
     assert reduce_metrics([out.metrics])["value/clip_fraction"] == 0
 

@@ -174,7 +174,7 @@ def _flat_rewards(case: Case) -> Finding | None:
     if not steps or steps < min(EQUAL_STEPS, len(case.metrics)):
         return None
     mean = case.metrics[-1].get("reward/mean")
-    advice = hint(case.run) or (
+    advice = hint(case.run.model, case.run.warmstart) or (
         "easier problems first, more responses a group (learner.group_size), a finer reward"
         if mean is None or mean <= 0
         else "harder problems: these are solved"
