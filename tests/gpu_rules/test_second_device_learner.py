@@ -100,8 +100,8 @@ def test_a_learner_step_is_the_same(
         policy.calibrate_kv_scales(samples)
     if BF16 in STEPS[kind]:  # rounded elsewhere: CUDA's autocast has other lists of operations
         # A neighbouring bfloat16 may fall on the next E4M3 code, an eighth away; which one does, differs
-        # between processors.
-        rel = 0.125 if "fp8" in kind else 0.02
+        # between processors. On a CPU the head's backward pass rounds its factors as well.
+        rel = 0.125 if "fp8" in kind else 0.05
         for name in ("train/loss", "train/grad_norm", "policy/entropy"):
             assert values[0][name] == pytest.approx(values[1][name], rel=rel, abs=0.01), name
         close(far, near, 5e-3)

@@ -65,7 +65,7 @@ def generate(
     weights: WeightVersion, prompts: Sequence[list[int]], samples: int = 3, **engine
 ) -> list[list[Completion]]:
     async def main():
-        built = build_engine(TorchEngine(**{"slots": 16, **engine}))
+        built = build_engine(TorchEngine(**{"slots": 16, "dtype": "float32", **engine}))
         await built.start()
         await built.load_weights(weights)
         requests = [

@@ -6,12 +6,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from areal_q.errors import BufferUnavailable
 from areal_q.messages import Group, Ticket
@@ -31,8 +33,13 @@ class Cluster:
     def __init__(self, binary: str, directory: Path) -> None:
         self._binary, self._directory = binary, directory
         self.ports = _free_ports()
-        self.clients = [redis.Redis(port=port) for port in self.ports]
+        # A command that is repeated after a time limit would find its slots taken.
+        patient: dict[str, Any] = {"socket_timeout": HANG_S, "retry": Retry(NoBackoff(), 0)}
+        self.clients = [redis.Redis(port=port, **patient) for port in self.ports]
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def form(self) -> None:
+        """Starts the servers and shares the slots among them."""
         for number in range(SERVERS):
             self.start(number)
         for number, client in enumerate(self.clients):
@@ -124,9 +131,10 @@ def cluster(
     binary_of: Callable[[str], str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Cluster]:
-    made = Cluster(binary_of(request.param), tmp_path_factory.mktemp("cluster"))
-    yield made
-    made.close()
+    binary = binary_of(request.param)
+    with closing(Cluster(binary, tmp_path_factory.mktemp("cluster"))) as made:
+        made.form()
+        yield made
 
 
 Pause = Callable[[], Awaitable[None]]
