@@ -18,7 +18,7 @@ import faulthandler
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -52,16 +52,39 @@ JOIN_S = 120.0
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
-def _shard(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) -> Shard:
-    """Returns this rank's part of rank 0's `whole` policy. Collective."""
-    cfg, precision = run.learner, PrecisionSettings.of(run)
-    if isinstance(cfg.backend, MegatronBackend):
-        from learner.backends.megatron.policy import megatron_shard
-
-        return megatron_shard(begin, cfg, precision, ranks, whole)
+def _fsdp(
+    begin: Begin,
+    cfg: LearnerConfig,
+    precision: PrecisionSettings,
+    ranks: Ranks,
+    whole: TorchPolicy | None,
+) -> Shard:
     from learner.backends.fsdp import fsdp_shard
 
     return fsdp_shard(begin, cfg, precision, ranks, whole)
+
+
+def _megatron(
+    begin: Begin,
+    cfg: LearnerConfig,
+    precision: PrecisionSettings,
+    ranks: Ranks,
+    whole: TorchPolicy | None,
+) -> Shard:
+    from learner.backends.megatron.policy import megatron_shard
+
+    return megatron_shard(begin, cfg, precision, ranks, whole)
+
+
+BACKENDS: dict[
+    type, Callable[[Begin, LearnerConfig, PrecisionSettings, Ranks, TorchPolicy | None], Shard]
+] = {TorchBackend: _fsdp, MegatronBackend: _megatron}
+
+
+def _shard(begin: Begin, run: Run, ranks: Ranks, whole: TorchPolicy | None) -> Shard:
+    """Returns this rank's part of rank 0's `whole` policy. Collective."""
+    build = BACKENDS[type(run.learner.backend)]
+    return build(begin, run.learner, PrecisionSettings.of(run), ranks, whole)
 
 
 def join(cfg: LearnerConfig) -> Ranks:
