@@ -5,6 +5,7 @@ import logging
 import socket
 import sys
 import threading
+import time
 from urllib.request import urlopen
 
 import pytest
@@ -113,6 +114,8 @@ def test_the_last_values_are_read_before_a_service_ends():
     exporter.wait_until_read(stop)  # nobody ever read: nothing to wait for
     port = serve_metrics("0", exporter)
     scraped(port)
+    while not exporter._read_s:  # the reader has its answer before the server notes it
+        time.sleep(0.01)
     exporter.update({"run/ended": 1.0})
     ends = threading.Thread(target=exporter.wait_until_read, args=[stop, 600.0])
     ends.start()
