@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from helpers.paths import ROOT
-from helpers.policies import pack_state
 from helpers.served_model import (
     CONFIG,
     HANG_S,
@@ -284,7 +283,10 @@ def test_a_model_of_32768_positions_starts_by_default():
     shape = replace(CONFIG, layers=8, head_dim=64, kv_heads=4, max_positions=32768)
     model = Decoder(shape)
     init_weights(model, 0)
-    weights = pack_state(model.state_dict(), shape.to_hf())
+    weights = pack_version(
+        quantize_state(model.state_dict(), "bf16"), run="r", epoch="e", version=0, format="bf16",
+        uaq_scale=1.0, model=shape.to_hf(), published_s=0.0,
+    )  # fmt: skip
 
     async def body(engine):
         (done,) = await engine.generate(ask(max_tokens=4))
