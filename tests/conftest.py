@@ -42,6 +42,10 @@ from learner.data.packing import Sample
 # A shell ignores Ctrl-C for what it starts in the background, and children would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What commands print does not depend on the terminal, or on the settings, of whoever runs the tests.
+for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR"):
+    os.environ.pop(_name, None)
+
 # What is tested is small, and two threads that wait for each other on a busy machine have cost four minutes.
 torch.set_num_threads(1)
 

@@ -7,6 +7,7 @@ A step publishes a version, so the newest version's age is the time since the la
 """
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -124,6 +125,7 @@ def screen(found: Cluster) -> RenderableType:
     return Group(
         _head(found),
         _worker_table(found),
+        *_waits(found.workers),
         tables.status_table(found.redis),
         *(Text(f"WRONG: {tables.escaped(line)}", style="bold red") for line in found.wrong),
     )
@@ -144,16 +146,22 @@ def _worker_table(found: Cluster) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("worker", "version", "behind", "tok/s", "idle", "active", "groups", "waiting"):
         table.add_column(name, justify="left" if name == "worker" else "right")
-    table.add_column("waits for")
     agents = any(w.episodes for w in found.workers)
     if agents:
         table.add_column("episodes open", justify="right")
     for w in found.workers:
         behind = "–" if found.version is None else str(found.version - w.version)
         numbers = (f"{w.tokens_per_s:,.0f}", f"{w.idle_share:.0%}", w.active, w.groups, w.waiting)
-        cells = (str(w.version), behind, *map(str, numbers), tables.escaped(w.waits_for))
+        cells = (str(w.version), behind, *map(str, numbers))
         episodes = [f"{w.open_episodes} of {w.episodes}"] * agents
         table.add_row(tables.escaped(w.worker), *cells, *episodes)
     total = sum(w.tokens_per_s for w in found.workers)
     table.add_row(plural(len(found.workers), "worker"), "", "", f"{total:,.0f}", style="dim")
     return table
+
+
+def _waits(workers: list[WorkerStatus]) -> Iterator[Text]:
+    """Yields a line for each worker that waits, since a column for it would not fit into 80 characters."""
+    for w in workers:
+        if w.waits_for:
+            yield Text(tables.escaped(f"{w.worker} waits for {w.waits_for}"))

@@ -86,6 +86,23 @@ def test_a_cluster_at_work_is_told_and_is_well(
     assert "1,500" in shown and "2 workers" in shown and "WRONG" not in shown
 
 
+def test_waits_are_whole_lines_on_80_columns(
+    learner, redis_url, weight_server, make_version: Make, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    publish(weight_server, make_version(3, published_s=time.time()))
+    for worker in ("rollout-0", "rollout-1"):
+        waits_for = "agents, with 0 of 20 episodes open"
+        beat(redis_url, worker, version=3, episodes=20, waits_for=waits_for)
+    beat(redis_url, "busy", version=3)
+    lines = [line.rstrip() for line in command(redis_url).stdout.splitlines()]
+    assert [line for line in lines if "waits for" in line] == [
+        "rollout-0 waits for agents, with 0 of 20 episodes open",
+        "rollout-1 waits for agents, with 0 of 20 episodes open",
+    ]
+    assert any(line.startswith("rollout-0  ") for line in lines)
+
+
 def test_no_worker_and_a_learner_that_makes_no_step_are_wrong(
     learner, redis_url, weight_server, make_version: Make
 ):
