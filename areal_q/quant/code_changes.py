@@ -1,8 +1,8 @@
-"""How much a step changes, what quantizing costs, and how much of the one survives the other.
+"""What quantizing costs, and how much of a step survives it.
 
-QuRL, appendix A (eqs. 13, 14): the update and the quantization error, each relative to the weights, as
-squared Frobenius norms over all quantized parameters. Where the error is orders of magnitude larger than
-the update, most codes do not move: `codes_moved` counts those that did.
+QuRL, appendix A (eq. 14): the quantization error relative to the weights, as squared Frobenius norms
+over all quantized parameters. Where the error is orders of magnitude larger than a step's update, most
+codes do not move: `codes_moved` counts those that did.
 """
 
 from collections.abc import Mapping
@@ -17,16 +17,14 @@ _AT_ONCE = 1 << 18
 """Elements compared at a time, so that what is compared stays in the processor's cache"""
 
 
-def normalized_update(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
-    """‖θ_{t+1} - θ_t‖² / ‖θ_t‖² of two states under checkpoint names."""
-    return _relative(before, after)
-
-
 def normalized_error(
     state: Mapping[str, Tensor], published: Mapping[str, Tensor], format: str
 ) -> float:
     """‖Q(θ) - θ‖² / ‖θ‖², `published` being `quantize_state(state, format)`."""
-    return _relative(state, dequantize_state(published, format))
+    restored = dequantize_state(published, format)
+    names = [name for name in state if is_quantized(name)]
+    change = sum(float((restored[n].float() - state[n].float()).square().sum()) for n in names)
+    return change / sum(float(state[n].float().square().sum()) for n in names)
 
 
 def codes_moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor], format: str) -> float:
@@ -36,12 +34,6 @@ def codes_moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor], forma
     pairs = [(old, new[name]) for name, old in codes_of(before, format).items()]
     total = sum(8 * old.nbytes // bits for old, _ in pairs)
     return sum(_moved(old, new, bits) for old, new in pairs) / max(1, total)
-
-
-def _relative(state: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    names = [name for name in state if is_quantized(name)]
-    change = sum(float((other[n].float() - state[n].float()).square().sum()) for n in names)
-    return change / sum(float(state[n].float().square().sum()) for n in names)
 
 
 def _moved(old: Tensor, new: Tensor, bits: int) -> int:
