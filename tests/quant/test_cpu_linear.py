@@ -60,6 +60,16 @@ def test_without_the_instruction_torch_multiplies(monkeypatch):
     assert isinstance(cpu_linear.cpu_linear(plain), FusedInt8Linear)
 
 
+@pytest.mark.parametrize(
+    ("asked", "function"), [("has_bf16", "_BF16_DOT"), ("has_int8", "_INT8_DOT")]
+)
+def test_an_instruction_that_llvm_lacks_is_not_taken(asked, function, monkeypatch):
+    monkeypatch.setattr(cpu_tile, "_has", lambda feature: True)
+    assert getattr(cpu_tile, asked)()
+    monkeypatch.setattr(cpu_tile, function, "llvm.x86.avx512.missing.512")
+    assert not getattr(cpu_tile, asked)()
+
+
 def weights_of(name: str, channels: int, outs: int) -> tuple[Format, list[Parts]]:
     """Returns a format and two weights of it, of `outs` and 64 outputs."""
     torch.manual_seed(channels)

@@ -30,6 +30,8 @@ _LANES, _VECTORS = 16, 4
 _I64, _I32, _F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
 FLOATS, _WORDS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
 _UPPER = -(1 << 16)
+_BF16_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
+_INT8_DOT = "llvm.x86.avx512.vpdpbusd.512"
 
 Product = Callable[[Any, Any, list[Any], list[Any]], list[Any]]
 """Function that emits sums + word · column: (builder, word i32 of x, words of W, sums) → sums, each a list of
@@ -43,13 +45,13 @@ def _has(feature: str) -> bool:
 
 
 def has_bf16() -> bool:
-    """Returns True if the processor multiplies bfloat16 numbers by itself."""
-    return _has("avx512bf16")
+    """Returns True if the processor multiplies bfloat16 numbers by itself, and LLVM knows how."""
+    return _has("avx512bf16") and _operand(_BF16_DOT, FLOATS) is not None
 
 
 def has_int8() -> bool:
-    """Returns True if the processor adds up products of int8 numbers without saturating."""
-    return _has("avx512vnni")
+    """Returns True if the processor adds up products of int8 numbers without saturating, and LLVM knows how."""
+    return _has("avx512vnni") and _operand(_INT8_DOT, _WORDS) is not None
 
 
 def _spread(builder: Any, word: Any, kind: ir.VectorType) -> Any:
@@ -89,15 +91,17 @@ class _Bfloat16(ir.Type):
 
 
 @cache
-def _operand(name: str, sums: ir.VectorType) -> ir.VectorType:
-    """Returns the type of the operands of LLVM's function `name`, which depends on its version."""
+def _operand(name: str, sums: ir.VectorType) -> ir.VectorType | None:
+    """Returns the type of the operands of LLVM's function `name`, which depends on its version; None if it has
+    no such function. LLVM accepts any name, but gives attributes only to a function that it knows."""
     for kind in (_WORDS, ir.VectorType(_Bfloat16(), 32), ir.VectorType(ir.IntType(8), 64)):
         try:
-            llvm.parse_assembly(f"declare {sums} @{name}({sums}, {kind}, {kind})").verify()
+            module = llvm.parse_assembly(f"declare {sums} @{name}({sums}, {kind}, {kind})")
+            module.verify()
         except RuntimeError:
             continue
-        return kind
-    raise NotImplementedError(f"LLVM has no function {name} of a known signature")
+        return kind if list(module.get_function(name).attributes) else None
+    return None
 
 
 def bf16_by_shifts(builder: Any, word: Any, columns: list[Any], rows: list[Any]) -> list[Any]:
@@ -295,13 +299,11 @@ def _emit(
 
 
 def _bf16() -> Product:
-    return (
-        _instruction("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS) if has_bf16() else bf16_by_shifts
-    )
+    return _instruction(_BF16_DOT, FLOATS) if has_bf16() else bf16_by_shifts
 
 
 def _int8() -> Product:
-    return _instruction("llvm.x86.avx512.vpdpbusd.512", _WORDS)
+    return _instruction(_INT8_DOT, _WORDS)
 
 
 BF16_6, BF16_4, BF16_2, BF16_1 = (tile(rows, FLOATS, _bf16) for rows in (6, 4, 2, 1))
