@@ -19,15 +19,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 
-from areal_q.config import Sampling, TorchEngine, VllmEngine
+from areal_q.config import TorchEngine, VllmEngine
 from bench.common import commit, device, number, publish, table, use_cores, versions
-from bench.generation.engines import GROUP, PROMPT, published, random_model, transformers_seconds
+from bench.shapes.contestants import draw, generate_seconds
+from bench.shapes.shapes import SHAPES, published
 from rollout.engines import build_engine
-from rollout.engines.base import Engine, Request
+from rollout.engines.base import Engine
 
 FORMATS = ("int8",)
 SEQUENCES = (1, 16, 64)
-TOKENS = 32
+SHAPE = SHAPES["0.6M"]
 REPEATS = 3
 UPDATES = 50
 IN_FLIGHT = 16
@@ -51,33 +52,18 @@ def tree_seconds() -> float:
     return time.process_time() + sum(seconds[pid] for pid in family - {os.getpid()})
 
 
-async def draw(engine: Engine, sequences: int, tokens: int = TOKENS) -> None:
-    group = min(GROUP, sequences)
-    request = [
-        Request(
-            prompt_ids=np.array(PROMPT, np.int32),
-            num_samples=group,
-            sampling=Sampling(max_tokens=tokens),
-            seed=seed,
-            stop_ids=frozenset(),
-        )
-        for seed in range(sequences // group)
-    ]
-    await asyncio.gather(*map(engine.generate, request))
-
-
 async def rate(work: Callable[[], Awaitable[None]], sequences: int) -> float:
     """Tokens per CPU second, over some thousands of tokens."""
     rounds = max(2, 64 // sequences)
     began = tree_seconds()
     for _ in range(rounds):
         await work()
-    return rounds * sequences * TOKENS / (tree_seconds() - began)
+    return rounds * sequences * SHAPE.tokens / (tree_seconds() - began)
 
 
 async def pauses(engine: Engine, format: str) -> list[float]:
     """Seconds for which generation stood still, for each of UPDATES new versions."""
-    weights = [published(random_model(), format) for _ in range(2)]
+    weights = [published(SHAPE.model().state_dict(), SHAPE, format) for _ in range(2)]
     found = []
     background = asyncio.ensure_future(draw(engine, IN_FLIGHT, 240))
     for update in range(UPDATES):
@@ -90,7 +76,7 @@ async def pauses(engine: Engine, format: str) -> list[float]:
 
 
 async def measure(format: str) -> tuple[dict[str, dict[int, float]], dict[str, list[float]]]:
-    model = random_model()
+    model = SHAPE.model(torch.float32)
     engines: dict[str, Engine] = {
         f"torch {format}": build_engine(TorchEngine(slots=64)),
         f"vllm {format}": build_engine(VllmEngine(slots=64)),
@@ -99,16 +85,18 @@ async def measure(format: str) -> tuple[dict[str, dict[int, float]], dict[str, l
     try:
         for engine in engines.values():
             await engine.start()
-            await engine.load_weights(published(model, format))
-            await draw(engine, 64)
+            await engine.load_weights(published(model.state_dict(), SHAPE, format))
+            await draw(engine, 64, SHAPE.tokens)
 
         async def generate(sequences: int) -> None:
-            transformers_seconds(model, sequences)
+            generate_seconds(model, sequences, SHAPE.tokens)
 
         for sequences in SEQUENCES:
             for _ in range(REPEATS):
                 jobs = {"generate": lambda n=sequences: generate(n)}
-                jobs |= {x: lambda n=sequences, e=e: draw(e, n) for x, e in engines.items()}
+                jobs |= {
+                    x: lambda n=sequences, e=e: draw(e, n, SHAPE.tokens) for x, e in engines.items()
+                }
                 for name, work in jobs.items():
                     best = rates[name].get(sequences, 0.0)
                     rates[name][sequences] = max(best, await rate(work, sequences))

@@ -1,25 +1,16 @@
 """Generation of a few sequences at once, in tokens per second of CPU on one thread."""
 
-import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
-from areal_q.config import Sampling, TorchEngine
-from areal_q.config.engines import Dtype
-from areal_q.weights.version import WeightVersion
+from areal_q.config import TorchEngine
 from bench.common import number, say, table
+from bench.shapes.contestants import engine_seconds, generate_seconds
 from bench.shapes.limits import Limits
 from bench.shapes.settings import Settings
 from bench.shapes.shapes import Shape, published
-from rollout.engines import build_engine
-from rollout.engines.base import Request
-
-PROMPT = [1, 2, 3, 4, 5, 6, 7]
-GROUP = 8
 
 
 def section(shape: Shape, settings: Settings, limits: Limits) -> tuple[str, dict[str, Any]]:
@@ -66,7 +57,7 @@ def _rates(
     shape: Shape, settings: Settings, model: Any, state: Any, sequences: int
 ) -> dict[str, float]:
     contestants: dict[str, Callable[[], float]] = {
-        name: lambda dtype=dtype: peer_seconds(model.to(dtype), sequences, shape.tokens)
+        name: lambda dtype=dtype: generate_seconds(model.to(dtype), sequences, shape.tokens)
         for name, dtype in PEERS.items()
         if settings.peers
     }
@@ -74,7 +65,10 @@ def _rates(
         for dtype in settings.dtypes:
             name = format if len(settings.dtypes) == 1 else f"{format} {dtype}"
             contestants[name] = lambda format=format, dtype=dtype: engine_seconds(
-                published(state, shape, format), sequences, shape.tokens, dtype
+                published(state, shape, format),
+                sequences,
+                shape.tokens,
+                TorchEngine(slots=sequences, dtype=dtype),
             )
     best = dict.fromkeys(contestants, float("inf"))
     for _ in range(settings.repeats):
@@ -82,48 +76,3 @@ def _rates(
             best[name] = min(best[name], run())
             say(f"{shape.name}, {sequences} sequences, {name}: {best[name]:.3f} s")
     return {name: sequences * shape.tokens / seconds for name, seconds in best.items()}
-
-
-def engine_seconds(weights: WeightVersion, sequences: int, tokens: int, dtype: Dtype) -> float:
-    """Returns the CPU seconds in which a warm engine draws `tokens` tokens of each response."""
-    group = min(GROUP, sequences)
-    requests = [
-        Request(
-            prompt_ids=np.array(PROMPT, np.int32),
-            num_samples=group,
-            sampling=Sampling(max_tokens=tokens),
-            seed=seed,
-            stop_ids=frozenset(),
-        )
-        for seed in range(sequences // group)
-    ]
-
-    async def main() -> float:
-        engine = build_engine(TorchEngine(slots=sequences, dtype=dtype))
-        await engine.start()
-        await engine.load_weights(weights)
-        seconds = []
-        for _ in range(2):  # the first round warms up
-            began = time.process_time()
-            await asyncio.gather(*map(engine.generate, requests))
-            seconds.append(time.process_time() - began)
-        await engine.close()
-        return min(seconds)
-
-    return asyncio.run(main())
-
-
-@torch.inference_mode()
-def peer_seconds(model: Any, sequences: int, tokens: int) -> float:
-    ids = torch.tensor([PROMPT] * sequences)
-    began = time.process_time()
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=True,
-        top_k=0,
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        pad_token_id=0,
-    )
-    return time.process_time() - began
