@@ -13,15 +13,13 @@ import numpy as np
 from numba import types as nt
 from numba import void
 
-from areal_q.quant.kernels.jit import ROUND, kernel
+from areal_q.quant.kernels.cpu_math import dot, inlined_exp
+from areal_q.quant.kernels.jit import FMA, SUMS, kernel
 
-float32, int32, uint16, uint32 = np.float32, np.int32, np.uint16, np.uint32
+float32, uint16, uint32 = np.float32, np.uint16, np.uint32
 F1, F2, F3 = (nt.Array(nt.float32, n, "C") for n in (1, 2, 3))
 B2, B3 = (nt.Array(nt.uint16, n, "C") for n in (2, 3))
 I1, I2 = (nt.Array(nt.int64, n, "C") for n in (1, 2))
-
-# LLVM may fuse multiply and add, and reorder sums. NaN and infinity keep their meaning.
-_FMA, _SUMS = {"contract"}, {"contract", "reassoc"}
 
 
 @kernel(inline="always")
@@ -39,34 +37,7 @@ def _round(x):
     return rounded if x == x else uint16(0x7FC0)
 
 
-@kernel(fastmath=_FMA, inline="always")
-def _exp(x):
-    """Returns eˣ to 2 units in the last place; 0 below -87 and e⁸⁸ above 88. It is 2ⁿ · eʳ, with eʳ by Cephes'
-    polynomial, in arithmetic alone, so that LLVM can vectorize it."""
-    y = float32(88.0) if x > float32(88.0) else x
-    shifted = y * float32(1.44269504) + ROUND
-    n = shifted - ROUND
-    r = y - n * float32(0.693359375) + n * float32(2.12194440e-4)
-    p = float32(1.9875691500e-4)
-    p = p * r + float32(1.3981999507e-3)
-    p = p * r + float32(8.3334519073e-3)
-    p = p * r + float32(4.1665795894e-2)
-    p = p * r + float32(1.6666665459e-1)
-    p = p * r + float32(5.0000001201e-1)
-    p = p * r * r + r + float32(1.0)
-    power = int32((float32(shifted).view(int32) << int32(23)) + int32(127 << 23)).view(float32)
-    return float32(0.0) if x < float32(-87.0) else p * power
-
-
-@kernel(fastmath=_SUMS)
-def _dot(a, b):
-    total = float32(0.0)
-    for i in range(a.shape[0]):
-        total += a[i] * b[i]
-    return total
-
-
-@kernel(void(F2, B2, F1, nt.float32, F2, B2, F1), fastmath=_SUMS)
+@kernel(void(F2, B2, F1, nt.float32, F2, B2, F1), fastmath=SUMS)
 def add_norm(x, delta, weight, eps, total, y, scale):
     """Computes total = x + delta and its RMSNorm y, and the factor `scale` [T] of each row. A `delta` of no
     rows is 0."""
@@ -78,13 +49,13 @@ def add_norm(x, delta, weight, eps, total, y, scale):
         if delta.shape[0]:
             for i in range(channels):
                 row[i] += _wide(delta[t, i])
-        r = float32(1.0) / np.sqrt(_dot(row, row) / float32(channels) + eps)
+        r = float32(1.0) / np.sqrt(dot(row, row) / float32(channels) + eps)
         scale[t] = r
         for i in range(channels):
             y[t, i] = _round(row[i] * r * weight[i])
 
 
-@kernel(void(F2, B2, F2, F1, F1, F2, B2, F1), fastmath=_SUMS)
+@kernel(void(F2, B2, F2, F1, F1, F2, B2, F1), fastmath=SUMS)
 def add_norm_backward(onward, grad, total, scale, weight, grad_x, grad_delta, grad_weight):
     """Computes the gradient of x, the same rounded to bfloat16 for delta unless that has no rows, and adds that
     of the weight to `grad_weight`. `grad` is that of y, and `onward` that of total, 0 if it has no rows."""
@@ -96,7 +67,7 @@ def add_norm_backward(onward, grad, total, scale, weight, grad_x, grad_delta, gr
             own = _wide(grad[t, i])
             grad_weight[i] += own * total[t, i] * r
             g[i] = own * weight[i]
-        along = _dot(g, total[t]) * r * r / float32(channels)
+        along = dot(g, total[t]) * r * r / float32(channels)
         out = grad_x[t]
         for i in range(channels):
             out[i] = r * (g[i] - total[t, i] * along)
@@ -108,7 +79,7 @@ def add_norm_backward(onward, grad, total, scale, weight, grad_x, grad_delta, gr
                 grad_delta[t, i] = _round(out[i])
 
 
-@kernel(void(B3, nt.int64, F2, nt.float32, F2, F2, B3, F2), fastmath=_SUMS)
+@kernel(void(B3, nt.int64, F2, nt.float32, F2, F2, B3, F2), fastmath=SUMS)
 def rotate(qkv, turned, norms, eps, cos, sin, out, scale):
     """Applies RoPE to the first `turned` heads of qkv [T, H, dim], after an RMSNorm of each if `norms` has
     rows, one for each of these heads, and copies the others. `scale` [T, turned] are the norms' factors."""
@@ -123,7 +94,7 @@ def rotate(qkv, turned, norms, eps, cos, sin, out, scale):
             for i in range(2 * half):
                 x[i] = _wide(qkv[t, h, i])
             if norms.shape[0]:
-                r = float32(1.0) / np.sqrt(_dot(x, x) / float32(2 * half) + eps)
+                r = float32(1.0) / np.sqrt(dot(x, x) / float32(2 * half) + eps)
                 scale[t, h] = r
                 for i in range(2 * half):
                     x[i] = x[i] * r * norms[h, i]
@@ -132,7 +103,7 @@ def rotate(qkv, turned, norms, eps, cos, sin, out, scale):
                 out[t, h, half + i] = _round(x[half + i] * cos[t, i] + x[i] * sin[t, i])
 
 
-@kernel(void(B3, B3, nt.int64, F2, F2, F2, F2, B3, F2), fastmath=_SUMS)
+@kernel(void(B3, B3, nt.int64, F2, F2, F2, F2, B3, F2), fastmath=SUMS)
 def rotate_backward(grad, qkv, turned, norms, scale, cos, sin, out, grad_norms):
     """Computes the gradient of qkv from that of `rotate`'s output, and adds that of norms to `grad_norms`."""
     half = grad.shape[2] // 2
@@ -153,14 +124,14 @@ def rotate_backward(grad, qkv, turned, norms, scale, cos, sin, out, grad_norms):
                     x[i] = _wide(qkv[t, h, i])
                     grad_norms[h, i] += g[i] * x[i] * r
                     g[i] *= norms[h, i]
-                along = _dot(g, x) * r * r / float32(2 * half)
+                along = dot(g, x) * r * r / float32(2 * half)
                 for i in range(2 * half):
                     g[i] = r * (g[i] - x[i] * along)
             for i in range(2 * half):
                 out[t, h, i] = _round(g[i])
 
 
-@kernel(void(B2, B2), fastmath=_FMA)
+@kernel(void(B2, B2), fastmath=FMA)
 def swiglu(gate_up, y):
     """Computes y = silu(gate) · up, [T, M], from gate_up [T, 2 M]."""
     width = y.shape[1]
@@ -168,10 +139,10 @@ def swiglu(gate_up, y):
         gate, up, out = gate_up[t, :width], gate_up[t, width:], y[t]
         for i in range(width):
             g = _wide(gate[i])
-            out[i] = _round(g / (float32(1.0) + _exp(-g)) * _wide(up[i]))
+            out[i] = _round(g / (float32(1.0) + inlined_exp(-g)) * _wide(up[i]))
 
 
-@kernel(void(B2, B2, B2, B2), fastmath=_FMA)
+@kernel(void(B2, B2, B2, B2), fastmath=FMA)
 def swiglu_backward(grad, gate_up, grad_gate_up, y):
     """Computes the gradient of gate_up from that of y, and y again."""
     width = y.shape[1]
@@ -180,14 +151,14 @@ def swiglu_backward(grad, gate_up, grad_gate_up, y):
         to_gate, to_up, given = grad_gate_up[t, :width], grad_gate_up[t, width:], grad[t]
         for i in range(width):
             g, u, d = _wide(gate[i]), _wide(up[i]), _wide(given[i])
-            s = float32(1.0) / (float32(1.0) + _exp(-g))
+            s = float32(1.0) / (float32(1.0) + inlined_exp(-g))
             silu = g * s
             out[i] = _round(silu * u)
             to_up[i] = _round(d * silu)
             to_gate[i] = _round(d * u * (s + silu * (float32(1.0) - s)))
 
 
-@kernel(void(B3, nt.int64, nt.int64, I2, I1, I1, nt.float32, B3, F2), fastmath=_SUMS)
+@kernel(void(B3, nt.int64, nt.int64, I2, I1, I1, nt.float32, B3, F2), fastmath=SUMS)
 def attend(qkv, heads, kv_heads, rows, begins, ends, scale, out, lse):
     """Computes causal attention within each sequence. `rows` [S, L] are its tokens' places in qkv [T, H, dim],
     and its columns from begins[s] to before ends[s] are computed. out is [T, heads, dim], lse [T, heads]."""
@@ -211,11 +182,11 @@ def attend(qkv, heads, kv_heads, rows, begins, ends, scale, out, lse):
                         mixed[i] = float32(0.0)
                     top = float32(-np.inf)
                     for j in range(c + 1):
-                        w[j] = _dot(q, k[j])
+                        w[j] = dot(q, k[j])
                         top = max(top, w[j])
                     total = float32(0.0)
                     for j in range(c + 1):
-                        w[j] = _exp(w[j] - top)
+                        w[j] = inlined_exp(w[j] - top)
                         total += w[j]
                     for j in range(c + 1):
                         share = w[j] / total
@@ -226,7 +197,7 @@ def attend(qkv, heads, kv_heads, rows, begins, ends, scale, out, lse):
                         out[row, h, i] = _round(mixed[i])
 
 
-@kernel(void(B3, B3, B3, F2, nt.int64, nt.int64, I2, I1, I1, nt.float32, F3), fastmath=_SUMS)
+@kernel(void(B3, B3, B3, F2, nt.int64, nt.int64, I2, I1, I1, nt.float32, F3), fastmath=SUMS)
 def attend_backward(grad, qkv, out, lse, heads, kv_heads, rows, begins, ends, scale, grad_qkv):
     """Adds the gradient of qkv to `grad_qkv` [T, H, dim], from `grad` of `attend`'s output."""
     longest, dim, group = rows.shape[1], qkv.shape[2], heads // kv_heads
@@ -254,8 +225,8 @@ def attend_backward(grad, qkv, out, lse, heads, kv_heads, rows, begins, ends, sc
                         dq[i] = float32(0.0)
                         along += d[i] * _wide(out[row, h, i])
                     for j in range(c + 1):
-                        p = _exp(_dot(q, k[j]) - lse[row, h])
-                        ds = p * (_dot(d, v[j]) - along)
+                        p = inlined_exp(dot(q, k[j]) - lse[row, h])
+                        ds = p * (dot(d, v[j]) - along)
                         for i in range(dim):
                             dv[j, i] += p * d[i]
                             dk[j, i] += ds * q[i]
@@ -269,7 +240,7 @@ def attend_backward(grad, qkv, out, lse, heads, kv_heads, rows, begins, ends, sc
                     grad_qkv[row, heads + kv_heads + kv, i] += dv[c, i]
 
 
-@kernel(void(F2, nt.int64, nt.float32, I1, F1, F1, F1, F1, I1), fastmath=_SUMS)
+@kernel(void(F2, nt.int64, nt.float32, I1, F1, F1, F1, F1, I1), fastmath=SUMS)
 def softmax_sums(logits, start, scale, targets, chosen, largest, total, weighted, top):
     """Goes on with the sums of a softmax over columns start … start + B of l = logits · scale, [T, B]: the
     largest l and its column `top`, Σ exp(l - largest) and Σ exp(l - largest) · (l - largest), each [T], and l
@@ -295,14 +266,14 @@ def softmax_sums(logits, start, scale, targets, chosen, largest, total, weighted
         sums = float32(0.0)
         for j in range(columns):
             x = row[j] * scale - above
-            e = _exp(x)
+            e = inlined_exp(x)
             exps += e
             sums += e * x
         total[t] += exps
         weighted[t] += sums
 
 
-@kernel(void(B2, nt.int64, nt.float32, I2, F2, F2, B2, F1), fastmath=_FMA)
+@kernel(void(B2, nt.int64, nt.float32, I2, F2, F2, B2, F1), fastmath=FMA)
 def softmax_gradient(logits, start, scale, places, exact, slopes, grad, own):
     """Computes the gradient of logits [T, B] from columns start … start + B of a softmax. The target's is 0 in
     `grad`, and is set in `own` [T] instead if the target is among these columns.
@@ -317,12 +288,12 @@ def softmax_gradient(logits, start, scale, places, exact, slopes, grad, own):
         of_lse, of_entropy = slopes[t, 1] * scale, slopes[t, 2] * scale
         for j in range(row.shape[0]):
             x = _wide(row[j]) * scale - lse
-            out[j] = _round(_exp(x) * (of_lse - of_entropy * (x + entropy)))
+            out[j] = _round(inlined_exp(x) * (of_lse - of_entropy * (x + entropy)))
         top, target = places[t, 1] - start, places[t, 0] - start
         if 0 <= top < row.shape[0]:
             x = exact[t, 1] - lse
-            out[top] = _round(_exp(x) * (of_lse - of_entropy * (x + entropy)))
+            out[top] = _round(inlined_exp(x) * (of_lse - of_entropy * (x + entropy)))
         if 0 <= target < row.shape[0]:
             x = exact[t, 0] - lse
             out[target] = uint16(0)
-            own[t] = slopes[t, 0] * scale + _exp(x) * (of_lse - of_entropy * (x + entropy))
+            own[t] = slopes[t, 0] * scale + inlined_exp(x) * (of_lse - of_entropy * (x + entropy))

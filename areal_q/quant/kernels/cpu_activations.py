@@ -11,7 +11,7 @@ from numba import types as nt
 from numba import void
 
 from areal_q.quant.activations import SMALLEST_GROUP_RANGE, SMALLEST_ROW_SCALE
-from areal_q.quant.kernels.jit import MAGNITUDE, ROUND, ROUND_E4M3, TINY, kernel
+from areal_q.quant.kernels.jit import FMA, MAGNITUDE, ROUND, ROUND_E4M3, TINY, kernel
 
 float32, int32 = np.float32, np.int32
 F1, F2 = nt.Array(nt.float32, 1, "C"), nt.Array(nt.float32, 2, "C")
@@ -110,7 +110,7 @@ def e4m3_groups(x, y):
                 y[t, i] = _e4m3(x[t, i] / scale) * scale
 
 
-@kernel(void(I2, F1, F1, F2, F2), fastmath={"contract"})
+@kernel(void(I2, F1, F1, F2, F2), fastmath=FMA)
 def dequantize(sums, w_scale, x_scale, add, y):
     """Computes y[t, o] = sums[t, o] · w_scale[o] · x_scale[t] + add[t, o], where add is [T, out] or [1,
     out]."""
@@ -120,7 +120,7 @@ def dequantize(sums, w_scale, x_scale, add, y):
             y[t, o] = float32(sums[t, o]) * w_scale[o] * x_scale[t] + row[o]
 
 
-@kernel(void(F2, F1, F1, F2, F2), fastmath={"contract"})
+@kernel(void(F2, F1, F1, F2, F2), fastmath=FMA)
 def rescale(sums, w_scale, x_scale, add, y):
     """Computes the same as `dequantize`, from sums in float32."""
     for t in range(sums.shape[0]):

@@ -30,7 +30,7 @@ from areal_q.quant.kernels.cpu_tile import (
     PANEL,
     has_int8,
 )
-from areal_q.quant.kernels.jit import MAGNITUDE, kernel
+from areal_q.quant.kernels.jit import FMA, MAGNITUDE, kernel
 
 float32, int32 = np.float32, np.int32
 F1, F2 = nt.Array(nt.float32, 1, "C"), nt.Array(nt.float32, 2, "C")
@@ -42,7 +42,6 @@ _WORDS = 512
 """Words of a panel that are multiplied with all rows of a block before the next ones"""
 _GROUP_WORDS = 64
 _UPPER, _INFINITY, _NAN = int32(-(1 << 16)), int32(0x7F800000), int32(0x7FC00000)
-_FMA = {"contract"}
 
 
 def pack_words(weight: Tensor) -> Tensor:
@@ -122,7 +121,7 @@ def _bf16_rows(x, x_step, w, words, out, rows):
         ahead += step * words
 
 
-@kernel(fastmath=_FMA)
+@kernel(fastmath=FMA)
 def _scaled(sums, offset, start, first, rows, w_scale, x_scale, add, y):
     """Writes the block's rows from `first` on, and the panel's columns from `start` on."""
     end = min(start + 64, y.shape[1])
@@ -171,7 +170,7 @@ def bf16_gemm(x, w, w_scale, x_scale, add, y, first, last):
                 _scaled(sums, nothing, p * 64, t, rows, w_scale, x_scale, add, y)
 
 
-@kernel(fastmath=_FMA)
+@kernel(fastmath=FMA)
 def _group_added(sums, start, first, rows, scale, x_scale, y):
     end = min(start + 64, y.shape[1])
     mine = scale[start:end]

@@ -15,6 +15,9 @@ the low bits are the whole number."""
 ROUND_E4M3 = np.float32(1.5 * 2**14)
 """Rounds to multiples of 2⁻⁹, which are E4M3's subnormal numbers, as ROUND does to whole numbers."""
 
+# LLVM may fuse multiply and add, and reorder sums. NaN and infinity keep their meaning.
+FMA, SUMS = {"contract"}, {"contract", "reassoc"}
+
 
 def kernel(signature: Any = None, **options: Any) -> Callable[[Any], Any]:
     """Returns `njit`, cached on disk where some directory can be written to; compiled here and now if there

@@ -15,55 +15,23 @@ import numpy as np
 from numba import types as nt
 from numba import void
 
-from areal_q.quant.kernels.jit import ROUND, kernel
+from areal_q.quant.kernels.cpu_math import dot, exp
+from areal_q.quant.kernels.jit import FMA, SUMS, kernel
 
-float32, int32 = np.float32, np.int32
+float32 = np.float32
 F1, F2, F3, F4 = (nt.Array(nt.float32, n, "C") for n in (1, 2, 3, 4))
 I1, D1 = nt.Array(nt.int64, 1, "C"), nt.Array(nt.float64, 1, "C")
 
-# LLVM may fuse multiply and add, and reorder sums. NaN and infinity keep their meaning.
-_FMA, _SUMS = {"contract"}, {"contract", "reassoc"}
 
-
-@kernel(fastmath=_FMA)
-def _exp(x):
-    """Returns eˣ to 2 units in the last place; 0 below -87 and e⁸⁸ above 88. It is 2ⁿ · eʳ, with eʳ by Cephes'
-    polynomial.
-
-    It uses arithmetic alone, so that LLVM can vectorize it; libm's function takes one number at a time.
-    """
-    y = float32(88.0) if x > float32(88.0) else x
-    shifted = y * float32(1.44269504) + ROUND
-    n = shifted - ROUND
-    r = y - n * float32(0.693359375) + n * float32(2.12194440e-4)
-    p = float32(1.9875691500e-4)
-    p = p * r + float32(1.3981999507e-3)
-    p = p * r + float32(8.3334519073e-3)
-    p = p * r + float32(4.1665795894e-2)
-    p = p * r + float32(1.6666665459e-1)
-    p = p * r + float32(5.0000001201e-1)
-    p = p * r * r + r + float32(1.0)
-    power = int32((float32(shifted).view(int32) << int32(23)) + int32(127 << 23)).view(float32)
-    return float32(0.0) if x < float32(-87.0) else p * power
-
-
-@kernel(fastmath=_SUMS)
-def _dot(a, b):
-    total = float32(0.0)
-    for i in range(a.shape[0]):
-        total += a[i] * b[i]
-    return total
-
-
-@kernel(void(F2, F1, nt.float32, F2), fastmath=_SUMS)
+@kernel(void(F2, F1, nt.float32, F2), fastmath=SUMS)
 def rms_norm(x, weight, eps, y):
     for t in range(x.shape[0]):
-        r = float32(1.0) / np.sqrt(_dot(x[t], x[t]) / float32(x.shape[1]) + eps)
+        r = float32(1.0) / np.sqrt(dot(x[t], x[t]) / float32(x.shape[1]) + eps)
         for i in range(x.shape[1]):
             y[t, i] = x[t, i] * r * weight[i]
 
 
-@kernel(void(F3, nt.int64, nt.boolean, F2, nt.float32, F2, F2), fastmath=_SUMS)
+@kernel(void(F3, nt.int64, nt.boolean, F2, nt.float32, F2, F2), fastmath=SUMS)
 def rotate(qkv, heads, norm, weights, eps, cos, sin):
     """Applies RoPE in place to the first `heads` heads of qkv [T, H, dim], after an RMSNorm of each head if
     `norm` is True."""
@@ -72,7 +40,7 @@ def rotate(qkv, heads, norm, weights, eps, cos, sin):
         for h in range(heads):
             x = qkv[t, h]
             if norm:
-                r = float32(1.0) / np.sqrt(_dot(x, x) / float32(x.shape[0]) + eps)
+                r = float32(1.0) / np.sqrt(dot(x, x) / float32(x.shape[0]) + eps)
                 for i in range(x.shape[0]):
                     x[i] = x[i] * r * weights[h, i]
             first, second = x[:half], x[half:]
@@ -83,16 +51,16 @@ def rotate(qkv, heads, norm, weights, eps, cos, sin):
                 second[i] = b * c2[i] + a * s2[i]
 
 
-@kernel(void(F2, F2), fastmath=_FMA)
+@kernel(void(F2, F2), fastmath=FMA)
 def swiglu(gate_up, y):
     mlp = y.shape[1]
     for t in range(y.shape[0]):
         gate, up = gate_up[t, :mlp], gate_up[t, mlp:]
         for i in range(mlp):
-            y[t, i] = gate[i] / (float32(1.0) + _exp(-gate[i])) * up[i]
+            y[t, i] = gate[i] / (float32(1.0) + exp(-gate[i])) * up[i]
 
 
-@kernel(void(F3, F4, F4, I1, nt.float32, F3), fastmath=_SUMS)
+@kernel(void(F3, F4, F4, I1, nt.float32, F3), fastmath=SUMS)
 def decode_attention(qkv, keys, values, positions, scale, out):
     """Writes the new keys and values of qkv [R, heads + 2 · kv_heads, dim] into the cache [slots, kv_heads,
     max_len, dim], and computes the attention of each row r to its own slot, up to positions[r]."""
@@ -108,13 +76,13 @@ def decode_attention(qkv, keys, values, positions, scale, out):
                 v[length - 1, i] = qkv[r, heads + kv_heads + h, i]
             for j in range(h * group, (h + 1) * group):
                 for p in range(length):
-                    w[p] = _dot(qkv[r, j], k[p]) * scale
+                    w[p] = dot(qkv[r, j], k[p]) * scale
                 top = w[0]
                 for p in range(length):
                     top = max(top, w[p])
                 total = float32(0.0)
                 for p in range(length):
-                    w[p] = _exp(w[p] - top)
+                    w[p] = exp(w[p] - top)
                     total += w[p]
                 mixed = out[r, j]
                 for i in range(dim):
@@ -125,7 +93,7 @@ def decode_attention(qkv, keys, values, positions, scale, out):
                         mixed[i] += share * v[p, i]
 
 
-@kernel(void(F2, nt.float32, D1, I1, F1), fastmath=_FMA)
+@kernel(void(F2, nt.float32, D1, I1, F1), fastmath=FMA)
 def draw(logits, temperature, u, tokens, logprobs):
     """Draws from softmax(logits / temperature) by inverse CDF at u [R], as sampling.sample_untruncated does."""
     vocab = logits.shape[1]
@@ -136,7 +104,7 @@ def draw(logits, temperature, u, tokens, logprobs):
         for i in range(vocab):
             top = max(top, row[i])
         for i in range(vocab):
-            shares[i] = _exp((row[i] - top) / temperature)
+            shares[i] = exp((row[i] - top) / temperature)
         total = 0.0
         for i in range(vocab):
             total += shares[i]
