@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 TORCH_CPU ?= $(TORCH)+cpu
 # Tests that run at the same time.
 JOBS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadgroup
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
 
 .PHONY: setup lock run test test-slow test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool crds reference clean
 

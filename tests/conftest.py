@@ -26,6 +26,7 @@ from helpers.not_run import (  # noqa: F401  the closing lines, as hooks of pyte
     pytest_terminal_summary,
     pytest_testnodedown,
 )
+from helpers.schedule import pytest_xdist_make_scheduler  # noqa: F401  likewise
 from hypothesis import settings
 
 from areal_q.config import Run, Sampling, dump_toml, load
@@ -54,15 +55,6 @@ settings.register_profile("search", deadline=None)
 settings.register_profile("same", deadline=None, derandomize=True)
 # What passed once passes again; `pytest --hypothesis-profile=search` looks for new examples.
 settings.load_profile("same")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share what a module makes once run in one process of `pytest -n 2 --dist loadgroup`."""
-    for item in items:
-        definitions = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009
-        if any(found.scope == "module" for same in definitions for found in same):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
