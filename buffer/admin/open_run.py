@@ -9,10 +9,10 @@ from pathlib import Path
 
 import redis
 
-from areal_q.cli.launcher import sockets_of
 from areal_q.config import load
 from areal_q.errors import AReaLQError, BufferUnavailable, ConfigError
 from areal_q.system.run_dir import try_lock
+from areal_q.system.socket_dir import sockets_of
 from buffer.redis_store.connection import connect
 from buffer.redis_store.keys import Keys
 from buffer.redis_store.local_server import RedisServer

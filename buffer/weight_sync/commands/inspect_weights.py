@@ -16,7 +16,6 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from areal_q.cli.launcher import sockets_of
 from areal_q.config import load
 from areal_q.errors import AReaLQError, ConfigError, RecordError, UserError
 from areal_q.messages import (
@@ -29,6 +28,7 @@ from areal_q.observability.metrics_log import read_metrics
 from areal_q.observability.run_end import how_it_ended
 from areal_q.system.command import run_command
 from areal_q.system.run_dir import METRICS_FILE, RUN_ID_FILE
+from areal_q.system.socket_dir import sockets_of
 from buffer.weight_sync.client import WeightClient
 from buffer.weight_sync.sockets import WeightSource
 

@@ -1,0 +1,59 @@
+"""The private directory for the sockets of a run, whose processes are all on this machine."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from areal_q.errors import ConfigError
+from areal_q.system.run_dir import try_lock
+
+MAX_SOCKET_BYTES = 100
+"""Longest path of a socket, which the kernel takes up to 108 bytes"""
+SOCKETS_PREFIX = "areal-q-sockets-"
+
+
+def sockets_of(run_dir: Path) -> Path:
+    """Returns the run's private directory for sockets, whose path is short enough for their addresses. It
+    exists while the run goes on.
+
+    The path is the same at every launch, so that the endpoints that an earlier launch wrote into Redis are
+    still right when the run is resumed.
+    """
+    digest = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:12]
+    name = f"{SOCKETS_PREFIX}{os.getuid()}-{digest}"
+    parent = Path(tempfile.gettempdir())
+    if len(os.fsencode(parent / name / "announce")) > MAX_SOCKET_BYTES:
+        parent = Path("/tmp")
+    return parent / name
+
+
+@contextmanager
+def socket_dir(run_dir: Path) -> Iterator[Path]:
+    """Makes and locks the directory of `sockets_of`, and removes it at the end. Raises ConfigError if it cannot
+    be made."""
+    directory, lock = sockets_of(run_dir), None
+    _tidy(directory.parent)
+    while lock is None:  # another launcher may have removed the directory before it was locked
+        try:
+            directory.mkdir(mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"TMPDIR: {error.strerror} - {directory}") from error
+        lock = try_lock(directory)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def _tidy(parent: Path) -> None:
+    """Removes the directories of launchers that were killed: those of this user that no process has locked."""
+    for directory in parent.glob(f"{SOCKETS_PREFIX}*"):
+        with suppress(OSError):
+            if directory.stat().st_uid == os.getuid() and (lock := try_lock(directory)) is not None:
+                shutil.rmtree(directory, ignore_errors=True)
+                os.close(lock)
