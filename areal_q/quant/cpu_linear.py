@@ -61,7 +61,7 @@ class PackedInt8Linear:
         rows, outs = len(x), len(self.scale)
         codes = np.empty((rows, 4 * self.words.shape[1]), np.uint8)
         x_scale, y = np.empty(rows, np.float32), np.empty((rows, outs), np.float32)
-        cpu_activations.uint8_rows(x.numpy(), codes, x_scale)
+        cpu_activations.int8_rows(x.numpy(), _OFFSET, codes, x_scale)
         added = self.nothing if add is None else add.view(-1, outs).numpy()
         words = codes.view(np.int32)
         over_panels(
@@ -196,7 +196,7 @@ class FusedInt8Linear:
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         codes, x_scale = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
-        cpu_activations.int8_rows(x.numpy(), codes, x_scale)
+        cpu_activations.int8_rows(x.numpy(), 0, codes.view(np.uint8), x_scale)
         sums = int8_matmul(torch.from_numpy(codes), self.codes_t).to(torch.int32).numpy()
         y = np.empty(sums.shape, np.float32)
         added = self.nothing if add is None else add.view(-1, sums.shape[1]).numpy()

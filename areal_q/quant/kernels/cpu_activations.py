@@ -15,7 +15,7 @@ from areal_q.quant.kernels.jit import FMA, MAGNITUDE, ROUND, ROUND_E4M3, TINY, k
 
 float32, int32 = np.float32, np.int32
 F1, F2 = nt.Array(nt.float32, 1, "C"), nt.Array(nt.float32, 2, "C")
-I2, I8, U8 = nt.Array(nt.int32, 2, "C"), nt.Array(nt.int8, 2, "C"), nt.Array(nt.uint8, 2, "C")
+I2, U8 = nt.Array(nt.int32, 2, "C"), nt.Array(nt.uint8, 2, "C")
 _SMALLEST_ROW_SCALE = float32(SMALLEST_ROW_SCALE)
 _SMALLEST_GROUP_RANGE = float32(SMALLEST_GROUP_RANGE)
 
@@ -29,28 +29,17 @@ def _top(bits):
     return int32(top).view(float32)
 
 
-@kernel(void(F2, I8, F1))
-def int8_rows(x, codes, scales):
-    """Quantizes x [T, K] as activations.quantize_rows does: codes [T, K], scales [T]."""
+@kernel(void(F2, nt.int32, U8, F1))
+def int8_rows(x, offset, codes, scales):
+    """Quantizes x [T, K] as activations.quantize_rows does, with `offset`, 0 or 128, added to each code: codes
+    [T, at least K], scales [T]."""
     bits = x.view(int32)
     for t in range(x.shape[0]):
         scale = _top(bits[t]) / float32(127.0)
         scale = TINY if scale < TINY else scale
         scales[t] = scale
         for i in range(x.shape[1]):
-            codes[t, i] = np.int8(float32(x[t, i] / scale + ROUND).view(int32))
-
-
-@kernel(void(F2, U8, F1))
-def uint8_rows(x, codes, scales):
-    """Quantizes x [T, K] as `int8_rows` does, with 128 added to each code: codes [T, at least K]."""
-    bits = x.view(int32)
-    for t in range(x.shape[0]):
-        scale = _top(bits[t]) / float32(127.0)
-        scale = TINY if scale < TINY else scale
-        scales[t] = scale
-        for i in range(x.shape[1]):
-            codes[t, i] = np.uint8(float32(x[t, i] / scale + ROUND).view(int32) + int32(128))
+            codes[t, i] = np.uint8(float32(x[t, i] / scale + ROUND).view(int32) + offset)
 
 
 @kernel()
