@@ -1,6 +1,7 @@
-"""How much memory a piece of work needs, by torch's own record of every allocation on the CPU."""
+"""How much memory a piece of work needs: by torch's own record of every allocation, and by the system's."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -16,3 +17,13 @@ def peak_bytes(work: Callable[[], object]) -> int:
         held += event.nbytes()  # type: ignore[attr-defined]
         peak = max(peak, held)
     return peak
+
+
+def resident_bytes(*, peak: bool = False) -> int:
+    """Returns the memory that this process has, or the most that it had.
+
+    `ru_maxrss` would not do: a child's begins at what its parent had when it started it.
+    """
+    key = "VmHWM" if peak else "VmRSS"
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))

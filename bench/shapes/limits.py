@@ -110,6 +110,10 @@ class Limits:
         layers = self.shape.config.num_hidden_layers
         return layers * sum(product_seconds(kind, rows, *s) for s in self.shape.linears.values())
 
+    def head_seconds(self, kind: str, rows: int) -> float:
+        """Returns the least CPU seconds of the output head's product."""
+        return product_seconds(kind, rows, *self.shape.head)
+
     def table(self, sequences: list[int]) -> str:
         """Returns the rates measured, GFLOP/s."""
         sizes = {**self.shape.linears, "head": self.shape.head}

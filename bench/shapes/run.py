@@ -1,4 +1,4 @@
-"""python -m bench.shapes [--shapes 0.6M,0.5B] [--sections generation,prefill] [--formats int8,int4] ...
+"""python -m bench.shapes [--shapes 0.6M,0.5B] [--sections generation,learner] [--formats int8,int4] ...
 
 Everything is random and made here. All runs on one thread and is measured in seconds of CPU, since the machine
 may be shared; contestants take turns and the best of --repeats counts. Beside each number stands what the
@@ -15,12 +15,16 @@ import torch
 
 from areal_q.quant import FORMATS
 from bench.common import commit, device, number, publish, use_cores, versions
-from bench.shapes import generation, prefill
+from bench.shapes import generation, learner, prefill
 from bench.shapes.limits import Limits, copy_bytes_per_s
 from bench.shapes.settings import Settings
 from bench.shapes.shapes import SHAPES
 
-SECTIONS = {"generation": generation.section, "prefill": prefill.section}
+SECTIONS = {
+    "generation": generation.section,
+    "prefill": prefill.section,
+    "learner": learner.section,
+}
 """Functions (shape, settings, limits) → (Markdown, numbers)"""
 
 

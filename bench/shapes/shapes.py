@@ -87,7 +87,7 @@ SHAPES = {
     shape.name: shape
     for shape in (
         Shape("0.6M", _small(), 32),
-        Shape("20M", _qwen3(16_384, 384, 1152, 6, 6, 2, 4096), 32),
+        Shape("20M", _qwen3(16_384, 384, 1152, 8, 6, 2, 4096), 32),
         Shape("0.5B", _qwen2_half_a_billion(), 24),
     )
 }

@@ -1,11 +1,28 @@
 """The bench of three shapes, at the smallest."""
 
+import subprocess
+
 import pytest
 
+from bench.common import ROOT
+from bench.learner.memory import resident_bytes
+from bench.learner.step import measured
+from bench.peers.learner_step import plain
+from bench.shapes.learner import BATCHES
 from bench.shapes.limits import Limits
+from bench.shapes.peers import OURS, Peers
 from bench.shapes.run import SECTIONS
 from bench.shapes.settings import Settings
 from bench.shapes.shapes import SHAPES
+
+SETTINGS = Settings(
+    formats=["int8", "int4"], sequences=[8], dtypes=["auto"], peers=False, repeats=1
+)
+CONTESTANTS = {
+    "generation": ["int8", "int4"],
+    "prefill": ["int8", "int4"],
+    "learner": ["ours float32", "ours bfloat16"],
+}
 
 
 def test_sizes_of_products_are_those_of_the_model():
@@ -20,10 +37,33 @@ def test_sizes_of_products_are_those_of_the_model():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("section", list(SECTIONS))
-def test_a_section_measures_each_format_asked_for(section):
+def test_a_section_measures_each_contestant_asked_for(section):
     shape = SHAPES["0.6M"]
-    settings = Settings(
-        formats=["int8", "int4"], sequences=[8], dtypes=["auto"], peers=False, repeats=1
-    )
-    text, numbers = SECTIONS[section](shape, settings, Limits(shape))
-    assert "int8" in text and "int4" in text and numbers
+    text, numbers = SECTIONS[section](shape, SETTINGS, Limits(shape))
+    assert all(name in text for name in CONTESTANTS[section]) and numbers
+
+
+@pytest.mark.slow
+def test_all_learners_compute_the_same_gradient(tmp_path):
+    shape = SHAPES["0.6M"]
+    shape.model().save_pretrained(tmp_path)
+    spec = {"model": str(tmp_path), "groups": BATCHES["0.6M"].drawn(64), "lr": 1e-5, "steps": 1}
+    spec |= {"dtype": "float32", "microbatch": 64}
+    assert measured(spec)["norms"] == pytest.approx(plain(spec)["norms"], rel=1e-4)
+
+
+def test_a_contestant_that_crashes_is_left_out_and_named(tmp_path):
+    peers = Peers()
+    peers.ask("crashing", OURS, "bench.no_such_module")
+    peers.ask("missing", tmp_path / ".venv-x" / "bin" / "python", "bench.common")
+    assert not peers.found
+    assert "No module named bench.no_such_module" in peers.left_out["crashing"]
+    assert "missing (.venv-x is not installed)" in peers.closing()
+
+
+def test_peak_memory_does_not_begin_with_the_parents():
+    held = bytearray(512 << 20)
+    code = "from bench.learner.memory import resident_bytes as r; print(r(), r(peak=True))"
+    out = subprocess.run([OURS, "-c", code], cwd=ROOT, capture_output=True, check=True).stdout
+    now, peak = map(int, out.split())
+    assert now <= peak < now + len(held) // 2 and resident_bytes() > len(held)
