@@ -47,7 +47,7 @@ def cpu_linear(linear: Linear) -> Linear:
 
 
 class PackedInt8Linear:
-    """An Int8Linear whose weight is packed for cpu_gemm.int8_gemm."""
+    """An Int8Linear whose weight is packed for cpu_gemm.gemm."""
 
     def __init__(self, linear: Int8Linear) -> None:
         codes = linear.codes_t.t()
@@ -63,10 +63,8 @@ class PackedInt8Linear:
         x_scale, y = np.empty(rows, np.float32), np.empty((rows, outs), np.float32)
         cpu_activations.int8_rows(x.numpy(), _OFFSET, codes, x_scale)
         added = self.nothing if add is None else add.view(-1, outs).numpy()
-        words = codes.view(np.int32)
-        over_panels(
-            cpu_gemm.int8_gemm, words, self.words, self.shift, self.scale, x_scale, added, y
-        )
+        words = codes.view(np.int32)[None]
+        over_panels(cpu_gemm.gemm, words, self.words, self.shift, self.scale, x_scale, added, y)
         return torch.from_numpy(y)
 
 
@@ -92,6 +90,7 @@ class Bf16Linear:
     def __init__(self, weight: Bf16Weight, parts: int = 1) -> None:
         self.parts = parts
         self.words = cpu_gemm.pack_words(weight.numbers).numpy()
+        self.no_shift = np.zeros(PANEL * len(self.words), np.float32)
         self.scale = weight.scale[0].numpy()
         self.nothing = np.zeros((1, len(self.scale)), np.float32)
 
@@ -102,7 +101,7 @@ class Bf16Linear:
         y = np.empty((len(x), len(self.scale)), np.float32)
         added = self.nothing if add is None else add.view(-1, y.shape[1]).numpy()
         words = cpu_gemm.bf16_parts(x, self.parts).numpy()
-        over_panels(cpu_gemm.bf16_gemm, words, self.words, self.scale, x_scale, added, y)
+        over_panels(cpu_gemm.gemm, words, self.words, self.no_shift, self.scale, x_scale, added, y)
         return torch.from_numpy(y)
 
 
@@ -143,7 +142,7 @@ class Bf16GroupLinear:
             cpu_activations.e4m3_group_numbers(x.numpy(), numbers, x_scale)
             x = torch.from_numpy(numbers)
         words = cpu_gemm.bf16_parts(x, self.parts).numpy()
-        over_panels(cpu_gemm.bf16_group_gemm, words, self.words, self.scale, x_scale, y)
+        over_panels(cpu_gemm.group_gemm, words, self.words, self.scale, x_scale, y)
         return torch.from_numpy(y)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from areal_q.quant.kernels import cpu_gemm
-from areal_q.quant.kernels.cpu_tile import has_int8
+from areal_q.quant.kernels.cpu_tile import PANEL, has_int8
 from bench.common import number, table
 from bench.shapes.shapes import Shape
 
@@ -63,11 +63,11 @@ def _bfloat16(rows: int, inputs: int, outs: int) -> list[Callable[[], Any]]:
     x, w = torch.randn(rows, inputs).bfloat16(), torch.randn(outs, inputs).bfloat16()
     oned = torch.ops.mkldnn._reorder_linear_weight(w, rows)
     words, packed = cpu_gemm.words_of(x[None]).numpy(), cpu_gemm.pack_words(w).numpy()
-    rest = _rest(rows, outs)
+    rest = np.zeros(len(packed) * PANEL, np.float32), *_rest(rows, outs)
     return [
         lambda: F.linear(x, w),
         lambda: torch.ops.mkldnn._linear_pointwise(x, oned, None, "none", [], ""),
-        lambda: cpu_gemm.bf16_gemm(words, packed, *rest, 0, len(packed)),
+        lambda: cpu_gemm.gemm(words, packed, *rest, 0, len(packed)),
     ]
 
 
@@ -77,9 +77,9 @@ def _int8(rows: int, inputs: int, outs: int) -> list[Callable[[], Any]]:
     runs: list[Callable[[], Any]] = [lambda: torch._int_mm(x, w.t())]  # pyright: ignore[reportPrivateImportUsage]
     if has_int8():
         codes = x.view(torch.uint8)
-        words, packed = cpu_gemm.words_of(codes).numpy(), cpu_gemm.pack_words(w).numpy()
-        shift, rest = np.zeros(len(packed) * 64, np.int32), _rest(rows, outs)
-        runs.append(lambda: cpu_gemm.int8_gemm(words, packed, shift, *rest, 0, len(packed)))
+        words, packed = cpu_gemm.words_of(codes[None]).numpy(), cpu_gemm.pack_words(w).numpy()
+        shift, rest = np.zeros(len(packed) * PANEL, np.int32), _rest(rows, outs)
+        runs.append(lambda: cpu_gemm.gemm(words, packed, shift, *rest, 0, len(packed)))
     return runs
 
 

@@ -139,13 +139,13 @@ def test_what_is_not_finite_stays_in_its_row_in_bf16():
 
 def test_a_processor_without_bf16_computes_the_same():
     """It takes shifts to float32 in place of the instruction."""
-    tile = cpu_tile.tile(3, cpu_tile.FLOATS, lambda: cpu_tile.bf16_by_shifts)
+    tile = cpu_tile.tile(3, lambda sums: cpu_tile.bf16_by_shifts)
 
     @njit
     def multiply(x, w, out):
         tile(
             x.ctypes.data, x.strides[0], w.ctypes.data, x.shape[1],
-            out.ctypes.data, out.strides[0], w.ctypes.data, 0,
+            out, 0, w.ctypes.data, 0,
         )  # fmt: skip
 
     x, weight = torch.randn(3, 40).bfloat16(), torch.randn(64, 40).bfloat16()

@@ -17,17 +17,12 @@ from numba import void
 from torch import Tensor
 
 from areal_q.quant.kernels.cpu_tile import (
-    BF16_1,
-    BF16_2,
-    BF16_4,
-    BF16_6,
-    BF16_SCALED,
-    INT8_1,
-    INT8_2,
-    INT8_4,
-    INT8_6,
-    INT8_SCALED,
     PANEL,
+    SCALED,
+    TILE_1,
+    TILE_2,
+    TILE_4,
+    TILE_6,
     has_int8,
 )
 from areal_q.quant.kernels.jit import FMA, MAGNITUDE, kernel
@@ -101,31 +96,31 @@ def embed(words, tokens, out):
 
 
 @kernel()
-def _bf16_rows(x, x_step, w, words, out, rows):
+def _add_products(x, x_step, w, words, sums, rows):
     ahead, step = w + words * 256, np.int64(256 // ((rows + 5) // 6))
     r = 0
     while r + 6 <= rows:
-        BF16_6(x + r * x_step, x_step, w, words, out + r * 256, 256, ahead, step)
+        TILE_6(x + r * x_step, x_step, w, words, sums, r, ahead, step)
         ahead += step * words
         r += 6
     if r + 4 <= rows:
-        BF16_4(x + r * x_step, x_step, w, words, out + r * 256, 256, ahead, step)
+        TILE_4(x + r * x_step, x_step, w, words, sums, r, ahead, step)
         ahead += step * words
         r += 4
     if r + 2 <= rows:
-        BF16_2(x + r * x_step, x_step, w, words, out + r * 256, 256, ahead, step)
+        TILE_2(x + r * x_step, x_step, w, words, sums, r, ahead, step)
         ahead += step * words
         r += 2
     if r < rows:
-        BF16_1(x + r * x_step, x_step, w, words, out + r * 256, 256, ahead, step)
+        TILE_1(x + r * x_step, x_step, w, words, sums, r, ahead, step)
         ahead += step * words
 
 
 @kernel(fastmath=FMA)
-def _scaled(sums, offset, start, first, rows, w_scale, x_scale, add, y):
+def _scaled(sums, shift, start, first, rows, w_scale, x_scale, add, y):
     """Writes the block's rows from `first` on, and the panel's columns from `start` on."""
     end = min(start + 64, y.shape[1])
-    scale = w_scale[start:end]
+    scale, offset = w_scale[start:end], shift[start:]
     for r in range(rows):
         t = first + r
         row, added, found = y[t, start:end], add[t if add.shape[0] > 1 else 0, start:end], sums[r]
@@ -133,32 +128,37 @@ def _scaled(sums, offset, start, first, rows, w_scale, x_scale, add, y):
             row[c] = float32(found[c] + offset[c]) * scale[c] * x_scale[t] + added[c]
 
 
-@kernel(void(I3, I3, F1, F1, F2, F2, nt.int64, nt.int64))
-def bf16_gemm(x, w, w_scale, x_scale, add, y, first, last):
-    """Computes y[t, o] = (Σ x[i, t] · w[o]) · w_scale[o] · x_scale[t] + add[t, o] for the panels `first` …
-    `last` - 1. The sum is over the parts i of x too; add is [T, out] or [1, out]."""
-    nothing = np.zeros(64, float32)
-    sums = np.empty((_ROWS, 64), float32)
+_KINDS = (F1, I1) if has_int8() else (F1,)
+
+
+@kernel([void(I3, I3, kind, F1, F1, F2, F2, nt.int64, nt.int64) for kind in _KINDS])
+def gemm(x, w, shift, w_scale, x_scale, add, y, first, last):
+    """Computes y[t, o] = (Σ x[i, t] · w[o] + shift[o]) · w_scale[o] · x_scale[t] + add[t, o] for the panels
+    `first` … `last` - 1. The sum is over the parts i of x too; add is [T, out] or [1, out].
+
+    If shift [P · 64] is float32, x and w are bfloat16, and it is 0. If it is int32, x is uint8 and w is int8,
+    sums are whole, and the shift takes back what an offset of x adds."""
+    sums = np.empty((_ROWS, 64), shift.dtype)
     words, add_step = x.shape[2], y.shape[1] if add.shape[0] > 1 else 0
     for p in range(first, last):
         for t in range(0, x.shape[1], _ROWS):
             rows = min(_ROWS, x.shape[1] - t)
-            sums[:rows] = float32(0.0)
+            sums[:rows] = 0
             for k in range(0, words, _WORDS):
                 for part in range(x.shape[0]):
-                    _bf16_rows(
+                    _add_products(
                         x[part].ctypes.data + (t * words + k) * 4,
                         words * 4,
                         w.ctypes.data + (p * words + k) * 256,
                         min(_WORDS, words - k),
-                        sums.ctypes.data,
+                        sums,
                         rows,
                     )
             if p * 64 + 64 <= y.shape[1]:
-                BF16_SCALED(
-                    sums.ctypes.data,
+                SCALED(
+                    sums,
                     rows,
-                    0,
+                    shift.ctypes.data + p * 256,
                     w_scale.ctypes.data + p * 256,
                     x_scale.ctypes.data + t * 4,
                     add.ctypes.data + (t * add_step + p * 64) * 4,
@@ -167,7 +167,7 @@ def bf16_gemm(x, w, w_scale, x_scale, add, y, first, last):
                     y.shape[1] * 4,
                 )
             else:
-                _scaled(sums, nothing, p * 64, t, rows, w_scale, x_scale, add, y)
+                _scaled(sums, shift, p * 64, t, rows, w_scale, x_scale, add, y)
 
 
 @kernel(fastmath=FMA)
@@ -181,7 +181,7 @@ def _group_added(sums, start, first, rows, scale, x_scale, y):
 
 
 @kernel(void(I3, I3, F2, F2, F2, nt.int64, nt.int64))
-def bf16_group_gemm(x, w, w_scale, x_scale, y, first, last):
+def group_gemm(x, w, w_scale, x_scale, y, first, last):
     """Adds Σ_g (Σ x[i, t] · w[o]) · w_scale[g, o] · x_scale[g, t] to y[t, o] for the panels `first` …
     `last` - 1. The inner sum is over the parts i of x and over group g, which is 128 channels."""
     sums = np.empty((_ROWS, 64), float32)
@@ -193,69 +193,12 @@ def bf16_group_gemm(x, w, w_scale, x_scale, y, first, last):
                 k = g * _GROUP_WORDS
                 sums[:rows] = float32(0.0)
                 for part in range(x.shape[0]):
-                    _bf16_rows(
+                    _add_products(
                         x[part].ctypes.data + (t * words + k) * 4,
                         words * 4,
                         w.ctypes.data + (p * words + k) * 256,
                         min(_GROUP_WORDS, words - k),
-                        sums.ctypes.data,
+                        sums,
                         rows,
                     )
                 _group_added(sums, p * 64, t, rows, w_scale[g], x_scale[g, t:], y)
-
-
-if has_int8():
-
-    @kernel()
-    def _int8_rows(x, x_step, w, words, out, rows):
-        ahead, step = w + words * 256, np.int64(256 // ((rows + 5) // 6))
-        r = 0
-        while r + 6 <= rows:
-            INT8_6(x + r * x_step, x_step, w, words, out + r * 256, 256, ahead, step)
-            ahead += step * words
-            r += 6
-        if r + 4 <= rows:
-            INT8_4(x + r * x_step, x_step, w, words, out + r * 256, 256, ahead, step)
-            ahead += step * words
-            r += 4
-        if r + 2 <= rows:
-            INT8_2(x + r * x_step, x_step, w, words, out + r * 256, 256, ahead, step)
-            ahead += step * words
-            r += 2
-        if r < rows:
-            INT8_1(x + r * x_step, x_step, w, words, out + r * 256, 256, ahead, step)
-            ahead += step * words
-
-    @kernel(void(I2, I3, I1, F1, F1, F2, F2, nt.int64, nt.int64))
-    def int8_gemm(x, w, shift, w_scale, x_scale, add, y, first, last):
-        """Computes what `bf16_gemm` does, from uint8 and int8 and with whole sums. `shift` [P · 64] is
-        added to them, and takes back what an offset of x adds."""
-        sums = np.empty((_ROWS, 64), int32)
-        words, add_step = x.shape[1], y.shape[1] if add.shape[0] > 1 else 0
-        for p in range(first, last):
-            for t in range(0, x.shape[0], _ROWS):
-                rows = min(_ROWS, x.shape[0] - t)
-                sums[:rows] = 0
-                for k in range(0, words, _WORDS):
-                    _int8_rows(
-                        x.ctypes.data + (t * words + k) * 4,
-                        words * 4,
-                        w.ctypes.data + (p * words + k) * 256,
-                        min(_WORDS, words - k),
-                        sums.ctypes.data,
-                        rows,
-                    )
-                if p * 64 + 64 <= y.shape[1]:
-                    INT8_SCALED(
-                        sums.ctypes.data,
-                        rows,
-                        shift.ctypes.data + p * 256,
-                        w_scale.ctypes.data + p * 256,
-                        x_scale.ctypes.data + t * 4,
-                        add.ctypes.data + (t * add_step + p * 64) * 4,
-                        add_step * 4,
-                        y.ctypes.data + (t * y.shape[1] + p * 64) * 4,
-                        y.shape[1] * 4,
-                    )
-                else:
-                    _scaled(sums, shift[p * 64 :], p * 64, t, rows, w_scale, x_scale, add, y)

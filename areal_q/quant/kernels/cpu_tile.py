@@ -27,6 +27,8 @@ from numba.extending import intrinsic
 
 PANEL = 64
 _LANES, _VECTORS = 16, 4
+_ROW = 4 * PANEL
+"""Bytes of a row of sums, and of a row of a panel's words"""
 _I64, _I32, _F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
 FLOATS, _WORDS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
 _UPPER = -(1 << 16)
@@ -120,12 +122,27 @@ def bf16_by_shifts(builder: Any, word: Any, columns: list[Any], rows: list[Any])
     return sums
 
 
-def tile(rows: int, sums: ir.VectorType, product: Callable[[], Product]) -> Any:
-    """Returns an intrinsic that computes out += x · W for `rows` rows of x and one panel of W.
+def _product(sums: ir.VectorType) -> Product:
+    if sums is _WORDS:
+        return _instruction(_INT8_DOT, _WORDS)
+    return _instruction(_BF16_DOT, FLOATS) if has_bf16() else bf16_by_shifts
+
+
+def _sums(array: Any) -> ir.VectorType:
+    return FLOATS if array.dtype == types.float32 else _WORDS
+
+
+def _address(context: Any, builder: Any, kind: Any, array: Any) -> Any:
+    return builder.ptrtoint(context.make_array(kind)(context, builder, array).data, _I64)
+
+
+def tile(rows: int, product: Callable[[ir.VectorType], Product] = _product) -> Any:
+    """Returns an intrinsic that computes sums += x · W for `rows` rows of x and one panel of W.
 
     It takes addresses, and distances between rows in bytes: x, its distance, W, the number of words in a row
-    of x, at least 1, out, its distance; and what of W to fetch into the cache meanwhile: an address and the
-    bytes to go on with every word, since a processor left alone waits for memory at every new panel.
+    of x, at least 1; the array of sums [at least row + rows, PANEL], whose type says which product is meant,
+    and its first row; and what of W to fetch into the cache meanwhile: an address and the bytes to go on with
+    every word, since a processor left alone waits for memory at every new panel.
     """
 
     @intrinsic
@@ -135,16 +152,20 @@ def tile(rows: int, sums: ir.VectorType, product: Callable[[], Product]) -> Any:
         x_step: Any,
         w: Any,
         words: Any,
-        out: Any,
-        out_step: Any,
+        sums: Any,
+        row: Any,
         ahead: Any,
         ahead_step: Any,
     ) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _emit(builder, rows, sums, product(), *args)
+            kind = _sums(sums)
+            start = builder.mul(args[5], ir.Constant(_I64, _ROW))
+            out = builder.add(_address(context, builder, sums, args[4]), start)
+            addresses = [*args[:4], out, *args[6:]]
+            _emit(builder, rows, kind, product(kind), *addresses)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 8), emit
+        return types.void(*[types.intp] * 4, sums, *[types.intp] * 3), emit
 
     return emitted
 
@@ -158,34 +179,31 @@ def _prefetch(builder: Any) -> Callable[[Any], Any]:
     return lambda address: builder.call(function, [builder.inttoptr(address, byte), *how])
 
 
-def _scaled(sums: ir.VectorType) -> Any:
-    """Returns an intrinsic that computes y[t] = (sums[t] + shift) · w_scale · x_scale[t] + add[t] for a panel.
-    Sums of floats have no shift.
+@intrinsic
+def _scaled(
+    typing: Any,
+    sums: Any,
+    rows: Any,
+    shift: Any,
+    w_scale: Any,
+    x_scale: Any,
+    add: Any,
+    add_step: Any,
+    y: Any,
+    y_step: Any,
+) -> Any:
+    """Computes y[t] = (sums[t] + shift) · w_scale · x_scale[t] + add[t] for a panel. Sums of floats have no
+    shift.
 
-    It takes addresses, and distances between rows in bytes: sums, whose rows follow each other, the number of
-    rows, at least 1, shift, w_scale, x_scale, add, its distance, y, its distance.
+    It takes the array of sums and the number of its rows, at least 1; then addresses, and distances between
+    rows in bytes: shift, w_scale, x_scale, add, its distance, y, its distance.
     """
 
-    @intrinsic
-    def scaled(
-        typing: Any,
-        found: Any,
-        rows: Any,
-        shift: Any,
-        w_scale: Any,
-        x_scale: Any,
-        add: Any,
-        add_step: Any,
-        y: Any,
-        y_step: Any,
-    ) -> Any:
-        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _emit_scaled(builder, sums, *args)
-            return context.get_dummy_value()
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _emit_scaled(builder, _sums(sums), _address(context, builder, sums, args[0]), *args[1:])
+        return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 9), emit
-
-    return scaled
+    return types.void(sums, *[types.intp] * 8), emit
 
 
 def _emit_scaled(
@@ -220,7 +238,7 @@ def _emit_scaled(
         x = builder.load(builder.inttoptr(address, _F32.as_pointer()), align=4)
         spread = _spread(builder, x, FLOATS)
         mine, added, out = (
-            of_row(found, ir.Constant(_I64, 4 * PANEL)),
+            of_row(found, ir.Constant(_I64, _ROW)),
             of_row(add, add_step),
             of_row(y, y_step),
         )
@@ -243,7 +261,6 @@ def _emit(
     w: Any,
     words: Any,
     out: Any,
-    out_step: Any,
     ahead: Any,
     ahead_step: Any,
 ) -> None:
@@ -261,7 +278,7 @@ def _emit(
         return builder.mul(step, ir.Constant(_I64, count))
 
     starts = [
-        [place(out, times(out_step, r), ir.Constant(_I64, 64 * v)) for v in range(_VECTORS)]
+        [place(out, ir.Constant(_I64, _ROW * r + 64 * v)) for v in range(_VECTORS)]
         for r in range(rows)
     ]
     before = [[builder.load(at(start, sums), align=4) for start in row] for row in starts]
@@ -272,7 +289,7 @@ def _emit(
     index = builder.phi(_I64)
     index.add_incoming(ir.Constant(_I64, 0), entry)
     held = [[builder.phi(sums) for _ in row] for row in before]
-    panel = place(w, times(index, 4 * PANEL))
+    panel = place(w, times(index, _ROW))
     columns = [
         builder.load(at(place(panel, ir.Constant(_I64, 64 * v)), _WORDS), align=4)
         for v in range(_VECTORS)
@@ -298,14 +315,5 @@ def _emit(
             builder.store(value, at(start, sums), align=4)
 
 
-def _bf16() -> Product:
-    return _instruction(_BF16_DOT, FLOATS) if has_bf16() else bf16_by_shifts
-
-
-def _int8() -> Product:
-    return _instruction(_INT8_DOT, _WORDS)
-
-
-BF16_6, BF16_4, BF16_2, BF16_1 = (tile(rows, FLOATS, _bf16) for rows in (6, 4, 2, 1))
-INT8_6, INT8_4, INT8_2, INT8_1 = (tile(rows, _WORDS, _int8) for rows in (6, 4, 2, 1))
-BF16_SCALED, INT8_SCALED = _scaled(FLOATS), _scaled(_WORDS)
+TILE_6, TILE_4, TILE_2, TILE_1 = (tile(rows) for rows in (6, 4, 2, 1))
+SCALED: Any = _scaled
