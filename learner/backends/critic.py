@@ -38,4 +38,4 @@ class Critic(nn.Module):
         """Returns the values, float32 [T], from the policy's hidden states [T, D] that predict the tokens."""
         if self.trunk is not None:
             hidden = self.trunk(batch.token_ids, batch.layout)[batch.predict]
-        return self.head(hidden).squeeze(-1).float()
+        return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()

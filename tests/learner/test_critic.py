@@ -148,18 +148,18 @@ def test_the_critic_learns_the_rewards_of_responses(
     assert values[-1]["value/explained_variance"] > (0.5 if trunk == "separate" else 0.15)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("trunk", ["separate", "shared"])
 def test_value_loss_trains_the_policy_only_in_a_shared_trunk(
-    make_run: MakeRun, make_samples: MakeSamples, trunk: str
+    make_run: MakeRun, make_samples: MakeSamples, trunk: str, dtype: str
 ):
     samples = rewarded(make_samples(6), [0.0, 1.0] * 3)
+    run = make_run(*GAE, f"learner.critic.trunk={trunk}", f"learner.dtype={dtype}")
     gradients = []
     for coef in (0.1, 10.0):
-        policy = build_policy(make_run(*GAE, f"learner.critic.trunk={trunk}"))
+        policy = build_policy(run)
         update_policy(policy, samples)  # the head begins at 0, and would pass no gradient on
-        policy.cfg = override(
-            make_run(*GAE, f"learner.critic.trunk={trunk}"), f"learner.critic.value.coef={coef}"
-        ).learner
+        policy.cfg = override(run, f"learner.critic.value.coef={coef}").learner
         accumulate_gradient(policy, prepare_minibatches(policy, samples)[0], first=True)
         gradients.append([p.grad for p in policy.model.parameters()])
     same = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
