@@ -17,7 +17,7 @@ _PLAIN = {nn.Embedding, nn.RMSNorm, HeadNorm, Linear, nn.Identity}
 """The layers whose arithmetic the operations have. Those with experts, adapters, or numbers of the rollouts'
 formats are of other classes."""
 
-_LONGEST = 512
+_LONGEST = 256
 """Tokens of the longest sequence for which attention is one loop over its tokens; it needs no padding and no
 copies, but torch's works in blocks, which is faster for long sequences."""
 
