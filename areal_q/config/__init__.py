@@ -30,6 +30,18 @@ from areal_q.config.load import (
     settings_hash as settings_hash,
     workers_hash as workers_hash,
 )
+from areal_q.config.learner import (
+    AdamW as AdamW,
+    AdamW8bit as AdamW8bit,
+    BackendConfig as BackendConfig,
+    CriticConfig as CriticConfig,
+    LearnerConfig as LearnerConfig,
+    Lora as Lora,
+    MegatronBackend as MegatronBackend,
+    Muon as Muon,
+    OptimizerConfig as OptimizerConfig,
+    TorchBackend as TorchBackend,
+)
 from areal_q.config.objectives import (
     Acr as Acr,
     AdvantageConfig as AdvantageConfig,
@@ -57,30 +69,18 @@ from areal_q.config.objectives import (
     TokenMean as TokenMean,
     ValueLoss as ValueLoss,
 )
-from areal_q.config.optimizers import (
-    AdamW as AdamW,
-    AdamW8bit as AdamW8bit,
-    Muon as Muon,
-    OptimizerConfig as OptimizerConfig,
-)
 from areal_q.config.run import (
     Aqn as Aqn,
-    BackendConfig as BackendConfig,
     BroadcastConfig as BroadcastConfig,
     CheckpointConfig as CheckpointConfig,
-    CriticConfig as CriticConfig,
     EvalConfig as EvalConfig,
     KvScales as KvScales,
-    LearnerConfig as LearnerConfig,
-    Lora as Lora,
-    MegatronBackend as MegatronBackend,
     ModelConfig as ModelConfig,
     PretrainedModel as PretrainedModel,
     RolloutConfig as RolloutConfig,
     Run as Run,
     Sampling as Sampling,
     SmallModel as SmallModel,
-    TorchBackend as TorchBackend,
     WarmStart as WarmStart,
 )
 from areal_q.config.tasks import (

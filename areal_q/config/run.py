@@ -7,31 +7,17 @@ from msgspec import Meta, field
 from areal_q.config.buffer import BufferConfig
 from areal_q.config.engines import EngineConfig, TorchEngine
 from areal_q.config.environments import CalculatorTool, EnvironmentConfig, SingleTurn
-from areal_q.config.objectives import (
-    Acr,
-    AdvantageConfig,
-    AggregationConfig,
-    Gae,
-    Grpo,
-    ObjectiveConfig,
-    ReferenceKl,
-    ReinforcePlusPlus,
-    TokenMean,
-    ValueLoss,
-)
-from areal_q.config.optimizers import AdamW, OptimizerConfig
+from areal_q.config.learner import LearnerConfig
 from areal_q.config.struct_types import (
     AtLeastOne,
     Count,
     Fraction,
-    Limit,
     NonNegative,
     Positive,
     Seconds,
     Seed,
     Settings,
     TaggedSettings,
-    Thousands,
     Threads,
     TokenId,
     WholeNumber,
@@ -41,9 +27,6 @@ from areal_q.config.tasks import Arithmetic, RewardConfig, TaskConfig
 FormatName = Literal[
     "bf16", "int8", "fp8", "fp8-channel", "int4", "int4-fp8", "nvfp4", "mxfp4", "nf4"
 ]
-
-Precision = Literal["full", "qarl", "jet"]
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 class SmallModel(TaggedSettings, frozen=True, kw_only=True, tag="small"):
@@ -182,168 +165,6 @@ class RolloutConfig(Settings, frozen=True, kw_only=True):
         tool = self.environment
         results = tool.max_calls * tool.max_result_tokens if isinstance(tool, CalculatorTool) else 0
         return self.sampling.max_tokens + results
-
-
-class CriticConfig(Settings, frozen=True, kw_only=True):
-    """A value for every response token, as `gae` needs it: a linear head on the states of a decoder."""
-
-    trunk: Literal["separate", "shared"] = "separate"
-    """`separate`: a copy of the policy's, at the start of training; `shared`: the policy's own, which the
-    value loss then trains as well."""
-    value: ValueLoss = ValueLoss()
-    """The critic's share of the loss."""
-    optimizer: AdamW = AdamW()
-    """Optimizer of the head, and of a separate trunk."""
-
-
-class FidelityConfig(Settings, frozen=True, kw_only=True):
-    """The fidelity meter: logged log-probs beside what the same published weights give here, in float32."""
-
-    share: Fraction = 0.0625
-    """Share of the groups, chosen by ticket number: their responses' first version is scored again. 0: none."""
-    bound_nats: Positive = 0.03
-    """A mean gap beyond this is warned of once, and an alert."""
-
-
-class Lora(Settings, frozen=True, kw_only=True):
-    """Adapters on a frozen base in `rollout.format` (QeRL): they alone are trained and sent."""
-
-    rank: Count = 32
-    """Rank of the adapters."""
-    alpha: Positive = 32.0
-    """The update is alpha / rank · B · A."""
-    targets: Annotated[tuple[Target, ...], Meta(min_length=1)] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    )
-    """The linear layers that have an adapter."""
-
-
-class TorchBackend(TaggedSettings, frozen=True, kw_only=True, tag="torch"):
-    """One device; or FSDP2, where torchrun starts several learner processes, which alone heed these."""
-
-    offload: bool = False
-    """Weights, gradients and moments rest in the host's memory; needs a GPU."""
-
-
-class MegatronBackend(TaggedSettings, frozen=True, kw_only=True, tag="megatron"):
-    """Megatron-core: `pip install 'areal-q[megatron]'`. Processes = tensor · pipeline · data parallel ones."""
-
-    tensor: Count = 1
-    """Processes that share each matrix."""
-    pipeline: Count = 1
-    """Processes that share the layers."""
-    experts: Count = 1
-    """So many of the processes that have the same layers share the experts of a mixture."""
-
-
-BackendConfig = TorchBackend | MegatronBackend
-
-
-class LearnerConfig(Settings, frozen=True, kw_only=True):
-    groups: Thousands = 64
-    """Prompts in a step."""
-    group_size: Thousands = 8
-    """Responses to each prompt; 1 only where the advantage needs no others to compare with."""
-    max_lag: Annotated[int, Meta(ge=0, le=1000)] = 2
-    """η: versions by which a token may be behind the learner when it is used. 0 is synchronous."""
-    epochs: Thousands = 1
-    """Passes over each batch, all against the same π_prox."""
-    minibatches: Thousands = 2
-    """Equal parts of a batch, with an optimizer step for each."""
-    proximal: Literal["exact", "loglinear"] = "exact"
-    """How π_prox is known: `exact`, by a forward pass before the first update wherever that needs one;
-    `loglinear`, A-3PO's interpolation between π_behav and π_θ (arXiv 2512.06547), which needs none."""
-    mask: tuple[Literal["length", "timeout"], ...] = ()
-    """Responses that ended for one of these reasons, cut off by `rollout.sampling.max_tokens` or by
-    `rollout.request_timeout_s`, have no loss; their rewards stay in the baseline of their group. With `length`
-    this is DAPO's overlong filtering (arXiv 2503.14476 §3.4), which masks the loss of truncated samples."""
-    drop_uniform: bool = False
-    """DAPO's dynamic sampling: a group whose rewards are all equal carries no gradient; it is dropped and
-    counted, and its place refilled."""
-    advantage: AdvantageConfig = Grpo()
-    """How rewards become advantages."""
-    objective: ObjectiveConfig = Acr()
-    """What the learner maximises."""
-    aggregation: AggregationConfig = TokenMean()
-    """How the losses of tokens become one number."""
-    entropy_coef: NonNegative = 0.0
-    """Bonus for the entropy of the policy, in nats per token."""
-    reference_kl: ReferenceKl | None = None
-    """A penalty for leaving a reference policy; none leaves it out."""
-    critic: CriticConfig | None = None
-    """A critic, which `advantage.type = gae` needs; none for all others."""
-    optimizer: OptimizerConfig = AdamW()
-    """The optimizer and its learning rate over time."""
-    max_grad_norm: Limit = 1.0
-    """Longer gradients are shortened to this norm."""
-    max_skipped: Count = 20
-    """Optimizer steps skipped in a row, for gradients that are not finite, before the learner gives up."""
-    uaq: Annotated[float, Meta(ge=1, le=1000)] = 1.5
-    """UAQ's scale s (QuRL §4.3); 1 turns it off."""
-    precision: Precision = "full"
-    """`full`; `qarl`: forward on the rollouts' own numbers, backward in full precision; `jet`: both in FP8."""
-    lora: Lora | None = None
-    """Train adapters alone; none trains all weights."""
-    microbatch_tokens: Count = 16384
-    """The most tokens of one forward and backward pass; fewer need less memory and change no result."""
-    recompute: bool = False
-    """Activation checkpointing: a layer keeps its input alone and runs again in the backward pass."""
-    routing_replay: bool = False
-    """R3: tokens go to the experts that the rollout sent them to, which workers then record."""
-    router_aux_coef: NonNegative = 0.0
-    """Weight of the load-balancing loss of experts (Switch, arXiv 2101.03961). 0: RL starts from a router
-    that is balanced already, and this gradient moves the policy without any reward asking for it."""
-    backend: BackendConfig = TorchBackend()
-    """What computes the steps."""
-    fidelity: FidelityConfig = FidelityConfig()
-    """The check of the engine's log-probs."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """What layers multiply in. Weights at rest, gradients, log-probs and losses are float32 all the same."""
-    device: str = "cpu"
-    """Device of the learner, such as cpu or cuda:0."""
-    threads: Threads = 1
-    """Threads of the learner's process."""
-
-    @property
-    def update_scores_itself(self) -> bool:
-        """True if nothing needs the learner's scores of a micro-batch before its update's own forward pass:
-        neither advantages, nor counts of the whole step, nor Megatron's schedule."""
-        kl_in_reward = self.reference_kl is not None and self.reference_kl.place == "reward"
-        return (
-            isinstance(self.backend, TorchBackend)
-            and not (kl_in_reward or isinstance(self.advantage, Gae) or self.critic)
-            and not self.router_aux_coef
-            and getattr(self.objective, "denominator", "all_tokens") == "all_tokens"
-        )
-
-    @property
-    def versions_kept(self) -> int:
-        """Versions that a learner remembers: η + 2. A group drawn by any of the newest η + 1 may still be
-        learnt from, and one more is on its way out meanwhile. Example: max_lag = 2: versions 7, 8 and 9 may
-        have drawn what step 9 learns from, and version 10 follows: 4."""
-        return self.max_lag + 2
-
-    @property
-    def max_outstanding(self) -> int:
-        """The largest number of groups that are admitted and neither finished nor dropped: (η + 1) · groups.
-        Example: groups = 64, max_lag = 2: 192."""
-        return (self.max_lag + 1) * self.groups
-
-    @property
-    def fewest_valid(self) -> int:
-        """Responses that a group must have for one of them to have an advantage: 2 where they are compared with
-        each other, 1 where a critic or the batch is the baseline."""
-        match self.advantage:
-            case Gae() | ReinforcePlusPlus(baseline="none"):
-                return 1
-            case _:
-                return 2
 
 
 class BroadcastConfig(Settings, frozen=True, kw_only=True):

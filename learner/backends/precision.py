@@ -4,7 +4,8 @@
 from typing import NamedTuple, Self
 
 from areal_q.config import Lora, Run
-from areal_q.config.run import FormatName, Precision
+from areal_q.config.learner import Precision
+from areal_q.config.run import FormatName
 from areal_q.models import Decoder
 from areal_q.models.layers.linear import Linear
 from areal_q.models.low_bit.bf16_rounding import round_frozen, round_rest

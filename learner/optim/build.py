@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from areal_q.config.optimizers import AdamW, AdamW8bit, Muon, OptimizerConfig
+from areal_q.config.learner import AdamW, AdamW8bit, Muon, OptimizerConfig
 from learner.optim import adamw_8bit
 
 NOT_HIDDEN = ("embed_tokens.weight", "lm_head.weight", "head.weight", "mlp.gate.weight")

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from areal_q.config.run import Precision
+from areal_q.config.learner import Precision
 from areal_q.models import DecoderConfig, PackedLayout
 from areal_q.models.layers.moe import UNRECORDED, Routing
 from areal_q.models.layers.packed_attention import packed_attention
