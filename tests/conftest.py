@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import redis
 import torch
-from helpers.not_run import (  # noqa: F401  the closing lines, as hooks of pytest
+from helpers.hooks.not_run import (  # noqa: F401  the closing lines, as hooks of pytest
     pytest_configure,
     pytest_deselected,
     pytest_sessionfinish,
     pytest_terminal_summary,
     pytest_testnodedown,
 )
-from helpers.schedule import pytest_xdist_make_scheduler  # noqa: F401  likewise
+from helpers.hooks.schedule import pytest_xdist_make_scheduler  # noqa: F401  likewise
 from hypothesis import settings
 
 from areal_q.config import Run, Sampling, dump_toml, load

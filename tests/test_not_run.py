@@ -38,7 +38,9 @@ def test_what_did_not_run_is_counted_with_its_command(tmp_path: Path, options: l
         pytest.importorskip(
             "xdist", reason="pytest-xdist is not installed: pip install --group dev"
         )
-    shutil.copy(Path(__file__).parent / "helpers" / "not_run.py", tmp_path / "conftest.py")
+    shutil.copy(
+        Path(__file__).parent / "helpers" / "hooks" / "not_run.py", tmp_path / "conftest.py"
+    )
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    vllm\n")
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "test_file.py").write_text(FILE)

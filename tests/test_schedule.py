@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import schedule
+from helpers.hooks import schedule
 from helpers.paths import ROOT
 
 TESTS = """
