@@ -4,6 +4,7 @@ A number whose distribution is smooth is stored in two parts: a symbol of a smal
 stage compresses almost to its entropy, and low bits that are nearly uniform and stored uncompressed.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -31,28 +32,26 @@ def shifts(sizes: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 def escape_bytes(high: np.ndarray) -> bytes:
     """Returns int64 [N] ≥ 0 as bytes, where a byte 255 adds 255 and continues the number in the next byte."""
-    ends = np.cumsum(high // _ESCAPE + 1)
-    tops = np.full(ends[-1] if len(ends) else 0, _ESCAPE, np.uint8)
-    tops[ends - 1] = high % _ESCAPE
-    return tops.tobytes()
+    out = np.empty(len(high) + int(high.sum()) // _ESCAPE, np.uint8)
+    return out[: kernels.escape(high, out)].tobytes()
 
 
 def unescaped(tops: bytes, count: int) -> np.ndarray:
     """Returns int64 [count], the inverse of `escape_bytes`. Raises ValueError for another count of numbers."""
-    symbols = np.frombuffer(tops, np.uint8)
-    ends = np.flatnonzero(symbols != _ESCAPE)
-    if len(ends) != count or (len(symbols) and symbols[-1] == _ESCAPE):
-        raise ValueError(f"{len(ends)} gaps instead of {count}")
-    return (np.diff(ends, prepend=-1) - 1) * _ESCAPE + symbols[ends]
+    high = np.zeros(count, np.int64)
+    found = kernels.unescape(np.frombuffer(tops, np.uint8), high)
+    if found != count or tops[-1:] == bytes([_ESCAPE]):
+        raise ValueError(f"{found} gaps instead of {count}")
+    return high
 
 
 def split_sizes(sizes: np.ndarray, exact: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (symbols, widths of the low bits left open), both uint8 [N], for uint64 [N] ≥ 1.
+    """Returns (symbols, widths of the low bits left open), both uint8 [N], for unsigned [N] ≥ 1.
 
     With `exact`, for sizes up to 256, nothing is left open.
     """
     if exact:
-        return (sizes - np.uint64(1)).astype(np.uint8), np.zeros(len(sizes), np.uint8)
+        return (sizes - sizes.dtype.type(1)).astype(np.uint8), np.zeros(len(sizes), np.uint8)
     symbol, width = np.empty(len(sizes), np.uint8), np.empty(len(sizes), np.uint8)
     kernels.symbols(sizes, symbol, width)
     return symbol, width
@@ -79,34 +78,35 @@ def join_sizes(symbol: np.ndarray, low: np.ndarray, exact: bool) -> np.ndarray:
     return values
 
 
-def packed(values: np.ndarray, widths: np.ndarray) -> bytes:
-    """Returns the low bits of uint64 [N], as many of each as uint8 [N] says, without padding between them."""
-    out = np.zeros(-(-int(widths.sum(dtype=np.int64)) // 8), np.uint8)
-    kernels.pack_bits(values, widths, out)
+def packed(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> bytes:
+    """Returns the low bits of all values, unsigned [N], as many of each as its width, uint8 [N], says. Between
+    them, and between the parts (values, widths), there is no padding."""
+    total = sum(int(widths.sum(dtype=np.int64)) for _, widths in parts)
+    out, at = np.zeros(-(-total // 8), np.uint8), 0
+    for values, widths in parts:
+        at = kernels.pack_bits(values, widths, out, at)
     return out.tobytes()
 
 
-def unpacked(data: bytes, widths: np.ndarray) -> np.ndarray:
-    """Returns uint64 [N], the inverse of `packed`. Raises ValueError where there are more or fewer bytes."""
-    nbytes = -(-int(widths.sum(dtype=np.int64)) // 8)
-    if len(data) != nbytes:
-        raise ValueError(f"{len(data)} bytes of low bits instead of {nbytes}")
-    values = np.empty(len(widths), np.uint64)
-    kernels.unpack_bits(np.frombuffer(data, np.uint8), widths, values)
-    return values
+class LowBits:
+    """Reads what `packed` wrote, part by part."""
 
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = np.frombuffer(data, np.uint8), 0
 
-def ordered(codes: np.ndarray) -> np.ndarray:
-    """Returns floats' bit patterns (unsigned) as unsigned integers in the order of their values, −0 below
-    +0."""
-    top = codes.dtype.type(1 << (8 * codes.itemsize - 1))
-    return np.where(codes < top, codes + top, ~codes)
+    def take(self, widths: np.ndarray) -> np.ndarray:
+        """Returns the next part's values, uint64 [N]. Raises ValueError where there are too few bytes."""
+        end = self._at + int(widths.sum(dtype=np.int64))
+        if end > 8 * len(self._data):
+            raise ValueError(f"{len(self._data)} bytes of low bits instead of {-(-end // 8)}")
+        values = np.empty(len(widths), np.uint64)
+        self._at = kernels.unpack_bits(self._data, widths, values, self._at)
+        return values
 
-
-def unordered(numbers: np.ndarray) -> np.ndarray:
-    """Returns the bit patterns again: the inverse of `ordered`."""
-    top = numbers.dtype.type(1 << (8 * numbers.itemsize - 1))
-    return np.where(numbers >= top, numbers - top, ~numbers)
+    def finish(self) -> None:
+        """Raises ValueError where bytes are left."""
+        if -(-self._at // 8) != len(self._data):
+            raise ValueError(f"{len(self._data)} bytes of low bits instead of {-(-self._at // 8)}")
 
 
 class Reader:

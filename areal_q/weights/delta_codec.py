@@ -23,13 +23,14 @@ a stream of their own. The receiver then needs the base to decode. Without them 
 it does not, and deltas can be added up.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from areal_q.weights import bit_packing as bits
 from areal_q.weights import delta_kernels as kernels
@@ -122,9 +123,10 @@ def encode(moves: Sequence[Moves], floats_of: FloatsOf | None = None) -> Streams
     for m in moves:
         floats = floats_of(m.index) if floats_of and len(m.where) >= _FEW else None
         based = based or floats is not None
-        listed, counts, sizes = _listed(m, floats)
+        kinds = floats.classes(m.where) if floats else None
+        listed, counts, sizes = _listed(m, floats, kinds)
         changes.append(Change(m.index, counts.tolist() if len(counts) > 1 else len(m.where)))
-        keys.append(_keys(m.step.itemsize, floats, m.where))
+        keys.append(_keys(m.step.itemsize, kinds, len(m.where)))
         if listed is None:
             moved = np.zeros(m.elements, np.uint8)
             moved[m.where] = 1
@@ -132,24 +134,25 @@ def encode(moves: Sequence[Moves], floats_of: FloatsOf | None = None) -> Streams
         else:
             gaps.append(_gaps(listed, counts))
             shifts.append(np.repeat(bits.shifts(sizes, counts), counts))
-    negative = [m.step.view(f"<i{m.step.itemsize}") < 0 for m in moves]
-    sizes = [np.where(n, 0 - m.step, m.step) for n, m in zip(negative, moves, strict=True)]
-    flags += [np.packbits(n).tobytes() for n in negative]
+    signed = [m.step.view(f"<i{m.step.itemsize}") for m in moves]
+    flags += [np.packbits(step < 0).tobytes() for step in signed]
+    # The size of the least number has no sign to lose: it wraps to itself, which is right unsigned.
+    sizes = [np.abs(step).view(m.step.dtype) for step, m in zip(signed, moves, strict=True)]
     gap, shift = _concatenated(gaps, np.int64), _concatenated(shifts, np.uint8)
-    size, key = _concatenated(sizes, np.uint64), _concatenated(keys, np.uint8)
-    symbols, values, widths = [], [gap.astype(np.uint64)], [shift]
-    for k in np.unique(key):
-        value = size[key == k]
+    key, count = _concatenated(keys, np.uint8), np.zeros(256, np.int64)
+    size = _concatenated(sizes, np.result_type(np.uint8, *sizes))
+    kernels.grouped(key, size.copy(), count, size)
+    symbols, low = [], [(gap, shift)]
+    for k, value in _groups(count, size):
         symbol, width = bits.split_sizes(value, exact=k < CLASSES + 1)
         symbols.append(bits.compress(symbol.tobytes()))
-        values.append(value)
-        widths.append(width)
+        low.append((value, width))
     return Streams(
         changes,
         bits.compress(bits.escape_bytes(gap >> shift)),
         bits.compress(b"".join(flags)),
         symbols,
-        bits.packed(np.concatenate(values), np.concatenate(widths)),
+        bits.packed(low),
         based,
     )
 
@@ -178,11 +181,14 @@ def decode(
     tops = bits.decompress(streams.gaps, sum(elements for elements, _ in tensors) + 64)
     high = bits.unescaped(tops, len(shift))
     flags = bits.Reader(bits.exactly(streams.flags, sum(p.flag_bytes for p in parts)))
-    reader = _LowBits(streams, shift)
-    gap = bits.Reader((high << shift.astype(np.int64)) | reader.gaps.astype(np.int64))
+    low = bits.LowBits(streams.low)
+    gap = bits.Reader((high << shift) | low.take(shift).view(np.int64))
     where = [_where(p, gap, flags) for p in parts]
-    keys = [_keys(p.itemsize, p.floats, w) for p, w in zip(parts, where, strict=True)]
-    size = bits.Reader(reader.sizes(_concatenated(keys, np.uint8)))
+    keys = [
+        _keys(p.itemsize, p.floats.classes(w) if p.floats else None, len(w))
+        for p, w in zip(parts, where, strict=True)
+    ]
+    size = bits.Reader(_sizes(streams, _concatenated(keys, np.uint8), low))
     moves = []
     for part, places in zip(parts, where, strict=True):
         count = len(places)
@@ -245,9 +251,12 @@ def _rare(count: int, elements: int) -> bool:
     return _DENSE * count <= elements
 
 
-def _listed(m: Moves, floats: Floats | None) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
+def _listed(
+    m: Moves, floats: Floats | None, kinds: np.ndarray | None
+) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
     """Returns the positions listed, counted within their class and grouped by it, then `counts` and `sizes` as
-    in `_Part`. There are no positions, but None, where a bitmap is smaller."""
+    in `_Part`; `kinds` are the classes of the changed elements, uint8. There are no positions, but None, where
+    a bitmap is smaller."""
     elements = np.array([m.elements])
     if not _rare(len(m.where), m.elements):
         if not _rare(m.elements - len(m.where), m.elements):
@@ -256,12 +265,13 @@ def _listed(m: Moves, floats: Floats | None) -> tuple[np.ndarray | None, np.ndar
         stays[m.where] = False
         listed = np.flatnonzero(stays)
         return listed, np.array([len(listed)]), elements
-    if floats is None:
+    if floats is None or kinds is None:
         return m.where, np.array([len(m.where)]), elements
     rank, sizes = np.empty(len(m.where), np.int64), np.zeros(CLASSES, np.int64)
     kernels.ranks(floats.codes, floats.mantissa, m.where, rank, sizes)
-    kind = floats.classes(m.where)
-    return rank[np.argsort(kind, kind="stable")], np.bincount(kind, minlength=CLASSES), sizes
+    listed, counts = np.empty_like(rank), np.zeros(256, np.int64)
+    kernels.grouped(kinds, rank, counts, listed)
+    return listed, counts[:CLASSES], sizes
 
 
 def _gaps(listed: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -316,41 +326,37 @@ def _ranks(part: _Part, gaps: np.ndarray) -> np.ndarray:
     return rank
 
 
-def _keys(itemsize: int, floats: Floats | None, where: np.ndarray) -> np.ndarray:
-    """Returns which stream of symbols each step is in, uint8 [N]; one-byte elements come first."""
+def _keys(itemsize: int, kinds: np.ndarray | None, count: int) -> np.ndarray:
+    """Returns which stream of symbols each of `count` steps is in, uint8; one-byte elements come first. `kinds`
+    are the elements' classes, if classes are used."""
     first = (itemsize.bit_length() - 1) * (CLASSES + 1)
-    if floats is None:
-        return np.full(len(where), first, np.uint8)
-    return floats.classes(where) + np.uint8(first + 1)
+    if kinds is None:
+        return np.full(count, first, np.uint8)
+    return kinds + np.uint8(first + 1)
 
 
-class _LowBits:
-    """The low bits of gaps, which are known at once, and then those of steps."""
-
-    def __init__(self, streams: Streams, shift: np.ndarray) -> None:
-        nbytes = -(-int(shift.sum(dtype=np.int64)) // 8)
-        self.gaps = bits.unpacked(streams.low[:nbytes], shift)
-        self._streams, self._shift = streams, shift
-
-    def sizes(self, key: np.ndarray) -> np.ndarray:
-        """Returns |step| of each element, uint64, given the stream that it is in."""
-        found = np.unique(key)
-        if len(found) != len(self._streams.steps):
-            raise ValueError(f"{len(self._streams.steps)} streams of steps instead of {len(found)}")
-        symbols = [
-            bits.exactly(stream, int((key == k).sum()))
-            for k, stream in zip(found, self._streams.steps, strict=True)
-        ]
-        exact = [bool(k < CLASSES + 1) for k in found]
-        widths = [bits.widths(s, e) for s, e in zip(symbols, exact, strict=True)]
-        low = bits.unpacked(self._streams.low, np.concatenate([self._shift, *widths]))
-        size = np.empty(len(key), np.uint64)
-        at = len(self._shift)
-        for k, symbol, e in zip(found, symbols, exact, strict=True):
-            size[key == k] = bits.join_sizes(symbol, low[at : at + len(symbol)], e)
-            at += len(symbol)
-        return size
+def _sizes(streams: Streams, key: np.ndarray, low: "bits.LowBits") -> np.ndarray:
+    """Returns |step| of each element, uint64, given the stream that it is in."""
+    count = np.bincount(key, minlength=256)
+    found = np.flatnonzero(count)
+    if len(found) != len(streams.steps):
+        raise ValueError(f"{len(streams.steps)} streams of steps instead of {len(found)}")
+    sizes = []
+    for k, stream in zip(found, streams.steps, strict=True):
+        symbol, exact = bits.exactly(stream, int(count[k])), bool(k < CLASSES + 1)
+        sizes.append(bits.join_sizes(symbol, low.take(bits.widths(symbol, exact)), exact))
+    low.finish()
+    size = np.empty(len(key), np.uint64)
+    kernels.ungrouped(key, _concatenated(sizes, np.uint64), count, size)
+    return size
 
 
-def _concatenated(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.empty(0, dtype), *(a.astype(dtype) for a in arrays)])
+def _groups(counts: np.ndarray, values: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields each key that occurs with its part of `values`, which are in the order of their keys."""
+    ends = np.cumsum(counts)
+    for k in np.flatnonzero(counts):
+        yield int(k), values[ends[k] - counts[k] : ends[k]]
+
+
+def _concatenated(arrays: Sequence[np.ndarray], dtype: npt.DTypeLike) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype)

@@ -238,6 +238,28 @@ def test_a_stream_that_unpacks_to_too_much_is_refused_unread(stream: str) -> Non
         applied(base, messages.encode(swollen))
 
 
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
+def test_kernels_find_what_numpy_finds(size: int, share: float) -> None:
+    rng = np.random.default_rng(size)
+    old = rng.integers(0, 1 << 16, size, np.uint16)
+    now = np.where(rng.random(size) < share, old + np.uint16(1), old)
+    where, step = np.empty(size, np.int64), np.empty_like(old)
+    count = delta_kernels.changed(old, now, False, where, step)
+    assert where[:count].tolist() == np.flatnonzero(old != now).tolist()
+    assert (step[:count] == 1).all()
+    where, kinds = where[:count], (old >> 7) & 15
+    rank, sizes = np.empty(count, np.int64), np.zeros(delta_kernels.CLASSES, np.int64)
+    delta_kernels.ranks(old, 7, where, rank, sizes)
+    assert rank.tolist() == [(kinds[:i] == kinds[i]).sum() for i in where]
+    assert sizes.tolist() == np.bincount(kinds, minlength=delta_kernels.CLASSES).tolist()
+    order = np.argsort(kinds[where], kind="stable")
+    starts = np.searchsorted(kinds[where][order], np.arange(delta_kernels.CLASSES + 1))
+    found = np.empty_like(where)
+    assert delta_kernels.places(old, 7, rank[order], starts, found) == count
+    assert found.tolist() == where.tolist()
+
+
 def test_places_of_a_class_without_changes_are_none() -> None:
     codes, where = np.array([0, 1, 1, 1, 0, 2], np.uint8), np.array([0, 5])
     rank, sizes = np.empty(2, np.int64), np.zeros(delta_kernels.CLASSES, np.int64)
