@@ -189,6 +189,7 @@ def test_help_lists_every_command_once(areal_q_command):
 PROGRAMS = {
     "learner": "--run-dir",
     "rollout": "--run",
+    "check": "--json",
     "eval": "--samples",
     "relay": "[broadcast] counts",
     "report": "Usage: areal-q report [OPTIONS]",

@@ -5,7 +5,6 @@ import json
 import re
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,13 +15,14 @@ from pathlib import Path
 import msgspec
 import pytest
 import redis
+from helpers.commands import run_here
 
 from areal_q.checks import machine as environment
 from areal_q.checks.machine import CheckResult, engines, machine
 from areal_q.config import load
 from buffer.redis_store.local_server import find_binary
 from buffer.redis_store.server_checks import check_redis
-from rollout.commands.check import engine_of, learner_of, settings_of
+from rollout.commands.check import engine_of, learner_of, main, settings_of
 from rollout.engines.base import Capabilities
 
 
@@ -220,8 +220,7 @@ def test_server_of_something_else_or_none_is_exit_1(sglang, tmp_path):
         (said,) = (f for f in asked(sglang(table)).values() if f.level == "error")
         assert said.name == "sglang server"
     settings = ["rollout.engine.type=sglang", "rollout.engine.url=http://127.0.0.1:1"]
-    command = [sys.executable, "-m", "rollout.commands.check", *settings, "rollout.format=bf16"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_here("check", main, *settings, "rollout.format=bf16")
     assert done.returncode == 1 and "127.0.0.1:1" in done.stdout
 
 
@@ -241,8 +240,7 @@ def test_a_learner_without_its_device_is_an_error():
     ("args", "code"), [([], 0), (["--redis", "redis://127.0.0.1:1"], 1), (["rollout.format=x"], 2)]
 )
 def test_the_exit_code_tells_whether_a_run_can_start(args, code):
-    command = [sys.executable, "-m", "rollout.commands.check", "--json", *args]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_here("check", main, "--json", *args)
     assert done.returncode == code, done.stderr
     if code < 2:
         found = msgspec.json.decode(done.stdout, type=list[CheckResult])

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.commands import refused, run_here
 from helpers.fixture_types import MakeRun
 from helpers.policies import initial_model
 
@@ -20,6 +21,7 @@ from areal_q.models import save_decoder
 from areal_q.observability.metrics_log import MetricsLog, read_metrics
 from areal_q.tasks import build_task, build_tokenizer
 from learner.build import build_learner, build_policy
+from rollout.__main__ import main as worker
 from rollout.engines import build_engine
 
 NO_STOP = threading.Event()
@@ -142,10 +144,8 @@ def test_worker_refuses_wrong_options_without_waiting_for_redis(
     taken: int, options: list[str], complaint: str
 ):
     given = [option.replace("TAKEN", str(taken)) for option in options]
-    command = [sys.executable, "-m", "rollout", "--redis", "redis://127.0.0.1:1", "--run", "x"]
-    done = subprocess.run([*command, *given], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert complaint in done.stderr
+    always = ["--redis", "redis://127.0.0.1:1", "--run", "x"]
+    refused(run_here("rollout", worker, *always, *given, who="rollout"), complaint)
 
 
 def areal_q(directory: Path, *settings: str) -> subprocess.CompletedProcess[str]:

@@ -3,10 +3,7 @@
 import contextlib
 import io
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import typer
+from helpers.commands import refused, run_here
 from helpers.fixture_types import MakeRun
 from helpers.policies import initial_model
 from rich.console import Console
@@ -172,22 +170,15 @@ def test_wrong_arguments_are_errors_of_the_user(run_dir: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("given", [["nowhere"], ["nowhere", "--task", "arithmetic"], ["demo"]])
-def test_a_missing_model_is_one_line_and_exit_code_2(run_dir: Path, given: list[str]):
+def test_a_missing_model_is_one_line_and_exit_code_2(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]
+):
     (run_dir / "hf").rename(run_dir / "lost")
-    command = Path(sys.executable).with_name("areal-q")
-    done = subprocess.run(
-        [command, "eval", *given],
-        cwd=run_dir.parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
+    monkeypatch.chdir(run_dir.parent)
+    done = run_here("eval", evaluate.main, *given)
+    refused(done, given[0])
+    assert done.stderr.startswith("areal-q: error: ")
     assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("areal-q: error: ")
-    assert given[0] in line
 
 
 def test_an_unknown_format_is_an_error_of_the_user(run_dir: Path):

@@ -1,7 +1,34 @@
-"""Assertions about how a command ended, and whether a process has."""
+"""Commands in this process, assertions about how one ended, and whether a process has."""
 
+import io
 import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from areal_q.system.command import run_command
+
+
+def run_here(
+    name: str, main: Callable[..., Any], *args: str, who: str = "areal-q: error"
+) -> subprocess.CompletedProcess[str]:
+    """Returns how `areal-q NAME` ends on `args`, without the seconds in which a process imports torch."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", [name, *args]),
+        redirect_stdout(out),
+        redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
+        run_command(name, main, who=who)
+    code = ended.value.code
+    assert code is None or isinstance(code, int)
+    return subprocess.CompletedProcess(args, code or 0, out.getvalue(), err.getvalue())
 
 
 def refused(result: subprocess.CompletedProcess[str], *named: str) -> None:

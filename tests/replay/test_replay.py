@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import typer
-from helpers.commands import refused
+from helpers.commands import refused, run_here
 from helpers.paths import ROOT
 
 from areal_q.config import load, settings_hash
@@ -323,11 +323,11 @@ def test_flipped_bytes_in_a_part_are_one_line_and_exit_code_2(run_dir):
     data = bytearray(part.read_bytes())
     data[200:4000] = bytes(b ^ 0xFF for b in data[200:4000])
     part.write_bytes(data)
-    refused(replay(run_dir), part.name)
+    refused(run_here("replay", main, str(run_dir)), part.name)
 
 
 def test_no_run_is_one_line_and_exit_code_2(run_dir):
-    refused(areal_q(run_dir, "replay", "gone"), "gone")
+    refused(run_here("replay", main, str(run_dir / "gone")), "gone")
 
 
 @pytest.mark.parametrize(
