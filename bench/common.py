@@ -54,6 +54,23 @@ def versions(*distributions: str) -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in distributions}
 
 
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds of a process and all its descendants so far, those that have ended included."""
+    stats: dict[int, tuple[int, int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        stats[int(path.parent.name)] = (int(fields[1]), sum(map(int, fields[11:15])))
+
+    def ticks(root: int) -> int:
+        own = stats[root][1] if root in stats else 0
+        return own + sum(ticks(child) for child, (parent, _) in stats.items() if parent == root)
+
+    return ticks(pid) / os.sysconf("SC_CLK_TCK")
+
+
 def say(text: str) -> None:
     """Progress, apart from the result."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)

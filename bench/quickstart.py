@@ -1,11 +1,13 @@
-"""The quickstart against its peers, in one run: `python -m bench.quickstart`.
+"""A whole run against its peer: `python -m bench.quickstart`, or with `--config bench/tasks/worked_sums.toml`.
 
 The same machine and cores, the same model from the same warm-started weights, the same problems, reward,
-group size and optimizer settings for `areal-q run` and for TRL's GRPOTrainer; then generation alone, our
-engine against Hugging Face `generate`. Prints tables and writes them to runs/bench/quickstart.{md,json}.
+group size and optimizer settings for `areal-q run` and for TRL's GRPOTrainer, in turns, seed by seed, until
+both have learned the task; with `--speeds` also generation alone, our engine against Hugging Face `generate`.
+Prints tables and writes them to runs/bench/NAME.{md,json} after every seed.
 """
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -13,7 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import torch
@@ -29,6 +31,7 @@ from bench.common import (
     RESULTS,
     ROOT,
     commit,
+    cpu_seconds,
     device,
     number,
     publish,
@@ -38,67 +41,89 @@ from bench.common import (
     versions,
 )
 from bench.generation import beside_generate
-from bench.learning_curve import (
-    ACCURACY_GOAL,
-    DEFINITION,
-    REWARD_GOAL,
-    Curve,
-    gain_per_minute,
-    time_to,
-)
+from bench.learning_curve import DEFINITION, Curve, Point, time_to, value_at
 from learner.build import build_model
 from learner.data.sft_warmup import warm_start
 
-WORK = RESULTS / "quickstart"
 AIM = 3.0
-"""Both ratios that count: accuracy gained per minute, and generation at 64 sequences"""
+"""Of generation at 64 sequences"""
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """Both curves of one seed."""
+
+    seed: int
+    ours: Curve
+    trl: Curve
+    load: float
+    """The machine's load average after them"""
 
 
 def main(
     config: Annotated[Path, typer.Option(help="settings of the run")] = ROOT
     / "configs/quickstart.toml",
-    limit_s: Annotated[float, typer.Option(help="seconds of training for each system")] = 180.0,
-    probe_s: Annotated[float, typer.Option(help="seconds to try each of TRL's layouts")] = 10.0,
-    seed: Annotated[int, typer.Option()] = 0,
+    goal: Annotated[float, typer.Option(help="held-out accuracy at which both end")] = 0.9,
+    seeds: Annotated[str, typer.Option(help="one after the other")] = "0,1,2",
+    limit_s: Annotated[float, typer.Option(help="seconds of training at most, each system")] = 300,
+    probe_s: Annotated[float, typer.Option(help="seconds to try each of TRL's layouts")] = 15,
+    judge: Annotated[
+        Literal["wall", "cpu"],
+        typer.Option(help="the clock by which TRL's layout is chosen; cpu on a busy machine"),
+    ] = "wall",
+    speeds: Annotated[bool, typer.Option(help="generation alone as well")] = False,
     trl_python: Annotated[
         Path | None, typer.Option(envvar="TRL_PYTHON", help="a Python with trl; default .venv-trl")
     ] = None,
 ) -> None:
     use_cores(2)
-    shutil.rmtree(WORK, ignore_errors=True)
-    WORK.mkdir(parents=True)
-    settings = [f"seed={seed}", "name=ours", f"root={json.dumps(str(WORK))}", "steps=1000000"]
-    run = load(config, settings)
     python = trl_python or trl_peer.environment()
-    export(run)
-    speeds = generation_lines(run, python)
-    say(f"our system, {limit_s:.0f} s")
-    ours = run_ours(run, [str(config), *settings], limit_s)
-    spec = trl_peer.spec_of(run, WORK, limit_s)
-    layout = trl_peer.best_layout(python, spec, probe_s)
-    say(f"TRL, {layout}, {limit_s:.0f} s")
-    trl, peer_versions = trl_peer.train(python, spec, layout)
-    sections = [
-        f"{device()}; commit {commit()}; seed {seed}; {limit_s:.0f} s of training for each system.",
-        table(["metric", "ours", "peer", "ratio", "aim"], [*training_lines(ours, trl), *speeds]),
-        over_time(ours, trl, limit_s),
-        DEFINITION,
-        f"TRL: {layout}, the fastest of {len(trl_peer.LAYOUTS)}; float32, SDPA, no compilation, no logging.",
-        f"Ours: {_listed(versions('torch'))}. Peers: {_listed(peer_versions)}.",
-    ]
-    curves = {"ours": msgspec.to_builtins(ours), "trl": msgspec.to_builtins(trl)}
-    publish("quickstart", "\n\n".join(sections), {"curves": curves, "generation": speeds})
+    name = load(config).name
+    work = RESULTS / name
+    shutil.rmtree(work, ignore_errors=True)
+    pairs: list[Pair] = []
+    layout, tried, rows = None, "", []
+    for seed in map(int, seeds.split(",")):
+        directory = work / f"seed-{seed}"
+        directory.mkdir(parents=True)
+        settings = [f"seed={seed}", "name=ours", f"root={json.dumps(str(directory))}"]
+        settings.append("steps=1000000")
+        run = load(config, settings)
+        export(run, directory)
+        spec = trl_peer.spec_of(run, directory, limit_s, goal)
+        if layout is None:
+            rows = generation_lines(run, python, directory) if speeds else []
+            layout, tried = trl_peer.best_layout(python, spec, probe_s, judge)
+        say(f"our system, seed {seed}")
+        ours = run_ours(run, [str(config), *settings], limit_s, goal)
+        say(f"TRL, {layout}, seed {seed}")
+        try:
+            trl, peer_versions = trl_peer.train(python, spec, layout)
+        except trl_peer.PeerFailed as error:
+            say(f"seed {seed} is left out: {error}")
+            continue
+        pairs.append(Pair(seed, ours, trl, os.getloadavg()[1]))
+        sections = [
+            f"{device()}; commit {commit()}; {config.name}, goal {goal}.",
+            ratios(pairs, goal),
+            sides(pairs, goal),
+            *([table(["metric", "ours", "peer", "ratio", "aim"], rows)] if rows else []),
+            f"{DEFINITION}\n\nTRL: {layout}; SDPA, no compilation, no logging.",
+            tried,
+            f"Ours: {_listed(versions('torch'))}. Peers: {_listed(peer_versions)}.",
+        ]
+        values = {"pairs": msgspec.to_builtins(pairs), "generation": rows}
+        publish(name, "\n\n".join(sections), values)
 
 
-def export(run: Run) -> None:
+def export(run: Run, directory: Path) -> None:
     """The warm-started weights and the problems, for TRL. Our own run takes the same weights from the cache."""
     torch.set_num_threads(run.learner.threads)
     torch.manual_seed(run.seed)
     task, tokenizer = build_task(run.task), build_tokenizer(run.model, run.task)
     model = build_model(run.model, tokenizer, run.seed)
-    say("warm start")
+    say(f"warm start, seed {run.seed}")
     warm_start(model, run, task, tokenizer, lambda step, loss: None, threading.Event())
-    save_decoder(model, WORK / "model", tokenizer)
+    save_decoder(model, directory / "model", tokenizer)
     heldout = task.heldout[: run.eval.problems]
     for name, problems in (("train", task.train), ("heldout", heldout)):
         rows = (
@@ -109,96 +134,99 @@ def export(run: Run) -> None:
             }
             for p in (problems[i] for i in range(len(problems)))
         )
-        (WORK / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def run_ours(run: Run, arguments: list[str], limit_s: float) -> Curve:
-    """`areal-q run`, ended by a Ctrl-C at the time limit."""
+def run_ours(run: Run, arguments: list[str], limit_s: float, goal: float) -> Curve:
+    """`areal-q run`, ended by a Ctrl-C at the goal or the time limit."""
     metrics = Path(run.root) / run.name / METRICS_FILE
-    with (WORK / "ours.log").open("w") as log:
+    with Path(run.root, "ours.log").open("w") as log:
         argv = [sys.executable, "-m", "areal_q", "run", *arguments]
         child = subprocess.Popen(argv, cwd=ROOT, stdout=log, stderr=log)
         try:
-            _wait(child, metrics, limit_s)
+            cpu = _wait(child, metrics, limit_s, goal)
         finally:
             child.send_signal(signal.SIGINT)
             if child.wait(timeout=90):
                 sys.exit(f"areal-q run failed, see {log.name}")
-    return learning_curve.ours(read_metrics(metrics), run.learner.groups * run.learner.group_size)
+    batch = run.learner.groups * run.learner.group_size
+    return learning_curve.ours(read_metrics(metrics), batch, cpu)
 
 
-def _wait(child: subprocess.Popen[bytes], metrics: Path, limit_s: float) -> None:
-    """Until a record is written `limit_s` after the end of the warm start, or the run ends by itself."""
-    tail, began = Tail(metrics), 0.0
+def _wait(
+    child: subprocess.Popen[bytes], metrics: Path, limit_s: float, goal: float
+) -> list[Point]:
+    """Waits for the goal, for `limit_s` after the end of the warm start, or for the run's end. Returns the CPU
+    seconds after the warm start at the time of each look."""
+    tail, began, before, cpu = Tail(metrics), 0.0, 0.0, [(0.0, 0.0)]
     while child.poll() is None:
+        taken = cpu_seconds(child.pid)
         for record in tail.read()[0]:
             if record["kind"] == "warmstart":
-                began = record["elapsed_s"]
-            elif record["elapsed_s"] - began >= limit_s:
-                return
+                began, before = record["elapsed_s"], taken
+                continue
+            seconds = record["elapsed_s"] - began
+            cpu.append((seconds, taken - before))
+            if seconds >= limit_s or record.get("eval/accuracy", 0.0) >= goal:
+                return cpu
         time.sleep(0.2)
+    return cpu
 
 
-def training_lines(ours: Curve, trl: Curve) -> list[list[str]]:
-    """Rows of (metric, ours, TRL, ratio, aim)."""
-    both = (ours, trl)
-    accuracy = [gain_per_minute(c.accuracy, ACCURACY_GOAL) for c in both]
-    reward = [gain_per_minute(c.smooth_reward, REWARD_GOAL) for c in both]
-    seconds = [time_to(c.accuracy, ACCURACY_GOAL) for c in both]
-    return [
-        line("held-out accuracy gained per minute (TRL)", *accuracy, aim=AIM),
-        line("training reward gained per minute (TRL)", *reward, aim=AIM),
-        line(f"seconds to held-out accuracy {ACCURACY_GOAL} (TRL)", *seconds, inverse=True),
-        line("held-out accuracy at the start (TRL)", *(c.accuracy[0][1] for c in both)),
-        line("held-out accuracy at the end (TRL)", *(c.accuracy[-1][1] for c in both)),
-        line("batches per minute (TRL)", *(c.batches * 60 / c.seconds for c in both)),
-        line("tokens/s from end to end (TRL)", *(c.tokens / c.seconds for c in both)),
-        line("tokens/s while generating (TRL: both cores)", *(c.rates["generate"] for c in both)),
-        line("tokens/s while training (TRL: both cores)", *(c.rates["train"] for c in both)),
-        line("learner idle share", ours.rates["learner_idle"]),
-        line("worker idle share", ours.rates["worker_idle"]),
-    ]
+def ratios(pairs: list[Pair], goal: float) -> str:
+    """How much longer TRL takes to the goal, seed by seed."""
+    rows = []
+    for pair in pairs:
+        wall = [time_to(c.accuracy, goal) for c in (pair.ours, pair.trl)]
+        cpu = [cpu_to(c, goal) for c in (pair.ours, pair.trl)]
+        cells = [*wall, _ratio(wall), *cpu, _ratio(cpu), pair.load]
+        rows.append([str(pair.seed), *map(number, cells)])
+    header = ["seed", "s to the goal, ours", "TRL", "ratio", "CPU s to it, ours", "TRL", "ratio"]
+    return table([*header, "load"], rows)
 
 
-def generation_lines(run: Run, python: Path) -> list[list[str]]:
+def cpu_to(curve: Curve, goal: float) -> float | None:
+    """CPU seconds until the goal was first reached; None if it never was."""
+    seconds = time_to(curve.accuracy, goal)
+    return None if seconds is None else value_at(curve.cpu, seconds)
+
+
+def _ratio(values: list[float | None]) -> float | None:
+    ours, peer = values
+    return peer / ours if ours and peer else None
+
+
+def sides(pairs: list[Pair], goal: float) -> str:
+    """What each system did in its time, seed by seed."""
+    rows = []
+    for pair in pairs:
+        for side, curve in (("ours", pair.ours), ("TRL", pair.trl)):
+            cells = [
+                curve.accuracy[0][1],
+                curve.accuracy[-1][1],
+                len(curve.ended),
+                curve.tokens / curve.ended[-1],
+                curve.tokens / curve.cpu[-1][1],
+                curve.drawing,
+                curve.training,
+            ]
+            rows.append([str(pair.seed), side, *map(number, cells)])
+    header = ["seed", "side", "accuracy before", "after", "batches", "tokens/s"]
+    return table([*header, "tokens/CPU s", "drawing, share of time", "training"], rows)
+
+
+def generation_lines(run: Run, python: Path, directory: Path) -> list[list[str]]:
     rows = []
     for work in beside_generate.workloads(run):
         say(f"generation, {work.name}")
-        ours = beside_generate.ours(run, WORK / "model", work)
-        peer = beside_generate.hugging_face(
-            python, run, WORK / "model", work, WORK / "generate.json"
-        )
+        model = directory / "model"
+        ours = beside_generate.ours(run, model, work)
+        peer = beside_generate.hugging_face(python, run, model, work, directory / "generate.json")
         name = f"tokens/s, {beside_generate.SEQUENCES} sequences, 1 thread, {work.name} (generate)"
-        rows.append(line(name, ours, peer, aim=AIM))
+        ratio = ours / peer
+        verdict = f"{AIM:g}" + (f", short by {AIM - ratio:.2f}" if ratio < AIM else "")
+        rows.append([name, number(ours), number(peer), number(ratio), verdict])
     return rows
-
-
-def line(
-    name: str,
-    ours: float | None,
-    peer: float | None = None,
-    *,
-    aim: float | None = None,
-    inverse: bool = False,
-) -> list[str]:
-    """One row; says by how much a ratio falls short of its aim. `inverse`: less is better."""
-    ratio = None
-    if ours and peer:
-        ratio = peer / ours if inverse else ours / peer
-    verdict = "" if aim is None else f"{aim:g}"
-    if aim is not None and ratio is not None and ratio < aim:
-        verdict += f", short by {aim - ratio:.2f}"
-    return [name, number(ours), number(peer), number(ratio), verdict]
-
-
-def over_time(ours: Curve, trl: Curve, limit_s: float) -> str:
-    """Held-out accuracy and training reward of both, every 15 seconds."""
-    columns = [ours.accuracy, trl.accuracy, ours.smooth_reward, trl.smooth_reward]
-    rows = [
-        [str(second), *(number(learning_curve.value_at(points, second)) for points in columns)]
-        for second in range(0, int(limit_s) + 1, 15)
-    ]
-    return table(["seconds", "accuracy, ours", "TRL", "reward, ours", "TRL"], rows)
 
 
 def _listed(names: dict[str, str]) -> str:

@@ -1,21 +1,30 @@
 """Runs bench/peers/trl_grpo.py: its environment, settings as close to ours as they come, its fastest layout."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from areal_q.config import Run
 from areal_q.config.objectives import Clip
+from areal_q.config.tasks import Python
 from areal_q.observability.metrics_log import read_metrics
+from areal_q.system.processes import die_with_parent
 from bench import learning_curve
-from bench.common import ROOT, peer_env, say
-from bench.learning_curve import Curve
+from bench.common import ROOT, number, peer_env, say, table
+from bench.learning_curve import Curve, value_at
 
 PROGRAM = ROOT / "bench" / "peers" / "trl_grpo.py"
+
+
+class PeerFailed(Exception):
+    """TRL ended, or did not end, without a result."""
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -24,14 +33,23 @@ class Layout(msgspec.Struct, frozen=True):
     processes: int
     threads: int
     microbatches: int
+    bf16: bool = False
+    """TRL's own default, which is autocast; otherwise float32"""
 
     def __str__(self) -> str:
         return (
-            f"processes {self.processes}, threads {self.threads}, micro-batches {self.microbatches}"
+            f"processes {self.processes}, threads {self.threads}, micro-batches {self.microbatches}, "
+            + ("bfloat16" if self.bf16 else "float32")
         )
 
 
-LAYOUTS = [Layout(1, 2, 1), Layout(2, 1, 1), Layout(1, 2, 2), Layout(2, 1, 2), Layout(1, 1, 1)]
+LAYOUTS = [
+    Layout(*shape, bf16)
+    for shape in ((1, 2, 1), (2, 1, 1), (1, 2, 2), (1, 1, 1))
+    for bf16 in (False, True)
+]
+START_S = 300.0
+"""Seconds beyond those of training that TRL may take to start, to be evaluated and to end"""
 
 
 def environment() -> Path:
@@ -48,7 +66,7 @@ def environment() -> Path:
     return python
 
 
-def spec_of(run: Run, directory: Path, limit_s: float) -> dict[str, Any]:
+def spec_of(run: Run, directory: Path, limit_s: float, goal: float) -> dict[str, Any]:
     """What the program reads: all that both have a setting for. `directory` holds model and problems."""
     learner, optimizer, objective = run.learner, run.learner.optimizer, run.learner.objective
     if not isinstance(objective, Clip):
@@ -56,6 +74,7 @@ def spec_of(run: Run, directory: Path, limit_s: float) -> dict[str, Any]:
     return {
         **{name: str(directory / f"{name}.jsonl") for name in ("train", "heldout")},
         "model": str(directory / "model"),
+        "reward": str(Path(run.task.path).resolve()) if isinstance(run.task, Python) else None,
         "out": str(directory / "trl.jsonl"),
         "seed": run.seed,
         "groups": learner.groups,
@@ -70,25 +89,39 @@ def spec_of(run: Run, directory: Path, limit_s: float) -> dict[str, Any]:
         "betas": optimizer.betas,
         "weight_decay": optimizer.weight_decay,
         "max_grad_norm": learner.max_grad_norm,
-        "eval_every": 5,
+        "eval_every": run.eval.every,
+        "goal": goal,
         "time_limit_s": limit_s,
     }
 
 
-def best_layout(python: Path, spec: dict[str, Any], probe_s: float) -> Layout:
-    """The layout with the most batches a second, the first few batches (warming up) left out."""
-    speeds = {}
+def best_layout(
+    python: Path, spec: dict[str, Any], probe_s: float, judge: Literal["wall", "cpu"]
+) -> tuple[Layout, str]:
+    """The layout with the most batches a second, of the clock or of CPU, the first batch (warming up) left out;
+    and a table of what was tried."""
+    speeds: dict[Layout, tuple[float, float]] = {}
+    rows = []
     for layout in LAYOUTS:
-        probe, _ = train(python, {**spec, "eval_every": 0, "time_limit_s": probe_s}, layout)
-        seconds = [t for t, _ in probe.reward]
-        skip = max(0, min(4, len(seconds) - 2))
-        speeds[layout] = (len(seconds) - 1 - skip) / max(1e-9, seconds[-1] - seconds[skip])
-        say(f"TRL, {layout}: {speeds[layout]:.2f} batches/s")
-    return max(LAYOUTS, key=speeds.__getitem__)
+        try:
+            probe, _ = train(python, {**spec, "eval_every": 0, "time_limit_s": probe_s}, layout)
+        except PeerFailed as error:
+            say(f"TRL, {layout}, is left out: {error}")
+            rows.append([str(layout), "failed", "failed"])
+            continue
+        speeds[layout] = _speed(probe.ended), _speed([value_at(probe.cpu, t) for t in probe.ended])
+        say(f"TRL, {layout}: {speeds[layout][0]:.3g} batches/s, {speeds[layout][1]:.3g}/CPU s")
+        rows.append([str(layout), *map(number, speeds[layout])])
+    best = max(speeds, key=lambda layout: speeds[layout][judge == "cpu"])
+    return best, table(["TRL's layout", "batches/s", "batches/CPU s"], rows)
+
+
+def _speed(ends: list[float]) -> float:
+    return (len(ends) - 1) / max(1e-9, ends[-1] - ends[0])
 
 
 def train(python: Path, spec: dict[str, Any], layout: Layout) -> tuple[Curve, dict[str, str]]:
-    """TRL's curve and versions."""
+    """TRL's curve and versions. Raises PeerFailed if it ends or hangs before it has trained."""
     out = Path(spec["out"])
     out.unlink(missing_ok=True)
     spec_file, log_file = out.with_name("trl.json"), out.with_name("trl.log")
@@ -97,10 +130,25 @@ def train(python: Path, spec: dict[str, Any], layout: Layout) -> tuple[Curve, di
     launcher = ["-m", *many] if layout.processes > 1 else []
     argv = [str(python), *launcher, str(PROGRAM), str(spec_file)]
     with log_file.open("w") as log:
-        done = subprocess.run(
-            argv, cwd=out.parent, env=peer_env(layout.threads), stdout=log, stderr=log
+        child = subprocess.Popen(
+            argv,
+            cwd=out.parent,
+            env=peer_env(layout.threads),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=die_with_parent(signal.SIGKILL),
         )
-    if done.returncode:
-        sys.exit(f"TRL failed, see {log_file}")
-    records = read_metrics(out)
+    try:
+        child.wait(2 * spec["time_limit_s"] + START_S)
+    except subprocess.TimeoutExpired:
+        say(f"TRL, {layout}, hangs")
+    finally:
+        with suppress(ProcessLookupError):  # it has ended, and so have its processes
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    records = read_metrics(out) if out.exists() else []
+    # Two processes may abort at their exit, when all is written: that costs the layout nothing.
+    if not records or records[-1]["kind"] != "end":
+        raise PeerFailed(f"see {log_file}")
     return learning_curve.trls(records), records[-1]["versions"]

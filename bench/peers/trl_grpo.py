@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on the quickstart's task, from the same weights: the peer of bench/quickstart.py.
+"""TRL's GRPOTrainer on the same task, from the same weights: the peer of bench/quickstart.py.
 
 Runs in TRL's own environment and imports nothing of ours: `python trl_grpo.py SPEC.json`, or under
 `torchrun --nproc-per-node 2` for data parallelism over two cores. Writes one JSON line per event to the
@@ -10,6 +10,7 @@ spec's `out`, whose clock is on only while TRL trains: not while it loads, and n
 import json
 import os
 import platform
+import runpy
 import sys
 import time
 from pathlib import Path
@@ -24,21 +25,18 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock:
-    """Seconds that passed while it was running."""
+    """Seconds that passed while it was running, and the CPU seconds that this process took in them."""
 
     def __init__(self) -> None:
-        self._seconds, self._since = 0.0, 0.0
+        self.elapsed_s, self.cpu_s = 0.0, 0.0
+        self._began = 0.0, 0.0
 
     def start(self) -> None:
-        self._since = time.perf_counter()
+        self._began = time.perf_counter(), time.process_time()
 
     def stop(self) -> None:
-        self._seconds += time.perf_counter() - self._since
-        self._since = 0.0
-
-    @property
-    def elapsed_s(self) -> float:
-        return self._seconds + (time.perf_counter() - self._since if self._since else 0.0)
+        self.elapsed_s += time.perf_counter() - self._began[0]
+        self.cpu_s += time.process_time() - self._began[1]
 
 
 class TimedTrainer(GRPOTrainer):
@@ -60,14 +58,15 @@ class Recorder(TrainerCallback):
 
     def __init__(self, spec: dict, tokenizer, heldout: list[dict]) -> None:
         self.spec, self.tokenizer, self.heldout = spec, tokenizer, heldout
+        self.right = runpy.run_path(spec["reward"])["reward"] if spec["reward"] else equal
         self.clock = Clock()
         self.rewards: list[float] = []
         self.trainer: TimedTrainer | None = None
         self.out = Path(spec["out"]) if int(os.environ.get("RANK", 0)) == 0 else None
 
     def score(self, prompts, completions, answer, **_) -> list[float]:
-        """The reward function, as areal_q/tasks/datasets/arithmetic.py has it."""
-        rewards = [float(c.strip() == a) for c, a in zip(completions, answer, strict=True)]
+        """The reward function: the task's own, or as areal_q/tasks/datasets/arithmetic.py has it."""
+        rewards = [*map(self.right, prompts, completions, answer)]
         self.rewards += rewards
         return rewards
 
@@ -90,18 +89,21 @@ class Recorder(TrainerCallback):
             reward=sum(self.rewards) / len(self.rewards),
             tokens=trainer.tokens * args.world_size,
             generate_s=trainer.generate_s,
+            cpu_s=self.clock.cpu_s * args.world_size,
         )
         self.rewards.clear()
         control.should_training_stop = elapsed[0] >= self.spec["time_limit_s"]
         every = self.spec["eval_every"]
         if every and (batch % every == 0 or control.should_training_stop):
-            self.evaluate(model, batch)
+            reached = [self.evaluate(model, batch) >= self.spec["goal"]]
+            broadcast_object_list(reached)
+            control.should_training_stop |= reached[0]
         self.clock.start()
 
-    def evaluate(self, model, batch: int) -> None:
-        """Greedy answers to all held-out problems, by the first rank."""
+    def evaluate(self, model, batch: int) -> float:
+        """The accuracy of greedy answers to all held-out problems, by the first rank."""
         if self.out is None or not self.spec["eval_every"]:
-            return
+            return 0.0
         model = getattr(model, "module", model)
         model.eval()
         inputs = self.tokenizer(
@@ -119,13 +121,22 @@ class Recorder(TrainerCallback):
         texts = self.tokenizer.batch_decode(
             ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
         )
-        right = sum(t.strip() == p["answer"] for t, p in zip(texts, self.heldout, strict=True))
-        self.write("eval", batch, elapsed_s=self.clock.elapsed_s, accuracy=right / len(texts))
+        right = [
+            self.right(p["prompt"], t, p["answer"])
+            for t, p in zip(texts, self.heldout, strict=True)
+        ]
+        accuracy = sum(right) / len(right)
+        self.write("eval", batch, elapsed_s=self.clock.elapsed_s, accuracy=accuracy)
+        return accuracy
 
     def write(self, kind: str, step: int, **values) -> None:
         if self.out is not None:
             with self.out.open("a") as file:
                 file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+
+
+def equal(prompt: str, response: str, answer: str) -> float:
+    return float(response.strip() == answer)
 
 
 def settings(spec: dict) -> GRPOConfig:
@@ -158,7 +169,7 @@ def settings(spec: dict) -> GRPOConfig:
         max_grad_norm=spec["max_grad_norm"],
         optim="adamw_torch_fused",
         max_steps=10**6,
-        bf16=False,
+        bf16=spec["bf16"],
         gradient_checkpointing=False,
         use_cpu=True,
         ddp_backend="gloo" if processes > 1 else None,
