@@ -11,7 +11,9 @@ from pathlib import Path
 
 import msgspec
 import torch
+import torch._dynamo  # the first optimizer of each rank would import it
 
+import areal_q.quant.kernels.cpu_numba  # noqa: F401  likewise the first version
 from areal_q.config import load
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
