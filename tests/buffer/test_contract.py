@@ -502,6 +502,7 @@ def test_arrays_come_back_bit_for_bit(buffers, make_ticket, make_group):
 
 def test_a_poison_ticket_is_quarantined_and_the_next_served(buffers, make_ticket):
     learner = buffers.learner()
+    assert learner.quarantined == learner.set_aside() == 0
     buffers.poison(b"\xc1")
     learner.admit([make_ticket(1)], cursor=2)
 

@@ -12,7 +12,21 @@ import redis
 
 from areal_q.errors import BufferUnavailable
 from areal_q.system.processes import die_with_parent
-from buffer.redis_store.local_server import RedisServer
+from buffer.redis_store.local_server import RedisServer, main
+
+
+@pytest.mark.parametrize("left_out", ["--dir", "--socket"])
+def test_a_server_without_a_place_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], left_out: str
+):
+    given = {"--dir": "d", "--socket": "s"}
+    del given[left_out]
+    monkeypatch.setattr(
+        sys, "argv", ["local_server", *(word for one in given.items() for word in one)]
+    )
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and left_out in capsys.readouterr().err
 
 
 def test_the_server_has_a_unix_socket_and_an_append_only_file(short_dir):

@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import redis
 
 from areal_q.errors import BufferGone
 from areal_q.messages import Ticket
-from buffer.redis_store import LearnerBuffer, WorkerBuffer
+from buffer.redis_store import LearnerBuffer, WorkerBuffer, connection
 from buffer.redis_store.local_server import find_binary
 
 NOBODY = "unix:///nowhere/redis"
@@ -66,6 +67,24 @@ def test_a_redis_that_loads_is_said_once(short_dir: Path, caplog: pytest.LogCapt
     assert sum("trying again" in line for line in said) == 1, said
     assert sum("answers again" in line for line in said) == 1, said
     assert len(said) < 6, said
+
+
+def test_an_outage_is_told_with_its_length(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO")
+    again = connection.SAY_AGAIN_S
+    clock = iter([100.0, 101.0, 100.0 + again, 102.5 + again])
+    monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=clock.__next__))
+    outage = connection.Outage()
+    for _ in range(3):
+        outage.goes_on("here", OSError("gone"))
+    outage.answered(after_failure=True)
+    assert [record.getMessage() for record in caplog.records] == [
+        "redis at here: gone; trying again",
+        f"redis at here: for {again:.0f} s now: gone",
+        f"redis answers again, after {again + 2.5:.1f} s",
+    ]
 
 
 def test_a_learner_told_to_go_does_not_wait_for_redis():
