@@ -174,12 +174,13 @@ def test_uniform_numbers_are_the_same_to_the_bit():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
-def test_the_same_tokens_are_drawn_with_the_same_log_probs(temperature):
+@pytest.mark.parametrize(("rows", "vocab"), [(3000, 37), (201, 1500)])
+def test_the_same_tokens_are_drawn_with_the_same_log_probs(rows, vocab, temperature):
     torch.manual_seed(0)
-    logits = 4 * torch.randn(3000, 37)
+    logits = 4 * torch.randn(rows, vocab)
     logits[:, 5] = -math.inf
     sampling = Sampling(temperature=temperature)
-    u = torch.rand(3000, dtype=torch.float64)
+    u = torch.rand(rows, dtype=torch.float64)
     tokens, logprobs = FUSED.draw(logits, sampling, u)
     want_tokens, want_logprobs = TORCH.draw(logits, sampling, u)
     assert torch.equal(tokens, want_tokens) and (tokens != 5).all()

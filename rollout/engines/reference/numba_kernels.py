@@ -16,9 +16,11 @@ from numba import types as nt
 from numba import void
 
 from areal_q.quant.kernels.cpu_math import dot, exp
-from areal_q.quant.kernels.jit import FMA, SUMS, kernel
+from areal_q.quant.kernels.jit import FMA, MAGNITUDE, SUMS, kernel
 
-float32 = np.float32
+float32, int32 = np.float32, np.int32
+_BLOCK = 512
+"""Tokens of the vocabulary after which a running sum is kept"""
 F1, F2, F3, F4 = (nt.Array(nt.float32, n, "C") for n in (1, 2, 3, 4))
 I1, D1 = nt.Array(nt.int64, 1, "C"), nt.Array(nt.float64, 1, "C")
 
@@ -93,29 +95,70 @@ def decode_attention(qkv, keys, values, positions, scale, out):
                         mixed[i] += share * v[p, i]
 
 
+@kernel()
+def _largest(bits):
+    """Returns the largest of the floats with these bits, NaN above all. Ordered as whole numbers they take LLVM
+    fewer steps, since it may not reorder comparisons with NaN."""
+    top = int32(-(2**31))
+    for i in range(bits.shape[0]):
+        top = max(top, int32(bits[i] ^ ((bits[i] >> int32(31)) & MAGNITUDE)))
+    return int32(top ^ ((top >> int32(31)) & MAGNITUDE)).view(float32)
+
+
+@kernel()
+def _running_sums(shares, sums):
+    """Adds up each row of shares [at most 4, V], one number after the other, and keeps the sums of the first 1,
+    2, … blocks of _BLOCK numbers: sums [4, ⌈V / _BLOCK⌉]. An addition waits for the one before it, so that four
+    rows at once take as long as one."""
+    last = shares.shape[0] - 1
+    first, second = shares[0], shares[min(1, last)]
+    third, fourth = shares[min(2, last)], shares[last]
+    a = b = c = d = 0.0
+    for block in range(sums.shape[1]):
+        for i in range(block * _BLOCK, min((block + 1) * _BLOCK, shares.shape[1])):
+            a += first[i]
+            b += second[i]
+            c += third[i]
+            d += fourth[i]
+        sums[0, block], sums[1, block], sums[2, block], sums[3, block] = a, b, c, d
+
+
+@kernel()
+def _first_above(target, shares, sums):
+    """Returns the first index whose running sum exceeds `target`, or the last one: of shares [V], whose sums of
+    blocks are known."""
+    block = 0
+    while block < len(sums) - 1 and sums[block] <= target:
+        block += 1
+    index = block * _BLOCK
+    below = (sums[block - 1] if block else 0.0) + shares[index]
+    while below <= target and index < len(shares) - 1:
+        index += 1
+        below += shares[index]
+    return index
+
+
 @kernel(void(F2, nt.float32, D1, I1, F1), fastmath=FMA)
 def draw(logits, temperature, u, tokens, logprobs):
     """Draws from softmax(logits / temperature) by inverse CDF at u [R], as sampling.sample_untruncated does."""
     vocab = logits.shape[1]
-    shares = np.empty(vocab, float32)
-    for t in range(logits.shape[0]):
-        row = logits[t]
-        top = float32(-np.inf)
-        for i in range(vocab):
-            top = max(top, row[i])
-        for i in range(vocab):
-            shares[i] = exp((row[i] - top) / temperature)
-        total = 0.0
-        for i in range(vocab):
-            total += shares[i]
-        target = u[t] * total
-        # The same partial sums as those that made `total`, so one of them exceeds the target.
-        token, below = 0, np.float64(shares[0])
-        while below <= target and token < vocab - 1:
-            token += 1
-            below += shares[token]
-        tokens[t] = token
-        logprobs[t] = np.float64(row[token] - top) / temperature - np.log(total)
+    shares, tops = np.empty((min(4, logits.shape[0]), vocab), float32), np.empty(4, float32)
+    sums = np.empty((4, (vocab + _BLOCK - 1) // _BLOCK))
+    for first in range(0, logits.shape[0], 4):
+        rows = min(4, logits.shape[0] - first)
+        for r in range(rows):
+            row, mine = logits[first + r], shares[r]
+            top = _largest(row.view(int32))
+            for i in range(vocab):
+                mine[i] = exp((row[i] - top) / temperature)
+            tops[r] = top
+        _running_sums(shares[:rows], sums)
+        for r in range(rows):
+            t, total = first + r, sums[r, -1]
+            # The same partial sums as those that made `total`, so one of them exceeds the target.
+            tokens[t] = _first_above(u[t] * total, shares[r], sums[r])
+            of_token = np.float64(logits[t, tokens[t]] - tops[r])
+            logprobs[t] = of_token / temperature - np.log(total)
 
 
 @kernel(void(I1, I1, D1))
