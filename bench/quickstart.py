@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+import numpy as np
 import torch
 import typer
 
@@ -41,7 +42,7 @@ from bench.common import (
     versions,
 )
 from bench.generation import beside_generate
-from bench.learning_curve import DEFINITION, Curve, Point, time_to, value_at
+from bench.learning_curve import DEFINITION, Curve, Point, time_to
 from learner.build import build_model
 from learner.data.sft_warmup import warm_start
 
@@ -157,11 +158,12 @@ def _wait(
     child: subprocess.Popen[bytes], metrics: Path, limit_s: float, goal: float
 ) -> list[Point]:
     """Waits for the goal, for `limit_s` after the end of the warm start, or for the run's end. Returns the CPU
-    seconds after the warm start at the time of each look."""
+    seconds after the warm start by the time of each record."""
     tail, began, before, cpu = Tail(metrics), 0.0, 0.0, [(0.0, 0.0)]
     while child.poll() is None:
-        taken = cpu_seconds(child.pid)
-        for record in tail.read()[0]:
+        records = tail.read()[0]
+        taken = cpu_seconds(child.pid) if records else 0.0  # its search through /proc takes CPU too
+        for record in records:
             if record["kind"] == "warmstart":
                 began, before = record["elapsed_s"], taken
                 continue
@@ -188,7 +190,7 @@ def ratios(pairs: list[Pair], goal: float) -> str:
 def cpu_to(curve: Curve, goal: float) -> float | None:
     """CPU seconds until the goal was first reached; None if it never was."""
     seconds = time_to(curve.accuracy, goal)
-    return None if seconds is None else value_at(curve.cpu, seconds)
+    return None if seconds is None else float(np.interp(seconds, *zip(*curve.cpu, strict=True)))
 
 
 def _ratio(values: list[float | None]) -> float | None:
