@@ -1,7 +1,7 @@
 """How far one Redis, one learner's network card and relays carry: `python -m bench.scale.simulation`.
 
-A discrete-event simulation of a run, from a hundred workers to ten thousand, with Redis's costs measured in
-the same run (bench/scale/redis_costs.py). What is simulated is what the code does:
+A discrete-event simulation of a run, from ten workers to ten thousand, with Redis's costs measured in the same
+run (bench/scale/redis_costs.py) or, by `--costs`, before. What is simulated is what the code does:
 
     learner: admit (v + η + 1)·B tickets ─▶ Redis ─▶ worker: generate ─▶ Redis ─▶ learner: B groups, a step
     worker:  starts a ticket once it has weights as new as the ticket; M groups at a time; a heartbeat a second
@@ -25,7 +25,7 @@ from bench.common import commit, device, number, publish, say, table
 from bench.scale.redis_costs import GROUP_SIZE, RedisCosts, group_bytes, measure
 from buffer.redis_store.learner_side import READ_PAGE
 
-WORKERS = (100, 1_000, 3_000, 10_000)
+WORKERS = (10, 100, 1_000, 3_000, 10_000)
 Process = Generator[Any, Any, None]
 
 
@@ -221,10 +221,17 @@ def simulate(load: Load, costs: RedisCosts, steps: int = 6) -> Result:
 def main(
     fan_out: int = typer.Option(64, help="subscribers of a relay"),
     largest: int = typer.Option(WORKERS[-1], help="workers at most"),
+    known: str = typer.Option(
+        "", "--costs", help="measured before: µs a group, ns a byte, µs a beat"
+    ),
 ) -> None:
     """Prints what is measured of Redis, what follows by arithmetic, and what the simulation finds."""
-    say("measuring Redis")
-    costs = measure()
+    if known:
+        group_us, byte_ns, beat_us = map(float, known.split(","))
+        costs = RedisCosts(1e-6 * group_us, 1e-9 * byte_ns, 1e-6 * beat_us)
+    else:
+        say("measuring Redis")
+        costs = measure()
     rows, values = [], []
     for workers in (n for n in WORKERS if n <= largest):
         for load in (Load(workers), Load(workers, fan_out=fan_out)):
