@@ -182,3 +182,5 @@ def test_moved_codes_are_counted_to_the_end_of_a_large_weight():
     other[0, 0] = other[-1, -1] = -1.0
     before, after = (quantize_state({key: w}, "int8") for w in (weight, other))
     assert codes_moved(before, after, "int8") == 2 / weight.numel()
+    turned = [quantize_state({key: w}, "int4") for w in (weight, -weight)]
+    assert codes_moved(turned[0], turned[1], "int4") == 1.0
