@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import redis
 import torch
+from helpers import commands
 from helpers.hooks.not_run import (  # noqa: F401  the closing lines, as hooks of pytest
     pytest_configure,
     pytest_deselected,
@@ -59,7 +61,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, b
         named = item.get_closest_marker("timeout")
         limit = named.args[0] if named else float(item.config.getini("timeout"))
         jobs = os.getloadavg()[0] / (os.cpu_count() or 1)
-        item.add_marker(pytest.mark.timeout(limit * max(1.0, jobs)), append=False)
+        limit *= max(1.0, jobs)
+        commands.limit.at_s = time.monotonic() + 0.9 * limit
+        item.add_marker(pytest.mark.timeout(limit), append=False)
     return (yield)
 
 

@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
 import pytest
 import redis
+from helpers.commands import wait_until
 from helpers.policies import build_group_reader, new_admission
 from msgspec.structs import replace
 from rich.console import Console
@@ -170,9 +170,8 @@ def test_a_run_resumed_with_other_arithmetic_goes_on(
 
     children = [learn("first"), start("w0", "rollout", "--run", "fork", "--id", "w0")]
     try:
-        while steps() < 12:
-            assert all(child.poll() is None for child in children)
-            time.sleep(0.05)
+        said = lambda: (steps(), *(log.read_text()[-2000:] for log in tmp_path.glob("*.log")))  # noqa: E731
+        wait_until(lambda: steps() >= 12, said, *children)
         for child in children:
             child.send_signal(signal.SIGKILL)
             child.wait()

@@ -1,8 +1,10 @@
 """Commands in this process, assertions about how one ended, and whether a process has."""
 
 import io
+import math
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -29,6 +31,24 @@ def run_here(
     code = ended.value.code
     assert code is None or isinstance(code, int)
     return subprocess.CompletedProcess(args, code or 0, out.getvalue(), err.getvalue())
+
+
+def wait_until(
+    holds: Callable[[], object], said: Callable[[], object], *processes: subprocess.Popen[Any]
+) -> None:
+    """Waits until `holds` returns something true. Fails with what was `said` where one of the processes ends,
+    or shortly before pytest would end the test without a word."""
+    while not holds():
+        codes = [process.poll() for process in processes]
+        assert codes.count(None) == len(codes), f"ended with {codes}: {said()}"
+        assert time.monotonic() < limit.at_s, f"waited in vain: {said()}"
+        time.sleep(0.02)
+
+
+class limit:
+    """Where waits of the present test end; tests/conftest.py sets it."""
+
+    at_s = math.inf
 
 
 def refused(result: subprocess.CompletedProcess[str], *named: str) -> None:

@@ -4,10 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from helpers.commands import wait_until
 
 from areal_q.observability.metrics_log import read_metrics
 from buffer.redis_store.local_server import RedisServer
@@ -46,9 +46,7 @@ def test_all_told_to_go_at_once_end_well(tmp_path: Path, short_dir: Path):
             for command in commands
         ]
         try:
-            while steps() < 4:
-                assert all(child.poll() is None for child in children), log.read_text()
-                time.sleep(0.05)
+            wait_until(lambda: steps() >= 4, log.read_text, *children)
             server.process.send_signal(signal.SIGTERM)
             for child in children:
                 child.send_signal(signal.SIGTERM)
