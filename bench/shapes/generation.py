@@ -1,14 +1,19 @@
 """Generation of a few sequences at once, in tokens per second of CPU on one thread."""
 
+import json
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from areal_q.cli.quantize import quantize
 from areal_q.config import TorchEngine
-from bench.common import number, say, table
-from bench.shapes.contestants import engine_seconds, generate_seconds
+from bench.common import RESULTS, number, say, table
+from bench.shapes.contestants import PROMPT, engine_seconds, generate_seconds
 from bench.shapes.limits import Limits
+from bench.shapes.peers import Peers, python_of
 from bench.shapes.settings import Settings
 from bench.shapes.shapes import Shape, published
 
@@ -17,40 +22,64 @@ def section(shape: Shape, settings: Settings, limits: Limits) -> tuple[str, dict
     """Returns a table and its numbers: tokens per second of CPU by number of sequences and contestant."""
     model = shape.model()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    rates = {n: _rates(shape, settings, model, state, n) for n in settings.sequences}
-    best = {
-        n: max((v for k, v in found.items() if k in PEERS), default=0.0)
-        for n, found in rates.items()
-    }
-    rows = [
-        [
-            name,
-            *[
-                cell
-                for n in settings.sequences
-                for cell in (
-                    number(rates[n][name]),
-                    f"{rates[n][name] / best[n]:.2f}" if best[n] else "–",
-                    _share(limits, name, n, rates[n][name]),
-                )
-            ],
+    served = _served(shape, settings, model) if settings.peers else Peers()
+    rates = {}
+    for n in settings.sequences:
+        there = {name: found[str(n)] for name, found in served.found.items()}
+        rates[n] = _rates(shape, settings, model, state, n) | there
+    header, rows = (
+        [f"{shape.name}: tokens/CPU s"],
+        {name: [name] for name in rates[settings.sequences[0]]},
+    )
+    for n, found in rates.items():
+        header += [f"{n} sequences", "/ generate", "/ other engine", "/ limit"]
+        best = [
+            max((found[x] for x in names if x in found), default=None)
+            for names in (PEERS, served.found)
         ]
-        for name in rates[settings.sequences[0]]
-    ]
-    header = [f"{shape.name}: tokens/CPU s"] + [
-        text for n in settings.sequences for text in (f"{n} sequences", "/ peer", "/ limit")
-    ]
-    return table(header, rows), {"tokens_per_cpu_s": rates}
+        for name, rate in found.items():
+            ratios = [number(rate / peer if peer else None) for peer in best]
+            ours = name not in PEERS and name not in served.found
+            share = number(_share(limits, name, n, rate) if ours else None)
+            rows[name] += [number(rate), *ratios, share]
+    text = table(header, list(rows.values())) + served.closing()
+    return text, {"tokens_per_cpu_s": rates, "left_out": served.left_out}
 
 
 PEERS = {"generate float32": torch.float32, "generate bfloat16": torch.bfloat16}
+ENGINES = {"vllm": ["float32", "bfloat16", "int8"], "sglang": ["float32", "bfloat16"]}
+"""How other engines compute; int8's activations are bfloat16"""
 
 
-def _share(limits: Limits, name: str, sequences: int, rate: float) -> str:
-    if name in PEERS:
-        return "–"
+def _served(shape: Shape, settings: Settings, model: Any) -> Peers:
+    """Returns what other engines say, each in a process of its own, from the environment that has it."""
+    peers = Peers()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=RESULTS) as directory:
+        whole, low = Path(directory) / "bfloat16", Path(directory) / "int8"
+        model.save_pretrained(whole)
+        quantize(whole, low, "int8", torch.bfloat16)
+        for engine, dtypes in ENGINES.items():
+            for dtype in dtypes:
+                spec = {
+                    "engine": engine,
+                    "model": str(low if dtype == "int8" else whole),
+                    "dtype": "float32" if dtype == "float32" else "bfloat16",
+                    "prompt": PROMPT,
+                    "sequences": settings.sequences,
+                    "tokens": shape.tokens,
+                    "repeats": settings.repeats,
+                }
+                path = Path(directory) / "spec.json"
+                path.write_text(json.dumps(spec))
+                module = "bench.peers.offline_engine"
+                peers.ask(f"{engine} {dtype}", python_of(engine), module, str(path))
+    return peers
+
+
+def _share(limits: Limits, name: str, sequences: int, rate: float) -> float:
     seconds = limits.step_seconds("int8" if name.startswith("int8") else "bfloat16", sequences)
-    return f"{rate * seconds / sequences:.2f}"
+    return rate * seconds / sequences
 
 
 def _rates(
