@@ -1,6 +1,6 @@
 """Ours and the peers' loss and gradient, turn by turn: `python -m bench.peers.time_losses SPEC.json`.
 
-Runs in the environment of requirements.txt, started by bench/learner/objectives.py. Prints one JSON object:
+Runs in the environment of requirements.txt, started by bench/shapes/objectives.py. Prints one JSON object:
 {"versions": …, "rows": {objective: {side: {"cpu_ms": [one for each repeat], "peak_bytes": …, "loss": …}}}}.
 """
 

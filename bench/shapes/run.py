@@ -1,8 +1,10 @@
 """python -m bench.shapes [--shapes 0.6M,0.5B] [--sections generation,learner] [--formats int8,int4] ...
 
 Everything is random and made here. All runs on one thread and is measured in seconds of CPU, since the machine
-may be shared; contestants take turns and the best of --repeats counts. Beside each number stands what the
-processor itself can do, measured in the same run. Writes runs/bench/shapes.{md,json}.
+may be shared; the best of --repeats counts. Beside each number stands what the processor itself can do in the
+same run. Peers are transformers, and those of .venv-vllm, .venv-sglang and .venv-peers (TRL, verl, areal)
+or of the interpreters that VLLM_PYTHON, SGLANG_PYTHON and PEERS_PYTHON name; one that is missing or crashes is
+left out by name. Writes runs/bench/shapes.{md,json}.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import torch
 
 from areal_q.quant import FORMATS
 from bench.common import commit, device, number, publish, use_cores, versions
-from bench.shapes import generation, learner, prefill
+from bench.shapes import generation, learner, objectives, prefill
 from bench.shapes.limits import Limits, copy_bytes_per_s
 from bench.shapes.settings import Settings
 from bench.shapes.shapes import SHAPES
@@ -26,6 +28,8 @@ SECTIONS = {
     "learner": learner.section,
 }
 """Functions (shape, settings, limits) → (Markdown, numbers)"""
+WITHOUT_MODEL = {"objectives": objectives.section}
+"""Functions () → (Markdown, numbers)"""
 
 
 def main() -> None:
@@ -35,12 +39,12 @@ def main() -> None:
         parser.add_argument(option, default=",".join(known), metavar=",".join(known))
 
     names("--shapes", list(SHAPES))
-    names("--sections", list(SECTIONS))
+    names("--sections", [*SECTIONS, *WITHOUT_MODEL])
     names("--formats", list(FORMATS))
     names("--sequences", ["16", "64"])
     parser.add_argument("--dtypes", default="auto", help="of the engine: auto, float32, bfloat16")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--no-peers", action="store_true", help="leave generate out")
+    parser.add_argument("--no-peers", action="store_true", help="leave other projects out")
     args = parser.parse_args()
     settings = Settings(
         formats=args.formats.split(","),
@@ -59,10 +63,13 @@ def run(shapes: list[str], sections: list[str], settings: Settings) -> None:
     facts["load"] = f"{os.getloadavg()[0]:.0f}"
     facts["copy"] = f"{number(copy_bytes_per_s() / 1e9)} GB/s"
     lines, values = [", ".join(f"{k} {v}" for k, v in facts.items())], {"facts": facts}
-    for name in shapes:
+    for section in set(WITHOUT_MODEL) & set(sections):
+        text, values[section] = WITHOUT_MODEL[section]()
+        lines += ["", text]
+    for name in shapes if set(SECTIONS) & set(sections) else []:
         shape = SHAPES[name]
         limits, found = Limits(shape), dict[str, Any]()
-        for section in sections:
+        for section in [s for s in sections if s in SECTIONS]:
             text, found[section] = SECTIONS[section](shape, settings, limits)
             lines += ["", text]
         lines += ["", limits.table(settings.sequences)]

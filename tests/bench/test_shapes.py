@@ -8,6 +8,8 @@ from bench.common import ROOT
 from bench.learner.memory import resident_bytes
 from bench.learner.step import measured
 from bench.peers.learner_step import plain
+from bench.peers.offline_engine import tree_seconds
+from bench.shapes import objectives
 from bench.shapes.learner import BATCHES
 from bench.shapes.limits import Limits
 from bench.shapes.peers import OURS, Peers
@@ -59,6 +61,22 @@ def test_a_contestant_that_crashes_is_left_out_and_named(tmp_path):
     assert not peers.found
     assert "No module named bench.no_such_module" in peers.left_out["crashing"]
     assert "missing (.venv-x is not installed)" in peers.closing()
+
+
+def test_cpu_seconds_of_a_child_count_as_the_trees():
+    before = tree_seconds()
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); time.sleep(60)"
+    with subprocess.Popen([OURS, "-c", burn], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        assert tree_seconds() - before > 0.25
+        child.kill()
+
+
+def test_a_missing_environment_leaves_the_objectives_out(monkeypatch, tmp_path):
+    monkeypatch.setenv("PEERS_PYTHON", str(tmp_path / ".venv-x" / "bin" / "python"))
+    monkeypatch.setattr(objectives, "RESULTS", tmp_path)
+    text, numbers = objectives.section()
+    assert text == "Left out: objectives (.venv-x is not installed)." and numbers["left_out"]
 
 
 def test_peak_memory_does_not_begin_with_the_parents():
