@@ -122,7 +122,7 @@ def trl(spec: dict[str, Any]) -> dict[str, Any]:
         reward_funcs=reward,
         rollout_func=rollouts,
         args=GRPOConfig(
-            output_dir=str(Path(spec["model"]).parent / "trl"),
+            output_dir=str(Path(spec["model"]) / "trl"),
             num_generations=size,
             per_device_train_batch_size=spec["microbatch"],
             gradient_accumulation_steps=len(groups) * size // spec["microbatch"],

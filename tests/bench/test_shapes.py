@@ -1,6 +1,7 @@
 """The bench of three shapes, at the smallest."""
 
 import subprocess
+from dataclasses import replace
 
 import pytest
 
@@ -43,6 +44,20 @@ def test_a_section_measures_each_contestant_asked_for(section):
     shape = SHAPES["0.6M"]
     text, numbers = SECTIONS[section](shape, SETTINGS, Limits(shape))
     assert all(name in text for name in CONTESTANTS[section]) and numbers
+
+
+@pytest.mark.slow
+def test_rates_of_other_engines_stand_in_the_table(monkeypatch, tmp_path):
+    python = tmp_path / ".venv-x" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\necho '{\"8\": 1234.5}'\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("VLLM_PYTHON", str(python))
+    monkeypatch.setenv("SGLANG_PYTHON", str(tmp_path / "missing" / "bin" / "python"))
+    shape = SHAPES["0.6M"]
+    text, numbers = SECTIONS["generation"](shape, replace(SETTINGS, peers=True), Limits(shape))
+    assert numbers["tokens_per_cpu_s"][8]["vllm int8"] == 1234.5
+    assert "sglang float32 (missing is not installed)" in text
 
 
 @pytest.mark.slow
