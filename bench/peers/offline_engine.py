@@ -48,7 +48,7 @@ def vllm(spec: dict[str, Any]) -> Callable[[list[list[int]]], Any]:
         max_model_len=128,
         max_num_seqs=max(spec["sequences"]),
         kv_cache_memory_bytes=1 << 30,
-        enforce_eager=True,  # compiled, it took minutes to start and was no faster
+        enforce_eager=True,  # compiling takes minutes for each size of model
     )
     sampling = SamplingParams(
         temperature=1.0, max_tokens=spec["tokens"], ignore_eos=True, detokenize=False
