@@ -13,6 +13,7 @@ from areal_q.quant import FORMATS
 from areal_q.quant.activations import to_e4m3
 from areal_q.quant.format import Parts, Ranges
 from areal_q.quant.kernels import cpu_numba, dispatch
+from areal_q.quant.kernels.cpu_weighted_sum import weighted_sum
 
 any_weights = hnp.arrays(
     np.float32,
@@ -96,3 +97,18 @@ def test_weights_that_no_kernel_takes_are_left_to_torch():
     assert dispatch.row_blocks(torch.randn(4, 6).t(), 2) is None
     assert dispatch.row_blocks(torch.randn(4, 6, dtype=torch.float64), 2) is None
     assert dispatch.row_blocks(torch.empty(0, 6), 2) is None
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 24, 64, 80])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 131])
+def test_weighted_sum_is_that_of_numpy(count: int, width: int):
+    rng = np.random.default_rng(count + width)
+    weights = rng.standard_normal(count + 1).astype(np.float32)
+    rows = rng.standard_normal((count + 2, width)).astype(np.float32)
+    rows[count:] = np.nan  # what lies behind the last row is not read
+    out = np.full(width + 1, 7, np.float32)
+    weighted_sum(weights[:count], rows, out[:width])
+    wanted = weights[:count].astype(np.float64) @ rows[:count]
+    bound = 1e-6 * np.abs(weights[:count]).astype(np.float64) @ np.abs(rows[:count])
+    assert (np.abs(out[:width] - wanted) <= bound).all()
+    assert out[width] == 7

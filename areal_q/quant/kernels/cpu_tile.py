@@ -26,11 +26,11 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 PANEL = 64
-_LANES, _VECTORS = 16, 4
+LANES, _VECTORS = 16, 4
 _ROW = 4 * PANEL
 """Bytes of a row of sums, and of a row of a panel's words"""
 _I64, _I32, _F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
-FLOATS, _WORDS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
+FLOATS, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _UPPER = -(1 << 16)
 _BF16_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
 _INT8_DOT = "llvm.x86.avx512.vpdpbusd.512"
@@ -56,10 +56,11 @@ def has_int8() -> bool:
     return _has("avx512vnni") and _operand(_INT8_DOT, _WORDS) is not None
 
 
-def _spread(builder: Any, word: Any, kind: ir.VectorType) -> Any:
+def spread(builder: Any, word: Any, kind: ir.VectorType) -> Any:
+    """Returns a vector of `kind` whose lanes all hold `word`."""
     nothing = ir.Constant(kind, ir.Undefined)
     first = builder.insert_element(nothing, word, ir.Constant(_I32, 0))
-    zeros = ir.Constant(ir.VectorType(_I32, _LANES), [0] * _LANES)
+    zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
     return builder.shuffle_vector(first, nothing, zeros)
 
 
@@ -70,7 +71,7 @@ def _instruction(name: str, sums: ir.VectorType) -> Product:
     def emit(builder: Any, word: Any, columns: list[Any], rows: list[Any]) -> list[Any]:
         kind = ir.FunctionType(sums, [sums, operand, operand])
         dot = cgutils.get_or_insert_function(builder.module, kind, name)
-        x = builder.bitcast(_spread(builder, word, _WORDS), operand)
+        x = builder.bitcast(spread(builder, word, _WORDS), operand)
         return [
             builder.call(dot, [row, x, builder.bitcast(column, operand)])
             for row, column in zip(rows, columns, strict=True)
@@ -109,11 +110,11 @@ def _operand(name: str, sums: ir.VectorType) -> ir.VectorType | None:
 def bf16_by_shifts(builder: Any, word: Any, columns: list[Any], rows: list[Any]) -> list[Any]:
     """The product without an instruction of its own."""
     kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
-    add = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{_LANES}f32")
-    shift, upper = ir.Constant(_WORDS, [16] * _LANES), ir.Constant(_WORDS, [_UPPER] * _LANES)
+    add = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
+    shift, upper = ir.Constant(_WORDS, [16] * LANES), ir.Constant(_WORDS, [_UPPER] * LANES)
     low = builder.bitcast(builder.shl(word, ir.Constant(_I32, 16)), _F32)
     high = builder.bitcast(builder.and_(word, ir.Constant(_I32, _UPPER)), _F32)
-    low, high = _spread(builder, low, FLOATS), _spread(builder, high, FLOATS)
+    low, high = spread(builder, low, FLOATS), spread(builder, high, FLOATS)
     sums = []
     for row, column in zip(rows, columns, strict=True):
         first = builder.bitcast(builder.shl(column, shift), FLOATS)
@@ -220,7 +221,7 @@ def _emit_scaled(
     y_step: Any,
 ) -> None:
     kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
-    fused = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{_LANES}f32")
+    fused = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
 
     def read(start: Any, vector: int, kind: ir.VectorType = FLOATS) -> Any:
         address = builder.add(start, ir.Constant(_I64, 64 * vector))
@@ -236,7 +237,7 @@ def _emit_scaled(
 
         address = of_row(x_scale, ir.Constant(_I64, 4))
         x = builder.load(builder.inttoptr(address, _F32.as_pointer()), align=4)
-        spread = _spread(builder, x, FLOATS)
+        x_scales = spread(builder, x, FLOATS)
         mine, added, out = (
             of_row(found, ir.Constant(_I64, _ROW)),
             of_row(add, add_step),
@@ -246,7 +247,7 @@ def _emit_scaled(
             value = read(mine, v, sums)
             if shifts:
                 value = builder.sitofp(builder.add(value, shifts[v]), FLOATS)
-            value = builder.call(fused, [builder.fmul(value, scales[v]), spread, read(added, v)])
+            value = builder.call(fused, [builder.fmul(value, scales[v]), x_scales, read(added, v)])
             target = builder.add(out, ir.Constant(_I64, 64 * v))
             builder.store(value, builder.inttoptr(target, FLOATS.as_pointer()), align=4)
 

@@ -16,6 +16,7 @@ from numba import types as nt
 from numba import void
 
 from areal_q.quant.kernels.cpu_math import dot, exp
+from areal_q.quant.kernels.cpu_weighted_sum import weighted_sum
 from areal_q.quant.kernels.jit import FMA, MAGNITUDE, SUMS, kernel
 
 float32, int32 = np.float32, np.int32
@@ -87,12 +88,9 @@ def decode_attention(qkv, keys, values, positions, scale, out):
                     w[p] = exp(w[p] - top)
                     total += w[p]
                 mixed = out[r, j]
+                weighted_sum(w[:length], v, mixed)
                 for i in range(dim):
-                    mixed[i] = float32(0.0)
-                for p in range(length):
-                    share = w[p] / total
-                    for i in range(dim):
-                        mixed[i] += share * v[p, i]
+                    mixed[i] /= total
 
 
 @kernel()
