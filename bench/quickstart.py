@@ -190,7 +190,10 @@ def ratios(pairs: list[Pair], goal: float) -> str:
 def cpu_to(curve: Curve, goal: float) -> float | None:
     """CPU seconds until the goal was first reached; None if it never was."""
     seconds = time_to(curve.accuracy, goal)
-    return None if seconds is None else float(np.interp(seconds, *zip(*curve.cpu, strict=True)))
+    if seconds is None:
+        return None
+    wall, cpu = zip(*curve.cpu, strict=True)
+    return float(np.interp(seconds, wall, cpu))
 
 
 def _ratio(values: list[float | None]) -> float | None:
