@@ -49,14 +49,16 @@ def connect(url: str) -> redis.Redis:
 
 
 def connect_async(url: str) -> redis.asyncio.Redis:
+    options = {**_options(url), **following(url, asynchronous=True)}
     pool = redis.asyncio.BlockingConnectionPool.from_url(
         url,
         max_connections=CONNECTIONS,
         timeout=SOCKET_TIMEOUT_S,
         retry=AsyncRetry(NoBackoff(), 0),
-        **_options(url),
-        **following(url, asynchronous=True),
+        **options,
     )
+    # For rediss:// redis-py's asyncio pool takes its own class, and not the one that it is given.
+    pool.connection_class = options.get("connection_class", pool.connection_class)
     return redis.asyncio.Redis.from_pool(pool)
 
 

@@ -2,10 +2,12 @@
 else."""
 
 import asyncio
+import ssl
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -245,18 +247,56 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def tls(start, binary_of, certificates: Path) -> int:
-    """Port of a server that speaks TLS only and asks for a certificate."""
-    binary, port = binary_of("redis 7"), free_ports(1)[0]
+@pytest.fixture(params=["redis 7", "terminator"])
+def tls(request: pytest.FixtureRequest, certificates: Path) -> Iterator[int]:
+    """Port of a server that speaks TLS only and asks for a certificate: Redis's own TLS where it has it, and
+    one that passes on to a Redis without."""
+    if request.param == "terminator":
+        url = request.getfixturevalue("redis_url")
+        with terminator(certificates, url.removeprefix("unix://")) as port:
+            yield port
+        return
+    binary, port = request.getfixturevalue("binary_of")("redis 7"), free_ports(1)[0]
     files = {
         f"tls_{k}_file": str(certificates / f"server.{x}")
         for k, x in (("cert", "crt"), ("key", "key"))
     }
-    start(
-        binary, port="0", tls_port=str(port), tls_ca_cert_file=str(certificates / "ca.crt"), **files
-    )
-    return port
+    authority = str(certificates / "ca.crt")
+    start = request.getfixturevalue("start")
+    start(binary, port="0", tls_port=str(port), tls_ca_cert_file=authority, **files)
+    yield port
+
+
+@contextmanager
+def terminator(certificates: Path, socket: str) -> Iterator[int]:
+    """Yields the port at which TLS ends; the plain bytes go to the unix socket."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificates / "ca.crt")
+    context.load_cert_chain(certificates / "server.crt", certificates / "server.key")
+    context.verify_mode = ssl.CERT_REQUIRED
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_redis, to_redis = await asyncio.open_unix_connection(socket)
+        await asyncio.gather(copy(reader, to_redis), copy(from_redis, writer))
+
+    loop = asyncio.new_event_loop()
+    opening = asyncio.start_server(accept, "127.0.0.1", 0, ssl=context)
+    server = loop.run_until_complete(opening)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        server.close()
+        loop.close()
 
 
 def secured(certificates: Path, port: int, client: str = "client", ca: str = "ca") -> str:
