@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -283,20 +284,25 @@ def terminator(certificates: Path, socket: str) -> Iterator[int]:
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         from_redis, to_redis = await asyncio.open_unix_connection(socket)
-        await asyncio.gather(copy(reader, to_redis), copy(from_redis, writer))
+        try:
+            await asyncio.gather(copy(reader, to_redis), copy(from_redis, writer))
+        finally:
+            writer.transport.abort()
+            to_redis.transport.abort()
 
-    loop = asyncio.new_event_loop()
-    opening = asyncio.start_server(accept, "127.0.0.1", 0, ssl=context)
-    server = loop.run_until_complete(opening)
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        server.close()
-        loop.close()
+    async def serve() -> None:
+        async with await asyncio.start_server(accept, "127.0.0.1", 0, ssl=context) as server:
+            opened.set_result(server.sockets[0].getsockname()[1])
+            await asyncio.to_thread(ended.wait)
+
+    opened, ended = Future[int](), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(asyncio.run, serve())
+        try:
+            yield opened.result()
+        finally:
+            ended.set()
+            served.result()
 
 
 def secured(certificates: Path, port: int, client: str = "client", ca: str = "ca") -> str:
