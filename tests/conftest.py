@@ -1,17 +1,20 @@
 """Shared fixtures: one real Redis per session on a unix socket, and records that keep the contract."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import redis
@@ -30,6 +33,7 @@ from hypothesis import settings
 from areal_q.config import Run, Sampling, dump_toml, load
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from areal_q.observability.metrics_log import MetricsLog
+from areal_q.system.ports import free_ports
 from areal_q.weights import version
 from areal_q.weights.version import WeightVersion
 from buffer.logs.token_log import TokenLog, TokenScores
@@ -320,6 +324,96 @@ def make_samples() -> Callable[..., list[Sample]]:
         return [sample(i) for i in range(count)]
 
     return make
+
+
+RANK = """
+import json, os, sys
+from pathlib import Path
+import msgspec, torch
+from areal_q.config import load
+from areal_q.tasks import build_tokenizer
+from learner import checkpoint
+from learner.build import build_model
+from learner.checkpoint.async_writer import CheckpointWriter
+from learner.backends.precision import PrecisionSettings, set_precision
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from learner.backends.messages import Piece
+from learner.multi_process import MultiProcessUpdater, exit_process, follow, join
+from learner.backends.single_device import TorchPolicy
+
+torch.set_num_threads(1)
+for job in sys.argv[1:]:
+    directory, os.environ["MASTER_PORT"] = Path(job.split(":")[0]), job.split(":")[1]
+    run = load(directory / "config.toml")
+    ranks = join(run.learner)
+    if ranks.rank:
+        follow(run, ranks)
+        continue
+    model = build_model(run.model, build_tokenizer(run.model, run.task), run.seed)
+    set_precision(model, PrecisionSettings.of(run))
+    whole = TorchPolicy(model, run.learner, 0.7)
+    if list(directory.glob("checkpoints/step-*")):
+        checkpoint.restore(directory / "checkpoints", whole)
+    updater = MultiProcessUpdater(whole, run, ranks)
+    found = []
+    for pieces in msgspec.msgpack.decode((directory / "samples").read_bytes(), type=list[list[Piece]]):
+        if run.learner.reference_kl and run.learner.reference_kl.reset_every:
+            updater.reset_reference()
+        found.append(updater.update([piece.sample() for piece in pieces]))
+    state = checkpoint.State(step=9, position="0-1", cursor=1, outstanding=[], digests={},
+                             updates=whole.updates, skipped=whole.skipped, model=model.config.to_hf())
+    writer = CheckpointWriter(directory / "checkpoints", 5)
+    writer.save(state, updater)
+    writer.finish()
+    writer.close()
+    made = VersionBuilder(VersionSettings.of(run)).build(model, 1)
+    updater.close()
+    (directory / "found.json").write_text(json.dumps([found, made.manifest.digest]))
+exit_process()
+"""
+
+
+@pytest.fixture
+def on_ranks(tmp_path: Path) -> Callable[..., list[tuple[list[dict[str, float]], str]]]:
+    """on_ranks(2, {directory: (run, steps)}) lets two processes take the steps of each job, one job after the
+    other, from its checkpoint if it has one; leaves a checkpoint of step 9 in each. Returns the metrics of the
+    steps and the digest of the version that would be published then, by job."""
+    from learner.backends.messages import Piece
+
+    def run_all(size: int, jobs: dict[Path, tuple[Run, list[list[Sample]]]]):
+        for directory, (run, steps) in jobs.items():
+            directory.mkdir(exist_ok=True)
+            (directory / "config.toml").write_text(dump_toml(run))
+            pieces = [[Piece.of(sample) for sample in samples] for samples in steps]
+            (directory / "samples").write_bytes(msgspec.msgpack.encode(pieces))
+        (tmp_path / "rank.py").write_text(RANK)
+        argv = [
+            f"{directory}:{port}"
+            for directory, port in zip(jobs, free_ports(len(jobs)), strict=True)
+        ]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(size)}
+        processes, logs = [], [tmp_path / f"rank-{rank}.log" for rank in range(size)]
+        for rank, log in enumerate(logs):
+            with log.open("w") as stderr:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(tmp_path / "rank.py"), *argv],
+                        env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        stderr=stderr,
+                    )
+                )
+        # One that fails leaves the others waiting.
+        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+            time.sleep(0.05)
+        for process in processes:
+            process.kill()
+            process.wait()
+        failed = [i for i, process in enumerate(processes) if process.returncode]
+        assert not failed, [logs[i].read_text()[-3000:] for i in failed]
+        return [tuple(json.loads((directory / "found.json").read_text())) for directory in jobs]
+
+    return run_all
 
 
 @pytest.fixture

@@ -23,15 +23,13 @@ from learner.build import build_policy
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 
-STEPS, EVERY, NEVER = 9, 3, -1
+STEPS, EVERY = 9, 3
 SETTINGS = ["rollout.sticky_scales=0.01", "learner.optimizer.lr=0.01"]
 
 LIFE = f"""
 import os, signal, sys
 from pathlib import Path
 import msgspec
-import torch._dynamo  # the first optimizer of each life would import it
-import areal_q.quant.kernels.cpu_numba  # likewise the first version
 from areal_q.config import load
 from areal_q.tasks import build_tokenizer
 from learner import checkpoint
@@ -42,68 +40,46 @@ from learner.backends.messages import Piece
 from learner.policy_update import SingleProcessUpdater, update_policy
 from learner.backends.single_device import TorchPolicy
 
-def live(directory, killed_at):
-    run = load(directory / "config.toml")
-    model = build_model(run.model, build_tokenizer(run.model, run.task), run.seed)
-    policy = TorchPolicy(model, run.learner, 1.0)
-    policy.sticky = VersionSettings.of(run).new_ranges()
-    checkpoints, step = directory / "checkpoints", 0
-    if checkpoint.steps(checkpoints):
-        step = checkpoint.restore(checkpoints, policy).step
-    builder, writer = VersionBuilder(VersionSettings.of(run), policy.sticky), CheckpointWriter(checkpoints, 2)
-    steps = msgspec.msgpack.decode((directory / "samples").read_bytes(), type=list[list[Piece]])
-    while True:
-        print(step, builder.build(policy.model, step).manifest.digest, flush=True)
-        if step == killed_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if step == {STEPS}:
-            break
-        writer.finish()
-        if step and step % {EVERY} == 0:
-            state = checkpoint.State(step=step, position="0-1", cursor=1, outstanding=[], digests={{}},
-                                     updates=policy.updates, skipped=0)
-            writer.save(state, SingleProcessUpdater(policy))
-        update_policy(policy, [piece.sample() for piece in steps[step]])
-        step += 1
-    writer.close()
-
-for directory, killed_at in zip(sys.argv[1::2], sys.argv[2::2]):
-    if child := os.fork():
-        print("ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-    else:
-        live(Path(directory), int(killed_at))
-        os._exit(0)
+directory, killed_at = Path(sys.argv[1]), int(sys.argv[2])
+run = load(directory / "config.toml")
+model = build_model(run.model, build_tokenizer(run.model, run.task), run.seed)
+policy = TorchPolicy(model, run.learner, 1.0)
+policy.sticky = VersionSettings.of(run).new_ranges()
+checkpoints, step = directory / "checkpoints", 0
+if checkpoint.steps(checkpoints):
+    step = checkpoint.restore(checkpoints, policy).step
+builder, writer = VersionBuilder(VersionSettings.of(run), policy.sticky), CheckpointWriter(checkpoints, 2)
+steps = msgspec.msgpack.decode((directory / "samples").read_bytes(), type=list[list[Piece]])
+while True:
+    print(step, builder.build(policy.model, step).manifest.digest, flush=True)
+    if step == killed_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == {STEPS}:
+        break
+    writer.finish()
+    if step and step % {EVERY} == 0:
+        state = checkpoint.State(step=step, position="0-1", cursor=1, outstanding=[], digests={{}},
+                                 updates=policy.updates, skipped=0)
+        writer.save(state, SingleProcessUpdater(policy))
+    update_policy(policy, [piece.sample() for piece in steps[step]])
+    step += 1
+writer.close()
 """
 
 
-def lives(*plans: tuple[Path, int]) -> list[list[tuple[int, str]]]:
-    """(version, digest) of what a learner publishes in each life, from its newest checkpoint on; with SIGKILL
-    after the version of the plan. Each is forked from one process that has imported torch."""
+def life(directory: Path, killed_at: int = -1) -> list[tuple[int, str]]:
+    """(version, digest) of what a learner publishes, from its newest checkpoint on; with SIGKILL after version
+    `killed_at`."""
     process = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-c",
-            LIFE,
-            *(str(word) for plan in plans for word in plan),
-        ],
+        [sys.executable, "-c", LIFE, str(directory), str(killed_at)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
         timeout=200,
     )
-    assert process.returncode == 0
-    found: list[list[tuple[int, str]]] = []
-    said = iter(process.stdout.splitlines())
-    for _, killed_at in plans:
-        published = [line.split() for line in iter(said.__next__, ended(killed_at))]
-        found.append([(int(version), digest) for version, digest in published])
-    return found
-
-
-def ended(killed_at: int) -> str:
-    return f"ended {-signal.SIGKILL if killed_at != NEVER else 0}"
+    assert process.returncode == (0 if killed_at < 0 else -signal.SIGKILL)
+    lines = [line.split() for line in process.stdout.splitlines()]
+    return [(int(version), digest) for version, digest in lines]
 
 
 def test_killed_learner_goes_on_to_publish_the_same_versions(
@@ -115,11 +91,10 @@ def test_killed_learner_goes_on_to_publish_the_same_versions(
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.toml").write_text(dump_toml(run))
         (tmp_path / name / "samples").write_bytes(msgspec.msgpack.encode(pieces))
-    whole, first, second = lives(
-        (tmp_path / "whole", NEVER), (tmp_path / "broken", 5), (tmp_path / "broken", NEVER)
-    )
+    whole = life(tmp_path / "whole")
     assert [version for version, _ in whole] == list(range(STEPS + 1))
     assert len({digest for _, digest in whole}) == STEPS + 1
+    first, second = life(tmp_path / "broken", killed_at=5), life(tmp_path / "broken")
     assert second[0][0] == EVERY and second[-1][0] == STEPS
     assert set(first) | set(second) == set(whole)
 
