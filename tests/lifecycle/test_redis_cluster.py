@@ -145,8 +145,11 @@ async def commit_all(
 ) -> int:
     """Claims and commits the run's tickets one by one; returns how many. Awaits `after_one` after the first."""
     worker = WorkerBuffer(url, run, "w", patience_s=HANG_S)
-    committed = 0
-    for claim in await worker.claim(TICKETS, 5.0):
+    committed, claims = 0, []
+    # An outage that takes longer leaves a claim with nothing.
+    while not claims:
+        claims = await worker.claim(TICKETS, 5.0)
+    for claim in claims:
         committed += await worker.commit(claim, make_group(claim.ticket))
         if committed == 1 and after_one is not None:
             await after_one()
