@@ -2,11 +2,12 @@
 
 import io
 import math
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ def run_here(
     """Returns how `areal-q NAME` ends on `args`, without the seconds in which a process imports torch."""
     out, err = io.StringIO(), io.StringIO()
     with (
+        handlers_kept(),
         mock.patch.object(sys, "argv", [name, *args]),
         redirect_stdout(out),
         redirect_stderr(err),
@@ -31,6 +33,18 @@ def run_here(
     code = ended.value.code
     assert code is None or isinstance(code, int)
     return subprocess.CompletedProcess(args, code or 0, out.getvalue(), err.getvalue())
+
+
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Undoes what a command does with signals, so that Ctrl-C reaches the tests after it."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def wait_until(
