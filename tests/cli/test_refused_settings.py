@@ -123,6 +123,7 @@ def test_data_that_are_missing_leave_nothing_behind(tmp_path: Path):
     assert not list((tmp_path / "runs" / "run").iterdir())
 
 
+@pytest.mark.slow
 def test_worker_refuses_what_it_cannot_do_during_warm_start(tmp_path: Path):
     """Two tokens cannot close a call of the calculator; the warm start would take days."""
     tool = 'rollout.environment={type="calculator",close="=+"}'

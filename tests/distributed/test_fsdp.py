@@ -66,6 +66,8 @@ def some_without_advantage(samples: list[Sample]) -> list[Sample]:
     return [replace(s, advantage=0.0) if s.ticket == 0 else s for s in samples]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
 def test_ranks_step_by_8_bit_moments_and_muon_as_one_rank_does(
     make_run: MakeRun, make_samples: MakeSamples, on_ranks: OnRanks, tmp_path: Path
 ):
@@ -141,6 +143,7 @@ def test_two_ranks_learn_experts_and_replay_routes_as_one_does(
         assert two["loss/router"] == pytest.approx(one["loss/router"], rel=1e-4)
 
 
+@pytest.mark.timeout(120)
 def test_two_ranks_learn_what_one_does_and_resume_each_other(
     make_run: MakeRun, make_samples: MakeSamples, on_ranks: OnRanks, tmp_path: Path
 ):
@@ -226,6 +229,8 @@ PARTS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
 def test_adapters_critic_and_references_are_equal_on_two_ranks(
     make_run: MakeRun, make_samples: MakeSamples, on_ranks: OnRanks, tmp_path: Path
 ):
