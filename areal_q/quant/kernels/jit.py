@@ -1,10 +1,16 @@
 """Loops in Python that LLVM compiles: for what takes torch a chain of operations over memory."""
 
+import hashlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numba import config as numba_config
 from numba import njit
+
+config: Any = numba_config  # its settings are set by name, unseen by a type checker
 
 TINY = np.float32(np.finfo(np.float32).tiny)
 MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -25,9 +31,26 @@ def kernel(signature: Any = None, **options: Any) -> Callable[[Any], Any]:
     options = {"nogil": True, "error_model": "numpy", **options}
 
     def compiled(function: Any) -> Any:
+        others, config.CACHE_DIR = config.CACHE_DIR, _CACHE_DIR
         try:
             return njit(signature, cache=True, **options)(function)
         except RuntimeError:  # numba's "cannot cache function: no locator available"
             return njit(signature, **options)(function)
+        finally:
+            config.CACHE_DIR = others
 
     return compiled
+
+
+def _cache_dir() -> str:
+    """Returns a directory that is another one after any change in this folder. numba compiles a kernel again
+    when its own file has changed, but not when a function that it calls has, which lies in another."""
+    here, digest = Path(__file__).parent, hashlib.sha256()
+    for source in sorted(here.glob("*.py")):
+        digest.update(source.read_bytes())
+    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    own = here / "__pycache__" if os.access(here, os.W_OK) else Path(user, "areal-q")
+    return str(Path(config.CACHE_DIR or own, f"kernels-{digest.hexdigest()[:12]}"))
+
+
+_CACHE_DIR = _cache_dir()
