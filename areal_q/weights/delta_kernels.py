@@ -5,8 +5,12 @@ mantissa. Elements are looked at in blocks, by loops of fixed length without bra
 few vector instructions; what is left after the last whole block goes one by one.
 """
 
+from typing import Any
+
 import numpy as np
-from numba.cpython.unsafe.numbers import trailing_zeros
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from areal_q.quant.kernels.jit import kernel
 
@@ -18,10 +22,17 @@ NEVER = 1 << 62
 int64, uint8, uint64 = np.int64, np.uint8, np.uint64
 
 
-@kernel()
-def _lowest(members):
-    """Returns the number of the lowest bit that is set, int64."""
-    return int64(trailing_zeros(members))  # pyright: ignore[reportCallIssue]: numba's own first argument
+@intrinsic
+def _lowest(typing: Any, members: Any) -> Any:
+    """Returns the number of the lowest bit that is set in an uint64 other than 0."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), True))
+
+    return types.int64(members), emit
+
+
+LOWEST: Any = _lowest
 
 
 @kernel()
@@ -41,7 +52,7 @@ def changed(old, now, floats, where, step):
             for i in range(a.shape[0]):
                 differs |= uint64(a[i] != b[i]) << uint64(i)
         while differs:
-            i = _lowest(differs)
+            i = LOWEST(differs)
             differs &= differs - uint64(1)
             where[found] = start + i
             if floats:
@@ -155,7 +166,7 @@ def places(codes, mantissa, rank, starts, where):
 def _add_places(members, start, where, found):
     """Writes start + i into where, from `found` on, for each bit i of `members`. Returns how many there are."""
     while members:
-        where[found] = start + _lowest(members)
+        where[found] = start + LOWEST(members)
         members &= members - uint64(1)
         found += 1
     return found
