@@ -1,5 +1,11 @@
 """The kernels that read a weight once give, to the bit, what the torch operations of a format give."""
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +18,7 @@ from areal_q.errors import QuantizationError
 from areal_q.quant import FORMATS
 from areal_q.quant.activations import to_e4m3
 from areal_q.quant.format import Parts, Ranges
-from areal_q.quant.kernels import cpu_numba, dispatch
+from areal_q.quant.kernels import cpu_numba, dispatch, jit
 from areal_q.quant.kernels.cpu_weighted_sum import weighted_sum
 
 any_weights = hnp.arrays(
@@ -112,3 +118,36 @@ def test_weighted_sum_is_that_of_numpy(count: int, width: int):
     bound = 1e-6 * np.abs(weights[:count]).astype(np.float64) @ np.abs(rows[:count])
     assert (np.abs(out[:width] - wanted) <= bound).all()
     assert out[width] == 7
+
+
+CALLEE = """
+from jit import kernel
+
+@kernel()
+def grown(x):
+    return x + {step}
+"""
+CALLER = """
+from callee import grown
+from jit import kernel
+
+@kernel()
+def twice(x):
+    return grown(grown(x))
+
+print(twice(1), sum(twice.stats.cache_hits.values()))
+"""
+
+
+def test_a_kernel_is_compiled_again_when_one_it_calls_changes(tmp_path: Path):
+    shutil.copy(jit.__file__, tmp_path)
+    (tmp_path / "caller.py").write_text(CALLER)
+    clean = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"}
+    for kept in ({}, {"NUMBA_CACHE_DIR": str(tmp_path / "kept")}):
+        said = []
+        for step in (1, 1, 10):
+            (tmp_path / "callee.py").write_text(CALLEE.format(step=step))
+            command = [sys.executable, str(tmp_path / "caller.py")]
+            done = subprocess.run(command, env=clean | kept, capture_output=True, text=True)
+            said.append(done.stdout.split())
+        assert said == [["3", "0"], ["3", "1"], ["21", "0"]], done.stderr
