@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -266,7 +267,8 @@ def generate_with_swap(old, new, kv_on_update, at=10):
         engine = build_engine(TorchEngine(slots=8, kv_on_update=kv_on_update))
         await engine.start()
         await engine.load_weights(publish(old, 0))
-        drawn = 0
+        stepper = getattr(engine, "_stepper")  # noqa: B009
+        drawn, prepared, prepare = 0, threading.Event(), stepper.prepare
         swaps: list[asyncio.Future[float]] = []
 
         def on_token(index, token, logprob):
@@ -274,6 +276,17 @@ def generate_with_swap(old, new, kv_on_update, at=10):
             drawn += index == 0
             if drawn == at and not swaps:
                 swaps.append(asyncio.ensure_future(engine.load_weights(publish(new, 1))))
+            if (
+                drawn > at + 1
+            ):  # else a fast processor may draw the last token before the weights are prepared
+                prepared.wait()
+
+        def prepare_and_say(weights):
+            model = prepare(weights)
+            prepared.set()
+            return model
+
+        stepper.prepare = prepare_and_say
 
         request = ask([1, 2, 3], 2, max_tokens=90)
         done = await engine.generate(request, on_token)
