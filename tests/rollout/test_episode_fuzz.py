@@ -32,8 +32,9 @@ SETTINGS = [
     "model.layers=1", "model.width=16", "model.heads=2", "model.kv_heads=1", "model.mlp=16",
     "model.max_positions=64", "task.digits=1", "task.heldout=20", "learner.groups=1", "learner.minibatches=1",
     "learner.group_size=3", "learner.fidelity.share=1", "rollout.sampling.max_tokens=6",
-    "rollout.environment.type=external", "learner.microbatch_tokens=48",
+    "rollout.environment.type=external", "learner.microbatch_tokens=48", "name=hostile",
 ]  # fmt: skip
+"""The run's name is no other test's, which may have left groups in the same Redis."""
 LEAVES_S = 0.05
 """Seconds after which an agent that does not wait for its answer leaves"""
 
@@ -193,7 +194,7 @@ def cluster(
     max_examples=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-    # Tried again, an example would meet what it left in the cluster, and fail for that.
+    # Tried again, a smaller example would meet what others left in the cluster, and fail for that.
     phases=[Phase.explicit, Phase.generate],
 )
 @given(bodies(BeginEpisode) | st.just({}), st.lists(ACTS, min_size=1, max_size=4))
