@@ -112,6 +112,8 @@ def best_layout(
         speeds[layout] = _speed(probe.ended), _speed([value_at(probe.cpu, t) for t in probe.ended])
         say(f"TRL, {layout}: {speeds[layout][0]:.3g} batches/s, {speeds[layout][1]:.3g}/CPU s")
         rows.append([str(layout), *map(number, speeds[layout])])
+    if not speeds:
+        sys.exit(f"TRL trains in none of its layouts: see {Path(spec['out']).with_name('trl.log')}")
     best = max(speeds, key=lambda layout: speeds[layout][judge == "cpu"])
     return best, table(["TRL's layout", "batches/s", "batches/CPU s"], rows)
 

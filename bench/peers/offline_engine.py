@@ -9,31 +9,14 @@ tokens per second of CPU, of this process and of all that it started, by number 
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.common import cpu_seconds
+
 SECONDS = 2.0
-"""CPU time of a measurement at least, since that of other processes is known to 10 ms"""
-
-
-def tree_seconds() -> float:
-    """CPU seconds so far of this process and, to 10 ms each, of its living descendants."""
-    parents: dict[int, int] = {}
-    seconds: dict[int, float] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        pid = int(path.parent.name)
-        parents[pid] = int(fields[1])
-        seconds[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    family = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in family} - family:
-        family |= more
-    return time.process_time() + sum(seconds[pid] for pid in family - {os.getpid()})
+"""CPU time of a measurement at least, since that of a process is known to 10 ms"""
 
 
 def vllm(spec: dict[str, Any]) -> Callable[[list[list[int]]], Any]:
@@ -78,8 +61,8 @@ def sglang(spec: dict[str, Any]) -> Callable[[list[list[int]]], Any]:
 
 def rate(generate: Callable[[list[list[int]]], Any], spec: dict[str, Any], sequences: int) -> float:
     """Returns tokens per CPU second, over SECONDS at least."""
-    prompts, rounds, began = [spec["prompt"]] * sequences, 0, tree_seconds()
-    while (took := tree_seconds() - began) < SECONDS:
+    prompts, rounds, began = [spec["prompt"]] * sequences, 0, cpu_seconds(os.getpid())
+    while (took := cpu_seconds(os.getpid()) - began) < SECONDS:
         generate(prompts)
         rounds += 1
     return rounds * sequences * spec["tokens"] / took

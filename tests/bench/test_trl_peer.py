@@ -73,6 +73,15 @@ def test_cpu_seconds_include_children_that_have_ended():
     assert cpu_seconds(os.getpid()) - before >= 0.29
 
 
+def test_cpu_seconds_include_children_that_live():
+    before = cpu_seconds(os.getpid())
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", burn], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        assert cpu_seconds(os.getpid()) - before > 0.25
+        child.kill()
+
+
 def test_worked_sums_reward_the_last_total():
     task = runpy.run_path(str(ROOT / "bench/tasks/worked_sums.py"))
     prompt, answer = task["problems"]()[0]

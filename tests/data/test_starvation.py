@@ -168,9 +168,11 @@ def test_a_run_resumed_with_other_arithmetic_goes_on(
         records = read_metrics(metrics) if metrics.exists() else []
         return max((r["step"] for r in records if r["kind"] == "step"), default=0)
 
+    def said() -> list[str]:
+        return [log.read_text()[-2000:] for log in tmp_path.glob("*.log")]
+
     children = [learn("first"), start("w0", "rollout", "--run", "fork", "--id", "w0")]
     try:
-        said = lambda: (steps(), *(log.read_text()[-2000:] for log in tmp_path.glob("*.log")))  # noqa: E731
         wait_until(lambda: steps() >= 12, said, *children)
         for child in children:
             child.send_signal(signal.SIGKILL)
