@@ -13,10 +13,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -216,6 +219,10 @@ def test_workers_come_and_go_without_a_lost_group_until_drained(stack, record_pr
     assert_a_history_without_gaps(steps)
     assert stack.restarts("learner") == 0
 
+    shown = replay(stack.fetch(4, 6), 4, 6)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    record_property("seen", shown.stdout.splitlines()[-1])
+
     stack.until(lambda: stack.scraped() == {"learner": 1, "rollout": 2}, "metrics of three")
     stack.until(lambda: stack.alerts()["WorkerLost"] == "inactive", "peace after they left")
     assert stack.alerts()["NoWorkers"] == "inactive"
@@ -236,6 +243,17 @@ def test_workers_come_and_go_without_a_lost_group_until_drained(stack, record_pr
     stack("stop", "rollout")
     assert {stack.state(c)["ExitCode"] for c in stack.containers("rollout")} == {143}
     record_property("seen", f"none lost in {len(steps)} steps; all ended with 143, resumed")
+
+
+def replay(run: Path, first: int, last: int) -> subprocess.CompletedProcess[str]:
+    """Computes these steps of a run again, outside of its container."""
+    steps = ["--from", str(first), "--to", str(last)]
+    return subprocess.run(
+        [sys.executable, "-m", "areal_q", "replay", str(run), *steps],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.mark.slow
@@ -433,6 +451,26 @@ def own_address() -> str:
         except OSError as error:
             pytest.skip(f"no address but loopback: {error}")
         return sock.getsockname()[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_only_the_egress_overlay_opens_a_way_out(tmp_path, password, record_property: Says):
+    record_property("done", "compose.egress.yaml: a server outside, asked with and without it")
+    outside = HTTPServer((own_address(), 0), SimpleHTTPRequestHandler)
+    with outside, ThreadPoolExecutor(1) as pool:
+        pool.submit(outside.serve_forever)
+        address = f"http://{outside.server_address[0]}:{outside.server_port}/"
+        ask = f"from urllib.request import urlopen; print(urlopen({address!r}, timeout=9).status)"
+        run = ["run", "--rm", "--no-deps", "--entrypoint", "python", "tools", "-c", ask]
+        egress = COMPOSE.with_name("compose.egress.yaml")
+        with up(Stack(tmp_path, COMPOSE, egress), "redis") as stack:
+            assert stack("--profile", "tools", *run).strip() == "200"
+        with up(Stack(tmp_path, COMPOSE), "redis") as stack:
+            shown = stack.tried("--profile", "tools", *run)
+        outside.shutdown()
+    assert shown.returncode and "unreachable" in shown.stderr
+    record_property("seen", f"200 with it; without: {shown.stderr.splitlines()[-1]}")
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
 """docker/compose.yaml and its companions under a name of their own, with the quickstart made small."""
 
+import io
 import json
 import os
 import shlex
 import signal
 import subprocess
+import tarfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -214,6 +216,18 @@ class Stack:
     def more(self, count: int) -> Steps:
         done = len(self.steps())
         return self.wait(lambda now: len(now) >= done + count, f"{count} more steps")
+
+    def fetch(self, first: int, last: int) -> Path:
+        """Returns the run as `areal-q fetch` brings it from the learner's container, with what these steps
+        need."""
+        asked = ["areal-q", "fetch", "/runs/quickstart", "--from", str(first), "--to", str(last)]
+        command = ["docker", "compose", "-p", self._name, *self._files, "exec", "-T", "learner"]
+        stream = subprocess.run(
+            [*command, *asked], env=self._environment, check=True, stdout=subprocess.PIPE
+        ).stdout
+        with tarfile.open(fileobj=io.BytesIO(stream)) as archive:
+            archive.extractall(self._directory, filter="data")
+        return self._directory / "quickstart"
 
     def used(self) -> tuple[list[int], int]:
         """(numbers of the tickets whose groups the learner used, groups that it dropped as too old)."""

@@ -7,8 +7,8 @@ and tests/engines/test_ops.py compares them): int8 codes and scales to the bit, 
 NaN and infinity reach the log-prob as they do in torch.
 
 LLVM compiles the kernels when this module is first imported, which takes seconds and no C compiler. They are
-then read from disk: beside this file, or from the user's cache if that place is read-only. Arrays are C
-contiguous. Notation: T tokens or rows, K channels, V vocabulary.
+then read from disk (areal_q/quant/kernels/jit.py). Arrays are C contiguous. Notation: T tokens or rows, K
+channels, V vocabulary.
 """
 
 import numpy as np
