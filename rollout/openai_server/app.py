@@ -237,20 +237,27 @@ class Endpoint:
             generate(lambda index, token, logprob: tokens.put_nowait((index, token, logprob)))
         )
         task.add_done_callback(lambda _: tokens.put_nowait(None))
+        response = self._web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         try:  # the client may disconnect at any moment, also before the first token
-            return await self._events(request, reply, tokens, task, record)
+            await self._events(request, response, reply, tokens, task, record)
+        except ConnectionResetError:  # engines raise EngineDied, so this is the client's end
+            logger.debug("a client left its stream")
         finally:
             task.cancel()
+        return response
 
     async def _events(
-        self, request: Any, reply: Reply, tokens: Tokens, task: "asyncio.Future[Any]", record: Any
-    ) -> Any:
+        self,
+        request: Any,
+        response: Any,
+        reply: Reply,
+        tokens: Tokens,
+        task: "asyncio.Future[Any]",
+        record: Any,
+    ) -> None:
         first = await tokens.get()
-        if first is None:
-            completions = (
-                await task
-            )  # a failure before the first token is answered as an ordinary error
-        response = self._web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        if first is None:  # a failure before the first token is answered as an ordinary error
+            completions = await task
         await response.prepare(request)
         try:
             item = first
@@ -259,12 +266,10 @@ class Endpoint:
                     await _event(response, chunk)
                 item = await tokens.get()
             completions = await task
-        except (
-            RecordError,
-            EngineDied,
-        ) as error:  # the status has been sent, so the error is an event
+        except (RecordError, EngineDied) as error:
+            # The status has been sent, so the error is an event.
             await _event(response, {"error": {"message": str(error), "type": "server_error"}})
-            return response
+            return
         told = [reply.told(c, i) for i, c in enumerate(completions)]
         record(told[0])
         for one in told:
@@ -272,7 +277,6 @@ class Endpoint:
         if reply.counts:
             await _event(response, reply.counted(told))
         await response.write(b"data: [DONE]\n\n")
-        return response
 
     def _sampling_of(self, body: CompletionBody | ChatBody, episode: Episode | None) -> Sampling:
         """Returns the sampling settings of a request. Those of an episode are fixed by its ticket; raises

@@ -289,6 +289,31 @@ def test_a_client_that_leaves_early_leaves_the_engine_empty(make_run: MakeRun, s
     run_async(work())
 
 
+def test_a_client_that_leaves_a_stream_logs_no_error(
+    make_run: MakeRun, caplog: pytest.LogCaptureFixture
+):
+    """Each step draws 16 tokens, so that several events are written to a connection that is gone."""
+    run = make_run("model.max_positions=8192")
+
+    async def work() -> None:
+        engine: Any = build_engine(TorchEngine(slots=16))
+        await engine.start()
+        await engine.load_weights(
+            VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0)
+        )
+        body = {"prompt": "1+2=", "stream": True, "n": 16, "max_tokens": 8000}
+        async with serving(run, engine) as url, aiohttp.ClientSession() as session:
+            async with session.post(f"{url}/completions", json=body) as reply:
+                assert (await reply.content.readline()).startswith(b"data: ")
+                reply.close()
+            while engine.active:
+                await asyncio.sleep(0.01)
+        await engine.close()
+
+    run_async(work())
+    assert [r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == []
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_is_closed_is_told_in_openais_form(make_run: MakeRun, stream: bool):
     async def work() -> None:
