@@ -94,7 +94,7 @@ def main(
 
     from buffer.weight_sync import WeightSource
     from rollout.build import EndpointAddress, build_parts, serve
-    from rollout.openai_server.app import bound_to
+    from rollout.openai_server.access import bound_to
 
     source = WeightSource(announce, fetch, keys, client)
     address = EndpointAddress(serve_at, serve_token)

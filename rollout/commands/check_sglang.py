@@ -11,10 +11,10 @@ from areal_q.config import ModelConfig, PretrainedModel, SglangEngine
 from areal_q.errors import ConfigError, EngineDied
 from areal_q.models import load_config
 from areal_q.system.credentials import secret, shown
+from areal_q.system.local_requests import LOOPBACK
 from rollout.engines.sglang_backend import server_checks
 from rollout.engines.sglang_backend.http_client import SglangClient
 from rollout.engines.sglang_backend.sglang_engine import handover_directory
-from rollout.openai_server.app import LOOPBACK
 
 ASK_S = 5.0
 """Seconds to wait for each answer"""

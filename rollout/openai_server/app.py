@@ -1,15 +1,12 @@
 """The OpenAI-compatible endpoint of a worker (docs/endpoint.md): completions, chat, models, episodes.
 
 Requests share the engine with the tickets. A request that names no episode leaves nothing behind. One that does
-(by the header `X-Episode`) must extend the recorded turns token for token, and only what is new is tokenised.
+(by the header `X-Episode`) continues the recorded turns (rollout/openai_server/episode_turns.py).
 """
 
-import asyncio
-import hmac
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,11 +14,17 @@ import numpy as np
 
 from areal_q.config import Sampling
 from areal_q.errors import ConfigError, EngineDied, RecordError, TaskError
-from areal_q.system.local_requests import LOOPBACK, refusal
 from areal_q.tasks import Tokenizer
 from rollout.engines.base import Completion, Engine, Request, TokenCallback
 from rollout.engines.stop_conditions import stop_strings
 from rollout.environments.external import Episode, Episodes
+from rollout.openai_server.access import bound_to, denied
+from rollout.openai_server.episode_turns import (
+    KNOBS,
+    fixed_sampling,
+    new_of_messages,
+    new_of_prompt,
+)
 from rollout.openai_server.replies import Reply
 from rollout.openai_server.schema import (
     BeginEpisode,
@@ -31,14 +34,13 @@ from rollout.openai_server.schema import (
     Told,
     decoded,
 )
+from rollout.openai_server.streaming import stream
 
 logger = logging.getLogger(__name__)
 HEADER = "X-Episode"
-KNOBS = ("temperature", "top_k", "top_p", "min_p")
 MAX_BODY_BYTES = 4 << 20
 """Most bytes in a request's body, enough for about 500,000 token ids in JSON"""
 B = TypeVar("B", CompletionBody, ChatBody)
-Tokens = asyncio.Queue[tuple[int, int, float] | None]
 
 
 class Endpoint:
@@ -103,13 +105,8 @@ class Endpoint:
 
     async def _guard(self, request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
         """Refuses a request without the token, and answers errors of a request in OpenAI's form."""
-        if self._token is None:
-            if (reason := refusal(request.headers)) is not None:
-                return self._refused(403, "permission_error", reason)
-        else:
-            said = request.headers.get("Authorization", "").encode()
-            if not hmac.compare_digest(said, b"Bearer " + self._token):
-                return self._refused(401, "authentication_error", "wrong or missing bearer token")
+        if (reason := denied(request.headers, self._token)) is not None:
+            return self._refused(*reason)
         try:
             return await handler(request)
         except (RecordError, TaskError, msgspec.DecodeError) as error:
@@ -128,7 +125,7 @@ class Endpoint:
         episode = self._episode(request)
         given: list[int] = []
         if episode is not None:
-            given = self._new_of_prompt(episode, body.prompt)
+            given = new_of_prompt(self._tokenizer, episode, body.prompt)
             prompt = [*episode.ids, *given]
         elif isinstance(body.prompt, str):
             prompt = self._tokenizer.encode_prompt(body.prompt)
@@ -149,7 +146,7 @@ class Endpoint:
         given: list[int] = []
         messages = [m.plain() for m in body.messages]
         if episode is not None:
-            given = self._new_of_messages(episode, messages)
+            given = new_of_messages(self._tokenizer, episode, messages)
             prompt = [*episode.ids, *given]
         else:
             prompt = self._tokenizer.encode_messages(messages)
@@ -172,25 +169,6 @@ class Endpoint:
         id = request.headers.get(HEADER)
         return None if id is None else self._required().find(id)
 
-    def _new_of_prompt(self, episode: Episode, prompt: str | list[int]) -> list[int]:
-        """Returns the tokens of the prompt after those that are recorded. Raises RecordError if the prompt does
-        not begin with the recorded tokens or text."""
-        known: Any = episode.text if isinstance(prompt, str) else episode.ids
-        if prompt[: len(known)] != known:
-            raise RecordError("the prompt does not extend what is recorded of the episode")
-        new = prompt[len(known) :]
-        return self._tokenizer.encode(new) if isinstance(new, str) else list(new)
-
-    def _new_of_messages(self, episode: Episode, messages: list[dict[str, str]]) -> list[int]:
-        known = episode.messages or [{"role": "user", "content": episode.ticket.prompt}]
-        if messages[: len(known)] != known:
-            raise RecordError("the messages do not extend those recorded of the episode")
-        new = messages[len(known) :]
-        if not episode.messages and not new:
-            return []
-        ended = bool(episode.response.ids) and episode.response.ids[-1] == self._tokenizer.eos_id
-        return self._tokenizer.encode_turn(new, ended)
-
     async def _answer(
         self,
         request: Any,
@@ -202,7 +180,7 @@ class Endpoint:
     ) -> Any:
         if not prompt:
             raise RecordError("the prompt is empty")
-        sampling = self._sampling_of(body, episode)
+        sampling = fixed_sampling(body, episode) if episode else self._sampling_of(body)
         stops = frozenset([self._tokenizer.eos_id, *(body.stop_token_ids or ())])
         # In an episode the agent needs the whole text, its stops included, for its next turn must extend it.
         kept = body.include_stop_str_in_output or episode is not None
@@ -224,77 +202,20 @@ class Endpoint:
             return await self._engine.generate(asked, on_token)
 
         if body.stream:
-            return await self._stream(request, reply, generate, record)
+            headers = {"Content-Type": "text/event-stream"}
+            response = self._web.StreamResponse(headers=headers)
+            await stream(request, response, reply, generate, record)
+            return response
         told = [reply.told(c, i) for i, c in enumerate(await generate(None))]
         record(told[0])
         return self._json(reply.whole(told))
 
-    async def _stream(self, request: Any, reply: Reply, generate: Any, record: Any) -> Any:
-        """Answers by server-sent events: a chunk for each token, then one with the finish reason and the
-        versions."""
-        tokens: Tokens = asyncio.Queue()
-        task = asyncio.ensure_future(
-            generate(lambda index, token, logprob: tokens.put_nowait((index, token, logprob)))
-        )
-        task.add_done_callback(lambda _: tokens.put_nowait(None))
-        response = self._web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        try:  # the client may disconnect at any moment, also before the first token
-            await self._events(request, response, reply, tokens, task, record)
-        except ConnectionResetError:  # engines raise EngineDied, so this is the client's end
-            logger.debug("a client left its stream")
-        finally:
-            task.cancel()
-        return response
-
-    async def _events(
-        self,
-        request: Any,
-        response: Any,
-        reply: Reply,
-        tokens: Tokens,
-        task: "asyncio.Future[Any]",
-        record: Any,
-    ) -> None:
-        first = await tokens.get()
-        if first is None:  # a failure before the first token is answered as an ordinary error
-            completions = await task
-        await response.prepare(request)
-        try:
-            item = first
-            while item is not None:
-                if (chunk := reply.chunk(*item)) is not None:
-                    await _event(response, chunk)
-                item = await tokens.get()
-            completions = await task
-        except (RecordError, EngineDied) as error:
-            # The status has been sent, so the error is an event.
-            await _event(response, {"error": {"message": str(error), "type": "server_error"}})
-            return
-        told = [reply.told(c, i) for i, c in enumerate(completions)]
-        record(told[0])
-        for one in told:
-            await _event(response, reply.last(one))
-        if reply.counts:
-            await _event(response, reply.counted(told))
-        await response.write(b"data: [DONE]\n\n")
-
-    def _sampling_of(self, body: CompletionBody | ChatBody, episode: Episode | None) -> Sampling:
-        """Returns the sampling settings of a request. Those of an episode are fixed by its ticket; raises
-        RecordError if the request asks for others."""
-        if episode is None:
-            asked = {name: getattr(body, name) for name in KNOBS}
-            asked |= {"max_tokens": body.limit, "stop": body.stops or None}
-            given = {k: v for k, v in asked.items() if v is not None}
-            table = {**msgspec.structs.asdict(self._sampling), **given}
-            return msgspec.convert(table, Sampling)
-        fixed = episode.ticket.sampling
-        for name in KNOBS:
-            value = getattr(body, name)
-            if value is not None and value != getattr(fixed, name):
-                raise RecordError(f"{name} = {value}: an episode draws with {getattr(fixed, name)}")
-        if body.n != 1:
-            raise RecordError("n must be 1 in an episode")
-        return fixed
+    def _sampling_of(self, body: CompletionBody | ChatBody) -> Sampling:
+        """Returns the run's sampling settings, or the request's where it names any."""
+        asked = {name: getattr(body, name) for name in KNOBS}
+        asked |= {"max_tokens": body.limit, "stop": body.stops or None}
+        given = {k: v for k, v in asked.items() if v is not None}
+        return msgspec.convert({**msgspec.structs.asdict(self._sampling), **given}, Sampling)
 
     async def _begin(self, request: Any) -> Any:
         data = await request.read()
@@ -341,37 +262,3 @@ class Endpoint:
 
     def _refused(self, status: int, kind: str, message: str) -> Any:
         return self._json({"error": {"message": message, "type": kind, "code": None}}, status)
-
-
-async def _event(response: Any, value: dict[str, Any]) -> None:
-    await response.write(b"data: " + msgspec.json.encode(value) + b"\n\n")
-
-
-def bound_to(address: str, token_file: str | None) -> tuple[str, int, bytes | None]:
-    """Returns host, port and token for an address [HOST:]PORT. Raises ConfigError if the address is not valid
-    or lies beyond loopback without a token, or if the token file cannot be read."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]") or "127.0.0.1"
-    if not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"rollout.serve (--serve): {address!r} is not [HOST:]PORT")
-    token = _token(token_file)
-    if token is None and host not in LOOPBACK:
-        raise ConfigError(
-            f"rollout.serve (--serve): {address} is not loopback: AREAL_Q_SERVE_TOKEN_FILE "
-            "(--serve-token) must name a file with a token"
-        )
-    return host, int(port), token
-
-
-def _token(path: str | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        token = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(
-            f"AREAL_Q_SERVE_TOKEN_FILE (--serve-token): {error.strerror or error} - {path}"
-        ) from error
-    if not token:
-        raise ConfigError(f"AREAL_Q_SERVE_TOKEN_FILE (--serve-token): {path} is empty")
-    return token

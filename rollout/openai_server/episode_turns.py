@@ -1,0 +1,48 @@
+"""The rules for a request that continues an episode: it extends the recorded turns token for token, only what
+is new is tokenised, and it draws with the ticket's settings."""
+
+from areal_q.config import Sampling
+from areal_q.errors import RecordError
+from areal_q.tasks import Tokenizer
+from rollout.environments.external import Episode
+from rollout.openai_server.schema import ChatBody, CompletionBody
+
+KNOBS = ("temperature", "top_k", "top_p", "min_p")
+
+
+def new_of_prompt(tokenizer: Tokenizer, episode: Episode, prompt: str | list[int]) -> list[int]:
+    """Returns the tokens of the prompt after those that are recorded. Raises RecordError if the prompt does not
+    begin with the recorded tokens or text."""
+    known = episode.text if isinstance(prompt, str) else episode.ids
+    if prompt[: len(known)] != known:
+        raise RecordError("the prompt does not extend what is recorded of the episode")
+    new = prompt[len(known) :]
+    return tokenizer.encode(new) if isinstance(new, str) else list(new)
+
+
+def new_of_messages(
+    tokenizer: Tokenizer, episode: Episode, messages: list[dict[str, str]]
+) -> list[int]:
+    """Returns the tokens of the messages after those that are recorded. Raises RecordError if the messages do
+    not begin with those."""
+    known = episode.messages or [{"role": "user", "content": episode.ticket.prompt}]
+    if messages[: len(known)] != known:
+        raise RecordError("the messages do not extend those recorded of the episode")
+    new = messages[len(known) :]
+    if not episode.messages and not new:
+        return []
+    ended = bool(episode.response.ids) and episode.response.ids[-1] == tokenizer.eos_id
+    return tokenizer.encode_turn(new, ended)
+
+
+def fixed_sampling(body: CompletionBody | ChatBody, episode: Episode) -> Sampling:
+    """Returns the sampling settings of the episode's ticket. Raises RecordError if the request asks for
+    others."""
+    fixed = episode.ticket.sampling
+    for name in KNOBS:
+        value = getattr(body, name)
+        if value is not None and value != getattr(fixed, name):
+            raise RecordError(f"{name} = {value}: an episode draws with {getattr(fixed, name)}")
+    if body.n != 1:
+        raise RecordError("n must be 1 in an episode")
+    return fixed

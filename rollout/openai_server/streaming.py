@@ -1,0 +1,72 @@
+"""Streams a reply as server-sent events: a chunk for each token, then one with the finish reason and the
+versions."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from areal_q.errors import EngineDied, RecordError
+from rollout.engines.base import Completion, TokenCallback
+from rollout.openai_server.replies import Reply
+from rollout.openai_server.schema import Told
+
+logger = logging.getLogger(__name__)
+Generate = Callable[[TokenCallback | None], Awaitable[list[Completion]]]
+Tokens = asyncio.Queue[tuple[int, int, float] | None]
+
+
+async def stream(
+    request: Any, response: Any, reply: Reply, generate: Generate, record: Callable[[Told], None]
+) -> None:
+    """Answers `request` by `response`, a StreamResponse that is not prepared yet. Calls `record` with the first
+    choice once all are complete. If the client leaves, the work of `generate` is cancelled. Raises what
+    `generate` raises before the first token."""
+    tokens: Tokens = asyncio.Queue()
+    task = asyncio.ensure_future(
+        generate(lambda index, token, logprob: tokens.put_nowait((index, token, logprob)))
+    )
+    task.add_done_callback(lambda _: tokens.put_nowait(None))
+    try:  # the client may disconnect at any moment, also before the first token
+        first = await tokens.get()
+        if first is None:  # a failure before the first token is answered as an ordinary error
+            await task
+        await response.prepare(request)
+        await _events(response, reply, first, tokens, task, record)
+    except ConnectionResetError:  # engines raise EngineDied, so this is the client's end
+        logger.debug("a client left its stream")
+    finally:
+        task.cancel()
+
+
+async def _events(
+    response: Any,
+    reply: Reply,
+    item: tuple[int, int, float] | None,
+    tokens: Tokens,
+    task: "asyncio.Future[list[Completion]]",
+    record: Callable[[Told], None],
+) -> None:
+    try:
+        while item is not None:
+            if (chunk := reply.chunk(*item)) is not None:
+                await _event(response, chunk)
+            item = await tokens.get()
+        completions = await task
+    except (RecordError, EngineDied) as error:
+        # The status has been sent, so the error is an event.
+        await _event(response, {"error": {"message": str(error), "type": "server_error"}})
+        return
+    told = [reply.told(c, i) for i, c in enumerate(completions)]
+    record(told[0])
+    for one in told:
+        await _event(response, reply.last(one))
+    if reply.counts:
+        await _event(response, reply.counted(told))
+    await response.write(b"data: [DONE]\n\n")
+
+
+async def _event(response: Any, value: dict[str, Any]) -> None:
+    await response.write(b"data: " + msgspec.json.encode(value) + b"\n\n")
