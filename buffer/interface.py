@@ -63,13 +63,22 @@ class LearnerSide(Protocol):
     """The learner's side of the buffer. A run has one learner, and only one thread may use its side at a
     time."""
 
-    position: str
-    """Id of the last entry that was read from the groups stream. A resumed learner sets it to the position in
-    its checkpoint."""
-    quarantined: int
-    """Number of records that this learner moved to the quarantine"""
     run_id: str
     """Id of the run; "" if it has none"""
+
+    @property
+    def position(self) -> str:
+        """Id of the last entry that was read from the groups stream. A resumed learner sets it to the position
+        in its checkpoint."""
+        ...
+
+    @position.setter
+    def position(self, position: str) -> None: ...
+
+    @property
+    def quarantined(self) -> int:
+        """Number of records that this learner moved to the quarantine"""
+        ...
 
     def publish_run(self, config_toml: str, endpoints: dict[str, str], settings: str = "") -> None:
         """Publishes the run's settings and the endpoints of the weight server to the workers. `settings` is a

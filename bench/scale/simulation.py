@@ -23,7 +23,7 @@ import typer
 
 from bench.common import commit, device, number, publish, say, table
 from bench.scale.redis_costs import GROUP_SIZE, RedisCosts, group_bytes, measure
-from buffer.redis_store.learner_side import READ_PAGE
+from buffer.redis_store.streams import READ_PAGE
 
 WORKERS = (10, 100, 1_000, 3_000, 10_000)
 Process = Generator[Any, Any, None]

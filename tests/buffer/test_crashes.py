@@ -104,7 +104,7 @@ def test_kill_9_after_a_claim_gives_the_ticket_to_another(
 
 def test_an_admission_repeated_after_a_lost_answer_admits_once(learner, client, make_ticket):
     names = []
-    original = learner._scripts["ADMIT"]
+    original = learner._connection._scripts["ADMIT"]
 
     def answer_lost(keys, args):
         names.append(args[1])
@@ -112,7 +112,7 @@ def test_an_admission_repeated_after_a_lost_answer_admits_once(learner, client, 
         if len(names) < 3:
             raise redis.ConnectionError("the answer was lost")
 
-    learner._scripts["ADMIT"] = answer_lost
+    learner._connection._scripts["ADMIT"] = answer_lost
     learner.admit([make_ticket(n) for n in range(5)], cursor=5)
     assert len(names) == 3
     assert client.xlen(KEYS.tickets) == 5

@@ -13,9 +13,9 @@ import redis
 from areal_q.errors import RunChanged, RunFinished, RunTaken, Stopped
 from areal_q.messages import Group, Ticket
 from areal_q.system import run_dir
-from buffer.redis_store import LearnerBuffer, WorkerBuffer, learner_side, worker_side
+from buffer.redis_store import LearnerBuffer, WorkerBuffer, lease, worker_side
 from buffer.redis_store.keys import Keys
-from buffer.redis_store.lease import Owner, owner_of
+from buffer.redis_store.lease import LeasedConnection, Owner, owner_of
 
 KEYS = Keys("run")
 MakeLearner = Callable[..., LearnerBuffer]
@@ -110,13 +110,13 @@ def test_a_learner_goes_on_where_redis_was_restored(
     learner = make("a")
     client.restore(KEYS.owner, 0, earlier, replace=True)
     learner.trim("0-0")
-    assert client.hget(KEYS.owner, "token") == learner._token
+    assert client.hget(KEYS.owner, "token") == learner._connection._token
 
 
 def test_a_second_learner_is_refused_with_the_name_of_the_first(
     make: MakeLearner, url: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(learner_side, "RENEW_S", 0.05)
+    monkeypatch.setattr(lease, "RENEW_S", 0.05)
     first = make("a")
     first.publish_run("x = 1", {})
     second = LearnerBuffer(url, "run")
@@ -144,8 +144,8 @@ def test_a_crashed_learner_is_followed_from_its_directory(
 def test_a_stop_ends_the_wait_for_the_end_of_a_lease(
     make: MakeLearner, url: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(learner_side, "LEASE_S", 3600)
-    monkeypatch.setattr(learner_side, "RENEW_S", 3600)  # it is gone
+    monkeypatch.setattr(lease, "LEASE_S", 3600)
+    monkeypatch.setattr(lease, "RENEW_S", 3600)  # it is gone
     make("a")
     stop = threading.Event()
     stop.set()
@@ -161,7 +161,7 @@ def test_a_learner_that_only_waits_learns_that_it_was_followed(
     make: MakeLearner, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ):
     first = make("a")
-    monkeypatch.setattr(learner_side, "RENEW_S", 0.05)
+    monkeypatch.setattr(lease, "RENEW_S", 0.05)
     client.hset(KEYS.owner, "until", 0)
     make("b", place="elsewhere")
     with pytest.raises(RunTaken):
@@ -190,13 +190,13 @@ def test_a_lease_that_is_not_renewed_is_said_once(
 ):
     tries: list[float] = []
 
-    def fails(learner: LearnerBuffer, seconds: float) -> bool:
+    def fails(connection: LeasedConnection, seconds: float) -> bool:
         tries.append(seconds)
         raise redis.ConnectionError("gone")
 
-    monkeypatch.setattr(learner_side, "RENEW_S", 0.01)
+    monkeypatch.setattr(lease, "RENEW_S", 0.01)
     learner = make("a")
-    monkeypatch.setattr(LearnerBuffer, "_renew", fails)
+    monkeypatch.setattr(LeasedConnection, "_renew", fails)
     while len(tries) < 4:
         time.sleep(0.01)
     monkeypatch.undo()
@@ -207,7 +207,7 @@ def test_a_lease_that_is_not_renewed_is_said_once(
 def test_what_redis_lost_of_a_run_is_written_again(
     make: MakeLearner, url: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(learner_side, "RENEW_S", 0.05)
+    monkeypatch.setattr(lease, "RENEW_S", 0.05)
     learner = make("a")
     learner.publish_run("x = 1", {"announce": "tcp://a:1"}, "hash")
     client.flushall()
