@@ -155,6 +155,15 @@ class Stack:
         result = docker("network", verb, f"{self._name}_cluster", container)
         assert result.returncode == 0, result.stderr
 
+    def ways_out(self, service: str) -> set[str]:
+        """Returns the networks of a service that are not internal, without the project's name."""
+        self("up", "--no-start", "--no-build", "--no-deps", service)
+        (container,) = self.containers(service)
+        form = "{{json .NetworkSettings.Networks}}"
+        names = json.loads(docker("inspect", container, "--format", form).stdout)
+        found = json.loads(docker("network", "inspect", *names).stdout)
+        return {n["Name"].removeprefix(f"{self._name}_") for n in found if not n["Internal"]}
+
     def health(self) -> set[str]:
         everybody = self.containers("learner") + self.containers("rollout")
         return {self.state(container)["Health"]["Status"] for container in everybody}
