@@ -116,8 +116,8 @@ async def _serve(
     buffer = WorkerBuffer(redis_url, run_name, name)
     subscriber: WeightSubscriber | None = None
     try:
-        info = await buffer.unfinished_run(finished_wait_s)
-        buffer.join(info)
+        info = await buffer.run.unfinished(finished_wait_s)
+        buffer.run.join(info)
         run = parse(info.config, f"run {run_name}", recorded=True)
         buffer.claim_timeout_s = run.buffer.claim_timeout_s
         buffer.max_deliveries = run.buffer.max_deliveries

@@ -301,7 +301,7 @@ class Worker:
             now_s = time.monotonic()
             span_s = now_s - last_s
             self._abandon(await self._buffer.renew([w.claim for w in self._in_flight.values()]))
-            await self._buffer.check_run()
+            await self._buffer.run.check()
             if self._subscriber.silent:
                 info = await self._buffer.run_info()
                 self._subscriber.follow(*self._source.endpoints(info.endpoints))

@@ -216,8 +216,8 @@ def test_what_redis_lost_of_a_run_is_written_again(
         worker = WorkerBuffer(url, "run", "late")
         info = await asyncio.wait_for(worker.run_info(), 60)
         assert info == ("x = 1", {"announce": "tcp://a:1"}, "a", "hash", False)
-        worker.join(info)
-        await worker.check_run()
+        worker.run.join(info)
+        await worker.run.check()
         await worker.close()
 
     asyncio.run(join())
@@ -239,16 +239,16 @@ def test_a_worker_notices_another_run_and_other_settings(
 
     async def work() -> None:
         worker = WorkerBuffer(url, "run", "w")
-        worker.join(await worker.run_info())
-        await worker.check_run()
+        worker.run.join(await worker.run_info())
+        await worker.run.check()
         [claim, _] = await worker.claim(2, block_s=0.0)
         learner.publish_run("x = 2", {}, "two")
         with pytest.raises(RunChanged, match="other settings"):
-            await worker.check_run()
+            await worker.run.check()
         learner.run_id = "b"
         learner.publish_run("x = 1", {}, "one")
         with pytest.raises(RunChanged, match="its id is b, this worker was set up for a"):
-            await worker.check_run()
+            await worker.run.check()
         with pytest.raises(RunChanged, match="its id is b"):
             await worker.commit(claim, make_group(claim.ticket))
         learner.admit([make_ticket(7, run_id="b")], cursor=8)
@@ -269,19 +269,19 @@ def test_a_worker_ends_with_its_run_unless_it_is_taken_up(make: MakeLearner, url
 
     async def work() -> None:
         worker = WorkerBuffer(url, "run", "w")
-        worker.join(await worker.unfinished_run(0.0))
-        await worker.check_run()
+        worker.run.join(await worker.run.unfinished(0.0))
+        await worker.run.check()
         learner.finish()
         with pytest.raises(RunFinished, match="run run is finished"):
-            await worker.check_run()
+            await worker.run.check()
         with pytest.raises(RunFinished):
-            await worker.unfinished_run(0.0)
-        waits = asyncio.create_task(worker.unfinished_run(1e6))
+            await worker.run.unfinished(0.0)
+        waits = asyncio.create_task(worker.run.unfinished(1e6))
         await asyncio.sleep(0.5)
         assert not waits.done()
         make("a")
         assert (await asyncio.wait_for(waits, 60)).config == "x = 1"
-        await worker.check_run()
+        await worker.run.check()
         await worker.close()
 
     asyncio.run(work())

@@ -120,8 +120,8 @@ def test_a_whole_run_works_with_the_rights_of_each_side(as_user, make_ticket, ma
         worker = WorkerBuffer(as_user("rollout"), "run", "w", claim_timeout_s=0.05)
         info = await worker.run_info()
         assert info.config == "x = 1"
-        worker.join(info)
-        await worker.check_run()
+        worker.run.join(info)
+        await worker.run.check()
         gone = WorkerBuffer(as_user("rollout"), "run", "gone")
         await gone.release(await gone.claim(1, 0.0))
         await gone.close()

@@ -1,0 +1,101 @@
+"""A worker as Redis knows it: a consumer of the group that reads both ticket streams."""
+
+import functools
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import redis
+
+from buffer.redis_store import lua_scripts
+from buffer.redis_store.connection import (
+    Outage,
+    Patience,
+    connect_async,
+    insist_async,
+    refuses_writes,
+)
+from buffer.redis_store.keys import WORKERS_GROUP, Keys
+
+_T = TypeVar("_T")
+STREAM_GONE = ("NOGROUP", "no such key", "UNBLOCKED")
+"""Texts by which Redis's errors say that a stream or its consumer group does not exist"""
+
+
+class TicketConsumer:
+    """A worker's consumer. Calls are repeated for `patience_s` seconds while Redis does not answer."""
+
+    def __init__(self, url: str, keys: Keys, worker: str, patience_s: float) -> None:
+        self.url, self.patience_s = url, patience_s
+        self.keys = keys
+        self.redis = connect_async(url)
+        # The name is unique, so that a restarted worker is not taken for the dead one of the same name.
+        self.name = f"{worker}-{uuid.uuid4().hex[:12]}"
+        self._outage = Outage()
+        self._swept_s = time.monotonic()
+        self._scripts = {
+            name: self.redis.register_script(getattr(lua_scripts, name))
+            for name in ("CLAIM", "COMMIT", "RENEW", "RELEASE", "QUARANTINE", "SWEEP")
+        }
+
+    @property
+    def streams(self) -> list[str]:
+        return [self.keys.eval_tickets, self.keys.tickets]
+
+    async def read_new(self, count: int, wait_ms: int) -> Any:
+        """Returns XREADGROUP's reply: up to `count` new entries of each stream."""
+        streams: dict[Any, Any] = dict.fromkeys(self.streams, ">")
+        return await self._on_group(
+            lambda: self.redis.xreadgroup(
+                WORKERS_GROUP, self.name, streams, count=count, block=wait_ms
+            )
+        )
+
+    async def script(self, name: str, keys: list[str], *args: Any) -> Any:
+        """Runs a script on behalf of this consumer."""
+        everything = [WORKERS_GROUP, self.name, *args]
+        return await self._on_group(functools.partial(self._scripts[name], keys, everything))
+
+    async def quarantine(self, stream: str, entry: str, reason: str) -> None:
+        keys = [stream, self.keys.quarantine, self.keys.set_aside]
+        args = [entry, reason, WORKERS_GROUP]
+        await self.call(functools.partial(self._scripts["QUARANTINE"], keys, args))
+
+    async def sweep(self, every_s: float) -> None:
+        """Removes the consumers of workers that are gone, once in `every_s` seconds, the claim timeout. It is
+        put off while Redis is full, since Redis 6.2 then refuses every XGROUP."""
+        if time.monotonic() - self._swept_s < every_s:
+            return
+        self._swept_s = time.monotonic()
+        args = [WORKERS_GROUP, round(every_s * 1000)]
+        try:
+            for stream in self.streams:
+                await self._on_group(functools.partial(self._scripts["SWEEP"], [stream], args))
+        except redis.ResponseError as error:
+            if not refuses_writes(error):
+                raise
+
+    async def _on_group(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        """Returns the result of `call`. If the consumer groups do not exist, they are created and `call` is
+        repeated. That happens before the learner's start, after Redis lost its data, and when a new run of the
+        same name deletes them while a claim waits."""
+        try:
+            return await self.call(call)
+        except redis.ResponseError as error:
+            if not any(reason in str(error) for reason in STREAM_GONE):
+                raise
+        for stream in self.streams:
+            try:
+                await self.call(
+                    functools.partial(
+                        self.redis.xgroup_create, stream, WORKERS_GROUP, id="0", mkstream=True
+                    )
+                )
+            except redis.ResponseError as error:
+                if "BUSYGROUP" not in str(error):
+                    raise
+        return await self.call(call)
+
+    async def call(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        return await insist_async(Patience(self.url, self.patience_s, self._outage), call)
