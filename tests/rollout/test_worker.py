@@ -19,6 +19,7 @@ import torch
 from helpers.asynchronous import run_async
 from helpers.fixture_types import MakeRun
 from helpers.policies import build_group_reader, initial_model, new_admission
+from helpers.weight_sync import publish
 
 from areal_q.config import Run, ScriptedEngine, TorchEngine, dump_toml
 from areal_q.messages import Array, Group, Ticket, VersionSpan
@@ -74,7 +75,7 @@ class LearnerSide:
     def publish(self, version: int) -> None:
         made = self.builder.build(self.model, version)
         self.history.add(version, made.manifest.digest)
-        self.weight_server.publish(made)
+        publish(self.weight_server, made)
 
     def change(self) -> None:
         """As an update would, coarsely."""
