@@ -230,7 +230,7 @@ def test_the_integer_product_is_exact_without_the_fast_kernel(monkeypatch):
     monkeypatch.setattr("areal_q.quant.quantized_linear.int_mm_is_exact", lambda device: False)
     for k in (128, 1041, 4099):
         a = torch.randint(-127, 128, (5, k), dtype=torch.int8)
-        b = torch.full((3, k), 127, dtype=torch.int8)
+        a[0], b = 127, torch.full((3, k), 127, dtype=torch.int8)
         assert torch.equal(int8_matmul(a, b.t()).long(), a.long() @ b.long().t())
 
 
