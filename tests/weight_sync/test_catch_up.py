@@ -171,6 +171,8 @@ def test_a_stalled_sync_is_an_event_and_is_told_when_it_ends(
     sync.bring(3, subscriber)
     assert subscriber.behind_s == 0.0 and subscriber.stats.stalls == 1
     assert "weights arrive again" in caplog.text
+    herald.tell(sync.version(4))
+    await_true(lambda: subscriber.stats.stalls == 2, subscriber.stats)
 
 
 def test_workers_that_join_between_versions_follow_at_once(sync: WeightSync) -> None:
