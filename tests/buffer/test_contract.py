@@ -88,6 +88,7 @@ def test_what_a_worker_commits_is_what_the_learner_takes(buffers, make_ticket, m
 
     asyncio.run(work())
     assert learner.take(3, timeout_s=0.0) == [make_group(make_ticket(n)) for n in range(3)]
+    assert not learner.rewind()  # nothing was lost
 
 
 def test_a_group_commits_once_however_many_workers_race(buffers, make_ticket, make_group):
@@ -164,7 +165,10 @@ def test_a_renewed_ticket_stays_with_its_worker(buffers, make_ticket):
     asyncio.run(work())
 
 
-def test_tickets_admitted_again_become_one_group_each(buffers, make_ticket, make_group):
+def test_tickets_admitted_again_become_one_group_each(
+    buffers, make_ticket, make_group, monkeypatch
+):
+    monkeypatch.setattr("buffer.redis_store.streams.READ_PAGE", 3)
     learner = buffers.learner()
     steps = [5, 5, 2, 5, 6]
     learner.admit([make_ticket(n, step=step) for n, step in enumerate(steps)], cursor=5)
@@ -423,7 +427,7 @@ def test_a_group_that_is_too_large_is_refused_at_its_commit(
             with pytest.raises(RecordError, match="over the limit") as refused:
                 await worker.commit(claim, group)
             await worker.set_aside(claim, str(refused.value))
-            assert await worker.claim(1, 0.0) == []
+            assert await worker.claim(1, 0.0) == [] and worker.quarantined == 1
 
     asyncio.run(work())
     assert learner.unread() == []
