@@ -10,6 +10,7 @@ from helpers.weight_sync import (
     WeightSync,
     arrive,
     assert_same,
+    await_true,
     await_version,
     collect_until,
 )
@@ -93,6 +94,7 @@ def test_the_same_bytes_under_a_new_number_are_not_fetched_again(sync: WeightSyn
     sync.bring(1, subscriber)
     sync.server.publish(same := sync.version(1, version=2, epoch="b"))
     arrive(subscriber, same)
+    await_true(lambda: subscriber._fetcher.idle, subscriber.stats)
     assert subscriber.stats.fetch.fetches == 1
 
 
