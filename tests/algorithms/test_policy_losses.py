@@ -233,9 +233,9 @@ def test_every_objective_of_the_union_has_a_function():
 
 
 CLIPPED = {
-    "naive": (Naive(dual_clip=3.0), [0], [8], [2]),
-    "ppo": (Ppo(dual_clip=3.0), [0], [8], [2]),
-    "gspo": (Gspo(dual_clip=3.0), [0], [8], [2]),
+    "naive": (Naive(dual_clip=1.8), [0], [8], [2]),
+    "ppo": (Ppo(dual_clip=1.8), [0], [8], [2]),
+    "gspo": (Gspo(dual_clip=1.8), [0], [8], [2]),
     "cispo": (Cispo(clip_high=0.2), [0], [], [2]),
     "tbpo": (Tbpo(), [0], [8], [2]),
 }
@@ -246,7 +246,7 @@ CLIPPED = {
 def test_clip_diagnostics_name_the_tokens_over_a_bound(name):
     """A token at R = 1 is inside every bound, and one without an advantage is not clipped."""
     objective, *expected = CLIPPED[name]
-    ratio = torch.tensor([4.0, 4, 4, 1, 1, 1, 0.1, 0.1, 0.1], dtype=torch.float64)
+    ratio = torch.tensor([1.9] * 3 + [1.0] * 3 + [0.1] * 3, dtype=torch.float64)
     theta = torch.full((9,), -1.0, dtype=torch.float64)
     inputs = LossInputs(
         logprobs=theta,
