@@ -70,6 +70,9 @@ BEHIND = {
     "weights that come back": Case(
         [0, 1, 0, 0], fields=[{"version": n} for n in range(4)], most_bytes=0.01
     ),
+    "weights that come back, and move on": Case(
+        [0, 1, 0, 1, 1], catch_ups=2, told=[0, 2, -1], fields=[{"version": n} for n in range(5)]
+    ),
 }
 
 
