@@ -142,6 +142,8 @@ def test_a_full_redis_makes_commit_wait_and_loses_nothing(
         try:
             commit = asyncio.create_task(worker.commit(claim, make_group(claim.ticket)))
             await asyncio.sleep(2.2)
+            while not (worker.waiting or commit.done()):  # the next try is under way
+                await asyncio.sleep(0.01)
             assert not commit.done() and worker.waiting == 1
             assert await other.claim(1, 0.0) == []  # it is still the waiting worker's
             assert learner.claims() == (1, {"w": 1})
