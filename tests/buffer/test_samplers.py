@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -340,6 +341,17 @@ def test_the_position_stays_before_the_oldest_group_that_is_held(make_run, make_
     pool.draw(1)
     pool.used()
     assert (pool.position, pool.numbers) == ("4-0", set())
+
+
+def test_a_run_is_done_at_its_last_step(make_run, make_ticket, make_group, monkeypatch):
+    pool = build_pool(make_run("steps=5", "learner.groups=2", "learner.minibatches=1"))
+    for entry in entries([make_group(make_ticket(n)) for n in range(2)]):
+        pool.add(entry)
+    choose = Mock(wraps=pool._sampler.choose)
+    monkeypatch.setattr(pool._sampler, "choose", choose)
+    for step in range(5):
+        pool.draw(step)
+    assert [call.args[2] for call in choose.call_args_list] == [0, 0.25, 0.5, 0.75, 1]
 
 
 def test_what_is_passed_over_does_not_hold_up_the_position(make_run, make_ticket, make_group):
