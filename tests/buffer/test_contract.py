@@ -190,6 +190,7 @@ def test_tickets_admitted_again_become_one_group_each(
 
     asyncio.run(work())
     assert learner.unread() == [0, 2, 1, 3, 4]
+    assert numbers(learner.take(4, timeout_s=0.0)) == [0, 2, 1, 3]
     assert (learner.open_tickets(), learner.cursor()) == (set(), 5)
 
 
