@@ -20,15 +20,15 @@ from areal_q.models import Decoder, DecoderConfig
 from areal_q.models.low_bit.lora import LORA_SCALE
 from areal_q.weights.version import WeightVersion
 from learner.data.packing import Sample
-from learner.measure.rescore import Scorer, engine_policy
+from learner.measure.rescore import Scorer, empty_engine_policy, load_published
 
 logger = logging.getLogger(__name__)
 
 
 class FidelityMeter:
     """Measures the gap of each engine. It keeps the newest `versions_kept` published versions, in memory that
-    it shares with the weight server, and the policies made from them so far. It has no influence on the
-    step."""
+    it shares with the weight server, and one policy that is given the tensors of each in turn, since making its
+    modules takes longer than scoring a few responses. It has no influence on the step."""
 
     def __init__(self, learner: LearnerConfig, format: str) -> None:
         """`format` is the number format of the rollouts."""
@@ -37,7 +37,9 @@ class FidelityMeter:
         self._keep = learner.versions_kept
         self._score = Scorer(learner)
         self._versions: dict[str, WeightVersion] = {}
-        self._policies: dict[str, Decoder] = {}
+        self._policy: Decoder | None = None
+        self._loaded = ""
+        """Digest of the version whose tensors the policy has"""
         self._warned: set[str] = set()
 
     def remember(self, version: WeightVersion) -> None:
@@ -47,7 +49,6 @@ class FidelityMeter:
         self._versions[version.manifest.digest] = version
         for digest in list(self._versions)[: -self._keep]:
             del self._versions[digest]
-            self._policies.pop(digest, None)
 
     def measure(self, groups: Sequence[Group]) -> dict[str, float]:
         """Returns the mean and the largest |gap| in nats per token, over all engines and for each, the newest
@@ -87,22 +88,20 @@ class FidelityMeter:
                 if digest in self._versions:
                     alike[group.engine, digest, group.ticket.sampling.temperature].append(sample)
         for (engine, digest, temperature), samples in alike.items():
-            logprobs, _ = self._score(self._policy(digest), samples, temperature)
+            logprobs, _ = self._score(self._policy_of(digest), samples, temperature)
             version = self._versions[digest].manifest.version
             yield engine, version, _gap(samples, logprobs)
 
-    def _policy(self, digest: str) -> Decoder:
-        if digest not in self._policies:
-            version = self._versions[digest]
+    def _policy_of(self, digest: str) -> Decoder:
+        version = self._versions[digest]
+        if self._policy is None:
             config = DecoderConfig.from_hf(version.manifest.model)
-            self._policies[digest] = engine_policy(
-                config,
-                version.tensors,
-                self._format,
-                self._device,
-                float(version.manifest.extra.get(LORA_SCALE, 0.0)),
-            )
-        return self._policies[digest]
+            self._policy = empty_engine_policy(config, self._format)
+        if digest != self._loaded:
+            scale = float(version.manifest.extra.get(LORA_SCALE, 0.0))
+            load_published(self._policy, version.tensors, self._device, scale)
+            self._loaded = digest
+        return self._policy
 
     def _warn(self, engine: str, mean: float) -> None:
         if mean > self._cfg.bound_nats and engine not in self._warned:

@@ -28,22 +28,39 @@ def engine_policy(
 
     It has no master weights and cannot be trained. Building it draws no random numbers.
     """
+    model = empty_engine_policy(config, format)
+    load_published(model, published, device, lora_scale)
+    return model
+
+
+def empty_engine_policy(config: DecoderConfig, format: str) -> Decoder:
+    """Returns π_Q without tensors, for `load_published`."""
     with torch.device("meta"):
-        model = Decoder(config)
-    for name, linear in linears(model).items():
-        with torch.device("meta"):
+        model = Decoder(config).requires_grad_(False)
+        for name, linear in linears(model).items():
             new = QuantLinear(linear.in_features, linear.out_features, linear.bias is not None)
-        new.format = format
-        new.take({k: t.to(device) for k, t in parts_of(published, name, format).items()})
+            new.format = format
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, new.requires_grad_(False))
+    return model
+
+
+def load_published(
+    model: Decoder, published: Mapping[str, Tensor], device: str = "cpu", lora_scale: float = 0.0
+) -> None:
+    """Makes `model`, which is `empty_engine_policy` or has other tensors, the policy that engines run with the
+    tensors `published`."""
+    for name, linear in linears(model).items():
+        assert isinstance(linear, QuantLinear)
+        parts = parts_of(published, name, linear.format)
+        linear.take({k: t.to(device) for k, t in parts.items()})
         if adapter := adapter_of(published, name):
             pair = adapter[0].to(device), adapter[1].to(device)
-            new.product = AdaptedLinear(new.product, [pair], [len(pair[1])], lora_scale)
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, new)
+            linear.product = AdaptedLinear(linear.product, [pair], [len(pair[1])], lora_scale)
     names = [name for name in model.state_dict() if not is_quantized(name)]
     rest = {name: published[name].to(device).float() for name in names}
     model.load_state_dict(rest, strict=False, assign=True)
-    return model.requires_grad_(False)
+    model.requires_grad_(False)
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,17 @@ def test_versions_that_are_no_longer_held_are_passed_over(make_run, make_version
     assert meter_of(run, []).measure(groups) == {"fidelity/bound_nats": 0.03}
 
 
+def test_versions_are_measured_in_turn_as_each_alone(make_run, make_versions, drawn):
+    run = make_run(EVERY)
+    versions = make_versions(run)
+    both = meter_of(run, versions)
+    for order in (versions, versions[::-1], versions):
+        groups = drawn(run, order)
+        values = both.measure(groups)
+        assert values == meter_of(run, versions).measure(groups)
+        assert values["fidelity/gap_mean_nats"] < 1e-4
+
+
 def test_tokens_that_the_engine_did_not_draw_are_left_out(make_run, make_versions, drawn):
     run = make_run(EVERY)
     versions = make_versions(run)
