@@ -61,6 +61,7 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 def main(
+    ours: Annotated[list[str] | None, typer.Argument(help="further settings of our run")] = None,
     config: Annotated[Path, typer.Option(help="settings of the run")] = ROOT
     / "configs/quickstart.toml",
     goal: Annotated[float, typer.Option(help="held-out accuracy at which both end")] = 0.9,
@@ -87,7 +88,7 @@ def main(
         directory = work / f"seed-{seed}"
         directory.mkdir(parents=True)
         settings = [f"seed={seed}", "name=ours", f"root={json.dumps(str(directory))}"]
-        settings.append("steps=1000000")
+        settings += ["steps=1000000", *(ours or [])]
         run = load(config, settings)
         export(run, directory)
         spec = trl_peer.spec_of(run, directory, limit_s, goal)
@@ -95,16 +96,16 @@ def main(
             rows = generation_lines(run, python, directory) if speeds else []
             layout, tried = trl_peer.best_layout(python, spec, probe_s, judge)
         say(f"our system, seed {seed}")
-        ours = run_ours(run, [str(config), *settings], limit_s, goal)
+        curve = run_ours(run, [str(config), *settings], limit_s, goal)
         say(f"TRL, {layout}, seed {seed}")
         try:
             trl, peer_versions = trl_peer.train(python, spec, layout)
         except trl_peer.PeerFailed as error:
             say(f"seed {seed} is left out: {error}")
             continue
-        pairs.append(Pair(seed, ours, trl, os.getloadavg()[1]))
+        pairs.append(Pair(seed, curve, trl, os.getloadavg()[1]))
         sections = [
-            f"{device()}; commit {commit()}; {config.name}, goal {goal}.",
+            f"{device()}; commit {commit()}; {' '.join([config.name, *(ours or [])])}, goal {goal}.",
             ratios(pairs, goal),
             sides(pairs, goal),
             *([table(["metric", "ours", "peer", "ratio", "aim"], rows)] if rows else []),
