@@ -111,3 +111,10 @@ def test_a_worker_told_to_go_does_not_wait_for_redis(
 
     asyncio.run(scenario())
     assert "1 tickets were not handed back" in caplog.text
+
+
+def test_each_pause_is_twice_as_long_up_to_a_second(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connection.random, "uniform", lambda low, high: high)
+    patience = connection.Patience("redis://", 60.0)
+    found = [patience.pause(redis.ConnectionError("gone")) for _ in range(6)]
+    assert found == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
