@@ -260,6 +260,14 @@ def test_kernels_find_what_numpy_finds(size: int, share: float) -> None:
     assert found.tolist() == where.tolist()
 
 
+def test_a_last_place_beyond_its_tensor_is_refused() -> None:
+    """Each gap fits into the 1,000 elements, and so does the place before the last."""
+    where, step = np.array([500, 1000]), np.array([1, 1], np.uint8)
+    streams = delta_codec.encode([delta_codec.Moves(0, 1001, where, step)])
+    with pytest.raises(ValueError, match="beyond the 1000 of tensor 0"):
+        delta_codec.decode(streams, [(1000, 1)])
+
+
 def test_places_of_a_class_without_changes_are_none() -> None:
     codes, where = np.array([0, 1, 1, 1, 0, 2], np.uint8), np.array([0, 5])
     rank, sizes = np.empty(2, np.int64), np.zeros(delta_kernels.CLASSES, np.int64)
