@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -109,8 +110,10 @@ class Supervisor:
                 well = now
             elif now - well > STUCK_S and not self._stop.is_set():
                 logger.error("%s for %s: killed", found, duration(now - well))
-                for pid in [*_descendants(child.pid), child.pid]:
-                    os.kill(pid, signal.SIGKILL)
+                # The parent first, which might end with 0, as if it had finished, when a child of its own ends.
+                for pid in [child.pid, *_descendants(child.pid)]:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
 
     def _out_of_memory(self) -> bool:
         return _oom_kills() > self._oom_kills

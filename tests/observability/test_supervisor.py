@@ -1,5 +1,6 @@
 """The entry point of a container's service: what it starts again, and what it leaves."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -93,6 +94,12 @@ def test_a_stuck_service_is_killed_and_started_again(tmp_path, monkeypatch, capl
         started = (tmp_path / "starts").exists()
         return next(looks, "it hangs" if starts(tmp_path) == 1 else None) if started else None
 
+    def kill(pid: int, number: int) -> None:
+        plain_kill(pid, number)
+        time.sleep(0.1)  # the shell would end with 0 meanwhile, if its `sleep` were killed first
+
+    plain_kill = os.kill
+    monkeypatch.setattr(supervisor.os, "kill", kill)
     monkeypatch.setattr(supervisor, "complaint", complaint)
     monkeypatch.setattr(supervisor, "STUCK_S", 0.08)
     script = f"echo start >> {tmp_path}/starts; [ $(wc -l < {tmp_path}/starts) = 2 ] || sleep 600"
