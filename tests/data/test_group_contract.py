@@ -64,15 +64,17 @@ def spoilt(group: Group, changes: dict[str, Any]) -> Group:
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("together", ["all", "each column", "nothing"])
 def test_a_defect_is_named_with_its_response(
     make_group: Callable[..., Group],
     monkeypatch: pytest.MonkeyPatch,
     defect: str,
-    together: bool,
+    together: str,
 ) -> None:
-    """Checked all together and, as the oracle, one after the other."""
-    if not together:
+    """Checked all together, as long responses are, and, as the oracle, one after the other."""
+    if together == "each column":
+        monkeypatch.setattr(trajectories, "CHECKED_TOKENS", 1)
+    if together == "nothing":
         monkeypatch.setattr(trajectories, "_are_valid", lambda _: False)
     changes, message = DEFECTS[defect]
     with pytest.raises(RecordError, match=message) as raised:
