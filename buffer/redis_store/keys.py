@@ -4,6 +4,7 @@ The hash tag `{areal-q:RUN}` puts all keys of a run into one cluster slot, so th
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 WORKERS_GROUP = "workers"
 """The consumer group on both ticket streams."""
@@ -35,71 +36,71 @@ class Keys:
 
     run: str
 
-    @property
+    @cached_property
     def tag(self) -> str:
         return f"{{areal-q:{self.run}}}"
 
-    @property
+    @cached_property
     def info(self) -> str:
         """Hash with `config` (TOML), `endpoints` (JSON), `run_id`, `settings` (a hash of all that a worker is
         set up from), and `finished` once the last step is done."""
         return f"{self.tag}:run"
 
-    @property
+    @cached_property
     def owner(self) -> str:
         """Hash with the learner of the run (buffer/redis_store/lease.py), its fencing `token`, and `until`, the
         end of its lease in Unix milliseconds of Redis's clock. It never expires, since the token is needed
         after the lease."""
         return f"{self.tag}:owner"
 
-    @property
+    @cached_property
     def tickets(self) -> str:
         """Stream of open training tickets; an entry is deleted when its group is committed."""
         return f"{self.tag}:tickets"
 
-    @property
+    @cached_property
     def eval_tickets(self) -> str:
         """Stream of open evaluation tickets, which workers claim first."""
         return f"{self.tag}:eval-tickets"
 
-    @property
+    @cached_property
     def partials(self) -> str:
         """Hash from `STREAM:ENTRY` of a ticket that a worker gave back to the responses drawn so far. A field
         is deleted with its ticket."""
         return f"{self.tag}:partials"
 
-    @property
+    @cached_property
     def groups(self) -> str:
         """Stream of committed groups; they are deleted once a checkpoint and the trajectory log cover them."""
         return f"{self.tag}:groups"
 
-    @property
+    @cached_property
     def eval_groups(self) -> str:
         """Stream of committed evaluation groups; an entry is deleted when the learner has read it."""
         return f"{self.tag}:eval-groups"
 
-    @property
+    @cached_property
     def cursor(self) -> str:
         """Number of the next training ticket, as text."""
         return f"{self.tag}:cursor"
 
-    @property
+    @cached_property
     def admission(self) -> str:
         """Name of the last admission, by which one that is repeated after a lost answer does nothing."""
         return f"{self.tag}:admission"
 
-    @property
+    @cached_property
     def quarantine(self) -> str:
         """Stream of refused records with the fields `source` (the stream), `id` in it, `reason`, `record`, and
         `bytes`, the size of the whole record, of which `record` may be only the beginning."""
         return f"{self.tag}:quarantine"
 
-    @property
+    @cached_property
     def set_aside(self) -> str:
         """Number of records that were ever moved to the quarantine, as text."""
         return f"{self.tag}:set-aside"
 
-    @property
+    @cached_property
     def workers(self) -> str:
         """Set of the names of workers that have sent a heartbeat; the learner removes those that fell
         silent."""
@@ -109,7 +110,7 @@ class Keys:
         """Key of a worker's last heartbeat, which expires after WORKER_TTL_S."""
         return f"{self.tag}:worker:{name}"
 
-    @property
+    @cached_property
     def fixed(self) -> list[str]:
         """All keys except the workers' heartbeats."""
         return [

@@ -217,14 +217,14 @@ return out
 )
 
 COMMIT = """
--- KEYS ticket stream, group stream, partials; ARGV group, consumer, entry id, record, run id or '', run's info
+-- KEYS ticket stream, group stream, partials; ARGV group, consumer, entry id, run id or '', run's info, record
 -- 1 if the ticket was still this consumer's, else 0 and nothing happens. A group of another run's is refused.
 -- The info is only read, by whoever may not write it, and so is no key of the script.
 local id = ARGV[3]
-local run_id = ARGV[5] ~= '' and redis.call('HGET', ARGV[6], 'run_id')
-if run_id and run_id ~= ARGV[5] then return redis.error_reply('FOREIGN ' .. run_id) end
+local run_id = ARGV[4] ~= '' and redis.call('HGET', ARGV[5], 'run_id')
+if run_id and run_id ~= ARGV[4] then return redis.error_reply('FOREIGN ' .. run_id) end
 if #redis.call('XPENDING', KEYS[1], ARGV[1], id, id, 1, ARGV[2]) == 0 then return 0 end
-redis.call('XADD', KEYS[2], '*', 'record', ARGV[4])
+redis.call('XADD', KEYS[2], '*', 'record', ARGV[6])
 redis.call('XACK', KEYS[1], ARGV[1], id)
 redis.call('XDEL', KEYS[1], id)
 redis.call('HDEL', KEYS[3], KEYS[1] .. ':' .. id)

@@ -1,4 +1,4 @@
-"""Connections that follow a run through a Redis Cluster.
+"""Connections that follow a run through a Redis Cluster, and on asyncio send without waiting.
 
 All keys of a run lie in one slot (buffer/redis_store/keys.py), so one server of the cluster has the whole run.
 A client begins at the server that its URL names. One that does not have the run answers with the address of the
@@ -11,6 +11,7 @@ from typing import Any
 
 import redis
 import redis.asyncio
+from redis.asyncio.connection import AbstractConnection
 from redis.connection import parse_url
 from redis.exceptions import AskError, ClusterDownError, MovedError, TryAgainError
 
@@ -35,10 +36,10 @@ class Address:
 
 
 def following(url: str, *, asynchronous: bool) -> dict[str, Any]:
-    """Returns the options with which redis-py's `from_url` makes such connections; none for a unix socket."""
+    """Returns the options with which redis-py's `from_url` makes such connections."""
     found = parse_url(url)
     if "path" in found:
-        return {}
+        return {"connection_class": _AsyncUnixConnection} if asynchronous else {}
     plain, encrypted = _ASYNC if asynchronous else _SYNC
     kind = encrypted if url.startswith("rediss://") else plain
     address = Address(found.get("host", "localhost"), found.get("port", 6379))
@@ -66,7 +67,22 @@ class _Connection(redis.Connection):
             raise self._address.redirected(error) from error
 
 
-class _AsyncConnection(redis.asyncio.Connection):
+class _Sender(AbstractConnection):
+    """Hands a command to the socket and leaves it to `read_response` to wait, whose timeout covers both.
+    redis-py waits for the sending as well, in a task of its own, which costs a quarter of a small command."""
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        if not self.is_connected:
+            await self.connect()
+        assert self._writer
+        self._writer.writelines([command] if isinstance(command, bytes) else command)
+
+
+class _AsyncUnixConnection(_Sender, redis.asyncio.UnixDomainSocketConnection):
+    pass
+
+
+class _AsyncConnection(_Sender, redis.asyncio.Connection):
     def __init__(self, *args: Any, address: Address, **options: Any) -> None:
         super().__init__(*args, **options)
         self._address = address

@@ -110,7 +110,7 @@ class WorkerBuffer:
         while True:
             try:
                 keys = [claim.stream, target, self.keys.partials]
-                args = [claim.entry, record, self.run.id, self.keys.info]
+                args = [claim.entry, self.run.id, self.keys.info, record]
                 return bool(await self._consumer.script("COMMIT", keys, *args))
             except redis.ResponseError as error:
                 if str(error).startswith("FOREIGN"):
