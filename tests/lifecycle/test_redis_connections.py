@@ -1,4 +1,4 @@
-"""Connections to a real Redis: what is sent, and who waits for whom."""
+"""Connections to a real Redis: what is sent, who waits for whom, and how much one read brings."""
 
 import asyncio
 import os
@@ -6,13 +6,15 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import redis
 import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from areal_q.messages import Group, Ticket
+from areal_q.messages import Array, Group, Ticket, VersionSpan
 from buffer.redis_store import LearnerBuffer, WorkerBuffer, connection, consumer
 from buffer.redis_store.connection import CONNECTIONS, connect_async
 from buffer.redis_store.local_server import RedisServer
@@ -111,3 +113,38 @@ def test_a_command_that_redis_does_not_read_times_out(
 
     with RedisServer.start(short_dir / "redis", short_dir / "s") as server:
         asyncio.run(main(server))
+
+
+@pytest.mark.parametrize(("tokens", "reads"), [(2, 2), (20_000, 12)])
+def test_a_read_brings_many_small_groups_or_few_large_ones(
+    redis_url: str,
+    client: redis.Redis,
+    make_ticket: Callable[..., Ticket],
+    make_group: Callable[..., Group],
+    tokens: int,
+    reads: int,
+):
+    """Responses of 20,000 tokens make groups of 360 kB, one of which is a read."""
+    learner = LearnerBuffer(redis_url, "run")
+    learner.admit([make_ticket(n) for n in range(12)], cursor=12)
+
+    def grown(group: Group) -> Group:
+        columns = {
+            "response_ids": Array.of(np.zeros(tokens), "int32"),
+            "behavior_logprobs": Array.of(-np.ones(tokens), "float32"),
+            "loss_mask": Array.of(np.ones(tokens), "uint8"),
+            "spans": [VersionSpan(0, tokens, "a")],
+        }
+        return replace(group, trajectories=[replace(t, **columns) for t in group.trajectories])
+
+    async def work() -> None:
+        worker = WorkerBuffer(redis_url, "run", "w")
+        for claim in await worker.claim(12, block_s=0.0):
+            assert await worker.commit(claim, grown(make_group(claim.ticket)))
+        await worker.close()
+
+    asyncio.run(work())
+    client.config_resetstat()
+    assert [g.ticket.number for g in learner.take(12, timeout_s=0.0)] == list(range(12))
+    assert client.info("commandstats")["cmdstat_xread"]["calls"] == reads
+    learner.close()
