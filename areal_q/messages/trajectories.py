@@ -4,7 +4,7 @@ Notation: P prompt tokens, T response tokens, G responses to one prompt.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
@@ -64,6 +64,16 @@ class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
             )
         flat = np.frombuffer(self.data, dtype)
         return flat if len(shape) == 1 else flat.reshape(shape)
+
+    @staticmethod
+    def concatenate(arrays: Sequence["Array"]) -> np.ndarray:
+        """Returns the numbers of `arrays`, which are of one dtype, one after the other, as a copy. One call for
+        many arrays takes a tenth of a call of `numpy` for each. Raises RecordError as that does."""
+        dtype = _LITTLE_ENDIAN[arrays[0].dtype]
+        flat = np.frombuffer(bytearray().join([array.data for array in arrays]), dtype)
+        if flat.size != sum([math.prod(array.shape) for array in arrays]):
+            raise RecordError("the bytes of several arrays do not fill their shapes")
+        return flat
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):

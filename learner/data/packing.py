@@ -98,26 +98,39 @@ def samples_of(
     `weights` multiply the groups' advantages; none means that all are 1. For a given sign of A every objective
     is linear in A, so that this weights a sample's policy loss, whatever the objective.
     """
+    prompts = [group.ticket.prompt_ids.numpy() for group in groups]
     rewards = torch.tensor([t.reward for g in groups for t in g.valid_trajectories])
     ids = torch.tensor([i for i, g in enumerate(groups) for _ in g.valid_trajectories])
     if isinstance(advantage, Gae):
         advantages = rewards - rewards.mean()
     else:
         advantages = group_advantages(rewards, ids, advantage)
-    each = iter(advantages.tolist())
-    samples = [
-        Sample(
-            ticket=group.ticket.number,
-            prompt_ids=group.ticket.prompt_ids.numpy(),
-            trajectory=t,
-            advantage=next(each) * weight,
-            weight=weight,
-            lag=np.repeat([history.lag(s, version) for s in t.spans], [s.tokens for s in t.spans]),
+    rows = [
+        (group.ticket.number, prompt_ids, weight, t)
+        for group, prompt_ids, weight in zip(
+            groups, prompts, weights or [1.0] * len(groups), strict=True
         )
-        for group, weight in zip(groups, weights or [1.0] * len(groups), strict=True)
         for t in group.valid_trajectories
     ]
+    samples = [
+        Sample(number, prompt_ids, t, advantage * weight, lag, weight)
+        for (number, prompt_ids, weight, t), advantage, lag in zip(
+            rows,
+            advantages.tolist(),
+            _lags([row[-1] for row in rows], history, version),
+            strict=True,
+        )
+    ]
     return [masked(s) if s.trajectory.finish_reason in mask else s for s in samples]
+
+
+def _lags(
+    trajectories: Sequence[Trajectory], history: VersionHistory, version: int
+) -> list[np.ndarray]:
+    """Returns the lag of each token of each trajectory, int64 [T]."""
+    spans = [span for t in trajectories for span in t.spans]
+    lags = np.repeat([history.lag(span, version) for span in spans], [s.tokens for s in spans])
+    return np.split(lags, np.cumsum([t.num_tokens for t in trajectories])[:-1])
 
 
 def masked(sample: Sample) -> Sample:
@@ -145,9 +158,10 @@ def lag_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 def part_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Returns `reward/part_NAME`: the mean over responses of each part of the reward; a missing part is 0."""
-    sums: Counter[str] = Counter()
+    sums: dict[str, float] = {}
     for sample in samples:
-        sums.update(sample.trajectory.reward_parts)
+        for name, value in sample.trajectory.reward_parts.items():
+            sums[name] = sums.get(name, 0.0) + value
     return {f"reward/part_{name}": total / len(samples) for name, total in sorted(sums.items())}
 
 
@@ -171,44 +185,31 @@ def pack_samples(
 
     `learns` is True if they have a gradient whatever their advantages; `counts` is PackedBatch.counts.
     """
-    rows: list[np.ndarray] = []
-    predict: list[np.ndarray] = []
-    groups: list[tuple[int, list[int]]] = []
-    origins: list[tuple[Trajectory, int, int]] = []
-    end = 0
-    for _, members in groupby(samples, key=lambda sample: sample.ticket):
-        members = list(members)
-        prompt = members[0].prompt_ids
-        rows.append(prompt)
-        origins.append((members[0].trajectory, 0, len(prompt)))
-        end += len(prompt)
-        last = end - 1
-        for sample in members:
-            inputs = sample.trajectory.response_ids.numpy()[:-1]
-            rows.append(inputs)
-            origins.append((sample.trajectory, len(prompt), len(prompt) + len(inputs)))
-            predict.append(np.concatenate(([last], np.arange(end, end + len(inputs)))))
-            end += len(inputs)
-        groups.append((len(prompt), [sample.trajectory.num_tokens - 1 for sample in members]))
-    lengths = [sample.trajectory.num_tokens for sample in samples]
-    routes = _routes(origins)
+    groups = [list(members) for _, members in groupby(samples, key=lambda sample: sample.ticket)]
+    trajectories = [sample.trajectory for sample in samples]
+    lengths = np.array([t.num_tokens for t in trajectories])
+    targets = Array.concatenate([t.response_ids for t in trajectories])
+    token_ids, predict = _inputs(groups, lengths, targets)
+    routes = _routes(groups)
 
-    def tensor(values: Sequence[np.ndarray] | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        array = values if isinstance(values, np.ndarray) else np.concatenate(values)
-        return torch.from_numpy(array.copy()).to(device, dtype, non_blocking=True)
+    def tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(values).to(device, dtype, non_blocking=True)
 
-    def joined(name: str) -> list[np.ndarray]:
-        return [getattr(sample.trajectory, name).numpy() for sample in samples]
-
+    sizes = [
+        (len(members[0].prompt_ids), [s.trajectory.num_tokens - 1 for s in members])
+        for members in groups
+    ]
     return PackedBatch(
-        layout=PackedLayout.of_groups(groups, device),
-        token_ids=tensor(rows, torch.int64),
+        layout=PackedLayout.of_groups(sizes, device),
+        token_ids=tensor(token_ids, torch.int64),
         predict=tensor(predict, torch.int64),
-        targets=tensor(joined("response_ids"), torch.int64),
-        behavior_logprobs=tensor(joined("behavior_logprobs"), torch.float32),
+        targets=tensor(targets, torch.int64),
+        behavior_logprobs=tensor(
+            Array.concatenate([t.behavior_logprobs for t in trajectories]), torch.float32
+        ),
         advantages=tensor(np.repeat([s.advantage for s in samples], lengths), torch.float32),
-        mask=tensor(joined("loss_mask"), torch.bool),
-        version_lag=tensor([sample.lag for sample in samples], torch.int64),
+        mask=tensor(Array.concatenate([t.loss_mask for t in trajectories]), torch.bool),
+        version_lag=tensor(np.concatenate([sample.lag for sample in samples]), torch.int64),
         sequence_ids=tensor(np.repeat(np.arange(len(samples)), lengths), torch.int64),
         num_sequences=len(samples),
         responses=tuple((sample.ticket, sample.trajectory.index) for sample in samples),
@@ -218,18 +219,53 @@ def pack_samples(
     )
 
 
-def _routes(origins: Sequence[tuple[Trajectory, int, int]]) -> np.ndarray | None:
-    """Returns the routes, int16 [N, L, K], of packed tokens. `origins` are (trajectory, start, stop): the
-    packed tokens are those from start to before stop of each trajectory. None if no routes were recorded."""
-    shapes = {t.routes.shape[1:] for t, _, _ in origins if t.routes}
+def _inputs(
+    groups: Sequence[Sequence[Sample]], lengths: np.ndarray, targets: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `token_ids` and `predict` of a PackedBatch, int64 [N] and [T]. `lengths` [S] are the numbers of
+    response tokens, which `targets` [T] are."""
+    sizes = [len(members) for members in groups]
+    prompts = [members[0].prompt_ids for members in groups]
+    begins = np.cumsum(lengths) - lengths  # the place of each response's first token among the T
+    before = np.repeat(np.cumsum([len(prompt) for prompt in prompts], dtype=np.int64), sizes)
+    places = before + begins - np.arange(len(lengths))  # the same among the N inputs
+    inputs = np.arange(len(targets)) + np.repeat(places - begins, lengths)
+    predict = inputs - 1
+    predict[begins] = np.repeat(places[np.cumsum(sizes, dtype=np.int64) - sizes], sizes) - 1
+    is_input = np.ones(len(targets), bool)
+    is_input[begins + lengths - 1] = False
+    inputs = inputs[is_input]
+    token_ids = np.empty(len(inputs) + sum(map(len, prompts)), np.int64)
+    is_prompt = np.ones(len(token_ids), bool)
+    is_prompt[inputs] = False
+    token_ids[inputs] = targets[is_input]
+    token_ids[is_prompt] = np.concatenate(prompts)
+    return token_ids, predict
+
+
+def _routes(groups: Sequence[Sequence[Sample]]) -> np.ndarray | None:
+    """Returns the routes, int16 [N, L, K], of the packed tokens of `groups`; None if no routes were
+    recorded."""
+    shapes = {
+        s.trajectory.routes.shape[1:] for group in groups for s in group if s.trajectory.routes
+    }
     if not shapes:
         return None
     (shape,) = shapes
-    total = sum(stop - start for _, start, stop in origins)
-    out, end = np.full((total, *shape), UNRECORDED, np.int16), 0
-    for trajectory, start, stop in origins:
-        if trajectory.routes:
-            known = trajectory.routes.numpy()[start:stop]
-            out[end : end + len(known)] = known
-        end += stop - start
+    parts: list[np.ndarray] = []
+    for group in groups:
+        prompt = len(group[0].prompt_ids)
+        parts.append(_known(group[0].trajectory, 0, prompt, shape))
+        for sample in group:
+            stop = prompt + sample.trajectory.num_tokens - 1
+            parts.append(_known(sample.trajectory, prompt, stop, shape))
+    return np.concatenate(parts)
+
+
+def _known(trajectory: Trajectory, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns the routes of the tokens from `start` to before `stop`, UNRECORDED where there is none."""
+    out = np.full((stop - start, *shape), UNRECORDED, np.int16)
+    if trajectory.routes:
+        known = trajectory.routes.numpy()[start:stop]
+        out[: len(known)] = known
     return out

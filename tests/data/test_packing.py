@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal_q.config import DrGrpo
+from areal_q.errors import RecordError
 from areal_q.messages import Array, Group, Ticket, VersionSpan
 from learner.data.packing import Sample, lag_metrics, microbatches, pack_samples, samples_of
 from learner.data.staleness import VersionHistory
@@ -114,6 +115,13 @@ def test_a_token_of_unknown_weights_lags_as_far_as_can_be(
     assert first.trajectory.spans == [VersionSpan(0, 1, "a0"), VersionSpan(1, 1, "b1")]
     assert first.lag[0] == 1
     assert first.lag[1] > 1
+
+
+def test_bytes_that_do_not_fill_their_shapes_are_refused():
+    whole, short = Array.of([7, 9], "int32"), Array("int32", (2,), b"\x07\0\0\0")
+    assert Array.concatenate([whole, whole]).tolist() == [7, 9, 7, 9]
+    with pytest.raises(RecordError, match="do not fill"):
+        Array.concatenate([whole, short])
 
 
 def test_arrays_of_a_received_record_are_copied_not_written_to(make_samples: Make):
