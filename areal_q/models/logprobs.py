@@ -75,12 +75,12 @@ def blocks(
     """Returns l of each target, lse and entropy over the rows of `weight`, each [T]. For a target that is none
     of these rows l is 0."""
     columns = max(256, block // max(1, len(hidden)))
-    way: Any = _Blockwise
+    way: Any = _Blockwise.apply
     if hidden.dtype == torch.bfloat16 and weight.dtype == torch.float32 and not weight.is_cuda:
         from areal_q.models.fused.head import (
-            SoftmaxHead as way,  # compiles kernels, if none are cached
+            softmax_head as way,  # compiles kernels, if none are cached
         )
-    return way.apply(hidden, weight, targets, temperature, columns)
+    return way(hidden, weight, targets, temperature, columns)
 
 
 class _Blockwise(torch.autograd.Function):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from areal_q.models import Decoder, DecoderConfig, Experts, PackedLayout, init_weights, load_decoder
 from areal_q.models.fused import functions, trunk
 from areal_q.models.fused.kernels import add_norm
+from areal_q.models.logprobs import head_logprobs
 from areal_q.models.low_bit.bf16_rounding import round_rest
 
 ROUNDING = 2.0**-8
@@ -177,6 +178,22 @@ def test_long_sequences_give_what_short_ones_do(monkeypatch: pytest.MonkeyPatch)
     torchs, others = states_and_gradients(other)
     assert error(hidden, torchs) < 4 * ROUNDING
     assert all(error(g, others[name]) < 8 * ROUNDING for name, g in gradients.items())
+
+
+def test_a_batch_of_other_size_compiles_no_product(capfd: pytest.CaptureFixture[str]):
+    model = decoder("qwen3")
+    model.dtype = torch.bfloat16
+
+    def learn(tokens: int) -> None:
+        ids = torch.arange(tokens) % SHAPE["vocab_size"]
+        hidden = model(ids, PackedLayout.of([tokens]))
+        head_logprobs(hidden, model.head, ids)[0].sum().backward()
+
+    mkldnn: Any = torch.backends.mkldnn
+    learn(20)
+    with mkldnn.verbose(mkldnn.VERBOSE_ON_CREATION):
+        learn(29)
+    assert "cache_miss" not in capfd.readouterr().out
 
 
 def test_layers_of_other_arithmetic_are_not_fused():

@@ -18,6 +18,15 @@ from torch.autograd.function import once_differentiable
 from areal_q.models.fused import kernels
 from areal_q.models.packed_layout import PackedLayout
 
+_ROWS = 32
+"""Operands have a multiple of so many rows: oneDNN compiles its products for each number of rows, which takes
+longer than a small product does, and keeps a thousand of them."""
+
+
+def added_rows(count: int) -> int:
+    """Returns the number of rows to add to an operand of `count` rows."""
+    return -count % _ROWS
+
 
 def arrays(*tensors: Tensor) -> list[np.ndarray]:
     """Returns contiguous tensors as the arrays that the kernels take, in the same memory."""
@@ -182,7 +191,7 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, heads: int, layout: PackedLayout) -> Tensor:
-        out = qkv.new_empty(len(qkv), heads, qkv.shape[2])
+        out = qkv.new_zeros(len(qkv), heads, qkv.shape[2])  # also rows of no sequence
         lse = torch.empty(len(qkv), heads)
         shared, scale = (qkv.shape[1] - heads) // 2, qkv.shape[2] ** -0.5
         qkv_, out_, lse_ = arrays(qkv, out, lse)

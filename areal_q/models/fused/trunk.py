@@ -4,9 +4,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from areal_q.models.fused.functions import AddNorm, Attend, Projections, Rotate, SwigluMlp
+from areal_q.models.fused.functions import (
+    AddNorm,
+    Attend,
+    Projections,
+    Rotate,
+    SwigluMlp,
+    added_rows,
+)
 from areal_q.models.layers.head_norm import HeadNorm
 from areal_q.models.layers.linear import Linear
 from areal_q.models.layers.packed_attention import packed_attention
@@ -34,16 +42,20 @@ def suits(trunk: Any) -> bool:
 
 
 def hidden_states(trunk: Any, token_ids: Tensor, layout: PackedLayout) -> Tensor:
-    """Returns the hidden states after the final norm, bfloat16 [T, D], for token_ids int64 [T]."""
-    cos, sin = (table[layout.positions] for table in rope_tables(trunk.config, layout.longest))
-    x, delta = trunk.embed_tokens(token_ids), None
+    """Returns the hidden states after the final norm, bfloat16 [T, D], for token_ids int64 [T].
+
+    Rows are added to a pass over short sequences that attend to nothing; their gradient is 0."""
+    added = (0, added_rows(len(token_ids)) if layout.longest <= _LONGEST else 0)
+    positions = pad(layout.positions, added)
+    cos, sin = (table[positions] for table in rope_tables(trunk.config, layout.longest))
+    x, delta = trunk.embed_tokens(pad(token_ids, added)), None
     for layer in trunk.layers:
         if layer.recompute and torch.is_grad_enabled():
             out: Any = checkpoint(_layer, layer, x, delta, cos, sin, layout, use_reentrant=False)
             x, delta = out
         else:
             x, delta = _layer(layer, x, delta, cos, sin, layout)
-    return _add_norm(x, delta, trunk.norm)[1]
+    return _add_norm(x, delta, trunk.norm)[1][: len(token_ids)]
 
 
 def _layer(
