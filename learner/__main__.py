@@ -11,6 +11,7 @@ At SIGTERM or SIGINT the current step ends, a checkpoint is written, and the exi
 checkpoint cannot be used, which one line on stderr names.
 """
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -160,6 +161,7 @@ def _learn(
             end_other_ranks(ranks)
             exit_process(stop.exit_code)
         return stop.exit_code
+    gc.freeze()  # What exists now stays: looking through it again took 14 ms of a step of the quickstart.
     exporter.progress = learner.progress = Progress(*([watchdog] if watchdog else []))
     if watchdog:
         Watchdog(learner.progress).start()

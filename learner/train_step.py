@@ -4,6 +4,7 @@ it."""
 import os
 import platform
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -78,6 +79,7 @@ def machine_name(device: str, backend: str = "torch", *, processor: str | None =
     return f"torch {torch.__version__}, {where}, {capability}, {threads}{several}{other}"
 
 
+@cache
 def _processor() -> str:
     """Returns the processor's name, as libraries choose kernels by more than torch's CPU capability."""
     cpuinfo = Path("/proc/cpuinfo")

@@ -90,8 +90,8 @@ class CriticConfig(Settings, frozen=True, kw_only=True):
 class FidelityConfig(Settings, frozen=True, kw_only=True):
     """The fidelity meter: logged log-probs beside what the same published weights give here, in float32."""
 
-    share: Fraction = 0.0625
-    """Share of the groups, chosen by ticket number: their responses' first version is scored again. 0: none."""
+    share: Fraction = 0.015625
+    """Share of the groups, 16 tickets in a row: their responses' first version is scored again. 0: none."""
     bound_nats: Positive = 0.03
     """A mean gap beyond this is warned of once, and an alert."""
 

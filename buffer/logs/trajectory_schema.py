@@ -189,9 +189,8 @@ def _column(values: Any, field: pa.Field) -> pa.Array:
 
 
 def _lists(arrays: list[Array]) -> pa.ListArray:
-    values = [array.numpy() for array in arrays]
-    offsets = np.cumsum([0, *(v.size for v in values)], dtype=np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(values)))
+    offsets = np.cumsum([0, *(array.shape[0] for array in arrays)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(Array.concatenate(arrays)))
 
 
 def _arrays(lists: pa.ListArray) -> list[Array]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from areal_q.config import LearnerConfig, Python, TaskConfig
 from areal_q.errors import ConfigError, QuantizationError, RecordError, TaskError
-from areal_q.messages import Group, Trajectory
+from areal_q.messages import Array, Group, Trajectory
 from areal_q.models import DecoderConfig
 from areal_q.quant import FORMATS
 from areal_q.quant.state_dict import is_quantized
@@ -59,11 +59,15 @@ def fits(config: DecoderConfig, longest: int) -> Callable[[Group], None]:
                     f"{where}, trajectory {t.index}: {prompt + t.num_tokens} tokens with the prompt, more than "
                     f"the {most} that learner.microbatch_tokens and the model's positions leave"
                 )
-            if t.response_ids.numpy().max() >= config.vocab_size:
-                raise RecordError(
-                    f"{where}, trajectory {t.index}: a token outside of {config.vocab_size}"
-                )
             _check_routes(t, config, f"{where}, trajectory {t.index}")
+        if (
+            Array.concatenate([t.response_ids for t in group.trajectories]).max()
+            >= config.vocab_size
+        ):
+            found = (t.response_ids.numpy().max() >= config.vocab_size for t in group.trajectories)
+            raise RecordError(
+                f"{where}, trajectory {[*found].index(True)}: a token outside of {config.vocab_size}"
+            )
 
     return check
 

@@ -24,6 +24,9 @@ from learner.measure.rescore import Scorer, empty_engine_policy, load_published
 
 logger = logging.getLogger(__name__)
 
+BLOCK = 16
+"""Groups of neighbouring tickets that are measured together, since a few of them cost nearly as much"""
+
 
 class FidelityMeter:
     """Measures the gap of each engine. It keeps the newest `versions_kept` published versions, in memory that
@@ -73,10 +76,9 @@ class FidelityMeter:
         return values
 
     def _chosen(self, group: Group) -> bool:
-        """Returns True if the group is measured: evenly every 1/share-th ticket number n is, namely where
-        floor((n + 1) · share) > floor(n · share)."""
-        number, share = group.ticket.number, self._cfg.share
-        return int((number + 1) * share) > int(number * share)
+        """Returns True if the group is measured: of every 1/share blocks of neighbours the first is."""
+        block, share = group.ticket.number // BLOCK, self._cfg.share
+        return block == 0 or int(block * share) > int((block - 1) * share)
 
     def _gaps(self, groups: Sequence[Group]) -> Iterator[tuple[str, int, np.ndarray]]:
         """Yields (engine, version, |gap| of N tokens, float64 [N] nats) for each engine, version and

@@ -151,8 +151,9 @@ def test_planted_error_of_a_tenth_of_a_nat_is_warned_of_once(
 
 def test_the_share_is_of_the_ticket_numbers_whoever_drew_them(make_run, make_group, make_ticket):
     meter = FidelityMeter(make_run("learner.fidelity.share=0.0625").learner, "int8")
-    groups = [make_group(make_ticket(n)) for n in range(160)]
-    assert sum(meter._chosen(g) for g in groups) == 10
+    groups = [make_group(make_ticket(n)) for n in range(512)]
+    chosen = [g.ticket.number for g in groups if meter._chosen(g)]
+    assert chosen == [*range(16), *range(256, 272)]
     assert FidelityMeter(make_run("learner.fidelity.share=0").learner, "int8").measure(groups) == {}
 
 
