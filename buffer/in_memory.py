@@ -236,10 +236,12 @@ class MemoryWorker:
             await asyncio.sleep(_POLL_S)
         return self._store.info
 
-    async def claim(self, count: int, block_s: float) -> list[Claim]:
+    async def claim(
+        self, count: int, block_s: float, *, training_first: bool = False
+    ) -> list[Claim]:
         deadline = time.monotonic() + block_s
         while True:
-            claims = self._claim_now(count)
+            claims = self._claim_now(count, training_first)
             if claims or time.monotonic() >= deadline:
                 return claims
             await asyncio.sleep(_POLL_S)
@@ -299,13 +301,15 @@ class MemoryWorker:
         entry = self._store.tickets[claim.stream].get(claim.entry)
         return entry is not None and entry.owner is self
 
-    def _claim_now(self, count: int) -> list[Claim]:
-        """Claims up to `count` tickets, evaluation tickets first, and in each stream the oldest first, whether
-        abandoned or new."""
+    def _claim_now(self, count: int, training_first: bool) -> list[Claim]:
+        """Claims up to `count` tickets, the oldest of a stream first, whether abandoned or
+        new."""
         now = time.monotonic()
         claims: list[Claim] = []
         with self._store.lock:
-            for stream, entries in self._store.tickets.items():
+            for stream, entries in list(self._store.tickets.items())[
+                :: -1 if training_first else 1
+            ]:
                 for id, entry in list(entries.items()):
                     if len(claims) == count:
                         return claims

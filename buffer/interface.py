@@ -187,9 +187,11 @@ class WorkerSide(Protocol):
         """Returns what the learner published, and waits until it has."""
         ...
 
-    async def claim(self, count: int, block_s: float) -> list[Claim]:
-        """Claims up to `count` tickets: evaluation tickets first, and abandoned ones before new ones. Waits up
-        to `block_s` seconds for the first."""
+    async def claim(
+        self, count: int, block_s: float, *, training_first: bool = False
+    ) -> list[Claim]:
+        """Claims up to `count` tickets: evaluation tickets first, unless `training_first`, and abandoned ones
+        before new ones. Waits up to `block_s` seconds for the first."""
         ...
 
     async def commit(self, claim: Claim, group: Group) -> bool:

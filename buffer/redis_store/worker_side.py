@@ -74,11 +74,13 @@ class WorkerBuffer:
     async def run_info(self) -> RunInfo:
         return await self.run.info()
 
-    async def claim(self, count: int, block_s: float) -> list[Claim]:
+    async def claim(
+        self, count: int, block_s: float, *, training_first: bool = False
+    ) -> list[Claim]:
         await self._consumer.sweep(self.claim_timeout_s)
         deadline = time.monotonic() + block_s
         while True:
-            claims = await self._claim_now(count)
+            claims = await self._claim_now(count, training_first)
             left_s = deadline - time.monotonic()
             if claims or left_s <= 0:
                 return claims
@@ -188,9 +190,9 @@ class WorkerBuffer:
     async def close(self) -> None:
         await self._consumer.redis.aclose()
 
-    async def _claim_now(self, count: int) -> list[Claim]:
+    async def _claim_now(self, count: int, training_first: bool) -> list[Claim]:
         idle_ms = round(self.claim_timeout_s * 1000)
-        streams = self._consumer.streams
+        streams = self._consumer.streams[:: -1 if training_first else 1]
         keys = [*streams, self.keys.partials, self.keys.quarantine, self.keys.set_aside]
         found = await self._consumer.script("CLAIM", keys, count, idle_ms, self.max_deliveries)
         entries = [(streams[i - 1], entry.decode(), *records) for i, entry, *records in found]

@@ -309,6 +309,9 @@ def test_evaluation_tickets_come_first_and_have_their_own_stream(buffers, make_t
 
     async def work():
         async with buffers.worker() as worker:
+            claims = await worker.claim(1, 0.0, training_first=True)
+            assert [c.ticket.purpose for c in claims] == ["train"]
+            await worker.release(claims)
             claims = await worker.claim(3, 0.0)
             assert [c.ticket.purpose for c in claims] == ["eval", "eval", "train"]
             for claim in claims:

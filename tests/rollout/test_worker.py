@@ -220,6 +220,21 @@ def test_every_ticket_becomes_one_valid_group(
     run_async(work())
 
 
+def test_an_evaluation_leaves_room_for_training(
+    make_run: MakeRun, learner: Callable[[Run], LearnerSide]
+):
+    side = learner(make_run("learner.group_size=3"))
+
+    async def work() -> None:
+        async with working(side, limit=WorkerCapacity(responses=12, slots=12, group_size=3)):
+            side.admission.evaluate(1)  # more tickets than fit; they wait for version 1
+            side.publish(0)
+            side.admission.admit(0)
+            assert len(await side.take(12)) == 12
+
+    run_async(work())
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
