@@ -1,5 +1,6 @@
 """Shared fixtures: one real Redis per session on a unix socket, and records that keep the contract."""
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -20,6 +21,7 @@ import pytest
 import redis
 import torch
 from helpers import commands
+from helpers.hooks.coroutine_tests import pytest_pyfunc_call  # noqa: F401  as a hook of pytest
 from helpers.hooks.not_run import (  # noqa: F401  the closing lines, as hooks of pytest
     pytest_configure,
     pytest_deselected,
@@ -91,6 +93,13 @@ def stack() -> Iterator[ExitStack]:
     """Closes what a test opens, newest first."""
     with ExitStack() as stack:
         yield stack
+
+
+@pytest.fixture(scope="session")
+def runner() -> Iterator[asyncio.Runner]:
+    """An event loop of engines that outlive a test; the tests that have one of them run on it."""
+    with asyncio.Runner() as runner:
+        yield runner
 
 
 @pytest.fixture(scope="session")

@@ -72,7 +72,7 @@ def learner(redis_url):
     made.close()
 
 
-def test_kill_9_after_a_claim_gives_the_ticket_to_another(
+async def test_kill_9_after_a_claim_gives_the_ticket_to_another(
     learner, redis_url, make_ticket, make_group
 ):
     learner.admit([make_ticket(n) for n in range(4)], cursor=4)
@@ -81,21 +81,17 @@ def test_kill_9_after_a_claim_gives_the_ticket_to_another(
         assert victim.stdout is not None
         assert json.loads(victim.stdout.readline()) == [0, 1, 2]
         victim.send_signal(signal.SIGKILL)
-
-    async def heir():
-        worker = WorkerBuffer(redis_url, "run", "heir", claim_timeout_s=0.4)
-        got = await worker.claim(9, 0.0)
-        while len(got) < 4:
-            got += await worker.claim(9, block_s=1.0)
-            await worker.renew(got)
-        assert [c.ticket.number for c in got] == [3, 0, 1, 2]
-        for claim in got:
-            assert await worker.commit(claim, make_group(claim.ticket))
-        await asyncio.sleep(0.5)
-        await worker.claim(1, 0.0)
-        await worker.close()
-
-    asyncio.run(heir())
+    worker = WorkerBuffer(redis_url, "run", "heir", claim_timeout_s=0.4)
+    got = await worker.claim(9, 0.0)
+    while len(got) < 4:
+        got += await worker.claim(9, block_s=1.0)
+        await worker.renew(got)
+    assert [c.ticket.number for c in got] == [3, 0, 1, 2]
+    for claim in got:
+        assert await worker.commit(claim, make_group(claim.ticket))
+    await asyncio.sleep(0.5)
+    await worker.claim(1, 0.0)
+    await worker.close()
     assert sorted(learner.unread()) == [0, 1, 2, 3]
     with redis.Redis.from_url(redis_url) as client:
         left = client.xinfo_consumers(KEYS.tickets, "workers")
@@ -129,32 +125,28 @@ def test_admission_and_cursor_change_together_or_not_at_all(learner, client, mak
     assert (learner.cursor(), learner.open_tickets()) == (1, {0})
 
 
-def test_a_full_redis_makes_commit_wait_and_loses_nothing(
+async def test_a_full_redis_makes_commit_wait_and_loses_nothing(
     learner, client, redis_url, make_ticket, make_group
 ):
     learner.admit([make_ticket(0)], cursor=1)
-
-    async def work():
-        worker = WorkerBuffer(redis_url, "run", "w", claim_timeout_s=1.0)
-        other = WorkerBuffer(redis_url, "run", "other", claim_timeout_s=1.0)
-        [claim] = await worker.claim(1, 0.0)
-        client.config_set("maxmemory", 1)
-        try:
-            commit = asyncio.create_task(worker.commit(claim, make_group(claim.ticket)))
-            await asyncio.sleep(2.2)
-            while not (worker.waiting or commit.done()):  # the next try is under way
-                await asyncio.sleep(0.01)
-            assert not commit.done() and worker.waiting == 1
-            assert await other.claim(1, 0.0) == []  # it is still the waiting worker's
-            assert learner.claims() == (1, {"w": 1})
-        finally:
-            client.config_set("maxmemory", 0)
-        assert await commit
-        assert worker.waiting == 0
-        await worker.close()
-        await other.close()
-
-    asyncio.run(work())
+    worker = WorkerBuffer(redis_url, "run", "w", claim_timeout_s=1.0)
+    other = WorkerBuffer(redis_url, "run", "other", claim_timeout_s=1.0)
+    [claim] = await worker.claim(1, 0.0)
+    client.config_set("maxmemory", 1)
+    try:
+        commit = asyncio.create_task(worker.commit(claim, make_group(claim.ticket)))
+        await asyncio.sleep(2.2)
+        while not (worker.waiting or commit.done()):  # the next try is under way
+            await asyncio.sleep(0.01)
+        assert not commit.done() and worker.waiting == 1
+        assert await other.claim(1, 0.0) == []  # it is still the waiting worker's
+        assert learner.claims() == (1, {"w": 1})
+    finally:
+        client.config_set("maxmemory", 0)
+    assert await commit
+    assert worker.waiting == 0
+    await worker.close()
+    await other.close()
     assert learner.unread() == [0]
 
 
@@ -225,7 +217,7 @@ def test_poison_groups_go_to_the_quarantine_and_do_not_count(
     assert b"responses asked for" in kept[1][b"reason"]
 
 
-def test_no_key_is_left_that_keys_py_does_not_name(
+async def test_no_key_is_left_that_keys_py_does_not_name(
     learner, client, redis_url, make_ticket, make_group, tmp_path
 ):
     status = WorkerStatus(
@@ -246,17 +238,13 @@ def test_no_key_is_left_that_keys_py_does_not_name(
     learner.admit([make_ticket(n) for n in range(3)], cursor=3)
     learner.admit_eval([make_ticket(0, purpose="eval")])
     client.xadd(KEYS.groups, {"record": b"\xc1"})
-
-    async def work():
-        worker = WorkerBuffer(redis_url, "run", "w")
-        *claims, last = await worker.claim(9, 0.0)
-        for claim in claims:
-            await worker.commit(claim, make_group(claim.ticket))
-        await worker.release([replace(last, partial=PartialGroup(ticket=0, responses=[]))])
-        await worker.heartbeat(status)
-        await worker.close()
-
-    asyncio.run(work())
+    worker = WorkerBuffer(redis_url, "run", "w")
+    *claims, last = await worker.claim(9, 0.0)
+    for claim in claims:
+        await worker.commit(claim, make_group(claim.ticket))
+    await worker.release([replace(last, partial=PartialGroup(ticket=0, responses=[]))])
+    await worker.heartbeat(status)
+    await worker.close()
     learner.take(9, 0.0)
     learner.take_eval()
     found = {key.decode() for key in client.keys("*")}
@@ -268,14 +256,13 @@ def test_no_key_is_left_that_keys_py_does_not_name(
     assert client.keys("*") == [KEYS.owner.encode()]
 
 
-def test_a_committed_group_survives_kill_9_of_the_server(short_dir, make_ticket, make_group):
+async def test_a_committed_group_survives_kill_9_of_the_server(short_dir, make_ticket, make_group):
     server = RedisServer.start(short_dir / "redis", short_dir / "s", appendfsync="always")
     learner = LearnerBuffer(server.url, "run", patience_s=20.0)
     learner.publish_run("x = 1", {})
     learner.admit([make_ticket(n) for n in range(3)], cursor=3)
     servers = [server]
-
-    async def work():
+    try:
         worker = WorkerBuffer(server.url, "run", "w", patience_s=20.0)
         claims = await worker.claim(2, 0.0)
         assert await worker.commit(claims[0], make_group(claims[0].ticket))
@@ -288,9 +275,6 @@ def test_a_committed_group_survives_kill_9_of_the_server(short_dir, make_ticket,
         assert await second
         assert [c.ticket.number for c in await worker.claim(9, 0.0)] == [2]
         await worker.close()
-
-    try:
-        asyncio.run(work())
         assert [g.ticket.number for g in learner.take(9, 0.0)] == [0, 1]
         assert (learner.cursor(), learner.open_tickets()) == (3, {2})
     finally:
@@ -299,21 +283,17 @@ def test_a_committed_group_survives_kill_9_of_the_server(short_dir, make_ticket,
             each.stop()
 
 
-def test_patience_ends_in_an_error_that_names_no_password(short_dir, make_ticket):
+async def test_patience_ends_in_an_error_that_names_no_password(short_dir, make_ticket):
     url = f"unix://:secret@{short_dir}/nobody"
     learner = LearnerBuffer(url, "run", patience_s=0.1)
     with pytest.raises(BufferUnavailable) as caught:
         learner.admit([make_ticket(0)], cursor=1)
     assert "secret" not in str(caught.value)
     learner.close()
-
-    async def work():
-        worker = WorkerBuffer(url, "run", "w", patience_s=0.1)
-        with pytest.raises(BufferUnavailable):
-            await worker.claim(1, 0.0)
-        await worker.close()
-
-    asyncio.run(work())
+    worker = WorkerBuffer(url, "run", "w", patience_s=0.1)
+    with pytest.raises(BufferUnavailable):
+        await worker.claim(1, 0.0)
+    await worker.close()
 
 
 def test_many_processes_race_and_each_ticket_becomes_one_group(learner, redis_url, make_ticket):

@@ -206,30 +206,26 @@ def test_a_lease_that_is_not_renewed_is_said_once_per_outage(
     assert caplog.text.count("the lease of the run is not renewed") == 2
 
 
-def test_what_redis_lost_of_a_run_is_written_again(
+async def test_what_redis_lost_of_a_run_is_written_again(
     make: MakeLearner, url: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(lease, "RENEW_S", 0.05)
     learner = make("a")
     learner.publish_run("x = 1", {"announce": "tcp://a:1"}, "hash")
     client.flushall()
-
-    async def join() -> None:
-        worker = WorkerBuffer(url, "run", "late")
-        info = await asyncio.wait_for(worker.run_info(), 60)
-        assert info == ("x = 1", {"announce": "tcp://a:1"}, "a", "hash", False)
-        worker.run.join(info)
-        await worker.run.check()
-        await worker.close()
-
-    asyncio.run(join())
+    worker = WorkerBuffer(url, "run", "late")
+    info = await asyncio.wait_for(worker.run_info(), 60)
+    assert info == ("x = 1", {"announce": "tcp://a:1"}, "a", "hash", False)
+    worker.run.join(info)
+    await worker.run.check()
+    await worker.close()
     other = LearnerBuffer(url, "run")
     with pytest.raises(RunTaken):
         other.acquire(owner("b", "elsewhere"))
     other.close()
 
 
-def test_a_worker_notices_another_run_and_other_settings(
+async def test_a_worker_notices_another_run_and_other_settings(
     make: MakeLearner,
     url: str,
     make_ticket: Callable[..., Ticket],
@@ -238,55 +234,47 @@ def test_a_worker_notices_another_run_and_other_settings(
     learner = make("a")
     learner.publish_run("x = 1", {}, "one")
     learner.admit([make_ticket(n, run_id="a") for n in range(2)], cursor=2)
-
-    async def work() -> None:
-        worker = WorkerBuffer(url, "run", "w")
-        worker.run.join(await worker.run_info())
+    worker = WorkerBuffer(url, "run", "w")
+    worker.run.join(await worker.run_info())
+    await worker.run.check()
+    [claim, _] = await worker.claim(2, block_s=0.0)
+    learner.publish_run("x = 2", {}, "two")
+    with pytest.raises(RunChanged, match="other settings"):
         await worker.run.check()
-        [claim, _] = await worker.claim(2, block_s=0.0)
-        learner.publish_run("x = 2", {}, "two")
-        with pytest.raises(RunChanged, match="other settings"):
-            await worker.run.check()
-        learner.run_id = "b"
-        learner.publish_run("x = 1", {}, "one")
-        with pytest.raises(RunChanged, match="its id is b, this worker was set up for a"):
-            await worker.run.check()
-        with pytest.raises(RunChanged, match="its id is b"):
-            await worker.commit(claim, make_group(claim.ticket))
-        learner.admit([make_ticket(7, run_id="b")], cursor=8)
-        with pytest.raises(RunChanged, match="its id is b"):
-            await worker.claim(9, block_s=0.0)
-        other = WorkerBuffer(url, "run", "other")
-        assert [c.ticket.number for c in await other.claim(9, block_s=0.0)] == [7]  # handed back
-        await other.close()
-        await worker.close()
-
-    asyncio.run(work())
+    learner.run_id = "b"
+    learner.publish_run("x = 1", {}, "one")
+    with pytest.raises(RunChanged, match="its id is b, this worker was set up for a"):
+        await worker.run.check()
+    with pytest.raises(RunChanged, match="its id is b"):
+        await worker.commit(claim, make_group(claim.ticket))
+    learner.admit([make_ticket(7, run_id="b")], cursor=8)
+    with pytest.raises(RunChanged, match="its id is b"):
+        await worker.claim(9, block_s=0.0)
+    other = WorkerBuffer(url, "run", "other")
+    assert [c.ticket.number for c in await other.claim(9, block_s=0.0)] == [7]  # handed back
+    await other.close()
+    await worker.close()
     assert learner.unread() == []
 
 
-def test_a_worker_ends_with_its_run_unless_it_is_taken_up(make: MakeLearner, url: str):
+async def test_a_worker_ends_with_its_run_unless_it_is_taken_up(make: MakeLearner, url: str):
     learner = make("a")
     learner.publish_run("x = 1", {}, "one")
-
-    async def work() -> None:
-        worker = WorkerBuffer(url, "run", "w")
-        worker.run.join(await worker.run.unfinished(0.0))
+    worker = WorkerBuffer(url, "run", "w")
+    worker.run.join(await worker.run.unfinished(0.0))
+    await worker.run.check()
+    learner.finish()
+    with pytest.raises(RunFinished, match="run run is finished"):
         await worker.run.check()
-        learner.finish()
-        with pytest.raises(RunFinished, match="run run is finished"):
-            await worker.run.check()
-        with pytest.raises(RunFinished):
-            await worker.run.unfinished(0.0)
-        waits = asyncio.create_task(worker.run.unfinished(1e6))
-        await asyncio.sleep(0.5)
-        assert not waits.done()
-        make("a")
-        assert (await asyncio.wait_for(waits, 60)).config == "x = 1"
-        await worker.run.check()
-        await worker.close()
-
-    asyncio.run(work())
+    with pytest.raises(RunFinished):
+        await worker.run.unfinished(0.0)
+    waits = asyncio.create_task(worker.run.unfinished(1e6))
+    await asyncio.sleep(0.5)
+    assert not waits.done()
+    make("a")
+    assert (await asyncio.wait_for(waits, 60)).config == "x = 1"
+    await worker.run.check()
+    await worker.close()
 
 
 def test_a_claim_that_waits_outlives_its_stream(
@@ -316,20 +304,16 @@ def test_a_claim_that_waits_outlives_its_stream(
     assert asyncio.run(work()) == [5]
 
 
-def test_a_group_of_a_foreign_run_goes_to_the_quarantine(
+async def test_a_group_of_a_foreign_run_goes_to_the_quarantine(
     make: MakeLearner, url: str, make_ticket: Callable[..., Ticket], make_group
 ):
     learner = make("a")
     tickets = [make_ticket(n, run_id=id) for n, id in enumerate(["a", "b", ""])]
     learner.admit(tickets, cursor=3)
-
-    async def work() -> None:
-        worker = WorkerBuffer(url, "run", "of before there were ids")
-        for claim in await worker.claim(9, block_s=0.0):
-            assert await worker.commit(claim, make_group(claim.ticket))
-        await worker.close()
-
-    asyncio.run(work())
+    worker = WorkerBuffer(url, "run", "of before there were ids")
+    for claim in await worker.claim(9, block_s=0.0):
+        assert await worker.commit(claim, make_group(claim.ticket))
+    await worker.close()
     assert [group.ticket.number for group in learner.take(9, 0.0)] == [0, 2]
     assert learner.quarantined == 1
 
@@ -343,29 +327,23 @@ def test_an_id_is_made_once_and_kept_in_the_directory(tmp_path: Path):
     assert run_dir.run_id(tmp_path, before=first) == first
 
 
-def test_a_worker_says_which_learner_it_waits_for(url: str, caplog: pytest.LogCaptureFixture):
+async def test_a_worker_says_which_learner_it_waits_for(url: str, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
-
-    async def wait() -> None:
-        worker = WorkerBuffer(url, "TYPO", "w")
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(worker.run_info(), 1.0)
-        await worker.close()
-
-    asyncio.run(wait())
+    worker = WorkerBuffer(url, "TYPO", "w")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(worker.run_info(), 1.0)
+    await worker.close()
     said = [r.getMessage() for r in caplog.records if "waiting" in r.getMessage()]
     assert len(said) == 1
     assert said[0].startswith("waiting for a learner of run TYPO at unix://")
 
 
 @pytest.mark.parametrize("half", ["config", "endpoints"])
-def test_a_run_that_is_described_by_half_is_waited_for(url: str, client: redis.Redis, half: str):
+async def test_a_run_that_is_described_by_half_is_waited_for(
+    url: str, client: redis.Redis, half: str
+):
     client.hset(KEYS.info, half, b"{}")
-
-    async def wait() -> None:
-        worker = WorkerBuffer(url, "run", "w")
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(worker.run_info(), 0.5)
-        await worker.close()
-
-    asyncio.run(wait())
+    worker = WorkerBuffer(url, "run", "w")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(worker.run_info(), 0.5)
+    await worker.close()

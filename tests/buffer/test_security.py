@@ -103,7 +103,9 @@ def status(worker: str) -> WorkerStatus:
     )  # fmt: skip
 
 
-def test_a_whole_run_works_with_the_rights_of_each_side(as_user, make_ticket, make_group, tmp_path):
+async def test_a_whole_run_works_with_the_rights_of_each_side(
+    as_user, make_ticket, make_group, tmp_path
+):
     learner = LearnerBuffer(as_user("learner"), "run")
     learner.acquire(owner_of("id", tmp_path))
     learner.publish_run("x = 1", {})
@@ -115,33 +117,27 @@ def test_a_whole_run_works_with_the_rights_of_each_side(as_user, make_ticket, ma
     with connect(as_user("learner")) as client:
         client.xadd(KEYS.tickets, {"record": b"\xc1"})
         client.xadd(KEYS.groups, {"record": b"\xc1"})
-
-    async def work() -> None:
-        worker = WorkerBuffer(as_user("rollout"), "run", "w", claim_timeout_s=0.05)
-        info = await worker.run_info()
-        assert info.config == "x = 1"
-        worker.run.join(info)
-        await worker.run.check()
-        gone = WorkerBuffer(as_user("rollout"), "run", "gone")
-        await gone.release(await gone.claim(1, 0.0))
-        await gone.close()
-        claims = await worker.claim(4, 0.0)
-        assert await worker.renew(claims) == []
-        for claim in claims[:3]:
-            assert await worker.commit(claim, make_group(claim.ticket))
-        await worker.heartbeat(status("w"))
-        await worker.release(claims[3:])
-        await asyncio.sleep(0.1)
-        claims = await worker.claim(
-            9, 0.0
-        )  # the poison ticket is set aside, the silent consumer goes
-        assert [claim.ticket.number for claim in claims] == [2, 3]
-        assert await worker.commit(claims[0], make_group(claims[0].ticket))
-        await worker.release(claims[1:])
-        assert worker.quarantined == 1
-        await worker.close()
-
-    asyncio.run(work())
+    worker = WorkerBuffer(as_user("rollout"), "run", "w", claim_timeout_s=0.05)
+    info = await worker.run_info()
+    assert info.config == "x = 1"
+    worker.run.join(info)
+    await worker.run.check()
+    gone = WorkerBuffer(as_user("rollout"), "run", "gone")
+    await gone.release(await gone.claim(1, 0.0))
+    await gone.close()
+    claims = await worker.claim(4, 0.0)
+    assert await worker.renew(claims) == []
+    for claim in claims[:3]:
+        assert await worker.commit(claim, make_group(claim.ticket))
+    await worker.heartbeat(status("w"))
+    await worker.release(claims[3:])
+    await asyncio.sleep(0.1)
+    claims = await worker.claim(9, 0.0)  # the poison ticket is set aside, the silent consumer goes
+    assert [claim.ticket.number for claim in claims] == [2, 3]
+    assert await worker.commit(claims[0], make_group(claims[0].ticket))
+    await worker.release(claims[1:])
+    assert worker.quarantined == 1
+    await worker.close()
     assert len(learner.take_eval()) == 1
     assert len(learner.take(9, 0.0)) == 3
     assert (learner.quarantined, learner.set_aside()) == (1, 2)
@@ -311,19 +307,15 @@ def secured(certificates: Path, port: int, client: str = "client", ca: str = "ca
     return f"rediss://127.0.0.1:{port}?{query}"
 
 
-def test_both_sides_work_over_tls(tls, certificates, make_ticket, make_group):
+async def test_both_sides_work_over_tls(tls, certificates, make_ticket, make_group):
     url = secured(certificates, tls)
     learner = LearnerBuffer(url, "run")
     learner.publish_run("x = 1", {})
     learner.admit([make_ticket(0)], cursor=1)
-
-    async def work() -> None:
-        worker = WorkerBuffer(url, "run", "w")
-        [claim] = await worker.claim(1, 0.0)
-        assert await worker.commit(claim, make_group(claim.ticket))
-        await worker.close()
-
-    asyncio.run(work())
+    worker = WorkerBuffer(url, "run", "w")
+    [claim] = await worker.claim(1, 0.0)
+    assert await worker.commit(claim, make_group(claim.ticket))
+    await worker.close()
     assert learner.unread() == [0]
     learner.close()
 

@@ -424,15 +424,12 @@ def test_a_run_in_a_small_redis_checkpoints_early_and_ends(short_dir: Path, tmp_
     assert [r["step"] for r in metrics if r["kind"] == "step"] == list(range(1, 41))
 
 
-def test_three_hundred_groups_share_a_few_connections(redis_url: str):
-    async def main() -> None:
-        client = connect_async(redis_url)
-        try:
-            answers = await asyncio.gather(*(client.echo(str(i)) for i in range(300)))
-            assert answers == [str(i).encode() for i in range(300)]
-            connected = await client.client_list()
-            assert 1 < len(connected) <= CONNECTIONS + 1  # the fixture's
-        finally:
-            await client.aclose()
-
-    asyncio.run(main())
+async def test_three_hundred_groups_share_a_few_connections(redis_url: str):
+    client = connect_async(redis_url)
+    try:
+        answers = await asyncio.gather(*(client.echo(str(i)) for i in range(300)))
+        assert answers == [str(i).encode() for i in range(300)]
+        connected = await client.client_list()
+        assert 1 < len(connected) <= CONNECTIONS + 1  # the fixture's
+    finally:
+        await client.aclose()

@@ -50,7 +50,7 @@ def beat(worker: str, waits_for: str) -> WorkerStatus:
     )  # fmt: skip
 
 
-def test_a_learner_that_starves_tells_who_holds_its_tickets(
+async def test_a_learner_that_starves_tells_who_holds_its_tickets(
     redis_url: str,
     make_run: Callable[..., Run],
     make_group: Callable[..., Group],
@@ -71,23 +71,19 @@ def test_a_learner_that_starves_tells_who_holds_its_tickets(
 
     group_reader.on_starvation = on_starvation
     admission.admit(1)
-
-    async def work() -> None:
-        worker = WorkerBuffer(redis_url, run.name, "node-3-w")
-        claims = await worker.claim(3, block_s=0.0)
-        await worker.heartbeat(beat("node-3-w", "version 9, with version 4"))
-        await worker.commit(claims[0], make_group(claims[0].ticket))
-        assert await asyncio.to_thread(group_reader.take, 1, stop) is None
-        with redis.Redis.from_url(redis_url) as client:
-            assert cluster._starves(client, run.name) == said
-            for claim in claims[1:] + await worker.claim(1, block_s=0.0):
-                await worker.commit(claim, make_group(claim.ticket))
-            stop.clear()
-            assert await asyncio.to_thread(group_reader.take, 1, stop)
-            assert cluster._starves(client, run.name) == []
-        await worker.close()
-
-    asyncio.run(work())
+    worker = WorkerBuffer(redis_url, run.name, "node-3-w")
+    claims = await worker.claim(3, block_s=0.0)
+    await worker.heartbeat(beat("node-3-w", "version 9, with version 4"))
+    await worker.commit(claims[0], make_group(claims[0].ticket))
+    assert await asyncio.to_thread(group_reader.take, 1, stop) is None
+    with redis.Redis.from_url(redis_url) as client:
+        assert cluster._starves(client, run.name) == said
+        for claim in claims[1:] + await worker.claim(1, block_s=0.0):
+            await worker.commit(claim, make_group(claim.ticket))
+        stop.clear()
+        assert await asyncio.to_thread(group_reader.take, 1, stop)
+        assert cluster._starves(client, run.name) == []
+    await worker.close()
     assert said[0].startswith("no step for ")
     assert said[0].endswith(
         " s: 1 of 4 groups are ready; 7 tickets are open, 2 of them claimed (node-3-w: 2); "

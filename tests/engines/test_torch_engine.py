@@ -364,20 +364,17 @@ def test_diverged_weights_fail_requests_and_good_ones_recover(fused):
     np.testing.assert_allclose(c.logprobs, want, atol=1e-4)
 
 
-def test_weights_of_another_model_or_with_a_gap_are_refused():
-    async def main():
-        engine = build_engine(TorchEngine(slots=4))
-        await engine.start()
-        await engine.load_weights(publish(random_model("qwen3")))
-        with pytest.raises(WeightVersionError, match="another model"):
-            await engine.load_weights(publish(random_model("qwen2")))
-        torn = publish(random_model("qwen3"))
-        tensors = {k: v for k, v in torn.tensors.items() if "layers.1.mlp.up_proj" not in k}
-        with pytest.raises(WeightVersionError, match="up_proj"):
-            await engine.load_weights(type(torn)(torn.manifest, torn.payload, tensors))
-        await engine.close()
-
-    asyncio.run(main())
+async def test_weights_of_another_model_or_with_a_gap_are_refused():
+    engine = build_engine(TorchEngine(slots=4))
+    await engine.start()
+    await engine.load_weights(publish(random_model("qwen3")))
+    with pytest.raises(WeightVersionError, match="another model"):
+        await engine.load_weights(publish(random_model("qwen2")))
+    torn = publish(random_model("qwen3"))
+    tensors = {k: v for k, v in torn.tensors.items() if "layers.1.mlp.up_proj" not in k}
+    with pytest.raises(WeightVersionError, match="up_proj"):
+        await engine.load_weights(type(torn)(torn.manifest, torn.payload, tensors))
+    await engine.close()
 
 
 def test_a_prompt_token_outside_the_vocabulary_is_refused():

@@ -40,7 +40,7 @@ def serve(directory: Path, *settings: str) -> tuple[subprocess.Popen[bytes], str
     return server, f"unix://{directory / 's'}"
 
 
-def test_a_redis_that_loads_is_said_once(short_dir: Path, caplog: pytest.LogCaptureFixture):
+async def test_a_redis_that_loads_is_said_once(short_dir: Path, caplog: pytest.LogCaptureFixture):
     """A restart of Redis once gave 181 lines in 0.4 s: one for each group that two workers had in flight."""
     caplog.set_level("INFO")
     first, url = serve(short_dir)
@@ -52,14 +52,10 @@ def test_a_redis_that_loads_is_said_once(short_dir: Path, caplog: pytest.LogCapt
     first.wait()
     (short_dir / "s").unlink()
     second, url = serve(short_dir, "--key-load-delay", "1000")
-
-    async def scenario() -> None:
+    try:
         worker = WorkerBuffer(url, "run", "w")
         await asyncio.gather(*(worker.claim(1, block_s=0.0) for _ in range(60)))
         await worker.close()
-
-    try:
-        asyncio.run(scenario())
     finally:
         second.kill()
         second.wait()
@@ -99,17 +95,14 @@ def test_a_learner_told_to_go_does_not_wait_for_redis():
     learner.close()
 
 
-def test_a_worker_told_to_go_does_not_wait_for_redis(
+async def test_a_worker_told_to_go_does_not_wait_for_redis(
     make_ticket: Callable[..., Ticket], caplog: pytest.LogCaptureFixture
 ):
     from buffer.interface import Claim
 
-    async def scenario() -> None:
-        worker = WorkerBuffer(NOBODY, "run", "w", patience_s=1e6)
-        await worker.leave([Claim("tickets", "1-1", make_ticket(1))])
-        await worker.close()
-
-    asyncio.run(scenario())
+    worker = WorkerBuffer(NOBODY, "run", "w", patience_s=1e6)
+    await worker.leave([Claim("tickets", "1-1", make_ticket(1))])
+    await worker.close()
     assert "1 tickets were not handed back" in caplog.text
 
 

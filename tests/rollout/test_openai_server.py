@@ -14,7 +14,6 @@ import aiohttp
 import numpy as np
 import openai
 import pytest
-from helpers.asynchronous import run_async
 from helpers.fixture_types import MakeRun
 from helpers.paths import ROOT
 from helpers.policies import initial_model
@@ -79,107 +78,89 @@ async def asking(run: Run, token: str | None = None) -> AsyncIterator[openai.Asy
         await engine.close()
 
 
-def test_completions_have_log_probs_ids_and_versions(make_run: MakeRun):
-    async def work() -> None:
-        async with asking(make_run()) as client:
-            (model,) = (await client.models.list()).data
-            reply: Any = await client.completions.create(
-                model=model.id, prompt="1+2=", n=3, max_tokens=6, seed=5, logprobs=0
-            )
-            assert model.id == "run" and len(reply.choices) == 3
-            for choice in reply.choices:
-                assert len(choice.logprobs.token_logprobs) == len(choice.token_ids) >= 1
-                assert choice.versions == [3] * len(choice.token_ids)
-                assert "".join(choice.logprobs.tokens) == choice.text
-                lengths = [len(piece) for piece in choice.logprobs.tokens]
-                assert choice.logprobs.text_offset == [0, *accumulate(lengths[:-1])]
-            assert reply.usage.prompt_tokens == 4
-            by_ids: Any = await client.completions.create(
-                model="run", prompt=reply.prompt_token_ids, n=3, max_tokens=6, seed=5
-            )
-            found = [c.token_ids for c in by_ids.choices]
-            assert found == [c.token_ids for c in reply.choices]
-
-    run_async(work())
+async def test_completions_have_log_probs_ids_and_versions(make_run: MakeRun):
+    async with asking(make_run()) as client:
+        (model,) = (await client.models.list()).data
+        reply: Any = await client.completions.create(
+            model=model.id, prompt="1+2=", n=3, max_tokens=6, seed=5, logprobs=0
+        )
+        assert model.id == "run" and len(reply.choices) == 3
+        for choice in reply.choices:
+            assert len(choice.logprobs.token_logprobs) == len(choice.token_ids) >= 1
+            assert choice.versions == [3] * len(choice.token_ids)
+            assert "".join(choice.logprobs.tokens) == choice.text
+            lengths = [len(piece) for piece in choice.logprobs.tokens]
+            assert choice.logprobs.text_offset == [0, *accumulate(lengths[:-1])]
+        assert reply.usage.prompt_tokens == 4
+        by_ids: Any = await client.completions.create(
+            model="run", prompt=reply.prompt_token_ids, n=3, max_tokens=6, seed=5
+        )
+        found = [c.token_ids for c in by_ids.choices]
+        assert found == [c.token_ids for c in reply.choices]
 
 
-def test_stop_strings_are_not_said_but_their_tokens_are_kept(make_run: MakeRun):
-    async def work() -> None:
-        async with asking(make_run()) as client:
-            create: Any = client.completions.create
-            asked: dict[str, Any] = {"model": "run", "prompt": "1+2=", "max_tokens": 24}
-            found = [(await create(**asked, seed=seed)).choices[0] for seed in range(30)]
-            seed, free = next((s, c) for s, c in enumerate(found) if len(c.text) == 24)
-            asked["seed"] = seed
-            asked["stop"] = [free.text[7:10], free.text[3:6]]
-            cut = (await create(**asked)).choices[0]
-            assert len(free.text) == 24 and free.text.index(free.text[3:6]) == 3
-            assert (cut.text, cut.finish_reason) == (free.text[:3], "stop")
-            assert cut.token_ids == free.token_ids[:6]
-            shown = {"include_stop_str_in_output": True}
-            kept = (await create(**asked, extra_body=shown)).choices[0]
-            assert (kept.text, kept.token_ids) == (free.text[:6], free.token_ids[:6])
-            text, ids = "", []
-            async for chunk in await create(**asked, stream=True):
-                text, ids = text + chunk.choices[0].text, ids + chunk.choices[0].token_ids
-            assert (text, ids) == (cut.text, cut.token_ids)
-
-    run_async(work())
+async def test_stop_strings_are_not_said_but_their_tokens_are_kept(make_run: MakeRun):
+    async with asking(make_run()) as client:
+        create: Any = client.completions.create
+        asked: dict[str, Any] = {"model": "run", "prompt": "1+2=", "max_tokens": 24}
+        found = [(await create(**asked, seed=seed)).choices[0] for seed in range(30)]
+        seed, free = next((s, c) for s, c in enumerate(found) if len(c.text) == 24)
+        asked["seed"] = seed
+        asked["stop"] = [free.text[7:10], free.text[3:6]]
+        cut = (await create(**asked)).choices[0]
+        assert len(free.text) == 24 and free.text.index(free.text[3:6]) == 3
+        assert (cut.text, cut.finish_reason) == (free.text[:3], "stop")
+        assert cut.token_ids == free.token_ids[:6]
+        shown = {"include_stop_str_in_output": True}
+        kept = (await create(**asked, extra_body=shown)).choices[0]
+        assert (kept.text, kept.token_ids) == (free.text[:6], free.token_ids[:6])
+        text, ids = "", []
+        async for chunk in await create(**asked, stream=True):
+            text, ids = text + chunk.choices[0].text, ids + chunk.choices[0].token_ids
+        assert (text, ids) == (cut.text, cut.token_ids)
 
 
-def test_min_p_near_1_leaves_the_most_likely_token(make_run: MakeRun):
-    async def work() -> None:
-        async with asking(make_run()) as client:
-            asked: dict[str, Any] = {"model": "run", "prompt": "1+2=", "max_tokens": 9, "seed": 4}
-            greedy: Any = await client.completions.create(**asked, temperature=0)
-            drawn: Any = await client.completions.create(
-                **asked, extra_body={"min_p": 0.999}, logprobs=0
-            )
-            assert drawn.choices[0].token_ids == greedy.choices[0].token_ids
-            assert drawn.choices[0].logprobs.token_logprobs == [0.0] * len(
-                drawn.choices[0].token_ids
-            )
-
-    run_async(work())
+async def test_min_p_near_1_leaves_the_most_likely_token(make_run: MakeRun):
+    async with asking(make_run()) as client:
+        asked: dict[str, Any] = {"model": "run", "prompt": "1+2=", "max_tokens": 9, "seed": 4}
+        greedy: Any = await client.completions.create(**asked, temperature=0)
+        drawn: Any = await client.completions.create(
+            **asked, extra_body={"min_p": 0.999}, logprobs=0
+        )
+        assert drawn.choices[0].token_ids == greedy.choices[0].token_ids
+        assert drawn.choices[0].logprobs.token_logprobs == [0.0] * len(drawn.choices[0].token_ids)
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_stream_says_what_the_whole_reply_says(make_run: MakeRun, chat: bool):
-    async def work() -> None:
-        async with asking(make_run()) as client:
-            asked: dict[str, Any] = {"model": "run", "max_tokens": 8, "seed": 1}
-            if chat:
-                asked["messages"] = [{"role": "user", "content": "1+2="}]
-                create: Any = client.chat.completions.create
-            else:
-                create = client.completions.create
-                asked["prompt"] = "1+2="
-            whole = (await create(**asked)).choices[0]
-            text, ids, last = "", [], whole
-            async for chunk in await create(**asked, stream=True):
-                (last,) = chunk.choices
-                text += last.delta.content if chat else last.text
-                ids += last.token_ids
-            assert text == (whole.message.content if chat else whole.text)
-            assert ids == whole.token_ids
-            assert last.finish_reason == whole.finish_reason
-            assert last.versions == whole.versions
-
-    run_async(work())
+async def test_a_stream_says_what_the_whole_reply_says(make_run: MakeRun, chat: bool):
+    async with asking(make_run()) as client:
+        asked: dict[str, Any] = {"model": "run", "max_tokens": 8, "seed": 1}
+        if chat:
+            asked["messages"] = [{"role": "user", "content": "1+2="}]
+            create: Any = client.chat.completions.create
+        else:
+            create = client.completions.create
+            asked["prompt"] = "1+2="
+        whole = (await create(**asked)).choices[0]
+        text, ids, last = "", [], whole
+        async for chunk in await create(**asked, stream=True):
+            (last,) = chunk.choices
+            text += last.delta.content if chat else last.text
+            ids += last.token_ids
+        assert text == (whole.message.content if chat else whole.text)
+        assert ids == whole.token_ids
+        assert last.finish_reason == whole.finish_reason
+        assert last.versions == whole.versions
 
 
-def test_nobody_gets_in_without_the_token(make_run: MakeRun, tmp_path: Path):
+async def test_nobody_gets_in_without_the_token(make_run: MakeRun, tmp_path: Path):
     (tmp_path / "token").write_text("sesame\n")
     (tmp_path / "other").write_text("open\n")
-
-    async def work() -> None:
-        async with asking(make_run(), str(tmp_path / "token")) as client:
-            assert (await client.models.list()).data
-        async with asking(make_run(), str(tmp_path / "other")) as client:
-            with pytest.raises(openai.AuthenticationError):
-                await client.models.list()
-
-    run_async(work())
+    async with asking(make_run(), str(tmp_path / "token")) as client:
+        assert (await client.models.list()).data
+    async with asking(make_run(), str(tmp_path / "other")) as client:
+        with pytest.raises(openai.AuthenticationError):
+            await client.models.list()
 
 
 @pytest.mark.parametrize(
@@ -199,36 +180,33 @@ def test_an_endpoint_that_is_not_safe_or_not_possible_is_refused(
         Endpoint(engine, tokenizer, "run", None, run.rollout.sampling, address, token)
 
 
-def test_what_a_request_gets_wrong_is_told(make_run: MakeRun):
-    async def work() -> None:
-        async with asking(make_run()) as client:
-            refused: list[dict[str, Any]] = [
-                {"prompt": "1+2=", "max_tokens": 10_000},
-                {"prompt": ""},
-                {"prompt": [10_000]},
-                {"prompt": [2**40]},
-                {"prompt": [-1]},
-                {"prompt": "è"},
-                {"prompt": "1+2=", "frequency_penalty": 0.5},
-                {"prompt": "1+2=", "logit_bias": {"3": 5}},
-                {"prompt": "1+2=", "echo": True},
-                {"prompt": "1+2=", "n": 1000},
-                {"prompt": "1+2=", "extra_headers": {"X-Episode": "none"}},
-            ]
-            for wrong in refused:
-                with pytest.raises(openai.BadRequestError):
-                    await client.completions.create(model="run", **wrong)
-            said = [{"role": "user", "content": "1+2="}]
-            tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-            with pytest.raises(openai.BadRequestError, match="`tools` is not implemented"):
-                await client.chat.completions.create(model="run", messages=said, tools=[tool])  # type: ignore[arg-type]
-            with pytest.raises(openai.BadRequestError, match="`logit_bias` is not implemented"):
-                await client.completions.create(model="run", prompt="1+2=", logit_bias={"3": 5})
-            with pytest.raises(openai.NotFoundError, match="no model 'other' here, but 'run'"):
-                await client.completions.create(model="other", prompt="1+2=")
-            assert (await client.completions.create(model="run", prompt="1+2=")).choices
-
-    run_async(work())
+async def test_what_a_request_gets_wrong_is_told(make_run: MakeRun):
+    async with asking(make_run()) as client:
+        refused: list[dict[str, Any]] = [
+            {"prompt": "1+2=", "max_tokens": 10_000},
+            {"prompt": ""},
+            {"prompt": [10_000]},
+            {"prompt": [2**40]},
+            {"prompt": [-1]},
+            {"prompt": "è"},
+            {"prompt": "1+2=", "frequency_penalty": 0.5},
+            {"prompt": "1+2=", "logit_bias": {"3": 5}},
+            {"prompt": "1+2=", "echo": True},
+            {"prompt": "1+2=", "n": 1000},
+            {"prompt": "1+2=", "extra_headers": {"X-Episode": "none"}},
+        ]
+        for wrong in refused:
+            with pytest.raises(openai.BadRequestError):
+                await client.completions.create(model="run", **wrong)
+        said = [{"role": "user", "content": "1+2="}]
+        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        with pytest.raises(openai.BadRequestError, match="`tools` is not implemented"):
+            await client.chat.completions.create(model="run", messages=said, tools=[tool])  # type: ignore[arg-type]
+        with pytest.raises(openai.BadRequestError, match="`logit_bias` is not implemented"):
+            await client.completions.create(model="run", prompt="1+2=", logit_bias={"3": 5})
+        with pytest.raises(openai.NotFoundError, match="no model 'other' here, but 'run'"):
+            await client.completions.create(model="other", prompt="1+2=")
+        assert (await client.completions.create(model="run", prompt="1+2=")).choices
 
 
 @pytest.mark.parametrize(
@@ -243,20 +221,17 @@ def test_what_a_request_gets_wrong_is_told(make_run: MakeRun):
     ],
     ids=["half", "no utf-8", "deep", "method", "path", "large"],
 )
-def test_what_is_no_request_is_told_in_openais_form(
+async def test_what_is_no_request_is_told_in_openais_form(
     make_run: MakeRun, method: str, path: str, data: bytes, status: int
 ):
-    async def work() -> None:
-        async with (
-            serving(make_run(), build_engine(TorchEngine(slots=1))) as url,
-            aiohttp.ClientSession() as session,
-            session.request(method, f"{url}/{path}", data=io.BytesIO(data)) as reply,
-        ):
-            error = (await reply.json())["error"]
-            assert (reply.status, error["type"]) == (status, "invalid_request_error")
-            assert error["message"]
-
-    run_async(work())
+    async with (
+        serving(make_run(), build_engine(TorchEngine(slots=1))) as url,
+        aiohttp.ClientSession() as session,
+        session.request(method, f"{url}/{path}", data=io.BytesIO(data)) as reply,
+    ):
+        error = (await reply.json())["error"]
+        assert (reply.status, error["type"]) == (status, "invalid_request_error")
+        assert error["message"]
 
 
 class Full:
@@ -276,78 +251,63 @@ class Full:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_early_leaves_the_engine_empty(make_run: MakeRun, stream: bool):
-    async def work() -> None:
-        engine: Any = Full()
-        async with serving(make_run(), engine) as url, aiohttp.ClientSession() as session:
-            body = {"prompt": "1+2=", "stream": stream}
-            asking = asyncio.create_task(session.post(f"{url}/completions", json=body).__aenter__())
-            await engine.asked.wait()
-            asking.cancel()
-            await asyncio.wait_for(engine.left.wait(), 20)
-
-    run_async(work())
+async def test_a_client_that_leaves_early_leaves_the_engine_empty(make_run: MakeRun, stream: bool):
+    engine: Any = Full()
+    async with serving(make_run(), engine) as url, aiohttp.ClientSession() as session:
+        body = {"prompt": "1+2=", "stream": stream}
+        asking = asyncio.create_task(session.post(f"{url}/completions", json=body).__aenter__())
+        await engine.asked.wait()
+        asking.cancel()
+        await asyncio.wait_for(engine.left.wait(), 20)
 
 
-def test_a_client_that_leaves_a_stream_logs_no_error(
+async def test_a_client_that_leaves_a_stream_logs_no_error(
     make_run: MakeRun, caplog: pytest.LogCaptureFixture
 ):
     """Each step draws 16 tokens, so that several events are written to a connection that is gone."""
     run = make_run("model.max_positions=8192")
-
-    async def work() -> None:
-        engine: Any = build_engine(TorchEngine(slots=16))
-        await engine.start()
-        await engine.load_weights(
-            VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0)
-        )
-        body = {"prompt": "1+2=", "stream": True, "n": 16, "max_tokens": 8000}
-        async with serving(run, engine) as url, aiohttp.ClientSession() as session:
-            async with session.post(f"{url}/completions", json=body) as reply:
-                assert (await reply.content.readline()).startswith(b"data: ")
-                reply.close()
-            while engine.active:
-                await asyncio.sleep(0.01)
-        await engine.close()
-
-    run_async(work())
+    engine: Any = build_engine(TorchEngine(slots=16))
+    await engine.start()
+    await engine.load_weights(VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0))
+    body = {"prompt": "1+2=", "stream": True, "n": 16, "max_tokens": 8000}
+    async with serving(run, engine) as url, aiohttp.ClientSession() as session:
+        async with session.post(f"{url}/completions", json=body) as reply:
+            assert (await reply.content.readline()).startswith(b"data: ")
+            reply.close()
+        while engine.active:
+            await asyncio.sleep(0.01)
+    await engine.close()
     assert [r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_is_closed_is_told_in_openais_form(make_run: MakeRun, stream: bool):
-    async def work() -> None:
-        engine = build_engine(TorchEngine(slots=4))
-        await engine.start()
-        await engine.close()
-        async with serving(make_run(), engine) as url, aiohttp.ClientSession() as session:
-            body = {"prompt": "1+2=", "stream": stream}
-            async with session.post(f"{url}/completions", json=body) as reply:
-                assert reply.status == 503
-                error = (await reply.json())["error"]
-                assert (error["type"], error["message"]) == (
-                    "unavailable",
-                    "engine torch is not running",
-                )
-
-    run_async(work())
+async def test_an_engine_that_is_closed_is_told_in_openais_form(make_run: MakeRun, stream: bool):
+    engine = build_engine(TorchEngine(slots=4))
+    await engine.start()
+    await engine.close()
+    async with serving(make_run(), engine) as url, aiohttp.ClientSession() as session:
+        body = {"prompt": "1+2=", "stream": stream}
+        async with session.post(f"{url}/completions", json=body) as reply:
+            assert reply.status == 503
+            error = (await reply.json())["error"]
+            assert (error["type"], error["message"]) == (
+                "unavailable",
+                "engine torch is not running",
+            )
 
 
-def test_a_message_may_come_in_parts_and_a_stream_can_count(make_run: MakeRun):
-    async def work() -> None:
-        async with asking(make_run()) as client:
-            create: Any = client.chat.completions.create
-            asked: dict[str, Any] = {"model": "run", "max_tokens": 6, "seed": 3}
-            whole = await create(**asked, messages=[{"role": "user", "content": "1+2="}])
-            parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "2="}]
-            said = [{"role": "assistant", "content": None}, {"role": "user", "content": parts}]
-            counting = {"stream": True, "stream_options": {"include_usage": True}}
-            chunks = [chunk async for chunk in await create(**asked, messages=said, **counting)]
-            text = "".join(chunk.choices[0].delta.content for chunk in chunks[:-1])
-            assert text == whole.choices[0].message.content
-            assert (chunks[-1].choices, chunks[-1].usage) == ([], whole.usage)
-
-    run_async(work())
+async def test_a_message_may_come_in_parts_and_a_stream_can_count(make_run: MakeRun):
+    async with asking(make_run()) as client:
+        create: Any = client.chat.completions.create
+        asked: dict[str, Any] = {"model": "run", "max_tokens": 6, "seed": 3}
+        whole = await create(**asked, messages=[{"role": "user", "content": "1+2="}])
+        parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "2="}]
+        said = [{"role": "assistant", "content": None}, {"role": "user", "content": parts}]
+        counting = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = [chunk async for chunk in await create(**asked, messages=said, **counting)]
+        text = "".join(chunk.choices[0].delta.content for chunk in chunks[:-1])
+        assert text == whole.choices[0].message.content
+        assert (chunks[-1].choices, chunks[-1].usage) == ([], whole.usage)
 
 
 @asynccontextmanager
@@ -428,42 +388,36 @@ async def play(url: str, turns: list[str]) -> tuple[dict[str, Any], list[Any]]:
     return episode, found
 
 
-def test_episodes_played_from_outside_become_a_token_exact_group(
+async def test_episodes_played_from_outside_become_a_token_exact_group(
     make_run: MakeRun, redis_url: str, short_dir: Path
 ):
     run = make_run(EXTERNAL, "learner.fidelity.share=1", "rollout.sampling.max_tokens=9")
-
-    async def work() -> None:
-        async with playing(run, redis_url, short_dir) as (url, buffer, version):
-            played = [await play(url, ["(5)", "+1="]) for _ in range(run.learner.group_size)]
-            (group,) = await asyncio.to_thread(buffer.take, 1, 20.0)
-            check_group(group, played)
-            meter = FidelityMeter(run.learner, run.rollout.format)
-            meter.remember(version)
-            assert meter.measure([group])["fidelity/gap_mean_nats"] < 1e-3
-
-    run_async(work())
+    async with playing(run, redis_url, short_dir) as (url, buffer, version):
+        played = [await play(url, ["(5)", "+1="]) for _ in range(run.learner.group_size)]
+        (group,) = await asyncio.to_thread(buffer.take, 1, 20.0)
+        check_group(group, played)
+        meter = FidelityMeter(run.learner, run.rollout.format)
+        meter.remember(version)
+        assert meter.measure([group])["fidelity/gap_mean_nats"] < 1e-3
 
 
-def test_the_agent_of_the_docs_plays_a_group(make_run: MakeRun, redis_url: str, short_dir: Path):
+async def test_the_agent_of_the_docs_plays_a_group(
+    make_run: MakeRun, redis_url: str, short_dir: Path
+):
     run = make_run(EXTERNAL, "rollout.sampling.max_tokens=9")
     script = ROOT / "docs" / "examples" / "agent.py"
-
-    async def work() -> None:
-        async with playing(run, redis_url, short_dir) as (url, buffer, _):
-            size = str(run.learner.group_size)
-            child = await asyncio.create_subprocess_exec(
-                sys.executable, str(script), url, size, stdout=subprocess.PIPE
-            )
-            (group,) = await asyncio.to_thread(buffer.take, 1, 60.0)
-            said, _ = await child.communicate()
-            assert child.returncode == 0 and said.decode() == f"{size} episodes played\n"
-            for trajectory in group.trajectories:
-                inserted = trajectory.loss_mask.numpy() == 0
-                ids = trajectory.response_ids.numpy()[inserted]
-                assert ids.tolist() == CharTokenizer().encode("+")
-
-    run_async(work())
+    async with playing(run, redis_url, short_dir) as (url, buffer, _):
+        size = str(run.learner.group_size)
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, str(script), url, size, stdout=subprocess.PIPE
+        )
+        (group,) = await asyncio.to_thread(buffer.take, 1, 60.0)
+        said, _ = await child.communicate()
+        assert child.returncode == 0 and said.decode() == f"{size} episodes played\n"
+        for trajectory in group.trajectories:
+            inserted = trajectory.loss_mask.numpy() == 0
+            ids = trajectory.response_ids.numpy()[inserted]
+            assert ids.tolist() == CharTokenizer().encode("+")
 
 
 def check_group(group: Group, played: list[tuple[dict[str, Any], list[Any]]]) -> None:
@@ -482,121 +436,101 @@ def check_group(group: Group, played: list[tuple[dict[str, Any], list[Any]]]) ->
         assert replies[-1].prompt_token_ids == last, "the model saw exactly what is recorded"
 
 
-def test_an_episode_ends_where_the_learner_has_no_more_room(
+async def test_an_episode_ends_where_the_learner_has_no_more_room(
     make_run: MakeRun, redis_url: str, short_dir: Path
 ):
     """What an agent's tools say has no bound of its own; a group that is too long would be set aside."""
     run = make_run(EXTERNAL, "rollout.sampling.max_tokens=9", "learner.microbatch_tokens=20")
-
-    async def work() -> None:
-        async with playing(run, redis_url, short_dir) as (url, _, _):
-            episode = await post(url, "/episodes")
-            heads = {"X-Episode": episode["id"]}
-            async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
-                create: Any = client.completions.create
-                with pytest.raises(openai.BadRequestError, match="microbatch_tokens = 20"):
-                    prompt = episode["prompt"] + "1" * 30
-                    await create(model="run", prompt=prompt, extra_headers=heads)
-                given = 18 - len(episode["prompt_token_ids"])
-                reply = await create(
-                    model="run", prompt=episode["prompt"] + "1" * given, extra_headers=heads
-                )
-                assert len(reply.choices[0].token_ids) <= 2
-
-    run_async(work())
+    async with playing(run, redis_url, short_dir) as (url, _, _):
+        episode = await post(url, "/episodes")
+        heads = {"X-Episode": episode["id"]}
+        async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
+            create: Any = client.completions.create
+            with pytest.raises(openai.BadRequestError, match="microbatch_tokens = 20"):
+                prompt = episode["prompt"] + "1" * 30
+                await create(model="run", prompt=prompt, extra_headers=heads)
+            given = 18 - len(episode["prompt_token_ids"])
+            reply = await create(
+                model="run", prompt=episode["prompt"] + "1" * given, extra_headers=heads
+            )
+            assert len(reply.choices[0].token_ids) <= 2
 
 
-def test_an_episode_given_up_begins_again_with_whoever_asks_next(
+async def test_an_episode_given_up_begins_again_with_whoever_asks_next(
     make_run: MakeRun, make_ticket: Callable[..., Ticket]
 ):
     run = make_run(EXTERNAL)
-
-    async def work() -> None:
-        engine = build_engine(TorchEngine(slots=8))
-        await engine.start()
-        await engine.load_weights(
-            VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0)
-        )
-        client = EngineClient(engine, build_tokenizer(run.model, run.task))
-        episodes = Episodes(client, External(episode_timeout_s=0.05), 1000)
-        ticket = make_ticket(group_size=1, sampling=run.rollout.sampling)
-        responses = [Response()]
-        task = asyncio.create_task(episodes(ticket, responses))
-        first = await episodes.begin(5.0)
-        assert first is not None
-        await episodes.turn(first, [], frozenset(), 2)
-        assert await episodes.begin(0.0) is None
-        await asyncio.sleep(0.06)
-        second = await episodes.begin(1.0)
-        assert second is not None and second.id != first.id and not second.response.ids
-        await episodes.turn(second, [5], frozenset(), 2)
-        assert [second.response.mask, second.response.spans[0].tokens] == [[0, 1, 1], 3]
-        episodes.end(second, 1.0, {})
-        await task
-        assert responses[0].ids == second.response.ids and responses[0].ended
-        await engine.close()
-
-    run_async(work())
+    engine = build_engine(TorchEngine(slots=8))
+    await engine.start()
+    await engine.load_weights(VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0))
+    client = EngineClient(engine, build_tokenizer(run.model, run.task))
+    episodes = Episodes(client, External(episode_timeout_s=0.05), 1000)
+    ticket = make_ticket(group_size=1, sampling=run.rollout.sampling)
+    responses = [Response()]
+    task = asyncio.create_task(episodes(ticket, responses))
+    first = await episodes.begin(5.0)
+    assert first is not None
+    await episodes.turn(first, [], frozenset(), 2)
+    assert await episodes.begin(0.0) is None
+    await asyncio.sleep(0.06)
+    second = await episodes.begin(1.0)
+    assert second is not None and second.id != first.id and not second.response.ids
+    await episodes.turn(second, [5], frozenset(), 2)
+    assert [second.response.mask, second.response.spans[0].tokens] == [[0, 1, 1], 3]
+    episodes.end(second, 1.0, {})
+    await task
+    assert responses[0].ids == second.response.ids and responses[0].ended
+    await engine.close()
 
 
-def test_a_failed_episode_is_committed_without_a_reward(
+async def test_a_failed_episode_is_committed_without_a_reward(
     make_run: MakeRun, redis_url: str, short_dir: Path
 ):
     """The first episode ends as failed, the others have a reward; neither and both are refused."""
     run = make_run(EXTERNAL, "rollout.sampling.max_tokens=9")
-
-    async def work() -> None:
-        async with playing(run, redis_url, short_dir) as (url, buffer, _):
-            episode = await post(url, "/episodes", {"timeout_s": 10.0})
-            prompt, heads = episode["prompt"], {"X-Episode": episode["id"]}
-            async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
-                await client.completions.create(model="run", prompt=prompt, extra_headers=heads)
-            end = f"/episodes/{episode['id']}/reward"
-            for body in ({}, {"reward": 0.0, "failed": "environment"}, {"failed": "bad luck"}):
-                with pytest.raises(AssertionError, match="invalid_request_error"):
-                    await post(url, end, body)
-            await post(url, end, {"failed": "environment"})
-            for _ in range(run.learner.group_size - 1):
-                await play(url, [])
-            (group,) = await asyncio.to_thread(buffer.take, 1, 20.0)
-            causes = [t.failure for t in group.trajectories if not t.valid]
-            assert causes == ["environment"]
-            assert len(group.valid_trajectories) == run.learner.group_size - 1
-
-    run_async(work())
+    async with playing(run, redis_url, short_dir) as (url, buffer, _):
+        episode = await post(url, "/episodes", {"timeout_s": 10.0})
+        prompt, heads = episode["prompt"], {"X-Episode": episode["id"]}
+        async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
+            await client.completions.create(model="run", prompt=prompt, extra_headers=heads)
+        end = f"/episodes/{episode['id']}/reward"
+        for body in ({}, {"reward": 0.0, "failed": "environment"}, {"failed": "bad luck"}):
+            with pytest.raises(AssertionError, match="invalid_request_error"):
+                await post(url, end, body)
+        await post(url, end, {"failed": "environment"})
+        for _ in range(run.learner.group_size - 1):
+            await play(url, [])
+        (group,) = await asyncio.to_thread(buffer.take, 1, 20.0)
+        causes = [t.failure for t in group.trajectories if not t.valid]
+        assert causes == ["environment"]
+        assert len(group.valid_trajectories) == run.learner.group_size - 1
 
 
 @pytest.mark.parametrize(("on_error", "valid"), [("drop", False), ("zero", True)])
-def test_an_episode_left_too_often_has_no_reward(
+async def test_an_episode_left_too_often_has_no_reward(
     make_run: MakeRun, make_ticket: Callable[..., Ticket], on_error: str, valid: bool
 ):
     """Two agents fall silent over it: the first leaves it to the second, which is the last."""
     environment = {"episode_timeout_s": 0.05, "episode_attempts": 2}
     external = [f"rollout.environment.{name}={value}" for name, value in environment.items()]
     run = make_run(EXTERNAL, f"reward.on_error={on_error}", *external)
-
-    async def work() -> None:
-        engine = build_engine(TorchEngine(slots=8))
-        await engine.start()
-        await engine.load_weights(
-            VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0)
-        )
-        client = EngineClient(engine, build_tokenizer(run.model, run.task))
-        episodes = build_environment(run, client)
-        assert isinstance(episodes, Episodes)
-        responses = [Response()]
-        ticket = make_ticket(group_size=1, sampling=run.rollout.sampling)
-        task = asyncio.create_task(episodes(ticket, responses))
-        for _ in range(2):
-            episode = await episodes.begin(30.0)
-            assert episode is not None
-            await episodes.turn(episode, [], frozenset(), 2)
-        await task
-        score = responses[0].score
-        assert score is not None and (score.valid, score.failure) == (valid, "timeout")
-        await engine.close()
-
-    run_async(work())
+    engine = build_engine(TorchEngine(slots=8))
+    await engine.start()
+    await engine.load_weights(VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0))
+    client = EngineClient(engine, build_tokenizer(run.model, run.task))
+    episodes = build_environment(run, client)
+    assert isinstance(episodes, Episodes)
+    responses = [Response()]
+    ticket = make_ticket(group_size=1, sampling=run.rollout.sampling)
+    task = asyncio.create_task(episodes(ticket, responses))
+    for _ in range(2):
+        episode = await episodes.begin(30.0)
+        assert episode is not None
+        await episodes.turn(episode, [], frozenset(), 2)
+    await task
+    score = responses[0].score
+    assert score is not None and (score.valid, score.failure) == (valid, "timeout")
+    await engine.close()
 
 
 def test_chat_turns_render_as_the_whole_conversation_does(

@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from helpers.asynchronous import run_async
 from helpers.fixture_types import MakeRun
 from helpers.policies import build_group_reader, initial_model, new_admission
 from helpers.weight_sync import publish
@@ -150,7 +149,7 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_an_engine_can_be_asked_before_the_first_weights(
+async def test_an_engine_can_be_asked_before_the_first_weights(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
     """An endpoint that is there before its engine would refuse what comes in between."""
@@ -169,70 +168,58 @@ def test_an_engine_can_be_asked_before_the_first_weights(
         asked.append(asyncio.create_task(engine.generate(request)))
         await asyncio.sleep(0)
 
-    async def work() -> None:
-        async with working(side, engine, begin=begin):
-            await until(lambda: asked)
-            side.publish(0)
-            (completion,) = await asked[0]
-            assert completion.spans[0].version == 0
-
-    run_async(work())
+    async with working(side, engine, begin=begin):
+        await until(lambda: asked)
+        side.publish(0)
+        (completion,) = await asked[0]
+        assert completion.spans[0].version == 0
 
 
 @pytest.mark.parametrize("engine", ["scripted", "torch"])
-def test_every_ticket_becomes_one_valid_group(
+async def test_every_ticket_becomes_one_valid_group(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], engine: str
 ):
     side = learner(make_run(f"rollout.engine.type={engine}", "learner.group_size=3"))
     score = build_score(side.run.task)
-
-    async def work() -> None:
-        async with working(side):
-            side.publish(0)
-            side.admission.admit(0)
-            side.admission.evaluate(0)
-            for group in await side.take(12):
-                group.validate()
-                ticket = group.ticket
-                assert (group.engine, group.weight_format) == (engine, "int8")
-                assert ticket.number in side.admission.outstanding
-                side.admission.done(group)
-                assert 0 < group.started_s <= group.finished_s <= time.time()
-                for t in group.trajectories:
-                    ids = t.response_ids.numpy().tolist()
-                    text = side.tokenizer.decode(ids)
-                    expected = score(Problem(ticket.prompt, ticket.answer), text)
-                    assert (t.reward, t.reward_parts["correct"]) == (
-                        expected.reward,
-                        expected.correct,
-                    )
-                    assert (t.finish_reason == "stop") == (ids[-1] == side.tokenizer.eos_id)
-                    assert t.loss_mask.numpy().all()
-                    assert side.history.lag(t.spans[0], 0) == 0
-            assert not side.admission.outstanding
-            evaluations = []
-            await until(
-                lambda: evaluations.extend(side.buffer.take_eval()) or len(evaluations) == 20
-            )
-            assert {g.ticket.purpose for g in evaluations} == {"eval"}
-            assert side.buffer.open_tickets() == set()
-
-    run_async(work())
+    async with working(side):
+        side.publish(0)
+        side.admission.admit(0)
+        side.admission.evaluate(0)
+        for group in await side.take(12):
+            group.validate()
+            ticket = group.ticket
+            assert (group.engine, group.weight_format) == (engine, "int8")
+            assert ticket.number in side.admission.outstanding
+            side.admission.done(group)
+            assert 0 < group.started_s <= group.finished_s <= time.time()
+            for t in group.trajectories:
+                ids = t.response_ids.numpy().tolist()
+                text = side.tokenizer.decode(ids)
+                expected = score(Problem(ticket.prompt, ticket.answer), text)
+                assert (t.reward, t.reward_parts["correct"]) == (
+                    expected.reward,
+                    expected.correct,
+                )
+                assert (t.finish_reason == "stop") == (ids[-1] == side.tokenizer.eos_id)
+                assert t.loss_mask.numpy().all()
+                assert side.history.lag(t.spans[0], 0) == 0
+        assert not side.admission.outstanding
+        evaluations = []
+        await until(lambda: evaluations.extend(side.buffer.take_eval()) or len(evaluations) == 20)
+        assert {g.ticket.purpose for g in evaluations} == {"eval"}
+        assert side.buffer.open_tickets() == set()
 
 
-def test_an_evaluation_leaves_room_for_training(
+async def test_an_evaluation_leaves_room_for_training(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
     side = learner(make_run("learner.group_size=3"))
 
-    async def work() -> None:
-        async with working(side, limit=WorkerCapacity(responses=12, slots=12, group_size=3)):
-            side.admission.evaluate(1)  # more tickets than fit; they wait for version 1
-            side.publish(0)
-            side.admission.admit(0)
-            assert len(await side.take(12)) == 12
-
-    run_async(work())
+    async with working(side, limit=WorkerCapacity(responses=12, slots=12, group_size=3)):
+        side.admission.evaluate(1)  # more tickets than fit; they wait for version 1
+        side.publish(0)
+        side.admission.admit(0)
+        assert len(await side.take(12)) == 12
 
 
 @pytest.mark.vllm
@@ -263,7 +250,7 @@ def test_killed_vllm_comes_back_and_no_ticket_is_lost(
     asyncio.run(asyncio.wait_for(work(), 800))
 
 
-def test_new_weights_are_stamped_on_the_tokens_that_they_draw(
+async def test_new_weights_are_stamped_on_the_tokens_that_they_draw(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
     settings = [SCRIPTED, LONG, "rollout.sampling.max_tokens=200"]
@@ -272,80 +259,67 @@ def test_new_weights_are_stamped_on_the_tokens_that_they_draw(
     talker = scripted_engine(
         ScriptedEngine(tokens_per_s=100), answer=lambda _: [3] * 200, certainty=lambda _: 1.0
     )
-
-    async def work() -> None:
-        async with working(side, talker) as engine:
-            side.publish(0)
-            side.admission.admit(0)
-            await until(lambda: engine.tokens_drawn > 8)
-            side.change()
-            side.publish(1)
-            groups = await side.take(2)
-            for t in [t for group in groups for t in group.trajectories]:
-                assert [span.version for span in t.spans] == [0, 1]
-                assert sum(span.tokens for span in t.spans) == t.num_tokens == 200
-                assert [side.history.lag(span, 1) for span in t.spans] == [1, 0]
-                assert {s.digest for s in t.spans} == set(side.history.digests.values())
-
-    run_async(work())
+    async with working(side, talker) as engine:
+        side.publish(0)
+        side.admission.admit(0)
+        await until(lambda: engine.tokens_drawn > 8)
+        side.change()
+        side.publish(1)
+        groups = await side.take(2)
+        for t in [t for group in groups for t in group.trajectories]:
+            assert [span.version for span in t.spans] == [0, 1]
+            assert sum(span.tokens for span in t.spans) == t.num_tokens == 200
+            assert [side.history.lag(span, 1) for span in t.spans] == [1, 0]
+            assert {s.digest for s in t.spans} == set(side.history.digests.values())
 
 
-def test_a_ticket_waits_for_weights_as_new_as_itself(
+async def test_a_ticket_waits_for_weights_as_new_as_itself(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
     side = learner(make_run(SCRIPTED))
-
-    async def work() -> None:
-        async with working(side) as engine:
-            side.publish(0)
-            await until(lambda: engine.version == 0)
-            side.admission.issue([0, 1], version=2)
-            side.admission.issue([2], version=0)
-            assert [g.ticket.number for g in await side.take(1)] == [2]
-            side.publish(1)
-            await until(lambda: engine.version == 1)
-            await asyncio.sleep(0.2)
-            assert side.buffer.unread() == []
-            side.publish(3)
-            groups = await side.take(2)
-            assert {g.ticket.number for g in groups} == {0, 1}
-            spans = [s for g in groups for t in g.trajectories for s in t.spans]
-            assert {s.version for s in spans} == {3}
-
-    run_async(work())
+    async with working(side) as engine:
+        side.publish(0)
+        await until(lambda: engine.version == 0)
+        side.admission.issue([0, 1], version=2)
+        side.admission.issue([2], version=0)
+        assert [g.ticket.number for g in await side.take(1)] == [2]
+        side.publish(1)
+        await until(lambda: engine.version == 1)
+        await asyncio.sleep(0.2)
+        assert side.buffer.unread() == []
+        side.publish(3)
+        groups = await side.take(2)
+        assert {g.ticket.number for g in groups} == {0, 1}
+        spans = [s for g in groups for t in g.trajectories for s in t.spans]
+        assert {s.version for s in spans} == {3}
 
 
-def test_a_worker_without_weights_leaves_tickets_to_others(
+async def test_a_worker_without_weights_leaves_tickets_to_others(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
     """Behind a relay that had none it kept all of them, renewed, and the run stood still."""
     side = learner(make_run(SCRIPTED))
-
-    async def work() -> None:
-        side.admission.admit(0)
-        async with working(side) as engine:
-            await until(lambda: side.buffer.workers())
-            other = WorkerBuffer(side.url, side.run.name, "other")
-            claims = await other.claim(100, block_s=0.0)
-            assert {c.ticket.number for c in claims} == side.admission.outstanding
-            await other.release(claims)
-            await other.close()
-            side.publish(0)
-            await side.take(len(claims))
-            assert engine.version == 0
-
-    run_async(work())
+    side.admission.admit(0)
+    async with working(side) as engine:
+        await until(lambda: side.buffer.workers())
+        other = WorkerBuffer(side.url, side.run.name, "other")
+        claims = await other.claim(100, block_s=0.0)
+        assert {c.ticket.number for c in claims} == side.admission.outstanding
+        await other.release(claims)
+        await other.close()
+        side.publish(0)
+        await side.take(len(claims))
+        assert engine.version == 0
 
 
-def test_workers_full_of_old_history_do_not_stop_the_learner(
+async def test_workers_full_of_old_history_do_not_stop_the_learner(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
     """The learner came back at version 2, and the groups that led it to version 9 before are of no use."""
     side = learner(make_run(SCRIPTED, "learner.groups=4", "learner.max_lag=1"))
     group_reader = build_group_reader(side.run, side.buffer, side.admission, side.history)
     stop = threading.Event()
-
-    async def work() -> None:
+    try:
         side.admission.issue([0, 1, 2, 3], version=9)
         side.admission.issue([4, 5], version=2)
         async with working(side, limit=WorkerCapacity(responses=4, slots=4, group_size=2)):
@@ -354,59 +328,48 @@ def test_workers_full_of_old_history_do_not_stop_the_learner(
             assert taken
             assert {g.ticket.step for g in taken.groups} == {2}
             assert len({g.ticket.number for g in taken.groups}) == 4
-
-    try:
-        run_async(work())
     finally:
         stop.set()
 
 
-def test_it_is_full_before_the_learner_asks_again(
+async def test_it_is_full_before_the_learner_asks_again(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
     slow = [SCRIPTED, "rollout.engine.tokens_per_s=1", "learner.max_lag=0", "learner.groups=2"]
     side = learner(make_run(*slow))
-
-    async def work() -> None:
-        async with working(side) as engine:
-            side.publish(0)
-            side.admission.admit(0)
-            await until(lambda: engine.active == 4)
-            status = []
-            await until(lambda: status.extend(side.buffer.workers()) or status)
-            assert (status[0].worker, status[0].version, status[0].pid) == ("w", 0, os.getpid())
-
-    run_async(work())
+    async with working(side) as engine:
+        side.publish(0)
+        side.admission.admit(0)
+        await until(lambda: engine.active == 4)
+        status = []
+        await until(lambda: status.extend(side.buffer.workers()) or status)
+        assert (status[0].worker, status[0].version, status[0].pid) == ("w", 0, os.getpid())
 
 
-def test_tickets_that_another_worker_took_over_are_abandoned(
+async def test_tickets_that_another_worker_took_over_are_abandoned(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], make_group: Callable[..., Group]
 ):
     slow = [SCRIPTED, "rollout.engine.tokens_per_s=1", "learner.max_lag=0", "learner.groups=2"]
     side = learner(make_run(*slow))
-
-    async def work() -> None:
-        async with working(side) as engine:
-            side.publish(0)
-            side.admission.admit(0)
-            await until(lambda: engine.active == 4)
-            thief = WorkerBuffer(side.url, side.run.name, "thief", claim_timeout_s=0.001)
-            await asyncio.sleep(0.01)
-            claims = await thief.claim(10, block_s=0.0)
-            assert {claim.ticket.number for claim in claims} == {0, 1}
-            await until(lambda: engine.active == 0)
-            for claim in claims:
-                assert await thief.commit(claim, make_group(claim.ticket, worker="thief"))
-            await thief.close()
-            assert {g.worker for g in await side.take(2)} == {"thief"}
-            # It is free for other work.
-            side.admission.issue([7], version=0)
-            await until(lambda: engine.active == 2)
-
-    run_async(work())
+    async with working(side) as engine:
+        side.publish(0)
+        side.admission.admit(0)
+        await until(lambda: engine.active == 4)
+        thief = WorkerBuffer(side.url, side.run.name, "thief", claim_timeout_s=0.001)
+        await asyncio.sleep(0.01)
+        claims = await thief.claim(10, block_s=0.0)
+        assert {claim.ticket.number for claim in claims} == {0, 1}
+        await until(lambda: engine.active == 0)
+        for claim in claims:
+            assert await thief.commit(claim, make_group(claim.ticket, worker="thief"))
+        await thief.close()
+        assert {g.worker for g in await side.take(2)} == {"thief"}
+        # It is free for other work.
+        side.admission.issue([7], version=0)
+        await until(lambda: engine.active == 2)
 
 
-def test_a_renewal_takes_no_commit_under_way_for_a_lost_ticket(
+async def test_a_renewal_takes_no_commit_under_way_for_a_lost_ticket(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], monkeypatch: pytest.MonkeyPatch
 ):
     commit = WorkerBuffer.commit
@@ -419,37 +382,29 @@ def test_a_renewal_takes_no_commit_under_way_for_a_lost_ticket(
     monkeypatch.setattr(WorkerBuffer, "commit", answered_late)
     monkeypatch.setattr("rollout.worker.HEARTBEAT_S", 0.01)
     side = learner(make_run(SCRIPTED, "learner.max_lag=2", "learner.groups=4"))
-
-    async def work() -> None:
-        async with working(side):
-            side.publish(0)
-            side.admission.admit(0)
-            await side.take(12)
-            await until(lambda: [s.groups for s in side.buffer.workers()] == [12])
-
-    run_async(work())
+    async with working(side):
+        side.publish(0)
+        side.admission.admit(0)
+        await side.take(12)
+        await until(lambda: [s.groups for s in side.buffer.workers()] == [12])
 
 
-def test_a_worker_that_ends_hands_its_tickets_back(
+async def test_a_worker_that_ends_hands_its_tickets_back(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
     slow = [SCRIPTED, "rollout.engine.tokens_per_s=1", "learner.max_lag=0", "learner.groups=2"]
     side = learner(make_run(*slow))
-
-    async def work() -> None:
-        async with working(side) as engine:
-            side.publish(0)
-            side.admission.admit(0)
-            await until(lambda: engine.active == 4)
-        other = WorkerBuffer(side.url, side.run.name, "other", claim_timeout_s=3600)
-        assert {c.ticket.number for c in await other.claim(10, block_s=0.0)} == {0, 1}
-        await other.close()
-
-    run_async(work())
+    async with working(side) as engine:
+        side.publish(0)
+        side.admission.admit(0)
+        await until(lambda: engine.active == 4)
+    other = WorkerBuffer(side.url, side.run.name, "other", claim_timeout_s=3600)
+    assert {c.ticket.number for c in await other.claim(10, block_s=0.0)} == {0, 1}
+    await other.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_process_and_returns_its_tickets(
+async def test_a_signal_ends_the_process_and_returns_its_tickets(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], number: int
 ):
     slow = [SCRIPTED, "rollout.engine.tokens_per_s=1", "buffer.claim_timeout_s=3600"]
@@ -458,8 +413,7 @@ def test_a_signal_ends_the_process_and_returns_its_tickets(
     side.admission.admit(0)
     command = [sys.executable, "-m", "rollout", "--redis", side.url, "--run", side.run.name]
     process = subprocess.Popen([*command, "--id", "mortal"], stderr=subprocess.PIPE, text=True)
-
-    async def work() -> None:
+    try:
         active = []
         await until(lambda: active.extend(w.active for w in side.buffer.workers()) or any(active))
         process.send_signal(number)
@@ -469,9 +423,6 @@ def test_a_signal_ends_the_process_and_returns_its_tickets(
         other = WorkerBuffer(side.url, side.run.name, "other", claim_timeout_s=3600)
         assert {c.ticket.number for c in await other.claim(100, block_s=0.0)} == set(range(12))
         await other.close()
-
-    try:
-        run_async(work())
     finally:
         process.kill()
         process.wait()
@@ -495,7 +446,7 @@ async def uninterrupted(side: LearnerSide, ticket: Ticket, engine: Engine) -> li
         await engine.close()
 
 
-def test_the_next_worker_goes_on_from_the_drawn_tokens(
+async def test_the_next_worker_goes_on_from_the_drawn_tokens(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
     settings = ["rollout.format=bf16", "rollout.sampling.max_tokens=200", LONG]
@@ -504,130 +455,115 @@ def test_the_next_worker_goes_on_from_the_drawn_tokens(
     assert isinstance(config, TorchEngine)
     slow = TorchStepper(config)
     slow.tokens_per_s = 400
-
-    async def work() -> None:
-        async with working(side, AsyncEngine(slow)) as engine:
-            side.publish(0)
-            side.admission.admit(0)
-            await until(lambda: engine.tokens_drawn > 100)
-        done = side.buffer.take(4, 0.0)
-        other = WorkerBuffer(side.url, side.run.name, "other", claim_timeout_s=3600)
-        claims = await other.claim(4, block_s=0.0)
-        assert len(claims) == 4 - len(done)
-        drawn = {c.ticket.number: c.partial.responses for c in claims if c.partial}
-        await other.release(claims)
-        await other.close()
-        async with working(side) as engine:
-            groups = await side.take(len(claims))
-            tokens = sum(t.num_tokens for g in groups for t in g.trajectories)
-            kept = sum(r.response_ids.shape[0] for half in drawn.values() for r in half)
-            assert kept > 0 and engine.tokens_drawn == tokens - kept
-        for group in groups:
-            engine = build_engine(config)
-            want = await uninterrupted(side, group.ticket, engine)
-            for t, completion in zip(group.trajectories, want, strict=True):
-                assert t.response_ids.numpy().tolist() == completion.response_ids.tolist()
-                assert t.finish_reason == completion.finish_reason
-                assert [s.version for s in t.spans] == [0]
-                found = t.behavior_logprobs.numpy()
-                np.testing.assert_allclose(found, completion.logprobs, atol=1e-4)
-                if group.ticket.number in drawn:
-                    before = drawn[group.ticket.number][t.index].behavior_logprobs.numpy()
-                    assert found[: len(before)].tolist() == before.tolist()
-
-    run_async(work())
+    async with working(side, AsyncEngine(slow)) as engine:
+        side.publish(0)
+        side.admission.admit(0)
+        await until(lambda: engine.tokens_drawn > 100)
+    done = side.buffer.take(4, 0.0)
+    other = WorkerBuffer(side.url, side.run.name, "other", claim_timeout_s=3600)
+    claims = await other.claim(4, block_s=0.0)
+    assert len(claims) == 4 - len(done)
+    drawn = {c.ticket.number: c.partial.responses for c in claims if c.partial}
+    await other.release(claims)
+    await other.close()
+    async with working(side) as engine:
+        groups = await side.take(len(claims))
+        tokens = sum(t.num_tokens for g in groups for t in g.trajectories)
+        kept = sum(r.response_ids.shape[0] for half in drawn.values() for r in half)
+        assert kept > 0 and engine.tokens_drawn == tokens - kept
+    for group in groups:
+        engine = build_engine(config)
+        want = await uninterrupted(side, group.ticket, engine)
+        for t, completion in zip(group.trajectories, want, strict=True):
+            assert t.response_ids.numpy().tolist() == completion.response_ids.tolist()
+            assert t.finish_reason == completion.finish_reason
+            assert [s.version for s in t.spans] == [0]
+            found = t.behavior_logprobs.numpy()
+            np.testing.assert_allclose(found, completion.logprobs, atol=1e-4)
+            if group.ticket.number in drawn:
+                before = drawn[group.ticket.number][t.index].behavior_logprobs.numpy()
+                assert found[: len(before)].tolist() == before.tolist()
 
 
 @pytest.mark.parametrize("max_lag, versions", [(1, [0, 1]), (0, [1])])
-def test_too_old_tokens_are_drawn_again_others_keep_versions(
+async def test_too_old_tokens_are_drawn_again_others_keep_versions(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], max_lag: int, versions: list[int]
 ):
     # Half a minute a response: none is whole before its worker goes.
     slow = [SCRIPTED, "rollout.engine.tokens_per_s=30", "rollout.sampling.max_tokens=900"]
     sizes = [*ONE, *slow, "model.max_positions=1024"]
     side = learner(make_run(*sizes, f"learner.max_lag={max_lag}"))
+    side.publish(0)
+    side.admission.admit(0)
+    fast = ScriptedEngine(tokens_per_s=1e6)
 
-    async def work() -> None:
-        side.publish(0)
-        side.admission.admit(0)
-        fast = ScriptedEngine(tokens_per_s=1e6)
+    def silent(prompt: Any) -> list[int]:
+        return [5] * 1000
 
-        def silent(prompt: Any) -> list[int]:
-            return [5] * 1000
-
-        async with working(side, scripted_engine(side.run.rollout.engine, silent)) as engine:  # type: ignore[arg-type]
-            await until(lambda: engine.tokens_drawn > 8)
-        side.publish(1)
-        async with working(side, scripted_engine(fast, silent)):
-            (group,) = await side.take(1)
-        found = {tuple(s.version for s in t.spans) for t in group.trajectories}
-        assert tuple(versions) in found
-        assert all(set(spans) <= set(versions) for spans in found)
-
-    run_async(work())
+    async with working(side, scripted_engine(side.run.rollout.engine, silent)) as engine:  # type: ignore[arg-type]
+        await until(lambda: engine.tokens_drawn > 8)
+    side.publish(1)
+    async with working(side, scripted_engine(fast, silent)):
+        (group,) = await side.take(1)
+    found = {tuple(s.version for s in t.spans) for t in group.trajectories}
+    assert tuple(versions) in found
+    assert all(set(spans) <= set(versions) for spans in found)
 
 
-def test_a_response_that_takes_too_long_is_cut_kept_and_counted(
+async def test_a_response_that_takes_too_long_is_cut_kept_and_counted(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
     slow = [SCRIPTED, "rollout.engine.tokens_per_s=50", "rollout.sampling.max_tokens=100"]
     side = learner(make_run(*slow, "rollout.request_timeout_s=0.2", *ONE))
 
-    async def work() -> None:
-        def silent(prompt: Any) -> list[int]:
-            return [5] * 1000
+    def silent(prompt: Any) -> list[int]:
+        return [5] * 1000
 
-        async with working(side, scripted_engine(side.run.rollout.engine, silent)):  # type: ignore[arg-type]
-            side.publish(0)
-            side.admission.admit(0)
-            (group,) = await side.take(1)
-            late = [t for t in group.trajectories if t.finish_reason == "timeout"]
-            assert late and all(1 <= t.num_tokens < 100 for t in late)
-            await until(lambda: any(w.timeouts >= len(late) for w in side.buffer.workers()))
-
-    run_async(work())
+    async with working(side, scripted_engine(side.run.rollout.engine, silent)):  # type: ignore[arg-type]
+        side.publish(0)
+        side.admission.admit(0)
+        (group,) = await side.take(1)
+        late = [t for t in group.trajectories if t.finish_reason == "timeout"]
+        assert late and all(1 <= t.num_tokens < 100 for t in late)
+        await until(lambda: any(w.timeouts >= len(late) for w in side.buffer.workers()))
 
 
-def test_a_groups_last_straggler_leaves_room_for_new_groups(
+async def test_a_groups_last_straggler_leaves_room_for_new_groups(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
     """Room for 8 responses, groups of 4: two groups at once while all are open, five where each has but one
     response to come."""
     side = learner(make_run(SCRIPTED, "learner.group_size=4", "learner.groups=8"))
+    begun: list[int] = []
+    tail, last = asyncio.Event(), asyncio.Event()
 
-    async def work() -> None:
-        begun: list[int] = []
-        tail, last = asyncio.Event(), asyncio.Event()
+    async def straggling(ticket: Ticket, responses: list[Response]) -> None:
+        begun.append(ticket.number)
+        want = await uninterrupted(side, ticket, build_engine(ScriptedEngine()))
+        for response, completion in zip(responses, want, strict=True):
+            response.add_drawn(completion)
+        await tail.wait()
+        for response in responses[:3]:
+            response.ended = True
+        await last.wait()
+        responses[3].ended = True
 
-        async def straggling(ticket: Ticket, responses: list[Response]) -> None:
-            begun.append(ticket.number)
-            want = await uninterrupted(side, ticket, build_engine(ScriptedEngine()))
-            for response, completion in zip(responses, want, strict=True):
-                response.add_drawn(completion)
-            await tail.wait()
-            for response in responses[:3]:
-                response.ended = True
-            await last.wait()
-            responses[3].ended = True
-
-        async with working(side, environment=straggling, limit=WorkerCapacity(8, 8, 4)):
-            side.publish(0)
-            side.admission.admit(0)
-            await until(lambda: len(begun) == 2)
-            await asyncio.sleep(0.3)
-            assert len(begun) == 2
-            tail.set()
-            await until(lambda: len(begun) == 5)
-            await asyncio.sleep(0.3)
-            assert len(begun) == 5
-            last.set()
-            assert len(await side.take(8)) == 8
-
-    run_async(work())
+    async with working(side, environment=straggling, limit=WorkerCapacity(8, 8, 4)):
+        side.publish(0)
+        side.admission.admit(0)
+        await until(lambda: len(begun) == 2)
+        await asyncio.sleep(0.3)
+        assert len(begun) == 2
+        tail.set()
+        await until(lambda: len(begun) == 5)
+        await asyncio.sleep(0.3)
+        assert len(begun) == 5
+        last.set()
+        assert len(await side.take(8)) == 8
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
-def test_sigterm_hands_on_tokens_and_sigkill_tickets_alone(
+async def test_sigterm_hands_on_tokens_and_sigkill_tickets_alone(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], signal_number: int
 ):
     slow = [SCRIPTED, "rollout.engine.tokens_per_s=60", "rollout.sampling.max_tokens=40", LONG]
@@ -636,8 +572,7 @@ def test_sigterm_hands_on_tokens_and_sigkill_tickets_alone(
     side.admission.admit(0)
     command = [sys.executable, "-m", "rollout", "--redis", side.url, "--run", side.run.name]
     process = subprocess.Popen([*command, "--id", "mortal"], stderr=subprocess.DEVNULL)
-
-    async def work() -> None:
+    try:
         tokens: list[int] = []
         await until(lambda: tokens.extend(w.tokens for w in side.buffer.workers()) or any(tokens))
         process.send_signal(signal_number)
@@ -654,9 +589,6 @@ def test_sigterm_hands_on_tokens_and_sigkill_tickets_alone(
             want = await uninterrupted(side, group.ticket, engine)
             for trajectory, completion in zip(group.trajectories, want, strict=True):
                 assert trajectory.response_ids.numpy().tolist() == completion.response_ids.tolist()
-
-    try:
-        run_async(work())
     finally:
         process.kill()
         process.wait()
@@ -673,7 +605,7 @@ def gaps(side: LearnerSide, groups: list[Group]) -> np.ndarray:
 
 @pytest.mark.parametrize("format", ["bf16", "int8"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_the_learner_recomputes_the_engines_log_probs(
+async def test_the_learner_recomputes_the_engines_log_probs(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], format: str, temperature: float
 ):
     settings = [f"rollout.format={format}", f"rollout.sampling.temperature={temperature}"]
@@ -682,44 +614,36 @@ def test_the_learner_recomputes_the_engines_log_probs(
         for name, p in side.model.named_parameters():
             if is_quantized(name):  # so that rounding to bf16 changes nothing
                 p.copy_(p.bfloat16())
-
-    async def work() -> None:
-        async with working(side):
-            side.publish(0)
-            side.admission.admit(0)
-            found = gaps(side, await side.take(48))
-            assert found.size > 200
-            if format == "bf16":
-                assert found.max() < 1e-4
-            else:
-                assert 1e-4 < found.mean() < 0.05
-                assert found.max() < 0.5
-
-    run_async(work())
+    async with working(side):
+        side.publish(0)
+        side.admission.admit(0)
+        found = gaps(side, await side.take(48))
+        assert found.size > 200
+        if format == "bf16":
+            assert found.max() < 1e-4
+        else:
+            assert 1e-4 < found.mean() < 0.05
+            assert found.max() < 0.5
 
 
-def test_recorded_log_probs_are_of_the_temperature_that_drew(
+async def test_recorded_log_probs_are_of_the_temperature_that_drew(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], make_ticket: Callable[..., Ticket]
 ):
     side = learner(make_run("rollout.format=bf16", "rollout.sampling.temperature=0.5"))
-
-    async def work() -> None:
-        async with working(side):
-            side.publish(0)
-            side.admission.admit(0)
-            groups = await side.take(12)
-            batch = pack_samples(
-                samples_of(groups, side.run.learner.advantage, side.history, version=0)
-            )
-            with torch.no_grad():
-                at_one, _ = token_logprobs(side.model, batch, 1.0)
-            # Recomputed at another temperature they differ by far more than any rounding.
-            assert (at_one - batch.behavior_logprobs).abs().max() > 0.05
-
-    run_async(work())
+    async with working(side):
+        side.publish(0)
+        side.admission.admit(0)
+        groups = await side.take(12)
+        batch = pack_samples(
+            samples_of(groups, side.run.learner.advantage, side.history, version=0)
+        )
+        with torch.no_grad():
+            at_one, _ = token_logprobs(side.model, batch, 1.0)
+        # Recomputed at another temperature they differ by far more than any rounding.
+        assert (at_one - batch.behavior_logprobs).abs().max() > 0.05
 
 
-def test_a_cancellation_beside_a_redis_answer_is_not_lost():
+async def test_a_cancellation_beside_a_redis_answer_is_not_lost():
     async def answer() -> str:
         """As asyncio.wait_for before Python 3.12, where both come in one turn of the loop."""
         try:
@@ -727,13 +651,6 @@ def test_a_cancellation_beside_a_redis_answer_is_not_lost():
         except asyncio.CancelledError:
             return "answer"
         return "late"
-
-    async def work() -> None:
-        task = asyncio.create_task(insist_async(Patience("redis://", 1.0), answer))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
 
     async def clean_up() -> str:
         """Calls go on working while a cancellation is being dealt with."""
@@ -749,11 +666,15 @@ def test_a_cancellation_beside_a_redis_answer_is_not_lost():
     async def answered() -> str:
         return "answer"
 
-    run_async(work())
-    assert asyncio.run(clean_up()) == "answer"
+    task = asyncio.create_task(insist_async(Patience("redis://", 1.0), answer))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.create_task(clean_up()) == "answer"
 
 
-def test_a_reward_that_hangs_costs_its_response_and_nothing_else(
+async def test_a_reward_that_hangs_costs_its_response_and_nothing_else(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], tmp_path: Path
 ):
     """Ticket 5's reward hangs, ticket 6's raises: all twelve groups arrive, from a worker that lives on."""
@@ -768,23 +689,19 @@ def test_a_reward_that_hangs_costs_its_response_and_nothing_else(
     prompts = [problem_at(task, n, run.seed).prompt for n in range(12)]
     file.write_text(f"HANGS, RAISES = {prompts[5]!r}, {prompts[6]!r}\n" + file.read_text())
     side = learner(run)
-
-    async def work() -> None:
-        async with working(side):
-            side.publish(0)
-            side.admission.admit(0)
-            for group in await side.take(12):
-                hangs = group.ticket.prompt == prompts[5]
-                fails = hangs or group.ticket.prompt == prompts[6]
-                for t in group.trajectories:
-                    assert t.reward == (0.0 if fails else 1.0)
-                    assert t.valid == (not fails)
-                    assert t.failure == ("timeout" if hangs else "exception" if fails else None)
-
-    run_async(work())
+    async with working(side):
+        side.publish(0)
+        side.admission.admit(0)
+        for group in await side.take(12):
+            hangs = group.ticket.prompt == prompts[5]
+            fails = hangs or group.ticket.prompt == prompts[6]
+            for t in group.trajectories:
+                assert t.reward == (0.0 if fails else 1.0)
+                assert t.valid == (not fails)
+                assert t.failure == ("timeout" if hangs else "exception" if fails else None)
 
 
-def test_a_ticket_that_cannot_become_a_group_costs_itself_alone(
+async def test_a_ticket_that_cannot_become_a_group_costs_itself_alone(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
     """A prompt too long for the model, or a reward that no group may have, once ended every worker in turn."""
@@ -792,21 +709,17 @@ def test_a_ticket_that_cannot_become_a_group_costs_itself_alone(
     long = side.admission._ticket(0, 0)
     ids = Array.of(np.ones(300, np.int32))
     side.buffer.admit([msgspec.structs.replace(long, prompt_ids=ids)], 1)
-
-    async def work() -> None:
-        async with working(side):
-            side.publish(0)
-            side.admission.cursor = 1
-            side.admission.admit(0)
-            (group,) = await side.take(1)
-            assert group.ticket.number > 0
-            await until(lambda: side.buffer.set_aside() == 1)
-            assert 0 not in side.buffer.open_tickets()
-
-    run_async(work())
+    async with working(side):
+        side.publish(0)
+        side.admission.cursor = 1
+        side.admission.admit(0)
+        (group,) = await side.take(1)
+        assert group.ticket.number > 0
+        await until(lambda: side.buffer.set_aside() == 1)
+        assert 0 not in side.buffer.open_tickets()
 
 
-def test_a_group_refused_at_its_commit_costs_itself_alone(
+async def test_a_group_refused_at_its_commit_costs_itself_alone(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
     side = learner(make_run(SCRIPTED, *ONE))
@@ -820,12 +733,9 @@ def test_a_group_refused_at_its_commit_costs_itself_alone(
                 response.ended = True
                 response.score = Score(1e16 if ticket.number == 0 else 1.0, True)
 
-    async def work() -> None:
-        async with working(side, environment=Rewarded()):
-            side.publish(0)
-            side.admission.admit(0)
-            (group,) = await side.take(1)
-            assert group.ticket.number > 0
-            await until(lambda: side.buffer.set_aside() == 1)
-
-    run_async(work())
+    async with working(side, environment=Rewarded()):
+        side.publish(0)
+        side.admission.admit(0)
+        (group,) = await side.take(1)
+        assert group.ticket.number > 0
+        await until(lambda: side.buffer.set_aside() == 1)

@@ -76,17 +76,13 @@ def test_wait_returns_the_version_to_an_event_loop(sync: WeightSync) -> None:
     assert_same(asyncio.run(publish_while_waiting()), sync.version(7))
 
 
-def test_wait_raises_when_the_subscriber_is_closed(sync: WeightSync) -> None:
+async def test_wait_raises_when_the_subscriber_is_closed(sync: WeightSync) -> None:
     subscriber = sync.follow()
-
-    async def close_while_waiting() -> None:
-        waiting = asyncio.create_task(subscriber.wait())
-        await asyncio.sleep(0.01)
-        subscriber.close()
-        with pytest.raises(WeightVersionError, match="stopped"):
-            await waiting
-
-    asyncio.run(close_while_waiting())
+    waiting = asyncio.create_task(subscriber.wait())
+    await asyncio.sleep(0.01)
+    subscriber.close()
+    with pytest.raises(WeightVersionError, match="stopped"):
+        await waiting
 
 
 def test_the_same_bytes_under_a_new_number_are_not_fetched_again(sync: WeightSync) -> None:
