@@ -62,12 +62,14 @@ settings.load_profile("same")
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
-    """Stretches a test's time limit by how many jobs share each processor."""
+    """Stretches a test's time limit by how many jobs share each processor: those of pytest, or as many as the
+    load of the last minute tells of."""
     if item.config.getoption("timeout") is None:
         named = item.get_closest_marker("timeout")
-        limit = named.args[0] if named else float(item.config.getini("timeout"))
-        jobs = os.getloadavg()[0] / (os.cpu_count() or 1)
-        limit *= max(1.0, jobs)
+        slow = item.get_closest_marker("slow")
+        limit = named.args[0] if named else float(30 if slow else item.config.getini("timeout"))
+        jobs = max(os.getloadavg()[0], int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+        limit *= max(1.0, jobs / (os.cpu_count() or 1))
         commands.limit.at_s = time.monotonic() + 0.9 * limit
         item.add_marker(pytest.mark.timeout(limit), append=False)
     return (yield)

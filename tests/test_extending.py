@@ -252,6 +252,7 @@ def test_page_lists_the_edits_that_are_made(kind):
     assert listed(kind) == [*EDITS[kind]]
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", EDITS)
 def test_listed_edits_are_enough(kind, seen):
     assert seen[kind] == SEEN[kind]

@@ -32,6 +32,7 @@ pytest.skip("Triton is not installed: make test-formats", allow_module_level=Tru
 """
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("options", [[], ["-n", "2"]], ids=["alone", "two"])
 def test_what_did_not_run_is_counted_with_its_command(tmp_path: Path, options: list[str]):
     if options:

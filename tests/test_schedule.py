@@ -22,6 +22,7 @@ def test_some(made, i):
 """
 
 
+@pytest.mark.timeout(60)
 def test_a_fixture_of_a_file_is_made_in_one_process(tmp_path: Path):
     pytest.importorskip("xdist", reason="pytest-xdist is not installed: pip install --group dev")
     shutil.copy(schedule.__file__, tmp_path / "conftest.py")

@@ -115,6 +115,7 @@ def assert_same_metrics(left, right):
     assert left == pytest.approx(right, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.timeout(60)
 @given(batches(), objectives, aggregations, st.data())
 @settings(max_examples=150, deadline=None)
 def test_order_and_cut_of_micro_batches_change_nothing(inputs, objective, aggregation, data):
@@ -129,6 +130,7 @@ def test_order_and_cut_of_micro_batches_change_nothing(inputs, objective, aggreg
     assert_same_metrics(cut_metrics, metrics)
 
 
+@pytest.mark.timeout(60)
 @given(batches(), objectives, aggregations, st.integers(1, 3), st.data())
 @settings(max_examples=100, deadline=None)
 def test_a_cut_over_data_parallel_ranks_changes_nothing(

@@ -73,6 +73,7 @@ def test_the_same_seed_is_the_same_history():
     assert simulated(SMALL, costs, steps=3) == simulated(SMALL, costs, steps=3)
 
 
+@pytest.mark.timeout(60)
 def test_costs_of_a_real_redis_are_positive_and_grow_with_size():
     found = measure()
     assert 1e-11 < found.byte_s < 1e-6

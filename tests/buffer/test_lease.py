@@ -157,6 +157,7 @@ def test_a_stop_ends_the_wait_for_the_end_of_a_lease(
     other.close()
 
 
+@pytest.mark.timeout(60)
 def test_a_learner_that_only_waits_learns_that_it_was_followed(
     make: MakeLearner, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ):

@@ -30,6 +30,7 @@ DECODERS: list[Callable[[bytes], object]] = [
 ]
 
 
+@pytest.mark.timeout(60)
 def test_every_decoder_takes_or_refuses_mutated_inputs(tmp_path: Path):
     for target in targets(tmp_path):
         if not target.apart:

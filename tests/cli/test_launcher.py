@@ -375,6 +375,7 @@ def test_no_child_survives_kill_9_of_the_launcher(launched):
     launched.assert_nothing_left()
 
 
+@pytest.mark.timeout(60)
 def test_directory_in_use_is_refused_and_an_earlier_run_moved(launched):
     first = launched.start("serve", "serve")
     launched.wait_for("learner starts")
@@ -400,6 +401,7 @@ def test_silent_redis_url_is_one_line_without_its_password(launched):
     launched.assert_nothing_left()
 
 
+@pytest.mark.timeout(60)
 def test_a_resumed_run_has_the_endpoints_that_it_had_before(launched):
     launched.start("finish", "serve").communicate(timeout=120)
     (launched.root / "runs" / "demo" / "checkpoints" / "step-1").mkdir(parents=True)

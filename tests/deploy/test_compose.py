@@ -16,6 +16,7 @@ from helpers.paths import DOCKER, ROOT
 from areal_q.config import Gsm8k, PretrainedModel, load
 from areal_q.errors import ConfigError
 
+pytestmark = pytest.mark.timeout(60)  # compose itself takes a second and more
 COMPOSE = DOCKER / "compose.yaml"
 GPU, HEAD, WORKERS, ACL = (
     DOCKER / f"compose.{name}.yaml" for name in ("gpu", "head", "workers", "acl")

@@ -121,6 +121,7 @@ def faults_of_foreign(objects: Objects) -> str:
     return done.stdout
 
 
+@pytest.mark.timeout(60)
 def test_kinds_of_keda_and_the_operator_fit_their_definitions(built: Built):
     objects = [
         x for x in built(EVERYTHING[0], *EVERYTHING[1]) if x["apiVersion"].startswith(FOREIGN)
@@ -248,6 +249,7 @@ def test_each_service_has_its_own_user_of_redis(built: Built):
     assert users["data"]["users.acl"] == acl
 
 
+@pytest.mark.timeout(60)
 def test_redis_knows_its_users_and_nobody_else(
     built: Built, binary_of: Callable[[str], str], tmp_path: Path, stack: ExitStack
 ):

@@ -113,6 +113,7 @@ def test_promtool_accepts_the_configuration(tmp_path: Path):
     promtool("check", "config", "prometheus.yml", directory=tmp_path)
 
 
+@pytest.mark.timeout(60)
 def test_alerts_fire_when_due_and_at_no_other_time():
     promtool("test", "rules", "alerts_test.yml", directory=PROMETHEUS)
 

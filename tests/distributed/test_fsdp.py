@@ -128,6 +128,7 @@ def with_routes(samples: list[Sample], layers: int = 2, experts: int = 5) -> lis
     return [sample if sample.ticket == 0 else routed(sample) for sample in samples]
 
 
+@pytest.mark.timeout(120)
 def test_two_ranks_learn_experts_and_replay_routes_as_one_does(
     make_run: MakeRun, make_samples: MakeSamples, on_ranks: OnRanks, tmp_path: Path
 ):

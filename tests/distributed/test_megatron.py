@@ -30,6 +30,7 @@ needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,
     reason="megatron is not installed: make test-megatron",
 )
+pytestmark = pytest.mark.timeout(60)
 SHAPE = DecoderConfig(
     family="qwen3", vocab_size=257, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48,
     max_positions=64, norm_eps=1e-6,

@@ -113,6 +113,7 @@ def kept(run: Run) -> dict[str, Any]:
     return {name: getattr(cfg, name) for name in parts} | rollout
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("path", PAPERS, ids=lambda p: p.stem)
 def test_a_papers_settings_take_two_real_steps(
     path: Path, tiny: Path, tmp_path: Path, short_dir: Path, redis_url: str

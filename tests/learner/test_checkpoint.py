@@ -409,6 +409,7 @@ for background, new_step in itertools.product((False, True), (4, 5)):
 """
 
 
+@pytest.mark.timeout(60)
 def test_a_save_killed_at_any_moment_loses_no_checkpoint(tmp_path: Path):
     small = [
         "model.layers=1",

@@ -40,6 +40,7 @@ def serve(directory: Path, *settings: str) -> tuple[subprocess.Popen[bytes], str
     return server, f"unix://{directory / 's'}"
 
 
+@pytest.mark.timeout(60)
 async def test_a_redis_that_loads_is_said_once(short_dir: Path, caplog: pytest.LogCaptureFixture):
     """A restart of Redis once gave 181 lines in 0.4 s: one for each group that two workers had in flight."""
     caplog.set_level("INFO")
@@ -83,6 +84,7 @@ def test_an_outage_is_told_with_its_length(
     ]
 
 
+@pytest.mark.timeout(60)
 def test_a_learner_told_to_go_does_not_wait_for_redis():
     stop = threading.Event()
     learner = LearnerBuffer(NOBODY, "run", patience_s=1e6, stop=stop)
@@ -95,6 +97,7 @@ def test_a_learner_told_to_go_does_not_wait_for_redis():
     learner.close()
 
 
+@pytest.mark.timeout(60)
 async def test_a_worker_told_to_go_does_not_wait_for_redis(
     make_ticket: Callable[..., Ticket], caplog: pytest.LogCaptureFixture
 ):

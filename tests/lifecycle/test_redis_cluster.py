@@ -171,6 +171,7 @@ def assert_all_taken(learner: LearnerBuffer) -> None:
     learner.close()
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("number", range(SERVERS))
 def test_a_run_is_found_from_any_server(
     cluster: Cluster, make_ticket: Callable[..., Ticket], make_group, number: int
@@ -182,6 +183,7 @@ def test_a_run_is_found_from_any_server(
     assert cluster.clients[number].exists(Keys(run).groups)
 
 
+@pytest.mark.timeout(60)
 def test_a_killed_server_holds_up_only_its_own_runs(
     cluster: Cluster, make_ticket: Callable[..., Ticket], make_group
 ) -> None:

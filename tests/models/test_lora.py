@@ -221,6 +221,7 @@ def test_the_merged_export_is_the_policy(
 
 
 @pytest.mark.peers
+@pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own
 def test_peft_loads_the_adapter_onto_the_base(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path

@@ -35,7 +35,7 @@ with warnings.catch_warnings():
     from torchao.quantization.quant_primitives import _choose_scale_float8, _quantize_affine_float8
     from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(params=["normal", "heavy tails", "tiny", "large", "some zeros"])

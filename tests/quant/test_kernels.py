@@ -139,6 +139,7 @@ print(twice(1), sum(twice.stats.cache_hits.values()))
 """
 
 
+@pytest.mark.timeout(60)
 def test_a_kernel_is_compiled_again_when_one_it_calls_changes(tmp_path: Path):
     shutil.copy(jit.__file__, tmp_path)
     (tmp_path / "caller.py").write_text(CALLER)

@@ -82,6 +82,7 @@ def life(directory: Path, killed_at: int = -1) -> list[tuple[int, str]]:
     return [(int(version), digest) for version, digest in lines]
 
 
+@pytest.mark.timeout(60)
 def test_killed_learner_goes_on_to_publish_the_same_versions(
     make_run: MakeRun, make_samples: MakeSamples, tmp_path: Path
 ):

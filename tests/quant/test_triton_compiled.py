@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from areal_q.quant.kernels import gpu_triton
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]
 DISASSEMBLER = Path(str(triton.__file__)).parent / "backends/nvidia/bin/cuobjdump"
 ROWS = [896, 3584, 4864, 18944, 28672]
 """Inputs of the linears of Qwen2.5's 0.5B to 72B"""

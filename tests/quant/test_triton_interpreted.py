@@ -21,7 +21,7 @@ pytest.importorskip(
 )
 from areal_q.quant.kernels import gpu_triton
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, E4M3])

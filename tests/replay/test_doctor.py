@@ -253,6 +253,7 @@ def names(examined: Examined) -> set[str]:
     return {finding.name for finding in examined.findings}
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("cause", PLANTS)
 def test_planted_cause_is_named_with_a_number_and_a_remedy(tmp_path, healthy, cause):
     planted = World(tmp_path / "run", **PLANTS[cause]).play()
@@ -267,6 +268,7 @@ def test_nothing_is_found_in_a_healthy_run(healthy):
     assert healthy.exact
 
 
+@pytest.mark.timeout(60)
 def test_terms_add_up_to_the_gap_of_every_token(tmp_path):
     x = World(tmp_path / "run", lag=2, plant=with_logprobs(alternating(0.2))).play()
     assert x.tokens.known.all() and len(x.tokens) == STEPS * GROUPS * SIZE * TOKENS
@@ -284,6 +286,7 @@ def test_each_term_is_the_gap_of_its_own_link(healthy):
     assert rms["engine"] < 1e-5
 
 
+@pytest.mark.timeout(60)
 def test_the_planted_amount_comes_out_as_the_engines_term(tmp_path):
     x = World(tmp_path / "run", plant=with_logprobs(alternating(0.2))).play()
     i = TERMS.index("engine")

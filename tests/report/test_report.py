@@ -470,6 +470,7 @@ def test_the_report_of_a_read_only_run_asks_for_a_place(run_dir, tmp_path, monke
     assert (tmp_path / "r.html").is_file() and not (run_dir / "report.html").exists()
 
 
+@pytest.mark.timeout(60)
 def test_the_command_writes_file_and_csv_and_names_gaps(run_dir, tmp_path):
     def areal_q(*args):
         command = [sys.executable, "-m", "areal_q", "report", *map(str, args)]
@@ -490,6 +491,7 @@ def test_the_command_writes_file_and_csv_and_names_gaps(run_dir, tmp_path):
         assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.timeout(60)
 def test_several_runs_are_told_in_one_line_each(write_run, tmp_path):
     for name in "ab":
         write_run(tmp_path / name, 4)

@@ -95,6 +95,7 @@ def rows_of(path: Path) -> list[list[str]]:
     return [head, *sorted(rows, key=lambda row: row[: head.index("step") + 1])]
 
 
+@pytest.mark.timeout(60)
 def test_every_plot_is_drawn_and_its_csv_is_the_commands(show, write_run, tmp_path):
     directories = [write_run(tmp_path / "a", 6), write_run(tmp_path / "b", 4, "seed=1")]
     page = show(directories)
@@ -350,6 +351,7 @@ def write_large(
     log.close()
 
 
+@pytest.mark.timeout(60)
 def test_100_000_trajectories_open_in_budget_and_are_paged(
     show, write_run, make_group, make_ticket, tmp_path
 ):
@@ -372,6 +374,7 @@ def test_100_000_trajectories_open_in_budget_and_are_paged(
     assert page.locator("#groups [role=option]").count() <= 300
 
 
+@pytest.mark.timeout(60)
 def test_served_every_trajectory_is_there_and_a_live_run_grows(
     new_page, write_run, make_group, make_ticket, tmp_path
 ):
@@ -403,6 +406,7 @@ def test_served_every_trajectory_is_there_and_a_live_run_grows(
         server.server_close()
 
 
+@pytest.mark.timeout(60)
 def test_the_final_figures_of_served_runs_follow_them(new_page, write_run, tmp_path):
     directories = [write_run(tmp_path / "a", 4), write_run(tmp_path / "b", 4)]
     server = ReportServer(read_runs(directories))

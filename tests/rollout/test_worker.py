@@ -250,6 +250,7 @@ def test_killed_vllm_comes_back_and_no_ticket_is_lost(
     asyncio.run(asyncio.wait_for(work(), 800))
 
 
+@pytest.mark.timeout(60)
 async def test_new_weights_are_stamped_on_the_tokens_that_they_draw(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide]
 ):
@@ -346,6 +347,7 @@ async def test_it_is_full_before_the_learner_asks_again(
         assert (status[0].worker, status[0].version, status[0].pid) == ("w", 0, os.getpid())
 
 
+@pytest.mark.timeout(60)
 async def test_tickets_that_another_worker_took_over_are_abandoned(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], make_group: Callable[..., Group]
 ):
@@ -403,6 +405,7 @@ async def test_a_worker_that_ends_hands_its_tickets_back(
     await other.close()
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_ends_the_process_and_returns_its_tickets(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], number: int
@@ -562,6 +565,7 @@ async def test_a_groups_last_straggler_leaves_room_for_new_groups(
         assert len(await side.take(8)) == 8
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
 async def test_sigterm_hands_on_tokens_and_sigkill_tickets_alone(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], signal_number: int
@@ -674,6 +678,7 @@ async def test_a_cancellation_beside_a_redis_answer_is_not_lost():
     assert await asyncio.create_task(clean_up()) == "answer"
 
 
+@pytest.mark.timeout(60)
 async def test_a_reward_that_hangs_costs_its_response_and_nothing_else(
     make_run: MakeRun, learner: Callable[[Run], LearnerSide], tmp_path: Path
 ):

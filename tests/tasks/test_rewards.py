@@ -181,6 +181,7 @@ def test_infrastructure_cannot_be_declared_the_responses_fault():
         load(None, ['reward.zero_on=["unavailable"]'])
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("bad", ["hang", "sleep"])
 def test_a_reward_that_hangs_is_killed_and_stalls_nobody(tmp_path: Path, bad: str):
     run = settings(tmp_path, "reward.timeout_s=4", "reward.processes=2")
@@ -335,6 +336,7 @@ def mathematics(*more: str) -> Run:
     )
 
 
+@pytest.mark.timeout(60)
 def test_equal_mathematics_is_rewarded_and_what_hangs_is_not():
     cases = [
         (r"\frac{1}{2}", r"so \boxed{0.5}", True),

@@ -21,6 +21,7 @@ SETTINGS = {format: [f"rollout.format={format}"] for format in get_args(FormatNa
 }
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("what", SETTINGS)
 def test_what_is_published_arrives_bit_for_bit_and_by_deltas(
     sync: WeightSync, make_run: MakeRun, make_samples: MakeSamples, what: str

@@ -123,6 +123,7 @@ def test_new_versions_are_followed_live(run: Path, sync: WeightSync) -> None:
     process.wait(20)
 
 
+@pytest.mark.timeout(60)
 def test_nobody_there_is_said_after_a_while(short_dir: Path) -> None:
     with pytest.raises(WeightVersionError, match="no answer for 5 s"):
         command("--fetch", f"ipc://{short_dir}/nobody")

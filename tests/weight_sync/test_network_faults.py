@@ -134,6 +134,7 @@ def test_faulty_broadcasts_never_give_other_weights(
     assert faults.injected > 5
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("hold_deltas", [0, 16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_faulty_answers_never_give_other_weights(

@@ -182,6 +182,7 @@ def test_a_stopped_worker_holds_up_nobody_and_catches_up(
         worker.says(f"has {versions} ")
 
 
+@pytest.mark.timeout(60)
 def test_a_worker_that_is_given_up_while_it_is_busy_goes_on(
     sync: WeightSync, processes: Processes
 ) -> None:

@@ -78,6 +78,7 @@ def start(sync: WeightSync, listen: Endpoints) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.timeout(60)
 def test_a_relay_killed_and_started_again_is_followed(sync: WeightSync) -> None:
     listen = free_endpoints()
     subscriber = sync.follow(listen)
