@@ -234,15 +234,16 @@ return 1
 RENEW = """
 -- KEYS ticket stream; ARGV group, consumer, entry ids…
 -- Sets the idle time of those still this consumer's to 0; returns the others.
-local lost = {}
-for i = 3, #ARGV do
-  local id = ARGV[i]
-  if #redis.call('XPENDING', KEYS[1], ARGV[1], id, id, 1, ARGV[2]) == 0 then
-    lost[#lost + 1] = id
-  else
-    redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, id, 'JUSTID')
-  end
+local mine, kept, lost = {}, {}, {}
+for _, pending in ipairs(redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1000000, ARGV[2])) do
+  mine[pending[1]] = true
 end
+for i = 3, #ARGV do
+  local ids = mine[ARGV[i]] and kept or lost
+  ids[#ids + 1] = ARGV[i]
+end
+kept[#kept + 1] = 'JUSTID'
+if #kept > 1 then redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, unpack(kept)) end
 return lost
 """
 
