@@ -5,12 +5,14 @@ uses the machine as wall time does, and Redis runs commands on one thread: it is
 """
 
 import asyncio
-import os
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import redis
 
 from areal_q.config import Sampling
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, WorkerStatus, encode
@@ -35,6 +37,8 @@ class RedisCosts:
     """And for each of its bytes"""
     beat_s: float
     """A worker's heartbeat, and the renewal of BATCH claims"""
+    read_byte_s: float = 0.0
+    """The learner's own, for each byte that it reads, decodes and checks"""
 
     def of_group(self, nbytes: float) -> float:
         return self.group_s + self.byte_s * nbytes
@@ -46,7 +50,7 @@ def measure() -> RedisCosts:
         server = RedisServer.start(Path(directory), Path(directory, "s"))
         try:
             # Whatever else the machine does only adds.
-            (a, a_bytes), (b, b_bytes) = (
+            (a, _, a_bytes), (b, read_s, b_bytes) = (
                 min(_groups(server, n) for _ in range(ROUNDS)) for n in (small, large)
             )
             beat_s = asyncio.run(_beats(server))
@@ -54,7 +58,7 @@ def measure() -> RedisCosts:
             server.stop()
     byte_s = (b - a) / (b_bytes - a_bytes)
     # What is left for a group of no size may still be less than the noise.
-    return RedisCosts(max(0.0, a - byte_s * a_bytes), byte_s, beat_s)
+    return RedisCosts(max(0.0, a - byte_s * a_bytes), byte_s, beat_s, read_s / b_bytes)
 
 
 def group_bytes(tokens: int, group_size: int = GROUP_SIZE) -> int:
@@ -62,8 +66,8 @@ def group_bytes(tokens: int, group_size: int = GROUP_SIZE) -> int:
     return len(encode(_group(_ticket(0, group_size), tokens)))
 
 
-def _groups(server: RedisServer, tokens: int) -> tuple[float, int]:
-    """(processor seconds a group, bytes of its record)."""
+def _groups(server: RedisServer, tokens: int) -> tuple[float, float, int]:
+    """Returns the processor seconds of a group, those of the learner that reads it, and its bytes."""
     tickets = [_ticket(n, GROUP_SIZE) for n in range(GROUPS)]
     groups = [_group(ticket, tokens) for ticket in tickets]
     learner = LearnerBuffer(server.url, f"cost-{tokens}")
@@ -71,12 +75,14 @@ def _groups(server: RedisServer, tokens: int) -> tuple[float, int]:
     before = _cpu_s(server)
     learner.admit(tickets, cursor=GROUPS)
     asyncio.run(_commit_all(server, learner.keys.run, groups))
+    began = time.process_time()
     taken = learner.take(GROUPS, timeout_s=30.0)
+    read_s = time.process_time() - began
     learner.trim(learner.position)
     spent = _cpu_s(server) - before
     learner.close()
     assert len(taken) == GROUPS
-    return spent / GROUPS, len(encode(groups[0]))
+    return spent / GROUPS, read_s / GROUPS, len(encode(groups[0]))
 
 
 async def _commit_all(server: RedisServer, run: str, groups: list[Group]) -> None:
@@ -110,8 +116,9 @@ async def _beats(server: RedisServer) -> float:
 
 
 def _cpu_s(server: RedisServer) -> float:
-    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    with redis.Redis.from_url(server.url) as client:
+        found: Any = client.info("cpu")
+    return found["used_cpu_user"] + found["used_cpu_sys"]
 
 
 def _ticket(number: int, group_size: int) -> Ticket:
