@@ -121,14 +121,16 @@ class GroupStream:
 
     def drain(self) -> list[Group]:
         """Returns all groups after `position`, and deletes them."""
-        groups = []
+        groups, read = [], []
         for entry, fields in pages(self._connection, self._stream, self.position):
             group = self._decoded(entry, fields)
             if group:
                 groups.append(group)
             # With the position, this learner reads no group twice even if XDEL fails.
             self.position = entry.decode()
-            self._connection.change("REMOVE", [self._stream], [entry])
+            read.append(entry)
+        for first in range(0, len(read), READ_PAGE):
+            self._connection.change("REMOVE", [self._stream], read[first : first + READ_PAGE])
         return groups
 
     def unread(self) -> list[int]:
