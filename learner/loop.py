@@ -137,7 +137,7 @@ class Learner:
         if self.step == 0:
             if self.run.checkpoint.start:
                 self.save(0)
-            self.heldout.ask(0)
+            self.evaluate(0)
         while self.step < self.run.steps and not stop.is_set():
             step, began = self.step, time.monotonic()
             batch = self.group_reader.take(step, stop, self.make_room, self.wait_until_out)
@@ -157,7 +157,7 @@ class Learner:
             values |= self.fidelity.measure(batch.groups)
             self.report(step, values, batch.groups, began, waited)
             if step % self.run.eval.every == 0 and step < self.run.steps:
-                self.heldout.ask(step)
+                self.evaluate(step)
             if step % self.run.checkpoint.every == 0 and step < self.run.steps:
                 self.save(step)
             self.settle()
@@ -182,6 +182,12 @@ class Learner:
         """Writes a `waiting` record if the number of agents' episodes has changed while `step` waits."""
         if counts := self.episodes.changed(self.buffer.workers):
             self.metrics.write("waiting", step, counts)
+
+    def evaluate(self, version: int) -> None:
+        """Begins an evaluation beside the next step, whose tickets are admitted before: a worker that finds
+        none of them fills up with the evaluation's."""
+        self.admission.admit(version)
+        self.heldout.ask(version)
 
     def begin_version(self, version: int) -> None:
         """Begins to publish the present weights as `version`, on the publisher's thread."""

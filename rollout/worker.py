@@ -51,9 +51,9 @@ CAPACITY_POLL_S = 0.05
 """Seconds between two checks for capacity that ended responses of unfinished groups have freed"""
 
 
-EVALUATION_SHARE = 0.25
-"""Share of a worker's capacity that evaluation tickets may take while training tickets wait. With all of it a
-learner waits as long as the evaluation takes."""
+EVALUATION_SHARE = 0.125
+"""Share of a worker's capacity that evaluation tickets may take from training tickets that wait. With all of it
+a learner would wait as long as an evaluation takes; without any, an evaluation as long as there is training"""
 MOST_REFUSED = 100
 """Number of tickets in a row that go to the quarantine before the worker gives up"""
 
@@ -177,12 +177,11 @@ class Worker:
                 self._in_flight[loops.create_task(self._handle(work))] = work
 
     async def _claim_up_to(self, count: int) -> list[Claim]:
-        """Claims up to `count` tickets. Evaluation tickets come first, but not beyond their share."""
-        work = [w for w in self._in_flight.values() if w.claim.ticket.purpose == "eval"]
-        share = max(1, int(EVALUATION_SHARE * self._capacity.responses)) - sum(w.open for w in work)
-        if share <= 0:
+        """Claims up to `count` tickets: training tickets first while evaluation tickets are in flight."""
+        if any(work.claim.ticket.purpose == "eval" for work in self._in_flight.values()):
             return await self._buffer.claim(count, block_s=1.0, training_first=True)
-        return await self._buffer.claim(min(count, share), block_s=1.0)
+        most = max(1, int(EVALUATION_SHARE * self._capacity.responses))
+        return await self._buffer.claim(min(count, most), block_s=1.0)
 
     async def _handle(self, work: GroupInFlight) -> None:
         """Turns a claimed ticket into a committed group. When cancelled, it leaves the ticket for `run` to give
