@@ -29,6 +29,27 @@ def test_a_server_without_a_place_is_refused(
     assert ended.value.code == 2 and left_out in capsys.readouterr().err
 
 
+def test_the_server_keeps_the_memory_of_large_records(short_dir: Path):
+    """By default each record of a megabyte would be some 500 fresh pages of 4 kB, or more."""
+    with (
+        RedisServer.start(short_dir / "redis", short_dir / "s") as server,
+        redis.Redis.from_url(server.url) as client,
+    ):
+
+        def faults() -> int:
+            stat = Path(f"/proc/{server.process.pid}/stat").read_text()
+            return int(stat.rpartition(")")[2].split()[7])
+
+        def replace_often() -> None:
+            for _ in range(50):
+                client.set("key", bytes(1 << 20))
+
+        replace_often()
+        before = faults()
+        replace_often()
+        assert faults() - before < 50 * 100
+
+
 def test_the_server_has_a_unix_socket_and_an_append_only_file(short_dir):
     with RedisServer.start(short_dir / "redis", short_dir / "s") as server:
         with redis.Redis.from_url(server.url, decode_responses=True) as client:
