@@ -20,9 +20,9 @@ _Fields = dict[bytes, bytes]
 logger = logging.getLogger(__name__)
 READ_PAGE = 64
 """Most entries of one read"""
-PAGE_BYTES = 300_000
-"""Bytes of groups that one read asks for. For larger answers Redis takes fresh memory each time, which doubles
-their cost where its allocator is that of the C library."""
+PAGE_BYTES = 1_000_000
+"""Bytes of groups that one read asks for. For much larger answers Redis takes fresh memory each time, and each
+byte costs it several times as much."""
 
 
 class _TicketOf(msgspec.Struct):
