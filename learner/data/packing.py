@@ -98,27 +98,20 @@ def samples_of(
     `weights` multiply the groups' advantages; none means that all are 1. For a given sign of A every objective
     is linear in A, so that this weights a sample's policy loss, whatever the objective.
     """
-    prompts = [group.ticket.prompt_ids.numpy() for group in groups]
-    rewards = torch.tensor([t.reward for g in groups for t in g.valid_trajectories])
-    ids = torch.tensor([i for i, g in enumerate(groups) for _ in g.valid_trajectories])
+    of_group = [i for i, group in enumerate(groups) for _ in group.valid_trajectories]
+    trajectories = [t for group in groups for t in group.valid_trajectories]
+    rewards = torch.tensor([t.reward for t in trajectories])
     if isinstance(advantage, Gae):
         advantages = rewards - rewards.mean()
     else:
-        advantages = group_advantages(rewards, ids, advantage)
-    rows = [
-        (group.ticket.number, prompt_ids, weight, t)
-        for group, prompt_ids, weight in zip(
-            groups, prompts, weights or [1.0] * len(groups), strict=True
-        )
-        for t in group.valid_trajectories
-    ]
+        advantages = group_advantages(rewards, torch.tensor(of_group), advantage)
+    prompts = [group.ticket.prompt_ids.numpy() for group in groups]
+    weights = weights or [1.0] * len(groups)
+    lags = _lags(trajectories, history, version)
     samples = [
-        Sample(number, prompt_ids, t, advantage * weight, lag, weight)
-        for (number, prompt_ids, weight, t), advantage, lag in zip(
-            rows,
-            advantages.tolist(),
-            _lags([row[-1] for row in rows], history, version),
-            strict=True,
+        Sample(groups[i].ticket.number, prompts[i], t, advantage * weights[i], lag, weights[i])
+        for i, t, advantage, lag in zip(
+            of_group, trajectories, advantages.tolist(), lags, strict=True
         )
     ]
     return [masked(s) if s.trajectory.finish_reason in mask else s for s in samples]
