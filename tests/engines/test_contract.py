@@ -75,47 +75,34 @@ def make_published():
 
 
 @pytest.fixture(scope="module")
-def shared():
-    """`shared(kind)`: an event loop and an engine on it, for engines that take long to start."""
+def shared(runner):
+    """`shared(kind)`: an engine for all tests, of those that take long to start."""
     with contextlib.ExitStack() as stack:
+        yield cache(lambda kind: stack.enter_context(started(kind, runner)))
 
-        @cache
-        def start(kind):
-            runner = stack.enter_context(asyncio.Runner())
-            engine = build_engine(CONFIGS[kind])
-            stack.callback(lambda: runner.run(engine.close()))
-            runner.run(engine.start())
-            return runner, engine
 
-        yield start
+@contextlib.contextmanager
+def started(kind, runner):
+    engine = build_engine(CONFIGS[kind])
+    runner.run(engine.start())
+    yield engine
+    runner.run(engine.close())
 
 
 @pytest.fixture
-def with_engine(kind, published, shared):
-    """Runs `body(engine)` on a started engine that has version 0, or on a new one that has none."""
+def new_engine(kind, runner):
+    """A started engine that has no weights."""
+    with started(kind, runner) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(kind, request, runner, published, shared):
+    """A started engine that has version 0."""
     own_processes = kind in ("vllm", "sglang")
-
-    async def bounded(engine, body):
-        return await asyncio.wait_for(body(engine), 500 if own_processes else 30)
-
-    async def alone(body, weights):
-        engine = build_engine(CONFIGS[kind])
-        await engine.start()
-        try:
-            if weights:
-                await engine.load_weights(published(0))
-            return await bounded(engine, body)
-        finally:
-            await engine.close()
-
-    def run(body, weights=True, closes=False):
-        if not own_processes or closes or not weights:
-            return asyncio.run(alone(body, weights))
-        runner, engine = shared(kind)
-        runner.run(engine.load_weights(published(0)))
-        return runner.run(bounded(engine, body))
-
-    return run
+    engine = shared(kind) if own_processes else request.getfixturevalue("new_engine")
+    runner.run(engine.load_weights(published(0)))
+    return engine
 
 
 def ask(
@@ -146,18 +133,13 @@ def check(request, completions):
             assert stops == [] and tokens == request.sampling.max_tokens
 
 
-def test_a_response_ends_at_a_stop_token_or_its_budget(with_engine):
-    async def body(engine):
-        requests = [ask(seed, 4, 1 + seed, stop=(1, 2, 3)) for seed in range(12)]
-        for request, done in zip(
-            requests, await asyncio.gather(*map(engine.generate, requests)), strict=True
-        ):
-            check(request, done)
-            reasons.update(c.finish_reason for c in done)
-        assert engine.active == 0
-
-    reasons = set()
-    with_engine(body)
+async def test_a_response_ends_at_a_stop_token_or_its_budget(engine):
+    requests = [ask(seed, 4, 1 + seed, stop=(1, 2, 3)) for seed in range(12)]
+    results, reasons = await asyncio.gather(*map(engine.generate, requests)), set()
+    for request, done in zip(requests, results, strict=True):
+        check(request, done)
+        reasons.update(c.finish_reason for c in done)
+    assert engine.active == 0
     assert reasons == {"stop", "length"}
 
 
@@ -167,325 +149,261 @@ def spelled(ids):
 
 
 @pytest.mark.parametrize("by", ["ids", "text"])
-def test_a_response_ends_with_the_first_completed_stop(with_engine, by):
+async def test_a_response_ends_with_the_first_completed_stop(engine, by):
     """The stops are pieces of what is drawn without them; all else stays as it is, token for token."""
-
-    async def body(engine):
-        decode = spelled if by == "text" else None
-        plain = await engine.generate(ask(21, 8, 40))
-        drawn = [c.response_ids.tolist() for c in plain]
-        texts = [spelled(ids) for ids in drawn]
-        pieces = tuple(text[len(text) // 3 :][:2] for text in texts)
-        stops = pieces if by == "text" else tuple(tuple(ids[10:13]) for ids in drawn)
-        request = ask(21, 8, 40, stop=(), decode=decode, stops=stops)
-        for free, cut in zip(plain, await engine.generate(request), strict=True):
-            ids = free.response_ids.tolist()
-            end = next(
-                end
-                for end in range(1, 41)
-                if any(
-                    s in spelled(ids[:end]) if isinstance(s, str) else ids[:end][-len(s) :] == [*s]
-                    for s in stops
-                )
-            )
-            assert cut.finish_reason == "stop"
-            assert cut.response_ids.tolist() == ids[:end]
-            np.testing.assert_allclose(cut.logprobs, free.logprobs[:end], atol=1e-5)
-            assert sum(s.tokens for s in cut.spans) == end
-        assert engine.active == 0
-
-    with_engine(body)
-
-
-def test_a_stop_may_begin_in_what_an_earlier_request_drew(with_engine):
-    async def body(engine):
-        (free,) = await engine.generate(ask(5, 1, 12))
+    decode = spelled if by == "text" else None
+    plain = await engine.generate(ask(21, 8, 40))
+    drawn = [c.response_ids.tolist() for c in plain]
+    texts = [spelled(ids) for ids in drawn]
+    pieces = tuple(text[len(text) // 3 :][:2] for text in texts)
+    stops = pieces if by == "text" else tuple(tuple(ids[10:13]) for ids in drawn)
+    request = ask(21, 8, 40, stop=(), decode=decode, stops=stops)
+    for free, cut in zip(plain, await engine.generate(request), strict=True):
         ids = free.response_ids.tolist()
-        stop = (tuple(ids[3:6]),)
-        whole = ask(5, 1, 12, stops=stop)
-        rest = ask(5, 1, 7, prompt=(3, 1, 2, *ids[:5]), stops=stop, drawn=5)
-        (first,), (second,) = await engine.generate(whole), await engine.generate(rest)
-        assert [*ids[:5], *second.response_ids.tolist()] == first.response_ids.tolist()
-        assert first.finish_reason == second.finish_reason == "stop"
-        # What only stands in the prompt is no stop.
-        stop_in_prompt = ask(5, 1, 12, stops=((2, ids[0]),))
-        assert len((await engine.generate(stop_in_prompt))[0].response_ids) == 12
-
-    with_engine(body)
-
-
-def test_strings_to_stop_at_without_a_tokenizer_are_refused(with_engine):
-    async def body(engine):
-        with pytest.raises(RecordError, match="need a tokenizer"):
-            await engine.generate(ask(stops=("x",)))
-
-    with_engine(body)
+        end = next(
+            end
+            for end in range(1, 41)
+            if any(
+                s in spelled(ids[:end]) if isinstance(s, str) else ids[:end][-len(s) :] == [*s]
+                for s in stops
+            )
+        )
+        assert cut.finish_reason == "stop"
+        assert cut.response_ids.tolist() == ids[:end]
+        np.testing.assert_allclose(cut.logprobs, free.logprobs[:end], atol=1e-5)
+        assert sum(s.tokens for s in cut.spans) == end
+    assert engine.active == 0
 
 
-def test_a_late_response_ends_with_the_tokens_it_has(with_engine):
-    async def body(engine):
-        (whole,) = await engine.generate(ask(9, 1, 400))
-        request = ask(9, 1, 400, timeout_s=1e-6)
-        (cut,) = await engine.generate(request)
-        tokens = len(cut.response_ids)
-        assert cut.finish_reason == "timeout" and 1 <= tokens < 400
-        assert cut.response_ids.tolist() == whole.response_ids.tolist()[:tokens]
-        np.testing.assert_allclose(cut.logprobs, whole.logprobs[:tokens], atol=1e-5)
-        assert sum(s.tokens for s in cut.spans) == tokens
-        (patient,) = await engine.generate(ask(9, 1, 400, timeout_s=3600))
-        assert patient.finish_reason == "length" and engine.active == 0
-
-    with_engine(body)
+async def test_a_stop_may_begin_in_what_an_earlier_request_drew(engine):
+    (free,) = await engine.generate(ask(5, 1, 12))
+    ids = free.response_ids.tolist()
+    stop = (tuple(ids[3:6]),)
+    whole = ask(5, 1, 12, stops=stop)
+    rest = ask(5, 1, 7, prompt=(3, 1, 2, *ids[:5]), stops=stop, drawn=5)
+    (first,), (second,) = await engine.generate(whole), await engine.generate(rest)
+    assert [*ids[:5], *second.response_ids.tolist()] == first.response_ids.tolist()
+    assert first.finish_reason == second.finish_reason == "stop"
+    # What only stands in the prompt is no stop.
+    stop_in_prompt = ask(5, 1, 12, stops=((2, ids[0]),))
+    assert len((await engine.generate(stop_in_prompt))[0].response_ids) == 12
 
 
-def test_a_cancelled_request_is_continued_token_for_token(with_engine, published):
-    async def body(engine):
-        whole = await engine.generate(ask(31, 3, 60))
-        told, drawn = {}, 0
-        cut_at = 3 * 20
-
-        def on_token(index, token, logprob):
-            nonlocal drawn
-            drawn += 1
-            if drawn == cut_at:
-                task.cancel()
-
-        request = ask(31, 3, 60)
-        task = asyncio.ensure_future(engine.generate(request, on_token, told.__setitem__))
-        await asyncio.wait([task])
-        assert task.cancelled() and engine.active == 0
-        assert sorted(told) == [0, 1, 2]
-        for index, half in told.items():
-            ids, want = half.response_ids.tolist(), whole[index]
-            assert half.finish_reason is None and 0 < len(ids) < 60
-            assert ids == want.response_ids.tolist()[: len(ids)]
-            assert sum(s.tokens for s in half.spans) == len(ids)
-            if engine.name == "vllm":  # its random numbers begin anew with each request
-                continue
-            rest = ask(31 + index, 1, 60 - len(ids), prompt=(3, 1, 2, *ids), drawn=len(ids))
-            (done,) = await engine.generate(rest)
-            assert [*ids, *done.response_ids.tolist()] == want.response_ids.tolist()
-            np.testing.assert_allclose([*half.logprobs, *done.logprobs], want.logprobs, atol=1e-5)
-
-    with_engine(body)
+async def test_strings_to_stop_at_without_a_tokenizer_are_refused(engine):
+    with pytest.raises(RecordError, match="need a tokenizer"):
+        await engine.generate(ask(stops=("x",)))
 
 
-def test_responses_are_told_as_they_end(with_engine):
-    async def body(engine):
-        told = {}
-        done = await engine.generate(ask(3, 4, stop=(4, 5)), None, told.__setitem__)
-        assert [told[i] for i in range(4)] == done
+async def test_a_late_response_ends_with_the_tokens_it_has(engine):
+    (whole,) = await engine.generate(ask(9, 1, 400))
+    request = ask(9, 1, 400, timeout_s=1e-6)
+    (cut,) = await engine.generate(request)
+    tokens = len(cut.response_ids)
+    assert cut.finish_reason == "timeout" and 1 <= tokens < 400
+    assert cut.response_ids.tolist() == whole.response_ids.tolist()[:tokens]
+    np.testing.assert_allclose(cut.logprobs, whole.logprobs[:tokens], atol=1e-5)
+    assert sum(s.tokens for s in cut.spans) == tokens
+    (patient,) = await engine.generate(ask(9, 1, 400, timeout_s=3600))
+    assert patient.finish_reason == "length" and engine.active == 0
 
-    with_engine(body)
+
+async def test_a_cancelled_request_is_continued_token_for_token(engine, published):
+    whole = await engine.generate(ask(31, 3, 60))
+    told, drawn = {}, 0
+    cut_at = 3 * 20
+
+    def on_token(index, token, logprob):
+        nonlocal drawn
+        drawn += 1
+        if drawn == cut_at:
+            task.cancel()
+
+    request = ask(31, 3, 60)
+    task = asyncio.ensure_future(engine.generate(request, on_token, told.__setitem__))
+    await asyncio.wait([task])
+    assert task.cancelled() and engine.active == 0
+    assert sorted(told) == [0, 1, 2]
+    for index, half in told.items():
+        ids, want = half.response_ids.tolist(), whole[index]
+        assert half.finish_reason is None and 0 < len(ids) < 60
+        assert ids == want.response_ids.tolist()[: len(ids)]
+        assert sum(s.tokens for s in half.spans) == len(ids)
+        if engine.name == "vllm":  # its random numbers begin anew with each request
+            continue
+        rest = ask(31 + index, 1, 60 - len(ids), prompt=(3, 1, 2, *ids), drawn=len(ids))
+        (done,) = await engine.generate(rest)
+        assert [*ids, *done.response_ids.tolist()] == want.response_ids.tolist()
+        np.testing.assert_allclose([*half.logprobs, *done.logprobs], want.logprobs, atol=1e-5)
 
 
-def test_equal_seeds_give_equal_tokens_in_any_company(with_engine):
-    async def body(engine):
-        alone = await engine.generate(ask(7, 3))
-        crowd = [ask(100 + i, 4, prompt=(i % 5, 2, 9)) for i in range(10)]
-        results = await asyncio.gather(*map(engine.generate, [*crowd, ask(7, 3)]))
-        for a, b in zip(alone, results[-1], strict=True):
-            assert a.response_ids.tolist() == b.response_ids.tolist()
-            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
-        return alone
+async def test_responses_are_told_as_they_end(engine):
+    told = {}
+    done = await engine.generate(ask(3, 4, stop=(4, 5)), None, told.__setitem__)
+    assert [told[i] for i in range(4)] == done
 
-    alone = with_engine(body)
+
+async def test_equal_seeds_give_equal_tokens_in_any_company(engine):
+    alone = await engine.generate(ask(7, 3))
+    crowd = [ask(100 + i, 4, prompt=(i % 5, 2, 9)) for i in range(10)]
+    results = await asyncio.gather(*map(engine.generate, [*crowd, ask(7, 3)]))
+    for a, b in zip(alone, results[-1], strict=True):
+        assert a.response_ids.tolist() == b.response_ids.tolist()
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
     assert len({tuple(c.response_ids) for c in alone}) == 3
 
 
-def test_response_i_draws_with_seed_plus_i(with_engine):
-    async def body(engine):
-        group = await engine.generate(ask(50, 4))
-        single = await engine.generate(ask(52, 1))
-        assert group[2].response_ids.tolist() == single[0].response_ids.tolist()
-
-    with_engine(body)
+async def test_response_i_draws_with_seed_plus_i(engine):
+    group = await engine.generate(ask(50, 4))
+    single = await engine.generate(ask(52, 1))
+    assert group[2].response_ids.tolist() == single[0].response_ids.tolist()
 
 
-def test_other_weights_give_other_log_probs(with_engine, published):
-    async def body(engine):
-        before = await engine.generate(ask(1))
-        await engine.load_weights(published(1))
-        after = await engine.generate(ask(1))
-        assert not np.array_equal(before[0].logprobs, after[0].logprobs)
-
-    with_engine(body)
+async def test_other_weights_give_other_log_probs(engine, published):
+    before = await engine.generate(ask(1))
+    await engine.load_weights(published(1))
+    after = await engine.generate(ask(1))
+    assert not np.array_equal(before[0].logprobs, after[0].logprobs)
 
 
-def test_tokens_are_stamped_with_the_version_that_drew_them(with_engine, published):
+async def test_tokens_are_stamped_with_the_version_that_drew_them(engine, published):
     """A swap asked for when the third token is out shows in the spans exactly where it took effect."""
+    swaps, drawn_with = [], []
 
-    async def body(engine):
-        swaps, drawn_with = [], []
+    def on_token(index, token, logprob):
+        drawn_with.append(engine.version)
+        if len(drawn_with) in (3, 40):
+            weights = published(len(swaps) + 1)
+            swaps.append(asyncio.ensure_future(engine.load_weights(weights)))
 
-        def on_token(index, token, logprob):
-            drawn_with.append(engine.version)
-            if len(drawn_with) in (3, 40):
-                weights = published(len(swaps) + 1)
-                swaps.append(asyncio.ensure_future(engine.load_weights(weights)))
-
-        request = ask(samples=1, max_tokens=500)
-        (done,) = await engine.generate(request, on_token)
-        check(request, [done])
-        assert [v for s in done.spans for v in [s.version] * s.tokens] == drawn_with
-        assert [s.version for s in done.spans] == [0, 1, 2]
-        assert [s.digest for s in done.spans] == [published(v).manifest.digest for v in range(3)]
-        assert all(pause >= 0 for pause in await asyncio.gather(*swaps))
-
-    with_engine(body)
+    request = ask(samples=1, max_tokens=500)
+    (done,) = await engine.generate(request, on_token)
+    check(request, [done])
+    assert [v for s in done.spans for v in [s.version] * s.tokens] == drawn_with
+    assert [s.version for s in done.spans] == [0, 1, 2]
+    assert [s.digest for s in done.spans] == [published(v).manifest.digest for v in range(3)]
+    assert all(pause >= 0 for pause in await asyncio.gather(*swaps))
 
 
-def test_a_response_begun_after_a_swap_holds_the_new_version(with_engine, published):
-    async def body(engine):
-        for version in (1, 2):
-            await engine.load_weights(published(version))
-        (done,) = await engine.generate(ask(samples=1))
-        assert [(s.version, s.tokens) for s in done.spans] == [(2, 12)]
-
-    with_engine(body)
+async def test_a_response_begun_after_a_swap_holds_the_new_version(engine, published):
+    for version in (1, 2):
+        await engine.load_weights(published(version))
+    (done,) = await engine.generate(ask(samples=1))
+    assert [(s.version, s.tokens) for s in done.spans] == [(2, 12)]
 
 
-def test_requests_wait_for_the_first_weights(with_engine, published):
-    async def body(engine):
-        assert engine.version == -1
-        waiting = asyncio.ensure_future(engine.generate(ask()))
-        too_long = asyncio.ensure_future(engine.generate(ask(max_tokens=POSITIONS)))
-        await asyncio.sleep(0.01)
-        assert not waiting.done() and engine.tokens_drawn == 0
-        await engine.load_weights(published(0))
-        check(ask(), await waiting)
-        with pytest.raises(RecordError, match="max_positions"):
-            await too_long
-
-    with_engine(body, weights=False)
+async def test_requests_wait_for_the_first_weights(new_engine, published):
+    assert new_engine.version == -1
+    waiting = asyncio.ensure_future(new_engine.generate(ask()))
+    too_long = asyncio.ensure_future(new_engine.generate(ask(max_tokens=POSITIONS)))
+    await asyncio.sleep(0.01)
+    assert not waiting.done() and new_engine.tokens_drawn == 0
+    await new_engine.load_weights(published(0))
+    check(ask(), await waiting)
+    with pytest.raises(RecordError, match="max_positions"):
+        await too_long
 
 
-def test_requests_that_can_never_be_served_are_refused_by_name(with_engine):
-    async def body(engine):
-        with pytest.raises(RecordError, match="max_positions = 512"):
-            await engine.generate(ask(max_tokens=510))
-        with pytest.raises(RecordError, match="prompt"):
-            await engine.generate(ask(prompt=()))
-        with pytest.raises(RecordError, match="slots"):
-            await engine.generate(ask(samples=5000))
-        check(ask(max_tokens=509), await engine.generate(ask(max_tokens=509)))
-
-    with_engine(body)
+async def test_requests_that_can_never_be_served_are_refused_by_name(engine):
+    with pytest.raises(RecordError, match="max_positions = 512"):
+        await engine.generate(ask(max_tokens=510))
+    with pytest.raises(RecordError, match="prompt"):
+        await engine.generate(ask(prompt=()))
+    with pytest.raises(RecordError, match="slots"):
+        await engine.generate(ask(samples=5000))
+    check(ask(max_tokens=509), await engine.generate(ask(max_tokens=509)))
 
 
-def test_weights_of_an_unknown_format_are_refused(with_engine, published):
-    async def body(engine):
-        bad = published(3)
-        manifest = type(bad.manifest)(
-            **{f: getattr(bad.manifest, f) for f in bad.manifest.__struct_fields__}
-            | {"format": "int99"}
+async def test_weights_of_an_unknown_format_are_refused(engine, published):
+    bad = published(3)
+    manifest = type(bad.manifest)(
+        **{f: getattr(bad.manifest, f) for f in bad.manifest.__struct_fields__}
+        | {"format": "int99"}
+    )
+    with pytest.raises(WeightVersionError, match="int99"):
+        await engine.load_weights(type(bad)(manifest, bad.payload, bad.tensors))
+    check(ask(), await engine.generate(ask()))
+    assert engine.version == 0
+
+
+async def test_cancelling_frees_the_slots_and_disturbs_nobody(engine):
+    undisturbed = [await engine.generate(ask(seed, 1, 20)) for seed in range(32)]
+    drawn = 0
+    tasks = [asyncio.ensure_future(engine.generate(ask(s, 1, 20))) for s in range(64)]
+
+    def on_token(index, token, logprob):
+        nonlocal drawn
+        drawn += 1
+        if drawn == 5:
+            for task in tasks[32:]:
+                task.cancel()
+
+    await engine.generate(ask(1000, 1, 10), on_token)
+    await asyncio.wait(tasks[32:])
+    assert engine.active <= 32
+    results = await asyncio.gather(*tasks[:32])
+    for seed in range(32):
+        check(ask(seed, 1, 20), results[seed])
+        assert results[seed][0].response_ids.tolist() == undisturbed[seed][0].response_ids.tolist()
+    assert all(task.cancelled() for task in tasks[32:])
+    assert engine.active == 0
+    check(ask(samples=64), await engine.generate(ask(samples=64)))
+
+
+async def test_more_requests_than_slots_are_all_served_in_turn(engine):
+    before = engine.tokens_drawn
+    requests = [ask(i, 1 + i % 8, 1 + i % 20, stop=(5,)) for i in range(100)]
+    results = await asyncio.gather(*map(engine.generate, requests))
+    for request, done in zip(requests, results, strict=True):
+        check(request, done)
+    drawn = sum(len(c.response_ids) for done in results for c in done)
+    assert engine.tokens_drawn == before + drawn
+    assert engine.busy_s > 0
+
+
+async def test_callbacks_see_every_token_as_it_is_recorded(engine):
+    heard: dict[int, list[tuple[int, float]]] = {0: [], 1: [], 2: []}
+    done = await engine.generate(
+        ask(3, 3, stop=(4, 5, 6)), lambda i, token, lp: heard[i].append((token, lp))
+    )
+    for index, c in enumerate(done):
+        assert [token for token, _ in heard[index]] == c.response_ids.tolist()
+        np.testing.assert_array_equal(
+            np.array([lp for _, lp in heard[index]], np.float32), c.logprobs
         )
-        with pytest.raises(WeightVersionError, match="int99"):
-            await engine.load_weights(type(bad)(manifest, bad.payload, bad.tensors))
-        check(ask(), await engine.generate(ask()))
-        assert engine.version == 0
-
-    with_engine(body)
 
 
-def test_cancelling_frees_the_slots_and_disturbs_nobody(with_engine):
-    async def body(engine):
-        undisturbed = [await engine.generate(ask(seed, 1, 20)) for seed in range(32)]
-        drawn = 0
-        tasks = [asyncio.ensure_future(engine.generate(ask(s, 1, 20))) for s in range(64)]
-
-        def on_token(index, token, logprob):
-            nonlocal drawn
-            drawn += 1
-            if drawn == 5:
-                for task in tasks[32:]:
-                    task.cancel()
-
-        await engine.generate(ask(1000, 1, 10), on_token)
-        await asyncio.wait(tasks[32:])
-        assert engine.active <= 32
-        results = await asyncio.gather(*tasks[:32])
-        for seed in range(32):
-            check(ask(seed, 1, 20), results[seed])
-            assert (
-                results[seed][0].response_ids.tolist() == undisturbed[seed][0].response_ids.tolist()
-            )
-        assert all(task.cancelled() for task in tasks[32:])
-        assert engine.active == 0
-        check(ask(samples=64), await engine.generate(ask(samples=64)))
-
-    with_engine(body)
+async def test_greedy_tokens_are_certain(engine):
+    a, b = await engine.generate(ask(1, 2, temperature=0.0))
+    assert a.response_ids.tolist() == b.response_ids.tolist()
+    assert (a.logprobs == 0).all() and (b.logprobs == 0).all()
 
 
-def test_more_requests_than_slots_are_all_served_in_turn(with_engine):
-    async def body(engine):
-        before = engine.tokens_drawn
-        requests = [ask(i, 1 + i % 8, 1 + i % 20, stop=(5,)) for i in range(100)]
-        results = await asyncio.gather(*map(engine.generate, requests))
-        for request, done in zip(requests, results, strict=True):
-            check(request, done)
-        drawn = sum(len(c.response_ids) for done in results for c in done)
-        assert engine.tokens_drawn == before + drawn
-        assert engine.busy_s > 0
-
-    with_engine(body)
+async def test_closing_cancels_requests_and_refuses_later_ones(new_engine, published):
+    await new_engine.load_weights(published(0))
+    task = asyncio.ensure_future(new_engine.generate(ask(max_tokens=100)))
+    await asyncio.sleep(0)
+    await new_engine.close()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(EngineDied, match="not running"):
+        await new_engine.generate(ask())
 
 
-def test_callbacks_see_every_token_as_it_is_recorded(with_engine):
-    async def body(engine):
-        heard: dict[int, list[tuple[int, float]]] = {0: [], 1: [], 2: []}
-        done = await engine.generate(
-            ask(3, 3, stop=(4, 5, 6)), lambda i, token, lp: heard[i].append((token, lp))
-        )
-        for index, c in enumerate(done):
-            assert [token for token, _ in heard[index]] == c.response_ids.tolist()
-            np.testing.assert_array_equal(
-                np.array([lp for _, lp in heard[index]], np.float32), c.logprobs
-            )
-
-    with_engine(body)
-
-
-def test_greedy_tokens_are_certain(with_engine):
-    async def body(engine):
-        a, b = await engine.generate(ask(1, 2, temperature=0.0))
-        assert a.response_ids.tolist() == b.response_ids.tolist()
-        assert (a.logprobs == 0).all() and (b.logprobs == 0).all()
-
-    with_engine(body)
-
-
-def test_closing_cancels_requests_and_refuses_later_ones(with_engine):
-    async def body(engine):
-        task = asyncio.ensure_future(engine.generate(ask(max_tokens=100)))
-        await asyncio.sleep(0)
-        await engine.close()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        with pytest.raises(EngineDied, match="not running"):
-            await engine.generate(ask())
-
-    with_engine(body, closes=True)
-
-
-def test_versions_may_change_at_every_step(with_engine, published):
+async def test_versions_may_change_at_every_step(engine, published):
     versions = [published(v) for v in range(1, 9)]
 
-    async def body(engine):
-        async def swap():
-            for weights in versions:
-                await engine.load_weights(weights)
+    async def swap():
+        for weights in versions:
+            await engine.load_weights(weights)
 
-        requests = [ask(i, 4, 100) for i in range(6)]
-        swapping = asyncio.ensure_future(swap())
-        results = await asyncio.gather(*map(engine.generate, requests))
-        await swapping
-        for request, done in zip(requests, results, strict=True):
-            check(request, done)
-            for c in done:
-                assert all(a.version < b.version for a, b in pairwise(c.spans))
-
-    with_engine(body)
+    requests = [ask(i, 4, 100) for i in range(6)]
+    swapping = asyncio.ensure_future(swap())
+    results = await asyncio.gather(*map(engine.generate, requests))
+    await swapping
+    for request, done in zip(requests, results, strict=True):
+        check(request, done)
+        for c in done:
+            assert all(a.version < b.version for a, b in pairwise(c.spans))
 
 
 def test_every_engine_of_the_settings_can_be_built(every_engine_installed):

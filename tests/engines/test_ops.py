@@ -1,12 +1,13 @@
 """The fused operations against their plain torch twins; where it matters, to the bit."""
 
-import asyncio
 import math
 import sys
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
+from helpers.engines import ask, generate
 from helpers.policies import pack_state
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,8 +26,6 @@ from areal_q.quant.cpu_linear import cpu_linear
 from areal_q.quant.kernels import cpu_activations
 from areal_q.quant.kernels.cpu_math import exp
 from areal_q.quant.quantized_linear import FloatLinear, Fp8GroupLinear, Fp8RowLinear, Int8Linear
-from rollout.engines import build_engine
-from rollout.engines.base import Request
 from rollout.engines.reference import numba_kernels
 from rollout.engines.reference.build_ops import build_ops
 from rollout.engines.reference.kv_cache import KVCache
@@ -237,26 +236,11 @@ def test_an_engine_draws_the_same_responses_either_way():
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).eval()
     weights = pack_state(model.state_dict(), config.to_dict(), "int8")
-    requests = [
-        Request(
-            prompt_ids=np.arange(1, 2 + i, dtype=np.int32),
-            num_samples=4,
-            sampling=Sampling(max_tokens=20),
-            seed=i,
-            stop_ids=frozenset({7}),
-        )
-        for i in range(6)
-    ]
-
-    async def run(fused):
-        engine = build_engine(TorchEngine(slots=16, fused=fused))
-        await engine.start()
-        await engine.load_weights(weights)
-        groups = await asyncio.gather(*map(engine.generate, requests))
-        await engine.close()
-        return [completion for group in groups for completion in group]
-
-    fused, plain = asyncio.run(run(True)), asyncio.run(run(False))
+    requests = [ask(range(1, 2 + i), 4, i, [7], max_tokens=20) for i in range(6)]
+    configs = [TorchEngine(slots=16, fused=fused) for fused in (True, False)]
+    fused, plain = (
+        list(chain.from_iterable(generate(weights, *requests, config=config))) for config in configs
+    )
     same = [
         a.response_ids.tolist() == b.response_ids.tolist()
         for a, b in zip(fused, plain, strict=True)

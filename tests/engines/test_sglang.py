@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from helpers.engines import serving
 from helpers.paths import ROOT
 from helpers.served_model import (
     CONFIG,
@@ -50,11 +51,12 @@ pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang"
 
 
 @pytest.fixture(scope="module")
-def live():
-    with one_alive(
-        lambda **settings: sglang_engine(SglangEngine(slots=64, start_timeout_s=HANG_S, **settings))
-    ) as start:
-        yield start
+def live(runner):
+    def build(**settings):
+        return sglang_engine(SglangEngine(slots=64, start_timeout_s=HANG_S, **settings))
+
+    with one_alive(runner, build) as live:
+        yield live
 
 
 @pytest.mark.parametrize(
@@ -67,109 +69,88 @@ def live():
         {"temperature": 1.3, "top_k": 9, "top_p": 0.9},
     ],
 )
-def test_log_probs_are_of_the_distribution_that_drew(live, sampling):
+async def test_log_probs_are_of_the_distribution_that_drew(live, sampling):
     """SGLang's top-p counts the mass of tokens that top-k has cut."""
-
-    async def body(engine):
-        for completion in await engine.generate(ask(samples=4, **sampling)):
-            assert gap(completion, 0, **sampling, mass="all") < 2e-4
-            if sampling:
-                assert gap(completion, 0) > 0.05
-
-    live()(body)
+    engine = await live()
+    for completion in await engine.generate(ask(samples=4, **sampling)):
+        assert gap(completion, 0, **sampling, mass="all") < 2e-4
+        if sampling:
+            assert gap(completion, 0) > 0.05
 
 
-def test_kept_keys_are_stale_and_the_log_probs_say_so(live):
-    async def body(engine):
-        done = await swapped_after(engine, published(1), 30, ask(max_tokens=350))
-        at = done.spans[0].tokens
-        assert [s.version for s in done.spans] == [0, 1]
-        assert gap(done, 0, last=at) < 2e-4
-        assert gap(done, 1, first=at) > 0.05
-        assert np.isfinite(done.logprobs).all()
-
-    live()(body)
+async def test_kept_keys_are_stale_and_the_log_probs_say_so(live):
+    engine = await live()
+    done = await swapped_after(engine, published(1), 30, ask(max_tokens=350))
+    at = done.spans[0].tokens
+    assert [s.version for s in done.spans] == [0, 1]
+    assert gap(done, 0, last=at) < 2e-4
+    assert gap(done, 1, first=at) > 0.05
+    assert np.isfinite(done.logprobs).all()
 
 
-def test_a_cached_prompt_is_computed_again_under_new_weights(live):
-    async def body(engine):
-        await engine.generate(ask())
-        await engine.load_weights(published(1))
-        (done,) = await engine.generate(ask())
-        assert gap(done, 1) < 2e-4
-
-    live()(body)
+async def test_a_cached_prompt_is_computed_again_under_new_weights(live):
+    engine = await live()
+    await engine.generate(ask())
+    await engine.load_weights(published(1))
+    (done,) = await engine.generate(ask())
+    assert gap(done, 1) < 2e-4
 
 
-def test_half_of_a_fused_layer_is_refused(live):
-    async def body(engine):
-        whole = published(1).tensors
-        part = {n: t for n, t in whole.items() if "k_proj" not in n and "v_proj" not in n}
-        with pytest.raises(WeightVersionError, match=r"lacks .*k_proj"):
-            await engine.load_weights(packed(part, 1))
-        (done,) = await engine.generate(ask())
-        assert done.spans[0].version == 0
-        assert gap(done, 0) < 2e-4
-
-    live()(body)
+async def test_half_of_a_fused_layer_is_refused(live):
+    engine = await live()
+    whole = published(1).tensors
+    part = {n: t for n, t in whole.items() if "k_proj" not in n and "v_proj" not in n}
+    with pytest.raises(WeightVersionError, match=r"lacks .*k_proj"):
+        await engine.load_weights(packed(part, 1))
+    (done,) = await engine.generate(ask())
+    assert done.spans[0].version == 0
+    assert gap(done, 0) < 2e-4
 
 
-def test_cancellations_and_updates_disturb_no_other_request(live):
-    async def body(engine):
-        tasks = [
-            asyncio.ensure_future(engine.generate(ask(seed=i, max_tokens=100))) for i in range(64)
-        ]
-        for version in (1, 2, 3, 4):
-            await asyncio.sleep(0.1)
-            for task in tasks[version::8]:
-                task.cancel()
-            await engine.load_weights(published(version))
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        cancelled = [r for r in results if isinstance(r, asyncio.CancelledError)]
-        done = [r[0] for r in results if isinstance(r, list)]
-        assert len(cancelled) + len(done) == 64 and len(done) >= 32
-        assert all(len(c.response_ids) == 100 for c in done)
-        assert engine.active == 0 and engine.deaths == 0
-
-    live()(body)
+async def test_cancellations_and_updates_disturb_no_other_request(live):
+    engine = await live()
+    tasks = [asyncio.ensure_future(engine.generate(ask(seed=i, max_tokens=100))) for i in range(64)]
+    for version in (1, 2, 3, 4):
+        await asyncio.sleep(0.1)
+        for task in tasks[version::8]:
+            task.cancel()
+        await engine.load_weights(published(version))
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    cancelled = [r for r in results if isinstance(r, asyncio.CancelledError)]
+    done = [r[0] for r in results if isinstance(r, list)]
+    assert len(cancelled) + len(done) == 64 and len(done) >= 32
+    assert all(len(c.response_ids) == 100 for c in done)
+    assert engine.active == 0 and engine.deaths == 0
 
 
-def test_no_response_begins_on_old_keys_and_values(live):
+async def test_no_response_begins_on_old_keys_and_values(live):
     """Requests that wait in SGLang while weights change, their prompt cached under the old ones."""
-
-    async def body(engine):
-        tasks = [
-            asyncio.ensure_future(engine.generate(ask(seed=i, max_tokens=8))) for i in range(300)
-        ]
-        for version in (1, 2, 3, 4, 5):
-            enough = engine.tokens_drawn + 200
-            while engine.tokens_drawn < enough and engine.active:
-                await asyncio.sleep(0.01)
-            await engine.load_weights(published(version))
-        done = [completion for (completion,) in await asyncio.gather(*tasks)]
-        assert len({c.spans[0].version for c in done}) > 1
-        for completion in done:
-            first = completion.spans[0]
-            assert gap(completion, first.version, last=first.tokens) < 2e-4
-
-    live()(body)
-
-
-def test_what_a_cancelled_request_would_have_drawn_is_not_drawn(live):
-    """SGLang is told: it has nothing to do soon after, not only when the response would be complete."""
-
-    async def body(engine):
-        client = engine.backend._client
-        task = asyncio.ensure_future(engine.generate(ask(prompt=[1], max_tokens=500)))
-        while not await running_requests(client):  # counted some time after its first token
-            assert not task.done()
-        task.cancel()
-        await asyncio.wait([task])
-        while await running_requests(client):
+    engine = await live()
+    tasks = [asyncio.ensure_future(engine.generate(ask(seed=i, max_tokens=8))) for i in range(300)]
+    for version in (1, 2, 3, 4, 5):
+        enough = engine.tokens_drawn + 200
+        while engine.tokens_drawn < enough and engine.active:
             await asyncio.sleep(0.01)
-        assert task.cancelled()
+        await engine.load_weights(published(version))
+    done = [completion for (completion,) in await asyncio.gather(*tasks)]
+    assert len({c.spans[0].version for c in done}) > 1
+    for completion in done:
+        first = completion.spans[0]
+        assert gap(completion, first.version, last=first.tokens) < 2e-4
 
-    live()(body)
+
+async def test_what_a_cancelled_request_would_have_drawn_is_not_drawn(live):
+    """SGLang is told: it has nothing to do soon after, not only when the response would be complete."""
+    engine = await live()
+    client = engine.backend._client
+    task = asyncio.ensure_future(engine.generate(ask(prompt=[1], max_tokens=500)))
+    while not await running_requests(client):  # counted some time after its first token
+        assert not task.done()
+    task.cancel()
+    await asyncio.wait([task])
+    while await running_requests(client):
+        await asyncio.sleep(0.01)
+    assert task.cancelled()
 
 
 async def running_requests(client):
@@ -177,57 +158,50 @@ async def running_requests(client):
     return load["num_running_reqs"]
 
 
-def test_a_killed_engine_comes_back_and_goes_on_where_it_was(live):
+async def test_a_killed_engine_comes_back_and_goes_on_where_it_was(live):
     """The process that holds the model: SGLang's scheduler, whose death takes the server along."""
+    engine = await live()
+    deaths, pid, drawn = engine.deaths, engine.backend.pid, []
+    scheduler = next(
+        child for child in psutil.Process(pid).children() if "scheduler" in child.name()
+    )
 
-    async def body(engine):
-        deaths, pid, drawn = engine.deaths, engine.backend.pid, []
-        scheduler = next(
-            child for child in psutil.Process(pid).children() if "scheduler" in child.name()
-        )
+    def on_token(index, token, logprob):
+        drawn.append(token)
+        if len(drawn) == 20:
+            scheduler.kill()
 
-        def on_token(index, token, logprob):
-            drawn.append(token)
-            if len(drawn) == 20:
-                scheduler.kill()
-
-        (done,) = await engine.generate(ask(max_tokens=350), on_token)
-        assert engine.deaths > deaths and engine.backend.pid != pid
-        assert drawn == done.response_ids.tolist() and len(drawn) == 350
-        assert [(s.version, s.tokens) for s in done.spans] == [(0, 350)]
-        assert gap(done, 0) < 2e-4
-        await engine.load_weights(published(1))
-        (done,) = await engine.generate(ask())
-        assert gap(done, 1) < 2e-4
-
-    live()(body)
+    (done,) = await engine.generate(ask(max_tokens=350), on_token)
+    assert engine.deaths > deaths and engine.backend.pid != pid
+    assert drawn == done.response_ids.tolist() and len(drawn) == 350
+    assert [(s.version, s.tokens) for s in done.spans] == [(0, 350)]
+    assert gap(done, 0) < 2e-4
+    await engine.load_weights(published(1))
+    (done,) = await engine.generate(ask())
+    assert gap(done, 1) < 2e-4
 
 
-def test_an_update_in_flight_is_exact_before_and_after(live):
-    async def body(engine):
-        done = await swapped_after(engine, published(1), 30, ask(max_tokens=350))
-        assert [(s.version, s.digest) for s in done.spans] == [
-            (v, published(v).manifest.digest) for v in (0, 1)
-        ]
-        at = done.spans[0].tokens
-        assert gap(done, 0, last=at) < 2e-4 and gap(done, 1, first=at) < 2e-4
-        assert gap(done, 0, first=at) > 1 and gap(done, 1, last=at) > 1
-
-    live(kv_on_update="recompute")(body)
+async def test_an_update_in_flight_is_exact_before_and_after(live):
+    engine = await live(kv_on_update="recompute")
+    done = await swapped_after(engine, published(1), 30, ask(max_tokens=350))
+    assert [(s.version, s.digest) for s in done.spans] == [
+        (v, published(v).manifest.digest) for v in (0, 1)
+    ]
+    at = done.spans[0].tokens
+    assert gap(done, 0, last=at) < 2e-4 and gap(done, 1, first=at) < 2e-4
+    assert gap(done, 0, first=at) > 1 and gap(done, 1, last=at) > 1
 
 
-def test_pushed_weights_equal_those_a_fresh_server_loads(live):
-    async def body(engine):
-        client = engine.backend._client
-        before = await checksums(client)
-        await engine.load_weights(published(1))
-        other = await checksums(client)
-        await engine.load_weights(published(0))
-        assert await checksums(client) == before
-        same = {name for name in before if before[name] == other[name]}
-        assert all("norm" in name for name in same) and len(same) < len(before)
-
-    live(kv_on_update="recompute")(body)
+async def test_pushed_weights_equal_those_a_fresh_server_loads(live):
+    engine = await live(kv_on_update="recompute")
+    client = engine.backend._client
+    before = await checksums(client)
+    await engine.load_weights(published(1))
+    other = await checksums(client)
+    await engine.load_weights(published(0))
+    assert await checksums(client) == before
+    same = {name for name in before if before[name] == other[name]}
+    assert all("norm" in name for name in same) and len(same) < len(before)
 
 
 async def checksums(client):
@@ -235,20 +209,19 @@ async def checksums(client):
     return told["ranks"][0]["checksums"]
 
 
-@contextlib.contextmanager
-def running(directory, **more) -> Iterator[tuple[asyncio.Runner, SglangProcess]]:
+@contextlib.asynccontextmanager
+async def running(directory, **more) -> AsyncIterator[SglangProcess]:
     """A server that nobody of ours owns, with version 7 under a stamp that is not ours."""
     config = SglangEngine(slots=8, kv_on_update="recompute")
     path = directory / "model"
     path.mkdir()
     write_version(published(7), path)
     settings = server_settings(config, str(path), CONFIG, "someone's") | more
-    with asyncio.Runner() as runner:
-        server = runner.run(SglangProcess.start(settings, directory))
-        try:
-            yield runner, server
-        finally:
-            runner.run(server.close())
+    server = await SglangProcess.start(settings, directory)
+    try:
+        yield server
+    finally:
+        await server.close()
 
 
 UNSEEDED: list[dict[str, Any]] = [
@@ -273,74 +246,59 @@ def gap_off_edges(done: Completion, sampling: dict[str, Any]) -> float:
     return float(np.min(differences, axis=0).max())
 
 
-def test_a_running_server_gets_our_weights_and_is_checked(tmp_path, monkeypatch):
+async def test_a_running_server_gets_our_weights_and_is_checked(tmp_path, monkeypatch):
     key = tmp_path / "key"
     key.write_text("no")
     monkeypatch.setenv("SGLANG_KEY_FILE", str(key))
-    with running(tmp_path, enable_deterministic_inference=False) as (runner, server):
+    async with running(tmp_path, enable_deterministic_inference=False) as server:
         settings = {"url": server.url, "slots": 8, "kv_on_update": "recompute"}
 
         async def refusal(**changes):
-            engine = sglang_engine(SglangEngine(**settings | changes))
-            await engine.start()
-            try:
-                with pytest.raises((ConfigError, EngineDied)) as refused:
-                    await engine.load_weights(published(0))
-                return str(refused.value)
-            finally:
-                await engine.close()
+            with pytest.raises((ConfigError, EngineDied)) as refused:
+                async with serving(sglang_engine(SglangEngine(**settings | changes)), published(0)):
+                    pass
+            return str(refused.value)
 
-        async def body():
-            assert "asks for another key" in await refusal()
-            key.write_text(server.key)
-            assert "--enable-deterministic-inference" in await refusal()
-            engine = sglang_engine(SglangEngine(**settings, seeded=False))
-            await engine.start()
-            try:
-                await engine.load_weights(published(0))
-                for sampling in UNSEEDED:
-                    for done in await engine.generate(ask(samples=4, **sampling)):
-                        assert [s.version for s in done.spans] == [0]
-                        assert gap_off_edges(done, sampling) < 2e-4
-                        assert gap(done, 0) > 0.05
-                done = await swapped_after(engine, published(1), 30, ask(max_tokens=350))
-                at = done.spans[0].tokens
-                assert gap(done, 0, last=at) < 2e-4 and gap(done, 1, first=at) < 2e-4
-                client = SglangClient(server.url, server.key, 60)
-                await client.post("/update_weight_version", {"new_version": "another's"})
-                await client.close()
-                with pytest.raises(EngineDied, match="another's"):
-                    engine.backend.restarts = 0
-                    await engine.generate(ask())
-            finally:
-                await engine.close()
-
-        runner.run(asyncio.wait_for(body(), HANG_S))
-
-
-def test_a_format_that_sglang_does_not_run_is_refused(tmp_path):
-    """modelopt_fp4 starts on a CPU, and stays in full precision."""
-    with running(tmp_path, quantization="modelopt_fp4", dtype="bfloat16") as (runner, server):
-
-        async def body():
+        assert "asks for another key" in await refusal()
+        key.write_text(server.key)
+        assert "--enable-deterministic-inference" in await refusal()
+        engine = sglang_engine(SglangEngine(**settings, seeded=False))
+        async with serving(engine, published(0)):
+            for sampling in UNSEEDED:
+                for done in await engine.generate(ask(samples=4, **sampling)):
+                    assert [s.version for s in done.spans] == [0]
+                    assert gap_off_edges(done, sampling) < 2e-4
+                    assert gap(done, 0) > 0.05
+            done = await swapped_after(engine, published(1), 30, ask(max_tokens=350))
+            at = done.spans[0].tokens
+            assert gap(done, 0, last=at) < 2e-4 and gap(done, 1, first=at) < 2e-4
             client = SglangClient(server.url, server.key, 60)
-            try:
-                info = await server.up(client, HANG_S)
-                told = await server_checks.linears(client, info, "int8")
-                seen = await server_checks.linears(
-                    client, {n: v for n, v in info.items() if "areal_q" not in n}, "int8"
-                )
-            finally:
-                await client.close()
-            for linears in (told, seen):
-                assert len(linears) == 4 * CONFIG.layers
-                check_quantized("SGLang", linears, "bf16")
-                with pytest.raises(EngineDied, match=r"int8: SGLang runs .* as Unquantized"):
-                    check_quantized("SGLang", linears, "int8")
-            with pytest.raises(ConfigError, match="fp8 cannot be seen"):
-                await server_checks.linears(client, {}, "fp8")
+            await client.post("/update_weight_version", {"new_version": "another's"})
+            await client.close()
+            with pytest.raises(EngineDied, match="another's"):
+                engine.backend.restarts = 0
+                await engine.generate(ask())
 
-        runner.run(asyncio.wait_for(body(), HANG_S))
+
+async def test_a_format_that_sglang_does_not_run_is_refused(tmp_path):
+    """modelopt_fp4 starts on a CPU, and stays in full precision."""
+    async with running(tmp_path, quantization="modelopt_fp4", dtype="bfloat16") as server:
+        client = SglangClient(server.url, server.key, 60)
+        try:
+            info = await server.up(client, HANG_S)
+            told = await server_checks.linears(client, info, "int8")
+            seen = await server_checks.linears(
+                client, {n: v for n, v in info.items() if "areal_q" not in n}, "int8"
+            )
+        finally:
+            await client.close()
+        for linears in (told, seen):
+            assert len(linears) == 4 * CONFIG.layers
+            check_quantized("SGLang", linears, "bf16")
+            with pytest.raises(EngineDied, match=r"int8: SGLang runs .* as Unquantized"):
+                check_quantized("SGLang", linears, "int8")
+        with pytest.raises(ConfigError, match="fp8 cannot be seen"):
+            await server_checks.linears(client, {}, "fp8")
 
 
 def test_quantized_formats_are_refused_by_name_on_a_cpu():
@@ -350,25 +308,20 @@ def test_quantized_formats_are_refused_by_name_on_a_cpu():
     assert problem is not None and "int8 is not among bf16" in problem
 
 
-def test_min_p_is_refused_by_name_where_seeds_draw(live):
+async def test_min_p_is_refused_by_name_where_seeds_draw(live):
     """SGLang's scheduler would die of it."""
-
-    async def body(engine):
-        with pytest.raises(RecordError, match="min_p: SGLang draws it without seeds only"):
-            await engine.generate(ask(min_p=0.1))
-        assert await engine.generate(ask())
-
-    live(kv_on_update="recompute")(body)
+    engine = await live(kv_on_update="recompute")
+    with pytest.raises(RecordError, match="min_p: SGLang draws it without seeds only"):
+        await engine.generate(ask(min_p=0.1))
+    assert await engine.generate(ask())
 
 
-def test_a_truncation_beyond_the_servers_mask_is_refused(live, monkeypatch):
-    async def body(engine):
-        monkeypatch.setattr(engine.backend, "_most_masked", 10)
-        with pytest.raises(RecordError, match="keep up to 48 tokens"):
-            await engine.generate(ask(top_p=0.9))
-        assert await engine.generate(ask(top_p=0.9, top_k=10))
-
-    live(kv_on_update="recompute")(body)
+async def test_a_truncation_beyond_the_servers_mask_is_refused(live, monkeypatch):
+    engine = await live(kv_on_update="recompute")
+    monkeypatch.setattr(engine.backend, "_most_masked", 10)
+    with pytest.raises(RecordError, match="keep up to 48 tokens"):
+        await engine.generate(ask(top_p=0.9))
+    assert await engine.generate(ask(top_p=0.9, top_k=10))
 
 
 CHILD = """

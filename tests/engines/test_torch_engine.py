@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import engines
+from helpers.engines import generate, serving
 from helpers.policies import pack_state
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +33,6 @@ from areal_q.errors import ConfigError, RecordError, WeightVersionError
 from areal_q.quant import dequantize_state, is_quantized
 from areal_q.quant.activations import quantize_rows
 from rollout.engines import build_engine
-from rollout.engines.base import Request
 from rollout.engines.reference.inference_model import InferenceModel
 from rollout.engines.reference.sampling import (
     log_distribution,
@@ -88,27 +89,8 @@ def publish(model, version=0, format="bf16"):
     return pack_state(model.state_dict(), model.config.to_dict(), format, version)
 
 
-def generate(weights, *requests, config=TorchEngine(slots=64)):  # noqa: B008
-    async def main():
-        engine = build_engine(config)
-        await engine.start()
-        await engine.load_weights(weights)
-        try:
-            return await asyncio.gather(*map(engine.generate, requests))
-        finally:
-            await engine.close()
-
-    return asyncio.run(main())
-
-
 def ask(prompt, samples=3, seed=0, stop=(), **sampling):
-    return Request(
-        prompt_ids=np.array(prompt, np.int32),
-        num_samples=samples,
-        sampling=Sampling(**{"max_tokens": 24, **sampling}),
-        seed=seed,
-        stop_ids=frozenset(stop),
-    )
+    return engines.ask(prompt, samples, seed, stop, **{"max_tokens": 24, **sampling})
 
 
 @torch.no_grad()
@@ -340,26 +322,19 @@ def test_refilled_slots_leave_no_trace_in_the_log_probs(fused):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_diverged_weights_fail_requests_and_good_ones_recover(fused):
+async def test_diverged_weights_fail_requests_and_good_ones_recover(fused):
     model = random_model()
     broken = copy.deepcopy(model)
     with torch.no_grad():
         broken.model.norm.weight.fill_(float("nan"))
         broken.model.layers[0].input_layernorm.weight.fill_(float("nan"))
-
-    async def main():
-        engine = build_engine(TorchEngine(slots=4, fused=fused))
-        await engine.start()
-        await engine.load_weights(publish(broken, 0))
+    engine = build_engine(TorchEngine(slots=4, fused=fused))
+    async with serving(engine, publish(broken, 0)):
         for temperature in (0.0, 1.0):
             with pytest.raises(RecordError, match="not finite"):
                 await engine.generate(ask([1, 2], 4, max_tokens=60, temperature=temperature))
         await engine.load_weights(publish(model, 1))
         (c,) = await engine.generate(ask([1, 2], 1))
-        await engine.close()
-        return c
-
-    c = asyncio.run(main())
     want = reference_logprobs(model, [1, 2], c.response_ids, Sampling())
     np.testing.assert_allclose(c.logprobs, want, atol=1e-4)
 

@@ -89,83 +89,73 @@ def gap(completion, model, first=0, last=None):
 
 
 @pytest.fixture(scope="module")
-def live():
+def live(runner):
     def build(**settings):
         return vllm_engine(VllmEngine(slots=64, kv_on_update="recompute", **settings))
 
-    with one_alive(build, published) as start:
+    with one_alive(runner, build, published) as start:
         yield start
 
 
 @pytest.mark.parametrize("format", [SOME, "fp8-channel", "int8", "bf16"])
-def test_an_update_changes_the_adapters_from_its_token_on(live, format):
-    async def body(engine):
-        done = await swapped_after(engine, published(1, format), 30, ask(max_tokens=300))
-        assert [(s.version, s.digest) for s in done.spans] == [
-            (v, published(v, format).manifest.digest) for v in (0, 1)
-        ]
-        at, (old, new) = done.spans[0].tokens, (learnt(v, format) for v in (0, 1))
-        bound = TOLERANCE[format.partition("/")[0]]
-        assert gap(done, old, last=at) < bound
-        assert gap(done, new, first=at) < bound
-        assert gap(done, old, first=at) > 1
-        assert gap(done, new, last=at) > 1
-        with adapters_off(new):
-            assert gap(done, new, first=at) > 1
-
-    live(format)(body)
+async def test_an_update_changes_the_adapters_from_its_token_on(live, format):
+    engine = await live(format)
+    done = await swapped_after(engine, published(1, format), 30, ask(max_tokens=300))
+    assert [(s.version, s.digest) for s in done.spans] == [
+        (v, published(v, format).manifest.digest) for v in (0, 1)
+    ]
+    at, (old, new) = done.spans[0].tokens, (learnt(v, format) for v in (0, 1))
+    bound = TOLERANCE[format.partition("/")[0]]
+    assert gap(done, old, last=at) < bound
+    assert gap(done, new, first=at) < bound
+    assert gap(done, old, first=at) > 1
+    assert gap(done, new, last=at) > 1
+    with adapters_off(new):
+        assert gap(done, new, first=at) > 1
 
 
-def test_a_killed_engine_comes_back_with_the_newest_adapters(live):
-    async def body(engine):
-        await engine.load_weights(published(1))
-        deaths, pid, drawn = engine.deaths, engine.backend.pid, []
+async def test_a_killed_engine_comes_back_with_the_newest_adapters(live):
+    engine = await live()
+    await engine.load_weights(published(1))
+    deaths, pid, drawn = engine.deaths, engine.backend.pid, []
 
-        def on_token(index, token, logprob):
-            drawn.append(token)
-            if len(drawn) == 20:
-                os.kill(pid, signal.SIGKILL)
+    def on_token(index, token, logprob):
+        drawn.append(token)
+        if len(drawn) == 20:
+            os.kill(pid, signal.SIGKILL)
 
-        (done,) = await engine.generate(ask(max_tokens=350), on_token)
-        assert engine.deaths > deaths and engine.backend.pid != pid
-        assert drawn == done.response_ids.tolist() and len(drawn) == 350
-        assert [(s.version, s.tokens) for s in done.spans] == [(1, 350)]
-        assert gap(done, learnt(1)) < TOLERANCE["bf16"]
-
-    live("bf16")(body)
+    (done,) = await engine.generate(ask(max_tokens=350), on_token)
+    assert engine.deaths > deaths and engine.backend.pid != pid
+    assert drawn == done.response_ids.tolist() and len(drawn) == 350
+    assert [(s.version, s.tokens) for s in done.spans] == [(1, 350)]
+    assert gap(done, learnt(1)) < TOLERANCE["bf16"]
 
 
-def test_noise_in_the_norms_acts_and_goes_with_the_next_version(live):
+async def test_noise_in_the_norms_acts_and_goes_with_the_next_version(live):
     noisy = with_noise(published(1).tensors, Noise(sigma=0.3, seed=1), 1.0)
     model = deepcopy(learnt(1))
     model.load_state_dict(
         {k: v for k, v in noisy.items() if k.endswith("norm.weight")}, strict=False
     )
-
-    async def body(engine):
-        await engine.load_weights(packed(noisy, 2, "bf16"))
-        (done,) = await engine.generate(ask())
-        assert gap(done, model) < TOLERANCE["bf16"]
-        assert gap(done, learnt(1)) > 0.05
-        await engine.load_weights(published(3))
-        (done,) = await engine.generate(ask())
-        assert gap(done, learnt(3)) < TOLERANCE["bf16"]
-
-    live("bf16")(body)
+    engine = await live()
+    await engine.load_weights(packed(noisy, 2, "bf16"))
+    (done,) = await engine.generate(ask())
+    assert gap(done, model) < TOLERANCE["bf16"]
+    assert gap(done, learnt(1)) > 0.05
+    await engine.load_weights(published(3))
+    (done,) = await engine.generate(ask())
+    assert gap(done, learnt(3)) < TOLERANCE["bf16"]
 
 
-def test_a_version_on_another_base_is_refused(live):
+async def test_a_version_on_another_base_is_refused(live):
     tensors = dict(published(1).tensors)
     plain = {name: t for name, t in tensors.items() if not is_adapter(name)}
     moved = tensors | {"model.embed_tokens.weight": -tensors["model.embed_tokens.weight"]}
-
-    async def body(engine):
-        with pytest.raises(WeightVersionError, match=r"lacks .*lora_A"):
-            await engine.load_weights(packed(plain, 1, "bf16"))
-        with pytest.raises(WeightVersionError, match=r"frozen, but model\.embed_tokens\.weight"):
-            await engine.load_weights(packed(moved, 1, "bf16"))
-        (done,) = await engine.generate(ask())
-        assert done.spans[0].version == 0
-        assert gap(done, learnt(0)) < TOLERANCE["bf16"]
-
-    live("bf16")(body)
+    engine = await live()
+    with pytest.raises(WeightVersionError, match=r"lacks .*lora_A"):
+        await engine.load_weights(packed(plain, 1, "bf16"))
+    with pytest.raises(WeightVersionError, match=r"frozen, but model\.embed_tokens\.weight"):
+        await engine.load_weights(packed(moved, 1, "bf16"))
+    (done,) = await engine.generate(ask())
+    assert done.spans[0].version == 0
+    assert gap(done, learnt(0)) < TOLERANCE["bf16"]

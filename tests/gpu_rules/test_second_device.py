@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.engines import ask, generate, serving
 from helpers.policies import pack_state
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from areal_q.config import Sampling, TorchEngine
+from areal_q.config import TorchEngine
 from areal_q.messages import Noise
 from areal_q.models import (
     Decoder,
@@ -218,29 +218,20 @@ def published(model: Decoder, format: str, version: int = 0) -> WeightVersion:
 
 def generated(config: TorchEngine, versions: list[WeightVersion], greedy: bool) -> list[Any]:
     """Of requests of two lengths; versions after the first are loaded in flight."""
-    sampling = Sampling(max_tokens=12, temperature=0.0 if greedy else 1.0)
+    sampling = {"max_tokens": 12, "temperature": 0.0 if greedy else 1.0}
 
-    def ask(seed: int, **settings: Any) -> Request:
-        prompt = np.arange(1, 4 + seed, dtype=np.int32)
-        return Request(
-            prompt_ids=prompt, num_samples=2, seed=seed, stop_ids=frozenset({22}),
-            sampling=msgspec.structs.replace(sampling, **settings),
-        )  # fmt: skip
+    def of(seed: int, **changes: Any) -> Request:
+        return ask(range(1, 4 + seed), 2, seed, [22], **sampling | changes)
 
     async def main() -> list[Any]:
-        engine = build_engine(config)
-        await engine.start()
-        await engine.load_weights(versions[0])
-        asked = [ask(0), ask(3), ask(1, max_tokens=5), ask(2, top_k=5, top_p=0.9, min_p=0.01)]
-        try:
+        asked = [of(0), of(3), of(1, max_tokens=5), of(2, top_k=5, top_p=0.9, min_p=0.01)]
+        async with serving(build_engine(config), versions[0]) as engine:
             tasks = [asyncio.ensure_future(engine.generate(request)) for request in asked]
             for version in versions[1:]:
-                while engine.tokens_drawn < 24:  # type: ignore[attr-defined]
+                while engine.tokens_drawn < 24:
                     await asyncio.sleep(0)
                 await engine.load_weights(version)
             return [completion for group in await asyncio.gather(*tasks) for completion in group]
-        finally:
-            await engine.close()
 
     return asyncio.run(main())
 
@@ -278,26 +269,11 @@ def test_a_decoding_step_waits_for_the_device_once(cuda: SecondDevice) -> None:
     waits = []
     for tokens in (8, 18):
         cuda.waits.clear()
-        request = Request(
-            prompt_ids=np.arange(1, 5, dtype=np.int32), num_samples=4, seed=0, stop_ids=frozenset(),
-            sampling=Sampling(max_tokens=tokens),
-        )  # fmt: skip
-        weights = published(small_model(), "int8")
-        generate(config, weights, request)
+        request = ask(range(1, 5), 4, max_tokens=tokens)
+        generate(published(small_model(), "int8"), request, config=config)
         waits.append(cuda.waits.copy())
     steps = waits[1] - waits[0]
     assert steps.total() == 10, steps
-
-
-def generate(config: TorchEngine, weights: WeightVersion, request: Request) -> None:
-    async def main() -> None:
-        engine = build_engine(config)
-        await engine.start()
-        await engine.load_weights(weights)
-        await engine.generate(request)
-        await engine.close()
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize("section", [name for name in SECTIONS if name != "vllm"])

@@ -4,17 +4,18 @@ judge of log-probs, and engines of which one is alive at a time."""
 import asyncio
 import contextlib
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
+from helpers import engines
+from helpers.engines import serving
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from areal_q.config import Sampling
 from areal_q.models import Decoder, DecoderConfig, init_weights
 from areal_q.quant import FORMATS, dequantize_state, is_quantized, quantize_state
 from areal_q.quant.state_dict import parts_of
 from areal_q.weights.version import pack_version
-from rollout.engines.base import Request
 
 HANG_S = 600
 """Only what hangs takes so long: a start takes 15 s, and on a busy machine two minutes. The death of an engine
@@ -97,43 +98,33 @@ def gap(completion, version, format="bf16", first=0, last=None, **sampling):
 
 
 def ask(prompt=PROMPT, seed=0, samples=1, max_tokens=40, **sampling):
-    return Request(
-        prompt_ids=np.array(prompt, np.int32),
-        num_samples=samples,
-        sampling=Sampling(max_tokens=max_tokens, **sampling),
-        seed=seed,
-        stop_ids=frozenset(),
-    )
+    return engines.ask(prompt, samples, seed, max_tokens=max_tokens, **sampling)
 
 
 @contextlib.contextmanager
-def one_alive(build, published=published):
-    """`live(format, setting=…)(body)` runs `body(engine)` on `build(setting=…)`, which has
-    `published(0, format)`.
+def one_alive(runner, build, published=published):
+    """`await live(format, setting=…)` is `build(setting=…)`, which has `published(0, format)`.
 
     It is that of the last call where format and settings are the same; only one is alive.
     """
-    with contextlib.ExitStack() as stack:
-        asked, current = None, None
+    asked: Any = None
+    engine: Any = None
+    open_one = contextlib.AsyncExitStack()
 
-        def live(format="bf16", **settings):
-            nonlocal asked, current
-            if current is None or asked != (format, settings):
-                stack.close()
-                runner = stack.enter_context(asyncio.Runner())
-                engine = build(**settings)
-                stack.callback(lambda: runner.run(engine.close()))
-                runner.run(engine.start())
-                asked, current = (format, settings), (runner, engine)
-            runner, engine = current
+    async def live(format="bf16", **settings):
+        nonlocal asked, engine
+        weights = published(0, format)
+        if asked == (format, settings):
+            await engine.load_weights(weights)
+        else:
+            await open_one.aclose()
+            asked = None
+            engine = await open_one.enter_async_context(serving(build(**settings), weights))
+            asked = (format, settings)
+        return engine
 
-            async def bounded(body):
-                await engine.load_weights(published(0, format))
-                return await asyncio.wait_for(body(engine), HANG_S)
-
-            return lambda body: runner.run(bounded(body))
-
-        yield live
+    yield live
+    runner.run(open_one.aclose())
 
 
 async def swapped_after(engine, weights, tokens, request):

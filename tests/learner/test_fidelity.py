@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.engines import ask_for, serving
 from helpers.fixture_types import MakeRun
 from helpers.policies import initial_model
 
@@ -20,7 +21,7 @@ from learner.measure.fidelity import FidelityMeter
 from learner.measure.rescore import Scorer, engine_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines import build_engine
-from rollout.engines.base import Completion, Engine, Request
+from rollout.engines.base import Completion
 
 EVERY = "learner.fidelity.share=1"
 
@@ -72,32 +73,21 @@ def drawn(make_ticket) -> Callable[..., list[Group]]:
 
     def draw(run: Run, versions: list[WeightVersion], off: float = 0.0, name: str = "torch"):
         async def work() -> list[Group]:
-            engine: Engine = build_engine(TorchEngine(slots=64))
-            await engine.start()
-            await engine.load_weights(versions[0])
             tickets = [
                 make_ticket(n, sampling=run.rollout.sampling, group_size=4) for n in range(8)
             ]
             seen = asyncio.Event()
-            tasks = [
-                asyncio.create_task(
-                    engine.generate(
-                        Request(
-                            prompt_ids=t.prompt_ids.numpy(),
-                            num_samples=t.group_size,
-                            sampling=t.sampling,
-                            seed=t.seed,
-                            stop_ids=frozenset(),
-                        ),
-                        lambda index, token, logprob: seen.set(),
-                    )
-                )
-                for t in tickets
-            ]
-            await seen.wait()
-            await engine.load_weights(versions[1])
-            done = await asyncio.gather(*tasks)
-            await engine.close()
+
+            def on_token(index: int, token: int, logprob: float) -> None:
+                seen.set()
+
+            async with serving(build_engine(TorchEngine(slots=64)), versions[0]) as engine:
+                tasks = [
+                    asyncio.create_task(engine.generate(ask_for(t), on_token)) for t in tickets
+                ]
+                await seen.wait()
+                await engine.load_weights(versions[1])
+                done = await asyncio.gather(*tasks)
             return [group_of(t, c, name, off) for t, c in zip(tickets, done, strict=True)]
 
         return asyncio.run(work())

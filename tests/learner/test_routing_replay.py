@@ -1,6 +1,5 @@
 """Routes of experts from the engine to the learner: recorded, carried along, replayed."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers import engines
+from helpers.engines import ask
 from helpers.policies import pack_state, save_at
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from areal_q.config import Sampling, TorchEngine, load
+from areal_q.config import TorchEngine, load
 from areal_q.errors import ConfigError, RecordError
 from areal_q.messages import Array, Dtype, Group, Trajectory, decode_group, encode
 from areal_q.models import Decoder, DecoderConfig, Experts, init_weights
@@ -31,7 +32,7 @@ from learner.data.validation import check_experts, fits
 from learner.measure.rescore import engine_policy
 from learner.policy_update import update_policy
 from rollout.engines import ENGINES, build_engine
-from rollout.engines.base import Completion, Request
+from rollout.engines.base import Completion
 
 EXPERTS = Experts(count=8, per_token=2, mlp=32, dense_layers=(1,))
 CONFIG = DecoderConfig(
@@ -64,26 +65,9 @@ def publish(model: Decoder, format: str = "bf16", version: int = 0) -> WeightVer
 def generate(
     weights: WeightVersion, prompts: Sequence[list[int]], samples: int = 3, **engine
 ) -> list[list[Completion]]:
-    async def main():
-        built = build_engine(TorchEngine(**{"slots": 16, "dtype": "float32", **engine}))
-        await built.start()
-        await built.load_weights(weights)
-        requests = [
-            Request(
-                prompt_ids=np.array(prompt, np.int32),
-                num_samples=samples,
-                sampling=Sampling(max_tokens=12),
-                seed=seed,
-                stop_ids=frozenset({3}),
-            )
-            for seed, prompt in enumerate(prompts)
-        ]
-        try:
-            return await asyncio.gather(*map(built.generate, requests))
-        finally:
-            await built.close()
-
-    return asyncio.run(main())
+    requests = [ask(p, samples, seed, [3], max_tokens=12) for seed, p in enumerate(prompts)]
+    config = TorchEngine(**{"slots": 16, "dtype": "float32", **engine})
+    return engines.generate(weights, *requests, config=config)
 
 
 PROMPTS = [[1, 2, 4], [5], [6, 7, 8, 9, 10, 11], [2] * 20, [12, 13], [14, 15, 16], [1, 2, 4, 5]]

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from helpers.engines import ask
 from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.policies import initial_model, raw_bytes, save_at
 
-from areal_q.config import Run, Sampling, TorchEngine
+from areal_q.config import Run, TorchEngine
 from areal_q.errors import ConfigError
 from areal_q.models import Decoder, PackedLayout, load_decoder
 from areal_q.models.hf.adapters import save_adapted
@@ -24,7 +24,6 @@ from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.data.packing import Sample, pack_samples
 from learner.policy_update import prepare_minibatches, update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
-from rollout.engines.base import Request
 from rollout.engines.reference.async_engine import Job
 from rollout.engines.reference.torch_engine import TorchStepper
 
@@ -127,10 +126,7 @@ def test_the_engine_gives_the_learners_log_probs(
     stepper = TorchStepper(TorchEngine(slots=8))
     stepper.swap(stepper.prepare(VersionBuilder(VersionSettings.of(run)).build(policy.model, 1)))
     recorded: list[tuple[int, float]] = []
-    request = Request(
-        prompt_ids=np.array(IDS, np.int32), num_samples=1, sampling=Sampling(max_tokens=12), seed=0,
-        stop_ids=frozenset(),
-    )  # fmt: skip
+    request = ask(IDS, max_tokens=12)
     import asyncio
 
     loop = asyncio.new_event_loop()

@@ -1,16 +1,16 @@
 """The aligned forward: the published numbers, a straight-through gradient, the engine's log-probs."""
 
-import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers import engines
+from helpers.engines import ask
 from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.policies import build_policy, raw_bytes, save_at
 from torch import nn
 
-from areal_q.config import Sampling, TorchEngine
 from areal_q.errors import ConfigError
 from areal_q.messages import Array, Trajectory, VersionSpan
 from areal_q.models.layers.linear import Linear
@@ -26,8 +26,7 @@ from learner.backends.single_device import TorchPolicy, token_logprobs
 from learner.data.packing import Sample, pack_samples
 from learner.policy_update import update_policy
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
-from rollout.engines import build_engine
-from rollout.engines.base import Completion, Request
+from rollout.engines.base import Completion
 from rollout.engines.reference.inference_model import InferenceModel
 from rollout.engines.reference.kv_cache import KVCache, PrefillAttention
 from rollout.engines.reference.ops import TorchOps
@@ -36,26 +35,8 @@ QARL = "learner.precision=qarl"
 
 
 def generate(weights: WeightVersion, prompts: list[np.ndarray], tokens: int) -> list[Completion]:
-    async def main():
-        engine = build_engine(TorchEngine(slots=64))
-        await engine.start()
-        await engine.load_weights(weights)
-        requests = [
-            Request(
-                prompt_ids=p,
-                num_samples=4,
-                sampling=Sampling(max_tokens=tokens),
-                seed=i,
-                stop_ids=frozenset(),
-            )
-            for i, p in enumerate(prompts)
-        ]
-        try:
-            return await asyncio.gather(*map(engine.generate, requests))
-        finally:
-            await engine.close()
-
-    return [c for group in asyncio.run(main()) for c in group]
+    requests = [ask(prompt, 4, seed, max_tokens=tokens) for seed, prompt in enumerate(prompts)]
+    return [completion for group in engines.generate(weights, *requests) for completion in group]
 
 
 def as_sample(prompt: np.ndarray, group: int, c: Completion) -> Sample:

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.engines import ask, serving
 from helpers.fixture_types import MakeRun, MakeSamples
 from helpers.policies import build_policy, initial_model, save_at
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from areal_q.config import KvScales, RolloutConfig, Run, Sampling, ScriptedEngine, TorchEngine
+from areal_q.config import KvScales, RolloutConfig, Run, ScriptedEngine, TorchEngine
 from areal_q.errors import ConfigError
 from areal_q.models import Decoder, PackedLayout, decoder
 from areal_q.models.decoder import Attention
@@ -59,33 +60,23 @@ PROMPT = np.array([3, 1, 4, 1, 5, 9], np.int32)
 
 
 def request(tokens: int = 20, samples: int = 3) -> Request:
-    return Request(
-        prompt_ids=PROMPT,
-        num_samples=samples,
-        sampling=Sampling(max_tokens=tokens),
-        seed=7,
-        stop_ids=frozenset(),
-    )
+    return ask(PROMPT, samples, 7, max_tokens=tokens)
 
 
 def generate(versions: list[WeightVersion], config: TorchEngine) -> list[Completion]:
     """The first version from the start, another one every 4 tokens."""
 
     async def main():
-        engine = build_engine(config)
-        await engine.start()
-        await engine.load_weights(versions[0])
         drawn = asyncio.Queue()
-        task = asyncio.create_task(
-            engine.generate(request(), on_token=lambda i, t, lp: drawn.put_nowait(i))
-        )
-        for version in versions[1:]:
-            for _ in range(4 * 3):
-                await drawn.get()
-            await engine.load_weights(version)
-        done = await task
-        await engine.close()
-        return done
+        async with serving(build_engine(config), versions[0]) as engine:
+            task = asyncio.create_task(
+                engine.generate(request(), on_token=lambda i, t, lp: drawn.put_nowait(i))
+            )
+            for version in versions[1:]:
+                for _ in range(4 * 3):
+                    await drawn.get()
+                await engine.load_weights(version)
+            return await task
 
     return asyncio.run(main())
 

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.engines import initial_version, serving
 from helpers.fixture_types import MakeRun
 from helpers.policies import initial_model
 
@@ -32,16 +33,10 @@ CHARS = CharTokenizer()
 
 def played(engine: Engine, run: Run, ticket: Ticket, tool: CalculatorTool = TOOL) -> list[Response]:
     async def work() -> list[Response]:
-        await engine.start()
-        await engine.load_weights(
-            VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0)
-        )
-        try:
-            responses = [Response() for _ in range(ticket.group_size)]
+        responses = [Response() for _ in range(ticket.group_size)]
+        async with serving(engine, initial_version(run)):
             await Calculator(EngineClient(engine, CHARS), tool)(ticket, responses)
-            return responses
-        finally:
-            await engine.close()
+        return responses
 
     return asyncio.run(work())
 
@@ -80,37 +75,27 @@ def test_the_tools_result_goes_in_with_mask_0(
     assert sum(s.tokens for s in response.spans) == len(response.ids) == len(response.logprobs)
 
 
-def test_turns_cut_off_anywhere_go_on_as_if_nothing_had_happened(
+async def test_turns_cut_off_anywhere_go_on_as_if_nothing_had_happened(
     make_run: MakeRun, make_ticket: Callable[..., Ticket]
 ):
     """Cancelled again and again, each time after a few more tokens, on the way over a record and back."""
     run = make_run("model.max_positions=128")
     sampling = Sampling(max_tokens=40)
     ticket = make_ticket(group_size=3, sampling=sampling, seed=11)
-    whole = played(build_engine(TorchEngine(slots=8)), run, ticket)
-
-    async def work() -> list[Response]:
-        engine = build_engine(TorchEngine(slots=8))
-        await engine.start()
-        await engine.load_weights(
-            VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0)
-        )
+    whole = await asyncio.to_thread(played, build_engine(TorchEngine(slots=8)), run, ticket)
+    decode_partial_response = MessageDecoder(PartialResponse)
+    async with serving(build_engine(TorchEngine(slots=8)), initial_version(run)) as engine:
         environment = Calculator(EngineClient(engine, CHARS), TOOL)
-        responses = [Response() for _ in range(3)]
-        while not all(r.ended for r in responses):
+        pieces = [Response() for _ in range(3)]
+        while not all(r.ended for r in pieces):
             before = engine.tokens_drawn
-            task = asyncio.create_task(environment(ticket, responses))
+            task = asyncio.create_task(environment(ticket, pieces))
             while not task.done() and engine.tokens_drawn < before + 7:
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait([task])
-            records = [decode_partial_response(encode(r.partial())) for r in responses]
-            responses = [Response.of(record.validate()) for record in records]
-        await engine.close()
-        return responses
-
-    decode_partial_response = MessageDecoder(PartialResponse)
-    pieces = asyncio.run(work())
+            records = [decode_partial_response(encode(r.partial())) for r in pieces]
+            pieces = [Response.of(record.validate()) for record in records]
     assert max(r.turns for r in whole) > 1
     for piece, want in zip(pieces, whole, strict=True):
         assert (piece.ids, piece.mask, piece.turns) == (want.ids, want.mask, want.turns)

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
+from helpers.engines import initial_version
 from helpers.openai_server.extreme_values import bodies
-from helpers.policies import initial_model
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +24,6 @@ from buffer.redis_store.local_server import RedisServer
 from buffer.weight_sync import WeightServer, WeightSource
 from learner.data.admission import Admission, AdmissionSettings
 from learner.measure.fidelity import FidelityMeter
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.build import EndpointAddress, serve
 from rollout.openai_server.schema import BeginEpisode, ChatBody, CompletionBody, RewardBody
 
@@ -48,7 +47,7 @@ class Cluster:
         self.buffer = LearnerBuffer(redis_url, run.name)
         self.weight_server = WeightServer(f"ipc://{sockets}/announce", f"ipc://{sockets}/fetch")
         self.buffer.publish_run(dump_toml(run), self.weight_server.endpoints._asdict())
-        version = VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0)
+        version = initial_version(run)
         self.weight_server.publish(version)
         self.meter = FidelityMeter(run.learner, run.rollout.format)
         self.meter.remember(version)

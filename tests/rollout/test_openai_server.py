@@ -14,9 +14,10 @@ import aiohttp
 import numpy as np
 import openai
 import pytest
+from helpers import engines
+from helpers.engines import initial_version
 from helpers.fixture_types import MakeRun
 from helpers.paths import ROOT
-from helpers.policies import initial_model
 
 from areal_q.config import External, Run, TorchEngine, dump_toml
 from areal_q.errors import ConfigError
@@ -33,7 +34,6 @@ from buffer.redis_store import LearnerBuffer, WorkerBuffer
 from buffer.weight_sync import WeightServer, WeightSubscriber
 from learner.data.admission import Admission, AdmissionSettings
 from learner.measure.fidelity import FidelityMeter
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.build import worker_capacity
 from rollout.engines import build_engine
 from rollout.engines.base import Engine
@@ -65,17 +65,12 @@ async def serving(
 @asynccontextmanager
 async def asking(run: Run, token: str | None = None) -> AsyncIterator[openai.AsyncOpenAI]:
     """OpenAI's client of an endpoint with weights, and no worker."""
-    engine = build_engine(TorchEngine(slots=32))
-    await engine.start()
-    await engine.load_weights(VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 3))
-    try:
-        async with (
-            serving(run, engine, None, token) as url,
-            openai.AsyncOpenAI(base_url=url, api_key="sesame", max_retries=0) as client,
-        ):
-            yield client
-    finally:
-        await engine.close()
+    async with (
+        engines.serving(build_engine(TorchEngine(slots=32)), initial_version(run, 3)) as engine,
+        serving(run, engine, None, token) as url,
+        openai.AsyncOpenAI(base_url=url, api_key="sesame", max_retries=0) as client,
+    ):
+        yield client
 
 
 async def test_completions_have_log_probs_ids_and_versions(make_run: MakeRun):
@@ -268,7 +263,7 @@ async def test_a_client_that_leaves_a_stream_logs_no_error(
     run = make_run("model.max_positions=8192")
     engine: Any = build_engine(TorchEngine(slots=16))
     await engine.start()
-    await engine.load_weights(VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0))
+    await engine.load_weights(initial_version(run))
     body = {"prompt": "1+2=", "stream": True, "n": 16, "max_tokens": 8000}
     async with serving(run, engine) as url, aiohttp.ClientSession() as session:
         async with session.post(f"{url}/completions", json=body) as reply:
@@ -320,7 +315,7 @@ async def playing(
     weight_server = WeightServer(f"ipc://{sockets}/announce", f"ipc://{sockets}/fetch")
     ends = weight_server.endpoints
     buffer.publish_run(dump_toml(run), ends._asdict())
-    version = VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0)
+    version = initial_version(run)
     weight_server.publish(version)
     admission = Admission(
         AdmissionSettings.of(run), build_task(run.task), tokenizer, buffer, 0, set()
@@ -462,7 +457,7 @@ async def test_an_episode_given_up_begins_again_with_whoever_asks_next(
     run = make_run(EXTERNAL)
     engine = build_engine(TorchEngine(slots=8))
     await engine.start()
-    await engine.load_weights(VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0))
+    await engine.load_weights(initial_version(run))
     client = EngineClient(engine, build_tokenizer(run.model, run.task))
     episodes = Episodes(client, External(episode_timeout_s=0.05), 1000)
     ticket = make_ticket(group_size=1, sampling=run.rollout.sampling)
@@ -516,7 +511,7 @@ async def test_an_episode_left_too_often_has_no_reward(
     run = make_run(EXTERNAL, f"reward.on_error={on_error}", *external)
     engine = build_engine(TorchEngine(slots=8))
     await engine.start()
-    await engine.load_weights(VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 0))
+    await engine.load_weights(initial_version(run))
     client = EngineClient(engine, build_tokenizer(run.model, run.task))
     episodes = build_environment(run, client)
     assert isinstance(episodes, Episodes)

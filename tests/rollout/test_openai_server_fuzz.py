@@ -9,8 +9,8 @@ import aiohttp
 import msgspec
 import numpy as np
 import pytest
+from helpers.engines import initial_version
 from helpers.openai_server.extreme_values import FLOATS, bodies
-from helpers.policies import initial_model
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +18,6 @@ from areal_q.config import Sampling, TorchEngine
 from areal_q.errors import RecordError
 from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
 from areal_q.tasks import build_tokenizer
-from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.engines import build_engine
 from rollout.engines.base import Request
 from rollout.engines.reference.async_engine import AsyncEngine
@@ -39,9 +38,7 @@ class Served:
     async def start(self) -> None:
         run, tokenizer = self.run, build_tokenizer(self.run.model, self.run.task)
         await self.engine.start()
-        await self.engine.load_weights(
-            VersionBuilder(VersionSettings.of(run)).build(initial_model(run), 3)
-        )
+        await self.engine.load_weights(initial_version(run, 3))
         sampling = run.rollout.sampling
         self.endpoint = Endpoint(self.engine, tokenizer, run.name, None, sampling, "0", None)
         self.url = f"http://127.0.0.1:{await self.endpoint.start()}/v1"

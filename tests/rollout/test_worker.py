@@ -16,9 +16,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.engines import ask, ask_for, serving
 from helpers.fixture_types import MakeRun
 from helpers.policies import build_group_reader, initial_model, new_admission
 from helpers.weight_sync import publish
+from msgspec.structs import asdict
 
 from areal_q.config import Run, ScriptedEngine, TorchEngine, dump_toml
 from areal_q.messages import Array, Group, Ticket, VersionSpan
@@ -42,7 +44,7 @@ from learner.data.staleness import VersionHistory
 from learner.publishing.version_builder import VersionBuilder, VersionSettings
 from rollout.build import worker_capacity
 from rollout.engines import build_engine
-from rollout.engines.base import Completion, Engine, Request
+from rollout.engines.base import Completion, Engine
 from rollout.engines.process.streaming_engine import StreamingEngine
 from rollout.engines.reference.async_engine import AsyncEngine
 from rollout.engines.reference.torch_engine import TorchStepper
@@ -155,13 +157,7 @@ async def test_an_engine_can_be_asked_before_the_first_weights(
     """An endpoint that is there before its engine would refuse what comes in between."""
     side = learner(make_run("rollout.engine.type=torch"))
     engine = build_engine(side.run.rollout.engine)
-    request = Request(
-        prompt_ids=np.array([3, 4], np.int32),
-        num_samples=1,
-        sampling=side.run.rollout.sampling,
-        seed=0,
-        stop_ids=frozenset(),
-    )
+    request = ask([3, 4], **asdict(side.run.rollout.sampling))
     asked: list[asyncio.Task[list[Completion]]] = []
 
     async def begin() -> None:
@@ -433,20 +429,8 @@ async def test_a_signal_ends_the_process_and_returns_its_tickets(
 
 async def uninterrupted(side: LearnerSide, ticket: Ticket, engine: Engine) -> list[Any]:
     """What an engine that nobody stops draws for `ticket`."""
-    await engine.start()
-    await engine.load_weights(side.builder.build(side.model, 0))
-    try:
-        return await engine.generate(
-            Request(
-                prompt_ids=ticket.prompt_ids.numpy(),
-                num_samples=ticket.group_size,
-                sampling=ticket.sampling,
-                seed=ticket.seed,
-                stop_ids=frozenset({side.tokenizer.eos_id}),
-            )
-        )
-    finally:
-        await engine.close()
+    async with serving(engine, side.builder.build(side.model, 0)):
+        return await engine.generate(ask_for(ticket, side.tokenizer.eos_id))
 
 
 async def test_the_next_worker_goes_on_from_the_drawn_tokens(

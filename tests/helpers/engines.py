@@ -1,0 +1,69 @@
+"""Engines that have weights, and what they are asked."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+from helpers.policies import initial_model
+from msgspec.structs import asdict
+from numpy.typing import ArrayLike
+
+from areal_q.config import Run, Sampling, TorchEngine
+from areal_q.config.run import EngineConfig
+from areal_q.messages import Ticket
+from areal_q.weights.version import WeightVersion
+from learner.publishing.version_builder import VersionBuilder, VersionSettings
+from rollout.engines import build_engine
+from rollout.engines.base import Completion, Engine, Request
+
+
+def ask(
+    prompt: ArrayLike,
+    samples: int = 1,
+    seed: int = 0,
+    stop_ids: Iterable[int] = (),
+    **sampling: Any,
+) -> Request:
+    return Request(
+        prompt_ids=np.array(prompt, np.int32),
+        num_samples=samples,
+        sampling=Sampling(**sampling),
+        seed=seed,
+        stop_ids=frozenset(stop_ids),
+    )
+
+
+def ask_for(ticket: Ticket, *stop_ids: int) -> Request:
+    sampling = asdict(ticket.sampling)
+    return ask(ticket.prompt_ids.numpy(), ticket.group_size, ticket.seed, stop_ids, **sampling)
+
+
+@asynccontextmanager
+async def serving(engine: Engine, weights: WeightVersion) -> AsyncIterator[Any]:
+    """Starts the engine with these weights, and closes it."""
+    try:
+        await engine.start()
+        await engine.load_weights(weights)
+        yield engine
+    finally:
+        await engine.close()
+
+
+def initial_version(run: Run, version: int = 0) -> WeightVersion:
+    return VersionBuilder(VersionSettings.of(run)).build(initial_model(run), version)
+
+
+def generate(
+    weights: WeightVersion,
+    *requests: Request,
+    config: EngineConfig = TorchEngine(slots=64),  # noqa: B008
+) -> list[list[Completion]]:
+    """The responses of a new engine to all requests at once."""
+
+    async def main() -> list[list[Completion]]:
+        async with serving(build_engine(config), weights) as engine:
+            return await asyncio.gather(*map(engine.generate, requests))
+
+    return asyncio.run(main())
