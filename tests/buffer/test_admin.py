@@ -10,11 +10,12 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 from helpers.commands import refused
+from helpers.strategies import groups
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from areal_q.config import Run, Sampling, dump_toml
-from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan, decode_group, encode
+from areal_q.config import Run, dump_toml
+from areal_q.messages import encode
 from buffer.__main__ import main
 from buffer.admin import actions, inspect_state, tables
 from buffer.logs.trajectory_log import TrajectoryLog
@@ -130,64 +131,24 @@ def test_an_export_is_a_log_and_imports_bit_for_bit(filled, client, tmp_path):
     assert again.startswith("0 groups imported, 2 passed over")
 
 
-@st.composite
-def records(draw, number: int) -> bytes:
-    n = draw(st.integers(1, 5))
-    ids = st.integers(0, 2**31 - 1)
-    size = draw(st.integers(1, 2))
-
-    def trajectory(index: int) -> Trajectory:
-        logprobs = st.floats(-(2.0**100), 0.0, width=32)
-        return Trajectory(
-            index=index,
-            response_ids=Array.of(draw(st.lists(ids, min_size=n, max_size=n)), "int32"),
-            behavior_logprobs=Array.of(draw(st.lists(logprobs, min_size=n, max_size=n)), "float32"),
-            loss_mask=Array.of(draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)), "uint8"),
-            spans=[VersionSpan(draw(st.integers(0, 2**60)), n, draw(st.text(max_size=3)))],
-            finish_reason=draw(st.sampled_from(["stop", "length"])),
-            reward=draw(st.floats(-1e15, 1e15)),
-            reward_parts=draw(st.dictionaries(st.text(max_size=4), st.floats(-9, 9), max_size=3)),
-        )
-
-    ticket = Ticket(
-        run=draw(st.text(max_size=4)),
-        number=number,
-        step=draw(st.integers(0, 99)),
-        prompt=draw(st.text(max_size=9)),
-        answer=draw(st.text(max_size=9)),
-        prompt_ids=Array.of(draw(st.lists(ids, min_size=1, max_size=4)), "int32"),
-        group_size=size,
-        sampling=Sampling(temperature=draw(st.floats(0, 2))),
-        seed=draw(st.integers(0, 2**62)),
-    )
-    group = Group(
-        ticket=ticket,
-        worker=draw(st.text(max_size=4)),
-        engine="scripted",
-        weight_format="int8",
-        trajectories=[trajectory(i) for i in range(size)],
-        started_s=draw(st.floats(0, 1e12)),
-        finished_s=draw(st.floats(0, 1e12)),
-    )
-    return encode(group)
-
-
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_a_logged_group_is_in_redis_again_bit_for_bit(client, tmp_path_factory, data):
     client.delete(KEYS.groups)
-    batch = [data.draw(records(n)) for n in range(data.draw(st.integers(1, 4)))]
+    train, count = st.just("train"), data.draw(st.integers(1, 4))
+    logged = [data.draw(groups(st.just(n), train)) for n in range(count)]
     directory = tmp_path_factory.mktemp("log")
     log = TrajectoryLog(directory)
-    groups = [decode_group(record) for record in batch]
-    log.append(0, 0, groups)
-    log.append(1, 1, groups[:1])  # used again by a sampler that replays
+    log.append(0, 0, logged)
+    log.append(1, 1, logged[:1])  # used again by a sampler that replays
     log.close()
     added, passed = actions.import_groups(client, "run", directory)
-    assert (added, passed) == (len(batch), 1)
-    assert [fields[b"record"] for _, fields in client.xrange(KEYS.groups)] == batch
+    assert (added, passed) == (count, 1)
+    assert [fields[b"record"] for _, fields in client.xrange(KEYS.groups)] == [
+        encode(group) for group in logged
+    ]
 
 
 def test_refused_records_say_why_and_go_back_once_good(

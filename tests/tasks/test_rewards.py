@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,27 +87,22 @@ def settings(tmp_path: Path, *more: str, source: str = USERS) -> Run:
     return load(None, [f'reward.path="{file}"', "reward.timeout_s=5", *more])
 
 
-def using(run: Run, work: Callable[[Reward], Awaitable[None]]) -> None:
-    async def main() -> None:
-        reward = build_reward(run)
-        try:
-            await reward.start()
-            await work(reward)
-        finally:
-            await reward.close()
-
-    asyncio.run(asyncio.wait_for(main(), 200))
+@asynccontextmanager
+async def using(run: Run) -> AsyncIterator[Reward]:
+    reward = build_reward(run)
+    try:
+        await reward.start()
+        yield reward
+    finally:
+        await reward.close()
 
 
 def scored(run: Run, *responses: str) -> list[Score]:
-    scores: list[Score] = []
+    async def work() -> list[Score]:
+        async with using(run) as reward:
+            return [await reward(PROBLEM, response, len(response)) for response in responses]
 
-    async def work(reward: Reward) -> None:
-        for response in responses:
-            scores.append(await reward(PROBLEM, response, len(response)))
-
-    using(run, work)
-    return scores
+    return asyncio.run(work())
 
 
 # A user's own file
@@ -183,10 +179,10 @@ def test_infrastructure_cannot_be_declared_the_responses_fault():
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("bad", ["hang", "sleep"])
-def test_a_reward_that_hangs_is_killed_and_stalls_nobody(tmp_path: Path, bad: str):
+async def test_a_reward_that_hangs_is_killed_and_stalls_nobody(tmp_path: Path, bad: str):
     run = settings(tmp_path, "reward.timeout_s=4", "reward.processes=2")
+    async with using(run) as reward:
 
-    async def work(reward: Reward) -> None:
         async def both_pids() -> set[int]:
             scores = await asyncio.gather(*(reward(PROBLEM, "pid", 1) for _ in range(2)))
             return {int(score.reward) for score in scores}
@@ -202,8 +198,6 @@ def test_a_reward_that_hangs_is_killed_and_stalls_nobody(tmp_path: Path, bad: st
         while not gone(killed):
             await asyncio.sleep(0.01)
 
-    using(run, work)
-
 
 def gone(pid: int) -> bool:
     """Ended; perhaps not waited for yet, where the machine's init does not."""
@@ -214,25 +208,21 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_many_at_once_share_processes_and_get_their_own_scores(tmp_path: Path):
-    async def work(reward: Reward) -> None:
+async def test_many_at_once_share_processes_and_get_their_own_scores(tmp_path: Path):
+    async with using(settings(tmp_path)) as reward:
         responses = ["4", "5", "raise"] * 40
         scores = await asyncio.gather(*(reward(PROBLEM, r, 1) for r in responses))
         assert [s.correct for s in scores] == [r == "4" for r in responses]
         assert [s.valid for s in scores] == [r != "raise" for r in responses]
 
-    using(settings(tmp_path), work)
 
-
-def test_a_cancelled_score_leaves_no_reply_for_the_next_question(tmp_path: Path):
-    async def work(reward: Reward) -> None:
+async def test_a_cancelled_score_leaves_no_reply_for_the_next_question(tmp_path: Path):
+    async with using(settings(tmp_path, "reward.processes=1")) as reward:
         waiting = asyncio.create_task(reward(PROBLEM, "sleep", 1))
         await asyncio.sleep(0.1)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert (await reward(PROBLEM, "4", 1)).correct
-
-    using(settings(tmp_path, "reward.processes=1"), work)
 
 
 def test_no_process_outlives_close_or_the_death_of_its_parent(tmp_path: Path):
@@ -337,7 +327,7 @@ def mathematics(*more: str) -> Run:
 
 
 @pytest.mark.timeout(60)
-def test_equal_mathematics_is_rewarded_and_what_hangs_is_not():
+async def test_equal_mathematics_is_rewarded_and_what_hangs_is_not():
     cases = [
         (r"\frac{1}{2}", r"so \boxed{0.5}", True),
         ("5", r"\boxed{5}", True),
@@ -350,13 +340,10 @@ def test_equal_mathematics_is_rewarded_and_what_hangs_is_not():
         ("7", "\\boxed{" + "1+" * 5000 + "1}", False),
         ("7", r"\boxed{9999^{9999^{9999}}}", False),
     ]
-
-    async def work(reward: Reward) -> None:
+    async with using(mathematics("reward.timeout_s=3", "reward.processes=1")) as reward:
         scores = [await reward(Problem("p", answer), response, 1) for answer, response, _ in cases]
         assert [s.correct for s in scores] == [correct for _, _, correct in cases]
         assert [s.parts for s in scores] == [{}] * 9 + [{"error": 1.0, "timeout": 1.0}]
-
-    using(mathematics("reward.timeout_s=3", "reward.processes=1"), work)
 
 
 def test_without_math_verify_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -369,7 +356,7 @@ def test_without_math_verify_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 # Parts
 
 
-def test_parts_add_up_with_their_weights():
+async def test_parts_add_up_with_their_weights():
     run = load(
         None,
         [
@@ -381,16 +368,13 @@ def test_parts_add_up_with_their_weights():
             "rollout.sampling.max_tokens=10",
         ],
     )
-
-    async def work(reward: Reward) -> None:
+    async with using(run) as reward:
         assert await reward(Problem("p", "4"), "4", 2) == Score(
             2.0 + 0.25 * 0.8, True, {"format": 0.0, "length": 0.8, "overlong": 0.0}
         )
         assert await reward(Problem("p", "4"), "no\n#### 5", 8) == Score(
             0.5 - 0.5, False, {"format": 1.0, "length": 0.0, "overlong": -0.5}
         )
-
-    using(run, work)
 
 
 def test_with_default_settings_the_reward_is_the_score():

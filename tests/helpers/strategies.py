@@ -1,0 +1,64 @@
+"""What hypothesis draws for more than one file of tests."""
+
+from hypothesis import strategies as st
+
+from areal_q.config import Sampling
+from areal_q.messages import Array, Group, Ticket, Trajectory, VersionSpan
+
+INT64 = st.integers(0, 2**63 - 1)
+SECONDS = st.floats(0, 1e12)
+PURPOSES = st.sampled_from(["train", "eval"])
+
+
+@st.composite
+def trajectories(draw, index: int) -> Trajectory:
+    n = draw(st.integers(1, 6))
+    cut = draw(st.integers(1, n))
+    spans = [VersionSpan(draw(INT64), cut, draw(st.text(max_size=4)))]
+    if cut < n:
+        spans.append(VersionSpan(draw(INT64), n - cut, "b"))
+    logprobs = st.floats(-(2.0**100), 0.0, width=32)
+    ids = st.integers(0, 2**31 - 1)
+    return Trajectory(
+        index=index,
+        response_ids=Array.of(draw(st.lists(ids, min_size=n, max_size=n)), "int32"),
+        behavior_logprobs=Array.of(draw(st.lists(logprobs, min_size=n, max_size=n)), "float32"),
+        loss_mask=Array.of(draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)), "uint8"),
+        spans=spans,
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        reward=draw(st.floats(-1e15, 1e15)),
+        reward_parts=draw(st.dictionaries(st.text(max_size=5), st.floats(-9, 9), max_size=3)),
+    )
+
+
+@st.composite
+def groups(draw, numbers=INT64, purposes=PURPOSES) -> Group:
+    """Groups of any valid content, their tickets of these numbers and purposes."""
+    size = draw(st.integers(1, 3))
+    ticket = Ticket(
+        run=draw(st.text(max_size=5)),
+        number=draw(numbers),
+        purpose=draw(purposes),
+        step=draw(INT64),
+        prompt=draw(st.text(max_size=9)),
+        answer=draw(st.text(max_size=9)),
+        prompt_ids=Array.of(draw(st.lists(st.integers(0, 999), min_size=1, max_size=5)), "int32"),
+        group_size=size,
+        sampling=Sampling(
+            temperature=draw(st.floats(0, 2)),
+            top_p=0.9,
+            top_k=draw(st.integers(0, 50)),
+            min_p=draw(st.sampled_from([0.0, 0.05])),
+            stop=draw(st.sampled_from([(), ("\n\n", (5, 6)), ("’",)])),
+        ),
+        seed=draw(INT64),
+    )
+    return Group(
+        ticket=ticket,
+        worker=draw(st.text(max_size=5)),
+        engine="scripted",
+        weight_format=draw(st.sampled_from(["bf16", "int8"])),
+        trajectories=[draw(trajectories(i)) for i in range(size)],
+        started_s=draw(SECONDS),
+        finished_s=draw(SECONDS),
+    )
