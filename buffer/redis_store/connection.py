@@ -175,7 +175,7 @@ class Patience:
             self._stop.wait(pause_s)
 
     def over(self) -> None:
-        """Records that the operation succeeded."""
+        """Records that Redis answered the operation, be it with a refusal."""
         self._outage.answered(after_failure=self._failed)
 
 
@@ -189,6 +189,7 @@ def insist(patience: Patience, call: Callable[[], _T], *, disk: bool = True) -> 
             patience.wait(error)
         except redis.ResponseError as error:
             if not (disk and cannot_persist(error)):
+                patience.over()
                 raise
             patience.wait(error)
         else:
@@ -212,6 +213,7 @@ async def insist_async(patience: Patience, call: Callable[[], Awaitable[_T]]) ->
             failure = error
         except redis.ResponseError as error:
             if not cannot_persist(error):
+                patience.over()
                 raise
             failure = error
         if task and task.cancelling() > cancellations:
