@@ -12,6 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 import redis
+from helpers.commands import wait_until
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
@@ -174,6 +175,17 @@ def assert_every_line_is_exported(table, exporter: Exporter, records: list[Recor
     assert filled == {PREFIX + line.name for line in always}
 
 
+def scraped(port: int) -> str:
+    with urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+        return page.read().decode()
+
+
+def groups_committed(exported: str) -> float:
+    """Returns what the exporter of worker `w` says, 0 before its first heartbeat."""
+    found = re.search(r'areal_q_worker_groups_total\{run="services",worker="w"\} (\S+)', exported)
+    return float(found[1]) if found else 0.0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_worker_outlives_a_stopped_learner_not_its_run(locked_redis, password_file, tmp_path):
@@ -222,8 +234,9 @@ def test_a_worker_outlives_a_stopped_learner_not_its_run(locked_redis, password_
         learner.send_signal(signal.SIGTERM)
         assert learner.wait(120) == 143, log()
         done = len(steps())
-        with urlopen(f"http://127.0.0.1:{port}/metrics") as page:
-            exported = page.read().decode()
+        # The worker's numbers are of its last heartbeat, of which there may have been none yet.
+        wait_until(lambda: groups_committed(scraped(port)) >= 3 * 4, lambda: scraped(port), worker)
+        exported = scraped(port)
         learner, ports = learn(f"steps={done + 2}")
         assert (learner.wait(120), worker.wait(60)) == (0, 0), log()
         assert log().count("run services is finished: this worker ends") == 1
@@ -244,8 +257,6 @@ def test_a_worker_outlives_a_stopped_learner_not_its_run(locked_redis, password_
     counted = [r["buffer/responses"] for r in records if r["kind"] == "step"]
     assert counted[-1] >= (done + 4) * 4 * 2, "of all three learners"
     assert_every_line_is_exported(LEARNER, Exporter(LEARNER, {"run": "services"}), records)
-    groups = re.search(r'areal_q_worker_groups_total\{run="services",worker="w"\} (\S+)', exported)
-    assert groups and float(groups[1]) >= 3 * 4, exported
     assert all(PREFIX + line.name in exported for line in WORKER)
     assert (
         published
