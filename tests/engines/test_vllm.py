@@ -328,11 +328,11 @@ async def test_an_fp8_cache_is_rescaled_for_every_version(live):
 
 CHILD = """
 import asyncio, sys
-sys.path[:0] = {paths!r}
-import test_vllm
-from areal_q.config import VllmEngine
 
-async def main():
+async def main():  # vLLM's processes import this file too; a module of theirs must not be numba
+    sys.path[:0] = {paths!r}
+    import test_vllm
+    from areal_q.config import VllmEngine
     engine = test_vllm.vllm_engine(VllmEngine(slots=4))
     await engine.start()
     await engine.load_weights(test_vllm.published(0))
