@@ -1,12 +1,11 @@
 """Runs over a real Redis Cluster of three servers: each lies on one, whose kill holds up no other."""
 
 import asyncio
-import os
 import socket
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ SLOTS = 16384
 SERVERS = 3
 TICKETS = 4
 HANG_S = 60.0
+LOST_CLAIM_S = 3.0
+"""Seconds after which a worker gets the tickets of a claim again whose answer was lost with a server"""
 
 
 class Cluster:
@@ -32,7 +33,7 @@ class Cluster:
 
     def __init__(self, binary: str, directory: Path) -> None:
         self._binary, self._directory = binary, directory
-        self.ports = _free_ports()
+        self._reserved, self.ports = _reserved_ports()
         # A command that is repeated after a time limit would find its slots taken.
         patient: dict[str, Any] = {"socket_timeout": HANG_S, "retry": Retry(NoBackoff(), 0)}
         self.clients = [redis.Redis(port=port, **patient) for port in self.ports]
@@ -73,6 +74,7 @@ class Cluster:
             self.kill(number)
         for client in self.clients:
             client.close()
+        self._reserved.close()
 
     def url(self, number: int) -> str:
         return f"redis://127.0.0.1:{self.ports[number]}"
@@ -103,18 +105,20 @@ def _nodes(client: redis.Redis) -> int:
     return len(found)
 
 
-def _free_ports() -> list[int]:
-    """Returns ports that nobody uses, nor those that follow them by 10,000, over which the servers talk."""
-    with ExitStack() as held:
-        ports: list[int] = []
-        for port in range(20_000 + os.getpid() % 5_000, 30_000):
-            with suppress(OSError):
-                for used in (port, port + 10_000):
-                    taken = held.enter_context(socket.socket())
-                    taken.bind(("127.0.0.1", used))
-                ports.append(port)
-            if len(ports) == SERVERS:
-                return ports
+def _reserved_ports() -> tuple[socket.socket, list[int]]:
+    """Returns ports that nobody uses, nor those that follow them by 10,000, over which the servers talk, and
+    the socket that keeps them from other processes of these tests, also while a server is dead."""
+    for number in range(900):
+        ports = [20_000 + SERVERS * number + server for server in range(SERVERS)]
+        reserved = socket.socket()
+        try:
+            reserved.bind(("127.0.0.1", 25_000 + number))
+            for port in (*ports, *(port + 10_000 for port in ports)):
+                with socket.socket() as tried:
+                    tried.bind(("127.0.0.1", port))
+            return reserved, ports
+        except OSError:
+            reserved.close()
     raise AssertionError("no free ports")
 
 
@@ -144,7 +148,7 @@ async def commit_all(
     url: str, run: str, make_group: Callable[..., Group], after_one: Pause | None = None
 ) -> int:
     """Claims and commits the run's tickets one by one; returns how many. Awaits `after_one` after the first."""
-    worker = WorkerBuffer(url, run, "w", patience_s=HANG_S)
+    worker = WorkerBuffer(url, run, "w", LOST_CLAIM_S, patience_s=HANG_S)
     committed, claims = 0, []
     # An outage that takes longer leaves a claim with nothing.
     while not claims:
