@@ -56,7 +56,9 @@ class Cluster:
         home = self._directory / str(number)
         home.mkdir(exist_ok=True)
         options = {"port": self.ports[number], "dir": home, "cluster-enabled": "yes", "save": ""}
-        options |= {"bind": "127.0.0.1", "appendonly": "yes", "cluster-node-timeout": 2000}
+        options |= {"bind": "127.0.0.1", "cluster-node-timeout": 2000}
+        # With everysec a busy disk may cost what was acknowledged in the last two seconds.
+        options |= {"appendonly": "yes", "appendfsync": "always"}
         options |= {"cluster-require-full-coverage": "no"}
         told = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
         with (home / "log").open("ab") as log:
