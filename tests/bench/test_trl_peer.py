@@ -67,10 +67,11 @@ def test_the_best_layout_is_one_that_does_not_fail(
 
 
 def test_cpu_seconds_include_children_that_have_ended():
-    spin = "import time\nwhile time.process_time() < 0.3: pass\n"
+    spin = "import time\nwhile time.process_time() < 0.4: pass\n"
     before = cpu_seconds(os.getpid())
     subprocess.run([sys.executable, "-S", "-c", spin], check=True)
-    assert cpu_seconds(os.getpid()) - before >= 0.29
+    # The system counts in hundredths, and rounds each part down.
+    assert cpu_seconds(os.getpid()) - before > 0.3
 
 
 def test_cpu_seconds_include_children_that_live():
