@@ -7,7 +7,7 @@ sums, and weights of half the size.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -77,8 +77,9 @@ def bf16_linear(weight: Bf16Weight, parts: int = 1) -> Linear:
         case "e4m3 groups":
             return Bf16GroupLinear(weight)
         case _:
-            kind = Bf16GroupLinear if len(weight.scale) > 1 else Bf16Linear
-            layer = kind(weight, parts)
+            if len(weight.scale) > 1:
+                return Bf16GroupLinear(weight, parts)
+            layer = Bf16Linear(weight, parts)
             if parts == 1 or weight.rest is None:
                 return layer
             return SumLinear(layer, Bf16Linear(Bf16Weight(weight.rest, weight.scale)))
@@ -95,12 +96,13 @@ class Bf16Linear:
         self.nothing = np.zeros((1, len(self.scale)), np.float32)
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        return self._product(x, np.ones(len(x), np.float32), add)
+        words = cpu_gemm.bf16_parts(x.numpy(), self.parts)
+        return self.product(words, _ones(len(x)), add)
 
-    def _product(self, x: Tensor, x_scale: np.ndarray, add: Tensor | None) -> Tensor:
-        y = np.empty((len(x), len(self.scale)), np.float32)
+    def product(self, words: np.ndarray, x_scale: np.ndarray, add: Tensor | None) -> Tensor:
+        """Returns the layer's result for activations as cpu_gemm.bf16_parts returns them, times `x_scale`."""
+        y = np.empty((len(x_scale), len(self.scale)), np.float32)
         added = self.nothing if add is None else add.view(-1, y.shape[1]).numpy()
-        words = cpu_gemm.bf16_parts(x, self.parts).numpy()
         over_panels(cpu_gemm.gemm, words, self.words, self.no_shift, self.scale, x_scale, added, y)
         return torch.from_numpy(y)
 
@@ -108,11 +110,13 @@ class Bf16Linear:
 class SumLinear:
     """The sum of two layers: of a weight's bfloat16 numbers, and of what their rounding left."""
 
-    def __init__(self, first: Linear, second: Linear) -> None:
+    def __init__(self, first: Bf16Linear, second: Bf16Linear) -> None:
         self.first, self.second = first, second
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        return self.second(x, self.first(x, add))
+        words = cpu_gemm.bf16_parts(x.numpy(), self.first.parts)
+        ones = _ones(len(x))
+        return self.second.product(words[:1], ones, self.first.product(words, ones, add))
 
 
 class Bf16RowLinear(Bf16Linear):
@@ -121,7 +125,7 @@ class Bf16RowLinear(Bf16Linear):
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         numbers, x_scale = np.empty(x.shape, np.float32), np.empty(len(x), np.float32)
         cpu_activations.e4m3_rows(x.numpy(), numbers, x_scale)
-        return self._product(torch.from_numpy(numbers), x_scale, add)
+        return self.product(cpu_gemm.bf16_parts(numbers, self.parts), x_scale, add)
 
 
 class Bf16GroupLinear:
@@ -137,11 +141,11 @@ class Bf16GroupLinear:
         x_scale, y = np.ones((groups, len(x)), np.float32), np.zeros((len(x), outs), np.float32)
         if add is not None:
             y[:] = add.numpy()
+        numbers = x.numpy()
         if self.fp8:
             numbers = np.empty(x.shape, np.float32)
             cpu_activations.e4m3_group_numbers(x.numpy(), numbers, x_scale)
-            x = torch.from_numpy(numbers)
-        words = cpu_gemm.bf16_parts(x, self.parts).numpy()
+        words = cpu_gemm.bf16_parts(numbers, self.parts)
         over_panels(cpu_gemm.group_gemm, words, self.words, self.scale, x_scale, y)
         return torch.from_numpy(y)
 
@@ -168,8 +172,10 @@ class Bf16Table:
 
 def over_panels(gemm: Any, x: np.ndarray, words: np.ndarray, *rest: np.ndarray) -> None:
     """Calls `gemm` for all panels of `words`, on as many threads as torch has where that pays."""
-    panels, work = len(words), x.size * len(words)
-    threads = min(torch.get_num_threads(), panels, max(1, work // _WORK_OF_A_THREAD))
+    panels = len(words)
+    threads = min(panels, x.size * panels // _WORK_OF_A_THREAD)
+    if threads < 2 or (threads := min(threads, torch.get_num_threads())) < 2:
+        return gemm(x, words, *rest, 0, panels)
     borders = [panels * i // threads for i in range(threads + 1)]
     others = [
         _pool().submit(gemm, x, words, *rest, first, last) for first, last in pairwise(borders[1:])
@@ -177,6 +183,12 @@ def over_panels(gemm: Any, x: np.ndarray, words: np.ndarray, *rest: np.ndarray) 
     gemm(x, words, *rest, 0, borders[1])
     for other in others:
         other.result()
+
+
+@lru_cache(64)
+def _ones(rows: int) -> np.ndarray:
+    """Returns the scales of rows that have none. For one row, making them takes half as long as a product."""
+    return np.ones(rows, np.float32)
 
 
 @cache

@@ -160,5 +160,5 @@ def test_parts_of_activations_round_as_torch_does(x):
     """Two parts are x rounded, and what is left of it rounded; NaN and infinity included."""
     first = torch.from_numpy(x).bfloat16()
     rest = (torch.from_numpy(x) - first.float()).bfloat16()
-    found = cpu_gemm.bf16_parts(torch.from_numpy(x), 2).view(torch.bfloat16)[..., :5]
+    found = torch.from_numpy(cpu_gemm.bf16_parts(x, 2)).view(torch.bfloat16)[..., :5]
     np.testing.assert_array_equal(found.float().numpy(), torch.stack((first, rest)).float().numpy())

@@ -47,13 +47,13 @@ def pack_words(weight: Tensor) -> Tensor:
     return words.view(-1, PANEL, words.shape[1]).transpose(1, 2).contiguous()
 
 
-def bf16_parts(x: Tensor, parts: int) -> Tensor:
+def bf16_parts(x: np.ndarray, parts: int) -> np.ndarray:
     """Returns the words of bfloat16 numbers whose sum over `parts` is nearly x float32 [T, K]: int32 [parts, T,
     W]. One part is x rounded, 2⁻⁹ of it off at most, and a second one leaves 2⁻¹⁷."""
     rows, width = x.shape
     found = np.empty((parts, rows, width + width % 2), np.uint16)
-    _split(x.numpy(), found)
-    return torch.from_numpy(found.view(np.int32))
+    _split(x, found)
+    return found.view(np.int32)
 
 
 def words_of(x: Tensor) -> Tensor:
