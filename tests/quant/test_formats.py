@@ -76,7 +76,11 @@ def test_quantizing_a_dequantized_weight_gives_the_same_codes(weight):
 
 
 def test_bf16_is_torchs_own_cast():
-    weight = torch.randn(64, 33)
+    bits = torch.randint(-(2**31), 2**31, (64, 33)).to(torch.int32)
+    bits[0] = bits[0] & ~0xFFFF | 0x8000  # half way between two numbers
+    bits[1] &= 0x807FFFFF  # subnormal numbers
+    weight = bits.view(torch.float32)
+    weight[~(weight.abs() <= 2.0**127)] = 1.0
     assert torch.equal(BF16.quantize(weight, "w")["weight"], weight.bfloat16())
 
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from areal_q.quant.format import Parts, Ranges, checked_float32
+from areal_q.quant.format import Parts, Ranges, as_float32, checked_float32
+from areal_q.quant.kernels import dispatch
 from areal_q.quant.quantized_linear import FloatLinear
 
 
@@ -29,7 +30,11 @@ class Bf16:
         return None
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        return {"weight": checked_float32(weight, name).to(torch.bfloat16)}
+        w = as_float32(weight, name)
+        rounded = dispatch.sixteen_bits(w, name)
+        if rounded is None:
+            rounded = checked_float32(w, name).to(torch.bfloat16)
+        return {"weight": rounded}
 
     def dequantize(self, parts: Parts) -> Tensor:
         return parts["weight"].to(torch.float32)

@@ -101,6 +101,20 @@ def quantize(w, fold, largest, height, width, given, previous, codes, scales):
     return moved, np.int64(worst)
 
 
+@kernel(nt.int64(F2, nt.Array(nt.uint16, 2, "C")))
+def round_to_bf16(w, out):
+    """w [out, in] → bits of the nearest bfloat16, ties to even. Returns the largest magnitude as bits."""
+    worst = int32(0)
+    for o in range(w.shape[0]):
+        x, y = w[o], out[o]
+        for i in range(x.shape[0]):
+            bits = float32(x[i]).view(int32)
+            worst = max(worst, int32(bits & MAGNITUDE))
+            odd = int32(int32(bits >> int32(16)) & int32(1))
+            y[i] = np.uint16(int32(bits + int32(0x7FFF) + odd) >> int32(16))
+    return np.int64(worst)
+
+
 @kernel()
 def _halved(tops, out):
     """The larger of each two neighbours."""

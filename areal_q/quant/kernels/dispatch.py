@@ -68,6 +68,18 @@ def eight_bits(
     return codes, scales, moved
 
 
+def sixteen_bits(weight: Tensor, name: str) -> Tensor | None:
+    """bfloat16 [out, in] nearest to float32 `weight`. Raises QuantizationError for what is not finite or above
+    LARGEST."""
+    kernels = _for(weight)
+    if kernels is None:
+        return None
+    rounded = torch.empty(weight.shape, dtype=torch.bfloat16)
+    if kernels.round_to_bf16(weight.numpy(), rounded.view(torch.uint16).numpy()) > _LARGEST_BITS:
+        raise QuantizationError(f"{name}: {TOO_LARGE}")
+    return rounded
+
+
 def row_blocks(weight: Tensor, width: int) -> Tensor | None:
     """Largest magnitude of every `width` numbers of a row: float32 [out, in] → [out, ⌈in / width⌉]."""
     if gpu := _on_gpu(weight):
