@@ -106,7 +106,7 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install -q '$(TORCH_CPU)' || $(BIN)/pip install -q '$(TORCH)'
 	$(BIN)/pip install -q -e .
 	# Compiles the loops of the engine and of the number formats now, not at the first run.
-	$(BIN)/python -c 'import areal_q.models.fused.kernels, areal_q.quant.kernels.cpu_numba, rollout.engines.reference.ops_numba'
+	$(BIN)/python -c 'import areal_q.models.fused.functions, areal_q.quant.kernels.cpu_numba, rollout.engines.reference.ops_numba'
 	touch $@
 
 # What the tests need, in the versions that they were last seen to pass with.

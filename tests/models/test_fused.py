@@ -1,6 +1,9 @@
 """The decoder in bfloat16 on a CPU, against float64, against autocast and against transformers."""
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -8,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from areal_q.models import Decoder, DecoderConfig, Experts, PackedLayout, init_weights, load_decoder
@@ -152,6 +156,44 @@ def test_fused_decoder_is_no_coarser_than_autocast(
     )
     for name, g in gradients.items():
         assert error(of_fused[name], g) < 0.1, name
+
+
+@pytest.mark.parametrize("dim", [8, 16, 24])
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 15, 16, 17, 33, 70])
+def test_attention_agrees_with_torch_at_every_length(length: int, dim: int):
+    def exact(qkv: Tensor) -> Tensor:
+        q, k, v = (part.transpose(0, 1) for part in qkv.split((4, 2, 2), 1))
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return mixed.transpose(0, 1)
+
+    layout = PackedLayout.of([length])
+    agrees(lambda qkv: functions.Attend.apply(qkv, 4, layout), exact, rounded(length, 8, dim))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_attention_agrees_with_torch_without_avx512():
+    narrow = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma"}
+    command = [sys.executable, "-m", "pytest", "-n0", "-k", "every_length", __file__]
+    done = subprocess.run(command, env=os.environ | narrow, capture_output=True, text=True)
+    assert done.returncode == 0 and "27 passed" in done.stdout, done.stdout
+
+
+def test_a_sequence_is_attended_as_if_it_were_alone():
+    lengths = [19, 3, 40, 1]
+    qkv, grad = rounded(sum(lengths), 8, 16), rounded(sum(lengths), 4, 16)
+
+    def attended(rows: slice, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+        own = qkv[rows].clone().requires_grad_()
+        out: Any = functions.Attend.apply(own, 4, layout)
+        out.backward(grad[rows])
+        assert own.grad is not None
+        return out.detach(), own.grad
+
+    together = attended(slice(None), PackedLayout.of(lengths))
+    for start, stop in pairwise([0, *torch.tensor(lengths).cumsum(0).tolist()]):
+        alone = attended(slice(start, stop), PackedLayout.of([stop - start]))
+        assert all(torch.equal(a[start:stop], b) for a, b in zip(together, alone, strict=True))
 
 
 def test_gradients_of_weights_stay_float32():

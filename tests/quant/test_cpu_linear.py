@@ -64,7 +64,7 @@ def test_without_the_instruction_torch_multiplies(monkeypatch):
     ("asked", "function"), [("has_bf16", "_BF16_DOT"), ("has_int8", "_INT8_DOT")]
 )
 def test_an_instruction_that_llvm_lacks_is_not_taken(asked, function, monkeypatch):
-    monkeypatch.setattr(cpu_tile, "_has", lambda feature: True)
+    monkeypatch.setattr(cpu_tile, "has", lambda feature: True)
     assert getattr(cpu_tile, asked)()
     monkeypatch.setattr(cpu_tile, function, "llvm.x86.avx512.missing.512")
     assert not getattr(cpu_tile, asked)()

@@ -19,6 +19,8 @@ from areal_q.quant import FORMATS
 from areal_q.quant.activations import to_e4m3
 from areal_q.quant.format import Parts, Ranges
 from areal_q.quant.kernels import cpu_numba, dispatch, jit
+from areal_q.quant.kernels.cpu_product import ROWS, add_product
+from areal_q.quant.kernels.cpu_tile import LANES
 from areal_q.quant.kernels.cpu_weighted_sum import weighted_sum
 
 any_weights = hnp.arrays(
@@ -103,6 +105,20 @@ def test_weights_that_no_kernel_takes_are_left_to_torch():
     assert dispatch.row_blocks(torch.randn(4, 6).t(), 2) is None
     assert dispatch.row_blocks(torch.randn(4, 6, dtype=torch.float64), 2) is None
     assert dispatch.row_blocks(torch.empty(0, 6), 2) is None
+
+
+@pytest.mark.parametrize("inner", [1, 2, 17])
+@pytest.mark.parametrize("turned", [False, True])
+def test_add_product_is_that_of_numpy_row_by_row(inner: int, turned: bool):
+    rng = np.random.default_rng(inner)
+    a, b = rng.standard_normal((3 * ROWS, inner)), rng.standard_normal((inner, 2 * LANES))
+    a, b, out = (x.astype(np.float32) for x in (a, b, np.ones((3 * ROWS, 2 * LANES))))
+    given = np.ascontiguousarray(a.T).T if turned else a
+    add_product(given, b, out)
+    np.testing.assert_allclose(out, 1 + a @ b, rtol=1e-5, atol=1e-5)
+    alone = np.ones((ROWS, LANES), np.float32)
+    add_product(given[ROWS : 2 * ROWS], b[:, LANES:], alone)
+    assert np.array_equal(alone, out[ROWS : 2 * ROWS, LANES:])
 
 
 @pytest.mark.parametrize("width", [1, 15, 16, 24, 64, 80])

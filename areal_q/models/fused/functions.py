@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from areal_q.models.fused import kernels
+from areal_q.models.fused import attention, kernels
 from areal_q.models.packed_layout import PackedLayout
 
 _ROWS = 32
@@ -196,7 +196,7 @@ class Attend(torch.autograd.Function):
         shared, scale = (qkv.shape[1] - heads) // 2, qkv.shape[2] ** -0.5
         qkv_, out_, lse_ = arrays(qkv, out, lse)
         for spans in layout.spans:
-            kernels.attend(qkv_, heads, shared, *spans, scale, out_, lse_)
+            attention.attend(qkv_, heads, shared, *spans, scale, out_, lse_)
         ctx.save_for_backward(qkv, out, lse)
         ctx.heads, ctx.layout = heads, layout
         return out
@@ -209,5 +209,7 @@ class Attend(torch.autograd.Function):
         grad_qkv = torch.zeros(qkv.shape)
         grad_, qkv_, out_, lse_, sums = arrays(grads[0].contiguous(), qkv, out, lse, grad_qkv)
         for spans in ctx.layout.spans:
-            kernels.attend_backward(grad_, qkv_, out_, lse_, ctx.heads, shared, *spans, scale, sums)
+            attention.attend_backward(
+                grad_, qkv_, out_, lse_, ctx.heads, shared, *spans, scale, sums
+            )
         return grad_qkv.to(torch.bfloat16), None, None

@@ -13,28 +13,13 @@ import numpy as np
 from numba import types as nt
 from numba import void
 
-from areal_q.quant.kernels.cpu_math import dot, inlined_exp
+from areal_q.quant.kernels.cpu_math import dot, inlined_exp, nearest_bf16, of_bf16
 from areal_q.quant.kernels.jit import FMA, SUMS, kernel
 
-float32, uint16, uint32 = np.float32, np.uint16, np.uint32
+float32, uint16 = np.float32, np.uint16
 F1, F2, F3 = (nt.Array(nt.float32, n, "C") for n in (1, 2, 3))
 B2, B3 = (nt.Array(nt.uint16, n, "C") for n in (2, 3))
 I1, I2 = (nt.Array(nt.int64, n, "C") for n in (1, 2))
-
-
-@kernel(inline="always")
-def _wide(x):
-    """Returns the float32 with the bits of a bfloat16."""
-    return uint32(uint32(x) << uint32(16)).view(float32)
-
-
-@kernel(inline="always")
-def _round(x):
-    """Returns the bits of the bfloat16 nearest to a float32."""
-    bits = float32(x).view(uint32)
-    half = uint32(uint32(uint32(bits >> uint32(16)) & uint32(1)) + uint32(0x7FFF))
-    rounded = uint16(uint32(bits + half) >> uint32(16))
-    return rounded if x == x else uint16(0x7FC0)
 
 
 @kernel(void(F2, B2, F1, nt.float32, F2, B2, F1), fastmath=SUMS)
@@ -48,11 +33,11 @@ def add_norm(x, delta, weight, eps, total, y, scale):
             row[i] = x[t, i]
         if delta.shape[0]:
             for i in range(channels):
-                row[i] += _wide(delta[t, i])
+                row[i] += of_bf16(delta[t, i])
         r = float32(1.0) / np.sqrt(dot(row, row) / float32(channels) + eps)
         scale[t] = r
         for i in range(channels):
-            y[t, i] = _round(row[i] * r * weight[i])
+            y[t, i] = nearest_bf16(row[i] * r * weight[i])
 
 
 @kernel(void(F2, B2, F2, F1, F1, F2, B2, F1), fastmath=SUMS)
@@ -64,7 +49,7 @@ def add_norm_backward(onward, grad, total, scale, weight, grad_x, grad_delta, gr
     for t in range(total.shape[0]):
         r = scale[t]
         for i in range(channels):
-            own = _wide(grad[t, i])
+            own = of_bf16(grad[t, i])
             grad_weight[i] += own * total[t, i] * r
             g[i] = own * weight[i]
         along = dot(g, total[t]) * r * r / float32(channels)
@@ -76,7 +61,7 @@ def add_norm_backward(onward, grad, total, scale, weight, grad_x, grad_delta, gr
                 out[i] += onward[t, i]
         if grad_delta.shape[0]:
             for i in range(channels):
-                grad_delta[t, i] = _round(out[i])
+                grad_delta[t, i] = nearest_bf16(out[i])
 
 
 @kernel(void(B3, nt.int64, F2, nt.float32, F2, F2, B3, F2), fastmath=SUMS)
@@ -92,15 +77,15 @@ def rotate(qkv, turned, norms, eps, cos, sin, out, scale):
                     out[t, h, i] = qkv[t, h, i]
                 continue
             for i in range(2 * half):
-                x[i] = _wide(qkv[t, h, i])
+                x[i] = of_bf16(qkv[t, h, i])
             if norms.shape[0]:
                 r = float32(1.0) / np.sqrt(dot(x, x) / float32(2 * half) + eps)
                 scale[t, h] = r
                 for i in range(2 * half):
                     x[i] = x[i] * r * norms[h, i]
             for i in range(half):
-                out[t, h, i] = _round(x[i] * cos[t, i] - x[half + i] * sin[t, i])
-                out[t, h, half + i] = _round(x[half + i] * cos[t, i] + x[i] * sin[t, i])
+                out[t, h, i] = nearest_bf16(x[i] * cos[t, i] - x[half + i] * sin[t, i])
+                out[t, h, half + i] = nearest_bf16(x[half + i] * cos[t, i] + x[i] * sin[t, i])
 
 
 @kernel(void(B3, B3, nt.int64, F2, F2, F2, F2, B3, F2), fastmath=SUMS)
@@ -115,20 +100,20 @@ def rotate_backward(grad, qkv, turned, norms, scale, cos, sin, out, grad_norms):
                     out[t, h, i] = grad[t, h, i]
                 continue
             for i in range(half):
-                first, second = _wide(grad[t, h, i]), _wide(grad[t, h, half + i])
+                first, second = of_bf16(grad[t, h, i]), of_bf16(grad[t, h, half + i])
                 g[i] = first * cos[t, i] + second * sin[t, i]
                 g[half + i] = second * cos[t, i] - first * sin[t, i]
             if norms.shape[0]:
                 r = scale[t, h]
                 for i in range(2 * half):
-                    x[i] = _wide(qkv[t, h, i])
+                    x[i] = of_bf16(qkv[t, h, i])
                     grad_norms[h, i] += g[i] * x[i] * r
                     g[i] *= norms[h, i]
                 along = dot(g, x) * r * r / float32(2 * half)
                 for i in range(2 * half):
                     g[i] = r * (g[i] - x[i] * along)
             for i in range(2 * half):
-                out[t, h, i] = _round(g[i])
+                out[t, h, i] = nearest_bf16(g[i])
 
 
 @kernel(void(B2, B2), fastmath=FMA)
@@ -138,8 +123,8 @@ def swiglu(gate_up, y):
     for t in range(y.shape[0]):
         gate, up, out = gate_up[t, :width], gate_up[t, width:], y[t]
         for i in range(width):
-            g = _wide(gate[i])
-            out[i] = _round(g / (float32(1.0) + inlined_exp(-g)) * _wide(up[i]))
+            g = of_bf16(gate[i])
+            out[i] = nearest_bf16(g / (float32(1.0) + inlined_exp(-g)) * of_bf16(up[i]))
 
 
 @kernel(void(B2, B2, B2, B2), fastmath=FMA)
@@ -150,94 +135,12 @@ def swiglu_backward(grad, gate_up, grad_gate_up, y):
         gate, up, out = gate_up[t, :width], gate_up[t, width:], y[t]
         to_gate, to_up, given = grad_gate_up[t, :width], grad_gate_up[t, width:], grad[t]
         for i in range(width):
-            g, u, d = _wide(gate[i]), _wide(up[i]), _wide(given[i])
+            g, u, d = of_bf16(gate[i]), of_bf16(up[i]), of_bf16(given[i])
             s = float32(1.0) / (float32(1.0) + inlined_exp(-g))
             silu = g * s
-            out[i] = _round(silu * u)
-            to_up[i] = _round(d * silu)
-            to_gate[i] = _round(d * u * (s + silu * (float32(1.0) - s)))
-
-
-@kernel(void(B3, nt.int64, nt.int64, I2, I1, I1, nt.float32, B3, F2), fastmath=SUMS)
-def attend(qkv, heads, kv_heads, rows, begins, ends, scale, out, lse):
-    """Computes causal attention within each sequence. `rows` [S, L] are its tokens' places in qkv [T, H, dim],
-    and its columns from begins[s] to before ends[s] are computed. out is [T, heads, dim], lse [T, heads]."""
-    longest, dim, group = rows.shape[1], qkv.shape[2], heads // kv_heads
-    k, v = np.empty((longest, dim), float32), np.empty((longest, dim), float32)
-    q, mixed, w = np.empty(dim, float32), np.empty(dim, float32), np.empty(longest, float32)
-    for s in range(rows.shape[0]):
-        if ends[s] <= begins[s]:
-            continue
-        for kv in range(kv_heads):
-            for c in range(ends[s]):
-                row = rows[s, c]
-                for i in range(dim):
-                    k[c, i] = _wide(qkv[row, heads + kv, i])
-                    v[c, i] = _wide(qkv[row, heads + kv_heads + kv, i])
-            for h in range(kv * group, (kv + 1) * group):
-                for c in range(begins[s], ends[s]):
-                    row = rows[s, c]
-                    for i in range(dim):
-                        q[i] = _wide(qkv[row, h, i]) * scale
-                        mixed[i] = float32(0.0)
-                    top = float32(-np.inf)
-                    for j in range(c + 1):
-                        w[j] = dot(q, k[j])
-                        top = max(top, w[j])
-                    total = float32(0.0)
-                    for j in range(c + 1):
-                        w[j] = inlined_exp(w[j] - top)
-                        total += w[j]
-                    for j in range(c + 1):
-                        share = w[j] / total
-                        for i in range(dim):
-                            mixed[i] += share * v[j, i]
-                    lse[row, h] = top + np.log(total)
-                    for i in range(dim):
-                        out[row, h, i] = _round(mixed[i])
-
-
-@kernel(void(B3, B3, B3, F2, nt.int64, nt.int64, I2, I1, I1, nt.float32, F3), fastmath=SUMS)
-def attend_backward(grad, qkv, out, lse, heads, kv_heads, rows, begins, ends, scale, grad_qkv):
-    """Adds the gradient of qkv to `grad_qkv` [T, H, dim], from `grad` of `attend`'s output."""
-    longest, dim, group = rows.shape[1], qkv.shape[2], heads // kv_heads
-    k, v = np.empty((longest, dim), float32), np.empty((longest, dim), float32)
-    dk, dv = np.empty((longest, dim), float32), np.empty((longest, dim), float32)
-    q, d, dq = np.empty(dim, float32), np.empty(dim, float32), np.empty(dim, float32)
-    for s in range(rows.shape[0]):
-        if ends[s] <= begins[s]:
-            continue
-        for kv in range(kv_heads):
-            for c in range(ends[s]):
-                row = rows[s, c]
-                for i in range(dim):
-                    k[c, i] = _wide(qkv[row, heads + kv, i])
-                    v[c, i] = _wide(qkv[row, heads + kv_heads + kv, i])
-                    dk[c, i] = float32(0.0)
-                    dv[c, i] = float32(0.0)
-            for h in range(kv * group, (kv + 1) * group):
-                for c in range(begins[s], ends[s]):
-                    row = rows[s, c]
-                    along = float32(0.0)
-                    for i in range(dim):
-                        q[i] = _wide(qkv[row, h, i]) * scale
-                        d[i] = _wide(grad[row, h, i])
-                        dq[i] = float32(0.0)
-                        along += d[i] * _wide(out[row, h, i])
-                    for j in range(c + 1):
-                        p = inlined_exp(dot(q, k[j]) - lse[row, h])
-                        ds = p * (dot(d, v[j]) - along)
-                        for i in range(dim):
-                            dv[j, i] += p * d[i]
-                            dk[j, i] += ds * q[i]
-                            dq[i] += ds * k[j, i]
-                    for i in range(dim):
-                        grad_qkv[row, h, i] += dq[i] * scale
-            for c in range(ends[s]):
-                row = rows[s, c]
-                for i in range(dim):
-                    grad_qkv[row, heads + kv, i] += dk[c, i]
-                    grad_qkv[row, heads + kv_heads + kv, i] += dv[c, i]
+            out[i] = nearest_bf16(silu * u)
+            to_up[i] = nearest_bf16(d * silu)
+            to_gate[i] = nearest_bf16(d * u * (s + silu * (float32(1.0) - s)))
 
 
 @kernel(void(F2, nt.int64, nt.float32, I1, F1, F1, F1, F1, I1), fastmath=SUMS)
@@ -287,12 +190,12 @@ def softmax_gradient(logits, start, scale, places, exact, slopes, grad, own):
         lse, entropy = exact[t, 2], exact[t, 3]
         of_lse, of_entropy = slopes[t, 1] * scale, slopes[t, 2] * scale
         for j in range(row.shape[0]):
-            x = _wide(row[j]) * scale - lse
-            out[j] = _round(inlined_exp(x) * (of_lse - of_entropy * (x + entropy)))
+            x = of_bf16(row[j]) * scale - lse
+            out[j] = nearest_bf16(inlined_exp(x) * (of_lse - of_entropy * (x + entropy)))
         top, target = places[t, 1] - start, places[t, 0] - start
         if 0 <= top < row.shape[0]:
             x = exact[t, 1] - lse
-            out[top] = _round(inlined_exp(x) * (of_lse - of_entropy * (x + entropy)))
+            out[top] = nearest_bf16(inlined_exp(x) * (of_lse - of_entropy * (x + entropy)))
         if 0 <= target < row.shape[0]:
             x = exact[t, 0] - lse
             out[target] = uint16(0)

@@ -4,7 +4,7 @@ import numpy as np
 
 from areal_q.quant.kernels.jit import FMA, ROUND, SUMS, kernel
 
-float32, int32 = np.float32, np.int32
+float32, int32, uint16, uint32 = np.float32, np.int32, np.uint16, np.uint32
 
 
 @kernel(fastmath=FMA)
@@ -40,3 +40,18 @@ def dot(a, b):
     for i in range(a.shape[0]):
         total += a[i] * b[i]
     return total
+
+
+@kernel(inline="always")
+def of_bf16(x):
+    """Returns the float32 with the bits of a bfloat16."""
+    return uint32(uint32(x) << uint32(16)).view(float32)
+
+
+@kernel(inline="always")
+def nearest_bf16(x):
+    """Returns the bits of the bfloat16 nearest to a float32."""
+    bits = float32(x).view(uint32)
+    half = uint32(uint32(uint32(bits >> uint32(16)) & uint32(1)) + uint32(0x7FFF))
+    rounded = uint16(uint32(bits + half) >> uint32(16))
+    return rounded if x == x else uint16(0x7FC0)

@@ -40,7 +40,7 @@ Product = Callable[[Any, Any, list[Any], list[Any]], list[Any]]
 _VECTORS vectors. It is called once for each row."""
 
 
-def _has(feature: str) -> bool:
+def has(feature: str) -> bool:
     target: Any = cpu_target.target_context
     _, _, features = target.codegen().magic_tuple()
     return f"+{feature}" in str(features).split(",")
@@ -48,12 +48,12 @@ def _has(feature: str) -> bool:
 
 def has_bf16() -> bool:
     """Returns True if the processor multiplies bfloat16 numbers by itself, and LLVM knows how."""
-    return _has("avx512bf16") and _operand(_BF16_DOT, FLOATS) is not None
+    return has("avx512bf16") and _operand(_BF16_DOT, FLOATS) is not None
 
 
 def has_int8() -> bool:
     """Returns True if the processor adds up products of int8 numbers without saturating, and LLVM knows how."""
-    return _has("avx512vnni") and _operand(_INT8_DOT, _WORDS) is not None
+    return has("avx512vnni") and _operand(_INT8_DOT, _WORDS) is not None
 
 
 def spread(builder: Any, word: Any, kind: ir.VectorType) -> Any:
