@@ -10,7 +10,7 @@ TORCH_CPU ?= $(TORCH)+cpu
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
 
-.PHONY: setup lock run test test-slow test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool crds reference clean
+.PHONY: setup lock run test test-slow test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool redis7 crds reference clean
 
 # Everything that `make check` and `make test` need.
 setup: $(VENV)/.installed-dev
@@ -182,6 +182,17 @@ promtool: $(VENV)/.installed-dev
 	command -v promtool || test -x $(BIN)/promtool || { \
 	  directory=$$(mktemp -d) && cd $$directory && apt-get update -qq && apt-get download -qq prometheus \
 	  && dpkg -x prometheus_*.deb . && cp usr/bin/promtool $(abspath $(BIN)) && rm -r $$directory; }
+
+# Redis 7, the one of compose.yaml, for the tests of its users, its functions and its clusters: Debian's
+# with its libraries, taken out of their packages, so that none is installed and none starts.
+redis7: $(VENV)/.installed-dev
+	test -x $(BIN)/redis-server-7 || { \
+	  mkdir -p $(VENV)/redis7 && cd $(VENV)/redis7 && apt-get update -qq \
+	  && apt-get download -qq redis-server redis-tools libjemalloc2 liblzf1 \
+	  && for package in *.deb; do dpkg -x $$package . || exit; done && rm *.deb \
+	  && printf '#!/bin/sh\nLD_LIBRARY_PATH=%s exec %s/usr/bin/redis-server "$$@"\n' \
+	    $$(echo $$PWD/usr/lib/*-linux-gnu) $$PWD > $(abspath $(BIN))/redis-server-7 \
+	  && chmod +x $(abspath $(BIN))/redis-server-7; }
 
 # Validators of the kinds that KEDA and the Prometheus operator define, for the tests of docker/kubernetes.
 crds: $(VENV)/.installed-dev

@@ -119,10 +119,14 @@ def _embedded() -> str:
 
 
 def _redis_7() -> str:
-    """REDIS7_SERVER, or the redis-server on PATH."""
-    found = os.environ.get("REDIS7_SERVER") or shutil.which("redis-server")
+    """REDIS7_SERVER, the server that `make redis7` puts beside Python, or the one on PATH."""
+    found = (
+        os.environ.get("REDIS7_SERVER")
+        or shutil.which("redis-server-7", path=os.path.dirname(sys.executable))
+        or shutil.which("redis-server")
+    )
     if not found:
-        pytest.skip("no Redis 7: no redis-server on PATH, and REDIS7_SERVER is not set")
+        pytest.skip("no redis-server on PATH, and REDIS7_SERVER is not set: make redis7")
     said = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout
     if not re.search(r"v=([7-9]|\d\d)", said):
         pytest.skip(f"{found} is no Redis 7: {said}")
