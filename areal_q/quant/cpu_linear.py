@@ -64,7 +64,8 @@ class PackedInt8Linear:
         cpu_activations.int8_rows(x.numpy(), _OFFSET, codes, x_scale)
         added = self.nothing if add is None else add.view(-1, outs).numpy()
         words = codes.view(np.int32)[None]
-        over_panels(cpu_gemm.gemm, words, self.words, self.shift, self.scale, x_scale, added, y)
+        weight = self.words, self.words[:0], self.shift, self.scale
+        over_panels(cpu_gemm.gemm, words, *weight, x_scale, added, y)
         return torch.from_numpy(y)
 
 
@@ -77,20 +78,17 @@ def bf16_linear(weight: Bf16Weight, parts: int = 1) -> Linear:
         case "e4m3 groups":
             return Bf16GroupLinear(weight)
         case _:
-            if len(weight.scale) > 1:
-                return Bf16GroupLinear(weight, parts)
-            layer = Bf16Linear(weight, parts)
-            if parts == 1 or weight.rest is None:
-                return layer
-            return SumLinear(layer, Bf16Linear(Bf16Weight(weight.rest, weight.scale)))
+            return (Bf16Linear if len(weight.scale) == 1 else Bf16GroupLinear)(weight, parts)
 
 
 class Bf16Linear:
-    """A layer whose activations are a sum of bfloat16 numbers."""
+    """A layer whose activations are a sum of bfloat16 numbers, and so are its weights if their rounding left
+    something that counts beside `parts`."""
 
     def __init__(self, weight: Bf16Weight, parts: int = 1) -> None:
-        self.parts = parts
-        self.words = cpu_gemm.pack_words(weight.numbers).numpy()
+        self.words, self.parts = cpu_gemm.pack_words(weight.numbers).numpy(), parts
+        rest = weight.rest if parts > 1 else None
+        self.rest = self.words[:0] if rest is None else cpu_gemm.pack_words(rest).numpy()
         self.no_shift = np.zeros(PANEL * len(self.words), np.float32)
         self.scale = weight.scale[0].numpy()
         self.nothing = np.zeros((1, len(self.scale)), np.float32)
@@ -103,20 +101,9 @@ class Bf16Linear:
         """Returns the layer's result for activations as cpu_gemm.bf16_parts returns them, times `x_scale`."""
         y = np.empty((len(x_scale), len(self.scale)), np.float32)
         added = self.nothing if add is None else add.view(-1, y.shape[1]).numpy()
-        over_panels(cpu_gemm.gemm, words, self.words, self.no_shift, self.scale, x_scale, added, y)
+        weight = self.words, self.rest, self.no_shift, self.scale
+        over_panels(cpu_gemm.gemm, words, *weight, x_scale, added, y)
         return torch.from_numpy(y)
-
-
-class SumLinear:
-    """The sum of two layers: of a weight's bfloat16 numbers, and of what their rounding left."""
-
-    def __init__(self, first: Bf16Linear, second: Bf16Linear) -> None:
-        self.first, self.second = first, second
-
-    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        words = cpu_gemm.bf16_parts(x.numpy(), self.first.parts)
-        ones = _ones(len(x))
-        return self.second.product(words[:1], ones, self.first.product(words, ones, add))
 
 
 class Bf16RowLinear(Bf16Linear):

@@ -16,6 +16,7 @@ from numba import types as nt
 from numba import void
 from torch import Tensor
 
+from areal_q.quant.kernels.cpu_math import nearest_bf16, of_bf16
 from areal_q.quant.kernels.cpu_tile import (
     PANEL,
     SCALED,
@@ -25,7 +26,7 @@ from areal_q.quant.kernels.cpu_tile import (
     TILE_6,
     has_int8,
 )
-from areal_q.quant.kernels.jit import FMA, MAGNITUDE, kernel
+from areal_q.quant.kernels.jit import FMA, kernel
 
 float32, int32 = np.float32, np.int32
 F1, F2 = nt.Array(nt.float32, 1, "C"), nt.Array(nt.float32, 2, "C")
@@ -36,7 +37,7 @@ _ROWS = 96
 _WORDS = 512
 """Words of a panel that are multiplied with all rows of a block before the next ones"""
 _GROUP_WORDS = 64
-_UPPER, _INFINITY, _NAN = int32(-(1 << 16)), int32(0x7F800000), int32(0x7FC00000)
+_UPPER = int32(-(1 << 16))
 
 
 def pack_words(weight: Tensor) -> Tensor:
@@ -62,26 +63,16 @@ def words_of(x: Tensor) -> Tensor:
     return (F.pad(x, (0, rest)) if rest else x).view(torch.int32)
 
 
-@kernel()
-def _nearest_bf16(x):
-    """Returns the bfloat16 number next to x, ties to even, as the bits of a float32; NaN stays."""
-    bits = float32(x).view(int32)
-    if int32(bits & MAGNITUDE) > _INFINITY:
-        return _NAN
-    return int32((bits + int32(0x7FFF) + ((bits >> int32(16)) & int32(1))) & _UPPER)
-
-
 @kernel(void(F2, nt.Array(nt.uint16, 3, "C")))
 def _split(x, parts):
     for t in range(x.shape[0]):
         if x.shape[1] < parts.shape[2]:
             parts[:, t, x.shape[1]] = 0
         for i in range(x.shape[1]):
-            first = _nearest_bf16(x[t, i])
-            parts[0, t, i] = np.uint16(first >> int32(16))
+            first = nearest_bf16(x[t, i])
+            parts[0, t, i] = first
             if parts.shape[0] > 1:
-                rest = _nearest_bf16(x[t, i] - int32(first).view(float32))
-                parts[1, t, i] = np.uint16(rest >> int32(16))
+                parts[1, t, i] = nearest_bf16(x[t, i] - of_bf16(first))
 
 
 @kernel(void(I3, I1_64, F2))
@@ -131,25 +122,28 @@ def _scaled(sums, shift, start, first, rows, w_scale, x_scale, add, y):
 _KINDS = (F1, I1) if has_int8() else (F1,)
 
 
-@kernel([void(I3, I3, kind, F1, F1, F2, F2, nt.int64, nt.int64) for kind in _KINDS])
-def gemm(x, w, shift, w_scale, x_scale, add, y, first, last):
+@kernel([void(I3, I3, I3, kind, F1, F1, F2, F2, nt.int64, nt.int64) for kind in _KINDS])
+def gemm(x, w, rest, shift, w_scale, x_scale, add, y, first, last):
     """Computes y[t, o] = (Σ x[i, t] · w[o] + shift[o]) · w_scale[o] · x_scale[t] + add[t, o] for the panels
-    `first` … `last` - 1. The sum is over the parts i of x too; add is [T, out] or [1, out].
+    `first` … `last` - 1. The sum is over the parts i of x too, and has x[0, t] · rest[o] if `rest` has any
+    panels; add is [T, out] or [1, out].
 
     If shift [P · 64] is float32, x and w are bfloat16, and it is 0. If it is int32, x is uint8 and w is int8,
     sums are whole, and the shift takes back what an offset of x adds."""
     sums = np.empty((_ROWS, 64), shift.dtype)
     words, add_step = x.shape[2], y.shape[1] if add.shape[0] > 1 else 0
+    parts, products = x.shape[0], x.shape[0] + min(1, rest.shape[0])
     for p in range(first, last):
         for t in range(0, x.shape[1], _ROWS):
             rows = min(_ROWS, x.shape[1] - t)
             sums[:rows] = 0
             for k in range(0, words, _WORDS):
-                for part in range(x.shape[0]):
+                for i in range(products):
+                    weight = w.ctypes.data if i < parts else rest.ctypes.data
                     _add_products(
-                        x[part].ctypes.data + (t * words + k) * 4,
+                        x[i % parts].ctypes.data + (t * words + k) * 4,
                         words * 4,
-                        w.ctypes.data + (p * words + k) * 256,
+                        weight + (p * words + k) * 256,
                         min(_WORDS, words - k),
                         sums,
                         rows,
