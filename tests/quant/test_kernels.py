@@ -20,8 +20,8 @@ from areal_q.quant.activations import to_e4m3
 from areal_q.quant.format import Parts, Ranges
 from areal_q.quant.kernels import cpu_numba, dispatch, jit
 from areal_q.quant.kernels.cpu_product import ROWS, add_product
+from areal_q.quant.kernels.cpu_rows import dots, weighted_sums
 from areal_q.quant.kernels.cpu_tile import LANES
-from areal_q.quant.kernels.cpu_weighted_sum import weighted_sum
 
 any_weights = hnp.arrays(
     np.float32,
@@ -123,17 +123,29 @@ def test_add_product_is_that_of_numpy_row_by_row(inner: int, turned: bool):
 
 @pytest.mark.parametrize("width", [1, 15, 16, 24, 64, 80])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 131])
-def test_weighted_sum_is_that_of_numpy(count: int, width: int):
+def test_weighted_sums_are_those_of_numpy(count: int, width: int):
     rng = np.random.default_rng(count + width)
-    weights = rng.standard_normal(count + 1).astype(np.float32)
-    rows = rng.standard_normal((count + 2, width)).astype(np.float32)
+    weights = rng.standard_normal((2, count + 3)).astype(np.float32)
+    rows = rng.standard_normal((count + 3, width)).astype(np.float32)
     rows[count:] = np.nan  # what lies behind the last row is not read
-    out = np.full(width + 1, 7, np.float32)
-    weighted_sum(weights[:count], rows, out[:width])
-    wanted = weights[:count].astype(np.float64) @ rows[:count]
-    bound = 1e-6 * np.abs(weights[:count]).astype(np.float64) @ np.abs(rows[:count])
-    assert (np.abs(out[:width] - wanted) <= bound).all()
-    assert out[width] == 7
+    out = np.full((3, width), 7, np.float32)
+    weighted_sums(weights, rows, count, out[:2])
+    wide, rows = weights[:, :count].astype(np.float64), rows[:count]
+    assert (np.abs(out[:2] - wide @ rows) <= 1e-6 * abs(wide) @ abs(rows)).all()
+    assert (out[2] == 7).all()
+
+
+@pytest.mark.parametrize("width", [1, 8, 15, 16, 24, 64, 80])
+@pytest.mark.parametrize("count", [1, 7, 8, 16, 33])
+def test_dots_are_those_of_numpy(count: int, width: int):
+    rng = np.random.default_rng(count + width)
+    rows = rng.standard_normal((count + 3, width)).astype(np.float32)
+    rows[count:], x = np.nan, rng.standard_normal((2, width)).astype(np.float32)
+    out = np.full((2, count + 3), 7, np.float32)
+    dots(rows, x, count, out)
+    wide = rows[:count].astype(np.float64)
+    assert (np.abs(out[:, :count] - x @ wide.T) <= 1e-6 * abs(x) @ abs(wide.T)).all()
+    assert (out[:, count:] == 7).all()
 
 
 CALLEE = """

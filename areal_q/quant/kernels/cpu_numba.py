@@ -15,13 +15,12 @@ import numpy as np
 from numba import types as nt
 from numba import void
 
+from areal_q.quant.kernels import cpu_rows
 from areal_q.quant.kernels.jit import MAGNITUDE, ROUND, ROUND_E4M3, TINY, kernel
 
 float32, int32, uint8 = np.float32, np.int32, np.uint8
 F1 = nt.Array(nt.float32, 1, "C")
 F2, U2 = nt.Array(nt.float32, 2, "C"), nt.Array(nt.uint8, 2, "C")
-SHORT = 64
-"""Numbers of which a loop of its own is one of vector operations."""
 _ROUND_E4M3_BITS = int32(np.float32(1.5 * 2**14).view(np.int32))
 _SMALLEST_NORMAL_E4M3 = int32(np.float32(2**-6).view(np.int32))
 _LARGEST_E4M3 = int32(np.float32(448).view(np.int32))
@@ -116,29 +115,6 @@ def round_to_bf16(w, out):
 
 
 @kernel()
-def _halved(tops, out):
-    """The larger of each two neighbours."""
-    for i in range(out.shape[0]):
-        out[i] = max(tops[2 * i], tops[2 * i + 1])
-
-
-@kernel()
-def _short_ranges(x, width, tops, spare, out):
-    """`ranges` of a row whose blocks are short: loops over all of them at once, which become vector
-    operations, down to as many neighbours as are odd. tops, spare int32 [blocks · width]: overwritten."""
-    tops[x.shape[0] :] = 0
-    for i in range(x.shape[0]):
-        tops[i] = float32(x[i]).view(int32) & MAGNITUDE
-    size = width
-    while size % 2 == 0:
-        size //= 2
-        _halved(tops, spare[: out.shape[0] * size])
-        tops, spare = spare, tops
-    for q in range(out.shape[0]):
-        out[q] = int32(_largest(tops[q * size : (q + 1) * size])).view(float32)
-
-
-@kernel()
 def _spread(scales, width, out):
     """out [blocks · width]: each of `scales` [blocks] `width` times."""
     for q in range(scales.shape[0]):
@@ -150,17 +126,13 @@ def _spread(scales, width, out):
 @kernel(void(F2, nt.int64, F2))
 def ranges(w, width, out):
     """Largest magnitude of every `width` numbers of a row: w [out, in] → [out, ⌈in / width⌉]; NaN stays."""
-    tops, spare = np.empty(out.shape[1] * width, int32), np.empty(out.shape[1] * width, int32)
+    blocks = w.shape[1] // width
+    whole = blocks * width
     for o in range(w.shape[0]):
-        if width < SHORT:
-            _short_ranges(w[o], width, tops, spare, out[o])
-            continue
-        for q in range(out.shape[1]):
-            top = int32(0)
-            x = w[o, q * width : min((q + 1) * width, w.shape[1])]
-            for i in range(x.shape[0]):
-                top = max(top, int32(float32(x[i]).view(int32) & MAGNITUDE))
-            out[o, q] = int32(top).view(float32)
+        row = w[o]
+        cpu_rows.ranges(row[:whole].reshape(blocks, width), out[o, :blocks])
+        if whole < row.shape[0]:
+            cpu_rows.ranges(row[whole:].reshape(1, row.shape[0] - whole), out[o, blocks:])
 
 
 @kernel()

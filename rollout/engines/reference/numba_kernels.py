@@ -16,7 +16,7 @@ from numba import types as nt
 from numba import void
 
 from areal_q.quant.kernels.cpu_math import dot, exp
-from areal_q.quant.kernels.cpu_weighted_sum import weighted_sum
+from areal_q.quant.kernels.cpu_rows import dots, weighted_sums
 from areal_q.quant.kernels.jit import FMA, MAGNITUDE, SUMS, kernel
 
 float32, int32 = np.float32, np.int32
@@ -63,36 +63,6 @@ def swiglu(gate_up, y):
             y[t, i] = gate[i] / (float32(1.0) + exp(-gate[i])) * up[i]
 
 
-@kernel(void(F3, F4, F4, I1, nt.float32, F3), fastmath=SUMS)
-def decode_attention(qkv, keys, values, positions, scale, out):
-    """Writes the new keys and values of qkv [R, heads + 2 · kv_heads, dim] into the cache [slots, kv_heads,
-    max_len, dim], and computes the attention of each row r to its own slot, up to positions[r]."""
-    kv_heads, heads, dim = keys.shape[1], out.shape[1], out.shape[2]
-    group = heads // kv_heads
-    w = np.empty(keys.shape[2], float32)
-    for r in range(qkv.shape[0]):
-        length = positions[r] + 1
-        for h in range(kv_heads):
-            k, v = keys[r, h], values[r, h]
-            for i in range(dim):
-                k[length - 1, i] = qkv[r, heads + h, i]
-                v[length - 1, i] = qkv[r, heads + kv_heads + h, i]
-            for j in range(h * group, (h + 1) * group):
-                for p in range(length):
-                    w[p] = dot(qkv[r, j], k[p]) * scale
-                top = w[0]
-                for p in range(length):
-                    top = max(top, w[p])
-                total = float32(0.0)
-                for p in range(length):
-                    w[p] = exp(w[p] - top)
-                    total += w[p]
-                mixed = out[r, j]
-                weighted_sum(w[:length], v, mixed)
-                for i in range(dim):
-                    mixed[i] /= total
-
-
 @kernel()
 def _largest(bits):
     """Returns the largest of the floats with these bits, NaN above all. Ordered as whole numbers they take LLVM
@@ -101,6 +71,39 @@ def _largest(bits):
     for i in range(bits.shape[0]):
         top = max(top, int32(bits[i] ^ ((bits[i] >> int32(31)) & MAGNITUDE)))
     return int32(top ^ ((top >> int32(31)) & MAGNITUDE)).view(float32)
+
+
+@kernel(fastmath=SUMS)
+def _softmax(w, count, scale):
+    """Turns the first `count` numbers of each row of w, times `scale`, into their softmax."""
+    for j in range(w.shape[0]):
+        row = w[j, :count]
+        top, total = _largest(row.view(int32)) * scale, float32(0.0)
+        for p in range(count):
+            row[p] = exp(row[p] * scale - top)
+            total += row[p]
+        share = float32(1.0) / total
+        for p in range(count):
+            row[p] *= share
+
+
+@kernel(void(F3, F4, F4, I1, nt.float32, F3), fastmath=SUMS)
+def decode_attention(qkv, keys, values, positions, scale, out):
+    """Writes the new keys and values of qkv [R, heads + 2 · kv_heads, dim] into the cache [slots, kv_heads,
+    max_len, dim], and computes the attention of each row r to its own slot, up to positions[r]."""
+    kv_heads, heads, dim = keys.shape[1], out.shape[1], out.shape[2]
+    group = heads // kv_heads
+    w = np.empty((group, keys.shape[2]), float32)
+    for r in range(qkv.shape[0]):
+        length = positions[r] + 1
+        for h in range(kv_heads):
+            k, v = keys[r, h], values[r, h]
+            for i in range(dim):
+                k[length - 1, i] = qkv[r, heads + h, i]
+                v[length - 1, i] = qkv[r, heads + kv_heads + h, i]
+            dots(k, qkv[r, h * group : (h + 1) * group], length, w)
+            _softmax(w, length, scale)
+            weighted_sums(w, v, length, out[r, h * group : (h + 1) * group])
 
 
 @kernel()
