@@ -33,6 +33,9 @@ from learner.policy_advantages import needs_policy, with_advantages
 MICROBATCH = "train/microbatch_tokens"
 """The metric that records the size of micro-batches. If a resumed run changes it, sums round differently, which
 a replay must know."""
+_CUTS, _FEWEST = 2, 2048
+"""Micro-batches for each thread, where several are computed at once, and the tokens below which a minibatch is
+not cut for it: a pass over a thousand tokens takes as long for Python as for the processor."""
 Minibatch = list[tuple[PackedBatch, LossInputs]]
 """The micro-batches of one optimizer step, each with the inputs of its loss from before the update."""
 
@@ -105,7 +108,9 @@ def update_policy(
     """
     minibatches = prepare_minibatches(backend, samples, defer=backend.cfg.update_scores_itself)
     if recorder:
-        recorder.begin()
+        recorder.begin(
+            [batch for minibatch in minibatches for batch, _ in minibatch if batch.counts]
+        )
     metrics: list[Metrics] = []
     for number, minibatch in enumerate(minibatches * backend.cfg.epochs):
         metrics += accumulate_gradient(backend, minibatch, first=number == 0, recorder=recorder)
@@ -186,8 +191,19 @@ def _microbatches(
             pack_samples(cut or [masked(samples[0])], backend.cfg.device, learns, counts=bool(cut)),
         )
         for kind, learns in ((useful, True), (others, False))
-        for cut in backend.ranks.cuts(kind, backend.cfg.microbatch_tokens)
+        for cut in backend.ranks.cuts(kind, _most_tokens(backend, kind))
     ]
+
+
+def _most_tokens(backend: Backend, samples: Sequence[Sample]) -> int:
+    """Returns the most tokens of one of the micro-batches of `samples`. Those that are computed at once share
+    `learner.microbatch_tokens`; there are several for each thread, so that none waits long for the last."""
+    most, parallel = backend.cfg.microbatch_tokens, backend.parallel
+    lengths = [sample.num_tokens for sample in samples]
+    cuts = min(sum(lengths) // _FEWEST, _CUTS * parallel)
+    if parallel == 1 or cuts < 2:
+        return most
+    return min(most // parallel, sum(lengths) // cuts + max(lengths))
 
 
 def _with_scores(

@@ -199,7 +199,8 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     device: str = "cpu"
     """Device of the learner, such as cpu or cuda:0."""
     threads: Threads = 1
-    """Threads of the learner's process."""
+    """Threads of the learner's process. On a CPU those of a model of at most 8 million weights compute
+    micro-batches side by side, and share `microbatch_tokens`; those of a larger one divide each product."""
 
     @property
     def update_scores_itself(self) -> bool:

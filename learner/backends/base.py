@@ -47,6 +47,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def parallel(self) -> int:
+        """Number of micro-batches that are computed at once."""
+        ...
+
+    @property
     def lr(self) -> float:
         """The learning rate of the last optimizer step that was taken."""
         ...

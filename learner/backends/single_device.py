@@ -3,6 +3,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -18,9 +19,14 @@ from learner.backends.base import LossOf, Scores
 from learner.backends.critic import Critic
 from learner.backends.data_parallel import ALONE, Ranks, reshard, summed
 from learner.backends.kv_calibration import kv_scales
+from learner.backends.microbatch_threads import MicrobatchThreads
 from learner.backends.routing_replay import routed, routing_for
 from learner.data.packing import PackedBatch, Sample
 from learner.optim.build import build_optimizer, learning_rate, optimizer_step
+
+_SMALL = 1 << 23
+"""Most weights of a model whose micro-batches are computed side by side, each with a gradient of its own, of at
+most 32 MiB. A larger one's products are large enough for each to be divided between the threads."""
 
 
 @dataclass
@@ -50,6 +56,8 @@ class TorchPolicy:
     before_write: Callable[[], None] = lambda: None
     """A function that is called before the weights change, and returns once no other thread reads them."""
     optimizer: torch.optim.Optimizer = field(init=False)
+    threads: MicrobatchThreads = field(init=False)
+    """The threads that compute micro-batches at the same time."""
     critic: Critic | None = None
     reference: Decoder | None = None
     """The frozen reference policy, by default a copy of the policy at the start. It is None with LoRA, whose
@@ -61,10 +69,17 @@ class TorchPolicy:
         if self.ranks.size == 1:  # FSDP2 itself casts a sharded model to `cfg.dtype`
             self.model.dtype = getattr(torch, cfg.dtype)
         self.optimizer = build_optimizer(self.model, cfg.optimizer)
+        self.threads = MicrobatchThreads(self._threads())
         if cfg.critic and self.critic is None:
             self.critic = Critic(self.model, cfg.critic)
         if cfg.reference_kl and self.reference is None and not cfg.lora:
             self.reset_reference()
+
+    def _threads(self) -> int:
+        """Returns the number of micro-batches to compute at once: one, unless the model is small."""
+        weights = sum(p.numel() for p in self.model.parameters())
+        alone = self.cfg.device == "cpu" and self.ranks.size == 1
+        return self.cfg.threads if alone and weights <= _SMALL else 1
 
     def calibrate_kv_scales(self, samples: Sequence[Sample]) -> None:
         """Measures the KV cache's scales for the present weights on `samples`, if `calibrate` is set."""
@@ -83,32 +98,67 @@ class TorchPolicy:
     def lr(self) -> float:
         return self.optimizer.param_groups[0]["lr"]
 
+    @property
+    def parallel(self) -> int:
+        return self.threads.count
+
     def scores(self, batches: Sequence[PackedBatch], graph: bool = False) -> list[Scores]:
         # A sharded model's graph becomes invalid in the forward passes that follow.
         graph = graph and self.ranks.size == 1
-        scores = []
-        for number, batch in enumerate(batches):
-            with torch.set_grad_enabled(graph and number == 0 and batch.learns):
-                scores.append(self._scores(batch))
-        return scores
+
+        def scores(number: int) -> Scores:
+            with torch.set_grad_enabled(graph and number == 0 and batches[number].learns):
+                return self._scores(batches[number])
+
+        return list(self.threads.map(scores, len(batches)))
 
     @torch.no_grad()
     def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor | None]:
-        if self.reference is not None:
-            return [token_logprobs(self.reference, batch, self.temperature)[0] for batch in batches]
         if not self.cfg.reference_kl:
             return [None] * len(batches)
-        with adapters_off(self.model):
-            return [token_logprobs(self.model, batch, self.temperature)[0] for batch in batches]
+        model = self.reference or self.model
+
+        def logprobs(number: int) -> torch.Tensor:
+            return token_logprobs(model, batches[number], self.temperature)[0]
+
+        with nullcontext() if self.reference is not None else adapters_off(self.model):
+            return list(self.threads.map(logprobs, len(batches)))
 
     def backward(
         self, batches: Sequence[PackedBatch], loss_of: LossOf, first_scores: Scores | None = None
     ) -> list[Metrics]:
+        def loss(number: int) -> tuple[torch.Tensor, Metrics]:
+            given = first_scores if number == 0 else None
+            return loss_of(number, given or self._scores(batches[number]))
+
+        if self.parallel > 1:
+            return self._backward_in_threads(loss, len(batches))
         metrics = []
-        for number, batch in enumerate(batches):
-            scores = first_scores if number == 0 and first_scores else self._scores(batch)
-            loss, measured = loss_of(number, scores)
-            summed(loss, self.ranks).backward()
+        for number in range(len(batches)):
+            value, measured = loss(number)
+            summed(value, self.ranks).backward()
+            metrics.append(measured)
+        return metrics
+
+    def _backward_in_threads(
+        self, loss: Callable[[int], tuple[torch.Tensor, Metrics]], number: int
+    ) -> list[Metrics]:
+        """Does the same in several threads. The gradients are added in the order of the micro-batches, so that
+        the sum has the bits that one thread gives it."""
+        modules = [self.model] if self.critic is None else [self.model, self.critic]
+        weights = [p for module in modules for p in module.parameters() if p.requires_grad]
+
+        def gradient(place: int) -> tuple[Sequence[torch.Tensor | None], Metrics]:
+            value, measured = loss(place)
+            return torch.autograd.grad(value, weights, allow_unused=True), measured
+
+        metrics = []
+        for gradients, measured in self.threads.map(gradient, number):
+            for weight, grad in zip(weights, gradients, strict=True):
+                if grad is not None and weight.grad is not None:
+                    weight.grad += grad
+                elif grad is not None:
+                    weight.grad = grad.clone()  # several weights may have been given the same tensor
             metrics.append(measured)
         return metrics
 

@@ -15,11 +15,12 @@ class TokenRecorder:
     """Records, on the CPU, every token's scores in the last update of a step that used the token."""
 
     def __init__(self) -> None:
+        self._order: list[tuple[int, int]] = []
         self._seen: dict[tuple[int, int], tuple[PackedBatch, dict[str, np.ndarray]]] = {}
 
-    def begin(self) -> None:
-        """Begins a new step and forgets the last one."""
-        self._seen = {}
+    def begin(self, batches: Sequence[PackedBatch]) -> None:
+        """Begins a new step, whose micro-batches are `batches`, and forgets the last one."""
+        self._order, self._seen = [batch.responses[0] for batch in batches], {}
 
     def add(
         self, batch: PackedBatch, before: LossInputs, visit: LossInputs, out: PolicyLoss
@@ -43,9 +44,8 @@ class TokenRecorder:
         )
 
     def scores(self) -> TokenScores:
-        """Returns the scores of the step begun last, in the order in which its micro-batches were first
-        used."""
-        batches, columns = zip(*self._seen.values(), strict=True)
+        """Returns the scores of the step begun last, in the order of its micro-batches."""
+        batches, columns = zip(*(self._seen[first] for first in self._order), strict=True)
         responses = np.array([r for batch in batches for r in batch.responses], np.int64)
         joined = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
         return TokenScores(

@@ -10,6 +10,7 @@ Notation: T tokens, D model width, V vocabulary; l = logits / temperature.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -21,18 +22,23 @@ from areal_q.models.fused import kernels
 from areal_q.models.fused.functions import added_rows, arrays
 from areal_q.models.layers.linear import product
 
+_PRECISION = Lock()
+"""Held while the precision of float32 products is another one."""
+
 
 @contextmanager
 def rounded_factors() -> Iterator[None]:
     """Lets oneDNN round the factors of a float32 product to bfloat16 within this context. Where no kernel of
-    the processor gains by it, it does not."""
+    the processor gains by it, it does not. The setting is the process's, so that one thread at a time is in
+    here."""
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
+    with _PRECISION:
+        before = matmul.fp32_precision
+        matmul.fp32_precision = "bf16"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = before
 
 
 def softmax_head(

@@ -147,6 +147,8 @@ class MegatronShard:
 
     # The backend's methods
 
+    parallel = 1
+
     @property
     def lr(self) -> float:
         return self._own.lr
