@@ -9,9 +9,9 @@ Point = tuple[float, float]
 
 DEFINITION = """\
 Both start from the same weights and end when the held-out accuracy (greedy, the same problems for both)
-reaches the goal; the time is linear between two measurements. The clock of TRL starts with its first batch
-and stands still during evaluation; ours starts when the learner has the warm-started weights, so it includes
-the start of the worker and all evaluations, and an accuracy counts from when it was known. CPU seconds are
+reaches the goal; the time is linear between two measurements. Neither clock runs while a system is evaluated:
+TRL's stands still, and our checkpoints are evaluated after the run. TRL's starts with its first batch; ours
+starts when the learner has the warm-started weights, so it includes the start of the worker. CPU seconds are
 those of all threads and processes while the clock runs."""
 
 
@@ -48,19 +48,20 @@ def value_at(points: Sequence[Point], seconds: float) -> float:
 
 
 def ours(
-    records: Sequence[dict[str, Any]], batch_responses: int, cpu: Sequence[Point] = ()
+    records: Sequence[dict[str, Any]],
+    accuracies: dict[int, float],
+    batch_responses: int,
+    cpu: Sequence[Point] = (),
 ) -> Curve:
-    """The curve in a run's metrics; time counts from the end of the warm start."""
+    """The curve of a run with these metrics, whose weights after so many steps had these accuracies; time
+    counts from the end of the warm start."""
     began = max(r["elapsed_s"] for r in records if r["kind"] == "warmstart")
     steps = [r for r in records if r["kind"] == "step"]
     waited = sum(r["learner/wait_s"] for r in steps)
+    ended = [r["elapsed_s"] - began for r in steps]
     return Curve(
-        accuracy=[
-            (r["elapsed_s"] - began if r["step"] else 0.0, r["eval/accuracy"])
-            for r in records
-            if r["kind"] == "eval" and "eval/accuracy" in r
-        ],
-        ended=[r["elapsed_s"] - began for r in steps],
+        accuracy=[([0.0, *ended][step], accuracy) for step, accuracy in sorted(accuracies.items())],
+        ended=ended,
         cpu=[*cpu],
         tokens=round(sum(r["response/tokens_mean"] for r in steps) * batch_responses),
         drawing=1 - sum(r["rollout/idle_share"] for r in steps) / len(steps),

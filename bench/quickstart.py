@@ -6,6 +6,7 @@ both have learned the task; with `--speeds` also generation alone, our engine ag
 Prints tables and writes them to runs/bench/NAME.{md,json} after every seed.
 """
 
+import asyncio
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,7 +28,7 @@ from areal_q.config import Run, load
 from areal_q.models import save_decoder
 from areal_q.observability.metrics_log import Tail, read_metrics
 from areal_q.system.run_dir import METRICS_FILE
-from areal_q.tasks import build_task, build_tokenizer
+from areal_q.tasks import Problem, build_task, build_tokenizer
 from bench import learning_curve, trl_peer
 from bench.common import (
     RESULTS,
@@ -44,7 +46,10 @@ from bench.common import (
 from bench.generation import beside_generate
 from bench.learning_curve import DEFINITION, Curve, Point, time_to
 from learner.build import build_model
+from learner.checkpoint import files as checkpoints
 from learner.data.sft_warmup import warm_start
+from learner.replay.export import export as export_model
+from rollout.evaluation.generate import answered
 
 AIM = 3.0
 """Of generation at 64 sequences"""
@@ -90,19 +95,22 @@ def main(
         settings = [f"seed={seed}", "name=ours", f"root={json.dumps(str(directory))}"]
         settings += ["steps=1000000", *(ours or [])]
         run = load(config, settings)
+        settings += unevaluated(run.eval.every)
         export(run, directory)
         spec = trl_peer.spec_of(run, directory, limit_s, goal)
         if layout is None:
             rows = generation_lines(run, python, directory) if speeds else []
             layout, tried = trl_peer.best_layout(python, spec, probe_s, judge)
-        say(f"our system, seed {seed}")
-        curve = run_ours(run, [str(config), *settings], limit_s, goal)
         say(f"TRL, {layout}, seed {seed}")
         try:
             trl, peer_versions = trl_peer.train(python, spec, layout)
         except trl_peer.PeerFailed as error:
             say(f"seed {seed} is left out: {error}")
             continue
+        # When ours reaches the goal is known only afterwards. Half as long again as TRL's time tells enough.
+        longest = 1.5 * (time_to(trl.accuracy, goal) or limit_s)
+        say(f"our system, seed {seed}, for {longest:.0f} s")
+        curve = run_ours(run, [str(config), *settings], min(longest, limit_s))
         pairs.append(Pair(seed, curve, trl, os.getloadavg()[1]))
         sections = [
             f"{device()}; commit {commit()}; {' '.join([config.name, *(ours or [])])}, goal {goal}.",
@@ -139,27 +147,52 @@ def export(run: Run, directory: Path) -> None:
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def run_ours(run: Run, arguments: list[str], limit_s: float, goal: float) -> Curve:
-    """`areal-q run`, ended by a Ctrl-C at the goal or the time limit."""
-    metrics = Path(run.root) / run.name / METRICS_FILE
+def unevaluated(every: int) -> list[str]:
+    """The settings of a run that is evaluated afterwards: a checkpoint where it would have been evaluated."""
+    return [
+        "eval.every=1000000000", "eval.problems=1", f"checkpoint.every={every}",
+        "checkpoint.keep=1000000",
+    ]  # fmt: skip
+
+
+def run_ours(run: Run, arguments: list[str], limit_s: float) -> Curve:
+    """`areal-q run`, ended by a Ctrl-C at the time limit; then its checkpoints are evaluated."""
+    directory = Path(run.root) / run.name
+    metrics = directory / METRICS_FILE
     with Path(run.root, "ours.log").open("w") as log:
         argv = [sys.executable, "-m", "areal_q", "run", *arguments]
         child = subprocess.Popen(argv, cwd=ROOT, stdout=log, stderr=log)
         try:
-            cpu = _wait(child, metrics, limit_s, goal)
+            cpu = _wait(child, metrics, limit_s)
         finally:
             child.send_signal(signal.SIGINT)
             if child.wait(timeout=90):
                 sys.exit(f"areal-q run failed, see {log.name}")
     batch = run.learner.groups * run.learner.group_size
-    return learning_curve.ours(read_metrics(metrics), batch, cpu)
+    return learning_curve.ours(read_metrics(metrics), accuracies(run, directory), batch, cpu)
 
 
-def _wait(
-    child: subprocess.Popen[bytes], metrics: Path, limit_s: float, goal: float
-) -> list[Point]:
-    """Waits for the goal, for `limit_s` after the end of the warm start, or for the run's end. Returns the CPU
-    seconds after the warm start by the time of each record."""
+def accuracies(run: Run, directory: Path) -> dict[int, float]:
+    """The held-out accuracy of each checkpoint in the rollouts' number format, by step."""
+    problems = build_task(run.task).heldout[: run.eval.problems]
+    found = {}
+    for checkpoint in checkpoints.steps(directory / "checkpoints"):
+        say(f"evaluating {checkpoint.name}")
+        step, model = int(checkpoint.name.removeprefix("step-")), directory / checkpoint.name
+        export_model(directory, model, step)
+        found[step] = asyncio.run(_right(run, model, problems)) / len(problems)
+        shutil.rmtree(model)
+    return found
+
+
+async def _right(run: Run, model: Path, problems: Sequence[Problem]) -> int:
+    answers = answered(run, model, problems, True, 0, run.rollout.sampling)
+    return sum([row.greedy is not None and row.greedy.correct async for row in answers])
+
+
+def _wait(child: subprocess.Popen[bytes], metrics: Path, limit_s: float) -> list[Point]:
+    """Waits until `limit_s` after the end of the warm start, or for the run's end. Returns the CPU seconds
+    after the warm start by the time of each record."""
     tail, began, before, cpu = Tail(metrics), 0.0, 0.0, [(0.0, 0.0)]
     while child.poll() is None:
         records = tail.read()[0]
@@ -170,7 +203,7 @@ def _wait(
                 continue
             seconds = record["elapsed_s"] - began
             cpu.append((seconds, taken - before))
-            if seconds >= limit_s or record.get("eval/accuracy", 0.0) >= goal:
+            if seconds >= limit_s:
                 return cpu
         time.sleep(0.2)
     return cpu

@@ -32,14 +32,13 @@ def test_our_clock_starts_at_the_end_of_the_warm_start():
         [
             {"kind": "warmstart", "step": 0, "elapsed_s": 3.0},
             {"kind": "warmstart", "step": 0, "elapsed_s": 10.0},
-            {"kind": "eval", "step": 0, "elapsed_s": 12.0, "eval/accuracy": 0.3},
             {**step, "step": 1, "elapsed_s": 13.0},
             {**step, "step": 2, "elapsed_s": 15.0},
-            {"kind": "eval", "step": 2, "elapsed_s": 16.0, "eval/accuracy": 0.4},
         ],
+        accuracies={0: 0.3, 2: 0.4},
         batch_responses=8,
     )
-    assert curve.accuracy == [(0.0, 0.3), (6.0, 0.4)]
+    assert curve.accuracy == [(0.0, 0.3), (5.0, 0.4)]
     assert (curve.tokens, curve.ended) == (64, [3.0, 5.0])
     assert (curve.training, curve.drawing) == pytest.approx((0.75, 0.25))
 
