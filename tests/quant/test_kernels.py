@@ -129,7 +129,7 @@ def test_weighted_sums_are_those_of_numpy(count: int, width: int):
     rows = rng.standard_normal((count + 3, width)).astype(np.float32)
     rows[count:] = np.nan  # what lies behind the last row is not read
     out = np.full((3, width), 7, np.float32)
-    weighted_sums(weights, rows, count, out[:2])
+    weighted_sums(weights, rows, count, out[:2], rows)
     wide, rows = weights[:, :count].astype(np.float64), rows[:count]
     assert (np.abs(out[:2] - wide @ rows) <= 1e-6 * abs(wide) @ abs(rows)).all()
     assert (out[2] == 7).all()
@@ -142,7 +142,7 @@ def test_dots_are_those_of_numpy(count: int, width: int):
     rows = rng.standard_normal((count + 3, width)).astype(np.float32)
     rows[count:], x = np.nan, rng.standard_normal((2, width)).astype(np.float32)
     out = np.full((2, count + 3), 7, np.float32)
-    dots(rows, x, count, out)
+    dots(rows, x, count, out, rows)
     wide = rows[:count].astype(np.float64)
     assert (np.abs(out[:, :count] - x @ wide.T) <= 1e-6 * abs(x) @ abs(wide.T)).all()
     assert (out[:, count:] == 7).all()

@@ -25,6 +25,8 @@ ROWS = 16 if has("avx512f") else 8
 """Rows whose sums fit the registers, and the numbers that one register holds."""
 _CACHED = 64
 """Rows that stay in the first-level cache while all of a group's weights meet them"""
+_LINE = 16
+"""Numbers of a line of the cache"""
 _LONG = 64
 """Numbers of a row from which on a loop over it is faster than one over ROWS rows"""
 _NUMBERS, _BITS = (ir.VectorType(kind, ROWS) for kind in (ir.FloatType(), ir.IntType(32)))
@@ -165,19 +167,43 @@ def _rows_of_ranges(typing: Any, rows: Any, first: Any, out: Any) -> Any:
     return types.void(rows, types.intp, out), emit
 
 
+@intrinsic
+def _prefetch(typing: Any, rows: Any, first: Any, last: Any) -> Any:
+    """Asks for the rows `first` … `last` - 1 to be brought into the second-level cache, without waiting. The
+    first has too little room for what is used later."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x = context.make_array(rows)(context, builder, args[0])
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, *[ir.IntType(32)] * 3])
+        fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        read, level, data = (ir.Constant(ir.IntType(32), n) for n in (0, 2, 1))
+        width = builder.extract_value(x.shape, 1)
+        start, stop = (builder.mul(row, width) for row in args[1:])
+        line = ir.Constant(_INT, _LINE)
+        with cgutils.for_range_slice(builder, start, stop, line) as (place, _):
+            address = builder.bitcast(builder.gep(x.data, [place]), byte)
+            builder.call(fetch, [address, read, level, data])
+        return context.get_dummy_value()
+
+    return types.void(rows, types.intp, types.intp), emit
+
+
+PREFETCH: Any = _prefetch
 LANES_OF_SUM: Any = _lanes_of_sum
 ROWS_OF_DOTS: Any = _rows_of_dots
 ROWS_OF_RANGES: Any = _rows_of_ranges
 
 
 @kernel(fastmath=SUMS)
-def weighted_sums(weights, rows, count, out):
+def weighted_sums(weights, rows, count, out, ahead):
     """Writes weights [G, N] · rows [N, D] into out [G, D], all float32 and C contiguous: of the first `count`
-    of N."""
+    of N. Meanwhile as many rows of `ahead` [N, D] are prefetched."""
     whole = rows.shape[1] // LANES * LANES
     out[:] = float32(0.0)
     for first in range(0, count, _CACHED):
         last = min(first + _CACHED, count)
+        PREFETCH(ahead, first, last)
         for g in range(out.shape[0]):
             mine, total = weights[g], out[g]
             for i in range(0, whole, LANES):
@@ -188,11 +214,12 @@ def weighted_sums(weights, rows, count, out):
 
 
 @kernel(fastmath=SUMS)
-def dots(rows, x, count, out):
-    """Writes x [G, D] · rows [N, D]ᵀ into out [G, N], all float32 and C contiguous: of the first `count` of
-    N."""
+def dots(rows, x, count, out, ahead):
+    """Writes x [G, D] · rows [N, D]ᵀ into out [G, N], all float32 and C contiguous: of the first `count` of N.
+    Meanwhile as many rows of `ahead` [N, D] are prefetched."""
     whole, left = count // ROWS * ROWS, rows.shape[1] // ROWS * ROWS
     for first in range(0, whole, ROWS):
+        PREFETCH(ahead, first, first + ROWS)
         for g in range(out.shape[0]):
             mine, found = x[g], out[g]
             ROWS_OF_DOTS(rows, first, mine, found)

@@ -90,7 +90,9 @@ def _softmax(w, count, scale):
 @kernel(void(F3, F4, F4, I1, nt.float32, F3), fastmath=SUMS)
 def decode_attention(qkv, keys, values, positions, scale, out):
     """Writes the new keys and values of qkv [R, heads + 2 · kv_heads, dim] into the cache [slots, kv_heads,
-    max_len, dim], and computes the attention of each row r to its own slot, up to positions[r]."""
+    max_len, dim], and computes the attention of each row r to its own slot, up to positions[r]. The next head's
+    keys and values come into the cache meanwhile: the processor itself would look for them after a slot's last
+    position."""
     kv_heads, heads, dim = keys.shape[1], out.shape[1], out.shape[2]
     group = heads // kv_heads
     w = np.empty((group, keys.shape[2]), float32)
@@ -101,9 +103,11 @@ def decode_attention(qkv, keys, values, positions, scale, out):
             for i in range(dim):
                 k[length - 1, i] = qkv[r, heads + h, i]
                 v[length - 1, i] = qkv[r, heads + kv_heads + h, i]
-            dots(k, qkv[r, h * group : (h + 1) * group], length, w)
+            mine = slice(h * group, (h + 1) * group)
+            row, head = (r, h + 1) if h + 1 < kv_heads else (min(r + 1, qkv.shape[0] - 1), 0)
+            dots(k, qkv[r, mine], length, w, keys[row, head])
             _softmax(w, length, scale)
-            weighted_sums(w, v, length, out[r, h * group : (h + 1) * group])
+            weighted_sums(w, v, length, out[r, mine], values[row, head])
 
 
 @kernel()
