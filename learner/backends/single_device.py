@@ -155,10 +155,9 @@ class TorchPolicy:
         metrics = []
         for gradients, measured in self.threads.map(gradient, number):
             for weight, grad in zip(weights, gradients, strict=True):
-                if grad is not None and weight.grad is not None:
-                    weight.grad += grad
-                elif grad is not None:
-                    weight.grad = grad.clone()  # several weights may have been given the same tensor
+                if grad is not None:
+                    # Several weights may have been given the same tensor, hence the copy.
+                    weight.grad = grad.clone() if weight.grad is None else weight.grad.add_(grad)
             metrics.append(measured)
         return metrics
 

@@ -1,5 +1,7 @@
 """Micro-batches in several threads: the same bits as one after the other, from the same cuts."""
 
+import os
+import sys
 import threading
 
 import numpy as np
@@ -83,6 +85,19 @@ def test_threads_work_at_once_and_give_results_in_order():
     with torch.no_grad():
         assert list(threads.map(compute, 4)) == [(i, False, 1) for i in range(4)]
     assert [enabled for _, enabled, _ in threads.map(compute, 2)] == [True, True]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
+def test_further_threads_give_way_to_other_processes():
+    together, usual = threading.Barrier(2, timeout=60), os.getpriority(os.PRIO_PROCESS, 0)
+
+    def priority(place: int) -> int:
+        together.wait()
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+    found = list(MicrobatchThreads(2).map(priority, 2))
+    assert min(found) == usual < max(found) or usual == 19  # the lowest that there is
+    assert os.getpriority(os.PRIO_PROCESS, 0) == usual
 
 
 def test_a_fault_of_one_thread_is_the_callers():
