@@ -32,8 +32,8 @@ def count(inputs: LossInputs, objective: ObjectiveConfig) -> Totals:
 
 def totals_of(counted: Tensor, x: Ratios) -> Totals:
     """Returns the counts of the tokens where `counted`, bool [T], is True."""
-    lengths = x.sequence_sum(counted.to(x.advantages.dtype))
-    return Totals(tokens=int(counted.sum()), sequences=int((lengths > 0).sum()))
+    lengths = x.count_by_sequence(counted)
+    return Totals(int(counted.count_nonzero()), int(lengths.count_nonzero()))
 
 
 def counted_tokens(x: Ratios, objective: ObjectiveConfig) -> Tensor:
@@ -50,13 +50,19 @@ def token_weights(
     token_mean: 1 / tokens; seq_mean_token_mean: 1 / (tokens of the sequence · sequences);
     seq_mean_token_sum_norm: 1 / (length · sequences). Sequences without a counted token do not count.
     """
-    dtype = x.advantages.dtype
     match aggregation:
         case TokenMean():
-            return counted.to(dtype) / max(totals.tokens, 1)
+            return _numbers(counted, x) / max(totals.tokens, 1)
         case SeqMeanTokenSumNorm(length=length):
-            return counted.to(dtype) / (length * max(totals.sequences, 1))
+            return _numbers(counted, x) / (length * max(totals.sequences, 1))
         case SeqMeanTokenMean():
-            lengths = x.sequence_sum(counted.to(dtype))
-            per_token = 1 / (lengths.clamp(min=1) * max(totals.sequences, 1))
-            return torch.where(counted, per_token.index_select(0, x.sequence_ids), 0.0)
+            lengths = x.count_by_sequence(counted).clamp(min=1)
+            weights = (1 / (lengths * max(totals.sequences, 1))).index_select(0, x.sequence_ids)
+            return weights if x.everywhere(counted) else torch.where(counted, weights, 0.0)
+
+
+def _numbers(counted: Tensor, x: Ratios) -> Tensor:
+    """Returns 1 where `counted` [T] is True and else 0; to fill a tensor takes a sixth of converting one."""
+    if x.everywhere(counted):
+        return torch.ones_like(x.advantages)
+    return counted.to(x.advantages.dtype)

@@ -65,7 +65,7 @@ def loss_fn(
         if balance is not None:
             terms["router"] = (balance * inputs.routed.probs).sum()
     loss = torch.stack(list(terms.values())).sum()
-    metrics |= diagnostics(inputs, x, out) | _parts(terms, loss, empty=not bool(counted.any()))
+    metrics |= diagnostics(inputs, x, out) | _parts(terms, loss, empty=not counted.count_nonzero())
     return LossOutputs(loss, metrics, out)
 
 

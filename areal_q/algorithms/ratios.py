@@ -1,7 +1,7 @@
 """Log-ratios from log-probabilities: checked, masked, at least float32, and bounded before any exp."""
 
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -36,16 +36,30 @@ class Ratios:
     sequence_ids: Tensor
     """int64 [T] in 0 … S-1."""
     num_sequences: int
+    all_count: bool
+    """True if no token is masked."""
 
     @cached_property
     def lengths(self) -> Tensor:
         """Number of tokens that count in each sequence, [S]."""
-        return self.sequence_sum(self.mask.to(self.advantages.dtype))
+        return self.count_by_sequence(self.mask)
 
     @cached_property
     def _sizes(self) -> Tensor:
         """Number of tokens of each sequence, counted or not, int64 [S]."""
-        return torch.bincount(self.sequence_ids, minlength=self.num_sequences)
+        ids = torch.arange(self.num_sequences + 1, device=self.sequence_ids.device)
+        return torch.searchsorted(self.sequence_ids, ids).diff()
+
+    def everywhere(self, counted: Tensor) -> bool:
+        """Returns True if `counted` is the mask, and True for every token."""
+        return self.all_count and counted is self.mask
+
+    def count_by_sequence(self, counted: Tensor) -> Tensor:
+        """Returns for how many tokens of each sequence `counted`, bool [T], is True, [S]."""
+        dtype = self.advantages.dtype
+        if self.everywhere(counted):
+            return self._sizes.to(dtype)
+        return self.sequence_sum(counted.to(dtype))
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """Returns the sum of `values` [T] over each sequence, [S]. Five times as fast as index_add, because the
@@ -74,7 +88,7 @@ def ratios(inputs: LossInputs) -> Ratios:
     logprobs = given[0].to(dtype)
     proximal, behavior, advantages = (x.detach().to(dtype) for x in given[1:])
     # Masked tokens may hold anything and are replaced before exp: 0 · inf would put NaN into the gradient.
-    all_count = bool(mask.all())
+    all_count = int(mask.count_nonzero()) == len(mask)
 
     def counted(values: Tensor) -> Tensor:
         return values if all_count else torch.where(mask, values, 0.0)
@@ -88,6 +102,7 @@ def ratios(inputs: LossInputs) -> Ratios:
         mask=mask,
         sequence_ids=inputs.sequence_ids,
         num_sequences=inputs.num_sequences,
+        all_count=all_count,
     )
 
 
@@ -102,8 +117,16 @@ def interpolated_proximal(logprobs: Tensor, behavior: Tensor, version_lag: Tenso
     return behavior + share * (logprobs - behavior)
 
 
+def bounded(log_ratio: Tensor) -> Tensor:
+    """Returns the log-ratios clamped to ±MAX_LOG_RATIO: the very tensor where none is beyond, which is nearly
+    always, so that there is no clamp to go back through."""
+    largest = log_ratio.detach().abs().max().item() if log_ratio.numel() else 0.0
+    within = largest <= MAX_LOG_RATIO
+    return log_ratio if within else log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return bounded(log_ratio).exp()
 
 
 def segment_sum(values: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
@@ -133,8 +156,8 @@ def require_finite(inputs: LossInputs, *names: str) -> None:
     given = {name: getattr(inputs, name) for name in names}
     # A sum is finite only if all its terms are. One that is not may still come from a masked token or from
     # overflow, and then the search below finds nothing.
-    total = reduce(torch.add, given.values())
-    if total.sum(dtype=torch.promote_types(total.dtype, torch.float32)).isfinite():
+    sums = [x.sum(dtype=torch.promote_types(x.dtype, torch.float32)) for x in given.values()]
+    if torch.stack(sums).sum().isfinite():
         return
     for name, values in given.items():
         bad = (~torch.isfinite(values) & inputs.mask).nonzero()
