@@ -23,7 +23,8 @@ LAYERS = {
         {"errors"},
         {"config"},
         {"messages"},
-        {"algorithms", "evaluation", "quant"},
+        {"evaluation", "quant"},
+        {"algorithms"},
         {"weights"},
         # Everything above this line computes; from here on there are files, processes and sockets.
         {"system"},

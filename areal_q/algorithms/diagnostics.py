@@ -11,18 +11,18 @@ k3 = mean(ratio - 1 - log ratio).
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from areal_q.algorithms.lag_sums import LAGS, LagSums
 from areal_q.algorithms.loss_types import LossInputs, PolicyLoss
-from areal_q.algorithms.ratios import MAX_LOG_RATIO, Ratios
+from areal_q.algorithms.ratios import Ratios, bounded
 from areal_q.algorithms.reducers import (
-    BIN_EDGE,
-    BIN_SCALE,
-    BINS,
     EffectiveSampleShare,
     Max,
     Mean,
@@ -31,10 +31,6 @@ from areal_q.algorithms.reducers import (
     RatioQuantile,
     Sum,
 )
-
-LAGS = 4
-"""Number of lag classes: lags 0, 1, 2, and 3 or more."""
-
 
 CHUNK = 1 << 16
 """Tokens that are processed together, so few that the intermediate tensors stay in a processor's cache."""
@@ -63,9 +59,9 @@ def diagnostics(inputs: LossInputs, x: Ratios, out: PolicyLoss) -> Metrics:
 
 
 def _cut(record: Any, cut: slice) -> Any:
-    """Returns a copy of `record` with only the tokens of `cut` in its tensors [T]."""
-    tensors = {f.name: getattr(record, f.name) for f in fields(record)}
-    return replace(record, **{k: v[cut] for k, v in tensors.items() if isinstance(v, Tensor)})
+    """Returns the fields of `record`, with only the tokens of `cut` in its tensors [T]."""
+    given = vars(record).items()
+    return SimpleNamespace(**{k: v[cut] if isinstance(v, Tensor) else v for k, v in given})
 
 
 @dataclass(frozen=True)
@@ -84,28 +80,40 @@ class _Sums:
     @classmethod
     def of(cls, inputs: LossInputs, x: Ratios, out: PolicyLoss) -> "_Sums":
         # Masked tokens go to an extra bucket, which is dropped.
-        bucket = torch.where(x.mask, inputs.version_lag.clamp(0, LAGS - 1), LAGS)
-        runs = torch.unique_consecutive(bucket, return_counts=True)
-        log_w = x.log_mismatch.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        log_r = x.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        zeros = torch.zeros(LAGS, dtype=torch.float64, device=bucket.device)
-        sums = {
-            name: zeros if column is None else _sums(column, *runs)
-            for name, column in _columns(inputs, x, out, log_w, log_r)
-        }
-        return cls(
-            names=[*sums, "log_w_max", "log_r_max"],
-            sums=torch.stack(list(sums.values())),
-            maxima=torch.stack([_maxima(log_w, bucket), _maxima(log_r, bucket)]),
-            counts=torch.stack([_histogram(log_w, bucket), _histogram(log_r, bucket)]),
+        lag = inputs.version_lag.clamp(0, LAGS - 1)
+        by_lag = _lag_sums(
+            lag if x.all_count else torch.where(x.mask, lag, LAGS), x.log_ratio.dtype
         )
+        log_w, log_r = bounded(x.log_mismatch), bounded(x.log_ratio)
+        columns = dict(_columns(inputs, x, out, log_w, log_r))
+        return cls(
+            names=[*columns, "log_w_max", "log_r_max"],
+            sums=by_lag.sums(columns),
+            maxima=by_lag.maxima([log_w, log_r]),
+            counts=by_lag.histograms([log_w, log_r]),
+        )
+
+
+def _lag_sums(bucket: Tensor, dtype: torch.dtype) -> LagSums:
+    """Returns the sums by the lag classes in `bucket`, int64 [T], for log-ratios of this dtype."""
+    compiles = bucket.is_cpu and len(bucket) and dtype == torch.float32
+    return (_compiled() if compiles else LagSums)(bucket)
+
+
+@cache
+def _compiled() -> type[LagSums]:
+    try:
+        from areal_q.algorithms.compiled_sums import CompiledLagSums
+    except ImportError:  # a platform for which numba has no wheel
+        return LagSums
+    return CompiledLagSums
 
 
 def _columns(
     inputs: LossInputs, x: Ratios, out: PolicyLoss, log_w: Tensor, log_r: Tensor
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yields (name, values [T]) to sum over tokens, one at a time to save memory; None stands for zeros."""
-    raw_w, raw_r = x.log_mismatch, x.log_ratio.detach()
+    """Yields (name, values [T]) to sum over tokens; None stands for zeros."""
+    raw_w, raw_r = x.log_mismatch, x.log_ratio
     w, r = log_w.exp(), log_r.exp()
     yield "tokens", x.mask
     yield "w", w
@@ -120,8 +128,9 @@ def _columns(
     yield "down", out.clipped_down
     yield "dual", out.clipped_dual
     yield "dropped", None if out.kept is None else ~out.kept
-    yield "entropy", (-x.logprobs if inputs.entropy is None else inputs.entropy).detach()
-    yield "bounded", (raw_w != log_w) | (raw_r != log_r)
+    yield "entropy", -x.logprobs if inputs.entropy is None else inputs.entropy
+    within = log_w is raw_w and log_r is raw_r
+    yield "bounded", None if within else (raw_w != log_w) | (raw_r != log_r)
 
 
 def _named(
@@ -171,31 +180,3 @@ def _named(
         f"policy/{label}entropy": mean("entropy"),
         f"policy/{label}bounded_tokens": Sum(total["bounded"]),
     }
-
-
-def _sums(column: Tensor, buckets: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the sum of `column` [T] over each bucket, float64 [LAGS].
-
-    It sums each run of neighbours in one bucket first: runs are far fewer than tokens, since consecutive tokens
-    mostly share a version. float32 would lose the small terms of a KL among 10⁶ tokens.
-    """
-    runs = torch.segment_reduce(column.double(), "sum", lengths=lengths, unsafe=True)
-    return runs.new_zeros(LAGS + 1).index_add_(0, buckets, runs)[:LAGS]
-
-
-def _maxima(column: Tensor, bucket: Tensor) -> Tensor:
-    """Returns the maximum of `column` [T] in each bucket, float64 [LAGS]; -inf where there is no token."""
-    lowest = torch.full((LAGS + 1,), -torch.inf, dtype=torch.float64, device=column.device)
-    return lowest.scatter_reduce_(0, bucket, column.double(), "amax")[:LAGS]
-
-
-def _histogram(log_ratio: Tensor, bucket: Tensor) -> Tensor:
-    """Returns a histogram of `log_ratio` [T] per lag class, int64 [LAGS, BINS]; reducers.py has the bins."""
-    z = (log_ratio * BIN_SCALE).abs_()
-    asinh = (
-        (z * z).add_(1).sqrt_().add_(z).log_().copysign_(log_ratio)
-    )  # torch.asinh takes ten times as long
-    position = asinh.div_(2 * BIN_EDGE).add_(0.5).mul_(BINS)
-    index = position.long().clamp_(0, BINS - 1).add_(bucket, alpha=BINS)
-    counts = torch.bincount(index, minlength=(LAGS + 1) * BINS)[: LAGS * BINS]
-    return counts.reshape(LAGS, BINS)
