@@ -90,8 +90,8 @@ def sapo(x: Ratios, cfg: Sapo) -> PolicyLoss:
     The slope of J in R is A at R = 1.
     """
     ratio = bounded_exp(x.log_ratio)
-    tau = torch.full_like(x.advantages, cfg.temperature_negative)
-    tau.masked_fill_(x.advantages > 0, cfg.temperature_positive)
+    temperatures = x.advantages.new_tensor([cfg.temperature_positive, cfg.temperature_negative])
+    tau = torch.where(x.advantages > 0, *temperatures)
     return PolicyLoss(torch.sigmoid(tau * (ratio - 1)) * (4 * x.advantages / tau))
 
 
@@ -172,10 +172,11 @@ def _ppo(
     positive, negative = x.advantages > 0, x.advantages < 0
     value = ratio.detach()
     up, down, dual = positive & (value > high), negative & (value < low), None
-    bounded = torch.where(up, high, torch.where(down, low, ratio))
+    clipped, bound = up | down, value.clamp(min=low).clamp(max=high)
     if cfg.dual_clip is not None:
         dual = negative & (value > cfg.dual_clip)
-        bounded = torch.where(dual, cfg.dual_clip, bounded)
+        clipped, bound = clipped | dual, torch.where(dual, cfg.dual_clip, bound)
+    bounded = torch.where(clipped, bound, ratio)
     return PolicyLoss(
         bounded * (x.advantages if weight is None else weight * x.advantages),
         clipped_up=up,
