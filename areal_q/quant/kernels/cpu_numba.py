@@ -16,15 +16,14 @@ from numba import types as nt
 from numba import void
 
 from areal_q.quant.kernels import cpu_rows
+from areal_q.quant.kernels.cpu_nibbles import nibbles as nibbles
 from areal_q.quant.kernels.jit import MAGNITUDE, ROUND, ROUND_E4M3, TINY, kernel
 
 float32, int32, uint8 = np.float32, np.int32, np.uint8
-F1 = nt.Array(nt.float32, 1, "C")
 F2, U2 = nt.Array(nt.float32, 2, "C"), nt.Array(nt.uint8, 2, "C")
 _ROUND_E4M3_BITS = int32(np.float32(1.5 * 2**14).view(np.int32))
 _SMALLEST_NORMAL_E4M3 = int32(np.float32(2**-6).view(np.int32))
 _LARGEST_E4M3 = int32(np.float32(448).view(np.int32))
-_ONE, _LARGEST_E2M1 = int32(np.float32(1).view(np.int32)), int32(np.float32(6).view(np.int32))
 
 
 @kernel()
@@ -114,15 +113,6 @@ def round_to_bf16(w, out):
     return np.int64(worst)
 
 
-@kernel()
-def _spread(scales, width, out):
-    """out [blocks · width]: each of `scales` [blocks] `width` times."""
-    for q in range(scales.shape[0]):
-        block, scale = out[q * width : (q + 1) * width], scales[q]
-        for i in range(width):
-            block[i] = scale
-
-
 @kernel(void(F2, nt.int64, F2))
 def ranges(w, width, out):
     """Largest magnitude of every `width` numbers of a row: w [out, in] → [out, ⌈in / width⌉]; NaN stays."""
@@ -133,67 +123,3 @@ def ranges(w, width, out):
         cpu_rows.ranges(row[:whole].reshape(blocks, width), out[o, :blocks])
         if whole < row.shape[0]:
             cpu_rows.ranges(row[whole:].reshape(1, row.shape[0] - whole), out[o, blocks:])
-
-
-@kernel()
-def _int4(x, scales, codes):
-    """Nearest whole numbers within -8 … 7 of x / scales, plus 8."""
-    for i in range(x.shape[0]):
-        y = min(max(x[i] / scales[i], float32(-8.0)), float32(7.0))
-        codes[i] = uint8(float32(y + ROUND).view(int32) + int32(8))
-
-
-@kernel()
-def _e2m1(x, scales, codes):
-    """e2m1.encode of x / scales."""
-    for i in range(x.shape[0]):
-        bits = float32(x[i] / scales[i]).view(int32)
-        magnitude = min(int32(bits & MAGNITUDE), _LARGEST_E2M1)
-        rounded = magnitude + int32(0x1FFFFF) + ((magnitude >> int32(22)) & int32(1))
-        normal = (rounded >> int32(22)) - int32(126 << 1)
-        halves = float32(float32(int32(magnitude).view(float32) * float32(2.0)) + ROUND)
-        subnormal = halves.view(int32) & int32(0xFF)
-        code = subnormal if magnitude < _ONE else normal
-        codes[i] = uint8(code | ((bits >> int32(28)) & int32(8)))
-
-
-@kernel()
-def _nf4(x, scales, borders, codes):
-    """Number of `borders` below x · (1 / scales)."""
-    a, b, c, d, e = borders[0], borders[1], borders[2], borders[3], borders[4]
-    f, g, h, j, k = borders[5], borders[6], borders[7], borders[8], borders[9]
-    m, n, p, q, r = borders[10], borders[11], borders[12], borders[13], borders[14]
-    for i in range(x.shape[0]):
-        y = x[i] * float32(float32(1.0) / scales[i])
-        index = int32(y > a) + int32(y > b) + int32(y > c) + int32(y > d) + int32(y > e)
-        index += int32(y > f) + int32(y > g) + int32(y > h) + int32(y > j) + int32(y > k)
-        index += int32(y > m) + int32(y > n) + int32(y > p) + int32(y > q) + int32(y > r)
-        codes[i] = uint8(index)
-
-
-@kernel(void(F2, F2, nt.int64, F1, nt.boolean, U2))
-def nibbles(w, scales, width, borders, whole_numbers, packed):
-    """w [out, in] with a scale for every `width` numbers → two codes in a byte.
-
-    NF4, the first in the high half, where there are `borders`; else int4 or E2M1, the first in the low
-    half. What a row of `packed` has room for beyond the row of `w` is filled with zeros.
-    """
-    codes = np.zeros(2 * packed.shape[1], uint8)
-    low, high = (1, 0) if borders.shape[0] else (0, 1)
-    spread = np.empty(scales.shape[1] * width, float32)
-    mine = codes[: w.shape[1]]
-    for o in range(w.shape[0]):
-        if width == 16:
-            _spread(scales[o], 16, spread)
-        elif width == 32:
-            _spread(scales[o], 32, spread)
-        else:
-            _spread(scales[o], width, spread)
-        if borders.shape[0]:
-            _nf4(w[o], spread, borders, mine)
-        elif whole_numbers:
-            _int4(w[o], spread, mine)
-        else:
-            _e2m1(w[o], spread, mine)
-        for i in range(packed.shape[1]):
-            packed[o, i] = codes[2 * i + low] | (codes[2 * i + high] << uint8(4))
