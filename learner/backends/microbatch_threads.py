@@ -17,7 +17,7 @@ import torch
 Result = TypeVar("Result")
 
 _GIVES_WAY = 5
-"""By so much is the priority of further threads lower: a busy worker on the same core gets three times as much
+"""The priority of further threads is lower by so much: a busy worker on the same core gets three times as much
 of it."""
 
 

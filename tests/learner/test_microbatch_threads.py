@@ -54,7 +54,7 @@ def test_threads_give_the_bits_of_one(
         assert np.array_equal(column, getattr(same_tokens, name)), name
 
 
-def test_a_minibatch_is_cut_for_all_threads_if_it_is_worth_a_pass_each(
+def test_a_minibatch_is_cut_for_all_threads_if_that_pays(
     make_run: MakeRun, make_samples: MakeSamples
 ):
     two = build_policy(make_run("learner.threads=2", "learner.minibatches=1"))
