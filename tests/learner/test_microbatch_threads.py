@@ -43,7 +43,7 @@ def test_threads_give_the_bits_of_one(
         more = [f"learner.threads={threads}", f"learner.microbatch_tokens={tokens}"]
         policy, recorder = build_policy(make_run(*settings, *more)), TokenRecorder()
         for seed in (1, 2):
-            values = update_policy(policy, make_samples(150, seed), recorder)
+            values = update_policy(policy, make_samples(80, seed), recorder)
         del values[step_module.MICROBATCH]
         outcomes.append((policy.model.state_dict(), values, recorder.scores()))
     (one, metrics, tokens), (several, same_metrics, same_tokens) = outcomes
