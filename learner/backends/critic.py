@@ -1,6 +1,7 @@
 """The critic of PPO: a value for the state before every response token."""
 
 import copy
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,11 @@ class Critic(nn.Module):
         self.head = nn.Linear(policy.config.width, 1, device=device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self.optimizer: torch.optim.Optimizer = build_optimizer(self, cfg.optimizer)
+
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The critic's optimizer, built at its first use as the policy's is."""
+        return build_optimizer(self, self.cfg.optimizer)
 
     def forward(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
         """Returns the values, float32 [T], from the policy's hidden states [T, D] that predict the tokens."""

@@ -34,7 +34,6 @@ from learner.backends.messages import Begin
 from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
 from learner.optim.adamw_8bit import LARGEST, AdamW8bit, ParameterShard
-from learner.optim.build import build_optimizer
 from learner.optim.dtensor import local
 
 
@@ -151,7 +150,6 @@ def _shard_critic(critic: Critic, cfg: LearnerConfig, mesh: DeviceMesh) -> None:
         for layer in critic.trunk.layers:
             _shard(layer, cfg, mesh)
     _shard(critic, cfg, mesh)
-    critic.optimizer = build_optimizer(critic, critic.cfg.optimizer)
 
 
 def _shard_routers(model: nn.Module, cfg: LearnerConfig, mesh: DeviceMesh) -> None:

@@ -5,6 +5,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -55,7 +56,6 @@ class TorchPolicy:
     """The ranks that learn together; with others, `model` is sharded over them (learner/backends/fsdp.py)."""
     before_write: Callable[[], None] = lambda: None
     """A function that is called before the weights change, and returns once no other thread reads them."""
-    optimizer: torch.optim.Optimizer = field(init=False)
     threads: MicrobatchThreads = field(init=False)
     """The threads that compute micro-batches at the same time."""
     critic: Critic | None = None
@@ -68,12 +68,21 @@ class TorchPolicy:
         self.model.recompute_layers(cfg.recompute)
         if self.ranks.size == 1:  # FSDP2 itself casts a sharded model to `cfg.dtype`
             self.model.dtype = getattr(torch, cfg.dtype)
-        self.optimizer = build_optimizer(self.model, cfg.optimizer)
         self.threads = MicrobatchThreads(self._threads())
         if cfg.critic and self.critic is None:
             self.critic = Critic(self.model, cfg.critic)
         if cfg.reference_kl and self.reference is None and not cfg.lora:
             self.reset_reference()
+
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The policy's optimizer. It is built at its first use, because with the first one torch imports
+        torch.compile's front end, which takes more than a second."""
+        return build_optimizer(self.model, self.cfg.optimizer)
+
+    def build_optimizers(self) -> None:
+        """Builds the optimizers now, so that the first step does not wait for them."""
+        _ = self.optimizer, self.critic and self.critic.optimizer
 
     def _threads(self) -> int:
         """Returns the number of micro-batches to compute at once: one, unless the model is small."""

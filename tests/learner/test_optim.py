@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import threading
+from unittest.mock import Mock, create_autospec
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 from areal_q.config import AdamW, AdamW8bit, Muon, OptimizerConfig
 from areal_q.errors import DivergedError
 from learner import checkpoint
+from learner.backends import critic, single_device
 from learner.backends.single_device import TorchPolicy
+from learner.loop import Learner
 from learner.optim.adamw_8bit import BLOCK, code_values, dequantize, quantize
 from learner.optim.build import build_optimizer, learning_rate, optimizer_step
 from learner.policy_update import update_policy
@@ -202,3 +206,26 @@ def test_frozen_parameters_get_no_optimizer(make_run: MakeRun):
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         assert id(model.model.embed_tokens.weight) not in held
         assert held == {id(p) for p in model.parameters() if p.requires_grad}
+
+
+def test_workers_draw_while_the_optimizers_are_built(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+):
+    events: list[str] = []
+
+    def build(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:
+        events.append(f"optimizer of {type(model).__name__}")
+        return build_optimizer(model, cfg)
+
+    for module in (single_device, critic):
+        monkeypatch.setattr(module, "build_optimizer", build)
+    run = make_run("learner.advantage.type=gae", "learner.critic={}")
+    learner = create_autospec(Learner, policy=build_policy(run), run=run, step=0)
+    for name in ("begin_version", "evaluate", "save"):
+        getattr(learner, name).side_effect = lambda step, name=name: events.append(name)
+    learner.group_reader = Mock(take=Mock(return_value=None))
+    Learner.take_steps(learner, threading.Event())
+    assert events[:2] == ["begin_version", "evaluate"]  # which admits the first tickets
+    assert events[2:] == ["optimizer of Decoder", "optimizer of Critic", "save"]
+    learner.policy.build_optimizers()
+    assert len(events) == 5  # each is built once
