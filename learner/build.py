@@ -329,12 +329,7 @@ def _build(
         history=history,
         replay_check=ReplayCheck(start, recorded),
         forks=forks,
-        builder=VersionBuilder(
-            VersionSettings.of(run),
-            policy.sticky,
-            buffer.run_id,
-            shared=weight_server.endpoints.fetch.startswith("ipc://"),
-        ),
+        builder=VersionBuilder(VersionSettings.of(run), policy.sticky, buffer.run_id, shared=True),
         fidelity=FidelityMeter(run.learner, run.rollout.format),
         weight_server=weight_server,
         log=TrajectoryLog(directory / "trajectories", start) if run.buffer.log else None,

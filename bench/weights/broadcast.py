@@ -63,13 +63,15 @@ def make(number: int, payload: torch.Tensor, pool: PayloadPool | None = None) ->
     )
 
 
-def serve(transport: str, directory: str, nbytes: int, deltas: bool, keys: str) -> None:
+def serve(
+    transport: str, directory: str, nbytes: int, deltas: bool, shared: bool, keys: str
+) -> None:
     """The learner's process. Obeys one line at a time, `publish N`, `push` or `cpu`; answers each with one
-    line."""
+    line. The worker can read the payload in place if `shared`."""
     ends = [f"ipc://{directory}/{n}" if transport == "ipc" else "tcp://127.0.0.1:0" for n in "afp"]
     rng = np.random.default_rng(0)
     noise = rng.integers(0, 256, nbytes, np.uint8)
-    pool = PayloadPool(shared=transport == "ipc")
+    pool = PayloadPool(shared=shared)
     config = BroadcastConfig(max_delta_bytes=nbytes if deltas else 0, keys=keys or None)
     weight_server = WeightServer(ends[0], ends[1], config)
     with zmq.Context() as context, context.socket(zmq.PUSH) as pusher:
@@ -105,9 +107,16 @@ class Learner:
     """`serve` in a process of its own."""
 
     def __init__(
-        self, transport: str, directory: str, nbytes: int, deltas: bool, keys: str = ""
+        self,
+        transport: str,
+        directory: str,
+        nbytes: int,
+        deltas: bool,
+        shared: bool = True,
+        keys: str = "",
     ) -> None:
-        arguments = ["serve", transport, directory, str(nbytes), str(int(deltas)), keys]
+        choices = [str(int(deltas)), str(int(shared)), keys]
+        arguments = ["serve", transport, directory, str(nbytes), *choices]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bench.weights.broadcast", *arguments],
             stdin=subprocess.PIPE,
@@ -142,7 +151,7 @@ def worker_keys(keys: str) -> ClientKeys | None:
     return client_keys(keys) if keys else None
 
 
-def snapshot(transport: str, curve: bool = False) -> dict[str, float]:
+def snapshot(transport: str, shared: bool, curve: bool = False) -> dict[str, float]:
     """MB/s of a snapshot that is fetched and verified, and of bare pyzmq, by turns; CPU milliseconds of both
     processes for each."""
     ours, bare, cpu_ms = [], [], []
@@ -150,7 +159,7 @@ def snapshot(transport: str, curve: bool = False) -> dict[str, float]:
         keys = directory if curve else ""
         if curve:
             make_keys(Path(directory))
-        learner = Learner(transport, directory, SNAPSHOT_BYTES, deltas=False, keys=keys)
+        learner = Learner(transport, directory, SNAPSHOT_BYTES, False, shared, keys)
         subscriber = WeightSubscriber(
             learner.announce, learner.fetch, run="bench", config=CONFIG, keys=worker_keys(keys)
         )
@@ -256,8 +265,9 @@ def on_disk() -> dict[str, float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    snapshots = {t: snapshot(t) for t in ("ipc", "tcp")}
-    snapshots["tcp, CURVE"] = snapshot("tcp", curve=True)
+    snapshots = {t: snapshot(t, shared=True) for t in ("ipc", "tcp")}
+    snapshots |= {f"{t}, by socket": snapshot(t, shared=False) for t in ("ipc", "tcp")}
+    snapshots["tcp, by socket, CURVE"] = snapshot("tcp", shared=False, curve=True)
     disk = on_disk()
     fans = [fan_out(workers) for workers in FAN_OUT]
     latencies = [latency(nbytes) for nbytes in FOLLOWED_BYTES]
@@ -321,6 +331,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
-        serve(sys.argv[2], sys.argv[3], int(sys.argv[4]), bool(int(sys.argv[5])), sys.argv[6])
+        nbytes, deltas, shared = map(int, sys.argv[4:7])
+        serve(sys.argv[2], sys.argv[3], nbytes, bool(deltas), bool(shared), sys.argv[7])
     else:
         main()

@@ -189,7 +189,7 @@ class Fetcher:
     def _reader_of(self, file: SharedFile | None) -> SharedReader | None:
         """Returns a reader of the server's memory; None where the bytes have to come over the socket. They do
         after bytes were refused: a server that is slow to answer may have reused its memory."""
-        if file is None or self._failures or not self.endpoint.startswith("ipc://"):
+        if file is None or self._failures:
             return None
         try:
             return SharedReader(file)

@@ -26,7 +26,6 @@ from areal_q.messages import (
 )
 from areal_q.weights import delta
 from areal_q.weights.version import WeightVersion
-from buffer.weight_sync.sockets import bound_to
 from buffer.weight_sync.stats import ServerStats
 from buffer.weight_sync.version_store import (
     CatchUp,
@@ -70,7 +69,6 @@ class RequestHandler:
         wake: Callable[[], None],
     ) -> None:
         self._router, self._stats, self._wake = router, stats, wake
-        self._local = bound_to(router).startswith("ipc://")
         self._versions, self._deltas = versions, deltas
         self._history: list[Manifest] = []
         self._history_length = history
@@ -205,8 +203,7 @@ class RequestHandler:
             return ManifestReply(manifest=None)
         encoded = messages.encode(held.manifest)
         checksum = xxhash.xxh3_128_hexdigest(encoded)
-        shared = held.file if self._local else None
-        return ManifestReply(manifest=encoded, checksum=checksum, shared=shared)
+        return ManifestReply(manifest=encoded, checksum=checksum, shared=held.file)
 
     def _send(self, peer: bytes, *frames: bytes | memoryview) -> None:
         # A ROUTER drops what it cannot deliver (peer gone or too far behind): this never blocks.

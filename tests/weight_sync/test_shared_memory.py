@@ -105,13 +105,11 @@ def test_memory_that_cannot_be_opened_comes_by_socket(
     assert not reads and subscriber.stats.fetch.mismatches == 0
 
 
-def test_memory_is_not_offered_over_the_network(sync: WeightSync, reads: list[int]) -> None:
+def test_a_worker_of_the_host_reads_in_place_over_tcp(sync: WeightSync, reads: list[int]) -> None:
     sync.server = sync.serve(LOOPBACK)
     version = publish(sync, 1)
-    told = sync.ask(FetchManifest())
-    assert isinstance(told, ManifestReply) and told.shared is None
     arrive(sync.follow(), version)
-    assert not reads
+    assert sum(reads) == version.manifest.nbytes
 
 
 def test_a_payload_that_nobody_views_closes_its_file() -> None:
