@@ -97,6 +97,8 @@ def main(
         run = load(config, settings)
         settings += unevaluated(run.eval.every)
         export(run, directory)
+        if layout is None:
+            compile_kernels(config, [*settings, "name=first", "steps=2"])
         spec = trl_peer.spec_of(run, directory, limit_s, goal)
         if layout is None:
             rows = generation_lines(run, python, directory) if speeds else []
@@ -153,6 +155,13 @@ def unevaluated(every: int) -> list[str]:
         "eval.every=1000000000", "eval.problems=1", f"checkpoint.every={every}",
         "checkpoint.keep=1000000",
     ]  # fmt: skip
+
+
+def compile_kernels(config: Path, settings: list[str]) -> None:
+    """A short run, so that no clock includes what happens once on a machine. TRL has its probes for that."""
+    say("our kernels are compiled")
+    argv = [sys.executable, "-m", "areal_q", "run", str(config), *settings]
+    subprocess.run(argv, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
 
 
 def run_ours(run: Run, arguments: list[str], limit_s: float) -> Curve:
