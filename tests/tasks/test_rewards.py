@@ -216,6 +216,18 @@ async def test_many_at_once_share_processes_and_get_their_own_scores(tmp_path: P
         assert [s.valid for s in scores] == [r != "raise" for r in responses]
 
 
+async def test_scores_do_not_wait_for_turns_of_the_event_loop(tmp_path: Path):
+    async with using(settings(tmp_path)) as reward:
+        scores = asyncio.gather(*(reward(PROBLEM, "4", 1) for _ in range(64)))
+        turns = 0
+        while not scores.done():
+            time.sleep(0.02)  # a step of an engine
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns < 64, turns
+        assert all(score.correct for score in await scores)
+
+
 async def test_a_cancelled_score_leaves_no_reply_for_the_next_question(tmp_path: Path):
     async with using(settings(tmp_path, "reward.processes=1")) as reward:
         waiting = asyncio.create_task(reward(PROBLEM, "sleep", 1))

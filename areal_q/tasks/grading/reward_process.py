@@ -1,22 +1,30 @@
 """Scores that may raise, hang or crash, computed in processes that can be killed. Imports no torch.
 
-    Isolated.score ──Ask──▶ stdin ▶ reward_child ▶ stdout ──Graded──▶ Isolated.score
-          └ no reply in time: kill -9, no score, another process for the next one
+    Isolated.score ──▶ a thread ──Ask──▶ socket ▶ reward_child ▶ socket ──Graded──▶ the thread
+                          └ no reply in time: kill -9, no score, another process for the next one
 
 | wait        | for                       | unblocked by                                             |
 |-------------|---------------------------|----------------------------------------------------------|
-| score       | an idle process           | another score that ends, by its timeout at the latest    |
-|             | its reply                 | the reward's end; the process's death; the timeout       |
+| score       | a thread, one a process   | another score that ends, by its timeout at the latest    |
+| the thread  | its process's reply       | the reward's end; the process's death; the timeout       |
 | start       | the process's first frame | the file or library being loaded; _START_S                |
 
-Frames are msgpack after their length. A user's `print` goes to stderr, so that it cannot disturb them.
+A thread waits for each process, since the event loop comes back only after a step of the engine, and many
+answers end with one step. Frames are msgpack after their length. A user's `print` goes to stderr, so that it
+cannot disturb them.
 """
 
 import asyncio
-import contextlib
 import logging
+import queue
 import signal
-from asyncio.subprocess import PIPE, Process
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import msgspec
 
@@ -25,6 +33,7 @@ from areal_q.messages.trajectories import FailureCause
 from areal_q.system.processes import die_with_parent, module_command
 from areal_q.tasks.base import Problem, Score
 
+_T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
 TIMED_OUT = "took too long"
@@ -71,55 +80,91 @@ class Isolated:
         memory_mib: int = 0,
     ) -> None:
         self._source, self._timeout_s, self._memory_mib = source, timeout_s, memory_mib
-        self._idle: asyncio.LifoQueue[Process | None] = asyncio.LifoQueue()
-        self._all: set[Process] = set()
+        self._threads = ThreadPoolExecutor(processes, "reward")
+        self._idle: queue.LifoQueue[_Child | None] = queue.LifoQueue()
         for _ in range(processes):
-            self._idle.put_nowait(None)
+            self._idle.put(None)
+        self._lock = threading.Lock()
+        self._children: set[_Child] = set()
+        self._closed = False
         self.errors = 0
         """Number of scores that failed or took too long since the start"""
 
     async def start(self) -> None:
         """Starts one process. Raises TaskError or ConfigError for a reward that cannot be loaded."""
-        place = await self._idle.get()
-        try:
-            place = place or await self._spawn()
-        finally:
-            self._idle.put_nowait(place)
+        await self._in_thread(self._start)
 
     async def score(self, problem: Problem, response: str) -> Score:
         """Returns the score of a response. It never raises: a failure is counted and gives a score that is not
         valid, with its cause."""
-        process, graded = await self._idle.get(), None
-        cause: FailureCause = "unavailable"
-        try:
-            process = process or await self._spawn()
-            asked = _ask(process, Ask(problem, response))
-            graded = await asyncio.wait_for(asked, self._timeout_s)
-            cause, failure = graded.cause, graded.error
-        except TimeoutError:
-            cause, failure = "timeout", TIMED_OUT
-        except (OSError, EOFError, msgspec.MsgspecError) as error:
-            cause = "killed" if process else cause
-            failure = f"its process ended: {error}"
-        except (TaskError, ConfigError) as error:
-            failure = f"its process did not start: {error}"
-        finally:
-            if process and not graded:
-                # A late reply would be taken for that to the next request.
-                _kill(process)
-                process = None
-            self._idle.put_nowait(process)
-        if graded and graded.score:
+        graded = await self._in_thread(self._graded, Ask(problem, response))
+        if graded.score:
             return graded.score
-        self._count(failure, problem)
-        return Score.failed(cause)
+        self._count(graded.error, problem)
+        return Score.failed(graded.cause)
 
     async def close(self) -> None:
         """Kills the processes and waits for their ends."""
-        for process in self._all:
-            _kill(process)
-        await asyncio.gather(*(_ended(process) for process in self._all))
-        self._all.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._closed = True
+            for child in self._children:
+                child.kill()
+        await asyncio.to_thread(self._threads.shutdown)
+        for child in self._children:
+            child.end()
+
+    async def _in_thread(self, call: Callable[..., _T], *args: Ask) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+
+    def _start(self) -> None:
+        place = self._idle.get()
+        try:
+            place = place or self._spawn()
+        finally:
+            self._idle.put(place)
+
+    def _graded(self, ask: Ask) -> Graded:
+        """Returns what a process answers, or why there is no answer."""
+        child, answer = self._idle.get(), None
+        try:
+            child = child or self._spawn()
+            answer = child.ask(ask, self._timeout_s)
+            return answer
+        except TimeoutError:
+            return Graded(error=TIMED_OUT, cause="timeout")
+        except (OSError, EOFError, msgspec.MsgspecError) as error:
+            cause = "killed" if child else "unavailable"
+            return Graded(error=f"its process ended: {error}", cause=cause)
+        except (TaskError, ConfigError) as error:
+            return Graded(error=f"its process did not start: {error}", cause="unavailable")
+        finally:
+            if child and not answer:
+                # A late reply would be taken for that to the next request.
+                self._end(child)
+                child = None
+            self._idle.put(child)
+
+    def _spawn(self) -> "_Child":
+        child = _Child(self._source, self._memory_mib)
+        with self._lock:
+            self._children.add(child)
+            if self._closed:
+                child.kill()
+        try:
+            ready = child.read(time.monotonic() + _START_S)
+        except (OSError, EOFError, msgspec.MsgspecError) as error:
+            self._end(child)
+            raise TaskError(f"{self._source[1]}: cannot be started: {error}") from error
+        if ready.error:
+            self._end(child)
+            raise (ConfigError if ready.extra_missing else TaskError)(ready.error)
+        return child
+
+    def _end(self, child: "_Child") -> None:
+        child.end()
+        with self._lock:
+            self._children.discard(child)
 
     def _count(self, failure: str, problem: Problem) -> None:
         self.errors += 1
@@ -132,54 +177,56 @@ class Isolated:
                 problem.prompt,
             )
 
-    async def _spawn(self) -> Process:
-        process = await asyncio.create_subprocess_exec(
-            *module_command(
-                "areal_q.tasks.grading.reward_child", *self._source, str(self._memory_mib)
-            ),
-            stdin=PIPE,
-            stdout=PIPE,
-            preexec_fn=die_with_parent(signal.SIGKILL),
-        )
-        self._all = {p for p in self._all if p.returncode is None} | {process}
-        try:
-            ready = await asyncio.wait_for(_read(process), _START_S)
-        except (TimeoutError, EOFError, msgspec.MsgspecError) as error:
-            _kill(process)
-            raise TaskError(f"{self._source[1]}: cannot be started: {error}") from error
-        except asyncio.CancelledError:
-            _kill(process)
-            raise
-        if ready.error:
-            _kill(process)
-            raise (ConfigError if ready.extra_missing else TaskError)(ready.error)
-        return process
 
+class _Child:
+    """A process that scores one response after the other."""
 
-async def _ask(process: Process, ask: Ask) -> Graded:
-    assert process.stdin is not None
-    frame = _encoder.encode(ask)
-    process.stdin.write(len(frame).to_bytes(4, "little") + frame)
-    await process.stdin.drain()
-    return await _read(process)
+    def __init__(self, source: tuple[str, str, str], memory_mib: int) -> None:
+        """Starts the process, whose first frame says whether it is ready."""
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                module_command("areal_q.tasks.grading.reward_child", *source, str(memory_mib)),
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                preexec_fn=die_with_parent(signal.SIGKILL),
+            )
 
+    def ask(self, ask: Ask, timeout_s: float) -> Graded:
+        """Returns the reply. Raises TimeoutError if there is none after `timeout_s`, and OSError, EOFError or
+        MsgspecError if the process has ended or sends something else."""
+        deadline = time.monotonic() + timeout_s
+        frame = _encoder.encode(ask)
+        self._socket.settimeout(timeout_s)
+        self._socket.sendall(len(frame).to_bytes(4, "little") + frame)
+        return self.read(deadline)
 
-async def _read(process: Process) -> Graded:
-    assert process.stdout is not None
-    size = int.from_bytes(await process.stdout.readexactly(4), "little")
-    if size > MAX_FRAME:
-        raise EOFError(f"a reply of {size} bytes")
-    return _decoder.decode(await process.stdout.readexactly(size))
+    def read(self, deadline: float) -> Graded:
+        """Returns the next frame; `deadline` is in monotonic seconds. Raises what `ask` raises."""
+        size = int.from_bytes(self._receive(4, deadline), "little")
+        if size > MAX_FRAME:
+            raise EOFError(f"a reply of {size} bytes")
+        return _decoder.decode(self._receive(size, deadline))
 
+    def _receive(self, nbytes: int, deadline: float) -> bytes:
+        received = b""
+        while len(received) < nbytes:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left_s)
+            part = self._socket.recv(nbytes - len(received))
+            if not part:
+                raise EOFError(f"{len(received)} of {nbytes} bytes received")
+            received += part
+        return received
 
-def _kill(process: Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
+    def kill(self) -> None:
+        """Kills the process, so that a thread that waits for it goes on."""
+        self._process.kill()
 
-
-async def _ended(process: Process) -> None:
-    """Waits until the process has ended and its pipes are closed."""
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.close()
-    await process.stdout.read()
-    await process.wait()
+    def end(self) -> None:
+        """Kills the process, waits for its end, and closes the socket, which no thread may be using."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
