@@ -1,5 +1,5 @@
 """Child processes that import this project's modules, never a file of the same name, and end with their
-parent."""
+parent; and what a process keeps of the memory that it frees."""
 
 import ctypes
 import os
@@ -10,6 +10,15 @@ from collections.abc import Callable
 _PR_SET_PDEATHSIG = 1
 # It is loaded before any fork, as only calls that take no lock are safe between fork and exec.
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Numbers of glibc's mallopt"""
+_KEPT_BYTES, _LARGEST_BYTES = (2 << 30) - 1, 32 << 20
+"""Free memory that is kept, and the largest block of it; glibc accepts no more of either."""
+KEEP_FREED_MEMORY = {
+    "MALLOC_TRIM_THRESHOLD_": str(_KEPT_BYTES),
+    "MALLOC_MMAP_THRESHOLD_": str(_LARGEST_BYTES),
+}
+"""Environment that does what `keep_freed_memory` does for a program of another project"""
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -41,3 +50,13 @@ def end_with_parent() -> None:
     nothing except on Linux."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+def keep_freed_memory() -> None:
+    """Makes blocks of up to 32 MiB come from memory that this process has used before. By default glibc gives
+    it back to the system, whose fresh pages take longer than much of what is computed in them. It does nothing
+    where the C library has no mallopt."""
+    mallopt = getattr(_libc, "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, _LARGEST_BYTES)
+        mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)

@@ -16,6 +16,7 @@ import torch
 from areal_q.config import load
 from areal_q.messages import Array, Trajectory, VersionSpan
 from areal_q.models import load_decoder
+from areal_q.system.processes import keep_freed_memory
 from bench.learner.memory import resident_bytes
 from learner.backends.single_device import TorchPolicy
 from learner.data.packing import Sample
@@ -75,5 +76,6 @@ def samples_of(groups: list[dict[str, Any]]) -> list[Sample]:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as a learner does
     torch.set_num_threads(1)
     print(json.dumps(measured(json.loads(Path(sys.argv[1]).read_text()))))

@@ -19,6 +19,7 @@ import torch
 from areal_q.quant import quantize_state
 from areal_q.quant.code_changes import codes_moved
 from areal_q.quant.registry import FORMATS
+from areal_q.system.processes import keep_freed_memory
 from areal_q.weights import delta
 from areal_q.weights.version import PayloadPool, WeightVersion, pack_version
 from bench.common import commit, device, number, publish, say, table
@@ -82,6 +83,7 @@ def measure(before: State, after: State, format: str) -> dict[str, float]:
 
 
 def main() -> None:
+    keep_freed_memory()  # as a learner does
     torch.set_num_threads(1)
     before = random_weights()
     generator = torch.Generator().manual_seed(1)
