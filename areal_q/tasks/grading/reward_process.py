@@ -179,7 +179,8 @@ class Isolated:
 
 
 class _Child:
-    """A process that scores one response after the other."""
+    """A process that scores one response after the other. The kernel ends it with the thread that started it,
+    which lives until `Isolated.close`."""
 
     def __init__(self, source: tuple[str, str, str], memory_mib: int) -> None:
         """Starts the process, whose first frame says whether it is ready."""
