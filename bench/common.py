@@ -11,8 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from areal_q.system.processes import KEEP_FREED_MEMORY
-
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "runs" / "bench"
 """Not committed: bench/README.md quotes from it."""
@@ -79,10 +77,9 @@ def say(text: str) -> None:
 
 
 def peer_env(threads: int) -> dict[str, str]:
-    """For a program of another project: so many threads, no GPU, no network, and our learner's allocator."""
+    """For a program of another project: so many threads, no GPU, no network."""
     count = {f"{name}_NUM_THREADS": str(threads) for name in ("OMP", "MKL", "OPENBLAS")}
-    alone = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    return os.environ | count | alone | KEEP_FREED_MEMORY
+    return os.environ | count | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 
 
 def number(value: float | None) -> str:

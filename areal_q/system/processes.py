@@ -14,11 +14,6 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Numbers of glibc's mallopt"""
 _KEPT_BYTES, _LARGEST_BYTES = (2 << 30) - 1, 32 << 20
 """Free memory that is kept, and the largest block of it; glibc accepts no more of either."""
-KEEP_FREED_MEMORY = {
-    "MALLOC_TRIM_THRESHOLD_": str(_KEPT_BYTES),
-    "MALLOC_MMAP_THRESHOLD_": str(_LARGEST_BYTES),
-}
-"""Environment that does what `keep_freed_memory` does for a program of another project"""
 
 
 def module_command(module: str, *arguments: str) -> list[str]:

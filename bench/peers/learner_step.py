@@ -2,7 +2,8 @@
 bench/learner/step.py.
 
 `python -m bench.peers.learner_step SPEC.json`, whose "side" is trl or transformers and whose "dtype" is
-float32, bfloat16 (all weights) or autocast (bfloat16 products alone). Only our meter of memory is imported.
+float32, bfloat16 (all weights) or autocast (bfloat16 products alone). Only our meter of memory and our
+setting of the allocator are imported.
 Prints one JSON line: CPU seconds and gradient norm of each step, and this process's memory.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from areal_q.system.processes import keep_freed_memory
 from bench.learner.memory import resident_bytes
 
 
@@ -154,6 +156,7 @@ def trl(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as our learner does
     torch.set_num_threads(1)
     given = json.loads(Path(sys.argv[1]).read_text())
     print(json.dumps({"trl": trl, "transformers": plain}[given["side"]](given)))
