@@ -66,7 +66,8 @@ class Format(Protocol):
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
         """Parts of a float `weight` [out, in], scaled for `ranges` (None: as measured); what lies
-        beyond them is clamped. Raises QuantizationError naming the tensor."""
+        beyond them is clamped. Raises QuantizationError naming the tensor; one that is not finite may pass
+        if `ranges` are given, for which its own were measured and checked (`check_ranges`)."""
         ...
 
     def dequantize(self, parts: Parts) -> Tensor:
@@ -107,9 +108,14 @@ def as_float32(weight: Tensor, name: str) -> Tensor:
 def checked_ranges(measure: Callable[[Tensor], Ranges], w: Tensor, name: str) -> Ranges:
     """Ranges of `w`. Raises QuantizationError for NaN, an infinity or a magnitude above LARGEST."""
     ranges = measure(w)
+    check_ranges(ranges, name)
+    return ranges
+
+
+def check_ranges(ranges: Ranges, name: str) -> None:
+    """Raises QuantizationError for ranges of a weight that `checked_ranges` refuses."""
     if not ranges.whole <= LARGEST:
         raise QuantizationError(f"{name}: {TOO_LARGE}")
-    return ranges
 
 
 def blocked(x: Tensor, size: int) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from areal_q.errors import QuantizationError
-from areal_q.quant.format import Format, Ranges
+from areal_q.quant.format import Format, Ranges, check_ranges
 from areal_q.quant.registry import FORMATS
 
 _QUANTIZED = re.compile(
@@ -134,8 +134,12 @@ def _ranges(
     """Ranges by parameter, where they are not simply those that the format measures itself."""
     if policy is None and not format.shared_scale:
         return {}
-    measured = {name: format.ranges(t) for name, t in state.items() if is_quantized(name)}
-    found = {name: r for name, r in measured.items() if r is not None}
+    found: dict[str, Ranges] = {}
+    for name, tensor in state.items():
+        measured = format.ranges(tensor) if is_quantized(name) else None
+        if measured is not None:
+            check_ranges(measured, name)  # before the policy, which remembers them
+            found[name] = measured
     if format.shared_scale:
         top: dict[str, Tensor] = {}
         for name, r in found.items():

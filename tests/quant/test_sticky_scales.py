@@ -1,10 +1,14 @@
 """Scales that stay, and the numbers that tell how much moved."""
 
+import math
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_q.errors import QuantizationError
 from areal_q.quant import FORMATS, quantize_state
 from areal_q.quant.code_changes import codes_moved, normalized_error
 from areal_q.quant.format import Ranges
@@ -184,3 +188,18 @@ def test_moved_codes_are_counted_to_the_end_of_a_large_weight():
     assert codes_moved(before, after, "int8") == 2 / weight.numel()
     turned = [quantize_state({key: w}, "int4") for w in (weight, -weight)]
     assert codes_moved(turned[0], turned[1], "int4") == 1.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1.5 * 2.0**127])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_refused_weight_leaves_the_ranges_as_they_were(format: str, bad: float):
+    sticky, name = StickyRanges(0.05), "model.layers.0.mlp.up_proj.weight"
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    quantize_state({name: weight}, format, sticky)
+    before = sticky.tensors()
+    spoilt = weight.clone()
+    spoilt[3, 5] = bad
+    for policy in (sticky, None):
+        with pytest.raises(QuantizationError, match=re.escape(name)):
+            quantize_state({name: spoilt}, format, policy)
+    assert all(torch.equal(value, before[key]) for key, value in sticky.tensors().items())

@@ -27,7 +27,6 @@ from areal_q.quant.format import (
     Ranges,
     as_float32,
     blocked,
-    checked_float32,
     checked_ranges,
     row_ranges,
     scales_for,
@@ -54,7 +53,7 @@ class Int4:
         return row_ranges(weight, GROUP)
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        w = checked_float32(weight, name) if ranges else as_float32(weight, name)
+        w = as_float32(weight, name)
         scale = self.scales((ranges or checked_ranges(self.ranges, w, name)).blocks)
         effective = self.effective(scale)
         divisor = torch.where(effective > 0, effective, torch.inf)

@@ -26,7 +26,6 @@ from areal_q.quant.format import (
     Ranges,
     as_float32,
     blocked,
-    checked_float32,
     checked_ranges,
     row_ranges,
     unblocked,
@@ -52,7 +51,7 @@ class Mxfp4:
         return row_ranges(weight, _BLOCK)
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        w = checked_float32(weight, name) if ranges else as_float32(weight, name)
+        w = as_float32(weight, name)
         blocks = (ranges or checked_ranges(self.ranges, w, name)).blocks
         biased = blocks.contiguous().view(torch.int32) >> 23  # the exponent's bits of a float32
         scale = (biased - TOP_POWER).clamp_(min=0).to(torch.uint8)

@@ -26,7 +26,6 @@ from areal_q.quant.format import (
     Parts,
     Ranges,
     as_float32,
-    checked_float32,
     checked_ranges,
     row_ranges,
 )
@@ -60,7 +59,7 @@ class Nf4:
         return Ranges(rows.blocks.flatten(), rows.whole)
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        w = checked_float32(weight, name) if ranges else as_float32(weight, name)
+        w = as_float32(weight, name)
         blocks = (ranges or checked_ranges(self.ranges, w, name)).blocks
         scale, x = blocks.clamp(min=SMALLEST_SCALE), _blocks(w)
         of_rows = scale.view(len(x), -1)

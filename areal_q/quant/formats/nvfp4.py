@@ -29,7 +29,6 @@ from areal_q.quant.format import (
     Ranges,
     as_float32,
     blocked,
-    checked_float32,
     checked_ranges,
     row_ranges,
     unblocked,
@@ -55,12 +54,12 @@ class Nvfp4:
         return row_ranges(weight, _BLOCK)
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
-        w = checked_float32(weight, name) if ranges else as_float32(weight, name)
+        w = as_float32(weight, name)
         ranges = ranges or checked_ranges(self.ranges, w, name)
         divisor = torch.nan_to_num(E4M3_MAX * e2m1.MAX / ranges.whole, posinf=1.0).reshape(1)
         scale = to_e4m3(ranges.blocks / torch.full((), e2m1.MAX, device=w.device) * divisor)
         codes = scale.view(torch.uint8)
-        codes.masked_fill_(codes == 0, _WHERE_ZERO)
+        codes |= (codes == 0).view(torch.uint8) * _WHERE_ZERO
         return {
             "weight_packed": e2m1.quantize(w, _numbers(codes) / divisor, _BLOCK, name),
             "weight_scale": scale,
