@@ -21,7 +21,7 @@ def python_of(environment: str) -> Path:
 
 @dataclass
 class Peers:
-    """What contestants say of themselves in the last line of their output, and why some said nothing."""
+    """What contestants say of themselves in a line of JSON, and why some said nothing."""
 
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -35,12 +35,14 @@ class Peers:
         env = peer_env(1) | {"TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": str(ROOT)}
         argv = [str(python), "-m", module, *args]
         done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True)
-        if done.returncode:
+        # vLLM logs to stdout, also after the answer.
+        answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode or not answers:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             self.left_out[name] = f"exit {done.returncode}: {last[:200]}"
             say(f"{name} is left out: {done.stderr[-3000:]}")
         else:
-            self.found[name] = json.loads(done.stdout.splitlines()[-1])
+            self.found[name] = json.loads(answers[-1])
 
     def closing(self) -> str:
         """Returns a paragraph about who was left out, empty if nobody was."""

@@ -77,6 +77,16 @@ def test_a_contestant_that_crashes_is_left_out_and_named(tmp_path):
     assert "missing (.venv-x is not installed)" in peers.closing()
 
 
+def test_an_answer_is_found_among_what_a_contestant_logs(tmp_path):
+    peers, program = Peers(), tmp_path / "python"
+    for name, output in (("chatty", '{"seconds": 2}\nINFO ended'), ("silent", "INFO ended")):
+        program.write_text(f"#!/bin/sh\necho '{output}'\n")
+        program.chmod(0o755)
+        peers.ask(name, program, "any")
+    assert peers.found == {"chatty": {"seconds": 2}}
+    assert "silent (exit 0" in peers.closing()
+
+
 def test_a_missing_environment_leaves_the_objectives_out(monkeypatch, tmp_path):
     monkeypatch.setenv("PEERS_PYTHON", str(tmp_path / ".venv-x" / "bin" / "python"))
     monkeypatch.setattr(objectives, "RESULTS", tmp_path)
