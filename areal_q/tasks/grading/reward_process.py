@@ -16,15 +16,12 @@ cannot disturb them.
 
 import asyncio
 import logging
-import queue
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import msgspec
 
@@ -33,7 +30,6 @@ from areal_q.messages.trajectories import FailureCause
 from areal_q.system.processes import die_with_parent, module_command
 from areal_q.tasks.base import Problem, Score
 
-_T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
 TIMED_OUT = "took too long"
@@ -81,9 +77,8 @@ class Isolated:
     ) -> None:
         self._source, self._timeout_s, self._memory_mib = source, timeout_s, memory_mib
         self._threads = ThreadPoolExecutor(processes, "reward")
-        self._idle: queue.LifoQueue[_Child | None] = queue.LifoQueue()
-        for _ in range(processes):
-            self._idle.put(None)
+        self._own = threading.local()
+        """Its `child` is the process of the present thread, None or missing if it has none"""
         self._lock = threading.Lock()
         self._children: set[_Child] = set()
         self._closed = False
@@ -92,12 +87,13 @@ class Isolated:
 
     async def start(self) -> None:
         """Starts one process. Raises TaskError or ConfigError for a reward that cannot be loaded."""
-        await self._in_thread(self._start)
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._child)
 
     async def score(self, problem: Problem, response: str) -> Score:
         """Returns the score of a response. It never raises: a failure is counted and gives a score that is not
         valid, with its cause."""
-        graded = await self._in_thread(self._graded, Ask(problem, response))
+        loop, ask = asyncio.get_running_loop(), Ask(problem, response)
+        graded = await loop.run_in_executor(self._threads, self._graded, ask)
         if graded.score:
             return graded.score
         self._count(graded.error, problem)
@@ -114,36 +110,30 @@ class Isolated:
         for child in self._children:
             child.end()
 
-    async def _in_thread(self, call: Callable[..., _T], *args: Ask) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
-
-    def _start(self) -> None:
-        place = self._idle.get()
-        try:
-            place = place or self._spawn()
-        finally:
-            self._idle.put(place)
-
     def _graded(self, ask: Ask) -> Graded:
-        """Returns what a process answers, or why there is no answer."""
-        child, answer = self._idle.get(), None
+        """Returns what this thread's process answers, or why there is no answer."""
+        child = None
         try:
-            child = child or self._spawn()
-            answer = child.ask(ask, self._timeout_s)
-            return answer
+            child = self._child()
+            return child.ask(ask, self._timeout_s)
         except TimeoutError:
-            return Graded(error=TIMED_OUT, cause="timeout")
+            failed = Graded(error=TIMED_OUT, cause="timeout")
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             cause = "killed" if child else "unavailable"
-            return Graded(error=f"its process ended: {error}", cause=cause)
+            failed = Graded(error=f"its process ended: {error}", cause=cause)
         except (TaskError, ConfigError) as error:
-            return Graded(error=f"its process did not start: {error}", cause="unavailable")
-        finally:
-            if child and not answer:
-                # A late reply would be taken for that to the next request.
-                self._end(child)
-                child = None
-            self._idle.put(child)
+            failed = Graded(error=f"its process did not start: {error}", cause="unavailable")
+        if child:  # a late reply would be taken for that to the next request
+            self._end(child)
+            self._own.child = None
+        return failed
+
+    def _child(self) -> "_Child":
+        """Returns this thread's process, which is started if there is none."""
+        child: _Child | None = getattr(self._own, "child", None)
+        if child is None:
+            child = self._own.child = self._spawn()
+        return child
 
     def _spawn(self) -> "_Child":
         child = _Child(self._source, self._memory_mib)
