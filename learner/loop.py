@@ -136,9 +136,9 @@ class Learner:
         self.begin_version(self.step)
         if self.step == 0:
             self.evaluate(0)
+            if self.run.checkpoint.start:
+                self.save(0)
         self.policy.build_optimizers()  # while workers draw the first groups
-        if self.step == 0 and self.run.checkpoint.start:
-            self.save(0)
         while self.step < self.run.steps and not stop.is_set():
             step, began = self.step, time.monotonic()
             batch = self.group_reader.take(step, stop, self.make_room, self.wait_until_out)
