@@ -155,8 +155,9 @@ def test_a_run_resumed_with_other_arithmetic_goes_on(
             command = [sys.executable, "-m", *args]
             return subprocess.Popen(command, env=plain | environment, stdout=log, stderr=log)
 
-    def learn(name: str, **environment: str) -> subprocess.Popen[bytes]:
+    def learn(name: str, last: int, **environment: str) -> subprocess.Popen[bytes]:
         args = ["learner", "--config", str(tmp_path / "base.toml"), f"root={tmp_path}"]
+        args.append(f"steps={last}")
         sockets = [f"broadcast.{kind}=ipc://{short_dir}/{kind}" for kind in ("announce", "fetch")]
         return start(name, *args, *sockets, **environment)
 
@@ -167,14 +168,16 @@ def test_a_run_resumed_with_other_arithmetic_goes_on(
     def said() -> list[str]:
         return [log.read_text()[-2000:] for log in tmp_path.glob("*.log")]
 
-    children = [learn("first"), start("w0", "rollout", "--run", "fork", "--id", "w0")]
+    children = [learn("first", 1_000_000), start("w0", "rollout", "--run", "fork", "--id", "w0")]
     try:
-        wait_until(lambda: steps() >= 12, said, *children)
+        first_checkpoint = metrics.parent / "checkpoints" / "step-000000"
+        wait_until(lambda: steps() >= 12 and first_checkpoint.exists(), said, *children)
         for child in children:
             child.send_signal(signal.SIGKILL)
             child.wait()
+        last = steps() + 4
         children = [
-            learn("second", ATEN_CPU_CAPABILITY="default"),
+            learn("second", last, ATEN_CPU_CAPABILITY="default"),
             start("w1", "rollout", "--run", "fork", "--id", "w1"),
         ]
         assert children[0].wait(400) == 0, (tmp_path / "second.log").read_text()
@@ -182,5 +185,5 @@ def test_a_run_resumed_with_other_arithmetic_goes_on(
         for child in children:
             child.kill()
             child.wait()
-    assert steps() == 24
+    assert steps() == last
     assert "replay " in (tmp_path / "second.log").read_text()

@@ -8,11 +8,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+from helpers.commands import wait_until
 
 from areal_q.messages import WorkerStatus, decode_status
 from areal_q.observability.metrics_log import read_metrics
@@ -112,12 +114,16 @@ def test_a_learner_stopped_beyond_its_lease_writes_nothing(
     processes: Processes, redis_url: str, tmp_path: Path
 ):
     """Its directory cannot be taken; a learner in a copy of it follows once the lease is over."""
-    first, worker = processes.learner("first", tmp_path / "a"), processes.worker("w0")
+    once = "checkpoint.every=1000000"  # it would complete one that was being written when it was stopped
+    first, worker = processes.learner("first", tmp_path / "a", once), processes.worker("w0")
+    checkpoints = tmp_path / "a" / "twice" / "checkpoints"
+    said = partial(processes.said, "first")
+    wait_until((checkpoints / "step-000000").exists, said, first, worker)
     until_step(tmp_path / "a", 7, first, worker)
     first.send_signal(signal.SIGSTOP)
     beside = processes.learner("beside", tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    second = processes.learner("second", tmp_path / "b")
+    second = processes.learner("second", tmp_path / "b", once)
     assert beside.wait(200) == 2
     assert "a run is going on there" in processes.said("beside")
     before = steps(tmp_path / "b")
@@ -127,11 +133,11 @@ def test_a_learner_stopped_beyond_its_lease_writes_nothing(
     second.send_signal(signal.SIGSTOP)
     with redis.Redis.from_url(redis_url) as client:
         found = state_of(client)
-        checkpoints = sorted((tmp_path / "a" / "twice" / "checkpoints").iterdir())
+        written = sorted(checkpoints.iterdir())
         first.send_signal(signal.SIGCONT)
         assert first.wait(200) == 2
         assert state_of(client) == found
-    assert sorted((tmp_path / "a" / "twice" / "checkpoints").iterdir()) == checkpoints
+    assert sorted(checkpoints.iterdir()) == written
     assert f"run twice has another learner, process {second.pid} on host" in processes.said("first")
     second.send_signal(signal.SIGCONT)
     at = steps(tmp_path / "b")
