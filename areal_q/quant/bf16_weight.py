@@ -9,7 +9,7 @@
 | int4-fp8 | codes times group scales in E4M3 | an output | yes |
 | nvfp4 | codes times block scales in E4M3 | an output | yes |
 | mxfp4 | codes times powers of two | nothing | yes |
-| nf4, and any other | weights, rounded | nothing | no, by 2⁻⁹ of a weight; 2⁻¹⁷ with `rest` |
+| nf4, and any other | weights, in float32 where bfloat16 does not hold them | nothing | yes |
 
 Exact means that numbers times scales are what `Format.dequantize` returns, up to the rounding of float32.
 """
@@ -39,22 +39,17 @@ quantize_groups_e4m3, whose codes bfloat16 holds"""
 @dataclass(frozen=True)
 class Bf16Weight:
     numbers: Tensor
-    """bfloat16 [out, in]"""
+    """bfloat16 [out, in]; float32 if bfloat16 does not hold them"""
     scale: Tensor
     """float32 [groups, out]; one group is all channels, several are 128 channels each"""
     activations: Activations = "bfloat16"
-    rest: Tensor | None = None
-    """What rounding left of the numbers, bfloat16 [out, in]; None: nothing"""
 
 
 def bf16_weight(format: Format, parts: Sequence[Parts]) -> Bf16Weight:
     """Returns the weights of `parts`, stacked over outputs."""
     each = [_of(format, p) for p in parts]
     numbers, scales = torch.cat([w.numbers for w in each]), [w.scale for w in each]
-    rest = None
-    if any(w.rest is not None for w in each):
-        rest = torch.cat([torch.zeros_like(w.numbers) if w.rest is None else w.rest for w in each])
-    return Bf16Weight(numbers, torch.cat(scales, 1).contiguous(), each[0].activations, rest)
+    return Bf16Weight(numbers, torch.cat(scales, 1).contiguous(), each[0].activations)
 
 
 def _of(format: Format, parts: Parts) -> Bf16Weight:
@@ -82,13 +77,12 @@ def _of(format: Format, parts: Parts) -> Bf16Weight:
         case _:
             exact = format.dequantize(parts)
             numbers = exact.to(torch.bfloat16)
-            rest = (exact - numbers).to(torch.bfloat16)
-            return _plain(numbers, rest=rest if rest.any() else None)
+            return _plain(numbers if torch.equal(numbers.float(), exact) else exact)
 
 
-def _plain(numbers: Tensor, scale: Tensor | None = None, rest: Tensor | None = None) -> Bf16Weight:
+def _plain(numbers: Tensor, scale: Tensor | None = None) -> Bf16Weight:
     scale = torch.ones(1) if scale is None else scale
-    return Bf16Weight(numbers, scale.view(1, 1).repeat(1, len(numbers)), rest=rest)
+    return Bf16Weight(numbers, scale.view(1, 1).repeat(1, len(numbers)))
 
 
 def _int4_codes(parts: Parts) -> Tensor:

@@ -67,7 +67,7 @@ def _bfloat16(rows: int, inputs: int, outs: int) -> list[Callable[[], Any]]:
     return [
         lambda: F.linear(x, w),
         lambda: torch.ops.mkldnn._linear_pointwise(x, oned, None, "none", [], ""),
-        lambda: cpu_gemm.gemm(words, packed, packed[:0], *rest, 0, len(packed)),
+        lambda: cpu_gemm.gemm(words, packed, *rest, 0, len(packed)),
     ]
 
 
@@ -79,7 +79,7 @@ def _int8(rows: int, inputs: int, outs: int) -> list[Callable[[], Any]]:
         codes = x.view(torch.uint8)
         words, packed = cpu_gemm.words_of(codes[None]).numpy(), cpu_gemm.pack_words(w).numpy()
         shift, rest = np.zeros(len(packed) * PANEL, np.int32), _rest(rows, outs)
-        runs.append(lambda: cpu_gemm.gemm(words, packed, packed[:0], shift, *rest, 0, len(packed)))
+        runs.append(lambda: cpu_gemm.gemm(words, packed, shift, *rest, 0, len(packed)))
     return runs
 
 

@@ -14,7 +14,7 @@ from areal_q.quant.cpu_linear import Bf16Table, FusedInt8Linear, PackedInt8Linea
 from areal_q.quant.format import Format, Parts
 from areal_q.quant.kernels import cpu_gemm, cpu_tile
 from areal_q.quant.kernels.cpu_tile import has_int8
-from areal_q.quant.quantized_linear import Int8Linear
+from areal_q.quant.quantized_linear import FloatLinear, Int8Linear
 
 SHAPES = [(1, 1, 1), (5, 33, 48), (16, 896, 200), (97, 2100, 65), (300, 64, 64)]
 
@@ -85,11 +85,9 @@ def test_numbers_times_scales_are_the_published_weights(name):
     format, parts = weights_of(name, 330, 96)
     weight = bf16_weight(format, parts)
     spread = weight.scale.t().repeat_interleave(128 if len(weight.scale) > 1 else 330, 1)
-    numbers = weight.numbers.float() + (0 if weight.rest is None else weight.rest.float())
-    found = numbers * spread[:, :330]
+    found = weight.numbers.float() * spread[:, :330]
     exact = torch.cat([format.dequantize(p) for p in parts])
-    tolerance = 2**-16 if name == "nf4" else 2**-22
-    torch.testing.assert_close(found, exact, rtol=tolerance, atol=0)
+    torch.testing.assert_close(found, exact, rtol=2**-22, atol=0)
 
 
 @pytest.mark.parametrize("added", ["nothing", "bias", "residual"])
@@ -119,6 +117,30 @@ def test_bf16_sums_are_float32_at_any_shape(rows, channels, outs):
     torch.testing.assert_close(found, exact, rtol=0, atol=1e-6 * channels)
 
 
+@pytest.mark.parametrize("added", ["nothing", "bias", "residual"])
+@pytest.mark.parametrize(("rows", "channels", "outs"), SHAPES)
+def test_float32_products_at_any_shape(rows, channels, outs, added):
+    torch.manual_seed(rows)
+    weight, x = torch.randn(outs, channels), torch.randn(rows, channels)
+    add = {"nothing": None, "bias": torch.randn(outs), "residual": torch.randn(rows, outs)}[added]
+    layers = [
+        cpu_linear.cpu_linear(FloatLinear(weight)),
+        bf16_linear(Bf16Weight(weight, torch.ones(1, outs)), 2),
+    ]
+    exact = x.double() @ weight.double().t() + (0 if add is None else add.double())
+    for layer in layers:
+        # Sums are float32; a product of bfloat16 parts would be off by 2⁻¹⁷ of itself.
+        torch.testing.assert_close(
+            layer(x, add).double(), exact, rtol=0, atol=2e-7 * max(channels, 16)
+        )
+
+
+def test_rows_have_the_same_bits_in_any_company():
+    weight, x = torch.randn(70, 330), torch.randn(97, 330)
+    layer = bf16_linear(Bf16Weight(weight, torch.ones(1, 70)), 2)
+    assert torch.equal(torch.cat([layer(row[None]) for row in x]), layer(x))
+
+
 def test_a_table_embeds_and_multiplies_the_same_numbers():
     weight = torch.randn(150, 33).bfloat16()
     table = Bf16Table(weight, 2)
@@ -129,22 +151,22 @@ def test_a_table_embeds_and_multiplies_the_same_numbers():
 
 
 def test_what_is_not_finite_stays_in_its_row_in_bf16():
-    weight = Bf16Weight(torch.randn(70, 33).bfloat16(), torch.ones(1, 70))
-    x = torch.randn(3, 33)
+    numbers, x = torch.randn(70, 33), torch.randn(3, 33)
     x[1, 4] = torch.nan
-    for parts in (1, 2):
-        finite = bf16_linear(weight, parts)(x).isfinite().all(1)
-        assert finite.tolist() == [True, False, True]
+    for weight in (numbers, numbers.bfloat16()):
+        for parts in (1, 2):
+            layer = bf16_linear(Bf16Weight(weight, torch.ones(1, 70)), parts)
+            assert layer(x).isfinite().all(1).tolist() == [True, False, True]
 
 
 def test_a_processor_without_bf16_computes_the_same():
     """It takes shifts to float32 in place of the instruction."""
-    tile = cpu_tile.tile(3, lambda sums: cpu_tile.bf16_by_shifts)
+    tile = cpu_tile.tile(3, lambda operands, sums: cpu_tile.bf16_by_shifts)
 
     @njit
     def multiply(x, w, out):
         tile(
-            x.ctypes.data, x.strides[0], w.ctypes.data, x.shape[1],
+            x, x.ctypes.data, x.strides[0], w.ctypes.data, x.shape[1],
             out, 0, w.ctypes.data, 0,
         )  # fmt: skip
 

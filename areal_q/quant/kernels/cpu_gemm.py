@@ -4,9 +4,9 @@ The weight is packed once a version. Blocks of rows of x go over it panel by pan
 memory once for a whole block, and its sums are scaled while they are still in the cache. Sums of bfloat16
 products are float32 and are never rounded to bfloat16; sums of int8 products are int32.
 
-Notation: T rows, K channels, P panels of 64 outputs, W words of 32 bits (2 or 4 channels, filled up with 0),
-G groups of channels. x and w are viewed as int32, since numba knows no bfloat16; arrays are C contiguous.
-Compiled when this module is first imported, and read from disk afterwards.
+Notation: T rows, K channels, P panels of 64 outputs, W words of 32 bits (1, 2 or 4 channels, filled up with
+0), G groups of channels. x and w of fewer bits are viewed as int32, since numba knows no bfloat16; arrays are C
+contiguous. Compiled when this module is first imported, and read from disk afterwards.
 """
 
 import numpy as np
@@ -31,6 +31,7 @@ from areal_q.quant.kernels.jit import FMA, kernel
 float32, int32 = np.float32, np.int32
 F1, F2 = nt.Array(nt.float32, 1, "C"), nt.Array(nt.float32, 2, "C")
 I1, I2, I3 = (nt.Array(nt.int32, n, "C") for n in (1, 2, 3))
+F3 = nt.Array(nt.float32, 3, "C")
 I1_64 = nt.Array(nt.int64, 1, "C")
 _ROWS = 96
 """Rows of a block, whose words of x stay in the cache while panels pass"""
@@ -41,10 +42,11 @@ _UPPER = int32(-(1 << 16))
 
 
 def pack_words(weight: Tensor) -> Tensor:
-    """Returns a weight in panels, int32 [P, W, PANEL], of bfloat16 or int8 [out, K]."""
+    """Returns a weight in panels [P, W, PANEL]: float32 of float32 [out, K], int32 of bfloat16 or int8."""
     per_word = 4 // weight.element_size()
     rest = (0, -weight.shape[1] % per_word, 0, -weight.shape[0] % PANEL)
-    words = F.pad(weight, rest).view(torch.int32)
+    words = F.pad(weight, rest)
+    words = words if per_word == 1 else words.view(torch.int32)
     return words.view(-1, PANEL, words.shape[1]).transpose(1, 2).contiguous()
 
 
@@ -87,23 +89,23 @@ def embed(words, tokens, out):
 
 
 @kernel()
-def _add_products(x, x_step, w, words, sums, rows):
+def _add_products(operands, x, x_step, w, words, sums, rows):
     ahead, step = w + words * 256, np.int64(256 // ((rows + 5) // 6))
     r = 0
     while r + 6 <= rows:
-        TILE_6(x + r * x_step, x_step, w, words, sums, r, ahead, step)
+        TILE_6(operands, x + r * x_step, x_step, w, words, sums, r, ahead, step)
         ahead += step * words
         r += 6
     if r + 4 <= rows:
-        TILE_4(x + r * x_step, x_step, w, words, sums, r, ahead, step)
+        TILE_4(operands, x + r * x_step, x_step, w, words, sums, r, ahead, step)
         ahead += step * words
         r += 4
     if r + 2 <= rows:
-        TILE_2(x + r * x_step, x_step, w, words, sums, r, ahead, step)
+        TILE_2(operands, x + r * x_step, x_step, w, words, sums, r, ahead, step)
         ahead += step * words
         r += 2
     if r < rows:
-        TILE_1(x + r * x_step, x_step, w, words, sums, r, ahead, step)
+        TILE_1(operands, x + r * x_step, x_step, w, words, sums, r, ahead, step)
         ahead += step * words
 
 
@@ -119,31 +121,29 @@ def _scaled(sums, shift, start, first, rows, w_scale, x_scale, add, y):
             row[c] = float32(found[c] + offset[c]) * scale[c] * x_scale[t] + added[c]
 
 
-_KINDS = (F1, I1) if has_int8() else (F1,)
+_KINDS = [(F3, F1), (I3, F1), *[(I3, I1)] * has_int8()]
 
 
-@kernel([void(I3, I3, I3, kind, F1, F1, F2, F2, nt.int64, nt.int64) for kind in _KINDS])
-def gemm(x, w, rest, shift, w_scale, x_scale, add, y, first, last):
+@kernel([void(x, x, shift, F1, F1, F2, F2, nt.int64, nt.int64) for x, shift in _KINDS])
+def gemm(x, w, shift, w_scale, x_scale, add, y, first, last):
     """Computes y[t, o] = (Σ x[i, t] · w[o] + shift[o]) · w_scale[o] · x_scale[t] + add[t, o] for the panels
-    `first` … `last` - 1. The sum is over the parts i of x too, and has x[0, t] · rest[o] if `rest` has any
-    panels; add is [T, out] or [1, out].
+    `first` … `last` - 1. The sum is over the parts i of x too; add is [T, out] or [1, out].
 
-    If shift [P · 64] is float32, x and w are bfloat16, and it is 0. If it is int32, x is uint8 and w is int8,
-    sums are whole, and the shift takes back what an offset of x adds."""
+    If shift [P · 64] is float32, x and w are float32, or bfloat16 if viewed as int32, and it is 0. If it is
+    int32, x is uint8 and w is int8, sums are whole, and the shift takes back what an offset of x adds."""
     sums = np.empty((_ROWS, 64), shift.dtype)
     words, add_step = x.shape[2], y.shape[1] if add.shape[0] > 1 else 0
-    parts, products = x.shape[0], x.shape[0] + min(1, rest.shape[0])
     for p in range(first, last):
         for t in range(0, x.shape[1], _ROWS):
             rows = min(_ROWS, x.shape[1] - t)
             sums[:rows] = 0
             for k in range(0, words, _WORDS):
-                for i in range(products):
-                    weight = w.ctypes.data if i < parts else rest.ctypes.data
+                for part in range(x.shape[0]):
                     _add_products(
-                        x[i % parts].ctypes.data + (t * words + k) * 4,
+                        x,
+                        x[part].ctypes.data + (t * words + k) * 4,
                         words * 4,
-                        weight + (p * words + k) * 256,
+                        w.ctypes.data + (p * words + k) * 256,
                         min(_WORDS, words - k),
                         sums,
                         rows,
@@ -188,6 +188,7 @@ def group_gemm(x, w, w_scale, x_scale, y, first, last):
                 sums[:rows] = float32(0.0)
                 for part in range(x.shape[0]):
                     _add_products(
+                        x,
                         x[part].ctypes.data + (t * words + k) * 4,
                         words * 4,
                         w.ctypes.data + (p * words + k) * 256,

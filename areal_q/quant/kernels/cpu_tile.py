@@ -7,6 +7,7 @@ multiplies stand next to each other and fill 32 bits.
 
 | operands | sums | STEP | instruction | without it |
 |---|---|---|---|---|
+| float32, float32 | float32 | 1 | multiply and add | |
 | bfloat16, bfloat16 | float32 | 2 | AVX512-BF16's dot product | shifts to float32, multiply and add |
 | uint8, int8 | int32 | 4 | AVX512-VNNI's dot product | no tile: `has_int8` is False |
 
@@ -107,10 +108,23 @@ def _operand(name: str, sums: ir.VectorType) -> ir.VectorType | None:
     return None
 
 
+def _float32(builder: Any, word: Any, columns: list[Any], rows: list[Any]) -> list[Any]:
+    add = _multiply_and_add(builder)
+    x = spread(builder, builder.bitcast(word, _F32), FLOATS)
+    return [
+        builder.call(add, [x, builder.bitcast(column, FLOATS), row])
+        for row, column in zip(rows, columns, strict=True)
+    ]
+
+
+def _multiply_and_add(builder: Any) -> Any:
+    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
+    return cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
+
+
 def bf16_by_shifts(builder: Any, word: Any, columns: list[Any], rows: list[Any]) -> list[Any]:
     """The product without an instruction of its own."""
-    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
-    add = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
+    add = _multiply_and_add(builder)
     shift, upper = ir.Constant(_WORDS, [16] * LANES), ir.Constant(_WORDS, [_UPPER] * LANES)
     low = builder.bitcast(builder.shl(word, ir.Constant(_I32, 16)), _F32)
     high = builder.bitcast(builder.and_(word, ir.Constant(_I32, _UPPER)), _F32)
@@ -123,9 +137,11 @@ def bf16_by_shifts(builder: Any, word: Any, columns: list[Any], rows: list[Any])
     return sums
 
 
-def _product(sums: ir.VectorType) -> Product:
+def _product(operands: Any, sums: ir.VectorType) -> Product:
     if sums is _WORDS:
         return _instruction(_INT8_DOT, _WORDS)
+    if operands.dtype == types.float32:
+        return _float32
     return _instruction(_BF16_DOT, FLOATS) if has_bf16() else bf16_by_shifts
 
 
@@ -137,18 +153,20 @@ def _address(context: Any, builder: Any, kind: Any, array: Any) -> Any:
     return builder.ptrtoint(context.make_array(kind)(context, builder, array).data, _I64)
 
 
-def tile(rows: int, product: Callable[[ir.VectorType], Product] = _product) -> Any:
+def tile(rows: int, product: Callable[[Any, ir.VectorType], Product] = _product) -> Any:
     """Returns an intrinsic that computes sums += x · W for `rows` rows of x and one panel of W.
 
-    It takes addresses, and distances between rows in bytes: x, its distance, W, the number of words in a row
-    of x, at least 1; the array of sums [at least row + rows, PANEL], whose type says which product is meant,
-    and its first row; and what of W to fetch into the cache meanwhile: an address and the bytes to go on with
-    every word, since a processor left alone waits for memory at every new panel.
+    It takes an array of the operands' dtype, float32 or int32 for several in a word; addresses, and distances
+    between rows in bytes: x, its distance, W, the number of words in a row of x, at least 1; the array of sums
+    [at least row + rows, PANEL], whose dtype and that of the operands say which product is meant, and its
+    first row; and what of W to fetch into the cache meanwhile: an address and the bytes to go on with every
+    word, since a processor left alone waits for memory at every new panel.
     """
 
     @intrinsic
     def emitted(
         typing: Any,
+        operands: Any,
         x: Any,
         x_step: Any,
         w: Any,
@@ -160,13 +178,13 @@ def tile(rows: int, product: Callable[[ir.VectorType], Product] = _product) -> A
     ) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kind = _sums(sums)
-            start = builder.mul(args[5], ir.Constant(_I64, _ROW))
-            out = builder.add(_address(context, builder, sums, args[4]), start)
-            addresses = [*args[:4], out, *args[6:]]
-            _emit(builder, rows, kind, product(kind), *addresses)
+            start = builder.mul(args[6], ir.Constant(_I64, _ROW))
+            out = builder.add(_address(context, builder, sums, args[5]), start)
+            addresses = [*args[1:5], out, *args[7:]]
+            _emit(builder, rows, kind, product(operands, kind), *addresses)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 4, sums, *[types.intp] * 3), emit
+        return types.void(operands, *[types.intp] * 4, sums, *[types.intp] * 3), emit
 
     return emitted
 
@@ -220,8 +238,7 @@ def _emit_scaled(
     y: Any,
     y_step: Any,
 ) -> None:
-    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
-    fused = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
+    fused = _multiply_and_add(builder)
 
     def read(start: Any, vector: int, kind: ir.VectorType = FLOATS) -> Any:
         address = builder.add(start, ir.Constant(_I64, 64 * vector))
