@@ -53,9 +53,12 @@ def product_seconds(kind: str, rows: int, inputs: int, outs: int) -> float:
 
 def _float32(rows: int, inputs: int, outs: int) -> list[Callable[[], Any]]:
     x, w = torch.randn(rows, inputs), torch.randn(outs, inputs)
+    numbers, packed = x[None].numpy(), cpu_gemm.pack_words(w).numpy()
+    rest = np.zeros(len(packed) * PANEL, np.float32), *_rest(rows, outs)
     return [
         lambda: F.linear(x, w),
         lambda: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], ""),
+        lambda: cpu_gemm.gemm(numbers, packed, *rest, 0, len(packed)),
     ]
 
 
