@@ -7,7 +7,6 @@ and weights of half the size.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
@@ -44,8 +43,10 @@ def cpu_linear(linear: Linear) -> Linear:
             return FusedFp8RowLinear(linear)
         case Fp8GroupLinear():
             return FusedFp8GroupLinear(linear)
-        case FloatLinear() if has("avx512f"):  # a tile's sums fill the registers of AVX-512
-            return Float32Linear(_unscaled(linear.weight))
+        case FloatLinear() if has(
+            "avx512f"
+        ):  # others have too few registers for the sums of a tile
+            return Float32Linear(linear.weight, torch.ones(len(linear.weight)))
         case _:
             return linear
 
@@ -77,31 +78,27 @@ def bf16_linear(weight: Bf16Weight, parts: int = 1) -> Linear:
     """Returns x ↦ x · Wᵀ with products of bfloat16 numbers and sums in float32. Activations that are no codes
     are the sum of so many `parts` (cpu_gemm.bf16_parts). Weights that bfloat16 does not hold are rounded to
     it if there is one part, else the products are float32."""
-    if weight.numbers.dtype == torch.float32:
-        if parts > 1:
-            return Float32Linear(weight)
-        weight = replace(weight, numbers=weight.numbers.to(torch.bfloat16))
     match weight.activations:
         case "e4m3 rows":
             return Bf16RowLinear(weight)
         case "e4m3 groups":
             return Bf16GroupLinear(weight)
+        case _ if len(weight.scale) > 1:
+            return Bf16GroupLinear(weight, parts)
+        case _ if parts > 1 and weight.numbers.dtype == torch.float32:
+            return Float32Linear(weight.numbers, weight.scale[0])
         case _:
-            return (Bf16Linear if len(weight.scale) == 1 else Bf16GroupLinear)(weight, parts)
+            return Bf16Linear(weight, parts)
 
 
-class Bf16Linear:
-    """A layer whose activations are a sum of bfloat16 numbers."""
+class PanelLinear:
+    """A layer of floats whose weight is packed for cpu_gemm.gemm, with a scale for each output."""
 
-    def __init__(self, weight: Bf16Weight, parts: int = 1) -> None:
-        self.words, self.parts = cpu_gemm.pack_words(weight.numbers).numpy(), parts
+    def __init__(self, numbers: Tensor, scale: Tensor) -> None:
+        self.words = cpu_gemm.pack_words(numbers).numpy()
         self.no_shift = np.zeros(PANEL * len(self.words), np.float32)
-        self.scale = weight.scale[0].numpy()
+        self.scale = scale.numpy()
         self.nothing = np.zeros((1, len(self.scale)), np.float32)
-
-    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        words = cpu_gemm.bf16_parts(x.numpy(), self.parts)
-        return self.product(words, _ones(len(x)), add)
 
     def product(self, words: np.ndarray, x_scale: np.ndarray, add: Tensor | None) -> Tensor:
         """Returns the layer's result for `words` of activations [parts, T, W], times `x_scale`."""
@@ -112,12 +109,24 @@ class Bf16Linear:
         return torch.from_numpy(y)
 
 
-class Float32Linear(Bf16Linear):
-    """A layer whose weights are packed in float32. Where bfloat16 does not hold them, this takes two thirds of
-    the time of weights and activations in two bfloat16 parts each, and no more memory."""
+class Float32Linear(PanelLinear):
+    """A layer whose weights are float32. Where bfloat16 does not hold them, this takes two thirds of the time
+    of weights and activations in two bfloat16 parts each, and no more memory."""
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         return self.product(x.numpy()[None], _ones(len(x)), add)
+
+
+class Bf16Linear(PanelLinear):
+    """A layer whose weights are bfloat16, and whose activations are a sum of bfloat16 numbers."""
+
+    def __init__(self, weight: Bf16Weight, parts: int = 1) -> None:
+        super().__init__(weight.numbers.to(torch.bfloat16), weight.scale[0])
+        self.parts = parts
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        words = cpu_gemm.bf16_parts(x.numpy(), self.parts)
+        return self.product(words, _ones(len(x)), add)
 
 
 class Bf16RowLinear(Bf16Linear):
@@ -156,7 +165,7 @@ class Bf16Table:
 
     def __init__(self, weight: Tensor, parts: int) -> None:
         self.outs, self.width = weight.shape
-        self.linear = Bf16Linear(_unscaled(weight.to(torch.bfloat16)), parts)
+        self.linear = Bf16Linear(Bf16Weight(weight, torch.ones(1, self.outs)), parts)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Returns the rows of `tokens` int64 [T], float32 [T, D]."""
@@ -167,10 +176,6 @@ class Bf16Table:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Returns the logits, float32 [R, V], of hidden states [R, D]."""
         return self.linear(hidden)
-
-
-def _unscaled(numbers: Tensor) -> Bf16Weight:
-    return Bf16Weight(numbers, torch.ones(1, len(numbers)))
 
 
 def over_panels(gemm: Any, x: np.ndarray, words: np.ndarray, *rest: np.ndarray) -> None:

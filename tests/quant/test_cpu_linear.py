@@ -10,7 +10,13 @@ from numba import njit
 
 from areal_q.quant import FORMATS, cpu_linear
 from areal_q.quant.bf16_weight import Bf16Weight, bf16_weight
-from areal_q.quant.cpu_linear import Bf16Table, FusedInt8Linear, PackedInt8Linear, bf16_linear
+from areal_q.quant.cpu_linear import (
+    Bf16Table,
+    Float32Linear,
+    FusedInt8Linear,
+    PackedInt8Linear,
+    bf16_linear,
+)
 from areal_q.quant.format import Format, Parts
 from areal_q.quant.kernels import cpu_gemm, cpu_tile
 from areal_q.quant.kernels.cpu_tile import has_int8
@@ -58,6 +64,10 @@ def test_without_the_instruction_torch_multiplies(monkeypatch):
     assert isinstance(cpu_linear.cpu_linear(plain), PackedInt8Linear) == has_int8()
     monkeypatch.setattr(cpu_linear, "has_int8", lambda: False)
     assert isinstance(cpu_linear.cpu_linear(plain), FusedInt8Linear)
+    floats = FloatLinear(torch.randn(8, 8))
+    assert isinstance(cpu_linear.cpu_linear(floats), Float32Linear) == cpu_tile.has("avx512f")
+    monkeypatch.setattr(cpu_linear, "has", lambda feature: False)
+    assert cpu_linear.cpu_linear(floats) is floats
 
 
 @pytest.mark.parametrize(
