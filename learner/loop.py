@@ -297,7 +297,7 @@ class Learner:
             self.stuck = True
             logger.error(
                 "redis is full of groups that are not learnt from yet: its maxmemory must hold "
-                "(max_lag + 1) x groups of them; waiting"
+                "(max_lag + 1) x groups + workers + 2 of them; waiting"
             )
 
     def report(

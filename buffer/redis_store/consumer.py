@@ -38,7 +38,7 @@ class TicketConsumer:
         self._swept_s = time.monotonic()
         self._scripts = {
             name: self.redis.register_script(getattr(lua_scripts, name))
-            for name in ("CLAIM", "COMMIT", "RENEW", "RELEASE", "QUARANTINE", "SWEEP")
+            for name in ("CLAIM", "COMMIT", "RENEW", "HEARTBEAT", "RELEASE", "QUARANTINE", "SWEEP")
         }
 
     @property

@@ -247,6 +247,16 @@ if #kept > 1 then redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, unpack(kept
 return lost
 """
 
+HEARTBEAT = """
+-- KEYS worker's heartbeat, workers; ARGV group, consumer, heartbeat, seconds until it expires, worker
+-- A full Redis takes it, too, since the learner sees by the heartbeats that workers wait for room: PERSIST is a
+-- write that needs no memory, and once a script has written, Redis lets it finish.
+redis.call('PERSIST', KEYS[1])
+redis.call('SET', KEYS[1], ARGV[3], 'EX', ARGV[4])
+redis.call('SADD', KEYS[2], ARGV[5])
+return 1
+"""
+
 RELEASE = """
 -- KEYS ticket stream, partials; ARGV group, consumer, consumer of released tickets, idle ms to give them,
 -- then of each ticket its entry id, and what has been drawn of it or ''

@@ -109,29 +109,35 @@ class WorkerBuffer:
         return committed
 
     async def _commit(self, claim: Claim, target: str, record: memoryview) -> bool:
-        while True:
-            try:
-                keys = [claim.stream, target, self.keys.partials]
-                args = [claim.entry, self.run.id, self.keys.info, record]
-                return bool(await self._consumer.script("COMMIT", keys, *args))
-            except redis.ResponseError as error:
-                if str(error).startswith("FOREIGN"):
-                    raise self.run.changed(str(error).partition(" ")[2]) from error
-                if not refuses_writes(error):
-                    raise
-                await self._wait_for_room(claim, error)
-
-    async def _wait_for_room(self, claim: Claim, error: redis.ResponseError) -> None:
-        if not self.waiting:  # logged once, however many groups wait
-            logger.warning("ticket %d waits for room: %s", claim.ticket.number, error)
-        began = time.monotonic()
+        committed = await self._try_commit(claim, target, record)
+        if committed is not None:
+            return committed
         self.waiting += 1
         try:
-            await self.renew([claim])
-            await asyncio.sleep(min(1.0, self.claim_timeout_s / 4))
+            while committed is None:
+                began = time.monotonic()
+                await self.renew([claim])
+                await asyncio.sleep(min(1.0, self.claim_timeout_s / 4))
+                self.full_s += time.monotonic() - began
+                committed = await self._try_commit(claim, target, record)
         finally:
             self.waiting -= 1
-            self.full_s += time.monotonic() - began
+        return committed
+
+    async def _try_commit(self, claim: Claim, target: str, record: memoryview) -> bool | None:
+        """Returns whether the group was committed, or None if Redis has no room for it."""
+        keys = [claim.stream, target, self.keys.partials]
+        args = [claim.entry, self.run.id, self.keys.info, record]
+        try:
+            return bool(await self._consumer.script("COMMIT", keys, *args))
+        except redis.ResponseError as error:
+            if str(error).startswith("FOREIGN"):
+                raise self.run.changed(str(error).partition(" ")[2]) from error
+            if not refuses_writes(error):
+                raise
+            if not self.waiting:  # logged once, however many groups wait and however often they try
+                logger.warning("ticket %d waits for room: %s", claim.ticket.number, error)
+            return None
 
     async def renew(self, claims: list[Claim]) -> list[Claim]:
         lost = []
@@ -172,16 +178,12 @@ class WorkerBuffer:
         self.quarantined += 1
 
     async def heartbeat(self, status: WorkerStatus) -> None:
-        """Sends a heartbeat. While Redis is full it is not sent, and a line is logged."""
-
-        async def beat() -> None:
-            async with self._consumer.redis.pipeline(transaction=True) as pipe:
-                pipe.set(self.keys.worker(self._worker), encode(status), ex=WORKER_TTL_S)
-                pipe.sadd(self.keys.workers, self._worker)
-                await pipe.execute()
-
+        """Sends a heartbeat, which even a full Redis takes. While Redis cannot write its append-only file it is
+        not sent, and a line is logged."""
+        keys = [self.keys.worker(self._worker), self.keys.workers]
+        args = [encode(status), WORKER_TTL_S, self._worker]
         try:
-            await self._consumer.call(beat)
+            await self._consumer.script("HEARTBEAT", keys, *args)
         except redis.ResponseError as error:
             if not refuses_writes(error):
                 raise

@@ -106,10 +106,10 @@ class GroupReader:
     ) -> SampledGroups | None:
         """Returns B groups no token of which lags more than η behind `version`, or None if `stop` came first.
 
-        `make_room` is called with `version` while no groups come in and Redis is full. `publish` must return
-        once `version` is in the history. It is called before the lag of groups drawn by a version of this
-        number is computed: a resumed learner reads groups of its abandoned history, and if its replay was
-        exact, bit for bit, they count as drawn by its own version.
+        `make_room` is called with `version` while no groups come in and Redis has no room for them. `publish`
+        must return once `version` is in the history. It is called before the lag of groups drawn by a version
+        of this number is computed: a resumed learner reads groups of its abandoned history, and if its replay
+        was exact, bit for bit, they count as drawn by its own version.
         """
         while not stop.is_set():
             self.on_look()
@@ -128,7 +128,7 @@ class GroupReader:
             if not entries:
                 self.on_wait(version)
                 self._starve(version)
-                if self._buffer.memory().full:
+                if self._lacks_room():
                     make_room(version)
         return None
 
@@ -214,6 +214,14 @@ class GroupReader:
         self._admission.recount(alive | self._pool.numbers)
         if seconds := self._starvation.due():
             self._say_starved(version, seconds)
+
+    def _lacks_room(self) -> bool:
+        """Returns True if Redis is at its limit, or refuses groups well below it: it takes a group only if all
+        copies of it, and of those that come in beside it, have room."""
+        memory = self._buffer.memory()
+        if memory.full or not memory.limit or not self._starvation.asks():
+            return memory.full
+        return any(worker.waiting for worker in self._buffer.workers())
 
     def _say_starved(self, version: int, seconds: float) -> None:
         claims, workers = self._buffer.claims(), self._buffer.workers()

@@ -10,14 +10,19 @@ SAY_AFTER_S = 20.0
 """Seconds of waiting after which a message is due."""
 SAY_AGAIN_S = 60.0
 """Seconds from one message to the next."""
+ASK_EVERY_S = 5.0
+"""Seconds of waiting from one question to the workers whether they wait for room to the next. It is above two
+heartbeats and a worker's pause between two attempts, so that no answer is older than the room last made."""
 
 
 class Starvation:
-    """Times the messages about a wait: the first after SAY_AFTER_S seconds, then one every SAY_AGAIN_S."""
+    """Times the messages about a wait: the first after SAY_AFTER_S seconds, then one every SAY_AGAIN_S. Also
+    times the questions to the workers, one every ASK_EVERY_S."""
 
     def __init__(self) -> None:
         self.since_s: float | None = None
         self._next_s = 0.0
+        self._ask_s = 0.0
 
     def over(self) -> bool:
         """Ends the wait, as groups came in. Returns True if there was a message about it."""
@@ -30,10 +35,19 @@ class Starvation:
         now_s = time.monotonic()
         if self.since_s is None:
             self.since_s, self._next_s = now_s, now_s + SAY_AFTER_S
+            self._ask_s = now_s + ASK_EVERY_S
         if now_s < self._next_s:
             return None
         self._next_s = now_s + SAY_AGAIN_S
         return now_s - self.since_s
+
+    def asks(self) -> bool:
+        """Returns True if the workers are to be asked now. Call it while no groups come in."""
+        now_s = time.monotonic()
+        if self.since_s is None or now_s < self._ask_s:
+            return False
+        self._ask_s = now_s + ASK_EVERY_S
+        return True
 
 
 def sentence(

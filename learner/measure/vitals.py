@@ -46,4 +46,5 @@ class Vitals(threading.Thread):
             "redis/used_bytes": memory.used,
             "redis/limit_bytes": memory.limit,
             "buffer/full": float(memory.full),
+            "buffer/waiting_commits": sum(worker.waiting for worker in workers),
         }

@@ -1,5 +1,7 @@
 """Parts of a learner as it builds them: policies, their checkpoints and bytes; admission, pool and reader."""
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ from areal_q.quant import quantize_state
 from areal_q.tasks import build_task, build_tokenizer
 from areal_q.weights.version import WeightVersion, pack_version
 from buffer.interface import LearnerSide
+from buffer.redis_store import LearnerBuffer
 from buffer.sampling.replay_pool import ReplayPool
 from learner import checkpoint
 from learner.backends.precision import PrecisionSettings, set_precision
 from learner.backends.single_device import TorchPolicy
-from learner.build import build_model
+from learner.build import build_admission, build_model
 from learner.data.admission import Admission, AdmissionSettings
 from learner.data.group_reader import GroupReader
 from learner.data.staleness import VersionHistory
@@ -81,3 +84,54 @@ def build_group_reader(
     """Returns the reader of `run` with a pool of its own, from the buffer's position on."""
     pool = build_pool(run, buffer.position, uses)
     return GroupReader(buffer, admission, history, run.learner, pool)
+
+
+class Learning:
+    """The learner's side with its group_reader, over a server that may lose its last seconds."""
+
+    def __init__(self, run: Run, url: str, state: checkpoint.State | None = None) -> None:
+        self.buffer = LearnerBuffer(url, run.name, patience_s=30.0)
+        task, tokenizer = build_task(run.task), build_tokenizer(run.model, run.task)
+        self.admission = build_admission(run, task, tokenizer, self.buffer, state)
+        history = VersionHistory(run.learner.versions_kept, {v: f"d{v}" for v in range(9)})
+        self.buffer.publish_run("", {})
+        self.group_reader = build_group_reader(run, self.buffer, self.admission, history)
+        self.steps = state.step if state else 0
+        self.rooms_made = 0
+
+    def make_room(self, version: int) -> None:
+        self.rooms_made += 1
+        self.buffer.trim(self.group_reader.position)
+
+    def step(self, work: Callable[[], None]) -> list[int]:
+        """`work` goes on while the learner waits."""
+        over = threading.Event()
+
+        def go_on() -> None:
+            while not over.wait(0.01):
+                work()
+
+        self.admission.admit(0)
+        work()
+        thread = threading.Thread(target=go_on)
+        thread.start()
+        drawn = self.group_reader.take(0, threading.Event(), self.make_room)
+        over.set()
+        thread.join()
+        assert drawn
+        self.group_reader.consumed()
+        self.steps += 1
+        return [group.ticket.number for group in drawn.groups]
+
+    def state(self) -> checkpoint.State:
+        return checkpoint.State(
+            step=self.steps,
+            position=self.group_reader.position,
+            cursor=self.admission.cursor,
+            outstanding=sorted(self.admission.outstanding),
+            digests={},
+            uses=self.group_reader.uses,
+            lost=sorted(self.admission.lost),
+            updates=0,
+            skipped=0,
+        )

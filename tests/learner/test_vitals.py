@@ -41,6 +41,7 @@ def test_vitals_count_workers_and_notice_a_redis_that_died(server: RedisServer, 
     assert told == {"run/ended": 0.0}
     found = vitals.look()
     assert (found["redis/up"], found["workers"], found["buffer/full"]) == (1.0, [], 0.0)
+    assert found["buffer/waiting_commits"] == 0
     assert 0 < found["disk/free_bytes"] <= found["disk/size_bytes"]
     server.process.kill()
     server.process.wait()
