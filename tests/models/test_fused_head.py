@@ -36,12 +36,19 @@ def outcome(
     return [x.detach().double() for x in (logprobs, entropies, own.grad, theirs.grad)]
 
 
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("vocabulary", [3, 256, 700])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_head_agrees_with_the_definition(
-    temperature: float, vocabulary: int, learns: bool, monkeypatch: pytest.MonkeyPatch
+    temperature: float,
+    vocabulary: int,
+    learns: bool,
+    packs: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    """Whether the weight is packed or not, which is as the processor has it."""
+    monkeypatch.setattr("areal_q.models.fused.head._packs", lambda: packs)
     monkeypatch.setattr("areal_q.models.logprobs.BLOCK", 1)
     inputs = case(20, vocabulary)
     fused, exact = (outcome(way, inputs, temperature, learns) for way in (True, False))

@@ -1,15 +1,17 @@
 """The softmax over the vocabulary of a decoder that computes in bfloat16 on a CPU.
 
 It is blockwise as areal_q/models/logprobs.py is. Logits have bfloat16 hidden states as factors and stay
-float32, in which log-probs and ratios are computed; oneDNN may round the weight as well, where the processor
-multiplies bfloat16 into float32. In the backward pass the products are of bfloat16 factors, with results in
-bfloat16, but for the share of the target, usually the largest, which is added in float32.
+float32, in which log-probs and ratios are computed. The weight is rounded to bfloat16 as well, as it is in
+published versions, where the processor multiplies bfloat16 into float32. In the backward pass the products are
+of bfloat16 factors, with results in bfloat16, but for the share of the target, usually the largest, which is
+added in float32.
 
 Notation: T tokens, D model width, V vocabulary; l = logits / temperature.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from threading import Lock
 from typing import Any
 
@@ -21,6 +23,9 @@ from torch.nn.functional import pad
 from areal_q.models.fused import kernels
 from areal_q.models.fused.functions import added_rows, arrays
 from areal_q.models.layers.linear import product
+from areal_q.quant.bf16_weight import Bf16Weight
+from areal_q.quant.cpu_linear import Bf16Linear
+from areal_q.quant.kernels.cpu_tile import has_bf16
 
 _PRECISION = Lock()
 """Held while the precision of float32 products is another one."""
@@ -39,6 +44,21 @@ def rounded_factors() -> Iterator[None]:
             yield
         finally:
             matmul.fp32_precision = before
+
+
+@cache
+def _packs() -> bool:
+    """Returns True if the processor multiplies bfloat16 numbers, but has no tiles: oneDNN uses only those."""
+    return has_bf16() and not torch.cpu._is_amx_tile_supported()
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Returns hidden [T, D] · weight [B, D]ᵀ, all float32; `hidden` has bfloat16 numbers."""
+    if _packs():
+        rounded = Bf16Weight(weight.to(torch.bfloat16), torch.ones(1, len(weight)))
+        return Bf16Linear(rounded)(hidden)
+    with rounded_factors():
+        return product(hidden, weight)
 
 
 def softmax_head(
@@ -66,8 +86,7 @@ class SoftmaxHead(torch.autograd.Function):
         largest, top = wide.new_full((len(hidden),), -torch.inf), torch.zeros_like(targets)
         sums = arrays(targets, chosen, largest, total, weighted, top)
         for start in range(0, len(weight), columns):
-            with rounded_factors():
-                logits = product(wide, weight[start : start + columns])
+            logits = _logits(wide, weight[start : start + columns])
             kernels.softmax_sums(*arrays(logits), start, scale, *sums)
         lse = largest + total.log()
         entropy = total.log() - weighted / total
