@@ -10,6 +10,9 @@ from areal_q.errors import ConfigError
 
 LOG_FORMAT = "AREAL_Q_LOG"
 """The environment variable that chooses the format: `text`, the default, or `json`."""
+LOG_LEVEL = "AREAL_Q_LOG_LEVEL"
+"""The environment variable that chooses the least level that is written, one of LEVELS: `info` by default."""
+LEVELS = ("debug", "info", "warning", "error")
 
 
 class JsonFormatter(logging.Formatter):
@@ -35,14 +38,18 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up(service: str, format: Literal["text", "json"] | None = None) -> None:
-    """Sets up logging of this process in `format`, or if that is None in the format that AREAL_Q_LOG names.
+    """Sets up logging of this process in `format`, or if that is None in the format that AREAL_Q_LOG names,
+    from the level on that AREAL_Q_LOG_LEVEL names.
 
-    Raises ConfigError for any other format.
+    Raises ConfigError for any other format or level.
     """
     chosen = format or os.environ.get(LOG_FORMAT) or "text"
     if chosen not in ("text", "json"):
         raise ConfigError(f"{LOG_FORMAT}: {chosen!r} is neither text nor json")
+    level = os.environ.get(LOG_LEVEL) or "info"
+    if level not in LEVELS:
+        raise ConfigError(f"{LOG_LEVEL}: {level!r} is none of {', '.join(LEVELS)}")
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(name)s %(message)s")
     handler.setFormatter(JsonFormatter(service) if chosen == "json" else text)
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.basicConfig(level=level.upper(), handlers=[handler])

@@ -21,6 +21,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from areal_q.observability.service_log import LOG_LEVEL
 from areal_q.system.ports import free_ports
 from areal_q.system.processes import die_with_parent
 from buffer.redis_store.local_server import find_binary
@@ -272,6 +273,7 @@ def _cluster(
         name: Service(name, argv, root / f"{name}.log", _faked(faketime, clocks.get(name)))
         for name, argv in commands.items()
     }
+    services["learner"].env[LOG_LEVEL] = "debug"  # it names each version before it leaves
     made = Cluster(root, host, ports, services, network, disks, clocks)
     services["learner"].argv = made.learner(made.run_root, at["announce"], at["fetch"])
     return made

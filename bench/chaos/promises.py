@@ -4,6 +4,7 @@ Nothing here asks the learner what it believes: lags are counted again from the 
 learner/data/staleness.py written anew.
 """
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -17,14 +18,10 @@ import msgspec
 import redis
 import zmq
 
-from areal_q import messages
 from areal_q.errors import RecordError
 from areal_q.messages import (
     Broadcast,
-    FetchHeld,
-    FetchReply,
     Group,
-    HeldReply,
     VersionSpan,
     decode_broadcast,
     decode_group,
@@ -52,7 +49,7 @@ class Seen:
     order: list[int] = field(default_factory=list)
     """Tickets in the order of their commits"""
     published: dict[tuple[str, int], set[str]] = field(default_factory=dict)
-    """Digests by (epoch, version)"""
+    """Announced digests by (epoch, version)"""
     set_aside: set[str] = field(default_factory=set)
     """Entries of the group stream that went to the quarantine"""
 
@@ -98,13 +95,8 @@ class Witness:
             thread.join()
 
     def next_run(self) -> Seen:
-        """Returns what was seen of the run that has ended; what follows is the next one's.
-
-        Its weights stay known: a relay serves them to workers of the next run until that one's first version.
-        The learner drops what they draw.
-        """
-        seen, published = self.seen, {key: set(found) for key, found in self.seen.published.items()}
-        self.seen, self.version = Seen(published=published), -1
+        """Returns what was seen of the run that has ended; what follows is the next one's."""
+        seen, self.seen, self.version = self.seen, Seen(), -1
         return seen
 
     def _groups(self) -> None:
@@ -132,47 +124,32 @@ class Witness:
                     yield from follower.read()
 
     def _versions(self) -> None:
-        """Follows the announcements, and asks at each new one what else the server published.
-
-        A learner that was started just now may announce two versions before this subscriber has found it.
-        """
-        with (
-            zmq.Context() as context,
-            context.socket(zmq.SUB) as sub,
-            context.socket(zmq.DEALER) as dealer,
-        ):
+        """Follows the announcements."""
+        with zmq.Context() as context, context.socket(zmq.SUB) as sub:
             sub.setsockopt(zmq.LINGER, 0)
-            dealer.setsockopt(zmq.LINGER, 0)
             sub.subscribe(b"")
             sub.connect(self._cluster.endpoint("announce"))
-            dealer.connect(self._cluster.endpoint("fetch"))
-            poller = zmq.Poller()
-            poller.register(sub, zmq.POLLIN)
-            poller.register(dealer, zmq.POLLIN)
             while not self._over.is_set():
-                for socket, _ in poller.poll(200):
-                    frame = socket.recv_multipart()[0]
-                    with suppress(RecordError, zmq.Again):
-                        if socket is dealer:
-                            self._remembered(messages.decode_reply(frame))
-                        elif self._announced(decode_broadcast(frame)):
-                            dealer.send(messages.encode(FetchHeld()), zmq.NOBLOCK)
+                if sub.poll(200):
+                    with suppress(RecordError):
+                        self._announced(decode_broadcast(sub.recv()))
 
-    def _announced(self, told: Broadcast) -> bool:
-        """Notes an announcement; returns whether it is the first of its version."""
+    def _announced(self, told: Broadcast) -> None:
         self.version = told.version
-        return self._published(told.epoch, told.version, told.digest)
+        digests = self.seen.published.setdefault((told.epoch, told.version), set())
+        digests.add(told.digest)
 
-    def _remembered(self, reply: FetchReply) -> None:
-        if isinstance(reply, HeldReply):
-            for version in reply.versions:
-                self._published(version.epoch, version.version, version.digest)
 
-    def _published(self, epoch: str, version: int, digest: str) -> bool:
-        digests = self.seen.published.setdefault((epoch, version), set())
-        first = not digests
-        digests.add(digest)
-        return first
+def said_published(log: Path) -> set[tuple[int, str]]:
+    """Returns the versions and digests that learners whose log is `log` published.
+
+    A learner says so before anything leaves it, so what a worker can have fetched is here, even where the
+    learner was killed before its announcement reached anybody else.
+    """
+    found = re.finditer(
+        r"publishes version (\d+) with digest (\w+)$", log.read_text(), re.MULTILINE
+    )
+    return {(int(match[1]), match[2]) for match in found}
 
 
 @dataclass(frozen=True)
@@ -190,9 +167,11 @@ class Left:
     entries: set[str]
     """All entries of the group stream"""
     quarantine: list[dict[bytes, bytes]]
+    published: set[tuple[int, str]]
+    """Versions and digests that learners of this and earlier runs said they published"""
 
     @classmethod
-    def of(cls, run_dir: Path, client: redis.Redis, max_lag: int) -> "Left":
+    def of(cls, run_dir: Path, client: redis.Redis, learner_log: Path, max_lag: int) -> "Left":
         # Tickets before groups: a worker that goes on may make the one the other meanwhile.
         waiting = {t.number for _, t in tickets(client, KEYS.tickets)}
         return cls(
@@ -204,6 +183,7 @@ class Left:
             {g.ticket.number for _, g in groups(client, RUN)},
             {entry for entry, _ in pages(client, KEYS.groups)},
             [fields for _, fields in pages(client, KEYS.quarantine)],
+            said_published(learner_log),
         )
 
     @cached_property
@@ -287,8 +267,10 @@ def _bound(left: Left) -> Iterator[str]:
 
 def _same_weights(left: Left, seen: Seen) -> Iterator[str]:
     """What drew a token is, bit for bit, something that was published under that number."""
-    known = {(v, d) for (_, v), digests in seen.published.items() for d in digests}
-    known |= set(left.digests.items())
+    known = left.published | set(left.digests.items())
+    announced = {(v, d) for (_, v), digests in seen.published.items() for d in digests}
+    for version, digest in sorted(announced - known):
+        yield f"version {version} ({digest}) was announced and is not in the learner's log"
     for key, digests in seen.published.items():
         if len(digests) > 1:
             yield f"version {key[1]} of one epoch was published with {len(digests)} digests"

@@ -10,7 +10,7 @@
 | a run learns from its own groups alone                   | ids in the log; what is spoilt is set aside   |
 | one learner leads a run                                  | a second is started, and must be refused      |
 | no token older than the bound                            | spans and digests of the log, counted again   |
-| workers run exactly what was published                   | digests in groups against those announced     |
+| workers run exactly what was published                   | digests in groups against the learner's log   |
 | training goes on after every fault, to the same reward   | a step after the last; two runs               |
 | memory and open files stay flat                          | of the longest-lived process of each service  |
 
@@ -133,7 +133,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     def judge(self, made: Cluster, seen: Seen) -> None:
         """Adds what is left of the present run, whose learner has stopped."""
         with made.client() as client:
-            left = Left.of(made.run_dir, client, MAX_LAG)
+            left = Left.of(made.run_dir, client, made.services["learner"].log, MAX_LAG)
         self.breaches += broken(left, seen, made.notes)
         self.runs += 1
         self.steps += left.state.step

@@ -232,6 +232,8 @@ class WeightServer:
         base = self._newest
         if body is not None and len(body) > self._config.max_delta_bytes:
             body = None
+        # Before anything leaves, so that even a learner killed now has said what it published.
+        logger.debug("publishes version %d with digest %s", new.version, new.digest)
         self.stats.published += 1
         self.stats.last_version_bytes = new.nbytes if body is None else len(body)
         if base is not None and body is not None:

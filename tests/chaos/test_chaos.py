@@ -5,15 +5,26 @@ import sys
 import msgspec
 import pytest
 import redis
+from helpers.weight_sync import publish
 
 from areal_q.messages import VersionSpan, encode
 from areal_q.models import DecoderConfig
 from bench.chaos import faults
 from bench.chaos.cluster import RUN, Cluster, Notes
-from bench.chaos.promises import FOREIGN, KEYS, Follower, Left, Seen, broken, growth
+from bench.chaos.promises import (
+    FOREIGN,
+    KEYS,
+    Follower,
+    Left,
+    Seen,
+    broken,
+    growth,
+    said_published,
+)
 from bench.chaos.storm import SCRIPTED, survive
 from buffer.logs.step_log import StepRecord
 from buffer.redis_store import LearnerBuffer
+from buffer.weight_sync import WeightServer
 from learner.checkpoint.files import State
 from learner.data.validation import fits
 
@@ -65,7 +76,8 @@ def sound(make_group, make_ticket) -> tuple[Left, Seen, Notes]:
         seen.committed[group.ticket.number] = [s for t in group.trajectories for s in t.spans]
         seen.order.append(group.ticket.number)
     seen.published = {("a", version): {f"d{version}"} for version in range(3)}
-    return Left(1, steps, log, state, {5}, {4}, {"4-0"}, []), seen, Notes()
+    published = {(version, f"d{version}") for version in range(3)}
+    return Left(1, steps, log, state, {5}, {4}, {"4-0"}, [], published), seen, Notes()
 
 
 def replace(left: Left, **fields) -> Left:
@@ -120,6 +132,29 @@ def test_weights_that_were_never_published_are_seen(sound):
     seen.committed[4] = [VersionSpan(2, 5, "altered")]
     found = list(broken(left, seen, notes))
     assert "tokens were drawn by a version 2 (altered) that was never published" in found
+
+
+def test_an_announcement_that_was_never_published_is_seen(sound):
+    left, seen, notes = sound
+    seen.published[("b", 2)] = {"forged"}
+    found = list(broken(left, seen, notes))
+    assert found == ["version 2 (forged) was announced and is not in the learner's log"]
+
+
+def test_what_drew_tokens_is_known_though_nobody_heard_it(sound, make_version, tmp_path, caplog):
+    """A learner was killed after one worker had fetched a version, before the witness was connected again."""
+    left, seen, notes = sound
+    caplog.set_level("DEBUG", "buffer.weight_sync.server")
+    server = WeightServer("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+    abandoned = make_version(2)
+    publish(server, abandoned)
+    server.close()
+    log = tmp_path / "learner.log"
+    log.write_text(caplog.text)
+    seen.committed[4] = [VersionSpan(2, 5, abandoned.manifest.digest)]
+    assert len(list(broken(left, seen, notes))) == 1
+    known = replace(left, published=left.published | said_published(log))
+    assert list(broken(known, seen, notes)) == []
 
 
 def test_a_sound_group_in_the_quarantine_is_seen(sound):
@@ -244,6 +279,7 @@ def test_a_group_of_an_abandoned_history_is_not_missed(sound, digest, lost):
     seen.committed[7] = [VersionSpan(2, 1, digest)]
     seen.order.append(7)
     seen.published[("b", 2)] = {"abandoned"}
-    found = list(broken(replace(left, steps=steps), seen, notes))
+    published = left.published | {(2, "abandoned")}
+    found = list(broken(replace(left, steps=steps, published=published), seen, notes))
     assert ("ticket 7: its group was committed in time, and is lost" in found) == lost
     assert len(found) == lost

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -21,7 +23,7 @@ from areal_q.observability.prometheus_exporter import (
     Exporter,
     serve_metrics,
 )
-from areal_q.observability.service_log import LOG_FORMAT, JsonFormatter, set_up
+from areal_q.observability.service_log import LOG_FORMAT, LOG_LEVEL, JsonFormatter, set_up
 
 
 def scraped(port: int) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -103,10 +105,27 @@ def test_json_logs_are_one_object_a_line_whatever_the_message():
     assert "ValueError: no\nway" in said["trace"]
 
 
-def test_an_unknown_log_format_is_named(monkeypatch):
-    monkeypatch.setenv(LOG_FORMAT, "xml")
-    with pytest.raises(ConfigError, match="AREAL_Q_LOG"):
+@pytest.mark.parametrize(("variable", "known"), [(LOG_FORMAT, "json"), (LOG_LEVEL, "warning")])
+def test_an_unknown_log_format_or_level_is_named(monkeypatch, variable, known):
+    monkeypatch.setenv(variable, "xml")
+    with pytest.raises(ConfigError, match=f"{variable}: 'xml' .*{known}"):
         set_up("learner")
+
+
+@pytest.mark.parametrize(("level", "written"), [("", 2), ("debug", 3), ("error", 1)])
+def test_a_service_writes_from_the_level_that_is_asked_for(level, written):
+    code = (
+        "import logging; from areal_q.observability.service_log import set_up; set_up('relay'); "
+        "[getattr(logging, name)('said') for name in ('debug', 'info', 'error')]"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {LOG_LEVEL: level},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stderr.count("said") == written
 
 
 def test_the_last_values_are_read_before_a_service_ends():
