@@ -7,6 +7,7 @@ them, and this process's memory.
 import json
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ def measured(spec: dict[str, Any]) -> dict[str, Any]:
         None,
         [
             "learner.objective.type=ppo", "learner.minibatches=1", f"learner.optimizer.lr={spec['lr']}",
-            "learner.microbatch_tokens=2432", "learner.optimizer.warmup_steps=0",
+            f"learner.microbatch_tokens={spec['tokens']}", "learner.optimizer.warmup_steps=0",
             "learner.optimizer.betas=[0.9,0.999]", f"learner.dtype={spec['dtype']}",
         ],
     )  # fmt: skip
+    import_module("areal_q.models.fused.trunk")  # with its libraries, as peers have theirs by now
+    import_module("areal_q.models.fused.head")
     start = resident_bytes()
     policy = TorchPolicy(load_decoder(spec["model"]), run.learner, temperature=1.0)
     samples = samples_of(spec["groups"])

@@ -35,6 +35,8 @@ class Batch:
     bounds: tuple[int, int]
     microbatch: int
     """Responses that a peer computes at once"""
+    tokens: int
+    """Tokens that ours computes at once, each prompt counted with each of its responses"""
     steps: int
     """Steps in a repeat"""
 
@@ -53,11 +55,12 @@ class Batch:
 
 
 BATCHES = {
-    "0.6M": Batch(32, 8, 6, 4, 0.2, (3, 5), 256, 10),
-    "20M": Batch(3, 8, 48, 64, 0.9, (2, 256), 8, 1),
-    "0.5B": Batch(1, 4, 64, 448, 0.0, (448, 448), 1, 1),
+    "0.6M": Batch(32, 8, 6, 4, 0.2, (3, 5), 256, 256 * 11, 10),
+    "20M": Batch(3, 8, 48, 64, 0.9, (2, 256), 8, 8 * 304, 1),
+    "0.5B": Batch(1, 4, 64, 448, 0.0, (448, 448), 1, 4 * 512, 1),
 }
-"""The quickstart's minibatch; mixed lengths; 4 × 512 tokens, which peers take one by one to save memory"""
+"""The quickstart's minibatch; mixed lengths; 4 × 512 tokens, which peers take one by one to save memory. Else
+ours computes as many tokens at once as a peer does, which pads them."""
 
 
 def section(shape: Shape, settings: Settings, limits: Limits) -> tuple[str, dict[str, Any]]:
@@ -106,6 +109,7 @@ def _asked(directory: Path, groups: Any, batch: Batch, settings: Settings, need:
                 "dtype": dtype,
                 "groups": groups,
                 "microbatch": batch.microbatch,
+                "tokens": batch.tokens,
                 "lr": 1e-5,
                 "steps": 1 + batch.steps * settings.repeats,
             }

@@ -64,7 +64,7 @@ def test_all_learners_compute_the_same_gradient(tmp_path):
     shape = SHAPES["0.6M"]
     shape.model().save_pretrained(tmp_path)
     spec = {"model": str(tmp_path), "groups": BATCHES["0.6M"].drawn(64), "lr": 1e-5, "steps": 1}
-    spec |= {"dtype": "float32", "microbatch": 64}
+    spec |= {"dtype": "float32", "microbatch": 64, "tokens": BATCHES["0.6M"].tokens}
     assert measured(spec)["norms"] == pytest.approx(plain(spec)["norms"], rel=1e-4)
 
 
