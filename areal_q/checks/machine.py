@@ -58,7 +58,7 @@ def python() -> Iterator[CheckResult]:
 def torch() -> Iterator[CheckResult]:
     import torch
 
-    from areal_q.quant.quantized_linear import int_mm_is_exact
+    from areal_q.quant.linear.quantized_linear import int_mm_is_exact
 
     yield CheckResult(
         "torch",

@@ -24,7 +24,7 @@ from areal_q.errors import QuantizationError
 from areal_q.quant.activations import SMALLEST_SCALE
 from areal_q.quant.kernels import dispatch
 from areal_q.quant.kernels.dispatch import LARGEST, TOO_LARGE
-from areal_q.quant.quantized_linear import Stacked
+from areal_q.quant.linear.quantized_linear import Stacked
 
 Parts = dict[str, Tensor]
 

@@ -22,10 +22,10 @@ from areal_q.quant.activations import (
     quantize_rows,
     quantize_rows_e4m3,
 )
-from areal_q.quant.cpu_linear import cpu_linear
 from areal_q.quant.kernels import cpu_activations
 from areal_q.quant.kernels.cpu_math import exp
-from areal_q.quant.quantized_linear import Fp8GroupLinear, Fp8RowLinear, Int8Linear
+from areal_q.quant.linear.cpu_linear import cpu_linear
+from areal_q.quant.linear.quantized_linear import Fp8GroupLinear, Fp8RowLinear, Int8Linear
 from rollout.engines.reference import numba_kernels
 from rollout.engines.reference.build_ops import build_ops
 from rollout.engines.reference.kv_cache import KVCache

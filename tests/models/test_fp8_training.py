@@ -14,7 +14,7 @@ from areal_q.models.low_bit.quantized_forward import linears, use
 from areal_q.quant import FORMATS, quantize_state
 from areal_q.quant.activations import quantize_groups_e4m3
 from areal_q.quant.formats import fp8_block
-from areal_q.quant.kernels.fp8_gemm import (
+from areal_q.quant.linear.fp8_gemm import (
     Fp8KernelLinear,
     Operand,
     agrees,

@@ -8,19 +8,20 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numba import njit
 
-from areal_q.quant import FORMATS, cpu_linear
-from areal_q.quant.bf16_weight import Bf16Weight, bf16_weight
-from areal_q.quant.cpu_linear import (
+from areal_q.quant import FORMATS
+from areal_q.quant.format import Format, Parts
+from areal_q.quant.kernels import cpu_gemm, cpu_tile
+from areal_q.quant.kernels.cpu_tile import has_int8
+from areal_q.quant.linear import cpu_linear
+from areal_q.quant.linear.bf16_weight import Bf16Weight, bf16_weight
+from areal_q.quant.linear.cpu_linear import (
     Bf16Table,
     Float32Linear,
     FusedInt8Linear,
     PackedInt8Linear,
     bf16_linear,
 )
-from areal_q.quant.format import Format, Parts
-from areal_q.quant.kernels import cpu_gemm, cpu_tile
-from areal_q.quant.kernels.cpu_tile import has_int8
-from areal_q.quant.quantized_linear import FloatLinear, Int8Linear
+from areal_q.quant.linear.quantized_linear import FloatLinear, Int8Linear
 
 SHAPES = [(1, 1, 1), (5, 33, 48), (16, 896, 200), (97, 2100, 65), (300, 64, 64)]
 

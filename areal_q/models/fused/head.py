@@ -23,9 +23,9 @@ from torch.nn.functional import pad
 from areal_q.models.fused import kernels
 from areal_q.models.fused.functions import added_rows, arrays
 from areal_q.models.layers.linear import product
-from areal_q.quant.bf16_weight import Bf16Weight
-from areal_q.quant.cpu_linear import Bf16Linear
 from areal_q.quant.kernels.cpu_tile import has_bf16
+from areal_q.quant.linear.bf16_weight import Bf16Weight
+from areal_q.quant.linear.cpu_linear import Bf16Linear
 
 _PRECISION = Lock()
 """Held while the precision of float32 products is another one."""

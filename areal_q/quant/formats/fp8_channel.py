@@ -21,7 +21,7 @@ from areal_q.quant.activations import E4M3_MAX, to_e4m3
 from areal_q.quant.format import Parts, Ranges, as_float32, checked_float32, row_ranges, scales_for
 from areal_q.quant.formats.fp8_block import e4m3_error
 from areal_q.quant.kernels import dispatch
-from areal_q.quant.quantized_linear import Fp8RowLinear
+from areal_q.quant.linear.quantized_linear import Fp8RowLinear
 
 
 class Fp8Channel:

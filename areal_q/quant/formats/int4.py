@@ -34,7 +34,7 @@ from areal_q.quant.format import (
 )
 from areal_q.quant.formats.nibble_packing import pack_words, unpack_words
 from areal_q.quant.kernels import dispatch
-from areal_q.quant.quantized_linear import FloatLinear, Stacked
+from areal_q.quant.linear.quantized_linear import FloatLinear, Stacked
 
 GROUP = 128
 

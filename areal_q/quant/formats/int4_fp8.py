@@ -25,7 +25,7 @@ from torch import Tensor
 from areal_q.quant.activations import E4M3_MAX, SMALLEST_ROW_SCALE, to_e4m3
 from areal_q.quant.format import Parts, scales_for
 from areal_q.quant.formats.int4 import GROUP, Int4
-from areal_q.quant.quantized_linear import Fp8RowLinear
+from areal_q.quant.linear.quantized_linear import Fp8RowLinear
 
 
 class Int4Fp8(Int4):

@@ -25,7 +25,7 @@ from areal_q.errors import QuantizationError
 from areal_q.quant.activations import INT8_MAX
 from areal_q.quant.format import Parts, Ranges, as_float32, checked_float32, row_ranges, scales_for
 from areal_q.quant.kernels import dispatch
-from areal_q.quant.quantized_linear import Int8Linear
+from areal_q.quant.linear.quantized_linear import Int8Linear
 
 MOST_INPUTS = (2**31 - 1) // INT8_MAX**2
 """The largest in_features whose products every engine may add up in an int32: 133,144."""

@@ -31,7 +31,7 @@ from areal_q.quant.format import (
     unblocked,
 )
 from areal_q.quant.formats import e2m1
-from areal_q.quant.quantized_linear import FloatLinear
+from areal_q.quant.linear.quantized_linear import FloatLinear
 
 _BLOCK = 32
 TOP_POWER = 2

@@ -30,7 +30,7 @@ from areal_q.quant.format import (
     row_ranges,
 )
 from areal_q.quant.kernels import dispatch
-from areal_q.quant.quantized_linear import FloatLinear
+from areal_q.quant.linear.quantized_linear import FloatLinear
 
 _BLOCK = 64
 _TABLE = torch.tensor(

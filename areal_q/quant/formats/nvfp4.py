@@ -34,7 +34,7 @@ from areal_q.quant.format import (
     unblocked,
 )
 from areal_q.quant.formats import e2m1
-from areal_q.quant.quantized_linear import FloatLinear
+from areal_q.quant.linear.quantized_linear import FloatLinear
 
 _BLOCK = 16
 _WHERE_ZERO = 0x20

@@ -13,7 +13,7 @@ from torch import Tensor
 from areal_q.config import Sampling
 from areal_q.models.layers.rope import apply_rope
 from areal_q.quant.format import Format, Parts
-from areal_q.quant.quantized_linear import Linear
+from areal_q.quant.linear.quantized_linear import Linear
 from rollout.engines.reference.kv_cache import Attend, DecodeAttention, KVCache
 from rollout.engines.reference.sampling import random_uniform, sample_untruncated
 

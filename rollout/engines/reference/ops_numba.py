@@ -13,12 +13,12 @@ from torch import Tensor
 
 from areal_q.config import Sampling
 from areal_q.config.engines import Dtype
-from areal_q.quant.bf16_weight import bf16_weight
-from areal_q.quant.cpu_linear import Bf16Table, bf16_linear, cpu_linear
 from areal_q.quant.format import Format, Parts
 from areal_q.quant.formats.int8 import Int8
 from areal_q.quant.kernels.cpu_tile import has_bf16
-from areal_q.quant.quantized_linear import Linear
+from areal_q.quant.linear.bf16_weight import bf16_weight
+from areal_q.quant.linear.cpu_linear import Bf16Table, bf16_linear, cpu_linear
+from areal_q.quant.linear.quantized_linear import Linear
 from rollout.engines.reference import numba_kernels
 from rollout.engines.reference.kv_cache import Attend, DecodeAttention, KVCache
 from rollout.engines.reference.kv_cache_fp8 import Fp8KVCache

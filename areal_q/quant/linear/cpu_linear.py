@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from areal_q.quant.bf16_weight import Bf16Weight
 from areal_q.quant.kernels import cpu_activations, cpu_gemm
 from areal_q.quant.kernels.cpu_tile import PANEL, has, has_int8
-from areal_q.quant.quantized_linear import (
+from areal_q.quant.linear.bf16_weight import Bf16Weight
+from areal_q.quant.linear.quantized_linear import (
     FloatLinear,
     Fp8GroupLinear,
     Fp8RowLinear,
