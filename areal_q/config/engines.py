@@ -11,7 +11,7 @@ from areal_q.config.struct_types import (
     WholeNumber,
 )
 
-Dtype = Literal["auto", "float32", "bfloat16x2", "bfloat16"]
+Dtype = Literal["auto", "float32", "bfloat16x2", "bfloat16", "int8"]
 """What the torch engine multiplies where it is not INT8"""
 
 
@@ -32,8 +32,9 @@ class TorchEngine(TaggedSettings, frozen=True, kw_only=True, tag="torch"):
     """On a CPU: one compiled loop for each chain of small torch operations; false: plain torch."""
     dtype: Dtype = "auto"
     """Operands of products that are not INT8, on a CPU with fused = true; sums are float32. bfloat16x2:
-    activations as the sum of two bfloat16 numbers; auto: bfloat16x2 if the processor multiplies bfloat16. An
-    output head that was not published in bfloat16 is rounded by bfloat16 alone. Elsewhere all is float32."""
+    activations as the sum of two bfloat16 numbers; auto: bfloat16x2 if the processor multiplies bfloat16; int8:
+    the activations of int4, nvfp4 and mxfp4 as INT8 has them, all else as in bfloat16. An output head that was
+    not published in bfloat16 is rounded by bfloat16 and int8 alone. Elsewhere all is float32."""
     compiled: bool = False
     """torch.compile in place of both, on any device; takes a C++ compiler on a CPU, and a minute at first."""
 

@@ -40,7 +40,8 @@ def section(shape: Shape, settings: Settings, limits: Limits) -> tuple[str, dict
         for name, rate in found.items():
             ratios = [number(rate / peer if peer else None) for peer in best]
             ours = name not in PEERS and name not in served.found
-            share = number(_share(limits, name, n, rate) if ours else None)
+            kind = _kind(name, settings)
+            share = number(rate * limits.step_seconds(kind, n) / n if ours else None)
             rows[name] += [number(rate), *ratios, share]
     text = table(header, list(rows.values())) + served.closing()
     return text, {"tokens_per_cpu_s": rates, "left_out": served.left_out}
@@ -77,9 +78,14 @@ def _served(shape: Shape, settings: Settings, model: Any) -> Peers:
     return peers
 
 
-def _share(limits: Limits, name: str, sequences: int, rate: float) -> float:
-    seconds = limits.step_seconds("int8" if name.startswith("int8") else "bfloat16", sequences)
-    return rate * seconds / sequences
+def _kind(name: str, settings: Settings) -> str:
+    """Returns what a contestant's weights are multiplied as; `name` is a format, and a dtype if there are
+    several."""
+    format, _, dtype = name.partition(" ")
+    if format == "int8":
+        return "int8"
+    fast = (dtype or settings.dtypes[0]) == "int8" and format in ("int4", "nvfp4", "mxfp4")
+    return "four bits" if fast else "bfloat16"
 
 
 def _rates(

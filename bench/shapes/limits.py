@@ -20,6 +20,8 @@ from bench.shapes.shapes import Shape
 
 _COPIED = 64 << 20
 _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+_STORED = {**_BYTES, "four bits": 0.5}
+"""Bytes of a weight; those of four bits can be multiplied as int8"""
 
 
 def best_seconds(run: Callable[[], Any]) -> float:
@@ -102,11 +104,12 @@ class Limits:
         layers = self.shape.config.num_hidden_layers
         products = [(linears, *size, layers) for size in self.shape.linears.values()]
         products.append(("bfloat16", *self.shape.head, 1))
-        return sum(
-            count
-            * max(product_seconds(kind, rows, i, o), _BYTES[kind] * i * o / copy_bytes_per_s())
-            for kind, i, o, count in products
-        )
+        return sum(count * self._least_seconds(kind, rows, i, o) for kind, i, o, count in products)
+
+    def _least_seconds(self, kind: str, rows: int, inputs: int, outs: int) -> float:
+        operands = "int8" if kind == "four bits" else kind
+        from_memory = _STORED[kind] * inputs * outs / copy_bytes_per_s()
+        return max(product_seconds(operands, rows, inputs, outs), from_memory)
 
     def linears_seconds(self, kind: str, rows: int) -> float:
         """Returns the least CPU seconds of all layers' products."""

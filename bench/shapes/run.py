@@ -42,7 +42,9 @@ def main() -> None:
     names("--sections", [*SECTIONS, *WITHOUT_MODEL])
     names("--formats", list(FORMATS))
     names("--sequences", ["16", "64"])
-    parser.add_argument("--dtypes", default="auto", help="of the engine: auto, float32, bfloat16")
+    parser.add_argument(
+        "--dtypes", default="auto", help="of the engine: auto, float32, bfloat16, int8"
+    )
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--no-peers", action="store_true", help="leave other projects out")
     args = parser.parse_args()

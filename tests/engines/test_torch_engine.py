@@ -209,21 +209,26 @@ def test_greedy_decoding_is_transformers_generate(family):
         assert (c.logprobs == 0).all()
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@torch.no_grad()
-def test_int8_equals_the_product_of_dequantized_factors(fused):
-    model = random_model("qwen2")
-    weights = publish(model, format="int8")
-    reference = copy.deepcopy(model)
-    reference.load_state_dict(dequantize_state(weights.tensors, "int8"))
+def rounding_inputs(model, weights):
+    """Returns `model` with the weights of a version, and int8 activations before them."""
+    model.load_state_dict(dequantize_state(weights.tensors, weights.manifest.format))
 
     def quantize_input(module, args):
         codes, scale = quantize_rows(args[0])
         return (codes * scale,)
 
-    for name, module in reference.named_modules():
+    for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and is_quantized(name + ".weight"):
             module.register_forward_pre_hook(quantize_input)
+    return model
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@torch.no_grad()
+def test_int8_equals_the_product_of_dequantized_factors(fused):
+    model = random_model("qwen2")
+    weights = publish(model, format="int8")
+    reference = rounding_inputs(copy.deepcopy(model), weights)
     request = ask([1, 2, 3], 16)
     (completions,) = generate(weights, request, config=TorchEngine(slots=16, fused=fused))
     gaps = np.concatenate(
@@ -242,6 +247,28 @@ def test_int8_equals_the_product_of_dequantized_factors(fused):
         for c in completions
     ]
     assert np.concatenate(plain).mean() > 1e-3  # it is a quantized model that was run
+
+
+@pytest.mark.parametrize("format", ["int4", "nvfp4", "mxfp4"])
+@torch.no_grad()
+def test_dtype_int8_rounds_activations_of_four_bit_weights(format):
+    model = random_model("qwen2")
+    weights, request = publish(model, format=format), ask([1, 2, 3], 16)
+    rounding, exact = rounding_inputs(copy.deepcopy(model), weights), copy.deepcopy(model)
+    exact.load_state_dict(dequantize_state(weights.tensors, format))
+    (completions,) = generate(weights, request, config=TorchEngine(slots=16, dtype="int8"))
+
+    def gap(reference):
+        each = [
+            reference_logprobs(reference, [1, 2, 3], c.response_ids, request.sampling)
+            for c in completions
+        ]
+        return np.abs(
+            np.concatenate(each) - np.concatenate([c.logprobs for c in completions])
+        ).mean()
+
+    # What is left beside the same rounding is the head's, which is bfloat16.
+    assert gap(rounding) < gap(exact) / 3
 
 
 def generate_with_swap(old, new, kv_on_update, at=10):

@@ -33,7 +33,7 @@ from areal_q.quant.format import (
 from areal_q.quant.formats import e2m1
 from areal_q.quant.linear.quantized_linear import FloatLinear
 
-_BLOCK = 32
+BLOCK = 32
 TOP_POWER = 2
 """log2 of the largest power of two in E2M1."""
 
@@ -45,35 +45,35 @@ class Mxfp4:
     shared_scale = False
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        return 4.0 + 8.0 * -(-in_features // _BLOCK) / in_features
+        return 4.0 + 8.0 * -(-in_features // BLOCK) / in_features
 
     def ranges(self, weight: Tensor) -> Ranges:
-        return row_ranges(weight, _BLOCK)
+        return row_ranges(weight, BLOCK)
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
         w = as_float32(weight, name)
         blocks = (ranges or checked_ranges(self.ranges, w, name)).blocks
         biased = blocks.contiguous().view(torch.int32) >> 23  # the exponent's bits of a float32
         scale = (biased - TOP_POWER).clamp_(min=0).to(torch.uint8)
-        packed = e2m1.quantize(w, _real_scale(scale).squeeze(-1), _BLOCK, name)
+        packed = e2m1.quantize(w, real_scale(scale), BLOCK, name)
         return {"weight_packed": packed, "weight_scale": scale}
 
     def dequantize(self, parts: Parts) -> Tensor:
         values = e2m1.decode(e2m1.unpack(parts["weight_packed"]))
-        scaled = blocked(values, _BLOCK) * _real_scale(parts["weight_scale"])
+        scaled = blocked(values, BLOCK) * real_scale(parts["weight_scale"]).unsqueeze(-1)
         return unblocked(scaled, values.shape[1])
 
     def error_bound(self, parts: Parts) -> Tensor:
         codes = e2m1.unpack(parts["weight_packed"])
         errors = torch.where(codes & 7 == 7, 2.0, e2m1.error(codes))
         return unblocked(
-            blocked(errors, _BLOCK) * _real_scale(parts["weight_scale"]), codes.shape[1]
+            blocked(errors, BLOCK) * real_scale(parts["weight_scale"]).unsqueeze(-1), codes.shape[1]
         )
 
     def linear(self, parts: Sequence[Parts]) -> FloatLinear:
         return FloatLinear(torch.cat([self.dequantize(p) for p in parts]))
 
 
-def _real_scale(scale: Tensor) -> Tensor:
-    """float32 [out, blocks, 1]."""
-    return scale.view(torch.float8_e8m0fnu).to(torch.float32).unsqueeze(-1)
+def real_scale(scale: Tensor) -> Tensor:
+    """Returns the powers of two that `weight_scale` stands for, float32 [out, blocks]."""
+    return scale.view(torch.float8_e8m0fnu).to(torch.float32)

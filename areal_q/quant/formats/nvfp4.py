@@ -36,7 +36,7 @@ from areal_q.quant.format import (
 from areal_q.quant.formats import e2m1
 from areal_q.quant.linear.quantized_linear import FloatLinear
 
-_BLOCK = 16
+BLOCK = 16
 _WHERE_ZERO = 0x20
 """E4M3's code of 2⁻³"""
 
@@ -48,10 +48,10 @@ class Nvfp4:
     shared_scale = True
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        return 4.0 + (8.0 * -(-in_features // _BLOCK) + 32.0 / out_features) / in_features
+        return 4.0 + (8.0 * -(-in_features // BLOCK) + 32.0 / out_features) / in_features
 
     def ranges(self, weight: Tensor) -> Ranges:
-        return row_ranges(weight, _BLOCK)
+        return row_ranges(weight, BLOCK)
 
     def quantize(self, weight: Tensor, name: str, ranges: Ranges | None = None) -> Parts:
         w = as_float32(weight, name)
@@ -61,18 +61,18 @@ class Nvfp4:
         codes = scale.view(torch.uint8)
         codes |= (codes == 0).view(torch.uint8) * _WHERE_ZERO
         return {
-            "weight_packed": e2m1.quantize(w, _numbers(codes) / divisor, _BLOCK, name),
+            "weight_packed": e2m1.quantize(w, _numbers(codes) / divisor, BLOCK, name),
             "weight_scale": scale,
             "weight_global_scale": divisor,
         }
 
     def dequantize(self, parts: Parts) -> Tensor:
         values = e2m1.decode(e2m1.unpack(parts["weight_packed"]))
-        return unblocked(blocked(values, _BLOCK) * _real_scale(parts), values.shape[1])
+        return unblocked(blocked(values, BLOCK) * _real_scale(parts), values.shape[1])
 
     def error_bound(self, parts: Parts) -> Tensor:
         codes = e2m1.unpack(parts["weight_packed"])
-        rounding = blocked(e2m1.error(codes), _BLOCK) * _real_scale(parts)
+        rounding = blocked(e2m1.error(codes), BLOCK) * _real_scale(parts)
         return (
             unblocked(rounding, codes.shape[1]) * (1 + 2**-18)
             + 6 * 2**-10 / parts["weight_global_scale"]

@@ -33,7 +33,7 @@ F1, F2 = nt.Array(nt.float32, 1, "C"), nt.Array(nt.float32, 2, "C")
 I1, I2, I3 = (nt.Array(nt.int32, n, "C") for n in (1, 2, 3))
 F3 = nt.Array(nt.float32, 3, "C")
 I1_64 = nt.Array(nt.int64, 1, "C")
-_ROWS = 96
+ROWS = 96
 """Rows of a block, whose words of x stay in the cache while panels pass"""
 _WORDS = 512
 """Words of a panel that are multiplied with all rows of a block before the next ones"""
@@ -110,7 +110,7 @@ def _add_products(operands, x, x_step, w, words, sums, rows):
 
 
 @kernel(fastmath=FMA)
-def _scaled(sums, shift, start, first, rows, w_scale, x_scale, add, y):
+def _write_slowly(sums, shift, start, first, rows, w_scale, x_scale, add, y):
     """Writes the block's rows from `first` on, and the panel's columns from `start` on."""
     end = min(start + 64, y.shape[1])
     scale, offset = w_scale[start:end], shift[start:]
@@ -119,6 +119,26 @@ def _scaled(sums, shift, start, first, rows, w_scale, x_scale, add, y):
         row, added, found = y[t, start:end], add[t if add.shape[0] > 1 else 0, start:end], sums[r]
         for c in range(end - start):
             row[c] = float32(found[c] + offset[c]) * scale[c] * x_scale[t] + added[c]
+
+
+@kernel()
+def write_panel(sums, shift, w_scale, x_scale, add, y, p, t, rows):
+    """Writes y[t, o] = (sums + shift[o]) · w_scale[o] · x_scale[t] + add[t, o] for panel p and `rows` rows from
+    t on. Sums of floats have a shift of 0."""
+    if p * 64 + 64 > y.shape[1]:
+        return _write_slowly(sums, shift, p * 64, t, rows, w_scale, x_scale, add, y)
+    add_step = y.shape[1] if add.shape[0] > 1 else 0
+    SCALED(
+        sums,
+        rows,
+        shift.ctypes.data + p * 256,
+        w_scale.ctypes.data + p * 256,
+        x_scale.ctypes.data + t * 4,
+        add.ctypes.data + (t * add_step + p * 64) * 4,
+        add_step * 4,
+        y.ctypes.data + (t * y.shape[1] + p * 64) * 4,
+        y.shape[1] * 4,
+    )
 
 
 _KINDS = [(F3, F1), (I3, F1), *[(I3, I1)] * has_int8()]
@@ -131,11 +151,11 @@ def gemm(x, w, shift, w_scale, x_scale, add, y, first, last):
 
     If shift [P · 64] is float32, x and w are float32, or bfloat16 if viewed as int32, and it is 0. If it is
     int32, x is uint8 and w is int8, sums are whole, and the shift takes back what an offset of x adds."""
-    sums = np.empty((_ROWS, 64), shift.dtype)
-    words, add_step = x.shape[2], y.shape[1] if add.shape[0] > 1 else 0
+    sums = np.empty((ROWS, 64), shift.dtype)
+    words = x.shape[2]
     for p in range(first, last):
-        for t in range(0, x.shape[1], _ROWS):
-            rows = min(_ROWS, x.shape[1] - t)
+        for t in range(0, x.shape[1], ROWS):
+            rows = min(ROWS, x.shape[1] - t)
             sums[:rows] = 0
             for k in range(0, words, _WORDS):
                 for part in range(x.shape[0]):
@@ -148,20 +168,7 @@ def gemm(x, w, shift, w_scale, x_scale, add, y, first, last):
                         sums,
                         rows,
                     )
-            if p * 64 + 64 <= y.shape[1]:
-                SCALED(
-                    sums,
-                    rows,
-                    shift.ctypes.data + p * 256,
-                    w_scale.ctypes.data + p * 256,
-                    x_scale.ctypes.data + t * 4,
-                    add.ctypes.data + (t * add_step + p * 64) * 4,
-                    add_step * 4,
-                    y.ctypes.data + (t * y.shape[1] + p * 64) * 4,
-                    y.shape[1] * 4,
-                )
-            else:
-                _scaled(sums, shift, p * 64, t, rows, w_scale, x_scale, add, y)
+            write_panel(sums, shift, w_scale, x_scale, add, y, p, t, rows)
 
 
 @kernel(fastmath=FMA)
@@ -178,11 +185,11 @@ def _group_added(sums, start, first, rows, scale, x_scale, y):
 def group_gemm(x, w, w_scale, x_scale, y, first, last):
     """Adds Σ_g (Σ x[i, t] · w[o]) · w_scale[g, o] · x_scale[g, t] to y[t, o] for the panels `first` …
     `last` - 1. The inner sum is over the parts i of x and over group g, which is 128 channels."""
-    sums = np.empty((_ROWS, 64), float32)
+    sums = np.empty((ROWS, 64), float32)
     words = x.shape[2]
     for p in range(first, last):
-        for t in range(0, x.shape[1], _ROWS):
-            rows = min(_ROWS, x.shape[1] - t)
+        for t in range(0, x.shape[1], ROWS):
+            rows = min(ROWS, x.shape[1] - t)
             for g in range(w_scale.shape[0]):
                 k = g * _GROUP_WORDS
                 sums[:rows] = float32(0.0)

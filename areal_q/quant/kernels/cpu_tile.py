@@ -27,18 +27,18 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 PANEL = 64
-LANES, _VECTORS = 16, 4
+LANES, VECTORS = 16, 4
 _ROW = 4 * PANEL
 """Bytes of a row of sums, and of a row of a panel's words"""
 _I64, _I32, _F32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
-FLOATS, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+FLOATS, WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _UPPER = -(1 << 16)
 _BF16_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
-_INT8_DOT = "llvm.x86.avx512.vpdpbusd.512"
+INT8_DOT = "llvm.x86.avx512.vpdpbusd.512"
 
 Product = Callable[[Any, Any, list[Any], list[Any]], list[Any]]
 """Function that emits sums + word · column: (builder, word i32 of x, words of W, sums) → sums, each a list of
-_VECTORS vectors. It is called once for each row."""
+VECTORS vectors. It is called once for each row."""
 
 
 def has(feature: str) -> bool:
@@ -49,12 +49,12 @@ def has(feature: str) -> bool:
 
 def has_bf16() -> bool:
     """Returns True if the processor multiplies bfloat16 numbers by itself, and LLVM knows how."""
-    return has("avx512bf16") and _operand(_BF16_DOT, FLOATS) is not None
+    return has("avx512bf16") and operand_of(_BF16_DOT, FLOATS) is not None
 
 
 def has_int8() -> bool:
     """Returns True if the processor adds up products of int8 numbers without saturating, and LLVM knows how."""
-    return has("avx512vnni") and _operand(_INT8_DOT, _WORDS) is not None
+    return has("avx512vnni") and operand_of(INT8_DOT, WORDS) is not None
 
 
 def spread(builder: Any, word: Any, kind: ir.VectorType) -> Any:
@@ -67,12 +67,12 @@ def spread(builder: Any, word: Any, kind: ir.VectorType) -> Any:
 
 def _instruction(name: str, sums: ir.VectorType) -> Product:
     """Returns the product that is one instruction of the processor."""
-    operand = _operand(name, sums)
+    operand = operand_of(name, sums)
 
     def emit(builder: Any, word: Any, columns: list[Any], rows: list[Any]) -> list[Any]:
         kind = ir.FunctionType(sums, [sums, operand, operand])
         dot = cgutils.get_or_insert_function(builder.module, kind, name)
-        x = builder.bitcast(spread(builder, word, _WORDS), operand)
+        x = builder.bitcast(spread(builder, word, WORDS), operand)
         return [
             builder.call(dot, [row, x, builder.bitcast(column, operand)])
             for row, column in zip(rows, columns, strict=True)
@@ -95,10 +95,10 @@ class _Bfloat16(ir.Type):
 
 
 @cache
-def _operand(name: str, sums: ir.VectorType) -> ir.VectorType | None:
+def operand_of(name: str, sums: ir.VectorType) -> ir.VectorType | None:
     """Returns the type of the operands of LLVM's function `name`, which depends on its version; None if it has
     no such function. LLVM accepts any name, but gives attributes only to a function that it knows."""
-    for kind in (_WORDS, ir.VectorType(_Bfloat16(), 32), ir.VectorType(ir.IntType(8), 64)):
+    for kind in (WORDS, ir.VectorType(_Bfloat16(), 32), ir.VectorType(ir.IntType(8), 64)):
         try:
             module = llvm.parse_assembly(f"declare {sums} @{name}({sums}, {kind}, {kind})")
             module.verify()
@@ -109,7 +109,7 @@ def _operand(name: str, sums: ir.VectorType) -> ir.VectorType | None:
 
 
 def _float32(builder: Any, word: Any, columns: list[Any], rows: list[Any]) -> list[Any]:
-    add = _multiply_and_add(builder)
+    add = multiply_and_add(builder)
     x = spread(builder, builder.bitcast(word, _F32), FLOATS)
     return [
         builder.call(add, [x, builder.bitcast(column, FLOATS), row])
@@ -117,15 +117,16 @@ def _float32(builder: Any, word: Any, columns: list[Any], rows: list[Any]) -> li
     ]
 
 
-def _multiply_and_add(builder: Any) -> Any:
+def multiply_and_add(builder: Any) -> Any:
+    """Returns LLVM's function a · b + c of FLOATS."""
     kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
     return cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
 
 
 def bf16_by_shifts(builder: Any, word: Any, columns: list[Any], rows: list[Any]) -> list[Any]:
     """The product without an instruction of its own."""
-    add = _multiply_and_add(builder)
-    shift, upper = ir.Constant(_WORDS, [16] * LANES), ir.Constant(_WORDS, [_UPPER] * LANES)
+    add = multiply_and_add(builder)
+    shift, upper = ir.Constant(WORDS, [16] * LANES), ir.Constant(WORDS, [_UPPER] * LANES)
     low = builder.bitcast(builder.shl(word, ir.Constant(_I32, 16)), _F32)
     high = builder.bitcast(builder.and_(word, ir.Constant(_I32, _UPPER)), _F32)
     low, high = spread(builder, low, FLOATS), spread(builder, high, FLOATS)
@@ -138,15 +139,15 @@ def bf16_by_shifts(builder: Any, word: Any, columns: list[Any], rows: list[Any])
 
 
 def _product(operands: Any, sums: ir.VectorType) -> Product:
-    if sums is _WORDS:
-        return _instruction(_INT8_DOT, _WORDS)
+    if sums is WORDS:
+        return _instruction(INT8_DOT, WORDS)
     if operands.dtype == types.float32:
         return _float32
     return _instruction(_BF16_DOT, FLOATS) if has_bf16() else bf16_by_shifts
 
 
 def _sums(array: Any) -> ir.VectorType:
-    return FLOATS if array.dtype == types.float32 else _WORDS
+    return FLOATS if array.dtype == types.float32 else WORDS
 
 
 def _address(context: Any, builder: Any, kind: Any, array: Any) -> Any:
@@ -189,7 +190,7 @@ def tile(rows: int, product: Callable[[Any, ir.VectorType], Product] = _product)
     return emitted
 
 
-def _prefetch(builder: Any) -> Callable[[Any], Any]:
+def prefetch(builder: Any) -> Callable[[Any], Any]:
     """Returns a function that emits the fetching of an address into the second-level cache."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
@@ -238,14 +239,14 @@ def _emit_scaled(
     y: Any,
     y_step: Any,
 ) -> None:
-    fused = _multiply_and_add(builder)
+    fused = multiply_and_add(builder)
 
     def read(start: Any, vector: int, kind: ir.VectorType = FLOATS) -> Any:
         address = builder.add(start, ir.Constant(_I64, 64 * vector))
         return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
 
-    scales = [read(w_scale, v) for v in range(_VECTORS)]
-    shifts = [read(shift, v, _WORDS) for v in range(_VECTORS)] if sums is _WORDS else []
+    scales = [read(w_scale, v) for v in range(VECTORS)]
+    shifts = [read(shift, v, WORDS) for v in range(VECTORS)] if sums is WORDS else []
     with cgutils.for_range(builder, rows) as loop:
         row = loop.index
 
@@ -260,7 +261,7 @@ def _emit_scaled(
             of_row(add, add_step),
             of_row(y, y_step),
         )
-        for v in range(_VECTORS):
+        for v in range(VECTORS):
             value = read(mine, v, sums)
             if shifts:
                 value = builder.sitofp(builder.add(value, shifts[v]), FLOATS)
@@ -282,7 +283,7 @@ def _emit(
     ahead: Any,
     ahead_step: Any,
 ) -> None:
-    fetch = _prefetch(builder)
+    fetch = prefetch(builder)
 
     def place(start: Any, *offsets: Any) -> Any:
         for offset in offsets:
@@ -296,7 +297,7 @@ def _emit(
         return builder.mul(step, ir.Constant(_I64, count))
 
     starts = [
-        [place(out, ir.Constant(_I64, _ROW * r + 64 * v)) for v in range(_VECTORS)]
+        [place(out, ir.Constant(_I64, _ROW * r + 64 * v)) for v in range(VECTORS)]
         for r in range(rows)
     ]
     before = [[builder.load(at(start, sums), align=4) for start in row] for row in starts]
@@ -309,8 +310,8 @@ def _emit(
     held = [[builder.phi(sums) for _ in row] for row in before]
     panel = place(w, times(index, _ROW))
     columns = [
-        builder.load(at(place(panel, ir.Constant(_I64, 64 * v)), _WORDS), align=4)
-        for v in range(_VECTORS)
+        builder.load(at(place(panel, ir.Constant(_I64, 64 * v)), WORDS), align=4)
+        for v in range(VECTORS)
     ]
     line = place(ahead, builder.mul(ahead_step, index))
     fetch(line)

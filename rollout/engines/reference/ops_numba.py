@@ -18,6 +18,7 @@ from areal_q.quant.formats.int8 import Int8
 from areal_q.quant.kernels.cpu_tile import has_bf16
 from areal_q.quant.linear.bf16_weight import bf16_weight
 from areal_q.quant.linear.cpu_linear import Bf16Table, bf16_linear, cpu_linear
+from areal_q.quant.linear.four_bit_linear import four_bit_linear
 from areal_q.quant.linear.quantized_linear import Linear
 from rollout.engines.reference import numba_kernels
 from rollout.engines.reference.kv_cache import Attend, DecodeAttention, KVCache
@@ -45,10 +46,16 @@ class FusedOps:
     def __init__(self, dtype: Dtype = "float32") -> None:
         if dtype == "auto":
             dtype = "bfloat16x2" if has_bf16() else "float32"
+        self.int8 = dtype == "int8"
+        """True if weights of four bits are multiplied with int8 activations"""
+        if self.int8:
+            dtype = "bfloat16" if has_bf16() else "float32"
         self.parts = {"float32": 0, "bfloat16": 1, "bfloat16x2": 2}[dtype]
-        """Number of bfloat16 parts of activations; 0: float32"""
+        """Number of bfloat16 parts of other activations; 0: float32"""
 
     def linear(self, format: Format, parts: Sequence[Parts]) -> Linear:
+        if self.int8 and (found := four_bit_linear(format, parts)):
+            return found
         if self.parts and not isinstance(format, Int8):
             return bf16_linear(bf16_weight(format, parts), self.parts)
         return cpu_linear(format.linear(parts))

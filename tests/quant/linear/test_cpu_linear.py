@@ -72,7 +72,7 @@ def test_without_the_instruction_torch_multiplies(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "function"), [("has_bf16", "_BF16_DOT"), ("has_int8", "_INT8_DOT")]
+    ("asked", "function"), [("has_bf16", "_BF16_DOT"), ("has_int8", "INT8_DOT")]
 )
 def test_an_instruction_that_llvm_lacks_is_not_taken(asked, function, monkeypatch):
     monkeypatch.setattr(cpu_tile, "has", lambda feature: True)
