@@ -260,11 +260,36 @@ def _column(array: Array, name: str, dtype: str, t: Trajectory, where: str) -> n
 
 def _are_valid(trajectories: list[Trajectory]) -> bool:
     """Returns True if `_validate_trajectory` raises for none of them."""
-    if not trajectories or not all(map(_is_plain, trajectories)):
+    if not trajectories or not _are_plain(trajectories):
         return False
     at_once = CHECKED_TOKENS // max([t.num_tokens for t in trajectories]) or 1
     starts = range(0, len(trajectories), at_once)
     return all(_are_in_range(trajectories[i : i + at_once]) for i in starts)
+
+
+def _are_plain(trajectories: list[Trajectory]) -> bool:
+    """Returns True if `_validate_trajectory` finds nothing wrong but, perhaps, a token or a log-prob. It is one
+    loop without calls, which take twice as long."""
+    for t in trajectories:
+        ids, logprobs, mask = t.response_ids, t.behavior_logprobs, t.loss_mask
+        covered = 0
+        for span in t.spans:
+            if span.tokens < 1:
+                return False
+            covered += span.tokens
+        if not (
+            ids.shape == logprobs.shape == mask.shape == (covered,)
+            and covered > 0
+            and ids.dtype == "int32"
+            and logprobs.dtype == "float32"
+            and mask.dtype == "uint8"
+            and len(ids.data) == len(logprobs.data) == 4 * covered
+            and len(mask.data) == covered
+            and (t.valid or t.failure is not None)
+            and abs(t.reward) <= LARGEST_REWARD
+        ):
+            return False
+    return True
 
 
 def _are_in_range(trajectories: list[Trajectory]) -> bool:
@@ -276,26 +301,6 @@ def _are_in_range(trajectories: list[Trajectory]) -> bool:
 
 def _joined(columns: list[bytes | memoryview], dtype: str) -> np.ndarray:
     return np.frombuffer(b"".join(columns) if columns[1:] else columns[0], dtype)
-
-
-def _is_plain(t: Trajectory) -> bool:
-    """Returns True if `_validate_trajectory` finds nothing wrong but, perhaps, a token or a log-prob."""
-    ids, logprobs, mask, spans = t.response_ids, t.behavior_logprobs, t.loss_mask, t.spans
-    shape = ids.shape
-    if not shape == logprobs.shape == mask.shape or len(shape) != 1 or shape[0] < 1:
-        return False
-    tokens = shape[0]
-    return (
-        ids.dtype == "int32"
-        and logprobs.dtype == "float32"
-        and mask.dtype == "uint8"
-        and len(ids.data) == len(logprobs.data) == 4 * tokens
-        and len(mask.data) == tokens
-        and sum([s.tokens for s in spans]) == tokens
-        and min([s.tokens for s in spans]) > 0
-        and (t.valid or t.failure is not None)
-        and abs(t.reward) <= LARGEST_REWARD
-    )
 
 
 def _validate_trajectory(t: Trajectory, where: str) -> None:
