@@ -65,11 +65,10 @@ class _Pool(redis.asyncio.ConnectionPool):
         self._free = asyncio.Semaphore(CONNECTIONS)
 
     async def get_connection(self, *_: Any, **__: Any) -> Any:
-        try:
-            async with asyncio.timeout(SOCKET_TIMEOUT_S if self._free.locked() else None):
-                await self._free.acquire()
-        except TimeoutError as error:
-            raise redis.ConnectionError("no connection became free") from error
+        if self._free.locked():
+            await self._wait()
+        else:
+            await self._free.acquire()
         connection = self.get_available_connection()
         try:
             await self.ensure_connection(connection)
@@ -77,6 +76,13 @@ class _Pool(redis.asyncio.ConnectionPool):
             await self.release(connection)
             raise
         return connection
+
+    async def _wait(self) -> None:
+        try:
+            async with asyncio.timeout(SOCKET_TIMEOUT_S):
+                await self._free.acquire()
+        except TimeoutError as error:
+            raise redis.ConnectionError("no connection became free") from error
 
     async def release(self, connection: Any) -> None:
         self._in_use_connections.remove(connection)

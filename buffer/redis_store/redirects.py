@@ -71,6 +71,10 @@ class _Sender(AbstractConnection):
     """Hands a command to the socket and leaves it to `read_response` to wait, whose timeout covers both.
     redis-py waits for the sending as well, in a task of its own, which costs a quarter of a small command."""
 
+    async def connect(self) -> None:
+        if not self.is_connected:  # which redis-py asks only after three more coroutines
+            await super().connect()
+
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         if not self.is_connected:
             await self.connect()
