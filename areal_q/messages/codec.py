@@ -40,7 +40,8 @@ class MessageDecoder(Generic[T]):
     def __call__(self, data: bytes | memoryview) -> T:
         check_size(len(data))
         try:
-            return self._decoder.decode(data)
+            # From a view, the arrays' views take no further object each.
+            return self._decoder.decode(memoryview(data))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RecordError(f"record refused: {error}") from error
 
