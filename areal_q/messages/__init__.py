@@ -21,7 +21,7 @@ from areal_q.messages.codec import (
     decode_status as decode_status,
     decode_ticket as decode_ticket,
     encode as encode,
-    encode_into as encode_into,
+    encode_group as encode_group,
 )
 from areal_q.messages.trajectories import (
     MESSAGE_SCHEMA as MESSAGE_SCHEMA,

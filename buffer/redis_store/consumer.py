@@ -21,6 +21,8 @@ from buffer.redis_store.connection import (
 from buffer.redis_store.keys import WORKERS_GROUP, Keys
 
 _T = TypeVar("_T")
+Parts = list[bytes | memoryview]
+"""Bytes that are sent one after the other"""
 STREAM_GONE = ("NOGROUP", "no such key", "UNBLOCKED")
 """Texts by which Redis's errors say that a stream or its consumer group does not exist"""
 
@@ -54,26 +56,30 @@ class TicketConsumer:
             )
         )
 
-    async def script(self, name: str, keys: list[str], *args: Any) -> Any:
-        """Runs a script on behalf of this consumer. What is large should be the last argument, since Redis then
-        receives it without a copy."""
+    async def script(
+        self, name: str, keys: list[str], *args: Any, record: Callable[[], Parts] = list
+    ) -> Any:
+        """Runs a script on behalf of this consumer. `record` makes the parts of its last argument, if there are
+        any, each time that a connection is free for it. Redis receives a large argument without a copy if it
+        is the last."""
         script = self._scripts[name]
         everything = ["EVALSHA", script.sha, len(keys), *keys, WORKERS_GROUP, self.name, *args]
-        return await self._on_group(functools.partial(self._run, script, _packed(everything)))
+        return await self._on_group(functools.partial(self._run, script, everything, record))
 
-    async def _run(self, script: AsyncScript, command: list[Any]) -> Any:
+    async def _run(self, script: AsyncScript, args: list[Any], record: Callable[[], Parts]) -> Any:
         """Sends a script and returns its answer, without redis-py's layers in between, which take as long."""
         try:
-            return await self._exchange(command)
+            return await self._exchange(args, record)
         except NoScriptError:
             await self.redis.script_load(script.script)
-            return await self._exchange(command)
+            return await self._exchange(args, record)
 
-    async def _exchange(self, command: list[Any]) -> Any:
+    async def _exchange(self, args: list[Any], record: Callable[[], Parts]) -> Any:
         pool = self.redis.connection_pool
         connection = await pool.get_connection()
         try:
-            await connection.send_packed_command(command)
+            # Nothing keeps the command while the answer is awaited, so that the next one takes its memory.
+            await connection.send_packed_command(_packed(args, record()))
             return await connection.read_response()
         finally:
             await pool.release(connection)
@@ -122,10 +128,11 @@ class TicketConsumer:
         return await insist_async(Patience(self.url, self.patience_s, self._outage), call)
 
 
-def _packed(args: list[Any]) -> list[bytes | memoryview]:
-    """Returns `args` in Redis's protocol. A memoryview, which only the last one may be, is not copied."""
-    last = [args.pop()] if isinstance(args[-1], memoryview) else []
+def _packed(args: list[Any], record: Parts) -> list[Any]:
+    """Returns `args`, and `record` as the last one if it has parts, in Redis's protocol."""
     encoded = [arg if isinstance(arg, bytes) else str(arg).encode() for arg in args]
-    parts = [b"$%d\r\n%b\r\n" % (len(arg), arg) for arg in encoded]
-    head = b"*%d\r\n%b" % (len(parts) + len(last), b"".join(parts))
-    return [head + b"$%d\r\n" % len(last[0]), last[0], b"\r\n"] if last else [head]
+    lines = [b"$%d\r\n%b\r\n" % (len(arg), arg) for arg in encoded]
+    head = b"*%d\r\n%b" % (len(lines) + bool(record), b"".join(lines))
+    if not record:
+        return [head]
+    return [head + b"$%d\r\n" % sum(map(len, record)), *record, b"\r\n"]

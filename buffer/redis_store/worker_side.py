@@ -1,6 +1,7 @@
 """A worker's side of the Redis buffer; buffer/redis_store/__init__.py has an overview."""
 
 import asyncio
+import functools
 import logging
 import time
 
@@ -16,15 +17,14 @@ from areal_q.messages import (
     decode_partial,
     decode_ticket,
     encode,
-    encode_into,
+    encode_group,
 )
 from buffer.interface import Claim, RunInfo
 from buffer.redis_store.connection import LEAVE_S, PATIENCE_S, refuses_writes
-from buffer.redis_store.consumer import TicketConsumer
+from buffer.redis_store.consumer import Parts, TicketConsumer
 from buffer.redis_store.joined_run import JoinedRun
 from buffer.redis_store.keys import RECORD, RELEASED, RELEASED_IDLE_MS, WORKER_TTL_S, Keys
 
-KEPT_BUFFERS = 4
 logger = logging.getLogger(__name__)
 BLOCK_SLICE_S = 0.25
 """Most seconds that a claim blocks in Redis, since released and abandoned tickets do not end the block"""
@@ -68,8 +68,6 @@ class WorkerBuffer:
         self._consumer = TicketConsumer(url, self.keys, worker, patience_s)
         self.run = JoinedRun(self._consumer)
         self._held: set[tuple[str, str]] = set()
-        self._buffers: list[bytearray] = []
-        """Buffers of records that were sent, which the next records reuse"""
 
     async def run_info(self) -> RunInfo:
         return await self.run.info()
@@ -95,21 +93,13 @@ class WorkerBuffer:
             )
         evaluation = claim.stream == self.keys.eval_tickets
         target = self.keys.eval_groups if evaluation else self.keys.groups
-        buffer = self._buffers.pop() if self._buffers else bytearray()
-        encode_into(group, buffer)
-        check_size(len(buffer))
         try:
-            with memoryview(buffer) as record:
-                committed = await self._commit(claim, target, record)
+            return await self._commit(claim, target, group)
         finally:
             self._held.discard((claim.stream, claim.entry))
-        # The buffer is reused only after success, since a cancelled commit may still be sending it.
-        if len(self._buffers) < KEPT_BUFFERS:
-            self._buffers.append(buffer)
-        return committed
 
-    async def _commit(self, claim: Claim, target: str, record: memoryview) -> bool:
-        committed = await self._try_commit(claim, target, record)
+    async def _commit(self, claim: Claim, target: str, group: Group) -> bool:
+        committed = await self._try_commit(claim, target, group)
         if committed is not None:
             return committed
         self.waiting += 1
@@ -119,17 +109,18 @@ class WorkerBuffer:
                 await self.renew([claim])
                 await asyncio.sleep(min(1.0, self.claim_timeout_s / 4))
                 self.full_s += time.monotonic() - began
-                committed = await self._try_commit(claim, target, record)
+                committed = await self._try_commit(claim, target, group)
         finally:
             self.waiting -= 1
         return committed
 
-    async def _try_commit(self, claim: Claim, target: str, record: memoryview) -> bool | None:
+    async def _try_commit(self, claim: Claim, target: str, group: Group) -> bool | None:
         """Returns whether the group was committed, or None if Redis has no room for it."""
         keys = [claim.stream, target, self.keys.partials]
-        args = [claim.entry, self.run.id, self.keys.info, record]
+        args = [claim.entry, self.run.id, self.keys.info]
+        record = functools.partial(_record, group)
         try:
-            return bool(await self._consumer.script("COMMIT", keys, *args))
+            return bool(await self._consumer.script("COMMIT", keys, *args, record=record))
         except redis.ResponseError as error:
             if str(error).startswith("FOREIGN"):
                 raise self.run.changed(str(error).partition(" ")[2]) from error
@@ -230,6 +221,12 @@ class WorkerBuffer:
             await self.release(claims)
             raise self.run.changed(foreign[0])
         return claims
+
+
+def _record(group: Group) -> Parts:
+    parts = encode_group(group)
+    check_size(sum(map(len, parts)))
+    return parts
 
 
 def _partial(ticket: Ticket, record: bytes) -> PartialGroup | None:

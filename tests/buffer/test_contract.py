@@ -377,6 +377,26 @@ async def test_a_group_that_is_too_large_is_refused_at_its_commit(
     assert learner.set_aside() == 1
 
 
+async def test_a_group_of_long_responses_arrives_as_it_was(buffers, make_ticket, make_group):
+    """Longer than what a socket takes at once."""
+    learner = buffers.learner()
+    learner.admit([make_ticket(0)], cursor=1)
+    tokens, rng = 300_000, np.random.default_rng(0)
+    async with buffers.worker() as worker:
+        [claim] = await worker.claim(1, 0.0)
+        group = make_group(claim.ticket)
+        long = replace(
+            group.trajectories[1],
+            response_ids=Array.of(rng.integers(0, 1000, tokens), "int32"),
+            behavior_logprobs=Array.of(-rng.random(tokens), "float32"),
+            loss_mask=Array.of(rng.integers(0, 2, tokens), "uint8"),
+            spans=[VersionSpan(0, tokens, "a")],
+        )
+        group = replace(group, trajectories=[group.trajectories[0], long])
+        assert await worker.commit(claim, group)
+    assert learner.take(1, 0.0) == [group]
+
+
 async def test_workers_learn_of_the_run(buffers):
     learner = buffers.learner()
     async with buffers.worker() as worker:

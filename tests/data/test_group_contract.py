@@ -8,7 +8,15 @@ import pytest
 from msgspec.structs import replace
 
 from areal_q.errors import RecordError
-from areal_q.messages import Array, Group, VersionSpan, decode_group, encode, trajectories
+from areal_q.messages import (
+    Array,
+    Group,
+    VersionSpan,
+    decode_group,
+    encode,
+    encode_group,
+    trajectories,
+)
 
 DEFECTS: dict[str, tuple[dict[str, Any], str]] = {
     "a NaN": ({"behavior_logprobs": Array.of([-1.0, np.nan, -1.0], "float32")}, "token 1: .* nan"),
@@ -103,3 +111,27 @@ def test_decoded_arrays_are_views_of_the_record(make_group: Callable[..., Group]
         for array in (t.response_ids, t.behavior_logprobs, t.loss_mask):
             assert np.shares_memory(memory, array.numpy())
             assert not array.numpy().flags.writeable
+
+
+@pytest.mark.parametrize("nbytes", [2, 8191, 8192, 65535, 65536])
+@pytest.mark.parametrize("column", ["response_ids", "loss_mask", "routes"])
+def test_parts_of_a_group_are_the_bytes_of_its_record(
+    make_group: Callable[..., Group], column: str, nbytes: int
+) -> None:
+    """Whichever array is long, and on either side of the lengths at which msgpack's header changes."""
+    array = Array("uint8", (nbytes,), np.random.default_rng(nbytes).bytes(nbytes))
+    group = spoilt(make_group(), {column: array})
+    parts = encode_group(group)
+    assert b"".join(parts) == encode(group)
+    if len(parts) > 1:
+        assert any(part is array.data for part in parts) == (nbytes >= 8192)
+
+
+def test_long_arrays_of_a_group_are_not_copied(make_group: Callable[..., Group]) -> None:
+    record = encode(spoilt(make_group(), {"response_ids": Array.of(np.arange(5000), "int32")}))
+    parts = encode_group(decode_group(record))
+    assert b"".join(parts) == record
+    shared = [
+        p for p in parts if np.shares_memory(np.frombuffer(p, "u1"), np.frombuffer(record, "u1"))
+    ]
+    assert [len(part) for part in shared] == [20_000]

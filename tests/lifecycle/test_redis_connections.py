@@ -28,13 +28,14 @@ def client(redis_url: str) -> Iterator[redis.Redis]:
         yield made
 
 
-@given(ARGUMENTS, st.one_of(st.none(), st.binary(max_size=10_000)))
+@given(ARGUMENTS, st.lists(st.binary(max_size=10_000), max_size=3))
 def test_commands_are_packed_as_redis_py_packs_them(
-    arguments: list[str | bytes | int], record: bytes | None
+    arguments: list[str | bytes | int], parts: list[bytes]
 ):
-    sent = ["EVALSHA", *arguments, *([] if record is None else [memoryview(record)])]
-    expected = b"".join(redis.asyncio.Connection().pack_command(*sent))
-    assert b"".join(consumer._packed(sent)) == expected
+    last = [b"".join(parts)] if parts else []
+    expected = b"".join(redis.asyncio.Connection().pack_command("EVALSHA", *arguments, *last))
+    views = [memoryview(part) for part in parts]
+    assert b"".join(consumer._packed(["EVALSHA", *arguments], [*views])) == expected
 
 
 def test_a_commit_outlives_the_loss_of_the_scripts(
