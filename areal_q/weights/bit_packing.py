@@ -30,19 +30,24 @@ def shifts(sizes: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.maximum(0, np.frexp(mean.astype(np.float64))[1] - 3).astype(np.uint8)
 
 
-def escape_bytes(high: np.ndarray) -> bytes:
-    """Returns int64 [N] ≥ 0 as bytes, where a byte 255 adds 255 and continues the number in the next byte."""
-    out = np.empty(len(high) + int(high.sum()) // _ESCAPE, np.uint8)
-    return out[: kernels.escape(high, out)].tobytes()
+def escape_bytes(gaps: np.ndarray, shifts: np.ndarray) -> bytes:
+    """Returns the high parts of int64 [N] ≥ 0, shifted down as `shifts` says, as bytes, where a byte 255 adds
+    255 and continues the number in the next byte."""
+    # By their shifts they are below 8 on average.
+    out = np.empty(len(gaps) + 8 * len(gaps) // _ESCAPE, np.uint8)
+    return out[: kernels.escape(gaps, shifts, out)].tobytes()
 
 
-def unescaped(tops: bytes, count: int) -> np.ndarray:
-    """Returns int64 [count], the inverse of `escape_bytes`. Raises ValueError for another count of numbers."""
-    high = np.zeros(count, np.int64)
-    found = kernels.unescape(np.frombuffer(tops, np.uint8), high)
-    if found != count or tops[-1:] == bytes([_ESCAPE]):
-        raise ValueError(f"{found} gaps instead of {count}")
-    return high
+def unescaped(tops: bytes, shifts: np.ndarray, low: np.ndarray) -> np.ndarray:
+    """Returns int64 [N], the inverse of `escape_bytes`; `low`, uint64 [N], has the low parts and is used up.
+
+    Raises ValueError for another count of numbers.
+    """
+    gaps = low.view(np.int64)
+    found = kernels.unescape(np.frombuffer(tops, np.uint8), shifts, gaps)
+    if found != len(gaps) or tops[-1:] == bytes([_ESCAPE]):
+        raise ValueError(f"{found} gaps instead of {len(gaps)}")
+    return gaps
 
 
 def split_sizes(sizes: np.ndarray, exact: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -66,47 +71,51 @@ def widths(symbol: np.ndarray, exact: bool) -> np.ndarray:
         return np.zeros(len(symbol), np.uint8)
     if len(symbol) and symbol.max() > _LARGEST_SYMBOL:
         raise ValueError(f"a step of symbol {symbol.max()}")
-    return np.where(symbol < 7, 0, (symbol.astype(np.int16) - 7) // 4 + 1).astype(np.uint8)
+    width = np.empty(len(symbol), np.uint8)
+    kernels.widths_of(symbol, width)
+    return width
 
 
-def join_sizes(symbol: np.ndarray, low: np.ndarray, exact: bool) -> np.ndarray:
-    """Returns uint64 [N], the inverse of `split_sizes`; `low` has the bits that were left open."""
+def join_sizes(symbol: np.ndarray, low: np.ndarray, exact: bool, out: np.ndarray) -> None:
+    """Writes into out, uint64 [N], the inverse of `split_sizes`; `low` has the bits that were left open."""
     if exact:
-        return symbol.astype(np.uint64) + np.uint64(1)
-    values = np.empty(len(symbol), np.uint64)
-    kernels.values_of(symbol, low, values)
-    return values
+        out[:] = symbol
+        out += np.uint64(1)
+    else:
+        kernels.values_of(symbol, low, out)
 
 
 def packed(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> bytes:
     """Returns the low bits of all values, unsigned [N], as many of each as its width, uint8 [N], says. Between
     them, and between the parts (values, widths), there is no padding."""
-    total = sum(int(widths.sum(dtype=np.int64)) for _, widths in parts)
-    out, at = np.zeros(-(-total // 8), np.uint8), 0
+    total = sum(kernels.total(widths) for _, widths in parts)
+    out, at = np.zeros(total // 64 + 1, "<u8"), 0
     for values, widths in parts:
         at = kernels.pack_bits(values, widths, out, at)
-    return out.tobytes()
+    return out.view(np.uint8)[: -(-total // 8)].tobytes()
 
 
 class LowBits:
     """Reads what `packed` wrote, part by part."""
 
     def __init__(self, data: bytes) -> None:
-        self._data, self._at = np.frombuffer(data, np.uint8), 0
+        self._nbytes, self._at = len(data), 0
+        self._words = np.zeros(len(data) // 8 + 2, "<u8")
+        self._words.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
 
     def take(self, widths: np.ndarray) -> np.ndarray:
         """Returns the next part's values, uint64 [N]. Raises ValueError where there are too few bytes."""
-        end = self._at + int(widths.sum(dtype=np.int64))
-        if end > 8 * len(self._data):
-            raise ValueError(f"{len(self._data)} bytes of low bits instead of {-(-end // 8)}")
+        end = self._at + kernels.total(widths)
+        if end > 8 * self._nbytes:
+            raise ValueError(f"{self._nbytes} bytes of low bits instead of {-(-end // 8)}")
         values = np.empty(len(widths), np.uint64)
-        self._at = kernels.unpack_bits(self._data, widths, values, self._at)
+        self._at = kernels.unpack_bits(self._words, widths, values, self._at)
         return values
 
     def finish(self) -> None:
         """Raises ValueError where bytes are left."""
-        if -(-self._at // 8) != len(self._data):
-            raise ValueError(f"{len(self._data)} bytes of low bits instead of {-(-self._at // 8)}")
+        if -(-self._at // 8) != self._nbytes:
+            raise ValueError(f"{self._nbytes} bytes of low bits instead of {-(-self._at // 8)}")
 
 
 class Reader:

@@ -17,10 +17,11 @@ import zstandard
 from areal_q import messages
 from areal_q.errors import RecordError, WeightVersionError
 from areal_q.messages import Manifest, TensorSpec
+from areal_q.weights import block_kernels as kernels
 from areal_q.weights import delta_codec
-from areal_q.weights import delta_kernels as kernels
 from areal_q.weights.bit_packing import compress, decompress
-from areal_q.weights.delta_codec import Floats, FloatsOf, Moves, Streams
+from areal_q.weights.block_kernels import CLASSES
+from areal_q.weights.delta_codec import Classes, Floats, FloatsOf, Moves, Streams
 from areal_q.weights.version import DTYPES, WeightVersion, unpack_unnamed, without_digests
 
 MANTISSA = {
@@ -55,11 +56,8 @@ def diff(base: WeightVersion, new: WeightVersion) -> bytes | None:
     for index, (old_spec, new_spec) in enumerate(pairs):
         if old_spec.digest != new_spec.digest:
             old, now = _elements(base.payload, old_spec), _elements(new.payload, new_spec)
-            # Only those pages that are written to take memory, and these until the copies are made.
-            where, step = np.empty(len(now), np.int64), np.empty_like(now)
-            count = kernels.changed(old, now, DTYPES[new_spec.dtype] in MANTISSA, where, step)
-            moves.append(Moves(index, len(now), where[:count].copy(), step[:count].copy()))
-    return _encode(base.manifest, new.manifest, moves, _floats_of(base))
+            moves.append(_moved(index, old, now, MANTISSA.get(DTYPES[new_spec.dtype])))
+    return _encode(base.manifest, new.manifest, moves)
 
 
 def apply(base: WeightVersion, delta: bytes, payload: torch.Tensor) -> WeightVersion:
@@ -76,12 +74,16 @@ def apply(base: WeightVersion, delta: bytes, payload: torch.Tensor) -> WeightVer
         raise WeightVersionError(f"delta refused: {error}") from error
     if not same_layout(base.manifest, manifest):
         raise WeightVersionError(f"delta to version {manifest.version}: of another layout")
-    payload.copy_(base.payload)
-    for moves in _moves(manifest, body.streams, _floats_of(base)):
-        spec = manifest.tensors[moves.index]
-        floats = DTYPES[spec.dtype] in MANTISSA
-        kernels.move(_elements(payload, spec), moves.where, floats, moves.step)
-    return unpack_unnamed(manifest, payload)
+    moved = {moves.index: moves for moves in _moves(manifest, body.streams, _floats_of(base))}
+    ends = [*(spec.offset for spec in manifest.tensors[1:]), manifest.nbytes]
+
+    def fill(index: int) -> None:
+        spec = manifest.tensors[index]
+        payload[spec.offset : ends[index]].copy_(base.payload[spec.offset : ends[index]])
+        if (m := moved.get(index)) is not None:
+            kernels.move(_elements(payload, spec), m.where, DTYPES[spec.dtype] in MANTISSA, m.step)
+
+    return unpack_unnamed(manifest, payload, fill)
 
 
 def plain_delta(base: WeightVersion, delta: bytes) -> bytes:
@@ -143,11 +145,29 @@ def same_layout(a: Manifest, b: Manifest) -> bool:
     return same_size and [layout(s) for s in a.tensors] == [layout(s) for s in b.tensors]
 
 
-def _encode(
-    base: Manifest, new: Manifest, moves: list[Moves], floats_of: FloatsOf | None = None
-) -> bytes:
+def _moved(index: int, old: np.ndarray, now: np.ndarray, mantissa: int | None) -> Moves:
+    """Returns the moves from `old` to `now`, elements of one tensor, with the classes of floats."""
+    # Only those pages that are written to take memory.
+    where, step = np.empty(len(now), np.int64), np.empty_like(now)
+    if mantissa is None:
+        count = kernels.changed(old, now, where, step)
+        return Moves(index, len(now), _first(where, count), _first(step, count))
+    kinds, gaps = np.empty(len(now), np.uint8), np.empty(len(now), np.int64)
+    sizes = np.empty(CLASSES, np.int64)
+    count = kernels.changed_floats(old, now, mantissa, where, step, kinds, gaps, sizes)
+    classes = Classes(_first(kinds, count), _first(gaps, count), sizes)
+    return Moves(index, len(now), _first(where, count), _first(step, count), classes)
+
+
+def _first(array: np.ndarray, count: int) -> np.ndarray:
+    """Returns `array` cut off after `count` elements, in place: the memory behind them is free again."""
+    array.resize(count, refcheck=False)
+    return array
+
+
+def _encode(base: Manifest, new: Manifest, moves: list[Moves]) -> bytes:
     manifest = compress(messages.encode(without_digests(new)), _dictionary(base))
-    return messages.encode(_Body(manifest, delta_codec.encode(moves, floats_of)))
+    return messages.encode(_Body(manifest, delta_codec.encode(moves)))
 
 
 def _floats_of(base: WeightVersion) -> FloatsOf:

@@ -17,10 +17,10 @@ changed codes:
 Whole numbers of any size go byte by byte: a packed 4-bit code that moves by one moves its byte by 1 or 16.
 
 The closer a float is to zero, the closer are its neighbours: it changes more often, and by more steps. Both
-sides know the base's exponents. With these (`Floats`) elements are divided into classes, whose exponents agree
-in the low four bits. Positions are counted within a class, each class has its own mean gap, and its symbols are
-a stream of their own. The receiver then needs the base to decode. Without them (`floats_of` None on both sides)
-it does not, and deltas can be added up.
+sides know the base's exponents. With these elements are divided into classes, whose exponents agree in the low
+four bits. Positions are counted within a class, each class has its own mean gap, and its symbols are a stream
+of their own. The receiver then needs the base (`Floats`) to decode. Without classes (`Moves.classes` None) it
+does not, and deltas can be added up.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,13 +33,26 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_q.weights import bit_packing as bits
+from areal_q.weights import block_kernels as blocks
 from areal_q.weights import delta_kernels as kernels
-from areal_q.weights.delta_kernels import CLASSES
+from areal_q.weights.block_kernels import CLASSES
 
 _DENSE = 3
 """Changed elements are listed only if they are at most one in _DENSE."""
 _FEW = 256
 """Number of changes in a tensor below which classes cost more than they save."""
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The classes of a tensor of floats in the base, as block_kernels.changed_floats finds them."""
+
+    kinds: np.ndarray
+    """The class of each element that changed, uint8 [N]."""
+    gaps: np.ndarray
+    """How many elements of its class come between it and the one that changed before it, int64 [N]."""
+    sizes: np.ndarray
+    """Number of elements of each class, int64 [CLASSES]."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,8 @@ class Moves:
     """Positions of the changed elements, int64 [N], rising."""
     step: np.ndarray
     """New − old, wrapped, never 0: unsigned [N] of the elements' size."""
+    classes: Classes | None = None
+    """None where the delta is to be readable without its base, and for other tensors than floats"""
 
 
 @dataclass(frozen=True)
@@ -68,11 +83,11 @@ class Floats:
 
     def sizes(self) -> np.ndarray:
         """Returns the number of elements of each class, int64 [CLASSES]."""
-        sizes = np.zeros(CLASSES, np.int64)
-        kernels.count_classes(self.codes, self.mantissa, sizes)
+        sizes = np.empty(CLASSES, np.int64)
+        blocks.count_classes(self.codes, self.mantissa, sizes)
         return sizes
 
-    def classes(self, where: np.ndarray) -> np.ndarray:
+    def kinds(self, where: np.ndarray) -> np.ndarray:
         """Returns the classes of the elements at the positions `where`, uint8."""
         return (self.codes[where] >> self.codes.dtype.type(self.mantissa)).astype(np.uint8) & 15
 
@@ -113,47 +128,24 @@ class Streams(msgspec.Struct, frozen=True, array_like=True):
     """True if the base is needed to decode, since classes are used for floats with at least _FEW changes"""
 
 
-def encode(moves: Sequence[Moves], floats_of: FloatsOf | None = None) -> Streams:
-    """Returns the streams of `moves`; equal moves give equal bytes.
-
-    With `floats_of` the classes of the base's floats are used, and the base is needed to decode.
-    """
-    changes, gaps, shifts, flags, keys = [], [], [], [], []
-    based = False
-    for m in moves:
-        floats = floats_of(m.index) if floats_of and len(m.where) >= _FEW else None
-        based = based or floats is not None
-        kinds = floats.classes(m.where) if floats else None
-        listed, counts, sizes = _listed(m, floats, kinds)
-        changes.append(Change(m.index, counts.tolist() if len(counts) > 1 else len(m.where)))
-        keys.append(_keys(m.step.itemsize, kinds, len(m.where)))
-        if listed is None:
-            moved = np.zeros(m.elements, np.uint8)
-            moved[m.where] = 1
-            flags.append(np.packbits(moved).tobytes())
-        else:
-            gaps.append(_gaps(listed, counts))
-            shifts.append(np.repeat(bits.shifts(sizes, counts), counts))
+def encode(moves: Sequence[Moves]) -> Streams:
+    """Returns the streams of `moves`; equal moves give equal bytes. Where any have classes, the base is needed
+    to decode."""
+    listed = [_listed(m) for m in moves]
     signed = [m.step.view(f"<i{m.step.itemsize}") for m in moves]
-    flags += [np.packbits(step < 0).tobytes() for step in signed]
-    # The size of the least number has no sign to lose: it wraps to itself, which is right unsigned.
-    sizes = [np.abs(step).view(m.step.dtype) for step, m in zip(signed, moves, strict=True)]
-    gap, shift = _concatenated(gaps, np.int64), _concatenated(shifts, np.uint8)
-    key, count = _concatenated(keys, np.uint8), np.zeros(256, np.int64)
-    size = _concatenated(sizes, np.result_type(np.uint8, *sizes))
-    kernels.grouped(key, size.copy(), count, size)
-    symbols, low = [], [(gap, shift)]
-    for k, value in _groups(count, size):
-        symbol, width = bits.split_sizes(value, exact=k < CLASSES + 1)
+    flags = [a.bitmap for a in listed] + [np.packbits(step < 0).tobytes() for step in signed]
+    symbols, low = [], [(a.gaps, a.shifts) for a in listed]
+    for key, size in _grouped_sizes(moves, signed):
+        symbol, width = bits.split_sizes(size, exact=key < CLASSES + 1)
         symbols.append(bits.compress(symbol.tobytes()))
-        low.append((value, width))
+        low.append((size, width))
     return Streams(
-        changes,
-        bits.compress(bits.escape_bytes(gap >> shift)),
+        [a.change for a in listed],
+        bits.compress(b"".join(bits.escape_bytes(a.gaps, a.shifts) for a in listed)),
         bits.compress(b"".join(flags)),
         symbols,
         bits.packed(low),
-        based,
+        any(_kinds(m) is not None for m in moves),
     )
 
 
@@ -179,23 +171,17 @@ def decode(
         [np.repeat(bits.shifts(p.sizes, p.counts), p.counts) for p in parts], np.uint8
     )
     tops = bits.decompress(streams.gaps, sum(elements for elements, _ in tensors) + 64)
-    high = bits.unescaped(tops, len(shift))
     flags = bits.Reader(bits.exactly(streams.flags, sum(p.flag_bytes for p in parts)))
     low = bits.LowBits(streams.low)
-    gap = bits.Reader((high << shift) | low.take(shift).view(np.int64))
-    where = [_where(p, gap, flags) for p in parts]
-    keys = [
-        _keys(p.itemsize, p.floats.classes(w) if p.floats else None, len(w))
-        for p, w in zip(parts, where, strict=True)
-    ]
-    size = bits.Reader(_sizes(streams, _concatenated(keys, np.uint8), low))
+    gap = bits.Reader(bits.unescaped(tops, shift, low.take(shift)))
+    places = [_places(p, gap, flags) for p in parts]
+    keys = [_keys(p.itemsize, kinds, len(w)) for p, (w, kinds) in zip(parts, places, strict=True)]
+    size, at = _sizes(streams, keys, low)
     moves = []
-    for part, places in zip(parts, where, strict=True):
-        count = len(places)
-        negative = np.unpackbits(flags.take(-(-count // 8)), count=count)
-        value = size.take(count).astype(f"<u{part.itemsize}")
-        step = np.where(negative, 0 - value, value)
-        moves.append(Moves(part.change.index, part.elements, places, step))
+    for part, key, (where, _) in zip(parts, keys, places, strict=True):
+        step = np.empty(len(where), f"<u{part.itemsize}")
+        kernels.ungrouped(key, size, at, flags.take(-(-len(where) // 8)), step)
+        moves.append(Moves(part.change.index, part.elements, where, step))
     return moves
 
 
@@ -251,79 +237,101 @@ def _rare(count: int, elements: int) -> bool:
     return _DENSE * count <= elements
 
 
-def _listed(
-    m: Moves, floats: Floats | None, kinds: np.ndarray | None
-) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
-    """Returns the positions listed, counted within their class and grouped by it, then `counts` and `sizes` as
-    in `_Part`; `kinds` are the classes of the changed elements, uint8. There are no positions, but None, where
-    a bitmap is smaller."""
-    elements = np.array([m.elements])
-    if not _rare(len(m.where), m.elements):
-        if not _rare(m.elements - len(m.where), m.elements):
-            return None, np.array([0]), elements
-        stays = np.ones(m.elements, bool)
-        stays[m.where] = False
-        listed = np.flatnonzero(stays)
-        return listed, np.array([len(listed)]), elements
-    if floats is None or kinds is None:
-        return m.where, np.array([len(m.where)]), elements
-    rank, sizes = np.empty(len(m.where), np.int64), np.zeros(CLASSES, np.int64)
-    kernels.ranks(floats.codes, floats.mantissa, m.where, rank, sizes)
-    listed, counts = np.empty_like(rank), np.zeros(256, np.int64)
-    kernels.grouped(kinds, rank, counts, listed)
-    return listed, counts[:CLASSES], sizes
+@dataclass(frozen=True)
+class _Listed:
+    """How the positions of a tensor's moves are told."""
+
+    change: Change
+    gaps: np.ndarray
+    """Numbers of elements between one listed and the next, in each class from its start, int64."""
+    shifts: np.ndarray
+    """How many low bits of each gap are stored as they are, uint8."""
+    bitmap: bytes = b""
+    """The positions, if they are not listed since neither changed nor unchanged elements are rare"""
 
 
-def _gaps(listed: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns the number of elements between one listed and the next, in each class from its start."""
-    gaps = np.diff(listed, prepend=-1) - 1
-    first = (np.cumsum(counts) - counts)[counts > 0]
-    gaps[first] = listed[first]
-    return gaps
+def _listed(m: Moves) -> _Listed:
+    count, kinds = len(m.where), _kinds(m)
+    change = Change(m.index, count)
+    if m.classes is not None and kinds is not None and _rare(count, m.elements):
+        counts = _tally([kinds])[:CLASSES]
+        gaps = np.empty_like(m.classes.gaps)
+        kernels.grouped(kinds, m.classes.gaps, np.cumsum(counts) - counts, gaps)
+        shifts = np.repeat(bits.shifts(m.classes.sizes, counts), counts)
+        return _Listed(Change(m.index, counts.tolist()), gaps, shifts)
+    if not _rare(count, m.elements):
+        moved = np.zeros(m.elements, np.uint8)
+        moved[m.where] = 1
+        if not _rare(m.elements - count, m.elements):
+            nothing = np.empty(0, np.int64)
+            return _Listed(change, nothing, nothing, np.packbits(moved).tobytes())
+        where = np.flatnonzero(moved == 0)
+    else:
+        where = m.where
+    counts = np.array([len(where)])
+    shifts = np.repeat(bits.shifts(np.array([m.elements]), counts), counts)
+    return _Listed(change, np.diff(where, prepend=-1) - 1, shifts)
 
 
-def _where(part: _Part, gaps: "bits.Reader", flags: "bits.Reader") -> np.ndarray:
-    """Returns the positions of the changed elements, int64, rising.
+def _kinds(m: Moves) -> np.ndarray | None:
+    """Returns the classes of the changed elements, uint8, if classes are used."""
+    return m.classes.kinds if m.classes is not None and len(m.where) >= _FEW else None
 
-    Raises ValueError where their number is not the announced one.
+
+def _grouped_sizes(
+    moves: Sequence[Moves], signed: Sequence[np.ndarray]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields each stream of symbols that occurs, as `_keys` numbers them, with the |step| that are in it."""
+    # The size of the least number has no sign to lose: it wraps to itself, which is right unsigned.
+    sizes = [np.abs(step).view(m.step.dtype) for step, m in zip(signed, moves, strict=True)]
+    keys = [_keys(m.step.itemsize, _kinds(m), len(m.where)) for m in moves]
+    count = _tally(keys)
+    at = np.cumsum(count) - count
+    grouped = np.empty(int(count.sum()), np.result_type(np.uint8, *sizes))
+    for key, size in zip(keys, sizes, strict=True):
+        kernels.grouped(key, size, at, grouped)
+    for key in np.flatnonzero(count):
+        yield int(key), grouped[at[key] - count[key] : at[key]]
+
+
+def _places(
+    part: _Part, gaps: "bits.Reader", flags: "bits.Reader"
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the positions of the changed elements, int64, rising, and their classes, uint8, if these are
+    used.
+
+    Raises ValueError for an element beyond the last, or where their number is not the announced one.
     """
     if part.bitmap:
         where = np.flatnonzero(
             np.unpackbits(flags.take(-(-part.elements // 8)), count=part.elements)
         )
     else:
-        rank = _ranks(part, gaps.take(int(part.counts.sum())))
-        if len(part.counts) > 1:
-            assert part.floats is not None
-            starts = np.concatenate(([0], np.cumsum(part.counts)))
-            where = np.empty(len(rank), np.int64)
-            f = part.floats
-            where = where[: kernels.places(f.codes, f.mantissa, rank, starts, where)]
-        elif len(rank) == part.change.count:
-            where = rank
-        else:
+        gap = gaps.take(int(part.counts.sum()))
+        beyond = len(gap) > 0 and gap.view(np.uint64).max() >= part.elements
+        if len(part.counts) > 1 and not beyond:
+            return _places_by_class(part, gap)
+        where = np.cumsum(gap + 1) - 1
+        if beyond or (len(where) > 0 and where[-1] >= part.elements):
+            raise ValueError(f"an element beyond the {part.elements} of tensor {part.change.index}")
+        if len(where) != part.change.count:
             moved = np.ones(part.elements, bool)
-            moved[rank] = False
+            moved[where] = False
             where = np.flatnonzero(moved)
     if len(where) != part.change.count:
         raise ValueError(f"{len(where)} changes instead of {part.change.count}")
-    return where
+    return where, part.floats.kinds(where) if part.floats else None
 
 
-def _ranks(part: _Part, gaps: np.ndarray) -> np.ndarray:
-    """Returns the listed positions again: the inverse of `_gaps`.
-
-    Raises ValueError for an element that a class does not have.
-    """
-    ends = np.cumsum(part.counts)
-    rank = np.cumsum(gaps + 1) - 1
-    before = np.concatenate(([-1], rank))[ends - part.counts]
-    rank -= np.repeat(before + 1, part.counts)
-    some = part.counts > 0
-    strange = (gaps < 0) | (gaps >= part.elements)
-    if strange.any() or (rank[ends[some] - 1] >= part.sizes[some]).any():
-        raise ValueError(f"an element beyond the {part.elements} of tensor {part.change.index}")
-    return rank
+def _places_by_class(part: _Part, gap: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    assert part.floats is not None
+    codes, mantissa = part.floats.codes, part.floats.mantissa
+    starts = np.concatenate(([0], np.cumsum(part.counts)))
+    where, kinds = np.empty(len(gap), np.int64), np.empty(len(gap), np.uint8)
+    found = blocks.places(codes, mantissa, gap, starts, where, kinds)
+    if found != len(gap):
+        raise ValueError(f"{found} changes instead of {len(gap)}")
+    return where, kinds
 
 
 def _keys(itemsize: int, kinds: np.ndarray | None, count: int) -> np.ndarray:
@@ -335,27 +343,31 @@ def _keys(itemsize: int, kinds: np.ndarray | None, count: int) -> np.ndarray:
     return kinds + np.uint8(first + 1)
 
 
-def _sizes(streams: Streams, key: np.ndarray, low: "bits.LowBits") -> np.ndarray:
-    """Returns |step| of each element, uint64, given the stream that it is in."""
-    count = np.bincount(key, minlength=256)
+def _tally(keys: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns how often each key occurs in all arrays together, int64 [256]."""
+    count = np.zeros(256, np.int64)
+    for some in keys:
+        kernels.tally(some, count)
+    return count
+
+
+def _sizes(
+    streams: Streams, keys: Sequence[np.ndarray], low: "bits.LowBits"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns |step| of all elements, uint64, grouped by the stream that each is in, as `keys` says for each
+    tensor; and where in them each stream begins, int64 [256]."""
+    count = _tally(keys)
     found = np.flatnonzero(count)
     if len(found) != len(streams.steps):
         raise ValueError(f"{len(streams.steps)} streams of steps instead of {len(found)}")
-    sizes = []
+    ends = np.cumsum(count)
+    size = np.empty(ends[-1], np.uint64)
     for k, stream in zip(found, streams.steps, strict=True):
         symbol, exact = bits.exactly(stream, int(count[k])), bool(k < CLASSES + 1)
-        sizes.append(bits.join_sizes(symbol, low.take(bits.widths(symbol, exact)), exact))
+        own = size[ends[k] - count[k] : ends[k]]
+        bits.join_sizes(symbol, low.take(bits.widths(symbol, exact)), exact, own)
     low.finish()
-    size = np.empty(len(key), np.uint64)
-    kernels.ungrouped(key, _concatenated(sizes, np.uint64), count, size)
-    return size
-
-
-def _groups(counts: np.ndarray, values: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields each key that occurs with its part of `values`, which are in the order of their keys."""
-    ends = np.cumsum(counts)
-    for k in np.flatnonzero(counts):
-        yield int(k), values[ends[k] - counts[k] : ends[k]]
+    return size, ends - count
 
 
 def _concatenated(arrays: Sequence[np.ndarray], dtype: npt.DTypeLike) -> np.ndarray:

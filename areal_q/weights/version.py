@@ -7,7 +7,7 @@ them. Pure: the sockets are in buffer/weight_sync/.
 import math
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,22 +170,24 @@ def unpack_version(manifest: Manifest, payload: torch.Tensor) -> WeightVersion:
     return verifier.finish()
 
 
-def unpack_unnamed(manifest: Manifest, payload: torch.Tensor) -> WeightVersion:
+def unpack_unnamed(
+    manifest: Manifest, payload: torch.Tensor, fill: Callable[[int], None]
+) -> WeightVersion:
     """Returns the version where the manifest lacks the tensors' own digests: they are computed and filled in.
 
-    The version's digest covers them all; raises WeightVersionError if it differs.
+    `fill` is called with the index of each tensor, to write its bytes into the payload; they are hashed at
+    once, while they are in the CPU's cache. The version's digest covers them all; raises WeightVersionError if
+    it differs.
     """
     if payload.dtype != torch.uint8 or payload.numel() != manifest.nbytes:
         raise WeightVersionError(
             f"version {manifest.version}: {payload.numel()} of {manifest.nbytes} bytes"
         )
-    raw = payload.numpy().data
-    specs = [
-        msgspec.structs.replace(
-            s, digest=xxhash.xxh3_128_hexdigest(raw[s.offset : s.offset + s.nbytes])
-        )
-        for s in manifest.tensors
-    ]
+    raw, specs = payload.numpy().data, []
+    for index, s in enumerate(manifest.tensors):
+        fill(index)
+        digest = xxhash.xxh3_128_hexdigest(raw[s.offset : s.offset + s.nbytes])
+        specs.append(msgspec.structs.replace(s, digest=digest))
     manifest = msgspec.structs.replace(manifest, tensors=specs)
     check_version(manifest)
     return WeightVersion(manifest, payload, _views(manifest, payload))

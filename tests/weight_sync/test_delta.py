@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import xxhash
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,10 +16,12 @@ from hypothesis import strategies as st
 from areal_q import messages
 from areal_q.errors import WeightVersionError
 from areal_q.messages import Noise
-from areal_q.weights import delta, delta_codec, delta_kernels, version
+from areal_q.weights import bit_packing, block_kernels, delta, delta_codec, version
+from areal_q.weights.block_kernels import CLASSES
 from areal_q.weights.delta_codec import Moves
 from areal_q.weights.version import WeightVersion
 
+FLOATS = [torch.float8_e5m2, torch.bfloat16, torch.float32, torch.float64]
 DTYPES = [torch.int8, torch.uint8, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
 
 
@@ -240,24 +243,91 @@ def test_a_stream_that_unpacks_to_too_much_is_refused_unread(stream: str) -> Non
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 1000])
 @pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
-def test_kernels_find_what_numpy_finds(size: int, share: float) -> None:
-    rng = np.random.default_rng(size)
-    old = rng.integers(0, 1 << 16, size, np.uint16)
-    now = np.where(rng.random(size) < share, old + np.uint16(1), old)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_kernels_find_what_numpy_finds(size: int, share: float, dtype: torch.dtype) -> None:
+    rng, mantissa = np.random.default_rng(size), delta.MANTISSA[dtype]
+    old = codes(random_bits(rng, size, dtype))
+    now = np.where(rng.random(size) < share, old + old.dtype.type(1), old)
     where, step = np.empty(size, np.int64), np.empty_like(old)
-    count = delta_kernels.changed(old, now, False, where, step)
+    count = block_kernels.changed(old, now, where, step)
     assert where[:count].tolist() == np.flatnonzero(old != now).tolist()
     assert (step[:count] == 1).all()
-    where, kinds = where[:count], (old >> 7) & 15
-    rank, sizes = np.empty(count, np.int64), np.zeros(delta_kernels.CLASSES, np.int64)
-    delta_kernels.ranks(old, 7, where, rank, sizes)
-    assert rank.tolist() == [(kinds[:i] == kinds[i]).sum() for i in where]
-    assert sizes.tolist() == np.bincount(kinds, minlength=delta_kernels.CLASSES).tolist()
-    order = np.argsort(kinds[where], kind="stable")
-    starts = np.searchsorted(kinds[where][order], np.arange(delta_kernels.CLASSES + 1))
-    found = np.empty_like(where)
-    assert delta_kernels.places(old, 7, rank[order], starts, found) == count
-    assert found.tolist() == where.tolist()
+    where, classes = where[:count].copy(), (old >> old.dtype.type(mantissa)) & 15
+    found, step, kinds = np.empty(size, np.int64), np.empty_like(old), np.empty(size, np.uint8)
+    gaps, sizes = np.empty(size, np.int64), np.empty(CLASSES, np.int64)
+    outputs = found, step, kinds, gaps, sizes
+    assert block_kernels.changed_floats(old, now, mantissa, *outputs) == count
+    assert found[:count].tolist() == where.tolist()
+    assert np.array_equal(step[:count], in_order(now)[where] - in_order(old)[where])
+    assert kinds[:count].tolist() == classes[where].tolist()
+    assert sizes.tolist() == np.bincount(classes.astype(int), minlength=CLASSES).tolist()
+    for c in range(CLASSES):
+        members = np.flatnonzero(classes == c)
+        ranks = np.flatnonzero(np.isin(members, where))
+        assert (
+            gaps[:count][kinds[:count] == c].tolist() == (np.diff(ranks, prepend=-1) - 1).tolist()
+        )
+    order = np.argsort(kinds[:count], kind="stable")
+    starts = np.searchsorted(kinds[:count][order], np.arange(CLASSES + 1))
+    again, kinds_again = np.empty_like(where), np.empty(count, np.uint8)
+    grouped = gaps[:count][order]
+    assert block_kernels.places(old, mantissa, grouped, starts, again, kinds_again) == count
+    assert again.tolist() == where.tolist() and kinds_again.tolist() == kinds[:count].tolist()
+
+
+def in_order(bits: np.ndarray) -> np.ndarray:
+    """The bit patterns of floats as unsigned integers that rise with the value."""
+    top = bits.dtype.type(1 << (8 * bits.itemsize - 1))
+    return np.where(bits < top, bits + top, ~bits)
+
+
+def test_bits_are_packed_lowest_first_without_padding() -> None:
+    rng = np.random.default_rng(0)
+    widths = [rng.integers(0, 62, n).astype(np.uint8) for n in (0, 1, 500, 64)]
+    values = [rng.integers(0, 1 << 63, len(w), np.uint64) for w in widths]
+    number, at = 0, 0
+    for value, width in zip(np.concatenate(values), np.concatenate(widths), strict=True):
+        number |= (int(value) & ((1 << int(width)) - 1)) << at
+        at += int(width)
+    packed = bit_packing.packed(list(zip(values, widths, strict=True)))
+    assert packed == number.to_bytes(-(-at // 8), "little")
+    low = bit_packing.LowBits(packed)
+    for value, width in zip(values, widths, strict=True):
+        mask = (np.uint64(1) << width.astype(np.uint64)) - np.uint64(1)
+        assert low.take(width).tolist() == (value & mask).tolist()
+    low.finish()
+
+
+def test_streams_are_those_that_other_workers_read() -> None:
+    """The digest is that of streams which commit ca03f95 made, uncompressed: zstd may change."""
+
+    def numbers(count: int, seed: int) -> np.ndarray:
+        mixed = (np.arange(count, dtype=np.uint64) + np.uint64(seed)) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
+        return (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9) >> np.uint64(32)
+
+    old, new = {}, {}
+    for seed, (dtype, one_in) in enumerate(itertools.product(DTYPES, (2, 2000, 10, 1))):
+        size = 5_003
+        name, tensor = f"t{seed}", torch.zeros(size, dtype=dtype)
+        codes(tensor)[:] = numbers(size, seed) * numbers(size, seed + 9)
+        changes = numbers(size, seed + 50)
+        moves = np.where(changes % np.uint64(one_in) == 0, changes % np.uint64(5) + np.uint64(1), 0)
+        old[name], new[name] = tensor, tensor.clone()
+        codes(new[name])[:] += moves.astype(codes(tensor).dtype)
+    body = delta.diff(make_version(1, old), make_version(2, new))
+    assert body is not None
+    streams = delta._decode_body(body).streams
+    gaps, flags, *steps = (
+        bit_packing.decompress(stream, 1 << 30)
+        for stream in (streams.gaps, streams.flags, *streams.steps)
+    )
+    content = messages.encode(msgspec.structs.replace(streams, gaps=gaps, flags=flags, steps=steps))
+    assert (len(content), xxhash.xxh3_128_hexdigest(content)) == (
+        69574,
+        "c3b0c9174e1e345f75bf84f757ea4fbc",
+    )
 
 
 def test_a_last_place_beyond_its_tensor_is_refused() -> None:
@@ -269,14 +339,19 @@ def test_a_last_place_beyond_its_tensor_is_refused() -> None:
 
 
 def test_places_of_a_class_without_changes_are_none() -> None:
-    codes, where = np.array([0, 1, 1, 1, 0, 2], np.uint8), np.array([0, 5])
-    rank, sizes = np.empty(2, np.int64), np.zeros(delta_kernels.CLASSES, np.int64)
-    delta_kernels.ranks(codes, 0, where, rank, sizes)
-    assert sizes[:3].tolist() == [2, 3, 1]
-    starts = np.array([0, 1, 1, *[2] * (delta_kernels.CLASSES - 2)])
-    found = np.full(len(codes), -1)
-    assert delta_kernels.places(codes, 0, rank, starts, found) == 2
-    assert found.tolist() == [0, 5, -1, -1, -1, -1]
+    elements, gaps = np.array([0, 1, 1, 1, 0, 2], np.uint8), np.array([0, 0])
+    starts = np.array([0, 1, 1, *[2] * (CLASSES - 2)])
+    found, kinds = np.full(len(elements), -1), np.full(len(elements), 9, np.uint8)
+    assert block_kernels.places(elements, 0, gaps, starts, found, kinds) == 2
+    assert found.tolist() == [0, 5, -1, -1, -1, -1] and kinds.tolist() == [0, 2, 9, 9, 9, 9]
+
+
+@pytest.mark.parametrize("gap", [2, 70])
+def test_a_place_beyond_its_class_is_not_found(gap: int) -> None:
+    elements = np.array([1, 1, *[0] * 70], np.uint8)
+    starts = np.array([0, 0, *[1] * (CLASSES - 1)])
+    found, kinds = np.empty(1, np.int64), np.empty(1, np.uint8)
+    assert block_kernels.places(elements, 0, np.array([gap]), starts, found, kinds) == 0
 
 
 @pytest.mark.parametrize("counts", [9, [4, 4]])
