@@ -84,7 +84,10 @@ class Trunk(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.width)
+        weight = torch.empty(config.vocab_size, config.width)
+        if not weight.is_meta:  # to draw numbers there, torch imports torch.compile
+            nn.init.normal_(weight)
+        self.embed_tokens = nn.Embedding.from_pretrained(weight, freeze=False)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.layers))
         self.norm = nn.RMSNorm(config.width, config.norm_eps)
 

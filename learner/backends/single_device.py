@@ -76,8 +76,8 @@ class TorchPolicy:
 
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The policy's optimizer. It is built at its first use, because with the first one torch imports
-        torch.compile's front end, which takes more than a second."""
+        """The policy's optimizer. It is built at its first use, because torch imports torch.compile's front end
+        for Muon, which takes more than a second."""
         return build_optimizer(self.model, self.cfg.optimizer)
 
     def build_optimizers(self) -> None:

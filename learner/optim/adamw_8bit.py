@@ -23,6 +23,7 @@ from torch import Tensor
 
 from areal_q.quant.activations import on
 from learner.optim.dtensor import local, most_rows
+from learner.optim.uncompiled import Uncompiled
 
 BLOCK = 256
 SIGNED_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
@@ -122,7 +123,7 @@ class ParameterShard:
         return largest[self._first : self._first + self._blocks].clone()
 
 
-class AdamW8bit(torch.optim.Optimizer):
+class AdamW8bit(Uncompiled):
     """AdamW with the arguments of torch.optim.AdamW; parameters with fewer than `small` elements have float32
     moments."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from areal_q.config.learner import AdamW, AdamW8bit, Muon, OptimizerConfig
-from learner.optim import adamw_8bit
+from learner.optim import adamw_8bit, uncompiled
 
 NOT_HIDDEN = ("embed_tokens.weight", "lm_head.weight", "head.weight", "mlp.gate.weight")
 """Matrices that AdamW updates instead of Muon: embedding and heads, and routers, whose rows are classes as
@@ -37,7 +37,7 @@ def _groups(model: nn.Module, cfg: OptimizerConfig, without: set[nn.Parameter]) 
 
 def _adamw(model: nn.Module, cfg: AdamW) -> torch.optim.Optimizer:
     groups = _groups(model, cfg, set())
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+    return uncompiled.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
 
 
 def _adamw8bit(model: nn.Module, cfg: AdamW8bit) -> torch.optim.Optimizer:
@@ -61,7 +61,7 @@ def _muon(model: nn.Module, cfg: Muon) -> torch.optim.Optimizer:
         adjust_lr_fn="match_rms_adamw",
     )
     others = _groups(model, cfg, set(hidden))
-    adamw = torch.optim.AdamW(others, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+    adamw = uncompiled.AdamW(others, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
     return Several(muon, adamw)
 
 

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import subprocess
+import sys
 import threading
 from unittest.mock import Mock, create_autospec
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from areal_q.config import AdamW, AdamW8bit, Muon, OptimizerConfig
 from areal_q.errors import DivergedError
+from areal_q.models.hf.checkpoint import save_decoder
 from learner import checkpoint
 from learner.backends import critic, single_device
 from learner.backends.single_device import TorchPolicy
@@ -149,6 +152,46 @@ def test_muon_takes_the_hidden_matrices_and_adamw_the_rest():
             part.zero_grad()
     for one, other in zip(ours.parameters(), net.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_adamw_is_torchs_bit_for_bit():
+    ours, net = Net(), Net()
+    ours.learn(AdamW(weight_decay=0.1), 5, 1e-2)
+    decay = [{"params": [net.q_proj.weight, net.lm_head.weight], "weight_decay": 0.1}]
+    groups = [*decay, {"params": [net.q_proj.bias], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
+    g = torch.Generator().manual_seed(1)
+    x, y = torch.randn(32, 64, generator=g), torch.randn(32, 64, generator=g)
+    for _ in range(5):
+        (net.lm_head(net.q_proj(x).tanh()) - y).square().mean().backward()
+        adamw.step()
+        adamw.zero_grad()
+    for one, other in zip(ours.parameters(), net.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+STEP = """
+import sys, torch
+from areal_q.config import AdamW, AdamW8bit
+from areal_q.models import load_decoder
+from learner.optim.build import build_optimizer, optimizer_step
+
+for cfg in (AdamW(), AdamW8bit(small=1)):
+    model = load_decoder(sys.argv[1])
+    optimizer = build_optimizer(model, cfg)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer_step(model, optimizer, 0.1, 1.0)
+    optimizer.load_state_dict(optimizer.state_dict())
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_loaded_model_takes_steps_without_torch_compile(make_run: MakeRun, tmp_path):
+    """It would take a second and 70 MiB."""
+    save_decoder(build_policy(make_run()).model, tmp_path / "model")
+    command = [sys.executable, "-c", STEP, str(tmp_path / "model")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw8bit", "muon"])
