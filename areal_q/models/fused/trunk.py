@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 from torch.utils.checkpoint import checkpoint
 
 from areal_q.models.fused.functions import (
@@ -44,11 +44,13 @@ def suits(trunk: Any) -> bool:
 def hidden_states(trunk: Any, token_ids: Tensor, layout: PackedLayout) -> Tensor:
     """Returns the hidden states after the final norm, bfloat16 [T, D], for token_ids int64 [T].
 
-    Rows are added to a pass over short sequences that attend to nothing; their gradient is 0."""
+    Rows are added to a pass over short sequences that attend to nothing; their gradient is 0. The gradient of a
+    tied embedding is sparse: it is added to that of the output head, which has all rows."""
     added = (0, added_rows(len(token_ids)) if layout.longest <= _LONGEST else 0)
     positions = pad(layout.positions, added)
     cos, sin = (table[positions] for table in rope_tables(trunk.config, layout.longest))
-    x, delta = trunk.embed_tokens(pad(token_ids, added)), None
+    weight, tied = trunk.embed_tokens.weight, trunk.config.tied
+    x, delta = embedding(pad(token_ids, added), weight, sparse=tied), None
     for layer in trunk.layers:
         if layer.recompute and torch.is_grad_enabled():
             out: Any = checkpoint(_layer, layer, x, delta, cos, sin, layout, use_reentrant=False)
