@@ -36,6 +36,7 @@ def outcome(
     return [x.detach().double() for x in (logprobs, entropies, own.grad, theirs.grad)]
 
 
+@pytest.mark.parametrize("kept", [0, 1 << 20])
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("vocabulary", [3, 256, 700])
@@ -45,9 +46,12 @@ def test_head_agrees_with_the_definition(
     vocabulary: int,
     learns: bool,
     packs: bool,
+    kept: int,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Whether the weight is packed or not, which is as the processor has it."""
+    """Whether the weight is packed or not, which is as the processor has it, and whether exponentials are kept
+    or not."""
+    monkeypatch.setattr("areal_q.models.fused.head._KEPT", kept)
     monkeypatch.setattr("areal_q.models.fused.head._packs", lambda: packs)
     monkeypatch.setattr("areal_q.models.logprobs.BLOCK", 1)
     inputs = case(20, vocabulary)
@@ -58,7 +62,11 @@ def test_head_agrees_with_the_definition(
         assert (found - expected).norm() < 0.01 * expected.norm()
 
 
-def test_a_confident_token_keeps_the_sign_of_its_gradient():
+@pytest.mark.parametrize("kept", [0, 1 << 20])
+def test_a_confident_token_keeps_the_sign_of_its_gradient(
+    kept: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("areal_q.models.fused.head._KEPT", kept)
     hidden, weight = torch.ones(1, 3).bfloat16(), torch.zeros(20, 3)
     weight[7] = 2.265625  # the logit, 6.796875, lies between two numbers of bfloat16
     target = torch.tensor([7])
@@ -68,9 +76,11 @@ def test_a_confident_token_keeps_the_sign_of_its_gradient():
 
 def test_targets_outside_the_rows_have_the_logit_zero():
     hidden, weight, _ = case(2, 600)
+    hidden.requires_grad_()
     chosen, lse, _ = blocks(hidden, weight, torch.tensor([-1, 600]), 1.0)
     assert chosen.tolist() == [0, 0]
     torch.testing.assert_close(lse, (hidden.float() @ weight.t()).logsumexp(-1))
+    assert not torch.autograd.grad(chosen.sum(), hidden)[0].any()
 
 
 def test_a_hidden_state_that_is_not_finite_shows():
@@ -86,5 +96,5 @@ def test_head_in_bfloat16_leaves_float32_products_alone():
     before = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError), rounded_factors():
         raise RuntimeError
-    SoftmaxHead.apply(hidden, weight, targets, 1.0, 256)
+    SoftmaxHead.apply(hidden, weight, targets, 1.0, 256, False)
     assert torch.backends.mkldnn.matmul.fp32_precision == before  # type: ignore[attr-defined]

@@ -143,11 +143,12 @@ def swiglu_backward(grad, gate_up, grad_gate_up, y):
             to_gate[i] = nearest_bf16(d * u * (s + silu * (float32(1.0) - s)))
 
 
-@kernel(void(F2, nt.int64, nt.float32, I1, F1, F1, F1, F1, I1), fastmath=SUMS)
-def softmax_sums(logits, start, scale, targets, chosen, largest, total, weighted, top):
+@kernel(void(F2, nt.int64, nt.float32, I1, F1, F1, F1, F1, I1, B2), fastmath=SUMS)
+def softmax_sums(logits, start, scale, targets, chosen, largest, total, weighted, top, kept):
     """Goes on with the sums of a softmax over columns start … start + B of l = logits · scale, [T, B]: the
     largest l and its column `top`, Σ exp(l - largest) and Σ exp(l - largest) · (l - largest), each [T], and l
-    of the target, if it is among them."""
+    of the target, if it is among them. `logits` become exp(l - largest), and so does `kept` if it has rows, but
+    0 for the target."""
     for t in range(logits.shape[0]):
         row, columns = logits[t], logits.shape[1]
         if start <= targets[t] < start + columns:
@@ -169,17 +170,22 @@ def softmax_sums(logits, start, scale, targets, chosen, largest, total, weighted
         sums = float32(0.0)
         for j in range(columns):
             x = row[j] * scale - above
-            e = inlined_exp(x)
-            exps += e
-            sums += e * x
+            row[j] = inlined_exp(x)
+            exps += row[j]
+            sums += row[j] * x
         total[t] += exps
         weighted[t] += sums
+        if kept.shape[0]:
+            out = kept[t]
+            for j in range(columns):
+                out[j] = nearest_bf16(row[j])
+            if start <= targets[t] < start + columns:
+                out[targets[t] - start] = uint16(0)
 
 
-@kernel(void(B2, nt.int64, nt.float32, I2, F2, F2, B2, F1), fastmath=FMA)
-def softmax_gradient(logits, start, scale, places, exact, slopes, grad, own):
-    """Computes the gradient of logits [T, B] from columns start … start + B of a softmax. The target's is 0 in
-    `grad`, and is set in `own` [T] instead if the target is among these columns.
+@kernel(void(B2, nt.int64, nt.float32, I2, F2, F2, B2), fastmath=FMA)
+def softmax_gradient(logits, start, scale, places, exact, slopes, grad):
+    """Computes the gradient of logits [T, B] from columns start … start + B of a softmax, but 0 for the target.
 
     `places` [T, 2] are the columns of the target and of the largest logit, `exact` [T, 4] their l, lse and
     entropy, and `slopes` [T, 3] the gradients of the target's l, of lse and of the entropy. The given logits
@@ -197,6 +203,4 @@ def softmax_gradient(logits, start, scale, places, exact, slopes, grad, own):
             x = exact[t, 1] - lse
             out[top] = nearest_bf16(inlined_exp(x) * (of_lse - of_entropy * (x + entropy)))
         if 0 <= target < row.shape[0]:
-            x = exact[t, 0] - lse
             out[target] = uint16(0)
-            own[t] = slopes[t, 0] * scale + inlined_exp(x) * (of_lse - of_entropy * (x + entropy))
