@@ -2,7 +2,8 @@
 
 Products are of bfloat16 factors, accumulated in float32, by oneDNN. What lies between two products is one
 kernel each way (areal_q/models/fused/kernels.py). The residual stream, the weights and the gradients of weights
-are float32; a product's result and the gradient of an activation are bfloat16.
+are float32; a product's result and the gradient of an activation are bfloat16. Weights are rounded again in the
+backward pass, as copies that waited for it would take half as much memory as the model.
 
 Notation: as in kernels.py.
 """
@@ -95,18 +96,17 @@ class Projections(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> Tensor:
         count = len(parameters) // 2
-        weights, biases = parameters[:count], parameters[count:]
-        weight = cast([w for w in weights if w is not None])
-        ctx.rows = [len(w) for w in weights if w is not None]
-        given = [b for b in biases if b is not None]
+        weights = [w for w in parameters[:count] if w is not None]
+        ctx.rows = [len(w) for w in weights]
+        given = [b for b in parameters[count:] if b is not None]
         bias = torch.cat(given).to(torch.bfloat16) if given else None
-        ctx.save_for_backward(x, weight)
-        return torch.nn.functional.linear(x, weight, bias)
+        ctx.save_for_backward(x, *weights)
+        return torch.nn.functional.linear(x, cast(weights), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
+        x, *weights = ctx.saved_tensors
         grad = grads[0].contiguous()
         count = len(ctx.rows)
         of_weights: list[Tensor | None] = [None] * count
@@ -115,7 +115,7 @@ class Projections(torch.autograd.Function):
             of_weights = list(weight_gradients(grad, x, ctx.rows))
         if any(ctx.needs_input_grad[1 + count :]):
             of_biases = list(grad.sum(0, dtype=torch.float32).split(ctx.rows))
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        grad_x = grad @ cast(weights) if ctx.needs_input_grad[0] else None
         needed = zip([*of_weights, *of_biases], ctx.needs_input_grad[1:], strict=True)
         return grad_x, *(g if needs else None for g, needs in needed)
 
@@ -126,26 +126,25 @@ class SwigluMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        first, second = cast([gate, up]), cast([down])
-        gate_up = x @ first.t()
+        gate_up = x @ cast([gate, up]).t()
         y = gate_up.new_empty(len(x), down.shape[1])
         kernels.swiglu(*arrays(gate_up, y))
-        ctx.save_for_backward(x, first, second, gate_up)
-        return y @ second.t()
+        ctx.save_for_backward(x, gate, up, down, gate_up)
+        return y @ cast([down]).t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
-        x, first, second, gate_up = ctx.saved_tensors
+        x, gate, up, down, gate_up = ctx.saved_tensors
         grad = grads[0].contiguous()
         grad_gate_up = torch.empty_like(gate_up)
-        y = gate_up.new_empty(len(x), second.shape[1])
-        kernels.swiglu_backward(*arrays(grad @ second, gate_up, grad_gate_up, y))
+        y = gate_up.new_empty(len(x), down.shape[1])
+        kernels.swiglu_backward(*arrays(grad @ cast([down]), gate_up, grad_gate_up, y))
         of_gate = of_up = of_down = None
         if any(ctx.needs_input_grad[1:]):
-            (of_down,) = weight_gradients(grad, y, [len(second)])
-            of_gate, of_up = weight_gradients(grad_gate_up, x, [len(first) // 2] * 2)
-        return grad_gate_up @ first, of_gate, of_up, of_down
+            (of_down,) = weight_gradients(grad, y, [len(down)])
+            of_gate, of_up = weight_gradients(grad_gate_up, x, [len(gate)] * 2)
+        return grad_gate_up @ cast([gate, up]), of_gate, of_up, of_down
 
 
 class Rotate(torch.autograd.Function):
