@@ -14,6 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from areal_q.quant.kernels.cpu_tile import spread
 from areal_q.quant.kernels.jit import kernel
 
 CLASSES = 16
@@ -23,7 +24,7 @@ BLOCK = 64
 NEVER = 1 << 62
 int64, uint8, uint64 = np.int64, np.uint8, np.uint64
 ONE = uint64(1)
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_I64 = ir.IntType(64)
 _BYTES, _WORDS = ir.VectorType(ir.IntType(8), BLOCK), ir.VectorType(_I64, CLASSES)
 IN_BYTE = np.array(
     [
@@ -33,14 +34,6 @@ IN_BYTE = np.array(
     np.uint8,
 )
 """Number of the bit of a byte that is its k-th, from 0 on, of those that are set"""
-
-
-def _spread(builder: Any, number: Any, kind: ir.VectorType) -> Any:
-    """Returns a vector of `kind` whose lanes all hold `number`."""
-    nothing = ir.Constant(kind, ir.Undefined)
-    first = builder.insert_element(nothing, number, ir.Constant(_I32, 0))
-    zeros = ir.Constant(ir.VectorType(_I32, kind.count), [0] * kind.count)
-    return builder.shuffle_vector(first, nothing, zeros)
 
 
 def _words(context: Any, builder: Any, kind: Any, array: Any) -> Any:
@@ -96,13 +89,13 @@ def _by_class(typing: Any, codes: Any, start: Any, mantissa: Any, members: Any) 
         x = _block(context, builder, codes, args[0], args[1])
         width = x.type.element
         shift = args[2] if width == _I64 else builder.trunc(args[2], width)
-        x = builder.lshr(x, _spread(builder, shift, x.type))
+        x = builder.lshr(x, spread(builder, shift, x.type))
         x = x if x.type == _BYTES else builder.trunc(x, _BYTES)
         found = ir.Constant(_WORDS, [-1] * CLASSES)
         for bit in range(4):  # of the class: its elements have all four as it has them
             mask = builder.and_(x, ir.Constant(_BYTES, [1 << bit] * BLOCK))
             word = builder.icmp_unsigned("!=", mask, ir.Constant(_BYTES, [0] * BLOCK))
-            words = _spread(builder, builder.bitcast(word, _I64), _WORDS)
+            words = spread(builder, builder.bitcast(word, _I64), _WORDS)
             flip = ir.Constant(_WORDS, [0 if c >> bit & 1 else -1 for c in range(CLASSES)])
             found = builder.and_(found, builder.xor(words, flip))
         builder.store(found, _words(context, builder, members, args[3]), align=8)

@@ -55,25 +55,27 @@ class Mxfp4:
         blocks = (ranges or checked_ranges(self.ranges, w, name)).blocks
         biased = blocks.contiguous().view(torch.int32) >> 23  # the exponent's bits of a float32
         scale = (biased - TOP_POWER).clamp_(min=0).to(torch.uint8)
-        packed = e2m1.quantize(w, real_scale(scale), BLOCK, name)
+        packed = e2m1.quantize(w, _powers(scale), BLOCK, name)
         return {"weight_packed": packed, "weight_scale": scale}
 
     def dequantize(self, parts: Parts) -> Tensor:
         values = e2m1.decode(e2m1.unpack(parts["weight_packed"]))
-        scaled = blocked(values, BLOCK) * real_scale(parts["weight_scale"]).unsqueeze(-1)
+        scaled = blocked(values, BLOCK) * real_scale(parts).unsqueeze(-1)
         return unblocked(scaled, values.shape[1])
 
     def error_bound(self, parts: Parts) -> Tensor:
         codes = e2m1.unpack(parts["weight_packed"])
         errors = torch.where(codes & 7 == 7, 2.0, e2m1.error(codes))
-        return unblocked(
-            blocked(errors, BLOCK) * real_scale(parts["weight_scale"]).unsqueeze(-1), codes.shape[1]
-        )
+        return unblocked(blocked(errors, BLOCK) * real_scale(parts).unsqueeze(-1), codes.shape[1])
 
     def linear(self, parts: Sequence[Parts]) -> FloatLinear:
         return FloatLinear(torch.cat([self.dequantize(p) for p in parts]))
 
 
-def real_scale(scale: Tensor) -> Tensor:
-    """Returns the powers of two that `weight_scale` stands for, float32 [out, blocks]."""
+def real_scale(parts: Parts) -> Tensor:
+    """Returns the numbers by which codes are multiplied, float32 [out, blocks]."""
+    return _powers(parts["weight_scale"])
+
+
+def _powers(scale: Tensor) -> Tensor:
     return scale.view(torch.float8_e8m0fnu).to(torch.float32)

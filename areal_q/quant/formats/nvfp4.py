@@ -68,11 +68,11 @@ class Nvfp4:
 
     def dequantize(self, parts: Parts) -> Tensor:
         values = e2m1.decode(e2m1.unpack(parts["weight_packed"]))
-        return unblocked(blocked(values, BLOCK) * _real_scale(parts), values.shape[1])
+        return unblocked(blocked(values, BLOCK) * real_scale(parts).unsqueeze(-1), values.shape[1])
 
     def error_bound(self, parts: Parts) -> Tensor:
         codes = e2m1.unpack(parts["weight_packed"])
-        rounding = blocked(e2m1.error(codes), BLOCK) * _real_scale(parts)
+        rounding = blocked(e2m1.error(codes), BLOCK) * real_scale(parts).unsqueeze(-1)
         return (
             unblocked(rounding, codes.shape[1]) * (1 + 2**-18)
             + 6 * 2**-10 / parts["weight_global_scale"]
@@ -91,7 +91,6 @@ def _numbers(codes: Tensor) -> Tensor:
     return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
-def _real_scale(parts: Parts) -> Tensor:
-    """float32 [out, blocks, 1]."""
-    scale = parts["weight_scale"].to(torch.float32) / parts["weight_global_scale"]
-    return scale.unsqueeze(-1)
+def real_scale(parts: Parts) -> Tensor:
+    """Returns the numbers by which codes are multiplied, float32 [out, blocks]."""
+    return parts["weight_scale"].to(torch.float32) / parts["weight_global_scale"]

@@ -1,6 +1,6 @@
 """Products of int8 activations with weights of four bits on a CPU, from the codes as they were published.
 
-    y[t, o] = Σ_n s[t, o, n] · scale[n, o] · w_scale[o] · x_scale[t] + add[t, o]
+    y[t, o] = Σ_n s[t, o, n] · scale[n, o] · x_scale[t] + add[t, o]
     s[t, o, n] = Σ_{k in block n} x[t, k] · number(code[o, k])
 
 The sums s are whole and exact, those over n are float32. A register of 64 bytes holds the codes of eight
@@ -31,8 +31,10 @@ from areal_q.quant.kernels.cpu_tile import (
     PANEL,
     VECTORS,
     WORDS,
+    Sums,
     has,
     has_int8,
+    in_registers,
     multiply_and_add,
     operand_of,
     prefetch,
@@ -144,43 +146,34 @@ def _tile(rows: int) -> Any:
 
 def _emit_totals(
     builder: Any, begins: list[Any], xs: list[Any], codes: Any, words: Any, table: Any
-) -> list[list[Any]]:
+) -> Sums:
     """Emits the loop over a block's words; returns each row's VECTORS vectors of whole sums."""
     operand, fetch = operand_of(INT8_DOT, WORDS), prefetch(builder)
     kind = ir.FunctionType(WORDS, [WORDS, operand, operand])
     dot = cgutils.get_or_insert_function(builder.module, kind, INT8_DOT)
-    entry, loop = builder.block, builder.append_basic_block("words")
-    done = builder.append_basic_block("done")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    index = builder.phi(_I64)
-    index.add_incoming(ir.Constant(_I64, 0), entry)
-    held = [[builder.phi(WORDS) for _ in range(VECTORS)] for _ in begins]
-    line = _plus(builder, codes, index, 4 * PANEL)
-    packed = [_load(builder, line, WORDS, 64 * v) for v in range(VECTORS)]
-    for v in range(VECTORS):
-        fetch(builder.add(line, ir.Constant(_I64, _AHEAD + 64 * v)))
-    totals = held
-    for half in range(2):
-        numbers = [_numbers(builder, p, table, high=half == 1) for p in packed]
-        columns = [builder.bitcast(n, operand) for n in numbers]
-        for r, start in enumerate(xs):
-            word = _load(builder, _plus(builder, start, index, 8), _I32, 4 * half)
-            of_x = builder.bitcast(spread(builder, word, WORDS), operand)
-            row = [builder.call(dot, [t, c, of_x]) for t, c in zip(totals[r], columns, strict=True)]
-            totals = [*totals[:r], row, *totals[r + 1 :]]
-    following = builder.add(index, ir.Constant(_I64, 1))
-    index.add_incoming(following, loop)
-    for begin, phis, new in zip(begins, held, totals, strict=True):
-        for phi, value in zip(phis, new, strict=True):
-            phi.add_incoming(begin, entry)
-            phi.add_incoming(value, loop)
-    builder.cbranch(builder.icmp_signed("<", following, words), loop, done)
-    builder.position_at_end(done)
-    return totals
+
+    def step(index: Any, totals: Sums) -> Sums:
+        line = _plus(builder, codes, index, 4 * PANEL)
+        packed = [_load(builder, line, WORDS, 64 * v) for v in range(VECTORS)]
+        for v in range(VECTORS):
+            fetch(builder.add(line, ir.Constant(_I64, _AHEAD + 64 * v)))
+        for half in range(2):
+            numbers = [_numbers(builder, p, table, high=half == 1) for p in packed]
+            columns = [builder.bitcast(n, operand) for n in numbers]
+            after = []
+            for start, row in zip(xs, totals, strict=True):
+                word = _load(builder, _plus(builder, start, index, 8), _I32, 4 * half)
+                of_x = builder.bitcast(spread(builder, word, WORDS), operand)
+                after.append(
+                    [builder.call(dot, [t, c, of_x]) for t, c in zip(row, columns, strict=True)]
+                )
+            totals = after
+        return totals
+
+    return in_registers(builder, [[begin] * VECTORS for begin in begins], words, step)
 
 
-def _emit_scaled(builder: Any, totals: list[list[Any]], scale: Any, sums: Any) -> None:
+def _emit_scaled(builder: Any, totals: Sums, scale: Any, sums: Any) -> None:
     """Emits sums += totals · scale."""
     fused = multiply_and_add(builder)
     scales = [_load(builder, scale, FLOATS, 64 * v) for v in range(VECTORS)]
@@ -210,16 +203,17 @@ def _add_block(x, x_step, codes, words, begin, begin_step, scale, table, sums, r
         _TILE_1(x, x_step, codes, words, begin, begin_step, scale, table, sums)
 
 
-_SIGNATURE = void(I2, I3, _U8_1, _F3, F1, I2, F1, F2, F2, types.int64, types.int64)
+_SIGNATURE = void(I2, I3, _U8_1, _F3, I2, F1, F2, F2, types.int64, types.int64)
 
 
 @kernel([_SIGNATURE] * has_four_bits())
-def gemm(x, w, table, scale, w_scale, begins, x_scale, add, y, first, last):
+def gemm(x, w, table, scale, begins, x_scale, add, y, first, last):
     """Computes y, as above, for the panels `first` … `last` - 1.
 
     x int32 [T, W], w int32 [P, W / 2, PANEL], table uint8 [16], scale [P, N, PANEL], begins int32 [T, N]; add
     is [T, out] or [1, out]."""
-    sums, nothing = np.empty((ROWS, 64), float32), np.zeros(w_scale.shape[0], float32)
+    sums, outs = np.empty((ROWS, 64), float32), 64 * w.shape[0]
+    nothing, ones = np.zeros(outs, float32), np.ones(outs, float32)
     words, blocks = x.shape[1], scale.shape[1]
     per_block = words // blocks
     for p in range(first, last):
@@ -239,4 +233,4 @@ def gemm(x, w, table, scale, w_scale, begins, x_scale, add, y, first, last):
                     sums.ctypes.data,
                     rows,
                 )
-            write_panel(sums, nothing, w_scale, x_scale, add, y, p, t, rows)
+            write_panel(sums, nothing, ones, x_scale, add, y, p, t, rows)

@@ -36,6 +36,8 @@ _UPPER = -(1 << 16)
 _BF16_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
 INT8_DOT = "llvm.x86.avx512.vpdpbusd.512"
 
+Sums = list[list[Any]]
+"""Vectors of the sums of each row"""
 Product = Callable[[Any, Any, list[Any], list[Any]], list[Any]]
 """Function that emits sums + word · column: (builder, word i32 of x, words of W, sums) → sums, each a list of
 VECTORS vectors. It is called once for each row."""
@@ -61,8 +63,30 @@ def spread(builder: Any, word: Any, kind: ir.VectorType) -> Any:
     """Returns a vector of `kind` whose lanes all hold `word`."""
     nothing = ir.Constant(kind, ir.Undefined)
     first = builder.insert_element(nothing, word, ir.Constant(_I32, 0))
-    zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+    zeros = ir.Constant(ir.VectorType(_I32, kind.count), [0] * kind.count)
     return builder.shuffle_vector(first, nothing, zeros)
+
+
+def in_registers(builder: Any, before: Sums, count: Any, step: Callable[[Any, Sums], Sums]) -> Sums:
+    """Emits a loop of `count` rounds, at least one, over sums that never leave the registers: `step` (index,
+    sums) emits a round. Returns the sums after the last one."""
+    entry, loop = builder.block, builder.append_basic_block("rounds")
+    done = builder.append_basic_block("done")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    index = builder.phi(_I64)
+    held = [[builder.phi(total.type) for total in row] for row in before]
+    after = step(index, held)
+    following = builder.add(index, ir.Constant(_I64, 1))
+    incoming = [(index, ir.Constant(_I64, 0), following)]
+    for rows in zip(held, before, after, strict=True):
+        incoming += zip(*rows, strict=True)
+    for phi, first, new in incoming:
+        phi.add_incoming(first, entry)
+        phi.add_incoming(new, loop)
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
+    builder.position_at_end(done)
+    return after
 
 
 def _instruction(name: str, sums: ir.VectorType) -> Product:
@@ -301,34 +325,23 @@ def _emit(
         for r in range(rows)
     ]
     before = [[builder.load(at(start, sums), align=4) for start in row] for row in starts]
-    entry, loop = builder.block, builder.append_basic_block("channels")
-    done = builder.append_basic_block("done")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    index = builder.phi(_I64)
-    index.add_incoming(ir.Constant(_I64, 0), entry)
-    held = [[builder.phi(sums) for _ in row] for row in before]
-    panel = place(w, times(index, _ROW))
-    columns = [
-        builder.load(at(place(panel, ir.Constant(_I64, 64 * v)), WORDS), align=4)
-        for v in range(VECTORS)
-    ]
-    line = place(ahead, builder.mul(ahead_step, index))
-    fetch(line)
-    fetch(place(line, ir.Constant(_I64, 64)))
-    first = place(x, times(index, 4))
-    after = []
-    for r in range(rows):
-        word = builder.load(at(place(first, times(x_step, r)), _I32), align=4)
-        after.append(product(builder, word, columns, held[r]))
-    following = builder.add(index, ir.Constant(_I64, 1))
-    index.add_incoming(following, loop)
-    for phis, old, new in zip(held, before, after, strict=True):
-        for phi, a, b in zip(phis, old, new, strict=True):
-            phi.add_incoming(a, entry)
-            phi.add_incoming(b, loop)
-    builder.cbranch(builder.icmp_signed("<", following, words), loop, done)
-    builder.position_at_end(done)
+
+    def step(index: Any, held: Sums) -> Sums:
+        panel = place(w, times(index, _ROW))
+        columns = [
+            builder.load(at(place(panel, ir.Constant(_I64, 64 * v)), WORDS), align=4)
+            for v in range(VECTORS)
+        ]
+        line = place(ahead, builder.mul(ahead_step, index))
+        fetch(line)
+        fetch(place(line, ir.Constant(_I64, 64)))
+        first, after = place(x, times(index, 4)), []
+        for r in range(rows):
+            word = builder.load(at(place(first, times(x_step, r)), _I32), align=4)
+            after.append(product(builder, word, columns, held[r]))
+        return after
+
+    after = in_registers(builder, before, words, step)
     for row, places in zip(after, starts, strict=True):
         for value, start in zip(row, places, strict=True):
             builder.store(value, at(start, sums), align=4)

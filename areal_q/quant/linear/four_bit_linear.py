@@ -2,11 +2,11 @@
 
 A weight is whole numbers times scales:
 
-| format | numbers | a scale for | and one for all of an output |
-|---|---|---|---|
-| int4 | -8 … 7 | 128 channels of an output | |
-| nvfp4 | twice those of E2M1: 0, ±1, ±2, ±3, ±4, ±6, ±8, ±12 | 16, in E4M3 | ½ / global |
-| mxfp4 | the same | 32, a power of two | ½ |
+| format | numbers | a scale for |
+|---|---|---|
+| int4 | -8 … 7 | 128 channels of an output |
+| nvfp4 | twice those of E2M1: 0, ±1, ±2, ±3, ±4, ±6, ±8, ±12 | 16, half of the published one |
+| mxfp4 | the same | 32, half of the published one |
 
 Codes stay as they were published. Numbers times scales are what `Format.dequantize` returns, up to the rounding
 of float32. Activations are those of an Int8Linear: a code per channel, a scale per row. The formats themselves
@@ -45,8 +45,6 @@ class FourBitWeight:
     """int8 [16]: what the codes stand for"""
     scale: Tensor
     """float32 [out, ⌈in / block⌉]"""
-    out_scale: Tensor
-    """float32 [out]"""
     block: int
     """Channels that share a scale"""
 
@@ -72,18 +70,17 @@ class FourBitLinear:
         self.table = (weight.numbers + self.offset).to(torch.uint8).numpy()
         scale = F.pad(weight.scale, (0, 0, 0, -len(weight.scale) % PANEL))
         self.scale = scale.view(len(self.words), PANEL, -1).transpose(1, 2).contiguous().numpy()
-        self.out_scale = weight.out_scale.numpy()
-        self.nothing = np.zeros((1, len(self.out_scale)), np.float32)
+        self.nothing = np.zeros((1, len(weight.scale)), np.float32)
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        rows, outs, blocks = len(x), len(self.out_scale), self.scale.shape[1]
+        rows, outs, blocks = len(x), self.nothing.shape[1], self.scale.shape[1]
         codes = np.zeros((rows, blocks * self.block), np.uint8)
         x_scale, y = np.empty(rows, np.float32), np.empty((rows, outs), np.float32)
         cpu_activations.int8_rows(x.numpy(), 0, codes, x_scale)
         begins = np.empty((rows, blocks), np.int32)
         cpu_four_bits.block_sums(codes.view(np.int8), -self.offset, begins)
         added = self.nothing if add is None else add.view(-1, outs).numpy()
-        weight = self.words, self.table, self.scale, self.out_scale
+        weight = self.words, self.table, self.scale
         words = codes.view(np.int32)
         over_panels(cpu_four_bits.gemm, words, *weight, begins, x_scale, added, y)
         return torch.from_numpy(y)
@@ -109,30 +106,22 @@ def four_bit_weight(format: Format, parts: Sequence[Parts]) -> FourBitWeight | N
             return None
         case Int4():
             scales = [format.effective(p["weight_scale"]) for p in parts]
-            return _stacked(parts, _INT4, scales, [1.0] * len(parts), int4.GROUP)
+            return _stacked(parts, _INT4, scales, int4.GROUP)
         case Nvfp4():
-            scales = [p["weight_scale"].to(torch.float32) for p in parts]
-            halves = [0.5 / p["weight_global_scale"] for p in parts]
-            return _stacked(parts, _E2M1, scales, halves, nvfp4.BLOCK)
+            scales = [nvfp4.real_scale(p) / 2 for p in parts]
+            return _stacked(parts, _E2M1, scales, nvfp4.BLOCK)
         case Mxfp4():
-            scales = [mxfp4.real_scale(p["weight_scale"]) for p in parts]
-            return _stacked(parts, _E2M1, scales, [0.5] * len(parts), mxfp4.BLOCK)
+            scales = [mxfp4.real_scale(p) / 2 for p in parts]
+            return _stacked(parts, _E2M1, scales, mxfp4.BLOCK)
         case _:
             return None
 
 
 def _stacked(
-    parts: Sequence[Parts],
-    numbers: Tensor,
-    scales: Sequence[Tensor],
-    out_scales: Sequence[Tensor | float],
-    block: int,
+    parts: Sequence[Parts], numbers: Tensor, scales: list[Tensor], block: int
 ) -> FourBitWeight:
-    words = [_words(p["weight_packed"]) for p in parts]
-    of_outs = [torch.ones(len(w)) * s for w, s in zip(words, out_scales, strict=True)]
-    return FourBitWeight(
-        torch.cat(words), numbers, torch.cat(list(scales)), torch.cat(of_outs), block
-    )
+    words = torch.cat([_words(p["weight_packed"]) for p in parts])
+    return FourBitWeight(words, numbers, torch.cat(scales), block)
 
 
 def _words(packed: Tensor) -> Tensor:
