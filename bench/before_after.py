@@ -154,9 +154,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--turns", type=int, default=2)
     args = parser.parse_args()
-    with checkout(args.commit) as root, tempfile.TemporaryDirectory() as work:
+    if args.steps < SETTLED + 2:
+        parser.error(f"--steps: at least {SETTLED + 2}, since speeds are measured after {SETTLED}")
+    asked = ["git", "rev-parse", "--short", "--verify", f"{args.commit}^{{commit}}"]
+    named = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
+    if named.returncode:
+        parser.error(f"{args.commit}: no such commit here")
+    before = named.stdout.strip()
+    if before == commit():
+        parser.error(f"{args.commit} is this tree: there is nothing to compare")
+    with checkout(before) as root, tempfile.TemporaryDirectory() as work:
         trees = {}
-        for label, at in ((args.commit, root), (commit(), ROOT)):
+        for label, at in ((before, root), (commit(), ROOT)):
             (directory := Path(work) / label).mkdir()
             trees[label] = Tree(at, directory)
             say(f"{label}: the warm start, and kernels that are compiled once")

@@ -1,7 +1,10 @@
 """The table of an earlier commit beside this one."""
 
+import subprocess
+
 import pytest
 
+from bench import before_after
 from bench.before_after import Figure, Tree, rows_of
 
 
@@ -25,3 +28,22 @@ def test_a_tree_runs_its_own_command(tmp_path, body, fails):
     (tmp_path / "pyproject.toml").write_text('[project.scripts]\nareal-q = "ours:main"\n')
     (tmp_path / "ours.py").write_text(f"def main():\n    {body}\n")
     assert (Tree(tmp_path, tmp_path).run("--help") is None) == fails
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["no-such-commit"], "no-such-commit: no such commit here"),
+        (["HEAD"], "HEAD is this tree: there is nothing to compare"),
+        (["HEAD", "--steps", "21"], "--steps: at least 22"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line_and_exit_code_2(args, said, monkeypatch, capsys):
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    here = subprocess.run(head, cwd=before_after.ROOT, capture_output=True, text=True, check=True)
+    monkeypatch.setattr(before_after, "commit", here.stdout.strip)
+    monkeypatch.setattr("sys.argv", ["before_after", *args])
+    with pytest.raises(SystemExit) as stopped:
+        before_after.main()
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
