@@ -5,7 +5,7 @@ float32, in which log-probs and ratios are computed. The weight is rounded to bf
 published versions, where the processor multiplies bfloat16 into float32. In the backward pass the products are
 of bfloat16 factors, with results in bfloat16, but for the share of the target, usually the largest, which is
 added in float32. The forward pass keeps all exponentials in bfloat16 for it, unless they are very many; then
-each block is computed again.
+each block is computed again. So it is for the gradient of an entropy, of which the forward pass does not know.
 
 Notation: T tokens, D model width, V vocabulary; l = logits / temperature.
 """
