@@ -10,7 +10,7 @@ from helpers.fixture_types import MakeVersion
 from areal_q.config import Sampling
 from areal_q.errors import EngineDied
 from areal_q.weights.version import WeightVersion
-from rollout.engines.base import Capabilities, Request
+from rollout.engines.base import Capabilities, Completion, Request
 from rollout.engines.process.generation_backend import CompletionDelta
 from rollout.engines.process.streaming_engine import StreamingEngine
 
@@ -35,6 +35,8 @@ class Launches:
         self.asked: list[list[int]] = []
         self.begins = asyncio.Event()
         self.begins.set()
+        self.ends = asyncio.Event()
+        self.ends.set()
         self.dead = asyncio.Event()
 
     async def prepare(self) -> None: ...
@@ -61,6 +63,7 @@ class Launches:
                 self.dies_at = None
                 raise EngineDied("while it drew")
             yield CompletionDelta(ids=[token], logprobs=[-1.0])
+        await self.ends.wait()
 
     async def ended(self) -> None:
         await self.dead.wait()
@@ -121,6 +124,25 @@ def test_a_swap_ends_when_the_backend_dies(make_version: MakeVersion, waits_for:
         await engine.load_weights(make_version(1))
         assert (engine.version, engine.deaths, backend.launched) == (1, 1, 2)
         assert (await engine.generate(REQUEST))[0].spans[0].version == 1
+
+    on_engine(Launches, make_version(0), body)
+
+
+def test_a_response_cancelled_after_its_last_token_has_ended(make_version: MakeVersion):
+    """A stream may end later than its last token comes: there is nothing left for another worker to draw."""
+
+    async def body(engine: StreamingEngine, backend: Launches) -> None:
+        def on_token(index: int, token: int, logprob: float) -> None:
+            if token == REQUEST.sampling.max_tokens - 1:
+                task.cancel()
+
+        backend.ends.clear()
+        told: dict[int, Completion] = {}
+        task = asyncio.ensure_future(engine.generate(REQUEST, on_token, told.__setitem__))
+        await asyncio.wait([task])
+        assert task.cancelled() and engine.active == 0
+        assert told[0].response_ids.tolist() == [0, 1, 2, 3, 4, 5]
+        assert told[0].finish_reason == "length"
 
     on_engine(Launches, make_version(0), body)
 

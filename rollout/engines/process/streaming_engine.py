@@ -24,7 +24,6 @@ from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
 
 from areal_q.errors import EngineDied
 from areal_q.weights.version import WeightVersion
@@ -225,13 +224,13 @@ class StreamingEngine(EngineBase):
         on_response: ResponseCallback | None,
     ) -> Completion:
         """Returns one response. `on_response` is called with it, or, if the response is cancelled, with the
-        tokens that have arrived."""
+        tokens that have arrived; it has a finish reason if the last of them has ended it."""
         partial = PartialCompletion(request, request.seed + index)
         try:
             completion = await self._response(partial, index, on_token)
         except asyncio.CancelledError:
             if on_response and partial.ids and np.isfinite(partial.logprobs).all():
-                on_response(index, replace(partial.completion(), finish_reason=None))
+                on_response(index, partial.completion())
             raise
         if on_response:
             on_response(index, completion)
