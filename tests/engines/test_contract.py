@@ -211,13 +211,11 @@ async def test_a_cancelled_request_is_continued_token_for_token(engine, publishe
     """Of an engine with processes of its own, one response's tokens may all arrive before another's."""
     length = 240
     whole = await engine.generate(ask(31, 3, length))
-    told, drawn = {}, 0
-    cut_at = 3 * 20
+    told, drawn = {}, [0, 0, 0]
 
     def on_token(index, token, logprob):
-        nonlocal drawn
-        drawn += 1
-        if drawn == cut_at:
+        drawn[index] += 1
+        if drawn[index] == min(drawn) == 20:
             task.cancel()
 
     request = ask(31, 3, length)
@@ -230,9 +228,8 @@ async def test_a_cancelled_request_is_continued_token_for_token(engine, publishe
         assert half.finish_reason == ("length" if len(ids) == length else None)
         assert ids and ids == want.response_ids.tolist()[: len(ids)]
         assert sum(s.tokens for s in half.spans) == len(ids)
-        if (
-            engine.name == "vllm" or half.finish_reason
-        ):  # vLLM's random numbers begin anew with each request
+        # vLLM's random numbers begin anew with each request.
+        if engine.name == "vllm" or half.finish_reason:
             continue
         more = min(40, length - len(ids))
         rest = ask(31 + index, 1, more, prompt=(3, 1, 2, *ids), drawn=len(ids))
