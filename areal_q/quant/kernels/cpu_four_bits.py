@@ -206,7 +206,7 @@ def _add_block(x, x_step, codes, words, begin, begin_step, scale, table, sums, r
 _SIGNATURE = void(I2, I3, _U8_1, _F3, I2, F1, F2, F2, types.int64, types.int64)
 
 
-@kernel([_SIGNATURE] * has_four_bits())
+@kernel(_SIGNATURE if has_four_bits() else None)  # else it is never called, nor could be compiled
 def gemm(x, w, table, scale, begins, x_scale, add, y, first, last):
     """Computes y, as above, for the panels `first` … `last` - 1.
 
