@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from areal_q.config import Sampling, TorchEngine
+from areal_q.config import TorchEngine
 from areal_q.models.config import DecoderConfig
 from areal_q.quant.activations import (
     dequantize_groups,
@@ -170,33 +170,6 @@ def test_uniform_numbers_are_the_same_to_the_bit():
     assert torch.equal(FUSED.uniform(keys, positions), TORCH.uniform(keys, positions))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
-@pytest.mark.parametrize(("rows", "vocab"), [(3000, 37), (201, 1500)])
-def test_the_same_tokens_are_drawn_with_the_same_log_probs(rows, vocab, temperature):
-    torch.manual_seed(0)
-    logits = 4 * torch.randn(rows, vocab)
-    logits[:, 5] = -math.inf
-    sampling = Sampling(temperature=temperature)
-    u = torch.rand(rows, dtype=torch.float64)
-    tokens, logprobs = FUSED.draw(logits, sampling, u)
-    want_tokens, want_logprobs = TORCH.draw(logits, sampling, u)
-    assert torch.equal(tokens, want_tokens) and (tokens != 5).all()
-    torch.testing.assert_close(logprobs, want_logprobs, rtol=1e-5, atol=5e-6)
-
-
-@given(
-    st.lists(st.floats(-200, 200, width=32) | st.just(-math.inf), min_size=2, max_size=20).filter(
-        lambda x: max(x) > -math.inf
-    ),
-    st.sampled_from([0.0, 1e-12, 0.25, 0.5, 1 - 2**-24, 1 - 2**-53]),
-)
-def test_a_fused_draw_never_takes_a_token_of_probability_zero(logits, u):
-    row = torch.tensor([logits])
-    tokens, logprobs = FUSED.draw(row, Sampling(), torch.tensor([u], dtype=torch.float64))
-    assert row.softmax(-1)[0, tokens[0]] > 0
-    torch.testing.assert_close(logprobs[0], row.log_softmax(-1)[0, tokens[0]])
-
-
 def test_exp_is_accurate_to_two_units_in_the_last_place():
     x = np.concatenate([np.linspace(-87, 88, 200_001), np.linspace(-1, 1, 20_001)]).astype(
         np.float32
@@ -219,7 +192,6 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row(bad):
         linear(x),
         FUSED.rms_norm(x, weight, 1e-6),
         FUSED.swiglu(x),
-        FUSED.draw(x, Sampling(), torch.full((3,), 0.5, dtype=torch.float64))[1].unsqueeze(1),
     ]
     for y in results:
         finite = y.isfinite().all(1)

@@ -1,8 +1,7 @@
-"""The torch engine against Hugging Face's own forward and generate; its sampler against its definition."""
+"""The torch engine against Hugging Face's own forward and generate."""
 
 import asyncio
 import copy
-import math
 import threading
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 from helpers import engines
 from helpers.engines import generate, serving
 from helpers.policies import pack_state
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from transformers import (
     LlamaConfig,
@@ -34,14 +31,6 @@ from areal_q.quant import dequantize_state, is_quantized
 from areal_q.quant.activations import quantize_rows
 from rollout.engines import build_engine
 from rollout.engines.reference.inference_model import InferenceModel
-from rollout.engines.reference.sampling import (
-    log_distribution,
-    mix64,
-    random_uniform,
-    sample_tokens,
-    sample_untruncated,
-    seed_keys,
-)
 from rollout.engines.reference.torch_engine import TorchStepper
 
 VOCAB = 29
@@ -382,111 +371,6 @@ async def test_weights_of_another_model_or_with_a_gap_are_refused():
 def test_a_prompt_token_outside_the_vocabulary_is_refused():
     with pytest.raises(RecordError, match="vocabulary"):
         generate(publish(random_model()), ask([1, VOCAB]))
-
-
-def test_frequencies_of_drawn_tokens_match_their_probabilities():
-    """Chi-square at a fixed seed, for the plain path and for the truncating one."""
-    torch.manual_seed(0)
-    rows, vocab = 20_000, 12
-    logits = torch.randn(vocab).mul_(1.5).expand(rows, vocab).contiguous()
-    u = random_uniform(seed_keys(list(range(rows))), torch.full((rows,), 5))
-    ones = torch.ones(rows)
-    for sampling in (
-        Sampling(),
-        Sampling(temperature=0.6),
-        Sampling(top_k=5),
-        Sampling(top_p=0.9),
-        Sampling(min_p=0.15),
-    ):
-        distribution = log_distribution(
-            logits,
-            ones * sampling.temperature,
-            torch.full((rows,), sampling.top_k),
-            ones * sampling.top_p,
-            ones * sampling.min_p,
-        )
-        tokens, logprobs = sample_tokens(distribution, u)
-        p = distribution[0].exp().double()
-        torch.testing.assert_close(p.sum(), torch.ones((), dtype=torch.float64))
-        torch.testing.assert_close(logprobs, distribution[0][tokens])
-        counts = torch.bincount(tokens, minlength=vocab)
-        assert (counts[p == 0] == 0).all()
-        kept = p > 0
-        chi2 = ((counts - rows * p)[kept] ** 2 / (rows * p[kept])).sum().item()
-        degrees = int(kept.sum()) - 1
-        assert chi2 < degrees + 4 * math.sqrt(2 * degrees)
-        if (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1, 0):
-            alike = sample_untruncated(logits, sampling, u)
-            assert torch.equal(alike[0], tokens)
-            torch.testing.assert_close(alike[1], logprobs)
-
-
-def test_truncation_keeps_what_it_should_by_hand():
-    probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
-
-    def support(top_k=0, top_p=1.0, temperature=1.0, min_p=0.0):
-        knobs = (temperature, top_k, top_p, min_p)
-        lp = log_distribution(probs.log(), *(torch.tensor([knob]) for knob in knobs))
-        return lp.exp()[0].tolist()
-
-    assert support() == pytest.approx([0.5, 0.3, 0.15, 0.05])
-    assert support(top_k=1) == [1, 0, 0, 0]
-    assert support(top_p=0.4) == [1, 0, 0, 0]
-    assert support(top_p=0.6) == pytest.approx([0.625, 0.375, 0, 0])
-    assert support(top_k=3, top_p=0.9) == pytest.approx([0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0])
-    assert support(min_p=0.31) == pytest.approx([0.5 / 0.8, 0.3 / 0.8, 0, 0])
-    assert support(min_p=0.29) == pytest.approx([0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0])
-    assert support(min_p=0.29, top_p=0.6) == pytest.approx([0.625, 0.375, 0, 0])
-    assert support(min_p=0.99) == [1, 0, 0, 0]
-    # of the scaled probabilities: 0.15 / 0.5 is 0.09 at temperature 0.5
-    assert support(min_p=0.1, temperature=0.5) == pytest.approx([0.25 / 0.34, 0.09 / 0.34, 0, 0])
-    assert support(top_k=9) == pytest.approx([0.5, 0.3, 0.15, 0.05])
-    assert support(temperature=0.0) == [1, 0, 0, 0]
-    assert support(temperature=0.5) == pytest.approx(
-        [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]
-    )
-
-
-@given(
-    st.lists(st.floats(-200, 200, width=32) | st.just(-math.inf), min_size=2, max_size=20).filter(
-        lambda x: max(x) > -math.inf
-    ),
-    st.sampled_from([0.0, 1e-12, 0.25, 0.5, 1 - 2**-24, 1 - 2**-53]),
-)
-def test_a_token_of_probability_zero_is_never_drawn(logits, u):
-    row = torch.tensor([logits]).log_softmax(-1)
-    tokens, logprobs = sample_tokens(row, torch.tensor([u], dtype=torch.float64))
-    assert row.exp()[0, tokens[0]] > 0 and logprobs[0] == row[0, tokens[0]]
-
-
-def test_uniform_numbers_are_splitmix64():
-    """The published sequence for seed 1234567 (Vigna's splitmix64.c), 53 high bits each."""
-    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    keys, positions = torch.full((3,), 1234567), torch.tensor([1, 2, 3])
-    want = torch.tensor([(x >> 11) * 2.0**-53 for x in published], dtype=torch.float64)
-    assert torch.equal(random_uniform(keys, positions), want)
-
-
-def test_uniform_numbers_of_neighbouring_seeds_are_unrelated():
-    n = 4096
-    u = torch.stack(
-        [random_uniform(seed_keys(list(range(n))), torch.full((n,), p)) for p in (0, 1)]
-        + [random_uniform(seed_keys(list(range(1, n + 1))), torch.zeros(n, dtype=torch.int64))]
-    )
-    assert u.min() >= 0 and u.max() < 1
-    correlations = torch.corrcoef(u)[~torch.eye(3, dtype=torch.bool)]
-    assert correlations.abs().max() < 5 / math.sqrt(n)
-    assert (u.mean(1) - 0.5).abs().max() < 5 / math.sqrt(12 * n)
-
-
-@given(
-    st.lists(st.integers(-(2**70), 2**70), min_size=1, max_size=20, unique_by=lambda x: x % 2**64)
-)
-def test_distinct_seeds_have_distinct_streams(seeds):
-    assert len(set(seed_keys(seeds).tolist())) == len(seeds)
-    before = torch.arange(8)
-    mix64(before)
-    assert torch.equal(before, torch.arange(8))
 
 
 def test_a_group_larger_than_the_slots_is_refused_by_name(make_run):

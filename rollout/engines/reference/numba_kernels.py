@@ -20,8 +20,10 @@ from areal_q.quant.kernels.cpu_rows import dots, weighted_sums
 from areal_q.quant.kernels.jit import FMA, MAGNITUDE, SUMS, kernel
 
 float32, int32 = np.float32, np.int32
-_BLOCK = 512
-"""Tokens of the vocabulary after which a running sum is kept"""
+_BLOCK = 256
+"""Tokens of the vocabulary of which the largest logit and the sum of probabilities are kept"""
+_BINS = 1024
+"""Classes of logits among which the least one that can be drawn is looked for"""
 F1, F2, F3, F4 = (nt.Array(nt.float32, n, "C") for n in (1, 2, 3, 4))
 I1, D1 = nt.Array(nt.int64, 1, "C"), nt.Array(nt.float64, 1, "C")
 
@@ -111,59 +113,157 @@ def decode_attention(qkv, keys, values, positions, scale, out):
 
 
 @kernel()
-def _running_sums(shares, sums):
-    """Adds up each row of shares [at most 4, V], one number after the other, and keeps the sums of the first 1,
-    2, … blocks of _BLOCK numbers: sums [4, ⌈V / _BLOCK⌉]. An addition waits for the one before it, so that four
-    rows at once take as long as one."""
-    last = shares.shape[0] - 1
-    first, second = shares[0], shares[min(1, last)]
-    third, fourth = shares[min(2, last)], shares[last]
-    a = b = c = d = 0.0
-    for block in range(sums.shape[1]):
-        for i in range(block * _BLOCK, min((block + 1) * _BLOCK, shares.shape[1])):
-            a += first[i]
-            b += second[i]
-            c += third[i]
-            d += fourth[i]
-        sums[0, block], sums[1, block], sums[2, block], sums[3, block] = a, b, c, d
+def _maxima(row, maxima):
+    """Writes the largest number of each block of row [V], and returns the largest of all. NaN is above all."""
+    for b in range(len(maxima)):
+        maxima[b] = _largest(row[b * _BLOCK : (b + 1) * _BLOCK].view(int32))
+    return _largest(maxima.view(int32))
+
+
+@kernel(fastmath=FMA)
+def _shares_from(bound, part, top, scale, shares):
+    for i in range(len(part)):
+        share = exp((part[i] - top) * scale)
+        shares[i] = share if part[i] >= bound else float32(0.0)
 
 
 @kernel()
-def _first_above(target, shares, sums):
-    """Returns the first index whose running sum exceeds `target`, or the last one: of shares [V], whose sums of
-    blocks are known."""
-    block = 0
-    while block < len(sums) - 1 and sums[block] <= target:
-        block += 1
-    index = block * _BLOCK
-    below = (sums[block - 1] if block else 0.0) + shares[index]
-    while below <= target and index < len(shares) - 1:
-        index += 1
-        below += shares[index]
-    return index
+def _shares(row, b, top, scale, kept, shares):
+    """Writes the probabilities of block b of row [V], in units of the largest one; 0 for a token that is not
+    kept. Returns their number. With kept = (bound, last), a token is kept if its logit is above `bound`, or is
+    `bound` while its id is at most `last`."""
+    bound, last = kept
+    part = row[b * _BLOCK : (b + 1) * _BLOCK]
+    ties = min(max(last + 1 - b * _BLOCK, 0), len(part))
+    _shares_from(bound, part[:ties], top, scale, shares[:ties])
+    _shares_from(np.nextafter(bound, float32(np.inf)), part[ties:], top, scale, shares[ties:])
+    return len(part)
 
 
-@kernel(void(F2, nt.float32, D1, I1, F1), fastmath=FMA)
-def draw(logits, temperature, u, tokens, logprobs):
-    """Draws from softmax(logits / temperature) by inverse CDF at u [R], as sampling.sample_untruncated does."""
-    vocab = logits.shape[1]
-    shares, tops = np.empty((min(4, logits.shape[0]), vocab), float32), np.empty(4, float32)
-    sums = np.empty((4, (vocab + _BLOCK - 1) // _BLOCK))
-    for first in range(0, logits.shape[0], 4):
-        rows = min(4, logits.shape[0] - first)
-        for r in range(rows):
-            row, mine = logits[first + r], shares[r]
-            top = _largest(row.view(int32))
-            for i in range(vocab):
-                mine[i] = exp((row[i] - top) / temperature)
-            tops[r] = top
-        _running_sums(shares[:rows], sums)
-        for r in range(rows):
-            t, total = first + r, sums[r, -1]
-            # The same partial sums as those that made `total`, so one of them exceeds the target.
-            tokens[t] = _first_above(u[t] * total, shares[r], sums[r])
-            of_token = np.float64(logits[t, tokens[t]] - tops[r])
-            logprobs[t] = of_token / temperature - np.log(total)
+@kernel(fastmath=SUMS)
+def _sum(x):
+    total = 0.0
+    for i in range(len(x)):
+        total += np.float64(x[i])
+    return total
+
+
+@kernel()
+def _running_sums(row, maxima, top, scale, kept, shares, sums):
+    """Writes the sum of the probabilities of the first 1, 2, … blocks, and returns that of all."""
+    total = 0.0
+    for b in range(len(maxima)):
+        if maxima[b] >= kept[0]:
+            count = _shares(row, b, top, scale, kept, shares)
+            total += _sum(shares[:count])
+        sums[b] = total
+    return total
+
+
+@kernel()
+def _bins(row, b, top, per_bin, bins):
+    """Writes how far below `top` the logits of block b are, in bins, of which the last one has no end."""
+    part = row[b * _BLOCK : (b + 1) * _BLOCK]
+    for i in range(len(part)):
+        bins[i] = int32(min((top - part[i]) * per_bin, float32(_BINS - 1)))
+
+
+@kernel()
+def _fewest(row, maxima, top, scale, kept, low, count, share, shares):
+    """Returns `kept` for the fewest largest of the kept tokens that are at least `count` and have at least this
+    `share` of the probability of all. The smaller id is first among equals. Those above `low` suffice.
+
+    Nothing is sorted but the tokens of one of many bins, that in which the sum comes to its target.
+    """
+    low = max(low, kept[0], float32(-1e30))
+    per_bin = float32(_BINS) / max(top - low, float32(1e-30))
+    sums, bins, total = np.zeros(_BINS), np.empty(_BLOCK, int32), 0.0
+    for b in range(len(maxima)):
+        size = min(_BLOCK, len(row) - b * _BLOCK)
+        if not count and maxima[b] >= kept[0]:
+            _shares(row, b, top, scale, kept, shares)
+            total += _sum(shares[:size])
+        if maxima[b] >= low:
+            _bins(row, b, top, per_bin, bins)
+            for i in range(size):
+                if bins[i] < _BINS - 1:
+                    sums[bins[i]] += 1.0 if count else np.float64(shares[i])
+    target = np.float64(count) if count else share * total
+    above, crossed = 0.0, 0
+    while crossed < _BINS - 1 and above + sums[crossed] < target:
+        above += sums[crossed]
+        crossed += 1
+    ids, found = np.empty(len(row), int32), 0
+    for b in range(len(maxima)):
+        if maxima[b] >= low:
+            _bins(row, b, top, per_bin, bins)
+            for i in range(min(_BLOCK, len(row) - b * _BLOCK)):
+                if bins[i] == crossed:
+                    ids[found] = b * _BLOCK + i
+                    x = row[ids[found]]
+                    found += (x > kept[0]) | ((x == kept[0]) & (ids[found] <= kept[1]))
+    if not found:  # the sum falls short of the target by rounding
+        return kept
+    values, n = -np.sort(-row[ids[:found]]), 0
+    while n < found and above < target:
+        above += 1.0 if count else np.float64(exp((values[n] - top) * scale))
+        n += 1
+    ties, place = np.sum(values[:n] == values[n - 1]), -1
+    while ties:
+        place += 1
+        ties -= row[ids[place]] == values[n - 1]
+    return values[n - 1], np.int64(ids[place])
+
+
+@kernel()
+def _kept(row, maxima, top, scale, top_k, top_p, min_p, shares):
+    """Returns (bound, last) of the tokens that can be drawn."""
+    vocab, kept = len(row), (float32(-np.inf), np.int64(len(row)))
+    if 0 < top_k < vocab:
+        # As many blocks have a token that is no smaller.
+        low = np.sort(maxima)[max(len(maxima) - top_k, 0)]
+        kept = _fewest(row, maxima, top, scale, kept, low, top_k, 1.0, shares)
+    if top_p < 1:
+        # All tokens below `low` together have less than 1 - top_p of the largest one's probability.
+        low = top - float32(np.log(vocab / (1 - np.float64(top_p)))) / scale
+        kept = _fewest(row, maxima, top, scale, kept, low, 0, np.float64(top_p), shares)
+    if min_p > 0:
+        bound = float32(top + np.log(np.float64(min_p)) / scale)
+        if bound > kept[0]:
+            kept = bound, np.int64(vocab)
+    return kept
+
+
+@kernel(void(F2, F1, I1, F1, F1, D1, I1, F1), fastmath=FMA)
+def draw(logits, temperature, top_k, top_p, min_p, u, tokens, logprobs):
+    """Draws by inverse CDF at u [R] from the rows of logits [R, V], as sampling.draw does."""
+    blocks = (logits.shape[1] + _BLOCK - 1) // _BLOCK
+    maxima, sums, shares = np.empty(blocks, float32), np.empty(blocks), np.empty(_BLOCK, float32)
+    for r in range(len(logits)):
+        row, greedy = logits[r], temperature[r] == 0
+        top = _maxima(row, maxima)
+        if not np.isfinite(top):
+            tokens[r], logprobs[r] = 0, np.nan
+            continue
+        divisor = float32(1.0) if greedy else temperature[r]
+        scale = min(float32(1.0) / divisor, float32(1e38))
+        if greedy:
+            kept = _kept(row, maxima, top, scale, 1, float32(1.0), float32(0.0), shares)
+        else:
+            kept = _kept(row, maxima, top, scale, top_k[r], top_p[r], min_p[r], shares)
+        total = _running_sums(row, maxima, top, scale, kept, shares, sums)
+        target, b = u[r] * total, 0
+        while b < blocks - 1 and sums[b] <= target:
+            b += 1
+        below, token = sums[b - 1] if b else 0.0, 0
+        for i in range(_shares(row, b, top, scale, kept, shares)):
+            if shares[i] > 0:
+                token = b * _BLOCK + i
+                below += shares[i]
+                if below > target:
+                    break
+        tokens[r] = token
+        logprobs[r] = np.float64(row[token] - top) / divisor - np.log(total)
 
 
 @kernel(void(I1, I1, D1))

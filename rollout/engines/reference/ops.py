@@ -10,12 +10,11 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from areal_q.config import Sampling
 from areal_q.models.layers.rope import apply_rope
 from areal_q.quant.format import Format, Parts
 from areal_q.quant.linear.quantized_linear import Linear
 from rollout.engines.reference.kv_cache import Attend, DecodeAttention, KVCache
-from rollout.engines.reference.sampling import random_uniform, sample_untruncated
+from rollout.engines.reference.sampling import Knobs, draw, random_uniform
 
 
 class Table(Protocol):
@@ -77,8 +76,8 @@ class Ops(Protocol):
         """Returns the random numbers of sampling.random_uniform, float64 [R]."""
         ...
 
-    def draw(self, logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns tokens int64 [R] and log-probs float32 [R], drawn as in sampling.sample_untruncated."""
+    def draw(self, logits: Tensor, knobs: Knobs, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns tokens int64 [R] and log-probs float32 [R], drawn as in sampling.draw."""
         ...
 
 
@@ -112,5 +111,5 @@ class TorchOps:
     def uniform(self, keys: Tensor, positions: Tensor) -> Tensor:
         return random_uniform(keys, positions)
 
-    def draw(self, logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
-        return sample_untruncated(logits, sampling, u)
+    def draw(self, logits: Tensor, knobs: Knobs, u: Tensor) -> tuple[Tensor, Tensor]:
+        return draw(logits, knobs, u)

@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from areal_q.config import Sampling
 from areal_q.models.layers.rope import apply_rope
 from rollout.engines.reference.ops import TorchOps
-from rollout.engines.reference.sampling import sample_tokens, sample_untruncated
+from rollout.engines.reference.sampling import Knobs, draw_scaled, scaled_logits, truncate
 
 
 @torch.compile(dynamic=True)
@@ -41,9 +40,7 @@ def _swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-@torch.compile(dynamic=True)
-def _drawn(logits: Tensor, temperature: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    return sample_tokens((logits / temperature).log_softmax(-1), u)
+_scaled, _drawn = (torch.compile(x, dynamic=True) for x in (scaled_logits, draw_scaled))
 
 
 class CompiledOps(TorchOps):
@@ -61,9 +58,8 @@ class CompiledOps(TorchOps):
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return _swiglu(gate_up)
 
-    def draw(self, logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
-        if sampling.temperature == 0:
-            return sample_untruncated(logits, sampling, u)
-        # A number would be compiled anew for each temperature, and copying a tensor from the host would wait.
-        temperature = torch.full((), sampling.temperature, device=logits.device)
-        return _drawn(logits, temperature, u)
+    def draw(self, logits: Tensor, knobs: Knobs, u: Tensor) -> tuple[Tensor, Tensor]:
+        scaled, first = _scaled(logits, knobs.temperature)
+        if knobs.truncated:
+            truncate(scaled, knobs)
+        return _drawn(scaled, first, knobs.temperature, u)

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_q.config import Sampling
 from areal_q.config.engines import Dtype
 from areal_q.quant.format import Format, Parts
 from areal_q.quant.formats.int8 import Int8
@@ -24,7 +23,7 @@ from rollout.engines.reference import numba_kernels
 from rollout.engines.reference.kv_cache import Attend, DecodeAttention, KVCache
 from rollout.engines.reference.kv_cache_fp8 import Fp8KVCache
 from rollout.engines.reference.ops import FloatTable, Table, TorchOps
-from rollout.engines.reference.sampling import sample_untruncated
+from rollout.engines.reference.sampling import Knobs
 
 
 class FusedDecodeAttention:
@@ -97,9 +96,8 @@ class FusedOps:
         numba_kernels.uniform(keys.numpy(), positions.numpy(), u)
         return torch.from_numpy(u)
 
-    def draw(self, logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
-        if sampling.temperature == 0:
-            return sample_untruncated(logits, sampling, u)
+    def draw(self, logits: Tensor, knobs: Knobs, u: Tensor) -> tuple[Tensor, Tensor]:
         tokens, logprobs = np.empty(len(u), np.int64), np.empty(len(u), np.float32)
-        numba_kernels.draw(logits.numpy(), sampling.temperature, u.numpy(), tokens, logprobs)
+        settings = [knob.numpy() for knob in knobs[:4]]
+        numba_kernels.draw(logits.numpy(), *settings, u.numpy(), tokens, logprobs)
         return torch.from_numpy(tokens), torch.from_numpy(logprobs)

@@ -1,10 +1,13 @@
 """Drawing tokens with temperature, top-k, top-p and min-p, and their log-probs under exactly the distribution
-that they were drawn from.
+that they were drawn from. `draw` is the definition; numba_kernels.py does the same on a CPU, faster.
 
 Randomness is counter-based: the uniform number for a token is a hash of the response's seed and the token's
 position, so that a response does not depend on what else is generated in the same batch.
 Notation: R rows (responses), V vocabulary.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,55 +43,100 @@ def random_uniform(keys: Tensor, positions: Tensor) -> Tensor:
     return (bits & ((1 << 53) - 1)).to(torch.float64).mul_(2.0**-53)
 
 
-def log_distribution(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> Tensor:
-    """Returns the log-probs, float32 [R, V], of the distribution that is drawn from, given `logits` [R, V].
-    They are -inf for a token that cannot be drawn.
+class Knobs(NamedTuple):
+    """The sampling settings of R rows."""
 
-    temperature, top_p and min_p are float32 [R], and top_k is int64 [R]. The temperature is applied first. Then
-    the `top_k` largest tokens stay (0 means all), of these the fewest largest whose probabilities sum to at
-    least `top_p`, and of these the ones with at least `min_p` times the largest probability. A temperature of 0
-    gives probability 1 to the first of the largest logits.
-    """
-    greedy = (temperature == 0).unsqueeze(-1)
-    scaled = logits / torch.where(greedy, 1.0, temperature.unsqueeze(-1))
-    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    limit = torch.where(top_k == 0, logits.shape[-1], top_k).unsqueeze(-1)
-    limit = torch.where(greedy, 1, limit)
-    ordered = ordered.masked_fill(rank >= limit, -torch.inf)
-    probs = ordered.softmax(-1, dtype=torch.float64)
-    before = probs.cumsum(-1) - probs
-    # The largest always stays, and a top_p of 1 removes nothing, even if the sum is rounded above 1.
-    cut = (before >= top_p.unsqueeze(-1)) & (rank > 0) & (top_p < 1).unsqueeze(-1)
-    cut |= probs < min_p.unsqueeze(-1) * probs[:, :1]  # never the largest, since min_p < 1
-    kept = ordered.masked_fill(cut, -torch.inf).log_softmax(-1)
-    return torch.empty_like(kept).scatter_(-1, order, kept)
+    temperature: Tensor
+    """float32 [R]"""
+    top_k: Tensor
+    """int64 [R]"""
+    top_p: Tensor
+    """float32 [R]"""
+    min_p: Tensor
+    """float32 [R]"""
+    truncated: bool
+    """False if no row has top-k, top-p or min-p. The host knows it, so that nobody need ask the device."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Sampling], device: str = "cpu") -> "Knobs":
+        numbers = [[s.temperature for s in rows], [s.top_p for s in rows], [s.min_p for s in rows]]
+        temperature, top_p, min_p = torch.tensor(numbers, device=device)
+        top_k = torch.tensor([s.top_k for s in rows], device=device)
+        return cls(temperature, top_k, top_p, min_p, any(map(truncates, rows)))
 
 
-def sample_tokens(logprobs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns tokens int64 [R] and their log-probs float32 [R], by inverse CDF at u float64 [R] in [0, 1).
+def truncates(sampling: Sampling) -> bool:
+    """Returns True if these settings leave tokens out."""
+    return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
+
+
+def draw(logits: Tensor, knobs: Knobs, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns tokens int64 [R] and their log-probs float32 [R], drawn from logits [R, V] by inverse CDF at u
+    float64 [R] in [0, 1), each row by its own settings.
+
+    The temperature is applied first. Then the `top_k` largest tokens stay (0 means all), of these the fewest
+    largest whose probabilities sum to at least `top_p`, and of these the ones with at least `min_p` times the
+    largest probability. Of equal tokens the smaller id counts as the larger one. A temperature of 0 takes the
+    first of the largest logits, with a log-prob of 0.
 
     The token drawn is the first whose cumulative probability exceeds u times the sum of all. A token of
     probability 0 adds nothing to the sum and so is never the first. Since u < 1, u · sum is below the sum in
-    float64 too.
+    float64 too. Logits that are NaN or +inf (diverged weights) make the log-prob NaN.
     """
-    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    target = u.unsqueeze(-1) * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, target, right=True)
-    # Only NaN (diverged weights) can reach the end; the caller sees it in the log-prob.
-    tokens.clamp_(max=logprobs.shape[-1] - 1)
-    return tokens.squeeze(-1), logprobs.gather(-1, tokens).squeeze(-1)
+    scaled, first = scaled_logits(logits, knobs.temperature)
+    if knobs.truncated:
+        truncate(scaled, knobs)
+    return draw_scaled(scaled, first, knobs.temperature, u)
 
 
-def sample_untruncated(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what `sample_tokens` does, from logits [R, V] of rows that share settings without top-k, top-p
-    and min-p. It needs no sort."""
-    if sampling.temperature == 0:
-        tokens = logits.argmax(-1)
-        # NaN stays NaN: the log-prob of a token from diverged weights must not look like a certainty.
-        return tokens, logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).mul_(0.0)
-    if sampling.temperature != 1:
-        logits = logits / sampling.temperature
-    return sample_tokens(logits.log_softmax(-1), u)
+def scaled_logits(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the logits over the temperature [R, V], less the largest of each row, and the first id of the
+    largest, int64 [R, 1]. Greedy rows have a temperature of 1."""
+    top, first = logits.max(-1, keepdim=True)
+    divisor = torch.where(temperature == 0, 1.0, temperature).unsqueeze(-1)
+    return (logits - top).div_(divisor), first
+
+
+def draw_scaled(
+    scaled: Tensor, first: Tensor, temperature: Tensor, u: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns what `draw` does, from what `scaled_logits` returns."""
+    cumulative = scaled.exp().cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, u.unsqueeze(-1) * total, right=True)
+    tokens = tokens.clamp_(max=scaled.shape[-1] - 1)  # only NaN can reach the end
+    greedy = (temperature == 0).unsqueeze(-1)
+    tokens = torch.where(greedy, first, tokens)
+    logprobs = scaled.gather(-1, tokens) - torch.where(greedy, 0.0, total.log())
+    return tokens.squeeze(-1), logprobs.squeeze(-1).float()
+
+
+def truncate(scaled: Tensor, knobs: Knobs, candidates: int = 1024) -> None:
+    """Sets the scaled logits [R, V] of tokens that cannot be drawn to -inf.
+
+    Each truncated row is looked at by its largest `candidates`. Where not all that stay are among them, it is
+    done again with 32 times as many, so that what a row keeps depends on no other row.
+    """
+    vocab = scaled.shape[-1]
+    truncated = (knobs.top_k > 0) | (knobs.top_p < 1) | (knobs.min_p > 0)
+    left = (truncated & (knobs.temperature > 0)).nonzero().squeeze(-1)
+    while len(left):
+        rows, count = scaled[left], min(candidates, vocab)
+        top_k, top_p, min_p = (knob[left].unsqueeze(-1) for knob in knobs[1:4])
+        limit = torch.where(top_k == 0, vocab, top_k)
+        values, rank = rows.topk(count).values, torch.arange(count, device=scaled.device)
+        sums = values.masked_fill(rank >= limit, -torch.inf).exp().cumsum(-1, dtype=torch.float64)
+        whole = rows.exp().cumsum(-1, dtype=torch.float64)[:, -1:]
+        total = torch.where(limit < vocab, sums[:, -1:], whole)
+        # The largest always stays, and a top_p of 1 removes nothing, even if the sum is rounded above 1.
+        stays = (rank == 0) | (top_p == 1) | (sums.roll(1, -1) < top_p * total)
+        stays &= (rank < limit) & (values >= min_p.log())
+        kept = stays.sum(-1, keepdim=True).clamp_(min=1)  # NaN would keep nothing
+        bound = values.gather(-1, kept - 1)
+        ties = ((values == bound) & (rank < kept)).sum(-1, keepdim=True)
+        equal = rows == bound
+        stay = (rows > bound) | (equal & (equal.cumsum(-1) <= ties))
+        known = (kept < count) & ((limit <= count) | (limit >= vocab)) | (count == vocab)
+        known = known.squeeze(-1)
+        scaled[left[known]] = rows.masked_fill_(~stay, -torch.inf)[known]
+        left, candidates = left[~known], 32 * candidates

@@ -27,7 +27,7 @@ from rollout.engines.reference.build_ops import build_ops
 from rollout.engines.reference.inference_model import InferenceModel
 from rollout.engines.reference.kv_cache import KVCache, PrefillAttention, combined_attention
 from rollout.engines.reference.kv_cache_fp8 import build_cache
-from rollout.engines.reference.sampling import log_distribution, sample_tokens
+from rollout.engines.reference.sampling import Knobs, truncates
 
 PREFILL_TOKENS = 8192
 """Most padded prompt tokens in one forward pass; a longer prompt is computed by itself."""
@@ -98,7 +98,8 @@ class TorchStepper:
             positions = torch.arange(rows, device=device)
             prefill = PrefillAttention(cache, 0, positions[:1], 1)
             logits = model.logits(model.forward(positions.clamp(max=1), positions, prefill))
-            self.ops.draw(logits, Sampling(), self.ops.uniform(positions, positions))
+            knobs = Knobs.of([Sampling()] * len(logits), device)
+            self.ops.draw(logits, knobs, self.ops.uniform(positions, positions))
 
     @torch.inference_mode()
     def swap(self, prepared: InferenceModel) -> None:
@@ -231,12 +232,9 @@ class TorchStepper:
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         rows, n = self.batch, len(logits)
         u = self.ops.uniform(rows.keys[:n], rows.length[:n])
-        settings = {job.request.sampling for job in self.running}
-        first = next(iter(settings))
-        if len(settings) == 1 and (first.top_k, first.top_p, first.min_p) == (0, 1, 0):
-            return self.ops.draw(logits, first, u)
-        knobs = (rows.temperature[:n], rows.top_k[:n], rows.top_p[:n], rows.min_p[:n])
-        return sample_tokens(log_distribution(logits, *knobs), u)
+        truncated = any(truncates(job.request.sampling) for job in self.running)
+        knobs = rows.temperature[:n], rows.top_k[:n], rows.top_p[:n], rows.min_p[:n]
+        return self.ops.draw(logits, Knobs(*knobs, truncated), u)
 
     def _report(self, tokens: Tensor, logprobs: Tensor) -> None:
         if not any(job.on_token for job in self.running):
