@@ -37,7 +37,6 @@ from areal_q.tasks import Problem, Reward, Tokenizer
 from buffer.redis_store import Claim, WorkerBuffer
 from buffer.weight_sync import WeightSource, WeightSubscriber
 from rollout.engines.base import Engine
-from rollout.engines.stop_conditions import cut_at_stop, stop_strings
 from rollout.environments.base import Environment, Response
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.external import Episodes
@@ -247,8 +246,7 @@ class Worker:
     async def _trajectory(self, ticket: Ticket, index: int, response: Response) -> Trajectory:
         score = response.score
         if score is None:
-            text = self._tokenizer.decode([i for i in response.ids if i != self._tokenizer.eos_id])
-            text = cut_at_stop(text, stop_strings(ticket.sampling))
+            text = response.text(self._tokenizer, ticket.sampling)
             problem = Problem(ticket.prompt, ticket.answer)
             score = await self._reward(problem, text, response.drawn)
         wanted = self._routes and ticket.purpose == "train"

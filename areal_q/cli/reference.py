@@ -72,9 +72,10 @@ class Section:
 
 
 def sections() -> list[Section]:
-    """Returns every table of settings in the order of the code, and each variant of a choice as its own
-    table."""
-    return list(_sections(types.type_info(Run), "", ""))
+    """Returns every table of settings in the order of the code, each once, and each variant of a choice as its
+    own table."""
+    found = _sections(types.type_info(Run), "", "")
+    return list({(one.name, one.variant): one for one in found}.values())
 
 
 def settings_page() -> str:
@@ -198,6 +199,8 @@ def _kind(kind: types.Type) -> str:
             return f"text matching `{kind.pattern}`".replace("|", "\\|") if kind.pattern else "text"
         case types.VarTupleType():
             return f"list of {_kind(kind.item_type)}"
+        case types.DictType():
+            return f"table of {_kind(kind.value_type)}"
         case types.TupleType():
             return " and ".join(_kind(item) for item in kind.item_types)
         case _:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from areal_q.config.objectives import Overlong
 from areal_q.config.struct_types import (
@@ -18,6 +18,23 @@ from areal_q.config.struct_types import (
 
 GraderName = Literal["exact", "number", "final_number", "math", "choice"]
 """How a response is compared with the answer; see areal_q/tasks/grading/graders.py."""
+
+
+class Chat(Settings, frozen=True, kw_only=True):
+    """How prompts become conversations where the task's `template` is `chat`."""
+
+    system: str = ""
+    """A system message before every prompt that has none of its own; "" is none."""
+    template_args: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Variables of the template, such as { enable_thinking = false }."""
+    template_file: str | None = None
+    """A file with a Jinja template, which takes the place of the tokenizer's own and is exported; none keeps
+    that."""
+    date: Annotated[str, Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")] | None = None
+    """The day that is today to the template, such as 2026-01-31. None is the day on which the run is begun, and
+    config.toml keeps it, so that a prompt is the same one at a resumption or an evaluation."""
+    split_special: bool = True
+    """Control tokens inside contents are encoded as text, so that data cannot end a turn or begin another."""
 
 
 class Arithmetic(TaggedSettings, frozen=True, kw_only=True, tag="arithmetic"):
@@ -76,6 +93,8 @@ class Countdown(TaggedSettings, frozen=True, kw_only=True, tag="countdown"):
     """No set of numbers among these is ever trained on."""
     template: Literal["bare", "chat", "plain"] = "bare"
     """`bare` is for the small model; the others say in words what to do."""
+    chat: Chat = Chat()
+    """The conversation."""
 
 
 class _Text(TaggedSettings, frozen=True, kw_only=True):
@@ -87,6 +106,8 @@ class _Text(TaggedSettings, frozen=True, kw_only=True):
     """The last share of the rows, never trained on."""
     template: Literal["chat", "plain"] = "chat"
     """`chat`: the tokenizer's own chat template; `plain`: question and answer as bare text."""
+    chat: Chat = Chat()
+    """The conversation."""
 
 
 class Gsm8k(_Text, frozen=True, kw_only=True, tag="gsm8k"):
@@ -141,6 +162,8 @@ class Python(TaggedSettings, frozen=True, kw_only=True, tag="python"):
     """The last share of the problems, never trained on."""
     template: Literal["chat", "plain"] = "plain"
     """`chat`: the tokenizer's own chat template; `plain`: bare text."""
+    chat: Chat = Chat()
+    """The conversation."""
 
 
 TaskConfig = (

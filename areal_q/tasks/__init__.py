@@ -1,6 +1,6 @@
 """Tasks: problems, their rewards, and tokenizers. Imports no torch."""
 
-from areal_q.tasks.base import Grader, Problem, Score, Task, Tokenizer
+from areal_q.tasks.base import Grader, Problem, Score, Stop, Task, Tokenizer
 from areal_q.tasks.grading.graders import GRADERS
 from areal_q.tasks.grading.rewards import (
     Reward,
@@ -10,6 +10,7 @@ from areal_q.tasks.grading.rewards import (
     check_reward,
     unscored,
 )
+from areal_q.tasks.hf_tokenizer import HFTokenizer
 from areal_q.tasks.registry import (
     TASKS,
     all_problems,
@@ -19,7 +20,8 @@ from areal_q.tasks.registry import (
     task_types,
 )
 from areal_q.tasks.shuffle import permute, problem_at
-from areal_q.tasks.tokenizer import CharTokenizer, HFTokenizer, load_tokenizer
+from areal_q.tasks.stops import stops_text, without_end
+from areal_q.tasks.tokenizer import CharTokenizer, load_tokenizer
 
 __all__ = [
     "GRADERS",
@@ -30,6 +32,7 @@ __all__ = [
     "Problem",
     "Reward",
     "Score",
+    "Stop",
     "Task",
     "Tokenizer",
     "all_problems",
@@ -43,6 +46,8 @@ __all__ = [
     "load_tokenizer",
     "permute",
     "problem_at",
+    "stops_text",
     "task_types",
     "unscored",
+    "without_end",
 ]

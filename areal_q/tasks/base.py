@@ -1,11 +1,14 @@
 """A task: problems to train on, problems held out, and a reward. Imports no torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from msgspec import Struct
 
 from areal_q.messages.trajectories import FailureCause
+
+Message = dict[str, str]
+"""`role` and `content`"""
 
 
 class Problem(Struct, frozen=True):
@@ -13,6 +16,18 @@ class Problem(Struct, frozen=True):
 
     prompt: str
     answer: str
+    messages: tuple[Message, ...] = ()
+    """The prompt as a conversation, whose contents are `prompt`; empty if the prompt is one text"""
+
+    @property
+    def asked(self) -> str | Sequence[Message]:
+        """The prompt as `Tokenizer.encode_prompt` takes it."""
+        return self.messages or self.prompt
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], answer: str) -> "Problem":
+        """Returns a problem whose prompt is a conversation."""
+        return cls("\n\n".join(m["content"] for m in messages), answer, tuple(messages))
 
 
 class Score(Struct, frozen=True):
@@ -39,8 +54,15 @@ class Score(Struct, frozen=True):
         return cls(0.0, False, parts, failure=failure)
 
 
-Message = dict[str, str]
-"""`role` and `content`"""
+class Stop(Struct, frozen=True):
+    """A token that ends a response, such as Stop("<|im_end|>", ("tokenizer", "chat template"))."""
+
+    token: str
+    sources: tuple[str, ...]
+    """What says so"""
+
+    def __str__(self) -> str:
+        return f"{self.token} ({', '.join(self.sources)})"
 
 
 class Tokenizer(Protocol):
@@ -48,19 +70,34 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     eos_id: int
+    """The id with which a response that is written down ends"""
+    stops: Mapping[int, Stop]
+    """All ids that end a response when the model draws them; `eos_id` is one of them"""
+    special_ids: frozenset[int]
+    """Ids of tokens that control the model and are no text to a reader"""
+    prefill: str
+    """Text with which the chat template begins every reply, such as "<think>\\n"; empty for most. It is part of
+    the prompt's ids, and of the text that rewards judge."""
 
     def encode(self, text: str) -> list[int]: ...
-    def encode_prompt(self, text: str) -> list[int]: ...
+    def encode_prompt(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Returns the ids of a problem's prompt, with the system message of the settings if it has none of its
+        own, and of the beginning of the reply."""
+        ...
+
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:
         """Returns the ids of a whole conversation and of the beginning of the reply to it."""
         ...
 
     def encode_turn(self, messages: Sequence[Message], ended: bool) -> list[int]:
         """Returns the ids between the content of an assistant's message and that of its next one, with
-        `messages` in between. `ended` is True if the end-of-text token of the first one is there already."""
+        `messages` in between. `ended` is True if one of `stops` is there already, after the first one."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of `ids`, special tokens included."""
+        ...
+
     def save(self, directory: str) -> None: ...
 
 
@@ -83,5 +120,8 @@ class Grader(Struct, frozen=True):
     """True if it may take long or hang, so that it must run in a process that can be killed"""
     zero_on: tuple[FailureCause, ...] = ()
     """Failures that the response causes, whose reward is 0"""
+    whole: bool = False
+    """True if it compares the whole response with the answer, so that a stop string at its end must not be in
+    it"""
     needs: str | None = None
     """A module that it imports, from the extra with the name of the grader"""

@@ -43,8 +43,9 @@ def _short(problems: Sequence[Problem], tokenizer: Tokenizer, longest: int) -> S
     # A token has at least one byte, so that a prompt with few bytes is known to be short without encoding it.
     around = len(tokenizer.encode_prompt("")) + SLACK
 
-    def fits(prompt: str) -> bool:
-        surely = len(prompt.encode(errors="replace")) + around <= longest
-        return surely or len(tokenizer.encode_prompt(prompt)) <= longest
+    def fits(problem: Problem) -> bool:
+        size = len(problem.prompt.encode(errors="replace"))
+        surely = not problem.messages and size + around <= longest
+        return surely or len(tokenizer.encode_prompt(problem.asked)) <= longest
 
-    return tuple(p for p in problems if fits(p.prompt))
+    return tuple(p for p in problems if fits(p))

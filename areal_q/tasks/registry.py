@@ -58,7 +58,7 @@ def check_characters(model: ModelConfig, warmstart: WarmStart, task: Task) -> No
     tokenizer, answers = CharTokenizer(), warmstart.steps > 0
     for problems in (task.train, task.heldout):
         for problem in problems[:1] if isinstance(problems, Lazy) else problems:
-            tokenizer.encode_prompt(problem.prompt)
+            tokenizer.encode_prompt(problem.asked)
             if answers:
                 tokenizer.encode(problem.answer)
 
@@ -68,5 +68,6 @@ def build_tokenizer(model: ModelConfig, task: TaskConfig) -> Tokenizer:
     the template for prompts that the task names."""
     if isinstance(model, SmallModel):
         return CharTokenizer()
-    chat = getattr(task, "template", "plain") == "chat"
-    return load_tokenizer(model.path, "chat" if chat else "plain")
+    if (template := getattr(task, "template", "plain")) == "chat":
+        return load_tokenizer(model.path, template, getattr(task, "chat", None))
+    return load_tokenizer(model.path)

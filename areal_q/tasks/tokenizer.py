@@ -1,18 +1,17 @@
-"""Tokenizers: one of characters for the small model, and Hugging Face's. Imports no torch."""
+"""Chooses a model's tokenizer: that of characters, for the small model, or Hugging Face's. Imports no torch."""
 
-import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_q.errors import CheckpointError, ConfigError, TaskError
-from areal_q.tasks.base import Message, Tokenizer
+from areal_q.config.tasks import Chat
+from areal_q.errors import CheckpointError, TaskError
+from areal_q.tasks.base import Message, Stop, Tokenizer
+from areal_q.tasks.hf_tokenizer import HFTokenizer
 
 CHARACTERS = "0123456789+-*/()=.,% "
 PAD, EOS = "<pad>", "<eos>"
-MARK = "\x02the assistant\x03"
-"""A text that no chat template changes and no conversation contains"""
 
 
 class CharTokenizer:
@@ -26,6 +25,9 @@ class CharTokenizer:
         self._tokens = [*self._vocab]
         self.vocab_size = len(self._vocab)
         self.pad_id, self.eos_id = self._vocab[PAD], self._vocab[EOS]
+        self.stops: Mapping[int, Stop] = {self.eos_id: Stop(EOS, ("tokenizer",))}
+        self.special_ids = frozenset({self.pad_id, self.eos_id})
+        self.prefill = ""
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`. Raises TaskError naming a character that is not in the vocabulary."""
@@ -37,8 +39,8 @@ class CharTokenizer:
                 "for other text use model.type=pretrained model.path=DIR"
             ) from error
 
-    def encode_prompt(self, text: str) -> list[int]:
-        return self.encode(text)
+    def encode_prompt(self, prompt: str | Sequence[Message]) -> list[int]:
+        return self.encode(prompt) if isinstance(prompt, str) else self.encode_messages(prompt)
 
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:
         """Returns the ids of the contents, one after the other, since this tokenizer has no roles."""
@@ -48,8 +50,8 @@ class CharTokenizer:
         return self.encode_messages(messages)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the characters; <pad> and <eos> are left out."""
-        return "".join(self._tokens[i] for i in ids if i not in (self.pad_id, self.eos_id))
+        """Returns the characters; <pad> and <eos>, which stand for none, are left out."""
+        return "".join(self._tokens[i] for i in ids if i not in self.special_ids)
 
     def save(self, directory: str) -> None:
         """Writes tokenizer.json and tokenizer_config.json."""
@@ -97,76 +99,12 @@ class CharTokenizer:
         }
 
 
-class HFTokenizer:
-    """A Hugging Face tokenizer. `template` is `chat` (its own chat template) or `plain` (bare text)."""
-
-    def __init__(self, path: str | Path, template: str = "plain") -> None:
-        """Loads the tokenizer. Raises ConfigError if the `hf` extra is not installed or the chat template is
-        missing, and CheckpointError for files that cannot be read."""
-        try:
-            transformers = importlib.import_module("transformers")
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"{path}: this tokenizer needs transformers: pip install 'areal-q[hf]'"
-            ) from error
-        try:
-            self._hf = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        except (OSError, ValueError) as error:
-            line = str(error).strip().splitlines()[0]
-            raise CheckpointError(f"{path}: no tokenizer can be read: {line}") from error
-        if self._hf.eos_token_id is None:
-            raise CheckpointError(f"{path}: the tokenizer has no end-of-text token")
-        if template == "chat" and not self._hf.chat_template:
-            raise ConfigError(
-                f"{path}: the tokenizer has no chat template; use task.template=plain"
-            )
-        self._template = template
-        self.vocab_size: int = len(self._hf)
-        self.eos_id: int = self._hf.eos_token_id
-
-    def encode(self, text: str) -> list[int]:
-        return self._hf.encode(text, add_special_tokens=False)
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Returns the ids of a prompt. With `chat` it is one user message and the beginning of the reply, with
-        `plain` the text after the tokenizer's own <bos>."""
-        if self._template == "plain":
-            return self._hf.encode(text)
-        return self.encode_messages([{"role": "user", "content": text}])
-
-    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
-        """Encodes by the chat template; without one, the contents one after the other."""
-        if self._template == "plain":
-            return self._hf.encode("".join(m["content"] for m in messages))
-        return self._hf.encode(self._rendered(messages), add_special_tokens=False)
-
-    def encode_turn(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        """Returns what the template puts after the content of an assistant's message that stands before
-        them."""
-        if self._template == "plain":
-            return self.encode("".join(m["content"] for m in messages))
-        first = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-        tail = self._rendered([*first, *messages]).rpartition(MARK)[2]
-        return self.encode(tail.removeprefix(self._hf.eos_token) if ended else tail)
-
-    def _rendered(self, messages: Sequence[Message]) -> str:
-        return self._hf.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._hf.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-
-    def save(self, directory: str) -> None:
-        self._hf.save_pretrained(directory)
-
-
-def load_tokenizer(path: str | Path, template: str = "plain") -> Tokenizer:
+def load_tokenizer(
+    path: str | Path, template: str = "plain", chat: Chat | None = None
+) -> Tokenizer:
     """Returns the tokenizer in directory `path`. The one of characters does not need transformers, all others
-    do. Raises CheckpointError or ConfigError if it cannot be loaded."""
+    do. Raises CheckpointError, ConfigError or TaskError if it cannot be loaded."""
     if not Path(path).is_dir():
         raise CheckpointError(f"{path}: no such directory")
     small = CharTokenizer()
-    return small if small.wrote(path) else HFTokenizer(path, template)
+    return small if small.wrote(path) else HFTokenizer(path, template, chat)

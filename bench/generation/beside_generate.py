@@ -54,7 +54,7 @@ def ours(run: Run, model: Path, work: Workload) -> float:
 
 async def _ours(run: Run, model: Path, work: Workload) -> list[float]:
     tokenizer = build_tokenizer(run.model, run.task)
-    stop = frozenset({tokenizer.eos_id} if work.stop else ())
+    stop = frozenset(tokenizer.stops if work.stop else ())
     requests = [
         Request(
             prompt_ids=np.array(tokenizer.encode_prompt(p), np.int32),

@@ -87,7 +87,7 @@ def drawn(run: Run, model: Decoder, format: str, prompts: int, samples: int) -> 
             num_samples=samples,
             sampling=run.rollout.sampling,
             seed=i * samples,
-            stop_ids=frozenset({tokenizer.eos_id}),
+            stop_ids=frozenset(tokenizer.stops),
         )
         for i in range(prompts)
     ]

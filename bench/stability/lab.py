@@ -91,7 +91,7 @@ class Drawer:
                 num_samples=ticket.group_size,
                 sampling=ticket.sampling,
                 seed=ticket.seed,
-                stop_ids=frozenset({self.tokenizer.eos_id}),
+                stop_ids=frozenset(self.tokenizer.stops),
             )
         )
         problem = Problem(ticket.prompt, ticket.answer)
@@ -130,8 +130,8 @@ class Drawer:
         greedy = Sampling(temperature=0.0, max_tokens=max_tokens)
 
         async def correct(problem: Problem) -> bool:
-            ids = np.array(self.tokenizer.encode_prompt(problem.prompt), np.int32)
-            stop = frozenset({self.tokenizer.eos_id})
+            ids = np.array(self.tokenizer.encode_prompt(problem.asked), np.int32)
+            stop = frozenset(self.tokenizer.stops)
             request = Request(prompt_ids=ids, num_samples=1, sampling=greedy, seed=0, stop_ids=stop)
             [completion] = await self.engine.generate(request)
             return (await self.score(problem, completion)).correct

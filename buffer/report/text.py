@@ -55,4 +55,4 @@ class Pieces:
         return self._tokenizer.decode([*self._anchor, *ids])[self._head :]
 
     def _special(self, id: int) -> str:
-        return "‹end›" if self._tokenizer and id == self._tokenizer.eos_id else f"‹{id}›"
+        return "‹end›" if self._tokenizer and id in self._tokenizer.stops else f"‹{id}›"

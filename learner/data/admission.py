@@ -157,7 +157,7 @@ class Admission:
             step=version,
             prompt=problem.prompt,
             answer=problem.answer,
-            prompt_ids=Array.of(self._tokenizer.encode_prompt(problem.prompt), "int32"),
+            prompt_ids=Array.of(self._tokenizer.encode_prompt(problem.asked), "int32"),
             seed=ticket_seed(self._settings.seed, number),
             **fields,
         )

@@ -8,7 +8,7 @@ from collections import Counter
 from areal_q.errors import BufferFull
 from areal_q.messages import Group
 from areal_q.observability.metrics_log import MetricsLog
-from areal_q.tasks import Tokenizer
+from areal_q.tasks import Tokenizer, without_end
 from buffer.interface import LearnerSide
 from learner.data.admission import Admission
 
@@ -96,9 +96,10 @@ class HeldOutEvaluation:
 
     def _sample(self, group: Group) -> dict[str, str | bool | None]:
         t = group.trajectories[0]
+        said = without_end(t.response_ids.numpy().tolist(), self._tokenizer.stops)
         return {
             "prompt": group.ticket.prompt,
             "answer": group.ticket.answer,
-            "response": self._tokenizer.decode(t.response_ids.numpy().tolist()),
+            "response": self._tokenizer.decode(said),
             "correct": bool(t.reward_parts.get("correct", 0.0)) if t.valid else None,
         }

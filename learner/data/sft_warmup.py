@@ -117,7 +117,7 @@ def _train(
 def _row(task: Task, number: int, seed: int, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     problem = problem_at(task, number, seed)
     answer = [*tokenizer.encode(problem.answer), tokenizer.eos_id]
-    return tokenizer.encode_prompt(problem.prompt), answer
+    return tokenizer.encode_prompt(problem.asked), answer
 
 
 def supervised_loss(

@@ -94,6 +94,12 @@ def cut_at_stop(text: str, stops: tuple[str, ...]) -> str:
     return text[: min((p for p in places if p >= 0), default=len(text))]
 
 
+def cut_after_stop(text: str, stops: tuple[str, ...]) -> str:
+    """Returns `text` up to the end of the first stop string in it."""
+    ends = [place + len(s) for s in stops if (place := text.find(s)) >= 0]
+    return text[: min(ends, default=len(text))]
+
+
 def held_back(text: str, stops: tuple[str, ...]) -> int:
     """Returns how many characters at the end of `text` may be the beginning of a stop string."""
     return max((n for s in stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)

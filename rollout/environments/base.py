@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from areal_q.config import Sampling
 from areal_q.messages import (
     Array,
     FinishReason,
@@ -19,8 +20,9 @@ from areal_q.messages import (
     VersionSpan,
     merge_spans,
 )
-from areal_q.tasks import Score
+from areal_q.tasks import Score, Tokenizer, without_end
 from rollout.engines.base import Completion
+from rollout.engines.stop_conditions import cut_after_stop, stop_strings
 
 
 @dataclass
@@ -49,6 +51,13 @@ class Response:
     def drawn(self) -> int:
         """Number of tokens that the model drew."""
         return sum(self.mask)
+
+    def text(self, tokenizer: Tokenizer, sampling: Sampling) -> str:
+        """Returns the text that rewards judge: the beginning that the chat template gave the reply and all that
+        followed, special tokens included, but without the model's end token. It ends with the stop string that
+        ended the response."""
+        text = tokenizer.decode(without_end(self.ids, tokenizer.stops))
+        return tokenizer.prefill + cut_after_stop(text, stop_strings(sampling))
 
     def add_drawn(self, completion: Completion) -> None:
         """Appends what the engine drew. A completion without a finish reason was cut off and has to be

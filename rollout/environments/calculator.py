@@ -41,7 +41,7 @@ class Calculator:
         while not response.ended and response.drawn < budget:
             # Every earlier turn ended in a call, so that the number of turns is the number of calls.
             tool = {self._close} if response.turns < self._cfg.max_calls else set()
-            stops = frozenset({self._tokenizer.eos_id, *tool})
+            stops = self._client.stop_ids | tool
             after = partial(self._after, response, stops)
             left = budget - response.drawn
             await self._client.generate_turn(ticket, index, response, stops, left, after)

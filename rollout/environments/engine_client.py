@@ -21,6 +21,11 @@ class EngineClient:
     timeout_s: float = 0.0
     """Seconds after which a response is cut off, from its first token on; 0 means no limit."""
 
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids of all tokens that end a turn."""
+        return frozenset(self.tokenizer.stops)
+
     async def generate_group(self, ticket: Ticket, responses: list[Response]) -> None:
         """Draws one turn of all responses, which must be empty; the prompt is computed only once."""
 
@@ -34,7 +39,7 @@ class EngineClient:
                 num_samples=ticket.group_size,
                 sampling=ticket.sampling,
                 seed=ticket.seed,
-                stop_ids=frozenset({self.tokenizer.eos_id}),
+                stop_ids=self.stop_ids,
                 decode=self.tokenizer.decode,
                 timeout_s=self.timeout_s,
             ),

@@ -29,5 +29,4 @@ class SingleTurn:
             response.ended = True
 
         left = ticket.sampling.max_tokens - len(response.ids)
-        stops = frozenset({self.client.tokenizer.eos_id})
-        await self.client.generate_turn(ticket, index, response, stops, left, end)
+        await self.client.generate_turn(ticket, index, response, self.client.stop_ids, left, end)

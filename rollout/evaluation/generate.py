@@ -15,7 +15,6 @@ from areal_q.tasks import Problem, Reward, Tokenizer, answer_of, build_reward, b
 from areal_q.weights.version import pack_version
 from rollout import engines
 from rollout.engines.base import Engine
-from rollout.engines.stop_conditions import cut_at_stop, stop_strings
 from rollout.environments.base import Response
 from rollout.environments.engine_client import EngineClient
 from rollout.environments.registry import build_evaluation_environment
@@ -59,7 +58,7 @@ class _Answering:
     def __init__(self, run: Run, engine: Engine, tokenizer: Tokenizer, reward: Reward) -> None:
         self._run, self._tokenizer, self._reward = run, tokenizer, reward
         self._environment = build_evaluation_environment(run, EngineClient(engine, tokenizer))
-        self._given = answer_of(run.task)
+        self._given = answer_of(run.task, run.rollout.sampling)
 
     async def one(
         self, index: int, problem: Problem, greedy: bool, samples: int, sampling: Sampling
@@ -86,7 +85,7 @@ class _Answering:
             step=0,
             prompt=problem.prompt,
             answer=problem.answer,
-            prompt_ids=Array.of(self._tokenizer.encode_prompt(problem.prompt), "int32"),
+            prompt_ids=Array.of(self._tokenizer.encode_prompt(problem.asked), "int32"),
             group_size=count,
             sampling=sampling,
             seed=self._run.seed + index * count,
@@ -102,8 +101,7 @@ class _Answering:
 
     async def _reply(self, problem: Problem, sampling: Sampling, response: Response) -> Reply:
         """Returns the answer with its score, which is computed as a worker computes it."""
-        text = self._tokenizer.decode([i for i in response.ids if i != self._tokenizer.eos_id])
-        text = cut_at_stop(text, stop_strings(sampling))
+        text = response.text(self._tokenizer, sampling)
         score = await self._reward(problem, text, response.drawn)
         return Reply(
             response=text,

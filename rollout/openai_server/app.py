@@ -181,7 +181,7 @@ class Endpoint:
         if not prompt:
             raise RecordError("the prompt is empty")
         sampling = fixed_sampling(body, episode) if episode else self._sampling_of(body)
-        stops = frozenset([self._tokenizer.eos_id, *(body.stop_token_ids or ())])
+        stops = frozenset([*self._tokenizer.stops, *(body.stop_token_ids or ())])
         # In an episode the agent needs the whole text, its stops included, for its next turn must extend it.
         kept = body.include_stop_str_in_output or episode is not None
         hidden = () if kept else stop_strings(sampling)

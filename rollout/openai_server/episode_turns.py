@@ -31,7 +31,7 @@ def new_of_messages(
     new = messages[len(known) :]
     if not episode.messages and not new:
         return []
-    ended = bool(episode.response.ids) and episode.response.ids[-1] == tokenizer.eos_id
+    ended = bool(episode.response.ids) and episode.response.ids[-1] in tokenizer.stops
     return tokenizer.encode_turn(new, ended)
 
 

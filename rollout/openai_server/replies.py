@@ -114,4 +114,4 @@ class Reply:
         return {**self._head, "object": "chat.completion.chunk"} if self._chat else self._head
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([i for i in ids if i != self._tokenizer.eos_id])
+        return self._tokenizer.decode([i for i in ids if i not in self._tokenizer.special_ids])

@@ -89,7 +89,7 @@ def test_a_hugging_face_tokenizer_applies_the_chat_template(chat_directory: Path
 def test_plain_prompts_are_bare_text(chat_directory: Path) -> None:
     tokenizer = load_tokenizer(chat_directory, "plain")
     assert tokenizer.encode_prompt("1+1=") == CharTokenizer().encode("1+1=")
-    assert tokenizer.decode([*tokenizer.encode("1+1="), tokenizer.eos_id]) == "1+1="
+    assert tokenizer.decode([*tokenizer.encode("1+1="), tokenizer.eos_id]) == "1+1=<eos>"
 
 
 def test_a_saved_hugging_face_tokenizer_loads_again(chat_directory: Path, tmp_path: Path) -> None:

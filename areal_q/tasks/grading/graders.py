@@ -9,8 +9,8 @@ from areal_q.tasks.datasets.arithmetic import score as exact
 from areal_q.tasks.grading import boxed, choice
 
 GRADERS: dict[str, Grader] = {
-    "exact": Grader(exact, str.strip),
-    "number": Grader(calculator.score, calculator.answer),
+    "exact": Grader(exact, str.strip, whole=True),
+    "number": Grader(calculator.score, calculator.answer, whole=True),
     "final_number": Grader(gsm8k.score, gsm8k.answer),
     # The comparison depends on the text alone, so that the response is the cause if the parser fails.
     "math": Grader(
@@ -22,7 +22,7 @@ GRADERS: dict[str, Grader] = {
     ),
     "choice": Grader(choice.score, choice.letter),
     "countdown": Grader(countdown.score, countdown.answer),
-    "tool": Grader(tool_calculator.score, tool_calculator.answer),
+    "tool": Grader(tool_calculator.score, tool_calculator.answer, whole=True),
 }
 
 

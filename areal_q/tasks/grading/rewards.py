@@ -8,11 +8,11 @@ Fast built-in graders run in the worker. Slow ones and those in a user's file ru
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from areal_q.config import Overlong, Python, RewardConfig, Run, TaskConfig
+from areal_q.config import Overlong, Python, RewardConfig, Run, Sampling, TaskConfig
 from areal_q.errors import TaskError
 from areal_q.messages.trajectories import FailureCause
 from areal_q.tasks.base import Grader, Problem, Score
@@ -49,16 +49,20 @@ class Reward(Protocol):
 
 
 class InlineReward:
-    """A fast grader, which runs in the worker itself."""
+    """A fast grader, which runs in the worker itself. One that compares the whole response does not see any of
+    the stop strings `stops` at its end, but the format is judged with it, since `</answer>` may be one."""
 
-    def __init__(self, grader: Grader, cfg: RewardConfig, max_tokens: int) -> None:
-        self._score, self._cfg, self._max_tokens = grader.score, cfg, max_tokens
+    def __init__(
+        self, grader: Grader, cfg: RewardConfig, max_tokens: int, stops: Sequence[str] = ()
+    ) -> None:
+        self._grader, self._cfg, self._max_tokens = grader, cfg, max_tokens
+        self._stops = stops if grader.whole else ()
 
     async def start(self) -> None:
         pass
 
     async def __call__(self, problem: Problem, response: str, tokens: int) -> Score:
-        score = self._score(problem, response)
+        score = self._grader.score(problem, _without_stop(response, self._stops))
         return _shaped(score, response, tokens, self._cfg, self._max_tokens)
 
     async def close(self) -> None:
@@ -119,7 +123,7 @@ def build_reward(run: Run) -> Reward:
         return IsolatedReward(("file", file, cfg.function), cfg, max_tokens)
     if GRADERS[grader].slow:
         return IsolatedReward(("grader", grader, ""), cfg, max_tokens, GRADERS[grader].zero_on)
-    return InlineReward(GRADERS[grader], cfg, max_tokens)
+    return InlineReward(GRADERS[grader], cfg, max_tokens, _stop_strings(run.rollout.sampling))
 
 
 def build_score(cfg: TaskConfig) -> Callable[[Problem, str], Score]:
@@ -128,10 +132,23 @@ def build_score(cfg: TaskConfig) -> Callable[[Problem, str], Score]:
     return GRADERS[cfg.grader].score
 
 
-def answer_of(cfg: TaskConfig) -> Callable[[str], str | None]:
+def answer_of(cfg: TaskConfig, sampling: Sampling | None = None) -> Callable[[str], str | None]:
     """Returns the function that finds the answer in a response, for majority votes. With a user's reward file
     it is the text itself."""
-    return GRADERS[cfg.grader].answer if cfg.grader in GRADERS else str.strip
+    if cfg.grader not in GRADERS:
+        return str.strip
+    grader = GRADERS[cfg.grader]
+    stops = _stop_strings(sampling) if sampling and grader.whole else ()
+    return lambda response: grader.answer(_without_stop(response, stops))
+
+
+def _stop_strings(sampling: Sampling) -> tuple[str, ...]:
+    return tuple(stop for stop in sampling.stop if isinstance(stop, str))
+
+
+def _without_stop(text: str, stops: Sequence[str]) -> str:
+    """Returns `text` without the stop string that it ends with, if it ends with one."""
+    return next((text.removesuffix(stop) for stop in stops if text.endswith(stop)), text)
 
 
 def _reward_file(run: Run) -> str | None:

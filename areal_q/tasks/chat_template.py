@@ -1,0 +1,161 @@
+"""Chat templates: conversations as text, how a reply begins and ends there, and contents that cannot pass for
+control tokens. Imports no torch."""
+
+import re
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from areal_q.config.tasks import Chat
+from areal_q.errors import ConfigError, TaskError
+from areal_q.tasks.base import Message
+
+MARK = "\x02the assistant\x03"
+"""A text that no chat template changes and no conversation contains"""
+_HIDDEN = re.compile("\x02([0-9]+)\x03")
+"""A control token inside a content, by its index"""
+_ASKED: Message = {"role": "user", "content": "."}
+_REPLY: Message = {"role": "assistant", "content": MARK}
+_DATE = (
+    "{% macro strftime_now(format) %}{% set it = namespace(text=format) %}"
+    "{% for name, value in fixed_date.items() %}{% set it.text = it.text | replace(name, value) %}{% endfor %}"
+    "{{ it.text }}{% endmacro +%}"
+)
+"""Takes the place of transformers' function of that name, which gives today's date. transformers passes plain
+values to a template, but no function, so that the directives come as a table."""
+_DIRECTIVES = [f"%{letter}" for letter in "aAbBcdDeFHIjmMpSTUwWxXyYZ"] + ["%-d", "%-m"]
+
+
+class ChatTemplate:
+    """The chat template of tokenizer `hf`, with the settings `chat`."""
+
+    def __init__(self, hf: Any, chat: Chat) -> None:
+        """Gives the tokenizer the template in the file that the settings name, if they name one. Raises
+        ConfigError if that cannot be read."""
+        self._hf, self._chat = hf, chat
+        if chat.template_file:
+            try:
+                hf.chat_template = Path(chat.template_file).read_text("utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                why = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+                raise ConfigError(
+                    f"task.chat.template_file: {chat.template_file}: {why}"
+                ) from error
+        self._text = hf.get_chat_template()
+        self._variables: dict[str, Any] = dict(chat.template_args)
+        if "strftime_now" in self._text:
+            day = datetime.fromisoformat(chat.date) if chat.date else datetime.now()
+            self._variables["fixed_date"] = {name: day.strftime(name) for name in _DIRECTIVES}
+            self._text = _DATE + self._text
+        added = {token.content: token for token in hf.added_tokens_decoder.values()}
+        self._added = _any_of(added)
+        self._control = _any_of(
+            text
+            for text, token in added.items()
+            if token.special or (text.strip() and text in self._text)
+        )
+        """Matches special tokens, and others that the template writes, such as DeepSeek's <｜User｜>"""
+        last, earlier = self._around_reply(False), self._around_reply(True)
+        ends = self._added.match(last[1].lstrip()) if last else None
+        self.end = ends[0] if ends and added[ends[0]].special else None
+        """The special token that follows an assistant's message; None if that is another text"""
+        self.prefill = self._prefill([around[0] for around in (last, earlier) if around])
+
+    def prompt(self, prompt: str | Sequence[Message]) -> list[Message]:
+        """Returns a problem's prompt as messages, after the system message of the settings."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+        if self._chat.system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._chat.system})
+        return messages
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Returns the ids of the conversation and of the beginning of the reply. Raises TaskError with the
+        template's words if it refuses the messages."""
+        return self._ids(self._render(self._hide(messages)))
+
+    def encode_turn(self, messages: Sequence[Message], ended: bool) -> list[int]:
+        """Returns what stands between the contents of two assistant's messages; see Tokenizer."""
+        tail = self._render([_ASKED, _REPLY, *self._hide(messages)]).rpartition(MARK)[2]
+        if ended and (end := self._added.match(tail.lstrip())):
+            tail = tail.lstrip()[end.end() :]
+        return self._ids(tail)
+
+    def _render(self, messages: Sequence[Message], reply: bool = True) -> str:
+        try:
+            return self._hf.apply_chat_template(
+                list(messages),
+                chat_template=self._text,
+                tokenize=False,
+                add_generation_prompt=reply,
+                **self._variables,
+            )
+        except Exception as error:  # a template may raise anything
+            why = f"{error}" or type(error).__name__
+            raise TaskError(f"the chat template refuses these messages: {why}") from error
+
+    def _around_reply(self, goes_on: bool) -> tuple[str, str] | None:
+        """Returns the text before and after the content of an assistant's message, which is the last one or, if
+        `goes_on`, is followed by one of the user; None if the template refuses that or leaves it out."""
+        try:
+            text = self._render([_ASKED, _REPLY, *[_ASKED] * goes_on], reply=False)
+        except TaskError:
+            return None
+        before, found, after = text.rpartition(MARK)
+        return (before, after) if found else None
+
+    def _prefill(self, befores: Sequence[str]) -> str:
+        """Returns what the prompt for a reply has beyond the text before an assistant's content, that of a last
+        message if it begins with that: some templates write an empty thought before that one, as they do in the
+        prompt for a reply without a thought, which then is no part of the reply."""
+        try:
+            asked = self._render([_ASKED])
+        except TaskError:
+            return ""
+        return next((asked[len(b) :] for b in befores if asked.startswith(b)), "")
+
+    def _hide(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Returns the messages with every control token in a content replaced by a mark."""
+        if not self._chat.split_special:
+            return messages
+        return [
+            {**m, "content": self._control.sub(lambda found: self._mark(found[0]), m["content"])}
+            for m in messages
+        ]
+
+    def _mark(self, token: str) -> str:
+        return f"\x02{self._hf.convert_tokens_to_ids(token)}\x03"
+
+    def _ids(self, text: str) -> list[int]:
+        """Returns the ids of a rendered text. Marks become the text of their tokens again, which is encoded
+        together with what stands around it between two added tokens, but not as an added token."""
+        ids: list[int] = []
+        done, start = 0, 0
+        if not _HIDDEN.search(text):
+            return self._hf.encode(text, add_special_tokens=False)
+        for end, after in [*(m.span() for m in self._added.finditer(text)), (len(text), len(text))]:
+            if _HIDDEN.search(text, start, end):
+                ids += self._hf.encode(text[done:start], add_special_tokens=False)
+                ids += self._as_text(_HIDDEN.sub(self._token, text[start:end]))
+                done = end
+            start = after
+        return ids + self._hf.encode(text[done:], add_special_tokens=False)
+
+    def _token(self, mark: re.Match[str]) -> str:
+        return self._hf.convert_ids_to_tokens(int(mark[1])) or mark[0]
+
+    def _as_text(self, text: str) -> list[int]:
+        """Encodes without any added token, in the steps of the `tokenizers` library that remain."""
+        backend = self._hf.backend_tokenizer
+        if backend.normalizer:
+            text = backend.normalizer.normalize_str(text)
+        pieces = [text]
+        if backend.pre_tokenizer:
+            pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+        return [token.id for piece in pieces for token in backend.model.tokenize(piece)]
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Returns a pattern that matches any of `texts`, the longest first; nothing if there are none."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -1,0 +1,89 @@
+"""The tokenizer of a Hugging Face directory, with or without its chat template. Imports no torch."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_q.config.tasks import Chat
+from areal_q.errors import CheckpointError, ConfigError
+from areal_q.tasks.base import Message, Stop
+from areal_q.tasks.chat_template import ChatTemplate
+from areal_q.tasks.stops import collect_stops
+
+
+class HFTokenizer:
+    """A Tokenizer (areal_q/tasks/base.py). `template` is `chat` (a chat template, by the settings `chat`) or
+    `plain` (bare text)."""
+
+    def __init__(self, path: str | Path, template: str = "plain", chat: Chat | None = None) -> None:
+        """Loads the tokenizer. Raises ConfigError if the `hf` extra is not installed or there is no chat
+        template, and CheckpointError for files that cannot be read or name no end."""
+        self._hf = _load(path)
+        self._chat: ChatTemplate | None = None
+        chat = chat or Chat()
+        if template == "chat":
+            if not self._hf.chat_template and not chat.template_file:
+                raise ConfigError(
+                    f"{path}: the tokenizer has no chat template; use task.template=plain, or a file of your "
+                    "own: task.chat.template_file=FILE"
+                )
+            self._chat = ChatTemplate(self._hf, chat)
+        self.vocab_size: int = len(self._hf)
+        end = self._chat.end if self._chat else None
+        end_id = None if end is None else self._hf.convert_tokens_to_ids(end)
+        eos = self._hf.eos_token_id
+        self.stops: Mapping[int, Stop] = collect_stops(
+            Path(path), self._hf.convert_ids_to_tokens, eos, end_id
+        )
+        if not self.stops:
+            raise CheckpointError(f"{path}: the tokenizer has no end-of-text token")
+        self.eos_id: int = next(id for id in (end_id, eos, *self.stops) if id is not None)
+        self.special_ids = frozenset(self._hf.all_special_ids)
+        self.prefill = self._chat.prefill if self._chat else ""
+
+    def encode(self, text: str) -> list[int]:
+        return self._hf.encode(text, add_special_tokens=False)
+
+    def encode_prompt(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Returns the ids of a prompt: with `chat` a conversation and the beginning of the reply, with `plain`
+        the text after the tokenizer's own <bos>. An <eos> that the tokenizer would append is left out."""
+        if self._chat:
+            return self._chat.encode(self._chat.prompt(prompt))
+        text = prompt if isinstance(prompt, str) else "".join(m["content"] for m in prompt)
+        bare, whole = self.encode(text), self._hf.encode(text)
+        starts = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        return [*whole[: next(starts, 0)], *bare]
+
+    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+        """Encodes by the chat template; without one, the contents one after the other."""
+        return self._chat.encode(messages) if self._chat else self.encode_prompt(messages)
+
+    def encode_turn(self, messages: Sequence[Message], ended: bool) -> list[int]:
+        if self._chat:
+            return self._chat.encode_turn(messages, ended)
+        return self.encode("".join(m["content"] for m in messages))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._hf.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def save(self, directory: str) -> None:
+        self._hf.save_pretrained(directory)
+
+
+def _load(path: str | Path) -> Any:
+    try:
+        transformers = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{path}: this tokenizer needs transformers: pip install 'areal-q[hf]'"
+        ) from error
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (
+        Exception
+    ) as error:  # the `tokenizers` library raises bare Exceptions for files of other versions
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path}: no tokenizer can be read: {line}") from error

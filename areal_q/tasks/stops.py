@@ -1,0 +1,58 @@
+"""The tokens that end a response, and what says so: every file of a model that names one. Imports no torch."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_q.errors import CheckpointError
+from areal_q.tasks.base import Stop
+
+_CONFIGS = ("config.json", "generation_config.json")
+
+
+def collect_stops(
+    directory: Path,
+    token_of: Callable[[int], str | None],
+    tokenizer_eos: int | None,
+    template_end: int | None,
+) -> dict[int, Stop]:
+    """Returns all end tokens that the tokenizer, the files in `directory` or the chat template name.
+
+    `token_of` returns the text of an id, None for one that the tokenizer does not know. Raises CheckpointError,
+    which names the file, if `eos_token_id` in one of them is neither an id nor a list of ids.
+    """
+    named = {
+        "tokenizer": [] if tokenizer_eos is None else [tokenizer_eos],
+        "chat template": [] if template_end is None else [template_end],
+        **{name: _named_in(directory / name) for name in _CONFIGS},
+    }
+    sources: dict[int, list[str]] = {}
+    for source, ids in named.items():
+        for id in ids:
+            sources.setdefault(id, []).append(source)
+    return {id: Stop(token_of(id) or f"id {id}", tuple(said)) for id, said in sources.items()}
+
+
+def stops_text(stops: Mapping[int, Stop]) -> str:
+    """Example: "stops at <|im_end|> (tokenizer, chat template), <|endoftext|> (generation_config.json)"."""
+    return f"stops at {', '.join(map(str, stops.values()))}"
+
+
+def without_end(ids: Sequence[int], stops: Mapping[int, Stop]) -> Sequence[int]:
+    """Returns `ids` without the end token, if the last one is one."""
+    return ids[:-1] if len(ids) and ids[-1] in stops else ids
+
+
+def _named_in(file: Path) -> list[int]:
+    if not file.is_file():
+        return []
+    try:
+        table: Any = json.loads(file.read_bytes())
+        named = table.get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file}: not a JSON object: {error}") from error
+    ids = [] if named is None else named if isinstance(named, list) else [named]
+    if not all(type(id) is int and 0 <= id < 2**31 for id in ids):
+        raise CheckpointError(f"{file}: eos_token_id = {named!r} is no id, and no list of ids")
+    return list(dict.fromkeys(ids))
