@@ -1,17 +1,30 @@
 """Child processes that import this project's modules, never a file of the same name, and end with their
-parent; and what a process keeps of the memory that it frees."""
+parent; and what a process keeps of the memory that it frees.
+
+    a parent ──SIGTERM──▶ supervisor ──SIGKILL──▶ the module's process, and all that this has started
+
+`python -m areal_q.system.processes MODULE …` is a supervisor: it forks, its child runs `MODULE.main(…)`, and
+when the child ends, the parent ends, or the parent sends SIGTERM, it kills every descendant and then ends.
+A process that detaches itself becomes the supervisor's own child, since this is their subreaper (prctl(2)).
+"""
 
 import ctypes
+import importlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # It is loaded before any fork, as only calls that take no lock are safe between fork and exec.
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Numbers of glibc's mallopt"""
+_LEAVE_AFTER_S = 5.0
+"""Seconds after which a supervisor leaves what cannot be killed, such as a process of another user"""
 _KEPT_BYTES, _LARGEST_BYTES = (2 << 30) - 1, 32 << 20
 """Free memory that is kept, and the largest block of it; glibc accepts no more of either."""
 
@@ -20,6 +33,12 @@ def module_command(module: str, *arguments: str) -> list[str]:
     """Returns the command that runs a module of this project. With -P no file of the current directory, such as
     `buffer.py` or `random.py`, is imported in place of ours; with -X utf8 files are UTF-8 in every locale."""
     return [sys.executable, "-P", "-X", "utf8", "-m", module, *arguments]
+
+
+def supervised_command(module: str, *arguments: str) -> list[str]:
+    """Returns the command of a supervisor that runs `main(*arguments)` of a module of this project. Its parent
+    ends both with SIGTERM, in a session of their own, and waits for it: then no process of them is left."""
+    return module_command("areal_q.system.processes", module, *arguments)
 
 
 def die_with_parent(signum: int = signal.SIGTERM) -> Callable[[], None]:
@@ -55,3 +74,54 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, _LARGEST_BYTES)
         mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def _supervise(module: str, *arguments: str) -> None:
+    """Forks. The child runs the module; the parent waits for the end of either, and leaves no descendant. It
+    imports nothing of the module, so that it stays as small as an interpreter."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # its parent may have ignored it
+    awaited = {signal.SIGTERM, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    child = os.fork()
+    os.setpgid(child, child)  # each of the two does this for itself: nobody knows which comes first
+    if child == 0:
+        end_with_parent()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
+        importlib.import_module(module).main(*arguments)
+        return
+    while signal.sigwait(awaited) == signal.SIGCHLD and child not in _waited_for():
+        pass
+    deadline = time.monotonic() + _LEAVE_AFTER_S
+    while (groups := _groups_of_children()) and time.monotonic() < deadline:
+        for group in groups:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+        time.sleep(0.001)
+        _waited_for()  # their own children are ours now
+
+
+def _waited_for() -> set[int]:
+    """Waits for the children that have ended, and returns their ids."""
+    ended = set()
+    with suppress(ChildProcessError):  # there are no others
+        while pid := os.waitpid(-1, os.WNOHANG)[0]:
+            ended.add(pid)
+    return ended
+
+
+def _groups_of_children() -> set[int]:
+    """Returns the process groups of this process's children. A group is killed at once, so that none of it can
+    fork meanwhile."""
+    groups = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            _, parent, group, *_ = stat.read_bytes().rpartition(b")")[2].split()
+            if int(parent) == os.getpid():
+                groups.add(int(group))
+    return groups
+
+
+if __name__ == "__main__":
+    _supervise(*sys.argv[1:])

@@ -62,7 +62,7 @@ def reward(prompt, response, answer):
         case "memory":
             raise MemoryError
         case "allocate":
-            return len(bytearray(1 << 30)) / (1 << 30)
+            return len(bytearray(1 << 28)) / (1 << 28)
         case "down":
             raise RewardUnavailable("the judge does not answer")
         case "flaky":
@@ -131,7 +131,7 @@ def test_a_failed_reward_is_no_score_and_the_next_is_scored(
 
 def test_a_reward_that_takes_too_much_memory_is_killed(tmp_path: Path):
     held, after = scored(
-        settings(tmp_path, "reward.processes=1", "reward.memory_mib=256"), "allocate", "4"
+        settings(tmp_path, "reward.processes=1", "reward.memory_mib=128"), "allocate", "4"
     )
     assert held == Score.failed("killed")
     assert after == Score(1.0, True)

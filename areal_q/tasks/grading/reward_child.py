@@ -1,13 +1,12 @@
-"""`python -m areal_q.tasks.grading.reward_child`: the process that runs a slow reward or a user's own.
+"""The process that runs a slow reward or a user's own.
 
-It reads requests from stdin, writes replies to its original stdout, and ends when stdin is closed.
+It reads requests from stdin, writes replies to its original stdout, and ends when stdin is closed. Its
+supervisor (areal_q/system/processes.py) ends it, and all processes that the reward started.
 """
 
 import importlib
 import os
 import resource
-import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -25,8 +24,6 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def main(kind: str, name: str, function: str, memory_mib: str) -> None:
-    # Ctrl-C is for the worker, which then ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     questions, replies = _private_pipes()
     try:
         score = _load(kind, name, function)
@@ -93,7 +90,3 @@ def _send(replies: BinaryIO, graded: Graded) -> None:
     frame = _encoder.encode(graded)
     replies.write(len(frame).to_bytes(4, "little") + frame)
     replies.flush()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

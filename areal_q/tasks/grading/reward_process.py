@@ -1,7 +1,8 @@
 """Scores that may raise, hang or crash, computed in processes that can be killed. Imports no torch.
 
     Isolated.score ──▶ a thread ──Ask──▶ socket ▶ reward_child ▶ socket ──Graded──▶ the thread
-                          └ no reply in time: kill -9, no score, another process for the next one
+                          └ no reply in time: it and all that it started are killed, no score, another
+                            process for the next one
 
 | wait        | for                       | unblocked by                                             |
 |-------------|---------------------------|----------------------------------------------------------|
@@ -16,7 +17,6 @@ cannot disturb them.
 
 import asyncio
 import logging
-import signal
 import socket
 import subprocess
 import threading
@@ -27,7 +27,7 @@ import msgspec
 
 from areal_q.errors import ConfigError, TaskError
 from areal_q.messages.trajectories import FailureCause
-from areal_q.system.processes import die_with_parent, module_command
+from areal_q.system.processes import die_with_parent, supervised_command
 from areal_q.tasks.base import Problem, Score
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Isolated:
         return Score.failed(graded.cause)
 
     async def close(self) -> None:
-        """Kills the processes and waits for their ends."""
+        """Kills the processes, and those that they started, and waits for their ends."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._closed = True
@@ -169,18 +169,19 @@ class Isolated:
 
 
 class _Child:
-    """A process that scores one response after the other. The kernel ends it with the thread that started it,
-    which lives until `Isolated.close`."""
+    """A process that scores one response after the other, below its supervisor (areal_q/system/processes.py).
+    The kernel tells the supervisor when the thread ends that started it, which lives until `Isolated.close`."""
 
     def __init__(self, source: tuple[str, str, str], memory_mib: int) -> None:
         """Starts the process, whose first frame says whether it is ready."""
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                module_command("areal_q.tasks.grading.reward_child", *source, str(memory_mib)),
+                supervised_command("areal_q.tasks.grading.reward_child", *source, str(memory_mib)),
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
-                preexec_fn=die_with_parent(signal.SIGKILL),
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
             )
 
     def ask(self, ask: Ask, timeout_s: float) -> Graded:
@@ -213,11 +214,12 @@ class _Child:
         return received
 
     def kill(self) -> None:
-        """Kills the process, so that a thread that waits for it goes on."""
-        self._process.kill()
+        """Has the process killed, so that a thread that waits for it goes on."""
+        self._process.terminate()
 
     def end(self) -> None:
-        """Kills the process, waits for its end, and closes the socket, which no thread may be using."""
-        self._process.kill()
+        """Has the process killed, waits until it and all that it started have ended, and closes the socket,
+        which no thread may be using."""
+        self._process.terminate()
         self._process.wait()
         self._socket.close()
