@@ -19,7 +19,7 @@ from areal_q.config import Overlong, Run, load
 from areal_q.errors import ConfigError, TaskError
 from areal_q.messages.trajectories import FailureCause
 from areal_q.tasks import Problem, Reward, Score, build_reward, build_task, check_reward
-from areal_q.tasks.datasets.python_file import as_score
+from areal_q.tasks.datasets.python_file import as_score, load_score
 from areal_q.tasks.grading.rewards import STYLES, overlong_penalty
 
 PROBLEM = Problem("2+2=", "4")
@@ -78,6 +78,39 @@ def reward(prompt, response, answer):
 
 def other(prompt, response, answer):
     return 7
+"""
+WITH_CLASSES = """
+from __future__ import annotations
+import multiprocessing, pickle
+from dataclasses import dataclass
+from typing import ClassVar
+
+@dataclass
+class Rule:
+    worth: float
+    calls: ClassVar[int] = 0
+
+def worth(rule):
+    return rule.worth
+
+def reward(prompt, response, answer):
+    if response == "elsewhere":
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.map(worth, [Rule(3.0)])[0]
+    return pickle.loads(pickle.dumps(Rule(2.0))).worth
+"""
+ASYNC = """
+import asyncio
+loops = []
+
+async def reward(prompt, response, answer):
+    loops.append(asyncio.get_running_loop())
+    await asyncio.sleep(0.001)
+    if response == "raise":
+        raise KeyError(prompt)
+    if response == "hang":
+        await asyncio.sleep(3600)
+    return {"reward": float(response == answer), "loops": len(set(loops))}
 """
 
 
@@ -175,6 +208,31 @@ def test_a_failed_reward_is_asked_again_so_many_times(
 def test_infrastructure_cannot_be_declared_the_responses_fault():
     with pytest.raises(ConfigError, match="zero_on"):
         load(None, ['reward.zero_on=["unavailable"]'])
+
+
+@pytest.mark.timeout(60)
+def test_a_file_of_dataclasses_can_pickle_them(tmp_path: Path):
+    run = settings(tmp_path, "reward.timeout_s=30", source=WITH_CLASSES)
+    assert [s.reward for s in scored(run, "here", "elsewhere")] == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("name", ["json", "random", "math_verify", "my.reward", "a-b", "areal_q"])
+def test_a_file_named_as_a_module_hides_it_from_nobody(tmp_path: Path, name: str):
+    file = tmp_path / f"{name}.py"
+    file.write_text(WITH_CLASSES)
+    before = sys.modules.get(name)
+    score = load_score(str(file), "reward")
+    assert sys.modules.get(name) is before
+    assert score(PROBLEM, "here").reward == 2.0
+
+
+def test_a_coroutine_is_a_reward_in_a_loop_that_stays(tmp_path: Path):
+    run = settings(tmp_path, "reward.timeout_s=3", "reward.processes=1", source=ASYNC)
+    right, wrong, raised, hung, after = scored(run, "4", "5", "raise", "hang", "4")
+    assert right == Score(1.0, True, {"loops": 1.0})
+    assert wrong == Score(0.0, False, {"loops": 1.0})
+    assert (raised, hung) == (Score.failed("exception"), Score.failed("timeout"))
+    assert after == right
 
 
 @pytest.mark.timeout(60)
@@ -331,6 +389,9 @@ def test_a_task_of_ones_own_is_one_file_and_one_line(tmp_path: Path):
         file.write_text(f"def problems():\n    return {rows}\n")
         with pytest.raises(TaskError, match=r"doubling\.py: problems\(\) must give pairs of text"):
             build_task(run.task)
+    file.write_text("def problems():\n    return [('1*2=', '2'), (' ', '')]\n")
+    with pytest.raises(TaskError, match=r"doubling\.py: problems\(\)\[1\]: the prompt is empty"):
+        build_task(run.task)
 
 
 # math-verify

@@ -7,10 +7,12 @@
         return 1.0 if response.strip() == answer else 0.0
 
 A reward is a number, and a response with 1 or more counts as correct. It may also be a table of numbers with
-`reward`, optionally `correct`, and parts to be logged. Imports no torch.
+`reward`, optionally `correct`, and parts to be logged. `async def reward` is run to its end. Imports no torch.
 """
 
+import asyncio
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,13 +26,14 @@ from areal_q.tasks.base import Problem, Score
 
 def load_function(path: str, name: str) -> Callable[..., Any]:
     """Runs the file and returns the function `name`. Raises TaskError naming the file."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if not Path(path).is_file() or spec is None or spec.loader is None:
-        raise TaskError(f"{path}: no such Python file")
-    module = importlib.util.module_from_spec(spec)
     # The directory goes last, so that the file can import its neighbours, but they hide no other module.
     if (directory := str(Path(path).resolve().parent)) not in sys.path:
         sys.path.append(directory)
+    spec = importlib.util.spec_from_file_location(_module_name(path), path)
+    if not Path(path).is_file() or spec is None or spec.loader is None:
+        raise TaskError(f"{path}: no such Python file")
+    # Dataclasses look for their module while it runs, and pickle for that of a class.
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything
@@ -41,13 +44,23 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     return function
 
 
+def _module_name(path: str) -> str:
+    """Returns the name by which an import finds the file, as that of a pickled class in another process does;
+    if it is the name of another module, one that hides none."""
+    name = Path(path).stem
+    found = importlib.util.find_spec(name) if name.isidentifier() and name != "__main__" else None
+    mine = found is not None and found.origin == str(Path(path).resolve())
+    return name if mine else f"users_{name.replace('.', '_')}"
+
+
 def load_score(path: str, name: str) -> Callable[[Problem, str], Score]:
     """Returns the reward function `name` of a file, with its results as scores. It raises what the user's code
-    raises."""
-    function = load_function(path, name)
+    raises. All coroutines run in one event loop, to which a client that the file keeps is bound."""
+    function, loop = load_function(path, name), asyncio.Runner()
 
     def score(problem: Problem, response: str) -> Score:
-        return as_score(function(problem.prompt, response, problem.answer))
+        given = function(problem.prompt, response, problem.answer)
+        return as_score(loop.run(given) if inspect.iscoroutine(given) else given)
 
     return score
 
@@ -65,7 +78,8 @@ def as_score(given: Any) -> Score:
 
 
 def problems(cfg: Python) -> list[Problem]:
-    """Returns what the file's `problems()` returns. Raises TaskError naming the file."""
+    """Returns what the file's `problems()` returns. Raises TaskError naming the file, and the index of an empty
+    prompt."""
     function = load_function(cfg.path, "problems")
     try:
         rows = list(function())
@@ -73,6 +87,10 @@ def problems(cfg: Python) -> list[Problem]:
         raise TaskError(f"{cfg.path}: problems(): {type(error).__name__}: {error}") from error
     if not all(_is_pair(row) for row in rows):
         raise TaskError(f"{cfg.path}: problems() must give pairs of text: prompt and answer")
+    for index, (prompt, _) in enumerate(rows):
+        if not prompt.strip():
+            where = f"{cfg.path}: problems()[{index}]"
+            raise TaskError(f"{where}: the prompt is empty: there is nothing to answer")
     return [Problem(prompt, answer) for prompt, answer in rows]
 
 
