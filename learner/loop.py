@@ -9,7 +9,7 @@
 | GroupReader.take                | B groups within the bound     | workers' commits; a stop request           |
 | Learner.settle                  | a checkpoint on disk          | its thread; before the next, at the end    |
 | HeldOutEvaluation.finish        | the last evaluation's answers | workers' commits; a stop request; timeout  |
-| WeightPublisher.wait_until_read | weights that are still read   | its thread; before the optimizer writes    |
+| Learner.wait_until_read         | weights that are still read   | two threads; before the optimizer writes   |
 | WeightPublisher.wait_until_out  | the version begun last        | its thread; after the next step            |
 
 Quantizing, diffing, compressing and sending overlap with the next step
@@ -107,7 +107,7 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.publisher = WeightPublisher(self.builder, self.hand_to_server)
-        self.policy.before_write = self.publisher.wait_until_read
+        self.policy.before_write = self.wait_until_read
         self.group_reader.on_starvation = self.warn
         self.group_reader.on_look = lambda: self.progress.beat()
         self.metrics.also("progress", lambda record: self.progress.beat())
@@ -199,6 +199,11 @@ class Learner:
         # The history must contain a version before a worker draws with it, or its tokens would count as stale.
         self.history.add(made.manifest.version, made.manifest.digest)
         self.weight_server.publish(made)
+
+    def wait_until_read(self) -> None:
+        """Waits until neither a version nor a checkpoint reads the weights, so that the optimizer may write."""
+        self.publisher.wait_until_read()
+        self.checkpoints.wait_until_read()
 
     def wait_until_out(self) -> None:
         """Waits until the version begun last is published, then completes what needs its digest."""

@@ -8,10 +8,10 @@
 | follow            | rank 0's next message       | MultiProcessUpdater's methods                      |
 | every collective  | all other ranks             | their being alive: torchrun ends all when one dies |
 
-Besides its shard, rank 0 has a whole copy of the weights in host memory, and of the moments while a checkpoint
-is written. It publishes, saves and exports exactly what a single process would, so that a run can resume with
-any number of ranks and either backend. The other ranks need only rank 0 and the settings: neither the model's
-files, nor Redis, nor the run's directory.
+Besides its shard, rank 0 has a whole copy of the weights in host memory, and of the moments only while a
+checkpoint is written. It publishes, saves and exports exactly what a single process would, so that a run can
+resume with any number of ranks and either backend. The other ranks need only rank 0 and the settings: neither
+the model's files, nor Redis, nor the run's directory.
 """
 
 import faulthandler
@@ -39,6 +39,7 @@ from learner.backends.messages import Begin, Collect, End, Message, Piece, Reset
 from learner.backends.precision import PrecisionSettings
 from learner.backends.single_device import TorchPolicy
 from learner.checkpoint.files import write_share
+from learner.checkpoint.policy_state import forget_moments, moments_of
 from learner.data.packing import Sample
 from learner.measure.token_recorder import TokenRecorder
 from learner.policy_advantages import needs_policy
@@ -213,11 +214,7 @@ class MultiProcessUpdater:
         send(ranks, begin)
         self._shard = _shard(begin, run, ranks, policy)
         self._broken = False
-        if self.shares:
-            # From now on the moments are in the shards of all ranks alone.
-            policy.optimizer.state.clear()
-            if policy.critic is not None:
-                policy.critic.optimizer.state.clear()
+        forget_moments(policy)  # from now on they are in the shards of all ranks alone
 
     @property
     def shares(self) -> int:
@@ -242,7 +239,9 @@ class MultiProcessUpdater:
         if staged:
             return self._shard.share_of_rest(self.policy)
         self._shard.gather_rest(self.policy)
-        return {}
+        moments = moments_of(self.policy)
+        forget_moments(self.policy)
+        return moments
 
     def reset_reference(self) -> None:
         send(self._ranks, Reset())

@@ -58,11 +58,9 @@ class PolicyUpdater(Protocol):
         ...
 
     def collect(self, staged: Path | None = None) -> dict[str, Tensor]:
-        """Copies into `policy` all that a checkpoint contains.
-
-        If a directory `staged` is given, the other ranks write their shares of it there instead, and this
-        rank's share is returned, by the names that its tensors have in a checkpoint.
-        """
+        """Copies the critic into `policy`, and returns the moments that it does not hold, by their names in a
+        checkpoint. If a directory `staged` is given, they are this rank's share, and the other ranks write
+        theirs there."""
         ...
 
     def reset_reference(self) -> None:

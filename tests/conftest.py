@@ -381,6 +381,7 @@ for job in sys.argv[1:]:
     writer.save(state, updater)
     writer.finish()
     writer.close()
+    assert not whole.optimizer.state, "the moments are in the shards alone"
     made = VersionBuilder(VersionSettings.of(run)).build(model, 1)
     updater.close()
     (directory / "found.json").write_text(json.dumps([found, made.manifest.digest]))

@@ -1,17 +1,21 @@
-"""Checkpoints in the background: the learner waits for a copy in memory, not for the disk.
+"""Checkpoints in the background, of the weights and moments themselves: nothing on the host is copied for them.
 
-    Learner ─save(state)─▶ copies on the host ─thread─▶ written, hashed, synced, renamed ─▶ returned by `settle`
+    Learner ─save(state)─▶ thread: written ─▶ hashed, synced, renamed ─▶ returned by `settle`
+                             │ reads weights and moments
+    TorchPolicy ─wait_until_read()┘ before the optimizer writes to them
 
-| wait    | for                           | unblocked by               |
-|---------|-------------------------------|----------------------------|
-| save    | the checkpoint before this    | the thread                 |
-| finish  | the one that is being written | the thread                 |
+| wait            | for                                                  | unblocked by |
+|-----------------|------------------------------------------------------|--------------|
+| save            | the checkpoint before this                           | the thread   |
+| wait_until_read | weights and moments in the system's cache, unhashed  | the thread   |
+| finish          | the one that is being written                        | the thread   |
 
 Checkpoints are written one at a time, so that a crash leaves the one before whole
-(learner/checkpoint/files.py). An error in the thread is raised by the next call of `settle` or `finish`. The
-copy takes as much host memory as weights and moments.
+(learner/checkpoint/files.py). An error in the thread is raised by the next call of `settle` or `finish`. What
+lies on a GPU is copied to the host first, and the optimizer does not wait.
 """
 
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,22 +32,38 @@ class CheckpointWriter:
         self._directory, self._keep, self._keep_every = directory, keep, keep_every
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[tuple[State, Path]] | None = None
+        self._read = threading.Event()
+        self._read.set()
 
     def save(self, state: State, updater: PolicyUpdater) -> None:
-        """Copies the present policy and returns; the thread writes the copy. Call `finish` before."""
+        """Begins to write the present policy, and returns. Call `finish` before.
+
+        Until `wait_until_read` has returned, weights and moments may be read but not written to."""
         assert self._pending is None, "one at a time"
         shares = updater.shares
         staged = checkpoint.stage(self._directory, state.step) if shares else None
-        present = checkpoint.tensors_of(updater.policy, updater.collect(staged))
-        tensors = {name: t.clone() for name, t in present.items()}
+        tensors = checkpoint.tensors_of(updater.policy, updater.collect(staged))
         files = [staged / checkpoint.SHARE.format(i + 1) for i in range(shares)] if staged else []
+        if updater.policy.cfg.device == "cpu":
+            self._read.clear()
         self._pending = self._thread.submit(self._write, state, tensors, files)
+
+    def wait_until_read(self) -> None:
+        """Waits until no checkpoint reads weights and moments, so that the optimizer may write to them."""
+        self._read.wait()
 
     def _write(
         self, state: State, tensors: checkpoint.Tensors, shares: list[Path]
     ) -> tuple[State, Path]:
         keep = self._keep, self._keep_every
-        return state, checkpoint.write(self._directory, state, tensors, *keep, shares)
+        try:
+            path = checkpoint.write(
+                self._directory, state, tensors, *keep, shares, on_read=self._read.set
+            )
+        finally:
+            # This is set after a failure, too, or the learner would wait for ever; `finish` raises it.
+            self._read.set()
+        return state, path
 
     def settle(self) -> tuple[State, Path] | None:
         """Returns the checkpoint that was completed since the last call, or None. Raises CheckpointError if

@@ -14,7 +14,7 @@ everything.
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ START = "step-000000"
 STATE, TENSORS, SHARE = "state.json", "tensors.safetensors", "tensors-{:05d}.safetensors"
 _STAGED = ".shares-"
 """Prefix of the directory into which other ranks write their shares of a checkpoint."""
+_PIECE_BYTES = 1 << 20
+"""Bytes of a file that are hashed at once"""
 
 
 Tensors = dict[str, torch.Tensor]
@@ -107,14 +109,16 @@ def write(
     keep: int,
     keep_every: int = 0,
     shares: Sequence[Path] = (),
+    on_read: Callable[[], None] = lambda: None,
 ) -> Path:
     """Writes the checkpoint `directory/step-NNNNNN`, to which it moves the files `shares` after waiting for
     other ranks to write them, and returns its path. Then removes all checkpoints but the one of the start, the
-    newest `keep`, and those whose step is a multiple of `keep_every`. Raises CheckpointError if it cannot be
-    written, such as to a full disk; earlier checkpoints are unchanged then."""
+    newest `keep`, and those whose step is a multiple of `keep_every`. `on_read` is called once `tensors` may
+    change. Raises CheckpointError if it cannot be written, such as to a full disk; earlier checkpoints are
+    unchanged then."""
     final = directory / f"step-{state.step:06d}"
     with _writing(final):
-        _write(directory, final, state, tensors, shares)
+        _write(directory, final, state, tensors, shares, on_read)
         _remove_old(directory, keep, keep_every)
     return final
 
@@ -128,12 +132,18 @@ def _writing(file: Path) -> Iterator[None]:
 
 
 def _write(
-    directory: Path, final: Path, state: State, tensors: Tensors, shares: Sequence[Path]
+    directory: Path,
+    final: Path,
+    state: State,
+    tensors: Tensors,
+    shares: Sequence[Path],
+    on_read: Callable[[], None],
 ) -> None:
     clear_leftovers(directory)
     part = directory / f"{SCRATCH}{final.name}"
     part.mkdir(parents=True)
     save_tensors(tensors, part / TENSORS)
+    on_read()
     for share in shares:
         while not share.exists():  # if its rank dies, torchrun ends this process, too
             time.sleep(0.02)
@@ -189,9 +199,11 @@ def read_tensors(path: Path, state: State) -> dict[str, torch.Tensor]:
 
 
 def _digest(path: Path, state: bytes) -> str:
-    digest = xxhash.xxh3_128()
+    digest, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
     for file in _files(path):
-        digest.update(file.read_bytes())
+        with file.open("rb", buffering=0) as opened:
+            while count := opened.readinto(piece):
+                digest.update(piece[:count])
     digest.update(state)
     return digest.hexdigest()
 

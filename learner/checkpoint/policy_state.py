@@ -57,18 +57,33 @@ def load(path: Path, state: State, policy: TorchPolicy) -> None:
 def tensors_of(policy: TorchPolicy, collected: Tensors | None = None) -> Tensors:
     """Returns all tensors of `policy` that belong into a checkpoint, on the CPU.
 
-    `collected` is the result of PolicyUpdater.collect: this rank's share, if other ranks write theirs.
+    `collected` is the result of PolicyUpdater.collect: what ranks hold together, or this rank's share of it if
+    other ranks write theirs.
     """
     tensors: Tensors = {"rng": torch.get_rng_state(), **(collected or {})}
     for part, module in _modules(policy).items():
         tensors |= {f"{part}.{k}": v for k, v in module.state_dict().items()}
-    for part, optimizer in _optimizers(policy).items():
-        for i, slot in optimizer.state_dict()["state"].items():
-            tensors |= {f"{part}.{i}.{k}": v for k, v in slot.items()}
+    tensors |= moments_of(policy)
     tensors |= {f"{KV}{k}": v for k, v in policy.kv_scales.items()}
     if policy.sticky:
         tensors |= {f"{STICKY}{k}": v for k, v in policy.sticky.tensors().items()}
     return {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+
+
+def moments_of(policy: TorchPolicy) -> Tensors:
+    """Returns all that the optimizers of `policy` hold."""
+    return {
+        f"{part}.{i}.{k}": v
+        for part, optimizer in _optimizers(policy).items()
+        for i, slot in optimizer.state_dict()["state"].items()
+        for k, v in slot.items()
+    }
+
+
+def forget_moments(policy: TorchPolicy) -> None:
+    """Empties the optimizers of `policy`."""
+    for optimizer in _optimizers(policy).values():
+        optimizer.state.clear()
 
 
 def _modules(policy: TorchPolicy) -> dict[str, nn.Module]:

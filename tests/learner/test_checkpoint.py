@@ -7,7 +7,9 @@ import resource
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -294,6 +296,7 @@ def test_a_checkpoint_holds_what_the_learner_held_when_it_began(
     make_samples: MakeSamples, policy: TorchPolicy, tmp_path: Path
 ):
     writer = CheckpointWriter(tmp_path, keep=2)
+    policy.before_write = writer.wait_until_read
     before = everything(policy)
     writer.save(state_at(1, policy), SingleProcessUpdater(policy))
     update_policy(policy, make_samples(6, 1))
@@ -305,6 +308,73 @@ def test_a_checkpoint_holds_what_the_learner_held_when_it_began(
     del before["random"]
     after = everything(policy)
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    writer.close()
+
+
+def test_the_optimizer_waits_for_a_checkpoint_on_the_host(
+    make_samples: MakeSamples, policy: TorchPolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    disk, save_tensors = threading.Event(), files.save_tensors
+
+    def slow_disk(tensors: checkpoint.Tensors, path: Path) -> None:
+        disk.wait(30)
+        save_tensors(tensors, path)
+
+    monkeypatch.setattr(files, "save_tensors", slow_disk)
+    writer = CheckpointWriter(tmp_path, keep=2)
+    policy.before_write = writer.wait_until_read
+    before = everything(policy)
+    writer.save(state_at(1, policy), SingleProcessUpdater(policy))
+    with ThreadPoolExecutor(1) as thread:
+        step = thread.submit(update_policy, policy, make_samples(6, 1))
+        with pytest.raises(TimeoutError):
+            step.result(timeout=0.3)
+        now = everything(policy)
+        del before["random"]
+        assert all(torch.equal(tensor, now[name]) for name, tensor in before.items())
+        disk.set()
+        step.result()
+    assert writer.finish()
+    writer.close()
+
+
+def test_writing_a_checkpoint_copies_no_tensor(
+    policy: TorchPolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    written: list[int] = []
+    own = {p.data_ptr() for p in policy.model.parameters()}
+    own |= {t.data_ptr() for slot in policy.optimizer.state.values() for t in slot.values()}
+    save_tensors = files.save_tensors
+
+    def noted(tensors: checkpoint.Tensors, path: Path) -> None:
+        written.extend(t.data_ptr() for name, t in tensors.items() if name != "rng")
+        save_tensors(tensors, path)
+
+    monkeypatch.setattr(files, "save_tensors", noted)
+    writer = CheckpointWriter(tmp_path, keep=2)
+    writer.save(state_at(1, policy), SingleProcessUpdater(policy))
+    assert writer.finish()
+    writer.close()
+    assert written and own.issuperset(written)
+
+
+def test_a_checkpoint_is_hashed_piece_by_piece(policy: TorchPolicy, tmp_path: Path):
+    state, rest = state_at(1, policy), {"large": torch.zeros(1 << 25, dtype=torch.uint8)}
+    tracemalloc.start()
+    path = checkpoint.write(tmp_path, state, rest, keep=1)
+    checkpoint.read_tensors(path, checkpoint.read_state(path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < rest["large"].nbytes / 4
+
+
+def test_a_failed_checkpoint_lets_the_optimizer_go_on(policy: TorchPolicy, tmp_path: Path):
+    (tmp_path / "checkpoints").write_text("in the way")
+    writer = CheckpointWriter(tmp_path / "checkpoints", keep=2)
+    writer.save(state_at(1, policy), SingleProcessUpdater(policy))
+    writer.wait_until_read()
+    with pytest.raises(CheckpointError, match="checkpoints"):
+        writer.finish()
     writer.close()
 
 
@@ -379,6 +449,7 @@ def save_killed_at(directory, operation, new_step, background):
     if background:
         writer = CheckpointWriter(directory, keep=2)
         writer.save(state(new_step, 2), SingleProcessUpdater(policy))
+        writer.wait_until_read()
         weights(3.0)  # what comes after is no part of it
         writer.finish()
     else:
