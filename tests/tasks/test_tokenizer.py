@@ -1,5 +1,6 @@
 """Our character tokenizer against `transformers.AutoTokenizer`, and the wrapper of the latter."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -120,6 +121,20 @@ def test_a_missing_or_empty_directory_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=f"^{tmp_path}: no tokenizer can be read: "):
         load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_file_of_another_version_is_one_line(
+    chat_directory: Path, tmp_path: Path
+) -> None:
+    load_tokenizer(chat_directory).save(str(tmp_path))
+    file = tmp_path / "tokenizer.json"
+    for change in ({"type": "NEWBPE"}, {"type": "BPE", "vocab": 3}, []):
+        table = json.loads(file.read_text()) | {"model": change}
+        file.write_text(json.dumps(table))
+        with pytest.raises(
+            CheckpointError, match=f"^{tmp_path}: no tokenizer can be read: [^\n]+$"
+        ):
+            load_tokenizer(tmp_path)
 
 
 def test_the_model_decides_which_tokenizer_is_built(directory: Path, chat_directory: Path) -> None:
